@@ -1,0 +1,54 @@
+# Every target makes .venv itself when it is missing. TINY=1 runs the same path on a tiny model in under a minute.
+PYTHON ?= python3
+WORKERS ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
+RUNS ?= runs
+BIN := .venv/bin
+LIT := $(BIN)/lit-lazy
+
+ifdef TINY
+SUFFIX := _tiny
+endif
+
+.PHONY: help table2 table2-text dashboard test test-all lint bench constraints
+
+help:
+	@echo "make table2        run Table 2's variants on the generated probe and print the table"
+	@echo "make table2-text   the same rows on real text, three seeds"
+	@echo "make dashboard     MLflow on 127.0.0.1, with links to the runs"
+	@echo "make test          lint, types and tests"
+	@echo "make test-all      the same and the long tests"
+	@echo "make bench         memory of the attention backends"
+	@echo "TINY=1 makes table2 and table2-text a matter of a minute; WORKERS, RUNS and PYTHON can be set too"
+
+table2: .venv/.complete
+	$(LIT) ablate run table2 --base backcopy$(SUFFIX) --workers $(WORKERS) --runs $(RUNS)
+
+table2-text: .venv/.complete
+	$(LIT) ablate run table2 --base stdlib$(SUFFIX) --seeds 0,1,2 --workers $(WORKERS) --runs $(RUNS)
+
+dashboard: .venv/.complete
+	$(LIT) dashboard --runs $(RUNS)
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m "not long"
+
+test-all: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
+
+lint: .venv/.complete
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyrefly check
+
+bench: .venv/.complete
+	$(BIN)/python kernels/memory.py
+
+constraints: .venv/.complete
+	( echo '# Versions of what requirements.txt pulls in; made by `make constraints`.'; \
+	  $(BIN)/pip freeze --exclude-editable | grep -v -i -E '^(torch|triton)==' ) > constraints.txt
+
+.venv/.complete: requirements.txt constraints.txt pyproject.toml kernels/pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lit-lazy needs Python 3.11 or newer; give one with PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@

@@ -1,0 +1,13 @@
+"""Lazy Attention (thresholded softmax with a learned distance bias) as one PyTorch function."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from flash_lazy.api import Backend, lazy_attention, resolve_backend
+from flash_lazy.reference import Stats
+
+try:
+    __version__ = version("flash-lazy")
+except PackageNotFoundError:  # imported from a source tree that was never installed
+    __version__ = "0.0.0"
+
+__all__ = ["Backend", "Stats", "__version__", "lazy_attention", "resolve_backend"]

@@ -1,0 +1,399 @@
+"""Lazy Attention over blocks of queries with a backward pass of its own: memory linear in the length.
+
+A block is a rectangle (some sequences, some kv heads, consecutive queries, the keys they can see); only its scores
+exist at a time, and the backward pass computes them again from the inputs, which are all that is kept. Whole rows are
+at hand in both passes, so no running maximum is needed and the gradients are those of docs/method.md term by term.
+
+Geometry: queries end where the keys end, and a block never spans two documents, so query and key distances depend on
+(row, column) counted from the block's lower right corner alone. One strip `[H, R, C]` of bias and causal mask, cut at
+that corner, therefore serves every block, and its gradient is collected in one strip too. Ragged `kv_lengths` are
+brought to this shape by moving each sequence's keys to the end.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flash_lazy.reference import Options, Stats, compute_dtype
+
+# Scores of one block, B * H * R * C. A block keeps about five such matrices at its peak. Small enough for a CPU's
+# cache, large enough on a GPU that launching kernels does not dominate.
+BLOCK_ELEMENTS_CPU = 2**18
+BLOCK_ELEMENTS_GPU = 2**25
+# Fewer rows than this waste matrix products: sequences and heads are split first.
+FULL_ROWS = 64
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tau: Tensor,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    options: Options,
+    with_stats: bool,
+) -> tuple[Tensor, Stats | None]:
+    """Output `[B, H, Lq, D]` in q's dtype, and the row statistics where asked for. Shapes as in `lazy_attention`."""
+    out, *stats = _Chunked.apply(q, k, v, tau, bias, slopes, options, with_stats)
+    return out, Stats(*stats) if with_stats else None
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        *tensors, options, with_stats = args
+        ctx.save_for_backward(*tensors)
+        ctx.options = options
+        outputs = _Sweep(*tensors, options=options).forward(with_stats)
+        ctx.mark_non_differentiable(*outputs[1:])
+        return outputs
+
+    @staticmethod
+    @once_differentiable  # its stub drops the parameters' names
+    # pyrefly: ignore [bad-override]
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        grad = grad_outputs[0]
+        # The engine calls back under the caller's autocast, which would round the matrix products.
+        with torch.autocast(grad.device.type, enabled=False):
+            gradients = _Sweep(*ctx.saved_tensors, options=ctx.options).backward(grad, ctx.needs_input_grad)
+        return *gradients, None, None
+
+
+@dataclass(frozen=True)
+class _Block:
+    batch: slice
+    heads: slice  # of the kv heads
+    rows: slice
+    keys: slice
+    first: int  # index of the document's first key
+
+
+class _Sweep:
+    """The inputs brought to one geometry, and the two passes over its blocks.
+
+    Tensors are `[B, Hkv, G, L, ...]` with G query heads to a kv head, float32 or float64.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tau: Tensor,
+        bias: Tensor | None,
+        slopes: Tensor | None,
+        options: Options,
+    ) -> None:
+        self.options = options
+        self.dtype = compute_dtype(q)
+        self.out_dtype = q.dtype
+        self.batch, self.query_heads, self.rows, self.width = q.shape
+        self.kv_heads, self.keys = k.shape[1:3]
+        self.group = self.query_heads // self.kv_heads
+        self.device = q.device
+        self.tau, self.bias, self.slopes = tau, bias, slopes
+
+        cuts = [0, self.keys] if options.cu_seqlens is None else options.cu_seqlens.tolist()
+        self.block_rows, self.blocks = _blocks(
+            (self.batch, self.kv_heads, self.group, self.rows, self.keys), cuts, options.window, self.device.type
+        )
+        self._place_rows_and_keys()
+
+        self.q = self._by_group(q) * options.scale
+        self.k, self.v = k.to(self.dtype), v.to(self.dtype)
+        if self.shift is not None:
+            self.k, self.v = (_roll(x, self.shift) for x in (self.k, self.v))
+        if self.hidden is not None:  # what nobody sees may hold NaN, and 0 * NaN is NaN
+            self.k, self.v = (x.masked_fill(self.hidden[:, None, :, None], 0) for x in (self.k, self.v))
+        if self.blind is not None:
+            self.q = self.q.masked_fill(self.blind, 0)
+        self.k, self.v = self.k.contiguous(), self.v.contiguous()
+        self._build_strip()
+
+    def _by_group(self, x: Tensor) -> Tensor:
+        """`[B, H, Lq, D]` as `[B, Hkv, G, Lq, D]`, contiguous, in the dtype of the computation."""
+        x = x.to(self.dtype).contiguous()
+        return x.view(self.batch, self.kv_heads, self.group, self.rows, self.width)
+
+    def _place_rows_and_keys(self) -> None:
+        """Positions, visible keys per row and thresholds.
+
+        Sets shift `[B]` (how far each sequence's keys move to the end), hidden `[B, Lk]` (keys no query may see, after
+        moving), blind `[B, 1, 1, Lq, 1]` (queries without a key), position `[B or 1, Lq]` (0-based, within its
+        document), per_tau `[B or 1, 1, 1, Lq]` (d theta / d tau) and theta `[B or 1, Hkv, G, Lq, 1]`.
+        """
+        options = self.options
+        column = torch.arange(self.keys, device=self.device)
+        own = column[self.keys - self.rows :][None]  # the key at each query's own position
+        self.shift = self.hidden = self.blind = None
+        start = own.new_zeros(())
+        if options.kv_lengths is not None:
+            self.shift = self.keys - options.kv_lengths.long()
+            start = self.shift[:, None]
+            self.hidden = column < start
+        if options.cu_seqlens is not None:
+            cuts = options.cu_seqlens.long()
+            start = cuts[torch.searchsorted(cuts, own, right=True) - 1]
+        if options.key_mask is not None:
+            mask = options.key_mask
+            if self.shift is not None:
+                mask = _roll(mask, self.shift)
+            self.hidden = ~mask if self.hidden is None else self.hidden | ~mask
+        self.position = own - start
+
+        seen_from = start if options.window is None else torch.maximum(start, own - options.window + 1)
+        if self.hidden is None:
+            n = own + 1 - seen_from
+        else:
+            counts = torch.nn.functional.pad((~self.hidden).cumsum(-1), (1, 0))
+            upper = (own + 1).expand(self.batch, -1)
+            n = counts.gather(1, upper) - counts.gather(1, torch.minimum(seen_from, upper).expand_as(upper))
+            self.blind = (n == 0)[:, None, None, :, None]
+        self.n = n[:, None, None, :].to(self.dtype)
+
+        match options.threshold:
+            case "per_query" | "per_token":
+                self.divisor = self.n.clamp(min=1)
+            case "seq_len":
+                self.divisor = torch.full_like(self.n, options.context_length)
+            case "constant":
+                self.divisor = torch.ones_like(self.n)
+        tau = self.tau.to(self.dtype).unflatten(0, (self.kv_heads, self.group))
+        if options.threshold == "per_token":
+            self.entry = self.position.clamp(0, tau.shape[-1] - 1)
+            tau_rows = tau[..., self.entry].movedim(2, 0)
+        else:
+            tau_rows = tau[None, ..., None]
+        self.theta = (tau_rows / self.divisor)[..., None]
+
+    def _build_strip(self) -> None:
+        """The additive strip `[H or 1, R, C]` of bias and mask, cut at the lower right corner (distance 0).
+
+        Without a window or slopes it is 0 left of the columns stored. `triangle` `[R, C']` is
+        0 on its hidden entries and 1 elsewhere; left of its columns nothing is hidden.
+        """
+        rows, window = self.block_rows, self.options.window
+        widest = max(block.keys.stop - block.keys.start for block in self.blocks)
+        reach = 0 if self.bias is None else self.bias.shape[1]
+        columns = widest if self.slopes is not None or window is not None else min(widest, rows + max(reach - 1, 0))
+        # Value at distance d, for d from columns - 1 down to -(rows - 1).
+        distance = torch.arange(columns - 1, -rows, -1, device=self.device)
+        heads = 1 if self.bias is None and self.slopes is None else self.query_heads
+        value = torch.zeros(heads, columns + rows - 1, dtype=self.dtype, device=self.device)
+        if self.bias is not None:
+            reach = min(reach, columns)
+            value[:, columns - reach : columns] = self.bias[:, :reach].flip(-1)
+        if self.slopes is not None:
+            value -= self.slopes.to(self.dtype)[:, None] * distance
+        outside = distance < 0
+        if window is not None:
+            outside |= distance >= window
+        value.masked_fill_(outside, -torch.inf)
+        # Row r of the strip is the window of `value` that starts r places before the end of its slack.
+        self.strip = value.unfold(-1, columns, 1).flip(1)
+        self.strip = self.strip.view(1 if heads == 1 else self.kv_heads, -1, rows, columns)
+        edge = columns if window is not None else rows
+        self.triangle = (~outside).to(self.dtype).unfold(-1, columns, 1)[:, columns - edge :].flip(0)
+        self.distance = distance
+
+    # -- one block ---------------------------------------------------------------------------------------------------
+
+    def _queries(self, x: Tensor, block: _Block) -> Tensor:
+        """A block of a `[B, Hkv, G, Lq, D]` tensor as `[b * h, G * R, D]`."""
+        return _flat(x[block.batch, block.heads, :, block.rows])
+
+    def _keys(self, x: Tensor, block: _Block) -> Tensor:
+        """A block of a `[B, Hkv, Lk, D]` tensor as a view `[b * h, C, D]`."""
+        return x[block.batch, block.heads, block.keys].flatten(0, 1)
+
+    def _rowwise(self, x: Tensor, block: _Block) -> Tensor:
+        """A block of a `[B or 1, Hkv or 1, G or 1, Lq, ...]` tensor."""
+        batch = block.batch if x.shape[0] > 1 else slice(None)
+        heads = block.heads if x.shape[1] > 1 else slice(None)
+        return x[batch, heads, :, block.rows]
+
+    def _scores(self, block: _Block) -> Tensor:
+        q, k = self._queries(self.q, block), self._keys(self.k, block)
+        rows, columns = block.rows.stop - block.rows.start, k.shape[1]
+        heads = block.heads.stop - block.heads.start
+        scores = torch.bmm(q, k.transpose(1, 2)).view(-1, heads, self.group, rows, columns)
+        strip = self._strip_of(self.strip, block)
+        scores[..., columns - strip.shape[-1] :].add_(strip)
+        if self.hidden is not None:
+            scores.masked_fill_(self.hidden[block.batch, None, None, None, block.keys], -torch.inf)
+        return scores
+
+    def _strip_of(self, strip: Tensor, block: _Block) -> Tensor:
+        rows, columns = block.rows.stop - block.rows.start, block.keys.stop - block.keys.start
+        heads = block.heads if strip.shape[0] > 1 else slice(None)
+        return strip[heads, :, -rows:, -min(columns, strip.shape[-1]) :]
+
+    def _weights(self, scores: Tensor, block: _Block) -> tuple[Tensor, Tensor]:
+        """Softmax p and thresholded weights w of a block, both exactly 0 where the key is hidden."""
+        p = torch.softmax(scores, -1)
+        if self.blind is not None:
+            p.masked_fill_(self.blind[block.batch, :, :, block.rows], 0)
+        w = (p - self._rowwise(self.theta, block)).relu_()
+        # Hidden keys are cleared again: below a negative threshold the ReLU alone would give them weight.
+        rows, columns = w.shape[-2:]
+        edge = min(columns, self.triangle.shape[-1])
+        w[..., columns - edge :].mul_(self.triangle[-rows:, -edge:])
+        if self.hidden is not None:
+            w.masked_fill_(self.hidden[block.batch, None, None, None, block.keys], 0)
+        return p, w
+
+    # -- the two passes ----------------------------------------------------------------------------------------------
+
+    def forward(self, with_stats: bool) -> tuple[Tensor, ...]:
+        shape = (self.batch, self.kv_heads, self.group, self.rows)
+        out = torch.empty(*shape, self.width, dtype=self.out_dtype, device=self.device)
+        stats = Stats(*(torch.empty(shape, device=self.device) for _ in Stats._fields)) if with_stats else None
+        for block in self.blocks:
+            scores = self._scores(block)
+            _, w = self._weights(scores, block)
+            place = block.batch, block.heads, slice(None), block.rows
+            if stats is not None:
+                stats.lse[place] = torch.logsumexp(scores, -1).float()
+                stats.mass[place] = w.sum(-1).float()
+                stats.zeros[place] = (self._rowwise(self.n, block) - (w > 0).sum(-1)).float()
+            if self.options.renormalise:
+                w.div_(_mass_or_one(w))
+            if stats is not None:
+                stats.first_weight[place] = self._first_weight(w, block).float()
+            out[place] = torch.bmm(_flat(w), self._keys(self.v, block)).view(*w.shape[:-1], self.width)
+        return tuple(x.flatten(1, 2) for x in (out, *(stats or ())))
+
+    def _first_weight(self, w: Tensor, block: _Block) -> Tensor:
+        if self.shift is None:
+            first = block.first - block.keys.start
+            return w[..., first] if first >= 0 else torch.zeros_like(w[..., 0])
+        first = self.shift[block.batch, None, None, None, None] - block.keys.start
+        inside = (first >= 0) & (first < w.shape[-1])
+        index = first.clamp(0, w.shape[-1] - 1).expand(*w.shape[:-1], 1)
+        return w.gather(-1, index).masked_fill(~inside, 0).squeeze(-1)
+
+    def backward(self, grad: Tensor, needed: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k, v, tau, bias, slopes for the output's gradient `[B, H, Lq, D]`; None where not needed."""
+        grad = self._by_group(grad)
+        if self.blind is not None:
+            grad = grad.masked_fill(self.blind, 0)
+        dq = torch.empty_like(self.q)
+        dk, dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
+        survivors = torch.empty(self.q.shape[:-1], dtype=self.dtype, device=self.device)  # sum_j m_ij dp_ij
+        dstrip = torch.zeros_like(self.strip) if needed[4] or needed[5] else None
+        for block in self.blocks:
+            p, w = self._weights(self._scores(block), block)
+            place = block.batch, block.heads, slice(None), block.rows
+            do, q = self._queries(grad, block), self._queries(self.q, block)
+            k, v = self._keys(self.k, block), self._keys(self.v, block)
+            dp = torch.bmm(do, v.transpose(1, 2)).view(w.shape)
+            if self.options.renormalise:
+                mass = _mass_or_one(w)
+                w.div_(mass)
+                dp.sub_((w * dp).sum(-1, keepdim=True)).div_(mass)
+            self._keys(dv, block).baddbmm_(_flat(w).transpose(1, 2), do)
+            dp = torch.ops.aten.threshold_backward(dp, w, 0)  # m_ij dp_ij: 0 where w is 0
+            survivors[place] = dp.sum(-1)
+            ds = torch._softmax_backward_data(dp, p, -1, p.dtype)  # p_ij (m_ij dp_ij - delta_i)
+            if dstrip is not None:
+                part = self._strip_of(dstrip, block)
+                part.add_(ds[..., ds.shape[-1] - part.shape[-1] :].sum(0))
+            dq[place] = torch.bmm(_flat(ds), k).view(*ds.shape[:-1], self.width)
+            self._keys(dk, block).baddbmm_(_flat(ds).transpose(1, 2), q)
+        dq *= self.options.scale
+        if self.shift is not None:
+            dk, dv = (_roll(x, -self.shift) for x in (dk, dv))
+        dbias, dslopes = self._strip_gradients(dstrip) if dstrip is not None else (None, None)
+        dtau = self._tau_gradient(survivors) if needed[3] else None
+        return dq.flatten(1, 2).to(self.out_dtype), dk.to(self.out_dtype), dv.to(self.out_dtype), dtau, dbias, dslopes
+
+    def _tau_gradient(self, survivors: Tensor) -> Tensor:
+        per_row = -(survivors / self.divisor)
+        if self.options.threshold != "per_token":
+            return per_row.sum((0, 3)).flatten().to(self.tau.dtype)
+        per_row = per_row.flatten(1, 2).transpose(1, 2)  # [B, Lq, H]
+        if self.entry.shape[0] == 1:
+            per_row = per_row.sum(0, keepdim=True)
+        # Accumulated in float64: index_put_ adds float32 in no fixed order on several CPU threads.
+        total = torch.zeros(self.tau.shape[1], self.query_heads, dtype=torch.float64, device=self.device)
+        return total.index_put_((self.entry,), per_row.double(), accumulate=True).T.to(self.tau.dtype)
+
+    def _strip_gradients(self, dstrip: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Sums the strip's gradient along its diagonals, and from there to bias and slopes."""
+        rows, columns = dstrip.shape[-2:]
+        length = columns + rows - 1
+        # Each row is written one place further left than the one above, which turns diagonals into columns.
+        skewed = dstrip.new_zeros(self.query_heads, rows * length)
+        target = skewed.as_strided((self.query_heads, rows, columns), (rows * length, length - 1, 1), rows - 1)
+        target.copy_(dstrip.flatten(0, 1))
+        dvalue = skewed.view(self.query_heads, rows, length).sum(1)  # by distance, in the order of self.distance
+        dbias = dslopes = None
+        if self.bias is not None:
+            reach = min(self.bias.shape[1], columns)
+            dbias = torch.zeros_like(self.bias)
+            dbias[:, :reach] = dvalue[:, columns - reach : columns].flip(-1)
+        if self.slopes is not None:
+            dslopes = -(dvalue * self.distance).sum(-1).to(self.slopes.dtype)
+        return dbias, dslopes
+
+
+def _blocks(
+    shape: tuple[int, int, int, int, int], cuts: list[int], window: int | None, device_type: str
+) -> tuple[int, list[_Block]]:
+    """The largest number of rows of a block, and all blocks.
+
+    shape is (B, Hkv, G, Lq, Lk); cuts are the documents' boundaries among the keys. Rows are halved down to FULL_ROWS,
+    then sequences, kv heads and once more rows, until a block's scores fit the device's budget.
+    """
+    batch, kv_heads, group, queries, keys = shape
+    budget = BLOCK_ELEMENTS_CPU if device_type == "cpu" else BLOCK_ELEMENTS_GPU
+    longest = max(end - start for start, end in pairwise(cuts))
+    rows = min(queries, longest)
+
+    def too_big() -> bool:
+        columns = longest if window is None else min(longest, window - 1 + rows)
+        return batch * kv_heads * group * rows * columns > budget
+
+    while too_big() and rows > FULL_ROWS:
+        rows = (rows + 1) // 2
+    while too_big() and batch > 1:
+        batch = (batch + 1) // 2
+    while too_big() and kv_heads > 1:
+        kv_heads = (kv_heads + 1) // 2
+    while too_big() and rows > 1:
+        rows = (rows + 1) // 2
+
+    offset = keys - queries
+    blocks = []
+    for start, end in pairwise(cuts):
+        for top in range(max(start - offset, 0), end - offset, rows):
+            bottom = min(top + rows, end - offset)
+            seen_from = start if window is None else max(start, top + offset - window + 1)
+            seen = slice(seen_from, bottom + offset)
+            for b, h in product(range(0, shape[0], batch), range(0, shape[1], kv_heads)):
+                part = slice(b, min(b + batch, shape[0])), slice(h, min(h + kv_heads, shape[1]))
+                blocks.append(_Block(*part, slice(top, bottom), seen, start))
+    return rows, blocks
+
+
+def _flat(x: Tensor) -> Tensor:
+    """`[b, h, G, R, X]` as `[b * h, G * R, X]`: one matrix product serves all query heads of a kv head."""
+    return x.flatten(2, 3).flatten(0, 1)
+
+
+def _mass_or_one(w: Tensor) -> Tensor:
+    """Row sums, and 1 for a row whose weights are all zero, so that it stays zero when divided."""
+    mass = w.sum(-1, keepdim=True)
+    return torch.where(mass > 0, mass, 1)
+
+
+def _roll(x: Tensor, shift: Tensor) -> Tensor:
+    """Rolls `[B, ..., L, D]` or `[B, L]` along L by `shift` `[B]` places, each sequence by its own."""
+    length = x.shape[1] if x.dim() == 2 else x.shape[2]
+    index = (torch.arange(length, device=x.device) - shift[:, None]) % length
+    return x.gather(1, index) if x.dim() == 2 else x.gather(2, index[:, None, :, None].expand_as(x))

@@ -1,0 +1,252 @@
+"""Positional biases: what is added to a score as a function of the distance d = i - j >= 0 and of the head.
+
+A bias is a frozen dataclass (its settings) whose `build` makes the module that holds its parameters. The module
+returns `BiasTerms`, which `flash_lazy.lazy_attention` takes as they are. All parameters are fp32 masters.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+GeneratorOf = Callable[[str], torch.Generator]
+"""Gives the generator of one parameter, by the parameter's name within its module."""
+
+
+class BiasTerms(NamedTuple):
+    """What a bias adds to the scores; None where it adds nothing.
+
+    table: `[H, W]`, added at distance d < W; zero beyond W, where keys stay visible.
+    slopes: `[H]`, `slopes[h] * d` is subtracted at every distance.
+    """
+
+    table: Tensor | None = None
+    slopes: Tensor | None = None
+
+
+class BiasModule(nn.Module, ABC):
+    """Parameters of a bias. `forward(n_keys)` returns terms that are right for every distance below `n_keys`."""
+
+    def init_parameters(self, generator_of: GeneratorOf) -> None:
+        """Draw the parameters that start random, each from its own generator. The default: none does."""
+
+    @abstractmethod
+    def forward(self, n_keys: int) -> BiasTerms: ...
+
+
+class Bias(ABC):
+    """Settings of a positional bias."""
+
+    @abstractmethod
+    def build(self, n_heads: int, context_length: int) -> BiasModule: ...
+
+
+@dataclass(frozen=True)
+class NoBias(Bias):
+    """Nothing is added to the scores."""
+
+    def build(self, n_heads: int, context_length: int) -> BiasModule:  # noqa: ARG002 (the signature of all biases)
+        return _NoBias()
+
+
+class _NoBias(BiasModule):
+    def forward(self, n_keys: int) -> BiasTerms:  # noqa: ARG002
+        return BiasTerms()
+
+
+@dataclass(frozen=True)
+class LearnedBias(Bias):
+    """A learned table per head over the first `length` distances (the paper's positional discrimination across heads).
+
+    Zero beyond the table, where keys stay visible: the length is the table's, not a window.
+    """
+
+    length: int | None = None
+    """Distances the table covers; None takes the context length. The authors' configurations use 512 or 1024."""
+    init_std: float = 0.0
+    """Standard deviation of the initial table: 0 (the authors' Triton example) or 0.001 (their PyTorch code)."""
+
+    def __post_init__(self) -> None:
+        if self.length is not None and self.length < 1:
+            raise ValueError(f"LearnedBias.length={self.length}: must be at least 1, or None for the context length")
+        if self.init_std < 0:
+            raise ValueError(f"LearnedBias.init_std={self.init_std}: must be 0 or more")
+
+    def build(self, n_heads: int, context_length: int) -> BiasModule:
+        return _LearnedBias(n_heads, self.length or context_length, self.init_std)
+
+
+class _LearnedBias(BiasModule):
+    def __init__(self, n_heads: int, length: int, init_std: float) -> None:
+        super().__init__()
+        self.init_std = init_std
+        self.table = nn.Parameter(torch.zeros(n_heads, length))
+
+    def init_parameters(self, generator_of: GeneratorOf) -> None:
+        if self.init_std:
+            nn.init.normal_(self.table, std=self.init_std, generator=generator_of("table"))
+
+    def forward(self, n_keys: int) -> BiasTerms:
+        return BiasTerms(table=self.table[:, :n_keys])
+
+
+@dataclass(frozen=True)
+class Alibi(Bias):
+    """ALiBi (Press et al., arXiv 2108.12409): `-m_h * d` with fixed slopes, not scaled by 1/sqrt(head dim)."""
+
+    def build(self, n_heads: int, context_length: int) -> BiasModule:  # noqa: ARG002
+        return _Alibi(n_heads)
+
+
+def alibi_slopes(n_heads: int) -> list[float]:
+    """Slopes of `n_heads` heads: 2^(-8h/H) for h = 1..H where H is a power of two.
+
+    Otherwise those of the next lower power of two, filled up with every other slope of the next higher one.
+    """
+    power = 2 ** int(math.log2(n_heads))
+    slopes = [2.0 ** (-8 * h / power) for h in range(1, power + 1)]
+    if power == n_heads:
+        return slopes
+    return slopes + alibi_slopes(2 * power)[::2][: n_heads - power]
+
+
+class _Alibi(BiasModule):
+    slopes: Tensor
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.register_buffer("slopes", torch.tensor(alibi_slopes(n_heads)), persistent=False)
+
+    def forward(self, n_keys: int) -> BiasTerms:  # noqa: ARG002
+        return BiasTerms(slopes=self.slopes)
+
+
+@dataclass(frozen=True)
+class T5Bias(Bias):
+    """T5's causal relative bias (Raffel et al., arXiv 1910.10683): one learned value per head and log-spaced bucket.
+
+    Half of the buckets hold one distance each; the others grow logarithmically up to `max_distance`, and the last one
+    holds every distance beyond.
+    """
+
+    n_buckets: int = 32
+    """Number of buckets."""
+    max_distance: int = 128
+    """Distance from which all keys share the last bucket."""
+
+    def __post_init__(self) -> None:
+        if self.n_buckets < 2:
+            raise ValueError(f"T5Bias.n_buckets={self.n_buckets}: must be at least 2")
+        if self.max_distance <= self.n_buckets // 2:
+            raise ValueError(
+                f"T5Bias.max_distance={self.max_distance}: must exceed n_buckets // 2 = {self.n_buckets // 2}"
+            )
+
+    def build(self, n_heads: int, context_length: int) -> BiasModule:  # noqa: ARG002
+        return _T5Bias(n_heads, self.n_buckets, self.max_distance)
+
+
+def t5_buckets(n_distances: int, n_buckets: int, max_distance: int) -> Tensor:
+    """Bucket of each distance 0..n_distances-1, causal variant. int64 `[n_distances]`."""
+    exact = n_buckets // 2
+    distance = torch.arange(n_distances)
+    spread = torch.log(distance.clamp(min=1).double() / exact) / math.log(max_distance / exact)
+    logarithmic = (exact + (spread * (n_buckets - exact)).long()).clamp(max=n_buckets - 1)
+    return torch.where(distance < exact, distance, logarithmic)
+
+
+class _T5Bias(BiasModule):
+    def __init__(self, n_heads: int, n_buckets: int, max_distance: int) -> None:
+        super().__init__()
+        self.max_distance = max_distance
+        self.values = nn.Parameter(torch.zeros(n_heads, n_buckets))
+
+    def forward(self, n_keys: int) -> BiasTerms:
+        buckets = t5_buckets(n_keys, self.values.shape[1], self.max_distance).to(self.values.device)
+        return BiasTerms(table=self.values[:, buckets])
+
+
+@dataclass(frozen=True)
+class KerpleLog(Bias):
+    """KERPLE, logarithmic form (Chi et al., arXiv 2205.09921): `-r1 * ln(1 + r2 * d)`, r1 and r2 learned per head.
+
+    r1 starts in U(0, 2) and r2 in U(0, 1); both are kept at 0.01 or above.
+    """
+
+    def build(self, n_heads: int, context_length: int) -> BiasModule:  # noqa: ARG002
+        return _KerpleLog(n_heads)
+
+
+class _KerpleLog(BiasModule):
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.r1 = nn.Parameter(torch.ones(n_heads, 1))
+        self.r2 = nn.Parameter(torch.full((n_heads, 1), 0.5))
+
+    def init_parameters(self, generator_of: GeneratorOf) -> None:
+        nn.init.uniform_(self.r1, 0, 2, generator=generator_of("r1"))
+        nn.init.uniform_(self.r2, 0, 1, generator=generator_of("r2"))
+
+    def forward(self, n_keys: int) -> BiasTerms:
+        distance = torch.arange(n_keys, device=self.r1.device)
+        return BiasTerms(table=-self.r1.clamp(min=0.01) * torch.log1p(self.r2.clamp(min=0.01) * distance))
+
+
+@dataclass(frozen=True)
+class Fire(Bias):
+    """FIRE (Li et al., arXiv 2310.04418): `f(psi(d) / psi(max(L, i)))`, psi(x) = ln(c x + 1), f an MLP 1 -> width -> H.
+
+    For positions i <= L this is a table over distances, which is what the kernels take; a longer sequence is refused.
+    c is learned, L is fixed.
+    """
+
+    length: int | None = None
+    """L, the length up to which positions are not rescaled; None takes the context length."""
+    width: int = 32
+    """Hidden width of f."""
+    c_init: float = 0.1
+    """Initial c of psi."""
+
+    def __post_init__(self) -> None:
+        if self.length is not None and self.length < 1:
+            raise ValueError(f"Fire.length={self.length}: must be at least 1, or None for the context length")
+        if self.width < 1:
+            raise ValueError(f"Fire.width={self.width}: must be at least 1")
+        if self.c_init <= 0:
+            raise ValueError(f"Fire.c_init={self.c_init}: must be above 0")
+
+    def build(self, n_heads: int, context_length: int) -> BiasModule:
+        return _Fire(n_heads, self.length or context_length, self.width, self.c_init)
+
+
+class _Fire(BiasModule):
+    def __init__(self, n_heads: int, length: int, width: int, c_init: float) -> None:
+        super().__init__()
+        self.length = length
+        self.c = nn.Parameter(torch.tensor(c_init))
+        self.hidden = nn.Linear(1, width)
+        self.out = nn.Linear(width, n_heads)
+
+    def init_parameters(self, generator_of: GeneratorOf) -> None:
+        for name, layer in (("hidden", self.hidden), ("out", self.out)):
+            bound = 1 / math.sqrt(layer.in_features)
+            nn.init.uniform_(layer.weight, -bound, bound, generator=generator_of(f"{name}.weight"))
+            nn.init.uniform_(layer.bias, -bound, bound, generator=generator_of(f"{name}.bias"))
+
+    def forward(self, n_keys: int) -> BiasTerms:
+        if n_keys > self.length:
+            raise ValueError(
+                f"Fire.length={self.length}: cannot serve {n_keys} keys, since beyond its length FIRE is no function "
+                f"of the distance alone; give a length of at least {n_keys}"
+            )
+        # Outside autocast: the MLP is tiny, and its result is added to fp32 scores.
+        with torch.autocast(self.c.device.type, enabled=False):
+            distance = torch.arange(n_keys, device=self.c.device, dtype=torch.float32)
+            c = self.c.abs()
+            ratio = torch.log1p(c * distance) / torch.log1p(c * self.length)
+            table = self.out(torch.relu(self.hidden(ratio[:, None]))).T
+        return BiasTerms(table=table.contiguous())

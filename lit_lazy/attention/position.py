@@ -1,0 +1,99 @@
+"""Positions: how a model knows where a token stands, apart from the bias on its scores."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+class PositionModule(nn.Module):
+    """Adds positions to the embeddings (`embed`) and turns queries and keys (`rotate`); the default does neither."""
+
+    def embed(self, x: Tensor, offset: int) -> Tensor:  # noqa: ARG002
+        """x `[B, L, d_model]`, the first token standing at 0-based position `offset`; same shape returned."""
+        return x
+
+    def rotation(self, length: int, offset: int) -> Callable[[Tensor], Tensor]:  # noqa: ARG002
+        """The map to apply to queries and keys `[B, H, length, D]` of tokens that start at position `offset`."""
+        return lambda x: x
+
+
+class Position(ABC):
+    """Settings of the positions."""
+
+    @abstractmethod
+    def build(self, d_model: int, head_dim: int, context_length: int) -> PositionModule: ...
+
+
+@dataclass(frozen=True)
+class NoPosition(Position):
+    """No positions: the model has only the causal mask and its bias, if any."""
+
+    def build(self, d_model: int, head_dim: int, context_length: int) -> PositionModule:  # noqa: ARG002
+        return PositionModule()
+
+
+@dataclass(frozen=True)
+class Rope(Position):
+    """Rotary positions (Su et al., arXiv 2104.09864): dimensions (m, m + D/2) turn by `position * base^(-2m/D)`."""
+
+    base: float = 10000.0
+    """Base of the wave lengths. The paper uses a "larger base B" without giving its value."""
+
+    def __post_init__(self) -> None:
+        if self.base <= 1:
+            raise ValueError(f"Rope.base={self.base}: must be above 1")
+
+    def build(self, d_model: int, head_dim: int, context_length: int) -> PositionModule:  # noqa: ARG002
+        if head_dim % 2:
+            raise ValueError(
+                f"Rope: the head dimension must be even, got {head_dim}; choose another d_model or n_heads"
+            )
+        return _Rope(self.base, head_dim)
+
+
+class _Rope(PositionModule):
+    frequency: Tensor
+
+    def __init__(self, base: float, head_dim: int) -> None:
+        super().__init__()
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+        self.register_buffer("frequency", (base**-exponent).float(), persistent=False)
+
+    def rotation(self, length: int, offset: int) -> Callable[[Tensor], Tensor]:
+        position = torch.arange(offset, offset + length, device=self.frequency.device, dtype=torch.float32)
+        angle = torch.outer(position, self.frequency)
+        cos, sin = angle.cos().repeat(1, 2), angle.sin()
+        signed_sin = torch.cat((-sin, sin), dim=-1)
+
+        def rotate(x: Tensor) -> Tensor:
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            first, second = wide.chunk(2, dim=-1)
+            return (wide * cos + torch.cat((second, first), dim=-1) * signed_sin).to(x.dtype)
+
+        return rotate
+
+
+@dataclass(frozen=True)
+class LearnedAbsolute(Position):
+    """A learned vector per position, added to the embeddings; positions beyond the context length are refused."""
+
+    def build(self, d_model: int, head_dim: int, context_length: int) -> PositionModule:  # noqa: ARG002
+        return _LearnedAbsolute(d_model, context_length)
+
+
+class _LearnedAbsolute(PositionModule):
+    def __init__(self, d_model: int, context_length: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(context_length, d_model)
+
+    def embed(self, x: Tensor, offset: int) -> Tensor:
+        end = offset + x.shape[1]
+        if end > self.embedding.num_embeddings:
+            raise ValueError(
+                f"LearnedAbsolute: {end} positions asked, {self.embedding.num_embeddings} learned; "
+                "use Rope or NoPosition for longer sequences"
+            )
+        return x + self.embedding.weight[offset:end]

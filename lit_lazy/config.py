@@ -1,0 +1,221 @@
+"""The frozen dataclasses of a run, their plain-dict form, and the key of a cell."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import types
+import typing
+from abc import ABC
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from flash_lazy import Backend
+from lit_lazy.attention import AttentionSpec, Position, Rope
+from lit_lazy.data import DataConfig
+from lit_lazy.data.base import require
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder language model: pre-norm, RMSNorm, SwiGLU."""
+
+    d_model: int = 64
+    """Width of the residual stream."""
+    n_layers: int = 1
+    """Number of blocks."""
+    n_heads: int = 1
+    """Query heads per block."""
+    n_kv_heads: int | None = None
+    """Key and value heads (grouped-query attention); None for as many as query heads."""
+    d_ff: int = 256
+    """Hidden width of the SwiGLU."""
+    attention: AttentionSpec = field(default_factory=AttentionSpec)
+    """The attention variant."""
+    position: Position = field(default_factory=Rope)
+    """How tokens know where they stand."""
+    tie_embeddings: bool = True
+    """Use the embedding matrix as the output head."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weight matrices and embeddings."""
+    backend: Backend = "auto"
+    """Implementation of attention; auto picks the fastest and changes nothing beyond rounding."""
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "n_layers", "n_heads", "d_ff"):
+            require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "must be at least 1")
+        require(
+            self.d_model % self.n_heads == 0,
+            "model.n_heads",
+            self.n_heads,
+            f"must divide model.d_model={self.d_model}",
+        )
+        require(
+            self.kv_heads >= 1 and self.n_heads % self.kv_heads == 0,
+            "model.n_kv_heads",
+            self.n_kv_heads,
+            f"must divide model.n_heads={self.n_heads}",
+        )
+        require(self.init_std > 0, "model.init_std", self.init_std, "must be above 0 (zero queries never learn)")
+        allowed = typing.get_args(Backend)
+        require(self.backend in allowed, "model.backend", self.backend, f"must be one of {', '.join(allowed)}")
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Optimiser, schedule and bookkeeping of one training."""
+
+    steps: int = 1200
+    """Optimiser steps."""
+    batch_size: int = 32
+    """Sequences per step."""
+    lr: float = 3e-3
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = 50
+    """Steps of linear warm-up from zero."""
+    final_lr_fraction: float = 0.1
+    """The cosine ends at this fraction of the peak."""
+    weight_decay: float = 0.01
+    """Decay of weight matrices; norms, tau, biases and embeddings are never decayed."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Adam's moment decays."""
+    clip_norm: float = 1.0
+    """Gradients are clipped to this global norm."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """fp32, or bf16 mixed precision (parameters, tau and bias stay fp32)."""
+    val_every: int = 200
+    """Steps between validations."""
+    checkpoint_every: int = 400
+    """Steps between checkpoints, from which a killed run resumes."""
+    log_every: int = 50
+    """Steps between logged training metrics."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "val_every", "checkpoint_every", "log_every"):
+            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be at least 1")
+        for name in ("lr", "clip_norm"):
+            value = getattr(self, name)
+            require(math.isfinite(value) and value > 0, f"train.{name}", value, "must be finite and above 0")
+        require(
+            0 <= self.warmup_steps < self.steps,
+            "train.warmup_steps",
+            self.warmup_steps,
+            f"must be at least 0 and below train.steps={self.steps}",
+        )
+        require(
+            0 <= self.final_lr_fraction <= 1, "train.final_lr_fraction", self.final_lr_fraction, "must be in [0, 1]"
+        )
+        require(self.weight_decay >= 0, "train.weight_decay", self.weight_decay, "must be 0 or more")
+        require(all(0 <= b < 1 for b in self.betas), "train.betas", self.betas, "both must be at least 0 and below 1")
+        require(
+            self.precision in ("fp32", "bf16"),
+            "train.precision",
+            self.precision,
+            "must be fp32 or bf16 (mixed; a pure bf16 would round tau and bias away)",
+        )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training: model x data x trainer, and the seed of weights and batch order."""
+
+    data: DataConfig
+    """What it trains on."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """What is trained."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """How it is trained."""
+    seed: int = 0
+    """Seed of the initial weights and of the batch order."""
+
+
+def to_dict(value: Any) -> Any:
+    """The canonical plain form: dataclasses as dicts, and an exchangeable part (an ABC's leaf) with its class name."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        hints = typing.get_type_hints(type(value))
+        fields = {f.name: to_dict(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        # An int given for a float is the same setting, and must not make another key.
+        fields = {name: float(v) if hints[name] is float else v for name, v in fields.items()}
+        return {"class": type(value).__name__, **fields} if isinstance(value, ABC) else fields
+    if isinstance(value, tuple):
+        return [to_dict(item) for item in value]
+    return value
+
+
+def leaves(base: type[T]) -> dict[str, type[T]]:
+    """All concrete dataclasses under an abstract base, by class name."""
+    found: dict[str, type[T]] = {}
+    for sub in base.__subclasses__():
+        found.update(leaves(sub))
+        if dataclasses.is_dataclass(sub):
+            found[sub.__name__] = sub
+    return found
+
+
+def from_dict(cls: Any, value: Any) -> Any:
+    """The inverse of `to_dict` for the annotated type `cls`. Raises ValueError on unknown classes and fields."""
+    origin = typing.get_origin(cls)
+    if origin in (types.UnionType, typing.Union):
+        inner = [arg for arg in typing.get_args(cls) if arg is not type(None)]
+        return None if value is None else from_dict(inner[0], value)
+    if origin is tuple:
+        return tuple(value)
+    if not isinstance(value, Mapping):
+        return value
+    fields = dict(value)
+    if isinstance(cls, type) and issubclass(cls, ABC):
+        known, name = leaves(cls), fields.pop("class", None)
+        if name not in known:
+            raise ValueError(
+                f"{cls.__name__}={name!r}: unknown; known are {', '.join(sorted(known))}. A class of your own is known "
+                "once the file that defines it has been imported"
+            )
+        cls = known[name]
+    hints = typing.get_type_hints(cls)
+    unknown = set(fields) - set(hints)
+    if unknown:
+        raise ValueError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}")
+    return cls(**{name: from_dict(hints[name], item) for name, item in fields.items()})
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted paths to scalars of a canonical dict; a leaf's class name stands under the path of the leaf itself."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = prefix if name == "class" else f"{prefix}.{name}".lstrip(".")
+        flat.update(flatten(value, path) if isinstance(value, Mapping) else {path: value})
+    return flat
+
+
+def replace_at(config: T, changes: Mapping[str, Any]) -> T:
+    """A copy of a config with the fields at dotted paths replaced.
+
+    All changes of one dataclass are made together, so a pair that is valid only together passes its checks.
+    """
+    here: dict[str, Any] = {}
+    below: dict[str, dict[str, Any]] = {}
+    for path, value in changes.items():
+        name, _, rest = path.partition(".")
+        if name not in {f.name for f in dataclasses.fields(config)}:  # type: ignore[arg-type]
+            raise ValueError(f"{type(config).__name__} has no field {name!r} (in the change {path!r})")
+        if rest:
+            below.setdefault(name, {})[rest] = value
+        else:
+            here[name] = value
+    for name, inner in below.items():
+        here[name] = replace_at(here.get(name, getattr(config, name)), inner)
+    return dataclasses.replace(config, **here)  # type: ignore[type-var]
+
+
+def cell_key(config: RunConfig, fingerprint: str) -> str:
+    """The name of a cell: a hash of the canonical config and of the fingerprint of the data it trains on."""
+    text = json.dumps({"config": to_dict(config), "data": fingerprint}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,50 @@
+"""The order in which a run sees its data."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from lit_lazy.data.base import require, require_whole
+
+
+class StepBatchSampler(Sampler[list[int]]):
+    """Endless batches of item indices, where batch number s is a function of (seed, s) alone.
+
+    The items come in passes: each pass is a permutation drawn from (seed, pass number), and the batches are slices of
+    the passes laid end to end, so every item is seen once per pass and a batch may straddle two of them.
+    Iteration begins at the batch `start_step()` names when the iterator is made: give it the trainer's global step,
+    and a run resumed in the middle of a pass sees exactly what it would have seen.
+    """
+
+    def __init__(self, n_items: int, batch_size: int, seed: int, start_step: Callable[[], int]):
+        require_whole("n_items", n_items, 1)
+        require_whole("batch_size", batch_size, 1)
+        require_whole("seed", seed, 0)
+        require(batch_size <= n_items, "batch_size", batch_size, f"must not exceed the {n_items} items there are")
+        self.n_items = n_items
+        self.batch_size = batch_size
+        self.seed = seed
+        self.start_step = start_step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        step = self.start_step()  # now, not when a lazy generator is first asked
+        require_whole("start_step", step, 0)
+        return self._batches(step)
+
+    def _batches(self, step: int) -> Iterator[list[int]]:
+        number, start = divmod(step * self.batch_size, self.n_items)
+        order = self._pass(number)
+        while True:
+            batch = order[start : start + self.batch_size]
+            start += self.batch_size
+            if start >= self.n_items:
+                number, start = number + 1, start - self.n_items
+                order = self._pass(number)
+                batch = np.concatenate([batch, order[:start]])
+            yield batch.tolist()
+
+    def _pass(self, number: int) -> np.ndarray:
+        """The order of the items in one pass, `[n_items]`."""
+        source = np.random.SeedSequence(self.seed, spawn_key=(number,))
+        return np.random.default_rng(source).permutation(self.n_items)

@@ -1,0 +1,141 @@
+"""The sources of the running Python's standard library: real text on every machine that can run this project."""
+
+import functools
+import hashlib
+import os
+import platform
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lit_lazy.data.base import DataConfig, DataSource, TokenDataset, fingerprint, require_whole
+from lit_lazy.data.trigram import ByteTrigram, trigrams
+
+# Tests, installed packages, and two generated parts: the character tables, so alike that a split by file would leak
+# them, and the manual as one string literal, which would be half of the validation text.
+SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+)
+# Written when Python is built, with the paths of the machine that built it.
+BUILD_PREFIXES = ("config-", "_sysconfigdata")
+VALIDATION_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Stdlib(DataConfig):
+    """Byte-level text: the .py files of the running Python's standard library, tests and generated files left out.
+
+    Tokens are bytes, so `DataSource.vocab_size` is 256. A hash of its path puts a file into training or, one in ten,
+    into validation; the files of either are joined by a NUL byte and cut into windows that do not overlap.
+    """
+
+    context_length: int = 256
+    """Tokens (bytes) in a window."""
+    validation_windows: int = 256
+    """Validation windows, spread evenly over the validation text."""
+
+    def __post_init__(self) -> None:
+        require_whole("data.context_length", self.context_length, 2)
+        require_whole("data.validation_windows", self.validation_windows, 1)
+
+    def load(self) -> DataSource:
+        return _load(self)
+
+
+@functools.cache
+def _load(config: Stdlib) -> DataSource:
+    return load_folder(config, Path(sysconfig.get_path("stdlib")))
+
+
+def load_folder(config: Stdlib, root: Path) -> DataSource:
+    """The source made of the .py files under `root`.
+
+    Raises ValueError when there are none, when one holds a NUL byte, or when they are too few for the windows.
+    """
+    files = read_sources(root)
+    held_out = {path for path in files if is_validation(path)}
+    train = join([text for path, text in files.items() if path not in held_out])
+    validation = join([text for path, text in files.items() if path in held_out])
+    train_windows = cut(train, config.context_length)
+    validation_windows = cut(validation, config.context_length)
+    if len(train_windows) == 0:
+        raise ValueError(
+            f"data.context_length={config.context_length}: the training text under {str(root)!r} "
+            f"has {len(train)} bytes; choose a smaller one"
+        )
+    if len(validation_windows) < config.validation_windows:
+        raise ValueError(
+            f"data.validation_windows={config.validation_windows}: the validation text under {str(root)!r} holds "
+            f"{len(validation_windows)} windows of context_length={config.context_length}; choose fewer or shorter ones"
+        )
+    chosen = np.arange(config.validation_windows) * len(validation_windows) // config.validation_windows
+    targets = chosen[:, None] * config.context_length + np.arange(1, config.context_length + 1)
+    probability = ByteTrigram(train).probability(trigrams(validation)[targets.ravel()])
+    return DataSource(
+        name="stdlib",
+        vocab_size=256,
+        context_length=config.context_length,
+        fingerprint=fingerprint([train, validation]),
+        info={
+            "python_version": platform.python_version(),
+            "bytes_per_token": 1.0,
+            "train_files": len(files) - len(held_out),
+            "validation_files": len(held_out),
+            "train_tokens": len(train_windows) * config.context_length,
+            "validation_tokens": config.validation_windows * config.context_length,
+            # On exactly the targets of the validation windows, counts from the training text only.
+            "trigram_bits_per_byte": float(-np.log2(probability).mean()),
+        },
+        train=TokenDataset(train_windows),
+        validation=TokenDataset(validation_windows[chosen]),
+    )
+
+
+def read_sources(root: Path) -> dict[str, bytes]:
+    """The .py files under `root` by relative path, in the order of their paths."""
+    files = {}
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if is_wanted(name)]
+        for name in names:
+            if name.endswith(".py") and is_wanted(name):
+                path = Path(folder, name)
+                files[path.relative_to(root).as_posix()] = path.read_bytes()
+    if not files:
+        raise ValueError(
+            f"stdlib={str(root)!r}: no .py file there, as in a zipped or embedded Python; "
+            "use a Python installed with its library's sources"
+        )
+    for path, text in files.items():
+        if b"\0" in text:
+            raise ValueError(
+                f"stdlib={str(root / path)!r}: holds a NUL byte, which separates the files; repair the file"
+            )
+    return dict(sorted(files.items()))
+
+
+def is_wanted(name: str) -> bool:
+    """Whether a file or folder of this name belongs to the text."""
+    return name not in SKIPPED_FOLDERS and not name.startswith(BUILD_PREFIXES)
+
+
+def is_validation(path: str) -> bool:
+    """Whether the file of this relative path is held out: decided by its path alone, alike on every machine."""
+    return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8]) < VALIDATION_SHARE * 2**64
+
+
+def join(texts: list[bytes]) -> np.ndarray:
+    """The texts with one NUL byte between them, uint8 `[n]`."""
+    return np.frombuffer(bytearray(b"\0".join(texts)), dtype=np.uint8)
+
+
+def cut(text: np.ndarray, length: int) -> torch.Tensor:
+    """Windows of `length` tokens and their targets, uint8 `[N, length + 1]`: each byte but the first is a target once.
+
+    What is left over at the end, less than a window, is dropped.
+    """
+    if len(text) <= length:
+        return torch.empty(0, length + 1, dtype=torch.uint8)
+    return torch.from_numpy(text).unfold(0, length + 1, length)

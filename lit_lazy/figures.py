@@ -1,0 +1,147 @@
+"""Figures drawn from a finished table: a forest plot of the differences to the baseline."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import wrap
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from lit_lazy.grid.table import Column, Row, Table
+
+# Okabe and Ito's colours, told apart with every common colour blindness; fill and side carry the meaning as well.
+BETTER, WORSE, NEUTRAL = "#0072B2", "#D55E00", "#595959"
+
+
+def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
+    """One panel per column key: every row's difference to the baseline with its 95 % interval.
+
+    Rows are in table order, the baseline is the line at 0. A filled marker differs at p < 0.05 after Holm, a hollow one
+    does not or was not tested. A row without a difference says why in words. An interval that would dwarf every point
+    is cut off at the panel's edge and ends in an arrow. Raises ValueError for a key that is no column of the table.
+    """
+    known = {column.key: column for column in table.columns}
+    if not columns:
+        raise ValueError(f"columns: none given; choose from {', '.join(known)}")
+    for key in columns:
+        if key not in known:
+            raise ValueError(f"columns: {key!r} is not in the table; choose from {', '.join(known)}")
+    count = len(table.rows)
+    width = 2.2 + 3.0 * len(columns)
+    title = [f"{table.ablation}: difference to {table.baseline}, 95 % CI", *(f"Warning: {w}" for w in table.warnings)]
+    lines = [line for text in title for line in wrap(text, int(10 * width))]
+    figure = Figure(figsize=(width, 1.7 + 0.2 * len(lines) + 0.3 * count), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
+    for axes, key in zip(panels, columns, strict=True):
+        _panel(axes, table, known[key])
+    panels[0].set_yticks(range(count), [row.variant for row in table.rows])
+    panels[0].set_ylim(count - 0.4, -0.6)
+    for label, row in zip(panels[0].get_yticklabels(), table.rows, strict=True):
+        label.set_fontweight("bold" if row.variant == table.baseline else "normal")
+    figure.suptitle("\n".join(lines), fontsize=11)
+    columns_of_legend = 4 if len(columns) > 2 else 2
+    figure.legend(handles=_legend(), loc="outside lower center", ncols=columns_of_legend, frameon=False, fontsize=8)
+    return figure
+
+
+def save_figure(figure: Figure, path_stem: str | Path) -> tuple[Path, Path]:
+    """Writes `<path_stem>.png` (150 dpi) and `<path_stem>.svg`, the same bytes for the same figure."""
+    png, svg = Path(f"{path_stem}.png"), Path(f"{path_stem}.svg")
+    with mpl.rc_context({"svg.hashsalt": "lit-lazy"}):
+        figure.savefig(png, dpi=150)
+        figure.savefig(svg, metadata={"Date": None})
+    return png, svg
+
+
+def _panel(axes: Axes, table: Table, column: Column) -> None:
+    shown = [(y, row, row.metrics[column.key]) for y, row in enumerate(table.rows)]
+    points = [m.diff * column.scale for _, _, m in shown if m.diff is not None]
+    reach = [
+        (m.diff * column.scale, m.diff_ci95 * column.scale)
+        for _, _, m in shown
+        if m.diff is not None and m.diff_ci95 is not None
+    ]
+    low, high = _limits(points, reach)
+    axes.set_xlim(low, high)
+    axes.axvline(0, color=NEUTRAL, linewidth=1, zorder=1)
+    for y, row, m in shown:
+        if m.diff is None:
+            # Beside the line at 0, on the side that has more room.
+            side = 1 if high > -low else -1
+            axes.annotate(
+                _absence(row, table, column),
+                (0, y),
+                xytext=(8 * side, 0),
+                textcoords="offset points",
+                ha="left" if side > 0 else "right",
+                va="center",
+                fontsize=8,
+                color=NEUTRAL,
+            )
+            if row.variant == table.baseline:
+                axes.plot(0, y, "D", color="black", markersize=5, zorder=4)
+            continue
+        x = m.diff * column.scale
+        colour = _colour(x, column) if m.separated else NEUTRAL
+        if m.diff_ci95:
+            half = m.diff_ci95 * column.scale
+            axes.plot([max(x - half, low), min(x + half, high)], [y, y], color=colour, linewidth=1.6, zorder=2)
+            for edge, cut, marker in ((low, x - half < low, "<"), (high, x + half > high, ">")):
+                if cut:
+                    axes.plot(edge, y, marker, color=colour, markersize=5, clip_on=False, zorder=3)
+        face = colour if m.separated else "white"
+        axes.plot(x, y, "o", color=colour, markerfacecolor=face, markersize=6, markeredgewidth=1.4, zorder=4)
+    pairs = " or ".join(map(str, table.summaries[column.key].pairs))
+    axes.set_title(f"{column.title} (n = {pairs})" if pairs else column.title, fontsize=10)
+    axes.set_xlabel(_axis_label(column), fontsize=9)
+    axes.tick_params(axis="both", labelsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.locator_params(axis="x", nbins=5)
+    axes.grid(axis="y", color="#e5e5e5", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _limits(points: Sequence[float], reach: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Room for 0, every point, and the intervals as far as they stay within one more span of the points."""
+    low, high = min([0.0, *points]), max([0.0, *points])
+    widest = (high - low) or max((half for _, half in reach), default=0.0) or 1.0
+    left = min([low, *(max(x - half, low - widest) for x, half in reach)])
+    right = max([high, *(min(x + half, high + widest) for x, half in reach)])
+    margin = 0.06 * (right - left or widest)
+    return left - margin, right + margin
+
+
+def _absence(row: Row, table: Table, column: Column) -> str:
+    if row.variant == table.baseline:
+        return "baseline"
+    if not row.n:
+        return row.status
+    return "not defined" if row.metrics[column.key].mean is None else "no common seed"
+
+
+def _colour(difference: float, column: Column) -> str:
+    if column.better is None:
+        return NEUTRAL
+    return BETTER if (difference < 0) == (column.better == "lower") else WORSE
+
+
+def _axis_label(column: Column) -> str:
+    unit = f" ({column.unit})" if column.unit else ""
+    return f"Δ{unit}" + {"lower": "   ← better", "higher": "   better →", None: ""}[column.better]
+
+
+def _legend() -> list[Line2D]:
+    def marker(label: str, colour: str, face: str) -> Line2D:
+        return Line2D([], [], color=colour, marker="o", markerfacecolor=face, markeredgewidth=1.4, label=label)
+
+    return [
+        marker("better, p < 0.05 (Holm)", BETTER, BETTER),
+        marker("worse, p < 0.05 (Holm)", WORSE, WORSE),
+        marker("differs, neither better nor worse", NEUTRAL, NEUTRAL),
+        marker("not separated or not tested", NEUTRAL, "white"),
+    ]

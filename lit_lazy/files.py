@@ -1,0 +1,67 @@
+"""Finds and imports the user's Python files: experiments (`config()`) and ablations (`ablation`)."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+from lit_lazy.config import RunConfig
+
+PROJECT = Path(__file__).parents[1]
+Room = Literal["experiments", "ablations"]
+
+
+def find(room: Room, name: str) -> Path:
+    """The file that `name` means: a path to a .py file, or the name of one in `room` here or in the project.
+
+    Raises ValueError that names what was looked for and what there is.
+    """
+    if name.endswith(".py"):
+        path = Path(name)
+        if path.is_file():
+            return path.resolve()
+        raise ValueError(f"{room[:-1]} {name!r}: no such file")
+    for root in (Path.cwd(), PROJECT):
+        path = root / room / f"{name}.py"
+        if path.is_file():
+            return path.resolve()
+    raise ValueError(
+        f"{room[:-1]} {name!r}: unknown; there are {', '.join(available(room))}, or give a path to a .py file"
+    )
+
+
+def available(room: Room) -> list[str]:
+    """Names of the files in `room`, here and in the project."""
+    return sorted({path.stem for root in (Path.cwd(), PROJECT) for path in (root / room).glob("*.py")})
+
+
+def load_module(path: Path) -> ModuleType:
+    """Import a file by its path, once per process."""
+    name = f"lit_lazy_user_{path.parent.name}_{path.stem}"
+    module = sys.modules.get(name)
+    if module is not None and module.__file__ == str(path):
+        return module
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path}: cannot be imported as Python")
+    module = importlib.util.module_from_spec(spec)
+    # Registered before it runs, because dataclasses look up their own module.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def load_experiment(path: Path) -> RunConfig:
+    """The config that an experiment file's `config()` returns."""
+    config = getattr(load_module(path), "config", None)
+    if not callable(config):
+        raise ValueError(f"{path}: defines no function config() that returns a RunConfig")
+    made = config()
+    if not isinstance(made, RunConfig):
+        raise ValueError(f"{path}: config() returned {type(made).__name__}, not a RunConfig")
+    return made

@@ -1,0 +1,163 @@
+"""An ablation and its cells: every training it consists of, expanded and checked before anything is created."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_lazy.config import RunConfig, cell_key, flatten, replace_at, to_dict
+from lit_lazy.files import load_module
+from lit_lazy.grid.table import Column, Contrast, RowInfo
+
+
+@dataclass(frozen=True)
+class Row:
+    """A named variant: changes to the base experiment, by dotted path into its `RunConfig`."""
+
+    name: str
+    changes: Mapping[str, Any]
+    source: str
+    """paper (via review), authors' code, or ours."""
+    seeds: tuple[int, ...] | None = None
+    """None for the ablation's."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """A set of cells and its table: named rows, or the product of axes."""
+
+    name: str
+    baseline: str
+    """The row that all others are compared with."""
+    seeds: tuple[int, ...]
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...] = ()
+    axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Dotted path -> values; each point of the product is a row named after its values."""
+    exclude: Callable[[Mapping[str, Any]], bool] = lambda point: False  # noqa: ARG005
+    """Says of a point of the product, by dotted path, that it is to be left out."""
+    contrasts: tuple[Contrast, ...] = ()
+    base: str = "backcopy"
+    """The experiment it runs on unless told otherwise."""
+
+    def __post_init__(self) -> None:
+        names = [row.name for row in self.all_rows]
+        if bool(self.rows) == bool(self.axes):
+            raise ValueError(f"ablation {self.name!r}: give either rows or axes")
+        if len(set(names)) != len(names):
+            raise ValueError(f"ablation {self.name!r}: two rows have the same name")
+        if self.baseline not in names:
+            raise ValueError(f"ablation {self.name!r}: baseline {self.baseline!r} is not one of its rows")
+        if not self.seeds:
+            raise ValueError(f"ablation {self.name!r}: needs at least one seed")
+
+    @property
+    def all_rows(self) -> tuple[Row, ...]:
+        """The rows, those of the axes' product included."""
+        if self.rows:
+            return self.rows
+        points = (dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values()))
+        return tuple(Row(point_name(point), point, source="ours") for point in points if not self.exclude(point))
+
+
+def point_name(point: Mapping[str, Any]) -> str:
+    """`tau_init=1.0 bias=Alibi` for a point of the axes."""
+    values = {path.rpartition(".")[2]: type(v).__name__ if is_dataclass(v) else v for path, v in point.items()}
+    return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of a grid with one seed."""
+
+    key: str
+    variant: str
+    source: str
+    seed: int
+    config: dict[str, Any]
+    """Canonical form of its RunConfig."""
+    axes: dict[str, str]
+    """The values in which the ablation's cells differ, by short name."""
+
+
+def load_ablation(path: Path) -> Ablation:
+    """The `ablation` that a file defines."""
+    ablation = getattr(load_module(path), "ablation", None)
+    if not isinstance(ablation, Ablation):
+        raise ValueError(f"{path}: defines no `ablation` of type Ablation")
+    return ablation
+
+
+def select(ablation: Ablation, rows: Sequence[str], seeds: Sequence[int]) -> list[tuple[Row, tuple[int, ...]]]:
+    """Rows with their seeds, restricted where `rows` or `seeds` are not empty."""
+    known = {row.name: row for row in ablation.all_rows}
+    for name in rows:
+        if name not in known:
+            raise ValueError(f"--rows {name!r}: {ablation.name} has no such row; it has {', '.join(known)}")
+    kept = [row for row in known.values() if not rows or row.name in rows]
+    return [(row, tuple(seeds) or row.seeds or ablation.seeds) for row in kept]
+
+
+def expand(
+    chosen: Sequence[tuple[Row, tuple[int, ...]]], base: RunConfig, overridden: Sequence[str] = ()
+) -> list[Cell]:
+    """The cells of chosen rows on a base experiment, each validated.
+
+    overridden: dotted paths that the user set on the base; one that a row sets as well would be lost, and is refused.
+    """
+    for row, _ in chosen:
+        for path in row.changes:
+            clash = [o for o in overridden if f"{o}.".startswith(f"{path}.") or f"{path}.".startswith(f"{o}.")]
+            if clash:
+                raise ValueError(f"--{clash[0]}: row {row.name!r} sets {path} itself; leave one of the two out")
+    if "seed" in overridden:
+        raise ValueError("--seed: an ablation's seeds are given by --seeds")
+    configs: list[tuple[Row, int, RunConfig]] = []
+    for row, seeds in chosen:
+        try:
+            configs += [(row, seed, replace_at(base, {**row.changes, "seed": seed})) for seed in seeds]
+        except ValueError as error:
+            raise ValueError(f"row {row.name!r}: {error}") from None
+    axes = _axes([to_dict(config) for _, _, config in configs])
+    cells = [
+        Cell(
+            key=cell_key(config, config.data.load().fingerprint),
+            variant=row.name,
+            source=row.source,
+            seed=seed,
+            config=to_dict(config),
+            axes=cell_axes,
+        )
+        for (row, seed, config), cell_axes in zip(configs, axes, strict=True)
+    ]
+    _refuse_twins(cells)
+    return cells
+
+
+def _refuse_twins(cells: Sequence[Cell]) -> None:
+    first: dict[str, Cell] = {}
+    for cell in cells:
+        twin = first.setdefault(cell.key, cell)
+        if twin is not cell:
+            raise ValueError(f"rows {twin.variant!r} and {cell.variant!r} are the same training (seed {cell.seed})")
+
+
+def _axes(configs: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """Per config, the flattened fields that are not the same in all, under their shortest unambiguous names."""
+    flat = [flatten(config) for config in configs]
+    paths = list(dict.fromkeys(path for config in flat for path in config))
+    varying = [path for path in paths if path != "seed" and len({str(config.get(path)) for config in flat}) > 1]
+    short = {path: path.rpartition(".")[2] for path in varying}
+    clashes = {name for name in short.values() if list(short.values()).count(name) > 1}
+    names = {path: ".".join(path.split(".")[-2:]) if name in clashes else name for path, name in short.items()}
+    return [{names[path]: str(config[path]) for path in varying if path in config} for config in flat]
+
+
+def row_infos(chosen: Sequence[tuple[Row, tuple[int, ...]]], base_name: str) -> list[RowInfo]:
+    """What the table has to know of the rows."""
+    return [
+        RowInfo(variant=row.name, source=row.source, seeds=seeds, base=base_name, note=row.note)
+        for row, seeds in chosen
+    ]

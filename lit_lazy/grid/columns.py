@@ -1,0 +1,42 @@
+"""The columns that this project's tables share. A column whose metric no cell has is left out of a table."""
+
+from lit_lazy.grid.table import Column
+
+COLUMNS = (
+    Column(
+        "loss/excess", "excess loss", "lower", 4, "nats", note="validation loss above the Bayes-optimal predictor's"
+    ),
+    Column("loss/bits_per_byte", "validation loss", "lower", 4, "bits/byte"),
+    Column("accuracy/trigger", "trigger accuracy", "higher", 2, "%", scale=100),
+    Column(
+        "sink/first_key_weight_non_trigger",
+        "first-key weight",
+        None,
+        3,
+        note="mean weight on the first key at non-trigger rows from position 8 on",
+    ),
+    Column("sink/first_key_weight", "first-key weight", None, 3, note="mean over the rows from position 8 on"),
+    Column(
+        "sink/first_key_share",
+        "first-key share",
+        None,
+        3,
+        note="weight on the first key / surviving mass over the rows from position 8 on, a ratio of sums",
+    ),
+    Column("mass/all", "mass", None, 3, note="surviving mass of a row, before renormalising"),
+    Column(
+        "sink/first_key_share_non_trigger",
+        "first-key share",
+        None,
+        3,
+        note="weight on the first key / surviving mass at non-trigger rows from position 8 on, a ratio of sums",
+    ),
+    Column("mass/trigger", "mass, trigger", None, 3, note="surviving mass of a trigger row, before renormalising"),
+    Column("mass/non_trigger", "mass, non-trigger", None, 3, note="the same of a non-trigger row"),
+    Column("sparsity", "sparsity", None, 1, "%", scale=100, note="visible keys with p <= theta, where theta > 0"),
+    Column("init/sparsity", "sparsity at init", None, 1, "%", scale=100, note="of the same model before training"),
+    Column("tau/mean", "tau, mean", None, 2),
+    Column("tau/min", "tau, min", None, 2),
+    Column("tau/max", "tau, max", None, 2),
+    Column("model/parameters", "parameters", None, ",.0f"),
+)

@@ -1,0 +1,181 @@
+"""Runs an ablation: enqueues what is missing, starts workers, shows progress, writes the table."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from lit_lazy import figures
+from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.plan import PLAN, Plan, save, table_from_mlflow
+from lit_lazy.grid.progress import Progress
+from lit_lazy.grid.queue import Queue
+from lit_lazy.grid.table import Table
+from lit_lazy.run import git_sha
+from lit_lazy.tracking import Tracker, default_uri
+
+POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Grid:
+    """An ablation on an experiment, ready to run."""
+
+    id: str
+    plan: Plan
+    cells: Sequence[Cell]
+    base_config: dict[str, object]
+    runs: Path
+    files: Sequence[Path]
+    """Python files that define classes of the cells' configs."""
+
+    @property
+    def folder(self) -> Path:
+        return self.runs / self.id
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to run a grid."""
+
+    workers: int
+    threads: int
+    fresh: bool = False
+    keep_checkpoints: bool = False
+
+
+def default_storage(runs: Path) -> str:
+    """The queue's database."""
+    return f"sqlite:///{(runs / 'queue.db').resolve()}"
+
+
+def run_grid(grid: Grid, launch: Launch, console: Console) -> tuple[Table, bool]:
+    """Execute what is missing of a grid; its table, and whether every cell is complete.
+
+    Another process may be running the same grid: both take cells from the one queue.
+    """
+    grid.folder.mkdir(parents=True, exist_ok=True)
+    queue = Queue(default_storage(grid.runs), grid.id)
+    tracker = Tracker(default_uri(grid.runs), grid.runs, grid.id)
+    if launch.fresh:
+        _set_aside(grid, queue, tracker, console)
+    parent_id = _parent(grid, queue, tracker)
+    for name in queue.recover():
+        console.print(f"{name}: its worker was killed; the cell goes back into the queue", highlight=False)
+    added = queue.add_missing(grid.cells)
+    keys = {cell.key for cell in grid.cells}
+    left = [key for key, state in queue.states().items() if key in keys and state in ("waiting", "running")]
+    if left:
+        console.print(f"{len(keys)} cells, {len(keys) - len(left)} already complete, {added} enqueued", highlight=False)
+        tracker.set_status(parent_id, "RUNNING")
+        _work(grid, launch, queue, tracker, parent_id, console)
+    else:
+        console.print(f"{len(keys)} cells, all complete: nothing to do", highlight=False)
+    states = queue.states()
+    finished = all(states.get(key) == "complete" for key in keys)
+    table = write_table(tracker, parent_id, grid.folder)
+    if left:
+        tracker.set_status(parent_id, "FINISHED" if finished else "FAILED")
+    return table, finished
+
+
+def write_table(tracker: Tracker, parent_id: str, folder: Path) -> Table:
+    """Build the table from MLflow, write it with its figure into a folder and onto the parent run."""
+    table = table_from_mlflow(tracker, parent_id)
+    files = save(table, folder / "table")
+    shown = [column.key for column in table.columns if column.better][:3]
+    if any(row.n for row in table.rows) and shown:
+        files += figures.save_figure(figures.effects_figure(table, shown), folder / "effects")
+    tracker.keep_files(parent_id, files)
+    return table
+
+
+def _set_aside(grid: Grid, queue: Queue, tracker: Tracker, console: Console) -> None:
+    """Begin anew, and lose nothing: the folder is renamed, MLflow's runs go to its deleted ones."""
+    if parent_id := queue.facts.get("parent"):
+        tracker.retire(parent_id)
+    queue.clear()
+    if any(grid.folder.iterdir()):
+        aside = grid.folder.with_name(f"{grid.id}.until-{datetime.now():%Y%m%d-%H%M%S}")
+        grid.folder.rename(aside)
+        grid.folder.mkdir()
+        console.print(f"the former results are in {aside}", highlight=False)
+
+
+def _parent(grid: Grid, queue: Queue, tracker: Tracker) -> str:
+    """The parent run of the grid, begun or gone on with; its plan is brought up to date."""
+    parent_id = queue.facts.get("parent")
+    if parent_id is None:
+        tags = {"kind": "ablation", "ablation": grid.id, "git_sha": git_sha(), "mlflow.note.content": grid.plan.command}
+        parent_id = tracker.start_run(grid.id, tags, {}, grid.base_config)
+        queue.facts = {"parent": parent_id}
+    tracker.keep_text(parent_id, grid.plan.to_json(), PLAN)
+    axes = list(dict.fromkeys(name for cell in grid.cells for name in cell.axes))
+    tracker.keep_views(axes, [column.key for column in grid.plan.columns])
+    return parent_id
+
+
+def _work(grid: Grid, launch: Launch, queue: Queue, tracker: Tracker, parent_id: str, console: Console) -> None:
+    """Keep workers busy until no cell of the grid waits or runs. Ctrl-C ends the workers after their bookkeeping."""
+    keys = [cell.key for cell in grid.cells]
+    workers: list[subprocess.Popen[bytes]] = []
+    with Progress(queue, keys, launch.workers, console) as progress:
+        try:
+            while True:
+                queue.recover()
+                states = queue.states()
+                workers = [worker for worker in workers if worker.poll() is None]
+                waiting = sum(states[key] == "waiting" for key in keys)
+                for _ in range(min(launch.workers - len(workers), waiting)):
+                    workers.append(_start_worker(grid, launch, queue, tracker, parent_id, len(workers)))
+                progress.update()
+                if not workers and not waiting and not any(states[key] == "running" for key in keys):
+                    return
+                time.sleep(POLL_SECONDS)
+        except BaseException:
+            for worker in workers:
+                worker.send_signal(signal.SIGTERM)
+            for worker in workers:
+                worker.wait()
+            raise
+
+
+def _start_worker(
+    grid: Grid, launch: Launch, queue: Queue, tracker: Tracker, parent_id: str, number: int
+) -> subprocess.Popen[bytes]:
+    """A worker in a process group of its own, so that Ctrl-C reaches it through its parent alone."""
+    command = [
+        *(sys.executable, "-m", "lit_lazy.grid.worker"),
+        *("--storage", queue.storage_url),
+        *("--study", grid.id),
+        *("--folder", str(grid.folder.resolve())),
+        *("--threads", str(launch.threads)),
+        *("--tracking-uri", tracker.uri),
+        *("--experiment", grid.id),
+        *("--parent", parent_id),
+        *(["--keep-checkpoints"] if launch.keep_checkpoints else []),
+        *("--import", *(str(file) for file in grid.files)),
+    ]
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(launch.threads))
+    with (grid.folder / f"worker-{number}.log").open("ab") as log:
+        return subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | threads,
+            start_new_session=True,
+        )
+
+
+def command_line() -> str:
+    """The command as a user would type it."""
+    return shlex.join(["lit-lazy", *sys.argv[1:]])

@@ -1,0 +1,124 @@
+"""An ablation as it is kept with its MLflow parent run, and the table built from what MLflow holds."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_lazy.grid.table import Column, Contrast, Observation, RowInfo, Table, build_table
+from lit_lazy.tracking import TrackedRun, Tracker
+
+PLAN = "plan.json"
+UNDERTRAINED_BY = 0.3
+"""Bits per byte by which a softmax row has to beat the byte-trigram baseline."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a table needs to know beside the cells' results."""
+
+    ablation: str
+    base: str
+    baseline: str
+    command: str
+    rows: tuple[RowInfo, ...]
+    columns: tuple[Column, ...]
+    contrasts: tuple[Contrast, ...]
+    facts: dict[str, str | int | float]
+    """Facts about the data: oracle, baselines, sizes."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        plan: dict[str, Any] = json.loads(text)
+        rows: list[dict[str, Any]] = plan["rows"]
+        plan["rows"] = tuple(RowInfo(**row | {"seeds": tuple(row["seeds"])}) for row in rows)
+        plan["columns"] = tuple(Column(**column) for column in plan["columns"])
+        plan["contrasts"] = tuple(Contrast(**contrast) for contrast in plan["contrasts"])
+        return cls(**plan)
+
+
+def newest_parent(tracker: Tracker) -> str:
+    """Id of the newest ablation run of an experiment. Raises ValueError where there is none."""
+    parents = tracker.find({"kind": "ablation"})
+    if not parents:
+        raise ValueError("the MLflow experiment holds no ablation; run `lit-lazy ablate run` first")
+    return parents[-1].run_id
+
+
+def table_from_mlflow(tracker: Tracker, parent_id: str) -> Table:
+    """The table of a parent run, from its plan and its child runs alone."""
+    plan = Plan.from_json(tracker.read_text(parent_id, PLAN))
+    observations = [_observation(run) for run in _one_per_cell(tracker.children(parent_id))]
+    measured = {name for observation in observations for name in observation.metrics}
+    return build_table(
+        plan.ablation,
+        plan.base,
+        plan.baseline,
+        plan.rows,
+        # A column of another data source (bits per byte, trigger accuracy) has no value in any cell.
+        tuple(column for column in plan.columns if column.key in measured or not measured),
+        plan.contrasts,
+        observations,
+        plan.command,
+        ("backend",),
+        tuple(_warnings(plan, observations)),
+    )
+
+
+def _one_per_cell(runs: Sequence[TrackedRun]) -> list[TrackedRun]:
+    """Of several runs of one cell the complete one, else the newest."""
+    chosen: dict[str, TrackedRun] = {}
+    for run in runs:
+        known = chosen.get(run.tags["cell"])
+        if known is None or known.state != "complete":
+            chosen[run.tags["cell"]] = run
+    return list(chosen.values())
+
+
+def _observation(run: TrackedRun) -> Observation:
+    return Observation(
+        variant=run.tags["variant"],
+        seed=int(run.tags["seed"]),
+        status=run.state,
+        metrics=run.metrics,
+        labels={"backend": run.tags["backend"]} if "backend" in run.tags else {},
+        git_sha=run.tags.get("git_sha", ""),
+        reason=run.tags.get("reason", ""),
+    )
+
+
+def _warnings(plan: Plan, observations: Sequence[Observation]) -> list[str]:
+    """A table whose softmax row does not clearly beat the trigram baseline says that it is undertrained."""
+    baseline = plan.facts.get("trigram_bits_per_byte")
+    if baseline is None:
+        return []
+    softmax = [o.metrics.get("loss/bits_per_byte") for o in observations if o.variant == "softmax"]
+    found = [value for value in softmax if value is not None]
+    if not found:
+        return [f"no softmax row to hold against the byte-trigram baseline of {float(baseline):.3f} bits/byte"]
+    reached, needed = sum(found) / len(found), float(baseline) - UNDERTRAINED_BY
+    if reached <= needed:
+        return []
+    return [
+        f"UNDERTRAINED: the softmax row reaches {reached:.3f} bits/byte; {needed:.3f} would be {UNDERTRAINED_BY} below "
+        f"the byte-trigram baseline of {float(baseline):.3f}. Read no difference below as a finding"
+    ]
+
+
+def save(table: Table, stem: Path) -> list[Path]:
+    """Write table.md, .csv, .tex, .json and .html beside each other; the paths."""
+    texts = {
+        "md": table.markdown(),
+        "csv": table.csv(),
+        "tex": table.latex(),
+        "json": json.dumps(table.to_json(), indent=1, allow_nan=False) + "\n",
+        "html": table.html(),
+    }
+    paths = [stem.with_suffix(f".{ending}") for ending in texts]
+    for path, text in zip(paths, texts.values(), strict=True):
+        path.write_text(text)
+    return paths

@@ -1,0 +1,92 @@
+"""Live progress of a grid: cells done, running and failed, time gone and time left."""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from lit_lazy.grid.queue import Queue
+
+PLAIN_EVERY_SECONDS = 15.0
+
+
+class Progress:
+    """A live display on a terminal; elsewhere a line whenever a cell has ended, at most every few seconds."""
+
+    def __init__(self, queue: Queue, keys: Sequence[str], workers: int, console: Console) -> None:
+        self.queue, self.keys, self.workers, self.console = queue, set(keys), workers, console
+        self.started = time.monotonic()
+        states = queue.states()
+        self.done_before = sum(states.get(key) == "complete" for key in self.keys)
+        self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        self._last_line, self._last_ended = 0.0, -1
+
+    def __enter__(self) -> "Progress":
+        if self.live:
+            self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.live:
+            self.live.stop()
+        else:
+            self._print_line(self._counts())
+
+    def update(self) -> None:
+        """Show the present state of the queue."""
+        counts = self._counts()
+        if self.live:
+            self.live.update(self._panel(counts))
+            return
+        ended, now = counts["complete"] + counts["failed"], time.monotonic()
+        if ended != self._last_ended and now - self._last_line >= PLAIN_EVERY_SECONDS:
+            self._last_line, self._last_ended = now, ended
+            self._print_line(counts)
+
+    def _counts(self) -> Counter[str]:
+        states = self.queue.states()
+        return Counter(states.get(key, "waiting") for key in self.keys)
+
+    def _summary(self, counts: Counter[str]) -> str:
+        parts = [f"{counts['complete']}/{len(self.keys)} cells done", f"{counts['running']} running"]
+        if counts["failed"]:
+            parts.append(f"{counts['failed']} failed")
+        elapsed = time.monotonic() - self.started
+        return ", ".join([*parts, f"{clock(elapsed)} elapsed", self._rest(counts, elapsed)])
+
+    def _rest(self, counts: Counter[str], elapsed: float) -> str:
+        done = counts["complete"] - self.done_before
+        left = counts["waiting"] + counts["running"]
+        if not left:
+            return "finished"
+        # Running cells are about half done, on average.
+        progressed = done + 0.5 * min(counts["running"], left)
+        return (
+            f"about {clock(elapsed / progressed * (left - 0.5 * counts['running']))} left"
+            if done
+            else "estimating the rest"
+        )
+
+    def _print_line(self, counts: Counter[str]) -> None:
+        self.console.print(self._summary(counts), highlight=False)
+
+    def _panel(self, counts: Counter[str]) -> Group:
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(ProgressBar(total=len(self.keys), completed=counts["complete"], width=40), self._summary(counts))
+        names = [Text(f"  {name}", style="dim") for key, name in self.queue.running().items() if key in self.keys]
+        return Group(bar, *names)
+
+
+def clock(seconds: float) -> str:
+    """`4:05` or `1:04:05`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,288 @@
+"""RunConfig -> RunResult: the one function that trains and evaluates a run."""
+
+import json
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from filelock import FileLock, Timeout
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lit_lazy.attention import Elastic
+from lit_lazy.config import RunConfig, cell_key, to_dict
+from lit_lazy.data import DataSource, StepBatchSampler
+from lit_lazy.lightning_module import Batch, DivergedError, LitLM, token_nll
+from lit_lazy.metrics import AttentionMetrics, RatioOfSums
+from lit_lazy.model import flops_per_token
+
+RESULT = "result.json"
+NATS_PER_BIT = 0.6931471805599453
+
+
+class CellBusyError(RuntimeError):
+    """Another process holds the run folder."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a finished run measured. `metrics` is the same for the same key, machine and thread count."""
+
+    key: str
+    config: dict[str, Any]
+    data: dict[str, str | int | float]
+    metrics: dict[str, float]
+    """Final values; a metric that is undefined for this variant is absent."""
+    labels: dict[str, str]
+    timings: dict[str, float]
+    """Seconds, and tokens per second of training (of the last leg, if the run was resumed)."""
+    environment: dict[str, str]
+
+    @classmethod
+    def read(cls, folder: Path) -> "RunResult | None":
+        """The result in a run folder, or None while there is none."""
+        path = folder / RESULT
+        return cls(**json.loads(path.read_text())) if path.exists() else None
+
+
+def run(
+    cfg: RunConfig,
+    folder: Path,
+    *,
+    logger: Logger | None = None,
+    callbacks: Sequence[Callback] = (),
+    show_progress: bool = False,
+    keep_checkpoint: bool = False,
+) -> RunResult:
+    """Train and evaluate `cfg` in `folder`, or go on from the checkpoint that is there, or return the result that is.
+
+    The same config, seed and thread count give the same metrics on the same machine bit for bit, also when the run was
+    killed and resumed in between. Raises CellBusyError when another process works in the folder, DivergedError when
+    the loss is no longer finite.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / "lock", timeout=0):
+            return RunResult.read(folder) or _run(cfg, folder, logger, callbacks, show_progress, keep_checkpoint)
+    except Timeout:
+        raise CellBusyError(f"another process works in {folder}") from None
+
+
+def _run(
+    cfg: RunConfig,
+    folder: Path,
+    logger: Logger | None,
+    callbacks: Sequence[Callback],
+    show_progress: bool,
+    keep_checkpoint: bool,
+) -> RunResult:
+    source = cfg.data.load()
+    module = LitLM.create(cfg, source.vocab_size, source.context_length)
+    trainer = make_trainer(cfg, folder, logger, callbacks, show_progress)
+    device = trainer.strategy.root_device
+    initial = evaluate(module, source, device)
+
+    checkpoints = folder / "checkpoints"
+    last = checkpoints / "last.ckpt"
+    started, first_step = time.perf_counter(), _step_of(last)
+    trainer.fit(
+        module,
+        train_loader(cfg, source, module),
+        validation_loader(cfg, source),
+        ckpt_path=last if last.exists() else None,
+        weights_only=True,
+    )
+    if trainer.interrupted:
+        raise KeyboardInterrupt
+    trained = time.perf_counter()
+    metrics = evaluate(module, source, device)
+    if not all(torch.isfinite(torch.tensor(value)) for value in metrics.values()):
+        raise DivergedError("the trained model's evaluation is not finite")
+
+    tokens = (cfg.train.steps - first_step) * cfg.train.batch_size * source.context_length
+    result = RunResult(
+        key=cell_key(cfg, source.fingerprint),
+        config=to_dict(cfg),
+        data=source.info,
+        metrics=metrics | {f"init/{name}": value for name, value in initial.items()} | sizes(module, source),
+        labels={"backend": module.model.attentions[0].backend_name},
+        timings={
+            "train_seconds": trained - started,
+            "evaluate_seconds": time.perf_counter() - trained,
+            "tokens_per_second": tokens / (trained - started),
+        },
+        environment=environment(),
+    )
+    write_atomically(folder / RESULT, json.dumps(asdict(result), indent=1, sort_keys=True, allow_nan=False))
+    if not keep_checkpoint:
+        shutil.rmtree(checkpoints)
+    return result
+
+
+def make_trainer(
+    cfg: RunConfig, folder: Path, logger: Logger | None, callbacks: Sequence[Callback], show_progress: bool
+) -> L.Trainer:
+    """Lightning's trainer with everything that decides a result set explicitly."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    # The data is in memory and indexed by batch: loader processes would only cost.
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated.*")  # Lightning's own
+    # A resumed run's loader starts at the global step by itself (StepBatchSampler).
+    warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
+    checkpoint = ModelCheckpoint(
+        dirpath=folder / "checkpoints",
+        save_last=True,
+        save_top_k=0,
+        every_n_train_steps=min(cfg.train.checkpoint_every, cfg.train.steps),
+    )
+    return L.Trainer(
+        max_steps=cfg.train.steps,
+        max_epochs=-1,
+        devices=1,
+        precision="bf16-mixed" if cfg.train.precision == "bf16" else "32-true",
+        gradient_clip_val=cfg.train.clip_norm,
+        val_check_interval=cfg.train.val_every,
+        check_val_every_n_epoch=None,
+        log_every_n_steps=cfg.train.log_every,
+        num_sanity_val_steps=0,
+        deterministic=True,
+        logger=logger or False,
+        callbacks=[checkpoint, *callbacks],
+        enable_progress_bar=show_progress,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+
+
+def train_loader(cfg: RunConfig, source: DataSource, module: LitLM) -> DataLoader[Batch]:
+    """Batches whose content is a function of (seed, step); after a resume it starts at the restored global step."""
+    sampler = StepBatchSampler(
+        len(source.train), cfg.train.batch_size, cfg.seed, start_step=lambda: module.trainer.global_step
+    )
+    return DataLoader(source.train, batch_sampler=sampler, collate_fn=_as_it_is)
+
+
+def validation_loader(cfg: RunConfig, source: DataSource) -> DataLoader[Batch]:
+    """The whole validation set in order."""
+    return DataLoader(source.validation, batch_size=cfg.train.batch_size, collate_fn=_as_it_is)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _step_of(checkpoint: Path) -> int:
+    return torch.load(checkpoint, weights_only=True)["global_step"] if checkpoint.exists() else 0
+
+
+@torch.no_grad()
+def evaluate(module: LitLM, source: DataSource, device: torch.device) -> dict[str, float]:
+    """Final metrics on the whole validation set; undefined ones are left out."""
+    cfg = module.cfg
+    normaliser = cfg.model.attention.normaliser
+    attention = AttentionMetrics(
+        source.row_groups,
+        thresholded=isinstance(normaliser, Elastic),
+        renormalised=isinstance(normaliser, Elastic) and normaliser.renormalise,
+        window=cfg.model.attention.window,
+        device=device,
+    )
+    losses: dict[str, RatioOfSums] = {}
+    was_training = module.training
+    module.to(device).eval()
+    for batch in validation_loader(cfg, source):
+        batch = {name: value.to(device) for name, value in batch.items()}
+        with torch.autocast(device.type, torch.bfloat16, enabled=cfg.train.precision == "bf16"):
+            logits, stats = module.model.forward_with_stats(batch["tokens"])
+        _add_losses(losses, logits, batch, source.row_groups)
+        rows = {group: batch[group] for group in source.row_groups}
+        attention.update(stats, rows or {"all": torch.ones_like(batch["tokens"], dtype=torch.bool)})
+    module.train(was_training)
+    measured = {name: metric.compute().item() for name, metric in losses.items()}
+    if "bytes_per_token" in source.info:
+        measured["loss/bits_per_byte"] = measured["loss/val"] / NATS_PER_BIT / float(source.info["bytes_per_token"])
+    return measured | attention.compute() | taus(module)
+
+
+def _add_losses(losses: dict[str, RatioOfSums], logits: Tensor, batch: Batch, row_groups: tuple[str, ...]) -> None:
+    """Loss in nats; where the data knows its oracle, the excess over it per row group, and each group's accuracy."""
+
+    def add(name: str, values: Tensor) -> None:
+        losses.setdefault(name, RatioOfSums().to(values.device)).update(values, values.numel())
+
+    nll = token_nll(logits, batch["targets"])
+    add("loss/val", nll)
+    if "oracle_nll" not in batch:
+        return
+    excess = nll - batch["oracle_nll"]
+    hit = (logits.argmax(-1) == batch["targets"]).double()
+    add("loss/excess", excess)
+    for group in row_groups:
+        add(f"loss/excess_{group}", excess[batch[group]])
+        add(f"accuracy/{group}", hit[batch[group]])
+
+
+def taus(module: LitLM) -> dict[str, float]:
+    """Mean, least and greatest offset parameter over layers, heads (and positions), where there is one."""
+    found = [p.detach().flatten() for name, p in module.model.named_parameters() if name.endswith("normaliser.tau")]
+    if not found:
+        return {}
+    tau = torch.cat(found).double()
+    return {"tau/mean": tau.mean().item(), "tau/min": tau.min().item(), "tau/max": tau.max().item()}
+
+
+def sizes(module: LitLM, source: DataSource) -> dict[str, float]:
+    """Learned parameters, and training FLOPs per token."""
+    parameters = sum(p.numel() for p in module.model.parameters() if p.requires_grad)
+    return {
+        "model/parameters": float(parameters),
+        "model/flops_per_token": float(flops_per_token(module.model, source.context_length)),
+    }
+
+
+def environment() -> dict[str, str]:
+    """Where and with what a result was made."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": L.__version__,
+        "machine": f"{platform.system()} {platform.machine()}, {device}",
+        "threads": str(torch.get_num_threads()),
+        "git_sha": git_sha(),
+    }
+
+
+def git_sha() -> str:
+    """Short commit of the project's checkout, with `-dirty` where tracked files differ; "unknown" outside one."""
+    here = Path(__file__).parent
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=10"],
+            cwd=here, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return described.stdout.strip()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all, also after a power cut."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    with scratch.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)

@@ -1,0 +1,69 @@
+"""MLflow's own server on the project's store, with links that open straight on the training runs."""
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from urllib.error import URLError
+
+from lit_lazy.tracking import default_uri, experiment_links, experiment_names
+
+HOST = "127.0.0.1"
+READY_SECONDS = 120
+
+
+def serve(runs: Path, port: int) -> int:
+    """Serve until interrupted; the server's exit status. Raises ValueError without a store or on a busy port."""
+    uri = default_uri(runs)
+    if not experiment_names(uri):
+        raise ValueError(f"--runs {runs}: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` makes some")
+    url = uri if uri.startswith("http") else f"http://{HOST}:{port}"
+    if uri.startswith("http"):
+        print_links(uri, url)
+        return 0
+    with socket.socket() as probe:
+        if probe.connect_ex((HOST, port)) == 0:
+            raise ValueError(f"--port {port}: something already listens there; choose another port")
+    log = runs / "mlflow-server.log"
+    command = [
+        *(sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri),
+        *("--host", HOST, "--port", str(port), "--workers", "1"),
+    ]
+    with log.open("w") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        print(f"starting MLflow on {url} ...", flush=True)
+        wait_until_ready(server, url, log)
+        print_links(uri, url)
+        print("Ctrl-C stops the server.", flush=True)
+        return server.wait()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    """Return when the server answers; raise ValueError that names its log when it does not."""
+    end = time.monotonic() + READY_SECONDS
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2):
+                return
+        except (URLError, OSError):
+            time.sleep(0.2)
+    raise ValueError(f"MLflow's server did not come up on {url}; see {log}")
+
+
+def print_links(uri: str, ui_url: str) -> None:
+    """Print, per experiment, the links worth opening."""
+    for links in experiment_links(uri, ui_url):
+        print(f"\n{links.name}")
+        print(f"  by variant   {links.grouped}")
+        print(f"  all cells    {links.flat}")
+        if links.parent:
+            print(f"  its table    {links.parent}")
+    print(flush=True)

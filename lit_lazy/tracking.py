@@ -1,0 +1,187 @@
+"""All that knows MLflow: where runs are stored, how a run is logged, how runs are read back."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import mlflow
+from lightning.pytorch.loggers import MLFlowLogger
+from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.tracking import MlflowClient
+
+from lit_lazy.config import flatten
+from lit_lazy.dashboards import TAG_PREFIX, cells_view, runs_link, saved_view, view_id
+
+SQLITE = "sqlite:///"
+TABLE_VIEW, CELLS_VIEW = "Variants (mean over seeds)", "All cells"
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What the store knows of a run. `state` is "complete" only after its final metrics were logged."""
+
+    run_id: str
+    state: Literal["complete", "failed", "running"]
+    tags: dict[str, str]
+    metrics: dict[str, float]
+
+
+def default_uri(runs: Path) -> str:
+    """The tracking store: `MLFLOW_TRACKING_URI` where it is set, else sqlite in the runs folder."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{(runs / 'mlflow.db').resolve()}"
+
+
+class Tracker:
+    """One MLflow experiment. Opening it creates the store, so let a parent process do it before any worker."""
+
+    def __init__(self, uri: str, runs: Path, experiment: str) -> None:
+        self.uri = uri
+        mlflow.set_tracking_uri(uri)
+        self.client = MlflowClient(uri)
+        found = self.client.get_experiment_by_name(experiment)
+        if found is None:
+            # A local database would put artifacts under the current folder; a server decides for itself.
+            local = uri.startswith(SQLITE)
+            location = (runs / "mlartifacts" / experiment).resolve().as_uri() if local else None
+            self.experiment_id = self.client.create_experiment(experiment, artifact_location=location)
+        else:
+            self.experiment_id = found.experiment_id
+            if found.lifecycle_stage == "deleted":
+                self.client.restore_experiment(found.experiment_id)
+
+    def start_run(
+        self,
+        name: str,
+        tags: Mapping[str, str],
+        params: Mapping[str, str],
+        config: Mapping[str, Any],
+        parent_id: str | None = None,
+    ) -> str:
+        """A new run with its whole config as params and as an artifact; its id."""
+        linked = {"mlflow.parentRunId": parent_id} if parent_id else {}
+        run_id = self.client.create_run(self.experiment_id, run_name=name, tags={**tags, **linked}).info.run_id
+        every = {path: str(value) for path, value in flatten(config).items()} | dict(params)
+        self.client.log_batch(run_id, params=[Param(key, value) for key, value in every.items()])
+        self.client.log_dict(run_id, dict(config), "config.yaml")
+        return run_id
+
+    def logger(self, run_id: str) -> MLFlowLogger:
+        """Lightning's logger on an existing run, which is set running again."""
+        self.client.update_run(run_id, status="RUNNING")
+        return MLFlowLogger(tracking_uri=self.uri, run_id=run_id, log_model=False, synchronous=False)
+
+    def finish(self, run_id: str, metrics: Mapping[str, float], tags: Mapping[str, str], step: int) -> None:
+        """Log final metrics and mark the run complete. Doing it again changes nothing."""
+        mlflow.flush_async_logging()
+        when = self.client.get_run(run_id).info.start_time
+        self.client.log_batch(
+            run_id,
+            metrics=[Metric(name, value, when, step) for name, value in metrics.items()],
+            tags=[RunTag(name, value) for name, value in tags.items()],
+        )
+        self.client.set_tag(run_id, "state", "complete")
+        self.client.set_terminated(run_id, "FINISHED")
+
+    def fail(self, run_id: str, reason: str, status: Literal["FAILED", "KILLED"] = "FAILED") -> None:
+        """Mark a run failed (KILLED: interrupted) with its reason."""
+        mlflow.flush_async_logging()
+        self.client.set_tag(run_id, "state", "failed")
+        self.client.set_tag(run_id, "reason", reason)
+        self.client.set_terminated(run_id, status)
+
+    def find(self, tags: Mapping[str, str]) -> list[TrackedRun]:
+        """All runs with these tags, oldest first."""
+        query = " AND ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
+        found: list[Run] = []
+        token: str | None = None
+        while True:
+            page = self.client.search_runs(
+                [self.experiment_id], query, order_by=["start_time ASC"], max_results=1000, page_token=token
+            )
+            found += page
+            token = page.token
+            if not token:
+                return [_tracked(run) for run in found]
+
+    def children(self, parent_id: str) -> list[TrackedRun]:
+        """The runs below a parent run, oldest first."""
+        return self.find({"mlflow.parentRunId": parent_id})
+
+    def keep_text(self, run_id: str, text: str, name: str) -> None:
+        """Keep a text as an artifact of a run."""
+        self.client.log_text(run_id, text, name)
+
+    def read_text(self, run_id: str, name: str) -> str:
+        """A text artifact of a run."""
+        return Path(self.client.download_artifacts(run_id, name)).read_text()
+
+    def keep_files(self, run_id: str, files: Sequence[Path]) -> None:
+        """Keep files as artifacts of a run."""
+        for file in files:
+            self.client.log_artifact(run_id, str(file))
+
+    def set_status(self, run_id: str, status: Literal["RUNNING", "FINISHED", "FAILED"]) -> None:
+        """Set a run's status."""
+        self.client.update_run(run_id, status=status) if status == "RUNNING" else self.client.set_terminated(
+            run_id, status
+        )
+
+    def keep_views(self, axes: Sequence[str], metrics: Sequence[str]) -> None:
+        """Save the experiment's views: variants averaged over seeds, and all cells."""
+        for name, grouped in ((TABLE_VIEW, True), (CELLS_VIEW, False)):
+            key, value = saved_view(name, cells_view(axes, metrics, group_by_variant=grouped))
+            self.client.set_experiment_tag(self.experiment_id, key, value)
+
+    def retire(self, parent_id: str) -> None:
+        """Move a parent and its children to MLflow's deleted runs, from where they can be restored."""
+        for child in self.children(parent_id):
+            self.client.delete_run(child.run_id)
+        self.client.delete_run(parent_id)
+
+
+def _tracked(run: Run) -> TrackedRun:
+    tags = dict(run.data.tags)
+    stated = tags.get("state")
+    if stated == "complete":
+        state: Literal["complete", "failed", "running"] = "complete"
+    else:
+        state = "running" if run.info.status == "RUNNING" and stated != "failed" else "failed"
+    return TrackedRun(run.info.run_id, state, tags, dict(run.data.metrics))
+
+
+@dataclass(frozen=True)
+class ExperimentLinks:
+    """Links into the MLflow pages of one experiment."""
+
+    name: str
+    grouped: str
+    flat: str
+    parent: str | None
+
+
+def experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
+    """Links to every experiment of a store that holds training runs, the most recently used first."""
+    client = MlflowClient(uri)
+    links = []
+    for experiment in client.search_experiments(order_by=["last_update_time DESC"]):
+        number = experiment.experiment_id
+        saved = {tag.removeprefix(TAG_PREFIX) for tag in experiment.tags if tag.startswith(TAG_PREFIX)}
+        runs = client.search_runs([number], order_by=["start_time DESC"], max_results=1)
+        if not runs:
+            continue
+        parents = client.search_runs([number], "tags.kind = 'ablation'", order_by=["start_time DESC"], max_results=1)
+        grouped, flat = (
+            runs_link(ui_url, number, view if view_id(view) in saved else None) for view in (TABLE_VIEW, CELLS_VIEW)
+        )
+        parent = f"{ui_url}/#/experiments/{number}/runs/{parents[0].info.run_id}/artifacts" if parents else None
+        links.append(ExperimentLinks(experiment.name, grouped, flat, parent))
+    return links
+
+
+def experiment_names(uri: str) -> list[str]:
+    """Names of all experiments of a store; none where a local store does not exist, which is not created."""
+    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).exists():
+        return []
+    return [experiment.name for experiment in MlflowClient(uri).search_experiments()]

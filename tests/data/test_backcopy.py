@@ -1,0 +1,193 @@
+"""The generated sequences follow the stated law, and its optimum is what the batches say it is.
+
+Sampling errors are those of the mean over sequences, which are independent; bounds are five of them.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from lit_lazy.data import Backcopy
+from lit_lazy.data.backcopy import _load, make_chain
+
+CONFIG = Backcopy(train_sequences=20_000, validation_sequences=2_000)
+CORNERS = [
+    Backcopy(vocab_size=3, n_triggers=1, context_length=3, train_sequences=500),
+    Backcopy(vocab_size=20, n_triggers=7, trigger_mass=0.9, concentration=0.05, train_sequences=500),
+    Backcopy(vocab_size=100, n_triggers=1, trigger_mass=0.01, concentration=5, context_length=33, train_sequences=500),
+]
+
+
+@pytest.fixture(scope="module")
+def train():
+    data = CONFIG.load().train
+    return data.__getitems__(list(range(len(data))))
+
+
+@pytest.fixture(scope="module")
+def chain():
+    return make_chain(CONFIG, np.random.default_rng(np.random.SeedSequence(CONFIG.task_seed).spawn(3)[0]))
+
+
+def trigger_probability(config):
+    """P(trigger) at every position: none at BOS nor after it, then m times P(no trigger one before)."""
+    probability = np.zeros(config.context_length)
+    for t in range(2, config.context_length):
+        probability[t] = config.trigger_mass * (1 - probability[t - 1])
+    return probability
+
+
+def entropy(law):
+    return -np.sum(law * np.log(np.where(law > 0, law, 1)), axis=-1)
+
+
+def assert_mean(per_sequence, expected):
+    values = per_sequence.double()
+    error = values.std().item() / len(values) ** 0.5
+    assert abs(values.mean().item() - expected) < 5 * error
+
+
+@pytest.mark.parametrize("config", [CONFIG, *CORNERS], ids=str)
+def test_rules(config):
+    source = config.load()
+    bos = config.vocab_size
+    for data in (source.train, source.validation):
+        batch = data.__getitems__(list(range(len(data))))
+        tokens, targets, trigger = batch["tokens"], batch["targets"], batch["trigger"]
+        assert tokens.shape == targets.shape == (len(data), config.context_length)
+        assert torch.equal(tokens[:, 1:], targets[:, :-1])
+        assert torch.equal(tokens == bos, torch.arange(config.context_length).expand_as(tokens) == 0)
+        assert targets.min() >= 0
+        assert targets.max() < bos
+        assert torch.equal(trigger, tokens < config.n_triggers)
+        assert trigger.any()
+        assert torch.equal(targets[:, 1:][trigger[:, 1:]], tokens[:, :-1][trigger[:, 1:]])
+        assert not trigger[:, :2].any()
+        assert not (trigger[:, 1:] & trigger[:, :-1]).any()
+        assert torch.equal(batch["non_trigger"], ~trigger & (tokens != bos))
+        assert torch.isfinite(batch["oracle_nll"]).all()
+        assert (batch["oracle_nll"][trigger] == 0).all()
+        assert (batch["oracle_nll"][~trigger] > 0).all()
+
+
+@pytest.mark.parametrize("mass", [0.25, 0.6])
+def test_trigger_fraction(mass):
+    config = Backcopy(trigger_mass=mass, train_sequences=5_000)
+    data = config.load().train
+    fraction = data.__getitems__(list(range(len(data))))["trigger"].double().mean(dim=1)
+    assert_mean(fraction, trigger_probability(config).mean())
+    assert abs(fraction.mean().item() - mass / (1 + mass)) < 0.02
+
+
+def test_chain_is_what_it_says(chain):
+    k = CONFIG.n_triggers
+    assert np.allclose(chain.transition.sum(axis=1), 1)
+    assert np.allclose(chain.transition[:, :k].sum(axis=1), CONFIG.trigger_mass)
+    assert (chain.start[:k] == 0).all()
+    without_triggers = chain.transition[k:, k:] / (1 - CONFIG.trigger_mass)
+    assert np.allclose(chain.start[k:] @ without_triggers, chain.start[k:])
+
+
+def assert_frequencies(counts, law):
+    """Counts `[n, V]` are multinomial draws from the rows of `law`, by chi-square on the cells with enough draws."""
+    expected = counts.sum(axis=1, keepdims=True) * law
+    enough = expected >= 10
+    z = (counts - expected)[enough] / np.sqrt((expected * (1 - law))[enough])
+    assert enough.sum() > 30
+    assert np.abs(z).max() < 6
+    assert abs(np.mean(z**2) - 1) < 5 * np.sqrt(2 / enough.sum())
+
+
+def test_bigrams_follow_the_table(train, chain):
+    rows = train["non_trigger"]
+    pairs = train["tokens"][rows] * CONFIG.vocab_size + train["targets"][rows]
+    counts = torch.bincount(pairs, minlength=CONFIG.vocab_size**2).reshape(CONFIG.vocab_size, -1).numpy()
+    assert (counts[chain.transition == 0] == 0).all()
+    assert_frequencies(counts[CONFIG.n_triggers :], chain.transition[CONFIG.n_triggers :])
+
+
+@pytest.mark.parametrize("position", [1, 2, 63])
+def test_non_triggers_have_the_stationary_law_everywhere(train, chain, position):
+    tokens = train["tokens"][:, position]
+    tokens = tokens[tokens >= CONFIG.n_triggers]
+    assert_frequencies(torch.bincount(tokens, minlength=CONFIG.vocab_size).numpy()[None], chain.start[None])
+
+
+def test_oracle_is_the_entropy(train, chain):
+    per_row = chain.start @ entropy(chain.transition)
+    p_trigger = trigger_probability(CONFIG)
+    overall = (entropy(chain.start) + ((1 - p_trigger[1:]) * per_row).sum()) / CONFIG.context_length
+    assert_mean(train["oracle_nll"].double().mean(dim=1), overall)
+    surprise = torch.where(train["non_trigger"], train["oracle_nll"].double() - per_row, 0.0)
+    assert_mean(surprise.sum(dim=1), 0)
+
+
+def test_oracle_is_not_beaten_and_is_reached(train):
+    """An add-one bigram on 20 000 sequences: its expected excess is about cells / (2 n) = 0.002 nats."""
+    size = CONFIG.vocab_size
+    rows = train["non_trigger"]
+    pairs = train["tokens"][rows] * size + train["targets"][rows]
+    counts = torch.bincount(pairs, minlength=size**2).reshape(size, size).double() + 1
+    nll = -(counts / counts.sum(dim=1, keepdim=True)).log()
+    data = CONFIG.load().validation
+    held_out = data.__getitems__(list(range(len(data))))
+    rows = held_out["non_trigger"]
+    excess = nll[held_out["tokens"][rows], held_out["targets"][rows]] - held_out["oracle_nll"][rows]
+    assert 0 < excess.mean() < 0.01
+
+
+def test_info_is_measured_on_validation():
+    source = CONFIG.load()
+    batch = source.validation.__getitems__(list(range(len(source.validation))))
+    assert source.vocab_size == CONFIG.vocab_size + 1
+    assert source.row_groups == ("trigger", "non_trigger")
+    assert source.info["train_tokens"] == 20_000 * 64
+    assert source.info["oracle_nats"] == pytest.approx(batch["oracle_nll"].mean().item(), rel=1e-5)
+    assert source.info["trigger_fraction"] == pytest.approx(batch["trigger"].float().mean().item(), rel=1e-5)
+    non_trigger = batch["oracle_nll"][batch["non_trigger"]].mean().item()
+    assert source.info["oracle_nats_non_trigger"] == pytest.approx(non_trigger, rel=1e-5)
+
+
+def test_loaded_once():
+    assert Backcopy(train_sequences=50).load() is Backcopy(train_sequences=50).load()
+
+
+def test_everything_comes_from_the_task_seed():
+    config, other = Backcopy(train_sequences=50), Backcopy(train_sequences=50, task_seed=1)
+    first, again = config.load(), _load.__wrapped__(config)
+    assert first is not again
+    assert first.fingerprint == again.fingerprint
+    assert torch.equal(first.train.sequences, again.train.sequences)
+    assert other.load().fingerprint != first.fingerprint
+    assert not torch.equal(other.load().train.sequences, first.train.sequences)
+
+
+def test_training_size_leaves_validation_alone():
+    small, large = Backcopy(train_sequences=50).load(), Backcopy(train_sequences=60).load()
+    assert torch.equal(small.validation.sequences, large.validation.sequences)
+    assert small.fingerprint != large.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vocab_size", 4),
+        ("vocab_size", 64.0),
+        ("vocab_size", 5000),
+        ("context_length", 2),
+        ("n_triggers", 0),
+        ("n_triggers", True),
+        ("trigger_mass", 0.0),
+        ("trigger_mass", 1.0),
+        ("trigger_mass", float("nan")),
+        ("concentration", 0.0),
+        ("concentration", float("inf")),
+        ("train_sequences", 0),
+        ("validation_sequences", 0),
+        ("task_seed", -1),
+    ],
+)
+def test_wrong_options_are_named(field, value):
+    with pytest.raises(ValueError, match=rf"data\.{field}={value}: must") as error:
+        Backcopy(**{field: value})
+    assert "\n" not in str(error.value)

@@ -1,0 +1,158 @@
+"""The text is the library's own sources, split by file, cut without loss, and judged by an honest baseline."""
+
+import platform
+import sysconfig
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lit_lazy.data import Stdlib
+from lit_lazy.data.stdlib import is_validation, load_folder, read_sources
+from lit_lazy.data.trigram import ByteTrigram, trigrams
+
+CONFIG = Stdlib(context_length=16, validation_windows=10)
+WANTED = [f"package/module{i}.py" for i in range(60)] + ["top.py", "testing.py", "unittest/case.py"]
+UNWANTED = [
+    "test/test_top.py",
+    "package/tests/test_module.py",
+    "idlelib/idle_test/mock.py",
+    "lib2to3/tests/pytree.py",
+    "site-packages/other.py",
+    "package/__pycache__/module.py",
+    "encodings/cp1252.py",
+    "pydoc_data/topics.py",
+    "config-3.11-linux/python-config.py",
+    "_sysconfigdata__linux.py",
+    "notes.txt",
+]
+
+
+@pytest.fixture
+def library(tmp_path):
+    for number, name in enumerate(WANTED + UNWANTED):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [f"value{i} = 0x{sha256(f'{number} {i}'.encode()).hexdigest()}\n" for i in range(10)]
+        path.write_text(f"# {name}\n" + "".join(lines))
+    return tmp_path
+
+
+def text_of(library, held_out):
+    """The files of one part, in the order of their paths."""
+    return b"\0".join((library / name).read_bytes() for name in sorted(WANTED) if is_validation(name) == held_out)
+
+
+def places(source, text):
+    """The number of every validation window among all the windows of `text`, which are unique."""
+    windows = [text[i : i + 17] for i in range(0, len(text) - 16, 16)]
+    assert len(set(windows)) == len(windows)
+    return [windows.index(window.tobytes()) for window in source.validation.sequences.numpy()], len(windows)
+
+
+def test_reads_the_library_and_nothing_else(library):
+    sources = read_sources(library)
+    assert list(sources) == sorted(WANTED)
+    assert sources["top.py"] == (library / "top.py").read_bytes()
+
+
+def test_split_is_by_file_and_by_path_alone(library):
+    source = load_folder(CONFIG, library)
+    held_out = sum(map(is_validation, WANTED))
+    assert 0 < held_out < len(WANTED)
+    assert (source.info["train_files"], source.info["validation_files"]) == (len(WANTED) - held_out, held_out)
+    train = source.train.sequences[:, :-1].numpy().tobytes()
+    validation = source.validation.sequences[:, :-1].numpy().tobytes()
+    for name in WANTED:
+        header = f"# {name}\n".encode()
+        assert (header in train) == (not is_validation(name))
+        assert header not in validation or is_validation(name)
+
+
+def test_windows_are_shifted_and_lose_nothing(library):
+    source = load_folder(CONFIG, library)
+    batch = source.train.__getitems__(list(range(len(source.train))))
+    text = text_of(library, held_out=False)
+    n = (len(text) - 1) // 16 * 16
+    assert len(text) - n <= 16
+    assert batch["tokens"].dtype == batch["targets"].dtype == torch.int64
+    assert bytes(batch["tokens"].flatten().tolist()) == text[:n]
+    assert bytes(batch["targets"].flatten().tolist()) == text[1 : n + 1]
+
+
+def test_validation_windows_are_evenly_spread(library):
+    chosen, n = places(load_folder(CONFIG, library), text_of(library, held_out=True))
+    assert len(chosen) == 10
+    assert chosen[0] == 0
+    gaps = np.diff([*chosen, n])
+    assert gaps.max() - gaps.min() <= 1
+    assert gaps.min() > 1
+
+
+def test_trigram_is_judged_on_the_targets_of_the_windows(library):
+    source = load_folder(CONFIG, library)
+    train, validation = (np.frombuffer(text_of(library, part), np.uint8) for part in (False, True))
+    bits = -np.log2(ByteTrigram(train).probability(trigrams(validation)))
+    judged = [bits[place * 16 + 1 : place * 16 + 17] for place in places(source, validation.tobytes())[0]]
+    assert np.shape(judged) == (10, 16)
+    assert source.info["trigram_bits_per_byte"] == pytest.approx(np.mean(judged), rel=1e-12)
+
+
+def test_fingerprint_follows_the_content_used(library):
+    def fingerprint():
+        return load_folder(CONFIG, library).fingerprint
+
+    seen = [fingerprint()]
+    assert fingerprint() == seen[0]
+    (library / "test/test_top.py").write_text("changed")
+    assert fingerprint() == seen[0]
+    for part in (True, False):
+        path = library / next(name for name in WANTED if is_validation(name) == part)
+        path.write_text(path.read_text().replace("value0", "value_"))
+        assert fingerprint() not in seen
+        seen.append(fingerprint())
+    moved = next(f"moved{i}.py" for i in range(1000) if is_validation(f"moved{i}.py") != is_validation("top.py"))
+    (library / "top.py").rename(library / moved)
+    assert fingerprint() not in seen
+
+
+@pytest.mark.parametrize("folder", ["empty", "missing"])
+def test_no_sources(tmp_path, folder):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=rf"stdlib='.*{folder}': no \.py file there"):
+        load_folder(CONFIG, tmp_path / folder)
+
+
+def test_nul_byte_is_refused(library):
+    (library / "top.py").write_bytes(b"x = 1\0")
+    with pytest.raises(ValueError, match=r"top\.py': holds a NUL byte"):
+        load_folder(CONFIG, library)
+
+
+def test_too_little_text(library):
+    with pytest.raises(ValueError, match=r"data\.validation_windows=100000: .* holds \d+ windows"):
+        load_folder(Stdlib(context_length=16, validation_windows=100_000), library)
+    with pytest.raises(ValueError, match=r"data\.context_length=1000000: the training text"):
+        load_folder(Stdlib(context_length=1_000_000), library)
+
+
+@pytest.mark.parametrize(("field", "value"), [("context_length", 1), ("validation_windows", 0)])
+def test_wrong_options_are_named(field, value):
+    with pytest.raises(ValueError, match=rf"data\.{field}={value}: must"):
+        Stdlib(**{field: value})
+
+
+def test_running_python():
+    source = Stdlib().load()
+    assert source is Stdlib().load()
+    assert source.vocab_size == 256
+    assert source.info["python_version"] == platform.python_version()
+    assert len(source.validation) == 256
+    assert source.info["train_tokens"] == len(source.train) * 256 > 4_000_000
+    # Between what no trigram can know of Python sources and what knowing nothing costs.
+    assert 1.5 < source.info["trigram_bits_per_byte"] < 4
+    paths = read_sources(Path(sysconfig.get_path("stdlib")))
+    assert {"argparse.py", "json/decoder.py", "unittest/case.py"} <= set(paths)
+    assert not [path for path in paths if {"test", "tests", "idle_test", "site-packages"} & set(path.split("/"))]

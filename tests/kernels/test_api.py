@@ -1,0 +1,126 @@
+"""Every argument that does not fit ends in one line that names it, its value and the mend."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flash_lazy
+from flash_lazy import lazy_attention
+
+Q = torch.zeros(2, 4, 6, 8)
+K = torch.zeros(2, 2, 6, 8)
+TAU = torch.ones(4)
+MASK = torch.ones(2, 6, dtype=torch.bool)
+
+
+def ints(*values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype)
+
+
+def call(**changes):
+    return lazy_attention(**({"q": Q, "k": K, "v": K, "tau": TAU} | changes))
+
+
+PACKED = {"q": Q[:1], "k": K[:1], "v": K[:1]}
+
+# What is changed in a valid call, and what the message must say: the argument, its value, the mend.
+WRONG = {
+    "q of three dimensions": ({"q": Q[0]}, ["q has shape [4, 6, 8]", "[B, H, L, D]"]),
+    "k without keys": ({"k": K[:, :, :0]}, ["k has shape [2, 2, 0, 8]", "at least 1"]),
+    "integer v": ({"v": K.long()}, ["v is torch.int64", "float32"]),
+    "k of another dtype": ({"k": K.double()}, ["k is torch.float64", "q is torch.float32", "one dtype"]),
+    "k on another device": ({"k": K.to("meta")}, ["k is on meta", "q on cpu", "one device"]),
+    "v unlike k": ({"v": K[..., :4]}, ["v has shape [2, 2, 6, 4]", "[2, 2, 6, 8]"]),
+    "another batch": ({"k": K[:1], "v": K[:1]}, ["k has shape [1, 2, 6, 8]", "B and D must agree"]),
+    "another width": ({"k": K[..., :4], "v": K[..., :4]}, ["k has shape [2, 2, 6, 4]", "B and D must agree"]),
+    "heads no multiple": ({"q": Q[:, :3], "tau": TAU[:3]}, ["k has 2 heads", "q 3", "multiple"]),
+    "more rows than keys": ({"k": K[:, :, :5], "v": K[:, :, :5]}, ["q has 6 rows", "k 5", "Lq <= Lk"]),
+    "tau per kv head": ({"tau": TAU[:2]}, ["tau has shape [2]", "give [H], H = 4"]),
+    "tau without positions": ({"threshold": "per_token"}, ["tau has shape [4]", "per_token", "[H, N]"]),
+    "tau with positions": ({"tau": torch.ones(4, 9)}, ["tau has shape [4, 9]", "per_query", "give [H]"]),
+    "half tau": ({"tau": TAU.bfloat16()}, ["tau is torch.bfloat16", "keep it float32"]),
+    "double tau": ({"tau": TAU.double()}, ["tau is torch.float64", "keep it float32"]),
+    "tau elsewhere": ({"tau": TAU.to("meta")}, ["tau is on meta", "q on cpu"]),
+    "bias per kv head": ({"bias": torch.zeros(2, 5)}, ["bias has shape [2, 5]", "[H, W], H = 4"]),
+    "empty bias": ({"bias": torch.zeros(4, 0)}, ["bias has shape [4, 0]", "[H, W], H = 4"]),
+    "half bias": ({"bias": torch.zeros(4, 5).half()}, ["bias is torch.float16", "keep it float32"]),
+    "slopes of two dimensions": ({"slopes": torch.zeros(4, 5)}, ["slopes has shape [4, 5]", "give [H], H = 4"]),
+    "unknown threshold": ({"threshold": "row"}, ["threshold is 'row'", "per_query, seq_len, per_token, constant"]),
+    "seq_len alone": ({"threshold": "seq_len"}, ["context_length is None", "seq_len"]),
+    "no context": ({"threshold": "seq_len", "context_length": 0}, ["context_length is 0", ">= 1"]),
+    "idle context": ({"context_length": 9}, ["context_length is 9", "leave it out"]),
+    "packed batch": ({"cu_seqlens": ints(0, 6)}, ["cu_seqlens needs B = 1", "[2, 4, 6, 8]"]),
+    "packed decode": (PACKED | {"q": Q[:1, :, :2], "cu_seqlens": ints(0, 6)}, ["Lq = Lk", "[1, 4, 2, 8]"]),
+    "long cu_seqlens": (PACKED | {"cu_seqlens": ints(0, 6, dtype=torch.int64)}, ["torch.int64", "int32"]),
+    "cu_seqlens too short": (PACKED | {"cu_seqlens": ints(0, 5)}, ["cu_seqlens is [0, 5]", "Lk = 6"]),
+    "cu_seqlens from 1": (PACKED | {"cu_seqlens": ints(1, 6)}, ["cu_seqlens is [1, 6]", "rise from 0"]),
+    "cu_seqlens falling": (PACKED | {"cu_seqlens": ints(0, 4, 3, 6)}, ["cu_seqlens is [0, 4, 3, 6]", "rise"]),
+    "packed and ragged": (PACKED | {"cu_seqlens": ints(0, 6), "kv_lengths": ints(6)}, ["kv_lengths and cu_seqlens"]),
+    "float kv_lengths": ({"kv_lengths": torch.ones(2)}, ["kv_lengths is torch.float32", "int32 or int64"]),
+    "one kv_length": ({"kv_lengths": ints(6)}, ["kv_lengths is torch.int32 of shape [1]", "B = 2"]),
+    "kv_lengths too long": ({"kv_lengths": ints(6, 7)}, ["kv_lengths is [6, 7]", "0 to Lk = 6"]),
+    "negative kv_lengths": ({"kv_lengths": ints(-1, 6)}, ["kv_lengths is [-1, 6]", "0 to Lk = 6"]),
+    "float key_mask": ({"key_mask": MASK.float()}, ["key_mask is torch.float32", "bool [B, Lk] = [2, 6]"]),
+    "short key_mask": ({"key_mask": MASK[:, :5]}, ["shape [2, 5]", "bool [B, Lk] = [2, 6]"]),
+    "key_mask elsewhere": ({"key_mask": MASK.to("meta")}, ["key_mask is on meta", "q on cpu"]),
+    "empty window": ({"window": 0}, ["window is 0", "at least 1"]),
+    "fractional window": ({"window": 2.5}, ["window is 2.5", "whole number"]),
+    "fractional context": ({"threshold": "seq_len", "context_length": 2.5}, ["context_length is 2.5", "whole number"]),
+    "unknown threshold beside a table": ({"threshold": "row", "tau": torch.ones(4, 9)}, ["threshold is 'row'"]),
+    "unknown backend": ({"backend": "triton"}, ["backend is 'triton'", "auto, reference, chunked"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_error_names_argument_value_and_mend(name):
+    changes, expected = WRONG[name]
+    with pytest.raises(ValueError, match=re.escape(expected[0])) as raised:
+        call(**changes)
+    message = str(raised.value)
+    assert "\n" not in message
+    assert all(part in message for part in expected), message
+
+
+def test_valid_calls_are_accepted():
+    assert call().shape == Q.shape
+    assert call(q=Q.double(), k=K.double(), v=K.double()).dtype == torch.float64  # tau may stay float32
+    assert call(kv_lengths=ints(0, 6), key_mask=MASK, window=3).shape == Q.shape
+    assert call(**PACKED, cu_seqlens=ints(0, 0, 4, 6), key_mask=MASK[:1]).shape == PACKED["q"].shape
+
+
+def test_stats_are_float32_per_row_and_carry_no_gradient():
+    q = Q.double().requires_grad_()
+    for backend in ("reference", "chunked"):
+        out, stats = call(q=q, k=K.double(), v=K.double(), backend=backend, return_stats=True)
+        assert out.requires_grad
+        assert isinstance(stats, flash_lazy.Stats)
+        assert stats._fields == ("lse", "mass", "first_weight", "zeros")
+        for x in stats:
+            assert (x.dtype, x.shape, x.requires_grad) == (torch.float32, Q.shape[:3], False)
+
+
+def test_auto_is_chunked():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(x.shape, generator=generator) for x in (Q, K, K))
+    assert torch.equal(call(q=q, k=k, v=v), call(q=q, k=k, v=v, backend="chunked"))
+
+
+def test_scale():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (Q, K, K))
+    for backend in ("reference", "chunked"):
+        expected = call(q=q * 0.3, k=k, v=v, scale=1.0, backend=backend)
+        torch.testing.assert_close(call(q=q, k=k, v=v, scale=0.3, backend=backend), expected)
+        torch.testing.assert_close(
+            call(q=q, k=k, v=v, backend=backend), call(q=q, k=k, v=v, scale=8**-0.5, backend=backend)
+        )
+
+
+def test_import_needs_torch_alone():
+    # A module set to None cannot be imported: importing it anywhere would raise.
+    code = "import sys; sys.modules.update(dict.fromkeys(['triton', 'lit_lazy', 'lightning'])); import flash_lazy"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(flash_lazy.__path__[0]).parent, check=True)

@@ -1,0 +1,355 @@
+"""`chunked` against the reference over all options, and what every backend must keep: causality, isolation, bits."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_cases import Case, draw, pairwise_cover, run, without
+
+from flash_lazy import chunked, lazy_attention
+
+MEMORY_SCRIPT = Path(__file__).parents[2] / "kernels" / "memory.py"
+THRESHOLDS = ["per_query", "seq_len", "per_token", "constant"]
+BACKENDS = ["reference", "chunked"]
+ONE_BLOCK = (2**30, 64)
+
+COVER = pairwise_cover(
+    {
+        "threshold": THRESHOLDS,
+        "sign": [1, -1],
+        "renormalise": [False, True],
+        "bias_width": [None, 1, 20, 300],
+        "slopes": [False, True],
+        "window": [None, 1, 17, 500],
+        "key_mask": [False, True],
+        "layout": ["plain", "decode", "ragged", "packed"],
+        "group": [1, 3],
+        "kv_heads": [1, 2],
+        "length": [1, 2, 63, 65],
+        "block": [(1, 1), (600, 8), (3000, 16), ONE_BLOCK],
+    }
+)
+LONG = [
+    {"length": 130, "bias_width": 40, "batch": 1, "block": (2000, 16)},
+    {"length": 130, "threshold": "per_token", "renormalise": True, "window": 50, "batch": 1, "block": (2000, 16)},
+]
+
+
+@pytest.fixture
+def block(request, monkeypatch):
+    """Sets the scores of a block and the rows it prefers to keep."""
+    elements, rows = request.param
+    monkeypatch.setattr(chunked, "BLOCK_ELEMENTS_CPU", elements)
+    monkeypatch.setattr(chunked, "FULL_ROWS", rows)
+
+
+def settings(cover):
+    return [pytest.param(rest, block, id=str(rest | {"block": block})) for rest, block in map(split, cover)]
+
+
+def split(setting):
+    return {name: value for name, value in setting.items() if name != "block"}, setting["block"]
+
+
+def everything(case, backend, grad=None):
+    out, stats, grads = run(case, backend, grad)
+    return {"out": out, **stats._asdict(), **{f"d{name}": x for name, x in grads.items()}}
+
+
+def finite(x):
+    return x.double().nan_to_num(neginf=0)  # the log-sum-exp of a row without keys is -inf
+
+
+def errors(found, exact):
+    for name, x in found.items():
+        assert torch.equal(x.isinf(), exact[name].isinf()), name
+    return {name: (finite(x) - finite(exact[name])).abs().max() for name, x in found.items()}
+
+
+def eager_errors(case, exact):
+    """Largest error of the reference over several orders in which the products over D may be summed.
+
+    One order alone is a matter of luck: it may happen to err by nothing.
+    """
+    generator, worst = torch.Generator().manual_seed(0), dict.fromkeys(exact, torch.zeros(()))
+    grad = torch.randn(case.q.shape, generator=torch.Generator().manual_seed(7)).bfloat16()
+    for _ in range(8):
+        inner, outer = (torch.randperm(case.q.shape[-1], generator=generator) for _ in range(2))
+        turned = replace(case, q=case.q[..., inner], k=case.k[..., inner], v=case.v[..., outer])
+        found = everything(turned, "reference", grad[..., outer])
+        for name, order in {"out": outer, "dq": inner, "dk": inner, "dv": outer}.items():
+            found[name] = found[name][..., order.argsort()]
+        worst = {name: torch.maximum(worst[name], error) for name, error in errors(found, exact).items()}
+    return worst
+
+
+def assert_same_bits(a, b, names=None):
+    for name in names or a:
+        assert torch.equal(a[name], b[name]), name
+
+
+@pytest.mark.parametrize(("setting", "block"), settings(COVER + LONG), indirect=["block"])
+def test_equals_reference(setting, block):  # noqa: ARG001
+    drawn = draw(11, **setting)
+    exact = everything(drawn.to(torch.float64), "reference")
+    mine = everything(drawn.to(torch.float64), "chunked")
+    for name, expected in exact.items():
+        tight = {"rtol": 1e-6, "atol": 1e-6} if expected.dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-11}
+        torch.testing.assert_close(mine[name], expected, **tight, msg=lambda text, name=name: f"{name}: {text}")
+    # The values survive bfloat16 unrounded, so all three precisions have the same exact answer.
+    for dtype in (torch.float32, torch.bfloat16):
+        mine, allowed = everything(drawn.to(dtype), "chunked"), eager_errors(drawn.to(dtype), exact)
+        for name, error in errors(mine, exact).items():
+            rounding = torch.finfo(mine[name].dtype).eps * finite(exact[name]).abs().max()
+            assert error <= 2 * (allowed[name] + rounding), f"{name} in {dtype}: {error:.3g}, eager {allowed[name]:.3g}"
+
+
+def test_chunked_passes_gradcheck(monkeypatch):
+    monkeypatch.setattr(chunked, "BLOCK_ELEMENTS_CPU", 20)
+    monkeypatch.setattr(chunked, "FULL_ROWS", 2)
+    case = draw(12, length=7, batch=1, group=2, bias_width=3, slopes=True, renormalise=True, width=3).to(torch.float64)
+    leaves = [x.detach().requires_grad_() for x in case.leaves().values()]
+
+    def call(q, k, v, tau, bias, slopes):
+        return lazy_attention(q, k, v, tau, bias, backend="chunked", **(case.options | {"slopes": slopes}))
+
+    assert torch.autograd.gradcheck(call, leaves)
+
+
+def test_blocks_cover_every_visible_pair_once_within_the_budget(monkeypatch):
+    monkeypatch.setattr(chunked, "BLOCK_ELEMENTS_CPU", 500)
+    for cuts, queries, window in [([0, 90], 90, None), ([0, 90], 31, 13), ([0, 1, 1, 40, 90], 90, 7)]:
+        rows, blocks = chunked._blocks((3, 2, 2, queries, 90), cuts, window, "cpu")
+        seen = torch.zeros(3, 2, queries, 90, dtype=torch.int)
+        for part in blocks:
+            area = seen[part.batch, part.heads, part.rows, part.keys]
+            assert 0 < 2 * area.numel() <= 500
+            assert area.shape[2] <= rows
+            area += 1
+        own = torch.arange(90 - queries, 90)[:, None]
+        distance = own - torch.arange(90)
+        document = torch.bucketize(torch.arange(90), torch.tensor(cuts), right=True)
+        needed = (distance >= 0) & (distance < (window or 90)) & (document[own] == document)
+        assert seen.max() == 1
+        assert (seen[..., needed] == 1).all()
+
+
+def test_blocks_skip_keys_nobody_sees():
+    _, blocks = chunked._blocks((1, 1, 1, 4096, 4096), [0, 4096], None, "cpu")
+    area = sum((b.rows.stop - b.rows.start) * (b.keys.stop - b.keys.start) for b in blocks)
+    assert area < 0.53 * 4096**2
+    _, blocks = chunked._blocks((1, 1, 1, 4096, 4096), [0, 4096], 128, "cpu")
+    assert max(b.keys.stop - b.keys.start for b in blocks) < 128 + max(b.rows.stop - b.rows.start for b in blocks)
+
+
+@pytest.mark.parametrize("block", [(150, 4), ONE_BLOCK], indirect=True)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+def test_causality(threshold, sign, renormalise, backend, block):  # noqa: ARG001
+    setting = {"threshold": threshold, "sign": sign, "renormalise": renormalise}
+    case = draw(13, length=20, bias_width=6, **setting).to(torch.float32)
+    token = 11
+    changed = replace(case, **{name: getattr(case, name).clone() for name in "qkv"})
+    for x in (changed.q, changed.k, changed.v):
+        x[:, :, token] = -3 * x[:, :, token] + 1
+    before, after = (run(c, backend) for c in (case, changed))
+    assert torch.equal(before[0][:, :, :token], after[0][:, :, :token])
+    for mine, theirs in zip(before[1], after[1], strict=True):
+        assert torch.equal(mine[..., :token], theirs[..., :token])
+    assert not torch.equal(before[0][:, :, token:], after[0][:, :, token:])
+    early = torch.zeros_like(case.q)
+    early[:, :, :token] = 1
+    grads = run(case, backend, early)[2]
+    assert grads["k"][:, :, token:].count_nonzero() == grads["v"][:, :, token:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("block", [(150, 4), ONE_BLOCK], indirect=True)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("sign", [1, -1])
+class TestPoison:
+    """What nobody sees may hold NaN or inf, as uninitialised padding does."""
+
+    def same(self, clean, poisoned, backend, grad=None, poisoned_grad=None):
+        expected, found = everything(clean, backend, grad), everything(poisoned, backend, poisoned_grad)
+        assert all(x.isfinite().all() for name, x in found.items() if name != "lse")
+        assert_same_bits(expected, found)
+
+    def test_masked_keys(self, backend, poison, sign, block):  # noqa: ARG002
+        case = draw(14, sign=sign, length=20, key_mask=True, bias_width=5, renormalise=True).to(torch.float32)
+        hidden = ~case.options["key_mask"][:, None, :, None]
+        # A query that sees no key is padding too, and so is the gradient that reaches it.
+        blind = (case.options["key_mask"].cumsum(-1) == 0)[:, None, :, None]
+        assert blind.any()
+        q, k, v = (
+            case.q.masked_fill(blind, poison),
+            case.k.masked_fill(hidden, poison),
+            case.v.masked_fill(hidden, poison),
+        )
+        grad = torch.ones_like(case.q)
+        self.same(case, replace(case, q=q, k=k, v=v), backend, grad, grad.masked_fill(blind, poison))
+
+    def test_keys_beyond_kv_lengths(self, backend, poison, sign, block):  # noqa: ARG002
+        case = draw(15, sign=sign, length=20, layout="ragged", bias_width=5).to(torch.float32)
+        beyond = (torch.arange(20) >= case.options["kv_lengths"][:, None])[:, None, :, None]
+        assert beyond.any()
+        self.same(
+            case, replace(case, k=case.k.masked_fill(beyond, poison), v=case.v.masked_fill(beyond, poison)), backend
+        )
+
+    def test_keys_before_every_window(self, backend, poison, sign, block):  # noqa: ARG002
+        case = draw(16, sign=sign, length=20, layout="decode", window=4).to(torch.float32)
+        k, v = case.k.clone(), case.v.clone()
+        before = 20 - case.q.shape[2] - 3
+        k[:, :, :before], v[:, :, :before] = poison, poison
+        self.same(case, replace(case, k=k, v=v), backend)
+
+    def test_other_documents(self, backend, poison, sign, block):  # noqa: ARG002
+        case = draw(17, sign=sign, length=24).to(torch.float32)
+        case = Case(case.q[:1], case.k[:1], case.v[:1], case.tau, None, dict(case.options))
+        case.options["cu_seqlens"] = torch.tensor([0, 5, 14, 24], dtype=torch.int32)
+        poisoned = replace(case, **{name: getattr(case, name).clone() for name in "qkv"})
+        for x in (poisoned.q, poisoned.k, poisoned.v):
+            x[:, :, 5:14] = poison
+        others = [*range(5), *range(14, 24)]
+        expected, found = everything(case, backend), everything(poisoned, backend)
+        for name in ("out", "dq", "dk", "dv"):
+            assert torch.equal(expected[name][:, :, others], found[name][:, :, others])
+            assert found[name][:, :, others].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rows_without_keys_are_zero(backend, sign):
+    case = draw(18, sign=sign, length=12, threshold="constant", batch=2).to(torch.float32)
+    case.options["key_mask"] = torch.arange(12).expand(2, -1) >= torch.tensor([[12], [5]])
+    found = everything(case, backend)
+    assert found["out"][0].count_nonzero() == found["out"][1, :, :5].count_nonzero() == 0
+    assert found["lse"][0].isneginf().all()
+    assert found["zeros"][0].count_nonzero() == found["mass"][0].count_nonzero() == 0
+    assert all(x.isfinite().all() for name, x in found.items() if name != "lse")
+    assert found["dq"][0].count_nonzero() == found["dk"][0].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("block", [(150, 4), ONE_BLOCK], indirect=True)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_decode_equals_the_tail_of_the_full_forward(rows, threshold, backend, block):  # noqa: ARG001
+    case = draw(19, threshold=threshold, length=21, group=2, bias_width=6, renormalise=True).to(torch.float64)
+    full, full_stats, _ = run(case, backend)
+    tail, tail_stats, _ = run(replace(case, q=case.q[:, :, -rows:]), backend)
+    torch.testing.assert_close(tail, full[:, :, -rows:], rtol=1e-12, atol=1e-13)
+    for mine, expected in zip(tail_stats, full_stats, strict=True):
+        torch.testing.assert_close(mine, expected[..., -rows:])
+    # The same rows, read from a cache with room to spare.
+    room = [torch.cat([x, torch.full_like(x, torch.nan)], 2) for x in (case.k, case.v)]
+    options = case.options | {"kv_lengths": torch.full((2,), 21)}
+    cached, _, _ = run(Case(case.q[:, :, -rows:], *room, case.tau, case.bias, options), backend)
+    torch.testing.assert_close(cached, full[:, :, -rows:], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_documents_equal_documents_alone(backend):
+    case = draw(20, layout="packed", threshold="per_token", length=40, bias_width=5, slopes=True).to(torch.float64)
+    packed, _, _ = run(case, backend)
+    cuts = case.options["cu_seqlens"].tolist()
+    for start, end in pairwise(cuts):
+        if start < end:
+            parts = (x[:, :, start:end] for x in (case.q, case.k, case.v))
+            alone, _, _ = run(Case(*parts, case.tau, case.bias, without(case, "cu_seqlens").options), backend)
+            torch.testing.assert_close(packed[:, :, start:end], alone, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_expanded_output_gradient(backend):
+    case = draw(21, length=20, bias_width=5, group=2).to(torch.float32)
+    ones = torch.ones_like(case.q)
+    assert_same_bits(everything(case, backend, ones), everything(case, backend, torch.ones(()).expand(case.q.shape)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_inputs(backend):
+    case = draw(22, length=20, bias_width=5, slopes=True, threshold="per_token", group=2, kv_heads=2).to(torch.float32)
+    strided = replace(
+        case,
+        **{name: getattr(case, name).transpose(1, 2).contiguous().transpose(1, 2) for name in "qk"},
+        v=torch.stack([case.v, case.v], -1)[..., 0],
+        tau=case.tau.T.contiguous().T,
+        bias=torch.stack([case.bias, case.bias], -1)[..., 0],
+    )
+    assert not any(x.is_contiguous() for x in (strided.q, strided.k, strided.v, strided.tau, strided.bias))
+    assert_same_bits(everything(case, backend), everything(strided, backend))
+
+
+@pytest.mark.parametrize("block", [(3000, 16), ONE_BLOCK], indirect=True)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_second_call_has_the_same_bits(backend, block):  # noqa: ARG001
+    case = draw(23, length=65, bias_width=20, slopes=True, threshold="per_token", group=2, batch=1).to(torch.float32)
+    first = everything(case, backend)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)  # accumulation in no fixed order shows only with threads
+        several = [everything(case, backend) for _ in range(5)]
+    finally:
+        torch.set_num_threads(threads)
+    for again in several[1:]:
+        assert_same_bits(several[0], again)
+    assert_same_bits(first, everything(case, backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast_casts_q_k_v_alone(backend):
+    drawn = draw(24, length=20, bias_width=5)
+    full, half = drawn.to(torch.float32), drawn.to(torch.bfloat16)
+    expected = everything(half, backend, torch.ones_like(half.q))
+    leaves = {name: x.requires_grad_() for name, x in full.leaves().items()}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = lazy_attention(**leaves, backend=backend)
+        mixed = lazy_attention(full.q, full.k, half.v, full.tau, full.bias, backend=backend)
+    assert torch.equal(out, expected["out"])
+    assert torch.equal(mixed, expected["out"])
+    grads = torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out), retain_graph=True)
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        assert grad.dtype == leaf.dtype == torch.float32
+        assert torch.equal(grad, expected[f"d{name}"].float()), name
+    if backend == "chunked":  # its own backward pass keeps its precision under autocast, too
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            again = torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))
+        assert all(map(torch.equal, grads, again))
+
+
+def test_second_backward_is_refused():
+    case = draw(25, length=5).to(torch.float64)
+    q = case.q.requires_grad_()
+    out = lazy_attention(q, case.k, case.v, case.tau, backend="chunked")
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_only_inputs_are_kept_for_the_backward_pass():
+    case = draw(26, length=65, bias_width=5).to(torch.float32)
+    kept = []
+    leaves = [x.requires_grad_() for x in case.leaves().values()]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        lazy_attention(*leaves, backend="chunked")
+    assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in leaves}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_memory_grows_linearly(tmp_path):
+    path = tmp_path / "memory.json"
+    command = [sys.executable, MEMORY_SCRIPT, "--lengths", "2048", "8192", "--backends", "chunked", "--json", path]
+    subprocess.run(list(map(str, command)), check=True, capture_output=True)
+    short, long = (row["rise_bytes"] for row in json.loads(path.read_text()))
+    assert long / short < 5  # 4 where everything grows with L (the block's budget does not), 16 where L * L does
+    one_matrix_of_scores = 4 * 4 * 8192**2
+    assert long < one_matrix_of_scores / 10

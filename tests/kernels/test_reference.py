@@ -1,0 +1,119 @@
+"""The reference is the specification, so it is pinned from outside: row-by-row loops, gradcheck, closed forms."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from kernel_cases import Case, draw, naive, pairwise_cover, run
+from torch.nn.functional import scaled_dot_product_attention
+
+from flash_lazy import lazy_attention
+
+THRESHOLDS = ["per_query", "seq_len", "per_token", "constant"]
+BIASES = {"none": {}, "table": {"bias_width": 3}, "slopes": {"slopes": True}}
+
+COVER = pairwise_cover(
+    {
+        "threshold": THRESHOLDS,
+        "sign": [1, -1],
+        "renormalise": [False, True],
+        "bias_width": [None, 1, 7, 64],
+        "slopes": [False, True],
+        "window": [None, 1, 5],
+        "key_mask": [False, True],
+        "layout": ["plain", "decode", "ragged", "packed"],
+        "group": [1, 2],
+        "kv_heads": [1, 2],
+        "length": [1, 2, 21],
+    }
+)
+
+
+@pytest.mark.parametrize("setting", COVER, ids=str)
+def test_equals_row_by_row_loops(setting):
+    case = draw(1, **setting).to(torch.float64)
+    expected, expected_stats, _ = naive(case)
+    out, stats, _ = run(case, "reference")
+    np.testing.assert_allclose(out, expected, rtol=1e-12, atol=1e-13)
+    for name, mine, theirs in zip(stats._fields, stats, expected_stats, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+def test_gradcheck(threshold, sign, renormalise, bias):
+    setting = {"threshold": threshold, "sign": sign, "renormalise": renormalise, **BIASES[bias]}
+    case = draw(2, layout="decode", length=6, group=2, batch=1, width=3, **setting).to(torch.float64)
+    names = list(case.leaves())
+    leaves = [x.detach().requires_grad_() for x in case.leaves().values()]
+
+    def call(*tensors):
+        given = dict(zip(names, tensors, strict=True))
+        head = [given.pop(name) for name in ("q", "k", "v", "tau")]
+        return lazy_attention(*head, given.pop("bias", None), backend="reference", **(case.options | given))
+
+    assert torch.autograd.gradcheck(call, leaves)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+class TestClosedForms:
+    """Section "closed forms" of the method, on every backend."""
+
+    @pytest.mark.parametrize("threshold", THRESHOLDS)
+    @pytest.mark.parametrize("renormalise", [False, True])
+    def test_zero_tau_is_softmax_attention(self, backend, threshold, renormalise):
+        case = draw(3, threshold=threshold, renormalise=renormalise, group=2, length=17).to(torch.float64)
+        out, stats, _ = run(Case(case.q, case.k, case.v, 0 * case.tau, None, case.options), backend)
+        expected = scaled_dot_product_attention(case.q, case.k, case.v, is_causal=True, enable_gqa=True)
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(stats.mass, torch.ones_like(stats.mass), rtol=1e-6, atol=0)
+        assert stats.zeros.count_nonzero() == 0
+
+    def test_row_mass_is_the_total_variation_from_uniform(self, backend):
+        case = draw(4, length=40).to(torch.float64)
+        _, stats, _ = run(Case(case.q, case.k, case.v, torch.ones_like(case.tau), None, case.options), backend)
+        scores = (case.q @ case.k.mT / math.sqrt(case.q.shape[-1])).masked_fill(torch.ones(40, 40).triu(1).bool(), -1e9)
+        uniform = torch.ones(40, 40).tril() / torch.arange(1, 41)[:, None]
+        distance = (torch.softmax(scores, -1) - uniform).abs().sum(-1) / 2
+        torch.testing.assert_close(stats.mass, distance.float(), rtol=1e-6, atol=1e-7)
+
+    def test_first_row_at_tau_one_is_zero_and_so_is_its_gradient(self, backend):
+        case = draw(5, length=9).to(torch.float64)
+        case = Case(case.q, case.k, case.v, torch.ones_like(case.tau), None, case.options)
+        first_only = torch.zeros_like(case.q)
+        first_only[:, :, 0] = 1
+        out, _, grads = run(case, backend, first_only)
+        assert out[:, :, 0].count_nonzero() == 0
+        assert all(grads[name].count_nonzero() == 0 for name in grads)
+
+    @pytest.mark.parametrize("sigma", [0.485, 1.0, 2.0])
+    def test_gaussian_scores(self, backend, sigma):
+        keys = 1_000_000
+        k = sigma * torch.randn(1, 1, keys, 1, generator=torch.Generator().manual_seed(0))
+        one = torch.ones(1, 1, 1, 1)
+        _, stats = lazy_attention(one, k, k, torch.ones(1), scale=1.0, backend=backend, return_stats=True)
+        below = 0.5 * (1 + math.erf(sigma / 2 / math.sqrt(2)))
+        sampling = 5 / math.sqrt(keys)  # five standard errors of a proportion are at most 2.5 / sqrt(n)
+        assert abs(stats.zeros.item() / keys - below) < sampling
+        assert abs(stats.mass.item() - (2 * below - 1)) < sampling
+
+    @pytest.mark.parametrize("renormalise", [False, True])
+    def test_huge_tau_gives_exact_zeros(self, backend, renormalise):
+        case = draw(6, length=12, bias_width=4, renormalise=renormalise).to(torch.float32)
+        out, stats, grads = run(Case(case.q, case.k, case.v, 1e6 + case.tau, case.bias, case.options), backend)
+        assert out.count_nonzero() == 0
+        assert stats.mass.count_nonzero() == 0
+        assert all(grad.count_nonzero() == 0 for grad in grads.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ties_are_zero(dtype):
+    """Equal scores at tau = 1 put every p on theta: 0 in the reference, a rounding at most elsewhere."""
+    v = torch.randn(1, 1, 300, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    q, tau = torch.zeros_like(v), torch.ones(1, dtype=dtype)
+    assert lazy_attention(q, q, v, tau, backend="reference").count_nonzero() == 0
+    bound = 4 * torch.finfo(dtype).eps * v.abs().max()
+    assert lazy_attention(q, q, v, tau, backend="chunked").abs().max() <= bound

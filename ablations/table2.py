@@ -33,7 +33,8 @@ ablation = Ablation(
             "lazy, constant",
             AUTHORS,
             Elastic(tau_init=0.01, threshold="constant", tau_lr_scale=0.01),
-            note="tau_init 0.01; tau's learning rate x 0.01",
+            note="tau_init 0.01 as in their first version, which had neither RoPE nor a table by distance; "
+            "tau's learning rate x 0.01",
         ),
         row("lazy, renormalised", OURS, Elastic(renormalise=True)),
         row("lazy, ALiBi", OURS, bias=Alibi()),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lit_lazy.attention import Alibi, LearnedBias, NoBias
+from lit_lazy.attention import Alibi, Elastic, LearnedBias, NoBias
 from lit_lazy.grid.ablation import Ablation
 from lit_lazy.grid.columns import COLUMNS
 
@@ -23,6 +23,7 @@ ablation = Ablation(
     baseline="tau_init=1.0 threshold=per_query renormalise=False bias=LearnedBias",
     seeds=(0, 1, 2),
     columns=COLUMNS,
+    common={NORMALISER: Elastic()},
     axes={
         TAU: sorted({*TAUS, *CONSTANT_TAUS}),
         THRESHOLD: ("per_query", "seq_len", "per_token", "constant"),

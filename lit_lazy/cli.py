@@ -53,7 +53,9 @@ def make_parser() -> argparse.ArgumentParser:
     train_parser.add_argument(
         "--threads", type=positive, default=None, help="CPU threads (default: torch's own choice)"
     )
-    train_parser.add_argument("--keep-checkpoint", action="store_true", help="keep the last checkpoint")
+    train_parser.add_argument(
+        "--keep-checkpoint", action="store_true", help="keep the trained model, final.ckpt in the run folder"
+    )
     add_runs(train_parser)
 
     fields_parser = command(commands, "fields", fields, "list an experiment's fields that can be overridden")
@@ -76,7 +78,9 @@ def make_parser() -> argparse.ArgumentParser:
     run_parser.add_argument("--threads", type=positive, default=1, help="CPU threads of each worker (default 1)")
     run_parser.add_argument("--dry-run", action="store_true", help="list the cells and an estimate; create nothing")
     run_parser.add_argument("--fresh", action="store_true", help="set the former results aside and begin anew")
-    run_parser.add_argument("--keep-checkpoints", action="store_true", help="keep each cell's last checkpoint")
+    run_parser.add_argument(
+        "--keep-checkpoints", action="store_true", help="keep each cell's trained model, final.ckpt"
+    )
     add_runs(run_parser)
 
     table_parser = command(ablate, "table", ablate_table, "rebuild an ablation's table from MLflow alone")
@@ -162,6 +166,7 @@ def fields(options: argparse.Namespace, _rest: list[str]) -> int:
 
 def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
     """The grid that the options of `ablate run` describe, checked whole; nothing is created."""
+    from lit_lazy.config import replace_at, to_dict
     from lit_lazy.files import find, load_experiment
     from lit_lazy.grid.ablation import expand, load_ablation, row_infos, select
     from lit_lazy.overrides import apply_overrides
@@ -169,29 +174,32 @@ def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
     ablation_path = find("ablations", options.ablation)
     ablation = load_ablation(ablation_path)
     base_path = find("experiments", options.base or ablation.base)
-    experiment = load_experiment(base_path)
+    experiment = replace_at(load_experiment(base_path), ablation.common)
     base, overridden = apply_overrides(experiment, overrides)
     chosen = select(ablation, options.rows, options.seeds)
     cells = expand(chosen, base, overridden)
-    from lit_lazy.config import to_dict
     from lit_lazy.grid.launch import Grid, command_line
     from lit_lazy.grid.plan import Plan
 
     base_name = base_path.stem + overrides_suffix(experiment, base)
-    shown = {row.name for row, _ in chosen}
+    # The baseline has its place in the table, missing or not, also when it is not run now.
+    names_chosen = {row.name for row, _ in chosen}
+    in_table = [*chosen, *(() if ablation.baseline in names_chosen else select(ablation, [ablation.baseline], []))]
     plan = Plan(
         ablation=ablation.name,
         base=base_name,
         baseline=ablation.baseline,
         command=command_line(),
-        rows=tuple(row_infos(chosen, base_name)),
+        rows=tuple(row_infos(in_table, base_name)),
         columns=ablation.columns,
-        contrasts=tuple(c for c in ablation.contrasts if set(c.weights) <= shown),
+        contrasts=ablation.contrasts,
+        axes=tuple(dict.fromkeys(name for cell in cells for name in cell.axes)),
         facts=base.data.load().info,
     )
     return Grid(
         id=f"{ablation.name}-{base_name}",
         plan=plan,
+        row_order=[row.name for row in ablation.all_rows],
         cells=cells,
         base_config=to_dict(base),
         runs=options.runs,
@@ -216,11 +224,15 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
 
         print_estimate(grid, options.workers or default_workers(options.threads), options.threads, Console())
         return 0
-    from lit_lazy.grid.launch import Launch, run_grid
+    from lit_lazy.grid.launch import GridError, Launch, run_grid
 
     workers = options.workers or default_workers(options.threads)
     launch = Launch(workers, options.threads, options.fresh, options.keep_checkpoints)
-    table, finished = run_grid(grid, launch, Console())
+    try:
+        table, finished = run_grid(grid, launch, Console())
+    except GridError as error:
+        print(f"lit-lazy: {error}", file=sys.stderr)
+        return 1
     print(f"\n{table.markdown()}")
     where = grid.folder
     print(f"\ntable:      {where}/table.md (also .csv, .tex, .json, .html), figure {where}/effects.png")

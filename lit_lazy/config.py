@@ -59,7 +59,12 @@ class ModelConfig:
             self.n_kv_heads,
             f"must divide model.n_heads={self.n_heads}",
         )
-        require(self.init_std > 0, "model.init_std", self.init_std, "must be above 0 (zero queries never learn)")
+        require(
+            math.isfinite(self.init_std) and self.init_std > 0,
+            "model.init_std",
+            self.init_std,
+            "must be finite and above 0 (zero queries never learn)",
+        )
         allowed = typing.get_args(Backend)
         require(self.backend in allowed, "model.backend", self.backend, f"must be one of {', '.join(allowed)}")
 
@@ -80,7 +85,7 @@ class TrainConfig:
     lr: float = 3e-3
     """Peak learning rate of AdamW."""
     warmup_steps: int = 50
-    """Steps of linear warm-up from zero."""
+    """Steps of linear warm-up, the first at 1 / warmup_steps of the peak."""
     final_lr_fraction: float = 0.1
     """The cosine ends at this fraction of the peak."""
     weight_decay: float = 0.01
@@ -113,8 +118,18 @@ class TrainConfig:
         require(
             0 <= self.final_lr_fraction <= 1, "train.final_lr_fraction", self.final_lr_fraction, "must be in [0, 1]"
         )
-        require(self.weight_decay >= 0, "train.weight_decay", self.weight_decay, "must be 0 or more")
-        require(all(0 <= b < 1 for b in self.betas), "train.betas", self.betas, "both must be at least 0 and below 1")
+        require(
+            math.isfinite(self.weight_decay) and self.weight_decay >= 0,
+            "train.weight_decay",
+            self.weight_decay,
+            "must be finite and 0 or more",
+        )
+        require(
+            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
+            "train.betas",
+            self.betas,
+            "must be two numbers, each at least 0 and below 1",
+        )
         require(
             self.precision in ("fp32", "bf16"),
             "train.precision",
@@ -137,17 +152,17 @@ class RunConfig:
     """Seed of the initial weights and of the batch order."""
 
 
-def to_dict(value: Any) -> Any:
+def to_dict(value: Any, annotation: Any = None) -> Any:
     """The canonical plain form: dataclasses as dicts, and an exchangeable part (an ABC's leaf) with its class name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         hints = typing.get_type_hints(type(value))
-        fields = {f.name: to_dict(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        # An int given for a float is the same setting, and must not make another key.
-        fields = {name: float(v) if hints[name] is float else v for name, v in fields.items()}
+        fields = {f.name: to_dict(getattr(value, f.name), hints[f.name]) for f in dataclasses.fields(value)}
         return {"class": type(value).__name__, **fields} if isinstance(value, ABC) else fields
     if isinstance(value, tuple):
-        return [to_dict(item) for item in value]
-    return value
+        return [to_dict(item, annotation) for item in value]
+    # An int given for a float is the same setting, and must not make another key.
+    is_float = float in (annotation, *typing.get_args(annotation))
+    return float(value) if is_float and value is not None else value
 
 
 def leaves(base: type[T]) -> dict[str, type[T]]:
@@ -158,6 +173,17 @@ def leaves(base: type[T]) -> dict[str, type[T]]:
         if dataclasses.is_dataclass(sub):
             found[sub.__name__] = sub
     return found
+
+
+def leaf(base: type[T], name: str | None) -> type[T]:
+    """The concrete dataclass of this name under an abstract base. Raises ValueError that names those there are."""
+    known = leaves(base)
+    if name not in known:
+        raise ValueError(
+            f"{base.__name__}={name!r}: unknown; known are {', '.join(sorted(known))}. A class of your own is known "
+            "once the file that defines it has been imported"
+        )
+    return known[name]
 
 
 def from_dict(cls: Any, value: Any) -> Any:
@@ -172,13 +198,7 @@ def from_dict(cls: Any, value: Any) -> Any:
         return value
     fields = dict(value)
     if isinstance(cls, type) and issubclass(cls, ABC):
-        known, name = leaves(cls), fields.pop("class", None)
-        if name not in known:
-            raise ValueError(
-                f"{cls.__name__}={name!r}: unknown; known are {', '.join(sorted(known))}. A class of your own is known "
-                "once the file that defines it has been imported"
-            )
-        cls = known[name]
+        cls = leaf(cls, fields.pop("class", None))
     hints = typing.get_type_hints(cls)
     unknown = set(fields) - set(hints)
     if unknown:
@@ -204,7 +224,7 @@ def replace_at(config: T, changes: Mapping[str, Any]) -> T:
     below: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():
         name, _, rest = path.partition(".")
-        if name not in {f.name for f in dataclasses.fields(config)}:  # type: ignore[arg-type]
+        if not dataclasses.is_dataclass(config) or name not in {f.name for f in dataclasses.fields(config)}:
             raise ValueError(f"{type(config).__name__} has no field {name!r} (in the change {path!r})")
         if rest:
             below.setdefault(name, {})[rest] = value

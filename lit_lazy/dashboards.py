@@ -33,7 +33,7 @@ def cells_view(axes: Sequence[str], metrics: Sequence[str], group_by_variant: bo
     """
     state: dict[str, object] = {
         "searchFilter": "tags.kind = 'cell'",
-        "orderByKey": f"metrics.`{metrics[0]}`",
+        "orderByKey": "metrics.`loss/val`",
         "orderByAsc": True,
         "startTime": "ALL",
         "lifecycleFilter": "Active",

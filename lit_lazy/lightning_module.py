@@ -41,7 +41,8 @@ class LitLM(L.LightningModule):
 
     def training_step(self, batch: Batch, _batch_index: int) -> Tensor:
         loss = token_nll(self.model(batch["tokens"]), batch["targets"]).mean()
-        if self.global_step % self.cfg.train.log_every == 0:
+        # The steps at which Lightning hands its metrics to the logger.
+        if (self.global_step + 1) % self.cfg.train.log_every == 0:
             if not torch.isfinite(loss):
                 raise DivergedError(f"training loss is {loss.item()} at step {self.global_step}")
             self.log("train/loss", loss, prog_bar=True)

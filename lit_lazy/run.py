@@ -5,7 +5,9 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
+import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ from lit_lazy.lightning_module import Batch, DivergedError, LitLM, token_nll
 from lit_lazy.metrics import AttentionMetrics, RatioOfSums
 from lit_lazy.model import flops_per_token
 
-RESULT = "result.json"
+RESULT, FINAL_CHECKPOINT = "result.json", "final.ckpt"
 NATS_PER_BIT = 0.6931471805599453
 
 
@@ -68,6 +70,7 @@ def run(
 ) -> RunResult:
     """Train and evaluate `cfg` in `folder`, or go on from the checkpoint that is there, or return the result that is.
 
+    The checkpoints to resume from are removed in the end; keep_checkpoint leaves the trained model in `final.ckpt`.
     The same config, seed and thread count give the same metrics on the same machine bit for bit, also when the run was
     killed and resumed in between. Raises CellBusyError when another process works in the folder, DivergedError when
     the loss is no longer finite.
@@ -97,16 +100,10 @@ def _run(
     checkpoints = folder / "checkpoints"
     last = checkpoints / "last.ckpt"
     started, first_step = time.perf_counter(), _step_of(last)
-    trainer.fit(
-        module,
-        train_loader(cfg, source, module),
-        validation_loader(cfg, source),
-        ckpt_path=last if last.exists() else None,
-        weights_only=True,
-    )
-    if trainer.interrupted:
-        raise KeyboardInterrupt
+    fit(trainer, module, cfg, source, last if last.exists() else None)
     trained = time.perf_counter()
+    if keep_checkpoint:
+        trainer.save_checkpoint(folder / FINAL_CHECKPOINT)
     metrics = evaluate(module, source, device)
     if not all(torch.isfinite(torch.tensor(value)) for value in metrics.values()):
         raise DivergedError("the trained model's evaluation is not finite")
@@ -126,9 +123,22 @@ def _run(
         environment=environment(),
     )
     write_atomically(folder / RESULT, json.dumps(asdict(result), indent=1, sort_keys=True, allow_nan=False))
-    if not keep_checkpoint:
+    if checkpoints.exists():
         shutil.rmtree(checkpoints)
     return result
+
+
+def fit(trainer: L.Trainer, module: LitLM, cfg: RunConfig, source: DataSource, checkpoint: Path | None) -> None:
+    """Train, from a checkpoint where there is one. Lightning turns Ctrl-C into an exit; here it stays Ctrl-C."""
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    loaders = train_loader(cfg, source, module), validation_loader(cfg, source)
+    try:
+        trainer.fit(module, *loaders, ckpt_path=checkpoint, weights_only=True)
+    except SystemExit:
+        raise KeyboardInterrupt from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, on_interrupt)
 
 
 def make_trainer(
@@ -145,7 +155,7 @@ def make_trainer(
         dirpath=folder / "checkpoints",
         save_last=True,
         save_top_k=0,
-        every_n_train_steps=min(cfg.train.checkpoint_every, cfg.train.steps),
+        every_n_train_steps=cfg.train.checkpoint_every,
     )
     return L.Trainer(
         max_steps=cfg.train.steps,

@@ -69,7 +69,7 @@ class Tracker:
 
     def logger(self, run_id: str) -> MLFlowLogger:
         """Lightning's logger on an existing run, which is set running again."""
-        self.client.update_run(run_id, status="RUNNING")
+        self.set_running(run_id)
         return MLFlowLogger(tracking_uri=self.uri, run_id=run_id, log_model=False, synchronous=False)
 
     def finish(self, run_id: str, metrics: Mapping[str, float], tags: Mapping[str, str], step: int) -> None:
@@ -122,11 +122,13 @@ class Tracker:
         for file in files:
             self.client.log_artifact(run_id, str(file))
 
-    def set_status(self, run_id: str, status: Literal["RUNNING", "FINISHED", "FAILED"]) -> None:
-        """Set a run's status."""
-        self.client.update_run(run_id, status=status) if status == "RUNNING" else self.client.set_terminated(
-            run_id, status
-        )
+    def set_running(self, run_id: str) -> None:
+        """Set a run running, again if it had ended."""
+        self.client.update_run(run_id, status="RUNNING")
+
+    def set_ended(self, run_id: str, status: Literal["FINISHED", "FAILED"]) -> None:
+        """Set a run ended."""
+        self.client.set_terminated(run_id, status)
 
     def keep_views(self, axes: Sequence[str], metrics: Sequence[str]) -> None:
         """Save the experiment's views: variants averaged over seeds, and all cells."""

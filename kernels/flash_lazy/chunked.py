@@ -2,7 +2,7 @@
 
 A block is a rectangle (some sequences, some kv heads, consecutive queries, the keys they can see); only its scores
 exist at a time, and the backward pass computes them again from the inputs, which are all that is kept. Whole rows are
-at hand in both passes, so no running maximum is needed and the gradients are those of docs/method.md term by term.
+at hand in both passes, so no running maximum is needed and the gradients are the formulas of the method term by term.
 
 Geometry: queries end where the keys end, and a block never spans two documents, so query and key distances depend on
 (row, column) counted from the block's lower right corner alone. One strip `[H, R, C]` of bias and causal mask, cut at
@@ -104,7 +104,7 @@ class _Sweep:
         )
         self._place_rows_and_keys()
 
-        self.q = self._by_group(q) * options.scale
+        self.q = self._by_group(q)
         self.k, self.v = k.to(self.dtype), v.to(self.dtype)
         if self.shift is not None:
             self.k, self.v = (_roll(x, self.shift) for x in (self.k, self.v))
@@ -223,7 +223,10 @@ class _Sweep:
         heads = block.heads.stop - block.heads.start
         scores = torch.bmm(q, k.transpose(1, 2)).view(-1, heads, self.group, rows, columns)
         strip = self._strip_of(self.strip, block)
-        scores[..., columns - strip.shape[-1] :].add_(strip)
+        # Scaling q instead would be as cheap and round D times as often.
+        scores[..., : columns - strip.shape[-1]].mul_(self.options.scale)
+        band = scores[..., columns - strip.shape[-1] :]
+        torch.add(strip, band, alpha=self.options.scale, out=band)
         if self.hidden is not None:
             scores.masked_fill_(self.hidden[block.batch, None, None, None, block.keys], -torch.inf)
         return scores
@@ -306,6 +309,7 @@ class _Sweep:
             dq[place] = torch.bmm(_flat(ds), k).view(*ds.shape[:-1], self.width)
             self._keys(dk, block).baddbmm_(_flat(ds).transpose(1, 2), q)
         dq *= self.options.scale
+        dk *= self.options.scale
         if self.shift is not None:
             dk, dv = (_roll(x, -self.shift) for x in (dk, dv))
         dbias, dslopes = self._strip_gradients(dstrip) if dstrip is not None else (None, None)
@@ -313,15 +317,15 @@ class _Sweep:
         return dq.flatten(1, 2).to(self.out_dtype), dk.to(self.out_dtype), dv.to(self.out_dtype), dtau, dbias, dslopes
 
     def _tau_gradient(self, survivors: Tensor) -> Tensor:
-        per_row = -(survivors / self.divisor)
+        per_row = -(survivors / self.divisor).double()
         if self.options.threshold != "per_token":
             return per_row.sum((0, 3)).flatten().to(self.tau.dtype)
         per_row = per_row.flatten(1, 2).transpose(1, 2)  # [B, Lq, H]
         if self.entry.shape[0] == 1:
             per_row = per_row.sum(0, keepdim=True)
-        # Accumulated in float64: index_put_ adds float32 in no fixed order on several CPU threads.
+        # index_put_ adds float32 in no fixed order on several CPU threads; float64 it adds one by one.
         total = torch.zeros(self.tau.shape[1], self.query_heads, dtype=torch.float64, device=self.device)
-        return total.index_put_((self.entry,), per_row.double(), accumulate=True).T.to(self.tau.dtype)
+        return total.index_put_((self.entry,), per_row, accumulate=True).T.to(self.tau.dtype)
 
     def _strip_gradients(self, dstrip: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Sums the strip's gradient along its diagonals, and from there to bias and slopes."""

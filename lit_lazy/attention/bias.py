@@ -73,8 +73,8 @@ class LearnedBias(Bias):
     def __post_init__(self) -> None:
         if self.length is not None and self.length < 1:
             raise ValueError(f"LearnedBias.length={self.length}: must be at least 1, or None for the context length")
-        if self.init_std < 0:
-            raise ValueError(f"LearnedBias.init_std={self.init_std}: must be 0 or more")
+        if not (math.isfinite(self.init_std) and self.init_std >= 0):
+            raise ValueError(f"LearnedBias.init_std={self.init_std}: must be finite and 0 or more")
 
     def build(self, n_heads: int, context_length: int) -> BiasModule:
         return _LearnedBias(n_heads, self.length or context_length, self.init_std)
@@ -216,8 +216,8 @@ class Fire(Bias):
             raise ValueError(f"Fire.length={self.length}: must be at least 1, or None for the context length")
         if self.width < 1:
             raise ValueError(f"Fire.width={self.width}: must be at least 1")
-        if self.c_init <= 0:
-            raise ValueError(f"Fire.c_init={self.c_init}: must be above 0")
+        if not (math.isfinite(self.c_init) and self.c_init > 0):
+            raise ValueError(f"Fire.c_init={self.c_init}: must be finite and above 0")
 
     def build(self, n_heads: int, context_length: int) -> BiasModule:
         return _Fire(n_heads, self.length or context_length, self.width, self.c_init)
@@ -227,7 +227,7 @@ class _Fire(BiasModule):
     def __init__(self, n_heads: int, length: int, width: int, c_init: float) -> None:
         super().__init__()
         self.length = length
-        self.c = nn.Parameter(torch.tensor(c_init))
+        self.c = nn.Parameter(torch.tensor(c_init, dtype=torch.float32))
         self.hidden = nn.Linear(1, width)
         self.out = nn.Linear(width, n_heads)
 
@@ -245,7 +245,7 @@ class _Fire(BiasModule):
             )
         # Outside autocast: the MLP is tiny, and its result is added to fp32 scores.
         with torch.autocast(self.c.device.type, enabled=False):
-            distance = torch.arange(n_keys, device=self.c.device, dtype=torch.float32)
+            distance = torch.arange(n_keys, device=self.c.device, dtype=self.c.dtype)
             c = self.c.abs()
             ratio = torch.log1p(c * distance) / torch.log1p(c * self.length)
             table = self.out(torch.relu(self.hidden(ratio[:, None]))).T

@@ -131,7 +131,7 @@ class _Elastic(NormaliserModule):
         super().__init__()
         self.spec, self.context_length, self.lr_scale = spec, context_length, spec.tau_lr_scale
         shape = (n_heads, context_length) if spec.threshold == "per_token" else (n_heads,)
-        self.tau = nn.Parameter(torch.full(shape, spec.tau_init), requires_grad=spec.learn_tau)
+        self.tau = nn.Parameter(torch.full(shape, spec.tau_init, dtype=torch.float32), requires_grad=spec.learn_tau)
 
     def backend_name(self, bias: BiasTerms, window: int | None, backend: Backend) -> str:  # noqa: ARG002
         return resolve_backend(backend)

@@ -1,5 +1,6 @@
 """Positions: how a model knows where a token stands, apart from the bias on its scores."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,8 +44,8 @@ class Rope(Position):
     """Base of the wave lengths. The paper uses a "larger base B" without giving its value."""
 
     def __post_init__(self) -> None:
-        if self.base <= 1:
-            raise ValueError(f"Rope.base={self.base}: must be above 1")
+        if not (math.isfinite(self.base) and self.base > 1):
+            raise ValueError(f"Rope.base={self.base}: must be finite and above 1")
 
     def build(self, d_model: int, head_dim: int, context_length: int) -> PositionModule:  # noqa: ARG002
         if head_dim % 2:

@@ -38,6 +38,8 @@ class Ablation:
     """Dotted path -> values; each point of the product is a row named after its values."""
     exclude: Callable[[Mapping[str, Any]], bool] = lambda point: False  # noqa: ARG005
     """Says of a point of the product, by dotted path, that it is to be left out."""
+    common: Mapping[str, Any] = field(default_factory=dict)
+    """Changes to the experiment that all rows share."""
     contrasts: tuple[Contrast, ...] = ()
     base: str = "backcopy"
     """The experiment it runs on unless told otherwise."""

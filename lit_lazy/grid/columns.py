@@ -33,7 +33,7 @@ COLUMNS = (
     ),
     Column("mass/trigger", "mass, trigger", None, 3, note="surviving mass of a trigger row, before renormalising"),
     Column("mass/non_trigger", "mass, non-trigger", None, 3, note="the same of a non-trigger row"),
-    Column("sparsity", "sparsity", None, 1, "%", scale=100, note="visible keys with p <= theta, where theta > 0"),
+    Column("sparsity", "sparsity", None, 1, "%", scale=100, note="share of visible keys with p <= theta"),
     Column("init/sparsity", "sparsity at init", None, 1, "%", scale=100, note="of the same model before training"),
     Column("tau/mean", "tau, mean", None, 2),
     Column("tau/min", "tau, min", None, 2),

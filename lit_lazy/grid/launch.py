@@ -15,14 +15,21 @@ from rich.console import Console
 
 from lit_lazy import figures
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.plan import PLAN, Plan, save, table_from_mlflow
+from lit_lazy.grid.plan import PLAN, Plan, read_plan, save, table_from_mlflow
 from lit_lazy.grid.progress import Progress
 from lit_lazy.grid.queue import Queue
 from lit_lazy.grid.table import Table
+from lit_lazy.grid.worker import RUN_ID
 from lit_lazy.run import git_sha
 from lit_lazy.tracking import Tracker, default_uri
 
 POLL_SECONDS = 0.5
+MOST_CRASHES = 3
+"""Deaths per worker, without a cell ending in between, after which starting another makes no sense."""
+
+
+class GridError(RuntimeError):
+    """A grid cannot go on."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,7 @@ class Grid:
 
     id: str
     plan: Plan
+    row_order: Sequence[str]
     cells: Sequence[Cell]
     base_config: dict[str, object]
     runs: Path
@@ -68,14 +76,13 @@ def run_grid(grid: Grid, launch: Launch, console: Console) -> tuple[Table, bool]
     if launch.fresh:
         _set_aside(grid, queue, tracker, console)
     parent_id = _parent(grid, queue, tracker)
-    for name in queue.recover():
-        console.print(f"{name}: its worker was killed; the cell goes back into the queue", highlight=False)
+    _recover(grid, queue, tracker, console)
     added = queue.add_missing(grid.cells)
     keys = {cell.key for cell in grid.cells}
     left = [key for key, state in queue.states().items() if key in keys and state in ("waiting", "running")]
     if left:
         console.print(f"{len(keys)} cells, {len(keys) - len(left)} already complete, {added} enqueued", highlight=False)
-        tracker.set_status(parent_id, "RUNNING")
+        tracker.set_running(parent_id)
         _work(grid, launch, queue, tracker, parent_id, console)
     else:
         console.print(f"{len(keys)} cells, all complete: nothing to do", highlight=False)
@@ -83,7 +90,7 @@ def run_grid(grid: Grid, launch: Launch, console: Console) -> tuple[Table, bool]
     finished = all(states.get(key) == "complete" for key in keys)
     table = write_table(tracker, parent_id, grid.folder)
     if left:
-        tracker.set_status(parent_id, "FINISHED" if finished else "FAILED")
+        tracker.set_ended(parent_id, "FINISHED" if finished else "FAILED")
     return table, finished
 
 
@@ -92,9 +99,10 @@ def write_table(tracker: Tracker, parent_id: str, folder: Path) -> Table:
     table = table_from_mlflow(tracker, parent_id)
     files = save(table, folder / "table")
     shown = [column.key for column in table.columns if column.better][:3]
-    if any(row.n for row in table.rows) and shown:
+    if shown and any(row.n for row in table.rows):
         files += figures.save_figure(figures.effects_figure(table, shown), folder / "effects")
     tracker.keep_files(parent_id, files)
+    tracker.keep_views(read_plan(tracker, parent_id).axes, [column.key for column in table.columns])
     return table
 
 
@@ -113,27 +121,44 @@ def _set_aside(grid: Grid, queue: Queue, tracker: Tracker, console: Console) -> 
 def _parent(grid: Grid, queue: Queue, tracker: Tracker) -> str:
     """The parent run of the grid, begun or gone on with; its plan is brought up to date."""
     parent_id = queue.facts.get("parent")
+    plan = grid.plan
     if parent_id is None:
-        tags = {"kind": "ablation", "ablation": grid.id, "git_sha": git_sha(), "mlflow.note.content": grid.plan.command}
+        tags = {"kind": "ablation", "ablation": grid.id, "git_sha": git_sha(), "mlflow.note.content": plan.command}
         parent_id = tracker.start_run(grid.id, tags, {}, grid.base_config)
         queue.facts = {"parent": parent_id}
-    tracker.keep_text(parent_id, grid.plan.to_json(), PLAN)
-    axes = list(dict.fromkeys(name for cell in grid.cells for name in cell.axes))
-    tracker.keep_views(axes, [column.key for column in grid.plan.columns])
+    else:
+        plan = plan.widened(read_plan(tracker, parent_id), grid.row_order)
+    tracker.keep_text(parent_id, plan.to_json(), PLAN)
+    tracker.keep_views(plan.axes, [column.key for column in plan.columns])
     return parent_id
+
+
+def _recover(grid: Grid, queue: Queue, tracker: Tracker, console: Console) -> None:
+    """Fail the cells whose worker on this machine is dead, in the queue and in MLflow, and say so."""
+    for cell, reason in queue.recover():
+        console.print(f"{cell.variant} seed {cell.seed}: {reason}", highlight=False)
+        run_id = grid.folder / "cells" / cell.key / RUN_ID
+        if run_id.exists():
+            tracker.fail(run_id.read_text(), reason)
 
 
 def _work(grid: Grid, launch: Launch, queue: Queue, tracker: Tracker, parent_id: str, console: Console) -> None:
     """Keep workers busy until no cell of the grid waits or runs. Ctrl-C ends the workers after their bookkeeping."""
     keys = [cell.key for cell in grid.cells]
     workers: list[subprocess.Popen[bytes]] = []
+    crashes, ended_before = 0, 0
     with Progress(queue, keys, launch.workers, console) as progress:
         try:
             while True:
-                queue.recover()
-                states = queue.states()
+                crashes += sum(worker.poll() not in (None, 0) for worker in workers)
                 workers = [worker for worker in workers if worker.poll() is None]
+                _recover(grid, queue, tracker, console)
+                states = queue.states()
                 waiting = sum(states[key] == "waiting" for key in keys)
+                ended = sum(states[key] in ("complete", "failed") for key in keys)
+                crashes, ended_before = (0, ended) if ended > ended_before else (crashes, ended_before)
+                if crashes >= MOST_CRASHES * launch.workers:
+                    raise GridError(f"workers keep dying before they finish a cell; see {grid.folder}/worker-0.log")
                 for _ in range(min(launch.workers - len(workers), waiting)):
                     workers.append(_start_worker(grid, launch, queue, tracker, parent_id, len(workers)))
                 progress.update()

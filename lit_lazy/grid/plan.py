@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,11 @@ class Plan:
     baseline: str
     command: str
     rows: tuple[RowInfo, ...]
+    """The rows of the table: those that were asked for so far, and the baseline."""
     columns: tuple[Column, ...]
     contrasts: tuple[Contrast, ...]
+    axes: tuple[str, ...]
+    """Names of the params in which the cells differ."""
     facts: dict[str, str | int | float]
     """Facts about the data: oracle, baselines, sizes."""
 
@@ -37,8 +40,18 @@ class Plan:
         rows: list[dict[str, Any]] = plan["rows"]
         plan["rows"] = tuple(RowInfo(**row | {"seeds": tuple(row["seeds"])}) for row in rows)
         plan["columns"] = tuple(Column(**column) for column in plan["columns"])
+        plan["axes"] = tuple(plan["axes"])
         plan["contrasts"] = tuple(Contrast(**contrast) for contrast in plan["contrasts"])
         return cls(**plan)
+
+    def widened(self, former: "Plan", order: Sequence[str]) -> "Plan":
+        """This plan with the rows and seeds of a former one beside its own, rows in the given order."""
+        rows = {row.variant: row for row in former.rows}
+        for row in self.rows:
+            known = rows.get(row.variant, row)
+            rows[row.variant] = replace(row, seeds=tuple(sorted({*row.seeds, *known.seeds})))
+        axes = tuple(dict.fromkeys([*former.axes, *self.axes]))
+        return replace(self, rows=tuple(rows[name] for name in order if name in rows), axes=axes)
 
 
 def newest_parent(tracker: Tracker) -> str:
@@ -49,9 +62,14 @@ def newest_parent(tracker: Tracker) -> str:
     return parents[-1].run_id
 
 
+def read_plan(tracker: Tracker, parent_id: str) -> Plan:
+    """The plan kept with a parent run."""
+    return Plan.from_json(tracker.read_text(parent_id, PLAN))
+
+
 def table_from_mlflow(tracker: Tracker, parent_id: str) -> Table:
     """The table of a parent run, from its plan and its child runs alone."""
-    plan = Plan.from_json(tracker.read_text(parent_id, PLAN))
+    plan = read_plan(tracker, parent_id)
     observations = [_observation(run) for run in _one_per_cell(tracker.children(parent_id))]
     measured = {name for observation in observations for name in observation.metrics}
     return build_table(
@@ -61,7 +79,7 @@ def table_from_mlflow(tracker: Tracker, parent_id: str) -> Table:
         plan.rows,
         # A column of another data source (bits per byte, trigger accuracy) has no value in any cell.
         tuple(column for column in plan.columns if column.key in measured or not measured),
-        plan.contrasts,
+        tuple(contrast for contrast in plan.contrasts if set(contrast.weights) <= {row.variant for row in plan.rows}),
         observations,
         plan.command,
         ("backend",),

@@ -134,15 +134,15 @@ class Queue:
         task.trial.set_user_attr("reason", reason)
         self._study.tell(task.trial, state=TrialState.FAIL)
 
-    def recover(self) -> list[str]:
-        """Fail the running cells of this machine's dead workers; their names."""
+    def recover(self) -> list[tuple[Cell, str]]:
+        """Fail the running cells of this machine's dead workers; which, and the reason given."""
         recovered = []
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if _is_dead(trial):
-                self._storage.set_trial_user_attr(trial._trial_id, "reason", "its worker was killed")
+            if "cell" in trial.user_attrs and _is_dead(trial):
+                reason = "its worker was killed"
+                self._storage.set_trial_user_attr(trial._trial_id, "reason", reason)
                 self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
-                cell = trial.user_attrs.get("cell", {})
-                recovered.append(f"{cell.get('variant')} seed {cell.get('seed')}")
+                recovered.append((Cell(**trial.user_attrs["cell"]), reason))
         return recovered
 
 

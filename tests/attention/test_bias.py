@@ -1,0 +1,207 @@
+"""Every bias is its published formula of the distance: closed forms, initial values, reach, refusals."""
+
+import math
+
+import pytest
+import torch
+
+from lit_lazy.attention import Alibi, Fire, KerpleLog, LearnedBias, NoBias, T5Bias
+from lit_lazy.attention.bias import alibi_slopes, t5_buckets
+from lit_lazy.config import leaves
+from lit_lazy.model import parameter_generator
+
+HEADS, CONTEXT = 4, 24
+LEAVES = [cls() for cls in leaves(T5Bias.__base__).values() if cls.__module__ == "lit_lazy.attention.bias"]
+
+
+def build(spec, n_heads=HEADS, context_length=CONTEXT, seed=0):
+    module = spec.build(n_heads, context_length)
+    module.init_parameters(lambda name: parameter_generator(seed, name))
+    return module
+
+
+@pytest.mark.parametrize("spec", LEAVES, ids=str)
+def test_terms_fit_the_kernel(spec):
+    """fp32 of `[H, W]` or `[H]`, and the same at a distance however many keys there are."""
+    module = build(spec)
+    assert all(tensor.dtype == torch.float32 for tensor in module.state_dict().values())
+    for n_keys in (1, 7, CONTEXT):
+        few, many = module(n_keys), module(CONTEXT)
+        if few.table is not None:
+            assert few.table.shape == (HEADS, n_keys)
+            torch.testing.assert_close(few.table, many.table[:, :n_keys])
+        if few.slopes is not None:
+            assert few.slopes.shape == (HEADS,)
+    assert {term.dtype for term in module(CONTEXT) if term is not None} <= {torch.float32}
+
+
+def test_every_parameter_gets_a_gradient():
+    """No bias holds a parameter that its table does not depend on."""
+    for spec in LEAVES:
+        module = build(spec)
+        table = module(CONTEXT).table
+        if table is None:
+            assert not list(module.parameters())
+            continue
+        (table * torch.linspace(1, 2, CONTEXT)).sum().backward()
+        for name, parameter in module.named_parameters():
+            assert parameter.grad is not None, (spec, name)
+            assert parameter.grad.count_nonzero() > 0, (spec, name)
+
+
+def test_no_bias_adds_nothing():
+    assert build(NoBias())(5) == (None, None)
+
+
+class TestAlibi:
+    def test_slopes_of_a_power_of_two(self):
+        assert alibi_slopes(8) == [2.0**-h for h in range(1, 9)]
+        assert alibi_slopes(16) == pytest.approx([2 ** (-h / 2) for h in range(1, 17)])
+        assert alibi_slopes(1) == [2.0**-8]
+
+    def test_other_head_counts_take_every_other_slope_of_the_next_power(self):
+        slopes = alibi_slopes(12)
+        assert slopes[:8] == [2.0**-h for h in range(1, 9)]
+        assert slopes[8:] == pytest.approx([0.7071, 0.3536, 0.1768, 0.0884], abs=5e-5)
+
+    def test_slopes_are_fixed_and_reach_every_distance(self):
+        module = build(Alibi(), 8)
+        assert not list(module.parameters())
+        assert "slopes" not in module.state_dict()
+        torch.testing.assert_close(module(10**6).slopes, torch.tensor(alibi_slopes(8)))
+
+
+class TestLearned:
+    def test_starts_at_zero_with_the_context_length(self):
+        assert torch.equal(build(LearnedBias()).table, torch.zeros(HEADS, CONTEXT))
+
+    def test_length_is_the_tables(self):
+        module = build(LearnedBias(length=5))
+        assert module.table.shape == (HEADS, 5)
+        assert module(100).table.shape == (HEADS, 5)
+
+    def test_random_start_has_the_given_spread(self):
+        table = build(LearnedBias(length=4096, init_std=1e-3)).table
+        # The relative error of a standard deviation of n normal values is 1 / sqrt(2 n); five of them.
+        assert table.std().item() == pytest.approx(1e-3, rel=5 / math.sqrt(2 * table.numel()))
+
+    def test_random_start_depends_on_the_seed(self):
+        spec = LearnedBias(init_std=1e-3)
+        assert torch.equal(build(spec).table, build(spec).table)
+        assert not torch.equal(build(spec).table, build(spec, seed=1).table)
+
+
+class TestT5:
+    BUCKETS = {0: 0, 15: 15, 16: 16, 17: 16, 20: 17, 32: 21, 63: 26, 64: 26, 100: 30, 127: 31, 128: 31, 10**4: 31}
+
+    def test_buckets(self):
+        buckets = t5_buckets(10**4 + 1, 32, 128)
+        assert {d: buckets[d].item() for d in self.BUCKETS} == self.BUCKETS
+
+    @pytest.mark.parametrize(("n_buckets", "max_distance"), [(32, 128), (2, 2), (3, 9), (7, 50), (33, 17)])
+    def test_buckets_rise_and_stay_in_range(self, n_buckets, max_distance):
+        buckets = t5_buckets(500, n_buckets, max_distance)
+        assert (buckets.diff() >= 0).all()
+        assert torch.equal(buckets[: n_buckets // 2], torch.arange(n_buckets // 2))
+        assert set(buckets[max_distance:].tolist()) == {n_buckets - 1}
+
+    def test_starts_at_zero_and_adds_its_buckets_value(self):
+        module = build(T5Bias())
+        assert torch.equal(module.values, torch.zeros(HEADS, 32))
+        module.values.data = torch.arange(HEADS * 32.0).view(HEADS, 32)
+        table = module(200).table
+        for distance, bucket in self.BUCKETS.items():
+            if distance < 200:
+                assert table[:, distance].tolist() == [32 * head + bucket for head in range(HEADS)]
+
+
+class TestKerple:
+    def set(self, r1, r2):
+        module = build(KerpleLog())
+        module.r1.data.fill_(r1)
+        module.r2.data.fill_(r2)
+        return module
+
+    def test_falls_by_one_at_distance_e_minus_one(self):
+        # d = e - 1 is no whole number; with r2 = e - 1 the distance 1 has the same r2 * d.
+        assert self.set(1, math.e - 1)(2).table[:, 1].tolist() == pytest.approx([-1] * HEADS)
+        assert self.set(1, 1)(3).table[0].tolist() == pytest.approx([0, -math.log(2), -math.log(3)])
+
+    def test_both_parameters_are_clamped(self):
+        table = self.set(-3, -3)(9).table[0]
+        assert table.tolist() == pytest.approx([-0.01 * math.log1p(0.01 * d) for d in range(9)])
+
+    def test_starts_uniform(self):
+        module = build(KerpleLog(), n_heads=4000)
+        for parameter, top in ((module.r1, 2), (module.r2, 1)):
+            assert 0 <= parameter.min() < 0.01 * top
+            assert 0.99 * top < parameter.max() <= top
+            assert parameter.mean().item() == pytest.approx(top / 2, abs=5 * top / math.sqrt(12 * 4000))
+        assert not torch.allclose(module.r1, 2 * module.r2)
+
+
+class TestFire:
+    def f(self, module, x):
+        return module.out(torch.relu(module.hidden(torch.tensor([[x]]))))[0]
+
+    def test_is_f_of_the_scaled_distance(self):
+        """f(0) on the diagonal, and f(1) at distance L, one beyond what L keys reach."""
+        module = build(Fire(length=10))
+        module.c.data.fill_(0.7)
+        table = module(10).table
+        assert torch.equal(table[:, 0], self.f(module, 0.0))
+        for d in range(10):
+            ratio = math.log1p(0.7 * d) / math.log1p(0.7 * 10)
+            torch.testing.assert_close(table[:, d], self.f(module, ratio))
+
+    def test_starts_as_documented(self):
+        module = build(Fire(width=50))
+        assert module.c.item() == pytest.approx(0.1)
+        assert module.hidden.weight.shape == (50, 1)
+        assert module.out.weight.shape == (HEADS, 50)
+        assert module.length == CONTEXT
+        for layer, bound in ((module.hidden, 1), (module.out, 1 / math.sqrt(50))):
+            assert 0.8 * bound < layer.weight.abs().max() <= bound
+            assert layer.bias.count_nonzero() == layer.bias.numel()
+
+    def test_beyond_its_length_is_refused(self):
+        module = build(Fire(length=10))
+        with pytest.raises(ValueError, match=r"Fire.length=10: cannot serve 11 keys.*at least 11"):
+            module(11)
+
+    def test_stays_fp32_under_autocast(self):
+        module = build(Fire())
+        with torch.autocast("cpu", torch.bfloat16):
+            table = module(CONTEXT).table
+        assert table.dtype == torch.float32
+        assert torch.equal(table, module(CONTEXT).table)
+
+    def test_an_integer_c_is_a_number(self):
+        assert torch.equal(build(Fire(c_init=1)).c, torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("spec", [LearnedBias(init_std=0.1), T5Bias(), KerpleLog(), Fire()], ids=str)
+def test_follows_the_model_to_fp64(spec):
+    single, double = build(spec), build(spec).double()
+    assert double(CONTEXT).table.dtype == torch.float64
+    torch.testing.assert_close(double(CONTEXT).table.float(), single(CONTEXT).table)
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "message"),
+    [
+        (LearnedBias, {"length": 0}, "LearnedBias.length=0: must be at least 1"),
+        (LearnedBias, {"init_std": -0.1}, "LearnedBias.init_std=-0.1: must be finite and 0 or more"),
+        (LearnedBias, {"init_std": math.nan}, "LearnedBias.init_std=nan: must be finite"),
+        (LearnedBias, {"init_std": math.inf}, "LearnedBias.init_std=inf: must be finite"),
+        (T5Bias, {"n_buckets": 1}, "T5Bias.n_buckets=1: must be at least 2"),
+        (T5Bias, {"max_distance": 16}, "T5Bias.max_distance=16: must exceed n_buckets // 2 = 16"),
+        (Fire, {"length": 0}, "Fire.length=0: must be at least 1"),
+        (Fire, {"width": 0}, "Fire.width=0: must be at least 1"),
+        (Fire, {"c_init": 0.0}, "Fire.c_init=0.0: must be finite and above 0"),
+        (Fire, {"c_init": math.nan}, "Fire.c_init=nan: must be finite"),
+    ],
+)
+def test_wrong_settings_are_named(cls, settings, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        cls(**settings)

@@ -1,0 +1,222 @@
+"""Softmax is PyTorch's, Elastic at tau = 0 is Softmax, and each threshold divides tau by what it says."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from lit_lazy.attention import Alibi, BiasTerms, Elastic, Fire, KerpleLog, LearnedBias, NoBias, Softmax, T5Bias
+from lit_lazy.model import parameter_generator
+
+BATCH, HEADS, KV_HEADS, LENGTH, DIM, CONTEXT = 2, 4, 2, 13, 6, 32
+BIASES = [NoBias(), LearnedBias(length=5, init_std=1.0), Alibi(), T5Bias(), KerpleLog(), Fire()]
+THRESHOLDS = ["per_query", "seq_len", "per_token", "constant"]
+TIGHT = {"rtol": 1e-12, "atol": 1e-13}
+
+
+def qkv(length=LENGTH, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        1.5 * torch.randn(BATCH, heads, length, DIM, generator=generator, dtype=dtype)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+
+
+def bias_terms(spec, n_keys=LENGTH):
+    module = spec.build(HEADS, CONTEXT)
+    module.init_parameters(lambda name: parameter_generator(0, name))
+    if isinstance(spec, T5Bias):  # it starts at zero
+        module.values.data.normal_(generator=parameter_generator(0, "values"))
+    return module.double()(n_keys)
+
+
+def attend(spec, q, k, v, bias=BiasTerms(), window=None, backend="auto", with_stats=False):  # noqa: B008
+    return spec.build(HEADS, CONTEXT).double()(q, k, v, bias, window, backend, with_stats)
+
+
+def weights(spec, bias=BiasTerms(), window=None, tau=None, n_queries=LENGTH, n_keys=LENGTH):  # noqa: B008
+    """The weight matrix `[B, H, Lq, Lk]`, read off by values that are the unit vectors."""
+    q, k, _ = qkv(n_keys)
+    unit = torch.eye(n_keys, dtype=torch.float64).expand(BATCH, KV_HEADS, -1, -1)
+    module = spec.build(HEADS, CONTEXT).double()
+    if tau is not None:
+        module.tau.data.copy_(tau)
+    # D must agree, so q and k are padded by zeros, which add nothing to a score; the scale is restored.
+    pad = n_keys - DIM
+    q, k = (torch.nn.functional.pad(x, (0, pad)) for x in (q * math.sqrt(n_keys / DIM), k))
+    return module(q[:, :, n_keys - n_queries :], k, unit, bias, window, "auto", False)[0]
+
+
+def softmax_weights(n_keys=LENGTH):
+    q, k, _ = qkv(n_keys)
+    scores = q @ k.repeat_interleave(HEADS // KV_HEADS, 1).mT / math.sqrt(DIM)
+    return torch.softmax(scores.masked_fill(torch.ones(n_keys, n_keys).triu(1).bool(), -math.inf), -1)
+
+
+class TestSoftmax:
+    @pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])
+    def test_is_causal_attention_of_torch(self, backend):
+        q, k, v = qkv()
+        expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out, stats = attend(Softmax(), q, k, v, backend=backend)
+        assert stats is None
+        torch.testing.assert_close(out, expected, **TIGHT)
+
+    @pytest.mark.parametrize("rows", [1, 4, LENGTH])
+    def test_last_rows_only(self, rows):
+        """Queries are aligned to the end of the keys on the SDPA path, as on the other one."""
+        q, k, v = qkv()
+        whole = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[:, :, -rows:]
+        for backend in ("auto", "chunked"):
+            out, _ = attend(Softmax(), q[:, :, -rows:], k, v, backend=backend)
+            torch.testing.assert_close(out, whole, **TIGHT)
+
+    def test_stats_do_not_change_the_output(self):
+        q, k, v = qkv()
+        out, stats = attend(Softmax(), q, k, v, with_stats=True)
+        torch.testing.assert_close(out, attend(Softmax(), q, k, v)[0], **TIGHT)
+        torch.testing.assert_close(stats.mass, torch.ones_like(stats.mass))
+        assert stats.zeros.count_nonzero() == 0
+
+    @pytest.mark.parametrize("bias", BIASES[1:], ids=str)
+    def test_a_bias_is_an_additive_mask(self, bias):
+        q, k, v = qkv()
+        terms, mask = bias_terms(bias), torch.zeros(HEADS, LENGTH, LENGTH, dtype=torch.float64)
+        for i in range(LENGTH):
+            for j in range(LENGTH):
+                if j > i:
+                    mask[:, i, j] = -math.inf
+                elif terms.table is not None:
+                    mask[:, i, j] = terms.table[:, i - j] if i - j < terms.table.shape[1] else 0
+                else:
+                    mask[:, i, j] = -terms.slopes * (i - j)
+        expected = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        torch.testing.assert_close(attend(Softmax(), q, k, v, terms)[0], expected, **TIGHT)
+
+    def test_names_what_it_runs(self):
+        module = Softmax().build(HEADS, CONTEXT)
+        assert module.backend_name(BiasTerms(), None, "auto") == "sdpa"
+        assert module.backend_name(BiasTerms(), None, "chunked") == "chunked"
+        assert module.backend_name(BiasTerms(), 4, "auto") == "chunked"
+        assert module.backend_name(bias_terms(LearnedBias()), None, "auto") == "chunked"
+        assert module.backend_name(bias_terms(Alibi()), None, "auto") == "chunked"
+        assert Elastic().build(HEADS, CONTEXT).backend_name(BiasTerms(), None, "reference") == "reference"
+
+    def test_has_no_parameters(self):
+        assert not list(Softmax().build(HEADS, CONTEXT).parameters())
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+@pytest.mark.parametrize("bias", BIASES, ids=str)
+def test_elastic_at_zero_tau_is_softmax(bias, threshold, window):
+    q, k, v = qkv()
+    spec = Elastic(tau_init=0.0, learn_tau=False, threshold=threshold)
+    out, _ = attend(spec, q, k, v, bias_terms(bias), window)
+    torch.testing.assert_close(out, attend(Softmax(), q, k, v, bias_terms(bias), window)[0], **TIGHT)
+
+
+class TestElastic:
+    @pytest.mark.parametrize("renormalise", [False, True])
+    @pytest.mark.parametrize("tau", [0.7, -0.7])
+    @pytest.mark.parametrize("threshold", THRESHOLDS)
+    def test_weights(self, threshold, tau, renormalise):
+        """max(p - theta, 0) on the visible keys, theta as documented, one tau per head (and position)."""
+        p, visible = softmax_weights(), torch.ones(LENGTH, LENGTH, dtype=torch.float64).tril()
+        shape = (HEADS, CONTEXT) if threshold == "per_token" else (HEADS,)
+        taus = tau * torch.linspace(0.5, 1.0, math.prod(shape), dtype=torch.float64).view(shape)
+        n = torch.arange(1, LENGTH + 1, dtype=torch.float64)
+        theta = {
+            "per_query": lambda: taus[:, None] / n,
+            "seq_len": lambda: taus[:, None].expand(-1, LENGTH) / CONTEXT,
+            "per_token": lambda: taus[:, :LENGTH] / n,
+            "constant": lambda: taus[:, None].expand(-1, LENGTH),
+        }[threshold]()
+        expected = torch.relu(p - theta[..., None]) * visible
+        if renormalise:
+            mass = expected.sum(-1, keepdim=True)
+            expected = torch.where(mass > 0, expected / mass, 0)
+        spec = Elastic(tau_init=0.5, threshold=threshold, renormalise=renormalise)
+        torch.testing.assert_close(weights(spec, tau=taus), expected, **TIGHT)
+
+    def test_row_mass_at_tau_one_is_the_total_variation_from_uniform(self):
+        q, k, v = qkv()
+        _, stats = attend(Elastic(tau_init=1.0), q, k, v, with_stats=True)
+        uniform = torch.ones(LENGTH, LENGTH).tril() / torch.arange(1, LENGTH + 1)[:, None]
+        distance = (softmax_weights() - uniform).abs().sum(-1) / 2
+        torch.testing.assert_close(stats.mass, distance.float(), rtol=1e-6, atol=1e-7)
+
+    def test_seq_len_divides_by_the_context_also_for_shorter_sequences_and_in_decoding(self):
+        spec = Elastic(tau_init=1.5, threshold="seq_len")
+        visible = torch.ones(LENGTH, LENGTH, dtype=torch.float64).tril()
+        expected = torch.relu(softmax_weights() - 1.5 / CONTEXT) * visible
+        torch.testing.assert_close(weights(spec), expected, **TIGHT)
+        torch.testing.assert_close(weights(spec, n_queries=3), expected[:, :, -3:], **TIGHT)
+
+    def test_per_query_counts_the_keys_in_the_window(self):
+        window, visible = 4, torch.ones(LENGTH, LENGTH).tril().triu(-3).bool()
+        p = softmax_weights() * visible
+        p = p / p.sum(-1, keepdim=True)
+        theta = 0.5 / torch.arange(1, LENGTH + 1).clamp(max=window)[:, None].double()
+        expected = torch.relu(p - theta) * visible
+        torch.testing.assert_close(weights(Elastic(tau_init=0.5), window=window), expected, **TIGHT)
+
+    def test_per_token_keeps_its_last_entry_beyond_the_context(self):
+        spec = Elastic(threshold="per_token")
+        q, k, v = qkv(LENGTH)
+        short = spec.build(HEADS, 5).double()
+        short.tau.data.copy_(torch.linspace(0.1, 0.9, HEADS * 5, dtype=torch.float64).view(HEADS, 5))
+        long = spec.build(HEADS, LENGTH).double()
+        long.tau.data.copy_(short.tau[:, [min(t, 4) for t in range(LENGTH)]])
+        outs = [module(q, k, v, BiasTerms(), None, "auto", False)[0] for module in (short, long)]
+        torch.testing.assert_close(*outs, **TIGHT)
+
+    @pytest.mark.parametrize("threshold", THRESHOLDS)
+    def test_tau_starts_as_given_in_fp32(self, threshold):
+        tau = Elastic(tau_init=0.25, threshold=threshold).build(HEADS, CONTEXT).tau
+        assert tau.shape == ((HEADS, CONTEXT) if threshold == "per_token" else (HEADS,))
+        assert tau.dtype == torch.float32
+        assert tau.unique().tolist() == [0.25]
+        assert tau.requires_grad
+
+    def test_a_whole_number_is_a_tau(self):
+        assert torch.equal(Elastic(tau_init=1).build(HEADS, CONTEXT).tau, torch.ones(HEADS))
+
+    def test_frozen_tau_gets_no_gradient(self):
+        q, k, v = qkv()
+        for learn in (False, True):
+            module = Elastic(tau_init=0.5, learn_tau=learn).build(HEADS, CONTEXT).double()
+            leaf = q.clone().requires_grad_()
+            module(leaf, k, v, BiasTerms(), None, "auto", False)[0].square().sum().backward()
+            assert leaf.grad.count_nonzero() > 0
+            assert (module.tau.grad is None) is not learn
+            assert learn is False or module.tau.grad.count_nonzero() == HEADS
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"tau_init": math.inf}, "Elastic.tau_init=inf: must be finite"),
+            ({"tau_init": math.nan}, "Elastic.tau_init=nan: must be finite"),
+            (
+                {"threshold": "per_row"},
+                "Elastic.threshold='per_row': must be one of per_query, seq_len, per_token, constant",
+            ),
+            ({"threshold": "constant"}, "Elastic.tau_init=1.0 with Elastic.threshold='constant': no weight exceeds 1"),
+            ({"threshold": "constant", "tau_init": 3.0}, "Elastic.tau_init=3.0 with Elastic.threshold='constant'"),
+            ({"tau_lr_scale": 0.0}, "Elastic.tau_lr_scale=0.0: must be finite and above 0 (learn_tau=False"),
+            ({"tau_lr_scale": -1.0}, "Elastic.tau_lr_scale=-1.0: must be finite and above 0"),
+            ({"tau_lr_scale": math.inf}, "Elastic.tau_lr_scale=inf: must be finite and above 0"),
+            ({"tau_lr_scale": math.nan}, "Elastic.tau_lr_scale=nan: must be finite and above 0"),
+        ],
+    )
+    def test_wrong_settings_are_named(self, settings, message):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            Elastic(**settings)
+
+    def test_constant_below_one_is_accepted_and_says_what_to_take(self):
+        assert Elastic(tau_init=0.99, threshold="constant").tau_init == 0.99
+        assert Elastic(tau_init=-2.0, threshold="constant").tau_init == -2.0
+        with pytest.raises(ValueError, match="take a value below 1, for example 0.01"):
+            Elastic(threshold="constant")

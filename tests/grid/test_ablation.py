@@ -1,0 +1,139 @@
+"""An ablation's cells, expanded and checked before anything is created."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lit_lazy.attention import Alibi, Elastic, Fire, LearnedBias, NoBias, Softmax
+from lit_lazy.config import RunConfig, from_dict, replace_at
+from lit_lazy.files import available, find, load_experiment
+from lit_lazy.grid.ablation import Ablation, Cell, Row, expand, load_ablation, select
+from lit_lazy.grid.columns import COLUMNS
+
+NORMALISER, BIAS = "model.attention.normaliser", "model.attention.bias"
+ROWS = (Row("softmax", {NORMALISER: Softmax()}, "ours"), Row("elastic", {NORMALISER: Elastic()}, "ours"))
+
+
+def ablation(**changes: object) -> Ablation:
+    return Ablation(
+        **{"name": "a", "baseline": "softmax", "seeds": (0, 1), "columns": COLUMNS, "rows": ROWS, **changes}
+    )
+
+
+def tiny() -> RunConfig:
+    return load_experiment(find("experiments", "backcopy_tiny"))
+
+
+def cells_of(made: Ablation, rows: tuple[str, ...] = (), seeds: tuple[int, ...] = ()) -> list[Cell]:
+    return expand(select(made, rows, seeds), replace_at(tiny(), made.common))
+
+
+@pytest.mark.parametrize("name", available("ablations"))
+def test_every_shipped_ablation_expands(name: str) -> None:
+    made = load_ablation(find("ablations", name))
+    cells = cells_of(made)
+    assert len({cell.key for cell in cells}) == len(cells)
+    assert {contrast_row for c in made.contrasts for contrast_row in c.weights} <= {row.name for row in made.all_rows}
+    for cell in cells:
+        assert from_dict(RunConfig, cell.config).seed == cell.seed
+
+
+def test_table2_has_three_seeds_and_five_in_its_two_by_two() -> None:
+    cells = cells_of(load_ablation(find("ablations", "table2")))
+    seeds = Counter(cell.variant for cell in cells)
+    five = {"softmax", "softmax + learned bias", "elastic without bias", "lazy"}
+    assert {name for name, n in seeds.items() if n == 5} == five
+    assert all(n == 3 for name, n in seeds.items() if name not in five)
+    assert len(seeds) == 17
+
+
+def test_the_factorial_keeps_the_taus_of_constant_apart() -> None:
+    made = load_ablation(find("ablations", "table2_grid"))
+    points = [row.changes for row in made.all_rows]
+    constant = {p[f"{NORMALISER}.tau_init"] for p in points if p[f"{NORMALISER}.threshold"] == "constant"}
+    others = {p[f"{NORMALISER}.tau_init"] for p in points if p[f"{NORMALISER}.threshold"] != "constant"}
+    assert constant == {0.0, 0.01, 0.02, 0.05}
+    assert others == {0.0, 0.5, 1.0, 2.0}
+    assert len(points) == 4 * 2 * 3 + 4 * 3 * 2 * 3
+
+
+def test_axes_make_a_product_named_after_its_values() -> None:
+    made = ablation(rows=(), axes={BIAS: (NoBias(), Alibi()), "train.lr": (0.1, 0.2)}, baseline="bias=NoBias lr=0.1")
+    assert [row.name for row in made.all_rows] == [
+        "bias=NoBias lr=0.1",
+        "bias=NoBias lr=0.2",
+        "bias=Alibi lr=0.1",
+        "bias=Alibi lr=0.2",
+    ]
+    assert cells_of(made)[0].axes == {"bias": "NoBias", "lr": "0.1"}
+
+
+def test_each_cell_has_the_axes_its_own_parts_have() -> None:
+    rows = (
+        Row("a", {BIAS: LearnedBias(4), "data.context_length": 16}, "ours"),
+        Row("b", {BIAS: Fire(8), "data.context_length": 32}, "ours"),
+    )
+    first, second = cells_of(ablation(rows=rows, baseline="a"), seeds=(0,))
+    assert first.axes.items() >= {"bias": "LearnedBias", "length": "4", "context_length": "16"}.items()
+    assert second.axes.items() >= {"bias": "Fire", "length": "8", "context_length": "32", "width": "32"}.items()
+
+
+def test_rows_and_seeds_can_be_chosen() -> None:
+    assert [(c.variant, c.seed) for c in cells_of(ablation(), ("elastic",), (7, 8))] == [("elastic", 7), ("elastic", 8)]
+
+
+def test_keys_differ_by_config_and_seed_and_stay_the_same() -> None:
+    first, second = cells_of(ablation()), cells_of(ablation())
+    assert [c.key for c in first] == [c.key for c in second]
+    assert len({c.key for c in first}) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"baseline": "nothing"}, "baseline 'nothing' is not one of its rows"),
+        ({"seeds": ()}, "needs at least one seed"),
+        ({"rows": (ROWS[0], ROWS[0])}, "two rows have the same name"),
+        ({"axes": {"train.lr": (1.0,)}}, "give either rows or axes"),
+    ],
+)
+def test_a_malformed_ablation_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ablation(**changes)
+
+
+def test_an_unknown_row_names_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"--rows 'sofmax': a has no such row; it has softmax, elastic"):
+        select(ablation(), ["sofmax"], [])
+
+
+def test_two_rows_that_are_one_training_are_refused() -> None:
+    twin = replace(ROWS[1], name="again")
+    with pytest.raises(ValueError, match="rows 'elastic' and 'again' are the same training"):
+        cells_of(ablation(rows=(*ROWS, twin)))
+
+
+def test_a_row_that_does_not_fit_the_base_is_named() -> None:
+    rows = (ROWS[0], Row("wide", {"model.n_heads": 3}, "ours"))
+    with pytest.raises(ValueError, match=r"row 'wide': model.n_heads=3: must divide model.d_model=16"):
+        cells_of(ablation(rows=rows))
+
+
+@pytest.mark.parametrize("path", [NORMALISER, f"{NORMALISER}.tau_init"])
+def test_an_override_that_a_row_would_undo_is_refused(path: str) -> None:
+    with pytest.raises(ValueError, match=r"sets model\.attention\.normaliser itself"):
+        expand(select(ablation(), [], []), tiny(), [path])
+
+
+def test_an_override_of_the_seed_points_to_seeds() -> None:
+    with pytest.raises(ValueError, match="--seeds"):
+        expand(select(ablation(), [], []), tiny(), ["seed"])
+
+
+def test_a_file_without_an_ablation_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "empty.py"
+    path.write_text("x = 1\n")
+    with pytest.raises(ValueError, match="defines no `ablation`"):
+        load_ablation(path)

@@ -1,0 +1,214 @@
+"""A grid from the command line to the table: real workers, real queue, real MLflow store."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from lit_lazy.cli import main
+from lit_lazy.grid.queue import Queue
+
+ABLATION = '''
+"""Two rows and one that diverges."""
+from lit_lazy.attention import Elastic, LearnedBias, Softmax
+from lit_lazy.grid.ablation import Ablation, Row
+from lit_lazy.grid.columns import COLUMNS
+
+ablation = Ablation(
+    name="pair",
+    baseline="softmax",
+    seeds=(0, 1),
+    columns=COLUMNS,
+    base="backcopy_tiny",
+    rows=(
+        Row("softmax", {"model.attention.normaliser": Softmax()}, "ours"),
+        Row("lazy", {"model.attention.normaliser": Elastic(), "model.attention.bias": LearnedBias()}, "ours"),
+        Row("wild", {"train.lr": 1e20, "train.log_every": 1}, "ours", seeds=(0,)),
+    ),
+)
+'''
+ID = "pair-backcopy_tiny"
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> str:
+    path = tmp_path / "pair.py"
+    path.write_text(ABLATION)
+    return str(path)
+
+
+def cells(runs: Path) -> list[Path]:
+    return sorted((runs / ID / "cells").iterdir())
+
+
+def test_a_grid_from_start_to_table(runs: Path, pair: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One cell diverges: the rest goes on, the exit status says so, and a rerun executes exactly that cell."""
+    command = ["ablate", "run", pair, "--runs", str(runs), "--workers", "2"]
+    assert main(command) == 1
+    out = capsys.readouterr().out
+    assert "5 cells, 0 already complete, 5 enqueued" in out
+    assert "4/5 cells done, 0 running, 1 failed" in out
+    table = json.loads((runs / ID / "table.json").read_text())
+    rows = {row["variant"]: row for row in table["rows"]}
+    assert rows["softmax"]["n"] == rows["lazy"]["n"] == 2
+    assert (rows["wild"]["n"], rows["wild"]["status"]) == (0, "failed")
+    assert "DivergedError: training loss is" in (runs / ID / "table.md").read_text()
+    done = {
+        cell.name: (cell / "result.json").stat().st_mtime_ns for cell in cells(runs) if (cell / "result.json").exists()
+    }
+    assert len(done) == 4
+
+    assert main(command) == 1
+    assert "5 cells, 4 already complete, 1 enqueued" in capsys.readouterr().out
+    after = {
+        cell.name: (cell / "result.json").stat().st_mtime_ns for cell in cells(runs) if (cell / "result.json").exists()
+    }
+    assert after == done
+
+    chosen = [*command, "--rows", "softmax,lazy"]
+    started = time.monotonic()
+    assert main(chosen) == 0
+    assert "4 cells, all complete: nothing to do" in capsys.readouterr().out
+    assert time.monotonic() - started < 10
+
+    check_mlflow(runs)
+    written = (runs / ID / "table.md").read_text()
+    shutil.rmtree(runs / ID)
+    assert main(["ablate", "table", ID, "--runs", str(runs)]) == 0
+    assert capsys.readouterr().out.strip() == written.strip()
+    assert (runs / ID / "table.md").read_text() == written
+
+
+def check_mlflow(runs: Path) -> None:
+    """One parent with the table, one child per cell with its tags, axes as params, and the right status."""
+    client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name(ID)
+    found = client.search_runs([experiment.experiment_id])
+    parents = [run for run in found if run.data.tags["kind"] == "ablation"]
+    children = [run for run in found if run.data.tags["kind"] == "cell"]
+    assert len(parents) == 1
+    assert {"table.md", "table.csv", "table.tex", "table.json", "table.html", "effects.png", "config.yaml"} <= {
+        artifact.path for artifact in client.list_artifacts(parents[0].info.run_id)
+    }
+    assert len(children) == 5
+    for run in children:
+        tags = run.data.tags
+        assert tags["mlflow.parentRunId"] == parents[0].info.run_id
+        assert tags["ablation"] == ID
+        assert {"variant", "seed", "cell", "source"} <= tags.keys()
+        assert {"normaliser", "lr"} <= run.data.params.keys()
+        assert "config.yaml" in {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
+        wild = tags["variant"] == "wild"
+        assert run.info.status == ("FAILED" if wild else "FINISHED")
+        assert tags["state"] == ("failed" if wild else "complete")
+        if not wild:
+            assert {"git_sha", "machine", "backend"} <= tags.keys()
+            history = client.get_metric_history(run.info.run_id, "train/loss")
+            assert [point.step for point in history] == [1, 3, 5]
+            assert {"loss/excess", "init/loss/excess", "val/loss"} <= run.data.metrics.keys()
+
+
+def start(runs: Path, pair: str, *more: str) -> "subprocess.Popen[str]":
+    arguments = ["ablate", "run", pair, "--runs", str(runs), "--workers", "2", "--rows", "softmax,lazy", *more]
+    return subprocess.Popen(
+        [sys.executable, "-m", "lit_lazy.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def wait_for_running(runs: Path, grid: str) -> Queue:
+    """Return when a cell is in training."""
+    end = time.monotonic() + 90
+    while time.monotonic() < end:
+        if (runs / "queue.db").exists() and list((runs / grid / "cells").glob("*/checkpoints/last.ckpt")):
+            return Queue(f"sqlite:///{runs / 'queue.db'}", grid)
+        time.sleep(0.1)
+    raise AssertionError("no cell began to train")
+
+
+def overridden_grid(runs: Path) -> str:
+    return next(path.name for path in runs.iterdir() if path.name.startswith(f"{ID}-"))
+
+
+LONG = ("--train.steps=3000", "--train.checkpoint_every=50")
+
+
+def test_interrupt_and_go_on(runs: Path, pair: str) -> None:
+    """Ctrl-C ends with the bookkeeping done; the same command goes on from the checkpoints; nothing runs twice."""
+    process = start(runs, pair, *LONG)
+    while not any(path.name.startswith(f"{ID}-") for path in runs.iterdir()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    grid = overridden_grid(runs)
+    queue = wait_for_running(runs, grid)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, out
+    assert "the same command goes on from here" in out
+    assert "running" not in queue.states().values()
+    assert "interrupted" in queue.reasons().values()
+    client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
+    number = client.get_experiment_by_name(grid).experiment_id
+    statuses = {run.info.status for run in client.search_runs([number], "tags.kind = 'cell'")}
+    assert statuses <= {"KILLED", "FINISHED"}
+
+    command = ["ablate", "run", pair, "--runs", str(runs), "--workers", "2", "--rows", "softmax,lazy", *LONG]
+    assert main(command) == 0
+    assert set(queue.states().values()) == {"complete"}
+    finished = client.search_runs([number], "tags.kind = 'cell'")
+    assert len(finished) == 4
+    assert {run.info.status for run in finished} == {"FINISHED"}
+
+
+def test_a_killed_parent_and_workers_lose_nothing(runs: Path, pair: str) -> None:
+    process = start(runs, pair, *LONG)
+    while not any(path.name.startswith(f"{ID}-") for path in runs.iterdir()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    grid = overridden_grid(runs)
+    queue = wait_for_running(runs, grid)
+    workers = [json.loads(t.user_attrs["worker"])["pid"] for t in queue._study.get_trials() if "worker" in t.user_attrs]
+    process.kill()
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    again = start(runs, pair, *LONG)
+    out, _ = again.communicate(timeout=200)
+    assert again.returncode == 0, out
+    assert "its worker was killed" in out
+    assert set(queue.states().values()) == {"complete"}
+
+
+def test_fresh_sets_the_former_results_aside(runs: Path, pair: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["ablate", "run", pair, "--runs", str(runs), "--workers", "1", "--rows", "softmax", "--seeds", "0"]
+    assert main(command) == 0
+    assert main([*command, "--fresh"]) == 0
+    out = capsys.readouterr().out
+    assert "the former results are in" in out
+    assert "1 cells, 0 already complete, 1 enqueued" in out
+    aside = [path for path in runs.iterdir() if ".until-" in path.name]
+    assert len(list(aside[0].glob("cells/*/result.json"))) == 1
+    client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
+    number = client.get_experiment_by_name(ID).experiment_id
+    assert len(client.search_runs([number])) == 2
+    deleted = client.search_runs([number], run_view_type=2)
+    assert len(deleted) == 2
+
+
+def test_a_dry_run_creates_nothing(tmp_path: Path, pair: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(tmp_path.iterdir())
+    assert main(["ablate", "run", pair, "--dry-run", "--runs", str(tmp_path / "none"), "--workers", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "5 cells of pair-backcopy_tiny" in out
+    assert "Nothing was created" in out
+    assert sorted(tmp_path.iterdir()) == before

@@ -63,4 +63,5 @@ def runs_link(ui_url: str, experiment_id: str, view: str | None = None) -> str:
 
 def run_link(ui_url: str, experiment_id: str, run_id: str, artifact: str) -> str:
     """Link to one artifact of a run."""
-    return f"{ui_url}/#/experiments/{experiment_id}/runs/{run_id}/artifacts/{quote(artifact)}"
+    page = f"{ui_url}/#/experiments/{experiment_id}/runs/{run_id}/artifacts/{quote(artifact)}"
+    return f"{page}?workflowType=machine_learning"

@@ -1,10 +1,13 @@
 """MLflow's own server on the project's store, with links that open straight on the training runs."""
 
+import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from urllib.error import URLError
 
@@ -31,8 +34,11 @@ def serve(runs: Path, port: int) -> int:
         *(sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri),
         *("--host", HOST, "--port", str(port), "--workers", "1"),
     ]
+    env = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # nothing here queues jobs on the server
     with log.open("w") as output:
-        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        # A session of its own, so that the helpers it starts end with it.
+        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         print(f"starting MLflow on {url} ...", flush=True)
         wait_until_ready(server, url, log)
@@ -42,7 +48,8 @@ def serve(runs: Path, port: int) -> int:
     except KeyboardInterrupt:
         return 0
     finally:
-        server.terminate()
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
         server.wait()
 
 

@@ -12,7 +12,7 @@ from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.tracking import MlflowClient
 
 from lit_lazy.config import flatten
-from lit_lazy.dashboards import TAG_PREFIX, cells_view, runs_link, saved_view, view_id
+from lit_lazy.dashboards import TAG_PREFIX, cells_view, run_link, runs_link, saved_view, view_id
 
 SQLITE = "sqlite:///"
 TABLE_VIEW, CELLS_VIEW = "Variants (mean over seeds)", "All cells"
@@ -177,7 +177,7 @@ def experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
         grouped, flat = (
             runs_link(ui_url, number, view if view_id(view) in saved else None) for view in (TABLE_VIEW, CELLS_VIEW)
         )
-        parent = f"{ui_url}/#/experiments/{number}/runs/{parents[0].info.run_id}/artifacts" if parents else None
+        parent = run_link(ui_url, number, parents[0].info.run_id, "table.html") if parents else None
         links.append(ExperimentLinks(experiment.name, grouped, flat, parent))
     return links
 

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import typing
-from abc import ABC
 from dataclasses import dataclass
 
 import pytest
@@ -21,7 +20,7 @@ from lit_lazy.attention import (
     LearnedBias,
     NoPosition,
     Normaliser,
-    Rope,
+    Position,
     Softmax,
     T5Bias,
 )
@@ -44,7 +43,7 @@ from lit_lazy.grid.ablation import load_ablation
 EXPERIMENTS = {path.stem: load_experiment(path) for path in sorted((PROJECT / "experiments").glob("*.py"))}
 ABLATIONS = [load_ablation(path) for path in sorted((PROJECT / "ablations").glob("*.py"))]
 SHIPPED = EXPERIMENTS | {
-    f"{ablation.name}: {row.name}": replace_at(EXPERIMENTS[ablation.base], row.changes)
+    f"{ablation.name}: {row.name}": replace_at(EXPERIMENTS[ablation.base], {**ablation.common, **row.changes})
     for ablation in ABLATIONS
     for row in ablation.all_rows
 }
@@ -80,10 +79,9 @@ class TwiceElastic(Elastic):
     factor: int = 2
 
     def build(self, n_heads, context_length):
-        return dataclasses.replace(self, tau_init=self.factor * self.tau_init).parent(n_heads, context_length)
-
-    def parent(self, n_heads, context_length):
-        return super().build(n_heads, context_length)
+        module = super().build(n_heads, context_length)
+        module.tau.data.mul_(self.factor)
+        return module
 
 
 class TestRoundTrip:
@@ -111,10 +109,11 @@ class TestRoundTrip:
         assert "class" not in plain
         assert "class" not in plain["train"]
 
-    @pytest.mark.parametrize("base", [Normaliser, Bias, type(Rope()).__base__, DataConfig])
+    @pytest.mark.parametrize("base", [Normaliser, Bias, Position, DataConfig])
     def test_every_leaf_with_its_defaults(self, base):
         for name, cls in leaves(base).items():
-            assert from_dict(base, {"class": name}) == cls()
+            if cls.__module__.startswith("lit_lazy."):
+                assert from_dict(base, {"class": name}) == cls()
 
     def test_left_out_fields_take_their_defaults(self):
         assert from_dict(RunConfig, {"data": {"class": "Stdlib"}}) == RunConfig(Stdlib())
@@ -122,7 +121,7 @@ class TestRoundTrip:
     @pytest.mark.parametrize(
         ("plain", "message"),
         [
-            ({"data": {"class": "Wiki"}}, "DataConfig='Wiki': unknown; known are Backcopy, Stdlib"),
+            ({"data": {"class": "Wiki"}}, "DataConfig='Wiki': unknown; known are Backcopy"),
             ({"data": {}}, "DataConfig=None: unknown"),
             (
                 {"data": {"class": "Stdlib"}, "model": {"attention": {"bias": {"class": "Elastic"}}}},
@@ -171,7 +170,7 @@ def other_value(value, annotation):
         return not value
     if isinstance(value, tuple):
         return tuple(v / 2 for v in value)
-    return value * 2 if isinstance(value, int) else value / 2
+    return value * 2 or 1
 
 
 def changed_fields(config, prefix=""):
@@ -183,28 +182,23 @@ def changed_fields(config, prefix=""):
             changes |= changed_fields(value, f"{path}.")
         else:
             changes[path] = other_value(value, typing.get_type_hints(type(config))[field.name])
-    return changes | ({"seed": 1} if prefix == "" else {})
+    return changes
 
 
 class TestCellKey:
-    CHANGES = changed_fields(dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, n_kv_heads=2))) | {
+    CHANGES = changed_fields(BASE) | {
         "data": Stdlib(),
         "model.position": NoPosition(),
         "model.attention.normaliser": Softmax(),
         "model.attention.bias": T5Bias(),
-        "model.attention.window": None,
     }
 
     @pytest.mark.parametrize("path", CHANGES)
     def test_every_field_counts(self, path):
-        if path == "model.n_kv_heads":
-            changed = replace_at(BASE, {path: 1})
-        else:
-            changed = replace_at(BASE, {path: self.CHANGES[path]})
-        assert cell_key(changed, "x") != cell_key(BASE, "x")
+        assert cell_key(replace_at(BASE, {path: self.CHANGES[path]}), "x") != cell_key(BASE, "x")
 
     def test_no_field_was_forgotten(self):
-        assert len(self.CHANGES) >= len(flatten(to_dict(BASE))) - 1  # a leaf's class is a path of its own; seed 0 -> 1
+        assert self.CHANGES.keys() == flatten(to_dict(BASE)).keys()
 
     def test_the_data_counts(self):
         assert cell_key(BASE, "x") != cell_key(BASE, "y")
@@ -338,6 +332,6 @@ def test_wrong_settings_are_named(cls, settings, message):
 
 
 def test_every_part_of_a_config_is_frozen():
-    for cls in (RunConfig, ModelConfig, TrainConfig, AttentionSpec, *leaves(Normaliser).values(), *leaves(Bias).values()):
-        assert cls.__dataclass_params__.frozen
-        assert not cls.__abstractmethods__ if issubclass(cls, ABC) else True
+    parts = [part for base in (Normaliser, Bias, Position, DataConfig) for part in leaves(base).values()]
+    for cls in (RunConfig, ModelConfig, TrainConfig, AttentionSpec, *parts):
+        assert cls.__dataclass_params__.frozen, cls

@@ -5,7 +5,9 @@ Options are read here; everything else is imported late, so that help is instant
 
 import argparse
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, rest = make_parser().parse_known_args(argv)
     if rest and not options.takes_overrides:
         return wrong(f"unknown argument {rest[0]!r}; see `lit-lazy {options.name} --help`")
+    # A batch system ends jobs by SIGTERM: it is to be as orderly as Ctrl-C.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return options.command(options, rest)
     except ValueError as error:

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import numbers
 import types
 import typing
 from abc import ABC
@@ -162,7 +163,7 @@ def to_dict(value: Any, annotation: Any = None) -> Any:
         return [to_dict(item, annotation) for item in value]
     # An int given for a float is the same setting, and must not make another key.
     is_float = float in (annotation, *typing.get_args(annotation))
-    return float(value) if is_float and value is not None else value
+    return float(value) if is_float and isinstance(value, numbers.Real) else value
 
 
 def leaves(base: type[T]) -> dict[str, type[T]]:

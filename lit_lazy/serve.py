@@ -38,7 +38,6 @@ def serve(runs: Path, port: int) -> int:
     with log.open("w") as output:
         # A session of its own, so that the helpers it starts end with it.
         server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         print(f"starting MLflow on {url} ...", flush=True)
         wait_until_ready(server, url, log)

@@ -1,6 +1,7 @@
 """What the optimiser gets: who decays, whose learning rate is scaled, the schedule; and the loss that it lowers."""
 
 import math
+from itertools import pairwise
 
 import lightning as L
 import pytest
@@ -99,7 +100,7 @@ class TestSchedule:
 
     def test_falls_without_jumps(self):
         factors = [lr_factor(step, self.CFG) for step in range(9, 101)]
-        drops = [a - b for a, b in zip(factors, factors[1:], strict=False)]
+        drops = [a - b for a, b in pairwise(factors)]
         assert min(drops) >= 0
         assert max(drops) < 1.01 * 0.9 * math.pi / 2 / 90  # the cosine's steepest slope
 
@@ -143,7 +144,9 @@ def batches(dataset):
     return DataLoader(dataset, batch_size=8, collate_fn=lambda batch: batch)
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*LeafSpec.*")
+@pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers.*", "ignore:.*LeafSpec.*", "ignore:.*no `val_dataloader`.*"
+)
 class TestTraining:
     def test_validation_is_the_mean_over_tokens_and_the_excess_over_the_oracle(self, tmp_path):
         """Also where the last batch is smaller."""

@@ -50,6 +50,8 @@ class Ablation:
             raise ValueError(f"ablation {self.name!r}: give either rows or axes")
         if len(set(names)) != len(names):
             raise ValueError(f"ablation {self.name!r}: two rows have the same name")
+        if commas := [name for name in names if "," in name]:
+            raise ValueError(f"ablation {self.name!r}: row {commas[0]!r} has a comma in its name, which separates rows")
         if self.baseline not in names:
             raise ValueError(f"ablation {self.name!r}: baseline {self.baseline!r} is not one of its rows")
         if not self.seeds:

@@ -91,12 +91,13 @@ class TestLearned:
         assert not torch.equal(build(spec).table, build(spec, seed=1).table)
 
 
-class TestT5:
-    BUCKETS = {0: 0, 15: 15, 16: 16, 17: 16, 20: 17, 32: 21, 63: 26, 64: 26, 100: 30, 127: 31, 128: 31, 10**4: 31}
+BUCKETS = {0: 0, 15: 15, 16: 16, 17: 16, 20: 17, 32: 21, 63: 26, 64: 26, 100: 30, 127: 31, 128: 31, 10**4: 31}
 
+
+class TestT5:
     def test_buckets(self):
         buckets = t5_buckets(10**4 + 1, 32, 128)
-        assert {d: buckets[d].item() for d in self.BUCKETS} == self.BUCKETS
+        assert {d: buckets[d].item() for d in BUCKETS} == BUCKETS
 
     @pytest.mark.parametrize(("n_buckets", "max_distance"), [(32, 128), (2, 2), (3, 9), (7, 50), (33, 17)])
     def test_buckets_rise_and_stay_in_range(self, n_buckets, max_distance):
@@ -110,7 +111,7 @@ class TestT5:
         assert torch.equal(module.values, torch.zeros(HEADS, 32))
         module.values.data = torch.arange(HEADS * 32.0).view(HEADS, 32)
         table = module(200).table
-        for distance, bucket in self.BUCKETS.items():
+        for distance, bucket in BUCKETS.items():
             if distance < 200:
                 assert table[:, distance].tolist() == [32 * head + bucket for head in range(HEADS)]
 

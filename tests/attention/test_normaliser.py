@@ -218,5 +218,5 @@ class TestElastic:
     def test_constant_below_one_is_accepted_and_says_what_to_take(self):
         assert Elastic(tau_init=0.99, threshold="constant").tau_init == 0.99
         assert Elastic(tau_init=-2.0, threshold="constant").tau_init == -2.0
-        with pytest.raises(ValueError, match="take a value below 1, for example 0.01"):
+        with pytest.raises(ValueError, match=r"take a value below 1, for example 0\.01"):
             Elastic(threshold="constant")

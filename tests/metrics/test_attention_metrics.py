@@ -102,12 +102,13 @@ class TestClosedForms:
         assert measure(stats(mass=1.0), stats(mass=0.5))["mass/all"] == 0.75
 
 
-class TestGroups:
-    ROWS = {"even": (N % 2 == 0).expand(BATCH, -1), "odd": (N % 2 == 1).expand(BATCH, -1)}
+PARITY = {"even": (N % 2 == 0).expand(BATCH, -1), "odd": (N % 2 == 1).expand(BATCH, -1)}
 
+
+class TestGroups:
     def test_each_group_has_its_rows(self):
-        even = self.ROWS["even"][0].float()
-        measured = measure(stats(mass=0.2 + 0.6 * even, first_weight=0.1 + 0.1 * even), rows=self.ROWS)
+        even = PARITY["even"][0].float()
+        measured = measure(stats(mass=0.2 + 0.6 * even, first_weight=0.1 + 0.1 * even), rows=PARITY)
         assert measured == pytest.approx(
             {
                 "sink/first_key_weight_even": 0.2,

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from flash_lazy import Backend
 from lit_lazy.attention import AttentionSpec, Position, Rope
 from lit_lazy.data import DataConfig
-from lit_lazy.data.base import require
+from lit_lazy.data.base import require, require_whole
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("d_model", "n_layers", "n_heads", "d_ff"):
-            require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "must be at least 1")
+            require_whole(f"model.{name}", getattr(self, name), 1)
         require(
             self.d_model % self.n_heads == 0,
             "model.n_heads",
@@ -106,7 +106,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "val_every", "checkpoint_every", "log_every"):
-            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be at least 1")
+            require_whole(f"train.{name}", getattr(self, name), 1)
         for name in ("lr", "clip_norm"):
             value = getattr(self, name)
             require(math.isfinite(value) and value > 0, f"train.{name}", value, "must be finite and above 0")
@@ -171,8 +171,8 @@ def leaves(base: type[T]) -> dict[str, type[T]]:
     found: dict[str, type[T]] = {}
     for sub in base.__subclasses__():
         found.update(leaves(sub))
-        if dataclasses.is_dataclass(sub):
-            found[sub.__name__] = sub
+        if dataclasses.is_dataclass(sub) and found.setdefault(sub.__name__, sub) is not sub:
+            raise ValueError(f"{base.__name__}: two classes are called {sub.__name__}; give yours another name")
     return found
 
 

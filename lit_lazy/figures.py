@@ -14,6 +14,8 @@ from lit_lazy.grid.table import Column, Row, Table
 
 # Okabe and Ito's colours, told apart with every common colour blindness; fill and side carry the meaning as well.
 BETTER, WORSE, NEUTRAL = "#0072B2", "#D55E00", "#595959"
+FAR = 10
+"""A point this many times as far out as the next would squeeze all others onto the line at 0."""
 
 
 def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
@@ -21,7 +23,8 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
 
     Rows are in table order, the baseline is the line at 0. A filled marker differs at p < 0.05 after Holm, a hollow one
     does not or was not tested. A row without a difference says why in words. An interval that would dwarf every point
-    is cut off at the panel's edge and ends in an arrow. Raises ValueError for a key that is no column of the table.
+    is cut off at the panel's edge and ends in an arrow; a point that would is put there with its value.
+    Raises ValueError for a key that is no column of the table.
     """
     known = {column.key: column for column in table.columns}
     if not columns:
@@ -94,6 +97,9 @@ def _panel(axes: Axes, table: Table, column: Column) -> None:
                 if cut:
                     axes.plot(edge, y, marker, color=colour, markersize=5, clip_on=False, zorder=3)
         face = colour if m.separated else "white"
+        if not low <= x <= high:
+            _far_point(axes, high if x > high else low, y, column.format(m.diff, sign="+"), colour, face)
+            continue
         axes.plot(x, y, "o", color=colour, markerfacecolor=face, markersize=6, markeredgewidth=1.4, zorder=4)
     pairs = " or ".join(map(str, table.summaries[column.key].pairs))
     axes.set_title(f"{column.title} (n = {pairs})" if pairs else column.title, fontsize=10)
@@ -106,8 +112,28 @@ def _panel(axes: Axes, table: Table, column: Column) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
+def _far_point(axes: Axes, edge: float, y: float, value: str, colour: str, face: str) -> None:
+    """A point beyond the panel, at its edge, with an arrow that points to it and its value inside."""
+    right = edge == axes.get_xlim()[1]
+    axes.plot(edge, y, ">" if right else "<", color=colour, markerfacecolor=face, markersize=7, clip_on=False, zorder=4)
+    offset, align = (-8, "right") if right else (8, "left")
+    place = {"xytext": (offset, 0), "textcoords": "offset points", "ha": align, "va": "center"}
+    axes.annotate(value, (edge, y), fontsize=8, color=colour, **place)
+
+
+def _near(points: Sequence[float]) -> list[float]:
+    """The points without those, at most two, that lie over ten times as far out as the next one."""
+    near = sorted(points, key=abs)
+    for _ in range(2):
+        if len(near) > 2 and near[-2] and abs(near[-1]) > FAR * abs(near[-2]):
+            near.pop()
+    return near
+
+
 def _limits(points: Sequence[float], reach: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Room for 0, every point, and the intervals as far as they stay within one more span of the points."""
+    """Room for 0, every point that is not far off, and the intervals within one more span of those points."""
+    points = _near(points)
+    reach = [(x, half) for x, half in reach if x in points]
     low, high = min([0.0, *points]), max([0.0, *points])
     widest = (high - low) or max((half for _, half in reach), default=0.0) or 1.0
     left = min([low, *(max(x - half, low - widest) for x, half in reach)])

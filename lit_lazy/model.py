@@ -96,6 +96,13 @@ class DecoderLM(nn.Module):
         return self.head(self.norm(x)), collected
 
 
+def check_model(cfg: ModelConfig, context_length: int) -> None:
+    """Raise ValueError where a part of the model cannot serve a context of this length."""
+    cfg.position.build(cfg.d_model, cfg.d_model // cfg.n_heads, context_length)
+    cfg.attention.normaliser.build(cfg.n_heads, context_length)
+    cfg.attention.bias.build(cfg.n_heads, context_length)(context_length)
+
+
 def parameter_generator(seed: int, name: str) -> torch.Generator:
     """The generator that draws one parameter's initial value."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()

@@ -62,6 +62,7 @@ def _given(arguments: Sequence[str]) -> dict[str, str]:
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         if argument.startswith("--"):
             path, equals, text = argument[2:].partition("=")
+            path = path.replace(".init_args.", ".")  # jsonargparse's longer way to name the same field
             given[path] = text if equals else following
     return given
 

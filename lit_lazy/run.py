@@ -26,9 +26,10 @@ from torch.utils.data import DataLoader
 from lit_lazy.attention import Elastic
 from lit_lazy.config import RunConfig, cell_key, to_dict
 from lit_lazy.data import DataSource, StepBatchSampler
+from lit_lazy.data.base import require
 from lit_lazy.lightning_module import Batch, DivergedError, LitLM, token_nll
 from lit_lazy.metrics import AttentionMetrics, RatioOfSums
-from lit_lazy.model import flops_per_token
+from lit_lazy.model import check_model, flops_per_token
 
 RESULT, FINAL_CHECKPOINT = "result.json", "final.ckpt"
 NATS_PER_BIT = 0.6931471805599453
@@ -57,6 +58,22 @@ class RunResult:
         """The result in a run folder, or None while there is none."""
         path = folder / RESULT
         return cls(**json.loads(path.read_text())) if path.exists() else None
+
+
+def prepare(cfg: RunConfig) -> DataSource:
+    """Load a run's data and check that data, model and training fit each other, before anything is created.
+
+    Raises ValueError in one line that names the option.
+    """
+    source = cfg.data.load()
+    require(
+        cfg.train.batch_size <= len(source.train),
+        "train.batch_size",
+        cfg.train.batch_size,
+        f"must not exceed the {len(source.train)} training sequences",
+    )
+    check_model(cfg.model, source.context_length)
+    return source
 
 
 def run(
@@ -91,7 +108,7 @@ def _run(
     show_progress: bool,
     keep_checkpoint: bool,
 ) -> RunResult:
-    source = cfg.data.load()
+    source = prepare(cfg)
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
     trainer = make_trainer(cfg, folder, logger, callbacks, show_progress)
     device = trainer.strategy.root_device

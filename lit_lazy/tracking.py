@@ -1,6 +1,8 @@
 """All that knows MLflow: where runs are stored, how a run is logged, how runs are read back."""
 
+import logging
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,10 @@ from mlflow.tracking import MlflowClient
 
 from lit_lazy.config import flatten
 from lit_lazy.dashboards import TAG_PREFIX, cells_view, run_link, runs_link, saved_view, view_id
+
+# MLflow tells of every database it creates, and trips over a deprecation of its own.
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+warnings.filterwarnings("ignore", message=".*``noload`` loader strategy is deprecated.*")
 
 SQLITE = "sqlite:///"
 TABLE_VIEW, CELLS_VIEW = "Variants (mean over seeds)", "All cells"

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from lit_lazy.config import RunConfig, cell_key, to_dict
-from lit_lazy.run import RunResult, git_sha, run
+from lit_lazy.run import RunResult, git_sha, prepare, run
 from lit_lazy.tracking import Tracker, default_uri
 
 
@@ -18,7 +18,7 @@ def train_tracked(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    key = cell_key(cfg, cfg.data.load().fingerprint)
+    key = cell_key(cfg, prepare(cfg).fingerprint)
     folder = runs / f"train-{name}" / key
     tracker = Tracker(default_uri(runs), runs, f"train-{name}")
     begun = tracker.find({"cell": key})

@@ -282,7 +282,10 @@ def test_flatten():
 
 
 MODEL_ERRORS = [
-    *(({name: 0}, f"model.{name}=0: must be at least 1") for name in ("d_model", "n_layers", "n_heads", "d_ff")),
+    *(
+        ({name: 0}, f"model.{name}=0: must be a whole number of at least 1")
+        for name in ("d_model", "n_layers", "n_heads", "d_ff")
+    ),
     ({"n_heads": 5}, "model.n_heads=5: must divide model.d_model=64"),
     ({"n_heads": 4, "n_kv_heads": 3}, "model.n_kv_heads=3: must divide model.n_heads=4"),
     ({"n_heads": 4, "n_kv_heads": 0}, "model.n_kv_heads=0: must divide model.n_heads=4"),
@@ -294,7 +297,7 @@ MODEL_ERRORS = [
 ]
 TRAIN_ERRORS = [
     *(
-        ({name: 0}, f"train.{name}=0: must be at least 1")
+        ({name: 0}, f"train.{name}=0: must be a whole number of at least 1")
         for name in ("steps", "batch_size", "val_every", "checkpoint_every", "log_every")
     ),
     *(

@@ -64,7 +64,7 @@ def test_parameter_groups(cfg):
 
 
 def test_frozen_tau_is_in_no_group():
-    model = DecoderLM(VARIANTS["lazy, frozen tau"], VOCAB, CONTEXT, 0)
+    model = module(replace_at(BASE, {"model.attention.normaliser": Elastic(learn_tau=False)})).model
     frozen = {id(a.normaliser.tau) for a in model.attentions}
     assert not frozen & {id(p) for group in parameter_groups(model, BASE.train) for p in group["params"]}
 

@@ -2,13 +2,14 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lit_lazy.config import RunConfig, cell_key, flatten, replace_at, to_dict
 from lit_lazy.files import load_module
 from lit_lazy.grid.table import Column, Contrast, RowInfo
+from lit_lazy.run import prepare
 
 
 @dataclass(frozen=True)
@@ -118,23 +119,25 @@ def expand(
                 raise ValueError(f"--{clash[0]}: row {row.name!r} sets {path} itself; leave one of the two out")
     if "seed" in overridden:
         raise ValueError("--seed: an ablation's seeds are given by --seeds")
-    configs: list[tuple[Row, int, RunConfig]] = []
+    configs: list[tuple[Row, int, RunConfig, str]] = []
     for row, seeds in chosen:
         try:
-            configs += [(row, seed, replace_at(base, {**row.changes, "seed": seed})) for seed in seeds]
+            config = replace_at(base, row.changes)
+            fingerprint = prepare(config).fingerprint
         except ValueError as error:
             raise ValueError(f"row {row.name!r}: {error}") from None
-    axes = _axes([to_dict(config) for _, _, config in configs])
+        configs += [(row, seed, replace(config, seed=seed), fingerprint) for seed in seeds]
+    axes = _axes([to_dict(config) for _, _, config, _ in configs])
     cells = [
         Cell(
-            key=cell_key(config, config.data.load().fingerprint),
+            key=cell_key(config, fingerprint),
             variant=row.name,
             source=row.source,
             seed=seed,
             config=to_dict(config),
             axes=cell_axes,
         )
-        for (row, seed, config), cell_axes in zip(configs, axes, strict=True)
+        for (row, seed, config, fingerprint), cell_axes in zip(configs, axes, strict=True)
     ]
     _refuse_twins(cells)
     return cells

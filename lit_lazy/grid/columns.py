@@ -4,9 +4,15 @@ from lit_lazy.grid.table import Column
 
 COLUMNS = (
     Column(
-        "loss/excess", "excess loss", "lower", 4, "nats", note="validation loss above the Bayes-optimal predictor's"
+        "loss/excess",
+        "excess loss",
+        "lower",
+        4,
+        "nats",
+        note="validation loss above the Bayes-optimal predictor's",
+        plotted=True,
     ),
-    Column("loss/bits_per_byte", "validation loss", "lower", 4, "bits/byte"),
+    Column("loss/bits_per_byte", "validation loss", "lower", 4, "bits/byte", plotted=True),
     Column("accuracy/trigger", "trigger accuracy", "higher", 2, "%", scale=100),
     Column(
         "sink/first_key_weight_non_trigger",
@@ -14,8 +20,16 @@ COLUMNS = (
         None,
         3,
         note="mean weight on the first key at non-trigger rows from position 8 on",
+        plotted=True,
     ),
-    Column("sink/first_key_weight", "first-key weight", None, 3, note="mean over the rows from position 8 on"),
+    Column(
+        "sink/first_key_weight",
+        "first-key weight",
+        None,
+        3,
+        note="mean weight on the first key, rows from position 8 on",
+        plotted=True,
+    ),
     Column(
         "sink/first_key_share",
         "first-key share",
@@ -33,7 +47,7 @@ COLUMNS = (
     ),
     Column("mass/trigger", "mass, trigger", None, 3, note="surviving mass of a trigger row, before renormalising"),
     Column("mass/non_trigger", "mass, non-trigger", None, 3, note="the same of a non-trigger row"),
-    Column("sparsity", "sparsity", None, 1, "%", scale=100, note="share of visible keys with p <= theta"),
+    Column("sparsity", "sparsity", None, 1, "%", scale=100, note="share of visible keys with p <= theta", plotted=True),
     Column("init/sparsity", "sparsity at init", None, 1, "%", scale=100, note="of the same model before training"),
     Column("tau/mean", "tau, mean", None, 2),
     Column("tau/min", "tau, min", None, 2),

@@ -40,7 +40,7 @@ class Column:
 
     `digits` is the number of decimals, or a format spec such as ",.0f". `scale` multiplies what is shown (100 for a
     percentage, with `unit="%"`); JSON and CSV keep the raw value. `better` gives the column its place in the table of
-    differences.
+    differences, `plotted` in the figure.
     """
 
     key: str
@@ -50,6 +50,7 @@ class Column:
     unit: str = ""
     scale: float = 1.0
     note: str = ""
+    plotted: bool = False
 
     def __post_init__(self) -> None:
         if self.better not in ("lower", "higher", None):
@@ -591,11 +592,13 @@ def _incomplete(table: Table) -> list[str]:
 
 
 def _provenance(table: Table) -> str:
-    seeds = {tuple(row.seeds) for row in table.rows}
-    if len(seeds) == 1:
-        seed_text = ", ".join(map(str, seeds.pop()))
-    else:
-        seed_text = "; ".join(f"{row.variant}: {', '.join(map(str, row.seeds))}" for row in table.rows)
+    variants: dict[tuple[int, ...], list[str]] = {}
+    for row in table.rows:
+        variants.setdefault(tuple(row.seeds), []).append(row.variant)
+    common, *others = sorted(variants, key=lambda seeds: -len(variants[seeds]))
+    seed_text = ", ".join(map(str, common))
+    for seeds in others:
+        seed_text += f"; {', '.join(map(str, seeds))} in {', '.join(variants[seeds])}"
     about = f"Base: {table.base}. Baseline: {table.baseline}. Seeds: {seed_text}. Commit: {table.git_sha or 'unknown'}."
     return f"{about} Made by: {table.command}"
 

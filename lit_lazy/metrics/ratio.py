@@ -22,7 +22,6 @@ class RatioOfSums(Metric):
         self.minimum = minimum
         for name in ("numerator", "denominator"):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.set_dtype(torch.float64)
 
     def update(self, numerator: Tensor, denominator: Tensor | float) -> None:
         """Add tensors of any shape (their sums are taken)."""

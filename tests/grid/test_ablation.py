@@ -73,11 +73,11 @@ def test_axes_make_a_product_named_after_its_values() -> None:
 def test_each_cell_has_the_axes_its_own_parts_have() -> None:
     rows = (
         Row("a", {BIAS: LearnedBias(4), "data.context_length": 16}, "ours"),
-        Row("b", {BIAS: Fire(8), "data.context_length": 32}, "ours"),
+        Row("b", {BIAS: Fire(64), "data.context_length": 32}, "ours"),
     )
     first, second = cells_of(ablation(rows=rows, baseline="a"), seeds=(0,))
     assert first.axes.items() >= {"bias": "LearnedBias", "length": "4", "context_length": "16"}.items()
-    assert second.axes.items() >= {"bias": "Fire", "length": "8", "context_length": "32", "width": "32"}.items()
+    assert second.axes.items() >= {"bias": "Fire", "length": "64", "context_length": "32", "width": "32"}.items()
 
 
 def test_rows_and_seeds_can_be_chosen() -> None:

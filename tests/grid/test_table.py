@@ -147,7 +147,7 @@ def test_rows_with_more_seeds_are_paired_over_the_common_ones():
     measure = row(result, "b")["metrics"]["loss"]
     assert measure["diff_n"] == 3
     assert measure["p"] == pytest.approx(stats.ttest_rel([1.0, 1.3, 1.1], [2.0, 2.1, 2.2]).pvalue)
-    assert "Seeds: lazy: 0, 1, 2, 3, 4; b: 0, 2, 4." in result.markdown()
+    assert "Seeds: 0, 1, 2, 3, 4; 0, 2, 4 in b." in result.markdown()
 
 
 def test_missing_failed_and_running_cells_are_shown_as_such():

@@ -1,0 +1,116 @@
+"""The frame: every README command runs in a tiny form, every README example works, the two lists of pins are one."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BIN = Path(sys.executable).parent
+
+
+def test_conda_installs_what_pip_installs() -> None:
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    pip = next(item["pip"] for item in environment["dependencies"] if isinstance(item, dict))
+    assert pip == ["-r requirements.txt"]
+    assert "python=3.11" in environment["dependencies"]
+
+
+def test_every_requirement_is_pinned_and_every_dependency_has_a_pin() -> None:
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    pinned = {m[1].lower().split("[")[0] for line in lines if (m := re.match(r"([\w.\[\]-]+)==", line))}
+    loose = [line for line in lines if not re.match(r"#|-c |-e |[\w.\[\]-]+==", line)]
+    assert loose == []
+    project = (ROOT / "pyproject.toml").read_text()
+    wanted = re.findall(r'^  "([\w-]+)', project.split("dependencies = [")[1].split("]\n\n")[0], re.M)
+    assert set(wanted) - {"flash-lazy"} <= pinned
+    decisions = (ROOT / "docs" / "decisions.md").read_text()
+    assert [name for name in sorted(pinned) if name not in decisions] == []
+
+
+def readme_commands() -> list[str]:
+    """Commands of the README: `make ...` in code blocks, `.venv/bin/lit-lazy ...` and `lit-lazy ...` in code spans."""
+    blocks = "\n".join(re.findall(r"^```\n(.*?)^```", README, re.M | re.S))
+    made = re.findall(r"^(make [\w-]+)", blocks, re.M)
+    spans = re.findall(r"`(?:\.venv/bin/)?(lit-lazy [^`]+)`", README)
+    return [*made, *spans]
+
+
+# `make test` is what runs this; the dashboard serves until it is stopped, and has tests of its own.
+EXEMPT = {"make test", "make dashboard"}
+
+
+def test_the_readme_has_the_commands_that_are_tested() -> None:
+    assert {"make table2", "make test", "make table2-text", "make dashboard"} <= set(readme_commands())
+    assert len(readme_commands()) >= 9
+
+
+def tiny(command: str, runs: Path) -> list[str]:
+    """The same command on a tiny experiment, its results in `runs`."""
+    words = shlex.split(command)
+    if words[0] == "make":
+        return [*words, "TINY=1", f"RUNS={runs}"]
+    words = [re.sub(r"^backcopy$", "backcopy_tiny", word) for word in words]
+    if words[1:3] == ["ablate", "run"] and not words[3].endswith(".py"):
+        words += ["--base", "backcopy_tiny"]
+    takes_runs = words[1] == "train" or words[1:3] == ["ablate", "run"]
+    return [str(BIN / words[0]), *words[1:], *(["--runs", str(runs)] if takes_runs else [])]
+
+
+@pytest.mark.parametrize("command", [c for c in readme_commands() if c not in EXEMPT])
+def test_readme_command(command: str, runs: Path, tmp_path: Path) -> None:
+    write_examples(tmp_path)
+    words = tiny(command, runs)
+    where = ROOT if words[0] == "make" else tmp_path
+    done = subprocess.run(
+        words, cwd=where, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    if command == "make table2":
+        again = subprocess.run(words, cwd=where, capture_output=True, text=True, check=True)
+        assert "59 cells, all complete: nothing to do" in again.stdout
+        assert done.stdout[done.stdout.index("## table2") :] == again.stdout[again.stdout.index("## table2") :]
+
+
+def write_examples(folder: Path) -> list[Path]:
+    """The README's Python examples, each under the file name in its first comment."""
+    written = []
+    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)):
+        named = re.match(r"# (my_\w+\.py)", code)
+        path = folder / (named[1] if named else f"example_{number}.py")
+        path.write_text(code)
+        written.append(path)
+    return written
+
+
+def test_readme_examples_run(tmp_path: Path) -> None:
+    names = [path.name for path in write_examples(tmp_path)]
+    assert {"my_experiment.py", "my_ablation.py", "my_data.py"} <= set(names)
+    for name in names:
+        subprocess.run([sys.executable, name], cwd=tmp_path, check=True)
+
+
+def test_the_readme_data_source_trains(runs: Path, tmp_path: Path) -> None:
+    write_examples(tmp_path)
+    subprocess.run(
+        [str(BIN / "lit-lazy"), "train", "my_data.py", "--runs", str(runs), "--threads", "1"], cwd=tmp_path, check=True
+    )
+
+
+def test_links_of_the_documents_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", ROOT / "kernels" / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page}: {target}"
+
+
+def test_documents_name_tests_that_exist() -> None:
+    for page in (ROOT / "docs" / "method.md", ROOT / "tests" / "README.md"):
+        for path in re.findall(r"`(tests/[\w/.]+)`", page.read_text()):
+            assert (ROOT / path).exists(), f"{page}: {path}"

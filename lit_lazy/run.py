@@ -286,8 +286,8 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "lightning": L.__version__,
-        "machine": f"{platform.system()} {platform.machine()}, {device}",
         "threads": str(torch.get_num_threads()),
+        "machine": f"{platform.system()} {platform.machine()} with {device}",
         "git_sha": git_sha(),
     }
 

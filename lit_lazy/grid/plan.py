@@ -105,6 +105,7 @@ def _observation(run: TrackedRun) -> Observation:
         metrics=run.metrics,
         labels={"backend": run.tags["backend"]} if "backend" in run.tags else {},
         git_sha=run.tags.get("git_sha", ""),
+        environment=run.tags.get("environment", ""),
         reason=run.tags.get("reason", ""),
     )
 

@@ -99,7 +99,10 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Observation:
-    """What is known of one cell. `metrics` counts only when `status` is "complete"."""
+    """What is known of one cell. `metrics` counts only when `status` is "complete".
+
+    `environment` says in a line with which versions and on which machine it was trained.
+    """
 
     variant: str
     seed: int
@@ -107,6 +110,7 @@ class Observation:
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     git_sha: str = ""
+    environment: str = ""
     reason: str = ""
 
 
@@ -205,6 +209,7 @@ class Table:
     base: str
     baseline: str
     command: str
+    environment: str
     rows: tuple[Row, ...]
     columns: tuple[Column, ...]
     summaries: dict[str, Summary]
@@ -229,6 +234,7 @@ class Table:
             "base": self.base,
             "git_sha": self.git_sha,
             "command": self.command,
+            "environment": self.environment,
             "baseline": self.baseline,
             "rows": [asdict(row) | {"git_shas": list(row.git_shas)} for row in self.rows],
             "columns": columns,
@@ -350,6 +356,7 @@ def build_table(
         base=base,
         baseline=baseline,
         command=command,
+        environment=_one_or_mixed({o.environment for cells in complete.values() for o in cells if o.environment}),
         rows=tuple(
             _row(row, by_variant[row.variant], {key: measures[key][row.variant] for key in keys}, labels)
             for row in rows
@@ -600,7 +607,8 @@ def _provenance(table: Table) -> str:
     for seeds in others:
         seed_text += f"; {', '.join(map(str, seeds))} in {', '.join(variants[seeds])}"
     about = f"Base: {table.base}. Baseline: {table.baseline}. Seeds: {seed_text}. Commit: {table.git_sha or 'unknown'}."
-    return f"{about} Made by: {table.command}"
+    made_with = f" With {table.environment}." if table.environment else ""
+    return f"{about}{made_with} Made by: {table.command}"
 
 
 def _means(table: Table) -> _Grid:

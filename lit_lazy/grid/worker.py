@@ -67,7 +67,9 @@ class Worker:
             keep_checkpoint=self.keep_checkpoints,
         )
         timings = {f"time/{name}": value for name, value in result.timings.items()}
-        tags = {**result.labels, "git_sha": result.environment["git_sha"], "machine": result.environment["machine"]}
+        made_in = dict(result.environment)
+        tags = {**result.labels, "git_sha": made_in.pop("git_sha")}
+        tags["environment"] = ", ".join(f"{name} {value}" for name, value in made_in.items())
         self.tracker.finish(run_id, {**result.metrics, **timings}, tags, step=result.config["train"]["steps"])
         return result
 

@@ -109,7 +109,7 @@ def check_mlflow(runs: Path) -> None:
         assert run.info.status == ("FAILED" if wild else "FINISHED")
         assert tags["state"] == ("failed" if wild else "complete")
         if not wild:
-            assert {"git_sha", "machine", "backend"} <= tags.keys()
+            assert {"git_sha", "environment", "backend"} <= tags.keys()
             history = client.get_metric_history(run.info.run_id, "train/loss")
             assert [point.step for point in history] == [1, 3, 5]
             assert {"loss/excess", "init/loss/excess", "val/loss"} <= run.data.metrics.keys()

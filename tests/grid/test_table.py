@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -421,3 +422,10 @@ def test_the_formats_show_the_same_cells():
     grids = [g for g in markdown_grids(result.markdown()) if g[0][0] == "Variant" and not g[0][1].startswith("Δ")]
     joined = [sum((g[i][1:] for g in grids[1:]), grids[0][i]) for i in range(len(grids[0])) if i != 1]
     assert shown == joined
+
+
+def test_the_environment_is_named_and_mixed_ones_are_told():
+    made = [replace(cell("lazy", seed, 1.0 + seed), environment="torch 2.13.0") for seed in range(2)]
+    assert "With torch 2.13.0." in table(rows("lazy", seeds=range(2)), made).markdown()
+    mixed = [made[0], replace(made[1], environment="torch 2.14.0")]
+    assert "With mixed: torch 2.13.0, torch 2.14.0." in table(rows("lazy", seeds=range(2)), mixed).markdown()

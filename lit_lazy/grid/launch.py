@@ -23,7 +23,7 @@ from lit_lazy.grid.worker import RUN_ID
 from lit_lazy.run import git_sha
 from lit_lazy.tracking import Tracker, default_uri
 
-POLL_SECONDS = 0.5
+POLL_SECONDS = 1.0
 MOST_CRASHES = 3
 """Deaths per worker, without a cell ending in between, after which starting another makes no sense."""
 
@@ -150,9 +150,11 @@ def _work(grid: Grid, launch: Launch, queue: Queue, tracker: Tracker, parent_id:
     with Progress(queue, keys, launch.workers, console) as progress:
         try:
             while True:
-                crashes += sum(worker.poll() not in (None, 0) for worker in workers)
+                died = sum(worker.poll() not in (None, 0) for worker in workers)
+                crashes += died
                 workers = [worker for worker in workers if worker.poll() is None]
-                _recover(grid, queue, tracker, console)
+                if died or not workers:
+                    _recover(grid, queue, tracker, console)
                 states = queue.states()
                 waiting = sum(states[key] == "waiting" for key in keys)
                 ended = sum(states[key] in ("complete", "failed") for key in keys)
@@ -161,7 +163,7 @@ def _work(grid: Grid, launch: Launch, queue: Queue, tracker: Tracker, parent_id:
                     raise GridError(f"workers keep dying before they finish a cell; see {grid.folder}/worker-0.log")
                 for _ in range(min(launch.workers - len(workers), waiting)):
                     workers.append(_start_worker(grid, launch, queue, tracker, parent_id, len(workers)))
-                progress.update()
+                progress.update(states)
                 if not workers and not waiting and not any(states[key] == "running" for key in keys):
                     return
                 time.sleep(POLL_SECONDS)

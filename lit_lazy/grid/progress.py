@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lit_lazy.grid.queue import Queue
+from lit_lazy.grid.queue import Queue, State
 
 PLAIN_EVERY_SECONDS = 15.0
 
@@ -22,8 +22,7 @@ class Progress:
     def __init__(self, queue: Queue, keys: Sequence[str], workers: int, console: Console) -> None:
         self.queue, self.keys, self.workers, self.console = queue, set(keys), workers, console
         self.started = time.monotonic()
-        states = queue.states()
-        self.done_before = sum(states.get(key) == "complete" for key in self.keys)
+        self.done_before = self._counts(queue.states())["complete"]
         self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self._last_line, self._last_ended = 0.0, -1
 
@@ -38,11 +37,11 @@ class Progress:
         if self.live:
             self.live.stop()
         else:
-            self._print_line(self._counts())
+            self._print_line(self._counts(self.queue.states()))
 
-    def update(self) -> None:
-        """Show the present state of the queue."""
-        counts = self._counts()
+    def update(self, states: Mapping[str, State]) -> None:
+        """Show these states of the queue's cells."""
+        counts = self._counts(states)
         if self.live:
             self.live.update(self._panel(counts))
             return
@@ -51,8 +50,7 @@ class Progress:
             self._last_line, self._last_ended = now, ended
             self._print_line(counts)
 
-    def _counts(self) -> Counter[str]:
-        states = self.queue.states()
+    def _counts(self, states: Mapping[str, State]) -> Counter[str]:
         return Counter(states.get(key, "waiting") for key in self.keys)
 
     def _summary(self, counts: Counter[str]) -> str:

@@ -13,7 +13,7 @@ from lit_lazy.config import RunConfig, from_dict
 from lit_lazy.files import load_module
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.queue import Queue, Task
-from lit_lazy.run import CellBusyError, RunResult, run, write_atomically
+from lit_lazy.run import CellBusyError, RunResult, git_sha, run, write_atomically
 from lit_lazy.tracking import Tracker
 
 RUN_ID = "mlflow_run_id"
@@ -85,6 +85,7 @@ class Worker:
             "source": cell.source,
             "seed": str(cell.seed),
             "cell": cell.key,
+            "git_sha": git_sha(),
         }
         name = f"{cell.variant} seed {cell.seed}"
         run_id = self.tracker.start_run(name, tags, cell.axes, cell.config, self.parent_id)

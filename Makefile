@@ -41,7 +41,7 @@ lint: .venv/.complete
 	$(BIN)/pyrefly check
 
 bench: .venv/.complete
-	$(BIN)/python kernels/memory.py
+	$(BIN)/python kernels/memory.py --json docs/results/kernels/chunked-memory.json
 
 constraints: .venv/.complete
 	( echo '# Versions of what requirements.txt pulls in; made by `make constraints`.'; \

@@ -10,6 +10,7 @@ not fit into the free memory is shown as "-".
 import argparse
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,20 @@ def fits(backend: str, length: int) -> bool:
     return backend != "reference" or REFERENCE_MATRICES * 4 * HEADS * length**2 < free
 
 
+def made_with() -> dict[str, str]:
+    """How and where the figures were made."""
+    import torch
+
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return {
+        "command": "python kernels/memory.py " + " ".join(sys.argv[1:]),
+        "commit": commit.stdout.strip() or "unknown",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()} with {os.cpu_count()} CPU cores, 1 thread",
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
@@ -77,7 +92,7 @@ def main() -> None:
         found = [row["rise_bytes"] for row in rows if row["length"] == length]
         print(f"| {length} | " + " | ".join("-" if x is None else f"{x / 2**20:.0f}" for x in found) + " |")
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+        args.json.write_text(json.dumps(made_with() | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from lit_lazy import figures
@@ -145,38 +146,45 @@ def _recover(grid: Grid, queue: Queue, tracker: Tracker, console: Console) -> No
 def _work(grid: Grid, launch: Launch, queue: Queue, tracker: Tracker, parent_id: str, console: Console) -> None:
     """Keep workers busy until no cell of the grid waits or runs. Ctrl-C ends the workers after their bookkeeping."""
     keys = [cell.key for cell in grid.cells]
-    workers: list[subprocess.Popen[bytes]] = []
+    workers: dict[int, subprocess.Popen[bytes]] = {}
     crashes, ended_before = 0, 0
     with Progress(queue, keys, launch.workers, console) as progress:
         try:
             while True:
-                died = sum(worker.poll() not in (None, 0) for worker in workers)
-                crashes += died
-                workers = [worker for worker in workers if worker.poll() is None]
+                died = sum(worker.poll() not in (None, 0) for worker in workers.values())
+                workers = {slot: worker for slot, worker in workers.items() if worker.poll() is None}
                 if died or not workers:
                     _recover(grid, queue, tracker, console)
                 states = queue.states()
+                progress.update(states)
                 waiting = sum(states[key] == "waiting" for key in keys)
                 ended = sum(states[key] in ("complete", "failed") for key in keys)
-                crashes, ended_before = (0, ended) if ended > ended_before else (crashes, ended_before)
+                crashes, ended_before = (0, ended) if ended > ended_before else (crashes + died, ended_before)
                 if crashes >= MOST_CRASHES * launch.workers:
                     raise GridError(f"workers keep dying before they finish a cell; see {grid.folder}/worker-0.log")
-                for _ in range(min(launch.workers - len(workers), waiting)):
-                    workers.append(_start_worker(grid, launch, queue, tracker, parent_id, len(workers)))
-                progress.update(states)
-                if not workers and not waiting and not any(states[key] == "running" for key in keys):
+                free = [slot for slot in range(launch.workers) if slot not in workers]
+                for slot in free[:waiting]:
+                    workers[slot] = _start_worker(grid, launch, queue, tracker, parent_id, slot)
+                if not workers and not any(states[key] == "running" for key in keys):
                     return
                 time.sleep(POLL_SECONDS)
         except BaseException:
-            for worker in workers:
+            for worker in workers.values():
                 worker.send_signal(signal.SIGTERM)
-            for worker in workers:
+            for worker in workers.values():
                 worker.wait()
             raise
 
 
+def _one_gpu(slot: int) -> dict[str, str]:
+    """The environment that gives a worker a GPU of its own, where there are any."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    return {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]} if gpus and torch.cuda.is_available() else {}
+
+
 def _start_worker(
-    grid: Grid, launch: Launch, queue: Queue, tracker: Tracker, parent_id: str, number: int
+    grid: Grid, launch: Launch, queue: Queue, tracker: Tracker, parent_id: str, slot: int
 ) -> subprocess.Popen[bytes]:
     """A worker in a process group of its own, so that Ctrl-C reaches it through its parent alone."""
     command = [
@@ -192,13 +200,13 @@ def _start_worker(
         *("--import", *(str(file) for file in grid.files)),
     ]
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(launch.threads))
-    with (grid.folder / f"worker-{number}.log").open("ab") as log:
+    with (grid.folder / f"worker-{slot}.log").open("ab") as log:
         return subprocess.Popen(
             command,
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=os.environ | threads,
+            env=os.environ | threads | _one_gpu(slot),
             start_new_session=True,
         )
 

@@ -11,5 +11,5 @@ def config() -> RunConfig:
             vocab_size=64, context_length=64, n_triggers=3, train_sequences=38_400, validation_sequences=1_024
         ),
         model=ModelConfig(d_model=64, n_layers=1, n_heads=1, d_ff=128, position=Rope(), tie_embeddings=False),
-        train=TrainConfig(steps=1_200, batch_size=32, lr=3e-3, warmup_steps=50, val_every=400),
+        train=TrainConfig(steps=1_200, batch_size=32, lr=3e-3, warmup_steps=50),
     )

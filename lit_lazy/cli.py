@@ -250,7 +250,9 @@ def default_workers(threads: int) -> int:
     """One worker per GPU where there are any, else as many as the cores carry."""
     import torch
 
-    return torch.cuda.device_count() or max(1, len(os.sched_getaffinity(0)) // threads)
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only; elsewhere a process may use every core
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return torch.cuda.device_count() or max(1, cores // threads)
 
 
 def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:

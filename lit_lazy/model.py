@@ -1,7 +1,7 @@
 """The decoder language model: pre-norm blocks of attention and SwiGLU, for any attention specification."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -114,24 +114,28 @@ def init_parameters(model: nn.Module, std: float, seed: int) -> None:
     for path, module in model.named_modules():
         if isinstance(module, BiasModule):
             module.init_parameters(lambda name, path=path: parameter_generator(seed, f"{path}.{name}"))
-    inside_bias = {id(m) for b in model.modules() if isinstance(b, BiasModule) for m in b.modules()}
     drawn: set[int] = set()
-    for path, module in model.named_modules():
-        if (
-            isinstance(module, nn.Linear | nn.Embedding)
-            and id(module) not in inside_bias
-            and id(module.weight) not in drawn
-        ):
+    for path, module in _matrices(model):
+        if id(module.weight) not in drawn:
             drawn.add(id(module.weight))
             nn.init.normal_(module.weight, std=std, generator=parameter_generator(seed, f"{path}.weight"))
+
+
+def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
+    """Linear layers and embeddings by path, those inside positional biases left out."""
+    inside_bias = {id(m) for b in model.modules() if isinstance(b, BiasModule) for m in b.modules()}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding) and id(module) not in inside_bias:
+            yield path, module
 
 
 def flops_per_token(model: DecoderLM, context_length: int) -> int:
     """Training FLOPs per token: 6 per weight that multiplies an activation, and causal attention's two products.
 
     The attention term is 6 * layers * context * width: half of the full square (Chowdhery et al., arXiv 2204.02311,
-    appendix B), forward and backward; products that a backend recomputes are not counted.
+    appendix B), forward and backward. A window is not taken into account, and products that a backend recomputes and
+    positional biases are not counted.
     """
-    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    weights = sum(m.weight.numel() for _, m in _matrices(model) if isinstance(m, nn.Linear))
     width = model.attentions[0].n_heads * model.attentions[0].head_dim
     return 6 * weights + 6 * len(model.blocks) * context_length * width

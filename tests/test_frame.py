@@ -114,3 +114,10 @@ def test_documents_name_tests_that_exist() -> None:
     for page in (ROOT / "docs" / "method.md", ROOT / "tests" / "README.md"):
         for path in re.findall(r"`(tests/[\w/.]+)`", page.read_text()):
             assert (ROOT / path).exists(), f"{page}: {path}"
+
+
+def test_the_readme_quotes_the_results_as_they_are() -> None:
+    results = (ROOT / "docs" / "results" / "table2-backcopy" / "table.md").read_text()
+    quoted = [line for line in README.splitlines() if line.startswith(("| softmax", "| lazy", "| elastic"))]
+    assert len(quoted) == 2 * 17
+    assert all(line in results for line in quoted)

@@ -57,7 +57,7 @@ class DataSource:
     context_length: int
     """L: the number of tokens, and of targets, in a sequence."""
     fingerprint: str
-    """Hex digest of the training and validation content that is really used; part of a run's key."""
+    """Digest of the training and validation content that is really used; part of a run's key."""
     info: dict[str, str | int | float]
     """Sizes, versions, oracle and baseline figures."""
     train: TokenDataset

@@ -78,7 +78,8 @@ def load_folder(config: Stdlib, root: Path) -> DataSource:
         name="stdlib",
         vocab_size=256,
         context_length=config.context_length,
-        fingerprint=fingerprint([train, validation]),
+        # The version is part of it, so that a table never mixes interpreters.
+        fingerprint=f"python-{platform.python_version()}-{fingerprint([train, validation])}",
         info={
             "python_version": platform.python_version(),
             "bytes_per_token": 1.0,

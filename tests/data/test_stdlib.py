@@ -156,3 +156,10 @@ def test_running_python():
     paths = read_sources(Path(sysconfig.get_path("stdlib")))
     assert {"argparse.py", "json/decoder.py", "unittest/case.py"} <= set(paths)
     assert not [path for path in paths if {"test", "tests", "idle_test", "site-packages"} & set(path.split("/"))]
+
+
+def test_fingerprint_names_the_python_version(library, monkeypatch):
+    ours = load_folder(CONFIG, library).fingerprint
+    assert platform.python_version() in ours
+    monkeypatch.setattr(platform, "python_version", lambda: "3.99.0")
+    assert load_folder(CONFIG, library).fingerprint not in (ours, "")

@@ -1,6 +1,5 @@
 # Every target makes .venv itself when it is missing. TINY=1 runs the same path on a tiny model in under a minute.
 PYTHON ?= python3
-WORKERS ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 RUNS ?= runs
 BIN := .venv/bin
 LIT := $(BIN)/lit-lazy
@@ -21,10 +20,10 @@ help:
 	@echo "TINY=1 makes table2 and table2-text a matter of a minute; WORKERS, RUNS and PYTHON can be set too"
 
 table2: .venv/.complete
-	$(LIT) ablate run table2 --base backcopy$(SUFFIX) --workers $(WORKERS) --runs $(RUNS)
+	$(LIT) ablate run table2 --base backcopy$(SUFFIX) $(addprefix --workers ,$(WORKERS)) --runs $(RUNS)
 
 table2-text: .venv/.complete
-	$(LIT) ablate run table2 --base stdlib$(SUFFIX) --seeds 0,1,2 --workers $(WORKERS) --runs $(RUNS)
+	$(LIT) ablate run table2 --base stdlib$(SUFFIX) --seeds 0,1,2 $(addprefix --workers ,$(WORKERS)) --runs $(RUNS)
 
 dashboard: .venv/.complete
 	$(LIT) dashboard --runs $(RUNS)

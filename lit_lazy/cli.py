@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from lit_lazy.config import RunConfig
     from lit_lazy.grid.launch import Grid
 
+BYTES_PER_WORKER = 3 * 2**29
+"""1.5 GB: torch, lightning and mlflow take 0.9 GB before a small model is trained."""
+
 OVERRIDES = """\
 Any field of the experiment can be overridden, for example
   --model.d_model=128 --train.steps=200 --model.attention.normaliser=Elastic --model.attention.normaliser.tau_init=2
@@ -78,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--workers",
         type=positive,
         default=None,
-        help="processes (default: one per core, or per GPU where there are any)",
+        help="processes (default: one per GPU, else as many as cores and memory carry)",
     )
     run_parser.add_argument("--threads", type=positive, default=1, help="CPU threads of each worker (default 1)")
     run_parser.add_argument("--dry-run", action="store_true", help="list the cells and an estimate; create nothing")
@@ -247,12 +250,14 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def default_workers(threads: int) -> int:
-    """One worker per GPU where there are any, else as many as the cores carry."""
+    """One worker per GPU where there are any, else as many as cores and memory carry."""
+    import psutil
     import torch
 
     affinity = getattr(os, "sched_getaffinity", None)  # Linux only; elsewhere a process may use every core
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return torch.cuda.device_count() or max(1, cores // threads)
+    memory = psutil.virtual_memory().available // BYTES_PER_WORKER
+    return torch.cuda.device_count() or max(1, min(cores // threads, memory))
 
 
 def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:

@@ -5,6 +5,7 @@ Options are read here; everything else is imported late, so that help is instant
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -86,9 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     run_parser.add_argument("--threads", type=positive, default=1, help="CPU threads of each worker (default 1)")
     run_parser.add_argument("--dry-run", action="store_true", help="list the cells and an estimate; create nothing")
     run_parser.add_argument("--fresh", action="store_true", help="set the former results aside and begin anew")
-    run_parser.add_argument(
-        "--keep-checkpoints", action="store_true", help="keep each cell's trained model, final.ckpt"
-    )
+    run_parser.add_argument("--keep-checkpoint", action="store_true", help="keep each cell's trained model, final.ckpt")
     add_runs(run_parser)
 
     table_parser = command(ablate, "table", ablate_table, "rebuild an ablation's table from MLflow alone")
@@ -120,7 +119,7 @@ def command(commands, name, function, text, takes_overrides=False) -> argparse.A
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all results (default: runs)")
+    parser.add_argument("--runs", type=folder, default=Path("runs"), help="folder of all results (default: runs)")
 
 
 def add_base(parser: argparse.ArgumentParser) -> None:
@@ -138,7 +137,17 @@ def positive(text: str) -> int:
 
 def names(text: str) -> list[str]:
     """An option that is a list of names separated by commas."""
-    return [name.strip() for name in text.split(",") if name.strip()]
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be names separated by commas, for example lazy,softmax")
+    return found
+
+
+def folder(text: str) -> Path:
+    """An option that is a folder, there or to be made."""
+    if Path(text).exists() and not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: is a file, must be a folder")
+    return Path(text)
 
 
 def whole_numbers(text: str) -> list[int]:
@@ -176,7 +185,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
     """The grid that the options of `ablate run` describe, checked whole; nothing is created."""
     from lit_lazy.config import replace_at, to_dict
     from lit_lazy.files import find, load_experiment
-    from lit_lazy.grid.ablation import expand, load_ablation, row_infos, select
+    from lit_lazy.grid.ablation import definitions, expand, load_ablation, row_infos, select
     from lit_lazy.overrides import apply_overrides
 
     ablation_path = find("ablations", options.ablation)
@@ -202,6 +211,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
         columns=ablation.columns,
         contrasts=ablation.contrasts,
         axes=tuple(dict.fromkeys(name for cell in cells for name in cell.axes)),
+        definitions=definitions(ablation, base),
         facts=base.data.load().info,
     )
     return Grid(
@@ -235,7 +245,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.grid.launch import GridError, Launch, run_grid
 
     workers = options.workers or default_workers(options.threads)
-    launch = Launch(workers, options.threads, options.fresh, options.keep_checkpoints)
+    launch = Launch(workers, options.threads, options.fresh, options.keep_checkpoint)
     try:
         table, finished = run_grid(grid, launch, Console())
     except GridError as error:
@@ -245,7 +255,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     where = grid.folder
     print(f"\ntable:      {where}/table.md (also .csv, .tex, .json, .html), figure {where}/effects.png")
     print(f"runs:       {where}/cells/, workers' logs {where}/worker-*.log")
-    print(f"dashboard:  lit-lazy dashboard --runs {options.runs}")
+    print(f"dashboard:  {shlex.join(['lit-lazy', 'dashboard', '--runs', str(options.runs)])}")
     return 0 if finished else 1
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -50,10 +51,18 @@ def load_module(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except Exception as error:
         del sys.modules[name]
-        raise
+        raise ValueError(f"{path}: {_where(error, path)}") from error
     return module
+
+
+def _where(error: Exception, path: Path) -> str:
+    """`line 3: NameError: ...`: the last line of this file that an exception went through."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+    text = " ".join(str(error).split())
+    return f"line {line}: {type(error).__name__}: {text}" if line else f"{type(error).__name__}: {text}"
 
 
 def load_experiment(path: Path) -> RunConfig:
@@ -61,7 +70,10 @@ def load_experiment(path: Path) -> RunConfig:
     config = getattr(load_module(path), "config", None)
     if not callable(config):
         raise ValueError(f"{path}: defines no function config() that returns a RunConfig")
-    made = config()
+    try:
+        made = config()
+    except Exception as error:
+        raise ValueError(f"{path}: {_where(error, path)}") from error
     if not isinstance(made, RunConfig):
         raise ValueError(f"{path}: config() returned {type(made).__name__}, not a RunConfig")
     return made

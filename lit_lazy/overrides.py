@@ -1,6 +1,7 @@
 """`--model.d_model=128`: command-line overrides of any field of a RunConfig, by jsonargparse."""
 
 import dataclasses
+import re
 import typing
 import warnings
 from abc import ABC
@@ -30,7 +31,8 @@ def apply_overrides(base: RunConfig, arguments: Sequence[str]) -> tuple[RunConfi
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            parsed = parser.parse_args(list(arguments))
+            # YAML's null is what jsonargparse knows; None is what this project's help says.
+            parsed = parser.parse_args([re.sub(r"(^|=)None$", r"\1null", argument) for argument in arguments])
             made = parser.instantiate(parsed)
         values = {field.name: made[field.name] for field in dataclasses.fields(RunConfig)}
     except ArgumentError as error:

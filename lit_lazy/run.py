@@ -1,8 +1,10 @@
 """RunConfig -> RunResult: the one function that trains and evaluates a run."""
 
+import functools
 import json
 import logging
 import os
+import pickle
 import platform
 import shutil
 import signal
@@ -31,6 +33,8 @@ from lit_lazy.lightning_module import Batch, DivergedError, LitLM, token_nll
 from lit_lazy.metrics import AttentionMetrics, RatioOfSums
 from lit_lazy.model import check_model, flops_per_token
 
+log = logging.getLogger("lit_lazy.run")
+
 RESULT, FINAL_CHECKPOINT = "result.json", "final.ckpt"
 NATS_PER_BIT = 0.6931471805599453
 
@@ -55,9 +59,15 @@ class RunResult:
 
     @classmethod
     def read(cls, folder: Path) -> "RunResult | None":
-        """The result in a run folder, or None while there is none."""
+        """The result in a run folder, or None while there is none. One that cannot be read is set aside."""
         path = folder / RESULT
-        return cls(**json.loads(path.read_text())) if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (ValueError, TypeError) as error:
+            set_aside(path, error)
+            return None
 
 
 def prepare(cfg: RunConfig) -> DataSource:
@@ -90,25 +100,29 @@ def run(
     The checkpoints to resume from are removed in the end; keep_checkpoint leaves the trained model in `final.ckpt`.
     The same config, seed and thread count give the same metrics on the same machine bit for bit, also when the run was
     killed and resumed in between. Raises CellBusyError when another process works in the folder, DivergedError when
-    the loss is no longer finite.
+    the loss is no longer finite, ValueError when the folder belongs to another config.
     """
+    source = prepare(cfg)
+    key = cell_key(cfg, source.fingerprint)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / "lock", timeout=0):
-            return RunResult.read(folder) or _run(cfg, folder, logger, callbacks, show_progress, keep_checkpoint)
+            known = RunResult.read(folder)
+            require(known is None or known.key == key, "folder", str(folder), "holds the result of another config")
+            return known or _run(cfg, source, folder, logger, callbacks, show_progress, keep_checkpoint)
     except Timeout:
         raise CellBusyError(f"another process works in {folder}") from None
 
 
 def _run(
     cfg: RunConfig,
+    source: DataSource,
     folder: Path,
     logger: Logger | None,
     callbacks: Sequence[Callback],
     show_progress: bool,
     keep_checkpoint: bool,
 ) -> RunResult:
-    source = prepare(cfg)
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
     trainer = make_trainer(cfg, folder, logger, callbacks, show_progress)
     device = trainer.strategy.root_device
@@ -116,8 +130,8 @@ def _run(
 
     checkpoints = folder / "checkpoints"
     last = checkpoints / "last.ckpt"
-    started, first_step = time.perf_counter(), _step_of(last)
-    fit(trainer, module, cfg, source, last if last.exists() else None)
+    started, first_step = time.perf_counter(), resumable_step(last, cfg)
+    fit(trainer, module, cfg, source, last if first_step else None)
     trained = time.perf_counter()
     if keep_checkpoint:
         trainer.save_checkpoint(folder / FINAL_CHECKPOINT)
@@ -210,8 +224,25 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _step_of(checkpoint: Path) -> int:
-    return torch.load(checkpoint, weights_only=True)["global_step"] if checkpoint.exists() else 0
+def resumable_step(checkpoint: Path, cfg: RunConfig) -> int:
+    """The step from which a checkpoint resumes this config; 0 where there is none, or a damaged one was set aside."""
+    if not checkpoint.exists():
+        return 0
+    try:
+        content = torch.load(checkpoint, weights_only=True)
+        step, config = content["global_step"], content["hyper_parameters"]["config"]
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError) as error:
+        set_aside(checkpoint, error)
+        return 0
+    require(config == to_dict(cfg), "folder", str(checkpoint.parents[1]), "holds a checkpoint of another config")
+    return step
+
+
+def set_aside(path: Path, error: Exception) -> None:
+    """Rename a damaged file, and say so: the run begins again without it."""
+    aside = path.with_name(f"{path.name}.damaged")
+    path.replace(aside)
+    log.warning("%s is damaged (%s: %s); kept as %s", path, type(error).__name__, str(error)[:80], aside.name)
 
 
 @torch.no_grad()
@@ -292,8 +323,11 @@ def environment() -> dict[str, str]:
     }
 
 
+@functools.cache
 def git_sha() -> str:
-    """Short commit of the project's checkout, with `-dirty` where tracked files differ; "unknown" outside one."""
+    """Read once, at the start of a process: the commit of the code that runs, not of what the checkout became since.
+
+    Short commit of the project's checkout, with `-dirty` where tracked files differ; "unknown" outside one."""
     here = Path(__file__).parent
     try:
         described = subprocess.run(

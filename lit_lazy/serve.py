@@ -26,6 +26,8 @@ def serve(runs: Path, port: int) -> int:
     if uri.startswith("http"):
         print_links(uri, url)
         return 0
+    if port > 65535:
+        raise ValueError(f"--port {port}: must be at most 65535")
     with socket.socket() as probe:
         if probe.connect_ex((HOST, port)) == 0:
             raise ValueError(f"--port {port}: something already listens there; choose another port")

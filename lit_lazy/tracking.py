@@ -20,6 +20,9 @@ from lit_lazy.dashboards import TAG_PREFIX, cells_view, run_link, runs_link, sav
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
 warnings.filterwarnings("ignore", message=".*``noload`` loader strategy is deprecated.*")
 
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+
+URI_VARIABLE = "MLFLOW_TRACKING_URI"
 SQLITE = "sqlite:///"
 TABLE_VIEW, CELLS_VIEW = "Variants (mean over seeds)", "All cells"
 
@@ -36,7 +39,17 @@ class TrackedRun:
 
 def default_uri(runs: Path) -> str:
     """The tracking store: `MLFLOW_TRACKING_URI` where it is set, else sqlite in the runs folder."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{(runs / 'mlflow.db').resolve()}"
+    return os.environ.get(URI_VARIABLE) or f"{SQLITE}{(runs / 'mlflow.db').resolve()}"
+
+
+def _use(uri: str) -> None:
+    """Make `uri` MLflow's store without exporting it: `default_uri` would take it for the user's own wish."""
+    before = os.environ.get(URI_VARIABLE)
+    mlflow.set_tracking_uri(uri)
+    if before is None:
+        os.environ.pop(URI_VARIABLE, None)
+    else:
+        os.environ[URI_VARIABLE] = before
 
 
 class Tracker:
@@ -44,7 +57,7 @@ class Tracker:
 
     def __init__(self, uri: str, runs: Path, experiment: str) -> None:
         self.uri = uri
-        mlflow.set_tracking_uri(uri)
+        _use(uri)
         self.client = MlflowClient(uri)
         found = self.client.get_experiment_by_name(experiment)
         if found is None:

@@ -1,5 +1,6 @@
 """The command line: instant help, one line for a mistake and nothing created, status 2."""
 
+import shutil
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lit_lazy.cli import main
+from lit_lazy.tracking import default_uri, experiment_names
 
 BIN = Path(sys.executable).parent
 
@@ -115,6 +117,8 @@ def test_a_mistake_is_one_line_and_creates_nothing(
         (["ablate", "run", "table2", "--workers", "0"], "'0': must be a whole number of at least 1"),
         (["ablate", "run", "table2", "--workers", "-1"], "'-1': must be a whole number of at least 1"),
         (["ablate", "run", "table2", "--seeds", "a"], "'a': must be whole numbers separated by commas"),
+        (["ablate", "run", "table2", "--rows", ""], "'': must be names separated by commas"),
+        (["train", "backcopy_tiny", "--runs", __file__], "is a file, must be a folder"),
         (["ablate", "run"], "the following arguments are required: NAME"),
         (["trian", "backcopy"], "invalid choice: 'trian'"),
     ],
@@ -126,6 +130,44 @@ def test_a_mistake_in_an_option_is_told_by_the_parser(
         main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+BROKEN = {
+    "syntax": ("def config(:\n", "line 1: SyntaxError"),
+    "import": ("\nimport nothing_of_this_name\n", "line 2: ModuleNotFoundError"),
+    "config": ("def config():\n    return 1 / 0\n", "line 2: ZeroDivisionError"),
+    "other": ("def config():\n    return 1\n", "config() returned int, not a RunConfig"),
+    "none": ("x = 1\n", "defines no function config()"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_experiment_file_is_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content, message = BROKEN[name]
+    path = tmp_path / f"broken_{name}.py"
+    path.write_text(content)
+    assert main(["train", path.name]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"lit-lazy: {path}: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_runs_folders_of_one_process_are_kept_apart(tmp_path: Path, empty_store: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        shutil.copy(empty_store, tmp_path / name / "mlflow.db")
+        assert main(["train", "backcopy_tiny", "--runs", str(tmp_path / name), "--threads", "1"]) == 0
+        assert experiment_names(default_uri(tmp_path / name))[:1] == ["train-backcopy_tiny"]
+
+
+def test_none_is_understood_as_the_help_says_it(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--dry-run", "--rows", "softmax", "--seeds", "0"]
+    assert main([*command, "--model.n_kv_heads=None"]) == 0
+    assert "1 cells of table2-backcopy_tiny:" in capsys.readouterr().out
 
 
 def test_train_prints_metrics_and_a_second_time_returns_them(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

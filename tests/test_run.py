@@ -193,6 +193,33 @@ def test_a_checkpoint_loads_without_running_code_and_rebuilds_the_model(tmp_path
     assert module.cfg == config()
 
 
+def test_a_damaged_checkpoint_is_set_aside_and_the_run_begins_again(tmp_path: Path) -> None:
+    run(config(), tmp_path / "whole", keep_checkpoint=True)
+    for name, content in (("garbage", b"not a checkpoint"), ("empty", b"")):
+        last = tmp_path / name / "checkpoints" / "last.ckpt"
+        last.parent.mkdir(parents=True)
+        last.write_bytes(content)
+        run(config(), tmp_path / name, keep_checkpoint=True)
+        assert_same_run(tmp_path / "whole", tmp_path / name)
+
+
+def test_a_damaged_result_is_set_aside_and_the_run_begins_again(tmp_path: Path) -> None:
+    first = run(config(), tmp_path)
+    for content in ('{"key": ', "{}"):
+        (tmp_path / RESULT).write_text(content)
+        assert untimed(run(config(), tmp_path)) == untimed(first)
+        assert (tmp_path / f"{RESULT}.damaged").read_text() == content
+
+
+def test_a_folder_of_another_config_is_refused(tmp_path: Path) -> None:
+    run_until_killed(config(), tmp_path / "begun", 13)
+    run(config(), tmp_path / "done")
+    with pytest.raises(ValueError, match="holds the result of another config"):
+        run(config(seed=1), tmp_path / "done")
+    with pytest.raises(ValueError, match="holds a checkpoint of another config"):
+        run(config(seed=1), tmp_path / "begun")
+
+
 def test_a_file_written_atomically_is_whole_or_the_former(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     write_atomically(path, "first")

@@ -193,7 +193,12 @@ class _KerpleLog(BiasModule):
 
     def forward(self, n_keys: int) -> BiasTerms:
         distance = torch.arange(n_keys, device=self.r1.device)
-        return BiasTerms(table=-self.r1.clamp(min=0.01) * torch.log1p(self.r2.clamp(min=0.01) * distance))
+        return BiasTerms(table=-_at_least(self.r1, 0.01) * torch.log1p(_at_least(self.r2, 0.01) * distance))
+
+
+def _at_least(parameter: Tensor, least: float) -> Tensor:
+    """The parameter raised to `least`, with the gradient of the parameter itself, so that it can grow back."""
+    return parameter + (parameter.clamp(min=least) - parameter).detach()
 
 
 @dataclass(frozen=True)

@@ -143,6 +143,18 @@ def expand(
     return cells
 
 
+def definitions(ablation: Ablation, base: RunConfig) -> dict[str, str]:
+    """A hash of what each row trains, by name; a row that does not fit the base has none."""
+    found = {}
+    for row in ablation.all_rows:
+        try:
+            config = replace(replace_at(base, row.changes), seed=0)
+            found[row.name] = cell_key(config, prepare(config).fingerprint)
+        except ValueError:
+            continue
+    return found
+
+
 def _refuse_twins(cells: Sequence[Cell]) -> None:
     first: dict[str, Cell] = {}
     for cell in cells:

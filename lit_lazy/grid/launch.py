@@ -71,6 +71,7 @@ def run_grid(grid: Grid, launch: Launch, console: Console) -> tuple[Table, bool]
 
     Another process may be running the same grid: both take cells from the one queue.
     """
+    git_sha()
     grid.folder.mkdir(parents=True, exist_ok=True)
     queue = Queue(default_storage(grid.runs), grid.id)
     tracker = Tracker(default_uri(grid.runs), grid.runs, grid.id)
@@ -147,7 +148,7 @@ def _work(grid: Grid, launch: Launch, queue: Queue, tracker: Tracker, parent_id:
     """Keep workers busy until no cell of the grid waits or runs. Ctrl-C ends the workers after their bookkeeping."""
     keys = [cell.key for cell in grid.cells]
     workers: dict[int, subprocess.Popen[bytes]] = {}
-    crashes, ended_before = 0, 0
+    crashes, ended_before, told = 0, 0, False
     with Progress(queue, keys, launch.workers, console) as progress:
         try:
             while True:
@@ -167,6 +168,11 @@ def _work(grid: Grid, launch: Launch, queue: Queue, tracker: Tracker, parent_id:
                     workers[slot] = _start_worker(grid, launch, queue, tracker, parent_id, slot)
                 if not workers and not any(states[key] == "running" for key in keys):
                     return
+                if not workers and not told:
+                    told = True
+                    held = [name for key, name in queue.running().items() if key in keys]
+                    console.print(f"waiting for workers that this process did not start: {'; '.join(held)}. If they")
+                    console.print("are gone for good, interrupt and run again with --fresh")
                 time.sleep(POLL_SECONDS)
         except BaseException:
             for worker in workers.values():

@@ -28,6 +28,8 @@ class Plan:
     contrasts: tuple[Contrast, ...]
     axes: tuple[str, ...]
     """Names of the params in which the cells differ."""
+    definitions: dict[str, str]
+    """What each row of the ablation trains: a hash by name."""
     facts: dict[str, str | int | float]
     """Facts about the data: oracle, baselines, sizes."""
 
@@ -45,7 +47,16 @@ class Plan:
         return cls(**plan)
 
     def widened(self, former: "Plan", order: Sequence[str]) -> "Plan":
-        """This plan with the rows and seeds of a former one beside its own, rows in the given order."""
+        """This plan with the rows and seeds of a former one beside its own, rows in the given order.
+
+        Raises ValueError where a row has become another training since: one table never holds both.
+        """
+        for row in former.rows:
+            if self.definitions.get(row.variant) != former.definitions.get(row.variant):
+                raise ValueError(
+                    f"row {row.variant!r}: its experiment, ablation or data has changed since this grid was begun; "
+                    "--fresh sets the former results aside, another file name keeps both"
+                )
         rows = {row.variant: row for row in former.rows}
         for row in self.rows:
             known = rows.get(row.variant, row)

@@ -64,7 +64,7 @@ class Progress:
         done = counts["complete"] - self.done_before
         left = counts["waiting"] + counts["running"]
         if not left:
-            return "finished"
+            return "nothing left"
         # Running cells are about half done, on average.
         progressed = done + 0.5 * min(counts["running"], left)
         return (

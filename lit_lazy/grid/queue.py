@@ -89,13 +89,9 @@ class Queue:
         return [trial.duration.total_seconds() for trial in done if trial.duration is not None]
 
     def running(self) -> dict[str, str]:
-        """Variant and seed of each running cell, by key."""
+        """Each running cell by key: variant and seed, on which machine, since when."""
         trials = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        return {
-            t.user_attrs["cell"]["key"]: f"{t.user_attrs['cell']['variant']} seed {t.user_attrs['cell']['seed']}"
-            for t in trials
-            if "cell" in t.user_attrs
-        }
+        return {t.user_attrs["cell"]["key"]: _held(t) for t in trials if "cell" in t.user_attrs}
 
     def _trials(self) -> dict[str, FrozenTrial]:
         newest: dict[str, FrozenTrial] = {}
@@ -144,6 +140,12 @@ class Queue:
                 self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
                 recovered.append((Cell(**trial.user_attrs["cell"]), reason))
         return recovered
+
+
+def _held(trial: FrozenTrial) -> str:
+    cell, worker = trial.user_attrs["cell"], json.loads(trial.user_attrs.get("worker", "{}"))
+    since = f" since {trial.datetime_start:%H:%M:%S}" if trial.datetime_start else ""
+    return f"{cell['variant']} seed {cell['seed']} on {worker.get('host', 'a starting worker')}{since}"
 
 
 def worker_identity() -> str:

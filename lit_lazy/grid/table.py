@@ -169,7 +169,8 @@ class Summary:
 
     `compared` is Holm's family: the rows with three pairs or more. `tested` of them have a p value, `separates` names
     those below 0.05 after Holm. `pairs` are the numbers of pairs that occur. `mde` is the median over the tested rows
-    of the minimum detectable effect at alpha = 0.05, `mde_holm` the same at Holm's first step, alpha = 0.05 / compared.
+    with the fewest pairs of the minimum detectable effect at alpha = 0.05, `mde_holm` the same at Holm's first step,
+    alpha = 0.05 / compared.
     """
 
     compared: int
@@ -428,7 +429,9 @@ def _summary(measures: Mapping[str, Measure], baseline: str) -> Summary:
     tested = [m for m in others.values() if m.test == "t"]
 
     def typical(alpha: float) -> float | None:
-        effects = [minimum_detectable_effect(m.diff_sd or 0.0, m.diff_n, alpha) for m in tested]
+        # Rows with more seeds find much smaller differences: one median over both would be true of neither.
+        fewest = [m for m in tested if m.diff_n == min(m.diff_n for m in tested)]
+        effects = [minimum_detectable_effect(m.diff_sd or 0.0, m.diff_n, alpha) for m in fewest]
         return median(e for e in effects if e is not None) if tested else None
 
     return Summary(
@@ -571,8 +574,8 @@ def _blocks(table: Table) -> list[_Block]:
 
 
 _LEGEND = (
-    "Mean ± half-width of the 95 % t interval over seeds; (n=…) where a metric is defined in fewer cells than the row "
-    "has complete; = the same value in every seed, so no spread was measured; – not defined; * differs from the "
+    "Mean ± half-width of the 95 % t interval over seeds, which knows nothing of a metric's bounds; (n=…) where a "
+    "metric is defined in fewer cells than the row has complete; = the same value in every seed, so no spread was measured; – not defined; * differs from the "
     "baseline (paired t over common seeds, p < 0.05 after Holm over the rows of the metric). ↓ lower, ↑ higher is "
     "better."
 )
@@ -695,7 +698,7 @@ def _verdict(table: Table, column: Column) -> str:
     unit = f" {column.unit}" if column.unit else ""
     pairs = [str(n) for n in s.pairs if n >= FEWEST_PAIRS]
     if s.mde is not None and s.mde_holm is not None:
-        text += f". Detectable at n = {' or '.join(pairs)}: {column.format(s.mde)}{unit}; at Holm's first step: "
+        text += f". Detectable at n = {pairs[0]}: {column.format(s.mde)}{unit}; at Holm's first step: "
         text += f"{column.format(s.mde_holm)}{unit}."
     return text
 

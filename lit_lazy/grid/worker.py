@@ -125,6 +125,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stdout)
     signal.signal(signal.SIGTERM, _interrupt)
 
+    git_sha()
     import torch
 
     torch.set_num_threads(options.threads)

@@ -1,5 +1,6 @@
 """A grid from the command line to the table: real workers, real queue, real MLflow store."""
 
+import importlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from lit_lazy.cli import main
+from lit_lazy.files import find
 from lit_lazy.grid.queue import Queue
 
 ABLATION = '''
@@ -207,6 +209,31 @@ def test_fresh_sets_the_former_results_aside(runs: Path, pair: str, capsys: pyte
     assert len(client.search_runs([number])) == 2
     deleted = client.search_runs([number], run_view_type=2)
     assert len(deleted) == 2
+
+
+def test_a_grid_whose_experiment_was_edited_is_refused(
+    runs: Path, pair: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else one table would hold two trainings under one name."""
+    base = tmp_path / "mine.py"
+    text = (find("experiments", "backcopy_tiny")).read_text()
+    command = ["ablate", "run", pair, "--base", str(base), "--runs", str(runs), "--workers", "1", "--rows", "softmax"]
+    base.write_text(text)
+    assert main([*command, "--seeds", "0"]) == 0
+    forget(base)
+    base.write_text(text.replace("steps=6", "steps=7"))
+    assert main([*command, "--seeds", "1"]) == 2
+    assert "row 'softmax': its experiment, ablation or data has changed" in capsys.readouterr().err
+    assert len(list((runs / "pair-mine" / "cells").iterdir())) == 1
+
+
+def forget(path: Path) -> None:
+    """Let a file be imported anew, as another process would."""
+    for name in [name for name, module in sys.modules.items() if getattr(module, "__file__", None) == str(path)]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+    for compiled in path.parent.glob("__pycache__/*"):
+        compiled.unlink()
 
 
 def test_a_dry_run_creates_nothing(tmp_path: Path, pair: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -198,7 +198,7 @@ class _KerpleLog(BiasModule):
 
 def _at_least(parameter: Tensor, least: float) -> Tensor:
     """The parameter raised to `least`, with the gradient of the parameter itself, so that it can grow back."""
-    return parameter + (parameter.clamp(min=least) - parameter).detach()
+    return parameter.detach().clamp(min=least) + (parameter - parameter.detach())
 
 
 @dataclass(frozen=True)

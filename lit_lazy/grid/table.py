@@ -575,9 +575,9 @@ def _blocks(table: Table) -> list[_Block]:
 
 _LEGEND = (
     "Mean ± half-width of the 95 % t interval over seeds, which knows nothing of a metric's bounds; (n=…) where a "
-    "metric is defined in fewer cells than the row has complete; = the same value in every seed, so no spread was measured; – not defined; * differs from the "
-    "baseline (paired t over common seeds, p < 0.05 after Holm over the rows of the metric). ↓ lower, ↑ higher is "
-    "better."
+    "metric is defined in fewer cells than the row has complete; = the same value in every seed, so no spread was "
+    "measured; – not defined; * differs from the baseline (paired t over common seeds, p < 0.05 after Holm over the "
+    "rows of the metric). ↓ lower, ↑ higher is better."
 )
 _DIFFERENCE_LEGEND = (
     "Row minus baseline, paired over common seeds, ± half-width of the unadjusted 95 % t interval; p after Holm, none "

@@ -206,3 +206,15 @@ def test_follows_the_model_to_fp64(spec):
 def test_wrong_settings_are_named(cls, settings, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         cls(**settings)
+
+
+def test_a_kerple_parameter_below_its_floor_still_learns():
+    module = KerpleLog().build(1, 8)
+    with torch.no_grad():
+        module.r1.fill_(0.5)
+        module.r2.fill_(0.001)
+    table = module(8).table
+    assert table is not None
+    table.sum().backward()
+    assert (module.r1.grad != 0).all()
+    assert (module.r2.grad != 0).all()

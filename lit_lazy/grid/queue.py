@@ -7,12 +7,14 @@ import json
 import os
 import socket
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Literal
 
 import optuna
 import psutil
+from filelock import FileLock
 from optuna.trial import FrozenTrial, TrialState
 
 from lit_lazy.grid.ablation import Cell
@@ -47,6 +49,10 @@ class Queue:
         wait = {"connect_args": {"timeout": 60}} if storage.startswith("sqlite") else {}
         self._storage = optuna.storages.RDBStorage(storage, engine_kwargs=wait)
         self._study = self._open()
+        # Optuna hands out a trial by reading its state and then writing it, under a row lock that sqlite does not have:
+        # two workers can be given the same one. Everyone who shares a sqlite file can share a file lock.
+        path = storage.removeprefix("sqlite:///")
+        self._handing_out = FileLock(f"{path}.lock") if storage.startswith("sqlite") else nullcontext()
 
     def _open(self) -> optuna.Study:
         return optuna.create_study(
@@ -112,14 +118,15 @@ class Queue:
 
     def claim(self) -> Task | None:
         """Take a waiting cell, or None when there is none."""
-        while self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            trial = self._study.ask()
-            if "cell" in trial.user_attrs:
-                trial.set_user_attr("worker", worker_identity())
-                return Task(Cell(**trial.user_attrs["cell"]), trial)
-            # Another worker was quicker to the last waiting cell, and `ask` made a trial without one.
-            self._study.tell(trial, state=TrialState.FAIL)
-        return None
+        with self._handing_out:
+            while self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+                trial = self._study.ask()
+                if "cell" in trial.user_attrs:
+                    trial.set_user_attr("worker", worker_identity())
+                    return Task(Cell(**trial.user_attrs["cell"]), trial)
+                # Another worker was quicker to the last waiting cell, and `ask` made a trial without one.
+                self._study.tell(trial, state=TrialState.FAIL)
+            return None
 
     def complete(self, task: Task, value: float) -> None:
         """Record that a cell is done; `value` is its validation loss."""

@@ -89,11 +89,6 @@ class Queue:
             if trial.state == TrialState.FAIL
         }
 
-    def durations(self) -> list[float]:
-        """Seconds that each complete cell was in a worker's hands."""
-        done = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        return [trial.duration.total_seconds() for trial in done if trial.duration is not None]
-
     def running(self) -> dict[str, str]:
         """Each running cell by key: variant and seed, on which machine, since when."""
         trials = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))

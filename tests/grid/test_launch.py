@@ -130,18 +130,16 @@ def start(runs: Path, pair: str, *more: str) -> "subprocess.Popen[str]":
     )
 
 
-def wait_for_running(runs: Path, grid: str) -> Queue:
-    """Return when a cell is in training."""
-    end = time.monotonic() + 90
+def wait_for_training(runs: Path, process: "subprocess.Popen[str]") -> tuple[str, Queue]:
+    """Return when a cell is in training: the grid's id, which carries a hash of the overrides, and its queue."""
+    end = time.monotonic() + 120
     while time.monotonic() < end:
-        if (runs / "queue.db").exists() and list((runs / grid / "cells").glob("*/checkpoints/last.ckpt")):
-            return Queue(f"sqlite:///{runs / 'queue.db'}", grid)
+        assert process.poll() is None
+        for checkpoint in runs.glob(f"{ID}-*/cells/*/checkpoints/last.ckpt"):
+            grid = checkpoint.relative_to(runs).parts[0]
+            return grid, Queue(f"sqlite:///{runs / 'queue.db'}", grid)
         time.sleep(0.1)
     raise AssertionError("no cell began to train")
-
-
-def overridden_grid(runs: Path) -> str:
-    return next(path.name for path in runs.iterdir() if path.name.startswith(f"{ID}-"))
 
 
 LONG = (
@@ -154,11 +152,7 @@ LONG = (
 def test_interrupt_and_go_on(runs: Path, pair: str) -> None:
     """Ctrl-C ends with the bookkeeping done; the same command goes on from the checkpoints; nothing runs twice."""
     process = start(runs, pair, *LONG)
-    while not any(path.name.startswith(f"{ID}-") for path in runs.iterdir()):
-        assert process.poll() is None
-        time.sleep(0.1)
-    grid = overridden_grid(runs)
-    queue = wait_for_running(runs, grid)
+    grid, queue = wait_for_training(runs, process)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130, out
@@ -180,11 +174,7 @@ def test_interrupt_and_go_on(runs: Path, pair: str) -> None:
 
 def test_a_killed_parent_and_workers_lose_nothing(runs: Path, pair: str) -> None:
     process = start(runs, pair, *LONG)
-    while not any(path.name.startswith(f"{ID}-") for path in runs.iterdir()):
-        assert process.poll() is None
-        time.sleep(0.1)
-    grid = overridden_grid(runs)
-    queue = wait_for_running(runs, grid)
+    _, queue = wait_for_training(runs, process)
     workers = [json.loads(t.user_attrs["worker"])["pid"] for t in queue._study.get_trials() if "worker" in t.user_attrs]
     process.kill()
     for pid in workers:

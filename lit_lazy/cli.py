@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lit_lazy import __version__
+from lit_lazy.errors import UnfinishedError
 
 if TYPE_CHECKING:
     from lit_lazy.config import RunConfig
@@ -40,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return options.command(options, rest)
     except ValueError as error:
         return wrong(str(error))
+    except UnfinishedError as error:
+        print(f"lit-lazy: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return 130
@@ -88,7 +92,23 @@ def make_parser() -> argparse.ArgumentParser:
     run_parser.add_argument("--dry-run", action="store_true", help="list the cells and an estimate; create nothing")
     run_parser.add_argument("--fresh", action="store_true", help="set the former results aside and begin anew")
     run_parser.add_argument("--keep-checkpoint", action="store_true", help="keep each cell's trained model, final.ckpt")
+    run_parser.add_argument(
+        "--retry-failed",
+        metavar="N",
+        nargs="?",
+        type=positive,
+        const=1,
+        default=0,
+        help="try a cell that fails again at once, up to N times (once without N), unless it diverged",
+    )
+    add_storage(run_parser)
     add_runs(run_parser)
+
+    status_parser = command(ablate, "status", ablate_status, "show what is done, what runs where, what failed and why")
+    status_parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, a .py file, or NAME-EXPERIMENT")
+    add_base(status_parser)
+    add_storage(status_parser)
+    add_runs(status_parser)
 
     table_parser = command(ablate, "table", ablate_table, "rebuild an ablation's table from MLflow alone")
     table_parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, a .py file, or NAME-EXPERIMENT")
@@ -125,6 +145,16 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 def add_base(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base", metavar="EXPERIMENT", help="experiment to run on: a name or a .py file (default: the ablation's own)"
+    )
+
+
+def add_storage(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--storage",
+        metavar="URL",
+        default=os.environ.get("LIT_LAZY_STORAGE"),
+        help="database of the queue, which all machines share: postgresql://USER:PASSWORD@HOST/DATABASE "
+        "(default: $LIT_LAZY_STORAGE, else queue.db in the runs folder)",
     )
 
 
@@ -242,15 +272,20 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
 
         print_estimate(grid, options.workers or default_workers(options.threads), options.threads, Console())
         return 0
-    from lit_lazy.grid.launch import GridError, Launch, run_grid
+    from lit_lazy.grid.launch import Launch, run_grid
 
     workers = options.workers or default_workers(options.threads)
-    launch = Launch(workers, options.threads, options.fresh, options.keep_checkpoint)
-    try:
-        table, finished = run_grid(grid, launch, Console())
-    except GridError as error:
-        print(f"lit-lazy: {error}", file=sys.stderr)
-        return 1
+    launch = Launch(
+        workers=workers,
+        threads=options.threads,
+        fresh=options.fresh,
+        keep_checkpoints=options.keep_checkpoint,
+        storage=options.storage,
+        only_these=bool(options.rows or options.seeds),
+        retry_failed=options.retry_failed,
+    )
+    check_places(options)
+    table, finished = run_grid(grid, launch, Console())
     print(f"\n{table.markdown()}")
     where = grid.folder
     print(f"\ntable:      {where}/table.md (also .csv, .tex, .json, .html), figure {where}/effects.png")
@@ -270,24 +305,56 @@ def default_workers(threads: int) -> int:
     return torch.cuda.device_count() or max(1, min(cores // threads, memory))
 
 
-def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
-    """`lit-lazy ablate table`"""
+def check_places(options: argparse.Namespace) -> None:
+    """Raise ValueError, in one line, where results, queue or tracking could not be kept; nothing is created."""
+    from lit_lazy.disk import writable_folder
+    from lit_lazy.grid.queue import check_storage
+    from lit_lazy.tracking import check_store, default_uri
+
+    writable_folder("--runs", options.runs)
+    if options.storage:
+        check_storage(options.storage)
+    check_store(default_uri(options.runs))
+
+
+def grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> str:
+    """The grid that NAME and --base mean, one of those known at a place."""
     from lit_lazy.files import find
     from lit_lazy.grid.ablation import load_ablation
-    from lit_lazy.grid.launch import write_table
-    from lit_lazy.grid.plan import newest_parent
-    from lit_lazy.tracking import Tracker, default_uri, experiment_names
 
-    uri = default_uri(options.runs)
-    known = experiment_names(uri)
     name = options.ablation
     if name not in known:
         ablation = load_ablation(find("ablations", name))
         name = f"{ablation.name}-{Path(options.base or ablation.base).stem}"
     if name not in known:
-        raise ValueError(
-            f"ablation {name!r}: MLflow at {uri} holds no such experiment; it has {', '.join(known) or 'none'}"
-        )
+        raise ValueError(f"ablation {name!r}: {where} holds no such grid; it has {', '.join(known) or 'none'}")
+    return name
+
+
+def ablate_status(options: argparse.Namespace, _rest: list[str]) -> int:
+    """`lit-lazy ablate status`"""
+    from rich.console import Console
+
+    from lit_lazy.grid.queue import Queue, default_storage, grid_names, redacted
+    from lit_lazy.grid.status import print_status
+
+    storage = options.storage or default_storage(options.runs)
+    name = grid_name(options, grid_names(storage), redacted(storage))
+    print_status(Queue(storage, name), Console())
+    return 0
+
+
+def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
+    """`lit-lazy ablate table`"""
+    from lit_lazy.disk import writable_folder
+    from lit_lazy.grid.launch import write_table
+    from lit_lazy.grid.plan import newest_parent
+    from lit_lazy.tracking import Tracker, check_store, default_uri, experiment_names
+
+    uri = default_uri(options.runs)
+    check_store(uri)
+    name = grid_name(options, experiment_names(uri), f"MLflow at {uri}")
+    writable_folder("--runs", options.runs)
     tracker = Tracker(uri, options.runs, name)
     folder = options.runs / name
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,13 +10,14 @@ from torch.nn import functional as F
 
 from lit_lazy.attention.normaliser import NormaliserModule
 from lit_lazy.config import RunConfig, TrainConfig, from_dict, to_dict
+from lit_lazy.errors import UnfinishedError
 from lit_lazy.metrics import RatioOfSums
 from lit_lazy.model import DecoderLM
 
 Batch = dict[str, Tensor]
 
 
-class DivergedError(RuntimeError):
+class DivergedError(UnfinishedError):
     """The training loss is not finite."""
 
 

@@ -4,7 +4,6 @@ import functools
 import json
 import logging
 import os
-import pickle
 import platform
 import shutil
 import signal
@@ -26,9 +25,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_lazy.attention import Elastic
+from lit_lazy.checkpoints import AtomicCheckpointIO, resumable_step
 from lit_lazy.config import RunConfig, cell_key, to_dict
 from lit_lazy.data import DataSource, StepBatchSampler
 from lit_lazy.data.base import require
+from lit_lazy.disk import set_aside, write_text
+from lit_lazy.errors import UnfinishedError
 from lit_lazy.lightning_module import Batch, DivergedError, LitLM, token_nll
 from lit_lazy.metrics import AttentionMetrics, RatioOfSums
 from lit_lazy.model import check_model, flops_per_token
@@ -39,7 +41,7 @@ RESULT, FINAL_CHECKPOINT = "result.json", "final.ckpt"
 NATS_PER_BIT = 0.6931471805599453
 
 
-class CellBusyError(RuntimeError):
+class CellBusyError(UnfinishedError):
     """Another process holds the run folder."""
 
 
@@ -66,7 +68,7 @@ class RunResult:
         try:
             return cls(**json.loads(path.read_text()))
         except (ValueError, TypeError) as error:
-            set_aside(path, error)
+            set_aside(path, f"damaged ({type(error).__name__})")
             return None
 
 
@@ -130,7 +132,7 @@ def _run(
 
     checkpoints = folder / "checkpoints"
     last = checkpoints / "last.ckpt"
-    started, first_step = time.perf_counter(), resumable_step(last, cfg)
+    started, first_step = time.perf_counter(), resumable_step(last, cfg, module)
     fit(trainer, module, cfg, source, last if first_step else None)
     trained = time.perf_counter()
     if keep_checkpoint:
@@ -153,7 +155,7 @@ def _run(
         },
         environment=environment(),
     )
-    write_atomically(folder / RESULT, json.dumps(asdict(result), indent=1, sort_keys=True, allow_nan=False))
+    write_text(folder / RESULT, json.dumps(asdict(result), indent=1, sort_keys=True, allow_nan=False))
     if checkpoints.exists():
         shutil.rmtree(checkpoints)
     return result
@@ -200,6 +202,7 @@ def make_trainer(
         num_sanity_val_steps=0,
         deterministic=True,
         logger=logger or False,
+        plugins=[AtomicCheckpointIO()],
         callbacks=[checkpoint, *callbacks],
         enable_progress_bar=show_progress,
         enable_model_summary=False,
@@ -222,27 +225,6 @@ def validation_loader(cfg: RunConfig, source: DataSource) -> DataLoader[Batch]:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
-
-
-def resumable_step(checkpoint: Path, cfg: RunConfig) -> int:
-    """The step from which a checkpoint resumes this config; 0 where there is none, or a damaged one was set aside."""
-    if not checkpoint.exists():
-        return 0
-    try:
-        content = torch.load(checkpoint, weights_only=True)
-        step, config = content["global_step"], content["hyper_parameters"]["config"]
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError) as error:
-        set_aside(checkpoint, error)
-        return 0
-    require(config == to_dict(cfg), "folder", str(checkpoint.parents[1]), "holds a checkpoint of another config")
-    return step
-
-
-def set_aside(path: Path, error: Exception) -> None:
-    """Rename a damaged file, and say so: the run begins again without it."""
-    aside = path.with_name(f"{path.name}.damaged")
-    path.replace(aside)
-    log.warning("%s is damaged (%s: %s); kept as %s", path, type(error).__name__, str(error)[:80], aside.name)
 
 
 @torch.no_grad()
@@ -337,13 +319,3 @@ def git_sha() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return described.stdout.strip()
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all, also after a power cut."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    with scratch.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)

@@ -1,26 +1,39 @@
 """All that knows MLflow: where runs are stored, how a run is logged, how runs are read back."""
 
+import functools
 import logging
 import os
+import socket
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
+from urllib.parse import urlsplit
 
 import mlflow
-from lightning.pytorch.loggers import MLFlowLogger
 from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
+from requests.exceptions import RequestException
 
 from lit_lazy.config import flatten
 from lit_lazy.dashboards import TAG_PREFIX, cells_view, run_link, runs_link, saved_view, view_id
+from lit_lazy.errors import UnfinishedError
 
 # MLflow tells of every database it creates, and trips over a deprecation of its own.
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
 warnings.filterwarnings("ignore", message=".*``noload`` loader strategy is deprecated.*")
 
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+# Calls that fail are made again by `lit_lazy.spool`, later; here they are to fail soon.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+METRICS_PER_CALL = 1000
+CONNECT_SECONDS = 5.0
 
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 SQLITE = "sqlite:///"
@@ -35,6 +48,58 @@ class TrackedRun:
     state: Literal["complete", "failed", "running"]
     tags: dict[str, str]
     metrics: dict[str, float]
+
+
+class TrackingError(UnfinishedError):
+    """MLflow did not take a call. What was to be logged can be logged later."""
+
+    def __init__(self, message: str, reachable: bool) -> None:
+        super().__init__(message)
+        self.reachable = reachable
+        """Whether it answers at all: then it refused the call, and is likely to do so again."""
+
+
+@dataclass(frozen=True)
+class Logged:
+    """Metrics of one step, with the time at which they were measured: logging them twice changes nothing."""
+
+    step: int
+    milliseconds: int
+    """Since the epoch."""
+    metrics: Mapping[str, float]
+
+
+def _reaching(method: Callable[P, T]) -> Callable[P, T]:
+    """Turn MLflow's many ways to fail into TrackingError."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except (MlflowException, RequestException, OSError) as error:
+            tracker: Any = args[0]
+            raise TrackingError(" ".join(str(error).split())[:300], answers(tracker.uri) is None) from error
+
+    return call
+
+
+def answers(uri: str) -> str | None:
+    """Why nothing listens at a server's address, or None if something does, or if it is no address."""
+    address = urlsplit(uri)
+    if address.scheme not in ("http", "https"):
+        return None
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((address.hostname or "", port), CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def check_store(uri: str) -> None:
+    """Raise ValueError, in one line, where the tracking store cannot be reached."""
+    if why := answers(uri):
+        raise ValueError(f"{URI_VARIABLE}={uri}: does not answer ({why}); start the server, or unset the variable")
 
 
 def default_uri(runs: Path) -> str:
@@ -53,23 +118,30 @@ def _use(uri: str) -> None:
 
 
 class Tracker:
-    """One MLflow experiment. Opening it creates the store, so let a parent process do it before any worker."""
+    """One MLflow experiment, found or created when it is first needed.
+
+    That creates the store, so let a parent process do it before any worker. Methods raise TrackingError.
+    """
 
     def __init__(self, uri: str, runs: Path, experiment: str) -> None:
-        self.uri = uri
+        self.uri, self.runs, self.experiment = uri, runs, experiment
         _use(uri)
         self.client = MlflowClient(uri)
-        found = self.client.get_experiment_by_name(experiment)
+
+    @functools.cached_property
+    def experiment_id(self) -> str:
+        """MLflow's number of the experiment."""
+        found = self.client.get_experiment_by_name(self.experiment)
         if found is None:
             # A local database would put artifacts under the current folder; a server decides for itself.
-            local = uri.startswith(SQLITE)
-            location = (runs / "mlartifacts" / experiment).resolve().as_uri() if local else None
-            self.experiment_id = self.client.create_experiment(experiment, artifact_location=location)
-        else:
-            self.experiment_id = found.experiment_id
-            if found.lifecycle_stage == "deleted":
-                self.client.restore_experiment(found.experiment_id)
+            local = self.uri.startswith(SQLITE)
+            location = (self.runs / "mlartifacts" / self.experiment).resolve().as_uri() if local else None
+            return self.client.create_experiment(self.experiment, artifact_location=location)
+        if found.lifecycle_stage == "deleted":
+            self.client.restore_experiment(found.experiment_id)
+        return found.experiment_id
 
+    @_reaching
     def start_run(
         self,
         name: str,
@@ -86,14 +158,18 @@ class Tracker:
         self.client.log_dict(run_id, dict(config), "config.yaml")
         return run_id
 
-    def logger(self, run_id: str) -> MLFlowLogger:
-        """Lightning's logger on an existing run, which is set running again."""
-        self.set_running(run_id)
-        return MLFlowLogger(tracking_uri=self.uri, run_id=run_id, log_model=False, synchronous=False)
+    @_reaching
+    def log(self, run_id: str, lines: Sequence[Logged]) -> None:
+        """Log metrics of several steps. What is there already stays as it is."""
+        points = [
+            Metric(name, value, line.milliseconds, line.step) for line in lines for name, value in line.metrics.items()
+        ]
+        for start in range(0, len(points), METRICS_PER_CALL):
+            self.client.log_batch(run_id, metrics=points[start : start + METRICS_PER_CALL])
 
+    @_reaching
     def finish(self, run_id: str, metrics: Mapping[str, float], tags: Mapping[str, str], step: int) -> None:
         """Log final metrics and mark the run complete. Doing it again changes nothing."""
-        mlflow.flush_async_logging()
         when = self.client.get_run(run_id).info.start_time
         self.client.log_batch(
             run_id,
@@ -103,13 +179,14 @@ class Tracker:
         self.client.set_tag(run_id, "state", "complete")
         self.client.set_terminated(run_id, "FINISHED")
 
+    @_reaching
     def fail(self, run_id: str, reason: str, status: Literal["FAILED", "KILLED"] = "FAILED") -> None:
         """Mark a run failed (KILLED: interrupted) with its reason."""
-        mlflow.flush_async_logging()
         self.client.set_tag(run_id, "state", "failed")
         self.client.set_tag(run_id, "reason", reason)
         self.client.set_terminated(run_id, status)
 
+    @_reaching
     def find(self, tags: Mapping[str, str]) -> list[TrackedRun]:
         """All runs with these tags, oldest first."""
         query = " AND ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
@@ -124,37 +201,45 @@ class Tracker:
             if not token:
                 return [_tracked(run) for run in found]
 
+    @_reaching
     def children(self, parent_id: str) -> list[TrackedRun]:
         """The runs below a parent run, oldest first."""
         return self.find({"mlflow.parentRunId": parent_id})
 
+    @_reaching
     def keep_text(self, run_id: str, text: str, name: str) -> None:
         """Keep a text as an artifact of a run."""
         self.client.log_text(run_id, text, name)
 
+    @_reaching
     def read_text(self, run_id: str, name: str) -> str:
         """A text artifact of a run."""
         return Path(self.client.download_artifacts(run_id, name)).read_text()
 
+    @_reaching
     def keep_files(self, run_id: str, files: Sequence[Path]) -> None:
         """Keep files as artifacts of a run."""
         for file in files:
             self.client.log_artifact(run_id, str(file))
 
+    @_reaching
     def set_running(self, run_id: str) -> None:
         """Set a run running, again if it had ended."""
         self.client.update_run(run_id, status="RUNNING")
 
+    @_reaching
     def set_ended(self, run_id: str, status: Literal["FINISHED", "FAILED"]) -> None:
         """Set a run ended."""
         self.client.set_terminated(run_id, status)
 
+    @_reaching
     def keep_views(self, axes: Sequence[str], metrics: Sequence[str]) -> None:
         """Save the experiment's views: variants averaged over seeds, and all cells."""
         for name, grouped in ((TABLE_VIEW, True), (CELLS_VIEW, False)):
             key, value = saved_view(name, cells_view(axes, metrics, group_by_variant=grouped))
             self.client.set_experiment_tag(self.experiment_id, key, value)
 
+    @_reaching
     def retire(self, parent_id: str) -> None:
         """Move a parent and its children to MLflow's deleted runs, from where they can be restored."""
         for child in self.children(parent_id):

@@ -1,12 +1,15 @@
 """One training, tracked in MLflow: what `lit-lazy train` does."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
 from lit_lazy.config import RunConfig, cell_key, to_dict
+from lit_lazy.disk import writable_folder
 from lit_lazy.run import RunResult, git_sha, prepare, run
-from lit_lazy.tracking import Tracker, default_uri
+from lit_lazy.spool import Card, Spool
+from lit_lazy.tracking import Tracker, check_store, default_uri
 
 
 def train_tracked(
@@ -14,22 +17,27 @@ def train_tracked(
 ) -> RunResult:
     """Train in `runs/train-<name>/<key>` under the MLflow experiment `train-<name>`; a finished run is returned.
 
-    A run that was cut off goes on from its checkpoint, in the MLflow run it was begun with.
+    A run that was cut off goes on from its checkpoint, in the MLflow run it was begun with. While MLflow is away the
+    metrics are kept in the run folder; the same command sends them later.
     """
     if threads is not None:
         torch.set_num_threads(threads)
     key = cell_key(cfg, prepare(cfg).fingerprint)
+    writable_folder("--runs", runs)
+    uri = default_uri(runs)
+    check_store(uri)
     folder = runs / f"train-{name}" / key
-    tracker = Tracker(default_uri(runs), runs, f"train-{name}")
-    begun = tracker.find({"cell": key})
     tags = {"kind": "run", "cell": key, "seed": str(cfg.seed), "git_sha": git_sha()}
-    run_id = begun[-1].run_id if begun else tracker.start_run(f"{name} seed {cfg.seed}", tags, {}, to_dict(cfg))
-    if begun and begun[-1].state == "complete" and (known := RunResult.read(folder)):
-        return known
+    card = Card(f"{name} seed {cfg.seed}", tags, {}, to_dict(cfg))
+    spool = Spool(Tracker(uri, runs, f"train-{name}"), folder, card)
+    known = RunResult.read(folder)
     try:
-        result = run(cfg, folder, logger=tracker.logger(run_id), show_progress=True, keep_checkpoint=keep_checkpoint)
+        with spool.sending() if known is None else nullcontext():
+            result = known or run(
+                cfg, folder, logger=spool.logger(), show_progress=True, keep_checkpoint=keep_checkpoint
+            )
     except BaseException as error:
-        tracker.fail(run_id, repr(error)[:500], "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+        spool.fail(repr(error)[:500], "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise
-    tracker.finish(run_id, {**result.metrics, **result.timings}, result.labels, step=cfg.train.steps)
+    spool.finish(result)
     return result

@@ -10,6 +10,7 @@ that corner, therefore serves every block, and its gradient is collected in one 
 brought to this shape by moving each sequence's keys to the end.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any
@@ -26,6 +27,10 @@ BLOCK_ELEMENTS_CPU = 2**18
 BLOCK_ELEMENTS_GPU = 2**25
 # Fewer rows than this waste matrix products: sequences and heads are split first.
 FULL_ROWS = 64
+TILE_COLUMNS = 256
+PAD = 16
+WIDE = 256
+LOG2E = math.log2(math.e)
 
 
 def attend(
@@ -102,23 +107,22 @@ class _Sweep:
         self.block_rows, self.blocks = _blocks(
             (self.batch, self.kv_heads, self.group, self.rows, self.keys), cuts, options.window, self.device.type
         )
+        self.largest = max(math.prod(self._shape(b)[:-1]) * (self._shape(b)[-1] + PAD) for b in self.blocks)
         self._place_rows_and_keys()
 
-        self.q = self._by_group(q)
-        self.k, self.v = k.to(self.dtype), v.to(self.dtype)
+        self.q, self.k, self.v = self._by_group(q.to(self.dtype)), k.to(self.dtype), v.to(self.dtype)
         if self.shift is not None:
             self.k, self.v = (_roll(x, self.shift) for x in (self.k, self.v))
         if self.hidden is not None:  # what nobody sees may hold NaN, and 0 * NaN is NaN
             self.k, self.v = (x.masked_fill(self.hidden[:, None, :, None], 0) for x in (self.k, self.v))
         if self.blind is not None:
             self.q = self.q.masked_fill(self.blind, 0)
-        self.k, self.v = self.k.contiguous(), self.v.contiguous()
         self._build_strip()
+        self.scratch: dict[str, Tensor] = {}
 
     def _by_group(self, x: Tensor) -> Tensor:
-        """`[B, H, Lq, D]` as `[B, Hkv, G, Lq, D]`, contiguous, in the dtype of the computation."""
-        x = x.to(self.dtype).contiguous()
-        return x.view(self.batch, self.kv_heads, self.group, self.rows, self.width)
+        """`[B, H, Lq, D]` as a view `[B, Hkv, G, Lq, D]`."""
+        return x.unflatten(1, (self.kv_heads, self.group))
 
     def _place_rows_and_keys(self) -> None:
         """Positions, visible keys per row and thresholds.
@@ -172,7 +176,7 @@ class _Sweep:
         self.theta = (tau_rows / self.divisor)[..., None]
 
     def _build_strip(self) -> None:
-        """The additive strip `[H or 1, R, C]` of bias and mask, cut at the lower right corner (distance 0).
+        """The additive strip `[H or 1, R, C]` of bias and mask in base 2, cut at the lower right corner (distance 0).
 
         Without a window or slopes it is 0 left of the columns stored. `triangle` `[R, C']` is
         0 on its hidden entries and 1 elsewhere; left of its columns nothing is hidden.
@@ -193,9 +197,10 @@ class _Sweep:
         outside = distance < 0
         if window is not None:
             outside |= distance >= window
-        value.masked_fill_(outside, -torch.inf)
-        # Row r of the strip is the window of `value` that starts r places before the end of its slack.
-        self.strip = value.unfold(-1, columns, 1).flip(1)
+        value.mul_(LOG2E).masked_fill_(outside, -torch.inf)
+        # Row r of the strip is the window of `value` that starts r places before the end of its slack. flip keeps the
+        # window's strides, which run along the rows.
+        self.strip = value.unfold(-1, columns, 1).flip(1).contiguous()
         self.strip = self.strip.view(1 if heads == 1 else self.kv_heads, -1, rows, columns)
         edge = columns if window is not None else rows
         self.triangle = (~outside).to(self.dtype).unfold(-1, columns, 1)[:, columns - edge :].flip(0)
@@ -217,59 +222,102 @@ class _Sweep:
         heads = block.heads if x.shape[1] > 1 else slice(None)
         return x[batch, heads, :, block.rows]
 
-    def _scores(self, block: _Block) -> Tensor:
-        q, k = self._queries(self.q, block), self._keys(self.k, block)
-        rows, columns = block.rows.stop - block.rows.start, k.shape[1]
-        heads = block.heads.stop - block.heads.start
-        scores = torch.bmm(q, k.transpose(1, 2)).view(-1, heads, self.group, rows, columns)
+    def _matrix(self, name: str, block: _Block) -> Tensor:
+        """Scratch memory for the scores of a block, `[b, h, G, R, C]`, the same for every block."""
+        shape = self._shape(block)
+        columns = shape[-1]
+        # Rows that lie a power of two apart fall into the same sets of the cache: products along them slow by a quarter.
+        stride = columns + (PAD if columns >= WIDE else 0)
+        needed = math.prod(shape[:-1]) * stride
+        if name not in self.scratch or self.scratch[name].numel() < needed:
+            self.scratch[name] = torch.empty(max(needed, self.largest), dtype=self.dtype, device=self.device)
+        return self.scratch[name][:needed].view(*shape[:-1], stride)[..., :columns]
+
+    def _shape(self, block: _Block) -> tuple[int, int, int, int, int]:
+        parts = block.batch, block.heads, block.rows, block.keys
+        batch, heads, rows, columns = (part.stop - part.start for part in parts)
+        return batch, heads, self.group, rows, columns
+
+    def _exponentials(self, block: _Block) -> tuple[Tensor, Tensor, Tensor]:
+        """exp(score - row maximum) of a block, the maxima in base 2, and the row sums: p is their quotient.
+
+        A row that sees no key has the sum 0. The base is 2 because its power is the cheaper one.
+        """
+        q, k = self._queries(self.q, block), self._keys(self.k, block).transpose(1, 2)
         strip = self._strip_of(self.strip, block)
+        e = self._matrix("e", block)
+        flat, left = _flat(e), e.shape[-1] - strip.shape[-1]
         # Scaling q instead would be as cheap and round D times as often.
-        scores[..., : columns - strip.shape[-1]].mul_(self.options.scale)
-        band = scores[..., columns - strip.shape[-1] :]
-        torch.add(strip, band, alpha=self.options.scale, out=band)
+        scale = self.options.scale * LOG2E
+        if left:
+            flat[..., :left].baddbmm_(q, k[..., :left], beta=0, alpha=scale)
+        e[..., left:] = strip
+        flat[..., left:].baddbmm_(q, k[..., left:], alpha=scale)
         if self.hidden is not None:
-            scores.masked_fill_(self.hidden[block.batch, None, None, None, block.keys], -torch.inf)
-        return scores
+            e.masked_fill_(self._hidden(block), -torch.inf)
+        top = e.amax(-1, keepdim=True).clamp_(min=torch.finfo(self.dtype).min)
+        e.sub_(top).exp2_()
+        return e, top, e.sum(-1, keepdim=True)
+
+    def _hidden(self, block: _Block) -> Tensor:
+        return self.hidden[block.batch, None, None, None, block.keys]
 
     def _strip_of(self, strip: Tensor, block: _Block) -> Tensor:
         rows, columns = block.rows.stop - block.rows.start, block.keys.stop - block.keys.start
         heads = block.heads if strip.shape[0] > 1 else slice(None)
         return strip[heads, :, -rows:, -min(columns, strip.shape[-1]) :]
 
-    def _weights(self, scores: Tensor, block: _Block) -> tuple[Tensor, Tensor]:
-        """Softmax p and thresholded weights w of a block, both exactly 0 where the key is hidden."""
-        p = torch.softmax(scores, -1)
-        if self.blind is not None:
-            p.masked_fill_(self.blind[block.batch, :, :, block.rows], 0)
-        w = (p - self._rowwise(self.theta, block)).relu_()
+    def _weights(self, e: Tensor, total: Tensor, block: _Block, out: Tensor) -> Tensor:
+        """Thresholded weights of a block times `total`, exactly 0 where the key is hidden; `out` may be e."""
+        w = torch.sub(e, self._rowwise(self.theta, block) * total, out=out).relu_()
         # Hidden keys are cleared again: below a negative threshold the ReLU alone would give them weight.
         rows, columns = w.shape[-2:]
         edge = min(columns, self.triangle.shape[-1])
         w[..., columns - edge :].mul_(self.triangle[-rows:, -edge:])
         if self.hidden is not None:
-            w.masked_fill_(self.hidden[block.batch, None, None, None, block.keys], 0)
-        return p, w
+            w.masked_fill_(self._hidden(block), 0)
+        return w
+
+    def _tiles(self, w: Tensor) -> tuple[list[slice], list[slice]]:
+        """The columns of a block in tiles: those in which a weight survives, and those in which none does.
+
+        The products of values and weights leave the latter out, which changes no bit: they would add zeros. One tile,
+        or any device but the CPU (asking it would wait for it), is taken as it is.
+        """
+        columns = w.shape[-1]
+        if columns <= TILE_COLUMNS or w.device.type != "cpu":
+            return [slice(0, columns)], []
+        tiles = [slice(start, min(start + TILE_COLUMNS, columns)) for start in range(0, columns, TILE_COLUMNS)]
+        largest = w.amax((0, 1, 2, 3))
+        alive = [bool(largest[tile].any()) for tile in tiles]
+        return [t for t, a in zip(tiles, alive, strict=True) if a], [t for t, a in zip(tiles, alive, strict=True) if not a]
 
     # -- the two passes ----------------------------------------------------------------------------------------------
 
     def forward(self, with_stats: bool) -> tuple[Tensor, ...]:
         shape = (self.batch, self.kv_heads, self.group, self.rows)
-        out = torch.empty(*shape, self.width, dtype=self.out_dtype, device=self.device)
+        # In the layout of q, in which the model will go on.
+        result = torch.empty_like(self.q, dtype=self.out_dtype)
         stats = Stats(*(torch.empty(shape, device=self.device) for _ in Stats._fields)) if with_stats else None
         for block in self.blocks:
-            scores = self._scores(block)
-            _, w = self._weights(scores, block)
+            e, top, total = self._exponentials(block)
+            w = self._weights(e, total, block, out=e)
             place = block.batch, block.heads, slice(None), block.rows
+            divisor = _or_one(w.sum(-1, keepdim=True) if self.options.renormalise else total)
             if stats is not None:
-                stats.lse[place] = torch.logsumexp(scores, -1).float()
-                stats.mass[place] = w.sum(-1).float()
-                stats.zeros[place] = (self._rowwise(self.n, block) - (w > 0).sum(-1)).float()
-            if self.options.renormalise:
-                w.div_(_mass_or_one(w))
-            if stats is not None:
-                stats.first_weight[place] = self._first_weight(w, block).float()
-            out[place] = torch.bmm(_flat(w), self._keys(self.v, block)).view(*w.shape[:-1], self.width)
-        return tuple(x.flatten(1, 2) for x in (out, *(stats or ())))
+                self._describe(stats, place, w, top, total, divisor, block)
+            v = self._keys(self.v, block)
+            out = v.new_zeros(v.shape[0], w.shape[2] * w.shape[3], self.width)
+            for tile in self._tiles(w)[0]:
+                out.baddbmm_(_flat(w)[..., tile], v[:, tile])
+            result[place] = out.view(*w.shape[:-1], self.width).div_(divisor)
+        return tuple(x.flatten(1, 2) for x in (result, *(stats or ())))
+
+    def _describe(self, stats, place, w, top, total, divisor, block) -> None:
+        stats.lse[place] = (top / LOG2E + total.log()).squeeze(-1).float()
+        stats.mass[place] = (w.sum(-1) / _or_one(total).squeeze(-1)).float()
+        stats.zeros[place] = (self._rowwise(self.n, block) - (w > 0).sum(-1)).float()
+        stats.first_weight[place] = (self._first_weight(w, block) / divisor.squeeze(-1)).float()
 
     def _first_weight(self, w: Tensor, block: _Block) -> Tensor:
         if self.shift is None:
@@ -282,7 +330,7 @@ class _Sweep:
 
     def backward(self, grad: Tensor, needed: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
         """Gradients of q, k, v, tau, bias, slopes for the output's gradient `[B, H, Lq, D]`; None where not needed."""
-        grad = self._by_group(grad)
+        grad = self._by_group(grad.to(self.dtype))
         if self.blind is not None:
             grad = grad.masked_fill(self.blind, 0)
         dq = torch.empty_like(self.q)
@@ -290,31 +338,49 @@ class _Sweep:
         survivors = torch.empty(self.q.shape[:-1], dtype=self.dtype, device=self.device)  # sum_j m_ij dp_ij
         dstrip = torch.zeros_like(self.strip) if needed[4] or needed[5] else None
         for block in self.blocks:
-            p, w = self._weights(self._scores(block), block)
+            e, _, total = self._exponentials(block)
+            w = self._weights(e, total, block, out=self._matrix("w", block))
             place = block.batch, block.heads, slice(None), block.rows
-            do, q = self._queries(grad, block), self._queries(self.q, block)
-            k, v = self._keys(self.k, block), self._keys(self.v, block)
-            dp = torch.bmm(do, v.transpose(1, 2)).view(w.shape)
+            divisor = _or_one(w.sum(-1, keepdim=True) if self.options.renormalise else total)
+            # Rows of dO are divided instead of rows of weights: dp below is dp / total.
+            do = _flat(grad[place] / divisor)
+            v = self._keys(self.v, block)
+            dp = self._matrix("dp", block)
+            live, dead = self._tiles(w)
+            for tile in live:
+                torch.bmm(do, v[:, tile].transpose(1, 2), out=_flat(dp)[..., tile])
+                self._accumulate(dv, block, tile, _flat(w)[..., tile].transpose(1, 2), do, 1.0)
+            for tile in dead:
+                dp[..., tile] = 0
             if self.options.renormalise:
-                mass = _mass_or_one(w)
-                w.div_(mass)
-                dp.sub_((w * dp).sum(-1, keepdim=True)).div_(mass)
-            self._keys(dv, block).baddbmm_(_flat(w).transpose(1, 2), do)
-            dp = torch.ops.aten.threshold_backward(dp, w, 0)  # m_ij dp_ij: 0 where w is 0
-            survivors[place] = dp.sum(-1)
-            ds = torch._softmax_backward_data(dp, p, -1, p.dtype)  # p_ij (m_ij dp_ij - delta_i)
+                dp.sub_((w * dp).sum(-1, keepdim=True).div_(divisor))
+            m = w.sign_()
+            dp.mul_(m)
+            survivors[place] = dp.sum(-1) * total.squeeze(-1)
+            delta = torch.mul(e, dp, out=w).sum(-1, keepdim=True).div_(_or_one(total))
+            ds = torch.mul(dp.sub_(delta), e, out=w)  # p_ij (m_ij dp_ij - delta_i)
             if dstrip is not None:
                 part = self._strip_of(dstrip, block)
-                part.add_(ds[..., ds.shape[-1] - part.shape[-1] :].sum(0))
-            dq[place] = torch.bmm(_flat(ds), k).view(*ds.shape[:-1], self.width)
-            self._keys(dk, block).baddbmm_(_flat(ds).transpose(1, 2), q)
-        dq *= self.options.scale
-        dk *= self.options.scale
+                band = ds[..., ds.shape[-1] - part.shape[-1] :]
+                part.add_(band[0] if len(band) == 1 else band.sum(0))
+            q, k = self._queries(self.q, block), self._keys(self.k, block)
+            dq[place] = torch.bmm(_flat(ds), k).mul_(self.options.scale).view(*ds.shape[:-1], self.width)
+            every = slice(0, ds.shape[-1])
+            self._accumulate(dk, block, every, _flat(ds).transpose(1, 2), q, self.options.scale)
         if self.shift is not None:
             dk, dv = (_roll(x, -self.shift) for x in (dk, dv))
         dbias, dslopes = self._strip_gradients(dstrip) if dstrip is not None else (None, None)
         dtau = self._tau_gradient(survivors) if needed[3] else None
         return dq.flatten(1, 2).to(self.out_dtype), dk.to(self.out_dtype), dv.to(self.out_dtype), dtau, dbias, dslopes
+
+    def _accumulate(self, total: Tensor, block: _Block, tile: slice, a: Tensor, b: Tensor, alpha: float) -> None:
+        """Adds `alpha * a @ b` to a tile of a block's keys in a `[B, Hkv, Lk, D]` tensor."""
+        keys = slice(block.keys.start + tile.start, block.keys.start + tile.stop)
+        part = total[block.batch, block.heads, keys]
+        if part.shape[0] == 1:
+            part.flatten(0, 1).baddbmm_(a, b, alpha=alpha)
+        else:  # sequences and heads together need not lie at one stride
+            part.add_(torch.bmm(a, b).view(part.shape), alpha=alpha)
 
     def _tau_gradient(self, survivors: Tensor) -> Tensor:
         per_row = -(survivors / self.divisor).double()
@@ -390,10 +456,9 @@ def _flat(x: Tensor) -> Tensor:
     return x.flatten(2, 3).flatten(0, 1)
 
 
-def _mass_or_one(w: Tensor) -> Tensor:
-    """Row sums, and 1 for a row whose weights are all zero, so that it stays zero when divided."""
-    mass = w.sum(-1, keepdim=True)
-    return torch.where(mass > 0, mass, 1)
+def _or_one(total: Tensor) -> Tensor:
+    """Row sums, and 1 for a row that is all zero, so that it stays zero when divided."""
+    return torch.where(total > 0, total, 1)
 
 
 def _roll(x: Tensor, shift: Tensor) -> Tensor:

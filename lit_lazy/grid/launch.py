@@ -1,35 +1,43 @@
 """Runs an ablation: enqueues what is missing, starts workers, shows progress, writes the table."""
 
-import os
+import hashlib
 import shlex
-import signal
-import subprocess
+import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from lit_lazy import figures
+from lit_lazy.disk import is_disk_full, write_text
+from lit_lazy.errors import UnfinishedError
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.plan import PLAN, Plan, read_plan, save, table_from_mlflow
+from lit_lazy.grid.pool import Job, LocalPool
 from lit_lazy.grid.progress import Progress
-from lit_lazy.grid.queue import Queue
+from lit_lazy.grid.queue import Entry, Queue, Watch, default_storage, is_dead, redacted
 from lit_lazy.grid.table import Table
-from lit_lazy.grid.worker import RUN_ID
 from lit_lazy.run import git_sha
-from lit_lazy.tracking import Tracker, default_uri
+from lit_lazy.tracking import Tracker, TrackingError, default_uri
 
 POLL_SECONDS = 1.0
+LOOK_SECONDS = 5.0
+"""Between looks for dead workers while none of one's own has died."""
+STALE_SECONDS = 120.0
+"""A worker of another machine that has not beaten for so long is dead; it beats every 15 s."""
 MOST_CRASHES = 3
 """Deaths per worker, without a cell ending in between, after which starting another makes no sense."""
+MOST_DEATHS = 3
+"""Deaths of a cell's workers, without the cell getting ahead in between, after which the cell has failed."""
+LEAST_FREE_BYTES = 2**24
 
 
-class GridError(RuntimeError):
+class GridError(UnfinishedError):
     """A grid cannot go on."""
 
 
@@ -48,6 +56,7 @@ class Grid:
 
     @property
     def folder(self) -> Path:
+        """Of the grid's results."""
         return self.runs / self.id
 
 
@@ -59,41 +68,76 @@ class Launch:
     threads: int
     fresh: bool = False
     keep_checkpoints: bool = False
-
-
-def default_storage(runs: Path) -> str:
-    """The queue's database."""
-    return f"sqlite:///{(runs / 'queue.db').resolve()}"
+    storage: str | None = None
+    """URL of the queue's database; None for sqlite in the runs folder."""
+    only_these: bool = False
+    """Leave cells of the same grid that were not asked for to others."""
+    retry_failed: int = 0
+    """How often a cell that fails is tried again."""
 
 
 def run_grid(grid: Grid, launch: Launch, console: Console) -> tuple[Table, bool]:
     """Execute what is missing of a grid; its table, and whether every cell is complete.
 
-    Another process may be running the same grid: both take cells from the one queue.
+    Other processes, on this machine or others, may be running the same grid: all take cells from the one queue.
     """
     git_sha()
     grid.folder.mkdir(parents=True, exist_ok=True)
-    queue = Queue(default_storage(grid.runs), grid.id)
+    queue = Queue(launch.storage or default_storage(grid.runs), grid.id)
     tracker = Tracker(default_uri(grid.runs), grid.runs, grid.id)
     if launch.fresh:
         _set_aside(grid, queue, tracker, console)
-    parent_id = _parent(grid, queue, tracker)
-    _recover(grid, queue, tracker, console)
+    with queue.lock():
+        parent_id = _parent(grid, queue, tracker)
+    keys = [cell.key for cell in grid.cells]
+    supervisor = Supervisor(grid, launch, queue, console)
+    supervisor.release_dead()
     added = queue.add_missing(grid.cells)
-    keys = {cell.key for cell in grid.cells}
-    left = [key for key, state in queue.states().items() if key in keys and state in ("waiting", "running")]
+    states = queue.states()
+    left = [key for key in keys if states[key] in ("waiting", "running")]
     if left:
         console.print(f"{len(keys)} cells, {len(keys) - len(left)} already complete, {added} enqueued", highlight=False)
         tracker.set_running(parent_id)
-        _work(grid, launch, queue, tracker, parent_id, console)
+        supervisor.work(LocalPool(_job(grid, launch, queue, tracker, parent_id), launch.workers))
     else:
         console.print(f"{len(keys)} cells, all complete: nothing to do", highlight=False)
     states = queue.states()
     finished = all(states.get(key) == "complete" for key in keys)
+    _tell_failures(queue, tracker, parent_id)
     table = write_table(tracker, parent_id, grid.folder)
     if left:
         tracker.set_ended(parent_id, "FINISHED" if finished else "FAILED")
     return table, finished
+
+
+def _job(grid: Grid, launch: Launch, queue: Queue, tracker: Tracker, parent_id: str) -> Job:
+    keys = None
+    if launch.only_these:
+        listed = "\n".join(cell.key for cell in grid.cells)
+        # Another process may have been asked for other cells of the same grid.
+        keys = grid.folder / "workers" / f"cells-{hashlib.sha256(listed.encode()).hexdigest()[:8]}.txt"
+        keys.parent.mkdir(exist_ok=True)
+        write_text(keys, listed)
+    return Job(
+        storage=queue.url,
+        study=grid.id,
+        runs=grid.runs,
+        tracking_uri=tracker.uri,
+        parent_id=parent_id,
+        threads=launch.threads,
+        keep_checkpoints=launch.keep_checkpoints,
+        keys=keys,
+        files=grid.files,
+    )
+
+
+def _tell_failures(queue: Queue, tracker: Tracker, parent_id: str) -> None:
+    """Have MLflow show as failed what has: a worker that was killed, or had no server, could not say so."""
+    failed = {entry.key: entry.reason for entry in queue.entries("failed")}
+    if failed:
+        for run in tracker.children(parent_id):
+            if run.tags["cell"] in failed and run.state == "running":
+                tracker.fail(run.run_id, failed[run.tags["cell"]])
 
 
 def write_table(tracker: Tracker, parent_id: str, folder: Path) -> Table:
@@ -110,6 +154,9 @@ def write_table(tracker: Tracker, parent_id: str, folder: Path) -> Table:
 
 def _set_aside(grid: Grid, queue: Queue, tracker: Tracker, console: Console) -> None:
     """Begin anew, and lose nothing: the folder is renamed, MLflow's runs go to its deleted ones."""
+    alive = [describe(entry) for entry in queue.entries("running") if is_dead(entry.worker) is False]
+    if alive:
+        raise ValueError(f"--fresh: this grid is being run ({'; '.join(alive)}); end that first")
     if parent_id := queue.facts.get("parent"):
         tracker.retire(parent_id)
     queue.clear()
@@ -122,101 +169,146 @@ def _set_aside(grid: Grid, queue: Queue, tracker: Tracker, console: Console) -> 
 
 def _parent(grid: Grid, queue: Queue, tracker: Tracker) -> str:
     """The parent run of the grid, begun or gone on with; its plan is brought up to date."""
-    parent_id = queue.facts.get("parent")
+    facts = queue.facts
     plan = grid.plan
-    if parent_id is None:
+    if "parent" not in facts:
         tags = {"kind": "ablation", "ablation": grid.id, "git_sha": git_sha(), "mlflow.note.content": plan.command}
         parent_id = tracker.start_run(grid.id, tags, {}, grid.base_config)
-        queue.facts = {"parent": parent_id}
+        queue.facts = {"parent": parent_id, "tracking": tracker.uri}
     else:
-        plan = plan.widened(read_plan(tracker, parent_id), grid.row_order)
+        parent_id = facts["parent"]
+        try:
+            former = read_plan(tracker, parent_id)
+        except TrackingError as error:
+            raise ValueError(
+                f"MLflow at {tracker.uri} does not hold this grid's parent run, which is kept at {facts['tracking']} "
+                f"({error}); set MLFLOW_TRACKING_URI to that, or begin anew with --fresh"
+            ) from None
+        plan = plan.widened(former, grid.row_order)
     tracker.keep_text(parent_id, plan.to_json(), PLAN)
     tracker.keep_views(plan.axes, [column.key for column in plan.columns])
     return parent_id
 
 
-def _recover(grid: Grid, queue: Queue, tracker: Tracker, console: Console) -> None:
-    """Fail the cells whose worker on this machine is dead, in the queue and in MLflow, and say so."""
-    for cell, reason in queue.recover():
-        console.print(f"{cell.variant} seed {cell.seed}: {reason}", highlight=False)
-        run_id = grid.folder / "cells" / cell.key / RUN_ID
-        if run_id.exists():
-            tracker.fail(run_id.read_text(), reason)
+class Supervisor:
+    """Keeps workers busy until no cell of the grid waits or runs, and takes over the cells of dead ones."""
 
+    def __init__(self, grid: Grid, launch: Launch, queue: Queue, console: Console) -> None:
+        self.grid, self.launch, self.queue, self.console = grid, launch, queue, console
+        self.cells = {cell.key: cell for cell in grid.cells}
+        self._watch = Watch(STALE_SECONDS)
+        self._retries = Counter[str]()
+        self._looked = -LOOK_SECONDS
+        self._crashes = self._ended = 0
+        self._told = False
 
-def _work(grid: Grid, launch: Launch, queue: Queue, tracker: Tracker, parent_id: str, console: Console) -> None:
-    """Keep workers busy until no cell of the grid waits or runs. Ctrl-C ends the workers after their bookkeeping."""
-    keys = [cell.key for cell in grid.cells]
-    workers: dict[int, subprocess.Popen[bytes]] = {}
-    crashes, ended_before, told = 0, 0, False
-    with Progress(queue, keys, launch.workers, console) as progress:
+    def work(self, pool: LocalPool) -> None:
+        """Return when every cell has ended. Ctrl-C ends the workers after their bookkeeping."""
+        with Progress(self.queue, list(self.cells), self.console) as progress:
+            try:
+                while self._step(pool, progress):
+                    time.sleep(POLL_SECONDS)
+            except BaseException:
+                pool.stop()
+                raise
+
+    def _step(self, pool: LocalPool, progress: Progress) -> bool:
+        """Look once at workers and cells; whether there is something left to wait for."""
         try:
-            while True:
-                died = sum(worker.poll() not in (None, 0) for worker in workers.values())
-                workers = {slot: worker for slot, worker in workers.items() if worker.poll() is None}
-                if died or not workers:
-                    _recover(grid, queue, tracker, console)
-                states = queue.states()
-                progress.update(states)
-                waiting = sum(states[key] == "waiting" for key in keys)
-                ended = sum(states[key] in ("complete", "failed") for key in keys)
-                crashes, ended_before = (0, ended) if ended > ended_before else (crashes + died, ended_before)
-                if crashes >= MOST_CRASHES * launch.workers:
-                    raise GridError(f"workers keep dying before they finish a cell; see {grid.folder}/worker-0.log")
-                free = [slot for slot in range(launch.workers) if slot not in workers]
-                for slot in free[:waiting]:
-                    workers[slot] = _start_worker(grid, launch, queue, tracker, parent_id, slot)
-                if not workers and not any(states[key] == "running" for key in keys):
-                    return
-                if not workers and not told:
-                    told = True
-                    held = [name for key, name in queue.running().items() if key in keys]
-                    console.print(f"waiting for workers that this process did not start: {'; '.join(held)}. If they")
-                    console.print("are gone for good, interrupt and run again with --fresh")
-                time.sleep(POLL_SECONDS)
-        except BaseException:
-            for worker in workers.values():
-                worker.send_signal(signal.SIGTERM)
-            for worker in workers.values():
-                worker.wait()
-            raise
+            ended = pool.reap()
+            if ended.disk_full:
+                self._wait_for_space()
+            if ended.crashed or ended.disk_full or time.monotonic() - self._looked > LOOK_SECONDS:
+                self.release_dead()
+                progress.show_running([describe(entry) for entry in self.queue.entries("running")])
+            states = {key: state for key, state in self.queue.states().items() if key in self.cells}
+            if self.launch.retry_failed and "failed" in states.values():
+                self._retry()
+        except Exception as error:
+            if not is_disk_full(error):
+                raise
+            self._wait_for_space()
+            return True
+        progress.update(states)
+        counts = Counter[str](states.values())
+        self._count_crashes(ended.crashed, counts, pool)
+        pool.start(most=counts["waiting"])
+        if not len(pool) and not counts["waiting"] and counts["running"]:
+            self._tell_who_works()
+        return bool(len(pool) or counts["waiting"] or counts["running"])
+
+    def release_dead(self) -> int:
+        """Let the cells of dead workers wait again, and say so; how many."""
+        self._looked = time.monotonic()
+        stale = self._watch.stale(self.queue.beats(), self._looked)
+        released = 0
+        for entry in self.queue.entries("running"):
+            dead = is_dead(entry.worker)
+            if dead or (dead is None and entry.trial_id in stale):
+                waits = self.queue.release(entry, self._progress_of(entry), MOST_DEATHS)
+                where = f"process {entry.worker['pid']} on {entry.worker['host']}"
+                then = "it waits again" if waits else f"{MOST_DEATHS} times without getting ahead, so it has failed"
+                self._say(f"{entry.variant} seed {entry.seed}: its worker ({where}) died; {then}")
+                released += 1
+        return released
+
+    def _progress_of(self, entry: Entry) -> str:
+        """Something that changes whenever a cell gets ahead; "" where its folder is another machine's."""
+        try:
+            return str((self.grid.folder / "cells" / entry.key / "checkpoints" / "last.ckpt").stat().st_mtime_ns)
+        except FileNotFoundError:
+            return ""
+
+    def _retry(self) -> None:
+        """Enqueue failed cells again, each up to `retry_failed` times, but for those that would end alike."""
+        most = self.launch.retry_failed
+        for entry in self.queue.entries("failed"):
+            if entry.key in self.cells and not entry.final and self._retries[entry.key] < most:
+                self._retries[entry.key] += 1
+                self.queue.add_missing([self.cells[entry.key]])
+                count = f"{self._retries[entry.key]}/{most}"
+                self._say(f"{entry.variant} seed {entry.seed} failed ({entry.reason}); tried again, {count}")
+
+    def _count_crashes(self, crashed: int, counts: Mapping[str, int], pool: LocalPool) -> None:
+        ended = counts["complete"] + counts["failed"]
+        self._crashes = 0 if ended > self._ended else self._crashes + crashed
+        self._ended = ended
+        if self._crashes >= MOST_CRASHES * self.launch.workers:
+            raise GridError(f"workers keep dying before they finish a cell: {pool.last_words()}")
+
+    def _tell_who_works(self) -> None:
+        if not self._told:
+            self._told = True
+            held = [describe(entry) for entry in self.queue.entries("running") if entry.key in self.cells]
+            self._say(
+                f"waiting for workers that this process did not start: {'; '.join(held)}. Should they die, their cells "
+                "are taken over; Ctrl-C leaves them to it"
+            )
+
+    def _wait_for_space(self) -> None:
+        """Return when there is room for a few checkpoints again."""
+        folder = self.grid.folder
+        sizes = [path.stat().st_size for path in folder.glob("cells/*/checkpoints/last.ckpt")]
+        needed = max(LEAST_FREE_BYTES, 3 * max(sizes, default=0))
+        if shutil.disk_usage(folder).free >= needed:
+            return
+        self._say(f"no space left in {folder}: waiting until {needed / 1e6:.0f} MB are free; nothing is lost")
+        while shutil.disk_usage(folder).free < needed:
+            time.sleep(POLL_SECONDS)
+        self._say("there is space again: going on")
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False)
 
 
-def _one_gpu(slot: int) -> dict[str, str]:
-    """The environment that gives a worker a GPU of its own, where there are any."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
-    return {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]} if gpus and torch.cuda.is_available() else {}
-
-
-def _start_worker(
-    grid: Grid, launch: Launch, queue: Queue, tracker: Tracker, parent_id: str, slot: int
-) -> subprocess.Popen[bytes]:
-    """A worker in a process group of its own, so that Ctrl-C reaches it through its parent alone."""
-    command = [
-        *(sys.executable, "-m", "lit_lazy.grid.worker"),
-        *("--storage", queue.storage_url),
-        *("--study", grid.id),
-        *("--folder", str(grid.folder.resolve())),
-        *("--threads", str(launch.threads)),
-        *("--tracking-uri", tracker.uri),
-        *("--experiment", grid.id),
-        *("--parent", parent_id),
-        *(["--keep-checkpoints"] if launch.keep_checkpoints else []),
-        *("--import", *(str(file) for file in grid.files)),
-    ]
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(launch.threads))
-    with (grid.folder / f"worker-{slot}.log").open("ab") as log:
-        return subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=os.environ | threads | _one_gpu(slot),
-            start_new_session=True,
-        )
+def describe(entry: Entry) -> str:
+    """Who runs a cell, where, since when."""
+    since = f" since {entry.since:%a %H:%M:%S}" if entry.since else ""
+    worker = entry.worker
+    return f"{entry.variant} seed {entry.seed} by process {worker['pid']} on {worker['host']}{since}"
 
 
 def command_line() -> str:
-    """The command as a user would type it."""
-    return shlex.join(["lit-lazy", *sys.argv[1:]])
+    """The command as a user would type it, without passwords."""
+    words = [redacted(word) if "://" in word else word for word in sys.argv[1:]]
+    return shlex.join(["lit-lazy", *words])

@@ -14,13 +14,15 @@ from rich.text import Text
 from lit_lazy.grid.queue import Queue, State
 
 PLAIN_EVERY_SECONDS = 15.0
+MOST_SHOWN = 12
 
 
 class Progress:
     """A live display on a terminal; elsewhere a line whenever a cell has ended, at most every few seconds."""
 
-    def __init__(self, queue: Queue, keys: Sequence[str], workers: int, console: Console) -> None:
-        self.queue, self.keys, self.workers, self.console = queue, set(keys), workers, console
+    def __init__(self, queue: Queue, keys: Sequence[str], console: Console) -> None:
+        self.queue, self.keys, self.console = queue, set(keys), console
+        self._running: list[str] = []
         self.started = time.monotonic()
         self.done_before = self._counts(queue.states())["complete"]
         self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
@@ -49,6 +51,11 @@ class Progress:
         if ended != self._last_ended and now - self._last_line >= PLAIN_EVERY_SECONDS:
             self._last_line, self._last_ended = now, ended
             self._print_line(counts)
+
+    def show_running(self, names: Sequence[str]) -> None:
+        """Name the running cells from now on; the terminal has room for a few."""
+        rest = [f"and {len(names) - MOST_SHOWN} more"] if len(names) > MOST_SHOWN else []
+        self._running = [*names[:MOST_SHOWN], *rest]
 
     def _counts(self, states: Mapping[str, State]) -> Counter[str]:
         return Counter(states.get(key, "waiting") for key in self.keys)
@@ -79,7 +86,7 @@ class Progress:
     def _panel(self, counts: Counter[str]) -> Group:
         bar = Table.grid(padding=(0, 1))
         bar.add_row(ProgressBar(total=len(self.keys), completed=counts["complete"], width=40), self._summary(counts))
-        names = [Text(f"  {name}", style="dim") for key, name in self.queue.running().items() if key in self.keys]
+        names = [Text(f"  {name}", style="dim") for name in self._running]
         return Group(bar, *names)
 
 

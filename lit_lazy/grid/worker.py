@@ -1,27 +1,50 @@
 """A worker process: takes cells from the queue, trains them, and does the bookkeeping, until none is left."""
 
 import argparse
+import gc
 import logging
+import os
 import signal
 import sys
+import time
 import traceback
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from lit_lazy.config import RunConfig, from_dict
+from lit_lazy.disk import is_disk_full
 from lit_lazy.files import load_module
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.queue import Queue, Task
-from lit_lazy.run import CellBusyError, RunResult, git_sha, run, write_atomically
-from lit_lazy.tracking import Tracker
+from lit_lazy.grid.queue import Heart, LostError, Membership, Queue, Task
+from lit_lazy.lightning_module import DivergedError
+from lit_lazy.run import CellBusyError, RunResult, git_sha, run
+from lit_lazy.spool import Card, Spool
+from lit_lazy.tracking import Tracker, TrackingError
 
-RUN_ID = "mlflow_run_id"
+STORAGE_VARIABLE = "LIT_LAZY_STORAGE"
+DISK_FULL = 28
+"""Exit status of a worker that could not write: errno's ENOSPC."""
+BEAT_SECONDS = 15.0
+BUSY_SECONDS = 5.0
+MOST_REFUSALS = 5
+"""How often MLflow, answering, may refuse a result before its cell counts as failed."""
 
 log = logging.getLogger("lit_lazy.worker")
 
 
-@dataclass(frozen=True)
+@dataclass
+class Booking:
+    """A trained cell that MLflow and the queue do not know of yet."""
+
+    task: Task
+    spool: Spool
+    result: RunResult
+    refusals: int = 0
+
+
+@dataclass
 class Worker:
     """Executes cells of one ablation."""
 
@@ -31,53 +54,110 @@ class Worker:
     folder: Path
     """The ablation's folder; a cell's run folder is `cells/<key>` below it."""
     keep_checkpoints: bool = False
+    keys: Set[str] | None = None
+    """Take only these cells."""
+    _bookings: list[Booking] = field(default_factory=list)
 
-    def work(self) -> None:
-        """Execute waiting cells until there is none. A cell that fails is recorded, and the rest goes on."""
-        while task := self.queue.claim():
-            self._execute(task)
+    def work(self, most: int | None = None) -> None:
+        """Execute waiting cells until there is none, or `most` of them.
 
-    def _execute(self, task: Task) -> None:
+        A cell that fails is recorded, and the rest goes on; where MLflow is away, trained cells are booked when it is
+        back. A full disk ends the process (SystemExit): its cell is released when it is seen to be dead.
+        """
+        with Membership(self.folder / "workers") as membership, Heart(self.queue, BEAT_SECONDS) as heart:
+            try:
+                done = 0
+                while (most is None or done < most) and (task := self.queue.claim(membership.identity, self.keys)):
+                    heart.hold(task)
+                    if not self._execute(task):
+                        heart.drop(task)
+                    self._book(heart)
+                    done += 1
+                while self._bookings:
+                    time.sleep(BUSY_SECONDS)
+                    self._book(heart)
+            except KeyboardInterrupt:
+                for booking in self._bookings:
+                    self._return(booking.task, "trained, and not logged yet")
+                raise
+            except Exception as error:
+                if is_disk_full(error):
+                    log.error("no space left\n%s", traceback.format_exc())
+                    raise SystemExit(DISK_FULL) from error
+                raise
+
+    def _execute(self, task: Task) -> bool:
+        """Train a cell; whether it is still held, to be booked."""
         cell = task.cell
         log.info("start %s seed %d (%s)", cell.variant, cell.seed, cell.key)
+        folder = self.folder / "cells" / cell.key
+        spool = Spool(self.tracker, folder, self._card(cell))
         try:
-            result = self._train(cell)
-            self.queue.complete(task, result.metrics["loss/val"])
-            log.info("done %s seed %d", cell.variant, cell.seed)
+            # A finished cell only lacks bookkeeping.
+            result = RunResult.read(folder) or self._train(cell, folder, spool)
+            self._bookings.append(Booking(task, spool, result))
+            return True
         except KeyboardInterrupt:
-            self._fail(task, "interrupted", interrupted=True)
+            spool.fail("interrupted", "KILLED")
+            self._return(task, "interrupted")
             raise
         except CellBusyError as error:
-            self.queue.fail(task, str(error))
+            self._return(task, str(error))
+            time.sleep(BUSY_SECONDS)
         except Exception as error:
+            if is_disk_full(error):
+                raise
             # A cell may fail in any way; its reason is kept and the rest of the grid goes on.
             log.error("%s seed %d failed\n%s", cell.variant, cell.seed, traceback.format_exc())
-            self._fail(task, one_line(error))
+            spool.fail(one_line(error), "FAILED")
+            self._fail(task, one_line(error), final=isinstance(error, DivergedError))
+        finally:
+            _free_memory()
+        return False
 
-    def _train(self, cell: Cell) -> RunResult:
-        """The order of finishing: result.json, then MLflow's final metrics, then (by the caller) the queue."""
-        folder = self.folder / "cells" / cell.key
-        folder.mkdir(parents=True, exist_ok=True)
-        run_id = self._run_id(cell, folder)
-        # A finished cell only lacks bookkeeping: opening its logger would set the run running again.
-        result = RunResult.read(folder) or run(
-            from_dict(RunConfig, cell.config),
-            folder,
-            logger=self.tracker.logger(run_id),
-            keep_checkpoint=self.keep_checkpoints,
-        )
-        timings = {f"time/{name}": value for name, value in result.timings.items()}
-        made_in = dict(result.environment)
-        tags = {**result.labels, "git_sha": made_in.pop("git_sha")}
-        tags["environment"] = ", ".join(f"{name} {value}" for name, value in made_in.items())
-        self.tracker.finish(run_id, {**result.metrics, **timings}, tags, step=result.config["train"]["steps"])
-        return result
+    def _train(self, cell: Cell, folder: Path, spool: Spool) -> RunResult:
+        with spool.sending():
+            return run(
+                from_dict(RunConfig, cell.config),
+                folder,
+                logger=spool.logger(),
+                keep_checkpoint=self.keep_checkpoints,
+            )
 
-    def _run_id(self, cell: Cell, folder: Path) -> str:
-        """The cell's MLflow run, the one it was begun with where there is one."""
-        known = folder / RUN_ID
-        if known.exists():
-            return known.read_text()
+    def _book(self, heart: Heart) -> None:
+        """Finish what was trained, in this order: result.json (there already), MLflow, the queue."""
+        for booking in list(self._bookings):
+            task = booking.task
+            try:
+                booking.spool.finish(booking.result)
+                self.queue.complete(task, booking.result.metrics["loss/val"])
+                log.info("done %s seed %d", task.cell.variant, task.cell.seed)
+            except TrackingError as error:
+                if is_disk_full(error):
+                    raise
+                booking.refusals += error.reachable
+                log.warning("%s seed %d is not booked yet: %s", task.cell.variant, task.cell.seed, error)
+                if booking.refusals < MOST_REFUSALS:
+                    continue
+                self._fail(task, one_line(error))
+            except LostError as error:
+                log.warning("%s", error)
+            self._bookings.remove(booking)
+            heart.drop(task)
+
+    def _return(self, task: Task, reason: str) -> None:
+        try:
+            self.queue.put_back(task, reason)
+        except LostError as error:
+            log.warning("%s", error)
+
+    def _fail(self, task: Task, reason: str, final: bool = False) -> None:
+        try:
+            self.queue.fail(task, reason, final)
+        except LostError as error:
+            log.warning("%s", error)
+
+    def _card(self, cell: Cell) -> Card:
         tags = {
             "kind": "cell",
             "ablation": self.queue.name,
@@ -87,22 +167,25 @@ class Worker:
             "cell": cell.key,
             "git_sha": git_sha(),
         }
-        name = f"{cell.variant} seed {cell.seed}"
-        run_id = self.tracker.start_run(name, tags, cell.axes, cell.config, self.parent_id)
-        write_atomically(known, run_id)
-        return run_id
-
-    def _fail(self, task: Task, reason: str, interrupted: bool = False) -> None:
-        known = self.folder / "cells" / task.cell.key / RUN_ID
-        if known.exists():
-            self.tracker.fail(known.read_text(), reason, "KILLED" if interrupted else "FAILED")
-        self.queue.fail(task, reason)
+        return Card(f"{cell.variant} seed {cell.seed}", tags, cell.axes, cell.config, self.parent_id)
 
 
 def one_line(error: BaseException) -> str:
-    """Type and first line of an exception."""
-    first = str(error).strip().splitlines()[:1]
-    return ": ".join([type(error).__name__, *first])[:500]
+    """Type and text of an exception; running out of memory by one name, whatever raised it."""
+    text = " ".join(str(error).split())[:500]
+    name = type(error).__name__
+    if isinstance(error, MemoryError) or name == "OutOfMemoryError" or "can't allocate memory" in text:
+        name = "out of memory"
+    return f"{name}: {text}" if text else name
+
+
+def _free_memory() -> None:
+    """What a cell left behind must not count against the next one."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
@@ -110,16 +193,16 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 
 def main() -> int:
-    """Entry point of a worker process, started by `lit-lazy ablate run`."""
+    """Entry point of a worker process, started by `lit-lazy ablate run`. The storage, which may hold a password, is
+    in the environment."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--storage", required=True)
     parser.add_argument("--study", required=True)
-    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--tracking-uri", required=True)
-    parser.add_argument("--experiment", required=True)
     parser.add_argument("--parent", required=True)
     parser.add_argument("--keep-checkpoints", action="store_true")
+    parser.add_argument("--keys", type=Path, help="file with the keys of the cells to take, one a line")
     parser.add_argument("--import", dest="files", type=Path, nargs="*", default=[])
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stdout)
@@ -132,11 +215,12 @@ def main() -> int:
     for file in options.files:
         load_module(file)
     worker = Worker(
-        Queue(options.storage, options.study),
-        Tracker(options.tracking_uri, options.folder.parent, options.experiment),
+        Queue(os.environ[STORAGE_VARIABLE], options.study),
+        Tracker(options.tracking_uri, options.runs, options.study),
         options.parent,
-        options.folder,
+        options.runs / options.study,
         options.keep_checkpoints,
+        frozenset(options.keys.read_text().split()) if options.keys else None,
     )
     try:
         worker.work()

@@ -1,0 +1,92 @@
+"""Checkpoints: written whole or not at all, loaded without running code, and judged before anything builds on them."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from lit_lazy.config import RunConfig, to_dict
+from lit_lazy.disk import set_aside, write_atomically
+from lit_lazy.lightning_module import LitLM
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """A checkpoint replaces the one before it only when it is on disk whole."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        del storage_options  # of remote file systems
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(Path(path), lambda file: torch.save(checkpoint, file))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of one of this project's checkpoints. Raises ValueError, in one line, for anything else."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise ValueError(f"checkpoint {str(path)!r}: no such file; --keep-checkpoint makes a final.ckpt") from None
+    except pickle.UnpicklingError:
+        raise ValueError(
+            f"checkpoint {str(path)!r}: holds more than weights and numbers, so it is not loaded: it could run code; "
+            "give a checkpoint of this project"
+        ) from None
+    except (OSError, EOFError, RuntimeError) as error:
+        raise ValueError(
+            f"checkpoint {str(path)!r}: damaged or no checkpoint ({_brief(error)}); train again or give another"
+        ) from None
+    if not isinstance(content, dict) or not {"state_dict", "hyper_parameters", "global_step"} <= content.keys():
+        raise ValueError(f"checkpoint {str(path)!r}: not made by this project; give one that --keep-checkpoint made")
+    return content
+
+
+def load(path: Path) -> LitLM:
+    """The trained model of a checkpoint. Raises ValueError, in one line, where there is none to be had."""
+    content = read(path)
+    try:
+        module = LitLM(**content["hyper_parameters"])
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"checkpoint {str(path)!r}: its config is not one of this version's ({_brief(error)}); train again"
+        ) from None
+    if misfit := _misfit(content, module):
+        raise ValueError(f"checkpoint {str(path)!r}: {misfit}; give the checkpoint of that model")
+    module.load_state_dict(content["state_dict"])
+    return module
+
+
+def resumable_step(path: Path, cfg: RunConfig, module: LitLM) -> int:
+    """The step from which a checkpoint resumes this config's module.
+
+    0 where there is none, or one that is damaged or another model's: that one is set aside, and said so.
+    """
+    if not path.exists():
+        return 0
+    try:
+        content = read(path)
+    except ValueError as error:
+        set_aside(path, str(error).partition(": ")[2])
+        return 0
+    if content["hyper_parameters"].get("config") != to_dict(cfg):
+        set_aside(path, "made by another config")
+        return 0
+    if misfit := _misfit(content, module):
+        set_aside(path, misfit)
+        return 0
+    return content["global_step"]
+
+
+def _misfit(content: dict[str, Any], module: LitLM) -> str:
+    """How the weights of a checkpoint differ from those of a module in name or shape; "" where they do not."""
+    found = {name: tuple(value.shape) for name, value in content["state_dict"].items()}
+    wanted = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            is_, should = (str(shapes.get(name, "missing")) for shapes in (found, wanted))
+            return f"the weights are another architecture's ({name} is {is_}, should be {should})"
+    return ""
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"

@@ -1,0 +1,241 @@
+"""Documents out of text files, JSON lines, parquet and datasets of the Hugging Face Hub, one after the other.
+
+A document is its UTF-8 bytes. At no time more than a document, a parquet row group, or a batch of a streamed dataset is
+in memory. Empty documents and nulls are left out. Every error is a one-line ValueError that names option and file.
+"""
+
+import glob
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_lazy.data.base import require
+
+FORMATS = (".txt", ".jsonl", ".json", ".parquet")
+# A tokeniser needs about a hundred times the memory of a document.
+LONGEST_DOCUMENT = 16 * 2**20
+# A .txt file of up to WHOLE bytes is one document. In a longer one a document ends at the first blank line, else line
+# end, else blank, after PIECE bytes, so that one big file can be split into training and validation text.
+WHOLE, PIECE = 64 * 2**10, 16 * 2**10
+ROWS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Files:
+    """Local files, all documents of which are read in the order of the paths."""
+
+    field: str
+    """The option that names them, for errors."""
+    given: str
+    paths: tuple[Path, ...]
+    column: str
+
+    def state(self) -> list[tuple[str, int, int]]:
+        """What changes when a file does: each one's path, size in bytes and time of change in ns."""
+        return file_states(self.paths)
+
+    def documents(self) -> Iterator[bytes]:
+        """Every document that is not empty."""
+        for path in self.paths:
+            try:
+                yield from filter(None, self._read(path))
+            except OSError as error:
+                raise self._error(path, f"cannot be read ({error.strerror or one_line(error)})") from None
+
+    def _read(self, path: Path) -> Iterator[bytes]:
+        if path.suffix == ".txt":
+            return self._text(path)
+        if path.suffix == ".parquet":
+            return texts(self._parquet(path), self.column, f"{self.field}={str(path)!r}")
+        return self._json_lines(path)
+
+    def _text(self, path: Path) -> Iterator[bytes]:
+        with path.open("rb") as file:
+            ahead = file.read(WHOLE + 1)
+            is_whole, offset = len(ahead) <= WHOLE, 0
+            while ahead:
+                end = len(ahead) if is_whole else piece_end(ahead)
+                yield self._checked(ahead[:end], path, offset)
+                offset += end
+                ahead = ahead[end:] + file.read(end)
+
+    def _json_lines(self, path: Path) -> Iterator[bytes]:
+        with path.open("rb") as file:
+            offset, number = 0, 0
+            while line := file.readline(LONGEST_DOCUMENT + 1):
+                number += 1
+                if len(line) > LONGEST_DOCUMENT:
+                    raise self._error(
+                        path, f"line {number} is longer than {LONGEST_DOCUMENT >> 20} MiB; split that document"
+                    )
+                text = self._checked(line, path, offset).strip()
+                if text:
+                    yield self._value(text, path, number)
+                offset += len(line)
+
+    def _value(self, line: bytes, path: Path, number: int) -> bytes:
+        """The text in one JSON line."""
+        where = f"line {number} of {str(path)!r}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise self._error(
+                path, f"line {number} is not JSON ({one_line(error)}); give one object per line"
+            ) from None
+        if not isinstance(row, dict):
+            raise self._error(path, f"line {number} is a JSON {type(row).__name__}; give one object per line")
+        require(self.column in row, "data.column", self.column, f"{where} has only {', '.join(row) or 'no columns'}")
+        value = row[self.column]
+        require(
+            value is None or isinstance(value, str),
+            "data.column",
+            self.column,
+            f"must hold text; {where} has {json.dumps(value)[:40]}",
+        )
+        try:
+            return (value or "").encode()
+        except UnicodeEncodeError as error:
+            raise self._error(path, f"line {number} is not text ({one_line(error)}); repair it") from None
+
+    def _parquet(self, path: Path) -> Iterator[Any]:
+        import datasets
+
+        # It logs each error in several lines before it raises it.
+        logging.getLogger("datasets.packaged_modules.parquet.parquet").setLevel(logging.CRITICAL)
+        name = glob.escape(str(path))
+        try:
+            yield from tables(datasets.load_dataset("parquet", data_files=[name], split="train", streaming=True))
+        except (ValueError, NotImplementedError, OSError) as error:
+            raise self._error(path, f"is not whole, readable parquet ({one_line(error)})") from None
+
+    def _checked(self, raw: bytes, path: Path, offset: int) -> bytes:
+        """`raw`, which begins at byte `offset` of the file, if it is text."""
+        if (at := raw.find(b"\0")) >= 0:
+            raise self._error(path, f"holds a NUL byte at byte {offset + at}, so it is no text; give a text file")
+        try:
+            raw.decode()
+        except UnicodeDecodeError as error:
+            raise self._error(path, f"is not UTF-8 at byte {offset + error.start}; convert it to UTF-8") from None
+        return raw
+
+    def _error(self, path: Path, text: str) -> ValueError:
+        return ValueError(f"{self.field}={str(path)!r}: {text}")
+
+
+@dataclass(frozen=True)
+class Hub:
+    """One split of a dataset of the Hugging Face Hub, or of a folder laid out like one."""
+
+    name: str
+    config: str | None
+    revision: str | None
+    split: str
+    column: str
+    stream: bool
+
+    @property
+    def field(self) -> str:
+        """The option that names it, for errors."""
+        return "data.hub"
+
+    @property
+    def given(self) -> str:
+        """What that option holds."""
+        return self.name
+
+    def state(self) -> list[Any]:
+        """What names the content: for a folder its files, otherwise the name alone, which needs no network."""
+        paths = sorted(path for path in Path(self.name).rglob("*") if path.is_file())
+        return [self.name, self.config, self.revision, self.split, file_states(tuple(paths))]
+
+    def documents(self) -> Iterator[bytes]:
+        """Every document that is not empty."""
+        return filter(None, texts(self._tables(), self.column, f"data.hub={self.name!r}"))
+
+    def _tables(self) -> Iterator[Any]:
+        import datasets
+
+        if not sys.stderr.isatty():
+            datasets.disable_progress_bars()
+        try:
+            found = datasets.load_dataset(
+                self.name, self.config, split=self.split, revision=self.revision, streaming=self.stream
+            )
+            yield from tables(found if self.stream else found.to_iterable_dataset())
+        except (OSError, ValueError, NotImplementedError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise ValueError(
+                f"data.hub={self.name!r}: cannot be read ({one_line(error)}); check name, data.hub_config, data.split, "
+                "data.revision and the network, or give data.path"
+            ) from None
+
+
+def tables(dataset: Any) -> Iterator[Any]:
+    """Arrow tables of a few hundred rows each."""
+    return dataset.with_format("arrow").iter(ROWS_AT_ONCE)
+
+
+def texts(found: Iterator[Any], column: str, where: str) -> Iterator[bytes]:
+    """The texts in one column of Arrow tables, as UTF-8."""
+    for table in found:
+        names = table.column_names
+        require(column in names, "data.column", column, f"{where} has only {', '.join(names)}")
+        kind = str(table.schema.field(column).type)
+        require("string" in kind and "<" not in kind, "data.column", column, f"must hold text; in {where} it is {kind}")
+        for value in table.column(column).to_pylist():
+            text = (value or "").encode()
+            if len(text) > LONGEST_DOCUMENT:
+                raise ValueError(
+                    f"{where}: a document is longer than {LONGEST_DOCUMENT >> 20} MiB ({text[:40]!r}...); split it"
+                )
+            yield text
+
+
+def piece_end(ahead: bytes) -> int:
+    """Where the document at the start of `ahead` ends."""
+    if len(ahead) <= PIECE:
+        return len(ahead)
+    for mark in (b"\n\n", b"\n", b" "):
+        if (found := ahead.find(mark, PIECE)) >= 0:
+            return found + len(mark)
+    if len(ahead) <= WHOLE:
+        return len(ahead)
+    # Not inside a character, of which all bytes but the first begin with the bits 10.
+    last = len(ahead) - 1
+    return next((at for at in range(last, last - 4, -1) if ahead[at] & 0xC0 != 0x80), last)
+
+
+def find_files(field: str, given: str) -> tuple[Path, ...]:
+    """The files that a path, a folder (with those below it) or a glob means, in the order of their paths."""
+    at = Path(given).expanduser()
+    if at.is_dir():
+        inside = [path for path in at.rglob("*") if not any(p.startswith(".") for p in path.relative_to(at).parts)]
+        found = [path for path in inside if path.suffix in FORMATS and path.is_file()]
+        kinds = sorted({path.suffix for path in found})
+        require(bool(found), field, given, f"no {', '.join(FORMATS)} file in that folder")
+        require(len(kinds) == 1, field, given, f"holds {' and '.join(kinds)} files; choose by a glob, as in 'x/*.txt'")
+    elif at.is_file():
+        found = [at]
+    else:
+        found = [Path(name) for name in glob.glob(str(at), recursive=True) if Path(name).is_file()]
+        require(bool(found), field, given, "no such file or folder, and no file matches it as a glob")
+    for path in found:
+        require(path.suffix in FORMATS, field, str(path), f"unknown kind of file; known are {', '.join(FORMATS)}")
+    require(any(path.stat().st_size for path in found), field, given, "is empty; give files with text")
+    # Not resolved: in the Hub's own cache files are links to nameless ones.
+    return tuple(sorted(Path(os.path.abspath(path)) for path in found))
+
+
+def file_states(paths: tuple[Path, ...]) -> list[tuple[str, int, int]]:
+    """Path, size in bytes and time of change in ns of each file."""
+    return [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths]
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message on one line of moderate length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:300]}..."

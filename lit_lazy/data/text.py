@@ -1,0 +1,231 @@
+"""Your own text, or a dataset of the Hugging Face Hub: tokenised once, kept in a cache, mapped into memory."""
+
+import functools
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lit_lazy.data.base import DataConfig, DataSource, TokenDataset, require, require_whole
+from lit_lazy.data.documents import Files, Hub, find_files
+from lit_lazy.data.stdlib import cut
+from lit_lazy.data.tokens import (
+    BYTES,
+    ByteTokenizer,
+    Corpus,
+    FileTokenizer,
+    Tokenizer,
+    cache_folder,
+    make_once,
+    open_corpus,
+    write_corpus,
+)
+from lit_lazy.data.trigram import ByteTrigram, trigrams
+
+# Part of a cached corpus's name: raise it when the same documents come to be other tokens.
+LAYOUT = 1
+# The trigram is counted on so many training bytes at most: counting needs some 40 bytes of memory for each.
+TRIGRAM_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Text(DataConfig):
+    """Text from .txt, .jsonl and .parquet files, or from a dataset of the Hugging Face Hub.
+
+    The documents, each followed by a separator, are laid end to end and cut into windows that do not overlap. Empty
+    documents are left out. A .txt file of up to 64 KiB is one document; a longer one is cut at a blank line after every
+    16 KiB. Documents of more than 16 MiB are refused.
+    """
+
+    path: str = ""
+    """File, folder or glob of .txt, .jsonl, .json (one object per line) or .parquet files."""
+    hub: str = ""
+    """In place of a path: a dataset of the Hugging Face Hub by its name, or a folder laid out like one."""
+    hub_config: str | None = None
+    """Configuration of the hub dataset; None where it has only one."""
+    revision: str | None = None
+    """Commit or branch of the hub dataset; None for the newest when it is first read."""
+    split: str = "train"
+    """Split of the hub dataset to train on."""
+    stream: bool = False
+    """Read no more of the hub dataset than max_tokens asks for, instead of downloading it whole."""
+    column: str = "text"
+    """Column that holds the text; a .txt file has none."""
+    tokenizer: str = BYTES
+    """bytes, or a JSON file of the tokenizers library. The separator of bytes is NUL."""
+    end_of_text: str | None = None
+    """Token of the tokenizers file that ends a document; None for its <|endoftext|>, </s> or the like."""
+    context_length: int = 256
+    """Tokens in a window."""
+    max_tokens: int | None = None
+    """Tokens to train on at most (and to validate on, where `validation` is given); None for all."""
+    validation: str = ""
+    """Text to validate on: a path, or a split of the hub dataset. Empty for a share of the documents."""
+    validation_share: float = 0.1
+    """Share of the documents held out, decided by a hash of each one's text, where `validation` is empty."""
+    validation_windows: int = 256
+    """Validation windows, spread evenly over the validation text."""
+
+    def __post_init__(self) -> None:
+        require_whole("data.context_length", self.context_length, 2)
+        require_whole("data.validation_windows", self.validation_windows, 1)
+        require(0 < self.validation_share < 1, "data.validation_share", self.validation_share, "must be in (0, 1)")
+        if self.max_tokens is not None:
+            require_whole("data.max_tokens", self.max_tokens, self.context_length)
+        require(not (self.path and self.hub), "data.hub", self.hub, f"leave it or data.path={self.path!r} out")
+        require(not self.stream or bool(self.hub), "data.stream", self.stream, "only with data.hub; files are streamed")
+        require(
+            not self.stream or self.max_tokens is not None,
+            "data.stream",
+            self.stream,
+            "say how much by data.max_tokens",
+        )
+        byte_tokens = self.tokenizer == BYTES
+        require(
+            not (byte_tokens and self.end_of_text), "data.end_of_text", self.end_of_text, "bytes have no such token"
+        )
+
+    def load(self) -> DataSource:
+        require(bool(self.path or self.hub), "data.path", self.path, "name your text, as in --data.path=FILE")
+        train, validation = self._sources()
+        folder = cache_folder() / self._key(train, validation)
+        if not folder.exists():
+            self._tokenise(folder, train, validation)
+        return _load(self, folder)
+
+    def _sources(self) -> tuple[Files | Hub, Files | Hub | None]:
+        """Where the training text is, and the validation text unless it is a share of that."""
+        if self.hub:
+            train, validation = (
+                Hub(self.hub, self.hub_config, self.revision, split, self.column, self.stream)
+                for split in (self.split, self.validation)
+            )
+            require(self.split != self.validation, "data.validation", self.validation, "is data.split; choose another")
+            return train, validation if self.validation else None
+        train = Files("data.path", self.path, find_files("data.path", self.path), self.column)
+        if not self.validation:
+            return train, None
+        validation = Files(
+            "data.validation", self.validation, find_files("data.validation", self.validation), self.column
+        )
+        both = sorted(set(train.paths) & set(validation.paths))
+        require(not both, "data.validation", self.validation, f"data.path has the file {[*both, ''][0]!s} as well")
+        return train, validation
+
+    def _key(self, train: Files | Hub, validation: Files | Hub | None) -> str:
+        """Names the tokens by all they depend on, without reading the text: its files by size and time of change."""
+        parts = {
+            "layout": LAYOUT,
+            "train": train.state(),
+            "validation": validation.state() if validation else self.validation_share,
+            "column": self.column,
+            "tokenizer": self._tokenizer_digest(),
+            "end_of_text": self.end_of_text,
+            "max_tokens": self.max_tokens,
+        }
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
+
+    def _tokenizer_digest(self) -> str:
+        if self.tokenizer == BYTES:
+            return BYTES
+        try:
+            content = Path(self.tokenizer).expanduser().read_bytes()
+        except OSError as error:
+            raise ValueError(
+                f"data.tokenizer={self.tokenizer!r}: cannot be read ({error.strerror}); give 'bytes' or a JSON file of "
+                "the tokenizers library"
+            ) from None
+        return f"{version('tokenizers')} {hashlib.sha256(content).hexdigest()}"
+
+    def _tokenizer(self) -> Tokenizer:
+        return (
+            ByteTokenizer()
+            if self.tokenizer == BYTES
+            else FileTokenizer(Path(self.tokenizer).expanduser(), self.end_of_text)
+        )
+
+    def _tokenise(self, folder: Path, train: Files | Hub, validation: Files | Hub | None) -> None:
+        tokenizer = self._tokenizer()
+        # The first documents are read before anything is created.
+        documents = not_empty(train)
+        held_out = not_empty(validation) if validation else None
+
+        def fill(partial: Path) -> None:
+            write_corpus(partial, tokenizer, documents, held_out, self.validation_share, self.max_tokens)
+            try:
+                unchanged = self._key(train, validation) == folder.name
+            except FileNotFoundError:
+                unchanged = False
+            require(unchanged, train.field, train.given, "was changed while it was read; run again")
+
+        make_once(folder, fill)
+
+
+def not_empty(source: Files | Hub) -> Iterator[bytes]:
+    """A source's documents. Raises ValueError, at once, where there are none or the first cannot be read."""
+    documents = source.documents()
+    first = next(documents, None)
+    if first is None:
+        raise ValueError(f"{source.field}={source.given!r}: holds no text; give files with text")
+    return itertools.chain([first], documents)
+
+
+@functools.cache
+def _load(config: Text, folder: Path) -> DataSource:
+    corpus = open_corpus(folder)
+    length = config.context_length
+    train, validation = cut(corpus.train, length), cut(corpus.validation, length)
+    if len(train) == 0:
+        raise ValueError(
+            f"data.context_length={length}: the training text has {len(corpus.train)} tokens; choose a smaller one"
+        )
+    if len(validation) < config.validation_windows:
+        raise ValueError(
+            f"data.validation_windows={config.validation_windows}: the validation text has {len(corpus.validation)} "
+            f"tokens, {len(validation)} windows of data.context_length={length}; choose fewer or shorter windows, a "
+            "greater data.validation_share, or give data.validation"
+        )
+    byte_tokens = config.tokenizer == BYTES
+    chosen = evenly(len(validation), config.validation_windows)
+    return DataSource(
+        name="text",
+        vocab_size=corpus.vocab_size,
+        context_length=length,
+        fingerprint=corpus.fingerprint,
+        info={
+            "bytes_per_token": corpus.bytes_per_token,
+            "train_documents": corpus.train_documents,
+            "validation_documents": corpus.validation_documents,
+            "train_tokens": len(train) * length,
+            "validation_tokens": len(chosen) * length,
+            **({"trigram_bits_per_byte": trigram_bits(train, corpus.validation, chosen)} if byte_tokens else {}),
+        },
+        train=TokenDataset(train),
+        validation=TokenDataset(validation[chosen]),
+    )
+
+
+def evenly(n: int, k: int) -> np.ndarray:
+    """k of the numbers 0 .. n - 1, k <= n, evenly spread."""
+    return np.arange(k) * n // k
+
+
+def trigram_bits(train: torch.Tensor, validation: np.ndarray, chosen: np.ndarray) -> float:
+    """Bits per byte of the trigram on exactly the targets of the chosen validation windows, as for Stdlib.
+
+    It is counted on TRIGRAM_BYTES of the training windows `[N, L + 1]`, evenly spread, or on all if they are fewer.
+    """
+    length = train.shape[1] - 1
+    counted = train[evenly(len(train), min(len(train), max(1, TRIGRAM_BYTES // length)))][:, :-1]
+    # From two bytes before the first target to the last target; before the text there is a NUL.
+    places = chosen[:, None] * length + np.arange(-1, length + 1)
+    text = np.where(places < 0, 0, validation[places])
+    windows = trigrams(text.ravel()).reshape(text.shape)[:, 2:]
+    probability = ByteTrigram(counted.numpy().ravel()).probability(windows.ravel())
+    return float(-np.log2(probability).mean())

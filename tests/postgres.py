@@ -1,0 +1,134 @@
+"""A PostgreSQL server of the tests' own, on a free port of 127.0.0.1, in a temporary folder.
+
+`database(server, name)` gives a test a fresh database; `Server.stop` and `Server.start` take it away for a while.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg import sql
+
+START_SECONDS = 60
+# Nothing here has to outlive a power cut. Durability off makes a commit about as quick as on sqlite.
+SETTINGS = {
+    "listen_addresses": "127.0.0.1",
+    "unix_socket_directories": "",
+    "fsync": "off",
+    "synchronous_commit": "off",
+    "full_page_writes": "off",
+}
+
+
+def _programs() -> Path | None:
+    """The folder of PostgreSQL's programs, which Debian keeps off the PATH; None where there is no server."""
+    if found := shutil.which("postgres"):
+        return Path(found).resolve().parent
+    installed = [path.parent for path in Path("/usr/lib/postgresql").glob("*/bin/postgres")]
+    return max(installed, key=lambda path: int(path.parent.name), default=None)
+
+
+def _as_server() -> list[str]:
+    """Command prefix: ends the process with this one, and makes root, whom PostgreSQL refuses, its package's user."""
+    user = ["--reuid=postgres", "--regid=postgres", "--clear-groups"] if os.geteuid() == 0 else []
+    # SIGINT is PostgreSQL's "disconnect everyone and stop".
+    return ["setpriv", "--pdeathsig=INT", *user]
+
+
+@dataclass
+class Server:
+    """A cluster in `folder`, which answers on `port` between `start` and `stop`. Anyone on 127.0.0.1 may log in."""
+
+    programs: Path
+    folder: Path
+    port: int
+    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+
+    @property
+    def _log(self) -> Path:
+        return self.folder / "server.log"
+
+    def url(self, name: str = "postgres") -> str:
+        """SQLAlchemy's address of a database."""
+        return f"postgresql://postgres@127.0.0.1:{self.port}/{name}"
+
+    def initialise(self) -> None:
+        """Make an empty cluster."""
+        options = ["--username=postgres", "--auth=trust", "--encoding=UTF8", "--no-locale", "--no-sync"]
+        command = [*_as_server(), self.programs / "initdb", "--pgdata", self.folder / "data", *options]
+        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"initdb failed: {done.stderr}")
+
+    def start(self) -> None:
+        """Start the server and wait until it answers."""
+        settings = [part for name, value in SETTINGS.items() for part in ("-c", f"{name}={value}")]
+        command = [*_as_server(), self.programs / "postgres", "-D", "data", "-p", str(self.port), *settings]
+        with self._log.open("ab") as log:
+            # Ctrl-C is for the tests; they stop the server in the end.
+            self._process = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, start_new_session=True)
+        until = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                psycopg.connect(self.url(), connect_timeout=5).close()
+                return
+            except psycopg.OperationalError as error:
+                if self._process.poll() is not None or time.monotonic() > until:
+                    raise RuntimeError(f"PostgreSQL did not start: {self._log.read_text()}") from error
+                time.sleep(0.02)
+
+    def stop(self) -> None:
+        """Disconnect everyone and stop; the databases stay for another `start`."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGINT)
+            self._process.wait()
+            self._process = None
+
+
+@contextmanager
+def serving(programs: Path) -> Iterator[Server]:
+    """A running server with an empty cluster; both are gone afterwards."""
+    # Not below pytest's folders: those are closed to the user that the server runs as.
+    folder = Path(tempfile.mkdtemp(prefix="lit-lazy-postgres-"))
+    if os.geteuid() == 0:
+        shutil.chown(folder, "postgres", "postgres")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = Server(programs, folder, port)
+    try:
+        server.initialise()
+        server.start()
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[Server]:
+    """One running server per test process."""
+    programs = _programs()
+    if programs is None:
+        assert not os.environ.get("LIT_LAZY_REQUIRE_POSTGRES"), "PostgreSQL is missing, and must not be here"
+        pytest.skip("needs PostgreSQL's server (Debian: apt-get install postgresql)")
+    with serving(programs) as server:
+        yield server
+
+
+def database(server: Server, name: str) -> str:
+    """The URL of a new, empty database; an older one of that name is dropped."""
+    with psycopg.connect(server.url(), autocommit=True) as connection:
+        connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
+        connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+    return server.url(name)

@@ -1,6 +1,6 @@
-"""A small byte-level model on the first 50 million tokens of FineWeb-Edu's 10BT sample, streamed: needs the network once.
+"""A small byte-level model on 50 million tokens of FineWeb-Edu's 10BT sample, streamed: needs the network once.
 
-Penedo et al. 2024, "The FineWeb Datasets" (arXiv 2406.17557); https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu.
+Penedo et al. 2024, "The FineWeb Datasets: Decanting the Web for the Finest Text Data at Scale" (arXiv 2406.17557).
 """
 
 from lit_lazy.attention import Rope

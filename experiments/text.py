@@ -1,4 +1,4 @@
-"""A small byte-level model on your own text: give it by --data.path=FILE, a folder, or a glob of .txt, .jsonl, .parquet."""
+"""A small byte-level model on your own text: --data.path=FILE, a folder or a glob of .txt, .jsonl or .parquet."""
 
 from lit_lazy.attention import Rope
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig

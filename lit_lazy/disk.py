@@ -58,5 +58,5 @@ def writable_folder(option: str, folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise ValueError(
-            f"{option} {str(folder)!r}: cannot be written to ({error.strerror}); name another folder"
+            f"{option} {str(folder)!r}: nothing can be written there ({error.strerror}); name another folder"
         ) from None

@@ -187,6 +187,13 @@ class Tracker:
         self.client.set_terminated(run_id, status)
 
     @_reaching
+    def prune(self, run_id: str, reason: str) -> None:
+        """Mark a run ended early by a search, and why."""
+        for name, value in (("state", "pruned"), ("optuna.state", "PRUNED"), ("reason", reason)):
+            self.client.set_tag(run_id, name, value)
+        self.client.set_terminated(run_id, "KILLED")
+
+    @_reaching
     def find(self, tags: Mapping[str, str]) -> list[TrackedRun]:
         """All runs with these tags, oldest first."""
         query = " AND ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
@@ -277,7 +284,8 @@ def experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
         runs = client.search_runs([number], order_by=["start_time DESC"], max_results=1)
         if not runs:
             continue
-        parents = client.search_runs([number], "tags.kind = 'ablation'", order_by=["start_time DESC"], max_results=1)
+        query = "tags.ablation LIKE '%' AND tags.kind != 'cell'"  # an ablation's parent run, or a search's
+        parents = client.search_runs([number], query, order_by=["start_time DESC"], max_results=1)
         grouped, flat = (
             runs_link(ui_url, number, view if view_id(view) in saved else None) for view in (TABLE_VIEW, CELLS_VIEW)
         )

@@ -1,11 +1,16 @@
 """One thread per process (two run side by side), and a ready MLflow store, whose first touch takes seconds."""
 
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import postgres
 import pytest
 import torch
+from postgres import postgres_server
+
+__all__ = ["postgres_server"]
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +36,20 @@ def runs(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> 
     folder.mkdir()
     shutil.copy(empty_store, folder / "mlflow.db")
     return folder
+
+
+@pytest.fixture
+def postgres_storage(postgres_server: postgres.Server) -> str:
+    """An empty database on a real PostgreSQL server."""
+    return postgres.database(postgres_server, "queue")
+
+
+@pytest.fixture
+def closed_port() -> int:
+    """A port of 127.0.0.1 on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,21 +5,23 @@
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
 from psycopg import sql
 
-START_SECONDS = 60
+START_SECONDS = 30
+# A line on its input, or the end of the process that holds the other end, has the server disconnect everyone and stop.
+UNTIL_TOLD = '"$@" & read -r _; kill -INT $!; wait $!'
 # Nothing here has to outlive a power cut. Durability off makes a commit about as quick as on sqlite.
 SETTINGS = {
     "listen_addresses": "127.0.0.1",
@@ -38,11 +40,9 @@ def _programs() -> Path | None:
     return max(installed, key=lambda path: int(path.parent.name), default=None)
 
 
-def _as_server() -> list[str]:
-    """Command prefix: ends the process with this one, and makes root, whom PostgreSQL refuses, its package's user."""
-    user = ["--reuid=postgres", "--regid=postgres", "--clear-groups"] if os.geteuid() == 0 else []
-    # SIGINT is PostgreSQL's "disconnect everyone and stop".
-    return ["setpriv", "--pdeathsig=INT", *user]
+def _user() -> dict[str, Any]:
+    """Options of `subprocess` that run a program as the package's user in root's place, whom PostgreSQL refuses."""
+    return {"user": "postgres", "group": "postgres", "extra_groups": []} if os.geteuid() == 0 else {}
 
 
 @dataclass
@@ -65,38 +65,44 @@ class Server:
     def initialise(self) -> None:
         """Make an empty cluster."""
         options = ["--username=postgres", "--auth=trust", "--encoding=UTF8", "--no-locale", "--no-sync"]
-        command = [*_as_server(), self.programs / "initdb", "--pgdata", self.folder / "data", *options]
-        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True)
+        command = [self.programs / "initdb", "--pgdata", self.folder / "data", *options]
+        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, **_user())
         if done.returncode:
             raise RuntimeError(f"initdb failed: {done.stderr}")
 
     def start(self) -> None:
         """Start the server and wait until it answers."""
         settings = [part for name, value in SETTINGS.items() for part in ("-c", f"{name}={value}")]
-        command = [*_as_server(), self.programs / "postgres", "-D", "data", "-p", str(self.port), *settings]
+        server = [self.programs / "postgres", "-D", "data", "-p", str(self.port), *settings]
         with self._log.open("ab") as log:
-            # Ctrl-C is for the tests; they stop the server in the end.
-            self._process = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, start_new_session=True)
+            self._process = subprocess.Popen(
+                ["sh", "-c", UNTIL_TOLD, "sh", *server],
+                cwd=self.folder,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for the tests; they stop the server in the end.
+                **_user(),
+            )
         until = time.monotonic() + START_SECONDS
         while True:
             try:
                 psycopg.connect(self.url(), connect_timeout=5).close()
                 return
             except psycopg.OperationalError as error:
-                if self._process.poll() is not None or time.monotonic() > until:
+                if time.monotonic() > until:
                     raise RuntimeError(f"PostgreSQL did not start: {self._log.read_text()}") from error
                 time.sleep(0.02)
 
     def stop(self) -> None:
         """Disconnect everyone and stop; the databases stay for another `start`."""
         if self._process is not None:
-            self._process.send_signal(signal.SIGINT)
-            self._process.wait()
+            self._process.communicate(b"\n")
             self._process = None
 
 
 @contextmanager
-def serving(programs: Path) -> Iterator[Server]:
+def serving(programs: Path) -> Generator[Server]:
     """A running server with an empty cluster; both are gone afterwards."""
     # Not below pytest's folders: those are closed to the user that the server runs as.
     folder = Path(tempfile.mkdtemp(prefix="lit-lazy-postgres-"))

@@ -1,14 +1,15 @@
 """The PostgreSQL server that other tests stand on."""
 
+from typing import LiteralString
+
 import psycopg
 import pytest
 from postgres import Server, database
 
-pytest_plugins = ("postgres",)
 pytestmark = pytest.mark.xdist_group("postgres")
 
 
-def ask(url: str, statement: str) -> list[tuple[object, ...]]:
+def ask(url: str, statement: LiteralString) -> list[tuple[object, ...]]:
     with psycopg.connect(url, connect_timeout=5) as connection:
         cursor = connection.execute(statement)
         return cursor.fetchall() if cursor.description else []

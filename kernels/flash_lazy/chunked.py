@@ -28,8 +28,6 @@ BLOCK_ELEMENTS_GPU = 2**25
 # Fewer rows than this waste matrix products: sequences and heads are split first.
 FULL_ROWS = 64
 TILE_COLUMNS = 256
-PAD = 16
-WIDE = 256
 LOG2E = math.log2(math.e)
 
 
@@ -70,9 +68,24 @@ class _Chunked(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Block:
+class _Part:
+    """Sequences and kv heads that are worked on together."""
+
     batch: slice
-    heads: slice  # of the kv heads
+    heads: slice
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.batch.stop - self.batch.start, self.heads.stop - self.heads.start
+
+    def of(self, x: Tensor) -> Tensor:
+        """A part of `[B or 1, Hkv or 1, ...]` as `[b * h, ...]`: a view where the strides allow it."""
+        x = x[self.batch if x.shape[0] > 1 else slice(None), self.heads if x.shape[1] > 1 else slice(None)]
+        return x.expand(*self.shape, *x.shape[2:]).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class _Block:
     rows: slice
     keys: slice
     first: int  # index of the document's first key
@@ -104,10 +117,9 @@ class _Sweep:
         self.tau, self.bias, self.slopes = tau, bias, slopes
 
         cuts = [0, self.keys] if options.cu_seqlens is None else options.cu_seqlens.tolist()
-        self.block_rows, self.blocks = _blocks(
+        self.block_rows, self.parts, self.blocks = _blocks(
             (self.batch, self.kv_heads, self.group, self.rows, self.keys), cuts, options.window, self.device.type
         )
-        self.largest = max(math.prod(self._shape(b)[:-1]) * (self._shape(b)[-1] + PAD) for b in self.blocks)
         self._place_rows_and_keys()
 
         self.q, self.k, self.v = self._by_group(q.to(self.dtype)), k.to(self.dtype), v.to(self.dtype)
@@ -117,8 +129,11 @@ class _Sweep:
             self.k, self.v = (x.masked_fill(self.hidden[:, None, :, None], 0) for x in (self.k, self.v))
         if self.blind is not None:
             self.q = self.q.masked_fill(self.blind, 0)
+        self.lifts = self.device.type != "cpu" or bool((self.theta < 0).any())
         self._build_strip()
-        self.scratch: dict[str, Tensor] = {}
+        matrices = math.prod(self.parts[0].shape) * self.group
+        widest = max(block.keys.stop - block.keys.start for block in self.blocks)
+        self.scratch = torch.empty(3, matrices * self.block_rows * widest, dtype=self.dtype, device=self.device)
 
     def _by_group(self, x: Tensor) -> Tensor:
         """`[B, H, Lq, D]` as a view `[B, Hkv, G, Lq, D]`."""
@@ -206,91 +221,55 @@ class _Sweep:
         self.triangle = (~outside).to(self.dtype).unfold(-1, columns, 1)[:, columns - edge :].flip(0)
         self.distance = distance
 
-    # -- one block ---------------------------------------------------------------------------------------------------
+    # -- one block of a part, all tensors `[b * h, ...]` --------------------------------------------------------------
 
-    def _queries(self, x: Tensor, block: _Block) -> Tensor:
-        """A block of a `[B, Hkv, G, Lq, D]` tensor as `[b * h, G * R, D]`."""
-        return _flat(x[block.batch, block.heads, :, block.rows])
+    def _matrix(self, index: int, count: int, block: _Block) -> Tensor:
+        """One of three matrices `[b * h, G, R, C]` for the scores of a block, in memory that all blocks share."""
+        rows, columns = block.rows.stop - block.rows.start, block.keys.stop - block.keys.start
+        elements = count * self.group * rows * columns
+        return self.scratch[index, :elements].view(count, self.group, rows, columns)
 
-    def _keys(self, x: Tensor, block: _Block) -> Tensor:
-        """A block of a `[B, Hkv, Lk, D]` tensor as a view `[b * h, C, D]`."""
-        return x[block.batch, block.heads, block.keys].flatten(0, 1)
-
-    def _rowwise(self, x: Tensor, block: _Block) -> Tensor:
-        """A block of a `[B or 1, Hkv or 1, G or 1, Lq, ...]` tensor."""
-        batch = block.batch if x.shape[0] > 1 else slice(None)
-        heads = block.heads if x.shape[1] > 1 else slice(None)
-        return x[batch, heads, :, block.rows]
-
-    def _matrix(self, name: str, block: _Block) -> Tensor:
-        """Scratch memory for the scores of a block, `[b, h, G, R, C]`, the same for every block."""
-        shape = self._shape(block)
-        columns = shape[-1]
-        # Rows that lie a power of two apart fall into the same sets of the cache: products along them slow by a quarter.
-        stride = columns + (PAD if columns >= WIDE else 0)
-        needed = math.prod(shape[:-1]) * stride
-        if name not in self.scratch or self.scratch[name].numel() < needed:
-            self.scratch[name] = torch.empty(max(needed, self.largest), dtype=self.dtype, device=self.device)
-        return self.scratch[name][:needed].view(*shape[:-1], stride)[..., :columns]
-
-    def _shape(self, block: _Block) -> tuple[int, int, int, int, int]:
-        parts = block.batch, block.heads, block.rows, block.keys
-        batch, heads, rows, columns = (part.stop - part.start for part in parts)
-        return batch, heads, self.group, rows, columns
-
-    def _exponentials(self, block: _Block) -> tuple[Tensor, Tensor, Tensor]:
+    def _exponentials(self, q: Tensor, k: Tensor, part: _Part, block: _Block) -> tuple[Tensor, Tensor, Tensor]:
         """exp(score - row maximum) of a block, the maxima in base 2, and the row sums: p is their quotient.
 
-        A row that sees no key has the sum 0. The base is 2 because its power is the cheaper one.
+        The base is 2 because its power is the cheaper one. A row that sees no key has the sum 1.
         """
-        q, k = self._queries(self.q, block), self._keys(self.k, block).transpose(1, 2)
-        strip = self._strip_of(self.strip, block)
-        e = self._matrix("e", block)
-        flat, left = _flat(e), e.shape[-1] - strip.shape[-1]
+        e = self._matrix(0, len(q), block)
+        flat, k = e.flatten(1, 2), k.transpose(1, 2)
+        by_head = e.unflatten(0, part.shape)
         # Scaling q instead would be as cheap and round D times as often.
         scale = self.options.scale * LOG2E
+        strip = self._strip_of(self.strip, part, block)
+        left = e.shape[-1] - strip.shape[-1]
         if left:
             flat[..., :left].baddbmm_(q, k[..., :left], beta=0, alpha=scale)
-        e[..., left:] = strip
-        flat[..., left:].baddbmm_(q, k[..., left:], alpha=scale)
+            flat, by_head, k = flat[..., left:], by_head[..., left:], k[..., left:]
+        by_head.copy_(strip)
+        flat.baddbmm_(q, k, alpha=scale)
         if self.hidden is not None:
-            e.masked_fill_(self._hidden(block), -torch.inf)
-        top = e.amax(-1, keepdim=True).clamp_(min=torch.finfo(self.dtype).min)
-        e.sub_(top).exp2_()
-        return e, top, e.sum(-1, keepdim=True)
+            e.unflatten(0, part.shape).masked_fill_(self._hidden(part, block), -torch.inf)
+        top = e.amax(-1, keepdim=True)
+        e.sub_(top.clamp(min=torch.finfo(self.dtype).min)).exp2_()
+        return e, top, e.sum(-1, keepdim=True).clamp_(min=1)
 
-    def _hidden(self, block: _Block) -> Tensor:
-        return self.hidden[block.batch, None, None, None, block.keys]
-
-    def _strip_of(self, strip: Tensor, block: _Block) -> Tensor:
+    def _strip_of(self, strip: Tensor, part: _Part, block: _Block) -> Tensor:
         rows, columns = block.rows.stop - block.rows.start, block.keys.stop - block.keys.start
-        heads = block.heads if strip.shape[0] > 1 else slice(None)
+        heads = part.heads if strip.shape[0] > 1 else slice(None)
         return strip[heads, :, -rows:, -min(columns, strip.shape[-1]) :]
 
-    def _weights(self, e: Tensor, total: Tensor, block: _Block, out: Tensor) -> Tensor:
-        """Thresholded weights of a block times `total`, exactly 0 where the key is hidden; `out` may be e."""
-        w = torch.sub(e, self._rowwise(self.theta, block) * total, out=out).relu_()
-        # Hidden keys are cleared again: below a negative threshold the ReLU alone would give them weight.
-        rows, columns = w.shape[-2:]
-        edge = min(columns, self.triangle.shape[-1])
-        w[..., columns - edge :].mul_(self.triangle[-rows:, -edge:])
-        if self.hidden is not None:
-            w.masked_fill_(self._hidden(block), 0)
+    def _hidden(self, part: _Part, block: _Block) -> Tensor:
+        return self.hidden[part.batch, None, None, None, block.keys]
+
+    def _weights(self, e: Tensor, theta: Tensor, part: _Part, block: _Block, out: Tensor) -> Tensor:
+        """max(e - theta, 0), exactly 0 where the key is hidden; `out` may be e."""
+        w = torch.sub(e, theta, out=out).relu_()
+        if self.lifts:  # below a negative threshold the ReLU alone would give hidden keys weight
+            rows, columns = w.shape[-2:]
+            edge = min(columns, self.triangle.shape[-1])
+            w[..., columns - edge :].mul_(self.triangle[-rows:, -edge:])
+            if self.hidden is not None:
+                w.unflatten(0, part.shape).masked_fill_(self._hidden(part, block), 0)
         return w
-
-    def _tiles(self, w: Tensor) -> tuple[list[slice], list[slice]]:
-        """The columns of a block in tiles: those in which a weight survives, and those in which none does.
-
-        The products of values and weights leave the latter out, which changes no bit: they would add zeros. One tile,
-        or any device but the CPU (asking it would wait for it), is taken as it is.
-        """
-        columns = w.shape[-1]
-        if columns <= TILE_COLUMNS or w.device.type != "cpu":
-            return [slice(0, columns)], []
-        tiles = [slice(start, min(start + TILE_COLUMNS, columns)) for start in range(0, columns, TILE_COLUMNS)]
-        largest = w.amax((0, 1, 2, 3))
-        alive = [bool(largest[tile].any()) for tile in tiles]
-        return [t for t, a in zip(tiles, alive, strict=True) if a], [t for t, a in zip(tiles, alive, strict=True) if not a]
 
     # -- the two passes ----------------------------------------------------------------------------------------------
 
@@ -299,31 +278,35 @@ class _Sweep:
         # In the layout of q, in which the model will go on.
         result = torch.empty_like(self.q, dtype=self.out_dtype)
         stats = Stats(*(torch.empty(shape, device=self.device) for _ in Stats._fields)) if with_stats else None
-        for block in self.blocks:
-            e, top, total = self._exponentials(block)
-            w = self._weights(e, total, block, out=e)
-            place = block.batch, block.heads, slice(None), block.rows
-            divisor = _or_one(w.sum(-1, keepdim=True) if self.options.renormalise else total)
-            if stats is not None:
-                self._describe(stats, place, w, top, total, divisor, block)
-            v = self._keys(self.v, block)
-            out = v.new_zeros(v.shape[0], w.shape[2] * w.shape[3], self.width)
-            for tile in self._tiles(w)[0]:
-                out.baddbmm_(_flat(w)[..., tile], v[:, tile])
-            result[place] = out.view(*w.shape[:-1], self.width).div_(divisor)
+        for part in self.parts:
+            q, k, v, theta = (part.of(x) for x in (self.q, self.k, self.v, self.theta))
+            for block in self.blocks:
+                e, top, total = self._exponentials(q[:, :, block.rows].flatten(1, 2), k[:, block.keys], part, block)
+                w = self._weights(e, theta[:, :, block.rows] * total, part, block, out=e)
+                divisor = _or_one(w.sum(-1, keepdim=True)) if self.options.renormalise else total
+                out = _value_product(w.flatten(1, 2), v[:, block.keys]).view(*w.shape[:-1], self.width)
+                place = part.batch, part.heads, slice(None), block.rows
+                result[place] = out.div_(divisor).unflatten(0, part.shape)
+                if stats is not None:
+                    self._describe(Stats(*(x[place] for x in stats)), w, top, total, divisor, part, block)
         return tuple(x.flatten(1, 2) for x in (result, *(stats or ())))
 
-    def _describe(self, stats, place, w, top, total, divisor, block) -> None:
-        stats.lse[place] = (top / LOG2E + total.log()).squeeze(-1).float()
-        stats.mass[place] = (w.sum(-1) / _or_one(total).squeeze(-1)).float()
-        stats.zeros[place] = (self._rowwise(self.n, block) - (w > 0).sum(-1)).float()
-        stats.first_weight[place] = (self._first_weight(w, block) / divisor.squeeze(-1)).float()
+    def _describe(
+        self, stats: Stats, w: Tensor, top: Tensor, total: Tensor, divisor: Tensor, part: _Part, block: _Block
+    ) -> None:
+        """Writes the stats of a block's rows, each `[b, h, G, R]`."""
+        w, top, total, divisor = (x.unflatten(0, part.shape) for x in (w, top, total, divisor))
+        n = self.n[part.batch if len(self.n) > 1 else slice(None), :, :, block.rows]
+        stats.lse[:] = (top / LOG2E + total.log()).squeeze(-1)
+        stats.mass[:] = (w.sum(-1, keepdim=True) / total).squeeze(-1)
+        stats.first_weight[:] = self._first_weight(w, part, block) / divisor.squeeze(-1)
+        stats.zeros[:] = n - (w > 0).sum(-1)
 
-    def _first_weight(self, w: Tensor, block: _Block) -> Tensor:
+    def _first_weight(self, w: Tensor, part: _Part, block: _Block) -> Tensor:
         if self.shift is None:
             first = block.first - block.keys.start
             return w[..., first] if first >= 0 else torch.zeros_like(w[..., 0])
-        first = self.shift[block.batch, None, None, None, None] - block.keys.start
+        first = self.shift[part.batch, None, None, None, None] - block.keys.start
         inside = (first >= 0) & (first < w.shape[-1])
         index = first.clamp(0, w.shape[-1] - 1).expand(*w.shape[:-1], 1)
         return w.gather(-1, index).masked_fill(~inside, 0).squeeze(-1)
@@ -333,54 +316,45 @@ class _Sweep:
         grad = self._by_group(grad.to(self.dtype))
         if self.blind is not None:
             grad = grad.masked_fill(self.blind, 0)
-        dq = torch.empty_like(self.q)
-        dk, dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
+        dq, dk, dv = (torch.empty_like(x) for x in (self.q, self.k, self.v))
         survivors = torch.empty(self.q.shape[:-1], dtype=self.dtype, device=self.device)  # sum_j m_ij dp_ij
         dstrip = torch.zeros_like(self.strip) if needed[4] or needed[5] else None
-        for block in self.blocks:
-            e, _, total = self._exponentials(block)
-            w = self._weights(e, total, block, out=self._matrix("w", block))
-            place = block.batch, block.heads, slice(None), block.rows
-            divisor = _or_one(w.sum(-1, keepdim=True) if self.options.renormalise else total)
-            # Rows of dO are divided instead of rows of weights: dp below is dp / total.
-            do = _flat(grad[place] / divisor)
-            v = self._keys(self.v, block)
-            dp = self._matrix("dp", block)
-            live, dead = self._tiles(w)
-            for tile in live:
-                torch.bmm(do, v[:, tile].transpose(1, 2), out=_flat(dp)[..., tile])
-                self._accumulate(dv, block, tile, _flat(w)[..., tile].transpose(1, 2), do, 1.0)
-            for tile in dead:
-                dp[..., tile] = 0
-            if self.options.renormalise:
-                dp.sub_((w * dp).sum(-1, keepdim=True).div_(divisor))
-            m = w.sign_()
-            dp.mul_(m)
-            survivors[place] = dp.sum(-1) * total.squeeze(-1)
-            delta = torch.mul(e, dp, out=w).sum(-1, keepdim=True).div_(_or_one(total))
-            ds = torch.mul(dp.sub_(delta), e, out=w)  # p_ij (m_ij dp_ij - delta_i)
-            if dstrip is not None:
-                part = self._strip_of(dstrip, block)
-                band = ds[..., ds.shape[-1] - part.shape[-1] :]
-                part.add_(band[0] if len(band) == 1 else band.sum(0))
-            q, k = self._queries(self.q, block), self._keys(self.k, block)
-            dq[place] = torch.bmm(_flat(ds), k).mul_(self.options.scale).view(*ds.shape[:-1], self.width)
-            every = slice(0, ds.shape[-1])
-            self._accumulate(dk, block, every, _flat(ds).transpose(1, 2), q, self.options.scale)
+        scale = self.options.scale
+        for part in self.parts:
+            q, k, v, do, theta = (part.of(x) for x in (self.q, self.k, self.v, grad, self.theta))
+            dk_part, dv_part = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+            for block in self.blocks:
+                place = part.batch, part.heads, slice(None), block.rows
+                q_rows, k_keys, v_keys = q[:, :, block.rows].flatten(1, 2), k[:, block.keys], v[:, block.keys]
+                e, _, total = self._exponentials(q_rows, k_keys, part, block)
+                out = self._matrix(1, len(q), block)
+                w = self._weights(e, theta[:, :, block.rows] * total, part, block, out)
+                divisor = _or_one(w.sum(-1, keepdim=True)) if self.options.renormalise else total
+                # Rows of dO are divided instead of rows of weights: dp is dp / total as well.
+                do_rows = (do[:, :, block.rows] / divisor).flatten(1, 2)
+                dp = self._matrix(2, len(q), block)
+                _value_gradients(w.flatten(1, 2), do_rows, v_keys, dp.flatten(1, 2), dv_part[:, block.keys])
+                if self.options.renormalise:
+                    dp.sub_((w * dp).sum(-1, keepdim=True).div_(divisor))
+                dp.mul_(w.sign_())  # m_ij dp_ij
+                survivors[place] = (dp.sum(-1, keepdim=True) * total).squeeze(-1).unflatten(0, part.shape)
+                delta = torch.mul(e, dp, out=w).sum(-1, keepdim=True).div_(total)
+                ds = torch.mul(dp.sub_(delta), e, out=w)  # p_ij (m_ij dp_ij - delta_i)
+                if dstrip is not None:
+                    strip = self._strip_of(dstrip, part, block)
+                    band = ds[..., ds.shape[-1] - strip.shape[-1] :].unflatten(0, part.shape)
+                    strip.add_(band[0] if len(band) == 1 else band.sum(0))
+                ds = ds.flatten(1, 2)
+                dq_rows = torch.bmm(ds, k_keys).mul_(scale)
+                dq[place] = dq_rows.view(*part.shape, self.group, -1, self.width)
+                dk_part[:, block.keys].baddbmm_(ds.transpose(1, 2), q_rows, alpha=scale)
+            dk[part.batch, part.heads] = dk_part.unflatten(0, part.shape)
+            dv[part.batch, part.heads] = dv_part.unflatten(0, part.shape)
         if self.shift is not None:
             dk, dv = (_roll(x, -self.shift) for x in (dk, dv))
         dbias, dslopes = self._strip_gradients(dstrip) if dstrip is not None else (None, None)
         dtau = self._tau_gradient(survivors) if needed[3] else None
         return dq.flatten(1, 2).to(self.out_dtype), dk.to(self.out_dtype), dv.to(self.out_dtype), dtau, dbias, dslopes
-
-    def _accumulate(self, total: Tensor, block: _Block, tile: slice, a: Tensor, b: Tensor, alpha: float) -> None:
-        """Adds `alpha * a @ b` to a tile of a block's keys in a `[B, Hkv, Lk, D]` tensor."""
-        keys = slice(block.keys.start + tile.start, block.keys.start + tile.stop)
-        part = total[block.batch, block.heads, keys]
-        if part.shape[0] == 1:
-            part.flatten(0, 1).baddbmm_(a, b, alpha=alpha)
-        else:  # sequences and heads together need not lie at one stride
-            part.add_(torch.bmm(a, b).view(part.shape), alpha=alpha)
 
     def _tau_gradient(self, survivors: Tensor) -> Tensor:
         per_row = -(survivors / self.divisor).double()
@@ -414,8 +388,8 @@ class _Sweep:
 
 def _blocks(
     shape: tuple[int, int, int, int, int], cuts: list[int], window: int | None, device_type: str
-) -> tuple[int, list[_Block]]:
-    """The largest number of rows of a block, and all blocks.
+) -> tuple[int, list[_Part], list[_Block]]:
+    """The largest number of rows of a block, the parts, the first of them the largest, and the blocks of each.
 
     shape is (B, Hkv, G, Lq, Lk); cuts are the documents' boundaries among the keys. Rows are halved down to FULL_ROWS,
     then sequences, kv heads and once more rows, until a block's scores fit the device's budget.
@@ -444,16 +418,49 @@ def _blocks(
         for top in range(max(start - offset, 0), end - offset, rows):
             bottom = min(top + rows, end - offset)
             seen_from = start if window is None else max(start, top + offset - window + 1)
-            seen = slice(seen_from, bottom + offset)
-            for b, h in product(range(0, shape[0], batch), range(0, shape[1], kv_heads)):
-                part = slice(b, min(b + batch, shape[0])), slice(h, min(h + kv_heads, shape[1]))
-                blocks.append(_Block(*part, slice(top, bottom), seen, start))
-    return rows, blocks
+            blocks.append(_Block(slice(top, bottom), slice(seen_from, bottom + offset), start))
+    parts = [
+        _Part(slice(b, min(b + batch, shape[0])), slice(h, min(h + kv_heads, shape[1])))
+        for b, h in product(range(0, shape[0], batch), range(0, shape[1], kv_heads))
+    ]
+    return rows, parts, blocks
 
 
-def _flat(x: Tensor) -> Tensor:
-    """`[b, h, G, R, X]` as `[b * h, G * R, X]`: one matrix product serves all query heads of a kv head."""
-    return x.flatten(2, 3).flatten(0, 1)
+def _tiles(w: Tensor) -> list[tuple[slice, bool]]:
+    """The columns of weights `[b * h, G * R, C]` in tiles, and whether any weight of the tile survives.
+
+    The last tile is taken to be alive: it holds the queries' own keys. Devices other than the CPU have one tile and are
+    not asked, since the answer would have to be waited for.
+    """
+    columns = w.shape[-1]
+    if columns <= TILE_COLUMNS or w.device.type != "cpu":
+        return [(slice(0, columns), True)]
+    last = (columns - 1) // TILE_COLUMNS * TILE_COLUMNS
+    largest = w[..., :last].unflatten(-1, (-1, TILE_COLUMNS)).amax((0, 1, 3))
+    tiles = [slice(start, start + TILE_COLUMNS) for start in range(0, last, TILE_COLUMNS)]
+    return [*zip(tiles, largest.tolist(), strict=True), (slice(last, columns), True)]
+
+
+def _value_product(w: Tensor, v: Tensor) -> Tensor:
+    """`w @ v` for w `[b * h, G * R, C]`; tiles without a surviving weight are left out, which changes no bit."""
+    tiles = _tiles(w)
+    if len(tiles) == 1:
+        return torch.bmm(w, v)
+    out = v.new_zeros(*w.shape[:2], v.shape[2])
+    for tile, alive in tiles:
+        if alive:
+            out.baddbmm_(w[..., tile], v[:, tile])
+    return out
+
+
+def _value_gradients(w: Tensor, do: Tensor, v: Tensor, dp: Tensor, dv: Tensor) -> None:
+    """Adds `w.T @ do` to dv and writes `do @ v.T` into dp, 0 in tiles without a surviving weight."""
+    for tile, alive in _tiles(w):
+        if alive:
+            torch.bmm(do, v[:, tile].transpose(1, 2), out=dp[..., tile])
+            dv[:, tile].baddbmm_(w[..., tile].transpose(1, 2), do)
+        else:
+            dp[..., tile] = 0
 
 
 def _or_one(total: Tensor) -> Tensor:

@@ -103,10 +103,7 @@ class Files:
             raise self._error(path, f"line {number} is not text ({one_line(error)}); repair it") from None
 
     def _parquet(self, path: Path) -> Iterator[Any]:
-        import datasets
-
-        # It logs each error in several lines before it raises it.
-        logging.getLogger("datasets.packaged_modules.parquet.parquet").setLevel(logging.CRITICAL)
+        datasets = quiet_datasets()
         name = glob.escape(str(path))
         try:
             yield from tables(datasets.load_dataset("parquet", data_files=[name], split="train", streaming=True))
@@ -158,20 +155,29 @@ class Hub:
         return filter(None, texts(self._tables(), self.column, f"data.hub={self.name!r}"))
 
     def _tables(self) -> Iterator[Any]:
-        import datasets
-
-        if not sys.stderr.isatty():
-            datasets.disable_progress_bars()
+        datasets = quiet_datasets()
         try:
             found = datasets.load_dataset(
                 self.name, self.config, split=self.split, revision=self.revision, streaming=self.stream
             )
-            yield from tables(found if self.stream else found.to_iterable_dataset())
+            yield from tables(found.to_iterable_dataset() if isinstance(found, datasets.Dataset) else found)
         except (OSError, ValueError, NotImplementedError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            wraps = isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__
             raise ValueError(
-                f"data.hub={self.name!r}: cannot be read ({one_line(error)}); check name, data.hub_config, data.split, "
-                "data.revision and the network, or give data.path"
+                f"data.hub={self.name!r}: cannot be read ({one_line(wraps or error)}); check name, data.hub_config, "
+                "data.split, data.revision and the network, or give data.path"
             ) from None
+
+
+def quiet_datasets() -> Any:
+    """The datasets library, imported late because it takes a second."""
+    import datasets
+
+    # Its readers log each error in several lines before they raise it.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    return datasets
 
 
 def tables(dataset: Any) -> Iterator[Any]:

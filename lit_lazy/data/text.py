@@ -15,17 +15,8 @@ import torch
 from lit_lazy.data.base import DataConfig, DataSource, TokenDataset, require, require_whole
 from lit_lazy.data.documents import Files, Hub, find_files
 from lit_lazy.data.stdlib import cut
-from lit_lazy.data.tokens import (
-    BYTES,
-    ByteTokenizer,
-    Corpus,
-    FileTokenizer,
-    Tokenizer,
-    cache_folder,
-    make_once,
-    open_corpus,
-    write_corpus,
-)
+from lit_lazy.data.tokeniser import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
+from lit_lazy.data.tokens import cache_folder, make_once, open_corpus, write_corpus
 from lit_lazy.data.trigram import ByteTrigram, trigrams
 
 # Part of a cached corpus's name: raise it when the same documents come to be other tokens.

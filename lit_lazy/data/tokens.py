@@ -1,4 +1,4 @@
-"""Tokenisers, and the cache in which a corpus is kept as tokens and mapped into memory.
+"""The cache in which a corpus is kept as tokens, and mapped into memory.
 
 A corpus is a folder with `train.bin`, `validation.bin` (the tokens, in the smallest unsigned type that holds the
 vocabulary) and `corpus.json` (what is known about them). It appears by one rename, made under a lock: several processes
@@ -14,84 +14,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from lit_lazy.data.base import require
 from lit_lazy.data.documents import one_line
+from lit_lazy.data.tokeniser import Tokenizer
 
-BYTES = "bytes"
-END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 BATCH_BYTES = 2**20
 FACTS = "corpus.json"
 PARTS = ("train", "validation")
-
-
-class Tokenizer(Protocol):
-    """Turns documents into token ids."""
-
-    vocab_size: int
-    separator: int
-    """The id put behind every document."""
-
-    def encode(self, documents: list[bytes]) -> list[np.ndarray]:
-        """The ids of each document, without the separator."""
-        ...
-
-
-class ByteTokenizer:
-    """Ids are bytes; NUL is the separator, and may not occur in a document."""
-
-    vocab_size = 256
-    separator = 0
-
-    def encode(self, documents: list[bytes]) -> list[np.ndarray]:
-        for document in documents:
-            if (at := document.find(b"\0")) >= 0:
-                raise ValueError(
-                    f"data.tokenizer='bytes': the document {document[:40]!r}... holds a NUL byte at byte {at}, which "
-                    "separates documents; remove it, or give a tokenizers file"
-                )
-        return [np.frombuffer(document, np.uint8) for document in documents]
-
-
-class FileTokenizer:
-    """A JSON file of the `tokenizers` library, which encodes the documents of a batch in parallel threads.
-
-    `RAYON_NUM_THREADS` limits them; their number changes no token. No special tokens are added but the separator.
-    """
-
-    def __init__(self, path: Path, end_of_text: str | None):
-        import tokenizers
-
-        try:
-            self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(
-                f"data.tokenizer={str(path)!r}: is not a JSON file of the tokenizers library ({one_line(error)})"
-            ) from None
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
-        vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
-        known = [token for token in ((end_of_text,) if end_of_text else END_OF_TEXT) if token in vocabulary]
-        if end_of_text:
-            require(bool(known), "data.end_of_text", end_of_text, f"the tokenizer {str(path)!r} has no such token")
-        require(
-            bool(known),
-            "data.tokenizer",
-            str(path),
-            f"has none of the tokens {' '.join(END_OF_TEXT)}; name the one that ends a document by data.end_of_text",
-        )
-        self.separator = vocabulary[known[0]]
-        self.vocab_size = max(vocabulary.values()) + 1
-
-    def encode(self, documents: list[bytes]) -> list[np.ndarray]:
-        texts = [document.decode() for document in documents]
-        return [np.array(e.ids, np.uint32) for e in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 @dataclass(frozen=True)
@@ -119,15 +54,16 @@ def open_corpus(folder: Path) -> Corpus:
     """Map a corpus; nothing is read but its facts."""
     try:
         facts = json.loads((folder / FACTS).read_text())
-        tokens = [np.memmap(folder / f"{part}.bin", facts["dtype"], mode="c") for part in PARTS]
-        whole = [len(part) for part in tokens] == facts["tokens"]
+        train, validation = (np.memmap(folder / f"{part}.bin", facts["dtype"], mode="c") for part in PARTS)
+        if [len(train), len(validation)] != facts["tokens"]:
+            raise ValueError("another number of tokens")
     except (OSError, ValueError, KeyError):
-        whole = False
-    if not whole:
-        raise ValueError(f"LIT_LAZY_CACHE={str(folder.parent)!r}: {folder.name} in it is damaged; delete that folder")
+        raise ValueError(
+            f"LIT_LAZY_CACHE={str(folder.parent)!r}: {folder.name} in it is damaged; delete that folder"
+        ) from None
     return Corpus(
-        train=tokens[0],
-        validation=tokens[1],
+        train=train,
+        validation=validation,
         vocab_size=facts["vocab_size"],
         fingerprint=facts["fingerprint"],
         train_documents=facts["documents"][0],
@@ -289,8 +225,9 @@ class _Part:
         tokens = np.empty(len(ids) + 1, self.dtype)
         tokens[:-1], tokens[-1] = ids, separator
         written = tokens if self.limit is None else tokens[: self.limit - self.tokens]
-        self.file.write(written)
-        self.digest.update(written)
+        raw = written.tobytes()
+        self.file.write(raw)
+        self.digest.update(raw)
         self.tokens += len(written)
         self.documents += 1
         self._bytes += len(document)

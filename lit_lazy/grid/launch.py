@@ -20,7 +20,7 @@ from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.plan import PLAN, Plan, read_plan, save, table_from_mlflow
 from lit_lazy.grid.pool import Job, LocalPool
 from lit_lazy.grid.progress import Progress
-from lit_lazy.grid.queue import Entry, Queue, Watch, default_storage, is_dead, redacted
+from lit_lazy.grid.queue import FINISHED, Entry, Queue, Watch, default_storage, is_dead, redacted
 from lit_lazy.grid.table import Table
 from lit_lazy.run import git_sha
 from lit_lazy.tracking import Tracker, TrackingError, default_uri
@@ -42,12 +42,11 @@ class GridError(UnfinishedError):
 
 
 @dataclass(frozen=True)
-class Grid:
-    """An ablation on an experiment, ready to run."""
+class Work:
+    """Cells to execute, and where."""
 
     id: str
-    plan: Plan
-    row_order: Sequence[str]
+    """Name of the folder, of the study and of the MLflow experiment."""
     cells: Sequence[Cell]
     base_config: dict[str, object]
     runs: Path
@@ -56,8 +55,16 @@ class Grid:
 
     @property
     def folder(self) -> Path:
-        """Of the grid's results."""
+        """Of the results."""
         return self.runs / self.id
+
+
+@dataclass(frozen=True)
+class Grid(Work):
+    """An ablation on an experiment, ready to run."""
+
+    plan: Plan
+    row_order: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ def run_grid(grid: Grid, launch: Launch, console: Console) -> tuple[Table, bool]
     queue = Queue(launch.storage or default_storage(grid.runs), grid.id)
     tracker = Tracker(default_uri(grid.runs), grid.runs, grid.id)
     if launch.fresh:
-        _set_aside(grid, queue, tracker, console)
+        begin_anew(grid, queue, tracker, console)
     with queue.lock():
         parent_id = _parent(grid, queue, tracker)
     keys = [cell.key for cell in grid.cells]
@@ -98,7 +105,8 @@ def run_grid(grid: Grid, launch: Launch, console: Console) -> tuple[Table, bool]
     if left:
         console.print(f"{len(keys)} cells, {len(keys) - len(left)} already complete, {added} enqueued", highlight=False)
         tracker.set_running(parent_id)
-        supervisor.work(LocalPool(_job(grid, launch, queue, tracker, parent_id), launch.workers))
+        progress = Progress(queue, keys, console)
+        supervisor.work(LocalPool(make_job(grid, launch, queue, tracker, parent_id), launch.workers), progress)
     else:
         console.print(f"{len(keys)} cells, all complete: nothing to do", highlight=False)
     states = queue.states()
@@ -110,24 +118,25 @@ def run_grid(grid: Grid, launch: Launch, console: Console) -> tuple[Table, bool]
     return table, finished
 
 
-def _job(grid: Grid, launch: Launch, queue: Queue, tracker: Tracker, parent_id: str) -> Job:
+def make_job(work: Work, launch: Launch, queue: Queue, tracker: Tracker, parent_id: str) -> Job:
+    """What the workers have to know."""
     keys = None
     if launch.only_these:
-        listed = "\n".join(cell.key for cell in grid.cells)
-        # Another process may have been asked for other cells of the same grid.
-        keys = grid.folder / "workers" / f"cells-{hashlib.sha256(listed.encode()).hexdigest()[:8]}.txt"
+        listed = "\n".join(cell.key for cell in work.cells)
+        # Another process may have been asked for other cells of the same study.
+        keys = work.folder / "workers" / f"cells-{hashlib.sha256(listed.encode()).hexdigest()[:8]}.txt"
         keys.parent.mkdir(exist_ok=True)
         write_text(keys, listed)
     return Job(
         storage=queue.url,
-        study=grid.id,
-        runs=grid.runs,
+        study=work.id,
+        runs=work.runs,
         tracking_uri=tracker.uri,
         parent_id=parent_id,
         threads=launch.threads,
         keep_checkpoints=launch.keep_checkpoints,
         keys=keys,
-        files=grid.files,
+        files=work.files,
     )
 
 
@@ -152,18 +161,18 @@ def write_table(tracker: Tracker, parent_id: str, folder: Path) -> Table:
     return table
 
 
-def _set_aside(grid: Grid, queue: Queue, tracker: Tracker, console: Console) -> None:
+def begin_anew(work: Work, queue: Queue, tracker: Tracker, console: Console) -> None:
     """Begin anew, and lose nothing: the folder is renamed, MLflow's runs go to its deleted ones."""
     alive = [describe(entry) for entry in queue.entries("running") if is_dead(entry.worker) is False]
     if alive:
-        raise ValueError(f"--fresh: this grid is being run ({'; '.join(alive)}); end that first")
+        raise ValueError(f"--fresh: {work.id} is being run ({'; '.join(alive)}); end that first")
     if parent_id := queue.facts.get("parent"):
         tracker.retire(parent_id)
     queue.clear()
-    if any(grid.folder.iterdir()):
-        aside = grid.folder.with_name(f"{grid.id}.until-{datetime.now():%Y%m%d-%H%M%S}")
-        grid.folder.rename(aside)
-        grid.folder.mkdir()
+    if any(work.folder.iterdir()):
+        aside = work.folder.with_name(f"{work.id}.until-{datetime.now():%Y%m%d-%H%M%S}")
+        work.folder.rename(aside)
+        work.folder.mkdir()
         console.print(f"the former results are in {aside}", highlight=False)
 
 
@@ -191,20 +200,20 @@ def _parent(grid: Grid, queue: Queue, tracker: Tracker) -> str:
 
 
 class Supervisor:
-    """Keeps workers busy until no cell of the grid waits or runs, and takes over the cells of dead ones."""
+    """Keeps workers busy until none of the cells waits or runs, and takes over the cells of dead ones."""
 
-    def __init__(self, grid: Grid, launch: Launch, queue: Queue, console: Console) -> None:
-        self.grid, self.launch, self.queue, self.console = grid, launch, queue, console
-        self.cells = {cell.key: cell for cell in grid.cells}
+    def __init__(self, work: Work, launch: Launch, queue: Queue, console: Console) -> None:
+        self.folder, self.launch, self.queue, self.console = work.folder, launch, queue, console
+        self.cells = {cell.key: cell for cell in work.cells}
         self._watch = Watch(STALE_SECONDS)
         self._retries = Counter[str]()
         self._looked = -LOOK_SECONDS
         self._crashes = self._ended = 0
         self._told = False
 
-    def work(self, pool: LocalPool) -> None:
+    def work(self, pool: LocalPool, progress: Progress) -> None:
         """Return when every cell has ended. Ctrl-C ends the workers after their bookkeeping."""
-        with Progress(self.queue, list(self.cells), self.console) as progress:
+        with progress:
             try:
                 while self._step(pool, progress):
                     time.sleep(POLL_SECONDS)
@@ -255,7 +264,7 @@ class Supervisor:
     def _progress_of(self, entry: Entry) -> str:
         """Something that changes whenever a cell gets ahead; "" where its folder is another machine's."""
         try:
-            return str((self.grid.folder / "cells" / entry.key / "checkpoints" / "last.ckpt").stat().st_mtime_ns)
+            return str((self.folder / "cells" / entry.run / "checkpoints" / "last.ckpt").stat().st_mtime_ns)
         except FileNotFoundError:
             return ""
 
@@ -270,7 +279,7 @@ class Supervisor:
                 self._say(f"{entry.variant} seed {entry.seed} failed ({entry.reason}); tried again, {count}")
 
     def _count_crashes(self, crashed: int, counts: Mapping[str, int], pool: LocalPool) -> None:
-        ended = counts["complete"] + counts["failed"]
+        ended = sum(counts[state] for state in (*FINISHED, "failed"))
         self._crashes = 0 if ended > self._ended else self._crashes + crashed
         self._ended = ended
         if self._crashes >= MOST_CRASHES * self.launch.workers:
@@ -287,7 +296,7 @@ class Supervisor:
 
     def _wait_for_space(self) -> None:
         """Return when there is room for a few checkpoints again."""
-        folder = self.grid.folder
+        folder = self.folder
         sizes = [path.stat().st_size for path in folder.glob("cells/*/checkpoints/last.ckpt")]
         needed = max(LEAST_FREE_BYTES, 3 * max(sizes, default=0))
         if shutil.disk_usage(folder).free >= needed:

@@ -29,6 +29,8 @@ class Job:
     """File with the keys of the cells to take, one a line; None for all."""
     files: Sequence[Path]
     """Python files that define classes of the cells' configs."""
+    module: str = "lit_lazy.grid.worker"
+    """What a worker process runs."""
 
     @property
     def folder(self) -> Path:
@@ -90,7 +92,7 @@ class LocalPool:
     def _start(self, slot: int) -> subprocess.Popen[bytes]:
         job = self.job
         command = [
-            *(sys.executable, "-m", "lit_lazy.grid.worker"),
+            *(sys.executable, "-m", job.module),
             *("--study", job.study),
             *("--runs", str(job.runs.resolve())),
             *("--threads", str(job.threads)),

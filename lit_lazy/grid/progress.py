@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lit_lazy.grid.queue import Queue, State
+from lit_lazy.grid.queue import FINISHED, Queue, State
 
 PLAIN_EVERY_SECONDS = 15.0
 MOST_SHOWN = 12
@@ -24,7 +24,7 @@ class Progress:
         self.queue, self.keys, self.console = queue, set(keys), console
         self._running: list[str] = []
         self.started = time.monotonic()
-        self.done_before = self._counts(queue.states())["complete"]
+        self.done_before = _done(self._counts(queue.states()))
         self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self._last_line, self._last_ended = 0.0, -1
 
@@ -47,7 +47,7 @@ class Progress:
         if self.live:
             self.live.update(self._panel(counts))
             return
-        ended, now = counts["complete"] + counts["failed"], time.monotonic()
+        ended, now = _done(counts) + counts["failed"], time.monotonic()
         if ended != self._last_ended and now - self._last_line >= PLAIN_EVERY_SECONDS:
             self._last_line, self._last_ended = now, ended
             self._print_line(counts)
@@ -61,14 +61,17 @@ class Progress:
         return Counter(states.get(key, "waiting") for key in self.keys)
 
     def _summary(self, counts: Counter[str]) -> str:
-        parts = [f"{counts['complete']}/{len(self.keys)} cells done", f"{counts['running']} running"]
-        if counts["failed"]:
-            parts.append(f"{counts['failed']} failed")
+        parts = [f"{_done(counts)}/{len(self.keys)} cells done", f"{counts['running']} running"]
+        parts += [f"{counts[state]} {state}" for state in ("pruned", "failed") if counts[state]]
         elapsed = time.monotonic() - self.started
-        return ", ".join([*parts, f"{clock(elapsed)} elapsed", self._rest(counts, elapsed)])
+        return ", ".join([*parts, f"{clock(elapsed)} elapsed", self._rest(counts, elapsed), *self._notes()])
+
+    def _notes(self) -> list[str]:
+        """What else there is to say."""
+        return []
 
     def _rest(self, counts: Counter[str], elapsed: float) -> str:
-        done = counts["complete"] - self.done_before
+        done = _done(counts) - self.done_before
         left = counts["waiting"] + counts["running"]
         if not left:
             return "nothing left"
@@ -85,9 +88,13 @@ class Progress:
 
     def _panel(self, counts: Counter[str]) -> Group:
         bar = Table.grid(padding=(0, 1))
-        bar.add_row(ProgressBar(total=len(self.keys), completed=counts["complete"], width=40), self._summary(counts))
+        bar.add_row(ProgressBar(total=len(self.keys), completed=_done(counts), width=40), self._summary(counts))
         names = [Text(f"  {name}", style="dim") for name in self._running]
         return Group(bar, *names)
+
+
+def _done(counts: Mapping[str, int]) -> int:
+    return sum(counts[state] for state in FINISHED)
 
 
 def clock(seconds: float) -> str:

@@ -26,14 +26,22 @@ from optuna.trial import TrialState, create_trial
 from sqlalchemy import text
 from sqlalchemy.engine import make_url
 
-from lit_lazy.disk import is_disk_full, writable_folder
+from lit_lazy.disk import is_disk_full
 from lit_lazy.grid.ablation import Cell
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 T = TypeVar("T")
-State = Literal["waiting", "running", "complete", "failed"]
-STATES: dict[str, State] = {"WAITING": "waiting", "RUNNING": "running", "COMPLETE": "complete", "FAIL": "failed"}
+State = Literal["waiting", "running", "complete", "pruned", "failed"]
+STATES: dict[str, State] = {
+    "WAITING": "waiting",
+    "RUNNING": "running",
+    "COMPLETE": "complete",
+    "PRUNED": "pruned",
+    "FAIL": "failed",
+}
+FINISHED: tuple[State, ...] = ("complete", "pruned")
+"""States after which nothing is left to do for a cell; only a search prunes."""
 MADE_BY = "lit-lazy ablate run, queue 2"
 ADVISORY_LOCK = 0x6C69746C617A79
 """PostgreSQL's number of the lock that all processes on a storage share."""
@@ -66,6 +74,8 @@ class Entry:
 
     trial_id: int
     key: str
+    run: str
+    """Name of its run folder."""
     variant: str
     seed: int
     state: State
@@ -107,7 +117,10 @@ def default_storage(runs: Path) -> str:
 
 def check_storage(storage: str) -> None:
     """Raise StorageError, in one line, where a storage cannot be reached. Nothing is created."""
-    _reach(storage, lambda connection: connection.execute(text("SELECT 1")))
+    url = normalised(storage)
+    if url.startswith("sqlite") and not (folder := Path(url.removeprefix("sqlite:///")).parent).is_dir():
+        raise StorageError(f"--storage {storage!r}: there is no folder {str(folder)!r}; make it, or name another file")
+    _reach(storage, lambda connection: sqlalchemy.inspect(connection).has_table("studies"))
 
 
 def grid_names(storage: str) -> list[str]:
@@ -129,7 +142,6 @@ def _reach(storage: str, ask: Callable[[sqlalchemy.Connection], T]) -> T | None:
     """The answer of a storage; None from an sqlite file that is not there yet."""
     url = normalised(storage)
     if url.startswith("sqlite") and not Path(url.removeprefix("sqlite:///")).exists():
-        writable_folder("--storage", Path(url.removeprefix("sqlite:///")).parent)
         return None
     engine = sqlalchemy.create_engine(url, **_engine_options(url))
     try:
@@ -285,6 +297,7 @@ class Queue:
         return Entry(
             trial_id=trial_id,
             key=attrs["key"],
+            run=attrs["cell"]["key"],
             variant=attrs["cell"]["variant"],
             seed=attrs["cell"]["seed"],
             state=STATES[trial.state.name],

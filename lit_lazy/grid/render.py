@@ -18,7 +18,7 @@ UNFINISHED = ("failed", "missing", "waiting", "running")
 
 def markdown(table: "Table", width: int) -> str:
     """See `Table.markdown`."""
-    return "\n\n".join(_markdown(block, width) for block in _blocks(table)) + "\n"
+    return blocks_markdown(_blocks(table), width)
 
 
 def latex(table: "Table", width: int) -> str:
@@ -28,37 +28,53 @@ def latex(table: "Table", width: int) -> str:
 
 def html(table: "Table") -> str:
     """See `Table.html`."""
-    body = "\n".join(_html(block) for block in _blocks(table))
+    return blocks_html(_blocks(table))
+
+
+def blocks_markdown(blocks: Sequence["Block"], width: int = 120) -> str:
+    """Aligned in a terminal, valid on GitHub; a grid wider than `width` goes on in a further one."""
+    return "\n\n".join(_markdown(block, width) for block in blocks) + "\n"
+
+
+def blocks_html(blocks: Sequence["Block"]) -> str:
+    """One ASCII `<section>` that carries its style."""
+    body = "\n".join(_html(block) for block in blocks)
     text = f'<section class="ablation-table">\n<style>{_STYLE}</style>\n{body}\n</section>\n'
     return text.encode("ascii", "xmlcharrefreplace").decode()
 
 
 @dataclass(frozen=True)
-class _Heading:
+class Heading:
+    """A title; level 2 is the page's."""
+
     text: str
     level: int
 
 
 @dataclass(frozen=True)
-class _Text:
+class Text:
+    """A paragraph."""
+
     text: str
     warning: bool = False
 
 
 @dataclass(frozen=True)
-class _List:
+class List:
+    """Points of a list."""
+
     items: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class _Grid:
+class Grid:
     """`rows` and `header` have equal lengths; the first `words` columns are words, the others numbers."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     words: int
 
-    def split(self, width: int) -> "list[_Grid]":
+    def split(self, width: int) -> "list[Grid]":
         """Grids of at most `width` characters each (if two columns fit), every one led by the first column."""
         sizes = [max(len(line[i]) for line in (self.header, *self.rows)) + 3 for i in range(len(self.header))]
         parts: list[list[int]] = [[0]]
@@ -67,7 +83,7 @@ class _Grid:
                 parts.append([0])
             parts[-1].append(i)
         return [
-            _Grid(
+            Grid(
                 tuple(self.header[i] for i in part),
                 tuple(tuple(row[i] for i in part) for row in self.rows),
                 sum(i < self.words for i in part),
@@ -76,30 +92,30 @@ class _Grid:
         ]
 
 
-_Block = _Heading | _Text | _List | _Grid
+Block = Heading | Text | List | Grid
 
 
-def _blocks(table: "Table") -> list[_Block]:
+def _blocks(table: "Table") -> list[Block]:
     directed = [column for column in table.columns if column.better]
-    blocks: list[_Block] = [_Heading(table.ablation, 2)]
-    blocks += [_Text(text, warning=True) for text in (*table.warnings, *_incomplete(table))]
-    blocks += [_Text(_provenance(table)), _means(table), _Text(_LEGEND)]
+    blocks: list[Block] = [Heading(table.ablation, 2)]
+    blocks += [Text(text, warning=True) for text in (*table.warnings, *_incomplete(table))]
+    blocks += [Text(_provenance(table)), _means(table), Text(_LEGEND)]
     if directed and len(table.rows) > 1:
         others = [row for row in table.rows if row.variant != table.baseline]
         cells = [(row.variant, *(_difference(row, column) for column in directed)) for row in others]
-        blocks += [_Heading(f"Differences to {table.baseline}", 3), _effects("Variant", directed, cells)]
-        blocks.append(_Text(_DIFFERENCE_LEGEND))
+        blocks += [Heading(f"Differences to {table.baseline}", 3), _effects("Variant", directed, cells)]
+        blocks.append(Text(_DIFFERENCE_LEGEND))
     if directed and table.contrasts:
         cells = [
             (row.name, *(_effect(m.mean, m.ci95, m.test, m.p_adj, c) for c in directed for m in [row.metrics[c.key]]))
             for row in table.contrasts
         ]
-        blocks += [_Heading("Contrasts", 3), _effects("Contrast", directed, cells)]
-        blocks.append(_List(tuple(f"{row.name} = {_weights(row.weights)}" for row in table.contrasts)))
+        blocks += [Heading("Contrasts", 3), _effects("Contrast", directed, cells)]
+        blocks.append(List(tuple(f"{row.name} = {_weights(row.weights)}" for row in table.contrasts)))
     blocks += [
-        _Heading("What each column can separate at this scale", 3),
-        _List(tuple(_verdict(table, column) for column in table.columns)),
-        _Text(_MDE_LEGEND),
+        Heading("What each column can separate at this scale", 3),
+        List(tuple(_verdict(table, column) for column in table.columns)),
+        Text(_MDE_LEGEND),
     ]
     for title, items in (
         ("Cells without a result", _unfinished(table)),
@@ -107,7 +123,7 @@ def _blocks(table: "Table") -> list[_Block]:
         ("Notes", list(table.notes)),
     ):
         if items:
-            blocks += [_Heading(title, 3), _List(tuple(items))]
+            blocks += [Heading(title, 3), List(tuple(items))]
     return blocks
 
 
@@ -152,7 +168,7 @@ def _provenance(table: "Table") -> str:
     return f"{about}{made_with} Made by: {table.command}"
 
 
-def _means(table: "Table") -> _Grid:
+def _means(table: "Table") -> Grid:
     labels = list(table.rows[0].labels)
     bases = ["Base"] if any(row.base != table.base for row in table.rows) else []
     rows = [
@@ -167,7 +183,7 @@ def _means(table: "Table") -> _Grid:
         for row in table.rows
     ]
     header = ("Variant", "Source", *bases, *labels, "n", *(column.heading for column in table.columns))
-    return _Grid(header, tuple(rows), 2 + len(bases) + len(labels))
+    return Grid(header, tuple(rows), 2 + len(bases) + len(labels))
 
 
 def _mean(row: "Row", column: "Column") -> str:
@@ -182,8 +198,8 @@ def _mean(row: "Row", column: "Column") -> str:
     return text + "*" * m.separated
 
 
-def _effects(first: str, columns: Sequence["Column"], cells: Sequence[tuple[str, ...]]) -> _Grid:
-    return _Grid((first, *("Δ " + column.heading for column in columns)), tuple(cells), 1)
+def _effects(first: str, columns: Sequence["Column"], cells: Sequence[tuple[str, ...]]) -> Grid:
+    return Grid((first, *("Δ " + column.heading for column in columns)), tuple(cells), 1)
 
 
 def _difference(row: "Row", column: "Column") -> str:
@@ -278,19 +294,19 @@ def _markdown_escape(text: str) -> str:
     return re.sub(r"\*(?=\S)", r"\\*", text)
 
 
-def _markdown(block: _Block, width: int) -> str:
+def _markdown(block: Block, width: int) -> str:
     match block:
-        case _Heading(text, level):
+        case Heading(text, level):
             return "#" * level + " " + _markdown_escape(text)
-        case _Text(text, warning):
+        case Text(text, warning):
             return f"> **Warning:** {_markdown_escape(text)}" if warning else _markdown_escape(text)
-        case _List(items):
+        case List(items):
             return "\n".join(f"- {_markdown_escape(item)}" for item in items)
-        case _Grid():
+        case Grid():
             return "\n\n".join(_markdown_grid(part) for part in block.split(width))
 
 
-def _markdown_grid(grid: _Grid) -> str:
+def _markdown_grid(grid: Grid) -> str:
     lines = [[_markdown_escape(cell) for cell in line] for line in (grid.header, *grid.rows)]
     for i in range(grid.words, len(grid.header)):
         # A marker at the end of some numbers must not push their digits out of line.
@@ -325,20 +341,20 @@ def _latex_escape(text: str) -> str:
     return re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)
 
 
-def _latex(block: _Block, width: int) -> str:
+def _latex(block: Block, width: int) -> str:
     match block:
-        case _Heading(text, _):
+        case Heading(text, _):
             return rf"\paragraph*{{{_latex_escape(text)}}}"
-        case _Text(text, warning):
+        case Text(text, warning):
             return rf"\textbf{{Warning: {_latex_escape(text)}}}\par" if warning else _latex_escape(text) + r"\par"
-        case _List(items):
+        case List(items):
             body = "\n".join(rf"  \item {_latex_escape(item)}" for item in items)
             return f"\\begin{{itemize}}\n{body}\n\\end{{itemize}}"
-        case _Grid():
+        case Grid():
             return "\n\n".join(_latex_grid(part) for part in block.split(width))
 
 
-def _latex_grid(grid: _Grid) -> str:
+def _latex_grid(grid: Grid) -> str:
     def join(cells: Sequence[str]) -> str:
         return "  " + " & ".join(map(_latex_escape, cells)) + r" \\"
 
@@ -365,20 +381,20 @@ def _html_escape(text: str) -> str:
     return html_text.escape(re.sub(r"\s+", " ", text))
 
 
-def _html(block: _Block) -> str:
+def _html(block: Block) -> str:
     match block:
-        case _Heading(text, level):
+        case Heading(text, level):
             return f"<h{level}>{_html_escape(text)}</h{level}>"
-        case _Text(text, warning):
+        case Text(text, warning):
             body = _html_escape(text)
             return f'<p class="warning"><strong>Warning:</strong> {body}</p>' if warning else f"<p>{body}</p>"
-        case _List(items):
+        case List(items):
             return "<ul>" + "".join(f"<li>{_html_escape(item)}</li>" for item in items) + "</ul>"
-        case _Grid():
+        case Grid():
             return _html_grid(block)
 
 
-def _html_grid(grid: _Grid) -> str:
+def _html_grid(grid: Grid) -> str:
     def join(cells: Sequence[str], tag: str) -> str:
         kinds = ("" if i < grid.words else ' class="number"' for i in range(len(cells)))
         inner = "".join(f"<{tag}{k}>{_html_escape(c)}</{tag}>" for k, c in zip(kinds, cells, strict=True))

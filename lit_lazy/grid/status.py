@@ -15,7 +15,7 @@ def print_status(queue: Queue, console: Console) -> None:
     counts = Counter[str](queue.states().values())
     total = sum(counts.values())
     console.print(f"{queue.name}: {counts['complete']}/{total} cells complete", highlight=False)
-    for state in ("running", "waiting", "failed"):
+    for state in ("pruned", "running", "waiting", "failed"):
         if counts[state]:
             console.print(f"  {counts[state]:5} {state}", highlight=False)
     if running := queue.entries("running"):

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from lightning.pytorch.callbacks import Callback
+
 from lit_lazy.config import RunConfig, from_dict
 from lit_lazy.disk import is_disk_full
 from lit_lazy.files import load_module
@@ -94,7 +96,7 @@ class Worker:
         spool = Spool(self.tracker, folder, self._card(cell))
         try:
             # A finished cell only lacks bookkeeping.
-            result = RunResult.read(folder) or self._train(cell, folder, spool)
+            result = RunResult.read(folder) or self._train(task, folder, spool)
             self._bookings.append(Booking(task, spool, result))
             return True
         except KeyboardInterrupt:
@@ -107,22 +109,34 @@ class Worker:
         except Exception as error:
             if is_disk_full(error):
                 raise
-            # A cell may fail in any way; its reason is kept and the rest of the grid goes on.
-            log.error("%s seed %d failed\n%s", cell.variant, cell.seed, traceback.format_exc())
-            spool.fail(one_line(error), "FAILED")
-            self._fail(task, one_line(error), final=isinstance(error, DivergedError))
+            self._end_early(task, spool, error)
         finally:
             _free_memory()
         return False
 
-    def _train(self, cell: Cell, folder: Path, spool: Spool) -> RunResult:
+    def _end_early(self, task: Task, spool: Spool, error: Exception) -> None:
+        """A cell may fail in any way: its reason is kept, and the rest of the grid goes on."""
+        log.error("%s seed %d failed\n%s", task.cell.variant, task.cell.seed, traceback.format_exc())
+        spool.fail(one_line(error), "FAILED")
+        self._fail(task, one_line(error), final=isinstance(error, DivergedError))
+
+    def _train(self, task: Task, folder: Path, spool: Spool) -> RunResult:
         with spool.sending():
             return run(
-                from_dict(RunConfig, cell.config),
+                from_dict(RunConfig, task.cell.config),
                 folder,
                 logger=spool.logger(),
+                callbacks=self._callbacks(task),
                 keep_checkpoint=self.keep_checkpoints,
             )
+
+    def _callbacks(self, _task: Task) -> list[Callback]:
+        """Lightning callbacks of a cell's training."""
+        return []
+
+    def _value(self, result: RunResult) -> float:
+        """What the queue keeps of a result."""
+        return result.metrics["loss/val"]
 
     def _book(self, heart: Heart) -> None:
         """Finish what was trained, in this order: result.json (there already), MLflow, the queue."""
@@ -130,7 +144,7 @@ class Worker:
             task = booking.task
             try:
                 booking.spool.finish(booking.result)
-                self.queue.complete(task, booking.result.metrics["loss/val"])
+                self.queue.complete(task, self._value(booking.result))
                 log.info("done %s seed %d", task.cell.variant, task.cell.seed)
             except TrackingError as error:
                 if is_disk_full(error):
@@ -192,9 +206,9 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def main() -> int:
-    """Entry point of a worker process, started by `lit-lazy ablate run`. The storage, which may hold a password, is
-    in the environment."""
+def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) -> int:
+    """Entry point of a worker process, started by `lit_lazy.grid.pool`. The storage, which may hold a password, is in
+    the environment."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--study", required=True)
     parser.add_argument("--runs", type=Path, required=True)
@@ -214,8 +228,8 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     for file in options.files:
         load_module(file)
-    worker = Worker(
-        Queue(os.environ[STORAGE_VARIABLE], options.study),
+    worker = worker_type(
+        queue_type(os.environ[STORAGE_VARIABLE], options.study),
         Tracker(options.tracking_uri, options.runs, options.study),
         options.parent,
         options.runs / options.study,

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -126,10 +126,10 @@ def test_chunked_passes_gradcheck(monkeypatch):
 def test_blocks_cover_every_visible_pair_once_within_the_budget(monkeypatch):
     monkeypatch.setattr(chunked, "BLOCK_ELEMENTS_CPU", 500)
     for cuts, queries, window in [([0, 90], 90, None), ([0, 90], 31, 13), ([0, 1, 1, 40, 90], 90, 7)]:
-        rows, blocks = chunked._blocks((3, 2, 2, queries, 90), cuts, window, "cpu")
+        rows, parts, blocks = chunked._blocks((3, 2, 2, queries, 90), cuts, window, "cpu")
         seen = torch.zeros(3, 2, queries, 90, dtype=torch.int)
-        for part in blocks:
-            area = seen[part.batch, part.heads, part.rows, part.keys]
+        for part, block in product(parts, blocks):
+            area = seen[part.batch, part.heads, block.rows, block.keys]
             assert 0 < 2 * area.numel() <= 500
             assert area.shape[2] <= rows
             area += 1
@@ -142,10 +142,10 @@ def test_blocks_cover_every_visible_pair_once_within_the_budget(monkeypatch):
 
 
 def test_blocks_skip_keys_nobody_sees():
-    _, blocks = chunked._blocks((1, 1, 1, 4096, 4096), [0, 4096], None, "cpu")
+    _, _, blocks = chunked._blocks((1, 1, 1, 4096, 4096), [0, 4096], None, "cpu")
     area = sum((b.rows.stop - b.rows.start) * (b.keys.stop - b.keys.start) for b in blocks)
     assert area < 0.53 * 4096**2
-    _, blocks = chunked._blocks((1, 1, 1, 4096, 4096), [0, 4096], 128, "cpu")
+    _, _, blocks = chunked._blocks((1, 1, 1, 4096, 4096), [0, 4096], 128, "cpu")
     assert max(b.keys.stop - b.keys.start for b in blocks) < 128 + max(b.rows.stop - b.rows.start for b in blocks)
 
 

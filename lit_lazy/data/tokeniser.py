@@ -1,0 +1,75 @@
+"""Tokenisers: bytes, or a file of the `tokenizers` library."""
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from lit_lazy.data.base import require
+from lit_lazy.data.documents import one_line
+
+BYTES = "bytes"
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """Turns documents into token ids."""
+
+    vocab_size: int
+    separator: int
+    """The id put behind every document."""
+
+    def encode(self, documents: list[bytes]) -> list[np.ndarray]:
+        """The ids of each document, without the separator."""
+        ...
+
+
+class ByteTokenizer:
+    """Ids are bytes; NUL is the separator, and may not occur in a document."""
+
+    vocab_size = 256
+    separator = 0
+
+    def encode(self, documents: list[bytes]) -> list[np.ndarray]:
+        for document in documents:
+            if (at := document.find(b"\0")) >= 0:
+                raise ValueError(
+                    f"data.tokenizer='bytes': the document {document[:40]!r}... holds a NUL byte at byte {at}, which "
+                    "separates documents; remove it, or give a tokenizers file"
+                )
+        return [np.frombuffer(document, np.uint8) for document in documents]
+
+
+class FileTokenizer:
+    """A JSON file of the `tokenizers` library, which encodes the documents of a batch in parallel threads.
+
+    `RAYON_NUM_THREADS` limits them; their number changes no token. No special tokens are added but the separator.
+    """
+
+    def __init__(self, path: Path, end_of_text: str | None):
+        import tokenizers
+
+        try:
+            self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(
+                f"data.tokenizer={str(path)!r}: is not a JSON file of the tokenizers library ({one_line(error)})"
+            ) from None
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
+        known = [token for token in ((end_of_text,) if end_of_text else END_OF_TEXT) if token in vocabulary]
+        if end_of_text:
+            require(bool(known), "data.end_of_text", end_of_text, f"the tokenizer {str(path)!r} has no such token")
+        require(
+            bool(known),
+            "data.tokenizer",
+            str(path),
+            f"has none of the tokens {' '.join(END_OF_TEXT)}; name the one that ends a document by data.end_of_text",
+        )
+        self.separator = vocabulary[known[0]]
+        self.vocab_size = max(vocabulary.values()) + 1
+
+    def encode(self, documents: list[bytes]) -> list[np.ndarray]:
+        texts = [document.decode() for document in documents]
+        return [np.array(e.ids, np.uint32) for e in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]

@@ -1,0 +1,743 @@
+"""One corpus in three formats gives one stream of tokens, made once, mapped into memory; every mistake is one line."""
+
+import errno
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from lit_lazy.cli import main
+from lit_lazy.config import ModelConfig, RunConfig, TrainConfig, cell_key, replace_at
+from lit_lazy.data import documents, text, tokens
+from lit_lazy.data.text import Text, trigram_bits
+from lit_lazy.data.trigram import ByteTrigram, trigrams
+from lit_lazy.files import find, load_experiment
+from lit_lazy.run import prepare, run
+
+SHARE = 0.2
+L = 16
+
+
+def make_documents(n: int, seed: int = 0) -> list[str]:
+    """Texts of 20 to 2000 characters with blank lines, other line ends and characters of one to four bytes."""
+    rng = random.Random(seed)
+    words = [
+        "sink",
+        "weight",
+        "naïve",
+        "注意",
+        "head",
+        "😀",
+        "of",
+        "the",
+        "\n\n",
+        "\r\n",
+        "\t",
+        '"quoted"',
+        "\\n",
+        "\u2028",
+    ]
+    return [f"{i} " + " ".join(rng.choices(words, k=rng.randint(5, 300))) for i in range(n)]
+
+
+DOCUMENTS = make_documents(300)
+
+
+def rows(texts: list[str]) -> dict[str, list[object]]:
+    """The columns of FineWeb-Edu."""
+    n = len(texts)
+    return {
+        "text": list(texts),
+        "id": [f"<urn:uuid:{i}>" for i in range(n)],
+        "dump": ["CC-MAIN-2013-20"] * n,
+        "url": [f"http://example.org/{i}" for i in range(n)],
+        "file_path": ["s3://commoncrawl/x.warc.gz"] * n,
+        "language": ["en"] * n,
+        "language_score": [0.97] * n,
+        "token_count": [len(t) // 4 for t in texts],
+        "score": [3.1] * n,
+        "int_score": [3] * n,
+    }
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    columns = rows(texts)
+    with path.open("w") as file:
+        for i in range(len(texts)):
+            file.write(json.dumps({name: values[i] for name, values in columns.items()}) + "\n")
+    return path
+
+
+def write_parquet(path: Path, texts: list[str]) -> Path:
+    datasets.Dataset.from_dict(rows(texts)).to_parquet(path, batch_size=100)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own, and one for the datasets library."""
+    monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The same documents as a folder of .txt files, as .jsonl and .json, and as one and several .parquet files."""
+    root = tmp_path_factory.mktemp("corpora")
+    (root / "txt").mkdir()
+    for i, document in enumerate(DOCUMENTS):
+        (root / "txt" / f"{i:04}.txt").write_bytes(document.encode())
+    (root / "parts").mkdir()
+    for i in range(3):
+        write_parquet(root / "parts" / f"{i:03}.parquet", DOCUMENTS[i * 100 : (i + 1) * 100])
+    return {
+        "txt": str(root / "txt"),
+        "glob": str(root / "txt" / "0*.txt"),
+        "jsonl": str(write_jsonl(root / "all.jsonl", DOCUMENTS)),
+        "json": str(write_jsonl(root / "all.json", DOCUMENTS)),
+        "parquet": str(write_parquet(root / "all.parquet", DOCUMENTS)),
+        "parts": str(root / "parts"),
+    }
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small byte-level BPE with an end-of-text token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<pad>", "<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(DOCUMENTS, trainer)
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return str(path)
+
+
+def small(**changes: object) -> Text:
+    """A Text of small windows."""
+    options = {"context_length": L, "validation_windows": 10, "validation_share": SHARE, **changes}
+    return Text(**options)  # type: ignore[arg-type]
+
+
+def held_out(document: str, share: float = SHARE) -> bool:
+    return int(hashlib.sha256(document.encode()).hexdigest()[:16], 16) / 2**64 < share
+
+
+def joined(texts: list[str]) -> bytes:
+    return b"".join(t.encode() + b"\0" for t in texts)
+
+
+TRAIN = [t for t in DOCUMENTS if not held_out(t)]
+VALIDATION = [t for t in DOCUMENTS if held_out(t)]
+
+
+def in_process(code: str, **environment: str) -> subprocess.Popen[str]:
+    """Python code in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+    )  # fmt: skip
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Output and errors of a process that ends well."""
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return out, errors
+
+
+LOAD = "from lit_lazy.data.text import Text; print(Text({}).load().fingerprint)"
+
+
+# The stream of tokens
+
+
+@pytest.mark.parametrize("kind", ["txt", "glob", "jsonl", "json", "parquet", "parts"])
+def test_every_format_gives_the_documents_in_order_each_followed_by_nul(corpora, kind):
+    source = small(path=corpora[kind]).load()
+    batch = source.train.__getitems__(list(range(len(source.train))))
+    expected = joined(TRAIN)
+    n = (len(expected) - 1) // L * L
+    assert bytes(batch["tokens"].flatten().tolist()) == expected[:n]
+    assert bytes(batch["targets"].flatten().tolist()) == expected[1 : n + 1]
+    assert source.vocab_size == 256
+    assert source.info["bytes_per_token"] == 1.0
+    assert source.info["train_tokens"] == n
+    assert source.info["validation_tokens"] == 10 * L
+    assert (source.info["train_documents"], source.info["validation_documents"]) == (len(TRAIN), len(VALIDATION))
+    assert source.fingerprint == small(path=corpora["jsonl"]).load().fingerprint
+
+
+def test_validation_windows_are_evenly_spread_over_the_held_out_documents(corpora):
+    source = small(path=corpora["jsonl"]).load()
+    expected = joined(VALIDATION)
+    n = (len(expected) - 1) // L
+    for number, window in enumerate(source.validation.sequences.numpy()):
+        start = number * n // 10 * L
+        assert window.tobytes() == expected[start : start + L + 1]
+    assert 0 < len(VALIDATION) < len(DOCUMENTS) / 2
+
+
+def test_a_given_validation_text_is_used_instead_of_a_share(corpora, tmp_path):
+    path = write_jsonl(tmp_path / "validation.jsonl", make_documents(5, seed=1))
+    source = small(path=corpora["parquet"], validation=str(path)).load()
+    assert source.info["train_documents"] == 300
+    assert source.info["validation_documents"] == 5
+    assert source.validation.sequences[0].numpy().tobytes() == joined(make_documents(5, seed=1))[: L + 1]
+
+
+def test_empty_documents_and_nulls_are_left_out(tmp_path):
+    with_gaps = [value for t in DOCUMENTS for value in (t, "", None)]
+    lines = tmp_path / "gaps.jsonl"
+    lines.write_text("".join(json.dumps({"text": value}) + "\n\n" for value in with_gaps))
+    table = tmp_path / "gaps.parquet"
+    datasets.Dataset.from_dict({"text": with_gaps}).to_parquet(table)
+    assert small(path=str(lines)).load().info["train_documents"] == len(TRAIN)
+    assert small(path=str(lines)).load().fingerprint == small(path=str(table)).load().fingerprint
+
+
+def test_another_column(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text("".join(json.dumps({"text": "no", "content": t}) + "\n" for t in DOCUMENTS))
+    assert small(path=str(path), column="content").load().info["train_documents"] == len(TRAIN)
+
+
+def test_a_long_text_file_is_cut_at_blank_lines_and_loses_nothing(tmp_path):
+    path = tmp_path / "book.txt"
+    book = "\n\n".join(make_documents(400)).encode()
+    path.write_bytes(book)
+    found = list(documents.Files("data.path", "", (path,), "text").documents())
+    assert b"".join(found) == book
+    assert len(found) > 10
+    assert all(piece.endswith(b"\n\n") and len(piece) > documents.PIECE for piece in found[:-1])
+
+
+@pytest.mark.parametrize("unit", ["é", "注", "😀", "a"])
+@pytest.mark.parametrize("shift", range(4))
+def test_a_text_without_blanks_is_cut_between_characters(tmp_path, unit, shift):
+    path = tmp_path / "line.txt"
+    path.write_bytes(b"x" * shift + unit.encode() * 100_000)
+    found = list(documents.Files("data.path", "", (path,), "text").documents())
+    assert b"".join(found) == path.read_bytes()
+    assert len(found) > 1
+    for piece in found:
+        piece.decode()
+        assert len(piece) <= documents.WHOLE
+
+
+def test_max_tokens_ends_the_training_text(corpora):
+    whole = small(path=corpora["jsonl"]).load()
+    cut = small(path=corpora["jsonl"], max_tokens=2000 * L).load()
+    assert cut.info["train_tokens"] == 2000 * L < whole.info["train_tokens"]
+    assert torch.equal(cut.train.sequences, whole.train.sequences[:2000])
+    assert cut.fingerprint != whole.fingerprint
+
+
+# Tokenisers
+
+
+def test_a_tokenizers_file(corpora, bpe):
+    source = small(path=corpora["parquet"], tokenizer=bpe).load()
+    tokenizer = Tokenizer.from_file(bpe)
+    end = tokenizer.token_to_id("<|endoftext|>")
+    train = [token for t in TRAIN for token in [*tokenizer.encode(t).ids, end]]
+    assert source.train.sequences.dtype == torch.uint16
+    stream = source.train.sequences[:, :-1].flatten().tolist()
+    assert stream == train[: len(stream)]
+    assert len(train) - len(stream) <= L
+    assert source.vocab_size == tokenizer.get_vocab_size() == 400
+    validation = sum(len(tokenizer.encode(t).ids) + 1 for t in VALIDATION)
+    assert source.info["bytes_per_token"] == pytest.approx(len(joined(VALIDATION)) / validation, rel=1e-12)
+    assert source.info["bytes_per_token"] > 1.5
+    assert "trigram_bits_per_byte" not in source.info
+
+
+def test_the_end_of_text_token_can_be_named(corpora, bpe):
+    config = small(path=corpora["parquet"], tokenizer=bpe, end_of_text="<pad>")
+    assert (config.load().train.sequences[:, 1:] == 0).sum() == pytest.approx(len(TRAIN), abs=1)
+    assert config.load().fingerprint != small(path=corpora["parquet"], tokenizer=bpe).load().fingerprint
+
+
+def test_the_number_of_threads_changes_no_token(corpora, bpe, tmp_path):
+    code = LOAD.format(f"{corpora['parquet']!r}, tokenizer={bpe!r}, validation_windows=1")
+    settings = [{"RAYON_NUM_THREADS": "1"}, {"RAYON_NUM_THREADS": "3"}]
+    running = [in_process(code, LIT_LAZY_CACHE=str(tmp_path / str(i)), **s) for i, s in enumerate(settings)]
+    assert len({finished(process)[0] for process in running}) == 1
+
+
+# The baseline
+
+
+def test_trigram_is_judged_on_the_targets_of_the_windows(corpora):
+    source = small(path=corpora["jsonl"]).load()
+    train, validation = (np.frombuffer(joined(part), np.uint8) for part in (TRAIN, VALIDATION))
+    n = (len(train) - 1) // L * L  # the windows' tokens
+    bits = -np.log2(ByteTrigram(train[:n]).probability(trigrams(validation)))
+    places = np.arange(10) * ((len(validation) - 1) // L) // 10 * L
+    judged = [bits[place + 1 : place + 1 + L] for place in places]
+    assert source.info["trigram_bits_per_byte"] == pytest.approx(np.mean(judged), rel=1e-12)
+
+
+def test_trigram_counts_a_bounded_number_of_bytes(corpora, monkeypatch):
+    train = small(path=corpora["jsonl"]).load().train.sequences
+    validation = np.frombuffer(joined(VALIDATION), np.uint8)
+    counted = []
+    monkeypatch.setattr(text, "TRIGRAM_BYTES", 100 * L)
+    monkeypatch.setattr(text, "ByteTrigram", lambda data: counted.append(data) or ByteTrigram(data))
+    assert 1 < trigram_bits(train, validation, np.arange(10)) < 8
+    assert [data.size for data in counted] == [100 * L]
+    assert counted[0][-L:].tobytes() == train[len(train) * 99 // 100, :-1].numpy().tobytes()
+
+
+# The cache
+
+
+def test_a_second_load_reads_and_tokenises_nothing(corpora, monkeypatch):
+    first = small(path=corpora["parquet"]).load()
+    assert small(path=corpora["parquet"]).load() is first
+    text._load.cache_clear()  # as in another process
+
+    def refuse(*_):
+        raise AssertionError("read again")
+
+    monkeypatch.setattr(text, "write_corpus", refuse)
+    monkeypatch.setattr(documents.Files, "documents", refuse)
+    again = small(path=corpora["parquet"]).load()
+    assert again is not first
+    assert again.fingerprint == first.fingerprint
+    assert again.info == first.info
+    assert torch.equal(again.train.sequences, first.train.sequences)
+    assert small(path=corpora["parquet"], context_length=2 * L).load().info["train_documents"] == len(TRAIN)
+    with pytest.raises(AssertionError, match="read again"):
+        small(path=corpora["parquet"], validation_share=0.3).load()
+
+
+def test_the_cache_holds_the_tokens_and_nothing_else(corpora, cache):
+    small(path=corpora["parquet"]).load()
+    (folder,) = cache.iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["corpus.json", "train.bin", "validation.bin"]
+    assert (folder / "train.bin").read_bytes() == joined(TRAIN)
+    assert (folder / "validation.bin").read_bytes() == joined(VALIDATION)
+
+
+def test_a_changed_file_is_another_fingerprint_and_key_and_a_touched_one_is_not(corpora, tmp_path):
+    path = write_jsonl(tmp_path / "mine.jsonl", DOCUMENTS)
+    config = small(path=str(path))
+
+    def key():
+        return cell_key(RunConfig(config), config.load().fingerprint)
+
+    first = key()
+    assert config.load().fingerprint == small(path=corpora["txt"]).load().fingerprint
+    os.utime(path, ns=(1, 1))
+    assert key() == first
+    path.write_text(path.read_text().replace(json.dumps(TRAIN[7])[:20], json.dumps(TRAIN[7])[:19] + "#"))
+    changed = key()
+    assert changed != first
+    assert config.load().info["train_documents"] + config.load().info["validation_documents"] == 300
+
+
+def test_processes_that_start_together_tokenise_once(tmp_path, cache):
+    path = tmp_path / "big.txt"
+    path.write_text("\n\n".join(make_documents(300)) * 40)  # 20 MB: longer than the starts are apart
+    go = tmp_path / "go"
+    code = f"""
+import pathlib, time
+from lit_lazy.data.text import Text
+print("ready", flush=True)
+while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.001)
+print(Text({str(path)!r}).load().fingerprint)"""
+    running = [in_process(code) for _ in range(3)]
+    for process in running:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    go.touch()
+    ended = [finished(process) for process in running]
+    assert len({out for out, _ in ended}) == 1
+    assert sum("tokenised" in errors for _, errors in ended) == 1
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_killed_tokenisation_leaves_nothing_that_is_taken_for_whole(corpora, cache):
+    code = f"""
+import time
+from lit_lazy.data import tokeniser, tokens
+tokens.BATCH_BYTES = 10_000
+encode = tokeniser.ByteTokenizer.encode
+calls = []
+def slow(self, documents):
+    calls.append(1)
+    if len(calls) == 5:
+        print("midway", flush=True)
+        time.sleep(60)
+    return encode(self, documents)
+tokeniser.ByteTokenizer.encode = slow
+from lit_lazy.data.text import Text
+Text({corpora["jsonl"]!r}, context_length={L}, validation_windows=10, validation_share={SHARE}).load()"""
+    process = in_process(code)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "midway\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert any(path.name.endswith(".partial") for path in cache.iterdir())
+    assert not list(cache.glob("[!.]*/"))
+    source = small(path=corpora["jsonl"]).load()
+    (folder,) = cache.iterdir()
+    assert (folder / "train.bin").read_bytes() == joined(TRAIN)
+    assert source.info["train_documents"] == len(TRAIN)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    """40 MB against 8 in each format, the .txt as a single line; and a JSON line of 1 GB is refused."""
+    document = "".join(random.Random(0).choices("abcdefgh ", k=4000))
+    for size in (8, 40):
+        texts = [f"{i} {document}" for i in range(size * 250)]
+        write_jsonl(tmp_path / f"{size}.jsonl", texts)
+        (tmp_path / f"{size}.txt").write_text("".join(texts).replace(" ", "_"))
+        write_parquet(tmp_path / f"{size}.parquet", texts)
+    with (tmp_path / "line.jsonl").open("wb") as file:
+        file.write(b'{"text": "')
+        file.truncate(2**30)
+    code = f"""
+import pathlib, re
+from lit_lazy.data import text
+from lit_lazy.data.text import Text
+text.trigram_bits = lambda *_: 0.0  # its tables, of a constant size, would hide the rest
+def peak(name, **options):
+    Text(str(pathlib.Path({str(tmp_path)!r}, name)), **options).load()
+    return high_water()
+def high_water():  # MB of this program alone: ru_maxrss would begin with that of the process it was forked from
+    return int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) / 1024
+small = max([peak("8.txt"), peak("8.jsonl"), peak("8.parquet")])
+for kind in ("txt", "jsonl", "parquet"):
+    print(peak("40." + kind) - small)
+try:
+    peak("line.jsonl")
+except ValueError as error:
+    print(high_water() - small)
+    print(error)"""
+    *grown, message = finished(in_process(code))[0].splitlines()
+    assert len(grown) == 4
+    # The tokens of 40 MB alone, or the text, would add 32 MB.
+    assert all(float(megabytes) < 16 for megabytes in grown), grown
+    print(grown)
+    assert "line.jsonl': line 1 is longer than 16 MiB" in message
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path, cache, monkeypatch):
+    path = write_jsonl(tmp_path / "mine.jsonl", DOCUMENTS)
+
+    def write_and_change(*arguments):
+        tokens.write_corpus(*arguments)
+        os.utime(path, ns=(1, 1))
+
+    monkeypatch.setattr(text, "write_corpus", write_and_change)
+    with pytest.raises(ValueError, match=r"data\.path='.*mine\.jsonl': was changed while it was read; run again"):
+        small(path=str(path)).load()
+    assert not cache.exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(corpora, cache, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tokens.os, "fsync", full)
+    with pytest.raises(ValueError, match=r"LIT_LAZY_CACHE='.*cache': cannot be written \(No space left on device\)"):
+        small(path=corpora["jsonl"]).load()
+    assert not cache.exists()
+
+
+def test_a_cache_that_cannot_be_made_is_one_line(corpora, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ValueError, match=r"LIT_LAZY_CACHE='.*file/cache': cannot be written"):
+        small(path=corpora["jsonl"]).load()
+
+
+def test_damage_is_noticed(corpora, cache):
+    small(path=corpora["jsonl"]).load()
+    text._load.cache_clear()
+    (path,) = cache.glob("*/train.bin")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=rf"{path.parent.name} in it is damaged; delete that folder"):
+        small(path=corpora["jsonl"]).load()
+
+
+# The hub's way, on a folder that is laid out like one of its datasets
+
+
+LONG = make_documents(2500, seed=2)  # several times what is encoded at once
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Two configurations; the training split of `sample` has two files, of which the second is no parquet."""
+    root = tmp_path / "repository"
+    (root / "sample").mkdir(parents=True)
+    write_parquet(root / "sample" / "train-0.parquet", LONG)
+    (root / "sample" / "train-1.parquet").write_text("PAR1 broken")
+    write_parquet(root / "sample" / "test.parquet", make_documents(20, seed=1))
+    write_parquet(root / "whole.parquet", DOCUMENTS)
+    (root / "README.md").write_text(
+        "---\nconfigs:\n- config_name: sample\n  data_files:\n  - split: train\n    path: sample/train-*.parquet\n"
+        "  - split: test\n    path: sample/test.parquet\n- config_name: whole\n  data_files: whole.parquet\n---\n"
+    )
+    return root
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_hub_dataset_gives_the_same_tokens_streamed_or_not(repository, corpora, stream):
+    source = small(hub=str(repository), hub_config="whole", stream=stream, max_tokens=10**9).load()
+    assert source.fingerprint == small(path=corpora["jsonl"]).load().fingerprint
+
+
+def test_a_stream_is_read_no_further_than_needed(repository):
+    hub = {"hub": str(repository), "hub_config": "sample", "stream": True, "validation": "test"}
+    source = small(**hub, max_tokens=1000 * L).load()
+    assert len(source.train) == 1000
+    assert source.info["validation_documents"] == 20
+    assert source.train.sequences[:, :-1].numpy().tobytes() == joined(LONG)[: 1000 * L]
+    with pytest.raises(ValueError, match=r"data\.hub='.*repository': cannot be read \(") as error:
+        small(**hub, max_tokens=10**7).load()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hub_config": "wrong"}, "wrong"),
+        ({"split": "wrong"}, "wrong"),
+        ({"column": "wrong"}, r"data\.column='wrong': .* has only text, id, dump"),
+        ({"column": "score"}, r"data\.column='score': must hold text; .* it is double"),
+        ({"validation": "train"}, r"data\.validation='train': is data\.split"),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_wrong_hub_options_are_named(repository, cache, changes, named, stream):
+    options = {"hub": str(repository), "hub_config": "whole", "stream": stream, "max_tokens": 10**6, **changes}
+    with pytest.raises(ValueError, match=named) as error:
+        small(**options).load()
+    assert "\n" not in str(error.value)
+    assert not cache.exists()
+
+
+def test_without_a_network_a_hub_dataset_is_one_line(cache):
+    code = """
+from lit_lazy.data.text import Text
+try:
+    Text(hub="HuggingFaceFW/fineweb-edu", hub_config="sample-10BT", stream=True, max_tokens=10**6).load()
+except ValueError as error:
+    print(error)"""
+    out, errors = finished(in_process(code, HF_HUB_OFFLINE="1"))
+    assert out.startswith("data.hub='HuggingFaceFW/fineweb-edu': cannot be read (Couldn't reach")
+    assert "the network" in out
+    assert len(out.splitlines()) == 1
+    assert errors == ""
+    assert not cache.exists()
+
+
+# Mistakes
+
+
+BAD_FILES = {
+    "empty.txt": b"",
+    "blank.jsonl": b"\n\n",
+    "no_text.jsonl": b'{"text": ""}\n',
+    "kind.csv": b"text\nhello\n",
+    "binary.txt": b"PAR1\0\0\0",
+    "latin.txt": b"a" * 100_000 + b"caf\xe9 au lait",
+    "latin.jsonl": b'{"text": "good"}\n{"text": "caf\xe9"}\n',
+    "column.jsonl": b'{"content": "x", "id": 1}\n',
+    "number.jsonl": b'{"text": "x"}\n{"text": 5}\n',
+    "invalid.jsonl": b'{"text": "x"}\n\n{"text": \n',
+    "array.json": b'[{"text": "x"}]\n',
+    "surrogate.jsonl": b'{"text": "\\ud800"}\n',
+    "nul.jsonl": b'{"text": "a\\u0000b"}\n',
+    "broken.parquet": b"PAR1 this is no parquet",
+    "short.txt": b"hello",
+    "one.txt": b"hello you",
+}
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory: pytest.TempPathFactory, corpora: dict[str, str]) -> Path:
+    root = tmp_path_factory.mktemp("bad")
+    for name, content in BAD_FILES.items():
+        (root / name).write_bytes(content)
+    (root / "folder").mkdir()
+    (root / "mixed").mkdir()
+    (root / "mixed" / "a.txt").write_text("a")
+    (root / "mixed" / "b.jsonl").write_text("{}")
+    cut = Path(corpora["parquet"]).read_bytes()
+    (root / "cut.parquet").write_bytes(cut[: len(cut) // 2])
+    (root / "damaged.parquet").write_bytes(cut[:1000] + b"\xff" * 50_000 + cut[51_000:])
+    write_parquet(root / "good.parquet", DOCUMENTS)
+    (root / "plain.json").write_text('{"not": "a tokenizer"}')
+    no_end = Tokenizer(models.BPE())
+    no_end.add_tokens(["a"])
+    no_end.save(str(root / "no_end.json"))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "missing.txt"}, r"data\.path='.*missing\.txt': no such file or folder"),
+        ({"path": "none*.txt"}, r"data\.path='.*none\*\.txt': no such file or folder, and no file matches"),
+        ({"path": "folder"}, r"data\.path='.*folder': no \.txt, \.jsonl, \.json, \.parquet file in that folder"),
+        ({"path": "mixed"}, r"data\.path='.*mixed': holds \.jsonl and \.txt files; choose by a glob"),
+        ({"path": "empty.txt"}, r"data\.path='.*empty\.txt': is empty"),
+        ({"path": "blank.jsonl"}, r"data\.path='.*blank\.jsonl': holds no text"),
+        ({"path": "no_text.jsonl"}, r"data\.path='.*no_text\.jsonl': holds no text"),
+        ({"path": "kind.csv"}, r"data\.path='.*kind\.csv': unknown kind of file; known are \.txt"),
+        ({"path": "binary.txt"}, r"data\.path='.*binary\.txt': holds a NUL byte at byte 4"),
+        ({"path": "latin.txt"}, r"data\.path='.*latin\.txt': is not UTF-8 at byte 100003; convert"),
+        ({"path": "latin.jsonl"}, r"data\.path='.*latin\.jsonl': is not UTF-8 at byte 30; convert"),
+        ({"path": "column.jsonl"}, r"data\.column='text': line 1 of '.*column\.jsonl' has only content, id"),
+        ({"path": "number.jsonl"}, r"data\.column='text': must hold text; line 2 of '.*number\.jsonl' has 5"),
+        ({"path": "invalid.jsonl"}, r"data\.path='.*invalid\.jsonl': line 3 is not JSON \(Expecting value"),
+        ({"path": "array.json"}, r"data\.path='.*array\.json': line 1 is a JSON list; give one object per line"),
+        ({"path": "surrogate.jsonl"}, r"data\.path='.*surrogate\.jsonl': line 1 is not text"),
+        ({"path": "nul.jsonl"}, r"data\.tokenizer='bytes': the document b'a\\x00b'\.\.\. holds a NUL byte at byte 1"),
+        ({"path": "broken.parquet"}, r"data\.path='.*broken\.parquet': is not whole, readable parquet \(Parquet magic"),
+        ({"path": "cut.parquet"}, r"data\.path='.*cut\.parquet': is not whole, readable parquet \(Parquet magic"),
+        ({"path": "damaged.parquet"}, r"data\.path='.*damaged\.parquet': is not whole, readable parquet \("),
+        ({"path": "good.parquet", "column": "no"}, r"data\.column='no': data\.path='.*' has only text, id, dump"),
+        ({"path": "good.parquet", "column": "int_score"}, r"data\.column='int_score': must hold text; .* is int64"),
+        ({"path": "short.txt"}, r"data\.validation_share=0\.2: none of the 1 documents is for training"),
+        ({"path": "one.txt"}, r"data\.validation_share=0\.2: none of the 1 documents is for validation"),
+        ({"path": "good.parquet", "tokenizer": "no.json"}, r"data\.tokenizer='.*no\.json': cannot be read \(No such"),
+        ({"path": "good.parquet", "tokenizer": "plain.json"}, r"data\.tokenizer='.*plain\.json': is not a JSON file"),
+        ({"path": "good.parquet", "tokenizer": "no_end.json"}, r"no_end\.json': has none of the tokens <\|endoftext"),
+        (
+            {"path": "good.parquet", "tokenizer": "no_end.json", "end_of_text": "<e>"},
+            r"data\.end_of_text='<e>': the tokenizer .* has no such token",
+        ),
+        ({"path": "good.parquet", "validation": "good.*"}, r"data\.validation='.*good\.\*': data\.path has the file"),
+        ({"path": "good.parquet", "validation": "no.txt"}, r"data\.validation='.*no\.txt': no such file"),
+        ({"path": "good.parquet", "validation": "latin.jsonl"}, r"data\.validation='.*latin\.jsonl': is not UTF-8"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(bad, cache, options, message, capfd):
+    paths = {name: str(bad / value) for name, value in options.items() if name in ("path", "tokenizer", "validation")}
+    with pytest.raises(ValueError, match=message) as error:
+        small(**{**options, **paths}).load()
+    assert "\n" not in str(error.value)
+    assert not cache.exists()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context_length": 10**7}, r"data\.context_length=10000000: the training text has \d+ tokens; choose"),
+        ({"validation_windows": 10**6}, r"data\.validation_windows=1000000: the validation text has \d+ tokens, \d+"),
+    ],
+)
+def test_too_little_text_is_one_line(corpora, options, message):
+    """Known only after tokenising: the tokens stay for the options that fit."""
+    with pytest.raises(ValueError, match=message) as error:
+        small(path=corpora["jsonl"], **options).load()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context_length": 1}, r"data\.context_length=1: must"),
+        ({"validation_windows": 0}, r"data\.validation_windows=0: must"),
+        ({"validation_share": 0.0}, r"data\.validation_share=0\.0: must"),
+        ({"validation_share": 1.0}, r"data\.validation_share=1\.0: must"),
+        ({"max_tokens": 3}, r"data\.max_tokens=3: must be a whole number of at least 16"),
+        ({"path": "a", "hub": "b"}, r"data\.hub='b': leave it or data\.path='a' out"),
+        ({"path": "a", "stream": True}, r"data\.stream=True: only with data\.hub"),
+        ({"hub": "b", "stream": True}, r"data\.stream=True: say how much by data\.max_tokens"),
+        ({"path": "a", "end_of_text": "</s>"}, r"data\.end_of_text='</s>': bytes have no such token"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        small(**options)
+    assert "\n" not in str(error.value)
+
+
+# Training
+
+
+def tiny_run(path: str, **options: object) -> RunConfig:
+    return RunConfig(
+        data=small(path=path, **options),
+        model=ModelConfig(d_model=16, n_layers=1, n_heads=2, d_ff=32),
+        train=TrainConfig(steps=6, batch_size=8, warmup_steps=2, val_every=3, checkpoint_every=3, log_every=2),
+    )
+
+
+def test_trains_alike_on_every_format_and_counts_bits_per_byte(corpora, bpe, tmp_path):
+    by_format = [run(tiny_run(corpora[kind], tokenizer=bpe), tmp_path / kind) for kind in ("txt", "parquet")]
+    assert by_format[0].metrics == by_format[1].metrics
+    metrics, data = by_format[0].metrics, by_format[0].data
+    assert metrics["loss/val"] < metrics["init/loss/val"]
+    bits = metrics["loss/val"] / np.log(2)
+    assert metrics["loss/bits_per_byte"] == pytest.approx(bits / data["bytes_per_token"])
+
+
+def test_the_command_line_reaches_it(corpora, runs, capsys):
+    fields = {"data.path": corpora["jsonl"], "data.context_length": L, "data.validation_windows": 10, "train.steps": 3}
+    fields |= {"model.d_model": 16, "model.d_ff": 32, "train.warmup_steps": 1, "data.max_tokens": "None"}
+    assert main(["train", "text", "--runs", str(runs), *(f"--{name}={value}" for name, value in fields.items())]) == 0
+    (result,) = runs.rglob("result.json")
+    known = json.loads(result.read_text())
+    assert known["config"]["data"]["path"] == corpora["jsonl"]
+    assert known["data"]["train_documents"] == sum(not held_out(t, 0.1) for t in DOCUMENTS)
+    capsys.readouterr()
+
+
+def test_the_fineweb_experiment_runs_on_a_folder_laid_out_like_it(tmp_path):
+    root = tmp_path / "fineweb-edu"
+    (root / "sample" / "10BT").mkdir(parents=True)
+    write_parquet(root / "sample" / "10BT" / "000_00000.parquet", LONG)
+    (root / "README.md").write_text(
+        "---\nconfigs:\n- config_name: sample-10BT\n  data_files:\n  - split: train\n    path: sample/10BT/*\n---\n"
+    )
+    shipped = load_experiment(find("experiments", "fineweb_edu"))
+    tiny = {"data.hub": str(root), "data.max_tokens": 10**6, "data.validation_windows": 4, "model": tiny_run("").model}
+    result = run(replace_at(shipped, {**tiny, "train": tiny_run("").train}), tmp_path / "run")
+    assert result.data["train_tokens"] == 10**6 // 512 * 512
+    assert result.metrics["loss/val"] < result.metrics["init/loss/val"]
+
+
+def test_the_shipped_experiment_asks_for_a_path(runs, capsys, cache):
+    assert main(["train", "text", "--runs", str(runs)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "data.path='': name your text, as in --data.path=FILE" in line
+    assert not cache.exists()
+
+
+def test_a_cached_corpus_opens_fast(tmp_path):
+    path = tmp_path / "big.txt"
+    path.write_text("\n\n".join(DOCUMENTS) * 20)
+    config = Text(str(path))
+    prepare(RunConfig(config))
+    text._load.cache_clear()
+    started = time.monotonic()
+    prepare(RunConfig(config))
+    assert time.monotonic() - started < 5

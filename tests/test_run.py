@@ -17,7 +17,7 @@ from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, Softmax
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig, to_dict
 from lit_lazy.data import Backcopy
 from lit_lazy.lightning_module import DivergedError, LitLM
-from lit_lazy.run import FINAL_CHECKPOINT, RESULT, CellBusyError, RunResult, run, write_atomically
+from lit_lazy.run import FINAL_CHECKPOINT, RESULT, CellBusyError, RunResult, run
 
 LAZY = AttentionSpec(Elastic(), LearnedBias())
 
@@ -211,23 +211,24 @@ def test_a_damaged_result_is_set_aside_and_the_run_begins_again(tmp_path: Path) 
         assert (tmp_path / f"{RESULT}.damaged").read_text() == content
 
 
-def test_a_folder_of_another_config_is_refused(tmp_path: Path) -> None:
-    run_until_killed(config(), tmp_path / "begun", 13)
-    run(config(), tmp_path / "done")
+def test_a_folder_with_the_result_of_another_config_is_refused(tmp_path: Path) -> None:
+    run(config(), tmp_path)
     with pytest.raises(ValueError, match="holds the result of another config"):
-        run(config(seed=1), tmp_path / "done")
-    with pytest.raises(ValueError, match="holds a checkpoint of another config"):
-        run(config(seed=1), tmp_path / "begun")
+        run(config(seed=1), tmp_path)
 
 
-def test_a_file_written_atomically_is_whole_or_the_former(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file"
-    write_atomically(path, "first")
+def test_a_checkpoint_of_another_config_is_set_aside_and_the_run_begins_again(tmp_path: Path) -> None:
+    run(config(seed=1), tmp_path / "whole", keep_checkpoint=True)
+    run_until_killed(config(), tmp_path / "begun", 13)
+    of_another = (tmp_path / "begun" / "checkpoints" / "last.ckpt").read_bytes()
+    kept: list[bytes] = []
 
-    def fail(_descriptor: int) -> None:
-        raise OSError("disk full")
+    class Keep(Callback):
+        """Reads what was set aside, which goes with the finished run's other checkpoints."""
 
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_atomically(path, "second")
-    assert path.read_text() == "first"
+        def on_train_start(self, _trainer, _module) -> None:
+            kept.append((tmp_path / "begun" / "checkpoints" / "last.ckpt.damaged").read_bytes())
+
+    run(config(seed=1), tmp_path / "begun", callbacks=[Keep()], keep_checkpoint=True)
+    assert kept == [of_another]
+    assert_same_run(tmp_path / "whole", tmp_path / "begun")

@@ -24,9 +24,9 @@ from filelock import FileLock, Timeout
 from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 from sqlalchemy import text
-from sqlalchemy.engine import make_url
 
-from lit_lazy.disk import is_disk_full
+from lit_lazy.databases import StorageError, engine_options, reach, redacted, sqlite_file
+from lit_lazy.disk import is_disk_full, writable_folder
 from lit_lazy.grid.ablation import Cell
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -47,11 +47,6 @@ ADVISORY_LOCK = 0x6C69746C617A79
 """PostgreSQL's number of the lock that all processes on a storage share."""
 PATIENCE_SECONDS = 600.0
 """How long a database that does not answer is tried again before a process gives up."""
-CONNECT_SECONDS = 10
-
-
-class StorageError(ValueError):
-    """A storage that cannot be used, in one line."""
 
 
 class LostError(RuntimeError):
@@ -92,22 +87,17 @@ class Entry:
 def normalised(storage: str) -> str:
     """A storage URL with the driver that this project installs.
 
-    Raises StorageError for a URL that is neither sqlite's nor PostgreSQL's.
+    Raises StorageError for a URL that is neither PostgreSQL's nor that of an sqlite file.
     """
-    scheme, separator, rest = storage.partition("://")
-    if not separator or scheme not in ("sqlite", "postgresql", "postgresql+psycopg") or not rest:
+    scheme, _, rest = storage.partition("://")
+    known = scheme in ("sqlite", "postgresql", "postgresql+psycopg")
+    if not known or rest in ("", "/", "/:memory:") or (scheme == "sqlite" and not rest.startswith("/")):
         raise StorageError(
             f"--storage {redacted(storage)!r}: must be sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE"
         )
+    if rest.count("@") > 1:
+        raise StorageError(f"--storage {redacted(storage)!r}: has more than one @; write %40 for that of a password")
     return storage.replace("postgresql://", "postgresql+psycopg://", 1)
-
-
-def redacted(storage: str) -> str:
-    """A storage URL without its password."""
-    try:
-        return make_url(storage).render_as_string(hide_password=True)
-    except sqlalchemy.exc.ArgumentError:
-        return storage
 
 
 def default_storage(runs: Path) -> str:
@@ -115,20 +105,45 @@ def default_storage(runs: Path) -> str:
     return f"sqlite:///{(runs / 'queue.db').resolve()}"
 
 
-def check_storage(storage: str) -> None:
-    """Raise StorageError, in one line, where a storage cannot be reached. Nothing is created."""
+def check_storage(storage: str, grid: str) -> None:
+    """Raise StorageError, in one line, where a storage cannot hold a grid's queue. Nothing is created."""
     url = normalised(storage)
-    if url.startswith("sqlite") and not (folder := Path(url.removeprefix("sqlite:///")).parent).is_dir():
-        raise StorageError(f"--storage {storage!r}: there is no folder {str(folder)!r}; make it, or name another file")
-    _reach(storage, lambda connection: sqlalchemy.inspect(connection).has_table("studies"))
+    if (file := sqlite_file(url)) is not None:
+        if not file.parent.is_dir():
+            raise StorageError(
+                f"--storage {storage!r}: there is no folder {str(file.parent)!r}; make it, or name another file"
+            )
+        writable_folder("--storage", file.parent)
+
+    def ask(connection: sqlalchemy.Connection) -> None:
+        query = (
+            "SELECT a.value_json, EXISTS (SELECT 1 FROM trials t WHERE t.study_id = s.study_id) FROM studies s "
+            "LEFT JOIN study_user_attributes a ON a.study_id = s.study_id AND a.key = 'made_by' "
+            "WHERE s.study_name = :grid"
+        )
+        for made_by, has_trials in connection.execute(text(query), {"grid": grid}):
+            if _is_foreign(json.loads(made_by or "null"), has_trials):
+                raise _foreign(storage, grid)
+
+    _reach(storage, ask)
+
+
+def _is_foreign(made_by: str | None, has_trials: bool) -> bool:
+    """Whether a study is not a queue of this version; one without trials that nobody signed is just being made."""
+    return made_by != MADE_BY and (made_by is not None or has_trials)
+
+
+def _foreign(storage: str, name: str) -> StorageError:
+    return StorageError(
+        f"--storage {redacted(storage)!r}: its study {name!r} was not made by this version of "
+        "`lit-lazy ablate run`; name another storage, or another --runs folder"
+    )
 
 
 def grid_names(storage: str) -> list[str]:
     """Names of the grids that a storage holds. Raises StorageError where it cannot be reached; creates nothing."""
 
     def ask(connection: sqlalchemy.Connection) -> list[str]:
-        if not sqlalchemy.inspect(connection).has_table("studies"):
-            return []
         query = (
             "SELECT s.study_name FROM studies s JOIN study_user_attributes a ON a.study_id = s.study_id "
             "AND a.key = 'made_by' WHERE a.value_json = :made_by ORDER BY s.study_id"
@@ -139,30 +154,8 @@ def grid_names(storage: str) -> list[str]:
 
 
 def _reach(storage: str, ask: Callable[[sqlalchemy.Connection], T]) -> T | None:
-    """The answer of a storage; None from an sqlite file that is not there yet."""
-    url = normalised(storage)
-    if url.startswith("sqlite") and not Path(url.removeprefix("sqlite:///")).exists():
-        return None
-    engine = sqlalchemy.create_engine(url, **_engine_options(url))
-    try:
-        with engine.connect() as connection:
-            return ask(connection)
-    except sqlalchemy.exc.SQLAlchemyError as error:
-        mend = "name another file" if url.startswith("sqlite") else "are server, user, password and database right?"
-        raise StorageError(f"--storage {redacted(storage)!r}: cannot be used ({_first_line(error)}); {mend}") from None
-    finally:
-        engine.dispose()
-
-
-def _first_line(error: Exception) -> str:
-    cause = getattr(error, "orig", None) or error
-    return str(cause).strip().partition("\n")[0][:200]
-
-
-def _engine_options(url: str) -> dict[str, Any]:
-    if url.startswith("sqlite"):
-        return {"connect_args": {"timeout": 60}}
-    return {"connect_args": {"connect_timeout": CONNECT_SECONDS}, "pool_pre_ping": True}
+    normalised(storage)
+    return reach("--storage", storage, "studies", ask)
 
 
 class Queue:
@@ -171,29 +164,24 @@ class Queue:
     def __init__(self, storage: str, name: str) -> None:
         """Open the study `name`, created if it is not there. Raises StorageError where that name is another's."""
         self.url, self.name = normalised(storage), name
-        self._storage = self._persist(
-            lambda: optuna.storages.RDBStorage(self.url, engine_kwargs=_engine_options(self.url))
-        )
-        self._engine = self._storage.engine
-        self._study_id = self._persist(self._open)
+        self._engine = sqlalchemy.create_engine(self.url, **engine_options(self.url))
+        with self.lock():  # processes that start together must not create the tables together
+            self._storage = self._persist(
+                lambda: optuna.storages.RDBStorage(self.url, engine_kwargs=engine_options(self.url))
+            )
+            self._study_id = self._persist(self._open)
         self._key_of: dict[int, str] = {}
 
     def _open(self) -> int:
         try:
             study_id = self._storage.get_study_id_from_name(self.name)
         except KeyError:
-            try:
-                study_id = self._storage.create_new_study([StudyDirection.MINIMIZE], self.name)
-            except optuna.exceptions.DuplicatedStudyError:  # another process was quicker
-                study_id = self._storage.get_study_id_from_name(self.name)
+            study_id = self._storage.create_new_study([StudyDirection.MINIMIZE], self.name)
         made_by = self._storage.get_study_user_attrs(study_id).get("made_by")
-        if made_by is None and not self._storage.get_all_trials(study_id, deepcopy=False):
+        if _is_foreign(made_by, made_by is None and bool(self._storage.get_all_trials(study_id, deepcopy=False))):
+            raise _foreign(self.url, self.name)
+        if made_by is None:
             self._storage.set_study_user_attr(study_id, "made_by", MADE_BY)
-        elif made_by != MADE_BY:
-            raise StorageError(
-                f"--storage {redacted(self.url)!r}: its study {self.name!r} was not made by this version of "
-                "`lit-lazy ablate run`; name another storage, or another --runs folder"
-            )
         return study_id
 
     def clear(self) -> None:
@@ -216,12 +204,13 @@ class Queue:
             yield
         finally:
             with suppress(sqlalchemy.exc.OperationalError):  # a connection that broke has freed it already
-                connection.execute(text("SELECT pg_advisory_unlock(:number)"), {"number": ADVISORY_LOCK})
+                connection.rollback()
             connection.close()
 
     def _locked_connection(self) -> sqlalchemy.Connection:
         connection = self._engine.connect()
-        connection.execute(text("SELECT pg_advisory_lock(:number)"), {"number": ADVISORY_LOCK})
+        # Of the transaction, not of the session: that one would outlive the connection's return to the pool.
+        connection.execute(text("SELECT pg_advisory_xact_lock(:number)"), {"number": ADVISORY_LOCK})
         return connection
 
     def _persist(self, work: Callable[[], T]) -> T:

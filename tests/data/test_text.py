@@ -80,7 +80,7 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 
 
 def write_parquet(path: Path, texts: list[str]) -> Path:
-    datasets.Dataset.from_dict(rows(texts)).to_parquet(path, batch_size=100)
+    datasets.Dataset.from_dict(rows(texts)).to_parquet(path, batch_size=200)  # rows of a row group
     return path
 
 
@@ -407,9 +407,9 @@ Text({corpora["jsonl"]!r}, context_length={L}, validation_windows=10, validation
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    """40 MB against 8 in each format, the .txt as a single line; and a JSON line of 1 GB is refused."""
+    """50 MB against 10 in each format, the .txt as a single line; and a JSON line of 1 GB is refused."""
     document = "".join(random.Random(0).choices("abcdefgh ", k=4000))
-    for size in (8, 40):
+    for size in (10, 50):
         texts = [f"{i} {document}" for i in range(size * 250)]
         write_jsonl(tmp_path / f"{size}.jsonl", texts)
         (tmp_path / f"{size}.txt").write_text("".join(texts).replace(" ", "_"))
@@ -427,9 +427,9 @@ def peak(name, **options):
     return high_water()
 def high_water():  # MB of this program alone: ru_maxrss would begin with that of the process it was forked from
     return int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) / 1024
-small = max([peak("8.txt"), peak("8.jsonl"), peak("8.parquet")])
+small = max([peak("10.txt"), peak("10.jsonl"), peak("10.parquet")])
 for kind in ("txt", "jsonl", "parquet"):
-    print(peak("40." + kind) - small)
+    print(peak("50." + kind) - small)
 try:
     peak("line.jsonl")
 except ValueError as error:
@@ -437,9 +437,9 @@ except ValueError as error:
     print(error)"""
     *grown, message = finished(in_process(code))[0].splitlines()
     assert len(grown) == 4
-    # The tokens of 40 MB alone, or the text, would add 32 MB.
-    assert all(float(megabytes) < 16 for megabytes in grown), grown
-    print(grown)
+    # The text, or its tokens, would add 40 MB; a line of 16 MiB is held twice.
+    assert all(float(megabytes) < 20 for megabytes in grown[:3]), grown
+    assert float(grown[3]) < 50
     assert "line.jsonl': line 1 is longer than 16 MiB" in message
 
 

@@ -62,7 +62,7 @@ def take_all(storage: str, taken: "multiprocessing.Queue[str]") -> None:
 def test_several_workers_take_every_cell_exactly_once(storage: str) -> None:
     """Without pauses between claims, where sqlite's lack of row locks gave two workers the same cell."""
     Queue(storage, "study").add_missing(cells(40))
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     taken: multiprocessing.Queue[str] = context.Queue()
     workers = [context.Process(target=take_all, args=(storage, taken)) for _ in range(4)]
     for worker in workers:
@@ -78,7 +78,7 @@ def add(storage: str) -> None:
 
 
 def test_processes_that_enqueue_at_once_enqueue_each_cell_once(storage: str) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     adders = [context.Process(target=add, args=(storage,)) for _ in range(3)]
     for adder in adders:
         adder.start()
@@ -185,7 +185,7 @@ def test_the_lock_tells_a_dead_worker_from_a_living_one(tmp_path: Path) -> None:
     queue.add_missing(cells(2))
     with Membership(tmp_path / "workers") as own:
         queue.claim(own.identity)
-        worker = multiprocessing.get_context("spawn").Process(target=hold_and_wait, args=(storage, tmp_path / "w"))
+        worker = multiprocessing.get_context("fork").Process(target=hold_and_wait, args=(storage, tmp_path / "w"))
         worker.start()
         while len(queue.entries("running")) < 2:
             time.sleep(0.05)

@@ -149,6 +149,39 @@ def test_blocks_skip_keys_nobody_sees():
     assert max(b.keys.stop - b.keys.start for b in blocks) < 128 + max(b.rows.stop - b.rows.start for b in blocks)
 
 
+@pytest.mark.parametrize(("length", "width", "tile", "block"), [(130, 8, 16, (3000, 16)), (700, 64, 256, (2**17, 64))])
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_skipping_tiles_changes_no_bit(dtype, renormalise, length, width, tile, block, monkeypatch):
+    """Slopes leave a row its nearest keys, so that most tiles hold no weight."""
+    for name, value in zip(("TILE_COLUMNS", "BLOCK_ELEMENTS_CPU", "FULL_ROWS"), (tile, *block), strict=True):
+        monkeypatch.setattr(chunked, name, value)
+    q, k, v = torch.randn(3, 1, 2, length, width, dtype=dtype, generator=torch.Generator().manual_seed(27))
+    options = {"slopes": torch.full((2,), 0.5, dtype=dtype), "renormalise": renormalise}
+    case = Case(q, k, v, torch.ones(2, dtype=dtype), torch.zeros(2, 40, dtype=dtype), options)
+    tiles, found = chunked._tiles, []
+    monkeypatch.setattr(chunked, "_tiles", lambda w: found.extend(tiles(w)) or tiles(w))
+    skipping = everything(case, "chunked")
+    monkeypatch.setattr(chunked, "_tiles", lambda w: [(part, True) for part, _ in tiles(w)])
+    assert_same_bits(skipping, everything(case, "chunked"))
+    asked = [alive for part, alive in found if part.stop - part.start == tile]
+    assert 0 < sum(not alive for alive in asked) > len(asked) / 3
+
+
+def test_only_tiles_without_weight_are_skipped(monkeypatch):
+    monkeypatch.setattr(chunked, "TILE_COLUMNS", 4)
+    w = torch.zeros(2, 3, 14)
+    w[1, 2, 5] = 1e-30
+    w[0, 0, 11] = torch.nan
+    assert [(tile.start, tile.stop, bool(alive)) for tile, alive in chunked._tiles(w)] == [
+        (0, 4, False),
+        (4, 8, True),
+        (8, 12, True),
+        (12, 14, True),  # the last is not asked
+    ]
+    assert [tile for tile, _ in chunked._tiles(w[..., :4])] == [slice(0, 4)]
+
+
 @pytest.mark.parametrize("block", [(150, 4), ONE_BLOCK], indirect=True)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("renormalise", [False, True])

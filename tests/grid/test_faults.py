@@ -1,0 +1,335 @@
+"""What goes wrong over a weekend: full disks, servers that go away, machines that vanish, clocks that jump."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+from mlflow_server import MlflowServer
+
+from lit_lazy.cli import main, make_grid, make_parser
+from lit_lazy.grid import launch
+from lit_lazy.grid.queue import Queue, default_storage
+from lit_lazy.spool import read_lines
+from lit_lazy.tracking import Tracker, TrackingError
+
+ABLATION = '''
+"""Two rows on the tiny probe, and whatever the test adds."""
+import sys
+from pathlib import Path
+
+from lit_lazy.attention import Elastic, LearnedBias, Softmax
+from lit_lazy.grid.ablation import Ablation, Row
+from lit_lazy.grid.columns import COLUMNS
+
+{extra}
+
+ablation = Ablation(
+    name="faults",
+    baseline="softmax",
+    seeds=(0, 1),
+    columns=COLUMNS,
+    base="backcopy_tiny",
+    rows=(
+        Row("softmax", {{"model.attention.normaliser": Softmax()}}, "ours"),
+        Row("lazy", {{"model.attention.normaliser": Elastic(), "model.attention.bias": LearnedBias()}}, "ours"),
+    ),
+)
+'''
+ID = "faults-backcopy_tiny"
+IN_WORKERS = 'if Path(sys.argv[0]).stem == "worker":'
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[MlflowServer]:
+    """One MLflow server for the file."""
+    server = MlflowServer(tmp_path_factory.mktemp("mlflow"), empty_store)
+    server.start()
+    yield server
+    server.stop()
+
+
+def write(tmp_path: Path, extra: str = "", name: str = "faults") -> str:
+    path = tmp_path / f"{name}.py"
+    path.write_text(ABLATION.format(extra=extra).replace('"faults"', f'"{name}"'))
+    return str(path)
+
+
+def start(*arguments: str, **environment: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "lit_lazy.cli", "ablate", "run", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def wait_until(holds, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def in_mlflow(uri: str, name: str) -> Counter[tuple[str, str]]:
+    """Cells by status and state."""
+    client = MlflowClient(uri)
+    number = client.get_experiment_by_name(name).experiment_id
+    found = client.search_runs([number], "tags.kind = 'cell'")
+    assert len({run.data.tags["cell"] for run in found}) == len(found)
+    return Counter((run.info.status, run.data.tags.get("state", "")) for run in found)
+
+
+def test_out_of_memory_fails_one_cell_with_its_reason_and_can_be_tried_again(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Twice it is too much; with three tries the grid is complete in one command."""
+    extra = f"""
+{IN_WORKERS}
+    from lit_lazy.lightning_module import LitLM
+    step = LitLM.training_step
+
+    def hungry(self, *args):
+        tries = Path(__file__).parent / "tries"
+        if self.cfg.seed == 1 and "Softmax" in str(self.cfg) and len(list(tries.iterdir())) < 2:
+            (tries / str(len(list(tries.iterdir())))).touch()
+            raise MemoryError("cannot allocate 3 TB")
+        return step(self, *args)
+
+    LitLM.training_step = hungry
+"""
+    (tmp_path / "tries").mkdir()
+    command = ["ablate", "run", write(tmp_path, extra), "--runs", str(runs), "--workers", "1"]
+    assert main(command) == 1
+    out = capsys.readouterr().out
+    assert "out of memory: cannot allocate 3 TB" in out
+    assert "3/4 cells done, 0 running, 1 failed" in out
+    assert main(["ablate", "status", ID, "--runs", str(runs)]) == 0
+    out = capsys.readouterr().out
+    assert "3/4 cells complete" in out
+    assert "out of memory: cannot allocate 3 TB" in " ".join(out.split())
+    assert main([*command, "--retry-failed", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "softmax seed 1 failed (out of memory: cannot allocate 3 TB); tried again, 1/2" in out
+    assert "4/4 cells done, 0 running" in out
+    assert in_mlflow(f"sqlite:///{runs / 'mlflow.db'}", ID) == {("FINISHED", "complete"): 4}
+
+
+def test_a_second_interrupt_ends_at_once(runs: Path, tmp_path: Path) -> None:
+    """The first waits for the bookkeeping, which here never ends."""
+    extra = f"""
+{IN_WORKERS}
+    import time
+    from lit_lazy.lightning_module import LitLM
+    from lit_lazy.spool import Spool
+
+    def linger(*_):
+        (Path(__file__).parent / "lingers").touch()
+        time.sleep(600)
+
+    def dawdle(*_):
+        (Path(__file__).parent / "trains").touch()
+        time.sleep(600)
+
+    Spool.fail = linger
+    LitLM.training_step = dawdle
+"""
+    process = start(write(tmp_path, extra), "--runs", str(runs), "--workers", "1")
+    wait_until((tmp_path / "trains").exists)
+    process.send_signal(signal.SIGINT)
+    wait_until((tmp_path / "lingers").exists)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 130, out
+    queue = Queue(default_storage(runs), ID)
+    assert Counter(queue.states().values()) == {"running": 1, "waiting": 3}
+    again = start(write(tmp_path), "--runs", str(runs), "--workers", "1")
+    out, _ = again.communicate(timeout=200)
+    assert again.returncode == 0, out
+    assert "died; it waits again" in out
+
+
+def test_a_full_disk_is_waited_for(tmp_path: Path, empty_store: Path) -> None:
+    """Results, checkpoints and both databases on a small disk that fills up when training begins."""
+    runs = tmp_path / "small"
+    runs.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", runs], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"needs to mount a small file system: {mounted.stderr.strip()}")
+    try:
+        (runs / "mlflow.db").write_bytes(empty_store.read_bytes())
+        extra = f'''
+{IN_WORKERS}
+    import lit_lazy.run
+
+    train = lit_lazy.run.fit
+
+    def fill_up_once(*args):
+        ballast, once = Path("{runs}") / "ballast", Path(__file__).parent / "filled"
+        if not once.exists():
+            once.touch()
+            try:
+                with ballast.open("wb", buffering=0) as file:
+                    while file.write(bytes(1024)):
+                        pass
+            except OSError:
+                pass
+        train(*args)
+
+    lit_lazy.run.fit = fill_up_once
+'''
+        process = start(write(tmp_path, extra), "--runs", str(runs), "--workers", "2")
+        said: list[str] = []
+
+        def listen() -> None:
+            assert process.stdout is not None
+            said.extend(process.stdout)
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        wait_until(lambda: any("no space left" in line for line in said) or process.poll() is not None)
+        assert process.poll() is None, "".join(said)
+        time.sleep(3)
+        (runs / "ballast").unlink()
+        assert process.wait(timeout=200) == 0, "".join(said)
+        listener.join()
+        assert any("there is space again: going on" in line for line in said)
+        assert Counter(Queue(default_storage(runs), ID).states().values()) == {"complete": 4}
+        assert in_mlflow(f"sqlite:///{runs / 'mlflow.db'}", ID) == {("FINISHED", "complete"): 4}
+    finally:
+        subprocess.run(["umount", "--lazy", runs], check=True)
+
+
+def test_clocks_that_jump_change_nothing(runs: Path, tmp_path: Path) -> None:
+    """In the workers every look at the clock is a day away from the one before."""
+    extra = f"""
+{IN_WORKERS}
+    import itertools
+    import time
+
+    true_time, jumps = time.time, itertools.cycle((86_400.0, -86_400.0))
+    time.time = lambda: true_time() + next(jumps)
+"""
+    process = start(write(tmp_path, extra), "--runs", str(runs), "--workers", "2")
+    out, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, out
+    assert "died" not in out
+    assert Counter(Queue(default_storage(runs), ID).states().values()) == {"complete": 4}
+
+
+def test_a_cell_of_a_machine_that_vanished_is_taken_over(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its worker's last beat grows old; nothing else can be known of another machine."""
+    command = ["ablate", "run", write(tmp_path), "--runs", str(runs), "--workers", "1"]
+    assert main([*command, "--rows", "softmax", "--seeds", "0"]) == 0
+    queue = Queue(default_storage(runs), ID)
+    grid = make_grid(make_parser().parse_args(command), [])
+    queue.add_missing(grid.cells)
+    task = queue.claim({"host": "vanished", "pid": "7", "lock": "/nowhere"})
+    assert task is not None
+    queue.beat(task)
+    monkeypatch.setattr(launch, "STALE_SECONDS", 4.0)
+    monkeypatch.setattr(launch, "LOOK_SECONDS", 0.5)
+    capsys.readouterr()
+    assert main(command) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "waiting for workers that this process did not start" in out
+    assert "its worker (process 7 on vanished) died; it waits again" in out
+    assert set(queue.states().values()) == {"complete"}
+
+
+def test_an_mlflow_server_that_goes_away_loses_nothing(
+    server: MlflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes when the first cell trains and comes back when all are trained: they are booked then, metrics and all."""
+    extra = f"""
+{IN_WORKERS}
+    import time
+    import lit_lazy.run
+
+    train = lit_lazy.run.fit
+
+    def wait_for_outage(*args):
+        (Path(__file__).parent / "training").touch()
+        while not (Path(__file__).parent / "away").exists():
+            time.sleep(0.1)
+        train(*args)
+
+    lit_lazy.run.fit = wait_for_outage
+"""
+    runs = tmp_path / "runs"
+    process = start(
+        write(tmp_path, extra, "outage"), "--runs", str(runs), "--workers", "2", MLFLOW_TRACKING_URI=server.url
+    )
+    name = "outage-backcopy_tiny"
+    wait_until((tmp_path / "training").exists)
+    server.stop()
+    (tmp_path / "away").touch()
+    wait_until(lambda: len(list(runs.glob(f"{name}/cells/*/result.json"))) == 4)
+    queue = Queue(default_storage(runs), name)
+    assert "complete" not in queue.states().values()
+    assert process.poll() is None
+    server.start()
+    out, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, out
+    assert set(queue.states().values()) == {"complete"}
+    assert in_mlflow(server.url, name) == {("FINISHED", "complete"): 4}
+    client = MlflowClient(server.url)
+    number = client.get_experiment_by_name(name).experiment_id
+    for run in client.search_runs([number], "tags.kind = 'cell'"):
+        folder = runs / name / "cells" / run.data.tags["cell"]
+        kept = [
+            (line.step, line.metrics["train/loss"])
+            for line in read_lines(folder / "metrics.jsonl")
+            if "train/loss" in line.metrics
+        ]
+        assert [step for step, _ in kept] == [1, 3, 5]
+        assert [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "train/loss")] == kept
+        assert json.loads((folder / "result.json").read_text())["metrics"].items() <= run.data.metrics.items()
+
+
+def test_two_machines_share_a_grid(server: MlflowServer, postgres_storage: str, tmp_path: Path) -> None:
+    """Own folders, own process groups; the queue in PostgreSQL and MLflow's server are all they have in common."""
+    path = write(tmp_path, name="shared")
+    environment = {"MLFLOW_TRACKING_URI": server.url, "LIT_LAZY_STORAGE": postgres_storage}
+    machines = [tmp_path / "one", tmp_path / "two"]
+    seeds = ",".join(map(str, range(6)))
+    commands = [
+        start(path, "--seeds", seeds, "--runs", str(runs), "--workers", "1", **environment) for runs in machines
+    ]
+    outs = [command.communicate(timeout=300)[0] for command in commands]
+    assert [command.returncode for command in commands] == [0, 0], outs
+    name = "shared-backcopy_tiny"
+    trained = [{path.parent.name for path in runs.glob(f"{name}/cells/*/result.json")} for runs in machines]
+    assert len(trained[0] | trained[1]) == 12
+    assert not trained[0] & trained[1]
+    assert min(map(len, trained)) > 0
+    assert in_mlflow(server.url, name) == {("FINISHED", "complete"): 12}
+    client = MlflowClient(server.url)
+    number = client.get_experiment_by_name(name).experiment_id
+    assert len(client.search_runs([number], "tags.kind = 'ablation'")) == 1
+    tables = [(runs / name / "table.csv").read_text() for runs in machines]
+    assert tables[0] == tables[1]
+    assert all("12/12 cells done" in out for out in outs)
+
+
+def test_an_unreachable_store_is_told_from_one_that_refuses(closed_port: int, runs: Path) -> None:
+    with pytest.raises(TrackingError) as away:
+        Tracker(f"http://127.0.0.1:{closed_port}", runs, "x").find({"kind": "cell"})
+    assert not away.value.reachable
+    with pytest.raises(TrackingError) as refused:
+        Tracker(f"sqlite:///{runs / 'mlflow.db'}", runs, "x").fail("no-such-run", "reason")
+    assert refused.value.reachable

@@ -1,0 +1,459 @@
+"""A search: real workers, queue and MLflow store; each point is drawn once, finished once, and pruned when hopeless."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from lit_lazy.attention import Elastic, Softmax
+from lit_lazy.cli import main
+from lit_lazy.config import RunConfig, replace_at
+from lit_lazy.files import find, load_experiment
+from lit_lazy.grid.queue import LostError, Membership, Task
+from lit_lazy.grid.search import Definition, Real, Search, define, load_search
+from lit_lazy.grid.search_figures import search_figures
+from lit_lazy.grid.search_queue import Point, SearchQueue
+from lit_lazy.grid.search_report import Report
+
+TAU, LR, BASE = "model.attention.normaliser.tau_init", "train.lr", "model.position.base"
+SEARCH = '''
+"""Learning rates from hopeless to good; none is pruned before two points are complete."""
+from lit_lazy.attention import Elastic
+from lit_lazy.grid.search import Real, Search
+
+search = Search(
+    name="rates",
+    base="backcopy_tiny",
+    common={"model.attention.normaliser": Elastic()},
+    axes={"train.lr": Real(1e-6, 0.1, log=True), "model.attention.normaliser.tau_init": Real(0.0, 2.0)},
+    trials=5,
+    startup=2,
+)
+'''
+ID = "search-rates-backcopy_tiny"
+
+
+@pytest.fixture
+def rates(tmp_path: Path) -> str:
+    path = tmp_path / "rates.py"
+    path.write_text(SEARCH)
+    return str(path)
+
+
+def base(**changes: object) -> RunConfig:
+    return replace_at(
+        load_experiment(find("experiments", "backcopy_tiny")), {TAU.rpartition(".")[0]: Elastic()} | changes
+    )
+
+
+def search(**changes: object) -> Search:
+    axes = {LR: Real(1e-4, 1e-1, log=True), TAU: Real(0, 2)}
+    return Search(**{"name": "s", "base": "backcopy_tiny", "axes": axes, "startup": 2, **changes})
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Real(2, 1), r"Real\(2, 1\): needs two finite numbers, the lower one first"),
+        (lambda: Real(1, 1), "the lower one first"),
+        (lambda: Real(0, float("inf")), "two finite numbers"),
+        (lambda: Real(0.0, 1.0, log=True), "the lower end must be above 0"),
+        (lambda: search(axes={}), "needs at least one"),
+        (lambda: search(trials=0), "search 's': trials=0: must be a whole number of at least 1"),
+        (lambda: search(objective="loss"), "choose loss/val or loss/excess"),
+        (lambda: search(prune_from=1.5), r"must be in \[0, 1\]"),
+        (lambda: define(search(axes={"train.rate": Real(0, 1)}), base()), "axis 'train.rate' is no field"),
+        (lambda: define(search(axes={"train.steps": Real(5, 9)}), base()), "axis 'train.steps' is 6 here"),
+        (lambda: define(search(axes={"model.position": Real(5, 9)}), base()), "is 'Rope' here, and must be a real"),
+        (lambda: define(search(axes={LR: Real(-1, 1)}), base()), "no training at train.lr=-1: train.lr=-1"),
+        (lambda: define(search(), base(), [LR]), "--train.lr: search 's' looks for it itself"),
+        (lambda: define(search(), base(**{TAU.rpartition(".")[0]: Softmax()})), "tau_init' is no field"),
+        (
+            lambda: define(search(objective="loss/excess"), load_experiment(find("experiments", "stdlib_tiny"))),
+            "search 's'",
+        ),
+    ],
+)
+def test_a_malformed_search_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        make()
+    assert "\n" not in str(refused.value)
+
+
+def test_an_objective_that_the_data_does_not_know_is_refused() -> None:
+    made = search(objective="loss/excess", axes={LR: Real(1e-3, 1e-2)})
+    with pytest.raises(ValueError, match="the data 'stdlib' does not know its optimum; take loss/val"):
+        define(made, load_experiment(find("experiments", "stdlib_tiny")))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["search", "nothing"], "ablation 'nothing': unknown"),
+        (["search", "table2"], "defines an ablation, not a search; `lit-lazy ablate run table2` runs it"),
+        (["run", "lazy_search"], "defines a search, not an ablation; `lit-lazy ablate search lazy_search` runs it"),
+        (["search", "lazy_search", "--base", "backcopy_tiny", "--train.lr=0.1"], "looks for it itself"),
+        (["search", "lazy_search", "--base", "backcopy_tiny", "--model.position=NoPosition"], "base' is no field"),
+    ],
+)
+def test_a_wrong_command_is_one_line_and_creates_nothing(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["ablate", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_list_tells_searches_from_ablations(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ablate", "list"]) == 0
+    ablations, _, searches = capsys.readouterr().out.partition("searches:\n")
+    assert "table2_grid" in ablations
+    assert searches.startswith("  lazy_search ")
+
+
+def test_a_dry_run_creates_nothing(rates: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(tmp_path.iterdir())
+    runs = str(tmp_path / "none")
+    assert main(["ablate", "search", rates, "--dry-run", "--runs", runs, "--trials", "7", "--workers", "1"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "7 points of search-rates-backcopy_tiny" in out
+    assert "Pruning from step 2 of 6, at steps 3." in out
+    assert sorted(tmp_path.iterdir()) == before
+
+
+# The queue
+
+
+def begun(tmp_path: Path, points: int, **changes: object) -> SearchQueue:
+    """The queue of a search as its parent process leaves it to the workers."""
+    queue = SearchQueue(f"sqlite:///{tmp_path / 'queue.db'}", "search-s")
+    definition = define(search(**changes), base())
+    queue.facts = {"parent": "p", "tracking": "t", "definition": definition.to_json()}
+    queue.add_missing([definition.undrawn(number) for number in range(points)])
+    return queue
+
+
+def loss(task: Task) -> float:
+    """A made-up objective of a point."""
+    return (
+        abs(task.cell.config["train"]["lr"] - 0.01) + task.cell.config["model"]["attention"]["normaliser"]["tau_init"]
+    )
+
+
+def take(queue: SearchQueue, member: Membership) -> Task:
+    task = queue.claim(member.identity)
+    assert task is not None
+    return task
+
+
+def drawn(tmp_path: Path, points: int, interrupted_at: int = -1, seed: int = 0) -> list[dict[str, float]]:
+    tmp_path.mkdir()
+    queue = begun(tmp_path, points, seed=seed)
+    with Membership(tmp_path / "workers") as member:
+        for number in range(points):
+            task = take(queue, member)
+            if number == interrupted_at:
+                queue.put_back(task, "interrupted")
+                queue = SearchQueue(queue.url, queue.name)
+                again = take(queue, member)
+                assert again.cell == task.cell
+                task = again
+            queue.complete(task, loss(task))
+    return [point.params for point in queue.points()]
+
+
+def test_one_worker_draws_the_same_points_again_also_when_interrupted(tmp_path: Path) -> None:
+    first = drawn(tmp_path / "a", 4)
+    assert drawn(tmp_path / "b", 5, interrupted_at=3)[:4] == first
+    assert drawn(tmp_path / "c", 1, seed=1)[0] != first[0]
+    assert len({point[LR] for point in first}) == 4
+    assert all(1e-4 <= point[LR] <= 1e-1 and 0 <= point[TAU] <= 2 for point in first)
+
+
+def test_tpe_looks_where_the_good_points_are(tmp_path: Path) -> None:
+    queue = begun(tmp_path, 20, startup=5)
+    with Membership(tmp_path / "workers") as member:
+        for _ in range(20):
+            task = take(queue, member)
+            queue.complete(task, loss(task))
+    values = [point.value for point in queue.points()]
+    assert sum(values[5:]) / 15 < 0.66  # of points at random: 1.03 on average, with a standard deviation of 0.15
+    best = queue.best()
+    assert best is not None
+    assert best.value == min(values)
+    assert max(queue.importances(), key=queue.importances().__getitem__) == TAU
+
+
+def test_a_hopeless_point_is_told_at_the_step_where_others_are_known(tmp_path: Path) -> None:
+    queue = begun(tmp_path, 4, prune_from=0.5)  # of 6 steps
+    with Membership(tmp_path / "workers") as member:
+        for curve in ({3: 2.0, 6: 1.0}, {3: 3.0, 6: 2.0}):
+            task = take(queue, member)
+            assert not any(queue.is_hopeless(task, step, value) for step, value in curve.items())
+            queue.complete(task, curve[6])
+        good, bad = take(queue, member), take(queue, member)
+        assert not queue.is_hopeless(good, 2, 99.0)  # before half of the steps
+        assert not queue.is_hopeless(good, 3, 2.4)
+        assert not queue.is_hopeless(bad, 2, 99.0)
+        assert queue.is_hopeless(bad, 3, 2.6)  # the median of 2 and 3 is 2.5
+        # A resumed run comes by the same step again: it is judged again, and what was reported stays.
+        assert queue.is_hopeless(bad, 3, 1.0)
+        queue.prune(bad, "worse", diverged=False)
+        points = queue.points()
+        assert points[3].reports == {2: 99.0, 3: 2.6}
+        assert (points[3].state, points[3].value) == ("pruned", None)
+        with pytest.raises(LostError):
+            queue.is_hopeless(bad, 6, 1.0)
+    assert queue.add_missing([queue.definition.undrawn(number) for number in range(4)]) == 0
+
+
+def test_a_failed_point_is_drawn_anew(tmp_path: Path) -> None:
+    queue = begun(tmp_path, 1)
+    with Membership(tmp_path / "workers") as member:
+        first = take(queue, member)
+        queue.fail(first, "out of memory")
+        assert queue.add_missing([queue.definition.undrawn(0)]) == 1
+        assert take(queue, member).cell.key != first.cell.key
+    assert [point.state for point in queue.points()] == ["running"]
+
+
+# From the command line to MLflow
+
+
+def points_of(runs: Path) -> list[dict[str, str]]:
+    with (runs / ID / "table.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_search_from_start_to_table_and_on(runs: Path, rates: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["ablate", "search", rates, "--runs", str(runs), "--workers", "2"]
+    assert main(command) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "5 points, 0 finished, 5 enqueued" in out
+    assert "5/5 cells done" in out
+    assert "best " in out
+    first = {row["point"]: row for row in points_of(runs)}
+    assert sorted(first) == list("01234")
+    results = {path.parent.name: path.stat().st_mtime_ns for path in runs.glob(f"{ID}/cells/*/result.json")}
+
+    assert main([*command, "--trials", "8"]) == 0
+    assert "8 points, 5 finished, 3 enqueued" in capsys.readouterr().out
+    rows = {row["point"]: row for row in points_of(runs)}
+    assert sorted(rows) == list("01234567")
+    assert {number: rows[number] for number in first} == first
+    after = {path.parent.name: path.stat().st_mtime_ns for path in runs.glob(f"{ID}/cells/*/result.json")}
+    assert {run: after[run] for run in results} == results
+
+    states = [row["state"] for row in rows.values()]
+    assert states.count("complete") + states.count("pruned") == 8
+    assert states.count("pruned") >= 1, "rates that learn nothing are worse than the median"
+    for row in rows.values():
+        folder = runs / ID / "cells" / row["run"]
+        assert not (folder / "checkpoints").exists()
+        assert (folder / "result.json").exists() == (row["state"] == "complete")
+        if row["state"] == "complete":
+            result = json.loads((folder / "result.json").read_text())
+            assert float(row["loss/val"]) == result["metrics"]["loss/val"]
+            assert float(row["train.lr"]) == result["config"]["train"]["lr"]
+            assert (row["steps"], row["n"]) == ("6", "1")
+        else:
+            assert (row["loss/val"], row["steps"], row["n"]) == ("", "3", "0")
+            assert "worse than the median" in row["reason"]
+    complete = [float(row["loss/val"]) for row in points_of(runs) if row["state"] == "complete"]
+    assert complete == sorted(complete)
+
+    started = time.monotonic()
+    assert main(command) == 0
+    assert "5 points, all finished: nothing to do" in capsys.readouterr().out
+    assert time.monotonic() - started < 10
+    check_mlflow(runs, rows)
+
+    text = Path(rates).read_text()
+    other = Path(rates).parent / "other" / "rates.py"
+    other.parent.mkdir()
+    other.write_text(text.replace("0.1, log", "0.2, log").replace("startup=2", "startup=3"))
+    assert main(["ablate", "search", str(other), "--runs", str(runs), "--workers", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "axes, startup changed since this search was begun; --fresh sets the former results aside" in error
+    assert error.count("\n") == 1
+
+
+def check_mlflow(runs: Path, rows: dict[str, dict[str, str]]) -> None:
+    """One parent with table and figures, one child per point with its axes, and the right status."""
+    client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
+    number = client.get_experiment_by_name(ID).experiment_id
+    found = client.search_runs([number])
+    (parent,) = [run for run in found if run.data.tags["kind"] == "search"]
+    children = [run for run in found if run.data.tags["kind"] == "cell"]
+    artifacts = {artifact.path for artifact in client.list_artifacts(parent.info.run_id)}
+    tables = {f"table.{ending}" for ending in ("md", "csv", "json", "html")}
+    figures = {f"{name}.{ending}" for name in ("history", "slices") for ending in ("png", "svg")}
+    assert tables | figures | {"search.json", "config.yaml"} <= artifacts
+    assert parent.info.status == "FINISHED"
+    assert parent.data.params["axis.lr"] == "1e-06 to 0.1, log"
+    by_run = {row["run"]: row for row in rows.values()}
+    assert sorted(run.data.tags["cell"] for run in children) == sorted(by_run)
+    for run in children:
+        row, tags = by_run[run.data.tags["cell"]], run.data.tags
+        assert tags["mlflow.parentRunId"] == parent.info.run_id
+        assert tags["variant"] == f"point {row['point']}"
+        assert {"lr", "tau_init"} <= run.data.params.keys()
+        assert float(run.data.params["lr"]) == float(row["train.lr"])
+        if row["state"] == "complete":
+            assert (run.info.status, tags["state"]) == ("FINISHED", "complete")
+            assert run.data.metrics["loss/val"] == pytest.approx(float(row["loss/val"]))
+        else:
+            assert (run.info.status, tags["state"], tags["optuna.state"]) == ("KILLED", "pruned", "PRUNED")
+            assert run.data.metrics["val/loss"] == pytest.approx(float(row["last_validation"]))
+
+
+LONG = (
+    *("--train.steps=900", "--train.checkpoint_every=20", "--train.val_every=100", "--train.log_every=100"),
+    *("--trials", "3", "--workers", "2"),
+)
+"""Points that train for a few seconds, so that there is a middle to be killed in."""
+
+
+def start(runs: Path, rates: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "lit_lazy.cli", "ablate", "search", rates, "--runs", str(runs), *LONG],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        # A shell without job control starts background jobs, and so these tests, with Ctrl-C ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def wait_for_reports(runs: Path, process: "subprocess.Popen[str]") -> SearchQueue:
+    """Return when a point is amid its training, validated and with a checkpoint: the search's queue."""
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        assert process.poll() is None
+        for checkpoint in runs.glob(f"{ID}-*/cells/*/checkpoints/last.ckpt"):
+            queue = SearchQueue(f"sqlite:///{runs / 'queue.db'}", checkpoint.relative_to(runs).parts[0])
+            if any(point.state == "running" and point.reports for point in queue.points()):
+                return queue
+        time.sleep(0.1)
+    raise AssertionError("no point began to train")
+
+
+def test_a_killed_worker_costs_nothing_and_is_counted_once(runs: Path, rates: str) -> None:
+    """The worker of a point is killed amid its training: the same point goes on from its checkpoint, elsewhere."""
+    process = start(runs, rates)
+    queue = wait_for_reports(runs, process)
+    (victim, *_) = [entry for entry in queue.entries("running") if entry.worker]
+    before = {point.number: point for point in queue.points()}
+    os.kill(int(victim.worker["pid"]), signal.SIGKILL)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    assert f"{victim.variant} seed 0: its worker (process {victim.worker['pid']}" in out
+    points = queue.points()
+    assert [point.number for point in points] == [0, 1, 2]
+    assert {point.state for point in points} <= {"complete", "pruned"}
+    killed = int(victim.key.removeprefix("point "))
+    assert (points[killed].params, points[killed].run) == (before[killed].params, before[killed].run)
+    for point in points:
+        assert set(point.reports) <= set(range(100, 901, 100)), "validations of a resumed run fall on the same steps"
+        assert before[point.number].reports.items() <= point.reports.items()
+    client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
+    number = client.get_experiment_by_name(queue.name).experiment_id
+    children = client.search_runs([number], "tags.kind = 'cell'")
+    assert len(children) == 3
+    assert {run.info.status for run in children} <= {"FINISHED", "KILLED"}
+
+
+def test_interrupt_and_go_on(runs: Path, rates: str) -> None:
+    process = start(runs, rates)
+    queue = wait_for_reports(runs, process)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, out
+    assert "the same command goes on from here" in out
+    stopped = {point.number: point.params for point in queue.points() if point.params}
+    assert "running" not in {point.state for point in queue.points()}
+    assert main(["ablate", "search", rates, "--runs", str(runs), *LONG]) == 0
+    points = queue.points()
+    assert {point.state for point in points} <= {"complete", "pruned"}
+    assert len(points) == 3
+    assert {number: points[number].params for number in stopped} == stopped
+
+
+def test_a_point_that_diverges_is_finished_and_says_so(runs: Path, tmp_path: Path) -> None:
+    """Else the sampler would not learn of it, and the search would come back to it for ever."""
+    path = tmp_path / "rates.py"
+    path.write_text(SEARCH.replace("1e-6, 0.1, log", "1e18, 1e20, log"))
+    command = ["ablate", "search", str(path), "--runs", str(runs), "--workers", "1", "--trials", "1"]
+    assert main([*command, "--train.log_every=1"]) == 0
+    (table,) = runs.glob(f"{ID}-*/table.csv")
+    (row,) = csv.DictReader(table.open())
+    assert (row["state"], row["n"], row["loss/val"]) == ("diverged", "0", "")
+    assert "diverged: training loss is" in row["reason"]
+
+
+# Table and figures
+
+
+def report(importances: dict[str, float]) -> Report:
+    points = [
+        Point(0, "a", {LR: 0.001, TAU: 0.5}, "complete", 1.25, {3: 1.5, 6: 1.25}, ""),
+        Point(1, "b", {LR: 0.002, TAU: 1.5}, "pruned", None, {3: 1.75}, "worse"),
+        Point(2, "c", {LR: 0.003, TAU: 1.0}, "complete", 1.125, {3: 1.25, 6: 1.125}, ""),
+        Point(3, "d", {LR: 0.09, TAU: 1.0}, "diverged", None, {}, "diverged: training loss is nan"),
+        Point(4, "", {}, "waiting", None, {}, ""),
+    ]
+    return Report("search-s", define(search(), base()), points, importances, ["abc"], "lit-lazy ablate search s")
+
+
+def test_the_table_ranks_complete_points_and_says_what_it_is_not() -> None:
+    text = report({LR: 0.75, TAU: 0.25}).markdown()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    assert rows[0] == ["Point", "lr", "tau_init", "validation loss (nats) ↓", "steps", "last", "state", "n"]
+    assert rows[2:] == [
+        ["2", "0.003", "1", "1.1250", "6", "1.1250", "complete", "1"],
+        ["0", "0.001", "0.5", "1.2500", "6", "1.2500", "complete", "1"],
+        ["1", "0.002", "1.5", "–", "3", "1.7500", "pruned", "0"],
+        ["3", "0.09", "1", "–", "0", "–", "diverged", "0"],
+        ["4", "–", "–", "–", "0", "–", "waiting", "0"],
+    ]
+    for said in ("One seed per point", "The best of 2 noisy values", "A pruned point has no final value", "lr 75 %"):
+        assert said in text
+    assert "No importances" in report({}).markdown()
+
+
+def test_figures_show_every_measured_point() -> None:
+    made = report({LR: 0.75, TAU: 0.25})
+    figures = search_figures("search-s", made.definition, made.points, made.importances)
+    assert list(figures) == ["history", "slices", "importance"]
+    (history,) = figures["history"].axes
+    dots = [line for line in history.lines if len(line.get_xdata()) == 1]
+    shown = {line.get_xdata()[0]: (line.get_ydata()[0], line.get_marker()) for line in dots}
+    # The pruned one is farther above the others than these from each other: it is put at the edge.
+    assert shown == {0: (1.25, "o"), 1: (1.25 + 1.5 * 0.125, "^"), 2: (1.125, "D")}
+    assert list(history.lines[0].get_ydata()) == [1.25, 1.125]
+    assert [axes.get_xscale() for axes in figures["slices"].axes] == ["log", "linear"]
+    assert [bar.get_width() for bar in figures["importance"].axes[0].patches] == [75, 25]
+    assert list(search_figures("search-s", made.definition, made.points[4:], {})) == []
+
+
+def test_the_shipped_search_fits_its_experiment() -> None:
+    shipped = load_search(find("ablations", "lazy_search"))
+    experiment = replace_at(load_experiment(find("experiments", shipped.base)), shipped.common)
+    definition = define(shipped, experiment)
+    assert list(definition.names.values()) == ["tau_init", "lr", "base"]
+    assert Definition.from_json(definition.to_json()) == definition

@@ -106,7 +106,10 @@ class Files:
         datasets = quiet_datasets()
         name = glob.escape(str(path))
         try:
-            yield from tables(datasets.load_dataset("parquet", data_files=[name], split="train", streaming=True))
+            whole = datasets.load_dataset("parquet", data_files=[name], split="train", streaming=True)
+            # By row groups: the reader of a whole file decodes it into memory as fast as it can, however slowly its
+            # tables are taken.
+            yield from tables(whole.reshard())
         except (ValueError, NotImplementedError, OSError) as error:
             raise self._error(path, f"is not whole, readable parquet ({one_line(error)})") from None
 

@@ -1,0 +1,1 @@
+"""What things cost: measurements of speed and memory."""

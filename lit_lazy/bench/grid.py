@@ -1,0 +1,299 @@
+"""What a grid costs beside its training: queue and tracking against bare `Trainer.fit`, and per cell by grid size."""
+
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_lazy.attention import Elastic, LearnedBias
+from lit_lazy.bench.step import cpu_name
+from lit_lazy.config import RunConfig, TrainConfig, from_dict, replace_at
+from lit_lazy.files import find, load_experiment
+from lit_lazy.grid.ablation import Ablation, Cell, definitions, expand, row_infos, select
+from lit_lazy.grid.columns import COLUMNS
+from lit_lazy.grid.plan import PLAN, Plan, save, table_from_mlflow
+from lit_lazy.grid.queue import Queue, default_storage
+from lit_lazy.grid.worker import Worker
+from lit_lazy.lightning_module import LitLM
+from lit_lazy.run import RunResult, environment, evaluate, fit, make_trainer, prepare, run
+from lit_lazy.spool import Spool
+from lit_lazy.tracking import Tracker, default_uri
+
+SIZES, CELL_SECONDS, PAIRS = (100, 1_000, 10_000), 20.0, 5
+SEEDS = 5
+CALIBRATION_STEPS = 100
+ENDS = 50
+"""Cells at the beginning and at the end of a grid whose cost is told apart."""
+
+
+@dataclass
+class Clock:
+    """Seconds of wall time and of this process's CPU time, all threads, by name."""
+
+    wall: dict[str, list[float]] = field(default_factory=dict)
+    cpu: dict[str, list[float]] = field(default_factory=dict)
+
+    @contextmanager
+    def of(self, name: str) -> Any:
+        """Time a piece of work under a name."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        yield
+        self.wall.setdefault(name, []).append(time.perf_counter() - wall)
+        self.cpu.setdefault(name, []).append(time.process_time() - cpu)
+
+
+def bench_grid(
+    sizes: Sequence[int] = SIZES,
+    cell_seconds: float = CELL_SECONDS,
+    pairs: int = PAIRS,
+    out: Path | None = None,
+    console: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Measure, tell the tables to `console`, and write `out` (.json) and the tables beside it (.md).
+
+    sizes: numbers of cells, multiples of 5. cell_seconds: what a cell should train. Raises ValueError where they are
+    not usable.
+    """
+    if any(size < SEEDS or size % SEEDS for size in sizes):
+        raise ValueError(f"sizes={list(sizes)}: each must be a multiple of {SEEDS}, the seeds of a row")
+    if pairs < 2:
+        raise ValueError(f"pairs={pairs}: must be 2 or more, or there is no spread")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="lit-lazy-bench-") as folder:
+        result = {
+            "command": " ".join(["lit-lazy", *sys.argv[1:]]),
+            "date": datetime.now(UTC).date().isoformat(),
+            "environment": environment() | {"cpu": cpu_name()},
+            "overhead": overhead(Path(folder), cell_seconds, pairs, console),
+            "per_cell": [per_cell(Path(folder) / str(size), size, console) for size in sizes],
+        }
+    text = tables(result)
+    console(text)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+        out.with_suffix(".md").write_text(text)
+    return result
+
+
+def overhead(folder: Path, cell_seconds: float, pairs: int, console: Callable[[str], None]) -> dict[str, Any]:
+    """Cells through queue and tracking, taking turns with bare trainings of the same config."""
+    base = _lazy("backcopy")
+    clock = Clock()
+    bare(replace(base, train=_steps(base, CALIBRATION_STEPS)), folder / "warm", Clock())
+    bare(replace(base, train=_steps(base, CALIBRATION_STEPS)), folder / "calibrate", clock)
+    steps = max(CALIBRATION_STEPS, round(CALIBRATION_STEPS * cell_seconds / clock.wall.pop("fit")[0]))
+    base, clock = replace(base, train=_steps(base, steps)), Clock()
+    cells = expand(select(_ablation(1, pairs), [], []), base)
+    runs = folder / "runs"
+    queue, tracker, parent = _grid(runs, cells)
+    worker = Worker(queue, tracker, parent, runs / "bench")
+    for number, cell in enumerate(cells):
+        console(f"overhead: pair {number + 1} of {pairs}, {steps} steps a cell")
+        legs = [
+            lambda cell=cell, number=number: bare(from_dict(RunConfig, cell.config), folder / str(number), clock),
+            lambda: _one_cell(worker, clock),
+        ]
+        for leg in legs if number % 2 else reversed(legs):
+            leg()
+    train = [_result(runs, cell).timings["train_seconds"] for cell in cells]
+    by_pair = {
+        name: [
+            (whole - evaluation - fitted) / fitted
+            for whole, evaluation, fitted in zip(times["cell"], times["evaluate"], times["fit"], strict=True)
+        ]
+        for name, times in (("wall", clock.wall), ("cpu", clock.cpu))
+    }
+    return {
+        "steps": steps,
+        "wall_seconds": clock.wall | {"fit in the cell": train},
+        "cpu_seconds": clock.cpu,
+        "overhead": {name: _spread(values) for name, values in by_pair.items()},
+    }
+
+
+def bare(cfg: RunConfig, folder: Path, clock: Clock) -> None:
+    """`Trainer.fit` with its checkpoints and without a logger, and the two evaluations that every run makes."""
+    source = prepare(cfg)
+    module = LitLM.create(cfg, source.vocab_size, source.context_length)
+    trainer = make_trainer(cfg, folder, None, (), show_progress=False)
+    device = trainer.strategy.root_device
+    with clock.of("evaluate"):
+        evaluate(module, source, device)
+    with clock.of("fit"):
+        fit(trainer, module, cfg, source, None)
+    wall, cpu = time.perf_counter(), time.process_time()
+    evaluate(module, source, device)
+    clock.wall["evaluate"][-1] += time.perf_counter() - wall
+    clock.cpu["evaluate"][-1] += time.process_time() - cpu
+
+
+def _one_cell(worker: Worker, clock: Clock) -> None:
+    with clock.of("cell"):
+        worker.work(most=1)
+
+
+def _result(runs: Path, cell: Cell) -> RunResult:
+    result = RunResult.read(runs / "bench" / "cells" / cell.key)
+    if result is None:
+        raise RuntimeError(f"{cell.variant} seed {cell.seed} left no result")
+    return result
+
+
+def _steps(base: RunConfig, steps: int) -> TrainConfig:
+    return replace(base.train, steps=steps)
+
+
+def per_cell(runs: Path, size: int, console: Callable[[str], None]) -> dict[str, Any]:
+    """Milliseconds per cell of everything that is done to a grid of `size` cells but its training."""
+    base = _lazy("backcopy_tiny")
+    ablation = _ablation(size // SEEDS, SEEDS)
+    times: dict[str, float] = {}
+
+    @contextmanager
+    def of(name: str, cells: int = size) -> Any:
+        started = time.perf_counter()
+        yield
+        times[name] = 1000 * (time.perf_counter() - started) / cells
+
+    console(f"{size} cells: expanding and enqueueing")
+    with of("expand"):
+        chosen = select(ablation, [], [])
+        cells = expand(chosen, base)
+        facts = definitions(ablation, base)
+    runs.mkdir(parents=True)
+    tracker = Tracker(default_uri(runs), runs, "bench")
+    parent = tracker.start_run("bench", {"kind": "ablation"}, {}, {})
+    queue = Queue(default_storage(runs), "bench")
+    with of("enqueue"):
+        queue.add_missing(cells)
+    with of("status"):
+        queue.states()
+    plan = Plan(
+        ablation="bench",
+        base="backcopy_tiny",
+        baseline=cells[0].variant,
+        command="",
+        rows=tuple(row_infos(chosen, "backcopy_tiny")),
+        columns=COLUMNS,
+        contrasts=(),
+        axes=tuple(cells[0].axes),
+        definitions=facts,
+        facts={},
+    )
+    tracker.keep_text(parent, plan.to_json(), PLAN)
+    result = _tiny_result(base)
+    worker = Worker(queue, tracker, parent, runs / "bench")
+    console(f"{size} cells: handing out, tracking and completing")
+    book, claim = [], []
+    for cell in cells:
+        started = time.perf_counter()
+        task = queue.claim({"host": "bench", "pid": "0", "lock": "none"})
+        if task is None:
+            raise RuntimeError("the queue is empty too early")
+        between = time.perf_counter()
+        spool = Spool(tracker, runs / "bench" / "cells" / cell.key, worker.card(cell))
+        (runs / "bench" / "cells" / cell.key).mkdir(parents=True)
+        # The loss differs from cell to cell, as it does in life.
+        loss = result.metrics["loss/val"] + cell.seed + len(book) % 7
+        spool.finish(replace(result, metrics=result.metrics | {"loss/val": loss}))
+        done = time.perf_counter()
+        queue.complete(task, loss)
+        claim.append(between - started + time.perf_counter() - done)
+        book.append(done - between)
+    for name, seconds in (("hand out and complete", claim), ("track", book)):
+        first, last = (statistics.median(part) for part in (seconds[:ENDS], seconds[-ENDS:]))
+        times[name] = 1000 * statistics.mean(seconds)
+        times[f"{name}, first {ENDS}"], times[f"{name}, last {ENDS}"] = 1000 * first, 1000 * last
+    with of("status when done"):
+        queue.states()
+    console(f"{size} cells: table")
+    with of("table"):
+        save(table_from_mlflow(tracker, parent), runs / "table")
+    shutil.rmtree(runs)
+    return {"cells": size, "milliseconds": times}
+
+
+def _grid(runs: Path, cells: Sequence[Cell]) -> tuple[Queue, Tracker, str]:
+    runs.mkdir(parents=True)
+    queue, tracker = Queue(default_storage(runs), "bench"), Tracker(default_uri(runs), runs, "bench")
+    parent = tracker.start_run("bench", {"kind": "ablation"}, {}, {})
+    queue.add_missing(cells)
+    return queue, tracker, parent
+
+
+def _ablation(rows: int, seeds: int) -> Ablation:
+    """Rows that differ in tau_init."""
+    return Ablation(
+        name="bench",
+        baseline="tau_init=0.0",
+        seeds=tuple(range(seeds)),
+        columns=COLUMNS,
+        axes={"model.attention.normaliser.tau_init": tuple(2.0 * row / rows for row in range(rows))},
+    )
+
+
+def _lazy(experiment: str) -> RunConfig:
+    changes = {"model.attention.normaliser": Elastic(), "model.attention.bias": LearnedBias()}
+    return replace_at(load_experiment(find("experiments", experiment)), changes)
+
+
+def _tiny_result(base: RunConfig) -> RunResult:
+    """A real result's shape: every metric of a finished run."""
+    with tempfile.TemporaryDirectory(prefix="lit-lazy-bench-") as folder:
+        return run(base, Path(folder))
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+
+
+def _median(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f}"
+
+
+def tables(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    over, made = result["overhead"], result["environment"]
+    lines = [
+        "| seconds of a cell, median | wall | CPU |",
+        "|:---|---:|---:|",
+        *(
+            f"| {name} | {_median(over['wall_seconds'][key])} | {_median(over['cpu_seconds'][key])} |"
+            for name, key in (
+                ("bare `Trainer.fit`", "fit"),
+                ("the two evaluations", "evaluate"),
+                ("the whole cell, from taking it to booking it", "cell"),
+            )
+        ),
+        "",
+        "Queue and tracking, as a share of bare `Trainer.fit` "
+        f"({over['steps']} steps; paired cells, one thread; [least, most]): "
+        + ", ".join(
+            f"{name} {100 * s['median']:.1f} % [{100 * s['least']:.1f}, {100 * s['most']:.1f}]"
+            for name, s in over["overhead"].items()
+        )
+        + ".",
+        "",
+    ]
+    rows = result["per_cell"]
+    names = list(rows[0]["milliseconds"])
+    lines += [
+        "| milliseconds per cell | " + " | ".join(f"{row['cells']:,} cells" for row in rows) + " |",
+        "|:---|" + "---:|" * len(rows),
+        *(f"| {name} | " + " | ".join(f"{row['milliseconds'][name]:.3f}" for row in rows) + " |" for name in names),
+        "",
+        f"`{result['command']}`, {result['date']}, commit {made['git_sha']}, torch {made['torch']}, Python "
+        f"{made['python']}, {made['machine']}, {made['cpu']}; queue and MLflow on sqlite.",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,345 @@
+"""What a training step costs with lazy attention, beside the same model with PyTorch's softmax attention.
+
+Forward, loss, backward, clipping and AdamW of a small decoder in float32 on one thread, the same number of tokens at
+every length. All variants live in one process and take turns (softmax, lazy, ..., lazy, softmax), so that whatever
+else the machine does falls on all alike; the figure is the median ratio of paired rounds. The learning rate is 0: the
+optimiser does its work, and every step finds the same weights.
+
+Lazy attention is measured in two states, because what can be skipped depends on where the weights are:
+"untrained", where near-uniform scores meet tau = 1, and "local", the same model with a bias of -distance / 8.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_lazy import lazy_attention
+from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias
+from lit_lazy.config import ModelConfig, TrainConfig, to_dict
+from lit_lazy.lightning_module import parameter_groups, token_nll
+from lit_lazy.model import DecoderLM
+from lit_lazy.run import environment
+
+LENGTHS, ROUNDS, TOKENS = (128, 512, 2048), 10, 4096
+QUICK: Mapping[str, Any] = {"lengths": (64,), "rounds": 2, "tokens": 128}
+"""Arguments that show in seconds that everything runs; their figures mean nothing."""
+
+VOCABULARY, SEED = 256, 0
+SOFTMAX, STATES = "softmax", ("untrained", "local")
+LOCAL_REACH = 8.0
+"""Keys over which the bias of the state "local" lowers a score by one nat."""
+TILE_ROWS, TILE_COLUMNS = 64, (64, 256)
+"""Tiles whose emptiness is counted: those of a usual GPU kernel, and as wide as the CPU backend skips."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles over the rounds."""
+
+    median: float
+    lower: float
+    upper: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, lower, upper)
+
+
+def bench_step(
+    lengths: Sequence[int] = LENGTHS,
+    rounds: int = ROUNDS,
+    tokens: int = TOKENS,
+    out: Path | None = None,
+    console: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Measure, tell the table to `console`, and write `out` (.json) and the table beside it (.md).
+
+    lengths: sequence lengths, each a divisor of `tokens`, the tokens of a step. rounds: 2 or more paired rounds after
+    one to warm up. Raises ValueError where they do not fit.
+    """
+    for length in lengths:
+        if length < 2 or tokens % length:
+            raise ValueError(f"lengths has {length}: must be 2 or more and divide the {tokens} tokens of a step")
+    if rounds < 2:
+        raise ValueError(f"rounds is {rounds}: must be 2 or more, or there is no spread")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = [row for length in lengths for row in _measure(length, rounds, tokens, console)]
+        result = {
+            "command": " ".join(["lit-lazy", *sys.argv[1:]]),
+            "date": datetime.now(UTC).date().isoformat(),
+            "environment": environment() | {"cpu": cpu_name()},
+            "model": to_dict(_config("untrained")) | {"vocabulary": VOCABULARY},
+            "tokens": tokens,
+            "rounds": rounds,
+            "rows": rows,
+        }
+    finally:
+        torch.set_num_threads(threads)
+    text = table(result)
+    console(text)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+        out.with_suffix(".md").write_text(text)
+    return result
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The result as Markdown."""
+    head = [
+        "L", "state", "step: lazy / softmax", "softmax (ms)", "lazy (ms)", "softmax (tokens/s)", "lazy (tokens/s)",
+        "attention alone: lazy / softmax", "entries cut", "mass left",
+        *(f"empty tiles {TILE_ROWS}x{columns}" for columns in TILE_COLUMNS), "peak softmax (MiB)", "peak lazy (MiB)",
+    ]  # fmt: skip
+    lines = ["| " + " | ".join(head) + " |", "|---:|:---|" + "---:|" * (len(head) - 2)]
+    for row in result["rows"]:
+        step, attention = row["step"], row["attention"]
+        cells = [
+            str(row["length"]),
+            row["state"],
+            _spread(step["ratio"]),
+            *(f"{1000 * step['seconds'][name]['median']:.0f}" for name in (SOFTMAX, "lazy")),
+            *(f"{row['tokens_per_second'][name]:.0f}" for name in (SOFTMAX, "lazy")),
+            _spread(attention["ratio"]),
+            f"{row['entries_cut']:.1%}",
+            f"{row['mass_left']:.4f}",
+            *(f"{row['empty_tiles'][str(columns)]:.1%}" for columns in TILE_COLUMNS),
+            *(_mebibytes(row["peak_bytes"][name]) for name in (SOFTMAX, "lazy")),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    made = result["environment"]
+    lines += [
+        "",
+        f"A training step of {result['tokens']} tokens in float32 on {made['threads']} thread: median of "
+        f"{result['rounds']} paired rounds [quartiles]. Peak: rise of the resident memory over model, optimiser and "
+        "gradients.",
+        f"`{result['command']}`, {result['date']}, commit {made['git_sha']}, torch {made['torch']}, Python "
+        f"{made['python']}, {made['machine']}, {made['cpu']}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _spread(spread: Mapping[str, float]) -> str:
+    return f"{spread['median']:.2f} [{spread['lower']:.2f}, {spread['upper']:.2f}]"
+
+
+def _mebibytes(size: int | None) -> str:
+    return "not measured" if size is None else f"{size / 2**20:.0f}"
+
+
+# -- the models ------------------------------------------------------------------------------------------------------
+
+
+def _config(variant: str) -> ModelConfig:
+    lazy = AttentionSpec(Elastic(tau_init=1.0, threshold="per_query"), LearnedBias())
+    attention = AttentionSpec() if variant == SOFTMAX else lazy
+    return ModelConfig(d_model=256, n_layers=4, n_heads=4, d_ff=704, attention=attention, tie_embeddings=False)
+
+
+def _model(variant: str, length: int) -> DecoderLM:
+    model = DecoderLM(_config(variant), VOCABULARY, length, SEED)
+    if variant == "local":
+        for attention in model.attentions:
+            attention.bias.table.data[:] = -torch.arange(length) / LOCAL_REACH  # type: ignore[union-attr]
+    return model
+
+
+def _stepper(model: DecoderLM) -> Callable[[Tensor], None]:
+    """A whole training step on token ids `[B, L + 1]`; the weights stay as they are."""
+    train = TrainConfig()
+    optimizer = torch.optim.AdamW(parameter_groups(model, train), betas=train.betas)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+
+    def step(ids: Tensor) -> None:
+        optimizer.zero_grad()
+        token_nll(model(ids[:, :-1]), ids[:, 1:]).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), train.clip_norm)
+        optimizer.step()
+
+    return step
+
+
+def _ids(length: int, tokens: int) -> Tensor:
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randint(VOCABULARY, (tokens // length, length + 1), generator=generator)
+
+
+def _attention_inputs(model: DecoderLM, ids: Tensor) -> list[tuple[Any, ...]]:
+    """What each layer's normaliser is called with: q, k, v, the bias and its options."""
+    calls: list[tuple[Any, ...]] = []
+    hooks = [a.normaliser.register_forward_pre_hook(lambda _, args: calls.append(args)) for a in model.attentions]
+    with torch.no_grad():
+        model(ids[:, :-1])
+    for hook in hooks:
+        hook.remove()
+    return calls
+
+
+def _attention_stepper(model: DecoderLM, ids: Tensor) -> Callable[[], None]:
+    """Forward and backward pass of the first layer's attention alone, from q, k, v to their gradients."""
+    normaliser = model.attentions[0].normaliser
+    q, k, v, *rest = _attention_inputs(model, ids)[0]
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(SEED))
+
+    def step() -> None:
+        normaliser(q, k, v, *rest)[0].backward(grad)
+
+    return step
+
+
+# -- time ------------------------------------------------------------------------------------------------------------
+
+
+def _measure(length: int, rounds: int, tokens: int, console: Callable[[str], None]) -> list[dict[str, Any]]:
+    """One row per state of lazy attention."""
+    ids = _ids(length, tokens)
+    models = {variant: _model(variant, length) for variant in (SOFTMAX, *STATES)}
+    console(f"L = {length}: {rounds} rounds of training steps")
+    steps = _take_turns({name: partial(_stepper(model), ids) for name, model in models.items()}, rounds)
+    console(f"L = {length}: {rounds} rounds of attention alone")
+    attention = _take_turns({name: _attention_stepper(model, ids) for name, model in models.items()}, rounds)
+    peaks = {variant: _peak_rise(variant, length, tokens) for variant in (SOFTMAX, *STATES)}
+    return [
+        {
+            "length": length,
+            "batch": tokens // length,
+            "state": state,
+            "step": _compared(steps, state),
+            "attention": _compared(attention, state),
+            "tokens_per_second": {
+                name: tokens / statistics.median(steps[variant])
+                for name, variant in ((SOFTMAX, SOFTMAX), ("lazy", state))
+            },
+            **_survival(models[state], ids),
+            "peak_bytes": {SOFTMAX: peaks[SOFTMAX], "lazy": peaks[state]},
+        }
+        for state in STATES
+    ]
+
+
+def _take_turns(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of a call, by name and round. A round is there and back (A B C C B A), so that a drift cancels."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for index in range(rounds + 1):
+        spent = dict.fromkeys(calls, 0.0)
+        for name in [*calls, *reversed(list(calls))]:
+            started = time.perf_counter()
+            calls[name]()
+            spent[name] += time.perf_counter() - started
+        if index:  # the first round warms up
+            for name, total in spent.items():
+                seconds[name].append(total / 2)
+    return seconds
+
+
+def _compared(seconds: Mapping[str, Sequence[float]], state: str) -> dict[str, Any]:
+    softmax, lazy = seconds[SOFTMAX], seconds[state]
+    ratios = [a / b for a, b in zip(lazy, softmax, strict=True)]
+    return {
+        "rounds": {SOFTMAX: list(softmax), "lazy": list(lazy)},
+        "seconds": {SOFTMAX: asdict(Spread.of(softmax)), "lazy": asdict(Spread.of(lazy))},
+        "ratio": asdict(Spread.of(ratios)),
+    }
+
+
+# -- what survives the threshold -------------------------------------------------------------------------------------
+
+
+def _survival(model: DecoderLM, ids: Tensor) -> dict[str, Any]:
+    """Share of visible entries that are cut, mean row mass, and share of tiles without a weight, over all layers.
+
+    Tiles are counted per sequence and head, those above the diagonal left out.
+    """
+    length = ids.shape[1] - 1
+    with torch.no_grad():
+        stats = model.forward_with_stats(ids[:, :-1])[1]
+        masses = torch.cat([_tile_masses(call, layer.normaliser.tau) for call, layer in _layers(model, ids)])
+    rows = stats[0].zeros.numel() // length
+    visible = rows * length * (length + 1) // 2 * len(stats)
+    starts = torch.arange(masses.shape[-2]) * TILE_ROWS
+    empty = {}
+    for columns in TILE_COLUMNS:
+        wide = _pooled(masses, -1, columns // min(TILE_COLUMNS))
+        reached = torch.arange(wide.shape[-1]) * columns < (starts + TILE_ROWS)[:, None]
+        empty[str(columns)] = (wide[..., reached] == 0).double().mean().item()
+    return {
+        "entries_cut": sum(stat.zeros.double().sum().item() for stat in stats) / visible,
+        "mass_left": statistics.mean(stat.mass.double().mean().item() for stat in stats),
+        "empty_tiles": empty,
+    }
+
+
+def _layers(model: DecoderLM, ids: Tensor) -> Sequence[tuple[tuple[Any, ...], Any]]:
+    return list(zip(_attention_inputs(model, ids), model.attentions, strict=True))
+
+
+def _tile_masses(call: tuple[Any, ...], tau: Tensor) -> Tensor:
+    """Sum of the weights in each tile of TILE_ROWS x min(TILE_COLUMNS), `[B, H, rows, columns]`.
+
+    The values that make attention return sums over tiles of columns: key j's value is 1 at j's tile and 0 elsewhere.
+    """
+    q, k, v, bias, *_ = call
+    tile = torch.arange(k.shape[2]) // min(TILE_COLUMNS)
+    indicator = nn.functional.one_hot(tile, v.shape[-1]).to(v.dtype).expand(*v.shape[:2], -1, -1)
+    by_row = lazy_attention(q, k, indicator, tau, bias.table)[..., : int(tile[-1]) + 1]
+    return _pooled(by_row, -2, TILE_ROWS)
+
+
+def _pooled(x: Tensor, dim: int, size: int) -> Tensor:
+    """Sums of `size` neighbours along `dim`; the last may be fewer."""
+    return torch.stack([part.sum(dim) for part in x.split(size, dim)], dim)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _peak_rise(variant: str, length: int, tokens: int) -> int | None:
+    """Bytes by which a step raises the resident memory, measured in a process of its own; None off Linux."""
+    if sys.platform != "linux":
+        return None
+    # The server imports once; its children start from clean memory, unlike a fork of this process.
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(_peak_rise_here, variant, length, tokens).result()
+
+
+def _peak_rise_here(variant: str, length: int, tokens: int) -> int:
+    torch.set_num_threads(1)
+    ids = _ids(length, tokens)
+    step = _stepper(_model(variant, length))
+    step(ids[:1, :17])  # makes gradients and the optimiser's state, and loads the libraries' own buffers
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = _resident("VmRSS")
+    step(ids)
+    return _resident("VmHWM") - before
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def cpu_name() -> str:
+    """The processor's name where the system tells it, and the vector instructions that torch uses."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return ", ".join([*names[:1], torch.backends.cpu.get_cpu_capability()])

@@ -1,6 +1,7 @@
 """Checkpoints: written whole or not at all, loaded without running code, and judged before anything builds on them."""
 
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +23,54 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of one of this project's checkpoints. Raises ValueError, in one line, for anything else."""
+    """The content of one of this project's checkpoints. Raises ValueError that says, in one line, why it is none."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise ValueError(f"checkpoint {str(path)!r}: no such file; --keep-checkpoint makes a final.ckpt") from None
+        with path.open("rb") as file:
+            # torch does not look at the checksums that it wrote.
+            if (part := zipfile.ZipFile(file).testzip()) is not None:
+                raise zipfile.BadZipFile(f"bad checksum of {part}")
+            file.seek(0)
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})") from None
     except pickle.UnpicklingError:
-        raise ValueError(
-            f"checkpoint {str(path)!r}: holds more than weights and numbers, so it is not loaded: it could run code; "
-            "give a checkpoint of this project"
-        ) from None
-    except (OSError, EOFError, RuntimeError) as error:
-        raise ValueError(
-            f"checkpoint {str(path)!r}: damaged or no checkpoint ({_brief(error)}); train again or give another"
-        ) from None
-    if not isinstance(content, dict) or not {"state_dict", "hyper_parameters", "global_step"} <= content.keys():
-        raise ValueError(f"checkpoint {str(path)!r}: not made by this project; give one that --keep-checkpoint made")
+        raise ValueError("holds more than weights and numbers, so it is not loaded: it could run code") from None
+    except Exception as error:  # a file that is no checkpoint raises almost anything
+        raise ValueError(f"is no checkpoint, or damaged ({_brief(error)})") from None
+    if not _is_ours(content):
+        raise ValueError("was not made by this project")
     return content
+
+
+def _is_ours(content: Any) -> bool:
+    return (
+        isinstance(content, dict)
+        and isinstance(state := content.get("state_dict"), dict)
+        and all(isinstance(value, torch.Tensor) for value in state.values())
+        and isinstance(content.get("global_step"), int)
+        and isinstance(settings := content.get("hyper_parameters"), dict)
+        and settings.keys() == {"config", "vocab_size", "context_length"}
+    )
 
 
 def load(path: Path) -> LitLM:
     """The trained model of a checkpoint. Raises ValueError, in one line, where there is none to be had."""
-    content = read(path)
+    named = f"checkpoint {str(path)!r}"
+    try:
+        content = read(path)
+    except ValueError as error:
+        raise ValueError(
+            f"{named}: {error}; give a final.ckpt, which --keep-checkpoint leaves in run folders"
+        ) from None
     try:
         module = LitLM(**content["hyper_parameters"])
-    except (TypeError, ValueError, KeyError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"checkpoint {str(path)!r}: its config is not one of this version's ({_brief(error)}); train again"
+            f"{named}: its config is not known here ({_brief(error)}); --import the file that defines a class of your "
+            "own, else train again"
         ) from None
     if misfit := _misfit(content, module):
-        raise ValueError(f"checkpoint {str(path)!r}: {misfit}; give the checkpoint of that model")
+        raise ValueError(f"{named}: {misfit}; train again")
     module.load_state_dict(content["state_dict"])
     return module
 
@@ -66,7 +85,7 @@ def resumable_step(path: Path, cfg: RunConfig, module: LitLM) -> int:
     try:
         content = read(path)
     except ValueError as error:
-        set_aside(path, str(error).partition(": ")[2])
+        set_aside(path, str(error))
         return 0
     if content["hyper_parameters"].get("config") != to_dict(cfg):
         set_aside(path, "made by another config")
@@ -89,4 +108,4 @@ def _misfit(content: dict[str, Any], module: LitLM) -> str:
 
 
 def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -9,19 +9,27 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from lit_lazy import __version__
+from lit_lazy.disk import is_disk_full
 from lit_lazy.errors import UnfinishedError
 
 if TYPE_CHECKING:
     from lit_lazy.config import RunConfig
+    from lit_lazy.grid.ablation import Ablation
     from lit_lazy.grid.launch import Grid
+    from lit_lazy.grid.search import Search
+    from lit_lazy.grid.search_run import SearchWork
 
+T = TypeVar("T")
 BYTES_PER_WORKER = 3 * 2**29
 """1.5 GB: torch, lightning and mlflow take 0.9 GB before a small model is trained."""
+LEAST_SHARE = 0.0001
+"""Of a GPU: Ray rounds to that."""
 
 OVERRIDES = """\
 Any field of the experiment can be overridden, for example
@@ -33,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; the exit status: 0 done, 1 some cell failed, 2 wrong input, 130 interrupted."""
     options, rest = make_parser().parse_known_args(argv)
     if rest and not options.takes_overrides:
-        return wrong(f"unknown argument {rest[0]!r}; see `lit-lazy {options.name} --help`")
+        return wrong(f"unknown argument {rest[0]!r}; see `{options.name} --help`")
     # A batch system ends jobs by SIGTERM: it is to be as orderly as Ctrl-C.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -47,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return 130
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        print("lit-lazy: no space left; free some and give the same command again, nothing is lost", file=sys.stderr)
+        return 1
 
 
 def wrong(message: str) -> int:
@@ -55,21 +68,40 @@ def wrong(message: str) -> int:
     return 2
 
 
+class Parser(argparse.ArgumentParser):
+    """Tells a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
-    parser = argparse.ArgumentParser(prog="lit-lazy", description="Reference laboratory for Lazy Attention.")
+    parser = Parser(prog="lit-lazy", description="Reference laboratory for Lazy Attention.")
     parser.add_argument("--version", action="version", version=f"lit-lazy {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     train_parser = command(commands, "train", train, "train one experiment", takes_overrides=True)
     train_parser.add_argument("experiment", metavar="EXPERIMENT", help="a name in experiments/, or a .py file")
-    train_parser.add_argument(
-        "--threads", type=positive, default=None, help="CPU threads (default: torch's own choice)"
-    )
+    add_threads(train_parser)
     train_parser.add_argument(
         "--keep-checkpoint", action="store_true", help="keep the trained model, final.ckpt in the run folder"
     )
     add_runs(train_parser)
+
+    evaluate_parser = command(commands, "evaluate", evaluate, "measure a trained model on its own validation data")
+    evaluate_parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", type=Path, help="a final.ckpt of --keep-checkpoint"
+    )
+    evaluate_parser.add_argument(
+        "--import",
+        metavar="FILE",
+        dest="imports",
+        action="append",
+        default=[],
+        help="a .py file that defines a class of your own, which the model was made with; may be given again",
+    )
+    add_threads(evaluate_parser)
 
     fields_parser = command(commands, "fields", fields, "list an experiment's fields that can be overridden")
     fields_parser.add_argument("experiment", metavar="EXPERIMENT", help="a name in experiments/, or a .py file")
@@ -82,13 +114,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_base(run_parser)
     run_parser.add_argument("--rows", metavar="A,B", type=names, default=[], help="only these rows")
     run_parser.add_argument("--seeds", metavar="0,1", type=whole_numbers, default=[], help="these seeds in every row")
-    run_parser.add_argument(
-        "--workers",
-        type=positive,
-        default=None,
-        help="processes (default: one per GPU, else as many as cores and memory carry)",
-    )
-    run_parser.add_argument("--threads", type=positive, default=1, help="CPU threads of each worker (default 1)")
+    add_workers(run_parser)
+    add_launcher(run_parser)
     run_parser.add_argument("--dry-run", action="store_true", help="list the cells and an estimate; create nothing")
     run_parser.add_argument("--fresh", action="store_true", help="set the former results aside and begin anew")
     run_parser.add_argument("--keep-checkpoint", action="store_true", help="keep each cell's trained model, final.ckpt")
@@ -104,6 +131,20 @@ def make_parser() -> argparse.ArgumentParser:
     add_storage(run_parser)
     add_runs(run_parser)
 
+    search_parser = command(
+        ablate, "search", ablate_search, "look for the best values of continuous options", takes_overrides=True
+    )
+    search_parser.add_argument("ablation", metavar="NAME", help="a search in ablations/, or a .py file")
+    add_base(search_parser)
+    search_parser.add_argument(
+        "--trials", metavar="N", type=positive, default=None, help="points to finish (default: the search's own)"
+    )
+    add_workers(search_parser)
+    search_parser.add_argument("--dry-run", action="store_true", help="say what it would do; create nothing")
+    search_parser.add_argument("--fresh", action="store_true", help="set the former results aside and begin anew")
+    add_storage(search_parser)
+    add_runs(search_parser)
+
     status_parser = command(ablate, "status", ablate_status, "show what is done, what runs where, what failed and why")
     status_parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, a .py file, or NAME-EXPERIMENT")
     add_base(status_parser)
@@ -115,12 +156,23 @@ def make_parser() -> argparse.ArgumentParser:
     add_base(table_parser)
     add_runs(table_parser)
 
-    command(ablate, "list", ablate_list, "list ablations and experiments")
+    command(ablate, "list", ablate_list, "list ablations, searches and experiments")
+
+    bench = commands.add_parser("bench", help="measure what things cost on this machine").add_subparsers(
+        title="commands", required=True, metavar="COMMAND"
+    )
+    step_parser = command(bench, "step", bench_step, "time a training step of lazy attention beside softmax (minutes)")
+    add_out(step_parser)
+    grid_parser = command(bench, "grid", bench_grid, "measure queue and tracking beside training (half an hour)")
+    grid_parser.add_argument(
+        "--cells", type=whole_numbers, default=None, help="sizes of grids, multiples of 5 (default 100,1000,10000)"
+    )
+    add_out(grid_parser)
 
     dashboard_parser = command(
         commands, "dashboard", dashboard, "serve MLflow on 127.0.0.1 and print links to the runs"
     )
-    dashboard_parser.add_argument("--port", type=positive, default=5000, help="port (default 5000)")
+    dashboard_parser.add_argument("--port", type=port, default=5000, help="port (default 5000)")
     add_runs(dashboard_parser)
     return parser
 
@@ -134,8 +186,12 @@ def command(commands, name, function, text, takes_overrides=False) -> argparse.A
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(command=function, takes_overrides=takes_overrides, name=name)
+    parser.set_defaults(command=function, takes_overrides=takes_overrides, name=parser.prog)
     return parser
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=positive, default=None, help="CPU threads (default: torch's own choice)")
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
@@ -144,7 +200,46 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 def add_base(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--base", metavar="EXPERIMENT", help="experiment to run on: a name or a .py file (default: the ablation's own)"
+        "--base",
+        metavar="EXPERIMENT",
+        type=not_empty,
+        help="experiment to run on: a name or a .py file (default: the ablation's own)",
+    )
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers",
+        type=positive,
+        default=None,
+        help="processes (default: one per GPU, else as many as cores and memory carry)",
+    )
+    parser.add_argument("--threads", type=positive, default=1, help="CPU threads of each worker (default 1)")
+
+
+def add_launcher(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--launcher",
+        choices=("local", "ray"),
+        default="local",
+        help="run cells in processes of this machine, or as tasks on a Ray cluster, each with --threads CPUs and "
+        "--gpus GPUs, at most --workers at a time (default: as many as fit); ray needs pip install 'lit-lazy[ray]'",
+    )
+    parser.add_argument(
+        "--gpus",
+        metavar="SHARE",
+        type=gpu_share,
+        default=None,
+        help="with --launcher ray: GPUs of each cell, 0, a fraction of one such as 0.5, or a whole number "
+        "(default: 1 if the cluster has any, else 0)",
+    )
+    parser.add_argument(
+        "--ray-address",
+        metavar="HOST:PORT",
+        default=None,
+        help="with --launcher ray: head of a running cluster that this machine is part of, or auto (default: "
+        "$RAY_ADDRESS, else a Ray that is started for this command; its ports are open to the network, guarded by "
+        "Ray's token)",
     )
 
 
@@ -158,6 +253,19 @@ def add_storage(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out", metavar="FILE.json", type=json_file, help="write the figures there, and their tables beside it as .md"
+    )
+
+
+def json_file(text: str) -> Path:
+    """An option that is a .json file to be written."""
+    if not text.endswith(".json"):
+        raise argparse.ArgumentTypeError(f"{text!r}: must end in .json")
+    return Path(text)
+
+
 def positive(text: str) -> int:
     """An option that is a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
@@ -165,18 +273,43 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def port(text: str) -> int:
+    """An option that is the number of a port."""
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 1 to 65535")
+    return int(text)
+
+
+def not_empty(text: str) -> str:
+    """An option that is a name."""
+    if not text:
+        raise argparse.ArgumentTypeError("'': must be a name; leave the option out for the default")
+    return text
+
+
+def gpu_share(text: str) -> float:
+    """An option that is a share of GPUs as Ray knows them."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not (share == 0 or LEAST_SHARE <= share < 1 or (share >= 1 and share.is_integer())):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be 0, a fraction of one GPU such as 0.5, or a whole number")
+    return share
+
+
 def names(text: str) -> list[str]:
     """An option that is a list of names separated by commas."""
     found = [name.strip() for name in text.split(",") if name.strip()]
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r}: must be names separated by commas, for example lazy,softmax")
-    return found
+    return distinct(text, found)
 
 
 def folder(text: str) -> Path:
     """An option that is a folder, there or to be made."""
-    if Path(text).exists() and not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r}: is a file, must be a folder")
+    if not text or (Path(text).exists() and not Path(text).is_dir()):
+        raise argparse.ArgumentTypeError(f"{text!r}: {'is a file, ' if text else ''}must be a folder")
     return Path(text)
 
 
@@ -184,7 +317,15 @@ def whole_numbers(text: str) -> list[int]:
     """An option that is a list of whole numbers separated by commas."""
     if not text or not all(part.strip().isdecimal() for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r}: must be whole numbers separated by commas, for example 0,1,2")
-    return [int(part) for part in text.split(",")]
+    return distinct(text, [int(part) for part in text.split(",")])
+
+
+def distinct(text: str, values: list[T]) -> list[T]:
+    """The values of an option, none of which may be there twice."""
+    for value in values:
+        if values.count(value) > 1:
+            raise argparse.ArgumentTypeError(f"{text!r}: has {value} twice; give it once")
+    return values
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -197,9 +338,25 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.train import train_tracked
 
     result = train_tracked(cfg, path.stem, options.runs, options.threads, options.keep_checkpoint)
-    for name, value in sorted(result.metrics.items()):
-        print(f"{name:36} {value:.6g}")
+    print_metrics(result.metrics)
     return 0
+
+
+def evaluate(options: argparse.Namespace, _rest: list[str]) -> int:
+    """`lit-lazy evaluate`"""
+    from lit_lazy.evaluate import evaluate_checkpoint
+    from lit_lazy.files import load_module, python_file
+
+    for name in options.imports:
+        load_module(python_file("--import", name))
+    print_metrics(evaluate_checkpoint(options.checkpoint, options.threads))
+    return 0
+
+
+def print_metrics(metrics: Mapping[str, float]) -> None:
+    """One a line."""
+    for name, value in sorted(metrics.items()):
+        print(f"{name:36} {value:.6g}")
 
 
 def fields(options: argparse.Namespace, _rest: list[str]) -> int:
@@ -213,22 +370,18 @@ def fields(options: argparse.Namespace, _rest: list[str]) -> int:
 
 def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
     """The grid that the options of `ablate run` describe, checked whole; nothing is created."""
-    from lit_lazy.config import replace_at, to_dict
-    from lit_lazy.files import find, load_experiment
+    from lit_lazy.config import to_dict
+    from lit_lazy.files import find
     from lit_lazy.grid.ablation import definitions, expand, load_ablation, row_infos, select
-    from lit_lazy.overrides import apply_overrides
 
     ablation_path = find("ablations", options.ablation)
     ablation = load_ablation(ablation_path)
-    base_path = find("experiments", options.base or ablation.base)
-    experiment = replace_at(load_experiment(base_path), ablation.common)
-    base, overridden = apply_overrides(experiment, overrides)
+    base_path, base_name, base, overridden = make_base(options, ablation, overrides)
     chosen = select(ablation, options.rows, options.seeds)
     cells = expand(chosen, base, overridden)
     from lit_lazy.grid.launch import Grid, command_line
     from lit_lazy.grid.plan import Plan
 
-    base_name = base_path.stem + overrides_suffix(experiment, base)
     # The baseline has its place in the table, missing or not, also when it is not run now.
     names_chosen = {row.name for row, _ in chosen}
     in_table = [*chosen, *(() if ablation.baseline in names_chosen else select(ablation, [ablation.baseline], []))]
@@ -255,17 +408,29 @@ def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
     )
 
 
-def overrides_suffix(experiment: "RunConfig", base: "RunConfig") -> str:
-    """Keeps an overridden experiment's results apart from the experiment's own: "" or "-" and a short hash."""
-    from lit_lazy.config import cell_key
+def make_base(
+    options: argparse.Namespace, definition: "Ablation | Search", overrides: list[str]
+) -> tuple[Path, str, "RunConfig", list[str]]:
+    """The experiment under an ablation or a search: its file, its name, its config, and the paths that were overridden.
 
-    return "" if base == experiment else f"-{cell_key(base, '')[:6]}"
+    A short hash in the name keeps an overridden experiment's results apart from the experiment's own.
+    """
+    from lit_lazy.config import cell_key, replace_at
+    from lit_lazy.files import find, load_experiment
+    from lit_lazy.overrides import apply_overrides
+
+    path = find("experiments", options.base or definition.base)
+    experiment = replace_at(load_experiment(path), definition.common)
+    base, overridden = apply_overrides(experiment, overrides)
+    suffix = "" if base == experiment else f"-{cell_key(base, '')[:6]}"
+    return path, path.stem + suffix, base, overridden
 
 
 def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     """`lit-lazy ablate run`"""
     from rich.console import Console
 
+    check_launcher(options)
     grid = make_grid(options, overrides)
     if options.dry_run:
         from lit_lazy.grid.estimate import print_estimate
@@ -274,24 +439,104 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     from lit_lazy.grid.launch import Launch, run_grid
 
-    workers = options.workers or default_workers(options.threads)
-    launch = Launch(
-        workers=workers,
-        threads=options.threads,
-        fresh=options.fresh,
-        keep_checkpoints=options.keep_checkpoint,
-        storage=options.storage,
-        only_these=bool(options.rows or options.seeds),
-        retry_failed=options.retry_failed,
-    )
-    check_places(options)
-    table, finished = run_grid(grid, launch, Console())
+    check_places(options, grid.id)
+    with places(options) as (workers, gpus):
+        launch = Launch(
+            workers=workers,
+            threads=options.threads,
+            fresh=options.fresh,
+            keep_checkpoints=options.keep_checkpoint,
+            storage=options.storage,
+            only_these=bool(options.rows or options.seeds),
+            retry_failed=options.retry_failed,
+            launcher=options.launcher,
+            gpus=gpus,
+        )
+        table, finished = run_grid(grid, launch, Console())
     print(f"\n{table.markdown()}")
     where = grid.folder
     print(f"\ntable:      {where}/table.md (also .csv, .tex, .json, .html), figure {where}/effects.png")
     print(f"runs:       {where}/cells/, workers' logs {where}/worker-*.log")
     print(f"dashboard:  {shlex.join(['lit-lazy', 'dashboard', '--runs', str(options.runs)])}")
     return 0 if finished else 1
+
+
+def make_search(options: argparse.Namespace, overrides: list[str]) -> "SearchWork":
+    """The search that the options of `ablate search` describe, checked whole; nothing is created."""
+    from lit_lazy.config import to_dict
+    from lit_lazy.files import find
+    from lit_lazy.grid.search import define, load_search
+
+    search_path = find("ablations", options.ablation)
+    search = load_search(search_path)
+    base_path, base_name, base, overridden = make_base(options, search, overrides)
+    definition = define(search, base, overridden)
+    from lit_lazy.grid.search_run import SearchWork
+
+    return SearchWork(
+        id=f"search-{search.name}-{base_name}",
+        cells=[definition.undrawn(number) for number in range(options.trials or search.trials)],
+        base_config=to_dict(base),
+        runs=options.runs,
+        files=(search_path, base_path),
+        definition=definition,
+    )
+
+
+def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
+    """`lit-lazy ablate search`"""
+    from rich.console import Console
+
+    work = make_search(options, overrides)
+    workers = options.workers or default_workers(options.threads)
+    from lit_lazy.grid.launch import Launch
+    from lit_lazy.grid.search_run import print_search, run_search
+
+    if options.dry_run:
+        print_search(work, workers, options.threads, Console())
+        return 0
+    check_places(options, work.id)
+    # Points beyond those asked for may wait in the queue, from a command that asked for more.
+    launch = Launch(workers, options.threads, options.fresh, storage=options.storage, only_these=True)
+    report, finished = run_search(work, launch, Console())
+    print(f"\n{report.markdown()}")
+    where = work.folder
+    print(f"\ntable:      {where}/table.md (also .csv, .json, .html), figures {where}/*.png")
+    print(f"runs:       {where}/cells/, workers' logs {where}/worker-*.log")
+    print(f"dashboard:  {shlex.join(['lit-lazy', 'dashboard', '--runs', str(options.runs)])}")
+    return 0 if finished else 1
+
+
+def check_launcher(options: argparse.Namespace) -> None:
+    """Raise ValueError where an option needs Ray, or Ray is wanted and is not there."""
+    if options.launcher == "local":
+        for name, value in (("--gpus", options.gpus), ("--ray-address", options.ray_address)):
+            if value is not None:
+                raise ValueError(f"{name} {value}: has a meaning with --launcher ray only; add that, or leave it out")
+        return
+    try:
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"--launcher ray: {error}; pip install 'lit-lazy[ray]'") from None
+
+
+@contextmanager
+def places(options: argparse.Namespace) -> Iterator[tuple[int, float]]:
+    """How many cells to run at a time, and the GPUs of each; a Ray cluster is joined meanwhile.
+
+    Raises ValueError where the cluster cannot be used.
+    """
+    if options.launcher == "local":
+        yield options.workers or default_workers(options.threads), 0.0
+        return
+    from lit_lazy.grid.ray_pool import Share, joined
+    from lit_lazy.tracking import default_uri
+
+    with joined(options.ray_address or os.environ.get("RAY_ADDRESS") or "local") as cluster:
+        cluster.check_stores(queue=options.storage, tracking=default_uri(options.runs))
+        share = Share(options.threads, float(cluster.has_gpus) if options.gpus is None else options.gpus)
+        times = cluster.times(share)
+        yield options.workers or times, share.gpus
 
 
 def default_workers(threads: int) -> int:
@@ -305,15 +550,15 @@ def default_workers(threads: int) -> int:
     return torch.cuda.device_count() or max(1, min(cores // threads, memory))
 
 
-def check_places(options: argparse.Namespace) -> None:
+def check_places(options: argparse.Namespace, grid: str) -> None:
     """Raise ValueError, in one line, where results, queue or tracking could not be kept; nothing is created."""
     from lit_lazy.disk import writable_folder
-    from lit_lazy.grid.queue import check_storage
+    from lit_lazy.grid.queue import check_storage, default_storage
     from lit_lazy.tracking import check_store, default_uri
 
     writable_folder("--runs", options.runs)
-    if options.storage:
-        check_storage(options.storage)
+    if options.storage or options.runs.is_dir():
+        check_storage(options.storage or default_storage(options.runs), grid)
     check_store(default_uri(options.runs))
 
 
@@ -327,7 +572,10 @@ def grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> 
         ablation = load_ablation(find("ablations", name))
         name = f"{ablation.name}-{Path(options.base or ablation.base).stem}"
     if name not in known:
-        raise ValueError(f"ablation {name!r}: {where} holds no such grid; it has {', '.join(known) or 'none'}")
+        raise ValueError(
+            f"ablation {name!r}: {where} holds no such grid; it has {', '.join(known) or 'none'}; "
+            "`lit-lazy ablate run` makes it"
+        )
     return name
 
 
@@ -346,6 +594,7 @@ def ablate_status(options: argparse.Namespace, _rest: list[str]) -> int:
 
 def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy ablate table`"""
+    from lit_lazy.databases import redacted
     from lit_lazy.disk import writable_folder
     from lit_lazy.grid.launch import write_table
     from lit_lazy.grid.plan import newest_parent
@@ -353,7 +602,7 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
 
     uri = default_uri(options.runs)
     check_store(uri)
-    name = grid_name(options, experiment_names(uri), f"MLflow at {uri}")
+    name = grid_name(options, experiment_names(uri), f"MLflow at {redacted(uri)}")
     writable_folder("--runs", options.runs)
     tracker = Tracker(uri, options.runs, name)
     folder = options.runs / name
@@ -366,11 +615,37 @@ def ablate_list(_options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy ablate list`"""
     from lit_lazy.files import available, find, load_module
 
+    listed: dict[str, list[str]] = {"ablations": [], "searches": [], "experiments": []}
     for room in ("ablations", "experiments"):
-        print(f"{room}:")
         for name in available(room):
-            about = (load_module(find(room, name)).__doc__ or "").strip().partition("\n")[0]
-            print(f"  {name:16} {about}")
+            module = load_module(find(room, name))
+            about = (module.__doc__ or "").strip().partition("\n")[0]
+            kind = "searches" if room == "ablations" and hasattr(module, "search") else room
+            listed[kind].append(f"  {name:16} {about}")
+    for kind, lines in listed.items():
+        print("\n".join([f"{kind}:", *lines]))
+    return 0
+
+
+def bench_step(options: argparse.Namespace, _rest: list[str]) -> int:
+    """`lit-lazy bench step`"""
+    from lit_lazy.bench import step
+    from lit_lazy.disk import writable_folder
+
+    if options.out:
+        writable_folder("--out", options.out.parent)
+    step.bench_step(out=options.out)
+    return 0
+
+
+def bench_grid(options: argparse.Namespace, _rest: list[str]) -> int:
+    """`lit-lazy bench grid`"""
+    from lit_lazy.bench import grid
+    from lit_lazy.disk import writable_folder
+
+    if options.out:
+        writable_folder("--out", options.out.parent)
+    grid.bench_grid(sizes=options.cells or grid.SIZES, out=options.out)
     return 0
 
 

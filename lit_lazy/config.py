@@ -152,6 +152,21 @@ class RunConfig:
     seed: int = 0
     """Seed of the initial weights and of the batch order."""
 
+    def __post_init__(self) -> None:
+        require_whole("seed", self.seed, 0)
+        _check_parts(self, "")
+
+
+def _check_parts(config: Any, prefix: str) -> None:
+    """Raise ValueError where a part is no object of its kind, but a name, a class, or what else one may put there."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if not dataclasses.is_dataclass(hint) and ABC not in getattr(hint, "__mro__", ()):
+            continue
+        example = hint.__name__ if dataclasses.is_dataclass(hint) else min(leaves(hint))
+        require(isinstance(value, hint), f"{prefix}{name}", value, f"must be a {hint.__name__}, such as {example}()")
+        _check_parts(value, f"{prefix}{name}.")
+
 
 def to_dict(value: Any, annotation: Any = None) -> Any:
     """The canonical plain form: dataclasses as dicts, and an exchangeable part (an ABC's leaf) with its class name."""
@@ -233,7 +248,10 @@ def replace_at(config: T, changes: Mapping[str, Any]) -> T:
             here[name] = value
     for name, inner in below.items():
         here[name] = replace_at(here.get(name, getattr(config, name)), inner)
-    return dataclasses.replace(config, **here)  # type: ignore[type-var]
+    try:
+        return dataclasses.replace(config, **here)  # type: ignore[type-var]
+    except TypeError as error:  # a value of a type that its checks cannot take
+        raise ValueError(f"{', '.join(f'{name}={value!r}' for name, value in here.items())}: {error}") from None
 
 
 def cell_key(config: RunConfig, fingerprint: str) -> str:

@@ -19,10 +19,7 @@ def find(room: Room, name: str) -> Path:
     Raises ValueError that names what was looked for and what there is.
     """
     if name.endswith(".py"):
-        path = Path(name)
-        if path.is_file():
-            return path.resolve()
-        raise ValueError(f"{room[:-1]} {name!r}: no such file")
+        return python_file(room[:-1], name)
     for root in (Path.cwd(), PROJECT):
         path = root / room / f"{name}.py"
         if path.is_file():
@@ -30,6 +27,14 @@ def find(room: Room, name: str) -> Path:
     raise ValueError(
         f"{room[:-1]} {name!r}: unknown; there are {', '.join(available(room))}, or give a path to a .py file"
     )
+
+
+def python_file(what: str, name: str) -> Path:
+    """The file of this name. Raises ValueError that names what it is for."""
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"{what} {name!r}: no such file; give the path of a .py file that is there")
+    return path.resolve()
 
 
 def available(room: Room) -> list[str]:
@@ -51,29 +56,31 @@ def load_module(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ValueError(f"{path}: {_where(error, path)}") from error
     return module
 
 
-def _where(error: Exception, path: Path) -> str:
+def _where(error: BaseException, path: Path) -> str:
     """`line 3: NameError: ...`: the last line of this file that an exception went through."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
     text = " ".join(str(error).split())
-    return f"line {line}: {type(error).__name__}: {text}" if line else f"{type(error).__name__}: {text}"
+    # This project's own messages are ValueErrors.
+    told = text if type(error) is ValueError else f"{type(error).__name__}: {text}"
+    return f"line {line}: {told}" if line else told
 
 
 def load_experiment(path: Path) -> RunConfig:
     """The config that an experiment file's `config()` returns."""
     config = getattr(load_module(path), "config", None)
     if not callable(config):
-        raise ValueError(f"{path}: defines no function config() that returns a RunConfig")
+        raise ValueError(f"{path}: defines no function config(); give it one that returns a RunConfig")
     try:
         made = config()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{path}: {_where(error, path)}") from error
     if not isinstance(made, RunConfig):
-        raise ValueError(f"{path}: config() returned {type(made).__name__}, not a RunConfig")
+        raise ValueError(f"{path}: config() returned {made!r}; let it return a RunConfig")
     return made

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.error import URLError
 
-from lit_lazy.tracking import default_uri, experiment_links, experiment_names
+from lit_lazy.tracking import check_store, default_uri, experiment_links, experiment_names
 
 HOST = "127.0.0.1"
 READY_SECONDS = 120
@@ -20,14 +20,13 @@ READY_SECONDS = 120
 def serve(runs: Path, port: int) -> int:
     """Serve until interrupted; the server's exit status. Raises ValueError without a store or on a busy port."""
     uri = default_uri(runs)
+    check_store(uri)
     if not experiment_names(uri):
         raise ValueError(f"--runs {runs}: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` makes some")
     url = uri if uri.startswith("http") else f"http://{HOST}:{port}"
     if uri.startswith("http"):
         print_links(uri, url)
         return 0
-    if port > 65535:
-        raise ValueError(f"--port {port}: must be at most 65535")
     with socket.socket() as probe:
         if probe.connect_ex((HOST, port)) == 0:
             raise ValueError(f"--port {port}: something already listens there; choose another port")

@@ -19,6 +19,8 @@ from requests.exceptions import RequestException
 
 from lit_lazy.config import flatten
 from lit_lazy.dashboards import TAG_PREFIX, cells_view, run_link, runs_link, saved_view, view_id
+from lit_lazy.databases import reach, redacted, sqlite_file
+from lit_lazy.disk import writable_folder
 from lit_lazy.errors import UnfinishedError
 
 # MLflow tells of every database it creates, and trips over a deprecation of its own.
@@ -37,6 +39,7 @@ CONNECT_SECONDS = 5.0
 
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 SQLITE = "sqlite:///"
+DATABASES = ("sqlite", "postgresql", "postgresql+psycopg")
 TABLE_VIEW, CELLS_VIEW = "Variants (mean over seeds)", "All cells"
 
 
@@ -97,9 +100,20 @@ def answers(uri: str) -> str | None:
 
 
 def check_store(uri: str) -> None:
-    """Raise ValueError, in one line, where the tracking store cannot be reached."""
+    """Raise ValueError, in one line, where the tracking store cannot be used. Nothing is created."""
+    named = f"{URI_VARIABLE}={redacted(uri)}"
     if why := answers(uri):
-        raise ValueError(f"{URI_VARIABLE}={uri}: does not answer ({why}); start the server, or unset the variable")
+        raise ValueError(f"{named}: does not answer ({why}); start the server, or unset the variable")
+    scheme, _, rest = uri.partition("://")
+    if scheme in ("http", "https"):
+        return
+    if scheme not in DATABASES or rest in ("", "/", "/:memory:"):
+        raise ValueError(
+            f"{named}: must be http://HOST:PORT, sqlite:///FILE or postgresql://...; or unset the variable"
+        )
+    reach(URI_VARIABLE if os.environ.get(URI_VARIABLE) else "--runs", uri, "experiments", lambda _: None)
+    if (file := sqlite_file(uri)) is not None:
+        writable_folder(URI_VARIABLE if os.environ.get(URI_VARIABLE) else "--runs", file.parent)
 
 
 def default_uri(runs: Path) -> str:
@@ -298,4 +312,7 @@ def experiment_names(uri: str) -> list[str]:
     """Names of all experiments of a store; none where a local store does not exist, which is not created."""
     if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).exists():
         return []
-    return [experiment.name for experiment in MlflowClient(uri).search_experiments()]
+    try:
+        return [experiment.name for experiment in MlflowClient(uri).search_experiments()]
+    except MlflowException as error:
+        raise TrackingError(" ".join(str(error).split())[:300], reachable=True) from error

@@ -7,9 +7,10 @@ import torch
 
 from lit_lazy.config import RunConfig, cell_key, to_dict
 from lit_lazy.disk import writable_folder
+from lit_lazy.errors import UnfinishedError
 from lit_lazy.run import RunResult, git_sha, prepare, run
 from lit_lazy.spool import Card, Spool
-from lit_lazy.tracking import Tracker, check_store, default_uri
+from lit_lazy.tracking import Tracker, TrackingError, check_store, default_uri
 
 
 def train_tracked(
@@ -39,5 +40,11 @@ def train_tracked(
     except BaseException as error:
         spool.fail(repr(error)[:500], "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise
-    spool.finish(result)
+    try:
+        spool.finish(result)
+    except TrackingError as error:
+        raise UnfinishedError(
+            f"trained, but MLflow did not take the result ({error}); it is kept in {folder}, and the same command "
+            "sends it"
+        ) from error
     return result

@@ -37,11 +37,15 @@ from lit_lazy.config import (
     to_dict,
 )
 from lit_lazy.data import Backcopy, DataConfig, Stdlib
-from lit_lazy.files import PROJECT, load_experiment
+from lit_lazy.files import PROJECT, load_experiment, load_module
 from lit_lazy.grid.ablation import load_ablation
 
 EXPERIMENTS = {path.stem: load_experiment(path) for path in sorted((PROJECT / "experiments").glob("*.py"))}
-ABLATIONS = [load_ablation(path) for path in sorted((PROJECT / "ablations").glob("*.py"))]
+ABLATIONS = [
+    load_ablation(path)
+    for path in sorted((PROJECT / "ablations").glob("*.py"))
+    if not hasattr(load_module(path), "search")
+]
 SHIPPED = EXPERIMENTS | {
     f"{ablation.name}: {row.name}": replace_at(EXPERIMENTS[ablation.base], {**ablation.common, **row.changes})
     for ablation in ABLATIONS

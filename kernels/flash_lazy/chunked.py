@@ -3,6 +3,8 @@
 A block is a rectangle (some sequences, some kv heads, consecutive queries, the keys they can see); only its scores
 exist at a time, and the backward pass computes them again from the inputs, which are all that is kept. Whole rows are
 at hand in both passes, so no running maximum is needed and the gradients are the formulas of the method term by term.
+Softmax is never divided out over a block: with e = exp(score - row maximum) and its row sum, weights are
+max(e - theta * sum, 0), and the division falls on the rows of the output, or of its gradient.
 
 Geometry: queries end where the keys end, and a block never spans two documents, so query and key distances depend on
 (row, column) counted from the block's lower right corner alone. One strip `[H, R, C]` of bias and causal mask, cut at
@@ -21,12 +23,14 @@ from torch.autograd.function import once_differentiable
 
 from flash_lazy.reference import Options, Stats, compute_dtype
 
-# Scores of one block, B * H * R * C. A block keeps about five such matrices at its peak. Small enough for a CPU's
-# cache, large enough on a GPU that launching kernels does not dominate.
+# Scores of one block, B * H * R * C. The backward pass keeps three such matrices (four to renormalise). Small enough
+# for a CPU's cache, large enough on a GPU that launching kernels does not dominate.
 BLOCK_ELEMENTS_CPU = 2**18
 BLOCK_ELEMENTS_GPU = 2**25
 # Fewer rows than this waste matrix products: sequences and heads are split first.
 FULL_ROWS = 64
+# Columns of weights that are skipped together where none survives. Narrower ones would be skipped more often, and cost
+# where nothing can be.
 TILE_COLUMNS = 256
 LOG2E = math.log2(math.e)
 
@@ -120,6 +124,7 @@ class _Sweep:
         self.block_rows, self.parts, self.blocks = _blocks(
             (self.batch, self.kv_heads, self.group, self.rows, self.keys), cuts, options.window, self.device.type
         )
+        self.block_columns = max(block.keys.stop - block.keys.start for block in self.blocks)
         self._place_rows_and_keys()
 
         self.q, self.k, self.v = self._by_group(q.to(self.dtype)), k.to(self.dtype), v.to(self.dtype)
@@ -129,11 +134,7 @@ class _Sweep:
             self.k, self.v = (x.masked_fill(self.hidden[:, None, :, None], 0) for x in (self.k, self.v))
         if self.blind is not None:
             self.q = self.q.masked_fill(self.blind, 0)
-        self.lifts = self.device.type != "cpu" or bool((self.theta < 0).any())
         self._build_strip()
-        matrices = math.prod(self.parts[0].shape) * self.group
-        widest = max(block.keys.stop - block.keys.start for block in self.blocks)
-        self.scratch = torch.empty(3, matrices * self.block_rows * widest, dtype=self.dtype, device=self.device)
 
     def _by_group(self, x: Tensor) -> Tensor:
         """`[B, H, Lq, D]` as a view `[B, Hkv, G, Lq, D]`."""
@@ -189,15 +190,17 @@ class _Sweep:
         else:
             tau_rows = tau[None, ..., None]
         self.theta = (tau_rows / self.divisor)[..., None]
+        # Below a negative threshold the ReLU alone gives hidden keys weight. Only the CPU can tell without waiting.
+        self.lifts_hidden = self.device.type != "cpu" or bool((self.theta < 0).any())
 
     def _build_strip(self) -> None:
         """The additive strip `[H or 1, R, C]` of bias and mask in base 2, cut at the lower right corner (distance 0).
 
-        Without a window or slopes it is 0 left of the columns stored. `triangle` `[R, C']` is
-        0 on its hidden entries and 1 elsewhere; left of its columns nothing is hidden.
+        Without a window or slopes it is 0 left of the columns stored. `triangle` `[R, C']` is 0 on its hidden entries
+        and 1 elsewhere; left of its columns nothing is hidden.
         """
         rows, window = self.block_rows, self.options.window
-        widest = max(block.keys.stop - block.keys.start for block in self.blocks)
+        widest = self.block_columns
         reach = 0 if self.bias is None else self.bias.shape[1]
         columns = widest if self.slopes is not None or window is not None else min(widest, rows + max(reach - 1, 0))
         # Value at distance d, for d from columns - 1 down to -(rows - 1).
@@ -213,62 +216,65 @@ class _Sweep:
         if window is not None:
             outside |= distance >= window
         value.mul_(LOG2E).masked_fill_(outside, -torch.inf)
-        # Row r of the strip is the window of `value` that starts r places before the end of its slack. flip keeps the
-        # window's strides, which run along the rows.
-        self.strip = value.unfold(-1, columns, 1).flip(1).contiguous()
-        self.strip = self.strip.view(1 if heads == 1 else self.kv_heads, -1, rows, columns)
+        # Row r of the strip is the window of `value` that starts r places before the end of its slack. flip alone would
+        # keep the strides of the windows, which make neighbours of rows.
+        strip = value.unfold(-1, columns, 1).flip(1).contiguous()
+        self.strip = strip.view(1 if heads == 1 else self.kv_heads, -1, rows, columns)
         edge = columns if window is not None else rows
         self.triangle = (~outside).to(self.dtype).unfold(-1, columns, 1)[:, columns - edge :].flip(0)
         self.distance = distance
 
     # -- one block of a part, all tensors `[b * h, ...]` --------------------------------------------------------------
 
-    def _matrix(self, index: int, count: int, block: _Block) -> Tensor:
-        """One of three matrices `[b * h, G, R, C]` for the scores of a block, in memory that all blocks share."""
+    def _scratch(self, matrices: int) -> Tensor:
+        """Memory that all blocks share: `[matrices, scores of the largest block]`."""
+        size = math.prod(self.parts[0].shape) * self.group * self.block_rows * self.block_columns
+        return torch.empty(matrices, size, dtype=self.dtype, device=self.device)
+
+    def _matrices(self, scratch: Tensor, part: _Part, block: _Block) -> Tensor:
+        """The scratch memory as matrices of scores of a block, `[matrices, b * h, G, R, C]`."""
         rows, columns = block.rows.stop - block.rows.start, block.keys.stop - block.keys.start
-        elements = count * self.group * rows * columns
-        return self.scratch[index, :elements].view(count, self.group, rows, columns)
+        shape = math.prod(part.shape), self.group, rows, columns
+        return scratch[:, : math.prod(shape)].view(-1, *shape)
 
-    def _exponentials(self, q: Tensor, k: Tensor, part: _Part, block: _Block) -> tuple[Tensor, Tensor, Tensor]:
-        """exp(score - row maximum) of a block, the maxima in base 2, and the row sums: p is their quotient.
+    def _exponentials(self, q: Tensor, k: Tensor, part: _Part, block: _Block, e: Tensor) -> tuple[Tensor, Tensor]:
+        """Fills e with exp(score - row maximum); the maxima in base 2, and the row sums: e / sum is the softmax.
 
-        The base is 2 because its power is the cheaper one. A row that sees no key has the sum 1.
+        The base is 2 because its power is the cheaper one. A row that sees no key has e = 0 and the sum 1.
         """
-        e = self._matrix(0, len(q), block)
-        flat, k = e.flatten(1, 2), k.transpose(1, 2)
-        by_head = e.unflatten(0, part.shape)
-        # Scaling q instead would be as cheap and round D times as often.
-        scale = self.options.scale * LOG2E
         strip = self._strip_of(self.strip, part, block)
         left = e.shape[-1] - strip.shape[-1]
+        flat, k = e.flatten(1, 2), k.transpose(1, 2)
+        # Scaling q instead would be as cheap and round D times as often.
+        scale = self.options.scale * LOG2E
         if left:
             flat[..., :left].baddbmm_(q, k[..., :left], beta=0, alpha=scale)
-            flat, by_head, k = flat[..., left:], by_head[..., left:], k[..., left:]
-        by_head.copy_(strip)
-        flat.baddbmm_(q, k, alpha=scale)
+        e[..., left:].unflatten(0, part.shape).copy_(strip)
+        flat[..., left:].baddbmm_(q, k[..., left:], alpha=scale)
         if self.hidden is not None:
-            e.unflatten(0, part.shape).masked_fill_(self._hidden(part, block), -torch.inf)
+            self._fill_hidden(e, self.hidden, part, block, -torch.inf)
         top = e.amax(-1, keepdim=True)
         e.sub_(top.clamp(min=torch.finfo(self.dtype).min)).exp2_()
-        return e, top, e.sum(-1, keepdim=True).clamp_(min=1)
+        return top, e.sum(-1, keepdim=True).clamp_(min=1)
 
     def _strip_of(self, strip: Tensor, part: _Part, block: _Block) -> Tensor:
         rows, columns = block.rows.stop - block.rows.start, block.keys.stop - block.keys.start
         heads = part.heads if strip.shape[0] > 1 else slice(None)
         return strip[heads, :, -rows:, -min(columns, strip.shape[-1]) :]
 
-    def _hidden(self, part: _Part, block: _Block) -> Tensor:
-        return self.hidden[part.batch, None, None, None, block.keys]
+    @staticmethod
+    def _fill_hidden(x: Tensor, hidden: Tensor, part: _Part, block: _Block, value: float) -> None:
+        x.unflatten(0, part.shape).masked_fill_(hidden[part.batch, None, None, None, block.keys], value)
 
-    def _weights(self, e: Tensor, theta: Tensor, part: _Part, block: _Block, out: Tensor) -> Tensor:
-        """max(e - theta, 0), exactly 0 where the key is hidden; `out` may be e."""
+    def _threshold(self, e: Tensor, theta: Tensor, part: _Part, block: _Block, out: Tensor) -> Tensor:
+        """max(e - theta, 0) in `out`, which may be e; exactly 0 where the key is hidden."""
         w = torch.sub(e, theta, out=out).relu_()
-        if self.lifts:  # below a negative threshold the ReLU alone would give hidden keys weight
+        if self.lifts_hidden:
             rows, columns = w.shape[-2:]
             edge = min(columns, self.triangle.shape[-1])
             w[..., columns - edge :].mul_(self.triangle[-rows:, -edge:])
             if self.hidden is not None:
-                w.unflatten(0, part.shape).masked_fill_(self._hidden(part, block), 0)
+                self._fill_hidden(w, self.hidden, part, block, 0)
         return w
 
     # -- the two passes ----------------------------------------------------------------------------------------------
@@ -278,15 +284,18 @@ class _Sweep:
         # In the layout of q, in which the model will go on.
         result = torch.empty_like(self.q, dtype=self.out_dtype)
         stats = Stats(*(torch.empty(shape, device=self.device) for _ in Stats._fields)) if with_stats else None
+        scratch = self._scratch(1)
         for part in self.parts:
             q, k, v, theta = (part.of(x) for x in (self.q, self.k, self.v, self.theta))
             for block in self.blocks:
-                e, top, total = self._exponentials(q[:, :, block.rows].flatten(1, 2), k[:, block.keys], part, block)
-                w = self._weights(e, theta[:, :, block.rows] * total, part, block, out=e)
+                (e,) = self._matrices(scratch, part, block)
+                q_rows, k_keys, v_keys = q[:, :, block.rows].flatten(1, 2), k[:, block.keys], v[:, block.keys]
+                top, total = self._exponentials(q_rows, k_keys, part, block, e)
+                w = self._threshold(e, theta[:, :, block.rows] * total, part, block, out=e)
                 divisor = _or_one(w.sum(-1, keepdim=True)) if self.options.renormalise else total
-                out = _value_product(w.flatten(1, 2), v[:, block.keys]).view(*w.shape[:-1], self.width)
+                out = _value_product(w.flatten(1, 2), v_keys).view(*w.shape[:-1], self.width).div_(divisor)
                 place = part.batch, part.heads, slice(None), block.rows
-                result[place] = out.div_(divisor).unflatten(0, part.shape)
+                result[place] = out.unflatten(0, part.shape)
                 if stats is not None:
                     self._describe(Stats(*(x[place] for x in stats)), w, top, total, divisor, part, block)
         return tuple(x.flatten(1, 2) for x in (result, *(stats or ())))
@@ -316,45 +325,47 @@ class _Sweep:
         grad = self._by_group(grad.to(self.dtype))
         if self.blind is not None:
             grad = grad.masked_fill(self.blind, 0)
-        dq, dk, dv = (torch.empty_like(x) for x in (self.q, self.k, self.v))
+        dq = torch.empty_like(self.q)
+        # Contiguous, so that a part of them is a view to add to: sequences are split before heads.
+        dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (self.k, self.v))
         survivors = torch.empty(self.q.shape[:-1], dtype=self.dtype, device=self.device)  # sum_j m_ij dp_ij
         dstrip = torch.zeros_like(self.strip) if needed[4] or needed[5] else None
-        scale = self.options.scale
+        scratch, scale = self._scratch(3), self.options.scale
         for part in self.parts:
             q, k, v, do, theta = (part.of(x) for x in (self.q, self.k, self.v, grad, self.theta))
-            dk_part, dv_part = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+            dk_part, dv_part = part.of(dk), part.of(dv)
             for block in self.blocks:
-                place = part.batch, part.heads, slice(None), block.rows
+                e, w, dp = self._matrices(scratch, part, block)
                 q_rows, k_keys, v_keys = q[:, :, block.rows].flatten(1, 2), k[:, block.keys], v[:, block.keys]
-                e, _, total = self._exponentials(q_rows, k_keys, part, block)
-                out = self._matrix(1, len(q), block)
-                w = self._weights(e, theta[:, :, block.rows] * total, part, block, out)
+                _, total = self._exponentials(q_rows, k_keys, part, block, e)
+                self._threshold(e, theta[:, :, block.rows] * total, part, block, out=w)
                 divisor = _or_one(w.sum(-1, keepdim=True)) if self.options.renormalise else total
-                # Rows of dO are divided instead of rows of weights: dp is dp / total as well.
+                # w, e and dp stand for weights, softmax and gradient times, times and over `total` (`divisor`).
                 do_rows = (do[:, :, block.rows] / divisor).flatten(1, 2)
-                dp = self._matrix(2, len(q), block)
                 _value_gradients(w.flatten(1, 2), do_rows, v_keys, dp.flatten(1, 2), dv_part[:, block.keys])
                 if self.options.renormalise:
                     dp.sub_((w * dp).sum(-1, keepdim=True).div_(divisor))
                 dp.mul_(w.sign_())  # m_ij dp_ij
+                place = part.batch, part.heads, slice(None), block.rows
                 survivors[place] = (dp.sum(-1, keepdim=True) * total).squeeze(-1).unflatten(0, part.shape)
                 delta = torch.mul(e, dp, out=w).sum(-1, keepdim=True).div_(total)
-                ds = torch.mul(dp.sub_(delta), e, out=w)  # p_ij (m_ij dp_ij - delta_i)
+                ds = torch.mul(e, dp.sub_(delta), out=w)  # p_ij (m_ij dp_ij - delta_i)
                 if dstrip is not None:
-                    strip = self._strip_of(dstrip, part, block)
-                    band = ds[..., ds.shape[-1] - strip.shape[-1] :].unflatten(0, part.shape)
-                    strip.add_(band[0] if len(band) == 1 else band.sum(0))
+                    self._add_to_strip(dstrip, ds, part, block)
                 ds = ds.flatten(1, 2)
                 dq_rows = torch.bmm(ds, k_keys).mul_(scale)
                 dq[place] = dq_rows.view(*part.shape, self.group, -1, self.width)
                 dk_part[:, block.keys].baddbmm_(ds.transpose(1, 2), q_rows, alpha=scale)
-            dk[part.batch, part.heads] = dk_part.unflatten(0, part.shape)
-            dv[part.batch, part.heads] = dv_part.unflatten(0, part.shape)
         if self.shift is not None:
             dk, dv = (_roll(x, -self.shift) for x in (dk, dv))
         dbias, dslopes = self._strip_gradients(dstrip) if dstrip is not None else (None, None)
         dtau = self._tau_gradient(survivors) if needed[3] else None
         return dq.flatten(1, 2).to(self.out_dtype), dk.to(self.out_dtype), dv.to(self.out_dtype), dtau, dbias, dslopes
+
+    def _add_to_strip(self, dstrip: Tensor, ds: Tensor, part: _Part, block: _Block) -> None:
+        strip = self._strip_of(dstrip, part, block)
+        band = ds[..., ds.shape[-1] - strip.shape[-1] :].unflatten(0, part.shape)
+        strip.add_(band[0] if len(band) == 1 else band.sum(0))  # sum would copy the one sequence
 
     def _tau_gradient(self, survivors: Tensor) -> Tensor:
         per_row = -(survivors / self.divisor).double()
@@ -463,9 +474,9 @@ def _value_gradients(w: Tensor, do: Tensor, v: Tensor, dp: Tensor, dv: Tensor) -
             dp[..., tile] = 0
 
 
-def _or_one(total: Tensor) -> Tensor:
-    """Row sums, and 1 for a row that is all zero, so that it stays zero when divided."""
-    return torch.where(total > 0, total, 1)
+def _or_one(mass: Tensor) -> Tensor:
+    """Row sums, and 1 for a row whose weights are all zero, so that it stays zero when divided."""
+    return torch.where(mass > 0, mass, 1)
 
 
 def _roll(x: Tensor, shift: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def bench_grid(
     not usable.
     """
     if any(size < SEEDS or size % SEEDS for size in sizes):
-        raise ValueError(f"sizes={list(sizes)}: each must be a multiple of {SEEDS}, the seeds of a row")
+        raise ValueError(f"--cells {','.join(map(str, sizes))}: each must be a multiple of {SEEDS}, the seeds of a row")
     if pairs < 2:
         raise ValueError(f"pairs={pairs}: must be 2 or more, or there is no spread")
     torch.set_num_threads(1)

@@ -42,6 +42,8 @@ LOCAL_REACH = 8.0
 """Keys over which the bias of the state "local" lowers a score by one nat."""
 TILE_ROWS, TILE_COLUMNS = 64, (64, 256)
 """Tiles whose emptiness is counted: those of a usual GPU kernel, and as wide as the CPU backend skips."""
+LONGEST = 4096
+"""Tiles of 64 columns are told apart by the 64 channels of a head."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,12 @@ def bench_step(
 ) -> dict[str, Any]:
     """Measure, tell the table to `console`, and write `out` (.json) and the table beside it (.md).
 
-    lengths: sequence lengths, each a divisor of `tokens`, the tokens of a step. rounds: 2 or more paired rounds after
-    one to warm up. Raises ValueError where they do not fit.
+    lengths: sequence lengths up to LONGEST, each a divisor of `tokens`, the tokens of a step. rounds: 2 or more paired
+    rounds after one to warm up. Raises ValueError where they do not fit.
     """
     for length in lengths:
-        if length < 2 or tokens % length:
-            raise ValueError(f"lengths has {length}: must be 2 or more and divide the {tokens} tokens of a step")
+        if not 2 <= length <= LONGEST or tokens % length:
+            raise ValueError(f"lengths has {length}: must be 2 to {LONGEST} and divide the {tokens} tokens of a step")
     if rounds < 2:
         raise ValueError(f"rounds is {rounds}: must be 2 or more, or there is no spread")
     threads = torch.get_num_threads()
@@ -196,7 +198,7 @@ def _attention_stepper(model: DecoderLM, ids: Tensor) -> Callable[[], None]:
     normaliser = model.attentions[0].normaliser
     q, k, v, *rest = _attention_inputs(model, ids)[0]
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(SEED))
+    grad = torch.empty_like(v).normal_(generator=torch.Generator().manual_seed(SEED))  # laid out as in the model
 
     def step() -> None:
         normaliser(q, k, v, *rest)[0].backward(grad)
@@ -270,7 +272,8 @@ def _survival(model: DecoderLM, ids: Tensor) -> dict[str, Any]:
     length = ids.shape[1] - 1
     with torch.no_grad():
         stats = model.forward_with_stats(ids[:, :-1])[1]
-        masses = torch.cat([_tile_masses(call, layer.normaliser.tau) for call, layer in _layers(model, ids)])
+        calls = zip(_attention_inputs(model, ids), model.attentions, strict=True)
+        masses = torch.cat([_tile_masses(call, layer.normaliser.tau) for call, layer in calls])  # type: ignore[arg-type]
     rows = stats[0].zeros.numel() // length
     visible = rows * length * (length + 1) // 2 * len(stats)
     starts = torch.arange(masses.shape[-2]) * TILE_ROWS
@@ -286,14 +289,10 @@ def _survival(model: DecoderLM, ids: Tensor) -> dict[str, Any]:
     }
 
 
-def _layers(model: DecoderLM, ids: Tensor) -> Sequence[tuple[tuple[Any, ...], Any]]:
-    return list(zip(_attention_inputs(model, ids), model.attentions, strict=True))
-
-
 def _tile_masses(call: tuple[Any, ...], tau: Tensor) -> Tensor:
     """Sum of the weights in each tile of TILE_ROWS x min(TILE_COLUMNS), `[B, H, rows, columns]`.
 
-    The values that make attention return sums over tiles of columns: key j's value is 1 at j's tile and 0 elsewhere.
+    Attention itself sums a row's weights over tiles of columns when key j's value is 1 at j's tile and 0 elsewhere.
     """
     q, k, v, bias, *_ = call
     tile = torch.arange(k.shape[2]) // min(TILE_COLUMNS)

@@ -1,6 +1,7 @@
 """An ablation and its cells: every training it consists of, expanded and checked before anything is created."""
 
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
@@ -10,6 +11,8 @@ from lit_lazy.config import RunConfig, cell_key, flatten, replace_at, to_dict
 from lit_lazy.files import load_module
 from lit_lazy.grid.table import Column, Contrast, RowInfo
 from lit_lazy.run import prepare
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True)
@@ -46,17 +49,27 @@ class Ablation:
     """The experiment it runs on unless told otherwise."""
 
     def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise ValueError(
+                f"ablation {self.name!r}: its name becomes a folder's; take letters, digits, _, - and ., the first a "
+                "letter or a digit"
+            )
         names = [row.name for row in self.all_rows]
         if bool(self.rows) == bool(self.axes):
             raise ValueError(f"ablation {self.name!r}: give either rows or axes")
-        if len(set(names)) != len(names):
-            raise ValueError(f"ablation {self.name!r}: two rows have the same name")
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"ablation {self.name!r}: two rows have the same name {twice[0]!r}; rename one")
+        if odd := [name for name in names if not name.isprintable() or name.strip() != name or not name]:
+            raise ValueError(f"ablation {self.name!r}: row {odd[0]!r} has no name that can be shown; give it another")
         if commas := [name for name in names if "," in name]:
             raise ValueError(f"ablation {self.name!r}: row {commas[0]!r} has a comma in its name, which separates rows")
         if self.baseline not in names:
             raise ValueError(f"ablation {self.name!r}: baseline {self.baseline!r} is not one of its rows")
         if not self.seeds:
             raise ValueError(f"ablation {self.name!r}: needs at least one seed")
+        for seeds in (self.seeds, *(row.seeds for row in self.rows if row.seeds is not None)):
+            if not seeds or len(set(seeds)) < len(seeds) or not all(type(seed) is int and seed >= 0 for seed in seeds):
+                raise ValueError(f"ablation {self.name!r}: seeds={seeds!r}: must be different whole numbers, 0 or more")
 
     @property
     def all_rows(self) -> tuple[Row, ...]:
@@ -89,9 +102,12 @@ class Cell:
 
 def load_ablation(path: Path) -> Ablation:
     """The `ablation` that a file defines."""
-    ablation = getattr(load_module(path), "ablation", None)
+    module = load_module(path)
+    ablation = getattr(module, "ablation", None)
+    if ablation is None and hasattr(module, "search"):
+        raise ValueError(f"{path}: defines a search, not an ablation; `lit-lazy ablate search {path.stem}` runs it")
     if not isinstance(ablation, Ablation):
-        raise ValueError(f"{path}: defines no `ablation` of type Ablation")
+        raise ValueError(f"{path}: defines no `ablation`; give it one, an Ablation(...)")
     return ablation
 
 
@@ -160,7 +176,10 @@ def _refuse_twins(cells: Sequence[Cell]) -> None:
     for cell in cells:
         twin = first.setdefault(cell.key, cell)
         if twin is not cell:
-            raise ValueError(f"rows {twin.variant!r} and {cell.variant!r} are the same training (seed {cell.seed})")
+            raise ValueError(
+                f"rows {twin.variant!r} and {cell.variant!r} are the same training (seed {cell.seed}); leave one out, "
+                "for example by --rows"
+            )
 
 
 def _axes(configs: Sequence[dict[str, Any]]) -> list[dict[str, str]]:

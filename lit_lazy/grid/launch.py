@@ -1,6 +1,5 @@
 """Runs an ablation: enqueues what is missing, starts workers, shows progress, writes the table."""
 
-import hashlib
 import shlex
 import shutil
 import sys
@@ -10,18 +9,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
 from lit_lazy import figures
-from lit_lazy.disk import is_disk_full, write_text
+from lit_lazy.disk import is_disk_full
 from lit_lazy.errors import UnfinishedError
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.plan import PLAN, Plan, read_plan, save, table_from_mlflow
-from lit_lazy.grid.pool import Job, LocalPool
+from lit_lazy.grid.pool import LocalPool, Pool
 from lit_lazy.grid.progress import Progress
 from lit_lazy.grid.queue import FINISHED, Entry, Queue, Watch, default_storage, is_dead, redacted
 from lit_lazy.grid.table import Table
+from lit_lazy.grid.worker import Job
 from lit_lazy.run import git_sha
 from lit_lazy.tracking import Tracker, TrackingError, default_uri
 
@@ -81,6 +82,10 @@ class Launch:
     """Leave cells of the same grid that were not asked for to others."""
     retry_failed: int = 0
     """How often a cell that fails is tried again."""
+    launcher: Literal["local", "ray"] = "local"
+    """Worker processes on this machine, or tasks on the Ray cluster that this process has joined."""
+    gpus: float = 0.0
+    """GPUs of a Ray task."""
 
 
 def run_grid(grid: Grid, launch: Launch, console: Console) -> tuple[Table, bool]:
@@ -106,7 +111,7 @@ def run_grid(grid: Grid, launch: Launch, console: Console) -> tuple[Table, bool]
         console.print(f"{len(keys)} cells, {len(keys) - len(left)} already complete, {added} enqueued", highlight=False)
         tracker.set_running(parent_id)
         progress = Progress(queue, keys, console)
-        supervisor.work(LocalPool(make_job(grid, launch, queue, tracker, parent_id), launch.workers), progress)
+        supervisor.work(make_pool(make_job(grid, launch, queue, tracker, parent_id), launch), progress)
     else:
         console.print(f"{len(keys)} cells, all complete: nothing to do", highlight=False)
     states = queue.states()
@@ -120,13 +125,6 @@ def run_grid(grid: Grid, launch: Launch, console: Console) -> tuple[Table, bool]
 
 def make_job(work: Work, launch: Launch, queue: Queue, tracker: Tracker, parent_id: str) -> Job:
     """What the workers have to know."""
-    keys = None
-    if launch.only_these:
-        listed = "\n".join(cell.key for cell in work.cells)
-        # Another process may have been asked for other cells of the same study.
-        keys = work.folder / "workers" / f"cells-{hashlib.sha256(listed.encode()).hexdigest()[:8]}.txt"
-        keys.parent.mkdir(exist_ok=True)
-        write_text(keys, listed)
     return Job(
         storage=queue.url,
         study=work.id,
@@ -135,9 +133,18 @@ def make_job(work: Work, launch: Launch, queue: Queue, tracker: Tracker, parent_
         parent_id=parent_id,
         threads=launch.threads,
         keep_checkpoints=launch.keep_checkpoints,
-        keys=keys,
+        keys=frozenset(cell.key for cell in work.cells) if launch.only_these else None,
         files=work.files,
     )
+
+
+def make_pool(job: Job, launch: Launch) -> Pool:
+    """The workers of a grid, none started yet."""
+    if launch.launcher == "local":
+        return LocalPool(job, launch.workers)
+    from lit_lazy.grid.ray_pool import RayPool
+
+    return RayPool(job, launch.workers, launch.gpus)
 
 
 def _tell_failures(queue: Queue, tracker: Tracker, parent_id: str) -> None:
@@ -211,7 +218,7 @@ class Supervisor:
         self._crashes = self._ended = 0
         self._told = False
 
-    def work(self, pool: LocalPool, progress: Progress) -> None:
+    def work(self, pool: Pool, progress: Progress) -> None:
         """Return when every cell has ended. Ctrl-C ends the workers after their bookkeeping."""
         with progress:
             try:
@@ -221,7 +228,7 @@ class Supervisor:
                 pool.stop()
                 raise
 
-    def _step(self, pool: LocalPool, progress: Progress) -> bool:
+    def _step(self, pool: Pool, progress: Progress) -> bool:
         """Look once at workers and cells; whether there is something left to wait for."""
         try:
             ended = pool.reap()
@@ -278,7 +285,7 @@ class Supervisor:
                 count = f"{self._retries[entry.key]}/{most}"
                 self._say(f"{entry.variant} seed {entry.seed} failed ({entry.reason}); tried again, {count}")
 
-    def _count_crashes(self, crashed: int, counts: Mapping[str, int], pool: LocalPool) -> None:
+    def _count_crashes(self, crashed: int, counts: Mapping[str, int], pool: Pool) -> None:
         ended = sum(counts[state] for state in (*FINISHED, "failed"))
         self._crashes = 0 if ended > self._ended else self._crashes + crashed
         self._ended = ended

@@ -1,41 +1,19 @@
-"""Worker processes on this machine, one per slot."""
+"""Where workers run: what a pool of them can do, and the pool of processes on this machine, one per slot."""
 
+import hashlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from lit_lazy.grid.worker import DISK_FULL, STORAGE_VARIABLE
-
-
-@dataclass(frozen=True)
-class Job:
-    """What every worker of a grid has to know."""
-
-    storage: str
-    study: str
-    runs: Path
-    tracking_uri: str
-    parent_id: str
-    threads: int
-    keep_checkpoints: bool
-    keys: Path | None
-    """File with the keys of the cells to take, one a line; None for all."""
-    files: Sequence[Path]
-    """Python files that define classes of the cells' configs."""
-    module: str = "lit_lazy.grid.worker"
-    """What a worker process runs."""
-
-    @property
-    def folder(self) -> Path:
-        """The grid's folder."""
-        return self.runs / self.study
+from lit_lazy.disk import write_text
+from lit_lazy.grid.worker import DISK_FULL, STORAGE_VARIABLE, Job
 
 
 @dataclass(frozen=True)
@@ -46,12 +24,37 @@ class Ended:
     disk_full: int = 0
 
 
+class Pool(Protocol):
+    """Workers that take cells from the queue."""
+
+    def __len__(self) -> int:
+        """How many are at work."""
+        ...
+
+    def reap(self) -> Ended:
+        """Forget the workers that have ended."""
+        ...
+
+    def start(self, most: int) -> None:
+        """Start up to `most` workers, as far as there is room for them."""
+        ...
+
+    def stop(self) -> None:
+        """Have the workers finish their bookkeeping, and wait for them. A second Ctrl-C kills them."""
+        ...
+
+    def last_words(self) -> str:
+        """What the worker that spoke last had to say, and where."""
+        ...
+
+
 class LocalPool:
     """Subprocesses, each in a session of its own, so that Ctrl-C reaches them through their parent alone."""
 
     def __init__(self, job: Job, size: int) -> None:
         self.job, self.size = job, size
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
+        self._keys = _keys_file(job)
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -83,11 +86,7 @@ class LocalPool:
 
     def last_words(self) -> str:
         """The last line of the log that was written to last, and which log that is."""
-        logs = sorted(self.job.folder.glob("worker-*.log"), key=lambda path: path.stat().st_mtime)
-        if not logs:
-            return "no worker wrote a log"
-        lines = logs[-1].read_text(errors="replace").strip().splitlines()
-        return f"{lines[-1] if lines else 'nothing'} ({logs[-1]})"
+        return last_log_line(self.job.folder)
 
     def _start(self, slot: int) -> subprocess.Popen[bytes]:
         job = self.job
@@ -99,7 +98,7 @@ class LocalPool:
             *("--tracking-uri", job.tracking_uri),
             *("--parent", job.parent_id),
             *(["--keep-checkpoints"] if job.keep_checkpoints else []),
-            *(["--keys", str(job.keys.resolve())] if job.keys else []),
+            *(["--keys", str(self._keys)] if self._keys else []),
             *("--import", *(str(file) for file in job.files)),
         ]
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(job.threads))
@@ -112,6 +111,27 @@ class LocalPool:
                 env=os.environ | threads | {STORAGE_VARIABLE: job.storage} | _one_gpu(slot),
                 start_new_session=True,
             )
+
+
+def last_log_line(folder: Path) -> str:
+    """The last line of the workers' log in a grid's folder that was written to last, and which log that is."""
+    logs = sorted(folder.glob("worker-*.log"), key=lambda path: path.stat().st_mtime)
+    if not logs:
+        return "no worker wrote a log"
+    lines = logs[-1].read_text(errors="replace").strip().splitlines()
+    return f"{lines[-1] if lines else 'nothing'} ({logs[-1]})"
+
+
+def _keys_file(job: Job) -> Path | None:
+    """A file with the keys of the cells to take, one a line: they may be too many for a command line."""
+    if job.keys is None:
+        return None
+    listed = "\n".join(sorted(job.keys))
+    # Another process may have been asked for other cells of the same study.
+    path = job.folder / "workers" / f"cells-{hashlib.sha256(listed.encode()).hexdigest()[:8]}.txt"
+    path.parent.mkdir(exist_ok=True)
+    write_text(path, listed)
+    return path.resolve()
 
 
 def _one_gpu(slot: int) -> dict[str, str]:

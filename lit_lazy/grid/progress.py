@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -20,8 +20,11 @@ MOST_SHOWN = 12
 class Progress:
     """A live display on a terminal; elsewhere a line whenever a cell has ended, at most every few seconds."""
 
-    def __init__(self, queue: Queue, keys: Sequence[str], console: Console) -> None:
-        self.queue, self.keys, self.console = queue, set(keys), console
+    def __init__(
+        self, queue: Queue, keys: Sequence[str], console: Console, notes: Callable[[], list[str]] = list
+    ) -> None:
+        """notes: what else there is to say."""
+        self.queue, self.keys, self.console, self.notes = queue, set(keys), console, notes
         self._running: list[str] = []
         self.started = time.monotonic()
         self.done_before = _done(self._counts(queue.states()))
@@ -64,11 +67,7 @@ class Progress:
         parts = [f"{_done(counts)}/{len(self.keys)} cells done", f"{counts['running']} running"]
         parts += [f"{counts[state]} {state}" for state in ("pruned", "failed") if counts[state]]
         elapsed = time.monotonic() - self.started
-        return ", ".join([*parts, f"{clock(elapsed)} elapsed", self._rest(counts, elapsed), *self._notes()])
-
-    def _notes(self) -> list[str]:
-        """What else there is to say."""
-        return []
+        return ", ".join([*parts, f"{clock(elapsed)} elapsed", self._rest(counts, elapsed), *self.notes()])
 
     def _rest(self, counts: Counter[str], elapsed: float) -> str:
         done = _done(counts) - self.done_before

@@ -25,8 +25,9 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 from sqlalchemy import text
 
-from lit_lazy.databases import StorageError, engine_options, reach, redacted, sqlite_file
+from lit_lazy.databases import StorageError, engine_options, first_line, reach, redacted, sqlite_file
 from lit_lazy.disk import is_disk_full, writable_folder
+from lit_lazy.errors import UnfinishedError
 from lit_lazy.grid.ablation import Cell
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -47,6 +48,10 @@ ADVISORY_LOCK = 0x6C69746C617A79
 """PostgreSQL's number of the lock that all processes on a storage share."""
 PATIENCE_SECONDS = 600.0
 """How long a database that does not answer is tried again before a process gives up."""
+
+
+class StorageAwayError(UnfinishedError):
+    """The database did not answer for a long time."""
 
 
 class LostError(RuntimeError):
@@ -220,8 +225,13 @@ class Queue:
             try:
                 return work()
             except (sqlalchemy.exc.OperationalError, optuna.exceptions.StorageInternalError) as error:
-                if is_disk_full(error) or time.monotonic() > give_up:
+                if is_disk_full(error):
                     raise
+                if time.monotonic() > give_up:
+                    raise StorageAwayError(
+                        f"the queue's database {redacted(self.url)} has not answered for {PATIENCE_SECONDS / 60:.0f} "
+                        f"minutes ({first_line(error)}); nothing is lost, the same command goes on"
+                    ) from error
             time.sleep(pause)
             pause = min(2 * pause, 15.0)
 

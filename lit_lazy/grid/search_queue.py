@@ -12,14 +12,13 @@ from typing import Any, Literal
 
 import numpy as np
 import optuna
-from optuna.distributions import FloatDistribution
+from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import FrozenTrial, TrialState
 
 from lit_lazy.grid.queue import STATES, LostError, Queue, Task
 from lit_lazy.grid.search import Definition
 
-DIVERGED = "DivergedError"
 GOOD_SHARE = 0.25
 """Importance asks what sets this best share of the complete points apart."""
 FEWEST_FOR_IMPORTANCE = 5
@@ -38,7 +37,7 @@ class Point:
     value: float | None
     """The objective at the end of training; None unless complete."""
     reports: dict[int, float]
-    """The objective at each validation, by step."""
+    """The objective at each validation, by step, where it was finite."""
     reason: str
 
     @property
@@ -54,10 +53,6 @@ class SearchQueue(Queue):
     def definition(self) -> Definition:
         """The search's; there once its parent run is begun."""
         return Definition.from_json(self.facts["definition"])
-
-    def add_points(self, most: int) -> int:
-        """Enqueue what is missing of the first `most` points, the failed ones anew; how many those were."""
-        return self.add_missing([self.definition.undrawn(number) for number in range(most)])
 
     def claim(self, worker: Mapping[str, str], keys: Set[str] | None = None) -> Task | None:
         """Take a waiting point. One that was taken before lies where it lay; any other is drawn now."""
@@ -81,13 +76,17 @@ class SearchQueue(Queue):
         """
         trial = self._storage.get_trial(trial_id)
         definition = self.definition
-        space = {path: FloatDistribution(axis.low, axis.high, log=axis.log) for path, axis in definition.axes.items()}
+        space: dict[str, BaseDistribution] = {
+            path: FloatDistribution(axis.low, axis.high, log=axis.log) for path, axis in definition.axes.items()
+        }
         seed = np.random.SeedSequence((definition.seed, trial.number)).generate_state(1)[0]
         sampler = optuna.samplers.TPESampler(n_startup_trials=definition.startup, seed=int(seed), constant_liar=True)
         copy = optuna.create_study(sampler=sampler)
         states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
         others = self._storage.get_all_trials(self._study_id, deepcopy=False, states=states)
-        copy.add_trials([other for other in others if other.params.keys() == space.keys() and other != trial])
+        copy.add_trials(
+            [other for other in others if other.params.keys() == space.keys() and other.number != trial.number]
+        )
         drawn = copy.ask(space).params
         for path, distribution in space.items():
             if path not in trial.params:
@@ -110,8 +109,9 @@ class SearchQueue(Queue):
 
         return self._persist(ask)
 
-    def prune(self, task: Task, reason: str) -> None:
-        """Record that a point was ended early. Raises LostError if another worker has it."""
+    def prune(self, task: Task, reason: str, diverged: bool) -> None:
+        """Record that a point was ended early, or by itself. Raises LostError if another worker has it."""
+        self._set(task.trial_id, "diverged", diverged)
         reports = self._persist(lambda: self._storage.get_trial(task.trial_id)).intermediate_values
         last = reports[max(reports)] if reports else math.nan
         # As Optuna does it: the value of a pruned trial is its last report.
@@ -120,13 +120,15 @@ class SearchQueue(Queue):
     def points(self) -> list[Point]:
         """Every point, as its newest trial has it."""
         trials = self._persist(lambda: self._storage.get_all_trials(self._study_id, deepcopy=False))
-        newest = {_number(trial): _point(trial) for trial in trials if "key" in trial.user_attrs}
+        newest = {_number(trial): self._point(trial) for trial in trials if "key" in trial.user_attrs}
         return [newest[number] for number in sorted(newest)]
 
     def best(self) -> Point | None:
         """The complete point of the least objective."""
-        complete = [point for point in self.points() if point.value is not None]
-        return min(complete, key=lambda point: point.value or 0.0, default=None)
+        try:
+            return self._point(self._persist(lambda: self._storage.get_best_trial(self._study_id)))
+        except ValueError:  # none is complete
+            return None
 
     def importances(self) -> dict[str, float]:
         """PED-ANOVA (Watanabe et al., arXiv 2304.10255) of the axes, by dotted path; empty with too few points.
@@ -140,25 +142,23 @@ class SearchQueue(Queue):
         evaluator = PedAnovaImportanceEvaluator(target_quantile=GOOD_SHARE)
         return {path: float(share) for path, share in get_param_importances(study, evaluator=evaluator).items()}
 
+    def _point(self, trial: FrozenTrial) -> Point:
+        attrs: dict[str, Any] = trial.user_attrs
+        complete = trial.state == TrialState.COMPLETE
+        diverged = trial.state == TrialState.PRUNED and attrs["diverged"]
+        return Point(
+            number=_number(trial),
+            run=attrs["cell"]["key"] if attrs["cell"]["config"] else "",
+            params={path: trial.params[path] for path in self.definition.axes if path in trial.params},
+            state="diverged" if diverged else STATES[trial.state.name],
+            value=trial.value if complete else None,
+            reports={step: value for step, value in sorted(trial.intermediate_values.items()) if math.isfinite(value)},
+            reason="" if complete else attrs.get("reason", ""),
+        )
+
     def _study(self) -> optuna.Study:
         return optuna.load_study(study_name=self.name, storage=self._storage)
 
 
 def _number(trial: FrozenTrial) -> int:
     return int(trial.user_attrs["key"].removeprefix("point "))
-
-
-def _point(trial: FrozenTrial) -> Point:
-    attrs: dict[str, Any] = trial.user_attrs
-    complete = trial.state == TrialState.COMPLETE
-    reason = attrs.get("reason", "")
-    diverged = trial.state == TrialState.PRUNED and reason.startswith(DIVERGED)
-    return Point(
-        number=_number(trial),
-        run=attrs["cell"]["key"] if attrs["cell"]["config"] else "",
-        params=dict(trial.params),
-        state="diverged" if diverged else STATES[trial.state.name],
-        value=trial.value if complete else None,
-        reports=dict(sorted(trial.intermediate_values.items())),
-        reason="" if complete else reason,
-    )

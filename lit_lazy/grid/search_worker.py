@@ -1,10 +1,10 @@
 """A worker process of a search: takes points, trains them, and ends early those that are worse than most."""
 
 import logging
-import math
 import shutil
 import sys
 from collections.abc import Callable
+from typing import cast
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lit_lazy.grid.queue import LostError, Task
 from lit_lazy.grid.search import MONITORED
 from lit_lazy.grid.search_queue import SearchQueue
-from lit_lazy.grid.worker import Worker, main, one_line
+from lit_lazy.grid.worker import Worker, main
 from lit_lazy.lightning_module import DivergedError
 from lit_lazy.run import RunResult
 from lit_lazy.spool import Spool
@@ -34,32 +34,37 @@ class Pruning(Callback):
 
     def on_validation_end(self, trainer: L.Trainer, _module: L.LightningModule) -> None:  # pyrefly: ignore
         step, value = trainer.global_step, float(trainer.callback_metrics[self.metric])
-        if self.is_hopeless(step, value) and step < (trainer.max_steps or math.inf):
+        if self.is_hopeless(step, value) and step < trainer.max_steps:
             raise PrunedError(f"{self.metric} {value:.4g} at step {step} is worse than the median of the points there")
 
 
 class SearchWorker(Worker):
     """Executes points of one search."""
 
-    queue: SearchQueue
+    @property
+    def search(self) -> SearchQueue:
+        """The queue."""
+        return cast(SearchQueue, self.queue)
 
     def _callbacks(self, task: Task) -> list[Callback]:
-        metric = MONITORED[self.queue.definition.objective]
-        return [Pruning(metric, lambda step, value: self.queue.is_hopeless(task, step, value))]
+        metric = MONITORED[self.search.definition.objective]
+        return [Pruning(metric, lambda step, value: self.search.is_hopeless(task, step, value))]
 
     def _value(self, result: RunResult) -> float:
-        return result.metrics[self.queue.definition.objective]
+        return result.metrics[self.search.definition.objective]
 
     def _end_early(self, task: Task, spool: Spool, error: Exception) -> None:
         """A point that diverged is pruned too: a failed one would tell the sampler nothing, and be tried again."""
         if isinstance(error, LostError):
             log.warning("%s", error)
         elif isinstance(error, PrunedError | DivergedError):
-            self._prune(task, spool, str(error) if isinstance(error, PrunedError) else one_line(error))
+            self._prune(task, spool, error)
         else:
             super()._end_early(task, spool, error)
 
-    def _prune(self, task: Task, spool: Spool, reason: str) -> None:
+    def _prune(self, task: Task, spool: Spool, error: PrunedError | DivergedError) -> None:
+        diverged = isinstance(error, DivergedError)
+        reason = f"diverged: {error}" if diverged else str(error)
         log.info("pruned %s: %s", task.cell.variant, reason)
         try:
             spool.send()
@@ -67,7 +72,7 @@ class SearchWorker(Worker):
         except TrackingError as away:
             log.warning("MLflow is away (%s); `lit-lazy ablate search` tells it in the end", away)
         try:
-            self.queue.prune(task, reason)
+            self.search.prune(task, reason, diverged)
             shutil.rmtree(self.folder / "cells" / task.cell.key / "checkpoints", ignore_errors=True)
         except LostError as lost:
             log.warning("%s", lost)

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -34,6 +34,30 @@ MOST_REFUSALS = 5
 """How often MLflow, answering, may refuse a result before its cell counts as failed."""
 
 log = logging.getLogger("lit_lazy.worker")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker of a grid has to know."""
+
+    storage: str
+    study: str
+    runs: Path
+    tracking_uri: str
+    parent_id: str
+    threads: int
+    keep_checkpoints: bool
+    keys: frozenset[str] | None
+    """Take only these cells; None for all."""
+    files: Sequence[Path]
+    """Python files that define classes of the cells' configs."""
+    module: str = "lit_lazy.grid.worker"
+    """What a worker process on this machine runs."""
+
+    @property
+    def folder(self) -> Path:
+        """The grid's folder."""
+        return self.runs / self.study
 
 
 @dataclass
@@ -93,7 +117,7 @@ class Worker:
         cell = task.cell
         log.info("start %s seed %d (%s)", cell.variant, cell.seed, cell.key)
         folder = self.folder / "cells" / cell.key
-        spool = Spool(self.tracker, folder, self._card(cell))
+        spool = Spool(self.tracker, folder, self.card(cell))
         try:
             # A finished cell only lacks bookkeeping.
             result = RunResult.read(folder) or self._train(task, folder, spool)
@@ -130,7 +154,7 @@ class Worker:
                 keep_checkpoint=self.keep_checkpoints,
             )
 
-    def _callbacks(self, _task: Task) -> list[Callback]:
+    def _callbacks(self, task: Task) -> list[Callback]:  # noqa: ARG002
         """Lightning callbacks of a cell's training."""
         return []
 
@@ -171,7 +195,7 @@ class Worker:
         except LostError as error:
             log.warning("%s", error)
 
-    def _card(self, cell: Cell) -> Card:
+    def card(self, cell: Cell) -> Card:
         tags = {
             "kind": "cell",
             "ablation": self.queue.name,
@@ -202,6 +226,28 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def prepare_process(job: Job) -> None:
+    """What a process has to do once before it executes cells."""
+    git_sha()
+    import torch
+
+    torch.set_num_threads(job.threads)
+    for file in job.files:
+        load_module(file)
+
+
+def make_worker(job: Job, queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) -> Worker:
+    """A worker of a grid."""
+    return worker_type(
+        queue_type(job.storage, job.study),
+        Tracker(job.tracking_uri, job.runs, job.study),
+        job.parent_id,
+        job.folder,
+        job.keep_checkpoints,
+        job.keys,
+    )
+
+
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
@@ -222,20 +268,19 @@ def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stdout)
     signal.signal(signal.SIGTERM, _interrupt)
 
-    git_sha()
-    import torch
-
-    torch.set_num_threads(options.threads)
-    for file in options.files:
-        load_module(file)
-    worker = worker_type(
-        queue_type(os.environ[STORAGE_VARIABLE], options.study),
-        Tracker(options.tracking_uri, options.runs, options.study),
-        options.parent,
-        options.runs / options.study,
-        options.keep_checkpoints,
-        frozenset(options.keys.read_text().split()) if options.keys else None,
+    job = Job(
+        storage=os.environ[STORAGE_VARIABLE],
+        study=options.study,
+        runs=options.runs,
+        tracking_uri=options.tracking_uri,
+        parent_id=options.parent,
+        threads=options.threads,
+        keep_checkpoints=options.keep_checkpoints,
+        keys=frozenset(options.keys.read_text().splitlines()) if options.keys else None,
+        files=options.files,
     )
+    prepare_process(job)
+    worker = make_worker(job, queue_type, worker_type)
     try:
         worker.work()
     except KeyboardInterrupt:

@@ -90,7 +90,12 @@ def test_spread_is_median_and_quartiles():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"lengths": (100,)}, "lengths has 100"), ({"rounds": 1}, "rounds is 1"), ({"lengths": (1,)}, "lengths has 1")],
+    [
+        ({"lengths": (100,)}, "lengths has 100"),
+        ({"lengths": (1,)}, "lengths has 1"),
+        ({"lengths": (8192,), "tokens": 8192}, "lengths has 8192"),
+        ({"rounds": 1}, "rounds is 1"),
+    ],
 )
 def test_what_does_not_fit_is_named(arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -27,11 +27,11 @@ from lit_lazy.run import git_sha
 
 GRID = "chaos-chaos_base"
 CELLS = 24
-STEPS, LOG_EVERY, VAL_EVERY = 300, 50, 100
+LOG_EVERY, VAL_EVERY, CHECKPOINT_EVERY = 50, 100, 20
 POINTS = ("training", "checkpoint write", "result write", "between result and MLflow", "between MLflow and queue")
 """Moments at which a worker kills itself, each asked for by a file of that name in the trap folder."""
 
-BASE = f'''
+BASE = '''
 """Cells that train, validate and checkpoint for a second or two."""
 from dataclasses import replace
 
@@ -40,10 +40,7 @@ from lit_lazy.files import find, load_experiment
 
 def config():
     base = load_experiment(find("experiments", "backcopy_tiny"))
-    train = replace(
-        base.train, steps={STEPS}, val_every={VAL_EVERY}, checkpoint_every=20, log_every={LOG_EVERY}, warmup_steps=2
-    )
-    return replace(base, train=train)
+    return replace(base, train=replace(base.train, {options}))
 '''
 
 ABLATION = '''
@@ -103,7 +100,7 @@ def set_traps():
     checkpoints, run = lit_lazy.checkpoints, lit_lazy.run
     checkpoints.write_atomically = half_written(checkpoints.write_atomically, "checkpoint write")
     run.write_text = half_written(run.write_text, "result write")
-    before(LitLM, "training_step", "training", lambda module: module.global_step == 137)
+    before(LitLM, "training_step", "training", lambda module: module.global_step == 37)
     before(Spool, "finish", "between result and MLflow")
     before(Queue, "complete", "between MLflow and queue")
 
@@ -143,13 +140,14 @@ class Outcome:
 class Chaos:
     """One grid in one folder, with the ablation and the experiment that it runs on."""
 
-    def __init__(self, folder: Path, store: Path | None = None) -> None:
-        self.folder, self.runs = folder, folder / "runs"
+    def __init__(self, folder: Path, steps: int, store: Path | None = None) -> None:
+        self.folder, self.runs, self.steps = folder, folder / "runs", steps
         self.runs.mkdir(parents=True)
         if store:
             shutil.copy(store, self.runs / "mlflow.db")
         (folder / "traps").mkdir()
-        (folder / "chaos_base.py").write_text(BASE)
+        every = f"val_every={VAL_EVERY}, checkpoint_every={CHECKPOINT_EVERY}, log_every={LOG_EVERY}"
+        (folder / "chaos_base.py").write_text(BASE.format(options=f"steps={steps}, {every}, warmup_steps=2"))
         (folder / "chaos.py").write_text(ABLATION)
         self.log = folder / "commands.log"
 
@@ -249,15 +247,15 @@ class Chaos:
         for run in cells:
             for name, every in (("train/loss", LOG_EVERY), ("val/loss", VAL_EVERY)):
                 steps = [point.step for point in client.get_metric_history(run.info.run_id, name)]
-                assert steps == list(range(every - 1, STEPS, every)), (name, steps)
+                assert steps == list(range(every - 1, self.steps, every)), (name, steps)
             final = measured[run.data.tags["cell"]]
             assert {name: run.data.metrics[name] for name in final} == final
 
 
-def report(kills: int, seed: int, workers: int) -> str:
+def report(kills: int, seed: int, workers: int, steps: int) -> str:
     """Run a grid in peace and the same one in chaos, check and compare them, and tell."""
     with tempfile.TemporaryDirectory(prefix="lit-lazy-chaos-") as folder:
-        peace, chaos = Chaos(Path(folder, "peace")), Chaos(Path(folder, "chaos"))
+        peace, chaos = Chaos(Path(folder, "peace"), steps), Chaos(Path(folder, "chaos"), steps)
         undisturbed = peace.run(workers, kills=0)
         peace.check()
         disturbed = chaos.run(workers, kills, seed)
@@ -267,20 +265,21 @@ def report(kills: int, seed: int, workers: int) -> str:
     rows = "\n".join(f"| {where} | {n} |" for where, n in sorted(disturbed.kills.items()))
     return f"""# What a grid survives
 
-{CELLS} cells that train, validate, checkpoint (every 20 of {STEPS} steps), run by {workers} workers; SIGKILL, without
-warning, {sum(disturbed.kills.values())} times:
+{CELLS} cells that train, validate and checkpoint (every {CHECKPOINT_EVERY} of {steps} steps), run by {workers}
+worker(s); SIGKILL, without warning, {sum(disturbed.kills.values())} times:
 
 | killed | times |
 | --- | --: |
 {rows}
 
-A killed command was given again, {disturbed.commands} times in all. In the end every cell was complete exactly once, in
-the queue and in MLflow; no metric was logged twice or was missing; all {CELLS} results are bit-equal to those of the
-same grid left in peace, and so is its table. That took {disturbed.seconds:.0f} s, in peace {undisturbed.seconds:.0f} s.
+The command was given {disturbed.commands} times in all, again whenever it had been killed or had ended early. In the
+end every cell was complete exactly once, in the queue and in MLflow; no metric was missing or logged twice; all {CELLS}
+results are bit-equal to those of the same grid left in peace, and so is its table. That took {disturbed.seconds:.0f} s,
+in peace {undisturbed.seconds:.0f} s.
 
-Made by `python tests/grid/chaos.py --kills {kills} --seed {seed} --workers {workers}` at commit {git_sha()} on
-{time.strftime("%Y-%m-%d")}: Python {platform.python_version()}, {platform.system()} {platform.machine()},
-{os.cpu_count()} CPU cores.
+Made by `python tests/grid/chaos.py --kills {kills} --seed {seed} --workers {workers} --steps {steps}`
+at commit {git_sha()} on {time.strftime("%Y-%m-%d")}: Python {platform.python_version()}, {platform.system()}
+{platform.machine()}, {os.cpu_count()} CPU cores.
 """
 
 
@@ -289,9 +288,10 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=1000, help="of a cell (default 1000: seconds)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    text = report(options.kills, options.seed, options.workers)
+    text = report(options.kills, options.seed, options.workers, options.steps)
     print(text)
     if options.out:
         options.out.write_text(text)

@@ -267,11 +267,11 @@ def test_storages_that_cannot_be_used(tmp_path: Path, closed_port: int) -> None:
         (f"postgresql://me:secret@127.0.0.1:{closed_port}/x", "are server, user, password and database right"),
     ):
         with pytest.raises(StorageError, match=message) as raised:
-            check_storage(storage)
+            check_storage(storage, "study")
         assert "\n" not in str(raised.value)
         assert "secret" not in str(raised.value)
     assert redacted("postgresql://me:secret@host/x") == "postgresql://me:***@host/x"
-    check_storage(default_storage(tmp_path))
+    check_storage(default_storage(tmp_path), "study")
     assert not (tmp_path / "queue.db").exists()
 
 

@@ -1,8 +1,11 @@
 """Cells as Ray tasks, on a real cluster of two nodes on this machine."""
 
+import errno
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -11,14 +14,18 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lit_lazy.cli import main
+from lit_lazy.grid.pool import Ended
 from lit_lazy.grid.queue import Queue
+from lit_lazy.grid.worker import DISK_FULL, Job
 
-ray = pytest.importorskip("ray", reason="needs Ray: pip install 'lit-lazy[ray]'")
+pytest.importorskip("ray", reason="needs Ray: pip install 'lit-lazy[ray]'")
 
-from lit_lazy.grid import ray_pool  # noqa: E402
+from lit_lazy.grid import ray_pool
+from lit_lazy.grid.ray_pool import Cluster, RayPool, Share, joined
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -42,7 +49,7 @@ ablation = Ablation(
 )
 '''
 LONG = (
-    *("--rows", "softmax,lazy", "--seeds", "0", "--train.steps=3000", "--train.checkpoint_every=20"),
+    *("--rows", "softmax,lazy", "--seeds", "0", "--train.steps=6000", "--train.checkpoint_every=20"),
     *("--train.val_every=1000", "--train.log_every=100"),
 )
 """Two cells that train for a few seconds, so that there is a middle to be ended in."""
@@ -50,27 +57,22 @@ NODE = {"object_store_memory": ray_pool.OBJECT_STORE_BYTES, "include_dashboard":
 
 
 @pytest.fixture(scope="module")
-def home() -> Iterator[None]:
-    """Folders of Ray's own, with short paths: its sockets' names have to be short."""
+def address() -> Iterator[str]:
+    """Two nodes, one of them with two GPUs, as Ray believes."""
+    from ray.cluster_utils import Cluster as TestCluster
+
     with (
+        # Short, for the names of Ray's sockets; and not the user's home, for its token.
         tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("HOME", folder)
         patch.setenv("RAY_TMPDIR", folder)
         patch.delenv("RAY_ADDRESS", raising=False)
-        yield
-
-
-@pytest.fixture(scope="module")
-def address(home: None) -> Iterator[str]:
-    """Two nodes, one of them with two GPUs, as Ray believes."""
-    from ray.cluster_utils import Cluster as TestCluster
-
-    cluster = TestCluster(initialize_head=True, head_node_args={"num_cpus": 2, **NODE})
-    cluster.add_node(num_cpus=4, num_gpus=2, **NODE)
-    yield cluster.address
-    cluster.shutdown()
+        cluster = TestCluster(initialize_head=True, head_node_args={"num_cpus": 2, **NODE})
+        cluster.add_node(num_cpus=4, num_gpus=2, **NODE)
+        yield cluster.address
+        cluster.shutdown()
 
 
 @pytest.fixture
@@ -90,14 +92,19 @@ def log_of(folder: Path) -> list[str]:
 
 
 def test_the_table_is_that_of_local_workers(
-    runs: Path, pair: str, address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    runs: Path,
+    empty_store: Path,
+    pair: str,
+    address: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every cell is executed once, and one that diverges fails alone."""
     assert main(command(runs, pair)) == 1
     local = json.loads((runs / "pair-backcopy_tiny" / "table.json").read_text())
     again = runs / "ray"
     again.mkdir()
-    (again / "mlflow.db").write_bytes((runs / "empty.db").read_bytes())
+    shutil.copy(empty_store, again / "mlflow.db")
     monkeypatch.setenv("RAY_ADDRESS", address)
     capsys.readouterr()
     assert main(command(again, pair, "--launcher", "ray", "--gpus", "0")) == 1
@@ -117,10 +124,11 @@ def test_interrupted_and_killed_cells_go_on(
 ) -> None:
     """Ctrl-C in a Ray of the command's own; then the same command on a cluster, where a task is killed in training."""
     process = start(command(runs, pair, "--launcher", "ray", *LONG))
-    queue = wait_for_training(runs, time.time())
+    grid = wait_for_training(runs, time.time())
     # As a terminal does: to everything that the command started in its own group.
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=90)
+    queue = queue_of(runs, grid)
     assert process.returncode == 130, out + err
     assert err == "interrupted; the same command goes on from here\n"
     assert "ray" not in out.lower()
@@ -154,20 +162,24 @@ def start(arguments: list[str]) -> "subprocess.Popen[str]":
     )
 
 
-def wait_for_training(runs: Path, since: float) -> Queue:
-    """Return the grid's queue when a cell has written a checkpoint."""
-    end = time.monotonic() + 120
+def queue_of(runs: Path, grid: str) -> Queue:
+    return Queue(f"sqlite:///{runs / 'queue.db'}", grid)
+
+
+def wait_for_training(runs: Path, since: float) -> str:
+    """Return the grid's id, which carries a hash of the overrides, when a cell has written a checkpoint."""
+    end = time.monotonic() + 180
     while time.monotonic() < end:
         for checkpoint in runs.glob("pair-*/cells/*/checkpoints/last.ckpt"):
             if checkpoint.stat().st_mtime > since:
-                return Queue(f"sqlite:///{runs / 'queue.db'}", checkpoint.relative_to(runs).parts[0])
+                return checkpoint.relative_to(runs).parts[0]
         time.sleep(0.1)
     raise AssertionError("no cell began to train")
 
 
 def kill_one(runs: Path, since: float) -> int:
     """SIGKILL a task in training; its process."""
-    queue = wait_for_training(runs, since)
+    queue = queue_of(runs, wait_for_training(runs, since))
     pid = int(queue.entries("running")[0].worker["pid"])
     os.kill(pid, signal.SIGKILL)
     return pid
@@ -178,23 +190,132 @@ WRONG = [
     (["--ray-address", "auto"], "--ray-address auto: has a meaning with --launcher ray only"),
     (["--launcher", "ray", "--ray-address", "ray://head:10001"], "must be HOST:PORT of the cluster's head"),
     (["--launcher", "ray", "--ray-address", "head:0"], "must be HOST:PORT of the cluster's head"),
-    (["--launcher", "ray", "--ray-address", "127.0.0.1:CLOSED"], "does not answer (", "refused"),
-    (["--launcher", "ray", "--ray-address", "auto"], "cannot be joined (Could not find any running Ray instance"),
-    *(
-        (["--launcher", "ray", "--gpus", share], "fraction of one GPU")
-        for share in ("-1", "1.5", "nan", "inf", "a", "1e-5")
-    ),
+    (["--launcher", "ray", "--ray-address", "127.0.0.1:{closed}"], "does not answer ([Errno 111] Connection refused)"),
+    (["--launcher", "ray", "--ray-address", "127.0.0.1:{silent}"], "answers, but not as a Ray cluster"),
+    (["--launcher", "ray", "--ray-address", "{cluster}", "--gpus", "3"], "asks for 1 CPU and 3 GPUs, which no machine"),
+    (["--launcher", "ray", "--ray-address", "{cluster}", "--threads", "5"], "asks for 5 CPUs and 1 GPU, which no"),
+    *((["--launcher", "ray", "--gpus", share], "a fraction of one GPU") for share in ("-1", "1.5", "nan", "1e-5")),
 ]
 
 
 @pytest.mark.parametrize(("options", "said"), WRONG)
-def test_a_mistake_creates_nothing(
+def test_a_mistake_is_one_line_and_creates_nothing(
     options: list[str],
     said: str,
-    tmp_path: Path,
     pair: str,
-    home: None,
+    address: str,
     closed_port: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    pass
+    monkeypatch.setattr(ray_pool, "JOIN_SECONDS", 5.0)
+    before = sorted(tmp_path.iterdir())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        ports = {"closed": closed_port, "silent": silent.getsockname()[1], "cluster": address}
+        try:
+            status = main(
+                ["ablate", "run", pair, "--runs", str(tmp_path / "runs"), *(o.format(**ports) for o in options)]
+            )
+        except SystemExit as stop:  # argparse ends by itself
+            status = stop.code
+    assert status == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_without_ray_the_mend_is_told(
+    pair: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["ablate", "run", pair, "--launcher", "ray"]) == 2
+    assert "pip install 'lit-lazy[ray]'" in capsys.readouterr().err
+
+
+def test_other_machines_need_stores_that_they_can_reach() -> None:
+    here = {"NodeManagerHostname": socket.gethostname(), "Resources": {"CPU": 2.0}}
+    there = {"NodeManagerHostname": "elsewhere", "Resources": {"CPU": 2.0}}
+    Cluster([here, here]).check_stores(queue=None, tracking="sqlite:////runs/mlflow.db")
+    both = Cluster([here, there])
+    both.check_stores(queue="postgresql://host/queue", tracking="http://host:5000")
+    with pytest.raises(ValueError, match=r"other machines \(elsewhere\).*here for queue and tracking\)"):
+        both.check_stores(queue=None, tracking="sqlite:////runs/mlflow.db")
+    with pytest.raises(ValueError, match=r"here for tracking\)"):
+        both.check_stores(queue="postgresql://host/queue", tracking="sqlite:////runs/mlflow.db")
+
+
+@pytest.mark.parametrize(
+    ("share", "times"),
+    [
+        (Share(1, 0), 8 + 2),
+        (Share(3, 0), 2),
+        (Share(1, 1), 2),
+        (Share(1, 2), 1),
+        (Share(1, 0.5), 4),
+        (Share(1, 0.4), 4),  # a share lies within one GPU
+        (Share(1, 0.1), 8),
+    ],
+)
+def test_as_many_cells_run_at_once_as_machines_carry(share: Share, times: int) -> None:
+    sizes = [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 2.0}]
+    assert Cluster([{"Resources": resources} for resources in sizes]).times(share) == times
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    (tmp_path / "grid").mkdir()
+    return Job("sqlite:///none", "grid", tmp_path, "sqlite:///none", "parent", 1, False, None, ())
+
+
+@pytest.mark.parametrize("error", [SystemExit(DISK_FULL), OSError(errno.ENOSPC, "No space left on device")])
+def test_a_full_disk_is_told_by_the_result(error: BaseException, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of a task goes on, so that its status cannot tell."""
+
+    def no_room(_job: Job) -> None:
+        raise error
+
+    monkeypatch.setattr(ray_pool, "make_worker", no_room)
+    assert ray_pool.execute(job, os.getcwd()) == DISK_FULL
+
+
+def test_every_end_of_a_task_is_counted(job: Job, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One ends well, one on a full disk, one by an exception, one by a signal; one hangs, and is ended by force."""
+
+    def execute(_job: Job, folder: str) -> int:
+        turn = Path(folder, "turn").read_text()
+        Path(folder, "pid").write_text(str(os.getpid()))
+        if turn == "raises":
+            raise ImportError("no module named here")
+        if turn == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if turn == "hangs":
+            subprocess.Popen(["sleep", "300"]).wait()
+        return {"full disk": DISK_FULL}.get(turn, 0)
+
+    monkeypatch.chdir(job.runs)
+    monkeypatch.setattr(ray_pool, "execute", execute)
+    monkeypatch.setattr(ray_pool, "ORDERLY_SECONDS", 1.0)
+    pid = job.runs / "pid"
+
+    def after(turn: str) -> Ended:
+        Path("turn").write_text(turn)
+        pid.unlink(missing_ok=True)
+        pool.start(most=9)
+        assert len(pool) == 1
+        while (ended := pool.reap()) == Ended() and len(pool):
+            time.sleep(0.1)
+            if turn == "hangs" and pid.exists():
+                pool.stop()
+        return ended
+
+    with joined(address):
+        pool = RayPool(job, 1, 0.0)
+        assert after("well") == Ended()
+        assert after("full disk") == Ended(disk_full=1)
+        assert after("raises") == Ended(crashed=1)
+        assert "ImportError: no module named here" in pool.last_words()
+        assert after("dies") == Ended(crashed=1)
+        assert "WorkerCrashedError" in pool.last_words()
+        assert after("hangs") == Ended(crashed=1)
+        process = int(pid.read_text())
+        assert not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE

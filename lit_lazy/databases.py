@@ -1,0 +1,73 @@
+"""Databases that a user names by URL: reached before anything is created, and never shown with their passwords."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sqlalchemy
+from sqlalchemy.exc import SQLAlchemyError
+
+T = TypeVar("T")
+CONNECT_SECONDS = 10
+
+
+class StorageError(ValueError):
+    """A database that cannot be used, in one line."""
+
+
+def redacted(url: str) -> str:
+    """A URL without its password, also one that is no proper URL: then what looks like a password is left out."""
+    without = re.sub(r"(?<=:)(?!//).*@", "***@", url)
+    return re.sub(r"(?<=password=)[^&]*", "***", without)
+
+
+def reach(option: str, url: str, table: str, ask: Callable[[sqlalchemy.Connection], T]) -> T | None:
+    """The answer of a database; None from one that is still empty, or from an sqlite file that is not there yet.
+
+    table: one that the database holds if it is what it should be. Creates nothing. Raises StorageError, which names the
+    option, for a database that cannot be reached, is damaged, or is another program's.
+    """
+    file = sqlite_file(url)
+    if file is not None and not file.exists():
+        return None
+    named = f"{option} {redacted(url)!r}"
+    mend = "move that file away, or name another" if file else "are server, user, password and database right?"
+    try:
+        engine = sqlalchemy.create_engine(
+            url.replace("postgresql://", "postgresql+psycopg://", 1), **engine_options(url)
+        )
+    except (SQLAlchemyError, ImportError, ValueError):  # the last of a port that is no number
+        raise StorageError(
+            f"{named}: is no URL of a database; give SCHEME://USER:PASSWORD@HOST:PORT/DATABASE"
+        ) from None
+    try:
+        with engine.connect() as connection:
+            tables = sqlalchemy.inspect(connection).get_table_names()
+            if table in tables:
+                return ask(connection)
+    except SQLAlchemyError as error:
+        raise StorageError(f"{named}: cannot be used ({first_line(error)}); {mend}") from None
+    finally:
+        engine.dispose()
+    if "alembic_version" in tables:  # the record of a program that changes its tables as it needs, and so would ours
+        raise StorageError(f"{named}: is another program's database; name another")
+    return None
+
+
+def sqlite_file(url: str) -> Path | None:
+    """The file of an sqlite URL; None for another database's."""
+    return Path(url.removeprefix("sqlite:///")) if url.startswith("sqlite:") else None
+
+
+def engine_options(url: str) -> dict[str, Any]:
+    """How to connect: sqlite waits for other writers, a server has to answer soon."""
+    if url.startswith("sqlite"):
+        return {"connect_args": {"timeout": 60}}
+    return {"connect_args": {"connect_timeout": CONNECT_SECONDS}, "pool_pre_ping": True}
+
+
+def first_line(error: Exception) -> str:
+    """What a database says of an error, in one line."""
+    cause = getattr(error, "orig", None) or error
+    return str(cause).strip().partition("\n")[0][:200]

@@ -120,6 +120,7 @@ class Spool:
             if begun
             else self.tracker.start_run(card.name, card.tags, card.params, card.config, card.parent_id)
         )
+        self.folder.mkdir(parents=True, exist_ok=True)  # a run may end before it makes its folder
         write_text(known, run_id)
         return run_id
 

@@ -9,7 +9,9 @@ Lazy attention is measured in two states, because what can be skipped depends on
 "untrained", where near-uniform scores meet tau = 1, and "local", the same model with a bias of -distance / 8.
 """
 
+import ctypes
 import json
+import platform
 import statistics
 import sys
 import time
@@ -42,6 +44,8 @@ LOCAL_REACH = 8.0
 """Keys over which the bias of the state "local" lowers a score by one nat."""
 TILE_ROWS, TILE_COLUMNS = 64, (64, 256)
 """Tiles whose emptiness is counted: those of a usual GPU kernel, and as wide as the CPU backend skips."""
+M_MMAP_THRESHOLD = -3
+"""mallopt's number (malloc.h) for the size from which memory is mapped."""
 LONGEST = 4096
 """Tiles of 64 columns are told apart by the 64 channels of a head."""
 
@@ -128,8 +132,8 @@ def table(result: Mapping[str, Any]) -> str:
     lines += [
         "",
         f"A training step of {result['tokens']} tokens in float32 on {made['threads']} thread: median of "
-        f"{result['rounds']} paired rounds [quartiles]. Peak: rise of the resident memory over model, optimiser and "
-        "gradients.",
+        f"{result['rounds']} paired rounds [quartiles]. Peak: rise of the resident memory over model and "
+        "optimiser.",
         f"`{result['command']}`, {result['date']}, commit {made['git_sha']}, torch {made['torch']}, Python "
         f"{made['python']}, {made['machine']}, {made['cpu']}.",
     ]
@@ -310,8 +314,8 @@ def _pooled(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _peak_rise(variant: str, length: int, tokens: int) -> int | None:
-    """Bytes by which a step raises the resident memory, measured in a process of its own; None off Linux."""
-    if sys.platform != "linux":
+    """Bytes by which a step raises the resident memory, measured in a process of its own; None but on Linux (glibc)."""
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return None
     # The server imports once; its children start from clean memory, unlike a fork of this process.
     context = get_context("forkserver")
@@ -322,9 +326,16 @@ def _peak_rise(variant: str, length: int, tokens: int) -> int | None:
 
 def _peak_rise_here(variant: str, length: int, tokens: int) -> int:
     torch.set_num_threads(1)
+    # Every tensor in pages of its own, which leave with it, and none in room that importing left: the peak is what was
+    # alive. What the allocator would keep otherwise moves it by a third from one run to the next.
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 2**16)
     ids = _ids(length, tokens)
-    step = _stepper(_model(variant, length))
-    step(ids[:1, :17])  # makes gradients and the optimiser's state, and loads the libraries' own buffers
+    model = _model(variant, length)
+    step = _stepper(model)
+    step(ids[:1, :17])  # makes the optimiser's state, and loads the libraries' own buffers
+    model.zero_grad()
+    libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _resident("VmRSS")
     step(ids)

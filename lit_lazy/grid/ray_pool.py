@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from lit_lazy.grid.worker import DISK_FULL, Job, make_worker, prepare_process
 CONNECT_SECONDS, JOIN_SECONDS = 5.0, 30.0
 ORDERLY_SECONDS = 60.0
 """How long interrupted tasks may take for their bookkeeping; a task that is stuck elsewhere is not waited for."""
+AGAIN_SECONDS = 15.0
+"""Until a task that has not ended is interrupted again: libraries swallow an interrupt that hits their import."""
 FORCED_SECONDS = 10.0
 OBJECT_STORE_BYTES = 100 * 2**20
 """Nearly the least that Ray takes: results go through the queue and MLflow."""
@@ -184,13 +187,13 @@ class RayPool:
 
         A task gets a KeyboardInterrupt, which reaches it between two steps of Python, not within a call that blocks.
         """
-        if not self._tasks:
-            return
         try:
-            # The last first, else one that waits for room would start in the place of a cancelled one.
-            for task in reversed(self._tasks):
-                ray.cancel(task)
-            _, self._tasks = ray.wait(self._tasks, num_returns=len(self._tasks), timeout=ORDERLY_SECONDS)
+            give_up = time.monotonic() + ORDERLY_SECONDS
+            while self._tasks and time.monotonic() < give_up:
+                # The last first, else one that waits for room would start in the place of a cancelled one.
+                for task in reversed(self._tasks):
+                    ray.cancel(task)
+                _, self._tasks = ray.wait(self._tasks, num_returns=len(self._tasks), timeout=AGAIN_SECONDS)
         finally:
             for task in self._tasks:
                 ray.cancel(task, force=True)

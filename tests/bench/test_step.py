@@ -55,7 +55,8 @@ def test_the_states_differ_in_what_survives(measured):
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_peaks_are_measured(measured):
     for row in measured[1]["rows"]:
-        assert min(row["peak_bytes"].values()) > 4 * QUICK["tokens"] * 256  # one activation
+        # Four layers keep at least ten activations of the width for the backward pass.
+        assert min(row["peak_bytes"].values()) > 4 * 10 * 4 * QUICK["tokens"] * 256
 
 
 def test_the_table_shows_the_rows(measured):

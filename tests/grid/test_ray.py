@@ -49,7 +49,7 @@ ablation = Ablation(
 )
 '''
 LONG = (
-    *("--rows", "softmax,lazy", "--seeds", "0", "--train.steps=6000", "--train.checkpoint_every=20"),
+    *("--rows", "softmax,lazy", "--seeds", "0", "--train.steps=3000", "--train.checkpoint_every=20"),
     *("--train.val_every=1000", "--train.log_every=100"),
 )
 """Two cells that train for a few seconds, so that there is a middle to be ended in."""
@@ -279,7 +279,7 @@ def test_a_full_disk_is_told_by_the_result(error: BaseException, job: Job, monke
 
 
 def test_every_end_of_a_task_is_counted(job: Job, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One ends well, one on a full disk, one by an exception, one by a signal; one hangs, and is ended by force."""
+    """Well, on a full disk, by an exception, by a signal, by a second interrupt, and by force."""
 
     def execute(_job: Job, folder: str) -> int:
         turn = Path(folder, "turn").read_text()
@@ -290,22 +290,32 @@ def test_every_end_of_a_task_is_counted(job: Job, address: str, monkeypatch: pyt
             os.kill(os.getpid(), signal.SIGKILL)
         if turn == "hangs":
             subprocess.Popen(["sleep", "300"]).wait()
+        if turn == "swallows":
+            for attempt in ("swallowed", "obeyed"):
+                try:
+                    while True:
+                        time.sleep(0.05)
+                except KeyboardInterrupt:
+                    Path(folder, attempt).touch()
         return {"full disk": DISK_FULL}.get(turn, 0)
 
     monkeypatch.chdir(job.runs)
     monkeypatch.setattr(ray_pool, "execute", execute)
-    monkeypatch.setattr(ray_pool, "ORDERLY_SECONDS", 1.0)
+    monkeypatch.setattr(ray_pool, "AGAIN_SECONDS", 2.0)
     pid = job.runs / "pid"
 
-    def after(turn: str) -> Ended:
+    def begin(turn: str) -> None:
         Path("turn").write_text(turn)
         pid.unlink(missing_ok=True)
         pool.start(most=9)
         assert len(pool) == 1
+        while not pid.exists() or not pid.read_text():
+            time.sleep(0.1)
+
+    def after(turn: str) -> Ended:
+        begin(turn)
         while (ended := pool.reap()) == Ended() and len(pool):
             time.sleep(0.1)
-            if turn == "hangs" and pid.exists():
-                pool.stop()
         return ended
 
     with joined(address):
@@ -314,8 +324,19 @@ def test_every_end_of_a_task_is_counted(job: Job, address: str, monkeypatch: pyt
         assert after("full disk") == Ended(disk_full=1)
         assert after("raises") == Ended(crashed=1)
         assert "ImportError: no module named here" in pool.last_words()
+
+        begin("swallows")
+        pool.stop()
+        assert len(pool) == 0
+        assert Path("swallowed").exists()
+        assert Path("obeyed").exists()
+
         assert after("dies") == Ended(crashed=1)
         assert "WorkerCrashedError" in pool.last_words()
-        assert after("hangs") == Ended(crashed=1)
-        process = int(pid.read_text())
-        assert not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+
+        monkeypatch.setattr(ray_pool, "ORDERLY_SECONDS", 1.0)
+        begin("hangs")
+        process = psutil.Process(int(pid.read_text()))
+        pool.stop()
+        process.wait(timeout=20)
+        assert pool.reap() == Ended(crashed=1)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-# Read when Ray is imported or started: no report of its use goes to its makers.
+# Read when a Ray is started: no report of its use goes to its makers.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray

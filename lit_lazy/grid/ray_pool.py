@@ -31,8 +31,9 @@ from lit_lazy.grid.worker import DISK_FULL, Job, make_worker, prepare_process
 CONNECT_SECONDS, JOIN_SECONDS = 5.0, 30.0
 ORDERLY_SECONDS = 60.0
 """How long interrupted tasks may take for their bookkeeping; a task that is stuck elsewhere is not waited for."""
-AGAIN_SECONDS = 15.0
-"""Until a task that has not ended is interrupted again: libraries swallow an interrupt that hits their import."""
+AGAIN_SECONDS = 5.0
+"""Until a task that has not ended is interrupted again: one that is just beginning may miss the first. Should a second
+cut its bookkeeping short, the next command sees that it has ended, and releases its cell."""
 FORCED_SECONDS = 10.0
 OBJECT_STORE_BYTES = 100 * 2**20
 """Nearly the least that Ray takes: results go through the queue and MLflow."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+import torch
 from lightning.pytorch.callbacks import Callback
 
 from lit_lazy.config import RunConfig, from_dict
@@ -196,6 +197,7 @@ class Worker:
             log.warning("%s", error)
 
     def card(self, cell: Cell) -> Card:
+        """How a cell presents itself in MLflow."""
         tags = {
             "kind": "cell",
             "ablation": self.queue.name,
@@ -219,8 +221,6 @@ def one_line(error: BaseException) -> str:
 
 def _free_memory() -> None:
     """What a cell left behind must not count against the next one."""
-    import torch
-
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -229,8 +229,6 @@ def _free_memory() -> None:
 def prepare_process(job: Job) -> None:
     """What a process has to do once before it executes cells."""
     git_sha()
-    import torch
-
     torch.set_num_threads(job.threads)
     for file in job.files:
         load_module(file)

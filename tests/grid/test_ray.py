@@ -49,7 +49,7 @@ ablation = Ablation(
 )
 '''
 LONG = (
-    *("--rows", "softmax,lazy", "--seeds", "0", "--train.steps=3000", "--train.checkpoint_every=20"),
+    *("--rows", "softmax,lazy", "--seeds", "0", "--train.steps=6000", "--train.checkpoint_every=20"),
     *("--train.val_every=1000", "--train.log_every=100"),
 )
 """Two cells that train for a few seconds, so that there is a middle to be ended in."""
@@ -112,6 +112,8 @@ def test_the_table_is_that_of_local_workers(
     assert "4/5 cells done, 0 running, 1 failed" in out
     folder = again / "pair-backcopy_tiny"
     table = json.loads((folder / "table.json").read_text())
+    for row in (*table["rows"], *local["rows"]):
+        del row["git_shas"]  # someone may commit in between
     assert table["rows"] == local["rows"]
     assert [row["n"] for row in table["rows"]] == [2, 2, 0]
     started = [line for line in log_of(folder) if line.startswith("start ")]
@@ -132,7 +134,7 @@ def test_interrupted_and_killed_cells_go_on(
     assert process.returncode == 130, out + err
     assert err == "interrupted; the same command goes on from here\n"
     assert "ray" not in out.lower()
-    assert "running" not in queue.states().values()
+    assert set(queue.states().values()) == {"waiting"}
     assert "interrupted" in [entry.reason for entry in queue.entries("waiting")]
 
     killed: list[int] = []

@@ -31,6 +31,7 @@ def test_ten_kills_lose_nothing(peace: Chaos, tmp_path: Path, empty_store: Path)
     assert chaos.table() == peace.table()
 
 
+@pytest.mark.long
 def test_workers_may_come_and_go(tmp_path: Path, empty_store: Path) -> None:
     """One worker begins, two more join by the same command, the first is sent away and comes back."""
     grid = Chaos(tmp_path / "grid", 1000, empty_store)

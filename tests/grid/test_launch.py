@@ -172,21 +172,6 @@ def test_interrupt_and_go_on(runs: Path, pair: str) -> None:
     assert {run.info.status for run in finished} == {"FINISHED"}
 
 
-def test_a_killed_parent_and_workers_lose_nothing(runs: Path, pair: str) -> None:
-    process = start(runs, pair, *LONG)
-    _, queue = wait_for_training(runs, process)
-    workers = [int(entry.worker["pid"]) for entry in queue.entries("running")]
-    process.kill()
-    for pid in workers:
-        os.kill(pid, signal.SIGKILL)
-    process.wait()
-    again = start(runs, pair, *LONG)
-    out, _ = again.communicate(timeout=200)
-    assert again.returncode == 0, out
-    assert out.count("died; it waits again") == len(workers)
-    assert set(queue.states().values()) == {"complete"}
-
-
 def test_fresh_sets_the_former_results_aside(runs: Path, pair: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["ablate", "run", pair, "--runs", str(runs), "--workers", "1", "--rows", "softmax", "--seeds", "0"]
     assert main(command) == 0

@@ -1,6 +1,7 @@
 """One thread per process (two run side by side), and a ready MLflow store, whose first touch takes seconds."""
 
 import shutil
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ import torch
 from postgres import postgres_server
 
 __all__ = ["postgres_server"]
+
+# A shell without job control starts background jobs, and so these tests and all that they start, with Ctrl-C ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

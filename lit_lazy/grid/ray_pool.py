@@ -220,6 +220,8 @@ def execute(job: Job, folder: str) -> int:
     The process outlives its task, so a full disk is told by the result, and what was opened is closed.
     """
     os.chdir(folder)
+    # Ray cancels by an interrupt, which a cluster that was started in the background would have every process ignore.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with _logging(job):
             prepare_process(job)

@@ -21,6 +21,8 @@ from lit_lazy.grid.queue import Queue, default_storage
 from lit_lazy.spool import read_lines
 from lit_lazy.tracking import Tracker, TrackingError
 
+pytestmark = pytest.mark.xdist_group("faults")
+
 ABLATION = '''
 """Two rows on the tiny probe, and whatever the test adds."""
 import sys
@@ -71,7 +73,6 @@ def start(*arguments: str, **environment: str) -> "subprocess.Popen[str]":
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -286,14 +287,14 @@ def test_two_machines_share_a_grid(server: MlflowServer, postgres_storage: str, 
 
     Their clocks are mad: in the workers every look at them is a day away from the one before.
     """
-    extra = f'''
+    extra = f"""
 {IN_WORKERS}
     import itertools
     import time
 
     true_time, jumps = time.time, itertools.cycle((86_400.0, -86_400.0))
     time.time = lambda: true_time() + next(jumps)
-'''
+"""
     path = write(tmp_path, extra, "shared")
     environment = {"MLFLOW_TRACKING_URI": server.url, "LIT_LAZY_STORAGE": postgres_storage}
     machines = [tmp_path / "one", tmp_path / "two"]

@@ -121,6 +121,7 @@ def test_the_table_is_that_of_local_workers(
     assert not list((folder / "workers").glob("*.lock"))
 
 
+@pytest.mark.long
 def test_interrupted_and_killed_cells_go_on(
     runs: Path, pair: str, address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,8 +160,6 @@ def start(arguments: list[str]) -> "subprocess.Popen[str]":
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         start_new_session=True,
-        # A shell without job control starts background jobs, and so these tests, with Ctrl-C ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

@@ -341,8 +341,6 @@ def start(runs: Path, rates: str) -> "subprocess.Popen[str]":
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        # A shell without job control starts background jobs, and so these tests, with Ctrl-C ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

@@ -42,9 +42,12 @@ lint: .venv/.complete
 bench: .venv/.complete
 	$(BIN)/python kernels/memory.py --json docs/results/kernels/chunked-memory.json
 
+# Without the direct requirements, so that raising one of them meets no pin of its former version here.
+DIRECT = $(shell sed -nE 's/^([A-Za-z0-9_.-]+)(\[.*\])?==.*/\1/p' requirements.txt | paste -sd'|')
+
 constraints: .venv/.complete
 	( echo '# Versions of what requirements.txt pulls in; made by `make constraints`.'; \
-	  $(BIN)/pip freeze --exclude-editable | grep -v -i -E '^(torch|triton)==' ) > constraints.txt
+	  $(BIN)/pip freeze --exclude-editable | grep -v -i -E '^($(DIRECT))==' ) > constraints.txt
 
 .venv/.complete: requirements.txt constraints.txt pyproject.toml kernels/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lit-lazy needs Python 3.11 or newer; give one with PYTHON=...")'

@@ -8,7 +8,7 @@ ifdef TINY
 SUFFIX := _tiny
 endif
 
-.PHONY: help table2 table2-text dashboard test test-all lint bench constraints
+.PHONY: help table2 table2-text dashboard test test-all lint bench bench-grid constraints
 
 help:
 	@echo "make table2        run Table 2's variants on the generated probe and print the table"
@@ -16,7 +16,8 @@ help:
 	@echo "make dashboard     MLflow on 127.0.0.1, with links to the runs"
 	@echo "make test          lint, types and tests"
 	@echo "make test-all      the same and the long tests"
-	@echo "make bench         memory of the attention backends"
+	@echo "make bench         memory of the attention backends, cost of a training step"
+	@echo "make bench-grid    cost of a grid beside its training, and what a hundred kills do to one (half an hour)"
 	@echo "TINY=1 makes table2 and table2-text a matter of a minute; WORKERS, RUNS and PYTHON can be set too"
 
 table2: .venv/.complete
@@ -41,6 +42,11 @@ lint: .venv/.complete
 
 bench: .venv/.complete
 	$(BIN)/python kernels/memory.py --json docs/results/kernels/chunked-memory.json
+	$(LIT) bench step --out docs/results/bench-step.json
+
+bench-grid: .venv/.complete
+	$(LIT) bench grid --out docs/results/bench-grid.json
+	$(BIN)/python tests/grid/chaos.py --kills 100 --out docs/results/reliability.md
 
 # Without the direct requirements, so that raising one of them meets no pin of its former version here.
 DIRECT = $(shell sed -nE 's/^([A-Za-z0-9_.-]+)(\[.*\])?==.*/\1/p' requirements.txt | paste -sd'|')

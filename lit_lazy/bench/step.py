@@ -148,9 +148,6 @@ def _mebibytes(size: int | None) -> str:
     return "not measured" if size is None else f"{size / 2**20:.0f}"
 
 
-# -- the models ------------------------------------------------------------------------------------------------------
-
-
 def _config(variant: str) -> ModelConfig:
     lazy = AttentionSpec(Elastic(tau_init=1.0, threshold="per_query"), LearnedBias())
     attention = AttentionSpec() if variant == SOFTMAX else lazy
@@ -210,9 +207,6 @@ def _attention_stepper(model: DecoderLM, ids: Tensor) -> Callable[[], None]:
     return step
 
 
-# -- time ------------------------------------------------------------------------------------------------------------
-
-
 def _measure(length: int, rounds: int, tokens: int, console: Callable[[str], None]) -> list[dict[str, Any]]:
     """One row per state of lazy attention."""
     ids = _ids(length, tokens)
@@ -265,9 +259,6 @@ def _compared(seconds: Mapping[str, Sequence[float]], state: str) -> dict[str, A
     }
 
 
-# -- what survives the threshold -------------------------------------------------------------------------------------
-
-
 def _survival(model: DecoderLM, ids: Tensor) -> dict[str, Any]:
     """Share of visible entries that are cut, mean row mass, and share of tiles without a weight, over all layers.
 
@@ -308,9 +299,6 @@ def _tile_masses(call: tuple[Any, ...], tau: Tensor) -> Tensor:
 def _pooled(x: Tensor, dim: int, size: int) -> Tensor:
     """Sums of `size` neighbours along `dim`; the last may be fewer."""
     return torch.stack([part.sum(dim) for part in x.split(size, dim)], dim)
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------
 
 
 def _peak_rise(variant: str, length: int, tokens: int) -> int | None:

@@ -417,13 +417,14 @@ def grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> 
     from lit_lazy.grid.ablation import load_ablation
 
     name = options.ablation
+    if not known:
+        raise ValueError(f"ablation {name!r}: {where} holds no such grid; it has none; `lit-lazy ablate run` makes it")
     if name not in known:
         ablation = load_ablation(find("ablations", name))
         name = f"{ablation.name}-{Path(options.base or ablation.base).stem}"
     if name not in known:
         raise ValueError(
-            f"ablation {name!r}: {where} holds no such grid; it has {', '.join(known) or 'none'}; "
-            "`lit-lazy ablate run` makes it"
+            f"ablation {name!r}: {where} holds no such grid; it has {', '.join(known)}; `lit-lazy ablate run` makes it"
         )
     return name
 

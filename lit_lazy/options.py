@@ -160,7 +160,9 @@ def folder(text: str) -> Path:
 def whole_numbers(text: str) -> list[int]:
     """An option that is a list of whole numbers separated by commas."""
     if not text or not all(part.strip().isdecimal() for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be whole numbers separated by commas, for example 0,1,2")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must be whole numbers separated by commas, each 0 or more, for example 0,1,2"
+        )
     return distinct(text, [int(part) for part in text.split(",")])
 
 

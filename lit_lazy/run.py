@@ -133,6 +133,8 @@ def _run(
     checkpoints = folder / "checkpoints"
     last = checkpoints / "last.ckpt"
     started, first_step = time.perf_counter(), resumable_step(last, cfg, module)
+    if first_step:
+        log.info("goes on at step %d of %d, from %s", first_step, cfg.train.steps, last)
     fit(trainer, module, cfg, source, last if first_step else None)
     trained = time.perf_counter()
     if keep_checkpoint:

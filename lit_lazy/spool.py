@@ -46,9 +46,8 @@ class MetricFile(Logger):
         return self.path.name
 
     @property
-    def version(self) -> str:
-        """The run folder's name: the key of the run."""
-        return self.path.parent.name
+    def version(self) -> None:
+        """None: the run folder is named by the run's key, there are no versions of it."""
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *_args: Any, **_kwargs: Any) -> None:
         """Nothing to do: the config is logged when the MLflow run begins."""

@@ -6,12 +6,14 @@ import os
 import socket
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 import mlflow
+from filelock import FileLock
 from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
@@ -111,7 +113,7 @@ def check_store(uri: str) -> None:
         raise ValueError(
             f"{named}: must be http://HOST:PORT, sqlite:///FILE or postgresql://...; or unset the variable"
         )
-    reach(URI_VARIABLE if os.environ.get(URI_VARIABLE) else "--runs", uri, "experiments", lambda _: None)
+    reach(URI_VARIABLE if os.environ.get(URI_VARIABLE) else "MLflow's database", uri, "experiments", lambda _: None)
     if (file := sqlite_file(uri)) is not None:
         writable_folder(URI_VARIABLE if os.environ.get(URI_VARIABLE) else "--runs", file.parent)
 
@@ -132,15 +134,15 @@ def _use(uri: str) -> None:
 
 
 class Tracker:
-    """One MLflow experiment, found or created when it is first needed.
-
-    That creates the store, so let a parent process do it before any worker. Methods raise TrackingError.
-    """
+    """One MLflow experiment, found or created when it is first needed. Methods raise TrackingError."""
 
     def __init__(self, uri: str, runs: Path, experiment: str) -> None:
         self.uri, self.runs, self.experiment = uri, runs, experiment
         _use(uri)
-        self.client = MlflowClient(uri)
+        file = sqlite_file(uri)
+        # The client creates a database that is not there; two processes must not do so at once.
+        with FileLock(f"{file}.lock") if file else nullcontext():
+            self.client = MlflowClient(uri)
 
     @functools.cached_property
     def experiment_id(self) -> str:

@@ -89,7 +89,12 @@ class Files:
             ) from None
         if not isinstance(row, dict):
             raise self._error(path, f"line {number} is a JSON {type(row).__name__}; give one object per line")
-        require(self.column in row, "data.column", self.column, f"{where} has only {', '.join(row) or 'no columns'}")
+        require(
+            self.column in row,
+            "data.column",
+            self.column,
+            f"{where} has only {', '.join(row) or 'no columns'}; name one that holds text",
+        )
         value = row[self.column]
         require(
             value is None or isinstance(value, str),
@@ -192,7 +197,9 @@ def texts(found: Iterator[Any], column: str, where: str) -> Iterator[bytes]:
     """The texts in one column of Arrow tables, as UTF-8."""
     for table in found:
         names = table.column_names
-        require(column in names, "data.column", column, f"{where} has only {', '.join(names)}")
+        require(
+            column in names, "data.column", column, f"{where} has only {', '.join(names)}; name one that holds text"
+        )
         kind = str(table.schema.field(column).type)
         require("string" in kind and "<" not in kind, "data.column", column, f"must hold text; in {where} it is {kind}")
         for value in table.column(column).to_pylist():

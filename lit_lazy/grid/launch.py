@@ -20,7 +20,7 @@ from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.plan import PLAN, Plan, read_plan, save, table_from_mlflow
 from lit_lazy.grid.pool import LocalPool, Pool
 from lit_lazy.grid.progress import Progress
-from lit_lazy.grid.queue import FINISHED, Entry, Queue, Watch, default_storage, is_dead, redacted
+from lit_lazy.grid.queue import FINISHED, Entry, Membership, Queue, Watch, default_storage, is_dead, living, redacted
 from lit_lazy.grid.table import Table
 from lit_lazy.grid.worker import Job
 from lit_lazy.run import git_sha
@@ -99,6 +99,11 @@ def run_grid(grid: Grid, launch: Launch, console: Console) -> tuple[Table, bool]
     tracker = Tracker(default_uri(grid.runs), grid.runs, grid.id)
     if launch.fresh:
         begin_anew(grid, queue, tracker, console)
+    with Membership(grid.folder / "workers"):  # another process's --fresh sees that this one lives
+        return _run_grid(grid, launch, queue, tracker, console)
+
+
+def _run_grid(grid: Grid, launch: Launch, queue: Queue, tracker: Tracker, console: Console) -> tuple[Table, bool]:
     with queue.lock():
         parent_id = _parent(grid, queue, tracker)
     keys = [cell.key for cell in grid.cells]
@@ -170,9 +175,9 @@ def write_table(tracker: Tracker, parent_id: str, folder: Path) -> Table:
 
 def begin_anew(work: Work, queue: Queue, tracker: Tracker, console: Console) -> None:
     """Begin anew, and lose nothing: the folder is renamed, MLflow's runs go to its deleted ones."""
-    alive = [describe(entry) for entry in queue.entries("running") if is_dead(entry.worker) is False]
-    if alive:
-        raise ValueError(f"--fresh: {work.id} is being run ({'; '.join(alive)}); end that first")
+    if alive := living(work.folder / "workers"):
+        processes = ", ".join(sorted(name.split("-")[-2] for name in alive))
+        raise ValueError(f"--fresh: {work.id} is being run here (by process {processes}); end that first")
     if parent_id := queue.facts.get("parent"):
         tracker.retire(parent_id)
     queue.clear()
@@ -224,7 +229,9 @@ class Supervisor:
             try:
                 while self._step(pool, progress):
                     time.sleep(POLL_SECONDS)
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt) and len(pool):
+                    self._say("ending: the workers put their cells back; Ctrl-C again ends them at once")
                 pool.stop()
                 raise
 

@@ -29,7 +29,7 @@ class Progress:
         self.started = time.monotonic()
         self.done_before = _done(self._counts(queue.states()))
         self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
-        self._last_line, self._last_ended = 0.0, -1
+        self._last_line, self._last_told = 0.0, (-1, False)
 
     def __enter__(self) -> "Progress":
         if self.live:
@@ -50,9 +50,11 @@ class Progress:
         if self.live:
             self.live.update(self._panel(counts))
             return
-        ended, now = _done(counts) + counts["failed"], time.monotonic()
-        if ended != self._last_ended and now - self._last_line >= PLAIN_EVERY_SECONDS:
-            self._last_line, self._last_ended = now, ended
+        told, now = (_done(counts) + counts["failed"], counts["running"] > 0), time.monotonic()
+        if told != self._last_told and (
+            now - self._last_line >= PLAIN_EVERY_SECONDS or told == (self._last_told[0], True)
+        ):
+            self._last_line, self._last_told = now, told
             self._print_line(counts)
 
     def show_running(self, names: Sequence[str]) -> None:

@@ -427,6 +427,12 @@ class Membership:
             Path(self.identity["lock"]).unlink(missing_ok=True)
 
 
+def living(folder: Path) -> list[str]:
+    """Names of the lock files in a folder that processes of this machine hold."""
+    host = socket.gethostname()
+    return [path.name for path in folder.glob("*.lock") if is_dead({"host": host, "lock": str(path)}) is False]
+
+
 def is_dead(worker: Mapping[str, str]) -> bool | None:
     """Whether a worker of this machine is gone; None where that cannot be seen from here."""
     path = worker["lock"]

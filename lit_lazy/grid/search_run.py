@@ -10,7 +10,7 @@ from lit_lazy.config import RunConfig, from_dict
 from lit_lazy.grid.estimate import cost
 from lit_lazy.grid.launch import Launch, Supervisor, Work, begin_anew, command_line, make_job, make_pool
 from lit_lazy.grid.progress import Progress, clock
-from lit_lazy.grid.queue import FINISHED, default_storage
+from lit_lazy.grid.queue import FINISHED, Membership, default_storage
 from lit_lazy.grid.search import Definition
 from lit_lazy.grid.search_queue import Point, SearchQueue
 from lit_lazy.grid.search_report import Report
@@ -48,6 +48,13 @@ def run_search(work: SearchWork, launch: Launch, console: Console) -> tuple[Repo
     tracker = Tracker(default_uri(work.runs), work.runs, work.id)
     if launch.fresh:
         begin_anew(work, queue, tracker, console)
+    with Membership(work.folder / "workers"):  # another process's --fresh sees that this one lives
+        return _run_search(work, launch, queue, tracker, console)
+
+
+def _run_search(
+    work: SearchWork, launch: Launch, queue: SearchQueue, tracker: Tracker, console: Console
+) -> tuple[Report, bool]:
     with queue.lock():
         parent_id = _parent(work, queue, tracker)
     keys = [cell.key for cell in work.cells]

@@ -126,7 +126,7 @@ def _run(
     keep_checkpoint: bool,
 ) -> RunResult:
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
-    trainer = make_trainer(cfg, folder, logger, callbacks, show_progress)
+    trainer = make_trainer(cfg, folder, logger, (MissedValidation(source), *callbacks), show_progress)
     device = trainer.strategy.root_device
     initial = evaluate(module, source, device)
 
@@ -210,6 +210,36 @@ def make_trainer(
         enable_model_summary=False,
         default_root_dir=folder,
     )
+
+
+class MissedValidation(Callback):
+    """Makes up for a validation that a kill cut off.
+
+    The checkpoint of a step is written before the validation at that step, and Lightning goes on after both.
+    """
+
+    def __init__(self, source: DataSource) -> None:
+        self.source = source
+
+    @torch.inference_mode()
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log it, if the run goes on from a step of validation; a logger may know it already."""
+        module, step = pl_module, trainer.global_step
+        if not isinstance(module, LitLM) or trainer.logger is None or not step or step % module.cfg.train.val_every:
+            return
+        loss, excess = RatioOfSums().to(module.device), RatioOfSums().to(module.device)
+        measured = {"val/loss": loss}
+        module.eval()
+        for batch in validation_loader(module.cfg, self.source):
+            batch = {name: value.to(module.device) for name, value in batch.items()}
+            with trainer.precision_plugin.forward_context():
+                nll = token_nll(module.model(batch["tokens"]), batch["targets"])
+            loss.update(nll, nll.numel())
+            if "oracle_nll" in batch:
+                excess.update(nll - batch["oracle_nll"], nll.numel())
+                measured["val/excess"] = excess
+        module.train()
+        trainer.logger.log_metrics({name: metric.compute().item() for name, metric in measured.items()}, step - 1)
 
 
 def train_loader(cfg: RunConfig, source: DataSource, module: LitLM) -> DataLoader[Batch]:

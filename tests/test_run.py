@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 from filelock import FileLock
@@ -18,6 +19,7 @@ from lit_lazy.config import ModelConfig, RunConfig, TrainConfig, to_dict
 from lit_lazy.data import Backcopy
 from lit_lazy.lightning_module import DivergedError, LitLM
 from lit_lazy.run import FINAL_CHECKPOINT, RESULT, CellBusyError, RunResult, run
+from lit_lazy.spool import METRICS, MetricFile, read_lines
 
 LAZY = AttentionSpec(Elastic(), LearnedBias())
 
@@ -232,3 +234,27 @@ def test_a_checkpoint_of_another_config_is_set_aside_and_the_run_begins_again(tm
     run(config(seed=1), tmp_path / "begun", callbacks=[Keep()], keep_checkpoint=True)
     assert kept == [of_another]
     assert_same_run(tmp_path / "whole", tmp_path / "begun")
+
+
+class Stop(Callback):
+    """Ends a run as a kill would, after the checkpoint of a step and before its validation."""
+
+    def on_validation_start(self, trainer: L.Trainer, _module: L.LightningModule) -> None:
+        if trainer.global_step == 20:
+            raise RuntimeError("killed")
+
+
+def test_a_validation_that_a_kill_cut_off_is_made_up_for(tmp_path: Path) -> None:
+    """Its step is in the checkpoint already, so Lightning would leave a hole in the curve."""
+    cfg = config(steps=30, val_every=10, checkpoint_every=20)
+    run(cfg, tmp_path / "whole", logger=MetricFile(tmp_path / "whole"))
+    with pytest.raises(RuntimeError, match="killed"):
+        run(cfg, tmp_path / "cut", logger=MetricFile(tmp_path / "cut"), callbacks=[Stop()])
+    run(cfg, tmp_path / "cut", logger=MetricFile(tmp_path / "cut"))
+
+    def curve(name: str) -> list[tuple[int, float]]:
+        lines = read_lines(tmp_path / name / METRICS)
+        return [(line.step, line.metrics["val/loss"]) for line in lines if "val/loss" in line.metrics]
+
+    assert [step for step, _ in curve("cut")] == [9, 19, 29]
+    assert curve("cut") == curve("whole")

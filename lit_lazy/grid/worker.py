@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence, Set
@@ -94,7 +95,7 @@ class Worker:
         with Membership(self.folder / "workers") as membership, Heart(self.queue, BEAT_SECONDS) as heart:
             try:
                 done = 0
-                while (most is None or done < most) and (task := self.queue.claim(membership.identity, self.keys)):
+                while (most is None or done < most) and (task := self._claim(membership)):
                     heart.hold(task)
                     if not self._execute(task):
                         heart.drop(task)
@@ -112,6 +113,10 @@ class Worker:
                     log.error("no space left\n%s", traceback.format_exc())
                     raise SystemExit(DISK_FULL) from error
                 raise
+
+    def _claim(self, membership: Membership) -> Task | None:
+        end_if_interrupted()
+        return self.queue.claim(membership.identity, self.keys)
 
     def _execute(self, task: Task) -> bool:
         """Train a cell; whether it is still held, to be booked."""
@@ -151,7 +156,7 @@ class Worker:
                 from_dict(RunConfig, task.cell.config),
                 folder,
                 logger=spool.logger(),
-                callbacks=self._callbacks(task),
+                callbacks=[EndIfInterrupted(), *self._callbacks(task)],
                 keep_checkpoint=self.keep_checkpoints,
             )
 
@@ -246,8 +251,25 @@ def make_worker(job: Job, queue_type: type[Queue] = Queue, worker_type: "type[Wo
     )
 
 
+_interrupted = threading.Event()
+
+
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    _interrupted.set()
     raise KeyboardInterrupt
+
+
+def end_if_interrupted() -> None:
+    """Raise KeyboardInterrupt again if it was lost: Python drops what is raised in the callback of a weak reference."""
+    if _interrupted.is_set():
+        raise KeyboardInterrupt
+
+
+class EndIfInterrupted(Callback):
+    """Looks for a lost interrupt before every step."""
+
+    def on_train_batch_start(self, *_args: object, **_kwargs: object) -> None:
+        end_if_interrupted()
 
 
 def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) -> int:

@@ -156,7 +156,7 @@ def test_interrupt_and_go_on(runs: Path, pair: str) -> None:
     assert process.returncode == 130, out
     assert "the same command goes on from here" in out
     assert "running" not in queue.states().values()
-    assert "interrupted" in [entry.reason for entry in queue.entries("waiting")]
+    assert "interrupted" in [entry.reason for entry in queue.entries("waiting")], (out, queue.states())
     client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
     number = client.get_experiment_by_name(grid).experiment_id
     statuses = {run.info.status for run in client.search_runs([number], "tags.kind = 'cell'")}

@@ -42,12 +42,15 @@ class LitLM(L.LightningModule):
 
     def training_step(self, batch: Batch, _batch_index: int) -> Tensor:
         loss = token_nll(self.model(batch["tokens"]), batch["targets"]).mean()
-        # The steps at which Lightning hands its metrics to the logger.
         if (self.global_step + 1) % self.cfg.train.log_every == 0:
             if not torch.isfinite(loss):
                 raise DivergedError(f"training loss is {loss.item()} at step {self.global_step}")
-            self.log("train/loss", loss, prog_bar=True)
-            self.log("train/lr", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
+            self.log("train/loss", loss, prog_bar=True, logger=False)
+            if self.logger is not None:
+                # At once: Lightning would do so after the checkpoint of this step, and a kill in between would leave a
+                # hole in the curve.
+                rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
+                self.logger.log_metrics({"train/loss": loss.item(), "train/lr": rate}, self.global_step)
         return loss
 
     def validation_step(self, batch: Batch, _batch_index: int) -> None:

@@ -10,6 +10,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lit_lazy.config import RunConfig, to_dict
 from lit_lazy.disk import set_aside, write_atomically
+from lit_lazy.errors import named
 from lit_lazy.lightning_module import LitLM
 
 
@@ -36,7 +37,7 @@ def read(path: Path) -> dict[str, Any]:
     except pickle.UnpicklingError:
         raise ValueError("holds more than weights and numbers, so it is not loaded: it could run code") from None
     except Exception as error:  # a file that is no checkpoint raises almost anything
-        raise ValueError(f"is no checkpoint, or damaged ({_brief(error)})") from None
+        raise ValueError(f"is no checkpoint, or damaged ({named(error)})") from None
     if not _is_ours(content):
         raise ValueError("was not made by this project")
     return content
@@ -55,22 +56,22 @@ def _is_ours(content: Any) -> bool:
 
 def load(path: Path) -> LitLM:
     """The trained model of a checkpoint. Raises ValueError, in one line, where there is none to be had."""
-    named = f"checkpoint {str(path)!r}"
+    checkpoint = f"checkpoint {str(path)!r}"
     try:
         content = read(path)
     except ValueError as error:
         raise ValueError(
-            f"{named}: {error}; give a final.ckpt, which --keep-checkpoint leaves in run folders"
+            f"{checkpoint}: {error}; give a final.ckpt, which --keep-checkpoint leaves in run folders"
         ) from None
     try:
         module = LitLM(**content["hyper_parameters"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{named}: its config is not known here ({_brief(error)}); --import the file that defines a class of your "
-            "own, else train again"
+            f"{checkpoint}: its config is not known here ({named(error)}); --import the file that defines a class of "
+            "your own, else train again"
         ) from None
     if misfit := _misfit(content, module):
-        raise ValueError(f"{named}: {misfit}; train again")
+        raise ValueError(f"{checkpoint}: {misfit}; train again")
     module.load_state_dict(content["state_dict"])
     return module
 
@@ -105,7 +106,3 @@ def _misfit(content: dict[str, Any], module: LitLM) -> str:
             is_, should = (str(shapes.get(name, "missing")) for shapes in (found, wanted))
             return f"the weights are another architecture's ({name} is {is_}, should be {should})"
     return ""
-
-
-def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

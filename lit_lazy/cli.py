@@ -302,12 +302,17 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             gpus=gpus,
         )
         table, finished = run_grid(grid, launch, Console())
-    print(f"\n{table.markdown()}")
-    where = grid.folder
-    print(f"\ntable:      {where}/table.md (also .csv, .tex, .json, .html), figure {where}/effects.png")
-    print(f"runs:       {where}/cells/, workers' logs {where}/worker-*.log")
-    print(f"dashboard:  {shlex.join(['lit-lazy', 'dashboard', '--runs', str(options.runs)])}")
+    tell_results(table.markdown(), grid.folder, options.runs)
     return 0 if finished else 1
+
+
+def tell_results(table: str, where: Path, runs: Path) -> None:
+    """The table, and where it and all else is."""
+    print(f"\n{table}\n")
+    print(f"table:      {where}/table.* ({', '.join(sorted(path.suffix for path in where.glob('table.*')))})")
+    print(f"figures:    {' '.join(str(path) for path in sorted(where.glob('*.png')))}")
+    print(f"runs:       {where}/cells/, workers' logs {where}/worker-*.log")
+    print(f"dashboard:  {shlex.join(['lit-lazy', 'dashboard', '--runs', str(runs)])}")
 
 
 def make_search(options: argparse.Namespace, overrides: list[str]) -> "SearchWork":
@@ -348,11 +353,7 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
     # Points beyond those asked for may wait in the queue, from a command that asked for more.
     launch = Launch(workers, options.threads, options.fresh, storage=options.storage, only_these=True)
     report, finished = run_search(work, launch, Console())
-    print(f"\n{report.markdown()}")
-    where = work.folder
-    print(f"\ntable:      {where}/table.md (also .csv, .json, .html), figures {where}/*.png")
-    print(f"runs:       {where}/cells/, workers' logs {where}/worker-*.log")
-    print(f"dashboard:  {shlex.join(['lit-lazy', 'dashboard', '--runs', str(options.runs)])}")
+    tell_results(report.markdown(), work.folder, options.runs)
     return 0 if finished else 1
 
 
@@ -480,10 +481,7 @@ def ablate_list(_options: argparse.Namespace, _rest: list[str]) -> int:
 def bench_step(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy bench step`"""
     from lit_lazy.bench import step
-    from lit_lazy.disk import writable_folder
 
-    if options.out:
-        writable_folder("--out", options.out.parent)
     step.bench_step(out=options.out)
     return 0
 
@@ -491,10 +489,7 @@ def bench_step(options: argparse.Namespace, _rest: list[str]) -> int:
 def bench_grid(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy bench grid`"""
     from lit_lazy.bench import grid
-    from lit_lazy.disk import writable_folder
 
-    if options.out:
-        writable_folder("--out", options.out.parent)
     grid.bench_grid(sizes=options.cells or grid.SIZES, out=options.out)
     return 0
 

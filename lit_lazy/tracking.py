@@ -23,7 +23,7 @@ from lit_lazy.config import flatten
 from lit_lazy.dashboards import TAG_PREFIX, cells_view, run_link, runs_link, saved_view, view_id
 from lit_lazy.databases import reach, redacted, sqlite_file
 from lit_lazy.disk import writable_folder
-from lit_lazy.errors import UnfinishedError
+from lit_lazy.errors import UnfinishedError, one_line
 
 # MLflow tells of every database it creates, and trips over a deprecation of its own.
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
@@ -83,7 +83,7 @@ def _reaching(method: Callable[P, T]) -> Callable[P, T]:
             return method(*args, **kwargs)
         except (MlflowException, RequestException, OSError) as error:
             tracker: Any = args[0]
-            raise TrackingError(" ".join(str(error).split())[:300], answers(tracker.uri) is None) from error
+            raise TrackingError(one_line(error), answers(tracker.uri) is None) from error
 
     return call
 
@@ -317,4 +317,4 @@ def experiment_names(uri: str) -> list[str]:
     try:
         return [experiment.name for experiment in MlflowClient(uri).search_experiments()]
     except MlflowException as error:
-        raise TrackingError(" ".join(str(error).split())[:300], reachable=True) from error
+        raise TrackingError(one_line(error), reachable=True) from error

@@ -1,22 +1,19 @@
 """What a grid costs beside its training: queue and tracking against bare `Trainer.fit`, and per cell by grid size."""
 
-import json
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lit_lazy.attention import Elastic, LearnedBias
-from lit_lazy.bench.step import cpu_name
+from lit_lazy.bench.results import made_by, provenance, publish
 from lit_lazy.config import RunConfig, TrainConfig, from_dict, replace_at
 from lit_lazy.files import find, load_experiment
 from lit_lazy.grid.ablation import Ablation, Cell, definitions, expand, row_infos, select
@@ -25,7 +22,7 @@ from lit_lazy.grid.plan import PLAN, Plan, save, table_from_mlflow
 from lit_lazy.grid.queue import Queue, default_storage
 from lit_lazy.grid.worker import Worker
 from lit_lazy.lightning_module import LitLM
-from lit_lazy.run import RunResult, environment, evaluate, fit, make_trainer, prepare, run
+from lit_lazy.run import RunResult, evaluate, fit, make_trainer, prepare, run
 from lit_lazy.spool import Spool
 from lit_lazy.tracking import Tracker, default_uri
 
@@ -71,18 +68,11 @@ def bench_grid(
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="lit-lazy-bench-") as folder:
         result = {
-            "command": " ".join(["lit-lazy", *sys.argv[1:]]),
-            "date": datetime.now(UTC).date().isoformat(),
-            "environment": environment() | {"cpu": cpu_name()},
+            **provenance(out),
             "overhead": overhead(Path(folder), cell_seconds, pairs, console),
             "per_cell": [per_cell(Path(folder) / str(size), size, console) for size in sizes],
         }
-    text = tables(result)
-    console(text)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
-        out.with_suffix(".md").write_text(text)
+    publish(result, tables(result), out, console)
     return result
 
 
@@ -264,7 +254,7 @@ def _median(values: Sequence[float]) -> str:
 
 def tables(result: dict[str, Any]) -> str:
     """The result as Markdown."""
-    over, made = result["overhead"], result["environment"]
+    over = result["overhead"]
     lines = [
         "| seconds of a cell, median | wall | CPU |",
         "|:---|---:|---:|",
@@ -293,7 +283,6 @@ def tables(result: dict[str, Any]) -> str:
         "|:---|" + "---:|" * len(rows),
         *(f"| {name} | " + " | ".join(f"{row['milliseconds'][name]:.3f}" for row in rows) + " |" for name in names),
         "",
-        f"`{result['command']}`, {result['date']}, commit {made['git_sha']}, torch {made['torch']}, Python "
-        f"{made['python']}, {made['machine']}, {made['cpu']}; queue and MLflow on sqlite.",
+        f"{made_by(result)} Queue and MLflow on sqlite.",
     ]
     return "\n".join(lines) + "\n"

@@ -10,7 +10,6 @@ Lazy attention is measured in two states, because what can be skipped depends on
 """
 
 import ctypes
-import json
 import platform
 import statistics
 import sys
@@ -18,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,10 +27,10 @@ from torch import Tensor, nn
 
 from flash_lazy import lazy_attention
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias
+from lit_lazy.bench.results import made_by, provenance, publish
 from lit_lazy.config import ModelConfig, TrainConfig, to_dict
 from lit_lazy.lightning_module import parameter_groups, token_nll
 from lit_lazy.model import DecoderLM
-from lit_lazy.run import environment
 
 LENGTHS, ROUNDS, TOKENS = (128, 512, 2048), 10, 4096
 QUICK: Mapping[str, Any] = {"lengths": (64,), "rounds": 2, "tokens": 128}
@@ -86,9 +84,7 @@ def bench_step(
     try:
         rows = [row for length in lengths for row in _measure(length, rounds, tokens, console)]
         result = {
-            "command": " ".join(["lit-lazy", *sys.argv[1:]]),
-            "date": datetime.now(UTC).date().isoformat(),
-            "environment": environment() | {"cpu": cpu_name()},
+            **provenance(out),
             "model": to_dict(_config("untrained")) | {"vocabulary": VOCABULARY},
             "tokens": tokens,
             "rounds": rounds,
@@ -96,12 +92,7 @@ def bench_step(
         }
     finally:
         torch.set_num_threads(threads)
-    text = table(result)
-    console(text)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
-        out.with_suffix(".md").write_text(text)
+    publish(result, table(result), out, console)
     return result
 
 
@@ -134,8 +125,7 @@ def table(result: Mapping[str, Any]) -> str:
         f"A training step of {result['tokens']} tokens in float32 on {made['threads']} thread: median of "
         f"{result['rounds']} paired rounds [quartiles]. Peak: rise of the resident memory over model and "
         "optimiser.",
-        f"`{result['command']}`, {result['date']}, commit {made['git_sha']}, torch {made['torch']}, Python "
-        f"{made['python']}, {made['machine']}, {made['cpu']}.",
+        made_by(result),
     ]
     return "\n".join(lines) + "\n"
 
@@ -333,11 +323,3 @@ def _peak_rise_here(variant: str, length: int, tokens: int) -> int:
 def _resident(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
-def cpu_name() -> str:
-    """The processor's name where the system tells it, and the vector instructions that torch uses."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return ", ".join([*names[:1], torch.backends.cpu.get_cpu_capability()])

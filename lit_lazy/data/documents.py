@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_lazy.data.base import require
+from lit_lazy.errors import one_line
 
 FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 # A tokeniser needs about a hundred times the memory of a document.
@@ -249,9 +250,3 @@ def find_files(field: str, given: str) -> tuple[Path, ...]:
 def file_states(paths: tuple[Path, ...]) -> list[tuple[str, int, int]]:
     """Path, size in bytes and time of change in ns of each file."""
     return [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths]
-
-
-def one_line(error: BaseException) -> str:
-    """An error's message on one line of moderate length."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:300]}..."

@@ -21,8 +21,8 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from lit_lazy.data.documents import one_line
 from lit_lazy.data.tokeniser import Tokenizer
+from lit_lazy.errors import one_line
 
 BATCH_BYTES = 2**20
 FACTS = "corpus.json"

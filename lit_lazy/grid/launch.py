@@ -5,11 +5,12 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal, TypeVar
 
 from rich.console import Console
 
@@ -26,6 +27,7 @@ from lit_lazy.grid.worker import Job
 from lit_lazy.run import git_sha
 from lit_lazy.tracking import Tracker, TrackingError, default_uri
 
+Q = TypeVar("Q", bound=Queue)
 POLL_SECONDS = 1.0
 LOOK_SECONDS = 5.0
 """Between looks for dead workers while none of one's own has died."""
@@ -53,6 +55,10 @@ class Work:
     runs: Path
     files: Sequence[Path]
     """Python files that define classes of the cells' configs."""
+    noun: ClassVar[str] = "cells"
+    """What messages call the cells."""
+    module: ClassVar[str] = "lit_lazy.grid.worker"
+    """What a worker process runs."""
 
     @property
     def folder(self) -> Path:
@@ -89,43 +95,67 @@ class Launch:
 
 
 def run_grid(grid: Grid, launch: Launch, console: Console) -> tuple[Table, bool]:
-    """Execute what is missing of a grid; its table, and whether every cell is complete.
+    """Execute what is missing of a grid; its table, and whether every cell is complete."""
+    with opened(grid, launch, Queue, console) as (queue, tracker):
+        with queue.lock():
+            parent_id = _parent(grid, queue, tracker)
+        with executed(grid, launch, queue, tracker, parent_id, console):
+            _tell_failures(queue, tracker, parent_id)
+            table = write_table(tracker, parent_id, grid.folder)
+        return table, is_finished(grid, queue)
 
-    Other processes, on this machine or others, may be running the same grid: all take cells from the one queue.
+
+@contextmanager
+def opened(work: Work, launch: Launch, queue_type: type[Q], console: Console) -> Iterator[tuple[Q, Tracker]]:
+    """The queue and the MLflow experiment of some work, for a process that lives until this is closed.
+
+    Other processes, on this machine or others, may be at the same work: all take cells from the one queue.
     """
     git_sha()
-    grid.folder.mkdir(parents=True, exist_ok=True)
-    queue = Queue(launch.storage or default_storage(grid.runs), grid.id)
-    tracker = Tracker(default_uri(grid.runs), grid.runs, grid.id)
+    work.folder.mkdir(parents=True, exist_ok=True)
+    queue = queue_type(launch.storage or default_storage(work.runs), work.id)
+    tracker = Tracker(default_uri(work.runs), work.runs, work.id)
     if launch.fresh:
-        begin_anew(grid, queue, tracker, console)
-    with Membership(grid.folder / "workers"):  # another process's --fresh sees that this one lives
-        return _run_grid(grid, launch, queue, tracker, console)
+        begin_anew(work, queue, tracker, console)
+    with Membership(work.folder / "workers"):  # another process's --fresh sees that this one lives
+        yield queue, tracker
 
 
-def _run_grid(grid: Grid, launch: Launch, queue: Queue, tracker: Tracker, console: Console) -> tuple[Table, bool]:
-    with queue.lock():
-        parent_id = _parent(grid, queue, tracker)
-    keys = [cell.key for cell in grid.cells]
-    supervisor = Supervisor(grid, launch, queue, console)
+@contextmanager
+def executed(
+    work: Work,
+    launch: Launch,
+    queue: Queue,
+    tracker: Tracker,
+    parent_id: str,
+    console: Console,
+    notes: Callable[[], list[str]] = list,
+) -> Iterator[None]:
+    """Execute the cells that are missing; the parent run ends with what is done within.
+
+    notes: lines to show beside the progress.
+    """
+    supervisor = Supervisor(work, launch, queue, console)
     supervisor.release_dead()
-    added = queue.add_missing(grid.cells)
+    added = queue.add_missing(work.cells)
+    states, n = queue.states(), len(work.cells)
+    left = sum(states[cell.key] not in FINISHED for cell in work.cells)
+    if not left:
+        console.print(f"{n} {work.noun}, all finished: nothing to do", highlight=False)
+        yield
+        return
+    console.print(f"{n} {work.noun}, {n - left} already finished, {added} enqueued", highlight=False)
+    tracker.set_running(parent_id)
+    progress = Progress(queue, [cell.key for cell in work.cells], console, notes)
+    supervisor.work(make_pool(make_job(work, launch, queue, tracker, parent_id), launch), progress)
+    yield
+    tracker.set_ended(parent_id, "FINISHED" if is_finished(work, queue) else "FAILED")
+
+
+def is_finished(work: Work, queue: Queue) -> bool:
+    """Whether nothing is left to do, and nothing has failed."""
     states = queue.states()
-    left = [key for key in keys if states[key] in ("waiting", "running")]
-    if left:
-        console.print(f"{len(keys)} cells, {len(keys) - len(left)} already complete, {added} enqueued", highlight=False)
-        tracker.set_running(parent_id)
-        progress = Progress(queue, keys, console)
-        supervisor.work(make_pool(make_job(grid, launch, queue, tracker, parent_id), launch), progress)
-    else:
-        console.print(f"{len(keys)} cells, all complete: nothing to do", highlight=False)
-    states = queue.states()
-    finished = all(states.get(key) == "complete" for key in keys)
-    _tell_failures(queue, tracker, parent_id)
-    table = write_table(tracker, parent_id, grid.folder)
-    if left:
-        tracker.set_ended(parent_id, "FINISHED" if finished else "FAILED")
-    return table, finished
+    return all(states.get(cell.key) in FINISHED for cell in work.cells)
 
 
 def make_job(work: Work, launch: Launch, queue: Queue, tracker: Tracker, parent_id: str) -> Job:
@@ -140,6 +170,7 @@ def make_job(work: Work, launch: Launch, queue: Queue, tracker: Tracker, parent_
         keep_checkpoints=launch.keep_checkpoints,
         keys=frozenset(cell.key for cell in work.cells) if launch.only_these else None,
         files=work.files,
+        module=work.module,
     )
 
 
@@ -260,11 +291,10 @@ class Supervisor:
             self._tell_who_works()
         return bool(len(pool) or counts["waiting"] or counts["running"])
 
-    def release_dead(self) -> int:
-        """Let the cells of dead workers wait again, and say so; how many."""
+    def release_dead(self) -> None:
+        """Let the cells of dead workers wait again, and say so."""
         self._looked = time.monotonic()
         stale = self._watch.stale(self.queue.beats(), self._looked)
-        released = 0
         for entry in self.queue.entries("running"):
             dead = is_dead(entry.worker)
             if dead or (dead is None and entry.trial_id in stale):
@@ -272,8 +302,6 @@ class Supervisor:
                 where = f"process {entry.worker['pid']} on {entry.worker['host']}"
                 then = "it waits again" if waits else f"{MOST_DEATHS} times without getting ahead, so it has failed"
                 self._say(f"{entry.variant} seed {entry.seed}: its worker ({where}) died; {then}")
-                released += 1
-        return released
 
     def _progress_of(self, entry: Entry) -> str:
         """Something that changes whenever a cell gets ahead; "" where its folder is another machine's."""

@@ -265,6 +265,7 @@ class Queue:
         return states
 
     def _read_keys(self) -> None:
+        """Learn the keys of the trials that are new since last asked."""
         newest = max(self._key_of, default=0)
         rows = self._rows(
             "SELECT t.trial_id, a.value_json FROM trials t JOIN trial_user_attributes a ON a.trial_id = t.trial_id "
@@ -277,8 +278,7 @@ class Queue:
         """The cells in these states, in the order of the queue."""
         names = {state: name for name, state in STATES.items()}
         newest: dict[str, int] = {}
-        wanted = set(states)
-        self.states()
+        self._read_keys()
         for trial_id, key in sorted(self._key_of.items()):
             newest[key] = trial_id
         found = []
@@ -288,7 +288,7 @@ class Queue:
             )
             found += [trial_id for (trial_id,) in rows if newest.get(self._key_of.get(trial_id, "")) == trial_id]
         entries = [self._entry(trial_id) for trial_id in found]
-        return [entry for entry in entries if entry.state in wanted]
+        return [entry for entry in entries if entry.state in states]
 
     def _entry(self, trial_id: int) -> Entry:
         trial = self._persist(lambda: self._storage.get_trial(trial_id))
@@ -334,7 +334,7 @@ class Queue:
         if keys is None:
             query = "SELECT min(trial_id) FROM trials WHERE study_id = :study AND state = 'WAITING'"
             return self._rows(query)[0][0]
-        self.states()
+        self._read_keys()
         rows = self._rows("SELECT trial_id FROM trials WHERE study_id = :study AND state = 'WAITING' ORDER BY trial_id")
         return next((trial_id for (trial_id,) in rows if self._key_of.get(trial_id) in keys), None)
 

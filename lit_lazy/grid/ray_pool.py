@@ -25,6 +25,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from lit_lazy.disk import is_disk_full
+from lit_lazy.errors import named
 from lit_lazy.grid.pool import Ended, last_log_line
 from lit_lazy.grid.worker import DISK_FULL, Job, make_worker, prepare_process
 
@@ -210,7 +211,7 @@ class RayPool:
             return ray.get(task)
         except RayError as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
-            self._died = f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
+            self._died = named(cause)
             return None
 
 

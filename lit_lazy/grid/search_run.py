@@ -1,21 +1,20 @@
 """Runs a search: enqueues the points that are missing, starts workers, shows progress, writes table and figures."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rich.console import Console
 
 from lit_lazy.config import RunConfig, from_dict
 from lit_lazy.grid.estimate import cost
-from lit_lazy.grid.launch import Launch, Supervisor, Work, begin_anew, command_line, make_job, make_pool
-from lit_lazy.grid.progress import Progress, clock
-from lit_lazy.grid.queue import FINISHED, Membership, default_storage
+from lit_lazy.grid.launch import Launch, Work, command_line, executed, is_finished, opened
+from lit_lazy.grid.progress import clock
 from lit_lazy.grid.search import Definition
 from lit_lazy.grid.search_queue import Point, SearchQueue
 from lit_lazy.grid.search_report import Report
 from lit_lazy.run import git_sha
-from lit_lazy.tracking import TrackedRun, Tracker, TrackingError, default_uri
+from lit_lazy.tracking import TrackedRun, Tracker, TrackingError
 
 DEFINITION = "search.json"
 
@@ -25,6 +24,8 @@ class SearchWork(Work):
     """A search on an experiment, ready to run; `cells` are its points, not drawn yet."""
 
     definition: Definition
+    noun: ClassVar[str] = "points"
+    module: ClassVar[str] = "lit_lazy.grid.search_worker"
 
 
 def best_so_far(queue: SearchQueue) -> list[str]:
@@ -38,45 +39,13 @@ def best_so_far(queue: SearchQueue) -> list[str]:
 
 
 def run_search(work: SearchWork, launch: Launch, console: Console) -> tuple[Report, bool]:
-    """Execute what is missing of a search; what it found, and whether as many points are finished as were asked for.
-
-    Other processes, on this machine or others, may be running the same search: all take points from the one queue.
-    """
-    git_sha()
-    work.folder.mkdir(parents=True, exist_ok=True)
-    queue = SearchQueue(launch.storage or default_storage(work.runs), work.id)
-    tracker = Tracker(default_uri(work.runs), work.runs, work.id)
-    if launch.fresh:
-        begin_anew(work, queue, tracker, console)
-    with Membership(work.folder / "workers"):  # another process's --fresh sees that this one lives
-        return _run_search(work, launch, queue, tracker, console)
-
-
-def _run_search(
-    work: SearchWork, launch: Launch, queue: SearchQueue, tracker: Tracker, console: Console
-) -> tuple[Report, bool]:
-    with queue.lock():
-        parent_id = _parent(work, queue, tracker)
-    keys = [cell.key for cell in work.cells]
-    supervisor = Supervisor(work, launch, queue, console)
-    supervisor.release_dead()
-    added = queue.add_missing(work.cells)
-    states = queue.states()
-    left = [key for key in keys if states[key] in ("waiting", "running")]
-    if left:
-        console.print(f"{len(keys)} points, {len(keys) - len(left)} finished, {added} enqueued", highlight=False)
-        tracker.set_running(parent_id)
-        job = make_job(work, launch, queue, tracker, parent_id)
-        pool = make_pool(dataclasses.replace(job, module="lit_lazy.grid.search_worker"), launch)
-        supervisor.work(pool, Progress(queue, keys, console, lambda: best_so_far(queue)))
-    else:
-        console.print(f"{len(keys)} points, all finished: nothing to do", highlight=False)
-    states = queue.states()
-    finished = all(states[key] in FINISHED for key in keys)
-    report = _write(work, queue, tracker, parent_id)
-    if left:
-        tracker.set_ended(parent_id, "FINISHED" if finished else "FAILED")
-    return report, finished
+    """Execute what is missing of a search; what it found, and whether as many points are finished as were asked for."""
+    with opened(work, launch, SearchQueue, console) as (queue, tracker):
+        with queue.lock():
+            parent_id = _parent(work, queue, tracker)
+        with executed(work, launch, queue, tracker, parent_id, console, lambda: best_so_far(queue)):
+            report = _write(work, queue, tracker, parent_id)
+        return report, is_finished(work, queue)
 
 
 def _write(work: SearchWork, queue: SearchQueue, tracker: Tracker, parent_id: str) -> Report:

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lit_lazy.config import RunConfig, from_dict
 from lit_lazy.disk import is_disk_full
+from lit_lazy.errors import named, one_line
 from lit_lazy.files import load_module
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.queue import Heart, LostError, Membership, Queue, Task
@@ -147,8 +148,8 @@ class Worker:
     def _end_early(self, task: Task, spool: Spool, error: Exception) -> None:
         """A cell may fail in any way: its reason is kept, and the rest of the grid goes on."""
         log.error("%s seed %d failed\n%s", task.cell.variant, task.cell.seed, traceback.format_exc())
-        spool.fail(one_line(error), "FAILED")
-        self._fail(task, one_line(error), final=isinstance(error, DivergedError))
+        spool.fail(reason_of(error), "FAILED")
+        self._fail(task, reason_of(error), final=isinstance(error, DivergedError))
 
     def _train(self, task: Task, folder: Path, spool: Spool) -> RunResult:
         with spool.sending():
@@ -183,7 +184,7 @@ class Worker:
                 log.warning("%s seed %d is not booked yet: %s", task.cell.variant, task.cell.seed, error)
                 if booking.refusals < MOST_REFUSALS:
                     continue
-                self._fail(task, one_line(error))
+                self._fail(task, reason_of(error))
             except LostError as error:
                 log.warning("%s", error)
             self._bookings.remove(booking)
@@ -215,13 +216,11 @@ class Worker:
         return Card(f"{cell.variant} seed {cell.seed}", tags, cell.axes, cell.config, self.parent_id)
 
 
-def one_line(error: BaseException) -> str:
-    """Type and text of an exception; running out of memory by one name, whatever raised it."""
-    text = " ".join(str(error).split())[:500]
-    name = type(error).__name__
-    if isinstance(error, MemoryError) or name == "OutOfMemoryError" or "can't allocate memory" in text:
-        name = "out of memory"
-    return f"{name}: {text}" if text else name
+def reason_of(error: BaseException) -> str:
+    """Why a cell failed; running out of memory by one name, whatever raised it."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        return f"out of memory: {one_line(error)}"
+    return named(error)
 
 
 def _free_memory() -> None:

@@ -12,30 +12,12 @@ from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
+from pair import ABLATION
 
 from lit_lazy.cli import main
 from lit_lazy.files import find
 from lit_lazy.grid.queue import Queue
 
-ABLATION = '''
-"""Two rows and one that diverges."""
-from lit_lazy.attention import Elastic, LearnedBias, Softmax
-from lit_lazy.grid.ablation import Ablation, Row
-from lit_lazy.grid.columns import COLUMNS
-
-ablation = Ablation(
-    name="pair",
-    baseline="softmax",
-    seeds=(0, 1),
-    columns=COLUMNS,
-    base="backcopy_tiny",
-    rows=(
-        Row("softmax", {"model.attention.normaliser": Softmax()}, "ours"),
-        Row("lazy", {"model.attention.normaliser": Elastic(), "model.attention.bias": LearnedBias()}, "ours"),
-        Row("wild", {"train.lr": 1e20, "train.log_every": 1}, "ours", seeds=(0,)),
-    ),
-)
-'''
 ID = "pair-backcopy_tiny"
 
 
@@ -55,7 +37,7 @@ def test_a_grid_from_start_to_table(runs: Path, pair: str, capsys: pytest.Captur
     command = ["ablate", "run", pair, "--runs", str(runs), "--workers", "2"]
     assert main(command) == 1
     out = capsys.readouterr().out
-    assert "5 cells, 0 already complete, 5 enqueued" in out
+    assert "5 cells, 0 already finished, 5 enqueued" in out
     assert "4/5 cells done, 0 running, 1 failed" in out
     table = json.loads((runs / ID / "table.json").read_text())
     rows = {row["variant"]: row for row in table["rows"]}
@@ -68,7 +50,7 @@ def test_a_grid_from_start_to_table(runs: Path, pair: str, capsys: pytest.Captur
     assert len(done) == 4
 
     assert main(command) == 1
-    assert "5 cells, 4 already complete, 1 enqueued" in capsys.readouterr().out
+    assert "5 cells, 4 already finished, 1 enqueued" in capsys.readouterr().out
     after = {
         cell.name: (cell / "result.json").stat().st_mtime_ns for cell in cells(runs) if (cell / "result.json").exists()
     }
@@ -77,7 +59,7 @@ def test_a_grid_from_start_to_table(runs: Path, pair: str, capsys: pytest.Captur
     chosen = [*command, "--rows", "softmax,lazy"]
     started = time.monotonic()
     assert main(chosen) == 0
-    assert "4 cells, all complete: nothing to do" in capsys.readouterr().out
+    assert "4 cells, all finished: nothing to do" in capsys.readouterr().out
     assert time.monotonic() - started < 10
 
     check_mlflow(runs)
@@ -176,7 +158,7 @@ def test_fresh_sets_the_former_results_aside(runs: Path, pair: str, capsys: pyte
     assert main([*command, "--fresh"]) == 0
     out = capsys.readouterr().out
     assert "the former results are in" in out
-    assert "1 cells, 0 already complete, 1 enqueued" in out
+    assert "1 cells, 0 already finished, 1 enqueued" in out
     aside = [path for path in runs.iterdir() if ".until-" in path.name]
     assert len(list(aside[0].glob("cells/*/result.json"))) == 1
     client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")

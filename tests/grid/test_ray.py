@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from pair import ABLATION
 
 from lit_lazy.cli import main
 from lit_lazy.grid.pool import Ended
@@ -29,25 +30,6 @@ from lit_lazy.grid.ray_pool import Cluster, RayPool, Share, joined
 
 pytestmark = pytest.mark.xdist_group("ray")
 
-ABLATION = '''
-"""Two rows and one that diverges."""
-from lit_lazy.attention import Elastic, LearnedBias, Softmax
-from lit_lazy.grid.ablation import Ablation, Row
-from lit_lazy.grid.columns import COLUMNS
-
-ablation = Ablation(
-    name="pair",
-    baseline="softmax",
-    seeds=(0, 1),
-    columns=COLUMNS,
-    base="backcopy_tiny",
-    rows=(
-        Row("softmax", {"model.attention.normaliser": Softmax()}, "ours"),
-        Row("lazy", {"model.attention.normaliser": Elastic(), "model.attention.bias": LearnedBias()}, "ours"),
-        Row("wild", {"train.lr": 1e20, "train.log_every": 1}, "ours", seeds=(0,)),
-    ),
-)
-'''
 LONG = (
     *("--rows", "softmax,lazy", "--seeds", "0", "--train.steps=6000", "--train.checkpoint_every=20"),
     *("--train.val_every=1000", "--train.log_every=100"),

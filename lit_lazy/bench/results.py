@@ -1,0 +1,50 @@
+"""What every benchmark says of where its figures come from, and how it tells and keeps them."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_lazy.disk import writable_folder
+from lit_lazy.run import environment
+
+
+def provenance(out: Path | None) -> dict[str, Any]:
+    """Command, date and machine. Raises ValueError where `out` could not be written in the end."""
+    if out is not None:
+        writable_folder("--out", out.parent)
+    return {
+        "command": " ".join(["lit-lazy", *sys.argv[1:]]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "environment": environment() | {"cpu": _cpu_name()},
+    }
+
+
+def made_by(result: Mapping[str, Any]) -> str:
+    """The provenance as the last line of a table."""
+    made = result["environment"]
+    return (
+        f"`{result['command']}`, {result['date']}, commit {made['git_sha']}, torch {made['torch']}, Python "
+        f"{made['python']}, {made['machine']}, {made['cpu']}."
+    )
+
+
+def publish(result: dict[str, Any], table: str, out: Path | None, console: Callable[[str], None]) -> None:
+    """Tell the table to `console`; write `out` (.json) and the table beside it (.md)."""
+    console(table)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+        out.with_suffix(".md").write_text(table)
+
+
+def _cpu_name() -> str:
+    """The processor's name where the system tells it, and the vector instructions that torch uses."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return ", ".join([*names[:1], torch.backends.cpu.get_cpu_capability()])

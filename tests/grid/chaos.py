@@ -267,6 +267,7 @@ def report(kills: int, seed: int, workers: int, steps: int) -> str:
         peace.check()
         disturbed = chaos.run(workers, kills, seed, between=(1.0, 8.0))
         chaos.check()
+        assert sum(disturbed.kills.values()) >= kills, "the grid was done before its kills: give it more steps"
         assert chaos.metrics() == peace.metrics()
         assert chaos.table() == peace.table()
     rows = "\n".join(f"| {where} | {n} |" for where, n in sorted(disturbed.kills.items()))
@@ -295,7 +296,7 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=1000, help="of a cell (default 1000: seconds)")
+    parser.add_argument("--steps", type=int, default=5000, help="of a cell (default 5000: ten seconds and more)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     text = report(options.kills, options.seed, options.workers, options.steps)

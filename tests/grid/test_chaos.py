@@ -57,6 +57,6 @@ def _wait_until(grid: Chaos, holds: Callable[[], bool]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("workers", "steps"), [(1, 1500), (4, 5000)])
+@pytest.mark.parametrize(("workers", "steps"), [(1, 3000), (4, 5000)])
 def test_a_hundred_kills_lose_nothing(workers: int, steps: int) -> None:
     assert "killed" in report(kills=100, seed=workers, workers=workers, steps=steps)

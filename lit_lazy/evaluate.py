@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from lit_lazy import checkpoints
+from lit_lazy.model import training_device
 from lit_lazy.run import evaluate, sizes
 
 
@@ -24,5 +25,4 @@ def evaluate_checkpoint(path: Path, threads: int | None = None) -> dict[str, flo
                 f"checkpoint {str(path)!r}: was trained on data of {name}={module.hparams[name]}, which are "
                 f"{name}={value} here; evaluate it where its data are"
             )
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    return evaluate(module, source, device) | sizes(module, source)
+    return evaluate(module, source, training_device()) | sizes(module, source)

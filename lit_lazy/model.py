@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flash_lazy import Stats
+from flash_lazy import Stats, resolve_backend
 from lit_lazy.attention import Attention, LayerCache
 from lit_lazy.attention.bias import BiasModule
 from lit_lazy.config import ModelConfig
@@ -97,10 +97,19 @@ class DecoderLM(nn.Module):
 
 
 def check_model(cfg: ModelConfig, context_length: int) -> None:
-    """Raise ValueError where a part of the model cannot serve a context of this length."""
+    """Raise ValueError where a part of the model cannot serve a context of this length, or this machine its backend."""
     cfg.position.build(cfg.d_model, cfg.d_model // cfg.n_heads, context_length)
     cfg.attention.normaliser.build(cfg.n_heads, context_length)
     cfg.attention.bias.build(cfg.n_heads, context_length)(context_length)
+    try:
+        resolve_backend(cfg.backend, torch.empty(0, cfg.d_model // cfg.n_heads, device=training_device()))
+    except ValueError as error:
+        raise ValueError(f"model.backend={cfg.backend!r}: {error}") from None
+
+
+def training_device() -> torch.device:
+    """The accelerator that there is, as Lightning chooses it, or the CPU."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def parameter_generator(seed: int, name: str) -> torch.Generator:

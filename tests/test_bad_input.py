@@ -161,6 +161,17 @@ FIELDS = [
 ]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has the device that is asked for")
+@pytest.mark.parametrize("command", [TRAIN, RUN])
+def test_a_backend_without_its_device(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("flash_lazy.ops.INTERPRETED", False)
+    said = refused([*command, "--model.backend=triton"], capsys)
+    assert "model.backend='triton'" in said
+    assert "move q, k and v to a GPU, or choose 'chunked'" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [*OPTIONS, *(([*TRAIN, *fields], named) for fields, named in FIELDS)],

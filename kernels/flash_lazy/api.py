@@ -5,10 +5,10 @@ from typing import Literal, get_args, overload
 import torch
 from torch import Tensor
 
-from flash_lazy import chunked, reference
+from flash_lazy import chunked, ops, reference
 from flash_lazy.reference import Options, Stats, Threshold
 
-Backend = Literal["auto", "reference", "chunked"]
+Backend = Literal["auto", "reference", "chunked", "triton"]
 
 
 @overload
@@ -77,7 +77,8 @@ def lazy_attention(
     With p the softmax of `q.k * scale + bias[distance] - slopes * distance` over the keys that the query sees, the
     output is `sum_j max(p_j - theta, 0) v_j`. Queries are aligned to the end of the keys: row r stands at position
     `kv_lengths[b] - Lq + r + 1` (1-based; Lk without kv_lengths), counted within its own document under cu_seqlens.
-    A row that sees no key, or whose weights are all cut, is exactly zero. First-order gradients only (`chunked`).
+    A row that sees no key, or whose weights are all cut, is exactly zero. First-order gradients only (all but
+    `reference`).
 
     Under torch.autocast q, k and v are cast to its dtype, as for torch's own attention; tau, bias and slopes are not.
 
@@ -96,11 +97,12 @@ def lazy_attention(
         renormalise: divides a row's weights by their sum.
         scale: factor of the scores; 1 / sqrt(D) by default.
         cu_seqlens: int32 `[n + 1]` boundaries of packed documents, `0 .. Lk`; needs B = 1 and Lq = Lk.
-        kv_lengths: int32 or int64 `[B]`, number of valid keys of each sequence, 0 .. Lk. The range is checked on the
-            CPU only: reading it elsewhere would wait for the device.
+        kv_lengths: int32 or int64 `[B]`, number of valid keys of each sequence, 0 .. Lk. Its values and those of
+            cu_seqlens are checked on the CPU, outside torch.compile: reading them elsewhere would wait for the device.
         key_mask: bool `[B, Lk]`, False hides a key.
         window: number of most recent keys a query sees, itself included.
-        backend: "reference" (eager, memory quadratic in the length), "chunked" (memory linear), "auto" (chunked).
+        backend: "reference" (eager, memory quadratic in the length), "chunked" (memory linear), "triton" (fused
+            kernels), "auto" (triton for what it can take on a CUDA device, else chunked).
         return_stats: also returns `Stats`, float32 `[B, H, Lq]` each.
 
     Returns:
@@ -115,8 +117,7 @@ def lazy_attention(
     _check_threshold(threshold, context_length)
     _check_head_parameters(q, tau, bias, slopes, threshold)
     _check_visibility(q, k, cu_seqlens, kv_lengths, key_mask, window)
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend is {backend!r}; choose one of {', '.join(get_args(Backend))}")
+    implementation = resolve_backend(backend, q, key_mask)
 
     options = Options(
         threshold=threshold,
@@ -128,16 +129,28 @@ def lazy_attention(
         key_mask=key_mask,
         window=window,
     )
-    attend = reference.attend if backend == "reference" else chunked.attend
+    attend = _ATTEND[implementation]
     # The backends state their own precision; autocast would round their matrix products.
     with torch.autocast(q.device.type, enabled=False):
         out, stats = attend(q, k, v, tau, bias, slopes, options, return_stats)
     return out if stats is None else (out, stats)
 
 
-def resolve_backend(backend: Backend) -> str:
-    """The implementation that a backend argument runs: what "auto" picks, and any other name itself."""
-    return "chunked" if backend == "auto" else backend
+_ATTEND = {"reference": reference.attend, "chunked": chunked.attend, "triton": ops.attend}
+
+
+def resolve_backend(backend: Backend, q: Tensor, key_mask: Tensor | None = None) -> str:
+    """The implementation that a call runs: what "auto" picks for its arguments, and any other name itself.
+
+    Raises ValueError where "triton" is asked for by name and cannot take the call.
+    """
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend is {backend!r}; choose one of {', '.join(get_args(Backend))}")
+    if backend == "auto":
+        return "triton" if q.device.type == "cuda" and ops.obstacle(q, key_mask) is None else "chunked"
+    if backend == "triton" and (obstacle := ops.obstacle(q, key_mask)):
+        raise ValueError(obstacle)
+    return backend
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -210,14 +223,15 @@ def _check_visibility(
             raise ValueError(f"cu_seqlens needs B = 1 and Lq = Lk; q has shape {_shape(q)} and k {_shape(k)}")
         if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
             raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} of shape {_shape(cu_seqlens)}; give int32 [n + 1]")
-        cuts = cu_seqlens.tolist()
-        if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != keys or cuts != sorted(cuts):
-            raise ValueError(f"cu_seqlens is {cuts}; give boundaries that rise from 0 to Lk = {keys}")
+        if _may_be_read(cu_seqlens):
+            cuts = cu_seqlens.tolist()
+            if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != keys or cuts != sorted(cuts):
+                raise ValueError(f"cu_seqlens is {cuts}; give boundaries that rise from 0 to Lk = {keys}")
     if kv_lengths is not None:
         if kv_lengths.dtype not in (torch.int32, torch.int64) or kv_lengths.shape != (batch,):
             got = f"{kv_lengths.dtype} of shape {_shape(kv_lengths)}"
             raise ValueError(f"kv_lengths is {got}; give int32 or int64 [B], B = {batch}")
-        if kv_lengths.device.type == "cpu" and not 0 <= int(kv_lengths.min()) <= int(kv_lengths.max()) <= keys:
+        if _may_be_read(kv_lengths) and not 0 <= int(kv_lengths.min()) <= int(kv_lengths.max()) <= keys:
             raise ValueError(f"kv_lengths is {kv_lengths.tolist()}; give values from 0 to Lk = {keys}")
     if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != (batch, keys)):
         got = f"{key_mask.dtype} of shape {_shape(key_mask)}"
@@ -225,6 +239,11 @@ def _check_visibility(
     if window is not None and (not isinstance(window, int) or window < 1):
         need = "a whole number, at least 1 (the query's own key)"
         raise ValueError(f"window is {window}; give {need}, or None for no window")
+
+
+def _may_be_read(x: Tensor) -> bool:
+    """Whether looking at a tensor's values waits for no device and breaks no graph."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _shape(x: Tensor) -> str:

@@ -359,24 +359,14 @@ class _Sweep:
         if self.shift is not None:
             dk, dv = (_roll(x, -self.shift) for x in (dk, dv))
         dbias, dslopes = self._strip_gradients(dstrip) if dstrip is not None else (None, None)
-        dtau = self._tau_gradient(survivors) if needed[3] else None
+        entry = self.entry if self.options.threshold == "per_token" else None
+        dtau = tau_gradient((survivors / self.divisor).flatten(1, 2), entry, self.tau) if needed[3] else None
         return dq.flatten(1, 2).to(self.out_dtype), dk.to(self.out_dtype), dv.to(self.out_dtype), dtau, dbias, dslopes
 
     def _add_to_strip(self, dstrip: Tensor, ds: Tensor, part: _Part, block: _Block) -> None:
         strip = self._strip_of(dstrip, part, block)
         band = ds[..., ds.shape[-1] - strip.shape[-1] :].unflatten(0, part.shape)
         strip.add_(band[0] if len(band) == 1 else band.sum(0))  # sum would copy the one sequence
-
-    def _tau_gradient(self, survivors: Tensor) -> Tensor:
-        per_row = -(survivors / self.divisor).double()
-        if self.options.threshold != "per_token":
-            return per_row.sum((0, 3)).flatten().to(self.tau.dtype)
-        per_row = per_row.flatten(1, 2).transpose(1, 2)  # [B, Lq, H]
-        if self.entry.shape[0] == 1:
-            per_row = per_row.sum(0, keepdim=True)
-        # index_put_ adds float32 in no fixed order on several CPU threads; float64 it adds one by one.
-        total = torch.zeros(self.tau.shape[1], self.query_heads, dtype=torch.float64, device=self.device)
-        return total.index_put_((self.entry,), per_row, accumulate=True).T.to(self.tau.dtype)
 
     def _strip_gradients(self, dstrip: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Sums the strip's gradient along its diagonals, and from there to bias and slopes."""
@@ -472,6 +462,22 @@ def _value_gradients(w: Tensor, do: Tensor, v: Tensor, dp: Tensor, dv: Tensor) -
             dv[:, tile].baddbmm_(w[..., tile].transpose(1, 2), do)
         else:
             dp[..., tile] = 0
+
+
+def tau_gradient(survivors: Tensor, entry: Tensor | None, tau: Tensor) -> Tensor:
+    """Gradient of tau from sum_j m_ij dp_ij over the rows' divisor of tau, `[B, H, Lq]`.
+
+    entry `[B or 1, Lq]` is the column of tau that each row reads under threshold "per_token".
+    """
+    per_row = -survivors.double()
+    if entry is None:
+        return per_row.sum((0, 2)).to(tau.dtype)
+    per_row = per_row.transpose(1, 2)  # [B, Lq, H]
+    if entry.shape[0] == 1:
+        per_row = per_row.sum(0, keepdim=True)
+    # index_put_ adds float32 in no fixed order on several CPU threads; float64 it adds one by one.
+    total = torch.zeros(tau.shape[1], tau.shape[0], dtype=torch.float64, device=tau.device)
+    return total.index_put_((entry,), per_row, accumulate=True).T.to(tau.dtype)
 
 
 def _or_one(mass: Tensor) -> Tensor:

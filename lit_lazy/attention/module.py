@@ -71,8 +71,9 @@ class Attention(nn.Module):
 
     @property
     def backend_name(self) -> str:
-        """The implementation that a training step runs: sdpa, chunked, ..."""
-        return self.normaliser.backend_name(self.bias(1), self.window, self.backend)
+        """The implementation that a training step runs where the parameters are: sdpa, chunked, triton, ..."""
+        q = self.q.weight.new_empty(0, self.head_dim)
+        return self.normaliser.backend_name(q, self.bias(1), self.window, self.backend)
 
     def forward(
         self,

@@ -29,8 +29,8 @@ class NormaliserModule(nn.Module, ABC):
     lr_scale: float = 1.0
 
     @abstractmethod
-    def backend_name(self, bias: BiasTerms, window: int | None, backend: Backend) -> str:
-        """The implementation that a training step runs, as the table names it."""
+    def backend_name(self, q: Tensor, bias: BiasTerms, window: int | None, backend: Backend) -> str:
+        """The implementation that a training step runs on queries like q, as the table names it."""
 
     @abstractmethod
     def forward(
@@ -68,8 +68,8 @@ class _Softmax(NormaliserModule):
     def _runs_sdpa(bias: BiasTerms, window: int | None, backend: Backend) -> bool:
         return backend == "auto" and bias == BiasTerms() and window is None
 
-    def backend_name(self, bias: BiasTerms, window: int | None, backend: Backend) -> str:
-        return "sdpa" if self._runs_sdpa(bias, window, backend) else resolve_backend(backend)
+    def backend_name(self, q: Tensor, bias: BiasTerms, window: int | None, backend: Backend) -> str:
+        return "sdpa" if self._runs_sdpa(bias, window, backend) else resolve_backend(backend, q)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bias: BiasTerms, window: int | None, backend: Backend, with_stats: bool
@@ -133,8 +133,8 @@ class _Elastic(NormaliserModule):
         shape = (n_heads, context_length) if spec.threshold == "per_token" else (n_heads,)
         self.tau = nn.Parameter(torch.full(shape, spec.tau_init, dtype=torch.float32), requires_grad=spec.learn_tau)
 
-    def backend_name(self, bias: BiasTerms, window: int | None, backend: Backend) -> str:  # noqa: ARG002
-        return resolve_backend(backend)
+    def backend_name(self, q: Tensor, bias: BiasTerms, window: int | None, backend: Backend) -> str:  # noqa: ARG002
+        return resolve_backend(backend, q)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bias: BiasTerms, window: int | None, backend: Backend, with_stats: bool

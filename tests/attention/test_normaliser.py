@@ -96,13 +96,14 @@ class TestSoftmax:
         torch.testing.assert_close(attend(Softmax(), q, k, v, terms)[0], expected, **TIGHT)
 
     def test_names_what_it_runs(self):
+        q = torch.zeros(1, HEADS, 2, 4)
         module = Softmax().build(HEADS, CONTEXT)
-        assert module.backend_name(BiasTerms(), None, "auto") == "sdpa"
-        assert module.backend_name(BiasTerms(), None, "chunked") == "chunked"
-        assert module.backend_name(BiasTerms(), 4, "auto") == "chunked"
-        assert module.backend_name(bias_terms(LearnedBias()), None, "auto") == "chunked"
-        assert module.backend_name(bias_terms(Alibi()), None, "auto") == "chunked"
-        assert Elastic().build(HEADS, CONTEXT).backend_name(BiasTerms(), None, "reference") == "reference"
+        assert module.backend_name(q, BiasTerms(), None, "auto") == "sdpa"
+        assert module.backend_name(q, BiasTerms(), None, "chunked") == "chunked"
+        assert module.backend_name(q, BiasTerms(), 4, "auto") == "chunked"
+        assert module.backend_name(q, bias_terms(LearnedBias()), None, "auto") == "chunked"
+        assert module.backend_name(q, bias_terms(Alibi()), None, "auto") == "chunked"
+        assert Elastic().build(HEADS, CONTEXT).backend_name(q, BiasTerms(), None, "reference") == "reference"
 
     def test_has_no_parameters(self):
         assert not list(Softmax().build(HEADS, CONTEXT).parameters())

@@ -1,4 +1,4 @@
-# Every target makes .venv itself when it is missing. TINY=1 runs the same path on a tiny model in under a minute.
+# Every target makes .venv itself when it is missing. TINY=1 runs the same path on a tiny model, one seed, within a minute.
 PYTHON ?= python3
 RUNS ?= runs
 BIN := .venv/bin
@@ -6,6 +6,7 @@ LIT := $(BIN)/lit-lazy
 
 ifdef TINY
 SUFFIX := _tiny
+TINY_SEED := --seeds 0
 endif
 
 .PHONY: help table2 table2-text dashboard test test-all lint bench bench-grid constraints
@@ -21,10 +22,10 @@ help:
 	@echo "TINY=1 makes table2 and table2-text a matter of a minute; WORKERS, RUNS and PYTHON can be set too"
 
 table2: .venv/.complete
-	$(LIT) ablate run table2 --base backcopy$(SUFFIX) $(addprefix --workers ,$(WORKERS)) --runs $(RUNS)
+	$(LIT) ablate run table2 --base backcopy$(SUFFIX) $(TINY_SEED) $(addprefix --workers ,$(WORKERS)) --runs $(RUNS)
 
 table2-text: .venv/.complete
-	$(LIT) ablate run table2 --base stdlib$(SUFFIX) --seeds 0,1,2 $(addprefix --workers ,$(WORKERS)) --runs $(RUNS)
+	$(LIT) ablate run table2 --base stdlib$(SUFFIX) $(or $(TINY_SEED),--seeds 0,1,2) $(addprefix --workers ,$(WORKERS)) --runs $(RUNS)
 
 dashboard: .venv/.complete
 	$(LIT) dashboard --runs $(RUNS)
@@ -41,6 +42,7 @@ lint: .venv/.complete
 	$(BIN)/pyrefly check
 
 bench: .venv/.complete
+	$(BIN)/python -m flash_lazy.bench --out docs/results/kernels
 	$(BIN)/python kernels/memory.py --json docs/results/kernels/chunked-memory.json
 	$(LIT) bench step --out docs/results/bench-step.json
 

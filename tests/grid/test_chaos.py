@@ -13,9 +13,9 @@ pytestmark = pytest.mark.xdist_group("chaos")
 
 @pytest.fixture(scope="module")
 def peace(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Chaos:
-    """The undisturbed run, by four workers."""
+    """The undisturbed run."""
     peace = Chaos(tmp_path_factory.mktemp("peace") / "grid", 100, empty_store)
-    peace.run(workers=4, kills=0)
+    peace.run(workers=2, kills=0)
     peace.check()
     return peace
 

@@ -9,14 +9,14 @@ SUFFIX := _tiny
 TINY_SEED := --seeds 0
 endif
 
-.PHONY: help table2 table2-text dashboard test test-all lint bench bench-grid constraints
+.PHONY: help table2 table2-text dashboard test test-all test-tritons lint bench bench-grid constraints
 
 help:
 	@echo "make table2        run Table 2's variants on the generated probe and print the table"
 	@echo "make table2-text   the same rows on real text, three seeds"
 	@echo "make dashboard     MLflow on 127.0.0.1, with links to the runs"
 	@echo "make test          lint, types and tests"
-	@echo "make test-all      the same and the long tests"
+	@echo "make test-all      the same and the long tests, and the kernels on other versions of triton"
 	@echo "make bench         memory of the attention backends, cost of a training step"
 	@echo "make bench-grid    cost of a grid beside its training, and what a hundred kills do to one (half an hour)"
 	@echo "TINY=1 makes table2 and table2-text a matter of a minute; WORKERS, RUNS and PYTHON can be set too"
@@ -33,8 +33,17 @@ dashboard: .venv/.complete
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m "not long"
 
-test-all: lint
+test-all: lint test-tritons
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
+
+# The kernels on the oldest and the newest triton they support, each in an environment of its own: in the interpreter, and
+# every configuration compiled.
+TRITONS := 3.6.0 3.9.0
+test-tritons: $(TRITONS:%=.venv-triton-%/.complete)
+	for version in $(TRITONS); do \
+	  TRITON_INTERPRET=1 .venv-triton-$$version/bin/pytest -q --noconftest -m "not long" tests/kernels/test_triton.py && \
+	  .venv-triton-$$version/bin/python -m flash_lazy.bench --all-configurations || exit 1; \
+	done
 
 lint: .venv/.complete
 	$(BIN)/ruff format --check .
@@ -56,6 +65,12 @@ DIRECT = $(shell sed -nE 's/^([A-Za-z0-9_.-]+)(\[.*\])?==.*/\1/p' requirements.t
 constraints: .venv/.complete
 	( echo '# Versions of what requirements.txt pulls in; made by `make constraints`.'; \
 	  $(BIN)/pip freeze --exclude-editable | grep -v -i -E '^($(DIRECT))==' ) > constraints.txt
+
+# The interpreter of triton 3.6 fails with numpy from 2.4 on.
+.venv-triton-%/.complete: kernels/pyproject.toml
+	$(PYTHON) -m venv .venv-triton-$*
+	.venv-triton-$*/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 triton==$* 'numpy<2.4' pytest==9.1.1 -e ./kernels
+	touch $@
 
 .venv/.complete: requirements.txt constraints.txt pyproject.toml kernels/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lit-lazy needs Python 3.11 or newer; give one with PYTHON=...")'

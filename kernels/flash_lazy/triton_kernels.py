@@ -522,7 +522,6 @@ def query_gradient_kernel(
                     KIND,
                 )
                 p = tl.exp2(s - row_lse[:, None])
-                attended = tl.dot(p.to(key.dtype), key, attended, input_precision="ieee")
                 if not SKIP or _any_alive(p, theta):
                     survives = _survives(s, p, theta[:, None], KIND)
                     dp = tl.where(survives, tl.dot(gradient, tl.trans(value), input_precision="ieee"), 0.0)
@@ -532,6 +531,7 @@ def query_gradient_kernel(
                         row_count += tl.sum(survives.to(tl.float32), 1)
                         dp -= tl.where(survives, about_mean[:, None], 0.0)
                     surviving = tl.dot((p * dp).to(key.dtype), key, surviving, input_precision="ieee")
+                attended = tl.dot(p.to(key.dtype), key, attended, input_precision="ieee")
 
     if RENORMALISE:
         # With dp replaced by (dp - mean) / mass. `about_mean`, from the rounded output, only serves to centre dp in the

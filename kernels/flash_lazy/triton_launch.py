@@ -157,7 +157,9 @@ def _autotuned(name: str, choices: tuple[Blocks, ...]) -> Any:
         for blocks in choices
     ]
     kernel = getattr(kernels, f"{name}_kernel")
-    return triton.autotune(configs, key=["size", "group", "THRESHOLD"], cache_results=True)(kernel)
+    return triton.autotune(configs, key=["size", "group", "WIDTH", "THRESHOLD", "RENORMALISE"], cache_results=True)(
+        kernel
+    )
 
 
 def forward(call: Call, training: bool, stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

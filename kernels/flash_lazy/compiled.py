@@ -1,0 +1,368 @@
+"""What the Triton kernels cost, without a GPU: matrix products and bytes on paper, and what they compile to.
+
+A kernel is compiled with the arguments that its launcher gives it for an example call, specialised as the runtime would
+do it, so the code is that of a real launch. Where a value of the example matters, it is that of the benchmark: B4 H16
+L4096, 512 biases a head.
+"""
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from flash_lazy import triton_kernels, triton_launch
+from flash_lazy.triton_launch import CONFIGURATIONS, Blocks, Call
+
+DECODING = ("decode_scores", "decode_values")
+KERNELS = (*CONFIGURATIONS, *DECODING)
+SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes of shared memory that a program can have, by compute capability of the data-centre cards (A100, H100, B200)."""
+CONSUMER_LIMIT = 99 * 1024
+"""The same of consumer cards of these generations."""
+RESIDENT = 2 * 132
+"""Programs at a time of the example, those of an H100 or H200."""
+BATCH, HEADS, LENGTH, REACH, WINDOW = 4, 16, 4096, 512, 1024
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PRODUCTS = {
+    "forward": {"softmax": (2, 0), "lazy": (1, 2), "authors": (3, 0)},
+    "forward+backward": {"softmax": (7, 0), "lazy": (5, 6), "authors": (12, 0)},
+}
+"""Matrix products of a tile: the fixed ones, and those of a tile in which a weight survives. Lazy: forward 1 + 2f,
+query_gradient 2 + 2f, key_gradient 2 + 2f; softmax: FlashAttention-2; the authors' kernel: counted in its code."""
+MOVED = {"forward": (4, 1), "query_gradient": (5, 3), "key_gradient": (6, 2)}
+"""What a kernel moves at least, in T and R of the cost model: each input read once, each result written once."""
+BUFFERS = {
+    "lse": "R, kept for the backward pass",
+    "maxima": "4 P M ceil(L / N)",
+    "alive_tiles": "4 P ceil(L / N)",
+    "strip": "4 H (W + 512)",
+    "delta": "R",
+    "survivors": "R",
+    "dbias": "4 H W ceil(P / Hkv)",
+}
+"""What is allocated beside inputs, outputs and gradients, by the kernel's parameter."""
+_POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+_INSTRUCTIONS = {"mma.sync": "mma.sync", "wgmma": "wgmma.mma_async", "tcgen05.mma": "tcgen05.mma"}
+_PRODUCT = re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA)\b")
+_FEWEST_MULTIPLICATIONS = 64
+"""Of a loop that holds a float32 product, which is made of single ones."""
+
+
+class Variant(NamedTuple):
+    """Options of a call that change the code."""
+
+    bias: bool = True
+    slopes: bool = False
+    window: bool = False
+    packed: bool = False
+    renormalise: bool = False
+    stats: bool = False
+
+
+class Compiled(NamedTuple):
+    """What a kernel needs and holds."""
+
+    shared: int
+    """Bytes of shared memory of a program."""
+    registers: int
+    """Per thread."""
+    spilled: int
+    """Bytes that ptxas stores for want of registers, all over the kernel."""
+    looped_spills: int
+    """Spill loads and stores in an innermost loop that holds a matrix product."""
+    instructions: tuple[str, ...]
+    """Tensor-core instructions: mma.sync, wgmma, tcgen05.mma; none in float32, which no such instruction multiplies."""
+    serialised: bool
+    """Whether ptxas says that it lets wgmma products wait for one another (its note C7515)."""
+
+
+def compile_kernel(
+    name: str,
+    blocks: Blocks | None,
+    target: int,
+    dtype: str = "bf16",
+    width: int = 64,
+    variant: Variant = Variant(),  # noqa: B008 - immutable
+) -> Compiled:
+    """Compiles one of KERNELS for a compute capability (80, 90, 100) and reads the result.
+
+    blocks: None for the kernels of DECODING, which have their own. Raises RuntimeError in a process with
+    TRITON_INTERPRET=1, where nothing can be compiled, and what triton raises where it fails.
+    """
+    if triton_launch.INTERPRETED:
+        raise RuntimeError("compiling needs a process without TRITON_INTERPRET=1: there the kernels are interpreted")
+    kernel = getattr(triton_kernels, f"{name}_kernel")
+    arguments = launch_arguments(name, DTYPES[dtype], width, variant)
+    warps, stages = arguments.pop("num_warps"), arguments.pop("num_stages")
+    if blocks is not None:
+        arguments |= {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n}
+        warps, stages = blocks.warps, blocks.stages
+    log = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.nvidia.scope():
+        knobs.cache.dir, knobs.nvidia.dump_ptxas_log = folder, True
+        with contextlib.redirect_stdout(log):  # where triton prints what `ptxas -v` says
+            binary = triton.compile(
+                ASTSource(kernel, *_specialised(kernel, arguments)),
+                target=GPUTarget("cuda", target, 32),
+                options={"num_warps": warps, "num_stages": stages},
+            )
+    return Compiled(
+        shared=binary.metadata.shared,
+        registers=_number(r"Used (\d+) registers", log.getvalue()),
+        spilled=_number(r"(\d+) bytes spill stores", log.getvalue()),
+        looped_spills=looped_spills(_disassembled(binary.asm["cubin"])),
+        instructions=tuple(name for name, text in _INSTRUCTIONS.items() if text in binary.asm["ptx"]),
+        serialised="wgmma.mma_async instructions are serialized" in log.getvalue(),
+    )
+
+
+class _Recorder:
+    """Stands in for a kernel and keeps the arguments of its launch."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.arg_names = kernel.arg_names
+        self.arguments: dict[str, Any] = {}
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.arguments.update
+
+
+def launch_arguments(
+    name: str,
+    dtype: torch.dtype,
+    width: int,
+    variant: Variant = Variant(),  # noqa: B008 - immutable
+) -> dict[str, Any]:
+    """What the launcher gives one of KERNELS in the example call, by parameter, with `num_warps` and `num_stages`.
+
+    Tensors are on the meta device: they have a shape and a type, and no memory.
+    """
+    if name in DECODING and (variant.packed or variant.stats):
+        raise ValueError(f"variant is {variant}; {name} has neither packed nor stats")
+    batch, length = (1, BATCH * LENGTH) if variant.packed else (BATCH, LENGTH)
+    rows = 1 if name in DECODING else length
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, k, v = (empty(batch, HEADS, size, width, dtype=dtype) for size in (rows, length, length))
+    call = Call(
+        *(q, k, v, empty(HEADS)),
+        bias=empty(HEADS, REACH) if variant.bias else None,
+        slopes=empty(HEADS) if variant.slopes else None,
+        cu_seqlens=empty(9, dtype=torch.int32) if variant.packed else None,
+        kv_lengths=None,
+        threshold="per_query",
+        context_length=0,
+        renormalise=variant.renormalise,
+        scale=width**-0.5,
+        window=WINDOW if variant.window else None,
+    )
+    recorders = {f"{each}_kernel": _Recorder(getattr(triton_kernels, f"{each}_kernel")) for each in KERNELS}
+    with (
+        patch.dict(vars(triton_kernels), recorders),
+        patch.multiple(triton_launch, AUTOTUNE=False, INTERPRETED_RESIDENT=RESIDENT),
+    ):
+        if name in DECODING:
+            triton_launch.decode(call)
+        else:
+            out, lse, mass, *_ = triton_launch.forward(call, training=True, stats=variant.stats)
+            kept = out if variant.renormalise else None
+            triton_launch.backward(call, kept, out, lse, mass, variant.bias, variant.slopes)
+    return recorders[f"{name}_kernel"].arguments
+
+
+def _specialised(
+    kernel: Any, arguments: dict[str, Any]
+) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], list[list[Any]]]]:
+    """Signature, constants and attributes, as the runtime derives them: 1 and None are compiled in, 16 divides."""
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        free = parameter.do_not_specialize
+        one = isinstance(value, int) and value == 1 and not free
+        if parameter.is_constexpr or value is None or one:
+            signature[parameter.name], constants[index,] = "constexpr", value
+            continue
+        if isinstance(value, Tensor):
+            signature[parameter.name] = _POINTERS[value.dtype]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
+        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0 and not free):
+            attributes[index,] = [["tt.divisibility", 16]]
+    return signature, constants, attributes
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise RuntimeError(f"ptxas told nothing that reads {pattern!r}: {text.strip()[:200]!r}")
+    return int(found[1])
+
+
+def _disassembled(cubin: bytes) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "-sass", str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def looped_spills(listing: str) -> int:
+    """Loads and stores of local memory in the innermost loops that hold a matrix product, in a listing of `-sass`.
+
+    A loop is what a backward branch spans; code that the compiler moved out of it, being rare, does not count.
+    """
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", listing, re.MULTILINE)
+    code = [(int(address, 16), text) for address, text in lines]
+
+    def multiplies(first: int, last: int) -> bool:
+        body = [text for address, text in code if first <= address <= last]
+        return any(map(_PRODUCT.search, body)) or sum("FFMA" in text for text in body) >= _FEWEST_MULTIPLICATIONS
+
+    branches = [(re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text), address) for address, text in code]
+    spans = {(int(found[1], 16), address) for found, address in branches if found and int(found[1], 16) < address}
+    loops = {span for span in spans if multiplies(*span)}
+    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    spills = {address for address, text in code if re.search(r"\b(LDL|STL)\b", text)}
+    return sum(any(first <= address <= last for first, last in inner) for address in spills)
+
+
+def report(
+    widths: Sequence[int], every: bool = False, dtypes: Sequence[str] = ("bf16", "fp32")
+) -> list[dict[str, Any]]:
+    """One row per kernel, type, width, target and configuration: the default ones, or all.
+
+    A row holds the fields of `Compiled`, or "failed" with the reason. Works in processes of its own, one per CPU core.
+    """
+    jobs = [
+        (name, blocks, target, dtype, width)
+        for name in KERNELS
+        for dtype in dtypes
+        for width in widths
+        for blocks in _choices(name, dtype, width)[: None if every else 1]
+        for target in SHARED_LIMITS
+    ]
+    workers = min(os.cpu_count() or 1, len(jobs))
+    with ProcessPoolExecutor(workers, get_context("spawn"), _silence) as pool:
+        return list(pool.map(_row, jobs))
+
+
+def _choices(name: str, dtype: str, width: int) -> Sequence[Blocks | None]:
+    if name in DECODING:
+        return [None]
+    return triton_launch.configurations(name, torch.empty(1, 1, 1, width, dtype=DTYPES[dtype]))
+
+
+def _silence() -> None:
+    """Triton tells pages of intermediate code where it fails; the row carries the reason."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def _row(job: tuple[str, Blocks | None, int, str, int]) -> dict[str, Any]:
+    name, blocks, target, dtype, width = job
+    row = {"kernel": name, "dtype": dtype, "width": width, "target": target, "blocks": blocks and blocks._asdict()}
+    try:
+        return row | compile_kernel(*job)._asdict()
+    except Exception as error:  # one configuration that triton cannot compile is a finding
+        return row | {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
+
+
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    """The rows as Markdown."""
+    head = ["kernel", "type", "D", "target", "blocks M x N, warps, stages", "shared (KiB)", "limit (KiB)"]
+    head += ["fits 99 KiB", "registers", "spilled (bytes)", "spills in the product loop", "instruction"]
+    lines = ["| " + " | ".join(head) + " |", "|:---|:---|---:|:---|:---|" + "---:|" * 6 + ":---|"]
+    for row in rows:
+        blocks = row["blocks"]
+        at = f"{blocks['m']} x {blocks['n']}, {blocks['warps']}, {blocks['stages']}" if blocks else "its own"
+        cells = [row["kernel"], row["dtype"], str(row["width"]), f"sm_{row['target']}", at]
+        if "failed" in row:
+            cells += ["failed", *[""] * 5, row["failed"].replace("|", "/")]
+        else:
+            limit = SHARED_LIMITS[row["target"]]
+            cells += [f"{row['shared'] / 1024:.1f}" + (" (over)" if row["shared"] > limit else ""), str(limit // 1024)]
+            cells += ["yes" if row["shared"] <= CONSUMER_LIMIT else "no", str(row["registers"]), str(row["spilled"])]
+            instructions = ", ".join(row["instructions"]) or "none"
+            cells += [str(row["looped_spills"]), instructions + (" (serialised)" if row["serialised"] else "")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def products(operation: str, kind: str, alive: float) -> float:
+    """Matrix products of a tile, on average where a share `alive` of the tiles has a surviving weight."""
+    fixed, more = PRODUCTS[operation][kind]
+    return fixed + more * alive
+
+
+def cost_model() -> str:
+    """Products, bytes and buffers of the kernels as written, as Markdown."""
+    kinds = {"softmax": "softmax", "lazy": "flash_lazy", "authors": "the authors' kernel"}
+    shares = (1.0, 0.7, 0.4, 0.1, 0.0)
+    lines = ["## Matrix products of a tile", "", "f is the share of tiles in which a weight survives.", ""]
+    lines += ["| | | in f |" + "".join(f" f = {share:g} |" for share in shares)]
+    lines += ["|:---|:---|:---|" + "---:|" * len(shares)]
+    for operation, counts in PRODUCTS.items():
+        for kind, (fixed, more) in counts.items():
+            values = "".join(f" {products(operation, kind, share):.3g} |" for share in shares)
+            formula = f"{fixed} + {more} f" if more else str(fixed)
+            lines.append(f"| {operation} | {kinds[kind]} | {formula} |{values}")
+    shape = f"B {BATCH}, H {HEADS}, L {LENGTH}, W {REACH}"
+    head = ["| |", "formula |", *(f"D {width} (MiB) |" for width in (64, 128))]
+    lines += ["", f"## Bytes in bfloat16 at {shape}", ""]
+    lines += ["T = 2 B H L D (one of q, k, v and the output), R = 4 B H L (a number per row). Each tensor counts once:"]
+    lines += [
+        "tiles that are read again come from the cache where they fit.",
+        "",
+        " ".join(head),
+        "|:---|:---|---:|---:|",
+    ]
+    for name, (tensors, rows) in MOVED.items():
+        sizes = [moved_bytes(name, width) for width in (64, 128)]
+        lines.append(f"| {name} reads and writes | {tensors} T + {rows} R |" + _mebibytes(sizes))
+    buffers = [buffer_bytes(width) for width in (64, 128)]
+    for name, formula in BUFFERS.items():
+        lines.append(f"| {name} | {formula} |" + _mebibytes([sizes[name] for sizes in buffers]))
+    lines += ["", f"P = {RESIDENT} programs at a time, as on an H100 or H200; M, N: the blocks that need most."]
+    lines += ["Softmax attention keeps out and lse for the backward pass, T + R; these kernels lse, R.", ""]
+    return "\n".join(lines)
+
+
+def moved_bytes(name: str, width: int) -> int:
+    """Bytes that a kernel moves at least in the example call, in bfloat16: MOVED evaluated."""
+    tensors, rows = MOVED[name]
+    return BATCH * HEADS * LENGTH * (2 * tensors * width + 4 * rows)
+
+
+def buffer_bytes(width: int) -> dict[str, int]:
+    """Bytes of what is allocated beside inputs, outputs and gradients in the example call, by name in BUFFERS."""
+    given = launch_arguments("forward", torch.bfloat16, width) | launch_arguments("key_gradient", torch.bfloat16, width)
+    given["survivors"] = launch_arguments("query_gradient", torch.bfloat16, width)["survivors"]
+    return {name: given[name].numel() * given[name].element_size() for name in BUFFERS}
+
+
+def _mebibytes(sizes: Iterable[int]) -> str:
+    return "".join(f" {size / 2**20:.2f} |" for size in sizes)

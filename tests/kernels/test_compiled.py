@@ -1,0 +1,65 @@
+"""The Triton kernels as machine code for three generations of GPUs: no device is needed to compile them."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from flash_lazy import compiled
+
+INSTRUCTION = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
+REPORT = """
+import json, sys
+from flash_lazy.compiled import report
+if __name__ == "__main__":
+    widths, every, dtypes = json.loads(sys.argv[1])
+    print(json.dumps(report(widths, every, dtypes)))
+"""
+
+
+def report(widths: list[int], every: bool, dtypes: list[str], tmp_path) -> list[dict[str, Any]]:
+    """The compiler's report from a process of its own: where Triton interprets, it does not compile."""
+    script = tmp_path / "report.py"
+    script.write_text(REPORT)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
+    command = [sys.executable, str(script), json.dumps([widths, every, dtypes])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def must_hold(row: dict[str, Any]) -> None:
+    assert "failed" not in row, row
+    assert row["shared"] <= compiled.SHARED_LIMITS[row["target"]], row
+    wide_enough = row["blocks"] is None or min(row["blocks"]["m"], row["blocks"]["n"]) >= 64
+    if row["dtype"] != "fp32" and wide_enough and not row["kernel"].startswith("decode"):
+        assert INSTRUCTION[row["target"]] in row["instructions"], row
+
+
+def test_default_configurations(tmp_path):
+    rows = report([128], False, ["bf16"], tmp_path)
+    assert len(rows) == len(compiled.KERNELS) * len(compiled.SHARED_LIMITS)
+    for row in rows:
+        must_hold(row)
+        if row["target"] == 90:  # the generation that the defaults are chosen for
+            assert row["looped_spills"] == 0, row
+            assert row["spilled"] <= 8, row
+
+
+@pytest.mark.long
+def test_every_configuration(tmp_path):
+    for row in report([16, 64, 80, 128, 256], True, ["bf16", "fp16", "fp32"], tmp_path):
+        must_hold(row)
+        if row["target"] == 90 and row["dtype"] != "fp32" and row["width"] <= 128 and is_default(row):
+            assert row["looped_spills"] == 0, row
+
+
+def is_default(row: dict[str, Any]) -> bool:
+    """Whether a row's blocks are the first of their list."""
+    if row["blocks"] is None:
+        return True
+    lists = compiled.CONFIGURATIONS[row["kernel"]][4 if row["dtype"] == "fp32" else 2]
+    return lists[min(width for width in lists if width >= row["width"])][0]._asdict() == row["blocks"]

@@ -1,5 +1,6 @@
-"""One thread per process (two run side by side), and a ready MLflow store, whose first touch takes seconds."""
+"""One thread per process (two run side by side), Triton's interpreter without a GPU, and a ready MLflow store."""
 
+import os
 import shutil
 import signal
 import socket
@@ -13,6 +14,10 @@ from postgres import postgres_server
 
 __all__ = ["postgres_server"]
 
+# Triton decides when a kernel is defined whether it will be interpreted, so this comes before flash_lazy is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # A shell without job control starts background jobs, and so these tests and all that they start, with Ctrl-C ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -24,7 +29,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An MLflow database without experiments of ours, to be copied."""
+    """An MLflow database without experiments of ours, to be copied: its first touch takes seconds."""
     from mlflow.tracking import MlflowClient
 
     path = tmp_path_factory.mktemp("store") / "mlflow.db"

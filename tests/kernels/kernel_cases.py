@@ -1,17 +1,21 @@
-"""Inputs for the kernel tests: a draw that keeps off the ReLU's kink, an independent computation, a pairwise cover."""
+"""What the kernel tests share: inputs off the ReLU's kink, an independent computation, errors and what they may be."""
 
 import itertools
 import math
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from flash_lazy import Stats, lazy_attention
 
+THRESHOLDS = ["per_query", "seq_len", "per_token", "constant"]
 CONTEXT_LENGTH = 40
 KINK_MARGIN = 1e-4
 TAU = {"per_query": 1.0, "seq_len": 1.0, "per_token": 1.0, "constant": 0.05}
@@ -19,7 +23,7 @@ TAU = {"per_query": 1.0, "seq_len": 1.0, "per_token": 1.0, "constant": 0.05}
 
 @dataclass(frozen=True)
 class Case:
-    """One call: float64 tensors whose values bfloat16 can hold (tau, bias, slopes: float32), and its options."""
+    """One call: float64 tensors whose values both half types hold (tau, bias, slopes: float32), and its options."""
 
     q: Tensor
     k: Tensor
@@ -43,6 +47,21 @@ class Case:
         q, k, v = (x.to(dtype) for x in (self.q, self.k, self.v))
         return Case(q, k, v, self.tau.to(own), bias, options)
 
+    def on(self, device: str) -> "Case":
+        """The same tensors, themselves where they are on the device already."""
+        options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.options.items()}
+        bias = None if self.bias is None else self.bias.to(device)
+        return Case(*(x.to(device) for x in (self.q, self.k, self.v, self.tau)), bias, options)
+
+
+def widest(backend: str) -> torch.dtype:
+    return torch.float32 if backend == "triton" else torch.float64
+
+
+def device_of(backend: str) -> str:
+    """The fused kernels run on a GPU where there is one; everything else is tested on the CPU."""
+    return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+
 
 def draw(
     seed: int,
@@ -60,11 +79,14 @@ def draw(
     length: int = 33,
     batch: int = 2,
     width: int = 8,
+    rows: int | None = None,
+    mean: float = 0.0,
 ) -> Case:
     """A case, drawn again until no visible p lies within KINK_MARGIN of theta.
 
     layout: "plain"; "decode" (fewer queries than keys); "ragged" (fewer queries, kv_lengths of four sequences, 0 and
     Lk among them); "packed" (cu_seqlens of one sequence, with an empty document and one of a single token).
+    rows: queries where they are fewer than keys, a third of the length by default. mean: added to all of k and v.
     """
     for attempt in itertools.count():
         case = _draw_once(random.Random(f"{seed}-{attempt}"), locals())
@@ -81,7 +103,7 @@ def _draw_once(rng: random.Random, asked: dict[str, Any]) -> Case:
     heads = kv_heads * asked["group"]
     packed = asked["layout"] == "packed"
     batch = {"packed": 1, "ragged": 4}.get(asked["layout"], asked["batch"])
-    rows = max(1, length // 3) if asked["layout"] in ("decode", "ragged") else length
+    rows = asked["rows"] or max(1, length // 3) if asked["layout"] in ("decode", "ragged") else length
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
@@ -103,13 +125,25 @@ def _draw_once(rng: random.Random, asked: dict[str, Any]) -> Case:
     tau = asked["sign"] * TAU[threshold] * (0.8 + 0.4 * torch.rand(*tau_shape, generator=generator))
     shape = batch, kv_heads, length, width
     q, k, v = normal(batch, heads, rows, width), normal(*shape), normal(*shape) + 0.5
-    q, k, v = (x.bfloat16().double() for x in (q, k, v))
+    q, k, v = (_held_by_halves(x).double() for x in (q, k + asked["mean"], v + asked["mean"]))
     bias = None if asked["bias_width"] is None else normal(heads, asked["bias_width"])
     return Case(q, k, v, tau, bias, options)
 
 
+def _held_by_halves(x: Tensor) -> Tensor:
+    """x rounded to values that bfloat16 and float16 both hold."""
+    return x.bfloat16().half().float()
+
+
+def noise(case: Case, mean: float = 0.0) -> Tensor:
+    """A gradient of the output, always the same."""
+    return _held_by_halves(torch.randn(case.q.shape, generator=torch.Generator().manual_seed(7)) + mean)
+
+
 def run(case: Case, backend: str, grad: Tensor | None = None) -> tuple[Tensor, Stats, dict[str, Tensor]]:
-    """Output, stats and the gradient of every leaf for the output's gradient `grad` (fixed noise by default)."""
+    """Output, stats, and the gradient of every leaf for the output's gradient (`noise` by default), all on the CPU."""
+    grad = noise(case) if grad is None else grad
+    case = case.on(device_of(backend))
     leaves = {name: x.detach().requires_grad_() for name, x in case.leaves().items()}
     options = {**case.options, **{name: leaves[name] for name in ("slopes",) if name in leaves}}
     out, stats = lazy_attention(
@@ -119,10 +153,157 @@ def run(case: Case, backend: str, grad: Tensor | None = None) -> tuple[Tensor, S
         return_stats=True,
         **options,
     )
-    if grad is None:
-        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).bfloat16()
-    grads = torch.autograd.grad(out, list(leaves.values()), grad.to(out.dtype))
-    return out.detach(), stats, dict(zip(leaves, grads, strict=True))
+    grads = torch.autograd.grad(out, list(leaves.values()), grad.to(out))
+    named = dict(zip(leaves, (x.cpu() for x in grads), strict=True))
+    return out.detach().cpu(), Stats(*(x.cpu() for x in stats)), named
+
+
+def everything(case: Case, backend: str, grad: Tensor | None = None) -> dict[str, Tensor]:
+    """What `run` returns under one name each: out, the stats, dq, dk, ..."""
+    out, stats, grads = run(case, backend, grad)
+    return {"out": out, **stats._asdict(), **{f"d{name}": x for name, x in grads.items()}}
+
+
+def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch, m: int, n: int) -> None:
+    """Lets every Triton kernel work on blocks of m rows and n keys."""
+    triton_launch = pytest.importorskip("flash_lazy.triton_launch", reason="needs triton")
+    blocks = {256: [triton_launch.Blocks(m, n, 4, 1)]}
+    kernels = ("forward", "query_gradient", "key_gradient")
+    monkeypatch.setattr(triton_launch, "CONFIGURATIONS", {name: {2: blocks, 4: blocks} for name in kernels})
+
+
+class RoundedProducts(TorchFunctionMode):
+    """The reference with matrix products of operands, and of gradients, rounded to a dtype; sums stay float32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.delta = torch.zeros(())
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):
+            return _RoundedProduct.apply(*args, self)
+        return func(*args, **(kwargs or {}))
+
+
+class FlashSoftmax(RoundedProducts):
+    """The same, with what FlashAttention's backward pass does: p from log-sum-exps, sum_j p dp from rounded outputs."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.softmax:
+            return _FlashSoftmax.apply(args[0], self)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class _RoundedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        a, b, ctx.mode = args
+        a, b = (x.to(ctx.mode.dtype).float() for x in (a, b))
+        product = a @ b
+        ctx.save_for_backward(a, b, product)
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
+        a, b, product = ctx.saved_tensors
+        grad = grads[0].to(ctx.mode.dtype).float()
+        ctx.mode.delta = (grad * product.to(ctx.mode.dtype).float()).sum(-1, keepdim=True)
+        return grad @ b.mT, a.mT @ grad, None
+
+
+class _FlashSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        scores, ctx.mode = args
+        p = (scores - scores.logsumexp(-1, keepdim=True)).exp()
+        ctx.save_for_backward(p)
+        return p
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        (p,) = ctx.saved_tensors
+        # The last product that went backward is the one with the values.
+        return p * (grads[0] - ctx.mode.delta), None
+
+
+def finite(x: Tensor) -> Tensor:
+    return x.double().nan_to_num(neginf=0)  # the log-sum-exp of a row without keys is -inf
+
+
+def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Tensor]:
+    for name, x in found.items():
+        assert torch.equal(x.isinf(), exact[name].isinf()), name
+    return {name: (finite(x) - finite(exact[name])).abs().max() for name, x in found.items()}
+
+
+def eager_errors(
+    case: Case, exact: dict[str, Tensor], grad: Tensor | None = None, mode: type[RoundedProducts] | None = None
+) -> dict[str, Tensor]:
+    """Largest error of the reference, or of what a mode makes of it, over several orders of summing the products.
+
+    One order alone is a matter of luck: it may happen to err by nothing.
+    """
+    generator, worst = torch.Generator().manual_seed(0), dict.fromkeys(exact, torch.zeros(()))
+    grad = noise(case) if grad is None else grad
+    for _ in range(8):
+        inner, outer = (torch.randperm(case.q.shape[-1], generator=generator) for _ in range(2))
+        turned = replace(case, q=case.q[..., inner], k=case.k[..., inner], v=case.v[..., outer])
+        with mode(case.q.dtype) if mode else nullcontext():
+            found = everything(turned, "reference", grad[..., outer])
+        for name, order in {"out": outer, "dq": inner, "dk": inner, "dv": outer}.items():
+            found[name] = found[name][..., order.argsort()]
+        worst = largest(worst, errors(found, exact))
+    return worst
+
+
+def flash_errors(case: Case, grad: Tensor | None = None) -> dict[str, Tensor]:
+    """Largest error of a FlashAttention-style softmax on the case's inputs: tau = 0, not renormalised."""
+    case = replace(case, tau=0 * case.tau, options=case.options | {"renormalise": False})
+    exact = everything(case.to(torch.float64), "reference", grad)
+    return eager_errors(case, exact, grad, FlashSoftmax)
+
+
+def tolerance(case: Case) -> dict[str, float]:
+    """How far apart two outputs of one case may lie: in float32, each may err by twice what the reference does."""
+    if case.q.dtype == torch.float64:
+        return {"rtol": 1e-12, "atol": 1e-13}
+    exact = everything(case.to(torch.float64), "reference")
+    rounding = torch.finfo(case.q.dtype).eps * exact["out"].abs().max()
+    return {"rtol": 0, "atol": 4 * float(eager_errors(case, exact)["out"] + rounding)}
+
+
+def largest(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.maximum(a[name], b[name]) for name in a}
+
+
+def assert_errs_like_eager(
+    found: dict[str, Tensor],
+    exact: dict[str, Tensor],
+    eager: dict[str, Tensor],
+    flash: dict[str, Tensor] | None = None,
+    terms: dict[str, Tensor] | None = None,
+) -> None:
+    """At most twice the error of the eager computation and the rounding of the result, or 1.5 times softmax's.
+
+    terms: size of what is rounded where it is not the result, whose terms cancel.
+    """
+    too_large = []
+    for name, error in errors(found, exact).items():
+        size = (terms or {}).get(name, finite(exact[name]).abs().max())
+        rounding = torch.finfo(found[name].dtype).eps * size
+        allowed = 2 * (eager[name] + rounding)
+        if flash:
+            allowed = torch.maximum(allowed, 1.5 * flash[name])
+        if not error <= allowed:
+            too_large.append(f"{name}: {error:.3g}, eager {eager[name]:.3g}, rounding {rounding:.3g}")
+    assert not too_large, too_large
 
 
 def naive(case: Case) -> tuple[np.ndarray, Stats, float]:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_cases import device_of, widest
 
 import flash_lazy
 from flash_lazy import lazy_attention
 
+BACKENDS = ["reference", "chunked", "triton"]
 Q = torch.zeros(2, 4, 6, 8)
 K = torch.zeros(2, 2, 6, 8)
 TAU = torch.ones(4)
@@ -71,7 +73,7 @@ WRONG = {
     "fractional window": ({"window": 2.5}, ["window is 2.5", "whole number"]),
     "fractional context": ({"threshold": "seq_len", "context_length": 2.5}, ["context_length is 2.5", "whole number"]),
     "unknown threshold beside a table": ({"threshold": "row", "tau": torch.ones(4, 9)}, ["threshold is 'row'"]),
-    "unknown backend": ({"backend": "triton"}, ["backend is 'triton'", "auto, reference, chunked"]),
+    "unknown backend": ({"backend": "fused"}, ["backend is 'fused'", "auto, reference, chunked, triton"]),
 }
 
 
@@ -92,32 +94,32 @@ def test_valid_calls_are_accepted():
     assert call(**PACKED, cu_seqlens=ints(0, 0, 4, 6), key_mask=MASK[:1]).shape == PACKED["q"].shape
 
 
-def test_stats_are_float32_per_row_and_carry_no_gradient():
-    q = Q.double().requires_grad_()
-    for backend in ("reference", "chunked"):
-        out, stats = call(q=q, k=K.double(), v=K.double(), backend=backend, return_stats=True)
-        assert out.requires_grad
-        assert isinstance(stats, flash_lazy.Stats)
-        assert stats._fields == ("lse", "mass", "first_weight", "zeros")
-        for x in stats:
-            assert (x.dtype, x.shape, x.requires_grad) == (torch.float32, Q.shape[:3], False)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stats_are_float32_per_row_and_carry_no_gradient(backend):
+    q, k, tau = (x.to(device_of(backend)) for x in (Q.to(widest(backend)), K.to(widest(backend)), TAU))
+    q.requires_grad_()
+    out, stats = call(q=q, k=k, v=k, tau=tau, backend=backend, return_stats=True)
+    assert out.requires_grad
+    assert isinstance(stats, flash_lazy.Stats)
+    assert stats._fields == ("lse", "mass", "first_weight", "zeros")
+    for x in stats:
+        assert (x.dtype, x.shape, x.requires_grad) == (torch.float32, Q.shape[:3], False)
 
 
-def test_auto_is_chunked():
+def test_auto_is_chunked_on_a_cpu():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(x.shape, generator=generator) for x in (Q, K, K))
     assert torch.equal(call(q=q, k=k, v=v), call(q=q, k=k, v=v, backend="chunked"))
 
 
-def test_scale():
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (Q, K, K))
-    for backend in ("reference", "chunked"):
-        expected = call(q=q * 0.3, k=k, v=v, scale=1.0, backend=backend)
-        torch.testing.assert_close(call(q=q, k=k, v=v, scale=0.3, backend=backend), expected)
-        torch.testing.assert_close(
-            call(q=q, k=k, v=v, backend=backend), call(q=q, k=k, v=v, scale=8**-0.5, backend=backend)
-        )
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scale(backend):
+    generator, dtype = torch.Generator().manual_seed(0), widest(backend)
+    device = device_of(backend)
+    q, k, v = (torch.randn(x.shape, generator=generator, dtype=dtype).to(device) for x in (Q, K, K))
+    same = {"k": k, "v": v, "tau": TAU.to(device), "backend": backend}
+    torch.testing.assert_close(call(q=q, scale=0.3, **same), call(q=q * 0.3, scale=1.0, **same))
+    torch.testing.assert_close(call(q=q, **same), call(q=q, scale=8**-0.5, **same))
 
 
 def test_import_needs_torch_alone():

@@ -1,0 +1,433 @@
+"""The fused kernels against the reference: over all options, and where blocks, buffers, addresses or operators matter.
+
+Without a GPU they run in Triton's interpreter, where a tile costs milliseconds; with one the same tests run on it.
+"""
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from kernel_cases import (
+    THRESHOLDS,
+    Case,
+    RoundedProducts,
+    assert_errs_like_eager,
+    assert_same_bits,
+    device_of,
+    draw,
+    eager_errors,
+    everything,
+    finite,
+    flash_errors,
+    largest,
+    noise,
+    pairwise_cover,
+    small_blocks,
+    tolerance,
+)
+from torch.library import opcheck
+
+from flash_lazy import lazy_attention, ops, resolve_backend
+
+pytest.importorskip("triton", reason="the fused kernels need triton, which is for Linux")
+from flash_lazy import triton_launch
+
+DEVICE = device_of("triton")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+AXES = {
+    "threshold": THRESHOLDS,
+    "sign": [1, -1],
+    "renormalise": [False, True],
+    "bias_width": [None, 1, 20, 300],
+    "slopes": [False, True],
+    "window": [None, 1, 17, 500],
+    "layout": ["plain", "decode", "ragged", "packed"],
+    "heads": [(1, 1), (3, 1), (1, 2), (3, 2)],  # group, kv heads
+    "length": [1, 2, 63, 65],
+    "width": [16, 80, 24],
+    "block": [(16, 16), (32, 16), (16, 32), (64, 64)],
+    "dtype": DTYPES,
+}
+COVER, ANOTHER_COVER = pairwise_cover(AXES), pairwise_cover(AXES, seed=1)
+LONGER = [
+    {"length": 64, "bias_width": 20, "block": (32, 32), "dtype": torch.float16},
+    {"length": 127, "threshold": "per_token", "slopes": True, "window": 50, "block": (64, 32), "dtype": torch.bfloat16},
+    {"length": 130, "renormalise": True, "bias_width": 40, "width": 24, "block": (32, 64), "dtype": torch.float32},
+    {"length": 257, "sign": -1, "bias_width": 100, "block": (64, 64), "dtype": torch.float32},
+]
+MATRIX = [
+    # Of the options, each case takes one setting of the cover in turn.
+    {**COVER[index % len(COVER)], "length": length, "width": width, "dtype": dtype, "block": (32, 64)}
+    | ({"heads": (1, 1)} if length > 65 else {})  # more weights would hardly ever all keep off the kink
+    for index, (length, width, dtype) in enumerate(
+        product([1, 2, 63, 64, 65, 127, 130, 257], [16, 24, 80, 96, 128, 256], DTYPES)
+    )
+]
+
+
+def split(setting):
+    """The arguments of `draw`, the block and the dtype of a setting."""
+    rest = {"length": 65, "width": 16, **setting}
+    block, dtype, (group, kv_heads) = rest.pop("block"), rest.pop("dtype"), rest.pop("heads", (1, 1))
+    batch = 1 if rest["length"] > 2 else 2
+    return rest | {"group": group, "kv_heads": kv_heads, "batch": batch}, block, dtype
+
+
+def allowed(drawn, dtype, exact, grad):
+    case = drawn.to(dtype)
+    return eager_errors(case, exact, grad, RoundedProducts), flash_errors(case, grad)
+
+
+def assert_equals_reference(setting, dtype, seed=31, mean=0.0):
+    """Output, stats and all gradients: at most twice eager's error, or 1.5 times that of a softmax."""
+    drawn = draw(seed, mean=mean, **setting)
+    grad = noise(drawn, mean)
+    exact = everything(drawn.to(torch.float64), "reference", grad)
+    found = everything(drawn.to(dtype), "triton", grad)
+    eager, flash = allowed(drawn, dtype, exact, grad)
+    terms = None
+    if setting["length"] < 63 or setting.get("window") == 1:
+        # Rows of one or two keys round too seldom, and their gradients cancel: judge them by rows of three.
+        more = draw(seed, mean=mean, **setting | {"length": max(63, setting["length"]), "window": 3})
+        more_grad = noise(more, mean)
+        others = allowed(more, dtype, everything(more.to(torch.float64), "reference", more_grad), more_grad)
+        eager, flash = largest(eager, others[0]), largest(flash, others[1])
+        if setting.get("window") == 1:
+            terms = one_key_terms(drawn, exact, grad)
+    assert_errs_like_eager(found, exact, eager, flash, terms)
+
+
+def one_key_terms(case, exact, grad):
+    """Sizes of what rows of one key round: p dp k and delta k, equal in dq, and the weight over the mass in dv."""
+    renormalise = case.options["renormalise"]
+    mass = finite(exact["mass"])
+    alive = mass > 0
+    if not alive.any():
+        return {}
+    dp = (grad * exact["out"]).sum(-1) / (1 if renormalise else mass)
+    inverse = 1 / mass[alive].min() if renormalise else 1
+    scale = case.q.shape[-1] ** -0.5
+    return {
+        "dq": scale * dp[alive].abs().max() * case.k.abs().max() * inverse,
+        "dv": exact["dv"].abs().max() * inverse,
+    }
+
+
+LATER = [pytest.param(setting, marks=pytest.mark.long) for setting in ANOTHER_COVER]
+
+
+@pytest.mark.parametrize("setting", COVER + LONGER + LATER, ids=str)
+def test_equals_reference(setting, monkeypatch):
+    rest, block, dtype = split(setting)
+    small_blocks(monkeypatch, *block)
+    assert_equals_reference(rest, dtype)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("setting", MATRIX, ids=str)
+def test_equals_reference_at_every_length_and_width(setting, monkeypatch):
+    rest, block, dtype = split(setting)
+    small_blocks(monkeypatch, *block)
+    assert_equals_reference(rest, dtype, seed=32)
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_common_means_cost_no_more_than_in_eager(dtype, renormalise, monkeypatch):
+    """Gradients are differences of sums in which k, v and the output's gradient stand with their means."""
+    small_blocks(monkeypatch, 32, 32)
+    setting = {"length": 65, "width": 24, "bias_width": 20, "renormalise": renormalise, "batch": 1}
+    assert_equals_reference(setting, dtype, mean=3.0)
+
+
+def sparse(dtype=torch.float32, length=80, rows=None, renormalise=False):
+    """Slopes leave a row its nearest keys, so that most tiles hold no weight."""
+    generator = torch.Generator().manual_seed(27)
+    q, k, v = torch.randn(3, 1, 2, length, 16, generator=generator).to(dtype)
+    options = {"slopes": torch.full((2,), 0.5), "renormalise": renormalise}
+    return Case(q[:, :, -(rows or length) :], k, v, torch.ones(2), 0.1 * torch.randn(2, 40), options)
+
+
+def decoded(case, backend="triton"):
+    """The output of a call that needs no gradients and no stats."""
+    on = case.on(device_of(backend))
+    with torch.no_grad():
+        return lazy_attention(on.q, on.k, on.v, on.tau, on.bias, backend=backend, **on.options).cpu()
+
+
+class TestSkipping:
+    """Tiles in which no weight survives cost no product with the values."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    @pytest.mark.parametrize("renormalise", [False, True])
+    def test_changes_no_bit(self, renormalise, dtype, monkeypatch):
+        small_blocks(monkeypatch, 16, 16)
+        case, few = sparse(dtype, renormalise=renormalise), sparse(dtype, 400, 2, renormalise)
+        skipping, decoding = everything(case, "triton"), decoded(few)
+        monkeypatch.setattr(triton_launch, "SKIP_EMPTY_TILES", False)
+        assert_same_bits(skipping, everything(case, "triton"))
+        assert torch.equal(decoding, decoded(few))
+
+    # A NaN among the values shows in the result exactly where their tile is multiplied.
+    @pytest.mark.parametrize("rows", [16, 2])
+    def test_empty_tiles_are_not_multiplied(self, rows, monkeypatch):
+        small_blocks(monkeypatch, 16, 16)
+        case = sparse(length=320, rows=rows)
+        poisoned = replace(case, v=case.v.clone())
+        poisoned.v[:, :, 64:128] = torch.nan
+        expected, found = everything(case, "triton"), everything(poisoned, "triton")
+        assert torch.equal(decoded(case), decoded(poisoned))
+        assert_same_bits(expected, found)
+
+    @pytest.mark.parametrize("rows", [16, 2])
+    def test_a_tile_with_one_survivor_is_multiplied(self, rows, monkeypatch):
+        small_blocks(monkeypatch, 16, 16)
+        case = sparse(length=320, rows=rows)
+        case.k[:, :, 100] = 200 * case.q[:, :, 1] / case.q[:, :, 1].norm(dim=-1, keepdim=True)  # row 1 likes key 100
+        exact = everything(case.to(torch.float64), "reference")["out"]
+        assert (exact[:, :, 1] - case.v[:, :, 100]).abs().max() < 0.1
+        torch.testing.assert_close(decoded(case), exact.float(), **tolerance(case))
+        torch.testing.assert_close(everything(case, "triton")["out"], exact.float(), **tolerance(case))
+        case.v[:, :, 100] = torch.nan
+        assert decoded(case)[:, :, 1].isnan().all()
+        found = everything(case, "triton")
+        assert found["out"][:, :, 1].isnan().all()
+        assert found["dq"][:, :, 1].isnan().all()
+
+
+@pytest.fixture
+def poisoned_buffers():
+    """New tensors are full of NaN, or of the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("layout", ["plain", "ragged", "packed"])
+def test_buffers_need_no_initial_values(layout, monkeypatch, request):
+    small_blocks(monkeypatch, 16, 32)
+    case = draw(33, length=40, width=24, layout=layout, bias_width=9, slopes=True, renormalise=True, window=30)
+    case = case.to(torch.float32)
+    few = replace(case, q=case.q[:, :, -2:]) if layout != "packed" else case
+    expected, tail = everything(case, "triton"), decoded(few)
+    request.getfixturevalue("poisoned_buffers")
+    assert torch.empty(3).isnan().all()
+    assert torch.empty_like(case.q).isnan().all()
+    assert case.q.new_empty(3, dtype=torch.int32).min() == torch.iinfo(torch.int32).max
+    assert_same_bits(expected, everything(case, "triton"))
+    assert torch.equal(tail, decoded(few))
+
+
+@pytest.fixture(scope="module")
+def vast():
+    """More elements than 32 bits can count, of which the system provides those that are touched."""
+    try:
+        storage = torch.empty(2**31 + 2**25, dtype=torch.float16, device=DEVICE)
+    except RuntimeError as error:
+        pytest.skip(f"4.4 GB of address space are not to be had: {error}")
+    return storage
+
+
+# Row 257 lies beyond; the second sequence and the second head do; rows of one tile do, which takes a copy.
+STRIDES = {
+    "rows": ((1, 1, 258), (1, 1, 2**23 - 8)),
+    "sequences": ((2, 1, 3), (2**31, 16, 16)),
+    "heads": ((1, 2, 3), (16, 2**31, 16)),
+    "rows of a tile": ((1, 1, 3), (16, 16, 2**30)),
+}
+
+
+class TestAddresses:
+    """Offsets beyond 2**31 elements, reached by strides: the same bits as from compact tensors."""
+
+    @pytest.mark.parametrize("name", ["q", "k", "v", "grad"])
+    @pytest.mark.parametrize("axis", STRIDES)
+    def test_far_apart(self, axis, name, vast, monkeypatch):
+        small_blocks(monkeypatch, 64, 64)
+        shape, strides = STRIDES[axis]
+        q, k, v, grad = torch.randn(4, *shape, 16, generator=torch.Generator().manual_seed(1)).half().to(DEVICE)
+        case = Case(q, k, v, torch.ones(shape[1]), None, {})
+        far = vast.as_strided((*shape, 16), (*strides, 1))
+        far.copy_(grad if name == "grad" else getattr(case, name))
+        assert (far.data_ptr() - far[-1, -1, -1].data_ptr()) / 2 <= -(2**31)
+        away = (case, far) if name == "grad" else (replace(case, **{name: far}), grad)
+        assert_same_bits(everything(case, "triton", grad), everything(away[0], "triton", away[1]))
+        if name != "grad":
+            few = [replace(x, q=x.q[:, :, -1:]) for x in (case, away[0])]
+            assert torch.equal(*map(decoded, few))
+
+
+OPERATOR_CASES = {
+    "plain": {},
+    "everything": {"bias_width": 7, "slopes": True, "renormalise": True, "window": 9, "group": 2},
+    "ragged": {"layout": "ragged", "threshold": "per_token", "bias_width": 7},
+    "packed": {"layout": "packed", "threshold": "seq_len", "slopes": True},
+}
+
+
+def operator_arguments(case):
+    """The thirteen arguments that the operators share."""
+    options = case.options
+    leaves = case.leaves()
+    tensors = [leaves.get(name) for name in ("q", "k", "v", "tau", "bias", "slopes")]
+    scale = case.q.shape[-1] ** -0.5
+    return (
+        *(x if x is None else x.detach().requires_grad_() for x in tensors),
+        *(options.get("cu_seqlens"), options.get("kv_lengths"), options["threshold"]),
+        *(options.get("context_length", 0), options["renormalise"], scale, options["window"]),
+    )
+
+
+class TestOperators:
+    @pytest.fixture(params=OPERATOR_CASES.values(), ids=OPERATOR_CASES)
+    def case(self, request, monkeypatch):
+        small_blocks(monkeypatch, 16, 16)
+        return draw(34, length=15, batch=1, width=16, **request.param).to(torch.float32).on(DEVICE)
+
+    @pytest.mark.parametrize("stats", [False, True])
+    def test_forward_passes_opcheck(self, case, stats):
+        opcheck(ops.forward, (*operator_arguments(case), True, stats))
+
+    def test_backward_passes_opcheck(self, case):
+        arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in operator_arguments(case)]
+        out, lse, mass, *_ = ops.forward(*arguments, True, False)
+        kept = out if case.options["renormalise"] else None
+        wanted = (case.bias is not None, "slopes" in case.options)
+        opcheck(ops.backward, (*arguments, kept, noise(case).to(out), lse, mass, *wanted))
+
+    def test_decode_passes_opcheck(self, case):
+        if "cu_seqlens" in case.options:
+            return  # packed sequences are not decoded
+        few = replace(case, q=case.q[:, :, -2:])
+        opcheck(ops.decode, [x.detach() if isinstance(x, torch.Tensor) else x for x in operator_arguments(few)])
+
+    def test_compiles_to_the_same_bits(self, case):
+        def train(**leaves):
+            out, stats = lazy_attention(**case.options | leaves, backend="triton", return_stats=True)
+            return out, *stats
+
+        def attend(q):
+            return lazy_attention(q, case.k, case.v, case.tau, case.bias, backend="triton", **case.options)
+
+        torch.compiler.reset()
+        results = []
+        for call in (train, torch.compile(train, fullgraph=True, backend="aot_eager")):
+            leaves = {name: x.detach().requires_grad_() for name, x in case.leaves().items()}
+            found = call(**leaves)
+            results.append((*found, *torch.autograd.grad(found[0].square().sum(), list(leaves.values()))))
+        assert all(map(torch.equal, *results))
+        few = case.q if "cu_seqlens" in case.options else case.q[:, :, -2:]
+        with torch.no_grad():
+            assert torch.equal(torch.compile(attend, fullgraph=True, backend="aot_eager")(few), attend(few))
+
+    def test_second_backward_is_refused(self, case):
+        q = case.q.detach().requires_grad_()
+        out = lazy_attention(q, case.k, case.v, case.tau, case.bias, backend="triton", **case.options)
+        (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match=r"flash_lazy\.backward\S* but no autograd"):
+            grad.sum().backward()
+
+
+REFUSED = {
+    "a mask": ({"key_mask": torch.ones(1, 6, dtype=torch.bool)}, ["key_mask", "kv_lengths or cu_seqlens"]),
+    "float64": ({"dtype": torch.float64}, ["q float64", "float16, bfloat16 or float32"]),
+    "wide heads": ({"width": 257}, ["D = 257", "D <= 256"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_does_not_take_is_refused_by_name_and_mend(name):
+    changes, expected = REFUSED[name]
+    q = torch.zeros(1, 1, 6, changes.get("width", 16), dtype=changes.get("dtype"), device=DEVICE)
+    options = {option: x.to(DEVICE) for option, x in changes.items() if option == "key_mask"}
+    tau = torch.ones(1, device=DEVICE)
+    with pytest.raises(ValueError, match="backend is 'triton'") as raised:
+        lazy_attention(q, q, q, tau, backend="triton", **options)
+    message = str(raised.value)
+    assert "\n" not in message
+    assert all(part in message for part in [*expected, "choose 'chunked'"]), message
+    assert torch.equal(
+        lazy_attention(q, q, q, tau, **options), lazy_attention(q, q, q, tau, backend="chunked", **options)
+    )
+
+
+def test_a_cpu_is_refused_without_the_interpreter(monkeypatch):
+    monkeypatch.setattr(ops, "INTERPRETED", False)
+    q = torch.zeros(1, 1, 6, 16)
+    with pytest.raises(ValueError, match=r"backend is 'triton' and q on cpu; move .* to a GPU, or choose 'chunked'"):
+        lazy_attention(q, q, q, torch.ones(1), backend="triton")
+    assert resolve_backend("auto", q) == "chunked"
+
+
+def random_setting(seed):
+    rng = random.Random(seed)
+    setting = {name: rng.choice(values) for name, values in AXES.items()} | {
+        "length": rng.randint(1, 50),
+        "width": rng.randint(1, 40),
+        "window": rng.choice([None, rng.randint(1, 70)]),
+        "bias_width": rng.choice([None, rng.randint(1, 90)]),
+        "dtype": torch.float32,
+    }
+    return split(setting)
+
+
+@pytest.mark.parametrize("seed", [*range(15), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(15, 200))])
+def test_any_options(seed, monkeypatch):
+    setting, block, dtype = random_setting(seed)
+    small_blocks(monkeypatch, *block)
+    case = draw(seed, **setting).to(dtype)
+    found, plain = everything(case, "triton"), everything(case, "chunked")
+    torch.testing.assert_close(found["out"], plain["out"], **tolerance(case))
+    assert all(x.isfinite().all() for name, x in found.items() if name != "lse")
+    assert found["out"][found["mass"] == 0].count_nonzero() == 0
+    assert found["out"][found["lse"].isneginf()].count_nonzero() == 0
+
+    # From a row on, queries and the keys at and after its own are others: no row before it may notice.
+    rows, keys = case.q.shape[2], case.k.shape[2]
+    row = rows // 2
+    lengths = case.options.get("kv_lengths", torch.full((len(case.q),), keys))
+    later = (torch.arange(keys) >= (lengths - rows + row)[:, None])[:, None, :, None]
+    k, v = (torch.where(later, 1 - 2 * x, x) for x in (case.k, case.v))
+    q = torch.where(torch.arange(rows)[:, None] >= row, 1 - 2 * case.q, case.q)
+    changed = everything(replace(case, q=q, k=k, v=v), "triton")
+    for name in ("out", "lse", "mass", "first_weight", "zeros"):
+        assert torch.equal(found[name][:, :, :row], changed[name][:, :, :row]), name
+
+
+DECODING = pairwise_cover(
+    {
+        "threshold": THRESHOLDS,
+        "sign": [1, -1],
+        "renormalise": [False, True],
+        "bias_width": [None, 30, 1500],
+        "slopes": [False, True],
+        "window": [None, 40, 900],
+        "layout": ["decode", "ragged"],
+        "heads": [(1, 1), (3, 1), (1, 2)],
+        "rows": [1, 2, 3],
+        "width": [16, 24],
+        "dtype": DTYPES,
+    }
+)
+
+
+@pytest.mark.parametrize("setting", DECODING, ids=str)
+def test_decoding_equals_reference(setting, monkeypatch):
+    """A few queries against a cache that several programs share; kv_lengths of 0, of fewer keys, and of all."""
+    monkeypatch.setattr(triton_launch, "INTERPRETED_RESIDENT", 64)
+    rest, _, dtype = split({**setting, "length": 1200, "block": None})
+    drawn = draw(35, **rest)
+    exact = everything(drawn.to(torch.float64), "reference")
+    case = drawn.to(dtype)
+    eager = eager_errors(case, exact, mode=RoundedProducts)
+    # What lies beyond a sequence in its cache is not looked at.
+    lengths = case.options.get("kv_lengths", torch.tensor([1200]))
+    beyond = (torch.arange(1200) >= lengths[:, None])[:, None, :, None]
+    poisoned = replace(case, k=case.k.masked_fill(beyond, torch.nan), v=case.v.masked_fill(beyond, torch.nan))
+    out = {"out": decoded(poisoned)}
+    assert_errs_like_eager(out, {"out": exact["out"]}, eager, {"out": flash_errors(case)["out"]})
+    assert torch.equal(out["out"], decoded(poisoned))

@@ -159,6 +159,8 @@ def _run(
     )
     write_text(folder / RESULT, json.dumps(asdict(result), indent=1, sort_keys=True, allow_nan=False))
     if checkpoints.exists():
+        for aside in checkpoints.glob("*.damaged"):
+            aside.replace(folder / aside.name)
         shutil.rmtree(checkpoints)
     return result
 

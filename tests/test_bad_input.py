@@ -552,7 +552,8 @@ def test_a_checkpoint_that_cannot_be_resumed_from_is_set_aside_and_said(
     assert not list(runs.rglob("exploded"))
     first, again = (json.loads((folder / RESULT).read_text()) for folder in (trained, last.parents[1]))
     assert again["metrics"] == first["metrics"]
-    assert left  # it was there
+    aside = last.parents[1] / "last.ckpt.damaged"
+    assert aside.read_bytes() == left
 
 
 OWN_CLASS = """

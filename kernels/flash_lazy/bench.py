@@ -28,7 +28,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_lazy import compiled
+from flash_lazy import compiled, triton_launch
 from flash_lazy.peers import GATE, Inputs, Peer, draw_with_share, gate, peers, reason, relative_error
 
 LENGTHS, QUICK_LENGTHS, WIDTHS = (1024, 2048, 4096, 8192, 16384, 32768), (4096,), (64, 128)
@@ -355,6 +355,9 @@ def check(backend: str, device: torch.device, names: Sequence[str] = tuple(GATE)
 
 def on_paper(options: argparse.Namespace) -> int:
     """Cost model and compile-only table; the exit status."""
+    if triton_launch.INTERPRETED:
+        print("TRITON_INTERPRET=1: nothing is compiled where triton interprets; unset it", file=sys.stderr)
+        return 2
     made = made_with()
     rows = compiled.report(options.widths, options.all_configurations)
     text = "\n".join([

@@ -44,10 +44,10 @@ PRODUCTS = {
 }
 """Matrix products of a tile: the fixed ones, and those of a tile in which a weight survives. Lazy: forward 1 + 2f,
 query_gradient 2 + 2f, key_gradient 2 + 2f; softmax: FlashAttention-2; the authors' kernel: counted in its code."""
-MOVED = {"forward": (4, 1), "query_gradient": (5, 3), "key_gradient": (6, 2)}
+MOVED = {"forward": (4, 2), "query_gradient": (5, 4), "key_gradient": (6, 3)}
 """What a kernel moves at least, in T and R of the cost model: each input read once, each result written once."""
 BUFFERS = {
-    "lse": "R, kept for the backward pass",
+    "softmax": "2 R, kept for the backward pass",
     "maxima": "4 P M ceil(L / N)",
     "alive_tiles": "4 P ceil(L / N)",
     "strip": "4 H (W + 512)",
@@ -187,9 +187,9 @@ def launch_arguments(
         if name in DECODING:
             triton_launch.decode(call)
         else:
-            out, lse, mass, *_ = triton_launch.forward(call, training=True, stats=variant.stats)
+            out, softmax, mass, *_ = triton_launch.forward(call, training=True, stats=variant.stats)
             kept = out if variant.renormalise else None
-            triton_launch.backward(call, kept, out, lse, mass, variant.bias, variant.slopes)
+            triton_launch.backward(call, kept, out, softmax, mass, variant.bias, variant.slopes)
     return recorders[f"{name}_kernel"].arguments
 
 
@@ -347,7 +347,10 @@ def cost_model() -> str:
     for name, formula in BUFFERS.items():
         lines.append(f"| {name} | {formula} |" + _mebibytes([sizes[name] for sizes in buffers]))
     lines += ["", f"P = {RESIDENT} programs at a time, as on an H100 or H200; M, N: the blocks that need most."]
-    lines += ["Softmax attention keeps out and lse for the backward pass, T + R; these kernels lse, R.", ""]
+    lines += [
+        "Softmax attention keeps out and lse for the backward pass, T + R; these kernels a row's maximum and sum, 2 R.",
+        "",
+    ]
     return "\n".join(lines)
 
 

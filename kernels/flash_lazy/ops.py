@@ -42,10 +42,13 @@ def attend(
     )
     if not (training or with_stats) and options.cu_seqlens is None and _is_decoding(q, k):
         return decode(*arguments), None
-    out, lse, mass, first_weight, zeros = forward(*arguments, training, with_stats)
+    out, softmax, mass, first_weight, zeros = forward(*arguments, training, with_stats)
     if not with_stats:
         return out, None
-    return out, Stats(*(x.detach() for x in (lse * LN2, mass, first_weight, zeros)))
+    top, total = softmax
+    lse = (top + total.log2()) * LN2
+    mass = torch.where(total > 0, mass / total, 0)
+    return out, Stats(*(x.detach() for x in (lse, mass, first_weight, zeros)))
 
 
 def obstacle(q: Tensor, key_mask: Tensor | None) -> str | None:
@@ -54,6 +57,8 @@ def obstacle(q: Tensor, key_mask: Tensor | None) -> str | None:
         return "backend is 'triton', which is not installed; pip install triton (Linux), or choose 'chunked'"
     if q.device.type != "cuda" and not INTERPRETED:
         return f"backend is 'triton' and q on {q.device}; move q, k and v to a GPU, or choose 'chunked'"
+    if q.device.type == "cuda" and torch.version.cuda and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return f"backend is 'triton', which needs compute capability 8.0, and {q.device} has less; choose 'chunked'"
     if key_mask is not None:
         return "backend is 'triton', which takes no key_mask; use kv_lengths or cu_seqlens, or choose 'chunked'"
     if q.dtype == torch.float64:
@@ -86,7 +91,10 @@ def forward(
     training: bool,
     stats: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, log-sum-exp (base 2), row mass, first weight and zeros: the last four empty unless they are needed."""
+    """Output; maximum (base 2) and sum of each row `[2, B, H, Lq]`; mass times sum, first weight, zeros `[B, H, Lq]`.
+
+    All but the output are empty unless they are needed.
+    """
     from flash_lazy import triton_launch
 
     call = triton_launch.Call(
@@ -121,7 +129,7 @@ def backward(
     window: int | None,
     out: Tensor | None,
     grad: Tensor,
-    lse: Tensor,
+    softmax: Tensor,
     mass: Tensor,
     bias_gradient: bool,
     slopes_gradient: bool,
@@ -133,7 +141,7 @@ def backward(
         *(q, k, v, tau, bias, slopes, cu_seqlens, kv_lengths),
         *(threshold, context_length, renormalise, scale, window),
     )
-    return triton_launch.backward(call, out, grad, lse, mass, bias_gradient, slopes_gradient)
+    return triton_launch.backward(call, out, grad, softmax, mass, bias_gradient, slopes_gradient)
 
 
 @backward.register_fake
@@ -146,14 +154,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor,
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Inputs and two numbers a row; to renormalise, the output and one number more."""
     *ctx.options, _, _ = inputs[8:]
-    out, lse, mass, _, _ = output
-    ctx.save_for_backward(*inputs[:8], out if inputs[10] else None, lse, mass)
+    out, softmax, mass, _, _ = output
+    ctx.save_for_backward(*inputs[:8], out if inputs[10] else None, softmax, mass)
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    *inputs, out, lse, mass = ctx.saved_tensors
+    *inputs, out, softmax, mass = ctx.saved_tensors
     needed = ctx.needs_input_grad
-    dq, dk, dv, survivors, dbias, dslopes = backward(*inputs, *ctx.options, out, grad, lse, mass, *needed[4:6])
+    dq, dk, dv, survivors, dbias, dslopes = backward(*inputs, *ctx.options, out, grad, softmax, mass, *needed[4:6])
     dtau = _tau_gradient(survivors, inputs, ctx.options) if needed[3] else None
     return dq, dk, dv, dtau, dbias if needed[4] else None, dslopes if needed[5] else None, *[None] * 9
 

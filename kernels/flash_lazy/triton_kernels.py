@@ -11,7 +11,8 @@ Words and geometry shared by all of them:
   row, and beyond the bias table: neither mask nor bias costs anything), NEAR (the diagonal, and what the bias reaches).
 - `strip` holds a head's biases times log2(e) by distance, contiguous, from -STRIP_PAD to W + STRIP_PAD: -inf where the
   distance is negative and 0 from W on. It is the causal mask of a NEAR tile as well as its bias.
-- Scores, log-sum-exps and their thresholds are to the base 2.
+- Scores are to the base 2. Of a row's softmax its maximum and its sum are kept (`softmax`, `[2, B, H, Lq]`), not their
+  log-sum-exp: a float32 of the size of the scores would round all weights of a row alike, by more than eager does.
 
 UPCAST widens tiles to float32 as they are read: the interpreter's bfloat16 arithmetic is wrong (triton issue 4972).
 """
@@ -154,6 +155,16 @@ def _survives(s, p, theta, KIND: tl.constexpr):
 
 
 @triton.jit
+def _softmax(softmax, second, at_row, kept_row):
+    """Maximum, sum and 1 / sum of rows; infinity, 1 and 0 for those that are not there or see nothing."""
+    top = tl.load(softmax + at_row, mask=kept_row, other=float("inf"))
+    total = tl.load(softmax + second + at_row, mask=kept_row, other=0.0)
+    sees = total > 0
+    total = tl.where(sees, total, 1.0)
+    return tl.where(sees, top, float("inf")), total, tl.where(sees, 1.0 / total, 0.0)
+
+
+@triton.jit
 def _any_alive(p, theta):
     """Whether a weight of a tile survives: in each row the largest, if any, so that only p lives on into the branch."""
     # Kept two-dimensional: for sm_100 triton 3.7 fails on a second reduction of one dimension.
@@ -197,7 +208,7 @@ def forward_kernel(
     kv_lengths,
     cu_seqlens,
     out,
-    lse,
+    softmax,
     mass,
     first_weight,
     zeros,
@@ -224,6 +235,7 @@ def forward_kernel(
     rows,
     keys,
     documents,
+    second,
     maxima_row,
     alive_row,
     scale,
@@ -303,10 +315,11 @@ def forward_kernel(
                     top = new_top
 
         sees = total > 0
-        row_lse = tl.where(sees, top + tl.log2(tl.where(sees, total, 1.0)), 0.0)
+        total = tl.where(sees, total, 1.0)
+        safe = tl.where(sees, top, 0.0)
         theta = _theta(tau, head, own, start, window, context_length, entries, THRESHOLD)
         cut = theta > 0
-        limit = row_lse + tl.log2(tl.where(cut, theta, 1.0))
+        limit = safe + tl.log2(tl.where(cut, theta, 1.0) * total)
         limit = tl.where(cut, limit - ROUNDING * (tl.abs(limit) + 16.0), -float("inf"))
         limit = tl.where(row < end, limit, float("inf"))
 
@@ -358,9 +371,9 @@ def forward_kernel(
                         window,
                         KIND,
                     )
-                    p = tl.exp2(s - row_lse[:, None])
-                    survives = _survives(s, p, theta[:, None], KIND)
-                    w = tl.where(survives, p - theta[:, None], 0.0)
+                    e = tl.exp2(s - safe[:, None])
+                    survives = _survives(s, e, theta[:, None] * total[:, None], KIND)
+                    w = tl.where(survives, e - theta[:, None] * total[:, None], 0.0)
                     acc = tl.dot(w.to(value.dtype), value, acc, input_precision="ieee")
                     if RENORMALISE or STATS:
                         row_mass += tl.sum(w, 1)
@@ -371,22 +384,23 @@ def forward_kernel(
 
         kept_row = row < end
         at_row = (batch.to(tl.int64) * heads + head) * rows + row
-        divisor = tl.where(row_mass > 0, row_mass, 1.0)
+        # Weights so far are times the row's sum, like the exponentials: large enough for float16, exact as a softmax.
+        divisor = total
         if RENORMALISE:
-            acc = acc / divisor[:, None]
+            divisor = tl.where(row_mass > 0, row_mass, 1.0)
+        acc = acc / divisor[:, None]
         out_base = out + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
         _store_rows(out_base, acc, first, end, stride_ol, WIDTH, BLOCK_M, BLOCK_D)
-        if lse is not None:
-            tl.store(lse + at_row, tl.where(sees, row_lse, -float("inf")), mask=kept_row)
+        if softmax is not None:
+            tl.store(softmax + at_row, top, mask=kept_row)
+            tl.store(softmax + second + at_row, tl.where(sees, total, 0.0), mask=kept_row)
         if mass is not None:
             tl.store(mass + at_row, row_mass, mask=kept_row)
         if STATS:
             seen = tl.maximum(own - start + 1, 0)
             if window is not None:
                 seen = tl.minimum(seen, window)
-            if RENORMALISE:
-                row_first = row_first / divisor
-            tl.store(first_weight + at_row, row_first, mask=kept_row)
+            tl.store(first_weight + at_row, row_first / divisor, mask=kept_row)
             tl.store(zeros + at_row, seen.to(tl.float32) - survivors, mask=kept_row)
 
 
@@ -402,7 +416,7 @@ def query_gradient_kernel(
     cu_seqlens,
     out,
     grad,
-    lse,
+    softmax,
     mass,
     dq,
     delta,
@@ -436,6 +450,7 @@ def query_gradient_kernel(
     rows,
     keys,
     documents,
+    second,
     scale,
     natural_scale,
     strip_row,
@@ -481,11 +496,10 @@ def query_gradient_kernel(
     query = _rows_of(q_base, first, end, stride_ql, stride_qd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST)
     query = tl.where(own[:, None] >= start, query, 0.0).to(query.dtype)
     gradient = _rows_of(grad_base, first, end, stride_gl, stride_gd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST)
-    # Rows that are not there, or see nothing, get p = exp2(-inf) = 0.
-    row_lse = tl.load(lse + at_row, mask=kept_row, other=float("inf"))
-    row_lse = tl.where(row_lse > -float("inf"), row_lse, float("inf"))
+    top, total, share = _softmax(softmax, second, at_row, kept_row)
     theta = _theta(tau, head, own, start, window, context_length, entries, THRESHOLD)
-    theta = tl.where(kept_row, theta, float("inf"))
+    # Exponentials, and so the threshold, are p times the row's sum until the end.
+    cut = tl.where(kept_row, theta * total, float("inf"))
     row_mass = tl.zeros([BLOCK_M], tl.float32)
     about_mean = row_mass
     if RENORMALISE:
@@ -499,6 +513,7 @@ def query_gradient_kernel(
     row_delta = tl.zeros([BLOCK_M], tl.float32)
     row_survivors = tl.zeros([BLOCK_M], tl.float32)
     row_count = tl.zeros([BLOCK_M], tl.float32)
+    row_left = tl.zeros([BLOCK_M], tl.float32)
     for KIND in tl.static_range(3):
         if KIND != EDGE or window is not None:
             for tile in tl.range(
@@ -521,32 +536,33 @@ def query_gradient_kernel(
                     window,
                     KIND,
                 )
-                p = tl.exp2(s - row_lse[:, None])
-                if not SKIP or _any_alive(p, theta):
-                    survives = _survives(s, p, theta[:, None], KIND)
-                    dp = tl.where(survives, tl.dot(gradient, tl.trans(value), input_precision="ieee"), 0.0)
-                    row_survivors += tl.sum(dp, 1)
-                    row_delta += tl.sum(p * dp, 1)
+                e = tl.exp2(s - top[:, None])
+                if not SKIP or _any_alive(e, cut):
+                    survives = _survives(s, e, cut[:, None], KIND)
+                    dp = tl.dot(gradient, tl.trans(value), input_precision="ieee")
                     if RENORMALISE:
+                        dp -= about_mean[:, None]
+                    dp = tl.where(survives, dp, 0.0)
+                    row_survivors += tl.sum(dp, 1)
+                    row_delta += tl.sum(e * dp, 1)
+                    if RENORMALISE:
+                        row_left += tl.sum(tl.where(survives, e - cut[:, None], 0.0) * dp, 1)
                         row_count += tl.sum(survives.to(tl.float32), 1)
-                        dp -= tl.where(survives, about_mean[:, None], 0.0)
-                    surviving = tl.dot((p * dp).to(key.dtype), key, surviving, input_precision="ieee")
-                attended = tl.dot(p.to(key.dtype), key, attended, input_precision="ieee")
+                    surviving = tl.dot((e * dp).to(key.dtype), key, surviving, input_precision="ieee")
+                attended = tl.dot(e.to(key.dtype), key, attended, input_precision="ieee")
 
+    row_delta *= share
+    result = (surviving - row_delta[:, None] * attended) * share[:, None]
     if RENORMALISE:
-        # With dp replaced by (dp - mean) / mass. `about_mean`, from the rounded output, only serves to centre dp in the
-        # product; taking it for the delta of that product too leaves an error of second order.
-        inverse = tl.where(row_mass > 0, 1.0 / tl.where(row_mass > 0, row_mass, 1.0), 0.0)
-        theta = tl.where(kept_row, theta, 0.0)
-        kept_mass = row_mass + theta * row_count
-        mean = (row_delta - theta * row_survivors) * inverse
-        about_delta = (row_delta - about_mean * kept_mass) * inverse
-        result = surviving * inverse[:, None] - about_delta[:, None] * attended
-        row_delta = (row_delta - mean * kept_mass) * inverse
-        row_survivors = (row_survivors - mean * row_count) * inverse
-        tl.store(correction + at_row, mean, mask=kept_row)
-    else:
-        result = surviving - row_delta[:, None] * attended
+        # dp stands for (dp - mean) / mass. So far it was centred by `about_mean`, from the rounded output; by what that
+        # is off, the mean that is `left`, is of second order in dq.
+        inverse = tl.where(row_mass > 0, total / tl.where(row_mass > 0, row_mass, 1.0), 0.0)
+        result *= inverse[:, None]
+        left = row_left * share * inverse
+        kept_mass = row_mass * share + tl.where(row_count > 0, theta, 0.0) * row_count
+        row_delta = (row_delta - left * kept_mass) * inverse
+        row_survivors = (row_survivors - left * row_count) * inverse
+        tl.store(correction + at_row, about_mean + left, mask=kept_row)
     dq_base = dq + batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
     _store_rows(dq_base, result * natural_scale, first, end, stride_dql, WIDTH, BLOCK_M, BLOCK_D)
     tl.store(delta + at_row, row_delta, mask=kept_row)
@@ -586,7 +602,7 @@ def key_gradient_kernel(
     kv_lengths,
     cu_seqlens,
     grad,
-    lse,
+    softmax,
     mass,
     delta,
     correction,
@@ -622,6 +638,7 @@ def key_gradient_kernel(
     rows,
     keys,
     documents,
+    second,
     scale,
     natural_scale,
     strip_row,
@@ -705,10 +722,10 @@ def key_gradient_kernel(
                         gradient = _rows_of(
                             grad_base, at, high, stride_gl, stride_gd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST
                         )
-                        row_lse = tl.load(lse + head_rows + row, mask=kept_row, other=float("inf"))
+                        top, total, share = _softmax(softmax, second, head_rows + row, kept_row)
                         row_delta = tl.load(delta + head_rows + row, mask=kept_row, other=0.0)
                         theta = _theta(tau, head, own, start, window, context_length, entries, THRESHOLD)
-                        theta = tl.where(kept_row, theta, float("inf"))
+                        cut = tl.where(kept_row, theta * total, float("inf"))
                         s = _scores(
                             query,
                             tl.trans(key),
@@ -721,23 +738,24 @@ def key_gradient_kernel(
                             window,
                             KIND,
                         )
-                        p = tl.exp2(s - row_lse[:, None])
+                        e = tl.exp2(s - top[:, None])
                         dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-                        if not SKIP or _any_alive(p, theta):
-                            survives = _survives(s, p, theta[:, None], KIND)
-                            w = tl.where(survives, p - theta[:, None], 0.0)
+                        if not SKIP or _any_alive(e, cut):
+                            survives = _survives(s, e, cut[:, None], KIND)
+                            w = tl.where(survives, e - cut[:, None], 0.0)
                             dp = tl.dot(gradient, tl.trans(value), input_precision="ieee")
+                            divided = share
                             if RENORMALISE:
                                 row_mass = tl.load(mass + head_rows + row, mask=kept_row, other=0.0)
                                 mean = tl.load(correction + head_rows + row, mask=kept_row, other=0.0)
-                                inverse = tl.where(row_mass > 0, 1.0 / tl.where(row_mass > 0, row_mass, 1.0), 0.0)
-                                w = w * inverse[:, None]
-                                dp = (dp - mean[:, None]) * inverse[:, None]
+                                divided = tl.where(row_mass > 0, 1.0 / tl.where(row_mass > 0, row_mass, 1.0), 0.0)
+                                dp = (dp - mean[:, None]) * (total * divided)[:, None]
+                            w = w * divided[:, None]
                             dp = tl.where(survives, dp, 0.0)
                             value_gradient = tl.dot(
                                 tl.trans(w.to(gradient.dtype)), gradient, value_gradient, input_precision="ieee"
                             )
-                        ds = p * (dp - row_delta[:, None])
+                        ds = e * (share[:, None] * (dp - row_delta[:, None]))
                         key_gradient = tl.dot(tl.trans(ds.to(query.dtype)), query, key_gradient, input_precision="ieee")
                         if dbias is not None and KIND != PLAIN:
                             _add_diagonals(dbias + head * reach, ds, at + shift - first, reach, BLOCK_M, BLOCK_N)
@@ -894,9 +912,9 @@ def decode_values_kernel(
     most = tl.max(top, 1)
     most = tl.where(most > -float("inf"), most, 0.0)
     total = tl.sum(total * tl.exp2(top - most[:, None]), 1)
-    row_lse = tl.where(total > 0, most + tl.log2(tl.where(total > 0, total, 1.0)), 0.0)
+    total = tl.where(total > 0, total, 1.0)
     theta = _theta(tau, head, row + shift, 0, window, context_length, entries, THRESHOLD)
-    theta = tl.where(there, theta, float("inf"))
+    cut = tl.where(there, theta * total, float("inf"))
 
     v_base = v + batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -905,13 +923,15 @@ def decode_values_kernel(
         at = first + tile * BLOCK_N
         key = (at + column)[None, :]
         s = tl.load(scores + at_row[:, None] * keys + key, mask=there[:, None] & (key < end), other=-float("inf"))
-        p = tl.exp2(s - row_lse[:, None])
-        if not SKIP or _any_alive(p, theta):
-            survives = _survives(s, p, theta[:, None], NEAR)
-            w = tl.where(survives, p - theta[:, None], 0.0)
+        e = tl.exp2(s - most[:, None])
+        if not SKIP or _any_alive(e, cut):
+            survives = _survives(s, e, cut[:, None], NEAR)
+            w = tl.where(survives, e - cut[:, None], 0.0)
             value = _rows_of(v_base, at, end, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST)
             acc = tl.dot(w.to(value.dtype), value, acc, input_precision="ieee")
             mass += tl.sum(w, 1)
+    acc = acc / total[:, None]
+    mass = mass / total
     lane = tl.arange(0, BLOCK_D)[None, :]
     tl.store(parts + (at_row[:, None] * splits + split) * WIDTH + lane, acc, mask=there[:, None] & (lane < WIDTH))
     tl.store(masses + at_row * splits + split, mass, mask=there)

@@ -102,8 +102,8 @@ class Call(NamedTuple):
             "tau": self.tau.contiguous(),
             "strip": _strip(self.bias),
             "slopes": None if self.slopes is None else self.slopes * LOG2E,
-            "kv_lengths": self.kv_lengths,
-            "cu_seqlens": self.cu_seqlens,
+            "kv_lengths": None if self.kv_lengths is None else self.kv_lengths.contiguous(),
+            "cu_seqlens": None if self.cu_seqlens is None else self.cu_seqlens.contiguous(),
             **_strides("q", q),
             **_strides("k", k),
             **_strides("v", v),
@@ -113,7 +113,7 @@ class Call(NamedTuple):
             "scale": self.scale * LOG2E,
             "strip_row": reach + 2 * kernels.STRIP_PAD.value,
             "reach": reach,
-            "window": self.window,
+            "window": None if self.window is None else min(self.window, self.k.shape[2]),
             "context_length": self.context_length,
             "entries": self.tau.shape[-1],
             "THRESHOLD": self.threshold,
@@ -163,10 +163,13 @@ def _autotuned(name: str, choices: tuple[Blocks, ...]) -> Any:
 
 
 def forward(call: Call, training: bool, stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, log-sum-exp (base 2), row mass, first weight and zeros: the last four empty unless they are needed."""
+    """Output; maximum (base 2) and sum of each row `[2, B, H, Lq]`; mass times sum, first weight, zeros `[B, H, Lq]`.
+
+    All but the output are empty unless they are needed.
+    """
     q, k = call.q, call.k
     batches, heads, rows, _ = q.shape
-    out, lse, mass, first_weight, zeros = forward_buffers(q, call.renormalise, training, stats)
+    out, softmax, mass, first_weight, zeros = forward_buffers(q, call.renormalise, training, stats)
     choices = configurations("forward", q)
     columns = k.shape[2] if call.window is None else min(k.shape[2], call.window + max(blocks.m for blocks in choices))
     alive_row = max(_ceil(columns, blocks.n) for blocks in choices)
@@ -176,7 +179,7 @@ def forward(call: Call, training: bool, stats: bool) -> tuple[Tensor, Tensor, Te
     arguments = {
         **call.shared(),
         "out": out,
-        "lse": _unless_empty(lse),
+        "softmax": _unless_empty(softmax),
         "mass": _unless_empty(mass),
         "first_weight": _unless_empty(first_weight),
         "zeros": _unless_empty(zeros),
@@ -186,6 +189,7 @@ def forward(call: Call, training: bool, stats: bool) -> tuple[Tensor, Tensor, Te
         "batches": batches,
         "heads": heads,
         "documents": call.documents(),
+        "second": batches * heads * rows,
         "maxima_row": maxima_row,
         "alive_row": alive_row,
         "RENORMALISE": call.renormalise,
@@ -193,7 +197,7 @@ def forward(call: Call, training: bool, stats: bool) -> tuple[Tensor, Tensor, Te
         "SKIP": SKIP_EMPTY_TILES,
     }
     call.launch("forward", lambda _: (resident,), arguments)
-    return out, lse, mass, first_weight, zeros
+    return out, softmax, mass, first_weight, zeros
 
 
 def forward_buffers(
@@ -204,11 +208,18 @@ def forward_buffers(
     def rows(wanted: bool) -> Tensor:
         return q.new_empty(q.shape[:3] if wanted else 0, dtype=torch.float32)
 
-    return like(q), rows(training or stats), rows(stats or (training and renormalise)), rows(stats), rows(stats)
+    softmax = q.new_empty((2, *q.shape[:3]) if training or stats else 0, dtype=torch.float32)
+    return like(q), softmax, rows(stats or (training and renormalise)), rows(stats), rows(stats)
 
 
 def backward(
-    call: Call, out: Tensor | None, grad: Tensor, lse: Tensor, mass: Tensor, bias_gradient: bool, slopes_gradient: bool
+    call: Call,
+    out: Tensor | None,
+    grad: Tensor,
+    softmax: Tensor,
+    mass: Tensor,
+    bias_gradient: bool,
+    slopes_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, `survivors` `[B, H, Lq]` (d tau but for its factor), and those of bias and slopes."""
     q, k = call.q, call.k
@@ -221,13 +232,14 @@ def backward(
     shared = {
         **call.shared(),
         "grad": grad,
-        "lse": lse,
+        "softmax": softmax,
         "mass": _unless_empty(mass),
         "delta": delta,
         "correction": correction,
         **_strides("g", grad),
         "batches": batches,
         "documents": call.documents(),
+        "second": batches * heads * rows,
         "natural_scale": call.scale,
         "RENORMALISE": call.renormalise,
         "SKIP": SKIP_EMPTY_TILES,
@@ -363,8 +375,11 @@ def near(x: Tensor) -> Tensor:
 
 
 def like(x: Tensor) -> Tensor:
-    """An empty tensor in the layout of x, but with contiguous rows."""
-    return torch.empty_like(x) if x.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    """An empty tensor in the layout of x where the kernels can write it: contiguous rows, not too far apart."""
+    result = torch.empty_like(x)
+    if result.stride(-1) == 1 and near(result) is result:
+        return result
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _unless_empty(x: Tensor) -> Tensor | None:

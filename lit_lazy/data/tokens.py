@@ -158,7 +158,7 @@ def write_corpus(
         if part.documents == 0:
             raise ValueError(
                 f"data.validation_share={validation_share}: none of the {other.documents} documents is for {name}; "
-                "choose another share, or give data.validation"
+                "choose another share, give more documents, or give data.validation"
             )
     digest = hashlib.sha256(f"{tokenizer.vocab_size} {kept.digest.hexdigest()} {held_out.digest.hexdigest()}".encode())
     facts = {

@@ -40,7 +40,7 @@ def test_bytes_are_those_of_the_launched_tensors(width):
         sizes = [x.numel() * x.element_size() for key, x in tensors if isinstance(x, torch.Tensor) and key not in small]
         assert sum(sizes) == compiled.moved_bytes(name, width)
     rows, buffers = 4 * 4 * 16 * 4096, compiled.buffer_bytes(width)
-    assert buffers["lse"] == buffers["delta"] == buffers["survivors"] == rows
+    assert buffers["softmax"] / 2 == buffers["delta"] == buffers["survivors"] == rows
     blocks = compiled.CONFIGURATIONS["forward"][2][width]
     assert buffers["maxima"] == 4 * 264 * max(-(-4096 // b.n) * b.m for b in blocks)
     assert buffers["alive_tiles"] == 4 * 264 * max(-(-4096 // b.n) for b in blocks)
@@ -343,8 +343,13 @@ def test_on_a_cpu_costs_and_compiled_kernels_are_told(monkeypatch, capsys, tmp_p
     row = {"kernel": "forward", "dtype": "bf16", "width": 64, "target": 90, "blocks": blocks}
     row |= compiled.Compiled(1024, 99, 0, 0, ("wgmma",), True)._asdict()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(compiled, "report", lambda widths, every: [row] if (widths, every) == ((64,), True) else [])
     out = tmp_path / "new" / "kernels"
+    monkeypatch.setattr(compiled.triton_launch, "INTERPRETED", True)
+    assert main(["--out", str(out)]) == 2
+    assert "nothing is compiled where triton interprets" in capsys.readouterr().err
+    assert not out.exists()
+    monkeypatch.setattr(compiled.triton_launch, "INTERPRETED", False)
+    monkeypatch.setattr(compiled, "report", lambda widths, every: [row] if (widths, every) == ((64,), True) else [])
     assert main(["--out", str(out), "--widths", "64", "--all-configurations"]) == 0
     text = (out / "compiled.md").read_text()
     assert capsys.readouterr().out.strip() == text.strip()

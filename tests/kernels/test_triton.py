@@ -261,6 +261,41 @@ class TestAddresses:
             assert torch.equal(*map(decoded, few))
 
 
+class TestLayouts:
+    """Views that share elements, or skip them: the same results as from copies."""
+
+    def test_lengths_and_boundaries_with_strides(self, monkeypatch):
+        small_blocks(monkeypatch, 16, 16)
+        ragged = draw(36, layout="ragged", length=40, bias_width=5).to(torch.float32)
+        packed = draw(37, layout="packed", length=40, bias_width=5).to(torch.float32)
+        for case, name in ((ragged, "kv_lengths"), (packed, "cu_seqlens")):
+            column = torch.stack([case.options[name], case.options[name] * 0], -1)[:, 0]
+            assert not column.is_contiguous()
+            strided = replace(case, options=case.options | {name: column})
+            assert_same_bits(everything(case, "triton"), everything(strided, "triton"))
+        same = replace(ragged, q=ragged.q[:, :, -2:], options=ragged.options | {"kv_lengths": torch.tensor([30] * 4)})
+        expanded = replace(same, options=same.options | {"kv_lengths": torch.tensor(30).expand(4)})
+        assert torch.equal(decoded(same), decoded(expanded))
+
+    @pytest.mark.parametrize("name", ["q", "k", "v"])
+    def test_sliding_views(self, name, monkeypatch):
+        """Their rows overlap: stride 1 along both the row and its elements."""
+        small_blocks(monkeypatch, 16, 16)
+        view = torch.randn(1, 1, 23, generator=torch.Generator().manual_seed(2)).unfold(-1, 16, 1)
+        case = draw(38, length=8, width=16, batch=1).to(torch.float32)
+        views, copies = (replace(case, **{name: x}) for x in (view, view.contiguous()))
+        assert_same_bits(everything(copies, "triton"), everything(views, "triton"))
+
+    @pytest.mark.parametrize("window", [2**31 - 1, 2**40])
+    def test_a_window_beyond_all_keys_is_none(self, window, monkeypatch):
+        small_blocks(monkeypatch, 16, 16)
+        case = draw(39, length=40, bias_width=5, threshold="per_token").to(torch.float32)
+        wide = replace(case, options=case.options | {"window": window})
+        expected, found = everything(case, "reference"), everything(wide, "triton")
+        for each, x in found.items():
+            torch.testing.assert_close(x, expected[each], **tolerance(case), msg=each)
+
+
 OPERATOR_CASES = {
     "plain": {},
     "everything": {"bias_width": 7, "slopes": True, "renormalise": True, "window": 9, "group": 2},
@@ -294,10 +329,10 @@ class TestOperators:
 
     def test_backward_passes_opcheck(self, case):
         arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in operator_arguments(case)]
-        out, lse, mass, *_ = ops.forward(*arguments, True, False)
+        out, softmax, mass, *_ = ops.forward(*arguments, True, False)
         kept = out if case.options["renormalise"] else None
         wanted = (case.bias is not None, "slopes" in case.options)
-        opcheck(ops.backward, (*arguments, kept, noise(case).to(out), lse, mass, *wanted))
+        opcheck(ops.backward, (*arguments, kept, noise(case).to(out), softmax, mass, *wanted))
 
     def test_decode_passes_opcheck(self, case):
         if "cu_seqlens" in case.options:

@@ -92,6 +92,7 @@ def in_mlflow(uri: str, name: str) -> Counter[tuple[str, str]]:
     return Counter((run.info.status, run.data.tags.get("state", "")) for run in found)
 
 
+@pytest.mark.long
 def test_out_of_memory_fails_one_cell_with_its_reason_and_can_be_tried_again(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,6 +128,7 @@ def test_out_of_memory_fails_one_cell_with_its_reason_and_can_be_tried_again(
     assert in_mlflow(f"sqlite:///{runs / 'mlflow.db'}", ID) == {("FINISHED", "complete"): 4}
 
 
+@pytest.mark.long
 def test_a_second_interrupt_ends_at_once(runs: Path, tmp_path: Path) -> None:
     """The first waits for the bookkeeping, which here never ends."""
     extra = f"""
@@ -213,6 +215,7 @@ def test_a_full_disk_is_waited_for(tmp_path: Path, empty_store: Path) -> None:
         subprocess.run(["umount", "--lazy", runs], check=True)
 
 
+@pytest.mark.long
 def test_a_cell_of_a_machine_that_vanished_is_taken_over(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -152,6 +152,7 @@ def test_interrupt_and_go_on(runs: Path, pair: str) -> None:
     assert {run.info.status for run in finished} == {"FINISHED"}
 
 
+@pytest.mark.long
 def test_fresh_sets_the_former_results_aside(runs: Path, pair: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["ablate", "run", pair, "--runs", str(runs), "--workers", "1", "--rows", "softmax", "--seeds", "0"]
     assert main(command) == 0

@@ -357,6 +357,7 @@ def wait_for_reports(runs: Path, process: "subprocess.Popen[str]") -> SearchQueu
     raise AssertionError("no point began to train")
 
 
+@pytest.mark.long
 def test_a_killed_worker_costs_nothing_and_is_counted_once(runs: Path, rates: str) -> None:
     """The worker of a point is killed amid its training: the same point goes on from its checkpoint, elsewhere."""
     process = start(runs, rates)

@@ -554,8 +554,8 @@ def query_gradient_kernel(
     row_delta *= share
     result = (surviving - row_delta[:, None] * attended) * share[:, None]
     if RENORMALISE:
-        # dp stands for (dp - mean) / mass. So far it was centred by `about_mean`, from the rounded output; by what that
-        # is off, the mean that is `left`, is of second order in dq.
+        # dp stands for (dp - mean) / mass. So far it was centred by `about_mean`, from the rounded output; what that is
+        # off, the mean that is `left`, stays in dq times p (m - sum p m) / mass, and leaves everything else.
         inverse = tl.where(row_mass > 0, total / tl.where(row_mass > 0, row_mass, 1.0), 0.0)
         result *= inverse[:, None]
         left = row_left * share * inverse

@@ -33,7 +33,7 @@ class Blocks(NamedTuple):
 
 
 # By kernel, bytes of an element, and the width up to which a list holds. The first of a list is the default: for half
-# precision the largest blocks that spill no registers in a loop on sm_90. docs/results/kernels/compiled.md lists them all.
+# precision the largest blocks that spill no registers in a loop on sm_90 (docs/results/kernels/compiled.md).
 CONFIGURATIONS: dict[str, dict[int, dict[int, list[Blocks]]]] = {
     "forward": {
         2: {

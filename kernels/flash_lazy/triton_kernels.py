@@ -471,7 +471,7 @@ def query_gradient_kernel(
     """dq of one block of rows, and per row delta = sum p m dp and survivors = sum m dp (d tau but for its factor).
 
     dq = scale (sum p m dp k - delta sum p k) is linear in delta, so one sweep yields both sums and delta itself.
-    Products per tile: q.k and p.k; dO.v and (p m dp).k only where a weight survives.
+    Products per tile: q.k and p.k; dO.v and (p m dp).k only where a weight survives, and to renormalise (p m).k.
     """
     item = tl.program_id(0)
     head = item % heads
@@ -514,6 +514,7 @@ def query_gradient_kernel(
     row_survivors = tl.zeros([BLOCK_M], tl.float32)
     row_count = tl.zeros([BLOCK_M], tl.float32)
     row_left = tl.zeros([BLOCK_M], tl.float32)
+    kept = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for KIND in tl.static_range(3):
         if KIND != EDGE or window is not None:
             for tile in tl.range(
@@ -546,6 +547,7 @@ def query_gradient_kernel(
                     row_survivors += tl.sum(dp, 1)
                     row_delta += tl.sum(e * dp, 1)
                     if RENORMALISE:
+                        kept = tl.dot(tl.where(survives, e, 0.0).to(key.dtype), key, kept, input_precision="ieee")
                         row_left += tl.sum(tl.where(survives, e - cut[:, None], 0.0) * dp, 1)
                         row_count += tl.sum(survives.to(tl.float32), 1)
                     surviving = tl.dot((e * dp).to(key.dtype), key, surviving, input_precision="ieee")
@@ -555,11 +557,12 @@ def query_gradient_kernel(
     result = (surviving - row_delta[:, None] * attended) * share[:, None]
     if RENORMALISE:
         # dp stands for (dp - mean) / mass. So far it was centred by `about_mean`, from the rounded output; what that is
-        # off, the mean that is `left`, stays in dq times p (m - sum p m) / mass, and leaves everything else.
+        # off, the mean that is `left`, is taken off here.
         inverse = tl.where(row_mass > 0, total / tl.where(row_mass > 0, row_mass, 1.0), 0.0)
-        result *= inverse[:, None]
         left = row_left * share * inverse
         kept_mass = row_mass * share + tl.where(row_count > 0, theta, 0.0) * row_count
+        result -= (kept - kept_mass[:, None] * attended) * (left * share)[:, None]
+        result *= inverse[:, None]
         row_delta = (row_delta - left * kept_mass) * inverse
         row_survivors = (row_survivors - left * row_count) * inverse
         tl.store(correction + at_row, about_mean + left, mask=kept_row)

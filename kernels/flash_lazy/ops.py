@@ -57,7 +57,7 @@ def obstacle(q: Tensor, key_mask: Tensor | None) -> str | None:
         return "backend is 'triton', which is not installed; pip install triton (Linux), or choose 'chunked'"
     if q.device.type != "cuda" and not INTERPRETED:
         return f"backend is 'triton' and q on {q.device}; move q, k and v to a GPU, or choose 'chunked'"
-    if q.device.type == "cuda" and torch.version.cuda and torch.cuda.get_device_capability(q.device) < (8, 0):
+    if _is_too_old(q.device):
         return f"backend is 'triton', which needs compute capability 8.0, and {q.device} has less; choose 'chunked'"
     if key_mask is not None:
         return "backend is 'triton', which takes no key_mask; use kv_lengths or cu_seqlens, or choose 'chunked'"
@@ -66,6 +66,12 @@ def obstacle(q: Tensor, key_mask: Tensor | None) -> str | None:
     if q.shape[-1] > WIDEST:
         return f"backend is 'triton' and q has width D = {q.shape[-1]}; give D <= {WIDEST}, or choose 'chunked'"
     return None
+
+
+@torch.compiler.assume_constant_result  # a question to the device would break a graph
+def _is_too_old(device: torch.device) -> bool:
+    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return is_nvidia and torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def _is_decoding(q: Tensor, k: Tensor) -> bool:

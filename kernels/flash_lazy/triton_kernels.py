@@ -11,8 +11,9 @@ Words and geometry shared by all of them:
   row, and beyond the bias table: neither mask nor bias costs anything), NEAR (the diagonal, and what the bias reaches).
 - `strip` holds a head's biases times log2(e) by distance, contiguous, from -STRIP_PAD to W + STRIP_PAD: -inf where the
   distance is negative and 0 from W on. It is the causal mask of a NEAR tile as well as its bias.
-- Scores are to the base 2. Of a row's softmax its maximum and its sum are kept (`softmax`, `[2, B, H, Lq]`), not their
-  log-sum-exp: a float32 of the size of the scores would round all weights of a row alike, by more than eager does.
+- Scores are to the base 2. Of a row's softmax its maximum and its sum are kept (`softmax`, `[2, B, H, Lq]`: the sums
+  begin `second` numbers after the maxima), not their log-sum-exp: a float32 of the size of the scores would round all
+  weights of a row alike, by more than eager does.
 
 UPCAST widens tiles to float32 as they are read: the interpreter's bfloat16 arithmetic is wrong (triton issue 4972).
 """
@@ -257,7 +258,7 @@ def forward_kernel(
 ):
     """Output of all rows, the longest first. Each resident program keeps the row maxima of its block's tiles.
 
-    Products per tile: q.k for the log-sum-exp; q.k and w.v again only where a weight survives.
+    Products per tile: q.k for maximum and sum; q.k and w.v again only where a weight survives.
     """
     line = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_N)
@@ -318,9 +319,9 @@ def forward_kernel(
         total = tl.where(sees, total, 1.0)
         safe = tl.where(sees, top, 0.0)
         theta = _theta(tau, head, own, start, window, context_length, entries, THRESHOLD)
-        cut = theta > 0
-        limit = safe + tl.log2(tl.where(cut, theta, 1.0) * total)
-        limit = tl.where(cut, limit - ROUNDING * (tl.abs(limit) + 16.0), -float("inf"))
+        cut = theta * total
+        limit = safe + tl.log2(tl.where(cut > 0, cut, 1.0))
+        limit = tl.where(cut > 0, limit - ROUNDING * (tl.abs(limit) + 16.0), -float("inf"))
         limit = tl.where(row < end, limit, float("inf"))
 
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -372,8 +373,8 @@ def forward_kernel(
                         KIND,
                     )
                     e = tl.exp2(s - safe[:, None])
-                    survives = _survives(s, e, theta[:, None] * total[:, None], KIND)
-                    w = tl.where(survives, e - theta[:, None] * total[:, None], 0.0)
+                    survives = _survives(s, e, cut[:, None], KIND)
+                    w = tl.where(survives, e - cut[:, None], 0.0)
                     acc = tl.dot(w.to(value.dtype), value, acc, input_precision="ieee")
                     if RENORMALISE or STATS:
                         row_mass += tl.sum(w, 1)

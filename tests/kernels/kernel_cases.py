@@ -5,7 +5,7 @@ import math
 import random
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -283,27 +283,40 @@ def largest(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.maximum(a[name], b[name]) for name in a}
 
 
-def assert_errs_like_eager(
+class Errors(NamedTuple):
+    """Largest errors of a computation, and what it is allowed: by name of the result."""
+
+    found: dict[str, Tensor]
+    eager: dict[str, Tensor]
+    rounding: dict[str, Tensor]
+    flash: dict[str, Tensor]
+
+    def pooled(self, other: "Errors") -> "Errors":
+        return Errors(*(largest(a, b) for a, b in zip(self, other, strict=True)))
+
+    def too_large(self) -> list[str]:
+        """What errs by more than twice the error of eager and the rounding of the result, or 1.5 times softmax's."""
+        found = []
+        for name, error in self.found.items():
+            allowed = torch.maximum(2 * (self.eager[name] + self.rounding[name]), 1.5 * self.flash[name])
+            if not error <= allowed:
+                parts = ", ".join(f"{field} {each[name]:.3g}" for field, each in zip(self._fields, self, strict=True))
+                found.append(f"{name}: {parts}")
+        return found
+
+
+def measured(
     found: dict[str, Tensor],
     exact: dict[str, Tensor],
     eager: dict[str, Tensor],
     flash: dict[str, Tensor] | None = None,
-    terms: dict[str, Tensor] | None = None,
-) -> None:
-    """At most twice the error of the eager computation and the rounding of the result, or 1.5 times softmax's.
-
-    terms: size of what is rounded where it is not the result, whose terms cancel.
-    """
-    too_large = []
-    for name, error in errors(found, exact).items():
-        size = (terms or {}).get(name, finite(exact[name]).abs().max())
-        rounding = torch.finfo(found[name].dtype).eps * size
-        allowed = 2 * (eager[name] + rounding)
-        if flash:
-            allowed = torch.maximum(allowed, 1.5 * flash[name])
-        if not error <= allowed:
-            too_large.append(f"{name}: {error:.3g}, eager {eager[name]:.3g}, rounding {rounding:.3g}")
-    assert not too_large, too_large
+    cancelled: dict[str, Tensor] | None = None,
+) -> Errors:
+    """Errors of results. cancelled: rounding of terms that cancel, where it may be more than that of the result."""
+    none = dict.fromkeys(found, torch.zeros(()))
+    rounding = {name: torch.finfo(x.dtype).eps * finite(exact[name]).abs().max() for name, x in found.items()}
+    rounding = largest(rounding, none | (cancelled or {}))
+    return Errors(errors(found, exact), {name: eager[name] for name in found}, rounding, none | (flash or {}))
 
 
 def naive(case: Case) -> tuple[np.ndarray, Stats, float]:

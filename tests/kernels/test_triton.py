@@ -13,7 +13,6 @@ from kernel_cases import (
     THRESHOLDS,
     Case,
     RoundedProducts,
-    assert_errs_like_eager,
     assert_same_bits,
     device_of,
     draw,
@@ -22,10 +21,12 @@ from kernel_cases import (
     finite,
     flash_errors,
     largest,
+    measured,
     noise,
     pairwise_cover,
     small_blocks,
     tolerance,
+    without,
 )
 from torch.library import opcheck
 
@@ -82,37 +83,56 @@ def allowed(drawn, dtype, exact, grad):
 
 
 def assert_equals_reference(setting, dtype, seed=31, mean=0.0):
-    """Output, stats and all gradients: at most twice eager's error, or 1.5 times that of a softmax."""
+    """Output, stats and all gradients: at most twice eager's error, or 1.5 times that of a softmax.
+
+    The largest error of few is a matter of luck, eager's as well as the kernels': where one draw errs by more, the
+    largest errors over five draws decide.
+    """
+    found = errors_of_a_draw(setting, dtype, seed, mean)
+    if found.too_large():
+        for another in range(4):
+            found = found.pooled(errors_of_a_draw(setting, dtype, 1000 + another, mean))
+    assert not found.too_large(), found.too_large()
+
+
+def errors_of_a_draw(setting, dtype, seed, mean):
     drawn = draw(seed, mean=mean, **setting)
     grad = noise(drawn, mean)
     exact = everything(drawn.to(torch.float64), "reference", grad)
     found = everything(drawn.to(dtype), "triton", grad)
     eager, flash = allowed(drawn, dtype, exact, grad)
-    terms = None
     if setting["length"] < 63 or setting.get("window") == 1:
         # Rows of one or two keys round too seldom, and their gradients cancel: judge them by rows of three.
         more = draw(seed, mean=mean, **setting | {"length": max(63, setting["length"]), "window": 3})
         more_grad = noise(more, mean)
         others = allowed(more, dtype, everything(more.to(torch.float64), "reference", more_grad), more_grad)
         eager, flash = largest(eager, others[0]), largest(flash, others[1])
-        if setting.get("window") == 1:
-            terms = one_key_terms(drawn, exact, grad)
-    assert_errs_like_eager(found, exact, eager, flash, terms)
+    cancelled = dtype == torch.float32 or setting.get("window") == 1
+    return measured(found, exact, eager, flash, one_key_rounding(drawn, dtype, exact, grad) if cancelled else None)
 
 
-def one_key_terms(case, exact, grad):
-    """Sizes of what rows of one key round: p dp k and delta k, equal in dq, and the weight over the mass in dv."""
+def one_key_rounding(case, dtype, exact, grad):
+    """Rounding in rows of one key: of terms that cancel to exactly 0 in eager, where one sum serves as both.
+
+    In dq p dp k and delta k, rounded for their products; in dk and dbias dp and delta, each computed by a kernel of its
+    own; in dv the weight over the mass.
+    """
+    level = replace(without(case, "slopes"), q=0 * case.q, bias=None)
+    seen = finite(everything(level.to(torch.float64), "reference")["lse"]).exp().round()  # equal scores: log of a count
     renormalise = case.options["renormalise"]
     mass = finite(exact["mass"])
-    alive = mass > 0
+    alive = (mass > 0) & (seen == 1)
     if not alive.any():
-        return {}
-    dp = (grad * exact["out"]).sum(-1) / (1 if renormalise else mass)
+        return None
+    dp = ((grad * exact["out"]).sum(-1) / (1 if renormalise else mass))[alive].abs().max()
     inverse = 1 / mass[alive].min() if renormalise else 1
+    own, single = (torch.finfo(x).eps * inverse for x in (dtype, torch.float32))
     scale = case.q.shape[-1] ** -0.5
     return {
-        "dq": scale * dp[alive].abs().max() * case.k.abs().max() * inverse,
-        "dv": exact["dv"].abs().max() * inverse,
+        "dq": own * scale * dp * case.k.abs().max(),
+        "dk": single * scale * dp * case.q.abs().max(),
+        "dbias": single * dp,
+        "dv": own * exact["dv"].abs().max(),
     }
 
 
@@ -464,5 +484,6 @@ def test_decoding_equals_reference(setting, monkeypatch):
     beyond = (torch.arange(1200) >= lengths[:, None])[:, None, :, None]
     poisoned = replace(case, k=case.k.masked_fill(beyond, torch.nan), v=case.v.masked_fill(beyond, torch.nan))
     out = {"out": decoded(poisoned)}
-    assert_errs_like_eager(out, {"out": exact["out"]}, eager, {"out": flash_errors(case)["out"]})
+    found = measured(out, exact, eager, {"out": flash_errors(case)["out"]})
+    assert not found.too_large(), found.too_large()
     assert torch.equal(out["out"], decoded(poisoned))

@@ -1,5 +1,7 @@
 """The public function: checks every argument once, then hands over to a backend."""
 
+import math
+from collections.abc import Mapping
 from typing import Literal, get_args, overload
 
 import torch
@@ -109,14 +111,26 @@ def lazy_attention(
         The output `[B, H, Lq, D]` in q's dtype, or `(output, Stats)`.
 
     Raises:
+        TypeError: one of the tensors is something else.
         ValueError: an argument does not fit; the message names it, its value and what would fit.
     """
+    tensors = {"q": q, "k": k, "v": v, "tau": tau}
+    optional = {
+        "bias": bias,
+        "slopes": slopes,
+        "cu_seqlens": cu_seqlens,
+        "kv_lengths": kv_lengths,
+        "key_mask": key_mask,
+    }
+    _check_types(tensors | {name: x for name, x in optional.items() if x is not None})
     if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     _check_tensors(q, k, v)
     _check_threshold(threshold, context_length)
     _check_head_parameters(q, tau, bias, slopes, threshold)
     _check_visibility(q, k, cu_seqlens, kv_lengths, key_mask, window)
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; give a finite number, or None for 1 / sqrt(D)")
     implementation = resolve_backend(backend, q, key_mask)
 
     options = Options(
@@ -151,6 +165,12 @@ def resolve_backend(backend: Backend, q: Tensor, key_mask: Tensor | None = None)
     if backend == "triton" and (obstacle := ops.obstacle(q, key_mask)):
         raise ValueError(obstacle)
     return backend
+
+
+def _check_types(tensors: Mapping[str, object]) -> None:
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is {x!r}, a {type(x).__name__}; give a tensor")
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -236,7 +256,7 @@ def _check_visibility(
     if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != (batch, keys)):
         got = f"{key_mask.dtype} of shape {_shape(key_mask)}"
         raise ValueError(f"key_mask is {got}; give bool [B, Lk] = [{batch}, {keys}], True for keys to see")
-    if window is not None and (not isinstance(window, int) or window < 1):
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         need = "a whole number, at least 1 (the query's own key)"
         raise ValueError(f"window is {window}; give {need}, or None for no window")
 

@@ -445,8 +445,10 @@ def _checkout(text: str) -> Path:
 
 def _folder(text: str) -> Path:
     existing = next(path for path in (Path(text), *Path(text).absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise argparse.ArgumentTypeError(f"{str(existing)!r} is no folder; give a folder, which may be new")
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise argparse.ArgumentTypeError(
+            f"{str(existing)!r} is no folder that can be written; give a folder, which may be new"
+        )
     return Path(text)
 
 
@@ -478,6 +480,9 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; the exit status: 0 done, 1 wrong results, 2 wrong input."""
     options = make_parser().parse_args(argv)
+    idle = [f"--{name}" for name in ("lengths", "quick", "minutes", "authors") if getattr(options, name)]
+    if idle and not torch.cuda.is_available():
+        print(f"{', '.join(idle)} left aside: nothing is timed without a GPU", file=sys.stderr)
     options.lengths = options.lengths or (QUICK_LENGTHS if options.quick else LENGTHS)
     if options.quick and options.minutes is None:
         options.minutes = QUICK_MINUTES

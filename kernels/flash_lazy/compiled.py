@@ -252,14 +252,17 @@ def looped_spills(listing: str) -> int:
 
 
 def report(
-    widths: Sequence[int], every: bool = False, dtypes: Sequence[str] = ("bf16", "fp32")
+    widths: Sequence[int],
+    every: bool = False,
+    dtypes: Sequence[str] = ("bf16", "fp32"),
+    variant: Variant = Variant(),  # noqa: B008 - immutable
 ) -> list[dict[str, Any]]:
     """One row per kernel, type, width, target and configuration: the default ones, or all.
 
     A row holds the fields of `Compiled`, or "failed" with the reason. Works in processes of its own, one per CPU core.
     """
     jobs = [
-        (name, blocks, target, dtype, width)
+        (name, blocks, target, dtype, width, variant)
         for name in KERNELS
         for dtype in dtypes
         for width in widths
@@ -282,8 +285,8 @@ def _silence() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def _row(job: tuple[str, Blocks | None, int, str, int]) -> dict[str, Any]:
-    name, blocks, target, dtype, width = job
+def _row(job: tuple[str, Blocks | None, int, str, int, Variant]) -> dict[str, Any]:
+    name, blocks, target, dtype, width, _ = job
     row = {"kernel": name, "dtype": dtype, "width": width, "target": target, "blocks": blocks and blocks._asdict()}
     try:
         return row | compile_kernel(*job)._asdict()

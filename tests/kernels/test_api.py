@@ -70,6 +70,8 @@ WRONG = {
     "short key_mask": ({"key_mask": MASK[:, :5]}, ["shape [2, 5]", "bool [B, Lk] = [2, 6]"]),
     "key_mask elsewhere": ({"key_mask": MASK.to("meta")}, ["key_mask is on meta", "q on cpu"]),
     "empty window": ({"window": 0}, ["window is 0", "at least 1"]),
+    "a window that is true": ({"window": True}, ["window is True", "whole number"]),
+    "no scale": ({"scale": float("nan")}, ["scale is nan", "a finite number"]),
     "fractional window": ({"window": 2.5}, ["window is 2.5", "whole number"]),
     "fractional context": ({"threshold": "seq_len", "context_length": 2.5}, ["context_length is 2.5", "whole number"]),
     "unknown threshold beside a table": ({"threshold": "row", "tau": torch.ones(4, 9)}, ["threshold is 'row'"]),
@@ -85,6 +87,12 @@ def test_error_names_argument_value_and_mend(name):
     message = str(raised.value)
     assert "\n" not in message
     assert all(part in message for part in expected), message
+
+
+@pytest.mark.parametrize(("name", "value"), [("q", [1]), ("tau", 1.0), ("kv_lengths", [6, 6]), ("bias", False)])
+def test_what_is_no_tensor_is_named(name, value):
+    with pytest.raises(TypeError, match=re.escape(f"{name} is {value!r}, a {type(value).__name__}; give a tensor")):
+        call(**{name: value})
 
 
 def test_valid_calls_are_accepted():

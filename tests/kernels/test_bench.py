@@ -380,7 +380,7 @@ def test_help(capsys):
         (["--minutes", "0"], "argument --minutes: '0' is no time; give minutes above 0"),
         (["--minutes", "soon"], "argument --minutes: 'soon' is no time"),
         (["--authors", "nowhere"], "no lazy_attention_triton.py in 'nowhere'; give a checkout"),
-        (["--out", __file__], "is no folder; give a folder"),
+        (["--out", __file__], "is no folder that can be written; give a folder"),
         (["--fast"], "unrecognized arguments: --fast"),
     ],
 )

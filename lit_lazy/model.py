@@ -39,10 +39,15 @@ class Block(nn.Module):
         self.mlp = SwiGLU(cfg.d_model, cfg.d_ff)
 
     def forward(
-        self, x: Tensor, rotate: Callable[[Tensor], Tensor], cache: LayerCache | None, with_stats: bool
+        self,
+        x: Tensor,
+        rotate: Callable[[Tensor], Tensor],
+        cache: LayerCache | None,
+        with_stats: bool,
+        key_mask: Tensor | None,
     ) -> tuple[Tensor, Stats | None]:
         """x `[B, L, d_model]`; the same shape back, and the attention's stats where asked."""
-        mixed, stats = self.attention(self.attention_norm(x), rotate, cache, with_stats)
+        mixed, stats = self.attention(self.attention_norm(x), rotate, cache, with_stats, key_mask)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), stats
 
@@ -73,16 +78,21 @@ class DecoderLM(nn.Module):
         """An empty cache for decoding, to be passed to every call."""
         return [LayerCache() for _ in self.blocks]
 
-    def forward(self, tokens: Tensor, cache: Sequence[LayerCache] | None = None) -> Tensor:
-        """Logits `[B, L, vocab]` of tokens `[B, L]`; with a cache the tokens continue those already seen."""
-        return self._forward(tokens, cache, with_stats=False)[0]
+    def forward(
+        self, tokens: Tensor, cache: Sequence[LayerCache] | None = None, key_mask: Tensor | None = None
+    ) -> Tensor:
+        """Logits `[B, L, vocab]` of tokens `[B, L]`; with a cache the tokens continue those already seen.
+
+        key_mask: bool `[B, Lk]`, False hides a key from every query of every layer.
+        """
+        return self._forward(tokens, cache, with_stats=False, key_mask=key_mask)[0]
 
     def forward_with_stats(self, tokens: Tensor) -> tuple[Tensor, list[Stats]]:
         """Logits, and what each layer's attention rows did: one `Stats` of `[B, H, L]` per layer."""
         return self._forward(tokens, None, with_stats=True)
 
     def _forward(
-        self, tokens: Tensor, cache: Sequence[LayerCache] | None, with_stats: bool
+        self, tokens: Tensor, cache: Sequence[LayerCache] | None, with_stats: bool, key_mask: Tensor | None = None
     ) -> tuple[Tensor, list[Stats]]:
         offset = cache[0].length if cache else 0
         x = self.position.embed(self.embedding(tokens), offset)
@@ -90,7 +100,7 @@ class DecoderLM(nn.Module):
         collected: list[Stats] = []
         for index, block in enumerate(self.blocks):
             layer_cache = cache[index] if cache else None
-            x, stats = block(x, rotate, layer_cache, with_stats)
+            x, stats = block(x, rotate, layer_cache, with_stats, key_mask)
             if stats is not None:
                 collected.append(stats)
         return self.head(self.norm(x)), collected

@@ -395,7 +395,7 @@ def test_evaluate_measures_what_the_run_did_and_creates_nothing(
     measured = dict(line.split() for line in capsys.readouterr().out.splitlines())
     metrics = json.loads((trained / RESULT).read_text())["metrics"]
     assert measured == {name: f"{value:.6g}" for name, value in metrics.items() if not name.startswith("init/")}
-    assert {"loss/val", "sparsity", "tau/mean", "model/parameters"} <= measured.keys()
+    assert {"loss/val", "sparsity/zero", "tau/mean", "model/parameters"} <= measured.keys()
     assert tree(trained.parent) == before
     assert tree(Path.cwd()) == {}
 

@@ -166,12 +166,18 @@ def test_what_a_result_holds(tmp_path: Path) -> None:
     assert result == RunResult.read(tmp_path)
     source = config().data.load()
     assert metrics["loss/val"] - metrics["loss/excess"] == pytest.approx(source.info["oracle_nats"], abs=1e-6)
-    assert {"accuracy/trigger", "mass/trigger", "mass/non_trigger", "sparsity", "init/sparsity"} <= metrics.keys()
+    assert {
+        "accuracy/trigger",
+        "mass/trigger",
+        "mass/non_trigger",
+        "sparsity/zero",
+        "init/sparsity/zero",
+    } <= metrics.keys()
     assert metrics["tau/min"] <= metrics["tau/mean"] <= metrics["tau/max"]
     assert metrics["init/tau/mean"] == 1.0
     assert result.labels == {"backend": "chunked"}
     softmax = run(config(AttentionSpec(Softmax())), tmp_path / "softmax")
-    assert "sparsity" not in softmax.metrics
+    assert "sparsity/zero" not in softmax.metrics
     assert softmax.metrics["mass/trigger"] == pytest.approx(1.0, abs=1e-6)
     assert softmax.labels == {"backend": "sdpa"}
 

@@ -2,12 +2,12 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from flash_lazy.api import Backend, lazy_attention, resolve_backend
-from flash_lazy.reference import Stats
+from flash_lazy.api import Backend, attention_weights, lazy_attention, resolve_backend
+from flash_lazy.reference import Stats, Weights
 
 try:
     __version__ = version("flash-lazy")
 except PackageNotFoundError:  # imported from a source tree that was never installed
     __version__ = "0.0.0"
 
-__all__ = ["Backend", "Stats", "__version__", "lazy_attention", "resolve_backend"]
+__all__ = ["Backend", "Stats", "Weights", "__version__", "attention_weights", "lazy_attention", "resolve_backend"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_lazy import chunked, ops, reference
-from flash_lazy.reference import Options, Stats, Threshold
+from flash_lazy.reference import Options, Stats, Threshold, Weights
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 
@@ -148,6 +148,43 @@ def lazy_attention(
     with torch.autocast(q.device.type, enabled=False):
         out, stats = attend(q, k, v, tau, bias, slopes, options, return_stats)
     return out if stats is None else (out, stats)
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    tau: Tensor,
+    bias: Tensor | None = None,
+    *,
+    slopes: Tensor | None = None,
+    threshold: Threshold = "per_query",
+    context_length: int | None = None,
+    renormalise: bool = False,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+    window: int | None = None,
+) -> Weights:
+    """The weights themselves, to be looked at: eager, and `[B, H, Lq, Lk]` large in memory.
+
+    Arguments as there. Rows `a .. b - 1` of a sequence are those of `q[:, :, a:b]` and `k[:, :, :b]`, so a long
+    sequence can be looked at in blocks.
+    """
+    _check_tensors(q, k, k)
+    _check_threshold(threshold, context_length)
+    _check_head_parameters(q, tau, bias, slopes, threshold)
+    _check_visibility(q, k, None, None, key_mask, window)
+    options = Options(
+        threshold=threshold,
+        context_length=context_length or 0,
+        renormalise=renormalise,
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        cu_seqlens=None,
+        kv_lengths=None,
+        key_mask=key_mask,
+        window=window,
+    )
+    with torch.autocast(q.device.type, enabled=False):
+        return reference.weights(q, k, tau, bias, slopes, options)
 
 
 _ATTEND = {"reference": reference.attend, "chunked": chunked.attend, "triton": ops.attend}

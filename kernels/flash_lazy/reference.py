@@ -30,6 +30,25 @@ class Stats(NamedTuple):
     zeros: Tensor
 
 
+class Weights(NamedTuple):
+    """The weight matrix of some rows, in the precision of `compute_dtype`.
+
+    scores: `[B, H, Lq, Lk]`, scaled, bias included, -inf at hidden keys.
+    p: softmax of the scores, 0 at hidden keys and in a row that sees no key.
+    theta: threshold of each row, broadcast to `[B, H, Lq]`.
+    w: what multiplies the values, `[B, H, Lq, Lk]`: max(p - theta, 0), divided by the mass where renormalised.
+    mass: sum of a row's weights before renormalising, `[B, H, Lq]`.
+    visible: bool `[B, 1, Lq, Lk]`.
+    """
+
+    scores: Tensor
+    p: Tensor
+    theta: Tensor
+    w: Tensor
+    mass: Tensor
+    visible: Tensor
+
+
 @dataclass(frozen=True)
 class Options:
     """The validated options of one call; `flash_lazy.api.lazy_attention` says what each one means."""
@@ -85,9 +104,25 @@ def _attend(
 def _attend_one(
     q: Tensor, k: Tensor, v: Tensor, tau: Tensor, bias: Tensor | None, slopes: Tensor | None, options: Options
 ) -> tuple[Tensor, Stats]:
+    rows = weights(q, k, tau, bias, slopes, options)
+    unseen = ~rows.visible.any(2)[..., None]
+    v = v.to(rows.w.dtype).masked_fill(unseen, 0).repeat_interleave(q.shape[1] // v.shape[1], 1)
+    blind = ~rows.visible.any(3)[..., None]
+    out = (rows.w @ v).masked_fill(blind, 0)
+    stats = Stats(
+        lse=torch.logsumexp(rows.scores, -1),
+        mass=rows.mass,
+        first_weight=rows.w[..., 0],
+        zeros=((rows.p <= rows.theta[..., None]) & rows.visible).sum(-1),
+    )
+    return out.to(q.dtype), Stats(*(field.detach().float() for field in stats))
+
+
+def weights(q: Tensor, k: Tensor, tau: Tensor, bias: Tensor | None, slopes: Tensor | None, options: Options) -> Weights:
+    """The weight matrix of queries aligned to the end of the keys; not for packed documents."""
     batch, heads, rows, _ = q.shape
     keys = k.shape[2]
-    out_dtype, dtype = q.dtype, compute_dtype(q)
+    dtype = compute_dtype(q)
     tau = tau.to(dtype)
 
     # Which key each query sees. own[b, r] is the 0-based index of the key at the query's own position.
@@ -106,7 +141,6 @@ def _attend_one(
     unseen = ~visible.any(1)[:, None, :, None]
     q = q.to(dtype).masked_fill(blind, 0)
     k = k.to(dtype).masked_fill(unseen, 0).repeat_interleave(heads // k.shape[1], 1)
-    v = v.to(dtype).masked_fill(unseen, 0).repeat_interleave(heads // v.shape[1], 1)
 
     scores = q @ k.transpose(-1, -2) * options.scale
     if bias is not None:
@@ -132,17 +166,10 @@ def _attend_one(
             theta = tau_rows / options.context_length
         case "constant":
             theta = tau_rows
+    theta = theta.expand(batch, heads, rows)
     # Hidden keys are cleared again: below a negative threshold the ReLU alone would give them weight.
     w = torch.relu(p - theta[..., None]).masked_fill(hidden, 0)
     mass = w.sum(-1)
     if options.renormalise:
         w = w / torch.where(mass > 0, mass, 1)[..., None]
-    out = (w @ v).masked_fill(blind, 0)
-
-    stats = Stats(
-        lse=torch.logsumexp(scores, -1),
-        mass=mass,
-        first_weight=w[..., 0],
-        zeros=((p <= theta[..., None]) & ~hidden).sum(-1),
-    )
-    return out.to(out_dtype), Stats(*(field.detach().float() for field in stats))
+    return Weights(scores, p, theta, w, mass, visible[:, None])

@@ -81,8 +81,12 @@ class Attention(nn.Module):
         rotate: Callable[[Tensor], Tensor],
         cache: LayerCache | None = None,
         with_stats: bool = False,
+        key_mask: Tensor | None = None,
     ) -> tuple[Tensor, Stats | None]:
-        """x `[B, L, d_model]`: the newest L tokens. Returns the same shape, and the stats `[B, H, L]` where asked."""
+        """x `[B, L, d_model]`: the newest L tokens. Returns the same shape, and the stats `[B, H, L]` where asked.
+
+        key_mask: bool `[B, Lk]`, False hides a key from every query.
+        """
         q, k, v = (
             projection(x).unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
             for projection, heads in ((self.q, self.n_heads), (self.k, self.n_kv_heads), (self.v, self.n_kv_heads))
@@ -90,5 +94,6 @@ class Attention(nn.Module):
         q, k = rotate(q), rotate(k)
         if cache is not None:
             k, v = cache.extend(k, v)
-        out, stats = self.normaliser(q, k, v, self.bias(k.shape[2]), self.window, self.backend, with_stats)
+        masked = {} if key_mask is None else {"key_mask": key_mask}
+        out, stats = self.normaliser(q, k, v, self.bias(k.shape[2]), self.window, self.backend, with_stats, **masked)
         return self.out(out.transpose(1, 2).flatten(2)), stats

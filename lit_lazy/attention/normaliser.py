@@ -7,14 +7,14 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from flash_lazy import Backend, Stats, lazy_attention, resolve_backend
+from flash_lazy import Backend, Stats, Weights, attention_weights, lazy_attention, resolve_backend
 from lit_lazy.attention.bias import BiasTerms
 
 Threshold = Literal["per_query", "seq_len", "per_token", "constant"]
@@ -34,12 +34,27 @@ class NormaliserModule(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: BiasTerms, window: int | None, backend: Backend, with_stats: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: BiasTerms,
+        window: int | None,
+        backend: Backend,
+        with_stats: bool,
+        key_mask: Tensor | None = None,
     ) -> tuple[Tensor, Stats | None]:
         """Causal attention, queries aligned to the end of the keys.
 
-        q `[B, H, Lq, D]`; k, v `[B, Hkv, Lk, D]`. Returns `[B, H, Lq, D]`, and `Stats` of `[B, H, Lq]` where asked.
+        q `[B, H, Lq, D]`; k, v `[B, Hkv, Lk, D]`; key_mask bool `[B, Lk]`, False hides a key (diagnostics alone ask for
+        it). Returns `[B, H, Lq, D]`, and `Stats` of `[B, H, Lq]` where asked.
         """
+
+    def weights(self, q: Tensor, k: Tensor, bias: BiasTerms, window: int | None) -> Weights:
+        """The weights of queries aligned to the end of the keys, for diagnostics; shapes as in `forward`."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no method weights(q, k, bias, window); diagnostics need it"
+        )
 
 
 class Normaliser(ABC):
@@ -72,11 +87,22 @@ class _Softmax(NormaliserModule):
         return "sdpa" if self._runs_sdpa(bias, window, backend) else resolve_backend(backend, q)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: BiasTerms, window: int | None, backend: Backend, with_stats: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: BiasTerms,
+        window: int | None,
+        backend: Backend,
+        with_stats: bool,
+        key_mask: Tensor | None = None,
     ) -> tuple[Tensor, Stats | None]:
-        if not with_stats and self._runs_sdpa(bias, window, backend):
+        if not with_stats and key_mask is None and self._runs_sdpa(bias, window, backend):
             return sdpa(q, k, v), None
-        return attend(q, k, v, self.tau, bias, window, backend, with_stats)
+        return attend(q, k, v, self.tau, bias, window, backend, with_stats, key_mask=key_mask)
+
+    def weights(self, q: Tensor, k: Tensor, bias: BiasTerms, window: int | None) -> Weights:
+        return attention_weights(q, k, self.tau, bias.table, slopes=bias.slopes, window=window)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -137,15 +163,29 @@ class _Elastic(NormaliserModule):
         return resolve_backend(backend, q)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: BiasTerms, window: int | None, backend: Backend, with_stats: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: BiasTerms,
+        window: int | None,
+        backend: Backend,
+        with_stats: bool,
+        key_mask: Tensor | None = None,
     ) -> tuple[Tensor, Stats | None]:
+        return attend(q, k, v, self.tau, bias, window, backend, with_stats, key_mask=key_mask, **self._options)
+
+    def weights(self, q: Tensor, k: Tensor, bias: BiasTerms, window: int | None) -> Weights:
+        return attention_weights(q, k, self.tau, bias.table, slopes=bias.slopes, window=window, **self._options)
+
+    @property
+    def _options(self) -> dict[str, Any]:
         context_length = self.context_length if self.spec.threshold == "seq_len" else None
-        return attend(
-            *(q, k, v, self.tau, bias, window, backend, with_stats),
-            self.spec.threshold,
-            context_length,
-            self.spec.renormalise,
-        )
+        return {
+            "threshold": self.spec.threshold,
+            "context_length": context_length,
+            "renormalise": self.spec.renormalise,
+        }
 
 
 def attend(
@@ -157,9 +197,11 @@ def attend(
     window: int | None,
     backend: Backend,
     with_stats: bool,
+    *,
     threshold: Threshold = "per_query",
     context_length: int | None = None,
     renormalise: bool = False,
+    key_mask: Tensor | None = None,
 ) -> tuple[Tensor, Stats | None]:
     """`lazy_attention` on bias terms, its result always a pair."""
     call = partial(
@@ -169,6 +211,7 @@ def attend(
         threshold=threshold,
         context_length=context_length,
         renormalise=renormalise,
+        key_mask=key_mask,
         window=window,
         backend=backend,
     )

@@ -47,8 +47,10 @@ COLUMNS = (
     ),
     Column("mass/trigger", "mass, trigger", None, 3, note="surviving mass of a trigger row, before renormalising"),
     Column("mass/non_trigger", "mass, non-trigger", None, 3, note="the same of a non-trigger row"),
-    Column("sparsity", "sparsity", None, 1, "%", scale=100, note="share of visible keys with p <= theta", plotted=True),
-    Column("init/sparsity", "sparsity at init", None, 1, "%", scale=100, note="of the same model before training"),
+    Column(
+        "sparsity/zero", "sparsity", None, 1, "%", scale=100, note="share of visible keys with p <= theta", plotted=True
+    ),
+    Column("init/sparsity/zero", "sparsity at init", None, 1, "%", scale=100, note="of the same model before training"),
     Column("tau/mean", "tau, mean", None, 2),
     Column("tau/min", "tau, min", None, 2),
     Column("tau/max", "tau, max", None, 2),

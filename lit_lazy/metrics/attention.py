@@ -21,7 +21,7 @@ class AttentionMetrics:
     `sink/first_key_weight`: mean weight on the first key, rows from `FIRST_KEY_MIN_POSITION` on;
     `sink/first_key_share`: the same weight / the mass of the same rows;
     `mass`: mean surviving mass of a row, before any renormalisation.
-    And over all rows `sparsity`: the share of visible keys with p <= theta.
+    And over all rows `sparsity/zero`: the share of visible keys with p <= theta.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class AttentionMetrics:
             self.ratios[f"sink/first_key_share{suffix}"] = RatioOfSums(minimum=MIN_MASS).to(device)
             self.ratios[f"mass/{group}"] = RatioOfSums().to(device)
         if thresholded:
-            self.ratios["sparsity"] = RatioOfSums().to(device)
+            self.ratios["sparsity/zero"] = RatioOfSums().to(device)
 
     def update(self, stats: Sequence[Stats], rows: Mapping[str, Tensor]) -> None:
         """Add a batch: one `Stats` of `[B, H, L]` per layer, and each group's rows, bool `[B, L]`."""
         for layer in stats:
             for group in self.groups:
                 self._update_group(layer, group, rows[group])
-            if "sparsity" in self.ratios:
-                self.ratios["sparsity"].update(layer.zeros, self._visible(layer.zeros))
+            if "sparsity/zero" in self.ratios:
+                self.ratios["sparsity/zero"].update(layer.zeros, self._visible(layer.zeros))
 
     def _update_group(self, layer: Stats, group: str, rows: Tensor) -> None:
         suffix = "" if group == "all" else f"_{group}"

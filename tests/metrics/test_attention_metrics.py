@@ -55,7 +55,7 @@ class TestClosedForms:
 
     def test_rows_without_mass(self):
         """No weight at all: a mean of 0, no share, and nothing is NaN."""
-        assert measure(stats(mass=0.0, zeros=N)) == {"sink/first_key_weight": 0, "mass/all": 0, "sparsity": 1}
+        assert measure(stats(mass=0.0, zeros=N)) == {"sink/first_key_weight": 0, "mass/all": 0, "sparsity/zero": 1}
 
     @pytest.mark.parametrize(("mass", "defined"), [(1e-9, False), (1e-3, True)])
     def test_a_share_of_next_to_no_mass_is_undefined(self, mass, defined):
@@ -85,18 +85,18 @@ class TestClosedForms:
     def test_sparsity_is_pooled_over_rows(self):
         """All keys of the longest row and none of the others: n / (1 + .. + n), not 1 / n."""
         measured = measure(stats(zeros=N * (N == LENGTH)))
-        assert measured["sparsity"] == pytest.approx(LENGTH / (LENGTH * (LENGTH + 1) / 2))
-        assert measure(stats(zeros=N))["sparsity"] == 1
-        assert measure(stats(zeros=N - 1))["sparsity"] == pytest.approx(1 - 2 / (LENGTH + 1))
+        assert measured["sparsity/zero"] == pytest.approx(LENGTH / (LENGTH * (LENGTH + 1) / 2))
+        assert measure(stats(zeros=N))["sparsity/zero"] == 1
+        assert measure(stats(zeros=N - 1))["sparsity/zero"] == pytest.approx(1 - 2 / (LENGTH + 1))
 
     @pytest.mark.parametrize("window", [1, 6, LENGTH, 99])
     def test_sparsity_counts_the_keys_in_the_window(self, window):
         seen = N.clamp(max=window)
-        assert measure(stats(zeros=seen), window=window)["sparsity"] == 1
-        assert measure(stats(zeros=1.0), window=window)["sparsity"] == pytest.approx(LENGTH / seen.sum().item())
+        assert measure(stats(zeros=seen), window=window)["sparsity/zero"] == 1
+        assert measure(stats(zeros=1.0), window=window)["sparsity/zero"] == pytest.approx(LENGTH / seen.sum().item())
 
     def test_without_a_threshold_there_is_no_sparsity(self):
-        assert "sparsity" not in measure(stats(), thresholded=False)
+        assert "sparsity/zero" not in measure(stats(), thresholded=False)
 
     def test_layers_are_pooled(self):
         assert measure(stats(mass=1.0), stats(mass=0.5))["mass/all"] == 0.75
@@ -117,7 +117,7 @@ class TestGroups:
                 "sink/first_key_weight_odd": 0.1,
                 "sink/first_key_share_odd": 0.1 / 0.2,
                 "mass/odd": 0.2,
-                "sparsity": 0,
+                "sparsity/zero": 0,
             }
         )
 
@@ -135,7 +135,7 @@ class TestGroups:
 
     def test_sparsity_is_over_all_rows(self):
         only_first = {"first": (N == 1).expand(BATCH, -1)}
-        assert measure(stats(zeros=N * (N > 1)), rows=only_first)["sparsity"] == pytest.approx(
+        assert measure(stats(zeros=N * (N > 1)), rows=only_first)["sparsity/zero"] == pytest.approx(
             1 - 1 / (LENGTH**2 + LENGTH) * 2
         )
 
@@ -221,7 +221,7 @@ def test_agrees_with_dense_weights_of_a_model(tau, bias, window, renormalise):
     for p, theta, visible, _, _ in matrices:
         zeros += ((p <= theta) & visible).sum().item()
         seen += visible.sum().item() * BATCH * 4
-    expected["sparsity"] = zeros / seen
+    expected["sparsity/zero"] = zeros / seen
     for group, mask in rows.items():
         late = mask & (torch.arange(1, LENGTH + 1) >= FIRST)
         pick, pick_late = mask[:, None].expand(-1, 4, -1), late[:, None].expand(-1, 4, -1)
@@ -232,9 +232,9 @@ def test_agrees_with_dense_weights_of_a_model(tau, bias, window, renormalise):
         expected[f"sink/first_key_share_{group}"] = (first / total).item()
     assert metrics.compute() == pytest.approx(expected, rel=1e-5, abs=1e-7)
     if tau > 0:
-        assert 0.1 < expected["sparsity"] < 1
+        assert 0.1 < expected["sparsity/zero"] < 1
     else:
-        assert expected["sparsity"] == 0
+        assert expected["sparsity/zero"] == 0
 
 
 @torch.no_grad()

@@ -240,6 +240,22 @@ class Tracker:
         return Path(self.client.download_artifacts(run_id, name)).read_text()
 
     @_reaching
+    def read_file(self, run_id: str, name: str) -> Path | None:
+        """Where a copy of a run's artifact lies, or None where the run has no such artifact."""
+        if name not in {artifact.path for artifact in self.client.list_artifacts(run_id)}:
+            return None
+        return Path(self.client.download_artifacts(run_id, name))
+
+    @_reaching
+    def history(self, run_id: str, names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
+        """Steps and values of metrics of a run, in order; what it never logged is left out."""
+        found = {}
+        for name in names:
+            if points := self.client.get_metric_history(run_id, name):
+                found[name] = sorted((point.step, point.value) for point in points)
+        return found
+
+    @_reaching
     def keep_files(self, run_id: str, files: Sequence[Path]) -> None:
         """Keep files as artifacts of a run."""
         for file in files:

@@ -9,7 +9,7 @@ import torch
 from kernel_cases import THRESHOLDS, Case, device_of, draw, naive, pairwise_cover, run, small_blocks, tolerance, widest
 from torch.nn.functional import scaled_dot_product_attention
 
-from flash_lazy import lazy_attention
+from flash_lazy import attention_weights, lazy_attention
 
 BIASES = {"none": {}, "table": {"bias_width": 3}, "slopes": {"slopes": True}}
 
@@ -125,3 +125,28 @@ def test_ties_are_zero(backend):
         q, tau = torch.zeros_like(v), torch.ones(1, dtype=dtype, device=v.device)
         bound = 0 if backend == "reference" else 4 * torch.finfo(dtype).eps * v.abs().max()
         assert lazy_attention(q, q, v, tau, backend=backend).abs().max() <= bound
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+def test_weights_are_those_that_multiply_the_values(threshold, renormalise):
+    """Whole, and by blocks of rows that end where their keys do."""
+    setting = {"threshold": threshold, "renormalise": renormalise, "bias_width": 4, "slopes": True, "window": 9}
+    case = draw(5, length=12, group=2, batch=1, width=4, **setting).to(torch.float64)
+    whole = attention_weights(case.q, case.k, case.tau, case.bias, **case.options)
+    out, stats = lazy_attention(
+        case.q, case.k, case.v, case.tau, case.bias, backend="reference", return_stats=True, **case.options
+    )
+    torch.testing.assert_close(whole.w @ case.v.repeat_interleave(2, 1), out)
+    torch.testing.assert_close(whole.mass.float(), stats.mass)
+    assert torch.equal(((whole.p <= whole.theta[..., None]) & whole.visible).sum(-1).float(), stats.zeros)
+    for first, end in ((0, 5), (5, 12)):
+        block = attention_weights(case.q[:, :, first:end], case.k[:, :, :end], case.tau, case.bias, **case.options)
+        torch.testing.assert_close(block.w, whole.w[:, :, first:end, :end])
+        torch.testing.assert_close(block.theta, whole.theta[:, :, first:end])
+
+
+def test_weights_refuse_what_does_not_fit():
+    q = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ValueError, match=r"tau has shape \[3\]"):
+        attention_weights(q, q, torch.ones(3))

@@ -27,7 +27,9 @@ from lit_lazy.options import (
     add_threads,
     add_workers,
     command,
+    folder,
     names,
+    not_empty,
     port,
     positive,
     whole_numbers,
@@ -75,6 +77,19 @@ def wrong(message: str) -> int:
     return 2
 
 
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """The options that name a trained model."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a final.ckpt of --keep-checkpoint")
+    parser.add_argument(
+        "--import",
+        metavar="FILE",
+        dest="imports",
+        action="append",
+        default=[],
+        help="a .py file that defines a class of your own, which the model was made with; may be given again",
+    )
+
+
 def make_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     parser = Parser(prog="lit-lazy", description="Reference laboratory for Lazy Attention.")
@@ -90,18 +105,46 @@ def make_parser() -> argparse.ArgumentParser:
     add_runs(train_parser)
 
     evaluate_parser = command(commands, "evaluate", evaluate, "measure a trained model on its own validation data")
-    evaluate_parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", type=Path, help="a final.ckpt of --keep-checkpoint"
-    )
-    evaluate_parser.add_argument(
-        "--import",
-        metavar="FILE",
-        dest="imports",
-        action="append",
-        default=[],
-        help="a .py file that defines a class of your own, which the model was made with; may be given again",
-    )
+    add_checkpoint(evaluate_parser)
     add_threads(evaluate_parser)
+
+    diagnose_parser = command(
+        commands, "diagnose", diagnose, "look into a trained model: sinks, mass, sparsity, collapse, with figures"
+    )
+    add_checkpoint(diagnose_parser)
+    diagnose_parser.add_argument(
+        "--data",
+        metavar="EXPERIMENT",
+        type=not_empty,
+        help="experiment whose validation data are measured: a name or a .py file (default: the model's own data)",
+    )
+    diagnose_parser.add_argument(
+        "--lengths",
+        metavar="512,1024",
+        type=whole_numbers,
+        default=[],
+        help="context lengths to measure at, beside that of the data",
+    )
+    for part, what in (("layers", "up to four, spread"), ("heads", "the one with the strongest first key")):
+        diagnose_parser.add_argument(
+            f"--{part}",
+            metavar="0,1",
+            type=whole_numbers,
+            default=None,
+            help=f"{part} whose attention maps are kept, counted from 0 (default: {what})",
+        )
+    diagnose_parser.add_argument(
+        "--sequences",
+        metavar="N",
+        type=positive,
+        default=64,
+        help="validation sequences to measure, at most (default 64)",
+    )
+    diagnose_parser.add_argument(
+        "--out", metavar="FOLDER", type=folder, help="write the results there (default: diagnose-RUN in --runs)"
+    )
+    add_threads(diagnose_parser)
+    add_runs(diagnose_parser)
 
     fields_parser = command(commands, "fields", fields, "list an experiment's fields that can be overridden")
     fields_parser.add_argument("experiment", metavar="EXPERIMENT", help="a name in experiments/, or a .py file")
@@ -168,9 +211,29 @@ def make_parser() -> argparse.ArgumentParser:
         "--cells", type=whole_numbers, default=None, help="sizes of grids, multiples of 5 (default 100,1000,10000)"
     )
     add_out(grid_parser)
+    diagnostics_parser = command(
+        bench, "diagnostics", bench_diagnostics, "measure memory and time of the diagnostics (half an hour)"
+    )
+    add_out(diagnostics_parser)
+
+    report_parser = command(commands, "report", report, "rebuild an ablation's report from MLflow alone")
+    report_parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, a .py file, or NAME-EXPERIMENT")
+    add_base(report_parser)
+    report_parser.add_argument("--ui-url", metavar="URL", help="address of MLflow's pages, to link every run there")
+    report_parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="write it there (default: NAME-EXPERIMENT/report.html in --runs)"
+    )
+    add_runs(report_parser)
 
     dashboard_parser = command(
         commands, "dashboard", dashboard, "serve MLflow on 127.0.0.1 and print links to the runs"
+    )
+    dashboard_parser.add_argument(
+        "experiment",
+        metavar="NAME",
+        nargs="?",
+        type=not_empty,
+        help="print only the links of this experiment in MLflow, such as table2-backcopy, or of this ablation",
     )
     dashboard_parser.add_argument("--port", type=port, default=5000, help="port (default 5000)")
     add_runs(dashboard_parser)
@@ -194,11 +257,43 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 def evaluate(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy evaluate`"""
     from lit_lazy.evaluate import evaluate_checkpoint
+
+    import_classes(options)
+    print_metrics(evaluate_checkpoint(options.checkpoint, options.threads))
+    return 0
+
+
+def import_classes(options: argparse.Namespace) -> None:
+    """Run the files of `--import`."""
     from lit_lazy.files import load_module, python_file
 
     for name in options.imports:
         load_module(python_file("--import", name))
-    print_metrics(evaluate_checkpoint(options.checkpoint, options.threads))
+
+
+def diagnose(options: argparse.Namespace, _rest: list[str]) -> int:
+    """`lit-lazy diagnose`"""
+    import torch
+
+    from lit_lazy.diagnose import Request
+    from lit_lazy.diagnose import diagnose as diagnose_checkpoint
+    from lit_lazy.diagnostics import Maps
+
+    import_classes(options)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    layers, heads = (None if chosen is None else tuple(chosen) for chosen in (options.layers, options.heads))
+    diagnose_checkpoint(
+        Request(
+            checkpoint=options.checkpoint,
+            data=options.data,
+            lengths=tuple(options.lengths),
+            maps=Maps(layers, heads),
+            sequences=options.sequences,
+            out=options.out,
+            runs=options.runs,
+        )
+    )
     return 0
 
 
@@ -462,6 +557,29 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
     return 0
 
 
+def report(options: argparse.Namespace, _rest: list[str]) -> int:
+    """`lit-lazy report`"""
+    from lit_lazy.databases import redacted
+    from lit_lazy.disk import writable_folder, write_text
+    from lit_lazy.grid.plan import newest_parent
+    from lit_lazy.report import REPORT, report_html
+    from lit_lazy.tracking import Tracker, check_store, default_uri, experiment_names
+
+    uri = default_uri(options.runs)
+    check_store(uri)
+    name = grid_name(options, experiment_names(uri), f"MLflow at {redacted(uri)}")
+    path = options.out or options.runs / name / REPORT
+    if path.is_dir():
+        raise ValueError(f"--out {str(path)!r}: is a folder; name a file in it")
+    writable_folder("--out" if options.out else "--runs", path.parent)
+    tracker = Tracker(uri, options.runs, name)
+    page = report_html(tracker, newest_parent(tracker), options.ui_url)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, page)
+    print(f"report:     {path}")
+    return 0
+
+
 def ablate_list(_options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy ablate list`"""
     from lit_lazy.files import available, find, load_module
@@ -494,11 +612,19 @@ def bench_grid(options: argparse.Namespace, _rest: list[str]) -> int:
     return 0
 
 
+def bench_diagnostics(options: argparse.Namespace, _rest: list[str]) -> int:
+    """`lit-lazy bench diagnostics`"""
+    from lit_lazy.bench import diagnostics
+
+    diagnostics.bench_diagnostics(out=options.out)
+    return 0
+
+
 def dashboard(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy dashboard`"""
     from lit_lazy.serve import serve
 
-    return serve(options.runs, options.port)
+    return serve(options.runs, options.port, options.experiment)
 
 
 if __name__ == "__main__":

@@ -24,20 +24,21 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lit_lazy.attention import Elastic
 from lit_lazy.checkpoints import AtomicCheckpointIO, resumable_step
 from lit_lazy.config import RunConfig, cell_key, to_dict
 from lit_lazy.data import DataSource, StepBatchSampler
 from lit_lazy.data.base import require
+from lit_lazy.diagnostics import Diagnostics, check_normaliser, measure, validation_sample
 from lit_lazy.disk import set_aside, write_text
 from lit_lazy.errors import UnfinishedError
 from lit_lazy.lightning_module import Batch, DivergedError, LitLM, token_nll
 from lit_lazy.metrics import AttentionMetrics, RatioOfSums
 from lit_lazy.model import check_model, flops_per_token
+from lit_lazy.watch import Watch
 
 log = logging.getLogger("lit_lazy.run")
 
-RESULT, FINAL_CHECKPOINT = "result.json", "final.ckpt"
+RESULT, FINAL_CHECKPOINT, DIAGNOSTICS = "result.json", "final.ckpt", "diagnostics.npz"
 NATS_PER_BIT = 0.6931471805599453
 
 
@@ -126,9 +127,9 @@ def _run(
     keep_checkpoint: bool,
 ) -> RunResult:
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
-    trainer = make_trainer(cfg, folder, logger, (MissedValidation(source), *callbacks), show_progress)
+    trainer = make_trainer(cfg, folder, logger, (MissedValidation(source), Watch(source), *callbacks), show_progress)
     device = trainer.strategy.root_device
-    initial = evaluate(module, source, device)
+    initial, untrained = evaluate(module, source, device), measure_untrained(module, source)
 
     checkpoints = folder / "checkpoints"
     last = checkpoints / "last.ckpt"
@@ -142,13 +143,18 @@ def _run(
     metrics = evaluate(module, source, device)
     if not all(torch.isfinite(torch.tensor(value)) for value in metrics.values()):
         raise DivergedError("the trained model's evaluation is not finite")
+    metrics |= {f"init/{name}": value for name, value in initial.items()} | sizes(module, source)
+    if untrained is not None:
+        diagnostics = Diagnostics.joined({"": measure(module, validation_sample(source)), "init/": untrained})
+        diagnostics.save(folder / DIAGNOSTICS)
+        metrics |= diagnostics.scalars()
 
     tokens = (cfg.train.steps - first_step) * cfg.train.batch_size * source.context_length
     result = RunResult(
         key=cell_key(cfg, source.fingerprint),
         config=to_dict(cfg),
         data=source.info,
-        metrics=metrics | {f"init/{name}": value for name, value in initial.items()} | sizes(module, source),
+        metrics=metrics,
         labels={"backend": module.model.attentions[0].backend_name},
         timings={
             "train_seconds": trained - started,
@@ -261,18 +267,22 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+def measure_untrained(module: LitLM, source: DataSource) -> Diagnostics | None:
+    """The diagnostics of a model before training; None, and said so, where its normaliser does not give its weights."""
+    try:
+        for attention in module.model.attentions:
+            check_normaliser(attention.normaliser)
+    except ValueError as error:
+        log.warning("diagnostics are left out: %s", error)
+        return None
+    return measure(module, validation_sample(source), maps=None)
+
+
 @torch.no_grad()
 def evaluate(module: LitLM, source: DataSource, device: torch.device) -> dict[str, float]:
     """Final metrics on the whole validation set; undefined ones are left out."""
     cfg = module.cfg
-    normaliser = cfg.model.attention.normaliser
-    attention = AttentionMetrics(
-        source.row_groups,
-        thresholded=isinstance(normaliser, Elastic),
-        renormalised=isinstance(normaliser, Elastic) and normaliser.renormalise,
-        window=cfg.model.attention.window,
-        device=device,
-    )
+    attention = AttentionMetrics.of(cfg.model.attention, source.row_groups, device)
     losses: dict[str, RatioOfSums] = {}
     was_training = module.training
     module.to(device).eval()

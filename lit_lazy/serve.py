@@ -7,25 +7,33 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from urllib.error import URLError
 
-from lit_lazy.tracking import check_store, default_uri, experiment_links, experiment_names
+from lit_lazy.tracking import ExperimentLinks, check_store, default_uri, experiment_links, experiment_names
 
 HOST = "127.0.0.1"
 READY_SECONDS = 120
 
 
-def serve(runs: Path, port: int) -> int:
-    """Serve until interrupted; the server's exit status. Raises ValueError without a store or on a busy port."""
+def serve(runs: Path, port: int, name: str | None = None) -> int:
+    """Serve until interrupted; the server's exit status.
+
+    name: of the experiments to print links to; None for all. Raises ValueError without a store, without an experiment
+    of that name, or on a busy port.
+    """
     uri = default_uri(runs)
     check_store(uri)
     if not experiment_names(uri):
         raise ValueError(f"--runs {runs}: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` makes some")
     url = uri if uri.startswith("http") else f"http://{HOST}:{port}"
+    links = experiment_links(uri, url)
+    if name is not None:
+        links = chosen(links, name)
     if uri.startswith("http"):
-        print_links(uri, url)
+        print_links(links)
         return 0
     with socket.socket() as probe:
         if probe.connect_ex((HOST, port)) == 0:
@@ -42,7 +50,7 @@ def serve(runs: Path, port: int) -> int:
     try:
         print(f"starting MLflow on {url} ...", flush=True)
         wait_until_ready(server, url, log)
-        print_links(uri, url)
+        print_links(links)
         print("Ctrl-C stops the server.", flush=True)
         return server.wait()
     except KeyboardInterrupt:
@@ -65,12 +73,21 @@ def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, log: Path) -> 
     raise ValueError(f"MLflow's server did not come up on {url}; see {log}")
 
 
-def print_links(uri: str, ui_url: str) -> None:
+def chosen(links: Sequence[ExperimentLinks], name: str) -> list[ExperimentLinks]:
+    """Those of an experiment, or of all experiments of an ablation or a search. Raises ValueError where there is none."""
+    found = [experiment for experiment in links if experiment.name == name] or [
+        experiment for experiment in links if experiment.name.startswith((f"{name}-", f"search-{name}-"))
+    ]
+    if not found:
+        there = ", ".join(experiment.name for experiment in links) or "none"
+        raise ValueError(f"{name}: MLflow holds no experiment or ablation of this name; there are: {there}")
+    return found
+
+
+def print_links(links: Sequence[ExperimentLinks]) -> None:
     """Print, per experiment, the links worth opening."""
-    for links in experiment_links(uri, ui_url):
-        print(f"\n{links.name}")
-        print(f"  by variant   {links.grouped}")
-        print(f"  all cells    {links.flat}")
-        if links.parent:
-            print(f"  its table    {links.parent}")
+    for experiment in links:
+        print(f"\n{experiment.name}")
+        for label, url in experiment.pages.items():
+            print(f"  {label:21} {url}")
     print(flush=True)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from lightning.pytorch.loggers import Logger
 
 from lit_lazy.disk import write_text
-from lit_lazy.run import RunResult
+from lit_lazy.run import DIAGNOSTICS, RunResult
 from lit_lazy.tracking import Logged, Tracker, TrackingError
 
 METRICS, RUN_ID = "metrics.jsonl", "mlflow_run_id"
@@ -164,6 +164,8 @@ class Spool:
         # Of a run that is complete already only bookkeeping was left: it is not set running again.
         self._set_running = True
         self.send()
+        if (kept := self.folder / DIAGNOSTICS).exists():
+            self.tracker.keep_files(self.run_id(), [kept])
         timings = {f"time/{name}": value for name, value in result.timings.items()}
         made_in = dict(result.environment)
         tags = {**result.labels, "git_sha": made_in.pop("git_sha")}

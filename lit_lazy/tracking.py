@@ -20,7 +20,7 @@ from mlflow.tracking import MlflowClient
 from requests.exceptions import RequestException
 
 from lit_lazy.config import flatten
-from lit_lazy.dashboards import TAG_PREFIX, cells_view, run_link, runs_link, saved_view, view_id
+from lit_lazy.dashboards import LINKED_VIEWS, TAG_PREFIX, CellRun, run_link, runs_link, saved_view, view_id, views
 from lit_lazy.databases import reach, redacted, sqlite_file
 from lit_lazy.disk import writable_folder
 from lit_lazy.errors import UnfinishedError, one_line
@@ -42,7 +42,9 @@ CONNECT_SECONDS = 5.0
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 SQLITE = "sqlite:///"
 DATABASES = ("sqlite", "postgresql", "postgresql+psycopg")
-TABLE_VIEW, CELLS_VIEW = "Variants (mean over seeds)", "All cells"
+MOST_CELLS_SEEN = 1000
+PARENT_PAGES = {"its table": "table.html", "its report": "report.html"}
+"""Artifacts of a parent run, by what their links are called."""
 
 
 @dataclass(frozen=True)
@@ -272,11 +274,18 @@ class Tracker:
         self.client.set_terminated(run_id, status)
 
     @_reaching
-    def keep_views(self, axes: Sequence[str], metrics: Sequence[str]) -> None:
-        """Save the experiment's views: variants averaged over seeds, and all cells."""
-        for name, grouped in ((TABLE_VIEW, True), (CELLS_VIEW, False)):
-            key, value = saved_view(name, cells_view(axes, metrics, group_by_variant=grouped))
-            self.client.set_experiment_tag(self.experiment_id, key, value)
+    def keep_views(self, axes: Sequence[str], columns: Sequence[str], main: Sequence[str] | None = None) -> None:
+        """Save the experiment's views, as its cells are now; of very many, the newest are looked at.
+
+        axes: params in which cells differ. columns: metrics of its table. main: those of them that charts show, the
+        one that all is held against first; None for all.
+        """
+        runs = self.client.search_runs(
+            [self.experiment_id], "tags.kind = 'cell'", order_by=["start_time DESC"], max_results=MOST_CELLS_SEEN
+        )
+        cells = [CellRun(run.data.tags["variant"], run.data.params, run.data.metrics.keys()) for run in runs]
+        for name, state in views(axes, columns, columns if main is None else main, cells).items():
+            self.client.set_experiment_tag(self.experiment_id, *saved_view(name, state))
 
     @_reaching
     def retire(self, parent_id: str) -> None:
@@ -298,12 +307,10 @@ def _tracked(run: Run) -> TrackedRun:
 
 @dataclass(frozen=True)
 class ExperimentLinks:
-    """Links into the MLflow pages of one experiment."""
+    """Links into the MLflow pages of one experiment, by what they show."""
 
     name: str
-    grouped: str
-    flat: str
-    parent: str | None
+    pages: dict[str, str]
 
 
 def experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
@@ -312,17 +319,23 @@ def experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
     links = []
     for experiment in client.search_experiments(order_by=["last_update_time DESC"]):
         number = experiment.experiment_id
-        saved = {tag.removeprefix(TAG_PREFIX) for tag in experiment.tags if tag.startswith(TAG_PREFIX)}
         runs = client.search_runs([number], order_by=["start_time DESC"], max_results=1)
         if not runs:
             continue
+        pages = {
+            label: runs_link(ui_url, number, view)
+            for label, view in LINKED_VIEWS.items()
+            if TAG_PREFIX + view_id(view) in experiment.tags
+        } or {"runs": runs_link(ui_url, number)}
         query = "tags.ablation LIKE '%' AND tags.kind != 'cell'"  # an ablation's parent run, or a search's
-        parents = client.search_runs([number], query, order_by=["start_time DESC"], max_results=1)
-        grouped, flat = (
-            runs_link(ui_url, number, view if view_id(view) in saved else None) for view in (TABLE_VIEW, CELLS_VIEW)
-        )
-        parent = run_link(ui_url, number, parents[0].info.run_id, "table.html") if parents else None
-        links.append(ExperimentLinks(experiment.name, grouped, flat, parent))
+        for parent in client.search_runs([number], query, order_by=["start_time DESC"], max_results=1):
+            kept = {artifact.path for artifact in client.list_artifacts(parent.info.run_id)}
+            pages |= {
+                label: run_link(ui_url, number, parent.info.run_id, artifact)
+                for label, artifact in PARENT_PAGES.items()
+                if artifact in kept
+            }
+        links.append(ExperimentLinks(experiment.name, pages))
     return links
 
 

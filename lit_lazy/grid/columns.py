@@ -37,6 +37,16 @@ COLUMNS = (
         3,
         note="weight on the first key / surviving mass over the rows from position 8 on, a ratio of sums",
     ),
+    Column(
+        "sink/rate",
+        "sink rate",
+        None,
+        1,
+        "%",
+        scale=100,
+        note="heads and sequences whose mean weight on the first key exceeds 0.3 (Gu et al., arXiv 2410.10781)",
+        plotted=True,
+    ),
     Column("mass/all", "mass", None, 3, note="surviving mass of a row, before renormalising"),
     Column(
         "sink/first_key_share_non_trigger",
@@ -51,8 +61,37 @@ COLUMNS = (
         "sparsity/zero", "sparsity", None, 1, "%", scale=100, note="share of visible keys with p <= theta", plotted=True
     ),
     Column("init/sparsity/zero", "sparsity at init", None, 1, "%", scale=100, note="of the same model before training"),
+    Column(
+        "sparsity/over_null",
+        "sparsity over null",
+        None,
+        1,
+        "points",
+        scale=100,
+        note="above what Gaussian scores of the measured spread would give at each head's tau; per_query alone",
+    ),
+    Column(
+        "collapse/effective_rank",
+        "effective rank",
+        None,
+        1,
+        note="of a sequence's last hidden states: exp of the entropy of their singular values (Roy and Vetterli 2007)",
+    ),
     Column("tau/mean", "tau, mean", None, 2),
     Column("tau/min", "tau, min", None, 2),
     Column("tau/max", "tau, max", None, 2),
     Column("model/parameters", "parameters", None, ",.0f"),
 )
+
+INIT_COLUMNS = (
+    Column(
+        "init/sink/first_key_weight_non_trigger",
+        "first-key weight at init",
+        None,
+        3,
+        note="of the same model before training",
+    ),
+    Column("init/sink/rate", "sink rate at init", None, 1, "%", scale=100, note="of the same model before training"),
+    Column("init/mass/non_trigger", "mass at init, non-trigger", None, 3, note="of the same model before training"),
+)
+"""What the untrained model already shows, beside `init/sparsity/zero` above."""

@@ -2,14 +2,12 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from lit_lazy.figures import BETTER, NEUTRAL, WORSE
+from lit_lazy.figures.common import BETTER, NEUTRAL, WORSE, in_style, legend_below, new_figure
 from lit_lazy.grid.search import Definition
 from lit_lazy.grid.search_queue import Point
 
@@ -18,6 +16,7 @@ ROOM_ABOVE = 1.5
 """How far a plot reaches above the upper quartile, in distances from the best point to that quartile."""
 
 
+@in_style()
 def search_figures(
     search_id: str, definition: Definition, points: Sequence[Point], importances: Mapping[str, float]
 ) -> dict[str, Figure]:
@@ -36,14 +35,14 @@ def search_figures(
 
 def history_figure(search_id: str, title: str, points: Sequence[Point]) -> Figure:
     """The objective of every point in the order in which they were taken, and the best so far."""
-    figure = _figure(6.4, 4.2, f"{search_id}: the search over time")
+    figure = new_figure(6.4, 4.2, f"{search_id}: the search over time")
     axes = figure.subplots()
     complete = [(point.number, point.value) for point in points if point.value is not None]
     best = [min(value for _, value in complete[: i + 1]) for i in range(len(complete))]
     axes.step([number for number, _ in complete], best, where="post", color=BETTER, linewidth=1.6, zorder=2)
     _scatter(axes, points, lambda point: float(point.number))
-    axes.set_xlabel("point, in the order in which they were taken", fontsize=9)
-    axes.set_ylabel(title, fontsize=9)
+    axes.set_xlabel("point, in the order in which they were taken")
+    axes.set_ylabel(title)
     axes.locator_params(axis="x", integer=True)
     _legend(figure, Line2D([], [], color=BETTER, linewidth=1.6, label="best so far"))
     return figure
@@ -52,32 +51,32 @@ def history_figure(search_id: str, title: str, points: Sequence[Point]) -> Figur
 def slices_figure(search_id: str, title: str, definition: Definition, points: Sequence[Point]) -> Figure:
     """One panel per axis: the objective against where the points lie on it."""
     count = len(definition.axes)
-    figure = _figure(max(6.0, 1.4 + 2.6 * count), 4.0, f"{search_id}: objective along each axis")
+    figure = new_figure(max(6.0, 1.4 + 2.6 * count), 4.0, f"{search_id}: objective along each axis")
     panels = figure.subplots(1, count, sharey=True, squeeze=False)[0]
     for axes, (path, axis) in zip(panels, definition.axes.items(), strict=True):
         axes.set_xscale("log" if axis.log else "linear")
         _scatter(axes, points, lambda point, path=path: point.params[path])
         axes.set_xlim(axis.low, axis.high)
-        axes.set_xlabel(definition.names[path], fontsize=9)
-    panels[0].set_ylabel(title, fontsize=9)
+        axes.set_xlabel(definition.names[path])
+    panels[0].set_ylabel(title)
     _legend(figure)
     return figure
 
 
 def importance_figure(search_id: str, importances: Mapping[str, float], complete: int) -> Figure:
     """A bar per axis, by name."""
-    figure = _figure(6.0, 1.4 + 0.35 * len(importances), f"{search_id}: what sets the best points apart")
+    figure = new_figure(6.0, 1.4 + 0.35 * len(importances), f"{search_id}: what sets the best points apart")
     axes = figure.subplots()
     shares = [100 * share for share in importances.values()]
     axes.barh(range(len(shares)), shares, color=BETTER, height=0.6, zorder=2)
     for y, share in enumerate(shares):
         place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(f"{share:.0f} %", (share, y), fontsize=8, color=NEUTRAL, **place)
+        axes.annotate(f"{share:.0f} %", (share, y), color=NEUTRAL, **place)
     axes.set_yticks(range(len(shares)), list(importances))
     axes.set_ylim(len(shares) - 0.5, -0.5)
     axes.set_xlim(0, 108)
-    axes.set_xlabel(f"importance (%), PED-ANOVA of {complete} complete points", fontsize=9)
-    _plain(axes, "x")
+    axes.set_xlabel(f"importance (%), PED-ANOVA of {complete} complete points")
+    axes.grid(axis="x")
     return figure
 
 
@@ -103,7 +102,7 @@ def _scatter(axes: Axes, points: Sequence[Point], x_of: Callable[[Point], float]
         marker, size = ("D", 8) if point is best else ("^" if value > top else "o", 5)
         style = {"color": colour, "markerfacecolor": face, "markersize": size, "markeredgewidth": 1.2}
         axes.plot(x_of(point), min(value, top), marker, clip_on=False, zorder=5 if point is best else 4, **style)
-    _plain(axes, "y")
+    axes.grid(axis="y")
 
 
 def _legend(figure: Figure, *more: Line2D) -> None:
@@ -117,18 +116,4 @@ def _legend(figure: Figure, *more: Line2D) -> None:
         marker("above the plot", "^", NEUTRAL, "white"),
         *more,
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-
-
-def _figure(width: float, height: float, title: str) -> Figure:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=11)
-    return figure
-
-
-def _plain(axes: Axes, grid: Literal["x", "y"]) -> None:
-    axes.tick_params(axis="both", labelsize=9)
-    axes.grid(axis=grid, color="#e5e5e5", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    legend_below(figure, handles, 2)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_lazy import Stats
+from lit_lazy.attention import AttentionSpec, Elastic
 from lit_lazy.metrics.ratio import RatioOfSums
 
 FIRST_KEY_MIN_POSITION = 8
@@ -47,6 +48,15 @@ class AttentionMetrics:
             self.ratios[f"mass/{group}"] = RatioOfSums().to(device)
         if thresholded:
             self.ratios["sparsity/zero"] = RatioOfSums().to(device)
+
+    @classmethod
+    def of(
+        cls, spec: AttentionSpec, row_groups: Sequence[str] = (), device: torch.device | str = "cpu"
+    ) -> "AttentionMetrics":
+        """For a model of this attention."""
+        normaliser = spec.normaliser
+        elastic = isinstance(normaliser, Elastic)
+        return cls(row_groups, elastic, elastic and normaliser.renormalise, spec.window, device)
 
     def update(self, stats: Sequence[Stats], rows: Mapping[str, Tensor]) -> None:
         """Add a batch: one `Stats` of `[B, H, L]` per layer, and each group's rows, bool `[B, L]`."""

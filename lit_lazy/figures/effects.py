@@ -1,23 +1,19 @@
 """Figures drawn from a finished table: a forest plot of the differences to the baseline."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from textwrap import wrap
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from lit_lazy.figures.common import BETTER, NEUTRAL, WORSE, in_style, legend_below, new_figure
 from lit_lazy.grid.table import Column, Row, Table
 
-# Okabe and Ito's colours, told apart with every common colour blindness; fill and side carry the meaning as well.
-BETTER, WORSE, NEUTRAL = "#0072B2", "#D55E00", "#595959"
 FAR = 10
 """A point this many times as far out as the next would squeeze all others onto the line at 0."""
 
 
+@in_style()
 def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
     """One panel per column key: every row's difference to the baseline with its 95 % interval.
 
@@ -35,9 +31,7 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
     count = len(table.rows)
     width = 2.2 + 3.0 * len(columns)
     title = [f"{table.ablation}: difference to {table.baseline}, 95 % CI", *(f"Warning: {w}" for w in table.warnings)]
-    lines = [line for text in title for line in wrap(text, int(10 * width))]
-    figure = Figure(figsize=(width, 1.7 + 0.2 * len(lines) + 0.3 * count), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(width, 1.7 + 0.3 * count, "\n".join(title))
     panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     for axes, key in zip(panels, columns, strict=True):
         _panel(axes, table, known[key])
@@ -45,19 +39,8 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
     panels[0].set_ylim(count - 0.4, -0.6)
     for label, row in zip(panels[0].get_yticklabels(), table.rows, strict=True):
         label.set_fontweight("bold" if row.variant == table.baseline else "normal")
-    figure.suptitle("\n".join(lines), fontsize=11)
-    columns_of_legend = 4 if len(columns) > 2 else 2
-    figure.legend(handles=_legend(), loc="outside lower center", ncols=columns_of_legend, frameon=False, fontsize=8)
+    legend_below(figure, _legend(), 4 if len(columns) > 2 else 2)
     return figure
-
-
-def save_figure(figure: Figure, path_stem: str | Path) -> tuple[Path, Path]:
-    """Writes `<path_stem>.png` (150 dpi) and `<path_stem>.svg`, the same bytes for the same figure."""
-    png, svg = Path(f"{path_stem}.png"), Path(f"{path_stem}.svg")
-    with mpl.rc_context({"svg.hashsalt": "lit-lazy"}):
-        figure.savefig(png, dpi=150)
-        figure.savefig(svg, metadata={"Date": None})
-    return png, svg
 
 
 def _panel(axes: Axes, table: Table, column: Column) -> None:
@@ -82,7 +65,6 @@ def _panel(axes: Axes, table: Table, column: Column) -> None:
                 textcoords="offset points",
                 ha="left" if side > 0 else "right",
                 va="center",
-                fontsize=8,
                 color=NEUTRAL,
             )
             if row.variant == table.baseline:
@@ -102,14 +84,12 @@ def _panel(axes: Axes, table: Table, column: Column) -> None:
             continue
         axes.plot(x, y, "o", color=colour, markerfacecolor=face, markersize=6, markeredgewidth=1.4, zorder=4)
     pairs = " or ".join(map(str, table.summaries[column.key].pairs))
-    axes.set_title(f"{column.title} (n = {pairs})" if pairs else column.title, fontsize=10)
-    axes.set_xlabel(_axis_label(column), fontsize=9)
-    axes.tick_params(axis="both", labelsize=9)
+    axes.set_title(f"{column.title} (n = {pairs})" if pairs else column.title)
+    axes.set_xlabel(_axis_label(column))
     axes.tick_params(axis="y", length=0)
     axes.locator_params(axis="x", nbins=5)
-    axes.grid(axis="y", color="#e5e5e5", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.grid(axis="y")
+    axes.spines["left"].set_visible(False)
 
 
 def _far_point(axes: Axes, edge: float, y: float, value: str, colour: str, face: str) -> None:
@@ -118,7 +98,7 @@ def _far_point(axes: Axes, edge: float, y: float, value: str, colour: str, face:
     axes.plot(edge, y, ">" if right else "<", color=colour, markerfacecolor=face, markersize=7, clip_on=False, zorder=4)
     offset, align = (-8, "right") if right else (8, "left")
     place = {"xytext": (offset, 0), "textcoords": "offset points", "ha": align, "va": "center"}
-    axes.annotate(value, (edge, y), fontsize=8, color=colour, **place)
+    axes.annotate(value, (edge, y), color=colour, **place)
 
 
 def _near(points: Sequence[float]) -> list[float]:

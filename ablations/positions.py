@@ -1,0 +1,38 @@
+"""Do positions decide where sinks form? Four normalisers times four kinds of position."""
+
+from lit_lazy.attention import Alibi, Elastic, LearnedAbsolute, NoBias, NoPosition, Rope, Softmax
+from lit_lazy.grid.ablation import Ablation, Row
+from lit_lazy.grid.columns import COLUMNS, INIT_COLUMNS
+
+NORMALISERS = {
+    "softmax": Softmax(),
+    "tau 0": Elastic(tau_init=0.0),
+    "tau 0.5": Elastic(tau_init=0.5),
+    "tau 1": Elastic(tau_init=1.0),
+}
+POSITIONS = {
+    "RoPE": (Rope(), NoBias()),
+    "learned absolute": (LearnedAbsolute(), NoBias()),
+    "ALiBi": (NoPosition(), Alibi()),
+    "no position": (NoPosition(), NoBias()),
+}
+
+ablation = Ablation(
+    name="positions",
+    baseline="softmax + RoPE",
+    seeds=(0, 1, 2),
+    columns=(*COLUMNS, *INIT_COLUMNS),
+    rows=tuple(
+        Row(
+            f"{normaliser} + {position}",
+            {
+                "model.attention.normaliser": NORMALISERS[normaliser],
+                "model.position": POSITIONS[position][0],
+                "model.attention.bias": POSITIONS[position][1],
+            },
+            source="ours",
+        )
+        for position in POSITIONS
+        for normaliser in NORMALISERS
+    ),
+)

@@ -1,0 +1,121 @@
+"""The pictures of docs/dashboards.md: serves a folder of runs and takes them in headless Chromium.
+
+    .venv/bin/python docs/screenshots.py runs docs/results/dashboards table2-backcopy
+
+RUNS is a folder with a finished ablation, OUT the pictures' folder, NAME the experiment in MLflow. Needs `chromium`.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from PIL import Image
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from chromium import Browser
+
+WIDTH, TALL = 1500, 3200
+COLOURS = 256
+SETTLE_SECONDS = 1.0
+"""Between a chart's first traces and its last, and for frames of artifacts, which say nothing of themselves."""
+CARDS = "[...document.querySelectorAll('[data-testid=experiment-view-compare-runs-card]')]"
+DRAWN = f"{CARDS}.length && {CARDS}.every(card => card.querySelector('.trace, .js-line, .dimension'))"
+"""Whether each chart of the page has drawn something."""
+LISTED = "document.querySelectorAll('.ag-center-cols-container .ag-row').length"
+FRAMED = "document.querySelectorAll('iframe').length"
+HEIGHTS = {
+    DRAWN: f"Math.max(...{CARDS}.map(card => card.getBoundingClientRect().bottom)) + 190",
+    LISTED: "document.querySelector('.ag-center-cols-container').getBoundingClientRect().top + 90 + 32 * "
+    "Math.min(22, document.querySelectorAll('.ag-center-cols-container .ag-row').length)",
+    FRAMED: "1100",
+}
+"""The height at which a page shows what it is about, once it is drawn."""
+PICTURES = {
+    "by variant": ("by-variant.png", LISTED),
+    "all cells": ("all-cells.png", LISTED),
+    "charts": ("charts.png", DRAWN),
+    "parallel coordinates": ("parallel-coordinates.png", DRAWN),
+    "its table": ("table.png", FRAMED),
+    "its report": ("report.png", FRAMED),
+    "a cell": ("cell.png", DRAWN),
+}
+FIRST_VISIT = {"mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true"}
+"""MLflow opens its assistant on a browser's first visit, unless it remembers another."""
+TIDY = """
+document.querySelector("[data-component-id='mlflow.experiment_page.shared_view.dismiss']")?.click();
+document.querySelectorAll('[data-assistant-ui]').forEach(element => element.remove());
+"""
+
+
+@contextmanager
+def served_links(runs: Path, *name: str) -> Iterator[dict[str, str]]:
+    """What `lit-lazy dashboard` prints of the first experiment, by the name of the link, while it serves."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "lit_lazy.cli", "dashboard", *name, "--runs", str(runs), "--port", str(port)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    printed = ""
+    assert server.stdout is not None
+    try:
+        while "Ctrl-C stops the server" not in printed:
+            line = server.stdout.readline()
+            if not line:
+                raise RuntimeError(f"the server ended: {printed}")
+            printed += line
+        first = printed.split("\n\n")[1]
+        yield dict(re.findall(r"^  (\w[\w ]*\w) +(http\S+)$", first, re.M))
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(timeout=30)
+
+
+def take(links: Mapping[str, str], out: Path) -> list[Path]:
+    """Take the pictures of all links that there are; their files."""
+    out.mkdir(parents=True, exist_ok=True)
+    taken = []
+    with tempfile.TemporaryDirectory() as profile, Browser(Path(profile), WIDTH, TALL, FIRST_VISIT) as browser:
+        for label, (name, drawn) in PICTURES.items():
+            if label in links:
+                browser.resize(WIDTH, TALL)
+                browser.open(links[label])
+                browser.wait(drawn)
+                browser.evaluate(TIDY)
+                browser.resize(WIDTH, min(TALL, int(browser.evaluate(HEIGHTS[drawn]))))
+                browser.wait(drawn)
+                time.sleep(SETTLE_SECONDS)
+                browser.picture(out / name)
+                # Of few colours: a third of the size.
+                few = Image.open(out / name).convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE)
+                few.save(out / name, optimize=True)
+                taken.append(out / name)
+            if label == "all cells":
+                links = {**links, "a cell": a_cell(browser)}
+    return taken
+
+
+def a_cell(browser: Browser) -> str:
+    """From the list of all cells, the link to one cell's charts."""
+    cell = browser.evaluate(
+        "[...document.querySelectorAll('.ag-row a')].map(a => a.href).find(a => a.includes('/runs/'))"
+    )
+    return f"{cell.partition('?')[0]}/model-metrics?workflowType=machine_learning"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    with served_links(Path(sys.argv[1]), *sys.argv[3:]) as found:
+        print("\n".join(str(file) for file in take(found, Path(sys.argv[2]))))

@@ -1,0 +1,238 @@
+"""Everything about a checkpoint's heads and hidden states, into a folder and an MLflow run: `lit-lazy diagnose`."""
+
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lit_lazy import checkpoints
+from lit_lazy.config import RunConfig, to_dict
+from lit_lazy.data import DataConfig, DataSource
+from lit_lazy.diagnostics import SAMPLE, STRONGEST, Diagnostics, Maps, check_normaliser, measure, validation_sample
+from lit_lazy.disk import writable_folder, write_text
+from lit_lazy.errors import UnfinishedError, one_line
+from lit_lazy.figures import run_figures, save_figure
+from lit_lazy.files import find, load_experiment
+from lit_lazy.lightning_module import LitLM
+from lit_lazy.model import DecoderLM, training_device
+from lit_lazy.run import FINAL_CHECKPOINT, environment
+from lit_lazy.tracking import Tracker, TrackingError, check_store, default_uri
+
+EXPERIMENT = "diagnose"
+"""Of MLflow."""
+ARRAYS, FACTS = "diagnostics.npz", "diagnostics.json"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `lit-lazy diagnose` is asked for."""
+
+    checkpoint: Path
+    data: str | None = None
+    """Experiment whose data are measured; None for those the model was trained on."""
+    lengths: tuple[int, ...] = ()
+    """Further context lengths to measure at."""
+    maps: Maps = STRONGEST
+    sequences: int = SAMPLE
+    out: Path | None = None
+    """Folder for the results; None for one in `runs`."""
+    runs: Path = Path("runs")
+
+    @property
+    def folder(self) -> Path:
+        """Where the results are written."""
+        path = self.checkpoint.resolve()
+        name = path.parent.name if path.name == FINAL_CHECKPOINT else path.stem
+        return self.out or self.runs / f"diagnose-{name}"
+
+
+def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagnostics:
+    """Measure a checkpoint, its model before training, and it at other lengths; write, log and tell the results.
+
+    Raises ValueError, in one line and before anything is created, where the checkpoint, a layer, a head, the data or a
+    length cannot be had; UnfinishedError where MLflow does not take the results, which are in the folder then.
+    """
+    module = checkpoints.load(request.checkpoint)
+    request.maps.check(module.model, "--")
+    check_normaliser(module.model.attentions[0].normaliser)
+    sources = load_sources(request, module)
+    writable_folder("--runs", request.runs)
+    writable_folder("--out", request.folder)
+    uri = default_uri(request.runs)
+    check_store(uri)
+
+    measured = measure_all(module, sources, request)
+    metrics = measured.scalars() | losses(measured)
+    files = write(measured, metrics, sources, request)
+    console(table(metrics, measured.prefixes))
+    console(f"\nfiles: {request.folder} ({', '.join(file.name for file in files)})")
+    track(Tracker(uri, request.runs, EXPERIMENT), module.cfg, metrics, files, sources[""], request)
+    return measured
+
+
+def load_sources(request: Request, module: LitLM) -> dict[str, DataSource]:
+    """The data by the prefix of their arrays, "" and `L<length>/`.
+
+    Raises ValueError, in one line, where they cannot be had, or the model cannot read them.
+    """
+    if request.data is None:
+        config, named = module.cfg.data, f"checkpoint {str(request.checkpoint)!r}"
+    else:
+        config, named = load_experiment(find("experiments", request.data)).data, f"--data {request.data!r}"
+    source = config.load()
+    trained_on = {"vocab_size": source.vocab_size}
+    if request.data is None:
+        trained_on["context_length"] = source.context_length
+    for name, here in trained_on.items():
+        if module.hparams[name] != here:
+            raise ValueError(
+                f"{named}: the model was trained on data of {name}={module.hparams[name]}, which are {name}={here} "
+                "here; diagnose it on data that agree"
+            )
+    check_length(module.model, source.context_length, named)
+    longer = {f"L{length}/": at_length(config, length, source, module.model) for length in request.lengths}
+    return {"": source, **longer}
+
+
+def at_length(config: DataConfig, length: int, source: DataSource, model: DecoderLM) -> DataSource:
+    """The same data in sequences of another length. Raises ValueError, in one line, where that cannot be."""
+    option = f"--lengths {length}"
+    if length == source.context_length:
+        return source
+    fields = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+    if "context_length" not in fields:
+        raise ValueError(f"{option}: {type(config).__name__} has no context_length to change; leave --lengths out")
+    check_length(model, length, option)
+    # Generated data make as many training sequences as they are told, and none is looked at here.
+    fewest = {name: 1 for name in ("train_sequences",) if name in fields}
+    try:
+        return dataclasses.replace(config, context_length=length, **fewest).load()  # type: ignore[type-var]
+    except (ValueError, MemoryError) as error:
+        raise ValueError(f"{option}: {one_line(error)}") from None
+
+
+def check_length(model: DecoderLM, length: int, option: str) -> None:
+    """Raise ValueError, in one line, where the positions or the bias cannot serve so many tokens."""
+    try:
+        model.position.embed(torch.zeros(1, length, model.embedding.embedding_dim), 0)
+        model.position.rotation(length, 0)
+        for attention in model.attentions:
+            attention.bias(length)
+    except ValueError as error:
+        raise ValueError(f"{option}: {one_line(error)}") from None
+
+
+def measure_all(module: LitLM, sources: Mapping[str, DataSource], request: Request) -> Diagnostics:
+    """The trained model, `init/` the same before training, and `L<length>/` the trained at other lengths."""
+    device = training_device()
+    initial = LitLM(**module.hparams)
+    module.to(device)
+
+    def measured(model: LitLM, prefix: str, maps: Maps | None = None) -> Diagnostics:
+        return measure(model, validation_sample(sources[prefix], request.sequences), maps, request.sequences)
+
+    parts = {"": measured(module, "", request.maps), "init/": measured(initial.to(device), "")}
+    for prefix in sources:
+        if prefix:
+            parts[prefix] = measured(module, prefix)
+    return Diagnostics.joined(parts)
+
+
+def losses(measured: Diagnostics) -> dict[str, float]:
+    """Mean loss of the sample in nats, `loss/sample`, under each measurement's prefix."""
+    return {
+        f"{prefix}loss/sample": float(measured.arrays[f"{prefix}loss/by_position"].mean(dtype=np.float64))
+        for prefix in measured.prefixes
+    }
+
+
+def write(
+    measured: Diagnostics, metrics: Mapping[str, float], sources: Mapping[str, DataSource], request: Request
+) -> list[Path]:
+    """The files of a diagnosis: arrays, facts, and each figure as PNG and SVG."""
+    folder = request.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    measured.save(folder / ARRAYS)
+    facts = {
+        "checkpoint": str(request.checkpoint),
+        "command": shlex.join(["lit-lazy", *sys.argv[1:]]),
+        "data": {
+            prefix or "checkpoint": {
+                "name": source.name,
+                "fingerprint": source.fingerprint,
+                "context_length": source.context_length,
+                **source.info,
+            }
+            for prefix, source in sources.items()
+        },
+        "sequences": int(measured.arrays["sample"][0]),
+        "maps": measured.arrays["maps/heads"].tolist(),
+        "metrics": dict(metrics),
+        "versions": environment(),
+    }
+    write_text(folder / FACTS, json.dumps(facts, indent=1, allow_nan=False) + "\n")
+    figures = run_figures(measured.arrays)
+    drawn = [path for name, figure in figures.items() for path in save_figure(figure, folder / name)]
+    return [folder / ARRAYS, folder / FACTS, *drawn]
+
+
+def track(
+    tracker: Tracker,
+    cfg: RunConfig,
+    metrics: Mapping[str, float],
+    files: list[Path],
+    source: DataSource,
+    request: Request,
+) -> None:
+    """Log a diagnosis as a run of the MLflow experiment `diagnose`."""
+    attention = cfg.model.attention
+    versions = environment()
+    tags = {
+        "kind": "diagnose",
+        "checkpoint": str(request.checkpoint),
+        "seed": str(cfg.seed),
+        "git_sha": versions["git_sha"],
+        "normaliser": type(attention.normaliser).__name__,
+        "bias": type(attention.bias).__name__,
+        "position": type(cfg.model.position).__name__,
+    }
+    asked = {
+        "diagnosed.data": source.name,
+        "diagnosed.fingerprint": source.fingerprint,
+        "diagnosed.sequences": str(request.sequences),
+        "diagnosed.lengths": ",".join(map(str, (source.context_length, *request.lengths))),
+    }
+    try:
+        run_id = tracker.start_run(request.folder.name, tags, asked, to_dict(cfg))
+        tracker.keep_files(run_id, files)
+        tracker.finish(run_id, metrics, {}, step=cfg.train.steps)
+    except TrackingError as error:
+        raise UnfinishedError(
+            f"measured into {request.folder}, but MLflow did not take it ({error}); give the same command again"
+        ) from error
+
+
+def table(metrics: Mapping[str, float], prefixes: list[str]) -> str:
+    """The metrics in groups, one a line, with a column for each measurement."""
+    names = sorted({name.removeprefix(_prefix(name, prefixes)) for name in metrics})
+    head = ["trained", *(prefix.removesuffix("/") for prefix in prefixes if prefix)]
+    lines = ["".join([" " * 28, *(f"{title:>12}" for title in head)])]
+    group = ""
+    for name in names:
+        if name.partition("/")[0] != group:
+            group = name.partition("/")[0]
+            lines.append(group)
+        values = (metrics.get(prefix + name) for prefix in prefixes)
+        shown = ("-" if value is None else f"{value:.4g}" for value in values)
+        lines.append("".join([f"  {name.partition('/')[2]:26}", *(f"{value:>12}" for value in shown)]))
+    return "\n".join(lines)
+
+
+def _prefix(name: str, prefixes: list[str]) -> str:
+    return next((prefix for prefix in prefixes if prefix and name.startswith(prefix)), "")

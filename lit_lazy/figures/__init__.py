@@ -1,0 +1,15 @@
+"""Figures: what a finished table, its trainings and a run's diagnostics show, drawn in one style."""
+
+from lit_lazy.figures.ablation import loss_against_sparsity, sink_over_training, tau_over_training
+from lit_lazy.figures.common import save_figure
+from lit_lazy.figures.diagnostics import run_figures
+from lit_lazy.figures.effects import effects_figure
+
+__all__ = [
+    "effects_figure",
+    "loss_against_sparsity",
+    "run_figures",
+    "save_figure",
+    "sink_over_training",
+    "tau_over_training",
+]

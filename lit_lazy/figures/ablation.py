@@ -1,0 +1,237 @@
+"""Figures over the variants of an ablation: loss against sparsity, and what changed while they trained."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import fmean, median
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import Bbox
+
+from lit_lazy.figures.common import BETTER, NEUTRAL, WIDTH, in_style, legend_below, log_axis, new_figure
+from lit_lazy.figures.labels import Label, place_labels
+from lit_lazy.grid.table import Column, Row, Table
+
+Metrics = Mapping[str, Sequence[tuple[int, float]]]
+"""One seed's (step, value) by metric."""
+Histories = Mapping[str, Sequence[Metrics]]
+"""By variant, one entry per seed."""
+
+LOSSES = ("loss/excess", "loss/bits_per_byte", "loss/val")
+SPARSITY = "sparsity/zero"
+FAR = 10
+"""A loss this many times as far above the lowest as the median one would squeeze all others together."""
+DASHES = ("-", "--", ":", "-.")
+
+
+@in_style()
+def loss_against_sparsity(table: Table) -> Figure | None:
+    """The loss of every variant against its sparsity, both with 95 % intervals over seeds.
+
+    The loss is the first of excess loss, bits per byte and validation loss that the table has. Variants without a
+    threshold stand apart at the left. A loss that would squeeze all others together is put at the upper edge, with an
+    arrow and its value. None without both columns, or where no variant has both.
+    """
+    columns = {column.key: column for column in table.columns}
+    loss = next((columns[key] for key in LOSSES if key in columns), None)
+    sparsity = columns.get(SPARSITY)
+    if loss is None or sparsity is None:
+        return None
+    points = [point for row in table.rows if (point := _point(row, table, loss, sparsity))]
+    if all(math.isnan(point.x) for point in points):
+        return None
+    counts = {row.metrics[loss.key].n for row in table.rows} - {0}
+    spread = "" if counts == {1} else " with 95 % CI"
+    title = f"{table.ablation}: loss against sparsity, mean over {_seeds(counts)}{spread}"
+    figure = new_figure(WIDTH, 4.2 + 0.06 * len(points), title)
+    axes = figure.subplots()
+    axes.set_xlabel(sparsity.heading)
+    axes.set_ylabel(loss.heading)
+    axes.grid(True)
+    apart = _x_axis(axes, points)
+    far = _y_axis(axes, points)
+    top = axes.get_ylim()[1]
+    labels, bars = [], []
+    for point in points:
+        x = apart if math.isnan(point.x) else point.x
+        colour = "black" if point.baseline else BETTER
+        if point.y in far:
+            axes.plot(x, top, "^", color=colour, markerfacecolor="white", markersize=7, clip_on=False, zorder=4)
+            value = loss.format(point.y / loss.scale)
+            labels.append(Label(f"{point.name}: {value}", x, top, point.baseline))
+            continue
+        axes.plot(x, point.y, "D" if point.baseline else "o", color=colour, zorder=4)
+        labels.append(Label(point.name, x, point.y, point.baseline))
+        bars += _intervals(axes, x, point, colour)
+    place_labels(figure, axes, labels, bars)
+    return figure
+
+
+@in_style()
+def tau_over_training(histories: Histories) -> Figure | None:
+    """The offset parameter of every variant that has one, mean over layers and heads, from step 0 on."""
+
+    def tau(seed: Metrics) -> dict[int, float]:
+        by_step: dict[int, list[float]] = {}
+        for name, history in seed.items():
+            if name.startswith("watch/tau_layer_"):
+                for step, value in history:
+                    by_step.setdefault(step, []).append(value)
+        return {step: fmean(values) for step, values in by_step.items()}
+
+    return _over_training("τ over training, mean over layers, heads", {"offset parameter τ": tau}, histories)
+
+
+@in_style()
+def sink_over_training(histories: Histories) -> Figure | None:
+    """The first key's mean weight and its share of the surviving mass, for every variant, from step 0 on."""
+
+    def first_key(metric: str) -> Callable[[Metrics], dict[int, float]]:
+        return lambda seed: dict(seed.get(metric, ()))
+
+    panels = {
+        "weight on the first key": first_key("watch/first_key_weight"),
+        "share of the mass on the first key": first_key("watch/first_key_share"),
+    }
+    return _over_training("The first key over training, mean over layers, heads", panels, histories)
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A variant in the units shown; x is NaN without a sparsity, a half-width 0 without an interval."""
+
+    name: str
+    baseline: bool
+    x: float
+    x_half: float
+    y: float
+    y_half: float
+
+
+def _point(row: Row, table: Table, loss: Column, sparsity: Column) -> _Point | None:
+    x, y = row.metrics[sparsity.key], row.metrics[loss.key]
+    if y.mean is None:
+        return None
+    return _Point(
+        row.variant,
+        row.variant == table.baseline,
+        math.nan if x.mean is None else x.mean * sparsity.scale,
+        (x.ci95 or 0.0) * sparsity.scale,
+        y.mean * loss.scale,
+        (y.ci95 or 0.0) * loss.scale,
+    )
+
+
+def _range(values: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Room for every (value, half-width), as far as the intervals reach no farther than one more span of the values."""
+    low, high = min(value for value, _ in values), max(value for value, _ in values)
+    span = (high - low) or max(half for _, half in values) or 1.0
+    low = min(max(value - half, low - span) for value, half in values)
+    high = max(min(value + half, high + span) for value, half in values)
+    margin = 0.06 * (high - low or span)
+    return low - margin, high + margin
+
+
+def _x_axis(axes: Axes, points: Sequence[_Point]) -> float:
+    """Sets the limits and ticks; the x at which variants without a sparsity stand."""
+    low, high = _range([(point.x, point.x_half) for point in points if not math.isnan(point.x)])
+    span = high - low
+    apart = low - 0.1 * span
+    ticks = [tick for tick in MaxNLocator(6).tick_values(low, high) if low <= tick <= high]
+    labels = [f"{tick:g}" for tick in ticks]
+    if any(math.isnan(point.x) for point in points):
+        axes.axvline(low, color=NEUTRAL, linewidth=0.8, linestyle=":")
+        axes.set_xlim(apart - 0.1 * span, high)
+        ticks, labels = [apart, *ticks], ["no\nthreshold", *labels]
+    else:
+        axes.set_xlim(low, high)
+    axes.set_xticks(ticks, labels)
+    return apart
+
+
+def _y_axis(axes: Axes, points: Sequence[_Point]) -> set[float]:
+    """Sets the limits; the losses that are too far up to be shown where they are."""
+    lowest = min(point.y for point in points)
+    reach = FAR * median(point.y - lowest for point in points)
+    far = {point.y for point in points if reach and point.y - lowest > reach}
+    axes.set_ylim(*_range([(point.y, point.y_half) for point in points if point.y not in far]))
+    return far
+
+
+def _intervals(axes: Axes, x: float, point: _Point, colour: str) -> list[Bbox]:
+    """Draws both intervals of a point that stands at `x`; one that leaves the panel ends in an arrow at its edge."""
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    drawn = []
+    for half_x, half_y, ends in ((point.x_half, 0.0, "<>"), (0.0, point.y_half, "v^")):
+        if not (half_x or half_y):
+            continue
+        low, high = (x - half_x, point.y - half_y), (x + half_x, point.y + half_y)
+        cut = Bbox([(max(low[0], left), max(low[1], bottom)), (min(high[0], right), min(high[1], top))])
+        axes.plot(cut.intervalx, cut.intervaly, color=colour, linewidth=1.0, alpha=0.6, zorder=2)
+        for end, edge, arrow in zip((low, high), cut.get_points(), ends, strict=True):
+            if end != tuple(edge):
+                axes.plot(*edge, arrow, color=colour, markersize=4, clip_on=False, zorder=3)
+        drawn.append(cut)
+    return drawn
+
+
+def _over_training(
+    title: str, metrics: Mapping[str, Callable[[Metrics], dict[int, float]]], histories: Histories
+) -> Figure | None:
+    """A panel per metric with a line per variant over the steps that all its seeds have; the band is their range."""
+    curves = {
+        label: {variant: [c for seed in seeds if (c := _kept(read(seed)))] for variant, seeds in histories.items()}
+        for label, read in metrics.items()
+    }
+    curves = {label: panel for label, panel in curves.items() if any(panel.values())}
+    if not curves:
+        return None
+    variants = [variant for variant in histories if any(panel[variant] for panel in curves.values())]
+    counts = {len(seeds) for panel in curves.values() for seeds in panel.values()} - {0}
+    columns = max(1, min(4, int(WIDTH / (0.6 + 0.07 * max(map(len, variants))))))
+    rows = math.ceil(len(variants) / columns)
+    band = "" if counts == {1} else " (band: range)"
+    figure = new_figure(WIDTH, 3.0 + 0.18 * rows, f"{title} and {_seeds(counts)}{band}")
+    panels = figure.subplots(1, len(curves), squeeze=False)[0]
+    # A variant looks alike in every figure of its ablation, whichever of them it is in.
+    looks = dict(zip(histories, _looks(len(histories)), strict=True))
+    handles = {}
+    for axes, (label, panel) in zip(panels, curves.items(), strict=True):
+        last = 1
+        for variant, seeds in panel.items():
+            steps = sorted(set.intersection(*(set(seed) for seed in seeds))) if seeds else []
+            if not steps:
+                continue
+            values = np.array([[seed[step] for step in steps] for seed in seeds])
+            (handles[variant],) = axes.plot(steps, values.mean(axis=0), label=variant, **looks[variant])
+            axes.fill_between(
+                steps, values.min(axis=0), values.max(axis=0), color=looks[variant]["color"], alpha=0.12, lw=0
+            )
+            last = max(last, steps[-1])
+        log_axis(axes, last, zero=True)
+        axes.set_xlabel("step")
+        axes.set_ylabel(label)
+        axes.grid(axis="y")
+    legend_below(figure, (handles[variant] for variant in variants if variant in handles), columns)
+    return figure
+
+
+def _kept(curve: Mapping[int, float]) -> dict[int, float]:
+    return {step: value for step, value in curve.items() if math.isfinite(value)}
+
+
+def _looks(count: int) -> list[dict[str, str]]:
+    """Colour and dashes of every variant: all colours solid, then all dashed."""
+    colours = mpl.rcParams["axes.prop_cycle"].by_key()["color"]
+    looks = [{"color": colour, "linestyle": dash} for dash, colour in product(DASHES, colours)]
+    return [looks[i % len(looks)] for i in range(count)]
+
+
+def _seeds(counts: Iterable[int]) -> str:
+    found = sorted(counts)
+    return f"{' or '.join(map(str, found))} seed{'' if found == [1] else 's'}"

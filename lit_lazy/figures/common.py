@@ -1,0 +1,86 @@
+"""What all figures share: the style file, colours, sizes, and how a figure is written."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import wrap
+
+import numpy as np
+from matplotlib import style
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+STYLE = Path(__file__).with_name("style.mplstyle")
+BETTER, WORSE, NEUTRAL = "#0072B2", "#D55E00", "#595959"
+"""Two of Okabe and Ito's colours, told apart with every common colour blindness, and a grey."""
+WIDTH = 7.3
+"""Inches: 1095 pixels at the 150 dpi of a PNG."""
+POINTS = 128
+"""A line with more points is drawn as means over bins: no more can be told apart, and an SVG stays small."""
+
+
+@contextmanager
+def in_style() -> Iterator[None]:
+    """The project's style, as a decorator or for a `with` block, whatever a user's own matplotlibrc says.
+
+    Ticks are made when they are first drawn, so it has to hold where a figure is made and where it is written.
+    """
+    with style.context(["default", STYLE]):
+        yield
+
+
+def new_figure(width: float, height: float, title: str) -> Figure:
+    """An empty figure, in inches, under its title, which goes on in further lines where it is long."""
+    lines = [line for text in title.split("\n") for line in wrap(text, int(11.5 * width))]
+    figure = Figure(figsize=(width, height + 0.18 * len(lines)), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle("\n".join(lines))
+    return figure
+
+
+def legend_below(figure: Figure, handles: Iterable[Artist], columns: int) -> None:
+    """A legend under all panels."""
+    figure.legend(handles=list(handles), loc="outside lower center", ncols=columns)
+
+
+@in_style()
+def save_figure(figure: Figure, path_stem: str | Path) -> tuple[Path, Path]:
+    """Writes `<path_stem>.png` (150 dpi) and `<path_stem>.svg`, the same bytes for the same figure."""
+    png, svg = Path(f"{path_stem}.png"), Path(f"{path_stem}.svg")
+    figure.savefig(png)
+    figure.savefig(svg, metadata={"Date": None})
+    return png, svg
+
+
+def log_bins(x: np.ndarray, values: np.ndarray, most: int = POINTS) -> tuple[np.ndarray, np.ndarray]:
+    """`values` [..., n] at x = 1..n: themselves up to `most`, else the means over at most that many bins even in log x.
+
+    The x of a bin is the mean of its x; the first bins hold one point each.
+    """
+    if len(x) <= most:
+        return x, values
+    starts = np.unique(np.geomspace(1, len(x), most).astype(int)) - 1
+    counts = np.diff(np.append(starts, len(x)))
+    return np.add.reduceat(x, starts) / counts, np.add.reduceat(values, starts, axis=-1) / counts
+
+
+def mean(values: np.ndarray, axis: int) -> np.ndarray:
+    """The mean of the finite numbers along an axis, NaN where there is none."""
+    return np.ma.masked_invalid(values).mean(axis=axis).filled(np.nan)
+
+
+def log_axis(axes: Axes, last: float, zero: bool = False) -> None:
+    """A logarithmic x axis from 1, or with `zero` from 0, to `last`, with plain numbers at its ticks."""
+    ticks = [float(step * 10**power) for power in range(7) for step in ((1, 2, 5) if last < 100 else (1,))]
+    if zero:
+        axes.set_xscale("symlog", linthresh=1, linscale=0.4)
+        ticks.insert(0, 0.0)
+    else:
+        axes.set_xscale("log")
+    axes.set_xticks([tick for tick in ticks if tick <= last], minor=False)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlim(ticks[0], max(last, ticks[0] + 1))

@@ -1,0 +1,163 @@
+"""What each row of a layer's attention does, computed over blocks of rows: no `[B, H, T, T]` is ever stored."""
+
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import max_pool2d, pad
+
+from flash_lazy import Weights
+from lit_lazy.attention.bias import BiasTerms
+from lit_lazy.attention.normaliser import NormaliserModule
+
+FIRST_KEYS = 8
+"""Keys at the start of a sequence whose weights are kept one by one."""
+SMALL_WEIGHT = 1e-5
+"""Softpick (arXiv 2504.20966) counts weights up to this as none."""
+TILES = (64, 128)
+"""Sizes of the square tiles that a block-sparse kernel could skip; each a multiple of the first."""
+BLOCK_ROWS = 128
+"""Rows looked at together where memory allows: more would compute more scores of hidden keys."""
+
+
+class RowSummary(NamedTuple):
+    """One layer on a batch of whole sequences; float32, or float64 for float64 queries. Rows that do not count are 0.
+
+    first: `[B, H, T, K]`, weight on each of the first K = min(`FIRST_KEYS`, T) keys, as it multiplies the value.
+    mass: `[B, H, T]`, sum of the weights before renormalising.
+    total: `[B, H, T]`, sum of the weights as they multiply the values; the mass itself unless renormalised.
+    visible: `[T]`, number of visible keys.
+    zeros: `[B, H, T]`, number of visible keys with p <= theta.
+    small: `[B, H, T]`, number of visible keys with a weight of at most `SMALL_WEIGHT`.
+    entropy: `[B, H, T]`, of the weights / total, nats; 0 where total is 0.
+    squares: `[B, H, T]`, sum of the squares of the weights / total; 0 where total is 0.
+    score_variance: `[B, H, T]`, of the visible scores (sum of squares / (n - 1)), nats squared; 0 where n = 1.
+    columns: `[B, H, T]`, sum over the rows of the weight on each key.
+    alive_tiles: tile size -> `[B, H]`, number of tiles with a weight; 0 for a sequence shorter than the tile.
+    tiles: tile size -> `[B]`, number of tiles with a visible key; 0 for a sequence shorter than the tile.
+    counted: bool `[B, T]`, the rows that count.
+    thresholded: whether theta is other than 0 anywhere.
+    """
+
+    first: Tensor
+    mass: Tensor
+    total: Tensor
+    visible: Tensor
+    zeros: Tensor
+    small: Tensor
+    entropy: Tensor
+    squares: Tensor
+    score_variance: Tensor
+    columns: Tensor
+    alive_tiles: dict[int, Tensor]
+    tiles: dict[int, Tensor]
+    counted: Tensor
+    thresholded: bool
+
+
+@torch.no_grad()
+def summarise(
+    normaliser: NormaliserModule,
+    q: Tensor,
+    k: Tensor,
+    bias: BiasTerms,
+    window: int | None,
+    most_scores: int = 2**22,
+    counted: Tensor | None = None,
+) -> RowSummary:
+    """Summary of the rows of q `[B, H, T, D]` over the keys k `[B, Hkv, T, D]`.
+
+    counted: bool `[B, T]`; False at padding, which stands at the end of its sequence. Without it every row counts.
+    most_scores: scores that exist at a time, hence about ten times that many numbers; at least one row of all heads.
+    """
+    batch, heads, length, _ = q.shape
+    counted = torch.ones(batch, length, dtype=torch.bool, device=q.device) if counted is None else counted
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    size, n_tiles = TILES[0], -(-length // TILES[0])
+    columns = torch.zeros(batch, heads, length, dtype=dtype, device=q.device)
+    # Rows of each tile with a weight in it, and in the last place of the heads those with a visible key.
+    touched = torch.zeros(batch, heads + 1, n_tiles, n_tiles, dtype=torch.int32, device=q.device)
+    by_row = torch.zeros(len(_Rows._fields), batch, heads, length, dtype=dtype, device=q.device)
+    first = torch.zeros(batch, heads, length, min(FIRST_KEYS, length), dtype=dtype, device=q.device)
+    thresholded = False
+    for sequences, rows in _blocks(batch, heads, length, most_scores):
+        block = normaliser.weights(q[sequences, :, rows], k[sequences, :, : rows.stop], bias, window)
+        counts = counted[sequences, None, rows]
+        block = block._replace(w=block.w.masked_fill(~counts[..., None], 0))
+        seen = block.visible & counts[..., None]
+
+        by_row[:, sequences, :, rows] = torch.stack(_rows(block, seen, counts))
+        first[sequences, :, rows, : rows.stop] = block.w[..., : first.shape[-1]]
+        columns[sequences, :, : rows.stop] += block.w.sum(2)
+        used = torch.cat([block.w > 0, seen], 1)
+        used = pad(used, (0, -rows.stop % size)).unflatten(-1, (-1, size)).any(-1).to(touched.dtype)
+        tile_rows = torch.arange(rows.start, rows.stop, device=q.device) // size
+        touched[sequences, :, :, : used.shape[-1]].index_add_(2, tile_rows, used)
+        thresholded = thresholded or bool((block.theta != 0).any())
+
+    alive = {tile: _count(touched, tile, counted) for tile in TILES}
+    return RowSummary(
+        **_Rows(*by_row)._asdict(),
+        first=first,
+        visible=_visible(length, window, q.device),
+        columns=columns,
+        alive_tiles={tile: number[:, :-1] for tile, number in alive.items()},
+        tiles={tile: number[:, -1] for tile, number in alive.items()},
+        counted=counted,
+        thresholded=thresholded,
+    )
+
+
+class _Rows(NamedTuple):
+    """The fields of `RowSummary` that are `[B, H, T]`, here of some rows; all but the columns."""
+
+    mass: Tensor
+    total: Tensor
+    zeros: Tensor
+    small: Tensor
+    entropy: Tensor
+    squares: Tensor
+    score_variance: Tensor
+
+
+def _rows(block: Weights, seen: Tensor, counts: Tensor) -> _Rows:
+    """seen: bool `[B, 1, Lq, Lk]`, visible keys of rows that count; counts: bool `[B, 1, Lq]`."""
+    w, n = block.w, seen.sum(-1)
+    total = w.sum(-1)
+    share = w / torch.where(total > 0, total, 1)[..., None]
+    scores = block.scores.masked_fill(~seen, 0)
+    deviation = (scores - (scores.sum(-1) / n.clamp(min=1))[..., None]).masked_fill_(~seen, 0)
+    return _Rows(
+        mass=torch.where(counts, block.mass, 0),
+        total=total,
+        zeros=((block.p <= block.theta[..., None]) & seen).sum(-1).to(w.dtype),
+        small=((w <= SMALL_WEIGHT) & seen).sum(-1).to(w.dtype),
+        entropy=torch.special.entr(share).sum(-1),
+        squares=share.square().sum(-1),
+        score_variance=deviation.square_().sum(-1) / (n - 1).clamp(min=1),
+    )
+
+
+def _blocks(batch: int, heads: int, length: int, most_scores: int) -> list[tuple[slice, slice]]:
+    """Slices of sequences and of rows. A normaliser holds the offsets of all its heads, so these stay together.
+
+    The last rows come first: they have the largest matrices, into whose freed memory those of the others fit.
+    """
+    n_rows = min(BLOCK_ROWS, max(1, most_scores // (heads * length)))
+    n_sequences = max(1, most_scores // (heads * length * n_rows))
+    return list(product(_slices(batch, n_sequences), reversed(_slices(length, n_rows))))
+
+
+def _slices(end: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, end)) for start in range(0, end, step)]
+
+
+def _count(touched: Tensor, tile: int, counted: Tensor) -> Tensor:
+    """Number of tiles that are touched, `[B, H + 1]`, in sequences of at least one tile."""
+    merged = max_pool2d(touched.float(), tile // TILES[0], ceil_mode=True) > 0
+    return merged.sum((2, 3)) * (counted.sum(1) >= tile)[:, None]
+
+
+def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
+    return torch.arange(1, length + 1, device=device).clamp(max=window or length)

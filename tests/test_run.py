@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import lightning as L
@@ -15,10 +15,12 @@ from filelock import FileLock
 from lightning.pytorch.callbacks import Callback
 
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, Softmax
+from lit_lazy.attention.normaliser import Normaliser, NormaliserModule
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig, to_dict
 from lit_lazy.data import Backcopy
+from lit_lazy.diagnostics import Diagnostics
 from lit_lazy.lightning_module import DivergedError, LitLM
-from lit_lazy.run import FINAL_CHECKPOINT, RESULT, CellBusyError, RunResult, run
+from lit_lazy.run import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, CellBusyError, RunResult, run
 from lit_lazy.spool import METRICS, MetricFile, read_lines
 
 LAZY = AttentionSpec(Elastic(), LearnedBias())
@@ -264,3 +266,46 @@ def test_a_validation_that_a_kill_cut_off_is_made_up_for(tmp_path: Path) -> None
 
     assert [step for step, _ in curve("cut")] == [9, 19, 29]
     assert curve("cut") == curve("whole")
+
+
+def test_diagnostics_lie_beside_the_result(tmp_path: Path) -> None:
+    result = run(config(), tmp_path)
+    kept = Diagnostics.load(tmp_path / DIAGNOSTICS)
+    scalars = kept.scalars()
+    assert scalars.items() <= result.metrics.items()
+    assert {"sink/rate", "collapse/effective_rank", "init/sink/rate", "init/scores/spread"} <= scalars.keys()
+    assert kept.prefixes == ["", "init/"]
+    assert set(kept.arrays["init/tau"].flat) == {1.0}
+    assert kept.arrays["init/mass/row"].shape == kept.arrays["mass/row"].shape == (2, 2, 16)
+    # The sample holds the whole validation set here, so both say the same.
+    assert scalars["init/mass/empty_rows"] == pytest.approx(1 / 16)
+    sparsity = kept.arrays["sparsity/zero"].mean(dtype="float64")
+    assert sparsity == pytest.approx(result.metrics["sparsity/zero"], abs=1e-6)
+
+
+@dataclass(frozen=True)
+class Opaque(Normaliser):
+    """A softmax that does not give its weights."""
+
+    def build(self, n_heads: int, context_length: int) -> NormaliserModule:
+        return OpaqueModule(Softmax().build(n_heads, context_length))
+
+
+class OpaqueModule(NormaliserModule):
+    def __init__(self, inner: NormaliserModule) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def backend_name(self, q, bias, window, backend):
+        return self.inner.backend_name(q, bias, window, backend)
+
+    def forward(self, q, k, v, bias, window, backend, with_stats):
+        return self.inner(q, k, v, bias, window, backend, with_stats)
+
+
+def test_a_normaliser_that_hides_its_weights_trains_without_diagnostics(tmp_path: Path, caplog) -> None:
+    result = run(config(AttentionSpec(Opaque())), tmp_path)
+    assert {"loss/val", "init/loss/val"} <= result.metrics.keys()
+    assert "sink/rate" not in result.metrics
+    assert not (tmp_path / DIAGNOSTICS).exists()
+    assert "diagnostics are left out: normaliser OpaqueModule: has no method weights" in caplog.text

@@ -17,7 +17,7 @@ help:
 	@echo "make dashboard     MLflow on 127.0.0.1, with links to the runs"
 	@echo "make test          lint, types and tests"
 	@echo "make test-all      the same and the long tests, and the kernels on other versions of triton"
-	@echo "make bench         memory of the attention backends, cost of a training step"
+	@echo "make bench         memory of the attention backends, cost of a training step and of diagnostics"
 	@echo "make bench-grid    cost of a grid beside its training, and what a hundred kills do to one (half an hour)"
 	@echo "TINY=1 makes table2 and table2-text a matter of a minute; WORKERS, RUNS and PYTHON can be set too"
 
@@ -54,6 +54,7 @@ bench: .venv/.complete
 	$(BIN)/python -m flash_lazy.bench --out docs/results/kernels
 	$(BIN)/python kernels/memory.py --json docs/results/kernels/chunked-memory.json
 	$(LIT) bench step --out docs/results/bench-step.json
+	$(LIT) bench diagnostics --out docs/results/bench-diagnostics.json
 
 bench-grid: .venv/.complete
 	$(LIT) bench grid --out docs/results/bench-grid.json

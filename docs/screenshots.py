@@ -22,7 +22,7 @@ from PIL import Image
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from chromium import Browser
 
-WIDTH, TALL = 1500, 3200
+WIDTH, TALL = 1500, 4000
 COLOURS = 256
 SETTLE_SECONDS = 1.0
 """Between a chart's first traces and its last, and for frames of artifacts, which say nothing of themselves."""
@@ -47,11 +47,16 @@ PICTURES = {
     "its report": ("report.png", FRAMED),
     "a cell": ("cell.png", DRAWN),
 }
+CURVES = "^(val|watch)/"
+"""What is looked for among a cell's charts."""
 FIRST_VISIT = {"mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true"}
 """MLflow opens its assistant on a browser's first visit, unless it remembers another."""
 TIDY = """
 document.querySelector("[data-component-id='mlflow.experiment_page.shared_view.dismiss']")?.click();
 document.querySelectorAll('[data-assistant-ui]').forEach(element => element.remove());
+// Where an artifact lies on the machine that took the picture.
+[...document.querySelectorAll('div, span')].filter(element => element.textContent.startsWith('Path: '))
+  .forEach(element => { element.style.visibility = 'hidden'; });
 """
 
 
@@ -93,17 +98,28 @@ def take(links: Mapping[str, str], out: Path) -> list[Path]:
                 browser.open(links[label])
                 browser.wait(drawn)
                 browser.evaluate(TIDY)
+                if label == "a cell":
+                    browser.evaluate("document.querySelector('[placeholder=\"Search metric charts\"]').focus()")
+                    browser.call("Input.insertText", text=CURVES)
+                    browser.wait(f"!document.body.innerText.includes('init/') && {drawn}")
                 browser.resize(WIDTH, min(TALL, int(browser.evaluate(HEIGHTS[drawn]))))
                 browser.wait(drawn)
                 time.sleep(SETTLE_SECONDS)
                 browser.picture(out / name)
-                # Of few colours: a third of the size.
-                few = Image.open(out / name).convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE)
-                few.save(out / name, optimize=True)
+                shrink(out / name)
                 taken.append(out / name)
-            if label == "all cells":
-                links = {**links, "a cell": a_cell(browser)}
+                if label == "all cells":
+                    links = {**links, "a cell": a_cell(browser)}
     return taken
+
+
+def shrink(picture: Path) -> None:
+    """Keep the most frequent colours of a picture, and the nearest of them for the rest: a third of the size."""
+    image = Image.open(picture).convert("RGB")
+    frequent = sorted(image.getcolors(image.width * image.height), reverse=True)[:COLOURS]
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([value for _, colour in frequent for value in colour])
+    image.quantize(palette=palette, dither=Image.Dither.NONE).save(picture, optimize=True)
 
 
 def a_cell(browser: Browser) -> str:

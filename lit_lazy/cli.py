@@ -406,8 +406,10 @@ def tell_results(table: str, where: Path, runs: Path) -> None:
     print(f"\n{table}\n")
     print(f"table:      {where}/table.* ({', '.join(sorted(path.suffix for path in where.glob('table.*')))})")
     print(f"figures:    {' '.join(str(path) for path in sorted(where.glob('*.png')))}")
+    if (report := where / "report.html").exists():
+        print(f"report:     {report}")
     print(f"runs:       {where}/cells/, workers' logs {where}/worker-*.log")
-    print(f"dashboard:  {shlex.join(['lit-lazy', 'dashboard', '--runs', str(runs)])}")
+    print(f"dashboard:  {shlex.join(['lit-lazy', 'dashboard', where.name, '--runs', str(runs)])}")
 
 
 def make_search(options: argparse.Namespace, overrides: list[str]) -> "SearchWork":

@@ -119,12 +119,12 @@ def at_length(config: DataConfig, length: int, source: DataSource, model: Decode
 
 def check_length(model: DecoderLM, length: int, option: str) -> None:
     """Raise ValueError, in one line, where the positions or the bias cannot serve so many tokens."""
+    token = torch.zeros(1, 1, model.embedding.embedding_dim)
     try:
-        model.position.embed(torch.zeros(1, length, model.embedding.embedding_dim), 0)
-        model.position.rotation(length, 0)
+        model.position.embed(token.expand(1, length, -1), 0)
         for attention in model.attentions:
             attention.bias(length)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # RuntimeError: shapes that do not fit, or no memory for them
         raise ValueError(f"{option}: {one_line(error)}") from None
 
 
@@ -163,7 +163,7 @@ def write(
         "checkpoint": str(request.checkpoint),
         "command": shlex.join(["lit-lazy", *sys.argv[1:]]),
         "data": {
-            prefix or "checkpoint": {
+            prefix or "trained": {
                 "name": source.name,
                 "fingerprint": source.fingerprint,
                 "context_length": source.context_length,

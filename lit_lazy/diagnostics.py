@@ -4,8 +4,9 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +31,6 @@ TOKENS_AT_ONCE = 8192
 """Tokens of a forward pass, unless a single sequence is longer."""
 MOST_MAPS, MAP_ROWS = 4, 128
 """Weight matrices that are kept where none are chosen, and the most rows and keys of each."""
-PER_HEAD = (Sparsity, Entropy, ScoreSpread)
 EVICTED = 4
 """Keys that are hidden at most, from the first on."""
 EVICTION_ROW = 9
@@ -85,9 +85,9 @@ class Diagnostics:
         return cls({prefix + name: x for prefix, part in parts.items() for name, x in part.arrays.items()})
 
     @classmethod
-    def load(cls, path: Path) -> "Diagnostics":
+    def load(cls, file: Path | BinaryIO) -> "Diagnostics":
         """From an npz file. Runs no code that the file holds."""
-        with np.load(path, allow_pickle=False) as archive:
+        with np.load(file, allow_pickle=False) as archive:
             return cls({name: archive[name] for name in archive.files})
 
     def save(self, path: Path) -> None:
@@ -280,14 +280,13 @@ class _Observed:
         device = module.device
         heads = self.model.attentions[0].n_heads
         self.rows = [
-            [
-                metric.to(device)
-                for metric in (Sink(heads, length), Mass(heads, length), *(kind(heads) for kind in PER_HEAD))
-            ]
+            [Sink(heads, length), Mass(heads, length), Sparsity(heads), Entropy(heads), ScoreSpread(heads)]
             for _ in range(self.n_layers)
         ]
-        self.values = [ValueNorms(heads, length).to(device) for _ in range(self.n_layers)]
-        self.hidden = [Collapse().to(device) for _ in range(self.n_layers + 1)]
+        self.values = [ValueNorms(heads, length) for _ in range(self.n_layers)]
+        self.hidden = [Collapse() for _ in range(self.n_layers + 1)]
+        for metric in chain(*self.rows, self.values, self.hidden):
+            metric.to(device)
         wide = {"dtype": torch.float64, "device": device}
         self.gap = torch.zeros(self.n_layers + 1, **wide)
         self.nll = torch.zeros(1 + EVICTED, length, **wide)
@@ -300,7 +299,7 @@ class _Observed:
 
         def on_hidden(index: int, x: Tensor) -> None:
             self.hidden[index].update(x)
-            last.append(x[:, -2:-1])
+            last.append(x[:, -2:-1].clone())
 
         with _listening(self.model, self._on_attention, on_hidden):
             self._add_loss(tokens, targets, 0)

@@ -16,8 +16,10 @@ from urllib.parse import urlsplit
 from matplotlib.figure import Figure
 
 from lit_lazy import figures
+from lit_lazy.databases import redacted
 from lit_lazy.diagnostics import Diagnostics
 from lit_lazy.disk import write_text
+from lit_lazy.figures.ablation import Histories
 from lit_lazy.figures.common import in_style
 from lit_lazy.grid.plan import Plan, read_plan, table_from_mlflow
 from lit_lazy.grid.table import Table
@@ -31,16 +33,17 @@ CSS_DPI, IMAGE_DPI = 96, 120
 """Pixels per inch of the page, and of the images: more, so that they are sharp on a fine screen."""
 WIDE = 800
 """CSS pixels from which a figure takes a line of its own."""
-WATCHED = ("watch/tau", "watch/first_key")
+WATCHED = ("watch/tau_layer_", "watch/first_key_")
 """How the names of the metrics begin whose history is drawn."""
-Histories = dict[str, list[dict[str, list[tuple[int, float]]]]]
 
 
-def write_report(tracker: Tracker, parent_id: str, folder: Path, ui_url: str | None = None) -> Path:
-    """Write the report of an ablation's parent run into a folder; its path. See `report_html`."""
+def write_report(tracker: Tracker, parent_id: str, folder: Path) -> list[Path]:
+    """Write the report of an ablation's parent run, and its figures over all variants, into a folder; the paths."""
+    material = _gathered(tracker, parent_id)
     path = folder / REPORT
-    write_text(path, report_html(tracker, parent_id, ui_url))
-    return path
+    write_text(path, _page(material))
+    drawn = _overall(material).items()
+    return [path, *(file for name, figure in drawn for file in figures.save_figure(figure, folder / name))]
 
 
 def report_html(tracker: Tracker, parent_id: str, ui_url: str | None = None) -> str:
@@ -49,7 +52,11 @@ def report_html(tracker: Tracker, parent_id: str, ui_url: str | None = None) -> 
     ui_url: address of MLflow's pages; with it each run's id links to its page there.
     Raises ValueError for a ui_url that is no server's address.
     """
-    material = _Material(
+    return _page(_gathered(tracker, parent_id, ui_url))
+
+
+def _gathered(tracker: Tracker, parent_id: str, ui_url: str | None = None) -> "_Material":
+    return _Material(
         tracker,
         read_plan(tracker, parent_id),
         table_from_mlflow(tracker, parent_id),
@@ -57,6 +64,9 @@ def report_html(tracker: Tracker, parent_id: str, ui_url: str | None = None) -> 
         tracker.children(parent_id),
         None if ui_url is None else f"{_address(ui_url)}/#/experiments/{tracker.experiment_id}/runs",
     )
+
+
+def _page(material: "_Material") -> str:
     plan, table = material.plan, material.table
     sections = [
         _Section("run", "What was run", _what_was_run(material)),
@@ -125,7 +135,9 @@ def _address(ui_url: str) -> str:
     except ValueError:
         valid = False
     if not valid or "@" in ui_url or "?" in ui_url or "#" in ui_url or not ui_url.isprintable() or " " in ui_url:
-        raise ValueError(f"--ui-url {ui_url!r}: must be http://HOST:PORT or https://HOST, where MLflow's pages are")
+        raise ValueError(
+            f"--ui-url {redacted(ui_url)!r}: must be http://HOST:PORT or https://HOST, where MLflow's pages are"
+        )
     return ui_url.rstrip("/")
 
 
@@ -175,29 +187,35 @@ def _definitions(lines: Mapping[str, Sequence[str]]) -> str:
     return f"<dl>{''.join(items)}</dl>"
 
 
-def _overall_figures(material: _Material) -> str:
+def _overall(material: _Material) -> dict[str, Figure]:
+    """Figures over all variants, by name; none while no cell is complete."""
     table = material.table
     if not any(row.n for row in table.rows):
-        return "<p>No cell is complete, so there is nothing to draw.</p>"
+        return {}
     histories = _histories(material)
+    plotted = [column.key for column in table.columns if column.plotted]
     drawn: dict[str, Figure | None] = {
+        "effects": figures.effects_figure(table, plotted) if plotted else None,
         "loss_against_sparsity": figures.loss_against_sparsity(table),
         "tau_over_training": figures.tau_over_training(histories),
         "sink_over_training": figures.sink_over_training(histories),
     }
-    if plotted := [column.key for column in table.columns if column.plotted]:
-        drawn = {"effects": figures.effects_figure(table, plotted), **drawn}
-    return _figures({name: figure for name, figure in drawn.items() if figure is not None}, "all variants")
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def _overall_figures(material: _Material) -> str:
+    if drawn := _overall(material):
+        return _figures(drawn, "all variants")
+    return "<p>No cell is complete, so there is nothing to draw.</p>"
 
 
 def _histories(material: _Material) -> Histories:
     """What was watched during training, by variant, of each complete seed."""
-    histories: Histories = {}
-    for row in material.table.rows:
-        for run in material.complete(row.variant):
-            names = sorted(name for name in run.metrics if name.startswith(WATCHED))
-            histories.setdefault(row.variant, []).append(material.tracker.history(run.run_id, names))
-    return histories
+
+    def history(run: TrackedRun) -> dict[str, list[tuple[int, float]]]:
+        return material.tracker.history(run.run_id, sorted(name for name in run.metrics if name.startswith(WATCHED)))
+
+    return {row.variant: [history(run) for run in material.complete(row.variant)] for row in material.table.rows}
 
 
 def _variant_figures(material: _Material) -> str:
@@ -209,12 +227,12 @@ def _variant_figures(material: _Material) -> str:
         if not complete:
             without.append(f"{escape(row.variant)}: no cell is complete")
         for run in complete:
-            file = material.tracker.read_file(run.run_id, DIAGNOSTICS)
+            kept = material.tracker.read_bytes(run.run_id, DIAGNOSTICS)
             name = f"{row.variant}, seed {run.tags['seed']}"
-            if file is None:
+            if kept is None:
                 without.append(f"{escape(name)}: {material.id(run.run_id)} holds no {DIAGNOSTICS}")
                 continue
-            body = _figures(figures.run_figures(Diagnostics.load(file).arrays), name)
+            body = _figures(figures.run_figures(Diagnostics.load(io.BytesIO(kept)).arrays), name)
             summary = f"<summary>{escape(row.variant)} <small>seed {run.tags['seed']}</small></summary>"
             parts.append(f"<details{opened}>{summary}\n{body}</details>")
             break
@@ -237,10 +255,11 @@ def _figure(name: str, figure: Figure, subject: str) -> str:
     figure.savefig(data, format="webp", dpi=IMAGE_DPI, pil_kwargs={"lossless": True})
     width, height = (round(inches * CSS_DPI) for inches in figure.get_size_inches())
     wide = ' class="wide"' if width > WIDE else ""
+    source = f"data:image/webp;base64,{base64.b64encode(data.getvalue()).decode()}"
     return (
         f'<figure{wide} style="--width:{width}px"><div class="scroll"><img width="{width}" height="{height}" '
-        f'alt="{escape(f"{title}: {subject}")}" src="data:image/webp;base64,{base64.b64encode(data.getvalue()).decode()}">'
-        f"</div><figcaption><b>{title}.</b> {look}</figcaption></figure>\n"
+        f'alt="{escape(f"{title}: {subject}")}" src="{source}"></div>'
+        f"<figcaption><b>{title}.</b> {look}</figcaption></figure>\n"
     )
 
 
@@ -279,7 +298,7 @@ CAPTIONS = {
     ),
     "tau_over_training": (
         "Offset parameter over training",
-        "Look where tau goes from its start, and whether layers and seeds agree.",
+        "Look where tau goes from its start, and whether the seeds agree.",
     ),
     "sink_over_training": (
         "First key over training",
@@ -318,8 +337,8 @@ CAPTIONS = {
         "Look for an effective rank that falls with depth: the tokens become alike.",
     ),
     "loss_by_length": (
-        "Loss by length",
-        "Look where the loss rises beyond the length of training.",
+        "Loss by position and length",
+        "Look whether the loss keeps falling with more context, and where it rises beyond the length of training.",
     ),
 }
 """Title of each figure, and a sentence that says what to look for."""
@@ -333,8 +352,8 @@ READING = "<p>The table's own signs are explained below it. The words of table a
     {
         "Weight": ["What a value is multiplied with: the normaliser's output, after renormalising where it does so."],
         "Sink rate": [
-            "Share of sequences and heads, over all layers, in which the first key's weight exceeds 0.3 on average over "
-            "the rows (Gu et al. 2024)."
+            "Share of sequences and heads, over all layers, in which the first key's weight exceeds 0.3 on average "
+            "over the rows (Gu et al. 2024)."
         ],
         "Share": [
             "The first key's part of what survived: the sum of its weights over the sum of all weights of the same "
@@ -351,7 +370,7 @@ READING = "<p>The table's own signs are explained below it. The words of table a
         ],
         "Null": [
             "The sparsity of independent normal scores with the spread measured here, at the same tau. Zeros up to it "
-            "need no structure: at tau = 1 more than half of the keys of an untrained model are zero."
+            "need no structure: at tau = 1 it is one half or more, whatever the spread."
         ],
         "Tau": [
             "The offset parameter: the threshold is tau divided by the number of visible keys, where a variant's name "
@@ -378,7 +397,8 @@ h3 { margin: 1.6rem 0 .6rem; font-size: 1.05rem; }
 p, ul, ol, dl { max-width: 85ch; }
 a { color: var(--link); }
 code { font: .87em ui-monospace, monospace; }
-nav ol { max-width: none; margin: .8rem 0 0; padding: 0; list-style: none; display: flex; flex-wrap: wrap; gap: .2rem 1.4rem; }
+nav ol { max-width: none; margin: .8rem 0 0; padding: 0; list-style: none; }
+nav li { display: inline-block; margin-right: 1.4rem; }
 .lead, small, figcaption { color: var(--quiet); }
 .lead { margin: .3rem 0 0; }
 .warning { padding: .5em .8em; border-left: 4px solid #d55e00; background: rgba(213, 94, 0, .15); }

@@ -74,7 +74,7 @@ def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, log: Path) -> 
 
 
 def chosen(links: Sequence[ExperimentLinks], name: str) -> list[ExperimentLinks]:
-    """Those of an experiment, or of all experiments of an ablation or a search. Raises ValueError where there is none."""
+    """Those of an experiment, or of all experiments of an ablation or a search. Raises ValueError for none."""
     found = [experiment for experiment in links if experiment.name == name] or [
         experiment for experiment in links if experiment.name.startswith((f"{name}-", f"search-{name}-"))
     ]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
@@ -239,14 +240,16 @@ class Tracker:
     @_reaching
     def read_text(self, run_id: str, name: str) -> str:
         """A text artifact of a run."""
-        return Path(self.client.download_artifacts(run_id, name)).read_text()
+        with TemporaryDirectory() as folder:
+            return Path(self.client.download_artifacts(run_id, name, folder)).read_text()
 
     @_reaching
-    def read_file(self, run_id: str, name: str) -> Path | None:
-        """Where a copy of a run's artifact lies, or None where the run has no such artifact."""
+    def read_bytes(self, run_id: str, name: str) -> bytes | None:
+        """An artifact of a run, or None where the run has no such artifact."""
         if name not in {artifact.path for artifact in self.client.list_artifacts(run_id)}:
             return None
-        return Path(self.client.download_artifacts(run_id, name))
+        with TemporaryDirectory() as folder:
+            return Path(self.client.download_artifacts(run_id, name, folder)).read_bytes()
 
     @_reaching
     def history(self, run_id: str, names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
@@ -326,7 +329,7 @@ def experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
             label: runs_link(ui_url, number, view)
             for label, view in LINKED_VIEWS.items()
             if TAG_PREFIX + view_id(view) in experiment.tags
-        } or {"runs": runs_link(ui_url, number)}
+        } | {"runs": runs_link(ui_url, number)}
         query = "tags.ablation LIKE '%' AND tags.kind != 'cell'"  # an ablation's parent run, or a search's
         for parent in client.search_runs([number], query, order_by=["start_time DESC"], max_results=1):
             kept = {artifact.path for artifact in client.list_artifacts(parent.info.run_id)}

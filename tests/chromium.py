@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,6 +21,13 @@ FLAGS = (
     # With a mouse: without one, plotly's tools lie over the charts at all times.
     "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4",
 )
+# Chromium reads commands from descriptor 3 and answers on 4; a message ends with a zero byte.
+PIPED = """
+import os, sys
+os.dup2(int(sys.argv[1]), 3)
+os.dup2(int(sys.argv[2]), 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 POLL_SECONDS = 0.2
 
 
@@ -34,10 +42,9 @@ class Browser:
             raise FileNotFoundError("chromium is missing on the PATH; install it")
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
-        # Chromium reads commands from descriptor 3 and answers on 4, messages end with a zero byte.
         command = [CHROMIUM, *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", f'exec "$@" 3<&{commands} 4>&{answers}', "chromium", *command],
+            [sys.executable, "-c", PIPED, str(commands), str(answers), *command],
             pass_fds=(commands, answers),
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -53,7 +60,7 @@ class Browser:
             self.call(f"{domain}.enable")
         self.resize(width, height)
         source = "".join(f"localStorage.setItem({json.dumps(k)}, {json.dumps(v)});" for k, v in (stored or {}).items())
-        self.call("Page.addScriptToEvaluateOnNewDocument", source=f"if (location.protocol !== 'about:') {{{source}}}")
+        self.call("Page.addScriptToEvaluateOnNewDocument", source=f"if (location.host) {{{source}}}")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """A command of the DevTools protocol; its result. Raises RuntimeError where it is refused."""
@@ -111,6 +118,14 @@ class Browser:
             if time.monotonic() > end:
                 raise TimeoutError(f"{expression} stayed untrue for {seconds:g} s; the page says: {self.text()[:2000]}")
             time.sleep(POLL_SECONDS)
+
+    def click(self, element: str) -> None:
+        """Click the middle of what a JavaScript expression finds, once it is there."""
+        x, y = self.wait(
+            f"(r => r && r.width && [r.x + r.width / 2, r.y + r.height / 2])(({element})?.getBoundingClientRect())"
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def text(self) -> str:
         """What a reader of the page sees, as one line."""

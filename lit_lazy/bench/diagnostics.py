@@ -3,7 +3,8 @@
 The summary is that of one long sequence, in a process of its own: how far it raises the resident memory over that of
 the idle process, its inputs included. The callback is measured on whole trainings of shipped experiments on one thread,
 without and with it in turns. Its share of the training time is told twice: the seconds spent inside the callback over
-those of the same training, and the ratio of paired trainings, which holds whatever else the machine does as well.
+those of the same training, and the ratio of the processor seconds of paired trainings, which misses nothing and is as
+noisy as the machine.
 """
 
 import sys
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -99,9 +100,9 @@ def table(result: Mapping[str, Any]) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
-        f"Float32 on {made['threads']} thread, median [quartiles] of {len(summary['rounds'])} rounds. Asked of L = "
-        f"{LENGTH} with {HEADS} heads: a peak below {MOST_BYTES / 1e6:.0f} MB; of the callback: at most "
-        f"{MOST_SHARE:.0%} of the training time.",
+        f"Float32 on {made['threads']} thread, with / without in processor time; median [quartiles] of "
+        f"{len(summary['rounds'])} rounds. Asked of L = {LENGTH} with {HEADS} heads: a peak below "
+        f"{MOST_BYTES / 1e6:.0f} MB; of the callback: at most {MOST_SHARE:.0%} of the training time.",
         made_by(result),
     ]
     return "\n".join(lines) + "\n"
@@ -166,15 +167,23 @@ class Stopwatch(Watch):
         with self._running():
             super().on_train_start(trainer, pl_module)
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any, **kwargs: Any) -> None:
         with self._running():
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         with self._running():
             super().on_validation_end(trainer, pl_module)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training took; `inside` are seconds spent in the callback, `looks` how often it logged."""
+
+    seconds: float
+    processor_seconds: float
+    inside: float
+    looks: int
 
 
 def _training(name: str, cfg: RunConfig, rounds: int, console: Callable[[str], None]) -> dict[str, Any]:
@@ -182,40 +191,34 @@ def _training(name: str, cfg: RunConfig, rounds: int, console: Callable[[str], N
     source = cfg.data.load()
     console(f"{name}: {rounds} pairs of trainings of {cfg.train.steps} steps, after one to warm up")
     _train(cfg, source, None)
-    without: list[float] = []
-    watched: list[float] = []
-    inside: list[float] = []
-    looks = 0
+    without: list[Training] = []
+    watched: list[Training] = []
     for index in range(rounds):
         for with_it in (False, True) if index % 2 == 0 else (True, False):
-            stopwatch = Stopwatch(source) if with_it else None
-            seconds, logged = _train(cfg, source, stopwatch)
-            (watched if with_it else without).append(seconds)
-            if stopwatch is not None:
-                inside.append(stopwatch.seconds / seconds)
-                looks = logged
-    paired = [a / b - 1 for a, b in zip(watched, without, strict=True)]
+            (watched if with_it else without).append(_train(cfg, source, Stopwatch(source) if with_it else None))
+    inside = [training.inside / training.seconds for training in watched]
+    paired = [a.processor_seconds / b.processor_seconds - 1 for a, b in zip(watched, without, strict=True)]
     return {
         "experiment": name,
         "steps": cfg.train.steps,
-        "looks": looks,
-        "rounds": rounds,
-        "rounds_seconds": {"without": without, "with": watched},
-        "seconds": asdict(Spread.of(without)),
-        "rounds_inside": inside,
+        "looks": watched[0].looks,
+        "rounds": {"without": [asdict(x) for x in without], "with": [asdict(x) for x in watched]},
+        "seconds": asdict(Spread.of([training.seconds for training in without])),
         "inside": asdict(Spread.of(inside)),
         "paired": asdict(Spread.of(paired)),
     }
 
 
-def _train(cfg: RunConfig, source: DataSource, watch: Watch | None) -> tuple[float, int]:
-    """Seconds of a whole training, validations and checkpoints included, and how often the callback logged."""
+def _train(cfg: RunConfig, source: DataSource, stopwatch: Stopwatch | None) -> Training:
+    """A whole training, validations and checkpoints included."""
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        trainer = make_trainer(cfg, folder, MetricFile(folder), [watch] if watch else [], show_progress=False)
-        started = time.perf_counter()
+        callbacks = [] if stopwatch is None else [stopwatch]
+        trainer = make_trainer(cfg, folder, MetricFile(folder), callbacks, show_progress=False)
+        started, processor_started = time.perf_counter(), time.process_time()
         fit(trainer, module, cfg, source, None)
-        seconds = time.perf_counter() - started
-        looks = sum(any(name.startswith("watch/") for name in line.metrics) for line in read_lines(folder / METRICS))
-        return seconds, looks
+        seconds, processor_seconds = time.perf_counter() - started, time.process_time() - processor_started
+        lines = read_lines(folder / METRICS)
+    looks = sum(any(name.startswith("watch/") for name in line.metrics) for line in lines)
+    return Training(seconds, processor_seconds, 0.0 if stopwatch is None else stopwatch.seconds, looks)

@@ -88,7 +88,7 @@ def run_figures(arrays: Arrays) -> dict[str, Figure]:
 def attention_maps(arrays: Arrays) -> Figure | None:
     """Weights of the chosen heads in one sequence on a log scale, and below each map its first keys enlarged.
 
-    A weight that is exactly 0 and a key that is hidden because it comes later have colours outside the map.
+    A weight that is exactly 0 and a key that is hidden because it comes later, or is NaN, have colours outside the map.
     """
     weights = _finite(arrays, "maps/weights")
     if weights is None:
@@ -113,8 +113,8 @@ def attention_maps(arrays: Arrays) -> Figure | None:
                 axes.set_ylabel("query (position)")
     for axes in stacks[count:].flat:
         axes.set_axis_off()
-    figure.colorbar(ScalarMappable(norm, colours), ax=grid, extend="min", label="weight", aspect=40)
-    handles = [_patch(ZERO, "exactly 0"), _patch(HIDDEN, "hidden: a later key")]
+    figure.colorbar(ScalarMappable(norm, colours), ax=grid, extend="min", label="weight", aspect=10 * height)
+    handles = [_patch(ZERO, "exactly 0"), _patch(HIDDEN, "hidden from the query")]
     if len(heights) > 1:
         handles.append(Patch(facecolor="none", edgecolor=WORSE, label=f"first {FIRST_KEYS} keys, enlarged"))
     legend_below(figure, handles, 3)
@@ -187,7 +187,7 @@ def sparsity_by_layer(arrays: Arrays) -> Figure | None:
     """Exact zeros beside the Gaussian null model, and small weights and empty tiles, trained and at init, by layer."""
     lines = {
         "sparsity/zero": ("exactly 0 (p ≤ θ)", BETTER, "o"),
-        "sparsity/null": ("null model of exactly 0", "#000000", "D"),
+        "sparsity/null": ("Gaussian null model", "#000000", "D"),
         "sparsity/small": ("|w| ≤ 1e-5", WORSE, "s"),
         "sparsity/block_64": ("64×64 tiles without a weight", "#009E73", "^"),
     }
@@ -322,7 +322,7 @@ def rank_profile(arrays: Arrays) -> Figure | None:
     if not states:
         return None
     layers = _shape(arrays, *kinds)[0] - 1
-    figure = new_figure(WIDTH, 3.0, f"Residual stream after each layer, mean over {_sample(arrays)}")
+    figure = new_figure(WIDTH, 3.0, f"Residual stream after each layer, over {_sample(arrays)}")
     panels = figure.subplots(1, 2)
     for axes, (key, label) in zip(panels, kinds.items(), strict=True):
         for state in states:
@@ -403,10 +403,10 @@ def _sample(arrays: Arrays) -> str:
 
 
 def _coloured_weights(matrix: np.ndarray, colours: Colormap, norm: LogNorm) -> np.ndarray:
-    """RGBA [n, n] of a causal weight matrix."""
+    """RGBA [n, n] of a causal weight matrix; a weight that is NaN counts as hidden."""
     image = colours(norm(np.clip(matrix, norm.vmin, norm.vmax)))
-    image[~(matrix > 0)] = to_rgba(ZERO)
-    image[np.triu_indices(len(matrix), 1)] = to_rgba(HIDDEN)
+    image[matrix == 0] = to_rgba(ZERO)
+    image[np.isnan(matrix) | np.triu(np.ones(matrix.shape, dtype=bool), 1)] = to_rgba(HIDDEN)
     return image
 
 
@@ -455,7 +455,9 @@ def _ordered_key(figure: Figure, panels: np.ndarray, count: int, thing: str, mor
         legend_below(figure, [*named, *more], 6 if len(named) + len(more) > 4 else 4)
         return
     norm = BoundaryNorm(np.arange(count + 1) + 0.5, count)
-    bar = figure.colorbar(ScalarMappable(norm, ListedColormap(colours)), ax=panels, label=thing)
+    bar = figure.colorbar(
+        ScalarMappable(norm, ListedColormap(colours)), ax=panels, label=thing, aspect=10 * figure.get_figheight()
+    )
     _count_ticks(bar.ax.yaxis, count)
     bar.ax.minorticks_off()
     if more:

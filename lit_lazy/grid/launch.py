@@ -22,8 +22,9 @@ from lit_lazy.grid.plan import PLAN, Plan, read_plan, save, table_from_mlflow
 from lit_lazy.grid.pool import LocalPool, Pool
 from lit_lazy.grid.progress import Progress
 from lit_lazy.grid.queue import FINISHED, Entry, Membership, Queue, Watch, default_storage, is_dead, living, redacted
-from lit_lazy.grid.table import Table
+from lit_lazy.grid.table import Column, Table
 from lit_lazy.grid.worker import Job
+from lit_lazy.report import REPORT, write_report
 from lit_lazy.run import git_sha
 from lit_lazy.tracking import Tracker, TrackingError, default_uri
 
@@ -99,9 +100,12 @@ def run_grid(grid: Grid, launch: Launch, console: Console) -> tuple[Table, bool]
     with opened(grid, launch, Queue, console) as (queue, tracker):
         with queue.lock():
             parent_id = _parent(grid, queue, tracker)
-        with executed(grid, launch, queue, tracker, parent_id, console):
+        with executed(grid, launch, queue, tracker, parent_id, console) as something_new:
             _tell_failures(queue, tracker, parent_id)
             table = write_table(tracker, parent_id, grid.folder)
+            if something_new or not (grid.folder / REPORT).exists():
+                console.print("drawing the report", highlight=False)
+                tracker.keep_files(parent_id, write_report(tracker, parent_id, grid.folder))
         return table, is_finished(grid, queue)
 
 
@@ -130,8 +134,8 @@ def executed(
     parent_id: str,
     console: Console,
     notes: Callable[[], list[str]] = list,
-) -> Iterator[None]:
-    """Execute the cells that are missing; the parent run ends with what is done within.
+) -> Iterator[bool]:
+    """Execute the cells that are missing; the parent run ends with what is done within. Gives whether there were any.
 
     notes: lines to show beside the progress.
     """
@@ -142,13 +146,13 @@ def executed(
     left = sum(states[cell.key] not in FINISHED for cell in work.cells)
     if not left:
         console.print(f"{n} {work.noun}, all finished: nothing to do", highlight=False)
-        yield
+        yield False
         return
     console.print(f"{n} {work.noun}, {n - left} already finished, {added} enqueued", highlight=False)
     tracker.set_running(parent_id)
     progress = Progress(queue, [cell.key for cell in work.cells], console, notes)
     supervisor.work(make_pool(make_job(work, launch, queue, tracker, parent_id), launch), progress)
-    yield
+    yield True
     tracker.set_ended(parent_id, "FINISHED" if is_finished(work, queue) else "FAILED")
 
 
@@ -200,8 +204,14 @@ def write_table(tracker: Tracker, parent_id: str, folder: Path) -> Table:
     if shown and any(row.n for row in table.rows):
         files += figures.save_figure(figures.effects_figure(table, shown), folder / "effects")
     tracker.keep_files(parent_id, files)
-    tracker.keep_views(read_plan(tracker, parent_id).axes, [column.key for column in table.columns])
+    keep_views(tracker, read_plan(tracker, parent_id).axes, table.columns)
     return table
+
+
+def keep_views(tracker: Tracker, axes: Sequence[str], columns: Sequence[Column]) -> None:
+    """Save MLflow's views of an ablation; the plotted columns get charts, or all where none is."""
+    plotted = [column.key for column in columns if column.plotted]
+    tracker.keep_views(axes, [column.key for column in columns], plotted or None)
 
 
 def begin_anew(work: Work, queue: Queue, tracker: Tracker, console: Console) -> None:
@@ -238,7 +248,7 @@ def _parent(grid: Grid, queue: Queue, tracker: Tracker) -> str:
             ) from None
         plan = plan.widened(former, grid.row_order)
     tracker.keep_text(parent_id, plan.to_json(), PLAN)
-    tracker.keep_views(plan.axes, [column.key for column in plan.columns])
+    keep_views(tracker, plan.axes, plan.columns)
     return parent_id
 
 

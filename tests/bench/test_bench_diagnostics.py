@@ -31,21 +31,23 @@ def test_the_file_holds_the_result_and_where_it_came_from(measured):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is told in KiB there alone")
-def test_the_peak_is_above_the_inputs_and_below_a_matrix_of_all_scores(measured):
+def test_the_peak_is_above_the_inputs_and_below_the_matrices_of_all_scores_and_weights(measured):
     heads, length = QUICK["heads"], QUICK["length"]
-    assert 2 * 4 * heads * length * HEAD_DIM < measured[1]["summary"]["peak_bytes"] < 4 * heads * length**2
+    assert 2 * 4 * heads * length * HEAD_DIM < measured[1]["summary"]["peak_bytes"] < 2 * 4 * heads * length**2
 
 
 def test_shares_are_those_of_the_rounds(measured):
     [row] = measured[1]["training"]
-    rounds = row["rounds_seconds"]
-    assert len(rounds["with"]) == len(rounds["without"]) == row["rounds"] == QUICK["rounds"]
-    paired = [a / b - 1 for a, b in zip(rounds["with"], rounds["without"], strict=True)]
+    without, watched = row["rounds"]["without"], row["rounds"]["with"]
+    assert len(without) == len(watched) == QUICK["rounds"]
+    paired = [a["processor_seconds"] / b["processor_seconds"] - 1 for a, b in zip(watched, without, strict=True)]
     assert row["paired"]["median"] == pytest.approx(statistics.median(paired))
-    assert row["inside"]["median"] == pytest.approx(statistics.median(row["rounds_inside"]))
-    assert all(0 < share < 1 for share in row["rounds_inside"])
+    assert row["inside"]["median"] == pytest.approx(statistics.median(x["inside"] / x["seconds"] for x in watched))
+    assert all(0 < x["inside"] < x["seconds"] for x in watched)
+    assert row["seconds"]["median"] == pytest.approx(statistics.median(x["seconds"] for x in without))
     # Six steps: before training, after 1, 2 and 4, and at the validations after 3 and 6.
     assert (row["steps"], row["looks"]) == (6, 6)
+    assert {(x["inside"], x["looks"]) for x in without} == {(0, 0)}
 
 
 def test_the_table_shows_the_rows(measured):

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lit_lazy.grid.launch import Grid
     from lit_lazy.grid.search import Search
     from lit_lazy.grid.search_run import SearchWork
+    from lit_lazy.tracking import Tracker
 
 BYTES_PER_WORKER = 3 * 2**29
 """1.5 GB: torch, lightning and mlflow take 0.9 GB before a small model is trained."""
@@ -540,20 +541,25 @@ def ablate_status(options: argparse.Namespace, _rest: list[str]) -> int:
     return 0
 
 
-def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
-    """`lit-lazy ablate table`"""
+def tracked_grid(options: argparse.Namespace) -> "Tracker":
+    """The MLflow experiment of the grid that NAME and --base mean."""
     from lit_lazy.databases import redacted
-    from lit_lazy.disk import writable_folder
-    from lit_lazy.grid.launch import write_table
-    from lit_lazy.grid.plan import newest_parent
     from lit_lazy.tracking import Tracker, check_store, default_uri, experiment_names
 
     uri = default_uri(options.runs)
     check_store(uri)
-    name = grid_name(options, experiment_names(uri), f"MLflow at {redacted(uri)}")
+    return Tracker(uri, options.runs, grid_name(options, experiment_names(uri), f"MLflow at {redacted(uri)}"))
+
+
+def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
+    """`lit-lazy ablate table`"""
+    from lit_lazy.disk import writable_folder
+    from lit_lazy.grid.launch import write_table
+    from lit_lazy.grid.plan import newest_parent
+
+    tracker = tracked_grid(options)
     writable_folder("--runs", options.runs)
-    tracker = Tracker(uri, options.runs, name)
-    folder = options.runs / name
+    folder = options.runs / tracker.experiment
     folder.mkdir(parents=True, exist_ok=True)
     print(write_table(tracker, newest_parent(tracker), folder).markdown())
     return 0
@@ -561,20 +567,15 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
 
 def report(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy report`"""
-    from lit_lazy.databases import redacted
     from lit_lazy.disk import writable_folder, write_text
     from lit_lazy.grid.plan import newest_parent
     from lit_lazy.report import REPORT, report_html
-    from lit_lazy.tracking import Tracker, check_store, default_uri, experiment_names
 
-    uri = default_uri(options.runs)
-    check_store(uri)
-    name = grid_name(options, experiment_names(uri), f"MLflow at {redacted(uri)}")
-    path = options.out or options.runs / name / REPORT
+    tracker = tracked_grid(options)
+    path = options.out or options.runs / tracker.experiment / REPORT
     if path.is_dir():
         raise ValueError(f"--out {str(path)!r}: is a folder; name a file in it")
     writable_folder("--out" if options.out else "--runs", path.parent)
-    tracker = Tracker(uri, options.runs, name)
     page = report_html(tracker, newest_parent(tracker), options.ui_url)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, page)

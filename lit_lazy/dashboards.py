@@ -219,7 +219,9 @@ def runs_link(ui_url: str, experiment_id: str, view: str | None = None) -> str:
     return f"{link}&viewStateShareKey={quote(view_id(view))}{mode}"
 
 
-def run_link(ui_url: str, experiment_id: str, run_id: str, artifact: str) -> str:
-    """Link to one artifact of a run."""
-    page = f"{ui_url}/#/experiments/{experiment_id}/runs/{run_id}/artifacts/{quote(artifact)}"
+def run_link(ui_url: str, experiment_id: str, run_id: str, artifact: str | None = None) -> str:
+    """Link to a run, or to one of its artifacts."""
+    page = f"{ui_url}/#/experiments/{experiment_id}/runs/{run_id}"
+    if artifact is not None:
+        page += f"/artifacts/{quote(artifact)}"
     return f"{page}?workflowType=machine_learning"

@@ -71,7 +71,7 @@ class Diagnostics:
     `bias/alibi_distance` `[layers, H]` (`alibi_fit`): absent where there is none.
     `loss/by_position` `[T]`, nats. `loss/evicted` `[4]`: what the loss rises by over the rows from position 9 on, in
     nats, when the first 1 to 4 keys are hidden in every layer.
-    `maps/weights` float16 `[S, n, n]`: weights of the first sequence, its first n = min(T, 128) rows and keys;
+    `maps/weights` float16 `[S, n, n]`: weights of the first sequence, NaN at hidden keys, first n = min(T, 128) rows;
     `maps/heads` int64 `[S, 2]`: layer and head of each, from 0.
     `sample` int64 `[3]`: n, T, layers.
     Names that begin with `init/` are those of the same model before training, with `L<length>/` at another length.
@@ -374,18 +374,19 @@ class _Observed:
 
 
 def _weights(model: DecoderLM, tokens: Tensor, chosen: list[tuple[int, int]]) -> np.ndarray:
-    """The weight matrices of one sequence `[1, n]`, float16 `[maps, n, n]`."""
+    """The weight matrices of one sequence `[1, n]`, float16 `[maps, n, n]`; NaN where a key is hidden."""
     found: dict[tuple[int, int], Tensor] = {}
 
     def on_attention(
         layer: int, attention: Attention, q: Tensor, k: Tensor, _: Tensor, bias: BiasTerms, window: int | None
     ) -> None:
         if any(layer == at for at, _ in chosen):
-            w = attention.normaliser.weights(q, k, bias, window).w[0]
+            rows = attention.normaliser.weights(q, k, bias, window)
+            w = rows.w.masked_fill(~rows.visible, torch.nan)[0]
             found.update({(layer, head): w[head] for at, head in chosen if at == layer})
 
     with _listening(model, on_attention):
         model(tokens)
     kept = torch.stack([found[place] for place in chosen]).cpu().numpy()
     # A weight too small for float16 is not to become one that was cut.
-    return np.where(kept > 0, np.maximum(kept, np.finfo(np.float16).smallest_subnormal), 0).astype(np.float16)
+    return np.where(kept > 0, np.maximum(kept, np.finfo(np.float16).smallest_subnormal), kept).astype(np.float16)

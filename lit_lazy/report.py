@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from matplotlib.figure import Figure
 
 from lit_lazy import figures
+from lit_lazy.dashboards import run_link
 from lit_lazy.databases import redacted
 from lit_lazy.diagnostics import Diagnostics
 from lit_lazy.disk import write_text
@@ -62,7 +63,7 @@ def _gathered(tracker: Tracker, parent_id: str, ui_url: str | None = None) -> "_
         table_from_mlflow(tracker, parent_id),
         parent_id,
         tracker.children(parent_id),
-        None if ui_url is None else f"{_address(ui_url)}/#/experiments/{tracker.experiment_id}/runs",
+        None if ui_url is None else _address(ui_url),
     )
 
 
@@ -108,8 +109,8 @@ class _Material:
     parent_id: str
     runs: Sequence[TrackedRun]
     """Every child, oldest first."""
-    link: str | None
-    """What a run's id is appended to for its page."""
+    ui_url: str | None
+    """Of MLflow's pages, where runs are to be linked to them."""
 
     def complete(self, variant: str) -> list[TrackedRun]:
         """The complete runs of a variant, one per seed of the table, by seed."""
@@ -120,7 +121,9 @@ class _Material:
     def id(self, run_id: str) -> str:
         """A run's id, with a link where there is somewhere to link to."""
         shown = f"<code>{escape(run_id)}</code>"
-        return shown if self.link is None else f'<a href="{escape(f"{self.link}/{run_id}")}">{shown}</a>'
+        if self.ui_url is None:
+            return shown
+        return f'<a href="{escape(run_link(self.ui_url, self.tracker.experiment_id, run_id))}">{shown}</a>'
 
 
 def _is_complete(run: TrackedRun, variant: str) -> bool:

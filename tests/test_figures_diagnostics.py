@@ -108,7 +108,7 @@ def test_a_zero_weight_is_told_from_a_small_one_and_from_a_hidden_key():
     weights[5, 2], weights[6, 2], weights[7, 2] = 0, 1e-7, 1e-4
     figure = drawn(figures.attention_maps({"maps/weights": weights[None], "maps/heads": np.array([[0, 2]])}))
     whole, first = figure.axes[:2]
-    assert whole.get_title() == "layer 1, head 3"
+    assert whole.get_title() == "layer 0, head 2"
     image = np.asarray(whole.images[0].get_array())
     np.testing.assert_array_equal(np.asarray(first.images[0].get_array()), image[:, :8])
     zero, hidden = to_rgba(figures.ZERO), to_rgba(figures.HIDDEN)
@@ -141,13 +141,13 @@ def test_sink_heatmap_shows_the_first_key_raw_and_as_share_trained_and_not():
     for axes, key in zip(figure.axes, keys, strict=False):
         shown = np.ma.filled(axes.images[0].get_array(), np.nan)
         np.testing.assert_allclose(shown, arrays[key][..., 0], rtol=1e-6)
-        # Layer 1 is the lowest row of cells.
+        # Layer 0 is the lowest row of cells.
         written = {text.get_position(): text.get_text() for text in axes.texts}
         for layer, head in ((0, 0), (2, 3)):
-            assert written[head + 1, layer + 1] == f"{arrays[key][layer, head, 0]:.2f}"
+            assert written[head, layer] == f"{arrays[key][layer, head, 0]:.2f}"
     titles = ["weight, trained", "share of the mass, trained", "weight, at init", "share of the mass, at init"]
     assert [axes.get_title() for axes in figure.axes[:4]] == titles
-    assert {text.get_position(): text.get_text() for text in figure.axes[1].texts}[3, 2] == "–"
+    assert {text.get_position(): text.get_text() for text in figure.axes[1].texts}[2, 1] == "–"
     assert "no mass" in figure.legends[0].get_texts()[0].get_text()
 
 

@@ -60,7 +60,7 @@ def test_steps_and_figures(tmp_path: Path, attention: AttentionSpec) -> None:
         assert found["watch/mass"] == pytest.approx(dict.fromkeys(found["watch/mass"], 1.0))
 
 
-def test_figures_are_those_of_the_model(tmp_path: Path) -> None:
+def test_figures_are_those_of_the_model() -> None:
     """The weight on the first key and the mass, against weights written out from the layers' own queries and keys."""
     cfg = config(AttentionSpec(Elastic(tau_init=0.7), LearnedBias(init_std=1.0)))
     source = cfg.data.load()

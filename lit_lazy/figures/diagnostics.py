@@ -107,7 +107,7 @@ def attention_maps(arrays: Arrays) -> Figure | None:
     colours, norm = mpl.colormaps["viridis"], LogNorm(SMALLEST, 1)
     for i, (stack, head, matrix) in enumerate(zip(stacks, arrays["maps/heads"], weights, strict=False)):
         _draw_maps(stack, _coloured_weights(matrix, colours, norm))
-        stack[0].set_title(f"layer {int(head[0]) + 1}, head {int(head[1]) + 1}")
+        stack[0].set_title(f"layer {head[0]}, head {head[1]}")
         if i % columns == 0:
             for axes in stack:
                 axes.set_ylabel("query (position)")
@@ -139,7 +139,7 @@ def sink_heatmap(arrays: Arrays) -> Figure | None:
             found = _finite(arrays, state.prefix + key)
             values = np.full((layers, heads), np.nan) if found is None else found[..., 0]
             absent = absent or bool(np.isnan(values).any())
-            extent = (0.5, heads + 0.5, 0.5, layers + 0.5)
+            extent = (-0.5, heads - 0.5, -0.5, layers - 0.5)
             axes.imshow(values, colours, norm, aspect="auto", origin="lower", extent=extent)
             axes.set_title(f"{name}, {state.label}")
             if values.size <= MOST_WRITTEN:
@@ -270,7 +270,7 @@ def bias_curves(arrays: Arrays) -> Figure | None:
             line = curves[layer].mean(axis=1, keepdims=True) - slopes[layer, :, None] * (distances - distances.mean())
             positions, drawn = log_bins(distances + 1, line)
             _ordered_lines(axes, positions - 1, drawn, fit)
-        axes.set_title(f"layer {layer + 1}")
+        axes.set_title(f"layer {layer}")
         log_axis(axes, length - 1, zero=True)
         axes.grid(axis="y")
     for axes in panels.flat[layers:]:
@@ -307,7 +307,7 @@ def value_norms(arrays: Arrays) -> Figure | None:
     panels[0].set_ylabel("value norm / mean value norm")
     _begin_at_zero(panels[0])
     panels[0].grid(axis="y")
-    _count_ticks(panels[0].xaxis, keys)
+    _count_ticks(panels[0].xaxis, keys, first=1)
     panels[1].set_title("first key by layer")
     _layer_axis(panels[1], layers)
     _ordered_key(figure, panels, layers, "layer", _layer_handles(states, heads))
@@ -328,9 +328,9 @@ def rank_profile(arrays: Arrays) -> Figure | None:
         for state in states:
             values = _finite(arrays, state.prefix + key)
             if values is not None:
-                _profile(axes, values, BETTER, state, first=0)
-        _layer_axis(axes, layers, first=0)
-        axes.set_xlabel("after layer (0: embedding)")
+                _profile(axes, values, BETTER, state)
+        _layer_axis(axes, layers + 1)
+        axes.set_xlabel("blocks passed (0: embedding)")
         axes.set_ylabel(label)
     _begin_at_zero(panels[0])
     legend_below(figure, _state_handles(states, marker="o"), 2)
@@ -417,8 +417,8 @@ def _draw_maps(stack: np.ndarray, image: np.ndarray) -> None:
         extent = (0.5, keys + 0.5, n + 0.5, 0.5)
         axes.imshow(image[:, :keys], aspect="auto", interpolation="nearest", extent=extent)
         axes.spines[:].set(visible=True, color=NEUTRAL, linewidth=0.6)
-        _count_ticks(axes.xaxis, keys)
-        _count_ticks(axes.yaxis, n)
+        _count_ticks(axes.xaxis, keys, first=1)
+        _count_ticks(axes.yaxis, n, first=1)
     stack[-1].set_xlabel("key (position)")
     if len(stack) > 1:
         stack[0].axvline(FIRST_KEYS + 0.5, color=WORSE, linewidth=0.9)
@@ -431,7 +431,7 @@ def _write_cells(axes: Axes, values: np.ndarray) -> None:
             text = "–" if np.isnan(value) else "<.01" if 0 < value < 0.005 else f"{value:.2f}"
             # The map is dark where it is low.
             colour = "white" if value < 0.6 else "black"
-            axes.text(head + 1, layer + 1, text, ha="center", va="center", fontsize=7.5, color=colour)
+            axes.text(head, layer, text, ha="center", va="center", fontsize=7.5, color=colour)
 
 
 def _ordered_colours(count: int) -> np.ndarray:
@@ -451,10 +451,10 @@ def _ordered_key(figure: Figure, panels: np.ndarray, count: int, thing: str, mor
     """Which colour is which layer or head: a legend, or a colour bar where they are many; `more` goes below."""
     colours = _ordered_colours(count)
     if count <= MOST_NAMED:
-        named = [Line2D([], [], color=colour, label=f"{thing} {i + 1}") for i, colour in enumerate(colours)]
+        named = [Line2D([], [], color=colour, label=f"{thing} {i}") for i, colour in enumerate(colours)]
         legend_below(figure, [*named, *more], 6 if len(named) + len(more) > 4 else 4)
         return
-    norm = BoundaryNorm(np.arange(count + 1) + 0.5, count)
+    norm = BoundaryNorm(np.arange(count + 1) - 0.5, count)
     bar = figure.colorbar(
         ScalarMappable(norm, ListedColormap(colours)), ax=panels, label=thing, aspect=10 * figure.get_figheight()
     )
@@ -468,24 +468,30 @@ def _by_layer(axes: Axes, values: np.ndarray, colour: str, state: _State, marker
     """The mean over heads of `values` [layers, heads] as a line; with `points` each head of the trained model too."""
     layers, heads = values.shape
     if points and state is TRAINED and heads > 1:
-        x = np.arange(1, layers + 1)[:, None] + np.linspace(-0.18, 0.18, heads)
+        x = np.arange(layers)[:, None] + np.linspace(-0.18, 0.18, heads)
         axes.plot(x.ravel(), values.ravel(), ".", color=colour, alpha=0.45, markersize=4)
     _profile(axes, mean(values, axis=1), colour, state, marker)
 
 
-def _profile(axes: Axes, values: np.ndarray, colour: str, state: _State, marker: str = "o", first: int = 1) -> None:
-    """A line over layers from `first` on, with markers where they have room."""
+def _profile(axes: Axes, values: np.ndarray, colour: str, state: _State, marker: str = "o") -> None:
+    """A line over layers, with markers where they have room."""
     shape = marker if len(values) <= MOST_MARKED else ""
-    x = np.arange(first, first + len(values))
-    axes.plot(x, values, linestyle=state.line, color=colour, marker=shape, markerfacecolor=state.face or colour)
+    axes.plot(
+        np.arange(len(values)),
+        values,
+        linestyle=state.line,
+        color=colour,
+        marker=shape,
+        markerfacecolor=state.face or colour,
+    )
 
 
 def _begin_at_zero(axes: Axes) -> None:
     axes.set_ylim(0, 1.06 * axes.dataLim.y1 or 1)
 
 
-def _layer_axis(axes: Axes, layers: int, first: int = 1) -> None:
-    axes.set_xlim(first - 0.5, layers + 0.5)
+def _layer_axis(axes: Axes, layers: int) -> None:
+    axes.set_xlim(-0.5, layers - 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlabel("layer")
     axes.grid(axis="y")
@@ -497,9 +503,10 @@ def _position_axis(axes: Axes, length: int, most: int = POINTS) -> None:
     axes.grid(axis="y")
 
 
-def _count_ticks(axis: Axis, count: int) -> None:
-    """Ticks at whole numbers from 1 to `count`: all of them up to 8, else 1 and the quarters."""
-    axis.set_ticks(range(1, count + 1) if count <= 8 else [1, *(round(count * part / 4) for part in range(1, 5))])
+def _count_ticks(axis: Axis, count: int, first: int = 0) -> None:
+    """Ticks at `count` whole numbers from `first` on: all of them up to 8, else the ends and the quarters."""
+    last = first + count - 1
+    axis.set_ticks(range(first, last + 1) if count <= 8 else np.linspace(first, last, 5).round())
 
 
 def _remark(axes: Axes, text: str) -> None:

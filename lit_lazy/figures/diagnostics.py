@@ -504,9 +504,9 @@ def _position_axis(axes: Axes, length: int, most: int = POINTS) -> None:
 
 
 def _count_ticks(axis: Axis, count: int, first: int = 0) -> None:
-    """Ticks at `count` whole numbers from `first` on: all of them up to 8, else the ends and the quarters."""
+    """Ticks at `count` whole numbers from `first` on: all of them up to 8, else the first and the quarters."""
     last = first + count - 1
-    axis.set_ticks(range(first, last + 1) if count <= 8 else np.linspace(first, last, 5).round())
+    axis.set_ticks(range(first, last + 1) if count <= 8 else [first, *(round(last * part / 4) for part in range(1, 5))])
 
 
 def _remark(axes: Axes, text: str) -> None:

@@ -17,7 +17,8 @@ from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.diagnostics import SAMPLE, STRONGEST, Diagnostics, Maps, check_normaliser, measure, validation_sample
 from lit_lazy.disk import writable_folder, write_text
 from lit_lazy.errors import UnfinishedError, one_line
-from lit_lazy.figures import run_figures, save_figure
+from lit_lazy.evaluate import check_fingerprint
+from lit_lazy.figures import FIGURE_NAMES, run_figures, save_figure
 from lit_lazy.files import find, load_experiment
 from lit_lazy.lightning_module import LitLM
 from lit_lazy.model import DecoderLM, training_device
@@ -26,6 +27,16 @@ from lit_lazy.tracking import Tracker, TrackingError, check_store, default_uri
 
 EXPERIMENT = "diagnose"
 """Of MLflow."""
+SAMPLED = {
+    "loss/sample": "loss/by_position",
+    "mass/all": "mass/row",
+    "sparsity/zero": "sparsity/zero",
+    "sparsity/null": "sparsity/null",
+    "tau/mean": "tau",
+}
+"""Metric, and the array it is the mean of."""
+MOST_TOKENS = 2**17
+"""Of a sequence: what more would take is told by no progress bar."""
 ARRAYS, FACTS = "diagnostics.npz", "diagnostics.json"
 
 
@@ -49,7 +60,8 @@ class Request:
         """Where the results are written."""
         path = self.checkpoint.resolve()
         name = path.parent.name if path.name == FINAL_CHECKPOINT else path.stem
-        return self.out or self.runs / f"diagnose-{name}"
+        elsewhere = f"-{Path(self.data).stem}" if self.data else ""
+        return self.out or self.runs / f"diagnose-{name}{elsewhere}"
 
 
 def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagnostics:
@@ -68,7 +80,7 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
     check_store(uri)
 
     measured = measure_all(module, sources, request)
-    metrics = measured.scalars() | losses(measured)
+    metrics = measured.scalars() | whole_figures(measured)
     files = write(measured, metrics, sources, request)
     console(table(metrics, measured.prefixes))
     console(f"\nfiles: {request.folder} ({', '.join(file.name for file in files)})")
@@ -95,6 +107,8 @@ def load_sources(request: Request, module: LitLM) -> dict[str, DataSource]:
                 f"{named}: the model was trained on data of {name}={module.hparams[name]}, which are {name}={here} "
                 "here; diagnose it on data that agree"
             )
+    if request.data is None:
+        check_fingerprint(request.checkpoint, module.cfg, source)
     check_length(module.model, source.context_length, named)
     longer = {f"L{length}/": at_length(config, length, source, module.model) for length in request.lengths}
     return {"": source, **longer}
@@ -105,6 +119,8 @@ def at_length(config: DataConfig, length: int, source: DataSource, model: Decode
     option = f"--lengths {length}"
     if length == source.context_length:
         return source
+    if length > MOST_TOKENS:
+        raise ValueError(f"{option}: must be at most {MOST_TOKENS}")
     fields = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
     if "context_length" not in fields:
         raise ValueError(f"{option}: {type(config).__name__} has no context_length to change; leave --lengths out")
@@ -144,12 +160,23 @@ def measure_all(module: LitLM, sources: Mapping[str, DataSource], request: Reque
     return Diagnostics.joined(parts)
 
 
-def losses(measured: Diagnostics) -> dict[str, float]:
-    """Mean loss of the sample in nats, `loss/sample`, under each measurement's prefix."""
-    return {
-        f"{prefix}loss/sample": float(measured.arrays[f"{prefix}loss/by_position"].mean(dtype=np.float64))
+def whole_figures(measured: Diagnostics) -> dict[str, float]:
+    """What a run measures of its whole validation set, of this sample, under each measurement's prefix.
+
+    Means over layers, heads and positions; what is undefined is left out.
+    """
+    found = {
+        prefix + name: float(np.nanmean(values, dtype=np.float64))
         for prefix in measured.prefixes
+        for name, source in SAMPLED.items()
+        if (values := measured.arrays.get(prefix + source)) is not None and np.isfinite(values).any()
     }
+    for prefix in measured.prefixes:
+        for name in ("weight", "share"):
+            first = measured.arrays[f"{prefix}sink/{name}"][..., 0]
+            if np.isfinite(first).any():
+                found[f"{prefix}sink/{name}"] = float(np.nanmean(first, dtype=np.float64))
+    return found
 
 
 def write(
@@ -178,6 +205,9 @@ def write(
     }
     write_text(folder / FACTS, json.dumps(facts, indent=1, allow_nan=False) + "\n")
     figures = run_figures(measured.arrays)
+    for name in FIGURE_NAMES:  # those of an earlier diagnosis would not be of this one's arrays
+        for kind in ("png", "svg"):
+            (folder / f"{name}.{kind}").unlink(missing_ok=True)
     drawn = [path for name, figure in figures.items() for path in save_figure(figure, folder / name)]
     return [folder / ARRAYS, folder / FACTS, *drawn]
 

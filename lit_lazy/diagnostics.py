@@ -73,7 +73,7 @@ class Diagnostics:
     nats, when the first 1 to 4 keys are hidden in every layer.
     `maps/weights` float16 `[S, n, n]`: weights of the first sequence, NaN at hidden keys, first n = min(T, 128) rows;
     `maps/heads` int64 `[S, 2]`: layer and head of each, from 0.
-    `sample` int64 `[3]`: n, T, layers.
+    `sample` int64 `[3]`: n, T, layers. `context` int64 `[]`: the context length of the training.
     Names that begin with `init/` are those of the same model before training, with `L<length>/` at another length.
     """
 
@@ -275,6 +275,7 @@ class _Observed:
 
     def __init__(self, module: LitLM, length: int) -> None:
         self.model, self.length = module.model, length
+        self.context = module.hparams["context_length"]
         self.n_layers = len(self.model.blocks)
         self.spec = module.cfg.model.attention.normaliser
         device = module.device
@@ -348,7 +349,8 @@ class _Observed:
         found["loss/evicted"] = (late[1:] - late[0]).mean(-1)
         found |= self._learned()
         arrays = {name: value.cpu().numpy().astype(np.float32) for name, value in found.items()}
-        return arrays | {"sample": np.array([self.sequences, self.length, self.n_layers], np.int64)}
+        sample = np.array([self.sequences, self.length, self.n_layers], np.int64)
+        return arrays | {"sample": sample, "context": np.array(self.context, np.int64)}
 
     def _null(self, spread: Tensor) -> dict[str, Tensor]:
         """Sparsity and mass of Gaussian scores of the same spread. spread: `[layers, H]`."""

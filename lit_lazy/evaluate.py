@@ -1,12 +1,15 @@
 """What a trained model measures on its own data's validation set: `lit-lazy evaluate`."""
 
+import json
 from pathlib import Path
 
 import torch
 
 from lit_lazy import checkpoints
+from lit_lazy.config import RunConfig, cell_key
+from lit_lazy.data import DataSource
 from lit_lazy.model import training_device
-from lit_lazy.run import evaluate, sizes
+from lit_lazy.run import RESULT, evaluate, sizes
 
 
 def evaluate_checkpoint(path: Path, threads: int | None = None) -> dict[str, float]:
@@ -25,4 +28,21 @@ def evaluate_checkpoint(path: Path, threads: int | None = None) -> dict[str, flo
                 f"checkpoint {str(path)!r}: was trained on data of {name}={module.hparams[name]}, which are "
                 f"{name}={value} here; evaluate it where its data are"
             )
+    check_fingerprint(path, module.cfg, source)
     return evaluate(module, source, training_device()) | sizes(module, source)
+
+
+def check_fingerprint(checkpoint: Path, cfg: RunConfig, source: DataSource) -> None:
+    """Raise ValueError, in one line, where the data have changed since the training that the checkpoint is of.
+
+    The result beside it tells; where there is none, nothing does.
+    """
+    try:
+        trained = json.loads((checkpoint.parent / RESULT).read_text())["key"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if trained != cell_key(cfg, source.fingerprint):
+        raise ValueError(
+            f"checkpoint {str(checkpoint)!r}: its data ({source.name}) are not those of its training any more; give it "
+            "those, or train again"
+        )

@@ -41,10 +41,9 @@ WATCHED = ("watch/tau_layer_", "watch/first_key_")
 def write_report(tracker: Tracker, parent_id: str, folder: Path) -> list[Path]:
     """Write the report of an ablation's parent run, and its figures over all variants, into a folder; the paths."""
     material = _gathered(tracker, parent_id)
-    path = folder / REPORT
-    write_text(path, _page(material))
-    drawn = _overall(material).items()
-    return [path, *(file for name, figure in drawn for file in figures.save_figure(figure, folder / name))]
+    path, overall = folder / REPORT, _overall(material)
+    write_text(path, _page(material, overall))
+    return [path, *(file for name, figure in overall.items() for file in figures.save_figure(figure, folder / name))]
 
 
 def report_html(tracker: Tracker, parent_id: str, ui_url: str | None = None) -> str:
@@ -53,7 +52,8 @@ def report_html(tracker: Tracker, parent_id: str, ui_url: str | None = None) -> 
     ui_url: address of MLflow's pages; with it each run's id links to its page there.
     Raises ValueError for a ui_url that is no server's address.
     """
-    return _page(_gathered(tracker, parent_id, ui_url))
+    material = _gathered(tracker, parent_id, ui_url)
+    return _page(material, _overall(material))
 
 
 def _gathered(tracker: Tracker, parent_id: str, ui_url: str | None = None) -> "_Material":
@@ -67,12 +67,12 @@ def _gathered(tracker: Tracker, parent_id: str, ui_url: str | None = None) -> "_
     )
 
 
-def _page(material: "_Material") -> str:
+def _page(material: "_Material", overall: Mapping[str, Figure]) -> str:
     plan, table = material.plan, material.table
     sections = [
         _Section("run", "What was run", _what_was_run(material)),
         _Section("table", f"Results: {table.ablation}", table.html()),
-        _Section("figures", "Figures over all variants", _overall_figures(material)),
+        _Section("figures", "Figures over all variants", _overall_figures(overall)),
         _Section("variants", "Figures of each variant", _variant_figures(material)),
         _Section("reading", "How to read this", READING),
         _Section("runs", "Runs", _runs(material)),
@@ -206,9 +206,9 @@ def _overall(material: _Material) -> dict[str, Figure]:
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def _overall_figures(material: _Material) -> str:
-    if drawn := _overall(material):
-        return _figures(drawn, "all variants")
+def _overall_figures(overall: Mapping[str, Figure]) -> str:
+    if overall:
+        return _figures(overall, "all variants")
     return "<p>No cell is complete, so there is nothing to draw.</p>"
 
 
@@ -305,11 +305,13 @@ CAPTIONS = {
     ),
     "sink_over_training": (
         "First key over training",
-        "Look at step 0 first, for what is there before training was not learned; then for a rise.",
+        "Over all rows from position 8 of four validation sequences. Look at step 0 first, for what is there before "
+        "training was not learned; then for a rise.",
     ),
     "attention_maps": (
         "Attention maps",
-        "Look for a bright first column, which is a sink, and tell zero weights from small ones.",
+        "Of each of up to four layers the head that gives the first key the greatest share of its mass. Look for a "
+        "bright first column, which is a sink, and tell zero weights from small ones.",
     ),
     "sink_heatmap": (
         "Sinks by layer and head",
@@ -356,7 +358,8 @@ READING = "<p>The table's own signs are explained below it. The words of table a
         "Weight": ["What a value is multiplied with: the normaliser's output, after renormalising where it does so."],
         "Sink rate": [
             "Share of sequences and heads, over all layers, in which the first key's weight exceeds 0.3 on average "
-            "over the rows (Gu et al. 2024)."
+            "over the rows (Gu et al. 2024). Low where little mass is left, whatever becomes of it: the rate of the "
+            "share counts it against the mass, and is noise where there is next to none."
         ],
         "Share": [
             "The first key's part of what survived: the sum of its weights over the sum of all weights of the same "
@@ -414,7 +417,7 @@ dd { grid-column: 2; margin: 0; }
 figure { min-width: 0; max-width: calc(var(--width) + 2px); margin: 0; }
 figure.wide { grid-column: 1 / -1; }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; background: #fff; }
-img { display: block; width: 100%; min-width: min(var(--width), 40rem); height: auto; }
+img { display: block; width: 100%; min-width: min(var(--width), 32rem); height: auto; }
 figcaption { margin-top: .4rem; font-size: .93em; }
 figcaption b { color: var(--ink); }
 details { margin: .5rem 0; padding: .4rem .6rem; border: 1px solid var(--line); border-radius: 6px; }

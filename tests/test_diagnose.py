@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from lit_lazy.attention import Elastic, Fire, LearnedAbsolute, LearnedBias
+from lit_lazy.attention import Elastic, Fire, LearnedAbsolute, LearnedBias, NoBias, Softmax
 from lit_lazy.checkpoints import AtomicCheckpointIO, read
 from lit_lazy.cli import main
 from lit_lazy.config import RunConfig, replace_at, to_dict
 from lit_lazy.diagnostics import Diagnostics, measure
 from lit_lazy.files import find, load_experiment
 from lit_lazy.lightning_module import LitLM
-from lit_lazy.run import FINAL_CHECKPOINT, evaluate, run
+from lit_lazy.run import FINAL_CHECKPOINT, RESULT, evaluate, run
 from lit_lazy.tracking import Tracker, default_uri
 
 CFG = replace_at(
@@ -100,8 +100,14 @@ def test_the_facts_say_what_was_measured_and_where(diagnosed: tuple[Path, str], 
     arrays = Diagnostics.load(folder / "diagnostics.npz")
     scalars = arrays.scalars()
     assert scalars.items() <= facts["metrics"].items()
-    losses = {f"{p}loss/sample": arrays.arrays[f"{p}loss/by_position"].mean() for p in arrays.prefixes}
-    assert {name: facts["metrics"][name] for name in facts["metrics"].keys() - scalars.keys()} == pytest.approx(losses)
+    beside = {name: facts["metrics"][name] for name in facts["metrics"].keys() - scalars.keys()}
+    named = {"loss/sample": "loss/by_position", "mass/all": "mass/row", "tau/mean": "tau"}
+    named |= {name: name for name in ("sparsity/zero", "sparsity/null")}
+    means = {p + name: arrays.arrays[p + array].mean() for p in arrays.prefixes for name, array in named.items()}
+    first = {
+        f"{p}sink/{of}": arrays.arrays[f"{p}sink/{of}"][..., 0] for p in arrays.prefixes for of in ("weight", "share")
+    }
+    assert beside == pytest.approx(means | {name: np.nanmean(values) for name, values in first.items()}, rel=1e-5)
 
 
 def test_figures_are_drawn(diagnosed: tuple[Path, str]) -> None:
@@ -223,7 +229,7 @@ OPTIONS = [
     (["{ckpt}", "--heads", "0,0"], "argument --heads: '0,0': has 0 twice; give it once"),
     (["{ckpt}", "--lengths", "0"], "--lengths 0: data.context_length=0: must be a whole number of at least 3"),
     (["{ckpt}", "--lengths", "16,long"], "argument --lengths: '16,long': must be whole numbers separated by commas"),
-    (["{ckpt}", "--lengths", "1000000000000"], "--lengths 1000000000000: Unable to allocate "),
+    (["{ckpt}", "--lengths", "1000000000000"], "--lengths 1000000000000: must be at most 131072"),
     (["{ckpt}", "--sequences", "0"], "argument --sequences: '0': must be a whole number of at least 1"),
     (["{ckpt}", "--threads", "0"], "argument --threads: '0': must be a whole number of at least 1"),
     (["{ckpt}", "--out", ""], "argument --out: '': must be a folder"),
@@ -309,8 +315,8 @@ def test_lengths_beyond_the_positions(
 def test_lengths_beyond_the_data(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     del place
     stdlib = load_experiment(find("experiments", "stdlib_tiny"))
-    error = refused([save(tmp_path / "text.ckpt", stdlib, 256, 32), "--lengths", "64,1000000"], capsys)
-    assert error.startswith("lit-lazy: --lengths 1000000: data.validation_windows=16: the validation text under ")
+    error = refused([save(tmp_path / "text.ckpt", stdlib, 256, 32), "--lengths", "64,100000"], capsys)
+    assert error.startswith("lit-lazy: --lengths 100000: data.validation_windows=16: the validation text under ")
 
 
 OWN_DATA = """
@@ -370,3 +376,34 @@ def test_a_normaliser_of_ones_own_that_does_not_give_its_weights(
     assert error == (
         "lit-lazy: normaliser Mute: has no method weights(q, k, bias, window), which diagnostics need; add it\n"
     )
+
+
+def test_figures_of_an_earlier_diagnosis_do_not_stay(runs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "there"
+    folder.mkdir()
+    for name in ("tau_by_layer.png", "bias_curves.svg", "mine.png"):
+        (folder / name).write_text("of another model")
+    plain = replace_at(CFG, {"model.attention.normaliser": Softmax(), "model.attention.bias": NoBias()})
+    run(plain, tmp_path / "plain", keep_checkpoint=True)
+    assert (
+        main(["diagnose", str(tmp_path / "plain" / FINAL_CHECKPOINT), "--out", str(folder), "--runs", str(runs)]) == 0
+    )
+    assert not (folder / "tau_by_layer.png").exists()
+    assert not (folder / "bias_curves.svg").exists()
+    assert (folder / "mine.png").read_text() == "of another model"
+
+
+@pytest.mark.parametrize("command", ["diagnose", "evaluate"])
+def test_data_that_have_changed_since_the_training_are_told(
+    command: str, trained: Path, tmp_path: Path, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = json.loads((trained.parent / RESULT).read_text())
+    shutil.copy(trained, tmp_path / FINAL_CHECKPOINT)
+    (tmp_path / RESULT).write_text(json.dumps(result | {"key": "0123456789ab"}))
+    words = [command, str(tmp_path / FINAL_CHECKPOINT)] + (["--runs", str(runs)] if command == "diagnose" else [])
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "its data (backcopy) are not those of its training any more" in said
+    (tmp_path / RESULT).unlink()
+    assert main(words) == 0

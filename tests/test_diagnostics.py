@@ -252,9 +252,10 @@ def test_shapes_and_types() -> None:
         "maps/weights": (2, T, T),
         "maps/heads": (2, 2),
         "sample": (3,),
+        "context": (),
     }  # fmt: skip
     assert {name: array.shape for name, array in arrays.items()} == shapes
-    others = {"maps/weights": np.float16, "maps/heads": np.int64, "sample": np.int64}
+    others = {"maps/weights": np.float16, "maps/heads": np.int64, "sample": np.int64, "context": np.int64}
     assert all(array.dtype == others.get(name, np.float32) for name, array in arrays.items())
 
 

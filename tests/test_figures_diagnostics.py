@@ -23,6 +23,7 @@ from lit_lazy.figures import (
 )
 from lit_lazy.figures.common import WIDTH, in_style, log_bins
 from lit_lazy.grid.table import Column, Observation, RowInfo, Table, build_table
+from lit_lazy.metrics import heads, rows
 
 NAMES = [
     "attention_maps",
@@ -220,16 +221,21 @@ def test_the_dashed_line_of_an_alibi_curve_is_the_curve():
 
 
 def test_loss_has_a_curve_per_length_and_the_end_of_the_trained_context():
-    arrays = make(length=32, lengths=(16, 32, 64))
+    arrays = make(length=32, lengths=(16, 32, 64)) | {"context": np.array(24)}
     axes = drawn(figures.loss_by_length(arrays)).axes[0]
     curves = [arrays["L16/loss/by_position"], arrays["loss/by_position"], arrays["L64/loss/by_position"]]
     same(lines(axes), curves)
     (end,) = [line for line in axes.lines if line.get_linestyle() == ":"]
-    assert set(end.get_xdata()) == {32}
+    assert set(end.get_xdata()) == {24}  # measured at 32, trained at 24
     labels = [line.get_label() for line in axes.lines]
     assert labels[:3] == [f"16 sequences of {n} tokens" for n in (16, 32, 64)]
     alone = drawn(figures.loss_by_length(make(length=32)))
     assert "16 sequences of 32 tokens" in alone.get_suptitle()
+
+
+def test_what_counts_as_small_and_as_a_sink_is_what_the_metrics_say():
+    own = figures.SMALL_WEIGHT, figures.SINK_WEIGHT, figures.FIRST_KEYS
+    assert own == (rows.SMALL_WEIGHT, heads.SINK_WEIGHT, rows.FIRST_KEYS)
 
 
 def test_long_lines_are_means_over_bins():
@@ -304,6 +310,13 @@ def test_loss_against_sparsity_shows_the_tables_means_and_intervals():
             assert ((100 * x.mean, 100 * x.mean), pytest.approx((y.mean - y.ci95, y.mean + y.ci95))) in bars
     assert len(shown) == len(table.rows)
     assert axes.get_xticklabels()[0].get_text() == "no\nthreshold"
+
+
+def test_no_interval_reaches_in_among_the_variants_without_a_threshold():
+    axes = drawn(loss_against_sparsity(study(n_seeds=2))).axes[0]
+    (border,) = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
+    level = [line.get_xdata() for line in axes.lines if line.get_linewidth() == 1 and len(set(line.get_ydata())) == 1]
+    assert min(left for left, _ in level) == border  # two seeds make intervals so wide that they are cut off
 
 
 @pytest.mark.parametrize("n_seeds", [1, 2, 5])

@@ -172,7 +172,9 @@ def test_ui_url_links_every_run(tracker: Tracker, store: Path, page: str, tmp_pa
     found = [link for link in Reader(linked).links if not link.startswith("#")]
     parent = newest_parent(tracker)
     ids = [parent, *(run.run_id for run in tracker.children(parent))]
-    assert {f"{UI}/#/experiments/{tracker.experiment_id}/runs/{run_id}?workflowType=machine_learning" for run_id in ids} == set(found)
+    assert {
+        f"{UI}/#/experiments/{tracker.experiment_id}/runs/{run_id}?workflowType=machine_learning" for run_id in ids
+    } == set(found)
     assert len(found) == 5
     assert re.sub(rf'<a href="{UI}[^"]*">(.*?)</a>', r"\1", linked) == page
 

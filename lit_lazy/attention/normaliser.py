@@ -51,7 +51,10 @@ class NormaliserModule(nn.Module, ABC):
         """
 
     def weights(self, q: Tensor, k: Tensor, bias: BiasTerms, window: int | None) -> Weights:
-        """The weights of queries aligned to the end of the keys, for diagnostics; shapes as in `forward`."""
+        """The weights of queries aligned to the end of the keys, for diagnostics; shapes as in `forward`.
+
+        None is negative, and `mass` is what they sum to before any renormalising.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} has no method weights(q, k, bias, window); diagnostics need it"
         )

@@ -53,7 +53,7 @@ def loss_against_sparsity(table: Table) -> Figure | None:
     axes.set_xlabel(sparsity.heading)
     axes.set_ylabel(loss.heading)
     axes.grid(True)
-    apart = _x_axis(axes, points)
+    apart, least = _x_axis(axes, points)
     far = _y_axis(axes, points)
     top = axes.get_ylim()[1]
     labels, bars = [], []
@@ -67,7 +67,7 @@ def loss_against_sparsity(table: Table) -> Figure | None:
             continue
         axes.plot(x, point.y, "D" if point.baseline else "o", color=colour, zorder=4)
         labels.append(Label(point.name, x, point.y, point.baseline))
-        bars += _intervals(axes, x, point, colour)
+        bars += _intervals(axes, x, point, colour, least)
     place_labels(figure, axes, labels, bars)
     return figure
 
@@ -137,8 +137,8 @@ def _range(values: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _x_axis(axes: Axes, points: Sequence[_Point]) -> float:
-    """Sets the limits and ticks; the x at which variants without a sparsity stand."""
+def _x_axis(axes: Axes, points: Sequence[_Point]) -> tuple[float, float]:
+    """Sets the limits and ticks; the x of variants without a sparsity, and where the axis of the others begins."""
     low, high = _range([(point.x, point.x_half) for point in points if not math.isnan(point.x)])
     span = high - low
     apart = low - 0.1 * span
@@ -151,7 +151,7 @@ def _x_axis(axes: Axes, points: Sequence[_Point]) -> float:
     else:
         axes.set_xlim(low, high)
     axes.set_xticks(ticks, labels)
-    return apart
+    return apart, low
 
 
 def _y_axis(axes: Axes, points: Sequence[_Point]) -> set[float]:
@@ -163,9 +163,13 @@ def _y_axis(axes: Axes, points: Sequence[_Point]) -> set[float]:
     return far
 
 
-def _intervals(axes: Axes, x: float, point: _Point, colour: str) -> list[Bbox]:
-    """Draws both intervals of a point that stands at `x`; one that leaves the panel ends in an arrow at its edge."""
+def _intervals(axes: Axes, x: float, point: _Point, colour: str, least: float) -> list[Bbox]:
+    """Draws both intervals of a point that stands at `x`; one that leaves the panel ends in an arrow at its edge.
+
+    least: where the axis of the sparsities begins, beyond which only variants without one stand.
+    """
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    left = left if math.isnan(point.x) else least
     drawn = []
     for half_x, half_y, ends in ((point.x_half, 0.0, "<>"), (0.0, point.y_half, "v^")):
         if not (half_x or half_y):

@@ -1,12 +1,12 @@
 """Figures of one run's diagnostics: what its heads do, by layer, head and position.
 
 Each takes the arrays of `lit_lazy.diagnostics.Diagnostics` by name and gives back None where they hold nothing to draw.
-Layers, heads and positions are counted from 1 in what is shown.
+Layers and heads are counted from 0, positions from 1.
 """
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import matplotlib as mpl
@@ -37,14 +37,11 @@ from lit_lazy.figures.common import (
 
 Arrays = Mapping[str, np.ndarray]
 
-SMALLEST = 1e-5
-"""The lowest weight with a colour of its own: smaller ones count as small in `sparsity/small` and share the darkest."""
+# As in lit_lazy.metrics, which needs torch.
+SMALL_WEIGHT, SINK_WEIGHT, FIRST_KEYS = 1e-5, 0.3, 8
 ZERO, HIDDEN = "#d4d4d4", "#ffffff"
 """Colours of weights that are exactly 0, or not defined, and of keys that a query may not see."""
-SINK = 0.3
-"""The share of a row from which a key counts as a sink (Gu et al. 2024)."""
 MAPS_IN_A_ROW = 4
-FIRST_KEYS = 8
 MOST_NAMED = 6
 """More layers, or heads, than this are told apart by a colour bar and not by a legend."""
 MOST_MARKED = 12
@@ -67,23 +64,6 @@ class _State(NamedTuple):
 TRAINED, INIT = _State("", "trained", "-", None), _State("init/", "at init", "--", "white")
 
 
-def run_figures(arrays: Arrays) -> dict[str, Figure]:
-    """Every figure that there is something to draw for, by name and in reading order."""
-    drawn: dict[str, Callable[[Arrays], Figure | None]] = {
-        "attention_maps": attention_maps,
-        "sink_heatmap": sink_heatmap,
-        "mass_by_position": mass_by_position,
-        "sparsity_by_layer": sparsity_by_layer,
-        "tau_by_layer": tau_by_layer,
-        "bias_curves": bias_curves,
-        "value_norms": value_norms,
-        "rank_profile": rank_profile,
-        "loss_by_length": loss_by_length,
-    }
-    figures = {name: draw(arrays) for name, draw in drawn.items()}
-    return {name: figure for name, figure in figures.items() if figure is not None}
-
-
 @in_style()
 def attention_maps(arrays: Arrays) -> Figure | None:
     """Weights of the chosen heads in one sequence on a log scale, and below each map its first keys enlarged.
@@ -104,7 +84,7 @@ def attention_maps(arrays: Arrays) -> Figure | None:
     grid = figure.subplots(bands * len(heights), columns, squeeze=False, height_ratios=heights * bands)
     # Each head has its panels one above the other.
     stacks = grid.reshape(bands, len(heights), columns).transpose(0, 2, 1).reshape(-1, len(heights))
-    colours, norm = mpl.colormaps["viridis"], LogNorm(SMALLEST, 1)
+    colours, norm = mpl.colormaps["viridis"], LogNorm(SMALL_WEIGHT, 1)
     for i, (stack, head, matrix) in enumerate(zip(stacks, arrays["maps/heads"], weights, strict=False)):
         _draw_maps(stack, _coloured_weights(matrix, colours, norm))
         stack[0].set_title(f"layer {head[0]}, head {head[1]}")
@@ -150,8 +130,10 @@ def sink_heatmap(arrays: Arrays) -> Figure | None:
         row[0].set_ylabel("layer")
     for axes in panels[-1]:
         axes.set_xlabel("head")
-    bar = figure.colorbar(ScalarMappable(norm, colours), ax=panels, label=f"weight or share (line: sink, {SINK})")
-    bar.ax.axhline(SINK, color="white", linewidth=1.5)
+    bar = figure.colorbar(
+        ScalarMappable(norm, colours), ax=panels, label=f"weight or share (line: sink, {SINK_WEIGHT})"
+    )
+    bar.ax.axhline(SINK_WEIGHT, color="white", linewidth=1.5)
     if absent:
         legend_below(figure, [_patch(ZERO, "not defined: there is no mass to share")], 1)
     return figure
@@ -188,7 +170,7 @@ def sparsity_by_layer(arrays: Arrays) -> Figure | None:
     lines = {
         "sparsity/zero": ("exactly 0 (p ≤ θ)", BETTER, "o"),
         "sparsity/null": ("Gaussian null model", "#000000", "D"),
-        "sparsity/small": ("|w| ≤ 1e-5", WORSE, "s"),
+        "sparsity/small": ("w ≤ 1e-5", WORSE, "s"),
         "sparsity/block_64": ("64×64 tiles without a weight", "#009E73", "^"),
     }
     states = _states(arrays, *lines)
@@ -359,13 +341,35 @@ def loss_by_length(arrays: Arrays) -> Figure | None:
         positions, values = log_bins(np.arange(1, length + 1), curve, most=64)
         axes.plot(positions, values, color=colour, label=_many_sequences(arrays[sample]))
     longest = curves[-1][0]
-    if trained is not None and longest > len(trained):
-        axes.axvline(len(trained), color=NEUTRAL, linestyle=":", linewidth=1.0, label="end of the trained context")
+    context = int(arrays["context"]) if "context" in arrays else longest
+    if longest > context:
+        axes.axvline(context, color=NEUTRAL, linestyle=":", linewidth=1.0, label="end of the trained context")
     _position_axis(axes, longest, most=64)
     axes.set_ylabel("loss (nats)")
     if several:
         legend_below(figure, axes.get_legend_handles_labels()[0], 2)
     return figure
+
+
+RUN_FIGURES = (
+    attention_maps,
+    sink_heatmap,
+    mass_by_position,
+    sparsity_by_layer,
+    tau_by_layer,
+    bias_curves,
+    value_norms,
+    rank_profile,
+    loss_by_length,
+)
+"""In reading order."""
+FIGURE_NAMES = tuple(draw.__name__ for draw in RUN_FIGURES)
+
+
+def run_figures(arrays: Arrays) -> dict[str, Figure]:
+    """Every figure that there is something to draw for, by name and in reading order."""
+    figures = {name: draw(arrays) for name, draw in zip(FIGURE_NAMES, RUN_FIGURES, strict=True)}
+    return {name: figure for name, figure in figures.items() if figure is not None}
 
 
 def _finite(arrays: Arrays, key: str) -> np.ndarray | None:

@@ -44,8 +44,18 @@ COLUMNS = (
         1,
         "%",
         scale=100,
-        note="heads and sequences whose mean weight on the first key exceeds 0.3 (Gu et al., arXiv 2410.10781)",
+        note="heads and sequences whose mean weight on the first key exceeds 0.3 (Gu et al., arXiv 2410.10781); low "
+        "where little mass is left",
         plotted=True,
+    ),
+    Column(
+        "sink/rate_share",
+        "sink rate of the share",
+        None,
+        1,
+        "%",
+        scale=100,
+        note="the same of that weight / surviving mass; noise where there is next to no mass",
     ),
     Column("mass/all", "mass", None, 3, note="surviving mass of a row, before renormalising"),
     Column(

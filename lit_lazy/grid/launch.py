@@ -152,7 +152,11 @@ def executed(
     tracker.set_running(parent_id)
     progress = Progress(queue, [cell.key for cell in work.cells], console, notes)
     supervisor.work(make_pool(make_job(work, launch, queue, tracker, parent_id), launch), progress)
-    yield True
+    try:
+        yield True
+    except BaseException:
+        tracker.set_ended(parent_id, "FAILED")
+        raise
     tracker.set_ended(parent_id, "FINISHED" if is_finished(work, queue) else "FAILED")
 
 

@@ -10,10 +10,11 @@ from lit_lazy.model import DecoderLM
 def taus(model: DecoderLM) -> Tensor | None:
     """A copy of the offset parameters, `[layers, H]`, or `[layers, H, N]` for the threshold per_token.
 
-    None where the normaliser has no parameter of that name.
+    None where the normaliser has no parameter of that name by head.
     """
     parameters = [dict(layer.normaliser.named_parameters()).get("tau") for layer in model.attentions]
-    found = [tau.detach() for tau in parameters if tau is not None]
+    heads = model.attentions[0].n_heads
+    found = [tau.detach() for tau in parameters if tau is not None and tau.dim() in (1, 2) and len(tau) == heads]
     return torch.stack(found) if found else None
 
 

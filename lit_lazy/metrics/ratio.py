@@ -9,7 +9,7 @@ class RatioOfSums(Metric):
     """sum(numerator) / sum(denominator) over everything seen, in fp64: a ratio of sums, never a mean of ratios.
 
     So the result does not depend on how the data was cut into batches. NaN (undefined) while the denominator's sum is
-    below `minimum`.
+    at most `minimum`.
     """
 
     full_state_update = False

@@ -24,6 +24,14 @@ def normal(*shape):
 
 
 class TestTaus:
+    @pytest.mark.parametrize("shape", [(), (1,), (HEADS + 1,), (HEADS, 2, 2)])
+    def test_a_parameter_of_that_name_that_is_not_by_head_is_none(self, shape):
+        other = model()
+        for layer in other.attentions:
+            del layer.normaliser.tau
+            layer.normaliser.tau = torch.nn.Parameter(torch.ones(shape))
+        assert taus(other) is None
+
     @pytest.mark.parametrize(
         ("normaliser", "shape"),
         [

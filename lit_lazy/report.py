@@ -28,6 +28,8 @@ from lit_lazy.run import DIAGNOSTICS
 from lit_lazy.tracking import TrackedRun, Tracker
 
 REPORT = "report.html"
+MOST_VARIANTS = 30
+"""More variants than this have no figures of their own: each takes a second and a tenth of a megabyte."""
 FEW = 3
 """Up to so many variants show their figures unfolded."""
 CSS_DPI, IMAGE_DPI = 96, 120
@@ -225,10 +227,13 @@ def _variant_figures(material: _Material) -> str:
     """Of each variant the figures of its first complete seed that has diagnostics."""
     parts, without = [], []
     opened = " open" if len(material.table.rows) <= FEW else ""
-    for row in material.table.rows:
+    for number, row in enumerate(material.table.rows):
         complete = material.complete(row.variant)
         if not complete:
             without.append(f"{escape(row.variant)}: no cell is complete")
+        if number >= MOST_VARIANTS:
+            without.append(f"{escape(row.variant)}: beyond the first {MOST_VARIANTS} variants, which are drawn")
+            continue
         for run in complete:
             kept = material.tracker.read_bytes(run.run_id, DIAGNOSTICS)
             name = f"{row.variant}, seed {run.tags['seed']}"

@@ -80,7 +80,7 @@ def chosen(links: Sequence[ExperimentLinks], name: str) -> list[ExperimentLinks]
     ]
     if not found:
         there = ", ".join(experiment.name for experiment in links) or "none"
-        raise ValueError(f"{name}: MLflow holds no experiment or ablation of this name; there are: {there}")
+        raise ValueError(f"dashboard {name!r}: MLflow holds no experiment or ablation of this name; there are: {there}")
     return found
 
 

@@ -355,3 +355,10 @@ def test_the_frame_of_mlflows_artifact_view_shows_it_too(browser: Browser, page:
     assert all(complete and natural > 0 for complete, natural, _ in images), images
     assert overflow == 0
     assert browser.errors == []
+
+
+def test_of_very_many_variants_the_first_have_figures(tracker: Tracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_lazy.report.MOST_VARIANTS", 1)
+    page = report_html(tracker, newest_parent(tracker))
+    assert page.count("<details") == 1
+    assert f"{escape(ODD)}: beyond the first 1 variants, which are drawn" in page

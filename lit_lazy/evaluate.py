@@ -9,7 +9,7 @@ from lit_lazy import checkpoints
 from lit_lazy.config import RunConfig, cell_key
 from lit_lazy.data import DataSource
 from lit_lazy.model import training_device
-from lit_lazy.run import RESULT, evaluate, sizes
+from lit_lazy.run import RESULT, diagnosed, evaluate, sizes
 
 
 def evaluate_checkpoint(path: Path, threads: int | None = None) -> dict[str, float]:
@@ -29,7 +29,9 @@ def evaluate_checkpoint(path: Path, threads: int | None = None) -> dict[str, flo
                 f"{name}={value} here; evaluate it where its data are"
             )
     check_fingerprint(path, module.cfg, source)
-    return evaluate(module, source, training_device()) | sizes(module, source)
+    metrics = evaluate(module, source, training_device()) | sizes(module, source)
+    diagnostics = diagnosed(module, source, maps=None)
+    return metrics if diagnostics is None else metrics | diagnostics.scalars()
 
 
 def check_fingerprint(checkpoint: Path, cfg: RunConfig, source: DataSource) -> None:

@@ -151,7 +151,9 @@ class TestLinks:
         assert main(["dashboard", "table3", "--runs", str(runs)]) == 2
         said = capsys.readouterr()
         (line,) = said.err.splitlines()
-        assert line.startswith("lit-lazy: dashboard 'table3': MLflow holds no experiment or ablation of this name; there are: ")
+        assert line.startswith(
+            "lit-lazy: dashboard 'table3': MLflow holds no experiment or ablation of this name; there are: "
+        )
         assert ABLATION in line
         assert "train-other" in line
         assert not said.out

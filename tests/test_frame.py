@@ -71,7 +71,13 @@ def tiny(command: str, runs: Path) -> list[str]:
     return [str(BIN / words[0]), *words[1:], *(["--runs", str(runs)] if takes_runs else [])]
 
 
-@pytest.mark.parametrize("command", [c for c in readme_commands() if c not in EXEMPT])
+LONG = {"make table2-text"}  # the path of `make table2` on other data
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=pytest.mark.long if c in LONG else ()) for c in readme_commands() if c not in EXEMPT],
+)
 def test_readme_command(command: str, runs: Path, tmp_path: Path) -> None:
     write_examples(tmp_path)
     words = tiny(command, runs)

@@ -285,6 +285,7 @@ def test_an_mlflow_server_that_goes_away_loses_nothing(server: MlflowServer, tmp
         assert json.loads((folder / "result.json").read_text())["metrics"].items() <= run.data.metrics.items()
 
 
+@pytest.mark.long
 def test_two_machines_share_a_grid(server: MlflowServer, postgres_storage: str, tmp_path: Path) -> None:
     """Own folders, own process groups; the queue in PostgreSQL and MLflow's server are all they have in common.
 

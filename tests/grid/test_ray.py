@@ -261,6 +261,7 @@ def test_a_full_disk_is_told_by_the_result(error: BaseException, job: Job, monke
     assert ray_pool.execute(job, os.getcwd()) == DISK_FULL
 
 
+@pytest.mark.long
 def test_every_end_of_a_task_is_counted(job: Job, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Well, on a full disk, by an exception, by a signal, by a second interrupt, and by force."""
 

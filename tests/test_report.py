@@ -21,6 +21,7 @@ from lit_lazy.grid.table import RowInfo
 from lit_lazy.report import report_html, write_report
 from lit_lazy.tracking import Tracker, default_uri
 
+pytestmark = pytest.mark.xdist_group("report")  # one process, one grid
 ODD = "<i>lazy</i> & co"
 ABLATION = f'''
 from lit_lazy.attention import Elastic, LearnedBias, Softmax
@@ -317,7 +318,6 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
 
 
 @pytest.mark.browser
-@pytest.mark.xdist_group("browser")
 def test_a_browser_without_network_shows_all_of_it(browser: Browser, page: str, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     file.write_text(page)
@@ -342,7 +342,6 @@ def test_a_browser_without_network_shows_all_of_it(browser: Browser, page: str, 
 
 
 @pytest.mark.browser
-@pytest.mark.xdist_group("browser")
 def test_the_frame_of_mlflows_artifact_view_shows_it_too(browser: Browser, page: str, tmp_path: Path) -> None:
     """The frame keeps others out, so a script that this test adds to the page tells what is there."""
     tell = f"<script>onload = () => parent.postMessage([{IMAGES}, {OVERFLOW}], '*')</script>"

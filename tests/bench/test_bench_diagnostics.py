@@ -9,6 +9,8 @@ import torch
 
 from lit_lazy.bench.diagnostics import HEAD_DIM, QUICK, bench_diagnostics
 
+pytestmark = pytest.mark.xdist_group("bench diagnostics")  # one process, one measurement
+
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):

@@ -237,6 +237,7 @@ def test_a_cell_of_a_machine_that_vanished_is_taken_over(
     assert set(queue.states().values()) == {"complete"}
 
 
+@pytest.mark.long
 def test_an_mlflow_server_that_goes_away_loses_nothing(server: MlflowServer, tmp_path: Path) -> None:
     """It goes when the first cell trains and comes back when all are trained: they are booked then, metrics and all."""
     extra = f"""

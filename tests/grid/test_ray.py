@@ -73,6 +73,7 @@ def log_of(folder: Path) -> list[str]:
     return [line.partition("lit_lazy.worker ")[2] for line in path.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_the_table_is_that_of_local_workers(
     runs: Path,
     empty_store: Path,

@@ -71,7 +71,8 @@ def tiny(command: str, runs: Path) -> list[str]:
     return [str(BIN / words[0]), *words[1:], *(["--runs", str(runs)] if takes_runs else [])]
 
 
-LONG = {"make table2-text"}  # the path of `make table2` on other data
+# The path of `make table2` on other data, and on other rows.
+LONG = {"make table2-text", "lit-lazy ablate run my_ablation.py"}
 
 
 @pytest.mark.parametrize(

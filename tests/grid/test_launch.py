@@ -169,6 +169,7 @@ def test_fresh_sets_the_former_results_aside(runs: Path, pair: str, capsys: pyte
     assert len(deleted) == 2
 
 
+@pytest.mark.long
 def test_a_grid_whose_experiment_was_edited_is_refused(
     runs: Path, pair: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ def peace(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Chaos:
     return peace
 
 
+@pytest.mark.long
 def test_ten_kills_lose_nothing(peace: Chaos, tmp_path: Path, empty_store: Path) -> None:
     """At random moments, and in training, in a checkpoint's and a result's writing, and on either side of MLflow."""
     chaos = Chaos(tmp_path / "grid", 100, empty_store)

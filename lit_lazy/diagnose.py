@@ -17,7 +17,7 @@ from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.diagnostics import SAMPLE, STRONGEST, Diagnostics, Maps, check_normaliser, measure, validation_sample
 from lit_lazy.disk import writable_folder, write_text
 from lit_lazy.errors import UnfinishedError, one_line
-from lit_lazy.evaluate import check_fingerprint
+from lit_lazy.evaluate import data_of_training
 from lit_lazy.figures import FIGURE_NAMES, run_figures, save_figure
 from lit_lazy.files import find, load_experiment
 from lit_lazy.lightning_module import LitLM
@@ -79,10 +79,10 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
     uri = default_uri(request.runs)
     check_store(uri)
 
-    measured = measure_all(module, sources, request)
+    measured = measure_all(module, sources, request, console)
     metrics = measured.scalars() | whole_figures(measured)
     files = write(measured, metrics, sources, request)
-    console(table(metrics, measured.prefixes))
+    console(f"\n{table(metrics, measured.prefixes)}")
     console(f"\nfiles: {request.folder} ({', '.join(file.name for file in files)})")
     track(Tracker(uri, request.runs, EXPERIMENT), module.cfg, metrics, files, sources[""], request)
     return measured
@@ -95,20 +95,15 @@ def load_sources(request: Request, module: LitLM) -> dict[str, DataSource]:
     """
     if request.data is None:
         config, named = module.cfg.data, f"checkpoint {str(request.checkpoint)!r}"
+        source = data_of_training(request.checkpoint, module)
     else:
         config, named = load_experiment(find("experiments", request.data)).data, f"--data {request.data!r}"
-    source = config.load()
-    trained_on = {"vocab_size": source.vocab_size}
-    if request.data is None:
-        trained_on["context_length"] = source.context_length
-    for name, here in trained_on.items():
-        if module.hparams[name] != here:
+        source = config.load()
+        if source.vocab_size != module.hparams["vocab_size"]:
             raise ValueError(
-                f"{named}: the model was trained on data of {name}={module.hparams[name]}, which are {name}={here} "
-                "here; diagnose it on data that agree"
+                f"{named}: the model reads a vocabulary of {module.hparams['vocab_size']} tokens, these data have "
+                f"{source.vocab_size}; name an experiment whose data agree"
             )
-    if request.data is None:
-        check_fingerprint(request.checkpoint, module.cfg, source)
     check_length(module.model, source.context_length, named)
     longer = {f"L{length}/": at_length(config, length, source, module.model) for length in request.lengths}
     return {"": source, **longer}
@@ -144,19 +139,30 @@ def check_length(model: DecoderLM, length: int, option: str) -> None:
         raise ValueError(f"{option}: {one_line(error)}") from None
 
 
-def measure_all(module: LitLM, sources: Mapping[str, DataSource], request: Request) -> Diagnostics:
-    """The trained model, `init/` the same before training, and `L<length>/` the trained at other lengths."""
+def measure_all(
+    module: LitLM, sources: Mapping[str, DataSource], request: Request, console: Callable[[str], None]
+) -> Diagnostics:
+    """The trained model, `init/` the same before training, and `L<length>/` the trained at other lengths.
+
+    Each takes seconds to minutes, so the console is told before it begins.
+    """
     device = training_device()
     initial = LitLM(**module.hparams)
     module.to(device)
 
-    def measured(model: LitLM, prefix: str, maps: Maps | None = None) -> Diagnostics:
-        return measure(model, validation_sample(sources[prefix], request.sequences), maps, request.sequences)
+    def measured(what: str, model: LitLM, source: DataSource, maps: Maps | None = None) -> Diagnostics:
+        sample = validation_sample(source, request.sequences)
+        n, length = sample[0]["tokens"].shape
+        console(f"measuring {what}: {n} sequences of {length} tokens")
+        return measure(model, sample, maps, request.sequences)
 
-    parts = {"": measured(module, "", request.maps), "init/": measured(initial.to(device), "")}
-    for prefix in sources:
+    parts = {
+        "": measured("the trained model", module, sources[""], request.maps),
+        "init/": measured("the untrained model", initial.to(device), sources[""]),
+    }
+    for prefix, source in sources.items():
         if prefix:
-            parts[prefix] = measured(module, prefix)
+            parts[prefix] = measured("the trained model", module, source)
     return Diagnostics.joined(parts)
 
 

@@ -241,10 +241,10 @@ OnHidden = Callable[[int, Tensor], None]
 
 
 @contextmanager
-def _listening(
+def listening(
     model: DecoderLM, on_attention: OnAttention | None = None, on_hidden: OnHidden | None = None
 ) -> Iterator[None]:
-    """Tell of each layer's q, k, v, bias and window, and of the residual stream, until the end or an error.
+    """Tell of each layer's q, k, v, bias and window, and of the residual stream `[B, T, d]`, until the end or an error.
 
     The residual stream is 0 after the embedding and l after block l.
     """
@@ -302,7 +302,7 @@ class _Observed:
             self.hidden[index].update(x)
             last.append(x[:, -2:-1].clone())
 
-        with _listening(self.model, self._on_attention, on_hidden):
+        with listening(self.model, self._on_attention, on_hidden):
             self._add_loss(tokens, targets, 0)
         for evicted in range(1, EVICTED + 1):
             self._add_loss(tokens, targets, evicted)
@@ -332,7 +332,7 @@ class _Observed:
         def on_hidden(index: int, x: Tensor) -> None:
             self.gap[index] += repeated_gap(last[index], x[:, -2:]).sum()
 
-        with _listening(self.model, on_hidden=on_hidden):
+        with listening(self.model, on_hidden=on_hidden):
             self.model(torch.cat((tokens[:, :-1], tokens[:, -2:-1]), 1))
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -387,7 +387,7 @@ def _weights(model: DecoderLM, tokens: Tensor, chosen: list[tuple[int, int]]) ->
             w = rows.w.masked_fill(~rows.visible, torch.nan)[0]
             found.update({(layer, head): w[head] for at, head in chosen if at == layer})
 
-    with _listening(model, on_attention):
+    with listening(model, on_attention):
         model(tokens)
     kept = torch.stack([found[place] for place in chosen]).cpu().numpy()
     # A weight too small for float16 is not to become one that was cut.

@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 
 from lit_lazy import checkpoints
-from lit_lazy.config import RunConfig, cell_key
+from lit_lazy.config import cell_key
 from lit_lazy.data import DataSource
+from lit_lazy.lightning_module import LitLM
 from lit_lazy.model import training_device
 from lit_lazy.run import RESULT, diagnosed, evaluate, sizes
 
@@ -20,31 +21,33 @@ def evaluate_checkpoint(path: Path, threads: int | None = None) -> dict[str, flo
     if threads is not None:
         torch.set_num_threads(threads)
     module = checkpoints.load(path)
-    source = module.cfg.data.load()
-    here = {"vocab_size": source.vocab_size, "context_length": source.context_length}
-    for name, value in here.items():
-        if module.hparams[name] != value:
-            raise ValueError(
-                f"checkpoint {str(path)!r}: was trained on data of {name}={module.hparams[name]}, which are "
-                f"{name}={value} here; evaluate it where its data are"
-            )
-    check_fingerprint(path, module.cfg, source)
+    source = data_of_training(path, module)
     metrics = evaluate(module, source, training_device()) | sizes(module, source)
-    diagnostics = diagnosed(module, source, maps=None)
+    diagnostics = diagnosed(module, source)
     return metrics if diagnostics is None else metrics | diagnostics.scalars()
 
 
-def check_fingerprint(checkpoint: Path, cfg: RunConfig, source: DataSource) -> None:
-    """Raise ValueError, in one line, where the data have changed since the training that the checkpoint is of.
+def data_of_training(checkpoint: Path, module: LitLM) -> DataSource:
+    """The data that a checkpoint's model was trained on.
 
-    The result beside it tells; where there is none, nothing does.
+    Raises ValueError, in one line, where they cannot be had or have changed since. The result beside the checkpoint
+    tells of contents; where there is none, only another size is noticed.
     """
+    source = module.cfg.data.load()
+    for name in ("vocab_size", "context_length"):
+        there, here = module.hparams[name], getattr(source, name)
+        if there != here:
+            raise ValueError(
+                f"checkpoint {str(checkpoint)!r}: was trained on data of {name}={there}, which are {name}={here} here; "
+                "give it those, or train again"
+            )
     try:
-        trained = json.loads((checkpoint.parent / RESULT).read_text())["key"]
+        key = json.loads((checkpoint.parent / RESULT).read_text())["key"]
     except (OSError, ValueError, KeyError, TypeError):
-        return
-    if trained != cell_key(cfg, source.fingerprint):
+        return source
+    if key != cell_key(module.cfg, source.fingerprint):
         raise ValueError(
             f"checkpoint {str(checkpoint)!r}: its data ({source.name}) are not those of its training any more; give it "
             "those, or train again"
         )
+    return source

@@ -83,7 +83,7 @@ def _page(material: "_Material", overall: Mapping[str, Figure]) -> str:
         style=STYLE,
         title=escape(f"{plan.ablation} on {plan.base}"),
         summary=f"{len(table.rows)} variants, {_completeness(table)}",
-        warnings="".join(f'<p class="warning"><b>Warning:</b> {escape(text)}</p>' for text in _warnings(table)),
+        warnings="".join(f'<p class="warning"><b>Warning:</b> {escape(text)}</p>' for text in table.warnings),
         outline="".join(f'<li><a href="#{section.id}">{escape(section.title)}</a></li>' for section in sections),
         sections="\n".join(section.html for section in sections),
     )
@@ -144,12 +144,6 @@ def _address(ui_url: str) -> str:
             f"--ui-url {redacted(ui_url)!r}: must be http://HOST:PORT or https://HOST, where MLflow's pages are"
         )
     return ui_url.rstrip("/")
-
-
-def _warnings(table: Table) -> list[str]:
-    unfinished = [row.variant for row in table.rows if row.n < len(row.seeds)]
-    missing = f"{_completeness(table)}; cells of {', '.join(unfinished)} are not."
-    return [*table.warnings, *([missing] if unfinished else [])]
 
 
 def _completeness(table: Table) -> str:

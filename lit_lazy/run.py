@@ -28,7 +28,7 @@ from lit_lazy.checkpoints import AtomicCheckpointIO, resumable_step
 from lit_lazy.config import RunConfig, cell_key, to_dict
 from lit_lazy.data import DataSource, StepBatchSampler
 from lit_lazy.data.base import require
-from lit_lazy.diagnostics import STRONGEST, Diagnostics, Maps, check_normaliser, measure, validation_sample
+from lit_lazy.diagnostics import Diagnostics, check_normaliser, measure, validation_sample
 from lit_lazy.disk import set_aside, write_text
 from lit_lazy.errors import UnfinishedError
 from lit_lazy.lightning_module import Batch, DivergedError, LitLM, token_nll
@@ -129,7 +129,7 @@ def _run(
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
     trainer = make_trainer(cfg, folder, logger, (MissedValidation(source), Watch(source), *callbacks), show_progress)
     device = trainer.strategy.root_device
-    initial, untrained = evaluate(module, source, device), diagnosed(module, source, maps=None)
+    initial, untrained = evaluate(module, source, device), diagnosed(module, source)
 
     checkpoints = folder / "checkpoints"
     last = checkpoints / "last.ckpt"
@@ -144,9 +144,8 @@ def _run(
     if not all(torch.isfinite(torch.tensor(value)) for value in metrics.values()):
         raise DivergedError("the trained model's evaluation is not finite")
     metrics |= {f"init/{name}": value for name, value in initial.items()} | sizes(module, source)
-    trained_model = diagnosed(module, source)
-    if untrained is not None and trained_model is not None:
-        diagnostics = Diagnostics.joined({"": trained_model, "init/": untrained})
+    if untrained is not None:
+        diagnostics = Diagnostics.joined({"": measure(module, validation_sample(source)), "init/": untrained})
         diagnostics.save(folder / DIAGNOSTICS)
         metrics |= diagnostics.scalars()
 
@@ -268,15 +267,15 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def diagnosed(module: LitLM, source: DataSource, maps: Maps | None = STRONGEST) -> Diagnostics | None:
-    """The diagnostics that a run keeps; None, and said so, where the normaliser does not give its weights."""
+def diagnosed(module: LitLM, source: DataSource) -> Diagnostics | None:
+    """The diagnostics without maps; None, and said so, where the normaliser does not give its weights."""
     try:
         for attention in module.model.attentions:
             check_normaliser(attention.normaliser)
     except ValueError as error:
         log.warning("diagnostics are left out: %s", error)
         return None
-    return measure(module, validation_sample(source), maps)
+    return measure(module, validation_sample(source), maps=None)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lit_lazy.data import DataSource
+from lit_lazy.diagnostics import listening
 from lit_lazy.lightning_module import LitLM
 from lit_lazy.metrics import AttentionMetrics
 from lit_lazy.metrics.collapse import effective_rank, token_cosine
@@ -64,18 +65,18 @@ def _is_due(step: int) -> bool:
 def look(module: LitLM, tokens: Tensor) -> dict[str, float]:
     """The figures of a batch of tokens `[B, L]`, by their names under `watch/`; an undefined one is left out."""
     was_training = module.training
-    hidden: list[Tensor] = []
-    hook = module.model.blocks[-1].register_forward_hook(lambda _module, _inputs, outputs: hidden.append(outputs[0]))
+    hidden: dict[int, Tensor] = {}
     try:
-        _, stats = module.eval().model.forward_with_stats(tokens)
+        with listening(module.model, on_hidden=hidden.__setitem__):
+            _, stats = module.eval().model.forward_with_stats(tokens)
     finally:
-        hook.remove()
         module.train(was_training)
+    last = hidden[len(module.model.blocks)].float()
     attention = AttentionMetrics.of(module.cfg.model.attention, device=module.device)
     attention.update(stats, {"all": torch.ones_like(tokens, dtype=torch.bool)})
     measured = {NAMES[name]: value for name, value in attention.compute().items()}
-    measured["watch/cosine"] = token_cosine(hidden[0].float()).mean().item()
-    measured["watch/effective_rank"] = effective_rank(hidden[0].float()).mean().item()
+    measured["watch/cosine"] = token_cosine(last).mean().item()
+    measured["watch/effective_rank"] = effective_rank(last).mean().item()
     return measured | _taus(module)
 
 

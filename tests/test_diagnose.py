@@ -134,7 +134,13 @@ def test_the_run_is_found_in_mlflow(diagnosed: tuple[Path, str], monkeypatch: py
 
 def test_the_scalars_are_told_in_groups(diagnosed: tuple[Path, str]) -> None:
     runs, said = diagnosed
-    lines = said.splitlines()
+    progress, _, scalars = said.partition("\n\n")
+    assert progress.splitlines() == [
+        "measuring the trained model: 10 sequences of 16 tokens",
+        "measuring the untrained model: 10 sequences of 16 tokens",
+        *(f"measuring the trained model: 10 sequences of {length} tokens" for length in (24, 16, 32)),
+    ]
+    lines = scalars.splitlines()
     assert lines[0].split() == ["trained", "init", "L24", "L16", "L32"]
     metrics = json.loads((runs / "diagnose-abcdef" / "diagnostics.json").read_text())["metrics"]
     keys = lines[lines.index("entropy") + 1].split()
@@ -240,7 +246,7 @@ OPTIONS = [
     (["{ckpt}", "--data", ""], "argument --data: '': must be a name"),
     (
         ["{ckpt}", "--data", "stdlib_tiny"],
-        "--data 'stdlib_tiny': the model was trained on data of vocab_size=17, which are vocab_size=256 here",
+        "--data 'stdlib_tiny': the model reads a vocabulary of 17 tokens, these data have 256; name an experiment",
     ),
     (["{ckpt}", "--import", "mine.py"], "--import 'mine.py': no such file; give the path"),
     (["{ckpt}", "--train.steps=3"], "unknown argument '--train.steps=3'; see `lit-lazy diagnose --help`"),
@@ -287,9 +293,7 @@ def test_data_that_are_no_longer_those_of_the_training(
         ({"vocab_size": 5}, "vocab_size=5, which are vocab_size=17 here"),
         ({"context_length": 12}, "context_length=12, which are context_length=16 here"),
     ):
-        assert f"the model was trained on data of {named}" in refused(
-            [save(tmp_path / "other.ckpt", CFG, **changed)], capsys
-        )
+        assert f"was trained on data of {named}" in refused([save(tmp_path / "other.ckpt", CFG, **changed)], capsys)
 
 
 LENGTHS = [

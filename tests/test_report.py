@@ -273,7 +273,7 @@ def test_a_failed_run_is_listed_and_not_drawn(kept: Kept) -> None:
     assert f"lazy0failed{failed}" in read.text
     assert f"lazy0complete{again}" in read.text
     assert f"lazy1failed{other}" in read.text
-    assert "Warning: 1 of 4 cells complete; cells of softmax, lazy are not." in read.text
+    assert "Not complete: 1 of 4 cells have a result" in read.text
 
 
 def test_with_nothing_complete_it_says_so(kept: Kept) -> None:

@@ -137,7 +137,7 @@ def _colour(difference: float, column: Column) -> str:
 
 
 def _axis_label(column: Column) -> str:
-    unit = f" ({'points' if column.unit == '%' else column.unit})" if column.unit else ""
+    unit = f" ({column.difference_unit})" if column.unit else ""
     return f"Δ{unit}" + {"lower": "   ← better", "higher": "   better →", None: ""}[column.better]
 
 

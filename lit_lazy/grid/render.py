@@ -199,7 +199,7 @@ def _mean(row: "Row", column: "Column") -> str:
 
 
 def _effects(first: str, columns: Sequence["Column"], cells: Sequence[tuple[str, ...]]) -> Grid:
-    return Grid((first, *("Δ " + column.heading for column in columns)), tuple(cells), 1)
+    return Grid((first, *(column.difference_heading for column in columns)), tuple(cells), 1)
 
 
 def _difference(row: "Row", column: "Column") -> str:
@@ -249,7 +249,7 @@ def _verdict(table: "Table", column: "Column") -> str:
     text += "".join(f"; {group}" for group in groups)
     if s.tested < s.compared:
         text += f"; {s.compared - s.tested} the same in every seed"
-    unit = f" {column.unit}" if column.unit else ""
+    unit = f" {column.difference_unit}" if column.unit else ""
     pairs = [str(n) for n in s.pairs if n >= FEWEST_PAIRS]
     if s.mde is not None and s.mde_holm is not None:
         text += f". Detectable at n = {pairs[0]}: {column.format(s.mde)}{unit}; at Holm's first step: "

@@ -66,8 +66,19 @@ class Column:
 
     @property
     def heading(self) -> str:
-        unit = f" ({self.unit})" if self.unit else ""
-        return self.title + unit + {"lower": " ↓", "higher": " ↑", None: ""}[self.better]
+        return self.title + self._signs(self.unit)
+
+    @property
+    def difference_heading(self) -> str:
+        return f"Δ {self.title}{self._signs(self.difference_unit)}"
+
+    @property
+    def difference_unit(self) -> str:
+        """Two percentages differ by points."""
+        return "points" if self.unit == "%" else self.unit
+
+    def _signs(self, unit: str) -> str:
+        return (f" ({unit})" if unit else "") + {"lower": " ↓", "higher": " ↑", None: ""}[self.better]
 
 
 @dataclass(frozen=True)

@@ -226,6 +226,21 @@ def test_small_values_are_not_shown_as_zero():
     assert SPARSITY.format(0.5958) == "59.6"
 
 
+def test_percentages_differ_by_points():
+    accuracy = Column("accuracy", "accuracy", "higher", 1, "%", 100)
+    observations = [
+        cell(variant, seed, 2.0, accuracy=value + 0.01 * seed * (seed + shift))
+        for variant, value, shift in (("lazy", 0.5, 0), ("b", 0.6, 1))
+        for seed in range(3)
+    ]
+    text = table(rows("lazy", "b"), observations, columns=(LOSS, accuracy)).markdown()
+    assert "accuracy (%) ↑ |" in text
+    assert "Δ loss (nats) ↓ | Δ accuracy (points) ↑ |" in text
+    assert re.search(
+        r"accuracy: separates .* Detectable at n = 3: \d\.\d points; at Holm's first step: \S+ points\.", text
+    )
+
+
 def test_mixed_and_dirty_commits_and_labels_are_named():
     observations = cells("lazy", 2.0, 2.1, 2.2)
     observations += [

@@ -142,7 +142,7 @@ FIELDS = [
     (["--train.checkpoint_every=0"], "train.checkpoint_every=0: must be a whole number of at least 1"),
     (["--train.precision=bf16-true"], "--train.precision='bf16-true': must be one of fp32, bf16"),
     (["--train.batch_size=1000"], "train.batch_size=1000: must not exceed the 256 training sequences"),
-    (["--data=Wiki"], "--data='Wiki': unknown; there are Backcopy, Stdlib"),
+    (["--data=Wiki"], "--data='Wiki': unknown; there are Backcopy, "),
     (["--data.context_length=2"], "data.context_length=2: must be a whole number of at least 3"),
     (["--data=Stdlib", "--data.context_length=100000000"], "bytes; choose a smaller one"),
     (["--data=Stdlib", "--data.validation_windows=99999999"], "choose fewer or shorter ones"),

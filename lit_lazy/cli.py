@@ -191,13 +191,13 @@ def make_parser() -> argparse.ArgumentParser:
 
     status_parser = command(ablate, "status", ablate_status, "show what is done, what runs where, what failed and why")
     status_parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, a .py file, or NAME-EXPERIMENT")
-    add_base(status_parser)
+    add_base(status_parser, "it was run on")
     add_storage(status_parser)
     add_runs(status_parser)
 
     table_parser = command(ablate, "table", ablate_table, "rebuild an ablation's table from MLflow alone")
     table_parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, a .py file, or NAME-EXPERIMENT")
-    add_base(table_parser)
+    add_base(table_parser, "it was run on")
     add_runs(table_parser)
 
     command(ablate, "list", ablate_list, "list ablations, searches and experiments")
@@ -219,7 +219,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     report_parser = command(commands, "report", report, "rebuild an ablation's report from MLflow alone")
     report_parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, a .py file, or NAME-EXPERIMENT")
-    add_base(report_parser)
+    add_base(report_parser, "it was run on")
     report_parser.add_argument("--ui-url", metavar="URL", help="address of MLflow's pages, to link every run there")
     report_parser.add_argument(
         "--out", metavar="FILE", type=Path, help="write it there (default: NAME-EXPERIMENT/report.html in --runs)"
@@ -518,6 +518,8 @@ def grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> 
     name = options.ablation
     if not known:
         raise ValueError(f"ablation {name!r}: {where} holds no such grid; it has none; `lit-lazy ablate run` makes it")
+    if name in known and options.base:
+        raise ValueError(f"--base {options.base!r}: {name!r} names its experiment already; leave --base out")
     if name not in known:
         ablation = load_ablation(find("ablations", name))
         name = f"{ablation.name}-{Path(options.base or ablation.base).stem}"
@@ -548,7 +550,8 @@ def tracked_grid(options: argparse.Namespace) -> "Tracker":
 
     uri = default_uri(options.runs)
     check_store(uri)
-    return Tracker(uri, options.runs, grid_name(options, experiment_names(uri), f"MLflow at {redacted(uri)}"))
+    known = experiment_names(uri, kind="ablation")
+    return Tracker(uri, options.runs, grid_name(options, known, f"MLflow at {redacted(uri)}"))
 
 
 def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:

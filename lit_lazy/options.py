@@ -42,12 +42,12 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=folder, default=Path("runs"), help="folder of all results (default: runs)")
 
 
-def add_base(parser: argparse.ArgumentParser) -> None:
+def add_base(parser: argparse.ArgumentParser, use: str = "to run on") -> None:
     parser.add_argument(
         "--base",
         metavar="EXPERIMENT",
         type=not_empty,
-        help="experiment to run on: a name or a .py file (default: the ablation's own)",
+        help=f"experiment {use}: a name or a .py file (default: the ablation's own)",
     )
 
 

@@ -342,11 +342,19 @@ def experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
     return links
 
 
-def experiment_names(uri: str) -> list[str]:
-    """Names of all experiments of a store; none where a local store does not exist, which is not created."""
+def experiment_names(uri: str, kind: str | None = None) -> list[str]:
+    """Names of all experiments of a store; none where a local store does not exist, which is not created.
+
+    kind: only those that hold a run with this tag.
+    """
     if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).exists():
         return []
+    client = MlflowClient(uri)
     try:
-        return [experiment.name for experiment in MlflowClient(uri).search_experiments()]
+        return [
+            experiment.name
+            for experiment in client.search_experiments()
+            if kind is None or client.search_runs([experiment.experiment_id], f"tags.kind = '{kind}'", max_results=1)
+        ]
     except MlflowException as error:
         raise TrackingError(one_line(error), reachable=True) from error

@@ -76,6 +76,11 @@ def load(path: Path) -> LitLM:
     return module
 
 
+def callback_state(path: Path, name: str) -> dict[str, Any]:
+    """What a callback of a class of this name left in a checkpoint; empty where none did. Raises as `read` does."""
+    return read(path).get("callbacks", {}).get(name, {})
+
+
 def resumable_step(path: Path, cfg: RunConfig, module: LitLM) -> int:
     """The step from which a checkpoint resumes this config's module.
 

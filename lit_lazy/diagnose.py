@@ -24,6 +24,7 @@ from lit_lazy.lightning_module import LitLM
 from lit_lazy.model import DecoderLM, training_device
 from lit_lazy.run import FINAL_CHECKPOINT, environment
 from lit_lazy.tracking import Tracker, TrackingError, check_store, default_uri
+from lit_lazy.watch import Watch, tau_history
 
 EXPERIMENT = "diagnose"
 """Of MLflow."""
@@ -156,8 +157,10 @@ def measure_all(
         console(f"measuring {what}: {n} sequences of {length} tokens")
         return measure(model, sample, maps, request.sequences)
 
+    trained = measured("the trained model", module, sources[""], request.maps)
+    watched = checkpoints.callback_state(request.checkpoint, Watch.__name__)
     parts = {
-        "": measured("the trained model", module, sources[""], request.maps),
+        "": Diagnostics(trained.arrays | tau_history(watched.get("taus", {}))),
         "init/": measured("the untrained model", initial.to(device), sources[""]),
     }
     for prefix, source in sources.items():

@@ -69,6 +69,8 @@ class Diagnostics:
     `hidden/repeated_gap`, the mean of `repeated_gap` over the sequences).
     `tau` `[layers, H]` or `[layers, H, N]`, `bias/curve` `[layers, H, T]` by distance, `bias/alibi_slope` and
     `bias/alibi_distance` `[layers, H]` (`alibi_fit`): absent where there is none.
+    `watch/tau` `[S, layers, H]`: tau at the S steps `watch/step` (int64) of the training, of per_token the mean over
+    positions; absent where there is none, or no training was seen.
     `loss/by_position` `[T]`, nats. `loss/evicted` `[4]`: what the loss rises by over the rows from position 9 on, in
     nats, when the first 1 to 4 keys are hidden in every layer.
     `maps/weights` float16 `[S, n, n]`: weights of the first sequence, NaN at hidden keys, first n = min(T, 128) rows;

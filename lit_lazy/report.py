@@ -328,6 +328,10 @@ CAPTIONS = {
         "Offset parameter by layer",
         "Look whether tau moved from its start, and how far the heads of a layer differ.",
     ),
+    "tau_by_head": (
+        "Offset parameter over training, by head",
+        "Look when each head leaves its start, and whether the heads of a layer part from each other.",
+    ),
     "bias_curves": (
         "Bias by distance",
         "Look for heads that prefer near keys or a certain distance; a flat curve has learned nothing.",

@@ -34,7 +34,7 @@ from lit_lazy.errors import UnfinishedError
 from lit_lazy.lightning_module import Batch, DivergedError, LitLM, token_nll
 from lit_lazy.metrics import AttentionMetrics, RatioOfSums
 from lit_lazy.model import check_model, flops_per_token
-from lit_lazy.watch import Watch
+from lit_lazy.watch import Watch, tau_history
 
 log = logging.getLogger("lit_lazy.run")
 
@@ -127,7 +127,8 @@ def _run(
     keep_checkpoint: bool,
 ) -> RunResult:
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
-    trainer = make_trainer(cfg, folder, logger, (MissedValidation(source), Watch(source), *callbacks), show_progress)
+    watch = Watch(source)
+    trainer = make_trainer(cfg, folder, logger, (MissedValidation(source), watch, *callbacks), show_progress)
     device = trainer.strategy.root_device
     initial, untrained = evaluate(module, source, device), diagnosed(module, source)
 
@@ -145,7 +146,8 @@ def _run(
         raise DivergedError("the trained model's evaluation is not finite")
     metrics |= {f"init/{name}": value for name, value in initial.items()} | sizes(module, source)
     if untrained is not None:
-        diagnostics = Diagnostics.joined({"": measure(module, validation_sample(source)), "init/": untrained})
+        measured = Diagnostics.joined({"": measure(module, validation_sample(source)), "init/": untrained})
+        diagnostics = Diagnostics(measured.arrays | tau_history(watch.taus))
         diagnostics.save(folder / DIAGNOSTICS)
         metrics |= diagnostics.scalars()
 

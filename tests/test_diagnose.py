@@ -75,6 +75,9 @@ def test_the_arrays_are_those_of_the_model_its_beginning_and_the_lengths(
     np.testing.assert_allclose(found.arrays["L32/loss/by_position"][:16], found.arrays["loss/by_position"], rtol=1e-5)
     assert found.arrays["maps/heads"].tolist() == [[1, 1], [0, 1]]
     assert not any("maps/" in name for name in found.arrays if name.startswith(("init/", "L")))
+    kept = Diagnostics.load(trained.parent / "diagnostics.npz").arrays
+    assert found.arrays["watch/step"].tolist() == [0, 1, 2, 3, 4, 6]
+    np.testing.assert_array_equal(found.arrays["watch/tau"], kept["watch/tau"])
 
 
 def test_a_sample_of_all_agrees_with_the_evaluation(trained: Path) -> None:

@@ -31,6 +31,7 @@ NAMES = [
     "mass_by_position",
     "sparsity_by_layer",
     "tau_by_layer",
+    "tau_by_head",
     "bias_curves",
     "value_norms",
     "rank_profile",
@@ -59,6 +60,8 @@ def make(layers=2, heads=4, length=64, maps=2, init=True, lengths=()):
             f"{prefix}loss/by_position": 2 + rng.random(n),
             f"{prefix}sample": np.array([16, n, layers]),
         }
+    made["watch/step"] = np.array([0, 1, 2, 4, 7])
+    made["watch/tau"] = 1 + rng.random((5, layers, heads))
     made["bias/curve"] = rng.normal(size=(layers, heads, length))
     made["bias/alibi_slope"] = rng.random((layers, heads)) / length
     n = min(length, 128)
@@ -100,7 +103,7 @@ def test_nothing_is_drawn_of_nothing():
         undefined = {k: np.full(v.shape, np.nan) if v.dtype.kind == "f" else v for k, v in arrays.items()}
         assert draw(undefined) is None
     softmax = {key: value for key, value in arrays.items() if not key.endswith("tau")}
-    assert list(run_figures(softmax)) == [name for name in NAMES if name != "tau_by_layer"]
+    assert list(run_figures(softmax)) == [name for name in NAMES if not name.startswith("tau")]
 
 
 def test_a_zero_weight_is_told_from_a_small_one_and_from_a_hidden_key():
@@ -206,6 +209,18 @@ def test_tau_shows_every_head_and_positions_as_their_mean():
     figure = drawn(figures.tau_by_layer({"tau": per_token}))
     same(lines(figure.axes[0]), [arrays["tau"].mean(axis=1)])
     assert "positions" in figure.get_suptitle()
+
+
+def test_tau_over_training_has_a_line_per_head_in_the_colour_of_its_layer():
+    arrays = make(layers=2, heads=4)
+    figure = drawn(figures.tau_by_head(arrays))
+    axes = figure.axes[0]
+    same(lines(axes), arrays["watch/tau"].reshape(5, 8).T)
+    assert all(line.get_xdata().tolist() == [0, 1, 2, 4, 7] for line in axes.lines)
+    colours = [line.get_color() for line in axes.lines]
+    named = {line.get_label(): line.get_color() for line in figure.legends[0].get_lines()}
+    assert all(tuple(colours[i]) == tuple(named[f"layer {i // 4}"]) for i in range(8))
+    assert tuple(named["layer 0"]) != tuple(named["layer 1"])
 
 
 def test_the_dashed_line_of_an_alibi_curve_is_the_curve():

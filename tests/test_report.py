@@ -151,7 +151,8 @@ def test_each_variant_is_shown_by_its_first_seed(page: str) -> None:
         "First key over training",
     ]
     softmax, lazy = shown["softmax, seed 0"], shown[f"{ODD}, seed 0"]
-    assert set(lazy) - set(softmax) == {"Offset parameter by layer", "Bias by distance"}
+    tau = {"Offset parameter by layer", "Offset parameter over training, by head"}
+    assert set(lazy) - set(softmax) == {*tau, "Bias by distance"}
     assert {"Attention maps", "Sinks by layer and head", "Row mass by position", "Rank through the layers"} <= {
         *softmax
     }

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from filelock import FileLock
@@ -46,7 +47,7 @@ def untimed(result: RunResult) -> RunResult:
 
 
 def assert_same_run(a: Path, b: Path) -> None:
-    """Results equal but for their timings, and weights bit-equal."""
+    """Results equal but for their timings; weights and diagnostics, the history of tau among them, bit-equal."""
     first, second = RunResult.read(a), RunResult.read(b)
     assert first is not None
     assert second is not None
@@ -54,6 +55,10 @@ def assert_same_run(a: Path, b: Path) -> None:
     assert weights(a).keys() == weights(b).keys()
     for name, value in weights(a).items():
         assert torch.equal(value, weights(b)[name]), name
+    kept, other = (Diagnostics.load(folder / DIAGNOSTICS).arrays for folder in (a, b))
+    assert kept.keys() == other.keys()
+    for name, array in kept.items():
+        np.testing.assert_array_equal(array, other[name], err_msg=name)
 
 
 def test_same_config_gives_the_same_result_bit_for_bit(tmp_path: Path) -> None:

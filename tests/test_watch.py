@@ -9,8 +9,9 @@ import torch
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, Softmax
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.data import Backcopy
+from lit_lazy.diagnostics import Diagnostics
 from lit_lazy.lightning_module import LitLM
-from lit_lazy.run import FINAL_CHECKPOINT, run
+from lit_lazy.run import DIAGNOSTICS, FINAL_CHECKPOINT, run
 from lit_lazy.spool import METRICS, MetricFile, read_lines
 from lit_lazy.watch import look
 
@@ -53,9 +54,17 @@ def test_steps_and_figures(tmp_path: Path, attention: AttentionSpec) -> None:
     untrained = LitLM.create(cfg, source.vocab_size, source.context_length)
     tokens = source.validation.sequences[:4, :-1].long()
     assert look(untrained, tokens) == {name: values[0] for name, values in found.items() if 0 in values}
+    kept = Diagnostics.load(tmp_path / DIAGNOSTICS).arrays
+    assert ("watch/tau" in kept) == elastic
     if elastic:
         assert {found[name][0] for name in TAUS} == {1.0}
         assert found["watch/tau_min"][16] < 1.0
+        assert kept["watch/step"].tolist() == [0, 1, 2, 4, 8, 16]
+        tau = kept["watch/tau"]
+        assert tau.shape == (6, 2, 2)
+        expected = [*tau.mean(2).T, tau.min((1, 2)), tau.max((1, 2))]
+        for name, values in zip(TAUS, expected, strict=True):
+            assert list(found[name].values()) == pytest.approx(values), name
     else:
         assert found["watch/mass"] == pytest.approx(dict.fromkeys(found["watch/mass"], 1.0))
 

@@ -227,6 +227,26 @@ def tau_by_layer(arrays: Arrays) -> Figure | None:
 
 
 @in_style()
+def tau_by_head(arrays: Arrays) -> Figure | None:
+    """The offset parameter of every head over training, a line per head in the colour of its layer."""
+    values = _finite(arrays, "watch/tau")
+    if values is None:
+        return None
+    steps = arrays["watch/step"]
+    _, layers, heads = values.shape
+    figure = new_figure(5.6, 3.0, f"τ over training, {_many(heads, 'head')} in each layer")
+    axes = figure.subplots()
+    for layer, colour in enumerate(_ordered_colours(layers)):
+        axes.plot(steps, values[:, layer], color=colour, linewidth=1.0)
+    log_axis(axes, max(1, steps[-1]), zero=True)
+    axes.set_xlabel("step")
+    axes.set_ylabel("offset parameter τ")
+    axes.grid(axis="y")
+    _ordered_key(figure, np.array([axes]), layers, "layer", [])
+    return figure
+
+
+@in_style()
 def bias_curves(arrays: Arrays) -> Figure | None:
     """The bias of every head by distance, a panel per layer; beside few heads the best ALiBi line of each."""
     curves = _finite(arrays, "bias/curve")
@@ -357,6 +377,7 @@ RUN_FIGURES = (
     mass_by_position,
     sparsity_by_layer,
     tau_by_layer,
+    tau_by_head,
     bias_curves,
     value_norms,
     rank_profile,

@@ -1,7 +1,7 @@
 """Where Lazy Attention works best: tau_init, the learning rate and the base of RoPE, searched together."""
 
 from lit_lazy.attention import Elastic, LearnedBias
-from lit_lazy.grid.search import Real, Search
+from lit_lazy.grid.search.definition import Real, Search
 
 search = Search(
     name="lazy_search",

@@ -2,7 +2,7 @@
 
 from lit_lazy.attention import Alibi, Elastic, LearnedAbsolute, NoBias, NoPosition, Rope, Softmax
 from lit_lazy.grid.ablation import Ablation, Row
-from lit_lazy.grid.columns import COLUMNS, INIT_COLUMNS
+from lit_lazy.table.columns import COLUMNS, INIT_COLUMNS
 
 NORMALISERS = {
     "softmax": Softmax(),

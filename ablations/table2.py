@@ -2,8 +2,8 @@
 
 from lit_lazy.attention import Alibi, Elastic, Fire, KerpleLog, LearnedBias, NoBias, NoPosition, Softmax, T5Bias
 from lit_lazy.grid.ablation import Ablation, Row
-from lit_lazy.grid.columns import COLUMNS
-from lit_lazy.grid.table import Contrast
+from lit_lazy.table.columns import COLUMNS
+from lit_lazy.table.records import Contrast
 
 PAPER, AUTHORS, OURS = "paper (via review)", "authors' code", "ours"
 NORMALISER, BIAS, POSITION = "model.attention.normaliser", "model.attention.bias", "model.position"

@@ -5,7 +5,7 @@ from typing import Any
 
 from lit_lazy.attention import Alibi, Elastic, LearnedBias, NoBias
 from lit_lazy.grid.ablation import Ablation
-from lit_lazy.grid.columns import COLUMNS
+from lit_lazy.table.columns import COLUMNS
 
 NORMALISER = "model.attention.normaliser"
 TAU, THRESHOLD = f"{NORMALISER}.tau_init", f"{NORMALISER}.threshold"

@@ -2,7 +2,7 @@
 
 from lit_lazy.attention import Rope
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig
-from lit_lazy.data import Backcopy
+from lit_lazy.data.backcopy import Backcopy
 
 
 def config() -> RunConfig:

@@ -2,7 +2,7 @@
 
 from lit_lazy.attention import Rope
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig
-from lit_lazy.data import Stdlib
+from lit_lazy.data.stdlib import Stdlib
 
 
 def config() -> RunConfig:

@@ -14,17 +14,23 @@ import torch
 
 from lit_lazy.attention import Elastic, LearnedBias
 from lit_lazy.bench.results import made_by, provenance, publish
-from lit_lazy.config import RunConfig, TrainConfig, from_dict, replace_at
-from lit_lazy.files import find, load_experiment
+from lit_lazy.config.canonical import from_dict, replace_at
+from lit_lazy.config.files import find, load_experiment
+from lit_lazy.config.schema import RunConfig, TrainConfig
 from lit_lazy.grid.ablation import Ablation, Cell, definitions, expand, row_infos, select
-from lit_lazy.grid.columns import COLUMNS
-from lit_lazy.grid.plan import PLAN, Plan, save, table_from_mlflow
-from lit_lazy.grid.queue import Queue, default_storage
-from lit_lazy.grid.worker import Worker
-from lit_lazy.lightning_module import LitLM
-from lit_lazy.run import RunResult, evaluate, fit, make_trainer, prepare, run
-from lit_lazy.spool import Spool
-from lit_lazy.tracking import Tracker, default_uri
+from lit_lazy.grid.plan import PLAN, Plan, table_from_mlflow
+from lit_lazy.grid.queue.queue import Queue
+from lit_lazy.grid.queue.storage import default_storage
+from lit_lazy.grid.work.worker import Worker
+from lit_lazy.table.columns import COLUMNS
+from lit_lazy.table.render import save
+from lit_lazy.tracking.spool import Spool
+from lit_lazy.tracking.tracker import Tracker, default_uri
+from lit_lazy.training.module import LitLM
+from lit_lazy.training.prepare import prepare
+from lit_lazy.training.result import RunResult
+from lit_lazy.training.run import evaluate, run
+from lit_lazy.training.trainer import fit, make_trainer
 
 SIZES, CELL_SECONDS, PAIRS = (100, 1_000, 10_000), 20.0, 5
 SEEDS = 5
@@ -117,13 +123,13 @@ def bare(cfg: RunConfig, folder: Path, clock: Clock) -> None:
     source = prepare(cfg)
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
     trainer = make_trainer(cfg, folder, None, (), show_progress=False)
-    device = trainer.strategy.root_device
+    model = module.model.to(trainer.strategy.root_device)
     with clock.of("evaluate"):
-        evaluate(module, source, device)
+        evaluate(model, source, cfg.train)
     with clock.of("fit"):
         fit(trainer, module, cfg, source, None)
     wall, cpu = time.perf_counter(), time.process_time()
-    evaluate(module, source, device)
+    evaluate(model, source, cfg.train)
     clock.wall["evaluate"][-1] += time.perf_counter() - wall
     clock.cpu["evaluate"][-1] += time.process_time() - cpu
 

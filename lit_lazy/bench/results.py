@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from lit_lazy.disk import writable_folder
-from lit_lazy.run import environment
+from lit_lazy.support.disk import writable_folder
+from lit_lazy.support.provenance import environment
 
 
 def provenance(out: Path | None) -> dict[str, Any]:

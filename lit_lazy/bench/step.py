@@ -28,9 +28,11 @@ from torch import Tensor, nn
 from flash_lazy import lazy_attention
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias
 from lit_lazy.bench.results import made_by, provenance, publish
-from lit_lazy.config import ModelConfig, TrainConfig, to_dict
-from lit_lazy.lightning_module import parameter_groups, token_nll
-from lit_lazy.model import DecoderLM
+from lit_lazy.config.canonical import to_dict
+from lit_lazy.config.schema import ModelConfig, TrainConfig
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.loss import token_nll
+from lit_lazy.training.optimiser import parameter_groups
 
 LENGTHS, ROUNDS, TOKENS = (128, 512, 2048), 10, 4096
 QUICK: Mapping[str, Any] = {"lengths": (64,), "rounds": 2, "tokens": 128}

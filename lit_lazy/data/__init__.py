@@ -1,18 +1,8 @@
-"""Data sources: each is a frozen config whose `load()` gives the train and validation sequences of a run.
+"""Data sources: each is a frozen config in a file of its own, whose `load()` gives the sequences of a run.
 
-Every module of this package is imported here, so that a source put into a new file is found by its class name.
+Only their contract is imported here: it needs torch alone, the sources need more.
 """
 
-import importlib
-import pkgutil
+from lit_lazy.data.base import Batch, DataConfig, DataSource, TokenDataset, fingerprint
 
-from lit_lazy.data.backcopy import Backcopy
-from lit_lazy.data.base import DataConfig, DataSource
-from lit_lazy.data.sampler import StepBatchSampler
-from lit_lazy.data.stdlib import Stdlib
-from lit_lazy.data.text import Text
-
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
-
-__all__ = ["Backcopy", "DataConfig", "DataSource", "Stdlib", "StepBatchSampler", "Text"]
+__all__ = ["Batch", "DataConfig", "DataSource", "TokenDataset", "fingerprint"]

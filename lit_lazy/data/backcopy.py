@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lit_lazy.data.base import DataConfig, DataSource, TokenDataset, fingerprint, require, require_whole
+from lit_lazy.data.base import DataConfig, DataSource, TokenDataset, fingerprint
+from lit_lazy.support.checks import require, require_whole
 
 
 @dataclass(frozen=True)

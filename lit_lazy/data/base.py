@@ -4,10 +4,13 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Batch = dict[str, Tensor]
 
@@ -66,22 +69,10 @@ class DataSource:
     """Names of the batch's bool `[B, L]` masks that sort the query rows into groups worth measuring apart."""
 
 
-def fingerprint(parts: Sequence[np.ndarray]) -> str:
+def fingerprint(parts: "Sequence[np.ndarray]") -> str:
     """16 hex digits over the parts' types, shapes and values, and where one ends and the next begins."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(f"{part.dtype.str}{part.shape}".encode())
         digest.update(part.tobytes())
     return digest.hexdigest()[:16]
-
-
-def require(holds: bool, field: str, value: object, mend: str) -> None:
-    """Raise a one-line ValueError that names the field, its value and the mend, unless the condition holds."""
-    if not holds:
-        raise ValueError(f"{field}={value!r}: {mend}")
-
-
-def require_whole(field: str, value: object, minimum: int) -> None:
-    """Require an int (not a bool) of at least `minimum`."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    require(whole and value >= minimum, field, value, f"must be a whole number of at least {minimum}")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_lazy.data.base import require
-from lit_lazy.errors import one_line
+from lit_lazy.support.checks import require
+from lit_lazy.support.errors import one_line
 
 FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 # A tokeniser needs about a hundred times the memory of a document.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from torch.utils.data import Sampler
 
-from lit_lazy.data.base import require, require_whole
+from lit_lazy.support.checks import require, require_whole
 
 
 class StepBatchSampler(Sampler[list[int]]):
@@ -48,3 +48,8 @@ class StepBatchSampler(Sampler[list[int]]):
         """The order of the items in one pass, `[n_items]`."""
         source = np.random.SeedSequence(self.seed, spawn_key=(number,))
         return np.random.default_rng(source).permutation(self.n_items)
+
+
+def evenly(n: int, k: int) -> np.ndarray:
+    """k of the numbers 0 .. n - 1, k <= n, evenly spread."""
+    return np.arange(k) * n // k

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lit_lazy.data.base import DataConfig, DataSource, TokenDataset, fingerprint, require_whole
+from lit_lazy.data.base import DataConfig, DataSource, TokenDataset, fingerprint
 from lit_lazy.data.trigram import ByteTrigram, trigrams
+from lit_lazy.support.checks import require_whole
 
 # Tests, installed packages, and two generated parts: the character tables, so alike that a split by file would leak
 # them, and the manual as one string literal, which would be half of the validation text.

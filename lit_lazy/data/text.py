@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lit_lazy.data.base import DataConfig, DataSource, TokenDataset, require, require_whole
+from lit_lazy.data.base import DataConfig, DataSource, TokenDataset
 from lit_lazy.data.documents import Files, Hub, find_files
+from lit_lazy.data.sampler import evenly
 from lit_lazy.data.stdlib import cut
 from lit_lazy.data.tokeniser import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
 from lit_lazy.data.tokens import cache_folder, make_once, open_corpus, write_corpus
 from lit_lazy.data.trigram import ByteTrigram, trigrams
+from lit_lazy.support.checks import require, require_whole
 
 # Part of a cached corpus's name: raise it when the same documents come to be other tokens.
 LAYOUT = 1
@@ -200,11 +202,6 @@ def _load(config: Text, folder: Path) -> DataSource:
         train=TokenDataset(train),
         validation=TokenDataset(validation[chosen]),
     )
-
-
-def evenly(n: int, k: int) -> np.ndarray:
-    """k of the numbers 0 .. n - 1, k <= n, evenly spread."""
-    return np.arange(k) * n // k
 
 
 def trigram_bits(train: torch.Tensor, validation: np.ndarray, chosen: np.ndarray) -> float:

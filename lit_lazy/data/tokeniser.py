@@ -5,8 +5,8 @@ from typing import Protocol
 
 import numpy as np
 
-from lit_lazy.data.base import require
-from lit_lazy.errors import one_line
+from lit_lazy.support.checks import require
+from lit_lazy.support.errors import one_line
 
 BYTES = "bytes"
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")

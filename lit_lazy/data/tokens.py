@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from lit_lazy.data.tokeniser import Tokenizer
-from lit_lazy.errors import one_line
+from lit_lazy.support.errors import one_line
 
 BATCH_BYTES = 2**20
 FACTS = "corpus.json"

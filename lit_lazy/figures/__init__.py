@@ -2,8 +2,8 @@
 
 from lit_lazy.figures.ablation import loss_against_sparsity, sink_over_training, tau_over_training
 from lit_lazy.figures.common import save_figure
-from lit_lazy.figures.diagnostics import FIGURE_NAMES, run_figures
 from lit_lazy.figures.effects import effects_figure
+from lit_lazy.figures.heads import FIGURE_NAMES, run_figures
 
 __all__ = [
     "FIGURE_NAMES",

@@ -15,7 +15,7 @@ from matplotlib.transforms import Bbox
 
 from lit_lazy.figures.common import BETTER, NEUTRAL, WIDTH, in_style, legend_below, log_axis, new_figure
 from lit_lazy.figures.labels import Label, place_labels
-from lit_lazy.grid.table import Column, Row, Table
+from lit_lazy.table.records import Column, Table, TableRow
 
 Metrics = Mapping[str, Sequence[tuple[int, float]]]
 """One seed's (step, value) by metric."""
@@ -113,7 +113,7 @@ class _Point:
     y_half: float
 
 
-def _point(row: Row, table: Table, loss: Column, sparsity: Column) -> _Point | None:
+def _point(row: TableRow, table: Table, loss: Column, sparsity: Column) -> _Point | None:
     x, y = row.metrics[sparsity.key], row.metrics[loss.key]
     if y.mean is None:
         return None

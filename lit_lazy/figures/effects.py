@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from lit_lazy.figures.common import BETTER, NEUTRAL, WORSE, in_style, legend_below, new_figure
-from lit_lazy.grid.table import Column, Row, Table
+from lit_lazy.table.records import Column, Table, TableRow
 
 FAR = 10
 """A point this many times as far out as the next would squeeze all others onto the line at 0."""
@@ -122,7 +122,7 @@ def _limits(points: Sequence[float], reach: Sequence[tuple[float, float]]) -> tu
     return left - margin, right + margin
 
 
-def _absence(row: Row, table: Table, column: Column) -> str:
+def _absence(row: TableRow, table: Table, column: Column) -> str:
     if row.variant == table.baseline:
         return "baseline"
     if not row.n:

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lit_lazy.config import RunConfig, cell_key, flatten, replace_at, to_dict
-from lit_lazy.files import load_module
-from lit_lazy.grid.table import Column, Contrast, RowInfo
-from lit_lazy.run import prepare
+from lit_lazy.config.canonical import flatten, replace_at, to_dict
+from lit_lazy.config.files import load_module
+from lit_lazy.config.key import cell_key
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.table.records import Column, Contrast, RowInfo
+from lit_lazy.training.prepare import prepare
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 

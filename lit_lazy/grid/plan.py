@@ -3,11 +3,11 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from lit_lazy.grid.table import Column, Contrast, Observation, RowInfo, Table, build_table
-from lit_lazy.tracking import TrackedRun, Tracker
+from lit_lazy.table.build import build_table
+from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table
+from lit_lazy.tracking.tracker import TrackedRun, Tracker
 
 PLAN = "plan.json"
 UNDERTRAINED_BY = 0.3
@@ -139,16 +139,7 @@ def _warnings(plan: Plan, observations: Sequence[Observation]) -> list[str]:
     ]
 
 
-def save(table: Table, stem: Path) -> list[Path]:
-    """Write table.md, .csv, .tex, .json and .html beside each other; the paths."""
-    texts = {
-        "md": table.markdown(),
-        "csv": table.csv(),
-        "tex": table.latex(),
-        "json": json.dumps(table.to_json(), indent=1, allow_nan=False) + "\n",
-        "html": table.html(),
-    }
-    paths = [stem.with_suffix(f".{ending}") for ending in texts]
-    for path, text in zip(paths, texts.values(), strict=True):
-        path.write_text(text)
-    return paths
+def save_views(tracker: Tracker, axes: Sequence[str], columns: Sequence[Column]) -> None:
+    """Save MLflow's views of an ablation; the plotted columns get charts, or all where none is."""
+    plotted = [column.key for column in columns if column.plotted]
+    tracker.keep_views(axes, [column.key for column in columns], plotted or None)

@@ -7,8 +7,8 @@ import torch
 
 from lit_lazy.attention import Alibi, Fire, KerpleLog, LearnedBias, NoBias, T5Bias
 from lit_lazy.attention.bias import alibi_slopes, t5_buckets
-from lit_lazy.config import leaves
-from lit_lazy.model import parameter_generator
+from lit_lazy.config.canonical import leaves
+from lit_lazy.model.decoder import parameter_generator
 
 HEADS, CONTEXT = 4, 24
 LEAVES = [cls() for cls in leaves(T5Bias.__base__).values() if cls.__module__ == "lit_lazy.attention.bias"]

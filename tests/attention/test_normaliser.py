@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lit_lazy.attention import Alibi, BiasTerms, Elastic, Fire, KerpleLog, LearnedBias, NoBias, Softmax, T5Bias
-from lit_lazy.model import parameter_generator
+from lit_lazy.model.decoder import parameter_generator
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM, CONTEXT = 2, 4, 2, 13, 6, 32
 BIASES = [NoBias(), LearnedBias(length=5, init_std=1.0), Alibi(), T5Bias(), KerpleLog(), Fire()]

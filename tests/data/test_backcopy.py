@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_lazy.data import Backcopy
-from lit_lazy.data.backcopy import _load, make_chain
+from lit_lazy.data.backcopy import Backcopy, _load, make_chain
 
 CONFIG = Backcopy(train_sequences=20_000, validation_sequences=2_000)
 CORNERS = [

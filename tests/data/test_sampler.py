@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from lit_lazy.data import Backcopy, StepBatchSampler
+from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.base import TokenDataset
+from lit_lazy.data.sampler import StepBatchSampler
 
 
 def batches(n_items, batch_size, seed=0, start=0, count=10):

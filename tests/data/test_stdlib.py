@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_lazy.data import Stdlib
-from lit_lazy.data.stdlib import is_validation, load_folder, read_sources
+from lit_lazy.data.stdlib import Stdlib, is_validation, load_folder, read_sources
 from lit_lazy.data.trigram import ByteTrigram, trigrams
 
 CONFIG = Stdlib(context_length=16, validation_windows=10)

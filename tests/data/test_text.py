@@ -17,13 +17,16 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lit_lazy.cli import main
-from lit_lazy.config import ModelConfig, RunConfig, TrainConfig, cell_key, replace_at
+from lit_lazy.command.main import main
+from lit_lazy.config.canonical import replace_at
+from lit_lazy.config.files import find, load_experiment
+from lit_lazy.config.key import cell_key
+from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.data import documents, text, tokens
 from lit_lazy.data.text import Text, trigram_bits
 from lit_lazy.data.trigram import ByteTrigram, trigrams
-from lit_lazy.files import find, load_experiment
-from lit_lazy.run import prepare, run
+from lit_lazy.training.prepare import prepare
+from lit_lazy.training.run import run
 
 SHARE = 0.2
 L = 16

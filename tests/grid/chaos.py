@@ -22,8 +22,9 @@ import optuna
 import psutil
 from mlflow.tracking import MlflowClient
 
-from lit_lazy.grid.queue import Queue, default_storage
-from lit_lazy.run import git_sha
+from lit_lazy.grid.queue.queue import Queue
+from lit_lazy.grid.queue.storage import default_storage
+from lit_lazy.support.provenance import git_sha
 
 GRID = "chaos-chaos_base"
 CELLS = 24
@@ -35,7 +36,7 @@ BASE = '''
 """Cells that train, validate and checkpoint for a second or two."""
 from dataclasses import replace
 
-from lit_lazy.files import find, load_experiment
+from lit_lazy.config.files import find, load_experiment
 
 
 def config():
@@ -52,7 +53,7 @@ from pathlib import Path
 
 from lit_lazy.attention import Elastic, LearnedBias, Softmax
 from lit_lazy.grid.ablation import Ablation, Row
-from lit_lazy.grid.columns import COLUMNS
+from lit_lazy.table.columns import COLUMNS
 
 TRAPS = Path(__file__).parent / "traps"
 
@@ -72,11 +73,11 @@ def die_at(point):
 
 
 def set_traps():
-    import lit_lazy.checkpoints
-    import lit_lazy.run
-    from lit_lazy.grid.queue import Queue
-    from lit_lazy.lightning_module import LitLM
-    from lit_lazy.spool import Spool
+    import lit_lazy.training.checkpoints
+    import lit_lazy.training.run
+    from lit_lazy.grid.queue.queue import Queue
+    from lit_lazy.training.module import LitLM
+    from lit_lazy.tracking.spool import Spool
 
     def half_written(write, point):
         def write_and_die(path, content):
@@ -97,7 +98,7 @@ def set_traps():
 
         setattr(cls, name, die_first)
 
-    checkpoints, run = lit_lazy.checkpoints, lit_lazy.run
+    checkpoints, run = lit_lazy.training.checkpoints, lit_lazy.training.run
     checkpoints.write_atomically = half_written(checkpoints.write_atomically, "checkpoint write")
     run.write_text = half_written(run.write_text, "result write")
     before(LitLM, "training_step", "training", lambda module: module.global_step == 37)
@@ -159,7 +160,7 @@ class Chaos:
         environment.pop("MLFLOW_TRACKING_URI", None)
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "lit_lazy.cli", "ablate", "run", *files, *options],
+                [sys.executable, "-m", "lit_lazy.command", "ablate", "run", *files, *options],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -171,7 +172,7 @@ class Chaos:
         found = []
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
-            if "lit_lazy.grid.worker" in words and str(self.runs) in words:
+            if "lit_lazy.grid.work.worker" in words and str(self.runs) in words:
                 found.append(process)
         return found
 

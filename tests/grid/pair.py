@@ -4,7 +4,7 @@ ABLATION = '''
 """Two rows and one that diverges."""
 from lit_lazy.attention import Elastic, LearnedBias, Softmax
 from lit_lazy.grid.ablation import Ablation, Row
-from lit_lazy.grid.columns import COLUMNS
+from lit_lazy.table.columns import COLUMNS
 
 ablation = Ablation(
     name="pair",

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from lit_lazy.attention import Alibi, Elastic, Fire, LearnedBias, NoBias, Softmax
-from lit_lazy.config import RunConfig, from_dict, replace_at
-from lit_lazy.files import available, find, load_experiment, load_module
+from lit_lazy.config.canonical import from_dict, replace_at
+from lit_lazy.config.files import available, find, load_experiment, load_module
+from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid.ablation import Ablation, Cell, Row, expand, load_ablation, select
-from lit_lazy.grid.columns import COLUMNS
+from lit_lazy.table.columns import COLUMNS
 
 NORMALISER, BIAS = "model.attention.normaliser", "model.attention.bias"
 ROWS = (Row("softmax", {NORMALISER: Softmax()}, "ours"), Row("elastic", {NORMALISER: Elastic()}, "ours"))

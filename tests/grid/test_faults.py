@@ -15,11 +15,13 @@ import pytest
 from mlflow.tracking import MlflowClient
 from mlflow_server import MlflowServer
 
-from lit_lazy.cli import main, make_grid, make_parser
-from lit_lazy.grid import launch
-from lit_lazy.grid.queue import Queue, default_storage
-from lit_lazy.spool import read_lines
-from lit_lazy.tracking import Tracker, TrackingError
+from lit_lazy.command.ablate_run import make_grid
+from lit_lazy.command.main import main, make_parser
+from lit_lazy.grid.queue.queue import Queue
+from lit_lazy.grid.queue.storage import default_storage
+from lit_lazy.grid.work import launch
+from lit_lazy.tracking.spool import read_lines
+from lit_lazy.tracking.tracker import Tracker, TrackingError
 
 pytestmark = pytest.mark.xdist_group("faults")
 
@@ -30,7 +32,7 @@ from pathlib import Path
 
 from lit_lazy.attention import Elastic, LearnedBias, Softmax
 from lit_lazy.grid.ablation import Ablation, Row
-from lit_lazy.grid.columns import COLUMNS
+from lit_lazy.table.columns import COLUMNS
 
 {extra}
 
@@ -67,7 +69,7 @@ def write(tmp_path: Path, extra: str = "", name: str = "faults") -> str:
 
 def start(*arguments: str, **environment: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "lit_lazy.cli", "ablate", "run", *arguments],
+        [sys.executable, "-m", "lit_lazy.command", "ablate", "run", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -99,7 +101,7 @@ def test_out_of_memory_fails_one_cell_with_its_reason_and_can_be_tried_again(
     """Twice it is too much; with three tries the grid is complete in one command."""
     extra = f"""
 {IN_WORKERS}
-    from lit_lazy.lightning_module import LitLM
+    from lit_lazy.training.module import LitLM
     step = LitLM.training_step
 
     def hungry(self, *args):
@@ -134,8 +136,8 @@ def test_a_second_interrupt_ends_at_once(runs: Path, tmp_path: Path) -> None:
     extra = f"""
 {IN_WORKERS}
     import time
-    from lit_lazy.lightning_module import LitLM
-    from lit_lazy.spool import Spool
+    from lit_lazy.training.module import LitLM
+    from lit_lazy.tracking.spool import Spool
 
     def linger(*_):
         (Path(__file__).parent / "lingers").touch()
@@ -175,9 +177,9 @@ def test_a_full_disk_is_waited_for(tmp_path: Path, empty_store: Path) -> None:
         (runs / "mlflow.db").write_bytes(empty_store.read_bytes())
         extra = f'''
 {IN_WORKERS}
-    import lit_lazy.run
+    import lit_lazy.training.run
 
-    train = lit_lazy.run.fit
+    train = lit_lazy.training.run.fit
 
     def fill_up_once(*args):
         ballast, once = Path("{runs}") / "ballast", Path(__file__).parent / "filled"
@@ -191,7 +193,7 @@ def test_a_full_disk_is_waited_for(tmp_path: Path, empty_store: Path) -> None:
                 pass
         train(*args)
 
-    lit_lazy.run.fit = fill_up_once
+    lit_lazy.training.run.fit = fill_up_once
 '''
         process = start(write(tmp_path, extra), "--runs", str(runs), "--workers", "2")
         said: list[str] = []
@@ -243,9 +245,9 @@ def test_an_mlflow_server_that_goes_away_loses_nothing(server: MlflowServer, tmp
     extra = f"""
 {IN_WORKERS}
     import time
-    import lit_lazy.run
+    import lit_lazy.training.run
 
-    train = lit_lazy.run.fit
+    train = lit_lazy.training.run.fit
 
     def wait_for_outage(*args):
         (Path(__file__).parent / "training").touch()
@@ -253,7 +255,7 @@ def test_an_mlflow_server_that_goes_away_loses_nothing(server: MlflowServer, tmp
             time.sleep(0.1)
         train(*args)
 
-    lit_lazy.run.fit = wait_for_outage
+    lit_lazy.training.run.fit = wait_for_outage
 """
     runs = tmp_path / "runs"
     process = start(

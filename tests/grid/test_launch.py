@@ -14,9 +14,9 @@ import pytest
 from mlflow.tracking import MlflowClient
 from pair import ABLATION
 
-from lit_lazy.cli import main
-from lit_lazy.files import find
-from lit_lazy.grid.queue import Queue
+from lit_lazy.command.main import main
+from lit_lazy.config.files import find
+from lit_lazy.grid.queue.queue import Queue
 
 ID = "pair-backcopy_tiny"
 
@@ -102,7 +102,7 @@ def check_mlflow(runs: Path) -> None:
 def start(runs: Path, pair: str, *more: str) -> "subprocess.Popen[str]":
     arguments = ["ablate", "run", pair, "--runs", str(runs), "--workers", "2", "--rows", "softmax,lazy", *more]
     return subprocess.Popen(
-        [sys.executable, "-m", "lit_lazy.cli", *arguments],
+        [sys.executable, "-m", "lit_lazy.command", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -15,21 +15,10 @@ import pytest
 import sqlalchemy
 
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.queue import (
-    Heart,
-    LostError,
-    Membership,
-    Queue,
-    StorageError,
-    Task,
-    Watch,
-    check_storage,
-    default_storage,
-    grid_names,
-    is_dead,
-    normalised,
-    redacted,
-)
+from lit_lazy.grid.queue.membership import Heart, Membership, Staleness, is_dead
+from lit_lazy.grid.queue.queue import LostError, Queue, Task
+from lit_lazy.grid.queue.storage import check_storage, default_storage, grid_names, normalised
+from lit_lazy.tracking.databases import StorageError, redacted
 
 ME = {"host": "elsewhere", "pid": "1", "lock": "/nowhere"}
 
@@ -199,7 +188,7 @@ def test_the_lock_tells_a_dead_worker_from_a_living_one(tmp_path: Path) -> None:
 
 
 def test_a_beat_that_stops_changing_is_death_by_the_watchers_own_clock() -> None:
-    watch = Watch(stale_seconds=120)
+    watch = Staleness(stale_seconds=120)
     assert watch.stale({1: "12:00:00", 2: "12:00:00"}, now=0) == set()
     assert watch.stale({1: "12:00:15", 2: "12:00:00"}, now=50) == set()
     assert watch.stale({1: "12:00:30", 2: "12:00:00"}, now=100) == set()
@@ -214,7 +203,7 @@ def test_a_beat_that_stops_changing_is_death_by_the_watchers_own_clock() -> None
 
 def test_after_a_pause_of_its_own_the_watcher_begins_anew() -> None:
     """The database was away, or the machine slept: nobody could beat, or be seen to."""
-    watch = Watch(stale_seconds=120)
+    watch = Staleness(stale_seconds=120)
     watch.stale({1: "a"}, now=0)
     assert watch.stale({1: "a"}, now=1000) == set()
     assert watch.stale({1: "a"}, now=1050) == set()

@@ -18,15 +18,15 @@ import psutil
 import pytest
 from pair import ABLATION
 
-from lit_lazy.cli import main
-from lit_lazy.grid.pool import Ended
-from lit_lazy.grid.queue import Queue
-from lit_lazy.grid.worker import DISK_FULL, Job
+from lit_lazy.command.main import main
+from lit_lazy.grid.queue.queue import Queue
+from lit_lazy.grid.work.pool import Ended
+from lit_lazy.grid.work.worker import DISK_FULL, Job
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'lit-lazy[ray]'")
 
-from lit_lazy.grid import ray_pool
-from lit_lazy.grid.ray_pool import Cluster, RayPool, Share, joined
+from lit_lazy.grid.work import ray_pool
+from lit_lazy.grid.work.ray_pool import Cluster, RayPool, Share, joined
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -137,7 +137,7 @@ def test_interrupted_and_killed_cells_go_on(
 
 def start(arguments: list[str]) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "lit_lazy.cli", *arguments],
+        [sys.executable, "-m", "lit_lazy.command", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -14,22 +14,24 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from lit_lazy.attention import Elastic, Softmax
-from lit_lazy.cli import main
-from lit_lazy.config import RunConfig, replace_at
-from lit_lazy.files import find, load_experiment
-from lit_lazy.grid.queue import LostError, Membership, Task
-from lit_lazy.grid.search import Definition, Real, Search, define, load_search
-from lit_lazy.grid.search_figures import search_figures
-from lit_lazy.grid.search_queue import Point, SearchQueue
-from lit_lazy.grid.search_report import Report
-from lit_lazy.grid.search_worker import SearchWorker
-from lit_lazy.tracking import Tracker, default_uri
+from lit_lazy.command.main import main
+from lit_lazy.config.canonical import replace_at
+from lit_lazy.config.files import find, load_experiment
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.grid.queue.membership import Membership
+from lit_lazy.grid.queue.queue import LostError, Task
+from lit_lazy.grid.search.definition import Definition, Real, Search, define, load_search
+from lit_lazy.grid.search.figures import search_figures
+from lit_lazy.grid.search.queue import Point, SearchQueue
+from lit_lazy.grid.search.report import Report
+from lit_lazy.grid.search.worker import SearchWorker
+from lit_lazy.tracking.tracker import Tracker, default_uri
 
 TAU, LR, BASE = "model.attention.normaliser.tau_init", "train.lr", "model.position.base"
 SEARCH = '''
 """Learning rates from hopeless to good; none is pruned before two points are complete."""
 from lit_lazy.attention import Elastic
-from lit_lazy.grid.search import Real, Search
+from lit_lazy.grid.search.definition import Real, Search
 
 search = Search(
     name="rates",
@@ -336,7 +338,7 @@ LONG = (
 
 def start(runs: Path, rates: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "lit_lazy.cli", "ablate", "search", rates, "--runs", str(runs), *LONG],
+        [sys.executable, "-m", "lit_lazy.command", "ablate", "search", rates, "--runs", str(runs), *LONG],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

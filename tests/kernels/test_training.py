@@ -5,9 +5,11 @@ import torch
 from kernel_cases import device_of
 
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias
-from lit_lazy.config import ModelConfig, RunConfig, replace_at
-from lit_lazy.data import Backcopy
-from lit_lazy.lightning_module import LitLM, token_nll
+from lit_lazy.config.canonical import replace_at
+from lit_lazy.config.schema import ModelConfig, RunConfig
+from lit_lazy.data.backcopy import Backcopy
+from lit_lazy.model.loss import token_nll
+from lit_lazy.training.module import LitLM
 
 pytest.importorskip("triton", reason="the fused kernels need triton, which is for Linux")
 

@@ -1,0 +1,26 @@
+"""`lit-lazy ablate list`"""
+
+import argparse
+
+from lit_lazy.command.options import Commands, command
+
+
+def add_to(commands: Commands) -> None:
+    """The command and its options."""
+    command(commands, "list", ablate_list, "list ablations, searches and experiments")
+
+
+def ablate_list(_options: argparse.Namespace, _rest: list[str]) -> int:
+    """`lit-lazy ablate list`"""
+    from lit_lazy.config.files import available, find, load_module
+
+    listed: dict[str, list[str]] = {"ablations": [], "searches": [], "experiments": []}
+    for room in ("ablations", "experiments"):
+        for name in available(room):
+            module = load_module(find(room, name))
+            about = (module.__doc__ or "").strip().partition("\n")[0]
+            kind = "searches" if room == "ablations" and hasattr(module, "search") else room
+            listed[kind].append(f"  {name:16} {about}")
+    for kind, lines in listed.items():
+        print("\n".join([f"{kind}:", *lines]))
+    return 0

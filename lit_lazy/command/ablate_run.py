@@ -1,0 +1,156 @@
+"""`lit-lazy ablate run`"""
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lit_lazy.command.grids import check_places, default_workers, make_base, print_results
+from lit_lazy.command.options import (
+    Commands,
+    add_base,
+    add_launcher,
+    add_runs,
+    add_storage,
+    add_workers,
+    command,
+    names,
+    positive,
+    whole_numbers,
+)
+
+if TYPE_CHECKING:
+    from lit_lazy.grid.work.launch import Grid
+
+
+def add_to(commands: Commands) -> None:
+    """The command and its options."""
+    parser = command(commands, "run", ablate_run, "run what is missing of an ablation", takes_overrides=True)
+    parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, or a .py file")
+    add_base(parser)
+    parser.add_argument("--rows", metavar="A,B", type=names, default=[], help="only these rows")
+    parser.add_argument("--seeds", metavar="0,1", type=whole_numbers, default=[], help="these seeds in every row")
+    add_workers(parser)
+    add_launcher(parser)
+    parser.add_argument("--dry-run", action="store_true", help="list the cells and an estimate; create nothing")
+    parser.add_argument("--fresh", action="store_true", help="set the former results aside and begin anew")
+    parser.add_argument("--keep-checkpoint", action="store_true", help="keep each cell's trained model, final.ckpt")
+    parser.add_argument(
+        "--retry-failed",
+        metavar="N",
+        nargs="?",
+        type=positive,
+        const=1,
+        default=0,
+        help="try a cell that fails again at once, up to N times (once without N), unless it diverged",
+    )
+    add_storage(parser)
+    add_runs(parser)
+
+
+def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
+    """`lit-lazy ablate run`"""
+    from rich.console import Console
+
+    check_launcher(options)
+    grid = make_grid(options, overrides)
+    if options.dry_run:
+        from lit_lazy.grid.work.estimate import print_estimate
+
+        print_estimate(grid, options.workers or default_workers(options.threads), options.threads, Console())
+        return 0
+    from lit_lazy.grid.work.launch import Launch, run_grid
+    from lit_lazy.report.publish import publish
+    from lit_lazy.table.render import markdown
+
+    check_places(options, grid.id)
+    with places(options) as (workers, gpus):
+        launch = Launch(
+            workers=workers,
+            threads=options.threads,
+            fresh=options.fresh,
+            keep_checkpoints=options.keep_checkpoint,
+            storage=options.storage,
+            only_these=bool(options.rows or options.seeds),
+            retry_failed=options.retry_failed,
+            launcher=options.launcher,
+            gpus=gpus,
+        )
+        console = Console()
+        table, finished = run_grid(grid, launch, console, partial(publish, console=console))
+    print_results(markdown(table), grid.folder, options.runs)
+    return 0 if finished else 1
+
+
+def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
+    """The grid that the options of `ablate run` describe, checked whole; nothing is created."""
+    from lit_lazy.config.canonical import to_dict
+    from lit_lazy.config.files import find
+    from lit_lazy.grid.ablation import definitions, expand, load_ablation, row_infos, select
+
+    ablation_path = find("ablations", options.ablation)
+    ablation = load_ablation(ablation_path)
+    base_path, base_name, base, overridden = make_base(options, ablation, overrides)
+    chosen = select(ablation, options.rows, options.seeds)
+    cells = expand(chosen, base, overridden)
+    from lit_lazy.grid.plan import Plan
+    from lit_lazy.grid.work.launch import Grid, command_line
+
+    # The baseline has its place in the table, missing or not, also when it is not run now.
+    names_chosen = {row.name for row, _ in chosen}
+    in_table = [*chosen, *(() if ablation.baseline in names_chosen else select(ablation, [ablation.baseline], []))]
+    plan = Plan(
+        ablation=ablation.name,
+        base=base_name,
+        baseline=ablation.baseline,
+        command=command_line(),
+        rows=tuple(row_infos(in_table, base_name)),
+        columns=ablation.columns,
+        contrasts=ablation.contrasts,
+        axes=tuple(dict.fromkeys(name for cell in cells for name in cell.axes)),
+        definitions=definitions(ablation, base),
+        facts=base.data.load().info,
+    )
+    return Grid(
+        id=f"{ablation.name}-{base_name}",
+        plan=plan,
+        row_order=[row.name for row in ablation.all_rows],
+        cells=cells,
+        base_config=to_dict(base),
+        runs=options.runs,
+        files=(ablation_path, base_path),
+    )
+
+
+def check_launcher(options: argparse.Namespace) -> None:
+    """Raise ValueError where an option needs Ray, or Ray is wanted and is not there."""
+    if options.launcher == "local":
+        for name, value in (("--gpus", options.gpus), ("--ray-address", options.ray_address)):
+            if value is not None:
+                raise ValueError(f"{name} {value}: has a meaning with --launcher ray only; add that, or leave it out")
+        return
+    try:
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"--launcher ray: {error}; pip install 'lit-lazy[ray]'") from None
+
+
+@contextmanager
+def places(options: argparse.Namespace) -> Iterator[tuple[int, float]]:
+    """How many cells to run at a time, and the GPUs of each; a Ray cluster is joined meanwhile.
+
+    Raises ValueError where the cluster cannot be used.
+    """
+    if options.launcher == "local":
+        yield options.workers or default_workers(options.threads), 0.0
+        return
+    from lit_lazy.grid.work.ray_pool import Share, joined
+    from lit_lazy.tracking.tracker import default_uri
+
+    with joined(options.ray_address or os.environ.get("RAY_ADDRESS") or "local") as cluster:
+        cluster.check_stores(queue=options.storage, tracking=default_uri(options.runs))
+        share = Share(options.threads, float(cluster.has_gpus) if options.gpus is None else options.gpus)
+        times = cluster.times(share)
+        yield options.workers or times, share.gpus

@@ -1,0 +1,69 @@
+"""`lit-lazy ablate search`"""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from lit_lazy.command.grids import check_places, default_workers, make_base, print_results
+from lit_lazy.command.options import Commands, add_base, add_runs, add_storage, add_workers, command, positive
+
+if TYPE_CHECKING:
+    from lit_lazy.grid.search.run import SearchWork
+
+
+def add_to(commands: Commands) -> None:
+    """The command and its options."""
+    parser = command(
+        commands, "search", ablate_search, "look for the best values of continuous options", takes_overrides=True
+    )
+    parser.add_argument("ablation", metavar="NAME", help="a search in ablations/, or a .py file")
+    add_base(parser)
+    parser.add_argument(
+        "--trials", metavar="N", type=positive, default=None, help="points to finish (default: the search's own)"
+    )
+    add_workers(parser)
+    parser.add_argument("--dry-run", action="store_true", help="say what it would do; create nothing")
+    parser.add_argument("--fresh", action="store_true", help="set the former results aside and begin anew")
+    add_storage(parser)
+    add_runs(parser)
+
+
+def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
+    """`lit-lazy ablate search`"""
+    from rich.console import Console
+
+    work = make_search(options, overrides)
+    workers = options.workers or default_workers(options.threads)
+    from lit_lazy.grid.search.run import print_search, run_search
+    from lit_lazy.grid.work.launch import Launch
+
+    if options.dry_run:
+        print_search(work, workers, options.threads, Console())
+        return 0
+    check_places(options, work.id)
+    # Points beyond those asked for may wait in the queue, from a command that asked for more.
+    launch = Launch(workers, options.threads, options.fresh, storage=options.storage, only_these=True)
+    report, finished = run_search(work, launch, Console())
+    print_results(report.markdown(), work.folder, options.runs)
+    return 0 if finished else 1
+
+
+def make_search(options: argparse.Namespace, overrides: list[str]) -> "SearchWork":
+    """The search that the options of `ablate search` describe, checked whole; nothing is created."""
+    from lit_lazy.config.canonical import to_dict
+    from lit_lazy.config.files import find
+    from lit_lazy.grid.search.definition import define, load_search
+
+    search_path = find("ablations", options.ablation)
+    search = load_search(search_path)
+    base_path, base_name, base, overridden = make_base(options, search, overrides)
+    definition = define(search, base, overridden)
+    from lit_lazy.grid.search.run import SearchWork
+
+    return SearchWork(
+        id=f"search-{search.name}-{base_name}",
+        cells=[definition.undrawn(number) for number in range(options.trials or search.trials)],
+        base_config=to_dict(base),
+        runs=options.runs,
+        files=(search_path, base_path),
+        definition=definition,
+    )

@@ -1,0 +1,29 @@
+"""`lit-lazy ablate status`"""
+
+import argparse
+
+from lit_lazy.command.grids import grid_name
+from lit_lazy.command.options import Commands, add_base, add_runs, add_storage, command
+
+
+def add_to(commands: Commands) -> None:
+    """The command and its options."""
+    parser = command(commands, "status", ablate_status, "show what is done, what runs where, what failed and why")
+    parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, a .py file, or NAME-EXPERIMENT")
+    add_base(parser, "it was run on")
+    add_storage(parser)
+    add_runs(parser)
+
+
+def ablate_status(options: argparse.Namespace, _rest: list[str]) -> int:
+    """`lit-lazy ablate status`"""
+    from rich.console import Console
+
+    from lit_lazy.grid.queue.queue import Queue, redacted
+    from lit_lazy.grid.queue.storage import default_storage, grid_names
+    from lit_lazy.grid.work.status import print_status
+
+    storage = options.storage or default_storage(options.runs)
+    name = grid_name(options, grid_names(storage), redacted(storage))
+    print_status(Queue(storage, name), Console())
+    return 0

@@ -1,0 +1,29 @@
+"""`lit-lazy ablate table`"""
+
+import argparse
+
+from lit_lazy.command.grids import tracked_grid
+from lit_lazy.command.options import Commands, add_base, add_runs, command
+
+
+def add_to(commands: Commands) -> None:
+    """The command and its options."""
+    parser = command(commands, "table", ablate_table, "rebuild an ablation's table from MLflow alone")
+    parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, a .py file, or NAME-EXPERIMENT")
+    add_base(parser, "it was run on")
+    add_runs(parser)
+
+
+def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
+    """`lit-lazy ablate table`"""
+    from lit_lazy.grid.plan import newest_parent
+    from lit_lazy.report.publish import write_table
+    from lit_lazy.support.disk import writable_folder
+    from lit_lazy.table.render import markdown
+
+    tracker = tracked_grid(options)
+    writable_folder("--runs", options.runs)
+    folder = options.runs / tracker.experiment
+    folder.mkdir(parents=True, exist_ok=True)
+    print(markdown(write_table(tracker, newest_parent(tracker), folder)))
+    return 0

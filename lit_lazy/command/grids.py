@@ -1,0 +1,101 @@
+"""What the commands on grids share: which grid is meant, what it runs on and where, and how results are printed."""
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lit_lazy.config import RunConfig
+    from lit_lazy.grid.ablation import Ablation
+    from lit_lazy.grid.search.definition import Search
+    from lit_lazy.tracking.tracker import Tracker
+
+BYTES_PER_WORKER = 3 * 2**29
+"""1.5 GB: torch, lightning and mlflow take 0.9 GB before a small model is trained."""
+
+
+def make_base(
+    options: argparse.Namespace, definition: "Ablation | Search", overrides: list[str]
+) -> tuple[Path, str, "RunConfig", list[str]]:
+    """The experiment under an ablation or a search: its file, its name, its config, and the paths that were overridden.
+
+    A short hash in the name keeps an overridden experiment's results apart from the experiment's own.
+    """
+    from lit_lazy.config.canonical import replace_at
+    from lit_lazy.config.files import find, load_experiment
+    from lit_lazy.config.key import cell_key
+    from lit_lazy.config.overrides import apply_overrides
+
+    path = find("experiments", options.base or definition.base)
+    experiment = replace_at(load_experiment(path), definition.common)
+    base, overridden = apply_overrides(experiment, overrides)
+    suffix = "" if base == experiment else f"-{cell_key(base, '')[:6]}"
+    return path, path.stem + suffix, base, overridden
+
+
+def check_places(options: argparse.Namespace, grid: str) -> None:
+    """Raise ValueError, in one line, where results, queue or tracking could not be kept; nothing is created."""
+    from lit_lazy.grid.queue.storage import check_storage, default_storage
+    from lit_lazy.support.disk import writable_folder
+    from lit_lazy.tracking.tracker import check_store, default_uri
+
+    writable_folder("--runs", options.runs)
+    if options.storage or options.runs.is_dir():
+        check_storage(options.storage or default_storage(options.runs), grid)
+    check_store(default_uri(options.runs))
+
+
+def default_workers(threads: int) -> int:
+    """One worker per GPU where there are any, else as many as cores and memory carry."""
+    import psutil
+    import torch
+
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only; elsewhere a process may use every core
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    memory = psutil.virtual_memory().available // BYTES_PER_WORKER
+    return torch.cuda.device_count() or max(1, min(cores // threads, memory))
+
+
+def grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> str:
+    """The grid that NAME and --base mean, one of those known at a place."""
+    from lit_lazy.config.files import find
+    from lit_lazy.grid.ablation import load_ablation
+
+    name = options.ablation
+    if not known:
+        raise ValueError(f"ablation {name!r}: {where} holds no such grid; it has none; `lit-lazy ablate run` makes it")
+    if name in known and options.base:
+        raise ValueError(f"--base {options.base!r}: {name!r} names its experiment already; leave --base out")
+    if name not in known:
+        ablation = load_ablation(find("ablations", name))
+        name = f"{ablation.name}-{Path(options.base or ablation.base).stem}"
+    if name not in known:
+        raise ValueError(
+            f"ablation {name!r}: {where} holds no such grid; it has {', '.join(known)}; `lit-lazy ablate run` makes it"
+        )
+    return name
+
+
+def tracked_grid(options: argparse.Namespace) -> "Tracker":
+    """The MLflow experiment of the grid that NAME and --base mean."""
+    from lit_lazy.tracking.databases import redacted
+    from lit_lazy.tracking.tracker import Tracker, check_store, default_uri, experiment_names
+
+    uri = default_uri(options.runs)
+    check_store(uri)
+    known = experiment_names(uri, kind="ablation")
+    return Tracker(uri, options.runs, grid_name(options, known, f"MLflow at {redacted(uri)}"))
+
+
+def print_results(table: str, where: Path, runs: Path) -> None:
+    """The table, and where it and all else is."""
+    print(f"\n{table}\n")
+    print(f"table:      {where}/table.* ({', '.join(sorted(path.suffix for path in where.glob('table.*')))})")
+    print(f"figures:    {' '.join(str(path) for path in sorted(where.glob('*.png')))}")
+    if (report := where / "report.html").exists():
+        print(f"report:     {report}")
+    print(f"runs:       {where}/cells/, workers' logs {where}/worker-*.log")
+    print(f"dashboard:  {shlex.join(['lit-lazy', 'dashboard', where.name, '--runs', str(runs)])}")

@@ -1,0 +1,83 @@
+"""lit-lazy: train, run ablations, look at results.
+
+What a command needs is imported when it is given, so that help is instant.
+"""
+
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+from lit_lazy import __version__
+from lit_lazy.command import (
+    ablate_list,
+    ablate_run,
+    ablate_search,
+    ablate_status,
+    ablate_table,
+    bench_grid,
+    bench_step,
+    bench_watching,
+    dashboard,
+    diagnose,
+    evaluate,
+    fields,
+    report,
+    train,
+)
+from lit_lazy.command.options import Parser
+from lit_lazy.support.disk import is_disk_full
+from lit_lazy.support.errors import UnfinishedError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; the exit status: 0 done, 1 some cell failed, 2 wrong input, 130 interrupted."""
+    options, rest = make_parser().parse_known_args(argv)
+    if rest and not options.takes_overrides:
+        return wrong(f"unknown argument {rest[0]!r}; see `{options.name} --help`")
+    # A batch system ends jobs by SIGTERM: it is to be as orderly as Ctrl-C.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return options.command(options, rest)
+    except ValueError as error:
+        return wrong(str(error))
+    except UnfinishedError as error:
+        print(f"lit-lazy: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        print("lit-lazy: no space left; free some and give the same command again, nothing is lost", file=sys.stderr)
+        return 1
+
+
+def wrong(message: str) -> int:
+    """Tell a user's mistake in one line."""
+    print(f"lit-lazy: {message}", file=sys.stderr)
+    return 2
+
+
+def make_parser() -> Parser:
+    """All commands and their options."""
+    parser = Parser(prog="lit-lazy", description="Reference laboratory for Lazy Attention.")
+    parser.add_argument("--version", action="version", version=f"lit-lazy {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    train.add_to(commands)
+    evaluate.add_to(commands)
+    diagnose.add_to(commands)
+    fields.add_to(commands)
+    ablate = commands.add_parser("ablate", help="run ablations, build their tables")
+    of_ablate = ablate.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for part in (ablate_run, ablate_search, ablate_status, ablate_table, ablate_list):
+        part.add_to(of_ablate)
+    bench = commands.add_parser("bench", help="measure what things cost on this machine")
+    of_bench = bench.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for part in (bench_step, bench_grid, bench_watching):
+        part.add_to(of_bench)
+    report.add_to(commands)
+    dashboard.add_to(commands)
+    return parser

@@ -1,0 +1,208 @@
+"""The options of the command line: how they look, and what a wrong value is told."""
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+T = TypeVar("T")
+Commands = argparse._SubParsersAction
+"""Where a command adds its parser."""
+Action = Callable[[argparse.Namespace, list[str]], int]
+LEAST_SHARE = 0.0001
+"""Of a GPU: Ray rounds to that."""
+OVERRIDES = """\
+Any field of the experiment can be overridden, for example
+  --model.d_model=128 --train.steps=200 --model.attention.normaliser=Elastic --model.attention.normaliser.tau_init=2
+`lit-lazy fields EXPERIMENT` lists them all with their meaning."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Tells a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+
+
+def command(
+    commands: Commands, name: str, action: Action, text: str, takes_overrides: bool = False
+) -> argparse.ArgumentParser:
+    """A command's parser, without options yet. action: gets the parsed ones and the rest, gives an exit status."""
+    parser = commands.add_parser(
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog=OVERRIDES if takes_overrides else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=action, takes_overrides=takes_overrides, name=parser.prog)
+    return parser
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=positive, default=None, help="CPU threads (default: torch's own choice)")
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs", type=folder, default=Path("runs"), help="folder of all results (default: runs)")
+
+
+def add_base(parser: argparse.ArgumentParser, use: str = "to run on") -> None:
+    parser.add_argument(
+        "--base",
+        metavar="EXPERIMENT",
+        type=not_empty,
+        help=f"experiment {use}: a name or a .py file (default: the ablation's own)",
+    )
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers",
+        type=positive,
+        default=None,
+        help="processes (default: one per GPU, else as many as cores and memory carry)",
+    )
+    parser.add_argument("--threads", type=positive, default=1, help="CPU threads of each worker (default 1)")
+
+
+def add_launcher(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--launcher",
+        choices=("local", "ray"),
+        default="local",
+        help="run cells in processes of this machine, or as tasks on a Ray cluster, each with --threads CPUs and "
+        "--gpus GPUs, at most --workers at a time (default: as many as fit); ray needs pip install 'lit-lazy[ray]'",
+    )
+    parser.add_argument(
+        "--gpus",
+        metavar="SHARE",
+        type=gpu_share,
+        default=None,
+        help="with --launcher ray: GPUs of each cell, 0, a fraction of one such as 0.5, or a whole number "
+        "(default: 1 if the cluster has any, else 0)",
+    )
+    parser.add_argument(
+        "--ray-address",
+        metavar="HOST:PORT",
+        default=None,
+        help="with --launcher ray: head of a running cluster that this machine is part of, or auto (default: "
+        "$RAY_ADDRESS, else a Ray that is started for this command; its ports are open to the network, guarded by "
+        "Ray's token)",
+    )
+
+
+def add_storage(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--storage",
+        metavar="URL",
+        default=os.environ.get("LIT_LAZY_STORAGE"),
+        help="database of the queue, which all machines share: postgresql://USER:PASSWORD@HOST/DATABASE "
+        "(default: $LIT_LAZY_STORAGE, else queue.db in the runs folder)",
+    )
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out", metavar="FILE.json", type=json_file, help="write the figures there, and their tables beside it as .md"
+    )
+
+
+def json_file(text: str) -> Path:
+    """An option that is a .json file to be written."""
+    if not text.endswith(".json"):
+        raise argparse.ArgumentTypeError(f"{text!r}: must end in .json")
+    return Path(text)
+
+
+def positive(text: str) -> int:
+    """An option that is a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """An option that is the number of a port."""
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 1 to 65535")
+    return int(text)
+
+
+def not_empty(text: str) -> str:
+    """An option that is a name."""
+    if not text:
+        raise argparse.ArgumentTypeError("'': must be a name; leave the option out for the default")
+    return text
+
+
+def gpu_share(text: str) -> float:
+    """An option that is a share of GPUs as Ray knows them."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not (share == 0 or LEAST_SHARE <= share < 1 or (share >= 1 and share.is_integer())):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be 0, a fraction of one GPU such as 0.5, or a whole number")
+    return share
+
+
+def names(text: str) -> list[str]:
+    """An option that is a list of names separated by commas."""
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be names separated by commas, for example lazy,softmax")
+    return distinct(text, found)
+
+
+def folder(text: str) -> Path:
+    """An option that is a folder, there or to be made."""
+    if not text or (Path(text).exists() and not Path(text).is_dir()):
+        raise argparse.ArgumentTypeError(f"{text!r}: {'is a file, ' if text else ''}must be a folder")
+    return Path(text)
+
+
+def whole_numbers(text: str) -> list[int]:
+    """An option that is a list of whole numbers separated by commas."""
+    if not text or not all(part.strip().isdecimal() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must be whole numbers separated by commas, each 0 or more, for example 0,1,2"
+        )
+    return distinct(text, [int(part) for part in text.split(",")])
+
+
+def distinct(text: str, values: list[T]) -> list[T]:
+    """The values of an option, none of which may be there twice."""
+    for value in values:
+        if values.count(value) > 1:
+            raise argparse.ArgumentTypeError(f"{text!r}: has {value} twice; give it once")
+    return values
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """The options that name a trained model."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a final.ckpt of --keep-checkpoint")
+    parser.add_argument(
+        "--import",
+        metavar="FILE",
+        dest="imports",
+        action="append",
+        default=[],
+        help="a .py file that defines a class of your own, which the model was made with; may be given again",
+    )
+
+
+def import_classes(options: argparse.Namespace) -> None:
+    """Run the files of `--import`."""
+    from lit_lazy.config.files import load_module, python_file
+
+    for name in options.imports:
+        load_module(python_file("--import", name))
+
+
+def print_metrics(metrics: Mapping[str, float]) -> None:
+    """One a line."""
+    for name, value in sorted(metrics.items()):
+        print(f"{name:36} {value:.6g}")

@@ -1,0 +1,6 @@
+"""The settings of a run: frozen dataclasses, overrides from the command line, experiment and ablation files."""
+
+from lit_lazy.config.canonical import replace_at
+from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
+
+__all__ = ["ModelConfig", "RunConfig", "TrainConfig", "replace_at"]

@@ -1,0 +1,110 @@
+"""Settings as plain dicts and back, and copies with fields replaced by dotted path."""
+
+import dataclasses
+import functools
+import importlib
+import numbers
+import pkgutil
+import types
+import typing
+from abc import ABC
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def to_dict(value: Any, annotation: Any = None) -> Any:
+    """The canonical plain form: dataclasses as dicts, and an exchangeable part (an ABC's leaf) with its class name."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        hints = typing.get_type_hints(type(value))
+        fields = {f.name: to_dict(getattr(value, f.name), hints[f.name]) for f in dataclasses.fields(value)}
+        return {"class": type(value).__name__, **fields} if isinstance(value, ABC) else fields
+    if isinstance(value, tuple):
+        return [to_dict(item, annotation) for item in value]
+    # An int given for a float is the same setting, and must not make another key.
+    is_float = float in (annotation, *typing.get_args(annotation))
+    return float(value) if is_float and isinstance(value, numbers.Real) else value
+
+
+def leaves(base: type[T]) -> dict[str, type[T]]:
+    """All concrete dataclasses under an abstract base, by class name."""
+    _import_all_beside(base)
+    found: dict[str, type[T]] = {}
+    for sub in base.__subclasses__():
+        found.update(leaves(sub))
+        if dataclasses.is_dataclass(sub) and found.setdefault(sub.__name__, sub) is not sub:
+            raise ValueError(f"{base.__name__}: two classes are called {sub.__name__}; give yours another name")
+    return found
+
+
+@functools.cache
+def _import_all_beside(base: type) -> None:
+    """Import every module of the package that defines a base, so that a leaf in a new file is known by being there."""
+    package = base.__module__.rpartition(".")[0]
+    if package:
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+            importlib.import_module(f"{package}.{module.name}")
+
+
+def leaf(base: type[T], name: str | None) -> type[T]:
+    """The concrete dataclass of this name under an abstract base. Raises ValueError that names those there are."""
+    known = leaves(base)
+    if name not in known:
+        raise ValueError(
+            f"{base.__name__}={name!r}: unknown; known are {', '.join(sorted(known))}. A class of your own is known "
+            "once the file that defines it has been imported"
+        )
+    return known[name]
+
+
+def from_dict(cls: Any, value: Any) -> Any:
+    """The inverse of `to_dict` for the annotated type `cls`. Raises ValueError on unknown classes and fields."""
+    origin = typing.get_origin(cls)
+    if origin in (types.UnionType, typing.Union):
+        inner = [arg for arg in typing.get_args(cls) if arg is not type(None)]
+        return None if value is None else from_dict(inner[0], value)
+    if origin is tuple:
+        return tuple(value)
+    if not isinstance(value, Mapping):
+        return value
+    fields = dict(value)
+    if isinstance(cls, type) and issubclass(cls, ABC):
+        cls = leaf(cls, fields.pop("class", None))
+    hints = typing.get_type_hints(cls)
+    unknown = set(fields) - set(hints)
+    if unknown:
+        raise ValueError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}")
+    return cls(**{name: from_dict(hints[name], item) for name, item in fields.items()})
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted paths to scalars of a canonical dict; a leaf's class name stands under the path of the leaf itself."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = prefix if name == "class" else f"{prefix}.{name}".lstrip(".")
+        flat.update(flatten(value, path) if isinstance(value, Mapping) else {path: value})
+    return flat
+
+
+def replace_at(config: T, changes: Mapping[str, Any]) -> T:
+    """A copy of a config with the fields at dotted paths replaced.
+
+    All changes of one dataclass are made together, so a pair that is valid only together passes its checks.
+    """
+    here: dict[str, Any] = {}
+    below: dict[str, dict[str, Any]] = {}
+    for path, value in changes.items():
+        name, _, rest = path.partition(".")
+        if not dataclasses.is_dataclass(config) or name not in {f.name for f in dataclasses.fields(config)}:
+            raise ValueError(f"{type(config).__name__} has no field {name!r} (in the change {path!r})")
+        if rest:
+            below.setdefault(name, {})[rest] = value
+        else:
+            here[name] = value
+    for name, inner in below.items():
+        here[name] = replace_at(here.get(name, getattr(config, name)), inner)
+    try:
+        return dataclasses.replace(config, **here)  # type: ignore[type-var]
+    except TypeError as error:  # a value of a type that its checks cannot take
+        raise ValueError(f"{', '.join(f'{name}={value!r}' for name, value in here.items())}: {error}") from None

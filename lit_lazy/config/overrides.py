@@ -1,0 +1,202 @@
+"""`--model.d_model=128`: command-line overrides of any field of a RunConfig, by jsonargparse."""
+
+import dataclasses
+import difflib
+import inspect
+import typing
+import warnings
+from abc import ABC
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
+
+from docstring_parser import parse_from_object
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+
+from lit_lazy.config.canonical import leaves
+from lit_lazy.config.schema import RunConfig
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    str: "text",
+    type(None): "None",
+}
+
+
+def apply_overrides(base: RunConfig, arguments: Sequence[str]) -> tuple[RunConfig, list[str]]:
+    """`base` with `--dotted.path=value` arguments applied, and the dotted paths they set.
+
+    A part that can be exchanged takes a class name, and its fields after it:
+    `--model.attention.normaliser=Elastic --model.attention.normaliser.tau_init=2`.
+    Raises ValueError, in one line, for an unknown path or a value that does not fit.
+    """
+    if not arguments:
+        return base, []
+    given = _given(arguments)
+    types = _types(RunConfig, base, "", given)
+    for path, text in given.items():
+        _check_path(path, text, types)
+    parser = override_parser(base, given)
+    try:
+        made = _parse(parser, given, types)
+    except ArgumentError as error:
+        for path, text in given.items():
+            if not _is_accepted(parser, path, text, types):
+                raise ValueError(f"--{path}={text!r}: must be {_wanted(types[path])}") from None
+        raise ValueError(_one_line(str(error))) from None
+    return RunConfig(**{field.name: made[field.name] for field in dataclasses.fields(RunConfig)}), list(given)
+
+
+def _parse(parser: ArgumentParser, given: Mapping[str, str], types: Mapping[str, Any]) -> Any:
+    # YAML's null is what jsonargparse knows; None is what this project's help says.
+    none = {path for path, text in given.items() if text == "None" and type(None) in typing.get_args(types.get(path))}
+    arguments = [f"--{path}={'null' if path in none else text}" for path, text in given.items()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return parser.instantiate(parser.parse_args(arguments))
+
+
+def _is_accepted(parser: ArgumentParser, path: str, text: str, types: Mapping[str, Any]) -> bool:
+    try:
+        _parse(parser, {path: text}, types)
+    except ArgumentError:
+        return False
+    except ValueError:  # of the right type, and a value that another field's makes wrong
+        return True
+    return True
+
+
+def override_parser(base: RunConfig, given: Mapping[str, str] = MappingProxyType({})) -> ArgumentParser:
+    """A parser of every field of a RunConfig, `base` giving the defaults; its help is the fields' docstrings.
+
+    given: the text given for each dotted path, where arguments are to be parsed.
+    """
+    parser = ArgumentParser(
+        exit_on_error=False,
+        usage="--FIELD=VALUE overrides a field of the experiment",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    hints = typing.get_type_hints(RunConfig)
+    help_of = {field.arg_name: field.description for field in parse_from_object(RunConfig).params}
+    for name, default in _defaults(base, "", given).items():
+        parser.add_argument(f"--{name}", type=hints[name], default=default, help=help_of[name])
+    return parser
+
+
+def _given(arguments: Sequence[str]) -> dict[str, str]:
+    """Dotted path -> the text given for it, by `--path=text` or `--path text`."""
+    given: dict[str, str] = {}
+    left = list(arguments)
+    while left:
+        path, equals, text = left.pop(0).partition("=")
+        if not path.startswith("--"):
+            raise ValueError(f"unknown argument {path + equals + text!r}; a field is set by --FIELD=VALUE")
+        if not equals:
+            if not left or left[0].startswith("--"):
+                raise ValueError(f"{path}: has no value; give one as in {path}=VALUE")
+            text = left.pop(0)
+        given[path[2:]] = text
+    return given
+
+
+def _types(cls: type, config: Any, prefix: str, given: Mapping[str, str]) -> dict[str, Any]:
+    """Dotted path -> annotation of every field below a dataclass that is there with the classes that were given."""
+    types: dict[str, Any] = {}
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        path, hint, value = f"{prefix}{field.name}", hints[field.name], getattr(config, field.name, None)
+        types[path] = hint
+        below = _chosen(hint, path, given) or type(value)
+        if dataclasses.is_dataclass(below):
+            types |= _types(below, value, f"{path}.", given)
+    return types
+
+
+def _chosen(hint: Any, path: str, given: Mapping[str, str]) -> type | None:
+    """The class that was given for an exchangeable part; None where none was, or for another field."""
+    if path not in given or not _is_exchangeable(hint):
+        return None
+    name = given[path].rpartition(".")[2]
+    known = leaves(hint)
+    if name not in known:
+        raise ValueError(
+            f"--{path}={given[path]!r}: unknown{_meant(name, known)}; there are {', '.join(sorted(known))}, and any "
+            "class of your own that the experiment's file defines or imports"
+        )
+    return known[name]
+
+
+def _is_exchangeable(hint: Any) -> bool:
+    return ABC in getattr(hint, "__mro__", ())  # issubclass would say so of int, which others register with theirs
+
+
+def _check_path(path: str, text: str, types: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a path leads to a field that can be set as a whole."""
+    parent, _, name = path.rpartition(".")
+    if name == "help" and _is_exchangeable(types.get(parent)):
+        return  # jsonargparse's own: prints the fields of a class
+    hint = types.get(path)
+    if dataclasses.is_dataclass(hint):
+        some = next(known for known in types if known.startswith(f"{path}."))
+        raise ValueError(f"--{path}={text!r}: its fields are set one by one, for example --{some}=VALUE")
+    if hint is not None:
+        return
+    mend = _meant(f"--{path}", [f"--{known}" for known, hint in types.items() if not dataclasses.is_dataclass(hint)])
+    if _is_exchangeable(types.get(parent)):
+        # Those that define it, not those derived from them.
+        owners = [leaf for leaf, cls in leaves(types[parent]).items() if name in inspect.get_annotations(cls)]
+        whose = " and ".join(f"{leaf}'s" for leaf in owners)
+        mend = f"; it is {whose}: add --{parent}={owners[0]}" if owners else mend
+    raise ValueError(
+        f"--{path}={text!r}: no such field{mend}; `lit-lazy fields EXPERIMENT` lists all, --help what else there is"
+    )
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _wanted(hint: Any) -> str:
+    """What a value of this type looks like, in words."""
+    if hint in WORDS:
+        return WORDS[hint]
+    parts = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, parts))}"
+    if typing.get_origin(hint) is tuple:
+        return f"{len(parts)} numbers in brackets, for example [{','.join('0.5' for _ in parts)}]"
+    return " or ".join(_wanted(part) for part in parts)
+
+
+def _defaults(config: Any, prefix: str, given: Mapping[str, str]) -> dict[str, Any]:
+    """A dataclass's fields in jsonargparse's form: an exchangeable part with the path of its class."""
+    hints = typing.get_type_hints(type(config))
+    return {
+        field.name: _default(getattr(config, field.name), hints[field.name], f"{prefix}{field.name}", given)
+        for field in dataclasses.fields(config)
+    }
+
+
+def _default(value: Any, annotation: Any, path: str, given: Mapping[str, str]) -> Any:
+    if not dataclasses.is_dataclass(value):
+        return value
+    fields = _defaults(value, f"{path}.", given)
+    if not isinstance(value, ABC):
+        return fields
+    cls = type(value)
+    chosen = _chosen(annotation, path, given)
+    if chosen is not None and chosen is not cls:
+        # Another leaf starts from its own defaults; jsonargparse would keep the old leaf's fields of the same name.
+        cls, fields = chosen, {}
+    return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": fields}
+
+
+def _one_line(message: str) -> str:
+    lines = [line.strip(" -") for line in message.splitlines() if line.strip(" -")]
+    return ": ".join(line.rstrip(":") for line in lines)

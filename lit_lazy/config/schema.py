@@ -1,0 +1,163 @@
+"""The frozen dataclasses of a run."""
+
+import dataclasses
+import math
+import typing
+from abc import ABC
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from flash_lazy import Backend
+from lit_lazy.attention import AttentionSpec, Position, Rope
+from lit_lazy.config.canonical import leaves
+from lit_lazy.data import DataConfig
+from lit_lazy.support.checks import require, require_whole
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder language model: pre-norm, RMSNorm, SwiGLU."""
+
+    d_model: int = 64
+    """Width of the residual stream."""
+    n_layers: int = 1
+    """Number of blocks."""
+    n_heads: int = 1
+    """Query heads per block."""
+    n_kv_heads: int | None = None
+    """Key and value heads (grouped-query attention); None for as many as query heads."""
+    d_ff: int = 256
+    """Hidden width of the SwiGLU."""
+    attention: AttentionSpec = field(default_factory=AttentionSpec)
+    """The attention variant."""
+    position: Position = field(default_factory=Rope)
+    """How tokens know where they stand."""
+    tie_embeddings: bool = True
+    """Use the embedding matrix as the output head."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weight matrices and embeddings."""
+    backend: Backend = "auto"
+    """Implementation of attention; auto picks the fastest and changes nothing beyond rounding."""
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "n_layers", "n_heads", "d_ff"):
+            require_whole(f"model.{name}", getattr(self, name), 1)
+        require(
+            self.d_model % self.n_heads == 0,
+            "model.n_heads",
+            self.n_heads,
+            f"must divide model.d_model={self.d_model}",
+        )
+        require(
+            self.kv_heads >= 1 and self.n_heads % self.kv_heads == 0,
+            "model.n_kv_heads",
+            self.n_kv_heads,
+            f"must divide model.n_heads={self.n_heads}",
+        )
+        require(
+            math.isfinite(self.init_std) and self.init_std > 0,
+            "model.init_std",
+            self.init_std,
+            "must be finite and above 0 (zero queries never learn)",
+        )
+        allowed = typing.get_args(Backend)
+        require(self.backend in allowed, "model.backend", self.backend, f"must be one of {', '.join(allowed)}")
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Optimiser, schedule and bookkeeping of one training."""
+
+    steps: int = 1200
+    """Optimiser steps."""
+    batch_size: int = 32
+    """Sequences per step."""
+    lr: float = 3e-3
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = 50
+    """Steps of linear warm-up, the first at 1 / warmup_steps of the peak."""
+    final_lr_fraction: float = 0.1
+    """The cosine ends at this fraction of the peak."""
+    weight_decay: float = 0.01
+    """Decay of weight matrices; norms, tau, biases and embeddings are never decayed."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Adam's moment decays."""
+    clip_norm: float = 1.0
+    """Gradients are clipped to this global norm."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """fp32, or bf16 mixed precision (parameters, tau and bias stay fp32)."""
+    val_every: int = 200
+    """Steps between validations."""
+    checkpoint_every: int = 400
+    """Steps between checkpoints, from which a killed run resumes."""
+    log_every: int = 50
+    """Steps between logged training metrics."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "val_every", "checkpoint_every", "log_every"):
+            require_whole(f"train.{name}", getattr(self, name), 1)
+        for name in ("lr", "clip_norm"):
+            value = getattr(self, name)
+            require(math.isfinite(value) and value > 0, f"train.{name}", value, "must be finite and above 0")
+        require(
+            0 <= self.warmup_steps < self.steps,
+            "train.warmup_steps",
+            self.warmup_steps,
+            f"must be at least 0 and below train.steps={self.steps}",
+        )
+        require(
+            0 <= self.final_lr_fraction <= 1, "train.final_lr_fraction", self.final_lr_fraction, "must be in [0, 1]"
+        )
+        require(
+            math.isfinite(self.weight_decay) and self.weight_decay >= 0,
+            "train.weight_decay",
+            self.weight_decay,
+            "must be finite and 0 or more",
+        )
+        require(
+            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
+            "train.betas",
+            self.betas,
+            "must be two numbers, each at least 0 and below 1",
+        )
+        require(
+            self.precision in ("fp32", "bf16"),
+            "train.precision",
+            self.precision,
+            "must be fp32 or bf16 (mixed; a pure bf16 would round tau and bias away)",
+        )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training: model x data x trainer, and the seed of weights and batch order."""
+
+    data: DataConfig
+    """What it trains on."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """What is trained."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """How it is trained."""
+    seed: int = 0
+    """Seed of the initial weights and of the batch order."""
+
+    def __post_init__(self) -> None:
+        require_whole("seed", self.seed, 0)
+        _check_parts(self, "")
+
+
+def _check_parts(config: Any, prefix: str) -> None:
+    """Raise ValueError where a part is no object of its kind, but a name, a class, or what else one may put there."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if not dataclasses.is_dataclass(hint) and ABC not in getattr(hint, "__mro__", ()):
+            continue
+        if not isinstance(value, hint):
+            example = hint.__name__ if dataclasses.is_dataclass(hint) else min(leaves(hint))
+            require(False, f"{prefix}{name}", value, f"must be a {hint.__name__}, such as {example}()")
+        _check_parts(value, f"{prefix}{name}.")

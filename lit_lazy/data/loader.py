@@ -1,0 +1,24 @@
+"""Batches of a data source for training and validation."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lit_lazy.data.base import Batch, DataSource
+from lit_lazy.data.sampler import StepBatchSampler
+
+
+def train_loader(source: DataSource, batch_size: int, seed: int, start_step: Callable[[], int]) -> DataLoader[Batch]:
+    """Batches whose content is a function of (seed, step). start_step: asked when the first batch is."""
+    sampler = StepBatchSampler(len(source.train), batch_size, seed, start_step)
+    return DataLoader(source.train, batch_sampler=sampler, collate_fn=_unchanged)
+
+
+def validation_loader(source: DataSource, batch_size: int) -> DataLoader[Batch]:
+    """The whole validation set in order."""
+    return DataLoader(source.validation, batch_size=batch_size, collate_fn=_unchanged)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

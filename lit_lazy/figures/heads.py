@@ -1,0 +1,560 @@
+"""Figures of one run's diagnostics: what its heads do, by layer, head and position.
+
+Each takes the arrays of `lit_lazy.measure.diagnostics.Diagnostics` by name and returns None where they hold nothing to
+draw. Layers and heads are counted from 0, positions from 1.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import BoundaryNorm, Colormap, ListedColormap, LogNorm, Normalize, to_rgba
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from lit_lazy.figures.common import (
+    BETTER,
+    NEUTRAL,
+    POINTS,
+    WIDTH,
+    WORSE,
+    in_style,
+    legend_below,
+    log_axis,
+    log_bins,
+    mean,
+    new_figure,
+)
+
+Arrays = Mapping[str, np.ndarray]
+
+# As in lit_lazy.measure, which needs torch.
+SMALL_WEIGHT, SINK_WEIGHT, FIRST_KEYS = 1e-5, 0.3, 8
+ZERO, HIDDEN = "#d4d4d4", "#ffffff"
+"""Colours of weights that are exactly 0, or not defined, and of keys that a query may not see."""
+MAPS_IN_A_ROW = 4
+MOST_NAMED = 6
+"""More layers, or heads, than this are told apart by a colour bar and not by a legend."""
+MOST_MARKED = 12
+"""A line over more layers has no markers."""
+MOST_FITTED = 4
+"""With more heads than this, bias curves are drawn without their ALiBi lines."""
+MOST_WRITTEN = 48
+"""A heat-map of more cells has no numbers in them."""
+
+
+class _State(NamedTuple):
+    """Trained or untrained: where its arrays are, and how its lines and markers look."""
+
+    prefix: str
+    label: str
+    line: Literal["-", "--"]
+    face: str | None
+
+
+TRAINED, INIT = _State("", "trained", "-", None), _State("init/", "at init", "--", "white")
+
+
+@in_style()
+def attention_maps(arrays: Arrays) -> Figure | None:
+    """Weights of the chosen heads in one sequence on a log scale, and below each map its first keys enlarged.
+
+    A weight that is exactly 0 and a key that is hidden because it comes later, or is NaN, have colours outside the map.
+    """
+    weights = _finite(arrays, "maps/weights")
+    if weights is None:
+        return None
+    count, n = len(weights), weights.shape[-1]
+    columns = min(count, MAPS_IN_A_ROW)
+    bands = math.ceil(count / columns)
+    heights = [1.0, 0.8] if n > FIRST_KEYS else [1.0]
+    side = min(2.6, (WIDTH - 1.4) / columns)
+    title = f"Attention weights of {_many(count, 'head')} in one sequence, first {n} positions"
+    height = 0.5 + bands * sum(side * height + 0.45 for height in heights)
+    figure = new_figure(max(4.8, side * columns + 1.4), height, title)
+    grid = figure.subplots(bands * len(heights), columns, squeeze=False, height_ratios=heights * bands)
+    # Each head has its panels one above the other.
+    stacks = grid.reshape(bands, len(heights), columns).transpose(0, 2, 1).reshape(-1, len(heights))
+    colours, norm = mpl.colormaps["viridis"], LogNorm(SMALL_WEIGHT, 1)
+    for i, (stack, head, matrix) in enumerate(zip(stacks, arrays["maps/heads"], weights, strict=False)):
+        _draw_maps(stack, _coloured_weights(matrix, colours, norm))
+        stack[0].set_title(f"layer {head[0]}, head {head[1]}")
+        if i % columns == 0:
+            for axes in stack:
+                axes.set_ylabel("query (position)")
+    for axes in stacks[count:].flat:
+        axes.set_axis_off()
+    figure.colorbar(ScalarMappable(norm, colours), ax=grid, extend="min", label="weight", aspect=10 * height)
+    handles = [_patch(ZERO, "exactly 0"), _patch(HIDDEN, "hidden from the query")]
+    if len(heights) > 1:
+        handles.append(Patch(facecolor="none", edgecolor=WORSE, label=f"first {FIRST_KEYS} keys, enlarged"))
+    legend_below(figure, handles, 3)
+    return figure
+
+
+@in_style()
+def sink_heatmap(arrays: Arrays) -> Figure | None:
+    """Mean weight on the first key by layer and head, raw and as a share of the mass; the untrained model below."""
+    kinds = {"sink/weight": "weight", "sink/share": "share of the mass"}
+    states = _states(arrays, *kinds)
+    if not states:
+        return None
+    layers, heads = _shape(arrays, *kinds)[:2]
+    title = f"Weight on the first key by layer and head, mean over {_sample(arrays)}"
+    figure = new_figure(WIDTH, max(2.4, 0.6 + len(states) * (0.7 + min(3.2, 0.28 * max(layers, 2)))), title)
+    panels = figure.subplots(len(states), len(kinds), squeeze=False, sharex=True, sharey=True)
+    colours, norm = mpl.colormaps["viridis"].with_extremes(bad=ZERO), Normalize(0, 1)
+    absent = False
+    for row, state in zip(panels, states, strict=True):
+        for axes, (key, name) in zip(row, kinds.items(), strict=True):
+            found = _finite(arrays, state.prefix + key)
+            values = np.full((layers, heads), np.nan) if found is None else found[..., 0]
+            absent = absent or bool(np.isnan(values).any())
+            extent = (-0.5, heads - 0.5, -0.5, layers - 0.5)
+            axes.imshow(values, colours, norm, aspect="auto", origin="lower", extent=extent)
+            axes.set_title(f"{name}, {state.label}")
+            if values.size <= MOST_WRITTEN:
+                _write_cells(axes, values)
+            _count_ticks(axes.xaxis, heads)
+            _count_ticks(axes.yaxis, layers)
+            axes.spines[:].set_visible(False)
+        row[0].set_ylabel("layer")
+    for axes in panels[-1]:
+        axes.set_xlabel("head")
+    bar = figure.colorbar(
+        ScalarMappable(norm, colours), ax=panels, label=f"weight or share (line: sink, {SINK_WEIGHT})"
+    )
+    bar.ax.axhline(SINK_WEIGHT, color="white", linewidth=1.5)
+    if absent:
+        legend_below(figure, [_patch(ZERO, "not defined: there is no mass to share")], 1)
+    return figure
+
+
+@in_style()
+def mass_by_position(arrays: Arrays) -> Figure | None:
+    """Surviving mass of a row and its part on the first key by position, mean over heads, a line per layer."""
+    kinds = {"mass/row": "on all keys", "mass/first_key": "on the first key"}
+    states = _states(arrays, *kinds)
+    if not states:
+        return None
+    layers, _, length = _shape(arrays, *kinds)
+    title = f"Surviving mass by position, mean over heads and {_sample(arrays)}"
+    figure = new_figure(WIDTH, 3.1, title)
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (key, name) in zip(panels, kinds.items(), strict=True):
+        for state in states:
+            values = _finite(arrays, state.prefix + key)
+            if values is not None:
+                positions, by_layer = log_bins(np.arange(1, length + 1), mean(values, axis=1))
+                _ordered_lines(axes, positions, by_layer, state)
+        _position_axis(axes, length)
+        axes.set_title(name)
+    panels[0].set_ylabel("mass (sum of weights)")
+    _begin_at_zero(panels[0])
+    _ordered_key(figure, panels, layers, "layer", _state_handles(states))
+    return figure
+
+
+@in_style()
+def sparsity_by_layer(arrays: Arrays) -> Figure | None:
+    """Exact zeros beside the Gaussian null model, and small weights and empty tiles, trained and at init, by layer."""
+    lines = {
+        "sparsity/zero": ("exactly 0 (p ≤ θ)", BETTER, "o"),
+        "sparsity/null": ("Gaussian null model", "#000000", "D"),
+        "sparsity/small": ("w ≤ 1e-5", WORSE, "s"),
+        "sparsity/block_64": ("64×64 tiles without a weight", "#009E73", "^"),
+    }
+    states = _states(arrays, *lines)
+    if not states:
+        return None
+    layers, heads = _shape(arrays, *lines)
+    figure = new_figure(WIDTH, 3.4, f"Sparsity by layer, mean over heads and {_sample(arrays)}")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, keys in zip(panels, (list(lines)[:2], list(lines)[2:]), strict=True):
+        for key in keys:
+            _, colour, marker = lines[key]
+            for state in states:
+                values = _finite(arrays, state.prefix + key)
+                if values is not None:
+                    _by_layer(axes, 100 * values, colour, state, marker, points=key == "sparsity/zero")
+        _layer_axis(axes, layers)
+    panels[0].set_title("exact zeros")
+    panels[1].set_title("small weights, and empty tiles")
+    panels[0].set_ylabel("share of visible keys or tiles (%)")
+    panels[0].set_ylim(-4, 104)
+    if not _states(arrays, "sparsity/zero"):
+        _remark(panels[0], "no threshold: there are no exact zeros to count")
+    elif not _states(arrays, "sparsity/null"):
+        _remark(panels[0], "no null model for this kind of threshold")
+    if not _states(arrays, "sparsity/block_64"):
+        _remark(panels[1], "no tiles: the sequences are shorter than 64")
+    handles = [
+        Line2D([], [], color=colour, marker=marker, label=label)
+        for key, (label, colour, marker) in lines.items()
+        if _states(arrays, key)
+    ]
+    legend_below(figure, [*handles, *_layer_handles(states, heads)], 4)
+    return figure
+
+
+@in_style()
+def tau_by_layer(arrays: Arrays) -> Figure | None:
+    """The offset parameter by layer, mean over heads, each head a point; `per_token` as its mean over positions."""
+    states = _states(arrays, "tau")
+    if not states:
+        return None
+    layers, heads, *positions = _shape(arrays, "tau")
+    title = f"τ by layer, mean over {_many(heads, 'head')}" + (" and positions" if positions else "")
+    figure = new_figure(5.6, 3.0, title)
+    axes = figure.subplots()
+    for state in states:
+        values = _finite(arrays, state.prefix + "tau")
+        if values is not None:
+            _by_layer(axes, mean(values.reshape(layers, heads, -1), axis=2), BETTER, state, "o", points=True)
+    _layer_axis(axes, layers)
+    axes.set_ylabel("offset parameter τ")
+    legend_below(figure, _layer_handles(states, heads), 3)
+    return figure
+
+
+@in_style()
+def tau_by_head(arrays: Arrays) -> Figure | None:
+    """The offset parameter of every head over training, a line per head in the colour of its layer."""
+    values = _finite(arrays, "watch/tau")
+    if values is None:
+        return None
+    steps = arrays["watch/step"]
+    _, layers, heads = values.shape
+    figure = new_figure(5.6, 3.0, f"τ over training, {_many(heads, 'head')} in each layer")
+    axes = figure.subplots()
+    for layer, colour in enumerate(_ordered_colours(layers)):
+        axes.plot(steps, values[:, layer], color=colour, linewidth=1.0)
+    log_axis(axes, max(1, steps[-1]), zero=True)
+    axes.set_xlabel("step")
+    axes.set_ylabel("offset parameter τ")
+    axes.grid(axis="y")
+    _ordered_key(figure, np.array([axes]), layers, "layer", [])
+    return figure
+
+
+@in_style()
+def bias_curves(arrays: Arrays) -> Figure | None:
+    """The bias of every head by distance, a panel per layer; beside few heads the best ALiBi line of each."""
+    curves = _finite(arrays, "bias/curve")
+    if curves is None:
+        return None
+    layers, heads, length = curves.shape
+    columns = min(layers, 4)
+    rows = math.ceil(layers / columns)
+    figure = new_figure(
+        WIDTH if columns > 1 else 5.6,
+        1.0 + rows * (2.2 if rows < 3 else 1.4),
+        f"Bias added to the scores by distance, {_many(heads, 'head')} in each layer",
+    )
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    slopes = _finite(arrays, "bias/alibi_slope") if heads <= MOST_FITTED else None
+    distances = np.arange(length)
+    fit = _State("", "best ALiBi line (c − m · distance)", "--", None)
+    for layer, axes in enumerate(panels.flat[:layers]):
+        positions, drawn = log_bins(distances + 1, curves[layer])
+        _ordered_lines(axes, positions - 1, drawn, TRAINED)
+        if slopes is not None:
+            # The least-squares line goes through the middle of the curve.
+            line = curves[layer].mean(axis=1, keepdims=True) - slopes[layer, :, None] * (distances - distances.mean())
+            positions, drawn = log_bins(distances + 1, line)
+            _ordered_lines(axes, positions - 1, drawn, fit)
+        axes.set_title(f"layer {layer}")
+        log_axis(axes, length - 1, zero=True)
+        axes.grid(axis="y")
+    for axes in panels.flat[layers:]:
+        axes.set_axis_off()
+    for axes in panels[:, 0]:
+        axes.set_ylabel("bias (nats)")
+    for axes in panels.flat[max(layers - columns, 0) : layers]:
+        axes.set_xlabel("distance (tokens)")
+        axes.tick_params(labelbottom=True)
+    more = [Line2D([], [], color=NEUTRAL, linestyle=fit.line, label=fit.label)] if slopes is not None else []
+    _ordered_key(figure, panels, heads, "head", more)
+    return figure
+
+
+@in_style()
+def value_norms(arrays: Arrays) -> Figure | None:
+    """The length of the first keys' values against the mean value: by key with a line per layer, and by layer."""
+    states = _states(arrays, "sink/value_norm")
+    if not states:
+        return None
+    layers, heads, keys = _shape(arrays, "sink/value_norm")
+    title = f"Value norms of the first keys, mean over {_sample(arrays)}"
+    figure = new_figure(WIDTH, 3.3, title)
+    panels = figure.subplots(1, 2, sharey=True)
+    for state in states:
+        values = _finite(arrays, state.prefix + "sink/value_norm")
+        if values is not None:
+            _ordered_lines(panels[0], np.arange(1, keys + 1), mean(values, axis=1), state, marker="o")
+            _by_layer(panels[1], values[..., 0], BETTER, state, "o", points=True)
+    for axes in panels:
+        axes.axhline(1, color=NEUTRAL, linewidth=0.8, zorder=1)
+    panels[0].set_title("by key, mean over heads")
+    panels[0].set_xlabel("key (position)")
+    panels[0].set_ylabel("value norm / mean value norm")
+    _begin_at_zero(panels[0])
+    panels[0].grid(axis="y")
+    _count_ticks(panels[0].xaxis, keys, first=1)
+    panels[1].set_title("first key by layer")
+    _layer_axis(panels[1], layers)
+    _ordered_key(figure, panels, layers, "layer", _layer_handles(states, heads))
+    return figure
+
+
+@in_style()
+def rank_profile(arrays: Arrays) -> Figure | None:
+    """Effective rank and token cosine of the residual stream after each layer, trained and at init."""
+    kinds = {"hidden/effective_rank": "effective rank (directions)", "hidden/cosine": "mean cosine of two tokens"}
+    states = _states(arrays, *kinds)
+    if not states:
+        return None
+    layers = _shape(arrays, *kinds)[0] - 1
+    figure = new_figure(WIDTH, 3.0, f"Residual stream after each layer, over {_sample(arrays)}")
+    panels = figure.subplots(1, 2)
+    for axes, (key, label) in zip(panels, kinds.items(), strict=True):
+        for state in states:
+            values = _finite(arrays, state.prefix + key)
+            if values is not None:
+                _profile(axes, values, BETTER, state)
+        _layer_axis(axes, layers + 1)
+        axes.set_xlabel("blocks passed (0: embedding)")
+        axes.set_ylabel(label)
+    _begin_at_zero(panels[0])
+    legend_below(figure, _state_handles(states, marker="o"), 2)
+    return figure
+
+
+@in_style()
+def loss_by_length(arrays: Arrays) -> Figure | None:
+    """Loss by position in the context that the model was trained with, and in each other length that was measured."""
+    prefixes = sorted({key.split("/")[0] for key in arrays if re.fullmatch(r"L\d+/loss/by_position", key)}, key=_length)
+    found = {prefix: _finite(arrays, f"{prefix}/loss/by_position") for prefix in prefixes}
+    trained = _finite(arrays, "loss/by_position")
+    curves = [(len(curve), curve, f"{prefix}/sample") for prefix, curve in found.items() if curve is not None]
+    if trained is not None:
+        curves = [curve for curve in curves if curve[0] != len(trained)] + [(len(trained), trained, "sample")]
+    if not curves:
+        return None
+    curves.sort(key=lambda curve: curve[0])
+    several = len(curves) > 1
+    which = (
+        f"in sequences of {len(curves)} lengths" if several else f"mean over {_many_sequences(arrays[curves[0][2]])}"
+    )
+    figure = new_figure(5.6, 3.2, f"Loss by position, {which}")
+    axes = figure.subplots()
+    for (length, curve, sample), colour in zip(curves, _ordered_colours(len(curves)), strict=True):
+        positions, values = log_bins(np.arange(1, length + 1), curve, most=64)
+        axes.plot(positions, values, color=colour, label=_many_sequences(arrays[sample]))
+    longest = curves[-1][0]
+    context = int(arrays["context"]) if "context" in arrays else longest
+    if longest > context:
+        axes.axvline(context, color=NEUTRAL, linestyle=":", linewidth=1.0, label="end of the trained context")
+    _position_axis(axes, longest, most=64)
+    axes.set_ylabel("loss (nats)")
+    if several:
+        legend_below(figure, axes.get_legend_handles_labels()[0], 2)
+    return figure
+
+
+RUN_FIGURES = (
+    attention_maps,
+    sink_heatmap,
+    mass_by_position,
+    sparsity_by_layer,
+    tau_by_layer,
+    tau_by_head,
+    bias_curves,
+    value_norms,
+    rank_profile,
+    loss_by_length,
+)
+"""In reading order."""
+FIGURE_NAMES = tuple(draw.__name__ for draw in RUN_FIGURES)
+
+
+def run_figures(arrays: Arrays) -> dict[str, Figure]:
+    """Every figure that there is something to draw for, by name and in reading order."""
+    figures = {name: draw(arrays) for name, draw in zip(FIGURE_NAMES, RUN_FIGURES, strict=True)}
+    return {name: figure for name, figure in figures.items() if figure is not None}
+
+
+def _finite(arrays: Arrays, key: str) -> np.ndarray | None:
+    """The array in fp64 with NaN for what is not finite; None where it is absent or has no finite number."""
+    if key not in arrays:
+        return None
+    values = np.asarray(arrays[key], dtype=np.float64)
+    values = np.where(np.isfinite(values), values, np.nan)
+    return None if np.isnan(values).all() else values
+
+
+def _states(arrays: Arrays, *keys: str) -> list[_State]:
+    """Those of trained and untrained that have something to draw under one of the keys."""
+    return [s for s in (TRAINED, INIT) if any(_finite(arrays, s.prefix + key) is not None for key in keys)]
+
+
+def _shape(arrays: Arrays, *keys: str) -> tuple[int, ...]:
+    return next(arrays[s.prefix + key].shape for s in (TRAINED, INIT) for key in keys if s.prefix + key in arrays)
+
+
+def _length(prefix: str) -> int:
+    return int(prefix.removeprefix("L"))
+
+
+def _many(count: int, thing: str) -> str:
+    return f"{count} {thing}" + ("s" if count > 1 else "")
+
+
+def _many_sequences(sample: np.ndarray) -> str:
+    return f"{_many(int(sample[0]), 'sequence')} of {_many(int(sample[1]), 'token')}"
+
+
+def _sample(arrays: Arrays) -> str:
+    return _many_sequences(arrays["sample"])
+
+
+def _coloured_weights(matrix: np.ndarray, colours: Colormap, norm: LogNorm) -> np.ndarray:
+    """RGBA [n, n] of a causal weight matrix; a weight that is NaN counts as hidden."""
+    image = colours(norm(np.clip(matrix, norm.vmin, norm.vmax)))
+    image[matrix == 0] = to_rgba(ZERO)
+    image[np.isnan(matrix) | np.triu(np.ones(matrix.shape, dtype=bool), 1)] = to_rgba(HIDDEN)
+    return image
+
+
+def _draw_maps(stack: np.ndarray, image: np.ndarray) -> None:
+    """The whole map, and below it its first keys where it has more."""
+    n = len(image)
+    for axes, keys in zip(stack, (n, FIRST_KEYS), strict=False):
+        extent = (0.5, keys + 0.5, n + 0.5, 0.5)
+        axes.imshow(image[:, :keys], aspect="auto", interpolation="nearest", extent=extent)
+        axes.spines[:].set(visible=True, color=NEUTRAL, linewidth=0.6)
+        _count_ticks(axes.xaxis, keys, first=1)
+        _count_ticks(axes.yaxis, n, first=1)
+    stack[-1].set_xlabel("key (position)")
+    if len(stack) > 1:
+        stack[0].axvline(FIRST_KEYS + 0.5, color=WORSE, linewidth=0.9)
+        stack[1].spines[:].set(color=WORSE, linewidth=1.2)
+
+
+def _write_cells(axes: Axes, values: np.ndarray) -> None:
+    for layer, row in enumerate(values):
+        for head, value in enumerate(row):
+            text = "–" if np.isnan(value) else "<.01" if 0 < value < 0.005 else f"{value:.2f}"
+            # The map is dark where it is low.
+            colour = "white" if value < 0.6 else "black"
+            axes.text(head, layer, text, ha="center", va="center", fontsize=7.5, color=colour)
+
+
+def _ordered_colours(count: int) -> np.ndarray:
+    """RGBA [count, 4] from dark to light, without the end that is lost on white."""
+    return mpl.colormaps["viridis"](np.linspace(0, 0.88, count))
+
+
+def _ordered_lines(axes: Axes, x: np.ndarray, values: np.ndarray, state: _State, marker: str = "") -> None:
+    """A line per row of `values` [lines, len(x)], coloured by its place."""
+    thickness = 1.4 if state is TRAINED else 1.0
+    for colour, line in zip(_ordered_colours(len(values)), values, strict=True):
+        look = {"marker": marker, "markersize": 3, "markerfacecolor": state.face or colour}
+        axes.plot(x, line, color=colour, linestyle=state.line, linewidth=thickness, **look)
+
+
+def _ordered_key(figure: Figure, panels: np.ndarray, count: int, thing: str, more: Sequence[Artist]) -> None:
+    """Which colour is which layer or head: a legend, or a colour bar where they are many; `more` goes below."""
+    colours = _ordered_colours(count)
+    if count <= MOST_NAMED:
+        named = [Line2D([], [], color=colour, label=f"{thing} {i}") for i, colour in enumerate(colours)]
+        legend_below(figure, [*named, *more], 6 if len(named) + len(more) > 4 else 4)
+        return
+    norm = BoundaryNorm(np.arange(count + 1) - 0.5, count)
+    bar = figure.colorbar(
+        ScalarMappable(norm, ListedColormap(colours)), ax=panels, label=thing, aspect=10 * figure.get_figheight()
+    )
+    _count_ticks(bar.ax.yaxis, count)
+    bar.ax.minorticks_off()
+    if more:
+        legend_below(figure, more, 4)
+
+
+def _by_layer(axes: Axes, values: np.ndarray, colour: str, state: _State, marker: str, points: bool) -> None:
+    """The mean over heads of `values` [layers, heads] as a line; with `points` each head of the trained model too."""
+    layers, heads = values.shape
+    if points and state is TRAINED and heads > 1:
+        x = np.arange(layers)[:, None] + np.linspace(-0.18, 0.18, heads)
+        axes.plot(x.ravel(), values.ravel(), ".", color=colour, alpha=0.45, markersize=4)
+    _profile(axes, mean(values, axis=1), colour, state, marker)
+
+
+def _profile(axes: Axes, values: np.ndarray, colour: str, state: _State, marker: str = "o") -> None:
+    """A line over layers, with markers where they have room."""
+    shape = marker if len(values) <= MOST_MARKED else ""
+    axes.plot(
+        np.arange(len(values)),
+        values,
+        linestyle=state.line,
+        color=colour,
+        marker=shape,
+        markerfacecolor=state.face or colour,
+    )
+
+
+def _begin_at_zero(axes: Axes) -> None:
+    axes.set_ylim(0, 1.06 * axes.dataLim.y1 or 1)
+
+
+def _layer_axis(axes: Axes, layers: int) -> None:
+    axes.set_xlim(-0.5, layers - 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_xlabel("layer")
+    axes.grid(axis="y")
+
+
+def _position_axis(axes: Axes, length: int, most: int = POINTS) -> None:
+    log_axis(axes, length)
+    axes.set_xlabel("position (tokens" + ("; means over bins)" if length > most else ")"))
+    axes.grid(axis="y")
+
+
+def _count_ticks(axis: Axis, count: int, first: int = 0) -> None:
+    """Ticks at `count` whole numbers from `first` on: all of them up to 8, else the first and the quarters."""
+    last = first + count - 1
+    axis.set_ticks(range(first, last + 1) if count <= 8 else [first, *(round(last * part / 4) for part in range(1, 5))])
+
+
+def _remark(axes: Axes, text: str) -> None:
+    """What a panel does not show: in its middle where it is empty, else under its axis."""
+    if axes.lines:
+        axes.set_xlabel(f"{axes.get_xlabel()}\n({text})")
+    else:
+        axes.text(0.5, 0.5, text, ha="center", va="center", color=NEUTRAL, transform=axes.transAxes)
+
+
+def _state_handles(states: Sequence[_State], marker: str = "") -> list[Line2D]:
+    """Which line is trained and which is not; nothing to tell where there is only the trained one."""
+    if states == [TRAINED]:
+        return []
+    look = {"color": NEUTRAL, "marker": marker}
+    return [Line2D([], [], linestyle=s.line, markerfacecolor=s.face or NEUTRAL, label=s.label, **look) for s in states]
+
+
+def _layer_handles(states: Sequence[_State], heads: int) -> list[Line2D]:
+    """The legend of `_by_layer`."""
+    point = Line2D([], [], color=NEUTRAL, linestyle="", marker=".", alpha=0.6, label="one head (trained)")
+    return _state_handles(states, marker="o") + [point] * (heads > 1 and TRAINED in states)
+
+
+def _patch(colour: str, label: str) -> Patch:
+    return Patch(facecolor=colour, edgecolor=NEUTRAL, linewidth=0.6, label=label)

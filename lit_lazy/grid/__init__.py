@@ -1,0 +1,1 @@
+"""Ablations and searches: expanded into cells, queued, and executed by workers."""

@@ -1,0 +1,1 @@
+"""The durable queue of cells, who holds them, and where it is stored."""

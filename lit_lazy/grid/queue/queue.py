@@ -1,0 +1,326 @@
+"""The durable queue of an ablation's cells: an Optuna study with one trial per cell, enqueued in advance.
+
+A trial carries its cell in user attributes: `key`, `cell`, and `worker` while one holds it. Optuna's storage keeps the
+trials, their states and heartbeats, on sqlite or PostgreSQL; handing them out and counting them are single queries on
+its tables, so that a cell costs the same in a grid of ten thousand as in one of ten.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any, Literal, TypeVar
+
+import optuna
+import sqlalchemy
+from filelock import FileLock
+from optuna.study import StudyDirection
+from optuna.trial import TrialState, create_trial
+from sqlalchemy import text
+
+from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.queue.storage import MADE_BY, foreign_error, is_foreign, normalised
+from lit_lazy.support.disk import is_disk_full
+from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.tracking.databases import engine_options, first_line, redacted
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+T = TypeVar("T")
+State = Literal["waiting", "running", "complete", "pruned", "failed"]
+STATES: dict[str, State] = {
+    "WAITING": "waiting",
+    "RUNNING": "running",
+    "COMPLETE": "complete",
+    "PRUNED": "pruned",
+    "FAIL": "failed",
+}
+FINISHED: tuple[State, ...] = ("complete", "pruned")
+"""States after which nothing is left to do for a cell; only a search prunes."""
+ADVISORY_LOCK = 0x6C69746C617A79
+"""PostgreSQL's number of the lock that all processes on a storage share."""
+PATIENCE_SECONDS = 600.0
+"""How long a database that does not answer is tried again before a process gives up."""
+
+
+class StorageAwayError(UnfinishedError):
+    """The database did not answer for a long time."""
+
+
+class LostError(RuntimeError):
+    """The cell was given to another worker meanwhile, because this one seemed dead."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A cell in the hands of this process."""
+
+    cell: Cell
+    trial_id: int
+    token: str
+    """Says of the trial that it is this process that holds it."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the queue knows of a cell."""
+
+    trial_id: int
+    key: str
+    run: str
+    """Name of its run folder."""
+    variant: str
+    seed: int
+    state: State
+    reason: str
+    """Why the last attempt ended early; "" for a first one."""
+    worker: dict[str, str]
+    """Of a running cell: host, pid, lock (the file that its process holds), token."""
+    since: datetime | None
+    """When its last attempt began, by the clock of its worker."""
+    final: bool
+    """Of a failed cell: that trying again would end alike."""
+
+
+class Queue:
+    """Cells waiting, running, complete or failed, in a database that outlives every process."""
+
+    def __init__(self, storage: str, name: str) -> None:
+        """Open the study `name`, created if it is not there. Raises StorageError where that name is another's."""
+        self.url, self.name = normalised(storage), name
+        self._engine = sqlalchemy.create_engine(self.url, **engine_options(self.url))
+        with self.lock():  # processes that start together must not create the tables together
+            self._storage = self._persist(
+                lambda: optuna.storages.RDBStorage(self.url, engine_kwargs=engine_options(self.url))
+            )
+            self._study_id = self._persist(self._open)
+        self._key_of: dict[int, str] = {}
+
+    def _open(self) -> int:
+        try:
+            study_id = self._storage.get_study_id_from_name(self.name)
+        except KeyError:
+            study_id = self._storage.create_new_study([StudyDirection.MINIMIZE], self.name)
+        made_by = self._storage.get_study_user_attrs(study_id).get("made_by")
+        if is_foreign(made_by, made_by is None and bool(self._storage.get_all_trials(study_id, deepcopy=False))):
+            raise foreign_error(self.url, self.name)
+        if made_by is None:
+            self._storage.set_study_user_attr(study_id, "made_by", MADE_BY)
+        return study_id
+
+    def clear(self) -> None:
+        """Forget all cells."""
+        self._storage.delete_study(self._study_id)
+        self._study_id = self._open()
+        self._key_of.clear()
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Held by one process of all that use this storage, on any machine; it falls when its holder dies."""
+        if self.url.startswith("sqlite"):
+            # sqlite ignores the row locks by which Optuna keeps two workers off one trial; everyone who shares the
+            # database file can share a lock file.
+            with FileLock(f"{self.url.removeprefix('sqlite:///')}.lock"):
+                yield
+            return
+        connection = self._persist(self._locked_connection)
+        try:
+            yield
+        finally:
+            with suppress(sqlalchemy.exc.OperationalError):  # a connection that broke has freed it already
+                connection.rollback()
+            connection.close()
+
+    def _locked_connection(self) -> sqlalchemy.Connection:
+        connection = self._engine.connect()
+        # Of the transaction, not of the session: that one would outlive the connection's return to the pool.
+        connection.execute(text("SELECT pg_advisory_xact_lock(:number)"), {"number": ADVISORY_LOCK})
+        return connection
+
+    def _persist(self, work: Callable[[], T]) -> T:
+        """Do something to the database, again and again while it does not answer."""
+        give_up, pause = time.monotonic() + PATIENCE_SECONDS, 0.5
+        while True:
+            try:
+                return work()
+            except (sqlalchemy.exc.OperationalError, optuna.exceptions.StorageInternalError) as error:
+                if is_disk_full(error):
+                    raise
+                if time.monotonic() > give_up:
+                    raise StorageAwayError(
+                        f"the queue's database {redacted(self.url)} has not answered for {PATIENCE_SECONDS / 60:.0f} "
+                        f"minutes ({first_line(error)}); nothing is lost, the same command goes on"
+                    ) from error
+            time.sleep(pause)
+            pause = min(2 * pause, 15.0)
+
+    def _rows(self, query: str, **values: Any) -> list[Any]:
+        def ask() -> list[Any]:
+            with self._engine.connect() as connection:
+                return list(connection.execute(text(query), {"study": self._study_id, **values}))
+
+        return self._persist(ask)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What all processes of the grid have to know beside the cells."""
+        return self._persist(lambda: self._storage.get_study_user_attrs(self._study_id)).get("facts", {})
+
+    @facts.setter
+    def facts(self, facts: Mapping[str, str]) -> None:
+        self._persist(lambda: self._storage.set_study_user_attr(self._study_id, "facts", dict(facts)))
+
+    def states(self) -> dict[str, State]:
+        """State of every cell by key: complete if it ever completed, else that of its newest trial."""
+        rows = self._rows("SELECT trial_id, state FROM trials WHERE study_id = :study ORDER BY trial_id")
+        if any(trial_id not in self._key_of for trial_id, _ in rows):
+            self._read_keys()
+        states: dict[str, State] = {}
+        for trial_id, state in rows:
+            # A trial that is being created by another process has no key yet.
+            key = self._key_of.get(trial_id)
+            if key is not None and states.get(key) != "complete":
+                states[key] = STATES[state]
+        return states
+
+    def _read_keys(self) -> None:
+        """Learn the keys of the trials that are new since last asked."""
+        newest = max(self._key_of, default=0)
+        rows = self._rows(
+            "SELECT t.trial_id, a.value_json FROM trials t JOIN trial_user_attributes a ON a.trial_id = t.trial_id "
+            "AND a.key = 'key' WHERE t.study_id = :study AND t.trial_id > :newest",
+            newest=newest,
+        )
+        self._key_of |= {trial_id: json.loads(key) for trial_id, key in rows}
+
+    def entries(self, *states: State) -> list[Entry]:
+        """The cells in these states, in the order of the queue."""
+        names = {state: name for name, state in STATES.items()}
+        newest: dict[str, int] = {}
+        self._read_keys()
+        for trial_id, key in sorted(self._key_of.items()):
+            newest[key] = trial_id
+        found = []
+        for state in dict.fromkeys(states):
+            rows = self._rows(
+                f"SELECT trial_id FROM trials WHERE study_id = :study AND state = '{names[state]}' ORDER BY trial_id"
+            )
+            found += [trial_id for (trial_id,) in rows if newest.get(self._key_of.get(trial_id, "")) == trial_id]
+        entries = [self._entry(trial_id) for trial_id in found]
+        return [entry for entry in entries if entry.state in states]
+
+    def _entry(self, trial_id: int) -> Entry:
+        trial = self._persist(lambda: self._storage.get_trial(trial_id))
+        attrs = trial.user_attrs
+        return Entry(
+            trial_id=trial_id,
+            key=attrs["key"],
+            run=attrs["cell"]["key"],
+            variant=attrs["cell"]["variant"],
+            seed=attrs["cell"]["seed"],
+            state=STATES[trial.state.name],
+            reason=attrs.get("reason", ""),
+            worker=attrs.get("worker", {}),
+            since=trial.datetime_start,
+            final=attrs.get("final", False),
+        )
+
+    def add_missing(self, cells: Iterable[Cell]) -> int:
+        """Enqueue the cells that are neither complete nor waiting nor running; how many those were."""
+        with self.lock():
+            states = self.states()
+            missing = [cell for cell in cells if states.get(cell.key) in (None, "failed")]
+            for cell in missing:
+                attrs = {"key": cell.key, "cell": asdict(cell)}
+                trial = create_trial(state=TrialState.WAITING, user_attrs=attrs)
+                self._persist(lambda trial=trial: self._storage.create_new_trial(self._study_id, trial))
+        return len(missing)
+
+    def claim(self, worker: Mapping[str, str], keys: Set[str] | None = None) -> Task | None:
+        """Take a waiting cell, one of `keys` where they are given, for a worker; None when there is none."""
+        token = uuid.uuid4().hex
+        with self.lock():
+            trial_id = self._first_waiting(keys)
+            if trial_id is None:
+                return None
+            # Signed before it is taken: a process killed in between leaves a trial that still waits.
+            self._set(trial_id, "worker", {**worker, "token": token})
+            self._persist(lambda: self._storage.set_trial_state_values(trial_id, TrialState.RUNNING))
+        attrs = self._persist(lambda: self._storage.get_trial(trial_id)).user_attrs
+        return Task(Cell(**attrs["cell"]), trial_id, token)
+
+    def _first_waiting(self, keys: Set[str] | None) -> int | None:
+        if keys is None:
+            query = "SELECT min(trial_id) FROM trials WHERE study_id = :study AND state = 'WAITING'"
+            return self._rows(query)[0][0]
+        self._read_keys()
+        rows = self._rows("SELECT trial_id FROM trials WHERE study_id = :study AND state = 'WAITING' ORDER BY trial_id")
+        return next((trial_id for (trial_id,) in rows if self._key_of.get(trial_id) in keys), None)
+
+    def _set(self, trial_id: int, name: str, value: object) -> None:
+        self._persist(lambda: self._storage.set_trial_user_attr(trial_id, name, value))
+
+    def beat(self, task: Task) -> None:
+        """Say that the holder of a cell lives. Raises the database's error at once: the next beat is soon."""
+        self._storage.record_heartbeat(task.trial_id)
+
+    def beats(self) -> dict[int, str]:
+        """The last beat of every running trial, as the database wrote it: only whether it changes means something."""
+        rows = self._rows(
+            "SELECT t.trial_id, h.heartbeat FROM trials t LEFT JOIN trial_heartbeats h ON h.trial_id = t.trial_id "
+            "WHERE t.study_id = :study AND t.state = 'RUNNING'"
+        )
+        return {trial_id: str(beat) for trial_id, beat in rows}
+
+    def is_held(self, task: Task) -> bool:
+        """Whether a cell is still in the hands of the worker that claimed it."""
+        trial = self._persist(lambda: self._storage.get_trial(task.trial_id))
+        return trial.state == TrialState.RUNNING and trial.user_attrs["worker"]["token"] == task.token
+
+    def complete(self, task: Task, value: float) -> None:
+        """Record that a cell is done; `value` is its validation loss. Raises LostError if another worker has it."""
+        self._end(task, TrialState.COMPLETE, value=value)
+
+    def fail(self, task: Task, reason: str, final: bool = False) -> None:
+        """Record that a cell failed, and why; final: that trying again would end alike."""
+        self._end(task, TrialState.FAIL, reason=reason, final=final)
+
+    def put_back(self, task: Task, reason: str) -> None:
+        """Let a cell wait again; it goes on from its checkpoint."""
+        self._end(task, TrialState.WAITING, reason=reason)
+
+    def _end(
+        self, task: Task, state: TrialState, value: float | None = None, reason: str = "", final: bool = False
+    ) -> None:
+        with self.lock():
+            if not self.is_held(task):
+                raise LostError(f"{task.cell.variant} seed {task.cell.seed} was given to another worker meanwhile")
+            if reason:
+                self._set(task.trial_id, "reason", reason)
+            if final:
+                self._set(task.trial_id, "final", True)
+            values = None if value is None else [value]
+            self._persist(lambda: self._storage.set_trial_state_values(task.trial_id, state, values))
+
+    def release(self, entry: Entry, progress: str, most: int) -> bool:
+        """Let the cell of a dead worker wait again, or fail it when workers keep dying of it; whether it waits.
+
+        progress: anything that changes when the cell gets ahead. After `most` deaths without that it has failed.
+        """
+        with self.lock():
+            trial = self._persist(lambda: self._storage.get_trial(entry.trial_id))
+            attrs = trial.user_attrs
+            if trial.state != TrialState.RUNNING or attrs["worker"]["token"] != entry.worker["token"]:
+                return True  # another process was quicker
+            deaths, at = attrs.get("deaths", (0, progress))
+            deaths = deaths + 1 if at == progress else 1
+            waits = deaths < most
+            died = "its worker died" if deaths == 1 else f"its worker died {deaths} times without getting ahead"
+            self._set(entry.trial_id, "deaths", (deaths, progress))
+            self._set(entry.trial_id, "reason", died if waits else f"{died} (out of memory?)")
+            state = TrialState.WAITING if waits else TrialState.FAIL
+            self._persist(lambda: self._storage.set_trial_state_values(entry.trial_id, state))
+        return waits

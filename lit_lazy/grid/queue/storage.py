@@ -1,0 +1,89 @@
+"""The database of a queue, as a user names it: checked before anything is created."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import sqlalchemy
+from sqlalchemy import text
+
+from lit_lazy.support.disk import writable_folder
+from lit_lazy.tracking.databases import StorageError, reach, redacted, sqlite_file
+
+T = TypeVar("T")
+MADE_BY = "lit-lazy ablate run, queue 2"
+
+
+def normalised(storage: str) -> str:
+    """A storage URL with the driver that this project installs.
+
+    Raises StorageError for a URL that is neither PostgreSQL's nor that of an sqlite file.
+    """
+    scheme, _, rest = storage.partition("://")
+    known = scheme in ("sqlite", "postgresql", "postgresql+psycopg")
+    if not known or rest in ("", "/", "/:memory:") or (scheme == "sqlite" and not rest.startswith("/")):
+        raise StorageError(
+            f"--storage {redacted(storage)!r}: must be sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE"
+        )
+    if rest.count("@") > 1:
+        raise StorageError(f"--storage {redacted(storage)!r}: has more than one @; write %40 for that of a password")
+    return storage.replace("postgresql://", "postgresql+psycopg://", 1)
+
+
+def default_storage(runs: Path) -> str:
+    """The queue's database where none is given: a file in the runs folder."""
+    return f"sqlite:///{(runs / 'queue.db').resolve()}"
+
+
+def check_storage(storage: str, grid: str) -> None:
+    """Raise StorageError, in one line, where a storage cannot hold a grid's queue. Nothing is created."""
+    url = normalised(storage)
+    if (file := sqlite_file(url)) is not None:
+        if not file.parent.is_dir():
+            raise StorageError(
+                f"--storage {storage!r}: there is no folder {str(file.parent)!r}; make it, or name another file"
+            )
+        writable_folder("--storage", file.parent)
+
+    def ask(connection: sqlalchemy.Connection) -> None:
+        query = (
+            "SELECT a.value_json, EXISTS (SELECT 1 FROM trials t WHERE t.study_id = s.study_id) FROM studies s "
+            "LEFT JOIN study_user_attributes a ON a.study_id = s.study_id AND a.key = 'made_by' "
+            "WHERE s.study_name = :grid"
+        )
+        for made_by, has_trials in connection.execute(text(query), {"grid": grid}):
+            if is_foreign(json.loads(made_by or "null"), has_trials):
+                raise foreign_error(storage, grid)
+
+    _reach(storage, ask)
+
+
+def is_foreign(made_by: str | None, has_trials: bool) -> bool:
+    """Whether a study is not a queue of this version; one without trials that nobody signed is just being made."""
+    return made_by != MADE_BY and (made_by is not None or has_trials)
+
+
+def foreign_error(storage: str, name: str) -> StorageError:
+    return StorageError(
+        f"--storage {redacted(storage)!r}: its study {name!r} was not made by this version of "
+        "`lit-lazy ablate run`; name another storage, or another --runs folder"
+    )
+
+
+def grid_names(storage: str) -> list[str]:
+    """Names of the grids that a storage holds. Raises StorageError where it cannot be reached; creates nothing."""
+
+    def ask(connection: sqlalchemy.Connection) -> list[str]:
+        query = (
+            "SELECT s.study_name FROM studies s JOIN study_user_attributes a ON a.study_id = s.study_id "
+            "AND a.key = 'made_by' WHERE a.value_json = :made_by ORDER BY s.study_id"
+        )
+        return [name for (name,) in connection.execute(text(query), {"made_by": json.dumps(MADE_BY)})]
+
+    return _reach(storage, ask) or []
+
+
+def _reach(storage: str, ask: Callable[[sqlalchemy.Connection], T]) -> T | None:
+    normalised(storage)
+    return reach("--storage", storage, "studies", ask)

@@ -1,0 +1,196 @@
+"""A search: the box of continuous axes in which good points are looked for, checked before anything is created."""
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lit_lazy.config.canonical import flatten, from_dict, replace_at, to_dict
+from lit_lazy.config.files import load_module
+from lit_lazy.config.key import cell_key
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.grid.ablation import Cell
+from lit_lazy.support.checks import require, require_whole
+from lit_lazy.training.prepare import prepare
+
+Objective = Literal["loss/val", "loss/excess"]
+MONITORED: dict[Objective, str] = {"loss/val": "val/loss", "loss/excess": "val/excess"}
+"""What Lightning calls an objective at a validation."""
+
+
+@dataclass(frozen=True)
+class Real:
+    """An axis: the real numbers from `low` to `high`, uniform, or uniform in the logarithm."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def __post_init__(self) -> None:
+        ends = f"Real({self.low!r}, {self.high!r})"
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+            raise ValueError(f"{ends}: needs two finite numbers, the lower one first")
+        if self.log and self.low <= 0:
+            raise ValueError(f"{ends}: with log=True the lower end must be above 0")
+
+    def __str__(self) -> str:
+        return f"{self.low:g} to {self.high:g}{', log' if self.log else ''}"
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search for the point with the least loss, by Optuna's TPE, one training with one seed per point."""
+
+    name: str
+    axes: Mapping[str, Real]
+    """Dotted path of a real-valued field of the experiment's `RunConfig` -> where to look."""
+    base: str
+    """The experiment it runs on unless told otherwise."""
+    objective: Objective = "loss/val"
+    """The loss to minimise, at the end of training; `loss/excess` where the data knows its optimum."""
+    trials: int = 30
+    """Points to finish, pruned ones included."""
+    startup: int = 10
+    """The first points are drawn at random; no point is pruned before so many are complete."""
+    prune_from: float = 1 / 3
+    """Share of the steps before which no point is pruned; 1 to prune none."""
+    seed: int = 0
+    """Of the draws. The seed of the trainings is the experiment's."""
+    common: Mapping[str, Any] = field(default_factory=dict)
+    """Changes to the experiment that all points share."""
+
+    def __post_init__(self) -> None:
+        where = f"search {self.name!r}: "
+        require(bool(self.axes), f"{where}axes", dict(self.axes), "needs at least one")
+        require_whole(f"{where}trials", self.trials, 1)
+        require_whole(f"{where}startup", self.startup, 1)
+        require_whole(f"{where}seed", self.seed, 0)
+        objectives = get_args(Objective)
+        require(self.objective in objectives, f"{where}objective", self.objective, f"choose {' or '.join(objectives)}")
+        require(0 <= self.prune_from <= 1, f"{where}prune_from", self.prune_from, "must be in [0, 1]")
+
+
+@dataclass(frozen=True)
+class Definition:
+    """All that decides the points of a search; kept with its study, and read from there by the workers."""
+
+    base: dict[str, Any]
+    """Canonical config of the experiment, changed and overridden."""
+    data: str
+    """Fingerprint of the data."""
+    axes: dict[str, Real]
+    objective: Objective
+    startup: int
+    prune_from: float
+    seed: int
+
+    @property
+    def min_steps(self) -> int:
+        """No point is pruned before this step."""
+        return math.ceil(self.prune_from * self.steps)
+
+    @property
+    def steps(self) -> int:
+        """Of a training."""
+        return self.base["train"]["steps"]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The axes' paths, each with its shortest unambiguous name."""
+        last = {path: path.rpartition(".")[2] for path in self.axes}
+        clashing = [name for name in last.values() if list(last.values()).count(name) > 1]
+        return {path: ".".join(path.split(".")[-2:]) if name in clashing else name for path, name in last.items()}
+
+    def cell(self, number: int, point: Mapping[str, float]) -> Cell:
+        """The training of a point; `number` is its place in the search."""
+        config = replace_at(from_dict(RunConfig, self.base), point)
+        return Cell(
+            key=cell_key(config, self.data),
+            variant=point_name(number),
+            source="ours",
+            seed=config.seed,
+            config=to_dict(config),
+            axes={self.names[path]: repr(value) for path, value in point.items()},
+        )
+
+    def undrawn(self, number: int) -> Cell:
+        """A point before it is known where it lies."""
+        return Cell(point_name(number), point_name(number), "ours", self.base["seed"], {}, {})
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Definition":
+        values = json.loads(text)
+        return cls(**values | {"axes": {path: Real(**axis) for path, axis in values["axes"].items()}})
+
+    def differences(self, other: "Definition") -> list[str]:
+        """Names of the parts in which two searches differ."""
+        return [name for name, value in asdict(self).items() if value != asdict(other)[name]]
+
+
+def point_name(number: int) -> str:
+    """What the queue, MLflow and the table call the point of this number."""
+    return f"point {number}"
+
+
+def load_search(path: Path) -> Search:
+    """The `search` that a file defines. Raises ValueError in one line where there is none."""
+    module = load_module(path)
+    search = getattr(module, "search", None)
+    if hasattr(module, "ablation") and search is None:
+        raise ValueError(f"{path}: defines an ablation, not a search; `lit-lazy ablate run {path.stem}` runs it")
+    if not isinstance(search, Search):
+        raise ValueError(f"{path}: defines no `search` of type Search")
+    return search
+
+
+def define(search: Search, base: RunConfig, overridden: Sequence[str] = ()) -> Definition:
+    """A search on an experiment, which carries the search's common changes and the user's overrides already.
+
+    overridden: dotted paths that the user set. Raises ValueError, in one line, for an axis that the experiment does not
+    have or an end of an axis that it does not take, and for an override of what the search looks for.
+    """
+    for path in search.axes:
+        for given in overridden:
+            if f"{given}.".startswith(f"{path}."):
+                raise ValueError(f"--{given}: search {search.name!r} looks for it itself; leave the override out")
+        _check_field(search.name, path, base)
+    source = prepare(base)
+    for corner in itertools.product(*((axis.low, axis.high) for axis in search.axes.values())):
+        point = dict(zip(search.axes, corner, strict=True))
+        try:
+            prepare(replace_at(base, point))
+        except ValueError as error:
+            where = ", ".join(f"{path}={value:g}" for path, value in point.items())
+            raise ValueError(f"search {search.name!r}: no training at {where}: {error}") from None
+    require(
+        search.objective != "loss/excess" or "oracle_nll" in source.validation.positions,
+        f"search {search.name!r}: objective",
+        search.objective,
+        f"the data {source.name!r} does not know its optimum; take loss/val",
+    )
+    return Definition(
+        base=to_dict(base),
+        data=source.fingerprint,
+        axes=dict(search.axes),
+        objective=search.objective,
+        startup=search.startup,
+        prune_from=search.prune_from,
+        seed=search.seed,
+    )
+
+
+def _check_field(name: str, path: str, base: RunConfig) -> None:
+    """An axis has to be a real number of the experiment, and leave the data as they are."""
+    values = flatten(to_dict(base))
+    if path not in values:
+        raise ValueError(f"search {name!r}: axis {path!r} is no field of this experiment; `lit-lazy fields` lists them")
+    if not isinstance(values[path], float):
+        raise ValueError(f"search {name!r}: axis {path!r} is {values[path]!r} here, and must be a real number")
+    if path.startswith("data."):
+        raise ValueError(f"search {name!r}: axis {path!r} changes the data, on which all points are to be compared")

@@ -1,0 +1,164 @@
+"""The queue of a search: as many points as were asked for, each drawn by Optuna's TPE when a worker takes it.
+
+So a search is a queue of cells like any other (workers may join, die and be replaced, and a point is finished once);
+only where a point lies is decided late, from what the finished ones have shown.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Set
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, FloatDistribution
+from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+from optuna.trial import FrozenTrial, TrialState
+
+from lit_lazy.grid.queue.queue import STATES, LostError, Queue, Task
+from lit_lazy.grid.search.definition import Definition
+
+GOOD_SHARE = 0.25
+"""Importance asks what sets this best share of the complete points apart."""
+FEWEST_FOR_IMPORTANCE = 5
+
+
+@dataclass(frozen=True)
+class Point:
+    """What the queue knows of a point."""
+
+    number: int
+    run: str
+    """Name of its run folder; "" before it is drawn."""
+    params: dict[str, float]
+    """By dotted path."""
+    state: Literal["complete", "pruned", "diverged", "failed", "running", "waiting"]
+    value: float | None
+    """The objective at the end of training; None unless complete."""
+    reports: dict[int, float]
+    """The objective at each validation, by step, where it was finite."""
+    reason: str
+
+    @property
+    def last_step(self) -> int:
+        """The last validation; 0 before the first."""
+        return max(self.reports, default=0)
+
+
+class SearchQueue(Queue):
+    """Points waiting, running, complete, pruned or failed."""
+
+    @functools.cached_property
+    def definition(self) -> Definition:
+        """The search's; there once its parent run is begun."""
+        return Definition.from_json(self.facts["definition"])
+
+    def claim(self, worker: Mapping[str, str], keys: Set[str] | None = None) -> Task | None:
+        """Take a waiting point. One that was taken before lies where it lay; any other is drawn now."""
+        task = super().claim(worker, keys)
+        return self._drawn(task) if task and not task.cell.config else task
+
+    def _drawn(self, task: Task) -> Task:
+        # One at a time: each draw has to know of the points that others are at.
+        with self.lock():
+            self._persist(lambda: self._draw(task.trial_id))
+            trial = self._persist(lambda: self._storage.get_trial(task.trial_id))
+            cell = self.definition.cell(_number(trial), trial.params)
+            self._set(task.trial_id, "cell", asdict(cell))
+        return Task(cell, task.trial_id, task.token)
+
+    def _draw(self, trial_id: int) -> None:
+        """Give a trial its parameters; doing it again changes nothing.
+
+        Drawn in a copy of the study, by a sampler whose seed is the trial's number: the same finished points give the
+        same next one, whichever process draws it and however often the search was interrupted.
+        """
+        trial = self._storage.get_trial(trial_id)
+        definition = self.definition
+        space: dict[str, BaseDistribution] = {
+            path: FloatDistribution(axis.low, axis.high, log=axis.log) for path, axis in definition.axes.items()
+        }
+        seed = np.random.SeedSequence((definition.seed, trial.number)).generate_state(1)[0]
+        sampler = optuna.samplers.TPESampler(n_startup_trials=definition.startup, seed=int(seed), constant_liar=True)
+        copy = optuna.create_study(sampler=sampler)
+        states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
+        others = self._storage.get_all_trials(self._study_id, deepcopy=False, states=states)
+        copy.add_trials(
+            [other for other in others if other.params.keys() == space.keys() and other.number != trial.number]
+        )
+        drawn = copy.ask(space).params
+        for path, distribution in space.items():
+            if path not in trial.params:
+                self._storage.set_trial_param(trial_id, path, drawn[path], distribution)
+
+    def is_hopeless(self, task: Task, step: int, value: float) -> bool:
+        """Report the objective at a validation; whether the point is worse than the median of the complete ones there.
+
+        A step that was reported before the run was resumed is not reported again. Raises LostError if another worker
+        has the point.
+        """
+        if not self.is_held(task):
+            raise LostError(f"{task.cell.variant} was given to another worker meanwhile")
+        pruner = optuna.pruners.MedianPruner(self.definition.startup, n_warmup_steps=self.definition.min_steps)
+
+        def ask() -> bool:
+            if step not in self._storage.get_trial(task.trial_id).intermediate_values:
+                self._storage.set_trial_intermediate_value(task.trial_id, step, value)
+            return pruner.prune(self._study(), self._storage.get_trial(task.trial_id))
+
+        return self._persist(ask)
+
+    def prune(self, task: Task, reason: str, diverged: bool) -> None:
+        """Record that a point was ended early, or by itself. Raises LostError if another worker has it."""
+        self._set(task.trial_id, "diverged", diverged)
+        reports = self._persist(lambda: self._storage.get_trial(task.trial_id)).intermediate_values
+        last = reports[max(reports)] if reports else math.nan
+        # As Optuna does it: the value of a pruned trial is its last report.
+        self._end(task, TrialState.PRUNED, value=None if math.isnan(last) else last, reason=reason)
+
+    def points(self) -> list[Point]:
+        """Every point, as its newest trial has it."""
+        trials = self._persist(lambda: self._storage.get_all_trials(self._study_id, deepcopy=False))
+        newest = {_number(trial): self._point(trial) for trial in trials if "key" in trial.user_attrs}
+        return [newest[number] for number in sorted(newest)]
+
+    def best(self) -> Point | None:
+        """The complete point of the least objective."""
+        try:
+            return self._point(self._persist(lambda: self._storage.get_best_trial(self._study_id)))
+        except ValueError:  # none is complete
+            return None
+
+    def importances(self) -> dict[str, float]:
+        """PED-ANOVA (Watanabe et al., arXiv 2304.10255) of the axes, by dotted path; empty with too few points.
+
+        How far the density of the best quarter of the complete points differs from that of all of them, per axis, as
+        shares of 1.
+        """
+        study = self._study()
+        if len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))) < FEWEST_FOR_IMPORTANCE:
+            return {}
+        evaluator = PedAnovaImportanceEvaluator(target_quantile=GOOD_SHARE)
+        return {path: float(share) for path, share in get_param_importances(study, evaluator=evaluator).items()}
+
+    def _point(self, trial: FrozenTrial) -> Point:
+        attrs: dict[str, Any] = trial.user_attrs
+        complete = trial.state == TrialState.COMPLETE
+        diverged = trial.state == TrialState.PRUNED and attrs["diverged"]
+        return Point(
+            number=_number(trial),
+            run=attrs["cell"]["key"] if attrs["cell"]["config"] else "",
+            params={path: trial.params[path] for path in self.definition.axes if path in trial.params},
+            state="diverged" if diverged else STATES[trial.state.name],
+            value=trial.value if complete else None,
+            reports={step: value for step, value in sorted(trial.intermediate_values.items()) if math.isfinite(value)},
+            reason="" if complete else attrs.get("reason", ""),
+        )
+
+    def _study(self) -> optuna.Study:
+        return optuna.load_study(study_name=self.name, storage=self._storage)
+
+
+def _number(trial: FrozenTrial) -> int:
+    return int(trial.user_attrs["key"].removeprefix("point "))

@@ -1,0 +1,126 @@
+"""Runs a search: enqueues the points that are missing, starts workers, shows progress, writes table and figures."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rich.console import Console
+
+from lit_lazy.config.canonical import from_dict
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.grid.search.definition import Definition
+from lit_lazy.grid.search.queue import Point, SearchQueue
+from lit_lazy.grid.search.report import Report
+from lit_lazy.grid.work.estimate import cost
+from lit_lazy.grid.work.launch import Launch, Work, command_line, executed, is_finished, opened
+from lit_lazy.grid.work.progress import clock
+from lit_lazy.support.provenance import git_sha
+from lit_lazy.tracking.tracker import TrackedRun, Tracker, TrackingError
+
+DEFINITION = "search.json"
+
+
+@dataclass(frozen=True)
+class SearchWork(Work):
+    """A search on an experiment, ready to run; `cells` are its points, not drawn yet."""
+
+    definition: Definition
+    noun: ClassVar[str] = "points"
+    module: ClassVar[str] = "lit_lazy.grid.search.worker"
+
+
+def best_so_far(queue: SearchQueue) -> list[str]:
+    """`best 0.0099 at point 7 (tau_init 0.5, lr 0.003)`, once a point is complete."""
+    best = queue.best()
+    if best is None:
+        return []
+    names = queue.definition.names
+    values = ", ".join(f"{names[path]} {value:.4g}" for path, value in best.params.items())
+    return [f"best {best.value:.4f} at point {best.number} ({values})"]
+
+
+def run_search(work: SearchWork, launch: Launch, console: Console) -> tuple[Report, bool]:
+    """Execute what is missing of a search; what it found, and whether as many points are finished as were asked for."""
+    with opened(work, launch, SearchQueue, console) as (queue, tracker):
+        with queue.lock():
+            parent_id = _parent(work, queue, tracker)
+        with executed(work, launch, queue, tracker, parent_id, console, lambda: best_so_far(queue)):
+            report = _write(work, queue, tracker, parent_id)
+        return report, is_finished(work, queue)
+
+
+def _write(work: SearchWork, queue: SearchQueue, tracker: Tracker, parent_id: str) -> Report:
+    points, runs = queue.points(), tracker.children(parent_id)
+    _tell_ends(points, runs, tracker)
+    shas = {run.tags["git_sha"] for run in runs if run.state != "running"}
+    report = Report(work.id, work.definition, points, queue.importances(), sorted(shas), command_line())
+    tracker.keep_files(parent_id, report.save(work.folder))
+    return report
+
+
+def _tell_ends(points: Sequence[Point], runs: Sequence[TrackedRun], tracker: Tracker) -> None:
+    """Have MLflow show how points ended: a worker that was killed, or had no server, could not say so."""
+    ends = {point.run: point for point in points}
+    for run in runs:
+        end = ends.get(run.tags["cell"])
+        if end and end.state in ("pruned", "diverged") and "optuna.state" not in run.tags:
+            tracker.prune(run.run_id, end.reason)
+        elif run.state == "running" and (end is None or end.state == "failed"):
+            tracker.fail(run.run_id, end.reason if end else "failed; its point was drawn anew")
+
+
+def _parent(work: SearchWork, queue: SearchQueue, tracker: Tracker) -> str:
+    """The parent run of the search, begun or gone on with. Raises ValueError where the study is another search's."""
+    facts = queue.facts
+    if "parent" in facts:
+        _refuse_another(work, facts.get("definition"))
+        try:
+            tracker.read_text(facts["parent"], DEFINITION)
+        except TrackingError as error:
+            raise ValueError(
+                f"MLflow at {tracker.uri} does not hold this search's parent run, which is kept at {facts['tracking']} "
+                f"({error}); set MLFLOW_TRACKING_URI to that, or begin anew with --fresh"
+            ) from None
+        return facts["parent"]
+    definition = work.definition
+    tags = {"kind": "search", "ablation": work.id, "git_sha": git_sha(), "mlflow.note.content": command_line()}
+    params = {f"axis.{definition.names[path]}": str(axis) for path, axis in definition.axes.items()}
+    params |= {"objective": definition.objective, "sampler": f"TPE, seed {definition.seed}"}
+    parent_id = tracker.start_run(work.id, tags, params, work.base_config)
+    tracker.keep_text(parent_id, definition.to_json(), DEFINITION)
+    tracker.keep_views(list(definition.names.values()), [definition.objective])
+    queue.facts = {"parent": parent_id, "tracking": tracker.uri, "definition": definition.to_json()}
+    return parent_id
+
+
+def _refuse_another(work: SearchWork, former: str | None) -> None:
+    mend = "--fresh sets the former results aside, another name of the search, or another --runs folder, keeps both"
+    if former is None:
+        raise ValueError(f"{work.id}: the queue holds an ablation of this name; {mend}")
+    if changed := work.definition.differences(Definition.from_json(former)):
+        raise ValueError(f"{work.id}: {', '.join(changed)} changed since this search was begun; {mend}")
+
+
+def print_search(work: SearchWork, workers: int, threads: int, console: Console) -> None:
+    """What a search would do, and the most it can take; nothing is created."""
+    import torch
+
+    torch.set_num_threads(threads)
+    definition = work.definition
+    seconds, _ = cost(from_dict(RunConfig, definition.base))
+    lines = [f"{definition.names[path]:12} {axis}   ({path})" for path, axis in definition.axes.items()]
+    every = definition.base["train"]["val_every"]
+    judged = range(every, definition.steps, every)
+    pruned = [step for step in judged if step >= definition.min_steps]
+    when = f"at steps {', '.join(map(str, pruned))}" if pruned else "never: no validation lies in between"
+    lines += [
+        "",
+        f"{len(work.cells)} points of {work.id} with seed {definition.base['seed']}, for the least "
+        f"{definition.objective}.",
+        f"Sampler: TPE, seed {definition.seed}, {definition.startup} random points first. Pruning from step "
+        f"{definition.min_steps} of {definition.steps}, {when}.",
+        f"About {clock(seconds)} per point, at most {clock(seconds * len(work.cells) / workers)} of training with "
+        f"{workers} workers of {threads} thread(s); pruned points take less.",
+        "Nothing was created.",
+    ]
+    console.print("\n".join(lines), highlight=False)

@@ -1,0 +1,1 @@
+"""How cells are executed: launch, workers, pools of them, progress and estimates."""

@@ -1,0 +1,362 @@
+"""Runs an ablation: enqueues what is missing, starts workers, shows progress, writes the table."""
+
+import shlex
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import ClassVar, Literal, TypeVar
+
+from rich.console import Console
+
+from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.plan import PLAN, Plan, read_plan, save_views
+from lit_lazy.grid.queue.membership import Membership, Staleness, is_dead, living
+from lit_lazy.grid.queue.queue import FINISHED, Entry, Queue, redacted
+from lit_lazy.grid.queue.storage import default_storage
+from lit_lazy.grid.work.pool import LocalPool, Pool
+from lit_lazy.grid.work.progress import Progress
+from lit_lazy.grid.work.worker import Job
+from lit_lazy.support.disk import is_disk_full
+from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.support.provenance import git_sha
+from lit_lazy.table.records import Table
+from lit_lazy.tracking.tracker import Tracker, TrackingError, default_uri
+
+Q = TypeVar("Q", bound=Queue)
+POLL_SECONDS = 1.0
+LOOK_SECONDS = 5.0
+"""Between looks for dead workers while none of one's own has died."""
+STALE_SECONDS = 120.0
+"""A worker of another machine that has not beaten for so long is dead; it beats every 15 s."""
+MOST_CRASHES = 3
+"""Deaths per worker, without a cell ending in between, after which starting another makes no sense."""
+MOST_DEATHS = 3
+"""Deaths of a cell's workers, without the cell getting ahead in between, after which the cell has failed."""
+LEAST_FREE_BYTES = 2**24
+
+
+class GridError(UnfinishedError):
+    """A grid cannot go on."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Cells to execute, and where."""
+
+    id: str
+    """Name of the folder, of the study and of the MLflow experiment."""
+    cells: Sequence[Cell]
+    base_config: dict[str, object]
+    runs: Path
+    files: Sequence[Path]
+    """Python files that define classes of the cells' configs."""
+    noun: ClassVar[str] = "cells"
+    """What messages call the cells."""
+    module: ClassVar[str] = "lit_lazy.grid.work.worker"
+    """What a worker process runs."""
+
+    @property
+    def folder(self) -> Path:
+        """Of the results."""
+        return self.runs / self.id
+
+
+@dataclass(frozen=True)
+class Grid(Work):
+    """An ablation on an experiment, ready to run."""
+
+    plan: Plan
+    row_order: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to run a grid."""
+
+    workers: int
+    threads: int
+    fresh: bool = False
+    keep_checkpoints: bool = False
+    storage: str | None = None
+    """URL of the queue's database; None for sqlite in the runs folder."""
+    only_these: bool = False
+    """Leave cells of the same grid that were not asked for to others."""
+    retry_failed: int = 0
+    """How often a cell that fails is tried again."""
+    launcher: Literal["local", "ray"] = "local"
+    """Worker processes on this machine, or tasks on the Ray cluster that this process has joined."""
+    gpus: float = 0.0
+    """GPUs of a Ray task."""
+
+
+Publish = Callable[[Tracker, str, Path, bool], Table]
+"""Writes the table, and what belongs to it, of a parent run into a folder; told whether cells were executed."""
+
+
+def run_grid(grid: Grid, launch: Launch, console: Console, publish: Publish) -> tuple[Table, bool]:
+    """Execute what is missing of a grid; the table that `publish` made, and whether every cell is complete."""
+    with opened(grid, launch, Queue, console) as (queue, tracker):
+        with queue.lock():
+            parent_id = _parent(grid, queue, tracker)
+        with executed(grid, launch, queue, tracker, parent_id, console) as something_new:
+            _tell_failures(queue, tracker, parent_id)
+            table = publish(tracker, parent_id, grid.folder, something_new)
+        return table, is_finished(grid, queue)
+
+
+@contextmanager
+def opened(work: Work, launch: Launch, queue_type: type[Q], console: Console) -> Iterator[tuple[Q, Tracker]]:
+    """The queue and the MLflow experiment of some work, for a process that lives until this is closed.
+
+    Other processes, on this machine or others, may be at the same work: all take cells from the one queue.
+    """
+    git_sha()
+    work.folder.mkdir(parents=True, exist_ok=True)
+    queue = queue_type(launch.storage or default_storage(work.runs), work.id)
+    tracker = Tracker(default_uri(work.runs), work.runs, work.id)
+    if launch.fresh:
+        begin_anew(work, queue, tracker, console)
+    with Membership(work.folder / "workers"):  # another process's --fresh sees that this one lives
+        yield queue, tracker
+
+
+@contextmanager
+def executed(
+    work: Work,
+    launch: Launch,
+    queue: Queue,
+    tracker: Tracker,
+    parent_id: str,
+    console: Console,
+    notes: Callable[[], list[str]] = list,
+) -> Iterator[bool]:
+    """Execute the cells that are missing; the parent run ends with what is done within. Gives whether there were any.
+
+    notes: lines to show beside the progress.
+    """
+    supervisor = Supervisor(work, launch, queue, console)
+    supervisor.release_dead()
+    added = queue.add_missing(work.cells)
+    states, n = queue.states(), len(work.cells)
+    left = sum(states[cell.key] not in FINISHED for cell in work.cells)
+    if not left:
+        console.print(f"{n} {work.noun}, all finished: nothing to do", highlight=False)
+        yield False
+        return
+    console.print(f"{n} {work.noun}, {n - left} already finished, {added} enqueued", highlight=False)
+    tracker.set_running(parent_id)
+    progress = Progress(queue, [cell.key for cell in work.cells], console, notes)
+    supervisor.work(make_pool(make_job(work, launch, queue, tracker, parent_id), launch), progress)
+    try:
+        yield True
+    except BaseException:
+        tracker.set_ended(parent_id, "FAILED")
+        raise
+    tracker.set_ended(parent_id, "FINISHED" if is_finished(work, queue) else "FAILED")
+
+
+def is_finished(work: Work, queue: Queue) -> bool:
+    """Whether nothing is left to do, and nothing has failed."""
+    states = queue.states()
+    return all(states.get(cell.key) in FINISHED for cell in work.cells)
+
+
+def make_job(work: Work, launch: Launch, queue: Queue, tracker: Tracker, parent_id: str) -> Job:
+    """What the workers have to know."""
+    return Job(
+        storage=queue.url,
+        study=work.id,
+        runs=work.runs,
+        tracking_uri=tracker.uri,
+        parent_id=parent_id,
+        threads=launch.threads,
+        keep_checkpoints=launch.keep_checkpoints,
+        keys=frozenset(cell.key for cell in work.cells) if launch.only_these else None,
+        files=work.files,
+        module=work.module,
+    )
+
+
+def make_pool(job: Job, launch: Launch) -> Pool:
+    """The workers of a grid, none started yet."""
+    if launch.launcher == "local":
+        return LocalPool(job, launch.workers)
+    from lit_lazy.grid.work.ray_pool import RayPool
+
+    return RayPool(job, launch.workers, launch.gpus)
+
+
+def _tell_failures(queue: Queue, tracker: Tracker, parent_id: str) -> None:
+    """Have MLflow show as failed what has: a worker that was killed, or had no server, could not say so."""
+    failed = {entry.key: entry.reason for entry in queue.entries("failed")}
+    if failed:
+        for run in tracker.children(parent_id):
+            if run.tags["cell"] in failed and run.state == "running":
+                tracker.fail(run.run_id, failed[run.tags["cell"]])
+
+
+def begin_anew(work: Work, queue: Queue, tracker: Tracker, console: Console) -> None:
+    """Begin anew, and lose nothing: the folder is renamed, MLflow's runs go to its deleted ones."""
+    if alive := living(work.folder / "workers"):
+        processes = ", ".join(sorted(name.split("-")[-2] for name in alive))
+        raise ValueError(f"--fresh: {work.id} is being run here (by process {processes}); end that first")
+    if parent_id := queue.facts.get("parent"):
+        tracker.retire(parent_id)
+    queue.clear()
+    if any(work.folder.iterdir()):
+        aside = work.folder.with_name(f"{work.id}.until-{datetime.now():%Y%m%d-%H%M%S}")
+        work.folder.rename(aside)
+        work.folder.mkdir()
+        console.print(f"the former results are in {aside}", highlight=False)
+
+
+def _parent(grid: Grid, queue: Queue, tracker: Tracker) -> str:
+    """The parent run of the grid, begun or gone on with; its plan is brought up to date."""
+    facts = queue.facts
+    plan = grid.plan
+    if "parent" not in facts:
+        tags = {"kind": "ablation", "ablation": grid.id, "git_sha": git_sha(), "mlflow.note.content": plan.command}
+        parent_id = tracker.start_run(grid.id, tags, {}, grid.base_config)
+        queue.facts = {"parent": parent_id, "tracking": tracker.uri}
+    else:
+        parent_id = facts["parent"]
+        try:
+            former = read_plan(tracker, parent_id)
+        except TrackingError as error:
+            raise ValueError(
+                f"MLflow at {tracker.uri} does not hold this grid's parent run, which is kept at {facts['tracking']} "
+                f"({error}); set MLFLOW_TRACKING_URI to that, or begin anew with --fresh"
+            ) from None
+        plan = plan.widened(former, grid.row_order)
+    tracker.keep_text(parent_id, plan.to_json(), PLAN)
+    save_views(tracker, plan.axes, plan.columns)
+    return parent_id
+
+
+class Supervisor:
+    """Keeps workers busy until none of the cells waits or runs, and takes over the cells of dead ones."""
+
+    def __init__(self, work: Work, launch: Launch, queue: Queue, console: Console) -> None:
+        self.folder, self.launch, self.queue, self.console = work.folder, launch, queue, console
+        self.cells = {cell.key: cell for cell in work.cells}
+        self._watch = Staleness(STALE_SECONDS)
+        self._retries = Counter[str]()
+        self._looked = -LOOK_SECONDS
+        self._crashes = self._ended = 0
+        self._told = False
+
+    def work(self, pool: Pool, progress: Progress) -> None:
+        """Return when every cell has ended. Ctrl-C ends the workers after their bookkeeping."""
+        with progress:
+            try:
+                while self._step(pool, progress):
+                    time.sleep(POLL_SECONDS)
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt) and len(pool):
+                    self._say("ending: the workers put their cells back; Ctrl-C again ends them at once")
+                pool.stop()
+                raise
+
+    def _step(self, pool: Pool, progress: Progress) -> bool:
+        """Look once at workers and cells; whether there is something left to wait for."""
+        try:
+            ended = pool.reap()
+            if ended.disk_full:
+                self._wait_for_space()
+            if ended.crashed or ended.disk_full or time.monotonic() - self._looked > LOOK_SECONDS:
+                self.release_dead()
+                progress.show_running([describe(entry) for entry in self.queue.entries("running")])
+            states = {key: state for key, state in self.queue.states().items() if key in self.cells}
+            if self.launch.retry_failed and "failed" in states.values():
+                self._retry()
+        except Exception as error:
+            if not is_disk_full(error):
+                raise
+            self._wait_for_space()
+            return True
+        progress.update(states)
+        counts = Counter[str](states.values())
+        self._count_crashes(ended.crashed, counts, pool)
+        pool.start(most=counts["waiting"])
+        if not len(pool) and not counts["waiting"] and counts["running"]:
+            self._tell_who_works()
+        return bool(len(pool) or counts["waiting"] or counts["running"])
+
+    def release_dead(self) -> None:
+        """Let the cells of dead workers wait again, and say so."""
+        self._looked = time.monotonic()
+        stale = self._watch.stale(self.queue.beats(), self._looked)
+        for entry in self.queue.entries("running"):
+            dead = is_dead(entry.worker)
+            if dead or (dead is None and entry.trial_id in stale):
+                waits = self.queue.release(entry, self._progress_of(entry), MOST_DEATHS)
+                where = f"process {entry.worker['pid']} on {entry.worker['host']}"
+                then = "it waits again" if waits else f"{MOST_DEATHS} times without getting ahead, so it has failed"
+                self._say(f"{entry.variant} seed {entry.seed}: its worker ({where}) died; {then}")
+
+    def _progress_of(self, entry: Entry) -> str:
+        """Something that changes whenever a cell gets ahead; "" where its folder is another machine's."""
+        try:
+            return str((self.folder / "cells" / entry.run / "checkpoints" / "last.ckpt").stat().st_mtime_ns)
+        except FileNotFoundError:
+            return ""
+
+    def _retry(self) -> None:
+        """Enqueue failed cells again, each up to `retry_failed` times, but for those that would end alike."""
+        most = self.launch.retry_failed
+        for entry in self.queue.entries("failed"):
+            if entry.key in self.cells and not entry.final and self._retries[entry.key] < most:
+                self._retries[entry.key] += 1
+                self.queue.add_missing([self.cells[entry.key]])
+                count = f"{self._retries[entry.key]}/{most}"
+                self._say(f"{entry.variant} seed {entry.seed} failed ({entry.reason}); tried again, {count}")
+
+    def _count_crashes(self, crashed: int, counts: Mapping[str, int], pool: Pool) -> None:
+        ended = sum(counts[state] for state in (*FINISHED, "failed"))
+        self._crashes = 0 if ended > self._ended else self._crashes + crashed
+        self._ended = ended
+        if self._crashes >= MOST_CRASHES * self.launch.workers:
+            raise GridError(f"workers keep dying before they finish a cell: {pool.last_words()}")
+
+    def _tell_who_works(self) -> None:
+        if not self._told:
+            self._told = True
+            held = [describe(entry) for entry in self.queue.entries("running") if entry.key in self.cells]
+            self._say(
+                f"waiting for workers that this process did not start: {'; '.join(held)}. Should they die, their cells "
+                "are taken over; Ctrl-C leaves them to it"
+            )
+
+    def _wait_for_space(self) -> None:
+        """Return when there is room for a few checkpoints again."""
+        folder = self.folder
+        sizes = [path.stat().st_size for path in folder.glob("cells/*/checkpoints/last.ckpt")]
+        needed = max(LEAST_FREE_BYTES, 3 * max(sizes, default=0))
+        if shutil.disk_usage(folder).free >= needed:
+            return
+        self._say(f"no space left in {folder}: waiting until {needed / 1e6:.0f} MB are free; nothing is lost")
+        while shutil.disk_usage(folder).free < needed:
+            time.sleep(POLL_SECONDS)
+        self._say("there is space again: going on")
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False)
+
+
+def describe(entry: Entry) -> str:
+    """Who runs a cell, where, since when."""
+    since = f" since {entry.since:%a %H:%M:%S}" if entry.since else ""
+    worker = entry.worker
+    return f"{entry.variant} seed {entry.seed} by process {worker['pid']} on {worker['host']}{since}"
+
+
+def command_line() -> str:
+    """The command as a user would type it, without passwords."""
+    words = [redacted(word) if "://" in word else word for word in sys.argv[1:]]
+    return shlex.join(["lit-lazy", *words])

@@ -1,0 +1,141 @@
+"""Where workers run: what a pool of them can do, and the pool of processes on this machine, one per slot."""
+
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from lit_lazy.grid.work.worker import DISK_FULL, STORAGE_VARIABLE, Job
+from lit_lazy.support.disk import write_text
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How many workers have ended since last asked, and how."""
+
+    crashed: int = 0
+    disk_full: int = 0
+
+
+class Pool(Protocol):
+    """Workers that take cells from the queue."""
+
+    def __len__(self) -> int:
+        """How many are at work."""
+        ...
+
+    def reap(self) -> Ended:
+        """Forget the workers that have ended."""
+        ...
+
+    def start(self, most: int) -> None:
+        """Start up to `most` workers, as far as there is room for them."""
+        ...
+
+    def stop(self) -> None:
+        """Have the workers finish their bookkeeping, and wait for them. A second Ctrl-C kills them."""
+        ...
+
+    def last_words(self) -> str:
+        """What the worker that spoke last had to say, and where."""
+        ...
+
+
+class LocalPool:
+    """Subprocesses, each in a session of its own, so that Ctrl-C reaches them through their parent alone."""
+
+    def __init__(self, job: Job, size: int) -> None:
+        self.job, self.size = job, size
+        self._workers: dict[int, subprocess.Popen[bytes]] = {}
+        self._keys = _keys_file(job)
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def reap(self) -> Ended:
+        """Forget the workers that have ended."""
+        codes = {slot: worker.poll() for slot, worker in self._workers.items()}
+        self._workers = {slot: worker for slot, worker in self._workers.items() if codes[slot] is None}
+        full = sum(code == DISK_FULL for code in codes.values())
+        return Ended(crashed=sum(code not in (None, 0) for code in codes.values()) - full, disk_full=full)
+
+    def start(self, most: int) -> None:
+        """Start up to `most` workers in free slots."""
+        for slot in [slot for slot in range(self.size) if slot not in self._workers][:most]:
+            self._workers[slot] = self._start(slot)
+
+    def stop(self) -> None:
+        """Have the workers finish their bookkeeping, and wait for them. A second Ctrl-C kills them."""
+        for worker in self._workers.values():
+            worker.send_signal(signal.SIGTERM)
+        try:
+            for worker in self._workers.values():
+                worker.wait()
+        except KeyboardInterrupt:
+            for worker in self._workers.values():
+                worker.kill()
+                worker.wait()
+            raise
+
+    def last_words(self) -> str:
+        """The last line of the log that was written to last, and which log that is."""
+        return last_log_line(self.job.folder)
+
+    def _start(self, slot: int) -> subprocess.Popen[bytes]:
+        job = self.job
+        command = [
+            *(sys.executable, "-m", job.module),
+            *("--study", job.study),
+            *("--runs", str(job.runs.resolve())),
+            *("--threads", str(job.threads)),
+            *("--tracking-uri", job.tracking_uri),
+            *("--parent", job.parent_id),
+            *(["--keep-checkpoints"] if job.keep_checkpoints else []),
+            *(["--keys", str(self._keys)] if self._keys else []),
+            *("--import", *(str(file) for file in job.files)),
+        ]
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(job.threads))
+        with (job.folder / f"worker-{socket.gethostname()}-{slot}.log").open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | threads | {STORAGE_VARIABLE: job.storage} | _one_gpu(slot),
+                start_new_session=True,
+            )
+
+
+def last_log_line(folder: Path) -> str:
+    """The last line of the workers' log in a grid's folder that was written to last, and which log that is."""
+    logs = sorted(folder.glob("worker-*.log"), key=lambda path: path.stat().st_mtime)
+    if not logs:
+        return "no worker wrote a log"
+    lines = logs[-1].read_text(errors="replace").strip().splitlines()
+    return f"{lines[-1] if lines else 'nothing'} ({logs[-1]})"
+
+
+def _keys_file(job: Job) -> Path | None:
+    """A file with the keys of the cells to take, one a line: they may be too many for a command line."""
+    if job.keys is None:
+        return None
+    listed = "\n".join(sorted(job.keys))
+    # Another process may have been asked for other cells of the same study.
+    path = job.folder / "workers" / f"cells-{hashlib.sha256(listed.encode()).hexdigest()[:8]}.txt"
+    path.parent.mkdir(exist_ok=True)
+    write_text(path, listed)
+    return path.resolve()
+
+
+def _one_gpu(slot: int) -> dict[str, str]:
+    """The environment that gives a worker a GPU of its own, where there are any."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    return {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]} if gpus and torch.cuda.is_available() else {}

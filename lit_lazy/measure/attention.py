@@ -1,0 +1,87 @@
+"""First-key weight, surviving mass and sparsity from the row statistics of attention."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from flash_lazy import Stats
+from lit_lazy.attention import AttentionSpec, Elastic
+from lit_lazy.measure.ratio import RatioOfSums
+
+FIRST_KEY_MIN_POSITION = 8
+"""Rows before this 1-based position see so few keys that much weight on the first is no sign of a sink."""
+MIN_MASS = 1e-6
+"""A share of a mass below this is undefined."""
+
+
+class AttentionMetrics:
+    """Ratios of sums over layers, heads, sequences and rows; each accumulator is a torchmetrics `Metric`.
+
+    For every group of rows, under its name (the group "all" is not named):
+    `sink/first_key_weight`: mean weight on the first key, rows from `FIRST_KEY_MIN_POSITION` on;
+    `sink/first_key_share`: the same weight / the mass of the same rows;
+    `mass`: mean surviving mass of a row, before any renormalisation.
+    And over all rows `sparsity/zero`: the share of visible keys with p <= theta.
+    """
+
+    def __init__(
+        self,
+        row_groups: Sequence[str],
+        thresholded: bool,
+        renormalised: bool,
+        window: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """row_groups: row masks of the data, measured apart; without any, all rows are one group, "all".
+
+        thresholded: whether there is a theta; without one there is no sparsity. renormalised: whether the weights of a
+        row with mass add up to 1. window: keys a row sees at most.
+        """
+        self.groups = tuple(row_groups) or ("all",)
+        self.renormalised, self.window = renormalised, window
+        self.ratios: dict[str, RatioOfSums] = {}
+        for group in self.groups:
+            suffix = "" if group == "all" else f"_{group}"
+            self.ratios[f"sink/first_key_weight{suffix}"] = RatioOfSums().to(device)
+            self.ratios[f"sink/first_key_share{suffix}"] = RatioOfSums(minimum=MIN_MASS).to(device)
+            self.ratios[f"mass/{group}"] = RatioOfSums().to(device)
+        if thresholded:
+            self.ratios["sparsity/zero"] = RatioOfSums().to(device)
+
+    @classmethod
+    def of(
+        cls, spec: AttentionSpec, row_groups: Sequence[str] = (), device: torch.device | str = "cpu"
+    ) -> "AttentionMetrics":
+        """For a model of this attention."""
+        normaliser = spec.normaliser
+        elastic = isinstance(normaliser, Elastic)
+        return cls(row_groups, elastic, elastic and normaliser.renormalise, spec.window, device)
+
+    def update(self, stats: Sequence[Stats], rows: Mapping[str, Tensor]) -> None:
+        """Add a batch: one `Stats` of `[B, H, L]` per layer, and each group's rows, bool `[B, L]`."""
+        for layer in stats:
+            for group in self.groups:
+                self._update_group(layer, group, rows[group])
+            if "sparsity/zero" in self.ratios:
+                self.ratios["sparsity/zero"].update(layer.zeros, self._visible(layer.zeros))
+
+    def _update_group(self, layer: Stats, group: str, rows: Tensor) -> None:
+        suffix = "" if group == "all" else f"_{group}"
+        selected = rows[:, None].expand_as(layer.mass)
+        self.ratios[f"mass/{group}"].update(layer.mass[selected], selected)
+        late = selected.clone()
+        late[..., : FIRST_KEY_MIN_POSITION - 1] = False
+        first, mass = layer.first_weight[late], layer.mass[late]
+        self.ratios[f"sink/first_key_weight{suffix}"].update(first, late)
+        self.ratios[f"sink/first_key_share{suffix}"].update(first, mass > 0 if self.renormalised else mass)
+
+    def _visible(self, zeros: Tensor) -> Tensor:
+        """Number of visible keys of every row, `[B, H, L]`."""
+        seen = torch.arange(1, zeros.shape[-1] + 1, device=zeros.device)
+        return (seen if self.window is None else seen.clamp(max=self.window)).expand_as(zeros)
+
+    def compute(self) -> dict[str, float]:
+        """The defined ratios by name."""
+        values = {name: ratio.compute().item() for name, ratio in self.ratios.items()}
+        return {name: value for name, value in values.items() if value == value}

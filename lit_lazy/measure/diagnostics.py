@@ -1,0 +1,394 @@
+"""Everything that is measured of a trained model's heads and hidden states, as arrays: `measure`, `Diagnostics`."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_lazy.attention import Attention, Elastic
+from lit_lazy.attention.bias import BiasTerms
+from lit_lazy.attention.normaliser import NormaliserModule
+from lit_lazy.data.base import Batch, DataSource
+from lit_lazy.data.sampler import evenly
+from lit_lazy.measure.collapse import Collapse, repeated_gap
+from lit_lazy.measure.heads import Entropy, Mass, ScoreSpread, Sink, Sparsity, ValueNorms, null_sparsity
+from lit_lazy.measure.offsets import alibi_fit, bias_curves, taus
+from lit_lazy.measure.rows import summarise
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.loss import token_nll
+from lit_lazy.support.disk import write_atomically
+
+SAMPLE = 64
+"""Sequences that are measured where nothing else is said."""
+TOKENS_AT_ONCE = 8192
+"""Tokens of a forward pass, unless a single sequence is longer."""
+MOST_MAPS, MAP_ROWS = 4, 128
+"""Weight matrices that are kept where none are chosen, and the most rows and keys of each."""
+EVICTED = 4
+"""Keys that are hidden at most, from the first on."""
+EVICTION_ROW = 9
+"""1-based position from which the loss without the first keys is compared: earlier rows see hardly any other key."""
+
+SCALARS = {
+    "sink/rate": ("sink/rate", lambda x: x[..., 0]),
+    "sink/rate_share": ("sink/rate_share", lambda x: x[..., 0]),
+    "sink/value_norm": ("sink/value_norm", lambda x: x[..., 0]),
+    "sink/eviction": ("loss/evicted", lambda x: x[-1]),
+    "mass/empty_rows": ("mass/empty_rows", lambda x: x),
+    "mass/dead_heads": ("mass/dead", lambda x: x),
+    "sparsity/small": ("sparsity/small", lambda x: x),
+    "sparsity/block_64": ("sparsity/block_64", lambda x: x),
+    "entropy/keys": ("entropy/keys", lambda x: x),
+    "scores/spread": ("scores/spread", lambda x: x),
+    "collapse/cosine": ("hidden/cosine", lambda x: x[-1]),
+    "collapse/effective_rank": ("hidden/effective_rank", lambda x: x[-1]),
+    "collapse/rank_residual": ("hidden/rank_residual", lambda x: x[-1]),
+    "collapse/max_abs": ("hidden/max_abs", lambda x: x.max()),
+    "collapse/kurtosis": ("hidden/kurtosis", lambda x: x[-1]),
+    "collapse/repeated_gap": ("hidden/repeated_gap", lambda x: x[-1]),
+    "bias/alibi_distance": ("bias/alibi_distance", lambda x: x),
+}
+"""Metric of a run: the array it is made of, and the part of it that is averaged, over layers and heads."""
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """Arrays by name, float32 unless said, of n sequences of T tokens, K = min(8, T).
+
+    `[layers, H, ...]`, as their metrics define them: `sink/*` (`Sink`, `ValueNorms`), `mass/*` (`Mass`), `sparsity/*`
+    (`Sparsity`; `sparsity/null` and `sparsity/null_mass` by `null_sparsity` at the measured spread of scores and the
+    head's tau, NaN unless the threshold is per_query), `scores/spread` (`ScoreSpread`), `entropy/*` (`Entropy`).
+    `[layers + 1]`, of the residual stream after the embedding and after each block: `hidden/*` (`Collapse`, and
+    `hidden/repeated_gap`, the mean of `repeated_gap` over the sequences).
+    `tau` `[layers, H]` or `[layers, H, N]`, `bias/curve` `[layers, H, T]` by distance, `bias/alibi_slope` and
+    `bias/alibi_distance` `[layers, H]` (`alibi_fit`): absent where there is none.
+    `watch/tau` `[S, layers, H]`: tau at the S steps `watch/step` (int64) of the training, of per_token the mean over
+    positions; absent where there is none, or no training was seen.
+    `loss/by_position` `[T]`, nats. `loss/evicted` `[4]`: what the loss rises by over the rows from position 9 on, in
+    nats, when the first 1 to 4 keys are hidden in every layer.
+    `maps/weights` float16 `[S, n, n]`: weights of the first sequence, NaN at hidden keys, first n = min(T, 128) rows;
+    `maps/heads` int64 `[S, 2]`: layer and head of each, from 0.
+    `sample` int64 `[3]`: n, T, layers. `context` int64 `[]`: the context length of the training.
+    Names that begin with `init/` are those of the same model before training, with `L<length>/` at another length.
+    """
+
+    arrays: dict[str, np.ndarray]
+
+    @classmethod
+    def joined(cls, parts: Mapping[str, "Diagnostics"]) -> "Diagnostics":
+        """Several measurements as one: the arrays of each with its prefix before their names."""
+        return cls({prefix + name: x for prefix, part in parts.items() for name, x in part.arrays.items()})
+
+    @classmethod
+    def load(cls, file: Path | BinaryIO) -> "Diagnostics":
+        """From an npz file. Runs no code that the file holds."""
+        with np.load(file, allow_pickle=False) as archive:
+            return cls({name: archive[name] for name in archive.files})
+
+    def save(self, path: Path) -> None:
+        """Write an npz file, whole or not at all."""
+        # The names of the arrays are no identifiers, so numpy's keyword arguments are given as a dict.
+        contents: dict[str, Any] = self.arrays
+        write_atomically(path, lambda file: np.savez_compressed(file, allow_pickle=False, **contents))
+
+    @property
+    def prefixes(self) -> list[str]:
+        """Of the measurements in it, in order: "", "init/", "L1024/", ..."""
+        return [name.removesuffix("sample") for name in self.arrays if name.split("/")[-1] == "sample"]
+
+    def scalars(self) -> dict[str, float]:
+        """The metrics of a run that are made of these arrays: the finite ones, under their measurement's prefix."""
+        found = {}
+        for prefix in self.prefixes:
+            for name, (source, part) in SCALARS.items():
+                if (array := self.arrays.get(prefix + source)) is not None:
+                    found[prefix + name] = _mean(part(array))
+            over = self.arrays[f"{prefix}sparsity/zero"] - self.arrays[f"{prefix}sparsity/null"]
+            found[f"{prefix}sparsity/over_null"] = _mean(over)
+        return {name: value for name, value in found.items() if np.isfinite(value)}
+
+
+def _mean(values: np.ndarray) -> float:
+    """In fp64, over the heads where it is defined; NaN where there is none."""
+    defined = np.asarray(values, np.float64)[~np.isnan(values)]
+    return float(defined.mean()) if defined.size else float("nan")
+
+
+class Maps(NamedTuple):
+    """The heads whose weight matrices are kept: every one of `heads` in every one of `layers`, both from 0.
+
+    None for the layers: up to four, evenly spread. None for the heads: in each layer the one that gives the first key
+    the greatest share of its mass.
+    """
+
+    layers: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+
+    def check(self, model: DecoderLM, option: str = "Maps.") -> None:
+        """Raise ValueError, in one line, where the model has no such layer or head. option: what to call them."""
+        has = {"layers": len(model.blocks), "heads": model.attentions[0].n_heads}
+        for name, chosen in self._asdict().items():
+            beyond = [index for index in chosen or () if not 0 <= index < has[name]]
+            if beyond:
+                raise ValueError(
+                    f"{option}{name} {beyond[0]}: the model has {has[name]} of them; choose from 0 to {has[name] - 1}"
+                )
+
+    def choose(self, share: np.ndarray) -> list[tuple[int, int]]:
+        """Layer and head of each map. share: of the first key, `[layers, H]`."""
+        layers = len(share)
+        spread = np.linspace(0, layers - 1, min(MOST_MAPS, layers)).round().astype(int).tolist()
+        strongest = np.nan_to_num(share, nan=-1.0).argmax(-1)
+        return [
+            (layer, head)
+            for layer in (spread if self.layers is None else self.layers)
+            for head in ([int(strongest[layer])] if self.heads is None else self.heads)
+        ]
+
+
+STRONGEST = Maps()
+"""In up to four layers, the head with the strongest first key."""
+
+
+def validation_sample(source: DataSource, sequences: int = SAMPLE) -> list[Batch]:
+    """Validation sequences, evenly spread, or all where there are no more."""
+    there = len(source.validation)
+    return [source.validation.__getitems__(evenly(there, min(sequences, there)).tolist())]
+
+
+@torch.no_grad()
+def measure(
+    model: DecoderLM, batches: Iterable[Batch], maps: Maps | None = STRONGEST, sample: int = SAMPLE
+) -> Diagnostics:
+    """All arrays of a model on the first `sample` sequences of batches, in fp32, where the model is.
+
+    batches: each with `tokens` and `targets`, `[B, T]`, T the same in all. maps: the weight matrices to keep; None for
+    none. How the sequences are cut into batches changes nothing beyond rounding, and the module is left as it was.
+    Raises ValueError, in one line, for a normaliser that does not give its weights or hides no keys, and where the
+    positions or the bias cannot serve T tokens.
+    """
+    for attention in model.attentions:
+        check_normaliser(attention.normaliser)
+    if maps is not None:
+        maps.check(model)
+    tokens, targets = (part.to(model.device) for part in _first(batches, sample))
+    n, length = tokens.shape
+    observed = _Observed(model, length)
+    with _at_rest(model):
+        for at in range(0, n, max(1, TOKENS_AT_ONCE // length)):
+            part = slice(at, at + max(1, TOKENS_AT_ONCE // length))
+            observed.add(tokens[part], targets[part])
+        arrays = observed.arrays()
+        if maps is not None:
+            chosen = maps.choose(arrays["sink/share"][..., 0])
+            arrays["maps/heads"] = np.array(chosen, np.int64)
+            arrays["maps/weights"] = _weights(model, tokens[:1, :MAP_ROWS], chosen)
+    return Diagnostics(arrays)
+
+
+def check_normaliser(normaliser: NormaliserModule) -> None:
+    """Raise ValueError, in one line, where a normaliser lacks what only diagnostics ask for."""
+    name = type(normaliser).__name__
+    if type(normaliser).weights is NormaliserModule.weights:
+        raise ValueError(
+            f"normaliser {name}: has no method weights(q, k, bias, window), which diagnostics need; add it"
+        )
+    if "key_mask" not in inspect.signature(normaliser.forward).parameters:
+        raise ValueError(f"normaliser {name}: its forward takes no key_mask, which diagnostics need; add it")
+
+
+def _first(batches: Iterable[Batch], sample: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets `[n, T]` of the first sequences."""
+    kept: list[Batch] = []
+    missing = sample
+    for batch in batches:
+        kept.append({name: batch[name][:missing] for name in ("tokens", "targets")})
+        missing -= len(kept[-1]["tokens"])
+        if missing <= 0:
+            break
+    if not kept:
+        raise ValueError("batches: there is none; give at least one sequence")
+    tokens, targets = (torch.cat([batch[name] for batch in kept]) for name in ("tokens", "targets"))
+    return tokens, targets
+
+
+@contextmanager
+def _at_rest(model: DecoderLM) -> Iterator[None]:
+    """Evaluation mode, fp32, and the backend that takes a key mask; everything as it was in the end."""
+    modes = [(part, part.training) for part in model.modules()]
+    backends = [(attention, attention.backend) for attention in model.attentions]
+    model.eval()
+    for attention, _ in backends:
+        attention.backend = "auto"
+    try:
+        with torch.autocast(model.device.type, enabled=False):
+            yield
+    finally:
+        for part, training in modes:
+            part.training = training
+        for attention, backend in backends:
+            attention.backend = backend
+
+
+OnAttention = Callable[[int, Attention, Tensor, Tensor, Tensor, BiasTerms, int | None], None]
+OnHidden = Callable[[int, Tensor], None]
+
+
+@contextmanager
+def listening(
+    model: DecoderLM, on_attention: OnAttention | None = None, on_hidden: OnHidden | None = None
+) -> Iterator[None]:
+    """Tell of each layer's q, k, v, bias and window, and of the residual stream `[B, T, d]`, until the end or an error.
+
+    The residual stream is 0 after the embedding and l after block l.
+    """
+    hooks = []
+    try:
+        if on_attention is not None:
+            for layer, attention in enumerate(model.attentions):
+
+                def attend(_: object, args: Any, layer: int = layer, attention: Attention = attention) -> None:
+                    on_attention(layer, attention, *args[:5])
+
+                hooks.append(attention.normaliser.register_forward_pre_hook(attend))
+        if on_hidden is not None:
+            for index, reader in enumerate((*model.blocks, model.norm)):
+
+                def read(_: object, args: Any, index: int = index) -> None:
+                    on_hidden(index, args[0])
+
+                hooks.append(reader.register_forward_pre_hook(read))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Observed:
+    """What is added up over the sequences of a sample, each of T tokens."""
+
+    def __init__(self, model: DecoderLM, length: int) -> None:
+        self.model, self.length = model, length
+        self.n_layers = len(self.model.blocks)
+        self.spec = model.cfg.attention.normaliser
+        device = model.device
+        heads = self.model.attentions[0].n_heads
+        self.rows = [
+            [Sink(heads, length), Mass(heads, length), Sparsity(heads), Entropy(heads), ScoreSpread(heads)]
+            for _ in range(self.n_layers)
+        ]
+        self.values = [ValueNorms(heads, length) for _ in range(self.n_layers)]
+        self.hidden = [Collapse() for _ in range(self.n_layers + 1)]
+        for metric in chain(*self.rows, self.values, self.hidden):
+            metric.to(device)
+        wide = {"dtype": torch.float64, "device": device}
+        self.gap = torch.zeros(self.n_layers + 1, **wide)
+        self.nll = torch.zeros(1 + EVICTED, length, **wide)
+        self.sequences = 0
+
+    def add(self, tokens: Tensor, targets: Tensor) -> None:
+        """Measure sequences `[B, T]`."""
+        self.sequences += len(tokens)
+        last: list[Tensor] = []
+
+        def on_hidden(index: int, x: Tensor) -> None:
+            self.hidden[index].update(x)
+            last.append(x[:, -2:-1].clone())
+
+        with listening(self.model, self._on_attention, on_hidden):
+            self._add_loss(tokens, targets, 0)
+        for evicted in range(1, EVICTED + 1):
+            self._add_loss(tokens, targets, evicted)
+        self._add_repeated(tokens, last)
+
+    def _on_attention(
+        self, layer: int, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: BiasTerms, window: int | None
+    ) -> None:
+        summary = summarise(attention.normaliser, q, k, bias, window)
+        for metric in self.rows[layer]:
+            metric.update(summary)
+        self.values[layer].update(v)
+
+    def _add_loss(self, tokens: Tensor, targets: Tensor, evicted: int) -> None:
+        """By position, with the first keys hidden. The implementation is the same with none hidden."""
+        seen = torch.ones_like(tokens, dtype=torch.bool)
+        seen[:, :evicted] = False
+        nll = token_nll(self.model(tokens, key_mask=seen), targets)
+        self.nll[evicted] += nll.double().sum(0)
+
+    def _add_repeated(self, tokens: Tensor, last: list[Tensor]) -> None:
+        """The sequences without their last token, against themselves with the one before it repeated.
+
+        Positions and biases need to serve no more than T tokens.
+        """
+
+        def on_hidden(index: int, x: Tensor) -> None:
+            self.gap[index] += repeated_gap(last[index], x[:, -2:]).sum()
+
+        with listening(self.model, on_hidden=on_hidden):
+            self.model(torch.cat((tokens[:, :-1], tokens[:, -2:-1]), 1))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All arrays but the maps."""
+        per_layer = [*zip(*self.rows, strict=True), self.values, self.hidden]
+        found: dict[str, Tensor] = {}
+        for metrics in per_layer:
+            computed = [metric.compute() for metric in metrics]
+            found |= {name: torch.stack([values[name] for values in computed]) for name in computed[0]}
+        found |= self._null(found["scores/spread"])
+        found["hidden/repeated_gap"] = self.gap / self.sequences
+        found["loss/by_position"] = self.nll[0] / self.sequences
+        late = self.nll[:, EVICTION_ROW - 1 :] / self.sequences
+        found["loss/evicted"] = (late[1:] - late[0]).mean(-1)
+        found |= self._learned()
+        arrays = {name: value.cpu().numpy().astype(np.float32) for name, value in found.items()}
+        sample = np.array([self.sequences, self.length, self.n_layers], np.int64)
+        return arrays | {"sample": sample, "context": np.array(self.model.context_length, np.int64)}
+
+    def _null(self, spread: Tensor) -> dict[str, Tensor]:
+        """Sparsity and mass of Gaussian scores of the same spread. spread: `[layers, H]`."""
+        if (
+            isinstance(self.spec, Elastic)
+            and self.spec.threshold == "per_query"
+            and (tau := taus(self.model)) is not None
+        ):
+            zero, mass = null_sparsity(spread, tau)
+        else:
+            zero = mass = torch.full_like(spread, torch.nan)
+        return {"sparsity/null": zero, "sparsity/null_mass": mass}
+
+    def _learned(self) -> dict[str, Tensor]:
+        """Offset parameters and biases, where there are any."""
+        found = {}
+        if (tau := taus(self.model)) is not None:
+            found["tau"] = tau
+        if (curves := bias_curves(self.model, self.length)) is not None:
+            found["bias/curve"] = curves
+            found["bias/alibi_slope"], found["bias/alibi_distance"] = alibi_fit(curves)
+        return found
+
+
+def _weights(model: DecoderLM, tokens: Tensor, chosen: list[tuple[int, int]]) -> np.ndarray:
+    """The weight matrices of one sequence `[1, n]`, float16 `[maps, n, n]`; NaN where a key is hidden."""
+    found: dict[tuple[int, int], Tensor] = {}
+
+    def on_attention(
+        layer: int, attention: Attention, q: Tensor, k: Tensor, _: Tensor, bias: BiasTerms, window: int | None
+    ) -> None:
+        if any(layer == at for at, _ in chosen):
+            rows = attention.normaliser.weights(q, k, bias, window)
+            w = rows.w.masked_fill(~rows.visible, torch.nan)[0]
+            found.update({(layer, head): w[head] for at, head in chosen if at == layer})
+
+    with listening(model, on_attention):
+        model(tokens)
+    kept = torch.stack([found[place] for place in chosen]).cpu().numpy()
+    # A weight too small for float16 is not to become one that was cut.
+    return np.where(kept > 0, np.maximum(kept, np.finfo(np.float16).smallest_subnormal), kept).astype(np.float16)

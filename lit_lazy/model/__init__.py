@@ -1,0 +1,1 @@
+"""The decoder language model around attention, and its loss. Needs torch alone."""

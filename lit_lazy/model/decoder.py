@@ -1,0 +1,150 @@
+"""The decoder language model: pre-norm blocks of attention and SwiGLU, for any attention specification."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flash_lazy import Stats
+from lit_lazy.attention import Attention, LayerCache
+from lit_lazy.attention.bias import BiasModule
+from lit_lazy.config.schema import ModelConfig
+
+NORM_EPS = 1e-6
+
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate(x)) * up(x))` (Shazeer, arXiv 2002.05202)."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(d_model, d_ff, bias=False)
+        self.up = nn.Linear(d_model, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU, each behind a norm and added to the residual stream."""
+
+    def __init__(self, cfg: ModelConfig, context_length: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(cfg.d_model, eps=NORM_EPS)
+        self.attention = Attention(cfg.attention, cfg.d_model, cfg.n_heads, cfg.kv_heads, context_length, cfg.backend)
+        self.mlp_norm = nn.RMSNorm(cfg.d_model, eps=NORM_EPS)
+        self.mlp = SwiGLU(cfg.d_model, cfg.d_ff)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotate: Callable[[Tensor], Tensor],
+        cache: LayerCache | None,
+        with_stats: bool,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, Stats | None]:
+        """x `[B, L, d_model]`; the same shape back, and the attention's stats where asked."""
+        mixed, stats = self.attention(self.attention_norm(x), rotate, cache, with_stats, key_mask)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), stats
+
+
+class DecoderLM(nn.Module):
+    """Decoder-only language model. Its initial weights depend on (seed, parameter name) alone.
+
+    So two variants of one seed start from bit-equal values in every parameter they share.
+    """
+
+    def __init__(self, cfg: ModelConfig, vocab_size: int, context_length: int, seed: int) -> None:
+        super().__init__()
+        self.cfg, self.context_length = cfg, context_length
+        self.embedding = nn.Embedding(vocab_size, cfg.d_model)
+        self.position = cfg.position.build(cfg.d_model, cfg.d_model // cfg.n_heads, context_length)
+        self.blocks = nn.ModuleList(Block(cfg, context_length) for _ in range(cfg.n_layers))
+        self.norm = nn.RMSNorm(cfg.d_model, eps=NORM_EPS)
+        self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
+        if cfg.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        init_parameters(self, cfg.init_std, seed)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters are."""
+        return self.norm.weight.device
+
+    @property
+    def attentions(self) -> list[Attention]:
+        """The attention layers, first to last."""
+        return [block.attention for block in self.blocks]  # type: ignore[union-attr]
+
+    def new_cache(self) -> list[LayerCache]:
+        """An empty cache for decoding, to be passed to every call."""
+        return [LayerCache() for _ in self.blocks]
+
+    def forward(
+        self, tokens: Tensor, cache: Sequence[LayerCache] | None = None, key_mask: Tensor | None = None
+    ) -> Tensor:
+        """Logits `[B, L, vocab]` of tokens `[B, L]`; with a cache the tokens continue those already seen.
+
+        key_mask: bool `[B, Lk]`, False hides a key from every query of every layer.
+        """
+        return self._forward(tokens, cache, with_stats=False, key_mask=key_mask)[0]
+
+    def forward_with_stats(self, tokens: Tensor) -> tuple[Tensor, list[Stats]]:
+        """Logits, and what each layer's attention rows did: one `Stats` of `[B, H, L]` per layer."""
+        return self._forward(tokens, None, with_stats=True)
+
+    def _forward(
+        self, tokens: Tensor, cache: Sequence[LayerCache] | None, with_stats: bool, key_mask: Tensor | None = None
+    ) -> tuple[Tensor, list[Stats]]:
+        offset = cache[0].length if cache else 0
+        x = self.position.embed(self.embedding(tokens), offset)
+        rotate = self.position.rotation(tokens.shape[1], offset)
+        collected: list[Stats] = []
+        for index, block in enumerate(self.blocks):
+            layer_cache = cache[index] if cache else None
+            x, stats = block(x, rotate, layer_cache, with_stats, key_mask)
+            if stats is not None:
+                collected.append(stats)
+        return self.head(self.norm(x)), collected
+
+
+def parameter_generator(seed: int, name: str) -> torch.Generator:
+    """The generator that draws one parameter's initial value."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def init_parameters(model: nn.Module, std: float, seed: int) -> None:
+    """N(0, std^2) for weight matrices and embeddings; biases draw their own; norms and tau keep their constants."""
+    for path, module in model.named_modules():
+        if isinstance(module, BiasModule):
+            module.init_parameters(lambda name, path=path: parameter_generator(seed, f"{path}.{name}"))
+    drawn: set[int] = set()
+    for path, module in _matrices(model):
+        if id(module.weight) not in drawn:
+            drawn.add(id(module.weight))
+            nn.init.normal_(module.weight, std=std, generator=parameter_generator(seed, f"{path}.weight"))
+
+
+def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
+    """Linear layers and embeddings by path, those inside positional biases left out."""
+    inside_bias = {id(m) for b in model.modules() if isinstance(b, BiasModule) for m in b.modules()}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding) and id(module) not in inside_bias:
+            yield path, module
+
+
+def flops_per_token(model: DecoderLM, context_length: int) -> int:
+    """Training FLOPs per token: 6 per weight that multiplies an activation, and causal attention's two products.
+
+    The attention term is 6 * layers * context * width: half of the full square (Chowdhery et al., arXiv 2204.02311,
+    appendix B), forward and backward. A window is not taken into account, and products that a backend recomputes and
+    positional biases are not counted.
+    """
+    weights = sum(m.weight.numel() for _, m in _matrices(model) if isinstance(m, nn.Linear))
+    width = model.attentions[0].n_heads * model.attentions[0].head_dim
+    return 6 * weights + 6 * len(model.blocks) * context_length * width

@@ -1,0 +1,287 @@
+"""Everything about a checkpoint's heads and hidden states, into a folder and an MLflow run: `lit-lazy diagnose`."""
+
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lit_lazy.config.canonical import to_dict
+from lit_lazy.config.files import find, load_experiment
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.data import DataConfig, DataSource
+from lit_lazy.figures import FIGURE_NAMES, run_figures, save_figure
+from lit_lazy.measure.diagnostics import (
+    SAMPLE,
+    STRONGEST,
+    Diagnostics,
+    Maps,
+    check_normaliser,
+    measure,
+    validation_sample,
+)
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.support.disk import writable_folder, write_text
+from lit_lazy.support.errors import UnfinishedError, one_line
+from lit_lazy.support.provenance import environment
+from lit_lazy.tracking.tracker import Tracker, TrackingError, check_store, default_uri
+from lit_lazy.training import checkpoints
+from lit_lazy.training.devices import training_device
+from lit_lazy.training.module import LitLM
+from lit_lazy.training.result import FINAL_CHECKPOINT
+from lit_lazy.training.watch import Watch, tau_history
+
+EXPERIMENT = "diagnose"
+"""Of MLflow."""
+SAMPLED = {
+    "loss/sample": "loss/by_position",
+    "mass/all": "mass/row",
+    "sparsity/zero": "sparsity/zero",
+    "sparsity/null": "sparsity/null",
+    "tau/mean": "tau",
+}
+"""Metric, and the array it is the mean of."""
+MOST_TOKENS = 2**17
+"""Of a sequence: what more would take is told by no progress bar."""
+ARRAYS, FACTS = "diagnostics.npz", "diagnostics.json"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `lit-lazy diagnose` is asked for."""
+
+    checkpoint: Path
+    data: str | None = None
+    """Experiment whose data are measured; None for those the model was trained on."""
+    lengths: tuple[int, ...] = ()
+    """Further context lengths to measure at."""
+    maps: Maps = STRONGEST
+    sequences: int = SAMPLE
+    out: Path | None = None
+    """Folder for the results; None for one in `runs`."""
+    runs: Path = Path("runs")
+
+    @property
+    def folder(self) -> Path:
+        """Where the results are written."""
+        path = self.checkpoint.resolve()
+        name = path.parent.name if path.name == FINAL_CHECKPOINT else path.stem
+        elsewhere = f"-{Path(self.data).stem}" if self.data else ""
+        return self.out or self.runs / f"diagnose-{name}{elsewhere}"
+
+
+def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagnostics:
+    """Measure a checkpoint, its model before training, and it at other lengths; write, log and tell the results.
+
+    Raises ValueError, in one line and before anything is created, where the checkpoint, a layer, a head, the data or a
+    length cannot be had; UnfinishedError where MLflow does not take the results, which are in the folder then.
+    """
+    module = checkpoints.load(request.checkpoint)
+    request.maps.check(module.model, "--")
+    check_normaliser(module.model.attentions[0].normaliser)
+    sources = load_sources(request, module)
+    writable_folder("--runs", request.runs)
+    writable_folder("--out", request.folder)
+    uri = default_uri(request.runs)
+    check_store(uri)
+
+    measured = measure_all(module, sources, request, console)
+    metrics = measured.scalars() | whole_figures(measured)
+    files = write(measured, metrics, sources, request)
+    console(f"\n{table(metrics, measured.prefixes)}")
+    console(f"\nfiles: {request.folder} ({', '.join(file.name for file in files)})")
+    track(Tracker(uri, request.runs, EXPERIMENT), module.cfg, metrics, files, sources[""], request)
+    return measured
+
+
+def load_sources(request: Request, module: LitLM) -> dict[str, DataSource]:
+    """The data by the prefix of their arrays, "" and `L<length>/`.
+
+    Raises ValueError, in one line, where they cannot be had, or the model cannot read them.
+    """
+    if request.data is None:
+        config, named = module.cfg.data, f"checkpoint {str(request.checkpoint)!r}"
+        source = checkpoints.data_of_training(request.checkpoint, module)
+    else:
+        config, named = load_experiment(find("experiments", request.data)).data, f"--data {request.data!r}"
+        source = config.load()
+        if source.vocab_size != module.hparams["vocab_size"]:
+            raise ValueError(
+                f"{named}: the model reads a vocabulary of {module.hparams['vocab_size']} tokens, these data have "
+                f"{source.vocab_size}; name an experiment whose data agree"
+            )
+    check_length(module.model, source.context_length, named)
+    longer = {f"L{length}/": at_length(config, length, source, module.model) for length in request.lengths}
+    return {"": source, **longer}
+
+
+def at_length(config: DataConfig, length: int, source: DataSource, model: DecoderLM) -> DataSource:
+    """The same data in sequences of another length. Raises ValueError, in one line, where that cannot be."""
+    option = f"--lengths {length}"
+    if length == source.context_length:
+        return source
+    if length > MOST_TOKENS:
+        raise ValueError(f"{option}: must be at most {MOST_TOKENS}")
+    fields = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+    if "context_length" not in fields:
+        raise ValueError(f"{option}: {type(config).__name__} has no context_length to change; leave --lengths out")
+    check_length(model, length, option)
+    # Generated data make as many training sequences as they are told, and none is looked at here.
+    fewest = {name: 1 for name in ("train_sequences",) if name in fields}
+    try:
+        return dataclasses.replace(config, context_length=length, **fewest).load()  # type: ignore[type-var]
+    except (ValueError, MemoryError) as error:
+        raise ValueError(f"{option}: {one_line(error)}") from None
+
+
+def check_length(model: DecoderLM, length: int, option: str) -> None:
+    """Raise ValueError, in one line, where the positions or the bias cannot serve so many tokens."""
+    token = torch.zeros(1, 1, model.embedding.embedding_dim)
+    try:
+        model.position.embed(token.expand(1, length, -1), 0)
+        for attention in model.attentions:
+            attention.bias(length)
+    except (ValueError, RuntimeError) as error:  # RuntimeError: shapes that do not fit, or no memory for them
+        raise ValueError(f"{option}: {one_line(error)}") from None
+
+
+def measure_all(
+    module: LitLM, sources: Mapping[str, DataSource], request: Request, console: Callable[[str], None]
+) -> Diagnostics:
+    """The trained model, `init/` the same before training, and `L<length>/` the trained at other lengths.
+
+    Each takes seconds to minutes, so the console is told before it begins.
+    """
+    device = training_device()
+    initial = LitLM(**module.hparams)
+    model = module.model.to(device)
+
+    def measured(what: str, model: DecoderLM, source: DataSource, maps: Maps | None = None) -> Diagnostics:
+        sample = validation_sample(source, request.sequences)
+        n, length = sample[0]["tokens"].shape
+        console(f"measuring {what}: {n} sequences of {length} tokens")
+        return measure(model, sample, maps, request.sequences)
+
+    trained = measured("the trained model", model, sources[""], request.maps)
+    watched = checkpoints.callback_state(request.checkpoint, Watch.__name__)
+    parts = {
+        "": Diagnostics(trained.arrays | tau_history(watched.get("taus", {}))),
+        "init/": measured("the untrained model", initial.model.to(device), sources[""]),
+    }
+    for prefix, source in sources.items():
+        if prefix:
+            parts[prefix] = measured("the trained model", model, source)
+    return Diagnostics.joined(parts)
+
+
+def whole_figures(measured: Diagnostics) -> dict[str, float]:
+    """What a run measures of its whole validation set, of this sample, under each measurement's prefix.
+
+    Means over layers, heads and positions; what is undefined is left out.
+    """
+    found = {
+        prefix + name: float(np.nanmean(values, dtype=np.float64))
+        for prefix in measured.prefixes
+        for name, source in SAMPLED.items()
+        if (values := measured.arrays.get(prefix + source)) is not None and np.isfinite(values).any()
+    }
+    for prefix in measured.prefixes:
+        for name in ("weight", "share"):
+            first = measured.arrays[f"{prefix}sink/{name}"][..., 0]
+            if np.isfinite(first).any():
+                found[f"{prefix}sink/{name}"] = float(np.nanmean(first, dtype=np.float64))
+    return found
+
+
+def write(
+    measured: Diagnostics, metrics: Mapping[str, float], sources: Mapping[str, DataSource], request: Request
+) -> list[Path]:
+    """The files of a diagnosis: arrays, facts, and each figure as PNG and SVG."""
+    folder = request.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    measured.save(folder / ARRAYS)
+    facts = {
+        "checkpoint": str(request.checkpoint),
+        "command": shlex.join(["lit-lazy", *sys.argv[1:]]),
+        "data": {
+            prefix or "trained": {
+                "name": source.name,
+                "fingerprint": source.fingerprint,
+                "context_length": source.context_length,
+                **source.info,
+            }
+            for prefix, source in sources.items()
+        },
+        "sequences": int(measured.arrays["sample"][0]),
+        "maps": measured.arrays["maps/heads"].tolist(),
+        "metrics": dict(metrics),
+        "versions": environment(),
+    }
+    write_text(folder / FACTS, json.dumps(facts, indent=1, allow_nan=False) + "\n")
+    figures = run_figures(measured.arrays)
+    for name in FIGURE_NAMES:  # those of an earlier diagnosis would not be of this one's arrays
+        for kind in ("png", "svg"):
+            (folder / f"{name}.{kind}").unlink(missing_ok=True)
+    drawn = [path for name, figure in figures.items() for path in save_figure(figure, folder / name)]
+    return [folder / ARRAYS, folder / FACTS, *drawn]
+
+
+def track(
+    tracker: Tracker,
+    cfg: RunConfig,
+    metrics: Mapping[str, float],
+    files: list[Path],
+    source: DataSource,
+    request: Request,
+) -> None:
+    """Log a diagnosis as a run of the MLflow experiment `diagnose`."""
+    attention = cfg.model.attention
+    versions = environment()
+    tags = {
+        "kind": "diagnose",
+        "checkpoint": str(request.checkpoint),
+        "seed": str(cfg.seed),
+        "git_sha": versions["git_sha"],
+        "normaliser": type(attention.normaliser).__name__,
+        "bias": type(attention.bias).__name__,
+        "position": type(cfg.model.position).__name__,
+    }
+    asked = {
+        "diagnosed.data": source.name,
+        "diagnosed.fingerprint": source.fingerprint,
+        "diagnosed.sequences": str(request.sequences),
+        "diagnosed.lengths": ",".join(map(str, (source.context_length, *request.lengths))),
+    }
+    try:
+        run_id = tracker.start_run(request.folder.name, tags, asked, to_dict(cfg))
+        tracker.keep_files(run_id, files)
+        tracker.finish(run_id, metrics, {}, step=cfg.train.steps)
+    except TrackingError as error:
+        raise UnfinishedError(
+            f"measured into {request.folder}, but MLflow did not take it ({error}); give the same command again"
+        ) from error
+
+
+def table(metrics: Mapping[str, float], prefixes: list[str]) -> str:
+    """The metrics in groups, one a line, with a column for each measurement."""
+    names = sorted({name.removeprefix(_prefix(name, prefixes)) for name in metrics})
+    head = ["trained", *(prefix.removesuffix("/") for prefix in prefixes if prefix)]
+    lines = ["".join([" " * 28, *(f"{title:>12}" for title in head)])]
+    group = ""
+    for name in names:
+        if name.partition("/")[0] != group:
+            group = name.partition("/")[0]
+            lines.append(group)
+        values = (metrics.get(prefix + name) for prefix in prefixes)
+        shown = ("-" if value is None else f"{value:.4g}" for value in values)
+        lines.append("".join([f"  {name.partition('/')[2]:26}", *(f"{value:>12}" for value in shown)]))
+    return "\n".join(lines)
+
+
+def _prefix(name: str, prefixes: list[str]) -> str:
+    return next((prefix for prefix in prefixes if prefix and name.startswith(prefix)), "")

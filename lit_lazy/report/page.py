@@ -1,0 +1,461 @@
+"""An ablation's report: table, figures and where they come from, in one HTML file made of what MLflow holds.
+
+The file needs no network and no script. It has to read well in a browser and in the frame in which MLflow shows
+artifacts, where links are dead.
+"""
+
+import base64
+import io
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from matplotlib.figure import Figure
+
+from lit_lazy import figures
+from lit_lazy.figures.ablation import Histories
+from lit_lazy.figures.common import in_style
+from lit_lazy.grid.plan import Plan, read_plan, table_from_mlflow
+from lit_lazy.measure.diagnostics import Diagnostics
+from lit_lazy.support.disk import write_text
+from lit_lazy.table.records import Table
+from lit_lazy.table.render import html
+from lit_lazy.tracking.databases import redacted
+from lit_lazy.tracking.tracker import TrackedRun, Tracker
+from lit_lazy.tracking.views import run_link
+from lit_lazy.training.result import DIAGNOSTICS
+
+REPORT = "report.html"
+MOST_VARIANTS = 30
+"""More variants than this have no figures of their own: each takes a second and a tenth of a megabyte."""
+FEW = 3
+"""Up to so many variants show their figures unfolded."""
+CSS_DPI, IMAGE_DPI = 96, 120
+"""Pixels per inch of the page, and of the images: more, so that they are sharp on a fine screen."""
+WIDE = 800
+"""CSS pixels from which a figure takes a line of its own."""
+WATCHED = ("watch/tau_layer_", "watch/first_key_")
+"""How the names of the metrics begin whose history is drawn."""
+
+
+def write_report(tracker: Tracker, parent_id: str, folder: Path) -> list[Path]:
+    """Write the report of an ablation's parent run, and its figures over all variants, into a folder; the paths."""
+    material = _gathered(tracker, parent_id)
+    path, overall = folder / REPORT, _overall(material)
+    write_text(path, _page(material, overall))
+    return [path, *(file for name, figure in overall.items() for file in figures.save_figure(figure, folder / name))]
+
+
+def report_html(tracker: Tracker, parent_id: str, ui_url: str | None = None) -> str:
+    """The report of an ablation's parent run, from MLflow alone: an ASCII page, the same text for the same runs.
+
+    ui_url: address of MLflow's pages; with it each run's id links to its page there.
+    Raises ValueError for a ui_url that is no server's address.
+    """
+    material = _gathered(tracker, parent_id, ui_url)
+    return _page(material, _overall(material))
+
+
+def _gathered(tracker: Tracker, parent_id: str, ui_url: str | None = None) -> "_Material":
+    return _Material(
+        tracker,
+        read_plan(tracker, parent_id),
+        table_from_mlflow(tracker, parent_id),
+        parent_id,
+        tracker.children(parent_id),
+        None if ui_url is None else _address(ui_url),
+    )
+
+
+def _page(material: "_Material", overall: Mapping[str, Figure]) -> str:
+    plan, table = material.plan, material.table
+    sections = [
+        _Section("run", "What was run", _what_was_run(material)),
+        _Section("table", f"Results: {table.ablation}", html(table)),
+        _Section("figures", "Figures over all variants", _overall_figures(overall)),
+        _Section("variants", "Figures of each variant", _variant_figures(material)),
+        _Section("reading", "How to read this", READING),
+        _Section("runs", "Runs", _runs(material)),
+    ]
+    page = PAGE.format(
+        style=STYLE,
+        title=escape(f"{plan.ablation} on {plan.base}"),
+        summary=f"{len(table.rows)} variants, {_completeness(table)}",
+        warnings="".join(f'<p class="warning"><b>Warning:</b> {escape(text)}</p>' for text in table.warnings),
+        outline="".join(f'<li><a href="#{section.id}">{escape(section.title)}</a></li>' for section in sections),
+        sections="\n".join(section.html for section in sections),
+    )
+    return page.encode("ascii", "xmlcharrefreplace").decode()
+
+
+@dataclass(frozen=True)
+class _Section:
+    id: str
+    title: str
+    body: str
+
+    @property
+    def html(self) -> str:
+        # The table comes with its own heading.
+        heading = "" if self.body.startswith("<section") else f"<h2>{escape(self.title)}</h2>\n"
+        return f'<section id="{self.id}">\n{heading}{self.body}\n</section>'
+
+
+@dataclass(frozen=True)
+class _Material:
+    tracker: Tracker
+    plan: Plan
+    table: Table
+    parent_id: str
+    runs: Sequence[TrackedRun]
+    """Every child, oldest first."""
+    ui_url: str | None
+    """Of MLflow's pages, where runs are to be linked to them."""
+
+    def complete(self, variant: str) -> list[TrackedRun]:
+        """The complete runs of a variant, one per seed of the table, by seed."""
+        runs = {int(run.tags["seed"]): run for run in reversed(self.runs) if _is_complete(run, variant)}
+        seeds = next(row.seeds for row in self.table.rows if row.variant == variant)
+        return [runs[seed] for seed in seeds if seed in runs]
+
+    def id(self, run_id: str) -> str:
+        """A run's id, with a link where there is somewhere to link to."""
+        shown = f"<code>{escape(run_id)}</code>"
+        if self.ui_url is None:
+            return shown
+        return f'<a href="{escape(run_link(self.ui_url, self.tracker.experiment_id, run_id))}">{shown}</a>'
+
+
+def _is_complete(run: TrackedRun, variant: str) -> bool:
+    return run.state == "complete" and run.tags["variant"] == variant
+
+
+def _address(ui_url: str) -> str:
+    """A server's address without a slash at its end."""
+    try:
+        parts = urlsplit(ui_url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:
+        valid = False
+    if not valid or "@" in ui_url or "?" in ui_url or "#" in ui_url or not ui_url.isprintable() or " " in ui_url:
+        raise ValueError(
+            f"--ui-url {redacted(ui_url)!r}: must be http://HOST:PORT or https://HOST, where MLflow's pages are"
+        )
+    return ui_url.rstrip("/")
+
+
+def _completeness(table: Table) -> str:
+    done, total = sum(row.n for row in table.rows), sum(len(row.seeds) for row in table.rows)
+    return f"{done} of {total} cells complete"
+
+
+def _what_was_run(material: _Material) -> str:
+    plan, table = material.plan, material.table
+    complete = [run for row in table.rows for run in material.complete(row.variant)]
+    seeds: dict[tuple[int, ...], list[str]] = {}
+    for row in table.rows:
+        seeds.setdefault(tuple(row.seeds), []).append(row.variant)
+    lines = {
+        "Command": [f"<code>{escape(plan.command)}</code>"],
+        "Ablation": [escape(plan.ablation)],
+        "Experiment": [escape(plan.base)],
+        "Seeds": [escape(f"{', '.join(map(str, some))}: {', '.join(names)}") for some, names in seeds.items()],
+        "Cells": [_completeness(table)],
+        "Baseline": [escape(table.baseline)],
+        "Data": [escape(", ".join(f"{name} {_number(value)}" for name, value in plan.facts.items()))],
+        "Made with": _counted(run.tags.get("environment", "unknown") for run in complete),
+        "Commit": _counted(run.tags.get("git_sha", "unknown") for run in complete),
+        "Parent run": [material.id(material.parent_id)],
+    }
+    return _definitions({term: texts for term, texts in lines.items() if any(texts)})
+
+
+def _number(value: str | int | float) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def _counted(values: Iterable[str]) -> list[str]:
+    return [escape(f"{value} ({n} cell{'s' if n > 1 else ''})") for value, n in sorted(Counter(values).items())]
+
+
+def _definitions(lines: Mapping[str, Sequence[str]]) -> str:
+    """A list of terms, each with its texts, which are HTML."""
+    items = (f"<dt>{term}</dt>" + "".join(f"<dd>{text}</dd>" for text in texts) for term, texts in lines.items())
+    return f"<dl>{''.join(items)}</dl>"
+
+
+def _overall(material: _Material) -> dict[str, Figure]:
+    """Figures over all variants, by name; none while no cell is complete."""
+    table = material.table
+    if not any(row.n for row in table.rows):
+        return {}
+    histories = _histories(material)
+    plotted = [column.key for column in table.columns if column.plotted]
+    drawn: dict[str, Figure | None] = {
+        "effects": figures.effects_figure(table, plotted) if plotted else None,
+        "loss_against_sparsity": figures.loss_against_sparsity(table),
+        "tau_over_training": figures.tau_over_training(histories),
+        "sink_over_training": figures.sink_over_training(histories),
+    }
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def _overall_figures(overall: Mapping[str, Figure]) -> str:
+    if overall:
+        return _figures(overall, "all variants")
+    return "<p>No cell is complete, so there is nothing to draw.</p>"
+
+
+def _histories(material: _Material) -> Histories:
+    """What was watched during training, by variant, of each complete seed."""
+
+    def history(run: TrackedRun) -> dict[str, list[tuple[int, float]]]:
+        return material.tracker.history(run.run_id, sorted(name for name in run.metrics if name.startswith(WATCHED)))
+
+    return {row.variant: [history(run) for run in material.complete(row.variant)] for row in material.table.rows}
+
+
+def _variant_figures(material: _Material) -> str:
+    """Of each variant the figures of its first complete seed that has diagnostics."""
+    parts, without = [], []
+    opened = " open" if len(material.table.rows) <= FEW else ""
+    for number, row in enumerate(material.table.rows):
+        complete = material.complete(row.variant)
+        if not complete:
+            without.append(f"{escape(row.variant)}: no cell is complete")
+        if number >= MOST_VARIANTS:
+            without.append(f"{escape(row.variant)}: beyond the first {MOST_VARIANTS} variants, which are drawn")
+            continue
+        for run in complete:
+            kept = material.tracker.read_bytes(run.run_id, DIAGNOSTICS)
+            name = f"{row.variant}, seed {run.tags['seed']}"
+            if kept is None:
+                without.append(f"{escape(name)}: {material.id(run.run_id)} holds no {DIAGNOSTICS}")
+                continue
+            body = _figures(figures.run_figures(Diagnostics.load(io.BytesIO(kept)).arrays), name)
+            summary = f"<summary>{escape(row.variant)} <small>seed {run.tags['seed']}</small></summary>"
+            parts.append(f"<details{opened}>{summary}\n{body}</details>")
+            break
+    if parts:
+        parts.insert(0, f"<p>{ONE_SEED}</p>")
+    if without:
+        parts.append(f"<p>Without figures:</p><ul>{''.join(f'<li>{text}</li>' for text in without)}</ul>")
+    return "\n".join(parts)
+
+
+def _figures(drawn: Mapping[str, Figure], subject: str) -> str:
+    return f'<div class="figures">\n{"".join(_figure(name, figure, subject) for name, figure in drawn.items())}</div>\n'
+
+
+@in_style()
+def _figure(name: str, figure: Figure, subject: str) -> str:
+    title, look = CAPTIONS[name]
+    data = io.BytesIO()
+    # Lossless and a third of a PNG's size, a quarter of an SVG's with its text as outlines.
+    figure.savefig(data, format="webp", dpi=IMAGE_DPI, pil_kwargs={"lossless": True})
+    width, height = (round(inches * CSS_DPI) for inches in figure.get_size_inches())
+    wide = ' class="wide"' if width > WIDE else ""
+    source = f"data:image/webp;base64,{base64.b64encode(data.getvalue()).decode()}"
+    return (
+        f'<figure{wide} style="--width:{width}px"><div class="scroll"><img width="{width}" height="{height}" '
+        f'alt="{escape(f"{title}: {subject}")}" src="{source}"></div>'
+        f"<figcaption><b>{title}.</b> {look}</figcaption></figure>\n"
+    )
+
+
+def _runs(material: _Material) -> str:
+    head = "".join(f"<th>{name}</th>" for name in ("Variant", "Seed", "State", "Run", "Commit"))
+    order = {row.variant: number for number, row in enumerate(material.table.rows)}
+    runs = sorted(material.runs, key=lambda run: (order.get(run.tags["variant"], len(order)), int(run.tags["seed"])))
+    lines = []
+    for run in runs:
+        cells = (
+            escape(run.tags["variant"]),
+            escape(run.tags["seed"]),
+            run.state,
+            material.id(run.run_id),
+            escape(run.tags.get("git_sha", "")),
+        )
+        lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>\n")
+    if not lines:
+        return "<p>MLflow holds no run of a cell.</p>"
+    return (
+        f'<div class="ablation-table"><div class="grid"><table>\n<thead><tr>{head}</tr></thead>\n'
+        f"<tbody>\n{''.join(lines)}</tbody>\n</table></div></div>"
+    )
+
+
+CAPTIONS = {
+    "effects": (
+        "Differences to the baseline",
+        "A filled marker is a difference that the seeds tell apart from chance; look how wide the others' 95 % "
+        "intervals are before reading them as no effect.",
+    ),
+    "loss_against_sparsity": (
+        "Loss against sparsity",
+        "Look for a trend over the variants, and whether the 95 % intervals are small enough to show one: zeros are "
+        "free only where the loss does not rise with them.",
+    ),
+    "tau_over_training": (
+        "Offset parameter over training",
+        "Look where tau goes from its start, and whether the seeds agree.",
+    ),
+    "sink_over_training": (
+        "First key over training",
+        "Over all rows from position 8 of four validation sequences. Look at step 0 first, for what is there before "
+        "training was not learned; then for a rise.",
+    ),
+    "attention_maps": (
+        "Attention maps",
+        "Of each of up to four layers the head that gives the first key the greatest share of its mass. Look for a "
+        "bright first column, which is a sink, and tell zero weights from small ones.",
+    ),
+    "sink_heatmap": (
+        "Sinks by layer and head",
+        "Look for heads whose weight on the first keys lies above 0.3, and in which layers they are.",
+    ),
+    "mass_by_position": (
+        "Row mass by position",
+        "Look for layers whose mass lies far from 1, and for a drift with position.",
+    ),
+    "sparsity_by_layer": (
+        "Sparsity by layer",
+        "Look how far the zeros exceed both the null model and the untrained model: only that is structure learned.",
+    ),
+    "tau_by_layer": (
+        "Offset parameter by layer",
+        "Look whether tau moved from its start, and how far the heads of a layer differ.",
+    ),
+    "tau_by_head": (
+        "Offset parameter over training, by head",
+        "Look when each head leaves its start, and whether the heads of a layer part from each other.",
+    ),
+    "bias_curves": (
+        "Bias by distance",
+        "Look for heads that prefer near keys or a certain distance; a flat curve has learned nothing.",
+    ),
+    "value_norms": (
+        "Value norms",
+        "Look for first keys with a norm far below 1: weight on them adds almost nothing, as a sink's does.",
+    ),
+    "rank_profile": (
+        "Rank through the layers",
+        "Look for an effective rank that falls with depth: the tokens become alike.",
+    ),
+    "loss_by_length": (
+        "Loss by position and length",
+        "Look whether the loss keeps falling with more context, and where it rises beyond the length of training.",
+    ),
+}
+"""Title of each figure, and a sentence that says what to look for."""
+
+ONE_SEED = (
+    "Each variant is shown by its first complete seed with diagnostics: an illustration with n = 1. What holds over "
+    "seeds is in the table."
+)
+
+READING = "<p>The table's own signs are explained below it. The words of table and figures:</p>" + _definitions(
+    {
+        "Weight": ["What a value is multiplied with: the normaliser's output, after renormalising where it does so."],
+        "Sink rate": [
+            "Share of sequences and heads, over all layers, in which the first key's weight exceeds 0.3 on average "
+            "over the rows (Gu et al. 2024). Low where little mass is left, whatever becomes of it: the rate of the "
+            "share counts it against the mass, and is noise where there is next to none."
+        ],
+        "Share": [
+            "The first key's part of what survived: the sum of its weights over the sum of all weights of the same "
+            "rows. Compare normalisers by the share, for a smaller weight may only mean a smaller mass; it is not "
+            "defined where almost no mass is left."
+        ],
+        "Mass": [
+            "Sum of a row's weights before any renormalising: 1 for a softmax, less where a threshold is taken off. An "
+            "empty row has none; a dead head has only empty rows from position 2 on."
+        ],
+        "Sparsity": [
+            "Share of the visible keys, over sequences, heads and rows, whose probability is at or below the "
+            "threshold. It is not defined for a softmax."
+        ],
+        "Null": [
+            "The sparsity of independent normal scores with the spread measured here, at the same tau. Zeros up to it "
+            "need no structure: at tau = 1 it is one half or more, whatever the spread."
+        ],
+        "Tau": [
+            "The offset parameter: the threshold is tau divided by the number of visible keys, where a variant's name "
+            "or note says nothing else."
+        ],
+        "Effective rank": [
+            "Exponential of the entropy of a sequence's singular values in the residual stream, scaled to sum to 1 "
+            "(Roy and Vetterli 2007), not centred: 1 where all tokens point one way."
+        ],
+    }
+)
+
+STYLE = """
+:root { color-scheme: light dark; --page: #fff; --ink: #1c2128; --quiet: #57606a; --line: #d0d7de; --link: #0759b5; }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #14181d; --ink: #dfe4ea; --quiet: #9aa5b1; --line: #3a424c; --link: #7ab7ff; }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.55 system-ui, sans-serif; }
+main { max-width: 1500px; margin: 0 auto; padding: 1.2rem clamp(.8rem, 3vw, 2.5rem) 4rem; overflow-wrap: anywhere; }
+h1 { margin: 0; font-size: 1.7rem; line-height: 1.25; }
+h2 { margin: 2.4rem 0 .8rem; padding-top: .8rem; border-top: 1px solid var(--line); font-size: 1.3rem; }
+h3 { margin: 1.6rem 0 .6rem; font-size: 1.05rem; }
+p, ul, ol, dl { max-width: 85ch; }
+a { color: var(--link); }
+code { font: .87em ui-monospace, monospace; }
+nav ol { max-width: none; margin: .8rem 0 0; padding: 0; list-style: none; }
+nav li { display: inline-block; margin-right: 1.4rem; }
+.lead, small, figcaption { color: var(--quiet); }
+.lead { margin: .3rem 0 0; }
+.warning { padding: .5em .8em; border-left: 4px solid #d55e00; background: rgba(213, 94, 0, .15); }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; margin: 0; }
+dt { grid-column: 1; font-weight: 600; }
+dd { grid-column: 2; margin: 0; }
+@media (max-width: 600px) { dl { display: block; } dt { margin-top: .6rem; } }
+.ablation-table .grid tr > :first-child { position: sticky; left: 0; background: var(--page); }
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 560px), 1fr)); gap: 1.6rem; }
+figure { min-width: 0; max-width: calc(var(--width) + 2px); margin: 0; }
+figure.wide { grid-column: 1 / -1; }
+.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; background: #fff; }
+img { display: block; width: 100%; min-width: min(var(--width), 32rem); height: auto; }
+figcaption { margin-top: .4rem; font-size: .93em; }
+figcaption b { color: var(--ink); }
+details { margin: .5rem 0; padding: .4rem .6rem; border: 1px solid var(--line); border-radius: 6px; }
+summary { font-weight: 600; cursor: pointer; }
+details[open] > summary { margin-bottom: .6rem; }
+@media print {
+  :root { color-scheme: light; --page: #fff; --ink: #000; --quiet: #444; --line: #bbb; --link: #000; }
+  body { font-size: 10pt; }
+  nav { display: none; }
+  figure, tr { break-inside: avoid; }
+  img { min-width: 0; }
+  details::details-content { content-visibility: visible; block-size: auto; }
+  .ablation-table table { font-size: 7pt; }
+}
+"""
+
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<main>
+<header>
+<h1>{title}</h1>
+<p class="lead">{summary}</p>
+{warnings}
+<nav aria-label="Contents"><ol>{outline}</ol></nav>
+</header>
+{sections}
+</main>
+</body>
+</html>
+"""

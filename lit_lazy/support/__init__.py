@@ -1,0 +1,1 @@
+"""What every room may use: files, errors, checks, and where a result was made. Knows nothing of the field."""

@@ -1,0 +1,62 @@
+"""Files that are there whole or not at all, damaged ones, and full disks."""
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+log = logging.getLogger("lit_lazy.support.disk")
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file so that it is there whole or as it was before, also after a kill, a power cut or on a full disk."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with scratch.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text atomically."""
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def set_aside(path: Path, why: str) -> None:
+    """Rename a damaged file, and say so: its run begins again without it."""
+    aside = path.with_name(f"{path.name}.damaged")
+    path.replace(aside)
+    log.warning("%s: %s; kept as %s, and begun again without it", path, why, aside.name)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an exception, or one that it came from, says that there is no space left."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if "disk is full" in str(cause) or "No space left on device" in str(cause):  # sqlite, PostgreSQL, torch
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def writable_folder(option: str, folder: Path) -> None:
+    """Raise ValueError, in one line, unless files can be made in a folder, or in the one it would be made in."""
+    there = next(parent for parent in (folder.resolve(), *folder.resolve().parents) if parent.exists())
+    probe = there / f".lit-lazy-{os.getpid()}"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"{option} {str(folder)!r}: nothing can be written there ({error.strerror}); name another folder"
+        ) from None

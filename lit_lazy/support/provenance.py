@@ -1,0 +1,47 @@
+"""Where and with what a result was made."""
+
+import functools
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+
+def environment() -> dict[str, str]:
+    """Where and with what a result was made."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": _version("lightning"),
+        "threads": str(torch.get_num_threads()),
+        "machine": f"{platform.system()} {platform.machine()} with {device}",
+        "git_sha": git_sha(),
+    }
+
+
+@functools.cache
+def git_sha() -> str:
+    """Read once, at the start of a process: the commit of the code that runs, not of what the checkout became since.
+
+    Short commit of the project's checkout, with `-dirty` where tracked files differ; "unknown" outside one."""
+    here = Path(__file__).parent
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=10"],
+            cwd=here, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return described.stdout.strip()
+
+
+def _version(package: str) -> str:
+    """Of an installed package, which is not imported for it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

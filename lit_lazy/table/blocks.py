@@ -1,0 +1,192 @@
+"""A document as a list of plain-text blocks, and its Markdown, LaTeX and HTML."""
+
+import html as html_text
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A title; level 2 is the page's."""
+
+    text: str
+    level: int
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """A paragraph."""
+
+    text: str
+    warning: bool = False
+
+
+@dataclass(frozen=True)
+class List:
+    """Points of a list."""
+
+    items: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Tabular:
+    """`rows` and `header` have equal lengths; the first `words` columns are words, the others numbers."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    words: int
+
+    def split(self, width: int) -> "list[Tabular]":
+        """Grids of at most `width` characters each (if two columns fit), every one led by the first column."""
+        sizes = [max(len(line[i]) for line in (self.header, *self.rows)) + 3 for i in range(len(self.header))]
+        parts: list[list[int]] = [[0]]
+        for i in range(1, len(sizes)):
+            if len(parts[-1]) > 1 and sum(sizes[j] for j in parts[-1]) + sizes[i] + 1 > width:
+                parts.append([0])
+            parts[-1].append(i)
+        return [
+            Tabular(
+                tuple(self.header[i] for i in part),
+                tuple(tuple(row[i] for i in part) for row in self.rows),
+                sum(i < self.words for i in part),
+            )
+            for part in parts
+        ]
+
+
+Block = Heading | Paragraph | List | Tabular
+
+
+def to_markdown(blocks: Sequence[Block], width: int = 120) -> str:
+    """Aligned in a terminal, valid on GitHub; a grid wider than `width` goes on in a further one."""
+    return "\n\n".join(_markdown(block, width) for block in blocks) + "\n"
+
+
+def to_latex(blocks: Sequence[Block], width: int = 120) -> str:
+    """Paragraphs and `tabular`s for \\input, with \\usepackage{booktabs}; split like Markdown."""
+    return "\n\n".join(_latex(block, width) for block in blocks) + "\n"
+
+
+def to_html(blocks: Sequence[Block]) -> str:
+    """One ASCII `<section>` that carries its style."""
+    body = "\n".join(_html(block) for block in blocks)
+    text = f'<section class="ablation-table">\n<style>{_STYLE}</style>\n{body}\n</section>\n'
+    return text.encode("ascii", "xmlcharrefreplace").decode()
+
+
+def _markdown_escape(text: str) -> str:
+    """Escapes only what would open markup, so that `p<0.001` and snake_case stay readable in a terminal."""
+    text = re.sub(r"\s+", " ", text)
+    text = re.sub(r"&(?=#?\w+;)", "&amp;", text)
+    text = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
+    text = re.sub(r"([\\|`\[\]])", r"\\\1", text)
+    text = re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)
+    return re.sub(r"\*(?=\S)", r"\\*", text)
+
+
+def _markdown(block: Block, width: int) -> str:
+    match block:
+        case Heading(text, level):
+            return "#" * level + " " + _markdown_escape(text)
+        case Paragraph(text, warning):
+            return f"> **Warning:** {_markdown_escape(text)}" if warning else _markdown_escape(text)
+        case List(items):
+            return "\n".join(f"- {_markdown_escape(item)}" for item in items)
+        case Tabular():
+            return "\n\n".join(_markdown_grid(part) for part in block.split(width))
+
+
+def _markdown_grid(grid: Tabular) -> str:
+    lines = [[_markdown_escape(cell) for cell in line] for line in (grid.header, *grid.rows)]
+    for i in range(grid.words, len(grid.header)):
+        # A marker at the end of some numbers must not push their digits out of line.
+        if any(line[i].endswith("*") for line in lines):
+            for line in lines[1:]:
+                line[i] += "" if line[i].endswith("*") else " "
+    sizes = [max(3, *(len(line[i]) for line in lines)) for i in range(len(grid.header))]
+
+    def join(cells: Sequence[str]) -> str:
+        padded = (
+            c.ljust(s) if i < grid.words else c.rjust(s) for i, (c, s) in enumerate(zip(cells, sizes, strict=True))
+        )
+        return "| " + " | ".join(padded) + " |"
+
+    rule = ["-" * s if i < grid.words else "-" * (s - 1) + ":" for i, s in enumerate(sizes)]
+    return "\n".join([join(lines[0]), join(rule), *(join(line) for line in lines[1:])])
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "%": r"\%", "&": r"\&", "_": r"\_", "#": r"\#", "$": r"\$",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
+    "|": r"\textbar{}", "±": r"$\pm$", "Δ": r"$\Delta$", "↓": r"$\downarrow$", "↑": r"$\uparrow$", "–": "--",
+    "…": r"\dots{}", "θ": r"$\theta$", "τ": r"$\tau$", "*": r"$^{*}$",
+}  # fmt: skip
+
+
+def _latex_escape(text: str) -> str:
+    text = re.sub(r"\s+", " ", text)
+    escaped = "".join(_LATEX.get(character, character) for character in text)
+    return re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)
+
+
+def _latex(block: Block, width: int) -> str:
+    match block:
+        case Heading(text, _):
+            return rf"\paragraph*{{{_latex_escape(text)}}}"
+        case Paragraph(text, warning):
+            return rf"\textbf{{Warning: {_latex_escape(text)}}}\par" if warning else _latex_escape(text) + r"\par"
+        case List(items):
+            body = "\n".join(rf"  \item {_latex_escape(item)}" for item in items)
+            return f"\\begin{{itemize}}\n{body}\n\\end{{itemize}}"
+        case Tabular():
+            return "\n\n".join(_latex_grid(part) for part in block.split(width))
+
+
+def _latex_grid(grid: Tabular) -> str:
+    def join(cells: Sequence[str]) -> str:
+        return "  " + " & ".join(map(_latex_escape, cells)) + r" \\"
+
+    form = "l" * grid.words + "r" * (len(grid.header) - grid.words)
+    lines = [rf"\begin{{tabular}}{{{form}}}", r"  \toprule", join(grid.header), r"  \midrule"]
+    lines += [*map(join, grid.rows), r"  \bottomrule", r"\end{tabular}\par"]
+    return "\n".join(lines)
+
+
+_STYLE = """
+.ablation-table { font: 14px/1.45 system-ui, sans-serif; color: inherit; }
+.ablation-table .grid { overflow-x: auto; margin: 1em 0; }
+.ablation-table table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.ablation-table th, .ablation-table td { padding: .3em .7em; border-bottom: 1px solid rgba(128, 128, 128, .35); }
+.ablation-table th { text-align: left; border-bottom-width: 2px; }
+.ablation-table .number { text-align: right; }
+.ablation-table .warning { padding: .5em .8em; border-left: 4px solid #d55e00; background: rgba(213, 94, 0, .15); }
+"""
+
+
+def _html_escape(text: str) -> str:
+    return html_text.escape(re.sub(r"\s+", " ", text))
+
+
+def _html(block: Block) -> str:
+    match block:
+        case Heading(text, level):
+            return f"<h{level}>{_html_escape(text)}</h{level}>"
+        case Paragraph(text, warning):
+            body = _html_escape(text)
+            return f'<p class="warning"><strong>Warning:</strong> {body}</p>' if warning else f"<p>{body}</p>"
+        case List(items):
+            return "<ul>" + "".join(f"<li>{_html_escape(item)}</li>" for item in items) + "</ul>"
+        case Tabular():
+            return _html_grid(block)
+
+
+def _html_grid(grid: Tabular) -> str:
+    def join(cells: Sequence[str], tag: str) -> str:
+        kinds = ("" if i < grid.words else ' class="number"' for i in range(len(cells)))
+        inner = "".join(f"<{tag}{k}>{_html_escape(c)}</{tag}>" for k, c in zip(kinds, cells, strict=True))
+        return f"<tr>{inner}</tr>"
+
+    body = "\n".join(join(row, "td") for row in grid.rows)
+    head = join(grid.header, "th")
+    return f'<div class="grid"><table>\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'

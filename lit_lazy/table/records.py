@@ -1,0 +1,300 @@
+"""The records of a table: what is asked for, what is known of each cell, and the finished numbers with n and spread."""
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from lit_lazy.table.statistics import ALPHA
+
+Status = Literal["complete", "failed", "missing", "waiting", "running"]
+
+UNFINISHED = ("failed", "missing", "waiting", "running")
+"""States of a cell that has no result, the gravest first."""
+STATUS_ORDER = (*UNFINISHED, "complete")
+"""A row's status is the first of these that one of its cells has."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A metric of the table.
+
+    `digits` is the number of decimals, or a format spec such as ",.0f". `scale` multiplies what is shown (100 for a
+    percentage, with `unit="%"`); JSON and CSV keep the raw value. `better` gives the column its place in the table of
+    differences, `plotted` in the figure.
+    """
+
+    key: str
+    title: str
+    better: Literal["lower", "higher"] | None = None
+    digits: int | str = 3
+    unit: str = ""
+    scale: float = 1.0
+    note: str = ""
+    plotted: bool = False
+
+    def __post_init__(self) -> None:
+        if self.better not in ("lower", "higher", None):
+            raise ValueError(f"better: {self.better!r} of column {self.key!r}; use 'lower', 'higher' or None")
+        try:
+            float(self.format(1.0))
+        except ValueError:
+            raise ValueError(
+                f"digits: {self.digits!r} of column {self.key!r}; use a number of decimals or a format such as ',.0f'"
+            ) from None
+
+    def format(self, value: float, sign: str = "") -> str:
+        """The value as shown; one that would be rounded to 0 is given one significant digit."""
+        shown = value * self.scale
+        text = format(shown, sign + (f".{self.digits}f" if isinstance(self.digits, int) else self.digits))
+        return format(shown, sign + ".0e") if shown and not float(text.replace(",", "")) else text
+
+    @property
+    def heading(self) -> str:
+        return self.title + self._signs(self.unit)
+
+    @property
+    def difference_heading(self) -> str:
+        return f"Δ {self.title}{self._signs(self.difference_unit)}"
+
+    @property
+    def difference_unit(self) -> str:
+        """Two percentages differ by points."""
+        return "points" if self.unit == "%" else self.unit
+
+    def _signs(self, unit: str) -> str:
+        return (f" ({unit})" if unit else "") + {"lower": " ↓", "higher": " ↑", None: ""}[self.better]
+
+
+@dataclass(frozen=True)
+class RowInfo:
+    """A variant that the ablation asks for: where it comes from and the seeds it is to be run with."""
+
+    variant: str
+    source: str
+    seeds: tuple[int, ...]
+    base: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """A weighted sum of variants whose weights add up to zero, such as the interaction of a 2x2 design."""
+
+    name: str
+    weights: dict[str, float]
+
+    def __post_init__(self) -> None:
+        if abs(math.fsum(self.weights.values())) > 1e-9 or not any(self.weights.values()):
+            raise ValueError(f"weights: {self.weights} of contrast {self.name!r}; give weights that add up to zero")
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What is known of one cell. `metrics` counts only when `status` is "complete".
+
+    `environment` says in a line with which versions and on which machine it was trained.
+    """
+
+    variant: str
+    seed: int
+    status: Literal["complete", "failed", "waiting", "running"]
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    git_sha: str = ""
+    environment: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One metric of one row. `n` cells define it, `undefined` complete cells do not; `values` is by seed.
+
+    `diff` is the paired difference to the baseline over `diff_n` common seeds, `diff_sd` its standard deviation, `test`
+    as in `statistics.Effect`, `p` unadjusted, `p_adj` after Holm over the rows of the metric, `mde` the minimum
+    detectable effect at this spread and n.
+    """
+
+    mean: float | None
+    ci95: float | None
+    n: int
+    undefined: int
+    values: dict[str, float]
+    diff: float | None
+    diff_ci95: float | None
+    diff_n: int
+    diff_sd: float | None
+    test: Literal["t", "tie", "constant"] | None
+    p: float | None
+    p_adj: float | None
+    mde: float | None
+
+    @property
+    def separated(self) -> bool:
+        return self.p_adj is not None and self.p_adj < ALPHA
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A variant's results. `n` counts complete cells, `cells` lists the expected seeds by status."""
+
+    variant: str
+    base: str
+    source: str
+    n: int
+    status: Status
+    cells: dict[str, list[int]]
+    reasons: dict[str, str]
+    git_shas: tuple[str, ...]
+    labels: dict[str, str]
+    note: str
+    metrics: dict[str, Measure]
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted(seed for seeds in self.cells.values() for seed in seeds)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one column can tell at this scale.
+
+    `compared` is Holm's family: the rows with three pairs or more. `tested` of them have a p value, `separates` names
+    those below 0.05 after Holm. `pairs` are the numbers of pairs that occur. `mde` is the median over the tested rows
+    with the fewest pairs of the minimum detectable effect at alpha = 0.05, `mde_holm` the same at Holm's first step,
+    alpha = 0.05 / compared.
+    """
+
+    compared: int
+    tested: int
+    separates: tuple[str, ...]
+    pairs: tuple[int, ...]
+    undefined: int
+    mde: float | None
+    mde_holm: float | None
+
+
+@dataclass(frozen=True)
+class ContrastMeasure:
+    """A contrast in one metric; Holm's family are the contrasts of that metric."""
+
+    mean: float | None
+    ci95: float | None
+    n: int
+    test: Literal["t", "tie", "constant"] | None
+    p: float | None
+    p_adj: float | None
+    mde: float | None
+
+
+@dataclass(frozen=True)
+class ContrastRow:
+    name: str
+    weights: dict[str, float]
+    metrics: dict[str, ContrastMeasure]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A finished or unfinished ablation; made by `build_table`, read back by `from_json`."""
+
+    ablation: str
+    base: str
+    baseline: str
+    command: str
+    environment: str
+    rows: tuple[TableRow, ...]
+    columns: tuple[Column, ...]
+    summaries: dict[str, Summary]
+    contrasts: tuple[ContrastRow, ...] = ()
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def git_sha(self) -> str:
+        """The commit of all complete cells, or "mixed: a, b"."""
+        return one_or_mixed({sha for row in self.rows for sha in row.git_shas})
+
+    def to_json(self) -> dict[str, Any]:
+        """Strict JSON (no NaN, no infinity); every half-width, p and MDE that does not exist is null."""
+        columns = []
+        for column in self.columns:
+            summary = self.summaries[column.key]
+            lists = {"separates": list(summary.separates), "pairs": list(summary.pairs)}
+            columns.append(asdict(column) | asdict(summary) | lists)
+        return {
+            "ablation": self.ablation,
+            "base": self.base,
+            "git_sha": self.git_sha,
+            "command": self.command,
+            "environment": self.environment,
+            "baseline": self.baseline,
+            "rows": [asdict(row) | {"git_shas": list(row.git_shas)} for row in self.rows],
+            "columns": columns,
+            "contrasts": [asdict(row) for row in self.contrasts],
+            "warnings": list(self.warnings),
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Table":
+        def pick(kind: type, values: Mapping[str, Any], **changed: Any) -> Any:
+            names = kind.__dataclass_fields__
+            return kind(**({name: values[name] for name in names} | changed))
+
+        rows = tuple(
+            pick(
+                TableRow,
+                row,
+                git_shas=tuple(row["git_shas"]),
+                metrics={key: pick(Measure, measure) for key, measure in row["metrics"].items()},
+            )
+            for row in data["rows"]
+        )
+        contrasts = tuple(
+            pick(
+                ContrastRow,
+                row,
+                metrics={key: pick(ContrastMeasure, measure) for key, measure in row["metrics"].items()},
+            )
+            for row in data["contrasts"]
+        )
+        summaries = {
+            column["key"]: pick(Summary, column, separates=tuple(column["separates"]), pairs=tuple(column["pairs"]))
+            for column in data["columns"]
+        }
+        return pick(
+            cls,
+            dict(data) | {"summaries": summaries},
+            rows=rows,
+            columns=tuple(pick(Column, column) for column in data["columns"]),
+            contrasts=contrasts,
+            warnings=tuple(data["warnings"]),
+            notes=tuple(data["notes"]),
+        )
+
+    def csv(self) -> str:
+        """Tidy: one line per variant and metric, raw values, empty where there is none.
+
+        `pandas.read_csv(...).pivot(index="variant", columns="metric", values="mean")` is the wide form.
+        """
+        labels = list(self.rows[0].labels)
+        measure = [name for name in Measure.__dataclass_fields__ if name != "values"]
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        about = ["ablation", "baseline", "variant", "base", "source", "status", "cells", "complete", "git_sha"]
+        writer.writerow([*about, *labels, "metric", "better", *measure])
+        for row in self.rows:
+            about = [self.ablation, self.baseline, row.variant, row.base, row.source, row.status]
+            about += [len(row.seeds), row.n, one_or_mixed(row.git_shas), *row.labels.values()]
+            for column in self.columns:
+                values = [getattr(row.metrics[column.key], name) for name in measure]
+                writer.writerow([*about, column.key, column.better, *values])
+        return out.getvalue()
+
+
+def one_or_mixed(values: Iterable[str]) -> str:
+    found = sorted(values)
+    return f"mixed: {', '.join(found)}" if len(found) > 1 else "".join(found)

@@ -1,0 +1,230 @@
+"""A table as Markdown, LaTeX and HTML."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lit_lazy.table.blocks import Block, Heading, List, Paragraph, Tabular, to_html, to_latex, to_markdown
+from lit_lazy.table.records import UNFINISHED, Column, Table, TableRow
+from lit_lazy.table.statistics import ALPHA, FEWEST_PAIRS, POWER
+
+NOT_DEFINED = "–"
+
+
+def markdown(table: Table, width: int = 120) -> str:
+    """Aligned in a terminal, valid on GitHub. A grid wider than `width` characters is split into several."""
+    return to_markdown(_blocks(table), width)
+
+
+def latex(table: Table, width: int = 120) -> str:
+    """Paragraphs and `tabular`s for \\input, with \\usepackage{booktabs}; split like `markdown`."""
+    return to_latex(_blocks(table), width)
+
+
+def html(table: Table) -> str:
+    """One ASCII `<section>` that carries its style: no script, no link; takes its colours from the page around."""
+    return to_html(_blocks(table))
+
+
+def _blocks(table: Table) -> list[Block]:
+    directed = [column for column in table.columns if column.better]
+    blocks: list[Block] = [Heading(table.ablation, 2)]
+    blocks += [Paragraph(text, warning=True) for text in (*table.warnings, *_incomplete(table))]
+    blocks += [Paragraph(_provenance(table)), _means(table), Paragraph(_LEGEND)]
+    if directed and len(table.rows) > 1:
+        others = [row for row in table.rows if row.variant != table.baseline]
+        cells = [(row.variant, *(_difference(row, column) for column in directed)) for row in others]
+        blocks += [Heading(f"Differences to {table.baseline}", 3), _effects("Variant", directed, cells)]
+        blocks.append(Paragraph(_DIFFERENCE_LEGEND))
+    if directed and table.contrasts:
+        cells = [
+            (row.name, *(_effect(m.mean, m.ci95, m.test, m.p_adj, c) for c in directed for m in [row.metrics[c.key]]))
+            for row in table.contrasts
+        ]
+        blocks += [Heading("Contrasts", 3), _effects("Contrast", directed, cells)]
+        blocks.append(List(tuple(f"{row.name} = {_weights(row.weights)}" for row in table.contrasts)))
+    blocks += [
+        Heading("What each column can separate at this scale", 3),
+        List(tuple(_verdict(table, column) for column in table.columns)),
+        Paragraph(_MDE_LEGEND),
+    ]
+    for title, items in (
+        ("Cells without a result", _unfinished(table)),
+        ("Commits", _commits(table)),
+        ("Notes", list(table.notes)),
+    ):
+        if items:
+            blocks += [Heading(title, 3), List(tuple(items))]
+    return blocks
+
+
+_LEGEND = (
+    "Mean ± half-width of the 95 % t interval over seeds, which knows nothing of a metric's bounds; (n=…) where a "
+    "metric is defined in fewer cells than the row has complete; = the same value in every seed, so no spread was "
+    "measured; – not defined; * differs from the baseline (paired t over common seeds, p < 0.05 after Holm over the "
+    "rows of the metric). ↓ lower, ↑ higher is better."
+)
+_DIFFERENCE_LEGEND = (
+    "Row minus baseline, paired over common seeds, ± half-width of the unadjusted 95 % t interval; p after Holm, none "
+    "below three pairs. tie: exactly 0 in every seed; = the same difference in every seed: exact for a deterministic "
+    "quantity, untestable for a random one, so no p. – no common seed in which both are defined."
+)
+_MDE_LEGEND = (
+    f"Detectable: the true difference that a paired two-sided t test at level {ALPHA} finds with power {POWER}, given "
+    "the spread of the differences seen here (noncentral t; median over the tested rows). Holm's first step tests at "
+    f"{ALPHA} divided by the number of rows compared."
+)
+
+
+def _incomplete(table: Table) -> list[str]:
+    total = sum(len(row.seeds) for row in table.rows)
+    done = sum(row.n for row in table.rows)
+    if done == total:
+        return []
+    counts = {status: sum(len(row.cells.get(status, [])) for row in table.rows) for status in UNFINISHED}
+    rest = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    return [f"Not complete: {done} of {total} cells have a result ({rest})."]
+
+
+def _provenance(table: Table) -> str:
+    variants: dict[tuple[int, ...], list[str]] = {}
+    for row in table.rows:
+        variants.setdefault(tuple(row.seeds), []).append(row.variant)
+    common, *others = sorted(variants, key=lambda seeds: -len(variants[seeds]))
+    seed_text = ", ".join(map(str, common))
+    for seeds in others:
+        seed_text += f"; {', '.join(map(str, seeds))} in {', '.join(variants[seeds])}"
+    about = f"Base: {table.base}. Baseline: {table.baseline}. Seeds: {seed_text}. Commit: {table.git_sha or 'unknown'}."
+    made_with = f" With {table.environment}." if table.environment else ""
+    return f"{about}{made_with} Made by: {table.command}"
+
+
+def _means(table: Table) -> Tabular:
+    labels = list(table.rows[0].labels)
+    bases = ["Base"] if any(row.base != table.base for row in table.rows) else []
+    rows = [
+        (
+            row.variant,
+            row.source,
+            *(row.base for _ in bases),
+            *(row.labels[label] for label in labels),
+            str(row.n) if row.n == len(row.seeds) else f"{row.n}/{len(row.seeds)}",
+            *(_mean(row, column) for column in table.columns),
+        )
+        for row in table.rows
+    ]
+    header = ("Variant", "Source", *bases, *labels, "n", *(column.heading for column in table.columns))
+    return Tabular(header, tuple(rows), 2 + len(bases) + len(labels))
+
+
+def _mean(row: TableRow, column: Column) -> str:
+    m = row.metrics[column.key]
+    if m.mean is None:
+        return NOT_DEFINED if row.n else row.status
+    text = column.format(m.mean)
+    if m.ci95 is not None:
+        text += f" ±{column.format(m.ci95)}" if m.ci95 else " ="
+    if m.n != row.n:
+        text += f" (n={m.n})"
+    return text + "*" * m.separated
+
+
+def _effects(first: str, columns: Sequence[Column], cells: Sequence[tuple[str, ...]]) -> Tabular:
+    return Tabular((first, *(column.difference_heading for column in columns)), tuple(cells), 1)
+
+
+def _difference(row: TableRow, column: Column) -> str:
+    m = row.metrics[column.key]
+    return _effect(m.diff, m.diff_ci95, m.test, m.p_adj, column) if row.n else row.status
+
+
+def _effect(mean: float | None, ci95: float | None, test: str | None, p_adj: float | None, column: Column) -> str:
+    if mean is None:
+        return NOT_DEFINED
+    if test == "tie":
+        return "tie"
+    text = column.format(mean, "+")
+    if ci95 is not None:
+        text += " =" if test == "constant" else f" ±{column.format(ci95)}"
+    if p_adj is not None:
+        text += f", {_p(p_adj)}" + "*" * (p_adj < ALPHA)
+    return text
+
+
+def _p(p: float) -> str:
+    """Three decimals; a fourth where three would hide on which side of 0.05 it lies."""
+    if p < 0.001:
+        return "p<0.001"
+    return f"p={p:.4f}" if f"{p:.3f}" == f"{ALPHA:.3f}" else f"p={p:.3f}"
+
+
+def _weights(weights: Mapping[str, float]) -> str:
+    return " ".join(f"{weight:+g} {variant}" for variant, weight in weights.items())
+
+
+def _verdict(table: Table, column: Column) -> str:
+    s = table.summaries[column.key]
+    head = f"{column.title}: "
+    if not s.pairs:
+        return head + "nothing to compare, no row shares a seed with the baseline in which both are defined."
+    if not s.compared:
+        return head + f"no test, at most {max(s.pairs)} common seed(s) with the baseline; three are needed."
+    if not s.tested:
+        return head + "no test, every difference over three or more seeds is the same in each."
+    text = f"{head}separates {len(s.separates)} of {s.compared} rows from {table.baseline} (Holm p < {ALPHA})"
+    measures = {row.variant: row.metrics[column.key] for row in table.rows}
+    above = [name for name in s.separates if (measures[name].diff or 0.0) > 0]
+    below = [name for name in s.separates if name not in above]
+    words = {"lower": ("worse", "better"), "higher": ("better", "worse"), None: ("higher", "lower")}[column.better]
+    groups = [f"{word}: {', '.join(names)}" for word, names in zip(words, (above, below), strict=True) if names]
+    text += "".join(f"; {group}" for group in groups)
+    if s.tested < s.compared:
+        text += f"; {s.compared - s.tested} the same in every seed"
+    unit = f" {column.difference_unit}" if column.unit else ""
+    pairs = [str(n) for n in s.pairs if n >= FEWEST_PAIRS]
+    if s.mde is not None and s.mde_holm is not None:
+        text += f". Detectable at n = {pairs[0]}: {column.format(s.mde)}{unit}; at Holm's first step: "
+        text += f"{column.format(s.mde_holm)}{unit}."
+    return text
+
+
+def _unfinished(table: Table) -> list[str]:
+    items = []
+    for row in table.rows:
+        for status in UNFINISHED:
+            for seed in row.cells.get(status, []):
+                reason = row.reasons.get(str(seed))
+                items.append(f"{row.variant}, seed {seed}: {status}" + (f" ({reason})" if reason else ""))
+    return items
+
+
+def _commits(table: Table) -> list[str]:
+    shas = sorted({sha for row in table.rows for sha in row.git_shas})
+    dirty = [sha for sha in shas if sha.endswith("-dirty")]
+    if len(shas) < 2 and not dirty:
+        return []
+    items = []
+    if len(shas) > 1:
+        items.append("The cells come from different commits, so a difference may come from the code:")
+    for sha in shas:
+        where = ", ".join(row.variant for row in table.rows if sha in row.git_shas)
+        items.append(f"{sha}: {where}" + (" (with uncommitted changes)" if sha in dirty else ""))
+    return items
+
+
+# LaTeX
+
+
+def save(table: Table, stem: Path) -> list[Path]:
+    """Write table.md, .csv, .tex, .json and .html beside each other; the paths."""
+    texts = {
+        "md": markdown(table),
+        "csv": table.csv(),
+        "tex": latex(table),
+        "json": json.dumps(table.to_json(), indent=1, allow_nan=False) + "\n",
+        "html": html(table),
+    }
+    paths = [stem.with_suffix(f".{ending}") for ending in texts]
+    for path, text in zip(paths, texts.values(), strict=True):
+        path.write_text(text)
+    return paths

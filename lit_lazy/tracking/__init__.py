@@ -1,0 +1,1 @@
+"""All that knows MLflow: runs, the spool that feeds them, saved views, databases, the server."""

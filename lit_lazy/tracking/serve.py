@@ -1,0 +1,93 @@
+"""MLflow's own server on the project's store, with links that open straight on the training runs."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from urllib.error import URLError
+
+from lit_lazy.tracking.tracker import ExperimentLinks, check_store, default_uri, experiment_links, experiment_names
+
+HOST = "127.0.0.1"
+READY_SECONDS = 120
+
+
+def serve(runs: Path, port: int, name: str | None = None) -> int:
+    """Serve until interrupted; the server's exit status.
+
+    name: of the experiments to print links to; None for all. Raises ValueError without a store, without an experiment
+    of that name, or on a busy port.
+    """
+    uri = default_uri(runs)
+    check_store(uri)
+    if not experiment_names(uri):
+        raise ValueError(f"--runs {runs}: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` makes some")
+    url = uri if uri.startswith("http") else f"http://{HOST}:{port}"
+    links = experiment_links(uri, url)
+    if name is not None:
+        links = chosen(links, name)
+    if uri.startswith("http"):
+        print_links(links)
+        return 0
+    with socket.socket() as probe:
+        if probe.connect_ex((HOST, port)) == 0:
+            raise ValueError(f"--port {port}: something already listens there; choose another port")
+    log = runs / "mlflow-server.log"
+    command = [
+        *(sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri),
+        *("--host", HOST, "--port", str(port), "--workers", "1"),
+    ]
+    env = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # nothing here queues jobs on the server
+    with log.open("w") as output:
+        # A session of its own, so that the helpers it starts end with it.
+        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+    try:
+        print(f"starting MLflow on {url} ...", flush=True)
+        wait_until_ready(server, url, log)
+        print_links(links)
+        print("Ctrl-C stops the server.", flush=True)
+        return server.wait()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
+        server.wait()
+
+
+def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    """Return when the server answers; raise ValueError that names its log when it does not."""
+    end = time.monotonic() + READY_SECONDS
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2):
+                return
+        except (URLError, OSError):
+            time.sleep(0.2)
+    raise ValueError(f"MLflow's server did not come up on {url}; see {log}")
+
+
+def chosen(links: Sequence[ExperimentLinks], name: str) -> list[ExperimentLinks]:
+    """Those of an experiment, or of all experiments of an ablation or a search. Raises ValueError for none."""
+    found = [experiment for experiment in links if experiment.name == name] or [
+        experiment for experiment in links if experiment.name.startswith((f"{name}-", f"search-{name}-"))
+    ]
+    if not found:
+        there = ", ".join(experiment.name for experiment in links) or "none"
+        raise ValueError(f"dashboard {name!r}: MLflow holds no experiment or ablation of this name; there are: {there}")
+    return found
+
+
+def print_links(links: Sequence[ExperimentLinks]) -> None:
+    """Print, per experiment, the links worth opening."""
+    for experiment in links:
+        print(f"\n{experiment.name}")
+        for label, url in experiment.pages.items():
+            print(f"  {label:21} {url}")
+    print(flush=True)

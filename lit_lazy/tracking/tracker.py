@@ -1,0 +1,360 @@
+"""All that knows MLflow: where runs are stored, how a run is logged, how runs are read back."""
+
+import functools
+import logging
+import os
+import socket
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, ParamSpec, TypeVar
+from urllib.parse import urlsplit
+
+import mlflow
+from filelock import FileLock
+from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+from requests.exceptions import RequestException
+
+from lit_lazy.config.canonical import flatten
+from lit_lazy.support.disk import writable_folder
+from lit_lazy.support.errors import UnfinishedError, one_line
+from lit_lazy.tracking.databases import reach, redacted, sqlite_file
+from lit_lazy.tracking.views import LINKED_VIEWS, TAG_PREFIX, CellRun, run_link, runs_link, saved_view, view_id, views
+
+# MLflow tells of every database it creates, and trips over a deprecation of its own.
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+warnings.filterwarnings("ignore", message=".*``noload`` loader strategy is deprecated.*")
+
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+# Calls that fail are made again by `lit_lazy.tracking.spool`, later; here they are to fail soon.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+METRICS_PER_CALL = 1000
+CONNECT_SECONDS = 5.0
+
+URI_VARIABLE = "MLFLOW_TRACKING_URI"
+SQLITE = "sqlite:///"
+DATABASES = ("sqlite", "postgresql", "postgresql+psycopg")
+MOST_CELLS_SEEN = 1000
+PARENT_PAGES = {"its table": "table.html", "its report": "report.html"}
+"""Artifacts of a parent run, by what their links are called."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What the store knows of a run. `state` is "complete" only after its final metrics were logged."""
+
+    run_id: str
+    state: Literal["complete", "failed", "running"]
+    tags: dict[str, str]
+    metrics: dict[str, float]
+
+
+class TrackingError(UnfinishedError):
+    """MLflow did not take a call. What was to be logged can be logged later."""
+
+    def __init__(self, message: str, reachable: bool) -> None:
+        super().__init__(message)
+        self.reachable = reachable
+        """Whether it answers at all: then it refused the call, and is likely to do so again."""
+
+
+@dataclass(frozen=True)
+class Logged:
+    """Metrics of one step, with the time at which they were measured: logging them twice changes nothing."""
+
+    step: int
+    milliseconds: int
+    """Since the epoch."""
+    metrics: Mapping[str, float]
+
+
+def _reaching(method: Callable[P, T]) -> Callable[P, T]:
+    """Turn MLflow's many ways to fail into TrackingError."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except (MlflowException, RequestException, OSError) as error:
+            tracker: Any = args[0]
+            raise TrackingError(one_line(error), answers(tracker.uri) is None) from error
+
+    return call
+
+
+def answers(uri: str) -> str | None:
+    """Why nothing listens at a server's address, or None if something does, or if it is no address."""
+    address = urlsplit(uri)
+    if address.scheme not in ("http", "https"):
+        return None
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((address.hostname or "", port), CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def check_store(uri: str) -> None:
+    """Raise ValueError, in one line, where the tracking store cannot be used. Nothing is created."""
+    named = f"{URI_VARIABLE}={redacted(uri)}"
+    if why := answers(uri):
+        raise ValueError(f"{named}: does not answer ({why}); start the server, or unset the variable")
+    scheme, _, rest = uri.partition("://")
+    if scheme in ("http", "https"):
+        return
+    if scheme not in DATABASES or rest in ("", "/", "/:memory:"):
+        raise ValueError(
+            f"{named}: must be http://HOST:PORT, sqlite:///FILE or postgresql://...; or unset the variable"
+        )
+    reach(URI_VARIABLE if os.environ.get(URI_VARIABLE) else "MLflow's database", uri, "experiments", lambda _: None)
+    if (file := sqlite_file(uri)) is not None:
+        writable_folder(URI_VARIABLE if os.environ.get(URI_VARIABLE) else "--runs", file.parent)
+
+
+def default_uri(runs: Path) -> str:
+    """The tracking store: `MLFLOW_TRACKING_URI` where it is set, else sqlite in the runs folder."""
+    return os.environ.get(URI_VARIABLE) or f"{SQLITE}{(runs / 'mlflow.db').resolve()}"
+
+
+def _use(uri: str) -> None:
+    """Make `uri` MLflow's store without exporting it: `default_uri` would take it for the user's own wish."""
+    before = os.environ.get(URI_VARIABLE)
+    mlflow.set_tracking_uri(uri)
+    if before is None:
+        os.environ.pop(URI_VARIABLE, None)
+    else:
+        os.environ[URI_VARIABLE] = before
+
+
+class Tracker:
+    """One MLflow experiment, found or created when it is first needed. Methods raise TrackingError."""
+
+    def __init__(self, uri: str, runs: Path, experiment: str) -> None:
+        self.uri, self.runs, self.experiment = uri, runs, experiment
+        _use(uri)
+        file = sqlite_file(uri)
+        # The client creates a database that is not there; two processes must not do so at once.
+        with FileLock(f"{file}.lock") if file else nullcontext():
+            self.client = MlflowClient(uri)
+
+    @functools.cached_property
+    def experiment_id(self) -> str:
+        """MLflow's number of the experiment."""
+        found = self.client.get_experiment_by_name(self.experiment)
+        if found is None:
+            # A local database would put artifacts under the current folder; a server decides for itself.
+            local = self.uri.startswith(SQLITE)
+            location = (self.runs / "mlartifacts" / self.experiment).resolve().as_uri() if local else None
+            return self.client.create_experiment(self.experiment, artifact_location=location)
+        if found.lifecycle_stage == "deleted":
+            self.client.restore_experiment(found.experiment_id)
+        return found.experiment_id
+
+    @_reaching
+    def start_run(
+        self,
+        name: str,
+        tags: Mapping[str, str],
+        params: Mapping[str, str],
+        config: Mapping[str, Any],
+        parent_id: str | None = None,
+    ) -> str:
+        """A new run with its whole config as params and as an artifact; its id."""
+        linked = {"mlflow.parentRunId": parent_id} if parent_id else {}
+        run_id = self.client.create_run(self.experiment_id, run_name=name, tags={**tags, **linked}).info.run_id
+        every = {path: str(value) for path, value in flatten(config).items()} | dict(params)
+        self.client.log_batch(run_id, params=[Param(key, value) for key, value in every.items()])
+        self.client.log_dict(run_id, dict(config), "config.yaml")
+        return run_id
+
+    @_reaching
+    def log(self, run_id: str, lines: Sequence[Logged]) -> None:
+        """Log metrics of several steps. What is there already stays as it is."""
+        points = [
+            Metric(name, value, line.milliseconds, line.step) for line in lines for name, value in line.metrics.items()
+        ]
+        for start in range(0, len(points), METRICS_PER_CALL):
+            self.client.log_batch(run_id, metrics=points[start : start + METRICS_PER_CALL])
+
+    @_reaching
+    def finish(self, run_id: str, metrics: Mapping[str, float], tags: Mapping[str, str], step: int) -> None:
+        """Log final metrics and mark the run complete. Doing it again changes nothing."""
+        when = self.client.get_run(run_id).info.start_time
+        self.client.log_batch(
+            run_id,
+            metrics=[Metric(name, value, when, step) for name, value in metrics.items()],
+            tags=[RunTag(name, value) for name, value in tags.items()],
+        )
+        self.client.set_tag(run_id, "state", "complete")
+        self.client.set_terminated(run_id, "FINISHED")
+
+    @_reaching
+    def fail(self, run_id: str, reason: str, status: Literal["FAILED", "KILLED"] = "FAILED") -> None:
+        """Mark a run failed (KILLED: interrupted) with its reason."""
+        self.client.set_tag(run_id, "state", "failed")
+        self.client.set_tag(run_id, "reason", reason)
+        self.client.set_terminated(run_id, status)
+
+    @_reaching
+    def prune(self, run_id: str, reason: str) -> None:
+        """Mark a run ended early by a search, and why."""
+        for name, value in (("state", "pruned"), ("optuna.state", "PRUNED"), ("reason", reason)):
+            self.client.set_tag(run_id, name, value)
+        self.client.set_terminated(run_id, "KILLED")
+
+    @_reaching
+    def find(self, tags: Mapping[str, str]) -> list[TrackedRun]:
+        """All runs with these tags, oldest first."""
+        query = " AND ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
+        found: list[Run] = []
+        token: str | None = None
+        while True:
+            page = self.client.search_runs(
+                [self.experiment_id], query, order_by=["start_time ASC"], max_results=1000, page_token=token
+            )
+            found += page
+            token = page.token
+            if not token:
+                return [_tracked(run) for run in found]
+
+    @_reaching
+    def children(self, parent_id: str) -> list[TrackedRun]:
+        """The runs below a parent run, oldest first."""
+        return self.find({"mlflow.parentRunId": parent_id})
+
+    @_reaching
+    def keep_text(self, run_id: str, text: str, name: str) -> None:
+        """Keep a text as an artifact of a run."""
+        self.client.log_text(run_id, text, name)
+
+    @_reaching
+    def read_text(self, run_id: str, name: str) -> str:
+        """A text artifact of a run."""
+        with TemporaryDirectory() as folder:
+            return Path(self.client.download_artifacts(run_id, name, folder)).read_text()
+
+    @_reaching
+    def read_bytes(self, run_id: str, name: str) -> bytes | None:
+        """An artifact of a run, or None where the run has no such artifact."""
+        if name not in {artifact.path for artifact in self.client.list_artifacts(run_id)}:
+            return None
+        with TemporaryDirectory() as folder:
+            return Path(self.client.download_artifacts(run_id, name, folder)).read_bytes()
+
+    @_reaching
+    def history(self, run_id: str, names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
+        """Steps and values of metrics of a run, in order; what it never logged is left out."""
+        found = {}
+        for name in names:
+            if points := self.client.get_metric_history(run_id, name):
+                found[name] = sorted((point.step, point.value) for point in points)
+        return found
+
+    @_reaching
+    def keep_files(self, run_id: str, files: Sequence[Path]) -> None:
+        """Keep files as artifacts of a run."""
+        for file in files:
+            self.client.log_artifact(run_id, str(file))
+
+    @_reaching
+    def set_running(self, run_id: str) -> None:
+        """Set a run running, again if it had ended."""
+        self.client.update_run(run_id, status="RUNNING")
+
+    @_reaching
+    def set_ended(self, run_id: str, status: Literal["FINISHED", "FAILED"]) -> None:
+        """Set a run ended."""
+        self.client.set_terminated(run_id, status)
+
+    @_reaching
+    def keep_views(self, axes: Sequence[str], columns: Sequence[str], main: Sequence[str] | None = None) -> None:
+        """Save the experiment's views, as its cells are now; of very many, the newest are looked at.
+
+        axes: params in which cells differ. columns: metrics of its table. main: those of them that charts show, the
+        one that all is held against first; None for all.
+        """
+        runs = self.client.search_runs(
+            [self.experiment_id], "tags.kind = 'cell'", order_by=["start_time DESC"], max_results=MOST_CELLS_SEEN
+        )
+        cells = [CellRun(run.data.tags["variant"], run.data.params, run.data.metrics.keys()) for run in runs]
+        for name, state in views(axes, columns, columns if main is None else main, cells).items():
+            self.client.set_experiment_tag(self.experiment_id, *saved_view(name, state))
+
+    @_reaching
+    def retire(self, parent_id: str) -> None:
+        """Move a parent and its children to MLflow's deleted runs, from where they can be restored."""
+        for child in self.children(parent_id):
+            self.client.delete_run(child.run_id)
+        self.client.delete_run(parent_id)
+
+
+def _tracked(run: Run) -> TrackedRun:
+    tags = dict(run.data.tags)
+    stated = tags.get("state")
+    if stated == "complete":
+        state: Literal["complete", "failed", "running"] = "complete"
+    else:
+        state = "running" if run.info.status == "RUNNING" and stated != "failed" else "failed"
+    return TrackedRun(run.info.run_id, state, tags, dict(run.data.metrics))
+
+
+@dataclass(frozen=True)
+class ExperimentLinks:
+    """Links into the MLflow pages of one experiment, by what they show."""
+
+    name: str
+    pages: dict[str, str]
+
+
+def experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
+    """Links to every experiment of a store that holds training runs, the most recently used first."""
+    client = MlflowClient(uri)
+    links = []
+    for experiment in client.search_experiments(order_by=["last_update_time DESC"]):
+        number = experiment.experiment_id
+        runs = client.search_runs([number], order_by=["start_time DESC"], max_results=1)
+        if not runs:
+            continue
+        pages = {
+            label: runs_link(ui_url, number, view)
+            for label, view in LINKED_VIEWS.items()
+            if TAG_PREFIX + view_id(view) in experiment.tags
+        } | {"runs": runs_link(ui_url, number)}
+        query = "tags.ablation LIKE '%' AND tags.kind != 'cell'"  # an ablation's parent run, or a search's
+        for parent in client.search_runs([number], query, order_by=["start_time DESC"], max_results=1):
+            kept = {artifact.path for artifact in client.list_artifacts(parent.info.run_id)}
+            pages |= {
+                label: run_link(ui_url, number, parent.info.run_id, artifact)
+                for label, artifact in PARENT_PAGES.items()
+                if artifact in kept
+            }
+        links.append(ExperimentLinks(experiment.name, pages))
+    return links
+
+
+def experiment_names(uri: str, kind: str | None = None) -> list[str]:
+    """Names of all experiments of a store; none where a local store does not exist, which is not created.
+
+    kind: only those that hold a run with this tag.
+    """
+    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).exists():
+        return []
+    client = MlflowClient(uri)
+    try:
+        return [
+            experiment.name
+            for experiment in client.search_experiments()
+            if kind is None or client.search_runs([experiment.experiment_id], f"tags.kind = '{kind}'", max_results=1)
+        ]
+    except MlflowException as error:
+        raise TrackingError(one_line(error), reachable=True) from error

@@ -1,0 +1,1 @@
+"""One training: the Lightning module, its optimiser, its trainer, checkpoints and result."""

@@ -1,0 +1,144 @@
+"""Checkpoints: written whole or not at all, loaded without running code, and judged before anything builds on them."""
+
+import json
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from lit_lazy.config.canonical import to_dict
+from lit_lazy.config.key import cell_key
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.data import DataSource
+from lit_lazy.support.disk import set_aside, write_atomically
+from lit_lazy.support.errors import named
+from lit_lazy.training.module import LitLM
+from lit_lazy.training.result import RESULT
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """A checkpoint replaces the one before it only when it is on disk whole."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        del storage_options  # of remote file systems
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(Path(path), lambda file: torch.save(checkpoint, file))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of one of this project's checkpoints. Raises ValueError that says, in one line, why it is none."""
+    try:
+        with path.open("rb") as file:
+            # torch does not look at the checksums that it wrote.
+            if (part := zipfile.ZipFile(file).testzip()) is not None:
+                raise zipfile.BadZipFile(f"bad checksum of {part}")
+            file.seek(0)
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})") from None
+    except pickle.UnpicklingError:
+        raise ValueError("holds more than weights and numbers, so it is not loaded: it could run code") from None
+    except Exception as error:  # a file that is no checkpoint raises almost anything
+        raise ValueError(f"is no checkpoint, or damaged ({named(error)})") from None
+    if not _is_ours(content):
+        raise ValueError("was not made by this project")
+    return content
+
+
+def _is_ours(content: Any) -> bool:
+    return (
+        isinstance(content, dict)
+        and isinstance(state := content.get("state_dict"), dict)
+        and all(isinstance(value, torch.Tensor) for value in state.values())
+        and isinstance(content.get("global_step"), int)
+        and isinstance(settings := content.get("hyper_parameters"), dict)
+        and settings.keys() == {"config", "vocab_size", "context_length"}
+    )
+
+
+def load(path: Path) -> LitLM:
+    """The trained model of a checkpoint. Raises ValueError, in one line, where there is none to be had."""
+    checkpoint = f"checkpoint {str(path)!r}"
+    try:
+        content = read(path)
+    except ValueError as error:
+        raise ValueError(
+            f"{checkpoint}: {error}; give a final.ckpt, which --keep-checkpoint leaves in run folders"
+        ) from None
+    try:
+        module = LitLM(**content["hyper_parameters"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{checkpoint}: its config is not known here ({named(error)}); --import the file that defines a class of "
+            "your own, else train again"
+        ) from None
+    if misfit := _misfit(content, module):
+        raise ValueError(f"{checkpoint}: {misfit}; train again")
+    module.load_state_dict(content["state_dict"])
+    return module
+
+
+def callback_state(path: Path, name: str) -> dict[str, Any]:
+    """What a callback of a class of this name left in a checkpoint; empty where none did. Raises as `read` does."""
+    return read(path).get("callbacks", {}).get(name, {})
+
+
+def resumable_step(path: Path, cfg: RunConfig, module: LitLM) -> int:
+    """The step from which a checkpoint resumes this config's module.
+
+    0 where there is none, or one that is damaged or another model's: that one is set aside, and said so.
+    """
+    if not path.exists():
+        return 0
+    try:
+        content = read(path)
+    except ValueError as error:
+        set_aside(path, str(error))
+        return 0
+    if content["hyper_parameters"].get("config") != to_dict(cfg):
+        set_aside(path, "made by another config")
+        return 0
+    if misfit := _misfit(content, module):
+        set_aside(path, misfit)
+        return 0
+    return content["global_step"]
+
+
+def _misfit(content: dict[str, Any], module: LitLM) -> str:
+    """How the weights of a checkpoint differ from those of a module in name or shape; "" where they do not."""
+    found = {name: tuple(value.shape) for name, value in content["state_dict"].items()}
+    wanted = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            is_, should = (str(shapes.get(name, "missing")) for shapes in (found, wanted))
+            return f"the weights are another architecture's ({name} is {is_}, should be {should})"
+    return ""
+
+
+def data_of_training(checkpoint: Path, module: LitLM) -> DataSource:
+    """The data that a checkpoint's model was trained on.
+
+    Raises ValueError, in one line, where they cannot be had or have changed since. The result beside the checkpoint
+    tells of contents; where there is none, only another size is noticed.
+    """
+    source = module.cfg.data.load()
+    for name in ("vocab_size", "context_length"):
+        there, here = module.hparams[name], getattr(source, name)
+        if there != here:
+            raise ValueError(
+                f"checkpoint {str(checkpoint)!r}: was trained on data of {name}={there}, which are {name}={here} here; "
+                "give it those, or train again"
+            )
+    try:
+        key = json.loads((checkpoint.parent / RESULT).read_text())["key"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return source
+    if key != cell_key(module.cfg, source.fingerprint):
+        raise ValueError(
+            f"checkpoint {str(checkpoint)!r}: its data ({source.name}) are not those of its training any more; give it "
+            "those, or train again"
+        )
+    return source

@@ -1,0 +1,41 @@
+"""Parameter groups of AdamW and the learning-rate schedule. Needs torch alone."""
+
+import math
+from typing import Any
+
+from torch import nn
+
+from lit_lazy.attention.normaliser import NormaliserModule
+from lit_lazy.config.schema import TrainConfig
+from lit_lazy.model.decoder import DecoderLM
+
+
+def lr_factor(step: int, cfg: TrainConfig) -> float:
+    """Linear warm-up, then a cosine down to `final_lr_fraction`; a factor on the peak learning rate."""
+    if step < cfg.warmup_steps:
+        return (step + 1) / cfg.warmup_steps
+    progress = (step - cfg.warmup_steps) / (cfg.steps - cfg.warmup_steps)
+    return cfg.final_lr_fraction + (1 - cfg.final_lr_fraction) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+
+def parameter_groups(model: DecoderLM, cfg: TrainConfig) -> list[dict[str, Any]]:
+    """AdamW's groups: weight matrices of the blocks and an untied head decay; everything else does not.
+
+    Everything else is: embeddings (and a head tied to them), norms, tau, and all parameters of positional biases.
+    tau has its normaliser's factor on the learning rate.
+    """
+    decayed = {id(m.weight) for path, m in model.named_modules() if isinstance(m, nn.Linear) and ".bias" not in path}
+    decayed.discard(id(model.embedding.weight))
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    seen: set[int] = set()
+    for module in model.modules():
+        scale = module.lr_scale if isinstance(module, NormaliserModule) else 1.0
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                decay = cfg.weight_decay if id(parameter) in decayed else 0.0
+                groups.setdefault((decay, scale), []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": decay, "lr": cfg.lr * scale}
+        for (decay, scale), parameters in groups.items()
+    ]

@@ -1,0 +1,122 @@
+"""RunConfig -> RunResult: the one function that trains and evaluates a run."""
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+
+from lit_lazy.config.canonical import to_dict
+from lit_lazy.config.key import cell_key
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.data import DataSource
+from lit_lazy.measure.diagnostics import Diagnostics, measure, validation_sample
+from lit_lazy.measure.evaluation import diagnosed, evaluate, sizes
+from lit_lazy.support.checks import require
+from lit_lazy.support.disk import write_text
+from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.support.provenance import environment
+from lit_lazy.training.checkpoints import resumable_step
+from lit_lazy.training.module import DivergedError, LitLM
+from lit_lazy.training.prepare import prepare
+from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult
+from lit_lazy.training.trainer import MissedValidation, fit, make_trainer
+from lit_lazy.training.watch import Watch, tau_history
+
+log = logging.getLogger("lit_lazy.training.run")
+
+
+class CellBusyError(UnfinishedError):
+    """Another process holds the run folder."""
+
+
+def run(
+    cfg: RunConfig,
+    folder: Path,
+    *,
+    logger: Logger | None = None,
+    callbacks: Sequence[Callback] = (),
+    show_progress: bool = False,
+    keep_checkpoint: bool = False,
+) -> RunResult:
+    """Train and evaluate `cfg` in `folder`, or go on from the checkpoint that is there, or return the result that is.
+
+    The checkpoints to resume from are removed in the end; keep_checkpoint leaves the trained model in `final.ckpt`.
+    The same config, seed and thread count give the same metrics on the same machine bit for bit, also when the run was
+    killed and resumed in between. Raises CellBusyError when another process works in the folder, DivergedError when
+    the loss is no longer finite, ValueError when the folder belongs to another config.
+    """
+    source = prepare(cfg)
+    key = cell_key(cfg, source.fingerprint)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / "lock", timeout=0):
+            known = RunResult.read(folder)
+            require(known is None or known.key == key, "folder", str(folder), "holds the result of another config")
+            return known or _run(cfg, source, folder, logger, callbacks, show_progress, keep_checkpoint)
+    except Timeout:
+        raise CellBusyError(f"another process works in {folder}") from None
+
+
+def _run(
+    cfg: RunConfig,
+    source: DataSource,
+    folder: Path,
+    logger: Logger | None,
+    callbacks: Sequence[Callback],
+    show_progress: bool,
+    keep_checkpoint: bool,
+) -> RunResult:
+    module = LitLM.create(cfg, source.vocab_size, source.context_length)
+    watch = Watch(source)
+    trainer = make_trainer(cfg, folder, logger, (MissedValidation(source), watch, *callbacks), show_progress)
+    device = trainer.strategy.root_device
+    model = module.model.to(device)
+    initial, untrained = evaluate(model, source, cfg.train), diagnosed(model, source)
+
+    checkpoints = folder / "checkpoints"
+    last = checkpoints / "last.ckpt"
+    started, first_step = time.perf_counter(), resumable_step(last, cfg, module)
+    if first_step:
+        log.info("goes on at step %d of %d, from %s", first_step, cfg.train.steps, last)
+    fit(trainer, module, cfg, source, last if first_step else None)
+    trained = time.perf_counter()
+    if keep_checkpoint:
+        trainer.save_checkpoint(folder / FINAL_CHECKPOINT)
+    metrics = evaluate(model.to(device), source, cfg.train)  # Lightning may have moved it to the CPU
+    if not all(torch.isfinite(torch.tensor(value)) for value in metrics.values()):
+        raise DivergedError("the trained model's evaluation is not finite")
+    metrics |= {f"init/{name}": value for name, value in initial.items()} | sizes(model)
+    if untrained is not None:
+        measured = Diagnostics.joined({"": measure(model, validation_sample(source)), "init/": untrained})
+        diagnostics = Diagnostics(measured.arrays | tau_history(watch.taus))
+        diagnostics.save(folder / DIAGNOSTICS)
+        metrics |= diagnostics.scalars()
+
+    tokens = (cfg.train.steps - first_step) * cfg.train.batch_size * source.context_length
+    result = RunResult(
+        key=cell_key(cfg, source.fingerprint),
+        config=to_dict(cfg),
+        data=source.info,
+        metrics=metrics,
+        labels={"backend": model.attentions[0].backend_name},
+        timings={
+            "train_seconds": trained - started,
+            "evaluate_seconds": time.perf_counter() - trained,
+            "tokens_per_second": tokens / (trained - started),
+        },
+        environment=environment(),
+    )
+    write_text(folder / RESULT, json.dumps(asdict(result), indent=1, sort_keys=True, allow_nan=False))
+    if checkpoints.exists():
+        for aside in checkpoints.glob("*.damaged"):
+            aside.replace(folder / aside.name)
+        shutil.rmtree(checkpoints)
+    return result

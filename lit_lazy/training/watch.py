@@ -1,0 +1,121 @@
+"""What the heads do while a model trains: a few cheap figures of a small fixed batch, at steps that show when."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from lit_lazy.data import DataSource
+from lit_lazy.measure import AttentionMetrics
+from lit_lazy.measure.collapse import effective_rank, token_cosine
+from lit_lazy.measure.diagnostics import listening
+from lit_lazy.measure.offsets import taus
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.training.module import LitLM
+
+NAMES = {
+    "sink/first_key_weight": "watch/first_key_weight",
+    "sink/first_key_share": "watch/first_key_share",
+    "mass/all": "watch/mass",
+    "sparsity/zero": "watch/sparsity",
+}
+"""Names during training of what `AttentionMetrics` calls otherwise: there a number of the whole validation set."""
+SEQUENCES = 4
+
+
+class Watch(Callback):
+    """Logs sink, mass, sparsity, tau and the spread of the last hidden states of some validation sequences.
+
+    At steps 0 (the untrained model), 1, 2, 4, 8, ..., and at each validation. Step counts finished optimiser steps.
+    What is logged are means over heads; the tau of every head is kept, and goes with the trainer's checkpoints.
+    """
+
+    def __init__(self, source: DataSource, sequences: int = SEQUENCES) -> None:
+        self.batch = source.validation.__getitems__(list(range(min(sequences, len(source.validation)))))
+        self.taus: dict[int, Tensor] = {}
+        """By step, `[layers, H]`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taus": self.taus}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.taus = dict(state_dict["taus"])
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The untrained model; or, after a kill, what was due at the step of the checkpoint: a logger may know it."""
+        step = trainer.global_step
+        if _is_due(step) or (isinstance(pl_module, LitLM) and step % pl_module.cfg.train.val_every == 0):
+            self._look(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *_args: object, **_kwargs: object
+    ) -> None:
+        """Powers of two."""
+        if _is_due(trainer.global_step):
+            self._look(trainer, pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Beside the validation's loss."""
+        if not _is_due(trainer.global_step):
+            self._look(trainer, pl_module)
+
+    def _look(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if not isinstance(module, LitLM):
+            return
+        if (tau := _by_head(module.model)) is not None:
+            self.taus[trainer.global_step] = tau.cpu()
+        if trainer.logger is not None:
+            with trainer.precision_plugin.forward_context():
+                measured = look(module.model, self.batch["tokens"].to(module.device))
+            trainer.logger.log_metrics(measured, trainer.global_step)
+
+
+def tau_history(taus: Mapping[int, Tensor]) -> dict[str, np.ndarray]:
+    """A training's taus `[layers, H]` by step, as arrays of its diagnostics; none without a tau."""
+    if not taus:
+        return {}
+    steps = sorted(taus)
+    stacked = torch.stack([taus[step] for step in steps])
+    return {"watch/step": np.array(steps, np.int64), "watch/tau": stacked.numpy().astype(np.float32)}
+
+
+def _is_due(step: int) -> bool:
+    """0 and the powers of two."""
+    return step & (step - 1) == 0
+
+
+@torch.no_grad()
+def look(model: DecoderLM, tokens: Tensor) -> dict[str, float]:
+    """The figures of a batch of tokens `[B, L]`, by their names under `watch/`; an undefined one is left out."""
+    was_training = model.training
+    hidden: dict[int, Tensor] = {}
+    try:
+        with listening(model, on_hidden=hidden.__setitem__):
+            _, stats = model.eval().forward_with_stats(tokens)
+    finally:
+        model.train(was_training)
+    last = hidden[len(model.blocks)].float()
+    attention = AttentionMetrics.of(model.cfg.attention, device=model.device)
+    attention.update(stats, {"all": torch.ones_like(tokens, dtype=torch.bool)})
+    measured = {NAMES[name]: value for name, value in attention.compute().items()}
+    measured["watch/cosine"] = token_cosine(last).mean().item()
+    measured["watch/effective_rank"] = effective_rank(last).mean().item()
+    return measured | _taus(model)
+
+
+def _by_head(model: DecoderLM) -> Tensor | None:
+    """Tau `[layers, H]`, of `per_token` the mean over positions; None without one."""
+    tau = taus(model)
+    return None if tau is None else tau.reshape(*tau.shape[:2], -1).mean(-1)
+
+
+def _taus(model: DecoderLM) -> dict[str, float]:
+    tau = taus(model)
+    if tau is None:
+        return {}
+    means = {f"watch/tau_layer_{layer}": values.mean().item() for layer, values in enumerate(tau)}
+    return means | {"watch/tau_min": tau.min().item(), "watch/tau_max": tau.max().item()}

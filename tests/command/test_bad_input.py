@@ -1,0 +1,627 @@
+"""Wrong input: one line that names it and the mend, exit status 2, nothing created or changed, no code run."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import optuna
+import pytest
+import torch
+
+from lit_lazy.command.main import main
+from lit_lazy.grid.queue.storage import default_storage
+from lit_lazy.training.checkpoints import read
+from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
+
+MOST_SECONDS = 15.0
+TRAIN = ["train", "backcopy_tiny"]
+RUN = ["ablate", "run", "table2", "--base", "backcopy_tiny"]
+CELL = [*RUN, "--rows", "softmax", "--seeds", "0", "--workers", "1"]
+NORMALISER, BIAS = "--model.attention.normaliser", "--model.attention.bias"
+PASSWORD = "geheim"
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in."""
+    for variable in ("MLFLOW_TRACKING_URI", "LIT_LAZY_STORAGE"):
+        monkeypatch.delenv(variable, raising=False)
+    folder = tmp_path / "place"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def tree(folder: Path) -> dict[Path, tuple[int, int] | None]:
+    """Everything below a folder: files with the time of their last change and their size."""
+    return {
+        path: (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None for path in folder.rglob("*")
+    }
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What is said of a wrong command, which has to end as it should."""
+    capsys.readouterr()
+    before, started = tree(Path.cwd()), time.monotonic()
+    try:
+        status = main(arguments)
+    except SystemExit as stopped:  # argparse ends a process itself
+        status = stopped.code
+    said = capsys.readouterr()
+    assert time.monotonic() - started < MOST_SECONDS
+    assert tree(Path.cwd()) == before
+    assert status == 2
+    assert said.out == ""
+    assert re.fullmatch(r"lit-lazy[^\n]*: [^\n]+\n", said.err), said.err
+    assert PASSWORD not in said.err
+    assert not re.search(r"Traceback|<class|Parser key|typing\.", said.err)
+    return said.err
+
+
+OPTIONS = [
+    (["train", "nothing"], "experiment 'nothing': unknown; there are backcopy"),
+    (["train", ""], "experiment '': unknown; there are backcopy"),
+    (["train", "nothing.py"], "experiment 'nothing.py': no such file; give the path"),
+    (["train", "notes.txt"], "experiment 'notes.txt': unknown; there are backcopy"),
+    (["train"], "the following arguments are required: EXPERIMENT"),
+    (["fields", "nothing"], "experiment 'nothing': unknown"),
+    (["fields", "backcopy", "extra"], "unknown argument 'extra'; see `lit-lazy fields --help`"),
+    (["trian", "backcopy"], "invalid choice: 'trian' (choose from 'train'"),
+    (["ablate", "rum"], "invalid choice: 'rum' (choose from 'run'"),
+    (["ablate"], "the following arguments are required: COMMAND"),
+    ([], "the following arguments are required: COMMAND"),
+    (["ablate", "run"], "the following arguments are required: NAME"),
+    (["ablate", "list", "x"], "unknown argument 'x'; see `lit-lazy ablate list --help`"),
+    ([*TRAIN, "--threads", "0"], "argument --threads: '0': must be a whole number of at least 1"),
+    ([*TRAIN, "--runs", ""], "argument --runs: '': must be a folder"),
+    ([*TRAIN, "--runs", __file__], "test_bad_input.py': is a file, must be a folder"),
+    ([*TRAIN, "--runs", "/proc/runs"], "--runs '/proc/runs': nothing can be written there"),
+    ([*TRAIN, "--runs", f"{__file__}/runs"], "/runs': nothing can be written there (Not a directory); name another"),
+    (["ablate", "run", "nothing"], "ablation 'nothing': unknown; there are "),
+    (["ablate", "run", "table2", "--base", "nothing"], "experiment 'nothing': unknown"),
+    (["ablate", "run", "table2", "--base", ""], "argument --base: '': must be a name; leave the option out"),
+    ([*RUN, "--rows", "nothing"], "--rows 'nothing': table2 has no such row; it has softmax, "),
+    ([*RUN, "--rows", ","], "argument --rows: ',': must be names separated by commas, for example"),
+    ([*RUN, "--rows", "lazy,lazy"], "argument --rows: 'lazy,lazy': has lazy twice; give it once"),
+    ([*RUN, "--seeds", "a"], "argument --seeds: 'a': must be whole numbers separated by commas"),
+    ([*RUN, "--seeds", "-1"], "argument --seeds: '-1': must be whole numbers"),
+    ([*RUN, "--seeds", "0,0"], "argument --seeds: '0,0': has 0 twice; give it once"),
+    ([*RUN, "--seed=3"], "--seed: an ablation's seeds are given by --seeds"),
+    ([*RUN, "--workers", "0"], "argument --workers: '0': must be a whole number of at least 1"),
+    ([*RUN, "--workers", "-1"], "argument --workers: '-1': must be a whole number of at least 1"),
+    ([*RUN, "--workers", "two"], "argument --workers: 'two': must be a whole number of at least 1"),
+    ([*RUN, "--threads", "0"], "argument --threads: '0': must be a whole number of at least 1"),
+    ([*RUN, "--retry-failed", "0"], "argument --retry-failed: '0': must be a whole number of at least 1"),
+    ([*RUN, "--runs", "/proc/runs"], "--runs '/proc/runs': nothing can be written there"),
+    ([*RUN, f"{BIAS}=Alibi"], f"{BIAS}: row 'softmax' sets model.attention.bias itself; leave one of the two out"),
+    (["ablate", "status", "table2"], "queue.db holds no such grid; it has none; `lit-lazy ablate run` makes it"),
+    (["ablate", "status", "nothing"], "holds no such grid; it has none; `lit-lazy ablate run` makes it"),
+    (["ablate", "table", "table2"], "mlflow.db holds no such grid; it has none; `lit-lazy ablate run` makes it"),
+    (["ablate", "table", "nothing"], "holds no such grid; it has none; `lit-lazy ablate run` makes it"),
+    (["dashboard"], "--runs runs: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` makes some"),
+    (["dashboard", "--port", "0"], "argument --port: '0': must be a whole number from 1 to 65535"),
+    (["dashboard", "--port", "99999"], "argument --port: '99999': must be a whole number from 1 to 65535"),
+    (["dashboard", "--port", "http"], "argument --port: 'http': must be a whole number from 1 to 65535"),
+    (["evaluate"], "the following arguments are required: CHECKPOINT"),
+    (["evaluate", "final.ckpt", "--import", "mine.py"], "--import 'mine.py': no such file; give the path"),
+]
+FIELDS = [
+    (["--model.d_modl=3"], "--model.d_modl='3': no such field (did you mean --model.d_model?); `lit-lazy fields"),
+    (["--thread", "2"], "--thread='2': no such field; `lit-lazy fields EXPERIMENT` lists all, --help what else there"),
+    (["--train.steps"], "--train.steps: has no value; give one as in --train.steps=VALUE"),
+    (["steps=5"], "unknown argument 'steps=5'; a field is set by --FIELD=VALUE"),
+    (["-x"], "unknown argument '-x'; a field is set by --FIELD=VALUE"),
+    (["--model.d_model=three"], "--model.d_model='three': must be a whole number"),
+    (["--model.d_model=None"], "--model.d_model='None': must be a whole number"),
+    (["--model.tie_embeddings=maybe"], "--model.tie_embeddings='maybe': must be true or false"),
+    (["--model=3"], "--model='3': its fields are set one by one, for example --model.d_model=VALUE"),
+    (["--model.n_heads=3"], "model.n_heads=3: must divide model.d_model=16"),
+    (["--model.n_heads=4", "--model.n_kv_heads=3"], "model.n_kv_heads=3: must divide model.n_heads=4"),
+    (["--model.d_model=15", "--model.n_heads=3"], "Rope: the head dimension must be even, got 5; choose another"),
+    (["--model.backend=cuda"], "--model.backend='cuda': must be one of auto, reference, chunked"),
+    (["--model.init_std=0"], "model.init_std=0.0: must be finite and above 0"),
+    (["--model.attention.window=0"], "AttentionSpec.window=0: must be at least 1, or None for no window"),
+    (["--seed=-1"], "seed=-1: must be a whole number of at least 0"),
+    (["--seed=1.5"], "--seed='1.5': must be a whole number"),
+    (["--train.lr=0"], "train.lr=0.0: must be finite and above 0"),
+    (["--train.lr=-1"], "train.lr=-1.0: must be finite and above 0"),
+    (["--train.lr=nan"], "--train.lr='nan': must be a finite number"),
+    (["--train.steps=0"], "train.steps=0: must be a whole number of at least 1"),
+    (["--train.warmup_steps=6"], "train.warmup_steps=6: must be at least 0 and below train.steps=6"),
+    (["--train.val_every=0"], "train.val_every=0: must be a whole number of at least 1"),
+    (["--train.log_every=0"], "train.log_every=0: must be a whole number of at least 1"),
+    (["--train.checkpoint_every=0"], "train.checkpoint_every=0: must be a whole number of at least 1"),
+    (["--train.precision=bf16-true"], "--train.precision='bf16-true': must be one of fp32, bf16"),
+    (["--train.batch_size=1000"], "train.batch_size=1000: must not exceed the 256 training sequences"),
+    (["--data=Wiki"], "--data='Wiki': unknown; there are Backcopy, "),
+    (["--data.context_length=2"], "data.context_length=2: must be a whole number of at least 3"),
+    (["--data=Stdlib", "--data.context_length=100000000"], "bytes; choose a smaller one"),
+    (["--data=Stdlib", "--data.validation_windows=99999999"], "choose fewer or shorter ones"),
+    ([f"{BIAS}=T5Bais"], f"{BIAS}='T5Bais': unknown (did you mean T5Bias?); there are Alibi, "),
+    ([f"{BIAS}.n_buckets=8"], f"{BIAS}.n_buckets='8': no such field; it is T5Bias's: add {BIAS}=T5Bias"),
+    ([f"{BIAS}=LearnedBias", f"{BIAS}.length=0"], "LearnedBias.length=0: must be at least 1, or None"),
+    ([f"{BIAS}=Fire", f"{BIAS}.length=8"], "Fire.length=8: cannot serve 16 keys"),
+    ([f"{NORMALISER}=Elastic", f"{NORMALISER}.tau_init=nan"], ".tau_init='nan': must be a finite number"),
+    ([f"{NORMALISER}=Elastic", f"{NORMALISER}.tau_init=inf"], ".tau_init='inf': must be a finite number"),
+    ([f"{NORMALISER}=Elastic", f"{NORMALISER}.tau_init=.inf"], "Elastic.tau_init=inf: must be finite"),
+    (
+        [f"{NORMALISER}=Elastic", f"{NORMALISER}.threshold=constant"],
+        "Elastic.tau_init=1.0 with Elastic.threshold='constant': no weight exceeds 1",
+    ),
+    ([f"{NORMALISER}=Elastic", f"{NORMALISER}.threshold=row"], ".threshold='row': must be one of per_query, seq_len"),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has the device that is asked for")
+@pytest.mark.parametrize("command", [TRAIN, RUN])
+def test_a_backend_without_its_device(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("flash_lazy.ops.INTERPRETED", False)
+    said = refused([*command, "--model.backend=triton"], capsys)
+    assert "model.backend='triton'" in said
+    assert "move q, k and v to a GPU, or choose 'chunked'" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [*OPTIONS, *(([*TRAIN, *fields], named) for fields, named in FIELDS)],
+    ids=lambda value: " ".join(value).replace(str(Path(__file__).parent), "") if isinstance(value, list) else "",
+)
+def test_options_and_fields(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert named in refused(arguments, capsys)
+
+
+EXPERIMENTS = {
+    "syntax": ("def config(:\n", "line 1: SyntaxError"),
+    "import": ("\nimport nothing_of_this_name\n", "line 2: ModuleNotFoundError: No module named"),
+    "raises": ("def config():\n    return 1 / 0\n", "line 2: ZeroDivisionError: division by zero"),
+    "exits": ("import sys\nsys.exit(3)\n", "line 2: SystemExit: 3"),
+    "other": ("def config():\n    return 1\n", "config() returned 1; let it return a RunConfig"),
+    "none": ("x = 1\n", "defines no function config(); give it one that returns a RunConfig"),
+    "no text": ("\0\1\2", "null bytes"),
+    "class for a part": (
+        "from lit_lazy.config.schema import RunConfig\nfrom lit_lazy.data.backcopy import Backcopy\n"
+        "def config():\n    return RunConfig(Backcopy)\n",
+        "data=<class 'lit_lazy.data.backcopy.Backcopy'>: must be a DataConfig, such as Backcopy()",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiment_files(name: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content, named = EXPERIMENTS[name]
+    path = place / f"broken {name}.py"
+    path.write_text(content)
+    for command in ("train", "fields"):
+        error = refused([command, path.name], capsys) if "<class" not in named else said_of(path, capsys)
+        assert error.startswith(f"lit-lazy: {path}: ")
+        assert named in error
+    assert named in error
+
+
+def said_of(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Like `refused`, for a message that shows the user's own value, which looks like jargon."""
+    assert main(["train", path.name]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+ABLATION = """
+from lit_lazy.attention import Elastic, Softmax
+from lit_lazy.grid.ablation import Ablation, Row
+from lit_lazy.table.columns import COLUMNS
+
+NORMALISER = "model.attention.normaliser"
+SOFT, ELASTIC = Row("softmax", {{NORMALISER: Softmax()}}, "ours"), Row("elastic", {{NORMALISER: Elastic()}}, "ours")
+rest = dict(name="mine", baseline="softmax", seeds=(0, 1), columns=COLUMNS, base="backcopy_tiny", rows=(SOFT, ELASTIC))
+ablation = Ablation(**(rest | dict({settings})))
+"""
+ABLATIONS = {
+    "name='a/b'": "ablation 'a/b': its name becomes a folder's; take letters, digits, _, - and .",
+    "name='../a'": "ablation '../a': its name becomes a folder's",
+    "name='a b'": "ablation 'a b': its name becomes a folder's",
+    'name="it\'s"': "ablation \"it's\": its name becomes a folder's",
+    "name=''": "ablation '': its name becomes a folder's",
+    "name='a\\n'": "ablation 'a\\n': its name becomes a folder's",
+    "rows=(SOFT, SOFT)": "two rows have the same name 'softmax'; rename one",
+    "rows=(SOFT, Row('b', {NORMALISER: Softmax()}, 'ours'))": "rows 'softmax' and 'b' are the same training (seed 0)",
+    "rows=(SOFT, Row('', {}, 'ours'))": "row '' has no name that can be shown; give it another",
+    "rows=(SOFT, Row('a,b', {}, 'ours'))": "row 'a,b' has a comma in its name",
+    "rows=(SOFT, Row('b', {'model.width': 3}, 'ours'))": "row 'b': ModelConfig has no field 'width'",
+    "rows=(SOFT, Row('b', {'train.lr': 'fast'}, 'ours'))": "row 'b': lr='fast': must be real number, not str",
+    "rows=(SOFT, Row('b', {NORMALISER: 'Elastic'}, 'ours'))": "model.attention.normaliser='Elastic': must be a Normali",
+    "rows=(SOFT, Row('b', {'model.n_heads': 3}, 'ours'))": "row 'b': model.n_heads=3: must divide",
+    "rows=(SOFT, Row('b', {}, 'ours', seeds=(2, 2)))": "seeds=(2, 2): must be different whole numbers",
+    "seeds=()": "needs at least one seed",
+    "seeds=(0, 0)": "seeds=(0, 0): must be different whole numbers, 0 or more",
+    "seeds=(-1,)": "seeds=(-1,): must be different whole numbers, 0 or more",
+    "baseline='lazy'": "baseline 'lazy' is not one of its rows",
+    "rows=()": "give either rows or axes",
+    "rows=(), axes={'model.d_model': ()}": "is not one of its rows",
+    "base='nothing'": "experiment 'nothing': unknown; there are backcopy",
+    "sedes=(0,)": "unexpected keyword argument 'sedes'",
+}
+
+
+@pytest.mark.parametrize("settings", ABLATIONS)
+def test_ablation_files(settings: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "mine.py").write_text(ABLATION.format(settings=settings))
+    assert ABLATIONS[settings] in refused(["ablate", "run", "mine.py"], capsys)
+
+
+def test_a_file_without_an_ablation(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "empty.py").write_text("ablation = 3\n")
+    assert "defines no `ablation`; give it one" in refused(["ablate", "run", "empty.py"], capsys)
+
+
+def random_bytes(path: Path, _store: Path) -> None:
+    path.write_bytes(b"SQLite" + os.urandom(4096))
+
+
+def a_folder(path: Path, _store: Path) -> None:
+    path.mkdir()
+
+
+def mlflows(path: Path, store: Path) -> None:
+    shutil.copy(store, path)
+
+
+def optunas(path: Path, _store: Path) -> None:
+    """A study of the grid's name that plain Optuna made."""
+    study = optuna.create_study(storage=f"sqlite:///{path}", study_name="table2-backcopy_tiny")
+    study.add_trial(optuna.create_trial(value=1.0))
+
+
+STORAGES = [
+    (random_bytes, "sqlite:///{path}", "file is not a database); move that file away, or name another"),
+    (a_folder, "sqlite:///{path}", "unable to open database file"),
+    (mlflows, "sqlite:///{path}", "is another program's database; name another"),
+    (optunas, "sqlite:///{path}", "its study 'table2-backcopy_tiny' was not made by this version"),
+    (None, "sqlite:///{path}/x/queue.db", "there is no folder"),
+    (None, "sqlite:////proc/queue.db", "--storage '/proc': nothing can be written there"),
+    (None, "sqlite://", "--storage 'sqlite://': must be sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE"),
+    (None, "sqlite:///:memory:", "--storage 'sqlite:///:memory:': must be sqlite:///FILE"),
+    (None, "queue.db", "--storage 'queue.db': must be sqlite:///FILE or postgresql://"),
+    (None, "mysql://me:geheim@localhost/x", "--storage 'mysql://me:***@localhost/x': must be sqlite:///FILE or"),
+    (None, "postgres//me:geheim@localhost/x", "--storage 'postgres//me:***@localhost/x': must be sqlite:///FILE or"),
+    (None, "postgresql://me:geheim@127.0.0.1:{port}/x", "are server, user, password and database right?"),
+    (None, "postgresql://127.0.0.1:{port}/x?user=me&password=geheim", "are server, user, password and database right?"),
+    (None, "postgresql://me:geh@geheim@localhost/x", "has more than one @; write %40 for that of a password"),
+    (None, "postgresql://me:geheim@localhost:port/x", "is no URL of a database; give SCHEME://USER:PASSWORD@HOST"),
+]
+
+
+@pytest.mark.parametrize(("make", "url", "named"), STORAGES, ids=[url for _, url, _ in STORAGES])
+def test_storages(
+    make: Callable[[Path, Path], None] | None,
+    url: str,
+    named: str,
+    empty_store: Path,
+    closed_port: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = Path.cwd() / "storage"
+    if make is not None:
+        make(path, empty_store)
+    storage = url.format(path=path, port=closed_port)
+    assert named in refused([*CELL, "--storage", storage], capsys)
+
+
+@pytest.mark.parametrize("make", [random_bytes, a_folder, mlflows], ids=lambda make: make.__name__)
+def test_a_damaged_queue_in_the_runs_folder(
+    make: Callable[[Path, Path], None], place: Path, empty_store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "runs").mkdir()
+    make(place / "runs" / "queue.db", empty_store)
+    for command in (CELL, ["ablate", "status", "table2"]):
+        assert default_storage(place / "runs") in refused(command, capsys)
+
+
+TRACKING = [
+    ("http://127.0.0.1:{port}", "Connection refused); start the server, or unset the variable"),
+    ("http://me:geheim@127.0.0.1:{port}", "MLFLOW_TRACKING_URI=http://me:***@127.0.0.1:"),
+    ("http://127.0.0.1:port", "does not answer"),
+    ("postgresql://me:geheim@127.0.0.1:{port}/x", "MLFLOW_TRACKING_URI 'postgresql://me:***@127.0.0.1:"),
+    ("file:{place}/mlruns", "must be http://HOST:PORT, sqlite:///FILE or postgresql://"),
+    ("file://{place}/mlruns", "must be http://HOST:PORT, sqlite:///FILE or postgresql://"),
+    ("mlruns", "MLFLOW_TRACKING_URI=mlruns: must be http://HOST:PORT"),
+    ("sqlite://", "MLFLOW_TRACKING_URI=sqlite://: must be http://HOST:PORT"),
+    ("nonsense://x", "MLFLOW_TRACKING_URI=nonsense://x: must be http://HOST:PORT"),
+    ("sqlite:///{place}/random.db", "random.db': cannot be used (file is not a database); move that file away"),
+    ("sqlite:////proc/mlflow.db", "MLFLOW_TRACKING_URI '/proc': nothing can be written there"),
+]
+
+
+@pytest.mark.parametrize(("uri", "named"), TRACKING, ids=[uri for uri, _ in TRACKING])
+def test_tracking_stores(
+    uri: str,
+    named: str,
+    place: Path,
+    closed_port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    random_bytes(place / "random.db", place)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri.format(place=place, port=closed_port))
+    for command in (TRAIN, CELL, ["ablate", "table", "table2"], ["dashboard"]):
+        assert named in refused(command, capsys), command
+
+
+def test_a_damaged_store_in_the_runs_folder(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "runs").mkdir()
+    random_bytes(place / "runs" / "mlflow.db", place)
+    for command in (TRAIN, CELL, ["ablate", "table", "table2"], ["dashboard"]):
+        assert "mlflow.db': cannot be used (file is not a database); move that file away" in refused(command, capsys)
+
+
+def test_a_port_in_use(place: Path, empty_store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "runs").mkdir()
+    shutil.copy(empty_store, place / "runs" / "mlflow.db")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        error = refused(["dashboard", "--port", str(port)], capsys)
+    assert f"--port {port}: something already listens there; choose another port" in error
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
+    """A finished run folder with its checkpoint."""
+    runs = tmp_path_factory.mktemp("trained")
+    shutil.copy(empty_store, runs / "mlflow.db")
+    torch.set_num_threads(1)
+    lazy = [f"{NORMALISER}=Elastic", f"{BIAS}=LearnedBias"]
+    assert main([*TRAIN, *lazy, "--keep-checkpoint", "--runs", str(runs)]) == 0
+    return next((runs / "train-backcopy_tiny").iterdir())
+
+
+def test_evaluate_measures_what_the_run_did_and_creates_nothing(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(trained.parent)
+    assert main(["evaluate", str(trained / FINAL_CHECKPOINT), "--threads", "1"]) == 0
+    measured = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    metrics = json.loads((trained / RESULT).read_text())["metrics"]
+    assert measured == {name: f"{value:.6g}" for name, value in metrics.items() if not name.startswith("init/")}
+    assert {"loss/val", "sparsity/zero", "tau/mean", "model/parameters"} <= measured.keys()
+    assert tree(trained.parent) == before
+    assert tree(Path.cwd()) == {}
+
+
+class Bomb:
+    """What a pickle may do to those who load it."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.mkdir, (str(self.marker),)
+
+
+def missing(_trained: Path, _path: Path) -> None:
+    pass
+
+
+def is_folder(_trained: Path, path: Path) -> None:
+    path.mkdir()
+
+
+def is_empty(_trained: Path, path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def is_text(_trained: Path, path: Path) -> None:
+    path.write_text("the weights\n")
+
+
+def is_truncated(trained: Path, path: Path) -> None:
+    path.write_bytes((trained / FINAL_CHECKPOINT).read_bytes()[:-1000])
+
+
+def has_a_flipped_bit(trained: Path, path: Path) -> None:
+    """In the middle of the greatest weight, where torch would not see it."""
+    content = bytearray((trained / FINAL_CHECKPOINT).read_bytes())
+    with zipfile.ZipFile(trained / FINAL_CHECKPOINT) as archive:
+        record = max(archive.infolist(), key=lambda info: info.file_size if "/data/" in info.filename else 0)
+    content[record.header_offset + 200 + record.file_size // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def is_a_pickle_bomb(_trained: Path, path: Path) -> None:
+    path.write_bytes(pickle.dumps(Bomb(path.with_name("exploded"))))
+
+
+def is_a_torch_bomb(trained: Path, path: Path) -> None:
+    torch.save(read(trained / FINAL_CHECKPOINT) | {"extra": Bomb(path.with_name("exploded"))}, path)
+
+
+def is_anothers(_trained: Path, path: Path) -> None:
+    """A checkpoint that another Lightning project wrote."""
+    layer = torch.nn.Linear(2, 2)
+    torch.save({"state_dict": layer.state_dict(), "hyper_parameters": {"lr": 0.1}, "global_step": 3}, path)
+
+
+def is_a_tensor(_trained: Path, path: Path) -> None:
+    torch.save(torch.zeros(3), path)
+
+
+def has_other_weights(trained: Path, path: Path) -> None:
+    content = read(trained / FINAL_CHECKPOINT)
+    del content["state_dict"]["model.blocks.0.attention.normaliser.tau"]
+    torch.save(content, path)
+
+
+def has_an_unknown_class(trained: Path, path: Path) -> None:
+    content = read(trained / FINAL_CHECKPOINT)
+    content["hyper_parameters"]["config"]["model"]["attention"]["bias"] = {"class": "NobodysBias"}
+    torch.save(content, path)
+
+
+def has_no_config(trained: Path, path: Path) -> None:
+    torch.save(read(trained / FINAL_CHECKPOINT) | {"hyper_parameters": {"config": "x", "vocab_size": 1}}, path)
+
+
+def has_other_data(trained: Path, path: Path) -> None:
+    """Trained, as it seems, when the same data had another vocabulary."""
+    content = read(trained / FINAL_CHECKPOINT)
+    content["hyper_parameters"]["vocab_size"] = 5
+    for name in ("model.embedding.weight", "model.head.weight"):
+        content["state_dict"][name] = content["state_dict"][name][:5].clone()
+    torch.save(content, path)
+
+
+CHECKPOINTS = [
+    (missing, "cannot be read (No such file or directory); give a final.ckpt, which --keep-checkpoint leaves"),
+    (is_folder, "cannot be read (Is a directory); give a final.ckpt"),
+    (is_empty, "is no checkpoint, or damaged ("),
+    (is_text, "is no checkpoint, or damaged ("),
+    (is_truncated, "is no checkpoint, or damaged ("),
+    (has_a_flipped_bit, "is no checkpoint, or damaged (BadZipFile: bad checksum of "),
+    (is_a_pickle_bomb, "is no checkpoint, or damaged ("),
+    (is_a_torch_bomb, "holds more than weights and numbers, so it is not loaded: it could run code; give a final.ckpt"),
+    (is_anothers, "was not made by this project; give a final.ckpt"),
+    (is_a_tensor, "was not made by this project; give a final.ckpt"),
+    (has_other_weights, "the weights are another architecture's (model.blocks.0.attention.normaliser.tau is missing"),
+    (has_an_unknown_class, "Bias='NobodysBias': unknown"),
+    (has_no_config, "was not made by this project; give a final.ckpt"),
+    (has_other_data, "was trained on data of vocab_size=5, which are vocab_size=17 here"),
+]
+
+
+@pytest.mark.parametrize(("make", "named"), CHECKPOINTS, ids=[make.__name__ for make, _ in CHECKPOINTS])
+def test_checkpoints(
+    make: Callable[[Path, Path], None],
+    named: str,
+    trained: Path,
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make(trained, place / "some.ckpt")
+    error = refused(["evaluate", "some.ckpt"], capsys)
+    assert error.startswith("lit-lazy: checkpoint 'some.ckpt': ")
+    assert named in error
+    assert not (place / "exploded").exists()
+
+
+def test_the_bombs_do_explode_where_they_are_trusted(trained: Path, place: Path) -> None:
+    """Else the tests above would show nothing."""
+    is_a_torch_bomb(trained, place / "some.ckpt")
+    torch.load(place / "some.ckpt", weights_only=False)
+    assert (place / "exploded").exists()
+
+
+UNUSABLE = [
+    (is_truncated, "is no checkpoint, or damaged"),
+    (is_a_pickle_bomb, "is no checkpoint, or damaged"),
+    (is_a_torch_bomb, "holds more than weights and numbers, so it is not loaded: it could run code"),
+    (is_anothers, "was not made by this project"),
+]
+
+
+@pytest.mark.parametrize(("make", "named"), UNUSABLE, ids=[make.__name__ for make, _ in UNUSABLE])
+def test_a_checkpoint_that_cannot_be_resumed_from_is_set_aside_and_said(
+    make: Callable[[Path, Path], None],
+    named: str,
+    trained: Path,
+    runs: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    last = runs / "train-backcopy_tiny" / trained.name / "checkpoints" / "last.ckpt"
+    last.parent.mkdir(parents=True)
+    make(trained, last)
+    left = last.read_bytes()
+    lazy = [f"{NORMALISER}=Elastic", f"{BIAS}=LearnedBias"]
+    assert main([*TRAIN, *lazy, "--runs", str(runs)]) == 0
+    said = [record.getMessage() for record in caplog.records if record.name == "lit_lazy.support.disk"]
+    assert len(said) == 1
+    assert said[0].startswith(f"{last}: {named}")
+    assert said[0].endswith("kept as last.ckpt.damaged, and begun again without it")
+    assert "\n" not in said[0]
+    assert not list(runs.rglob("exploded"))
+    first, again = (json.loads((folder / RESULT).read_text()) for folder in (trained, last.parents[1]))
+    assert again["metrics"] == first["metrics"]
+    aside = last.parents[1] / "last.ckpt.damaged"
+    assert aside.read_bytes() == left
+
+
+OWN_CLASS = """
+from dataclasses import dataclass
+from lit_lazy.attention import LearnedBias
+
+@dataclass(frozen=True)
+class MyOwnBias(LearnedBias):
+    pass
+"""
+
+
+def test_a_checkpoint_of_ones_own_class_wants_its_file(
+    trained: Path, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = read(trained / FINAL_CHECKPOINT)
+    content["hyper_parameters"]["config"]["model"]["attention"]["bias"]["class"] = "MyOwnBias"
+    torch.save(content, place / "own.ckpt")
+    (place / "own.py").write_text(OWN_CLASS)
+    error = refused(["evaluate", "own.ckpt"], capsys)
+    assert "Bias='MyOwnBias': unknown" in error
+    assert "--import the file that defines a class of your own, else train again" in error
+    assert main(["evaluate", "own.ckpt", "--threads", "1", "--import", "own.py"]) == 0
+    own = capsys.readouterr().out
+    assert main(["evaluate", str(trained / FINAL_CHECKPOINT), "--threads", "1"]) == 0
+    assert own == capsys.readouterr().out
+
+
+def process(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW", "LIT_LAZY"))}
+    return subprocess.run(
+        [sys.executable, "-m", "lit_lazy.command", *arguments],
+        capture_output=True, text=True, cwd=folder, check=False, env=environment | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+PROCESSES = [
+    (["ablate", "run", "table2", "--workers", "two"], "'two': must be a whole number of at least 1"),
+    ([*TRAIN, "--model.n_heads=3"], "model.n_heads=3: must divide model.d_model=16"),
+    (["evaluate", "bomb.ckpt"], "could run code"),
+    (
+        [*CELL, "--storage", "postgresql://me:geheim@127.0.0.1:{port}/x"],
+        "are server, user, password and database right?",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "named"), PROCESSES, ids=[" ".join(a) for a, _ in PROCESSES])
+def test_in_a_process_of_its_own(
+    arguments: list[str], named: str, trained: Path, place: Path, closed_port: int
+) -> None:
+    is_a_torch_bomb(trained, place / "bomb.ckpt")
+    before = tree(place)
+    done = process([argument.format(port=closed_port) for argument in arguments], place)
+    assert tree(place) == before
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert re.fullmatch(r"lit-lazy[^\n]*: [^\n]+\n", done.stderr), done.stderr
+    assert named in done.stderr
+    assert PASSWORD not in done.stderr
+
+
+def test_passwords_are_not_kept_with_the_command_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lit_lazy.grid.work.launch import command_line
+
+    url = f"postgresql://me:{PASSWORD}@host/x"
+    for words in (["--storage", url], [f"--storage={url}"]):
+        monkeypatch.setattr(sys, "argv", ["lit-lazy", "ablate", "run", "table2", *words])
+        assert PASSWORD not in command_line()
+        assert "postgresql://me:***@host/x" in command_line()

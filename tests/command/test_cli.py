@@ -1,0 +1,103 @@
+"""The command line: instant help, and what the commands print. tests/test_bad_input.py has the mistakes."""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lit_lazy.command.main import main, make_parser
+from lit_lazy.tracking.tracker import default_uri, experiment_names
+
+BIN = Path(sys.executable).parent
+
+
+def test_help_answers_in_a_second_without_torch() -> None:
+    """The best of three, since the machine has other work."""
+    code = (
+        "import sys, lit_lazy.command.main as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\nprint(*sys.modules)"
+    )
+    times = []
+    for _ in range(3):
+        started = time.monotonic()
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        times.append(time.monotonic() - started)
+    assert "train one experiment" in out
+    loaded = out.splitlines()[-1].split()
+    assert not {"torch", "numpy", "lightning", "mlflow", "optuna", "sqlalchemy", "rich", "jsonargparse"} & set(loaded)
+    assert min(times) < 1.0
+
+
+def commands(parser: argparse.ArgumentParser) -> Iterator[list[str]]:
+    """Every command, by its words."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, below in action.choices.items():
+                yield [word]
+                yield from ([word, *words] for words in commands(below))
+
+
+@pytest.mark.parametrize("command", list(commands(make_parser())), ids=" ".join)
+def test_every_command_explains_itself(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Its usage, and what it and each of its options do."""
+    with pytest.raises(SystemExit) as stopped:
+        main([*command, "--help"])
+    assert stopped.value.code == 0
+    help_text = capsys.readouterr().out
+    assert help_text.startswith(f"usage: lit-lazy {' '.join(command)} ")
+    options = re.findall(r"^  (--[a-z-]+)(.*(?:\n {8,}.*)*)", help_text, flags=re.MULTILINE)
+    for option, about in options:
+        assert len(about.split()) >= 3, option
+
+
+@pytest.mark.parametrize("words", [["trian"], ["ablate", "rum"]])
+def test_an_unknown_command_is_told_as_argparse_does(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    assert f"argument COMMAND: invalid choice: '{words[-1]}' (choose from " in capsys.readouterr().err
+
+
+def test_fields_lists_every_option_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fields", "backcopy"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "--model.d_model" in out
+    assert "Width of the residual stream." in out
+    assert "Seed of the initial weights and of the batch order." in out
+
+
+def test_list_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ablate", "list"]) == 0
+    out = capsys.readouterr().out
+    for name in ("table2", "table2_grid", "backcopy", "stdlib_tiny"):
+        assert f"  {name} " in out
+
+
+def test_runs_folders_of_one_process_are_kept_apart(tmp_path: Path, empty_store: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        shutil.copy(empty_store, tmp_path / name / "mlflow.db")
+        assert main(["train", "backcopy_tiny", "--runs", str(tmp_path / name), "--threads", "1"]) == 0
+        assert experiment_names(default_uri(tmp_path / name))[:1] == ["train-backcopy_tiny"]
+
+
+def test_none_is_understood_as_the_help_says_it(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--dry-run", "--rows", "softmax", "--seeds", "0"]
+    assert main([*command, "--model.n_kv_heads=None"]) == 0
+    assert "1 cells of table2-backcopy_tiny:" in capsys.readouterr().out
+
+
+def test_train_prints_metrics_and_a_second_time_returns_them(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", "backcopy_tiny", "--runs", str(runs), "--threads", "1", "--model.attention.bias=Alibi"]
+    assert main(command) == 0
+    first = capsys.readouterr().out
+    assert "loss/excess" in first
+    assert main(command) == 0
+    again = capsys.readouterr().out
+    assert again.splitlines() == [line for line in first.splitlines() if line in again.splitlines()]
+    assert len(list((runs / "train-backcopy_tiny").iterdir())) == 1

@@ -1,0 +1,420 @@
+"""`lit-lazy diagnose`: a checkpoint's arrays, figures and MLflow run; wrong input ends in one line, nothing created."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lit_lazy.attention import Elastic, Fire, LearnedAbsolute, LearnedBias, NoBias, Softmax
+from lit_lazy.command.main import main
+from lit_lazy.config.canonical import replace_at, to_dict
+from lit_lazy.config.files import find, load_experiment
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.measure.diagnostics import Diagnostics, measure
+from lit_lazy.measure.evaluation import evaluate
+from lit_lazy.tracking.tracker import Tracker, default_uri
+from lit_lazy.training.checkpoints import AtomicCheckpointIO, read
+from lit_lazy.training.module import LitLM
+from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
+from lit_lazy.training.run import run
+
+CFG = replace_at(
+    load_experiment(find("experiments", "backcopy_tiny")),
+    {
+        "model.n_layers": 2,
+        "model.n_heads": 2,
+        "model.attention.normaliser": Elastic(),
+        "model.attention.bias": LearnedBias(),
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in a finished run folder."""
+    folder = tmp_path_factory.mktemp("trained") / "abcdef"
+    torch.set_num_threads(1)
+    run(CFG, folder, keep_checkpoint=True)
+    return folder / FINAL_CHECKPOINT
+
+
+@pytest.fixture(scope="module")
+def diagnosed(trained: Path, tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> tuple[Path, str]:
+    """A runs folder in which the checkpoint was diagnosed at further lengths, and what was printed."""
+    runs = tmp_path_factory.mktemp("diagnosed") / "runs"
+    runs.mkdir()
+    shutil.copy(empty_store, runs / "mlflow.db")
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        patch.setattr("builtins.print", lambda *words, **_: said.append(" ".join(map(str, words))))
+        options = ["--lengths", "24,16,32", "--layers", "1,0", "--heads", "1", "--sequences", "10", "--threads", "1"]
+        assert main(["diagnose", str(trained), "--runs", str(runs), *options]) == 0
+    return runs, "\n".join(said)
+
+
+def test_the_arrays_are_those_of_the_model_its_beginning_and_the_lengths(
+    diagnosed: tuple[Path, str], trained: Path
+) -> None:
+    found = Diagnostics.load(diagnosed[0] / "diagnose-abcdef" / "diagnostics.npz")
+    assert found.prefixes == ["", "init/", "L24/", "L16/", "L32/"]
+    module = LitLM(**read(trained)["hyper_parameters"])
+    source = CFG.data.load()
+    every = [source.validation.__getitems__([3 * i + i // 5 for i in range(10)])]  # 10 of 32, evenly spread
+    for name, array in measure(module.model, every, None, 10).arrays.items():
+        np.testing.assert_array_equal(found.arrays[f"init/{name}"], array, err_msg=name)
+    module.load_state_dict(read(trained)["state_dict"])
+    for name, array in measure(module.model, every, None, 10).arrays.items():
+        np.testing.assert_array_equal(found.arrays[name], array, err_msg=name)
+        np.testing.assert_array_equal(found.arrays[f"L16/{name}"], array, err_msg=name)
+    assert not np.array_equal(found.arrays["tau"], found.arrays["init/tau"])
+    assert found.arrays["L32/loss/by_position"].shape == (32,)
+    assert found.arrays["L32/sample"].tolist() == [10, 32, 2]
+    # A longer sequence of this data begins with the shorter one.
+    np.testing.assert_allclose(found.arrays["L32/loss/by_position"][:16], found.arrays["loss/by_position"], rtol=1e-5)
+    assert found.arrays["maps/heads"].tolist() == [[1, 1], [0, 1]]
+    assert not any("maps/" in name for name in found.arrays if name.startswith(("init/", "L")))
+    kept = Diagnostics.load(trained.parent / "diagnostics.npz").arrays
+    assert found.arrays["watch/step"].tolist() == [0, 1, 2, 3, 4, 6]
+    np.testing.assert_array_equal(found.arrays["watch/tau"], kept["watch/tau"])
+
+
+def test_a_sample_of_all_agrees_with_the_evaluation(trained: Path) -> None:
+    module = LitLM(**read(trained)["hyper_parameters"])
+    module.load_state_dict(read(trained)["state_dict"])
+    source = CFG.data.load()
+    evaluated = evaluate(module.model, source, module.cfg.train)
+    arrays = measure(module.model, [source.validation.__getitems__(list(range(32)))]).arrays
+    assert arrays["loss/by_position"].mean() == pytest.approx(evaluated["loss/val"], rel=1e-6)
+    assert arrays["sparsity/zero"].mean() == pytest.approx(evaluated["sparsity/zero"], rel=1e-6)
+    assert arrays["tau"].mean() == pytest.approx(evaluated["tau/mean"], rel=1e-6)
+
+
+def test_the_facts_say_what_was_measured_and_where(diagnosed: tuple[Path, str], trained: Path) -> None:
+    folder = diagnosed[0] / "diagnose-abcdef"
+    facts = json.loads((folder / "diagnostics.json").read_text())
+    assert facts["checkpoint"] == str(trained)
+    assert facts["sequences"] == 10
+    assert facts["maps"] == [[1, 1], [0, 1]]
+    assert facts["data"]["L24/"]["context_length"] == 24
+    assert facts["data"]["trained"]["fingerprint"] == CFG.data.load().fingerprint
+    assert {"git_sha", "torch", "python", "machine"} <= facts["versions"].keys()
+    arrays = Diagnostics.load(folder / "diagnostics.npz")
+    scalars = arrays.scalars()
+    assert scalars.items() <= facts["metrics"].items()
+    beside = {name: facts["metrics"][name] for name in facts["metrics"].keys() - scalars.keys()}
+    named = {"loss/sample": "loss/by_position", "mass/all": "mass/row", "tau/mean": "tau"}
+    named |= {name: name for name in ("sparsity/zero", "sparsity/null")}
+    means = {p + name: arrays.arrays[p + array].mean() for p in arrays.prefixes for name, array in named.items()}
+    first = {
+        f"{p}sink/{of}": arrays.arrays[f"{p}sink/{of}"][..., 0] for p in arrays.prefixes for of in ("weight", "share")
+    }
+    assert beside == pytest.approx(means | {name: np.nanmean(values) for name, values in first.items()}, rel=1e-5)
+
+
+def test_figures_are_drawn(diagnosed: tuple[Path, str]) -> None:
+    folder = diagnosed[0] / "diagnose-abcdef"
+    for name in ("attention_maps", "mass_by_position", "sparsity_by_layer", "bias_curves", "loss_by_length"):
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG"), name
+        assert "<svg" in (folder / f"{name}.svg").read_text(), name
+
+
+def test_the_run_is_found_in_mlflow(diagnosed: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    runs, folder = diagnosed[0], diagnosed[0] / "diagnose-abcdef"
+    tracker = Tracker(default_uri(runs), runs, "diagnose")
+    [found] = tracker.find({"kind": "diagnose"})
+    assert found.state == "complete"
+    assert (found.tags["normaliser"], found.tags["bias"], found.tags["position"]) == ("Elastic", "LearnedBias", "Rope")
+    assert found.metrics == pytest.approx(json.loads((folder / "diagnostics.json").read_text())["metrics"])
+    kept = {artifact.path for artifact in tracker.client.list_artifacts(found.run_id)}
+    assert kept == {path.name for path in folder.iterdir()} | {"config.yaml"}
+    params = tracker.client.get_run(found.run_id).data.params
+    assert params["diagnosed.lengths"] == "16,24,16,32"
+    assert params["model.attention.normaliser.tau_init"] == "1.0"
+
+
+def test_the_scalars_are_told_in_groups(diagnosed: tuple[Path, str]) -> None:
+    runs, said = diagnosed
+    progress, _, scalars = said.partition("\n\n")
+    assert progress.splitlines() == [
+        "measuring the trained model: 10 sequences of 16 tokens",
+        "measuring the untrained model: 10 sequences of 16 tokens",
+        *(f"measuring the trained model: 10 sequences of {length} tokens" for length in (24, 16, 32)),
+    ]
+    lines = scalars.splitlines()
+    assert lines[0].split() == ["trained", "init", "L24", "L16", "L32"]
+    metrics = json.loads((runs / "diagnose-abcdef" / "diagnostics.json").read_text())["metrics"]
+    keys = lines[lines.index("entropy") + 1].split()
+    prefixes = ("", "init/", "L24/", "L16/", "L32/")
+    assert keys == ["keys", *(f"{metrics[f'{prefix}entropy/keys']:.4g}" for prefix in prefixes)]
+    assert str(runs / "diagnose-abcdef") in said
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without figures, which take most of the time."""
+    monkeypatch.setattr("lit_lazy.report.checkpoint.run_figures", lambda _: {})
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_data_of_another_experiment_and_another_folder(trained: Path, runs: Path, tmp_path: Path) -> None:
+    """Its own data again, but drawn with another seed, and in longer sequences."""
+    (tmp_path / "other.py").write_text(
+        "from dataclasses import replace\n"
+        "from lit_lazy.config.files import find, load_experiment\n"
+        "def config():\n"
+        "    tiny = load_experiment(find('experiments', 'backcopy_tiny'))\n"
+        "    return replace(tiny, data=replace(tiny.data, context_length=20, task_seed=1))\n"
+    )
+    out = tmp_path / "new" / "here"
+    data = ["--data", str(tmp_path / "other.py")]
+    assert main(["diagnose", str(trained), *data, "--out", str(out), "--runs", str(runs), "--threads", "1"]) == 0
+    arrays = Diagnostics.load(out / "diagnostics.npz").arrays
+    assert arrays["sample"].tolist() == [32, 20, 2]
+    assert len(arrays["maps/heads"]) == 2
+    assert sorted(path.name for path in runs.iterdir() if path.is_dir()) == ["mlartifacts"]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_mlflow_out_of_reach_leaves_the_results(
+    trained: Path, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lit_lazy.tracking.tracker import TrackingError
+
+    def refuse(*_: object, **__: object) -> None:
+        raise TrackingError("gone away", reachable=False)
+
+    monkeypatch.setattr(Tracker, "keep_files", refuse)
+    assert main(["diagnose", str(trained), "--runs", str(runs), "--threads", "1"]) == 1
+    error = capsys.readouterr().err
+    folder = runs / "diagnose-abcdef"
+    assert error == (
+        f"lit-lazy: measured into {folder}, but MLflow did not take it (gone away); give the same command again\n"
+    )
+    assert (folder / "diagnostics.npz").exists()
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    folder = tmp_path / "place"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def tree(folder: Path) -> dict[Path, tuple[int, int] | None]:
+    return {
+        path: (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None for path in folder.rglob("*")
+    }
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What is said of a wrong command, which has to end as it should."""
+    capsys.readouterr()
+    before = tree(Path.cwd())
+    try:
+        status = main(["diagnose", *arguments])
+    except SystemExit as stopped:  # argparse ends a process itself
+        status = stopped.code
+    said = capsys.readouterr()
+    assert tree(Path.cwd()) == before
+    assert status == 2
+    assert said.out == ""
+    assert re.fullmatch(r"lit-lazy[^\n]*: [^\n]+\n", said.err), said.err
+    return said.err
+
+
+OPTIONS = [
+    ([], "the following arguments are required: CHECKPOINT"),
+    (["{ckpt}", "--layers", "2"], "--layers 2: the model has 2 of them; choose from 0 to 1"),
+    (["{ckpt}", "--layers", "0,7"], "--layers 7: the model has 2 of them; choose from 0 to 1"),
+    (["{ckpt}", "--heads", "2"], "--heads 2: the model has 2 of them; choose from 0 to 1"),
+    (["{ckpt}", "--layers", "a"], "argument --layers: 'a': must be whole numbers separated by commas"),
+    (["{ckpt}", "--heads", "-1"], "argument --heads"),
+    (["{ckpt}", "--heads", "0,0"], "argument --heads: '0,0': has 0 twice; give it once"),
+    (["{ckpt}", "--lengths", "0"], "--lengths 0: data.context_length=0: must be a whole number of at least 3"),
+    (["{ckpt}", "--lengths", "16,long"], "argument --lengths: '16,long': must be whole numbers separated by commas"),
+    (["{ckpt}", "--lengths", "1000000000000"], "--lengths 1000000000000: must be at most 131072"),
+    (["{ckpt}", "--sequences", "0"], "argument --sequences: '0': must be a whole number of at least 1"),
+    (["{ckpt}", "--threads", "0"], "argument --threads: '0': must be a whole number of at least 1"),
+    (["{ckpt}", "--out", ""], "argument --out: '': must be a folder"),
+    (["{ckpt}", "--out", __file__], "test_diagnose.py': is a file, must be a folder"),
+    (["{ckpt}", "--out", "/proc/here"], "--out '/proc/here': nothing can be written there"),
+    (["{ckpt}", "--runs", "/proc/runs"], "--runs '/proc/runs': nothing can be written there"),
+    (["{ckpt}", "--data", "nothing"], "experiment 'nothing': unknown; there are backcopy"),
+    (["{ckpt}", "--data", ""], "argument --data: '': must be a name"),
+    (
+        ["{ckpt}", "--data", "stdlib_tiny"],
+        "--data 'stdlib_tiny': the model reads a vocabulary of 17 tokens, these data have 256; name an experiment",
+    ),
+    (["{ckpt}", "--import", "mine.py"], "--import 'mine.py': no such file; give the path"),
+    (["{ckpt}", "--train.steps=3"], "unknown argument '--train.steps=3'; see `lit-lazy diagnose --help`"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "named"), OPTIONS, ids=[" ".join(a) for a, _ in OPTIONS])
+def test_options(
+    arguments: list[str], named: str, trained: Path, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert place == Path.cwd()
+    assert named in refused([argument.format(ckpt=trained) for argument in arguments], capsys)
+
+
+def save(path: Path, cfg: RunConfig, vocab_size: int = 17, context_length: int = 16) -> str:
+    """A checkpoint of an untrained model."""
+    module = LitLM.create(cfg, vocab_size, context_length)
+    settings = {"config": to_dict(cfg), "vocab_size": vocab_size, "context_length": context_length}
+    content = {"state_dict": module.state_dict(), "hyper_parameters": settings, "global_step": 1}
+    AtomicCheckpointIO().save_checkpoint(content, path)
+    return str(path)
+
+
+def test_checkpoints(trained: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    del place
+    whole = trained.read_bytes()
+    (tmp_path / "truncated.ckpt").write_bytes(whole[:-1000])
+    torch.save({"state_dict": {"weight": torch.zeros(2)}, "global_step": 3}, tmp_path / "foreign.ckpt")
+    for name, named in (
+        ("missing", "cannot be read (No such file or directory); give a final.ckpt, which --keep-checkpoint leaves"),
+        ("truncated", "is no checkpoint, or damaged ("),
+        ("foreign", "was not made by this project; give a final.ckpt"),
+    ):
+        error = refused([str(tmp_path / f"{name}.ckpt"), "--lengths", "32"], capsys)
+        assert error.startswith(f"lit-lazy: checkpoint '{tmp_path / name}.ckpt': ")
+        assert named in error
+
+
+def test_data_that_are_no_longer_those_of_the_training(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del place
+    for changed, named in (
+        ({"vocab_size": 5}, "vocab_size=5, which are vocab_size=17 here"),
+        ({"context_length": 12}, "context_length=12, which are context_length=16 here"),
+    ):
+        assert f"was trained on data of {named}" in refused([save(tmp_path / "other.ckpt", CFG, **changed)], capsys)
+
+
+LENGTHS = [
+    ({"model.position": LearnedAbsolute()}, 17, "--lengths 17: LearnedAbsolute: 17 positions asked, 16 learned; "),
+    ({"model.attention.bias": Fire()}, 17, "--lengths 17: Fire.length=None: cannot serve 17 keys"),
+]
+
+
+@pytest.mark.parametrize(("changes", "length", "named"), LENGTHS, ids=[named for _, _, named in LENGTHS])
+def test_lengths_beyond_the_positions(
+    changes: dict[str, object],
+    length: int,
+    named: str,
+    place: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    del place
+    path = save(tmp_path / "short.ckpt", replace_at(CFG, changes))
+    assert named.replace("None", "16") in refused([path, "--lengths", f"8,{length}"], capsys)
+
+
+def test_lengths_beyond_the_data(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    del place
+    stdlib = load_experiment(find("experiments", "stdlib_tiny"))
+    error = refused([save(tmp_path / "text.ckpt", stdlib, 256, 32), "--lengths", "64,100000"], capsys)
+    assert error.startswith("lit-lazy: --lengths 100000: data.validation_windows=16: the validation text under ")
+
+
+OWN_DATA = """
+from dataclasses import dataclass
+from lit_lazy.data import DataConfig
+from lit_lazy.data.backcopy import Backcopy
+
+@dataclass(frozen=True)
+class Fixed(DataConfig):
+    def load(self):
+        return Backcopy(vocab_size=16, context_length=16, train_sequences=8, validation_sequences=8).load()
+"""
+
+
+def test_data_without_a_length_to_change(
+    trained: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del place
+    (tmp_path / "fixed.py").write_text(
+        OWN_DATA + "from lit_lazy.config.schema import RunConfig\ndef config():\n    return RunConfig(data=Fixed())\n"
+    )
+    error = refused([str(trained), "--data", str(tmp_path / "fixed.py"), "--lengths", "16,24"], capsys)
+    assert error == "lit-lazy: --lengths 24: Fixed has no context_length to change; leave --lengths out\n"
+
+
+OWN_NORMALISER = """
+from dataclasses import dataclass
+from lit_lazy.attention.normaliser import Normaliser, NormaliserModule, Softmax
+
+class Mute(NormaliserModule):
+    def __init__(self, n_heads, context_length):
+        super().__init__()
+        self.inner = Softmax().build(n_heads, context_length)
+
+    def backend_name(self, *args):
+        return self.inner.backend_name(*args)
+
+    def forward(self, *args, key_mask=None):
+        return self.inner(*args, key_mask=key_mask)
+
+@dataclass(frozen=True)
+class MyOwnMute(Normaliser):
+    def build(self, n_heads, context_length):
+        return Mute(n_heads, context_length)
+"""
+
+
+def test_a_normaliser_of_ones_own_that_does_not_give_its_weights(
+    trained: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del place
+    (tmp_path / "mute.py").write_text(OWN_NORMALISER)
+    content = read(trained)
+    content["hyper_parameters"]["config"]["model"]["attention"]["normaliser"] = {"class": "MyOwnMute"}
+    content["state_dict"] = {name: x for name, x in content["state_dict"].items() if not name.endswith("tau")}
+    torch.save(content, tmp_path / "mute.ckpt")
+    error = refused([str(tmp_path / "mute.ckpt"), "--import", str(tmp_path / "mute.py")], capsys)
+    assert error == (
+        "lit-lazy: normaliser Mute: has no method weights(q, k, bias, window), which diagnostics need; add it\n"
+    )
+
+
+def test_figures_of_an_earlier_diagnosis_do_not_stay(runs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "there"
+    folder.mkdir()
+    for name in ("tau_by_layer.png", "bias_curves.svg", "mine.png"):
+        (folder / name).write_text("of another model")
+    plain = replace_at(CFG, {"model.attention.normaliser": Softmax(), "model.attention.bias": NoBias()})
+    run(plain, tmp_path / "plain", keep_checkpoint=True)
+    assert (
+        main(["diagnose", str(tmp_path / "plain" / FINAL_CHECKPOINT), "--out", str(folder), "--runs", str(runs)]) == 0
+    )
+    assert not (folder / "tau_by_layer.png").exists()
+    assert not (folder / "bias_curves.svg").exists()
+    assert (folder / "mine.png").read_text() == "of another model"
+
+
+@pytest.mark.parametrize("command", ["diagnose", "evaluate"])
+def test_data_that_have_changed_since_the_training_are_told(
+    command: str, trained: Path, tmp_path: Path, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = json.loads((trained.parent / RESULT).read_text())
+    shutil.copy(trained, tmp_path / FINAL_CHECKPOINT)
+    (tmp_path / RESULT).write_text(json.dumps(result | {"key": "0123456789ab"}))
+    words = [command, str(tmp_path / FINAL_CHECKPOINT)] + (["--runs", str(runs)] if command == "diagnose" else [])
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "its data (backcopy) are not those of its training any more" in said
+    (tmp_path / RESULT).unlink()
+    assert main(words) == 0

@@ -1,0 +1,338 @@
+"""Configs survive the trip through plain dicts and JSON, every field counts in a cell's key, and errors are named."""
+
+import dataclasses
+import json
+import math
+import re
+import typing
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from lit_lazy.attention import (
+    Attention,
+    AttentionSpec,
+    Bias,
+    BiasTerms,
+    Elastic,
+    Fire,
+    LearnedBias,
+    NoPosition,
+    Normaliser,
+    Position,
+    Softmax,
+    T5Bias,
+)
+from lit_lazy.attention.bias import BiasModule
+from lit_lazy.config.canonical import flatten, from_dict, leaves, replace_at, to_dict
+from lit_lazy.config.files import PROJECT, load_experiment, load_module
+from lit_lazy.config.key import cell_key
+from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
+from lit_lazy.data import DataConfig
+from lit_lazy.data.backcopy import Backcopy
+from lit_lazy.data.stdlib import Stdlib
+from lit_lazy.grid.ablation import load_ablation
+
+EXPERIMENTS = {path.stem: load_experiment(path) for path in sorted((PROJECT / "experiments").glob("*.py"))}
+ABLATIONS = [
+    load_ablation(path)
+    for path in sorted((PROJECT / "ablations").glob("*.py"))
+    if not hasattr(load_module(path), "search")
+]
+SHIPPED = EXPERIMENTS | {
+    f"{ablation.name}: {row.name}": replace_at(EXPERIMENTS[ablation.base], {**ablation.common, **row.changes})
+    for ablation in ABLATIONS
+    for row in ablation.all_rows
+}
+BASE = RunConfig(
+    Backcopy(),
+    ModelConfig(n_heads=2, attention=AttentionSpec(Elastic(), LearnedBias(length=9), window=5)),
+)
+
+
+@dataclass(frozen=True)
+class StepBias(Bias):
+    """A user's own bias: `height` at distance 0."""
+
+    height: float = 1.0
+
+    def build(self, n_heads, context_length):  # noqa: ARG002
+        return _StepBias(n_heads, self.height)
+
+
+class _StepBias(BiasModule):
+    def __init__(self, n_heads, height):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.full((n_heads, 1), height))
+
+    def forward(self, n_keys):  # noqa: ARG002
+        return BiasTerms(table=self.table)
+
+
+@dataclass(frozen=True)
+class TwiceElastic(Elastic):
+    """A user's own normaliser, derived from a leaf."""
+
+    factor: int = 2
+
+    def build(self, n_heads, context_length):
+        module = super().build(n_heads, context_length)
+        module.tau.data.mul_(self.factor)
+        return module
+
+
+class TestRoundTrip:
+    @pytest.mark.parametrize("cfg", SHIPPED.values(), ids=SHIPPED)
+    def test_shipped_configs(self, cfg):
+        plain = to_dict(cfg)
+        assert from_dict(RunConfig, plain) == cfg
+        through_json = json.loads(json.dumps(plain, allow_nan=False))
+        assert through_json == plain
+        assert from_dict(RunConfig, through_json) == cfg
+
+    def test_all_that_is_shipped_was_found(self):
+        assert {"backcopy", "backcopy_tiny", "stdlib", "stdlib_tiny"} <= EXPERIMENTS.keys()
+        assert {"table2", "table2_grid"} <= {ablation.name for ablation in ABLATIONS}
+
+    def test_an_exchangeable_part_carries_its_class(self):
+        plain = to_dict(BASE)
+        assert plain["data"]["class"] == "Backcopy"
+        assert plain["model"]["position"] == {"class": "Rope", "base": 10000.0}
+        assert plain["model"]["attention"] == {
+            "normaliser": {"class": "Elastic"} | dataclasses.asdict(Elastic()),
+            "bias": {"class": "LearnedBias", "length": 9, "init_std": 0.0},
+            "window": 5,
+        }
+        assert "class" not in plain
+        assert "class" not in plain["train"]
+
+    @pytest.mark.parametrize("base", [Normaliser, Bias, Position, DataConfig])
+    def test_every_leaf_with_its_defaults(self, base):
+        for name, cls in leaves(base).items():
+            if cls.__module__.startswith("lit_lazy."):
+                assert from_dict(base, {"class": name}) == cls()
+
+    def test_left_out_fields_take_their_defaults(self):
+        assert from_dict(RunConfig, {"data": {"class": "Stdlib"}}) == RunConfig(Stdlib())
+
+    @pytest.mark.parametrize(
+        ("plain", "message"),
+        [
+            ({"data": {"class": "Wiki"}}, "DataConfig='Wiki': unknown; known are Backcopy"),
+            ({"data": {}}, "DataConfig=None: unknown"),
+            (
+                {"data": {"class": "Stdlib"}, "model": {"attention": {"bias": {"class": "Elastic"}}}},
+                "Bias='Elastic': unknown; known are Alibi",
+            ),
+            ({"data": {"class": "Stdlib", "vocab_size": 3}}, "Stdlib has no field vocab_size"),
+            ({"data": {"class": "Stdlib"}, "model": {"width": 3}}, "ModelConfig has no field width"),
+            ({"data": {"class": "Stdlib"}, "sead": 3}, "RunConfig has no field sead"),
+            ({"data": {"class": "Stdlib"}, "train": {"class": "TrainConfig"}}, "TrainConfig has no field class"),
+        ],
+    )
+    def test_unknown_names_are_named(self, plain, message):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            from_dict(RunConfig, plain)
+
+    def test_an_unknown_class_says_how_ones_own_becomes_known(self):
+        with pytest.raises(ValueError, match="A class of your own is known once the file that defines it has been imp"):
+            from_dict(Bias, {"class": "MyBias"})
+
+    def test_wrong_values_are_refused_on_the_way_in(self):
+        with pytest.raises(ValueError, match=r"T5Bias\.n_buckets=1"):
+            from_dict(Bias, {"class": "T5Bias", "n_buckets": 1})
+
+
+class TestOnesOwnClass:
+    def test_bias(self):
+        cfg = replace_at(BASE, {"model.attention.bias": StepBias(2.5)})
+        assert from_dict(RunConfig, json.loads(json.dumps(to_dict(cfg)))) == cfg
+        assert leaves(Bias)["StepBias"] is StepBias
+        attention = Attention(cfg.model.attention, 64, 2, 2, 8, "auto")
+        assert attention.bias(8).table.tolist() == [[2.5], [2.5]]
+
+    def test_normaliser_below_a_leaf(self):
+        spec = from_dict(AttentionSpec, {"normaliser": {"class": "TwiceElastic", "tau_init": 1.5, "factor": 3}})
+        assert spec.normaliser == TwiceElastic(tau_init=1.5, factor=3)
+        assert Attention(spec, 64, 2, 2, 8, "auto").normaliser.tau.tolist() == [4.5, 4.5]
+
+
+def other_value(value, annotation):
+    """A valid value of this field that is not the given one."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return next(option for option in typing.get_args(annotation) if option != value)
+    if value is None:
+        return 1
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, tuple):
+        return tuple(v / 2 for v in value)
+    return value * 2 or 1
+
+
+def changed_fields(config, prefix=""):
+    """Dotted path -> another value, for every scalar field below a config."""
+    changes = {}
+    for field in dataclasses.fields(config):
+        value, path = getattr(config, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            changes |= changed_fields(value, f"{path}.")
+        else:
+            changes[path] = other_value(value, typing.get_type_hints(type(config))[field.name])
+    return changes
+
+
+class TestCellKey:
+    CHANGES = changed_fields(BASE) | {
+        "data": Stdlib(),
+        "model.position": NoPosition(),
+        "model.attention.normaliser": Softmax(),
+        "model.attention.bias": T5Bias(),
+    }
+
+    @pytest.mark.parametrize("path", CHANGES)
+    def test_every_field_counts(self, path):
+        assert cell_key(replace_at(BASE, {path: self.CHANGES[path]}), "x") != cell_key(BASE, "x")
+
+    def test_no_field_was_forgotten(self):
+        assert self.CHANGES.keys() == flatten(to_dict(BASE)).keys()
+
+    def test_the_data_counts(self):
+        assert cell_key(BASE, "x") != cell_key(BASE, "y")
+
+    def test_same_config_same_key(self):
+        again = from_dict(RunConfig, json.loads(json.dumps(to_dict(BASE))))
+        assert cell_key(again, "x") == cell_key(BASE, "x")
+        assert re.fullmatch("[0-9a-f]{12}", cell_key(BASE, "x"))
+
+    @pytest.mark.parametrize(
+        ("path", "whole"),
+        [
+            ("model.attention.normaliser.tau_init", 2),
+            ("model.attention.bias.init_std", 1),
+            ("model.position.base", 500),
+            ("model.init_std", 1),
+            ("train.lr", 1),
+            ("train.weight_decay", 0),
+            ("train.betas", (0, 0)),
+        ],
+    )
+    def test_an_int_given_for_a_float_is_the_same_setting(self, path, whole):
+        decimal = tuple(map(float, whole)) if isinstance(whole, tuple) else float(whole)
+        as_int, as_float = replace_at(BASE, {path: whole}), replace_at(BASE, {path: decimal})
+        assert json.dumps(to_dict(as_int)) == json.dumps(to_dict(as_float))
+        assert cell_key(as_int, "x") == cell_key(as_float, "x")
+
+    def test_ints_stay_ints(self):
+        plain = to_dict(BASE)
+        assert isinstance(plain["train"]["steps"], int)
+        assert plain["model"]["attention"]["normaliser"]["renormalise"] is False
+        assert plain["model"]["n_kv_heads"] is None
+
+
+class TestReplaceAt:
+    def test_nested(self):
+        changed = replace_at(BASE, {"model.attention.normaliser.tau_init": 0.5, "train.steps": 60, "seed": 7})
+        assert changed.model.attention.normaliser == Elastic(tau_init=0.5)
+        assert changed.train == TrainConfig(steps=60)
+        assert changed.seed == 7
+        assert changed.model.attention.bias == BASE.model.attention.bias
+        assert BASE.seed == 0
+
+    def test_changes_valid_only_together(self):
+        normaliser = "model.attention.normaliser"
+        changes = {f"{normaliser}.threshold": "constant", f"{normaliser}.tau_init": 0.02}
+        for order in (changes, dict(reversed(changes.items()))):
+            assert replace_at(BASE, order).model.attention.normaliser == Elastic(0.02, "constant")
+        with pytest.raises(ValueError, match=r"Elastic\.tau_init=1.0 with Elastic\.threshold='constant'"):
+            replace_at(BASE, {f"{normaliser}.threshold": "constant"})
+
+    def test_a_part_and_its_field(self):
+        changes = {"model.attention.bias": Fire(width=4), "model.attention.bias.length": 12}
+        for order in (changes, dict(reversed(changes.items()))):
+            assert replace_at(BASE, order).model.attention.bias == Fire(length=12, width=4)
+
+    @pytest.mark.parametrize(
+        ("path", "message"),
+        [
+            ("modle.d_model", "RunConfig has no field 'modle' (in the change 'modle.d_model')"),
+            ("model.width", "ModelConfig has no field 'width'"),
+            ("model.attention.bias.n_buckets", "LearnedBias has no field 'n_buckets'"),
+            ("seed.more", "int has no field 'more'"),
+            ("model.n_kv_heads.more", "NoneType has no field 'more'"),
+        ],
+    )
+    def test_unknown_paths_are_named(self, path, message):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            replace_at(BASE, {path: 1})
+
+
+def test_flatten():
+    tree = {"seed": 3, "model": {"position": {"class": "Rope", "base": 5.0}, "attention": {"window": None}}}
+    assert flatten(tree) == {
+        "seed": 3,
+        "model.position": "Rope",
+        "model.position.base": 5.0,
+        "model.attention.window": None,
+    }
+    assert len(flatten(to_dict(BASE))) == len(set(flatten(to_dict(BASE))))
+
+
+MODEL_ERRORS = [
+    *(
+        ({name: 0}, f"model.{name}=0: must be a whole number of at least 1")
+        for name in ("d_model", "n_layers", "n_heads", "d_ff")
+    ),
+    ({"n_heads": 5}, "model.n_heads=5: must divide model.d_model=64"),
+    ({"n_heads": 4, "n_kv_heads": 3}, "model.n_kv_heads=3: must divide model.n_heads=4"),
+    ({"n_heads": 4, "n_kv_heads": 0}, "model.n_kv_heads=0: must divide model.n_heads=4"),
+    ({"n_heads": 4, "n_kv_heads": 8}, "model.n_kv_heads=8: must divide model.n_heads=4"),
+    ({"init_std": 0.0}, "model.init_std=0.0: must be finite and above 0"),
+    ({"init_std": math.inf}, "model.init_std=inf: must be finite and above 0"),
+    ({"init_std": math.nan}, "model.init_std=nan: must be finite and above 0"),
+    ({"backend": "triton2"}, "model.backend='triton2': must be one of auto, "),
+]
+TRAIN_ERRORS = [
+    *(
+        ({name: 0}, f"train.{name}=0: must be a whole number of at least 1")
+        for name in ("steps", "batch_size", "val_every", "checkpoint_every", "log_every")
+    ),
+    *(
+        ({name: value}, f"train.{name}={value}: must be finite and above 0")
+        for name in ("lr", "clip_norm")
+        for value in (0.0, -1.0, math.inf, math.nan)
+    ),
+    ({"steps": 10, "warmup_steps": 10}, "train.warmup_steps=10: must be at least 0 and below train.steps=10"),
+    ({"warmup_steps": -1}, "train.warmup_steps=-1: must be at least 0"),
+    *(
+        ({"final_lr_fraction": value}, f"train.final_lr_fraction={value}: must be in [0, 1]")
+        for value in (-0.1, 1.1, math.nan)
+    ),
+    *(
+        ({"weight_decay": value}, f"train.weight_decay={value}: must be finite and 0 or more")
+        for value in (-0.1, math.nan, math.inf)
+    ),
+    *(
+        ({"betas": value}, f"train.betas={value}: must be two numbers, each at least 0 and below 1")
+        for value in ((1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9,), (0.9, 0.9, 0.9))
+    ),
+    ({"precision": "bf16-true"}, "train.precision='bf16-true': must be fp32 or bf16"),
+]
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "message"),
+    [*((ModelConfig, *e) for e in MODEL_ERRORS), *((TrainConfig, *e) for e in TRAIN_ERRORS)],
+    ids=str,
+)
+def test_wrong_settings_are_named(cls, settings, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}") as error:
+        cls(**settings)
+    assert "\n" not in str(error.value)
+
+
+def test_every_part_of_a_config_is_frozen():
+    parts = [part for base in (Normaliser, Bias, Position, DataConfig) for part in leaves(base).values()]
+    for cls in (RunConfig, ModelConfig, TrainConfig, AttentionSpec, *parts):
+        assert cls.__dataclass_params__.frozen, cls

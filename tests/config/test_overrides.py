@@ -1,0 +1,277 @@
+"""`--path=value` on the command line, for every leaf of every exchangeable part and every field."""
+
+import dataclasses
+import re
+import typing
+
+import pytest
+
+from lit_lazy.attention import (
+    AttentionSpec,
+    Bias,
+    Elastic,
+    Fire,
+    LearnedBias,
+    NoBias,
+    Normaliser,
+    Position,
+    Rope,
+    Softmax,
+    T5Bias,
+)
+from lit_lazy.config.canonical import leaves, replace_at
+from lit_lazy.config.files import load_experiment
+from lit_lazy.config.overrides import apply_overrides, override_parser
+from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
+from lit_lazy.data import DataConfig
+from lit_lazy.data.backcopy import Backcopy
+from lit_lazy.data.stdlib import Stdlib
+from lit_lazy.data.text import Text
+
+NORMALISER, BIAS, POSITION, DATA = "model.attention.normaliser", "model.attention.bias", "model.position", "data"
+PARTS = {NORMALISER: Normaliser, BIAS: Bias, POSITION: Position, DATA: DataConfig}
+LEAVES = [
+    (path, cls)
+    for path, base in PARTS.items()
+    for cls in leaves(base).values()
+    if cls.__module__.startswith("lit_lazy.")
+]
+BASE = RunConfig(Backcopy(context_length=20, task_seed=3))
+SET = RunConfig(
+    Backcopy(context_length=20, task_seed=3),
+    ModelConfig(
+        attention=AttentionSpec(Elastic(tau_init=0.25, renormalise=True), LearnedBias(length=9, init_std=0.5)),
+        position=Rope(base=77.0),
+    ),
+    TrainConfig(steps=90),
+)
+
+
+def other_value(value, annotation):
+    """Text and value for a field, not the default."""
+    if typing.get_origin(annotation) is typing.Literal:
+        options = typing.get_args(annotation)
+        other = options[(options.index(value) + 1) % len(options)]
+        return other, other
+    if isinstance(value, bool):
+        return str(not value).lower(), not value
+    if isinstance(value, float):
+        return str(value / 2 + 0.0625), value / 2 + 0.0625
+    if str in (annotation, *typing.get_args(annotation)):
+        return "other", "other"
+    number = 300 if value is None else value + 1
+    return str(number), number
+
+
+def leaf_fields():
+    for path, cls in LEAVES:
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            if (cls, field.name) in ((Text, "stream"), (Text, "end_of_text")):
+                continue  # refused without others beside them, which tests/data/test_text.py gives
+            yield path, cls, field.name, *other_value(field.default, hints[field.name])
+
+
+def apply(*arguments, base=BASE):
+    return apply_overrides(base, arguments)
+
+
+@pytest.mark.parametrize(("path", "cls"), LEAVES)
+@pytest.mark.parametrize("base", [BASE, SET], ids=["plain base", "set base"])
+def test_a_leaf_by_its_name_has_its_defaults(base, path, cls):
+    """And nothing of the leaf it takes the place of, also where a field has the same name."""
+    if any(isinstance(part, cls) for part in (base.data, base.model.position, *vars(base.model.attention).values())):
+        expected = base  # it names the leaf that is there, which stays
+    else:
+        expected = replace_at(base, {path: cls()})
+    assert apply(f"--{path}={cls.__name__}", base=base) == (expected, [path])
+
+
+@pytest.mark.parametrize(("path", "cls", "name", "text", "value"), list(leaf_fields()))
+def test_a_leaf_and_one_of_its_fields(path, cls, name, text, value):
+    base = replace_at(BASE, {path: cls()})
+    expected = replace_at(base, {f"{path}.{name}": value})
+    assert getattr(cls(), name) != value
+    arguments = (f"--{path}={cls.__name__}", f"--{path}.{name}={text}")
+    start = replace_at(SET, {path: next(leaf() for p, leaf in LEAVES if p == path and leaf is not cls)})
+    assert apply(*arguments, base=start)[0] == replace_at(start, {path: cls(**{name: value})})
+    assert apply(*arguments, base=base) == (expected, [path, f"{path}.{name}"])
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "value"),
+    [
+        (f"{NORMALISER}.learn_tau", "false", False),
+        (f"{NORMALISER}.tau_init", "2", 2.0),
+        (f"{BIAS}.length", "null", None),
+        (f"{BIAS}.length", "None", None),
+        (f"{BIAS}.init_std", "1e-3", 0.001),
+        (f"{POSITION}.base", "500", 500.0),
+        ("data.context_length", "12", 12),
+        ("model.attention.window", "6", 6),
+        ("model.backend", "reference", "reference"),
+        ("model.n_kv_heads", "1", 1),
+        ("train.steps", "60", 60),
+        ("train.betas", "[0.5,0.75]", (0.5, 0.75)),
+        ("train.precision", "bf16", "bf16"),
+        ("seed", "4", 4),
+    ],
+)
+def test_one_field_leaves_all_others(path, text, value):
+    for arguments in ([f"--{path}={text}"], [f"--{path}", text]):
+        changed, paths = apply(*arguments, base=SET)
+        assert changed == replace_at(SET, {path: value})
+        assert type(changed) is RunConfig
+        assert paths == [path]
+
+
+def test_negative_values_are_values():
+    expected = replace_at(SET, {f"{NORMALISER}.tau_init": -1.0})
+    for arguments in ([f"--{NORMALISER}.tau_init", "-1"], [f"--{NORMALISER}.tau_init=-1"]):
+        assert apply(*arguments, base=SET) == (expected, [f"{NORMALISER}.tau_init"])
+
+
+def test_several_at_once():
+    """A pair that is valid only together, mixed forms, and the paths in their order."""
+    changed, paths = apply(
+        *("--train.steps", "5", f"--{NORMALISER}=Elastic", f"--{NORMALISER}.threshold=constant"),
+        *(f"--{NORMALISER}.tau_init", "0.02", "--train.warmup_steps=1", f"--{BIAS}=T5Bias", f"--{BIAS}.n_buckets=8"),
+    )
+    assert changed.train == TrainConfig(steps=5, warmup_steps=1)
+    assert changed.model.attention == AttentionSpec(Elastic(0.02, "constant"), T5Bias(n_buckets=8))
+    assert changed.data == BASE.data
+    assert paths == [
+        *("train.steps", NORMALISER, f"{NORMALISER}.threshold", f"{NORMALISER}.tau_init", "train.warmup_steps"),
+        *(BIAS, f"{BIAS}.n_buckets"),
+    ]
+
+
+def test_without_arguments_the_base_itself():
+    assert apply_overrides(SET, []) == (SET, [])
+
+
+def test_fields_of_the_same_name_are_not_carried_over():
+    """`length` is LearnedBias's, Fire's and, as `context_length`, every data source's."""
+    assert apply(f"--{BIAS}=Fire", base=SET)[0].model.attention.bias == Fire()
+    assert apply("--data=Stdlib", base=SET)[0].data == Stdlib()
+    assert apply("--data", "Stdlib", "--data.validation_windows", "9", base=SET)[0].data == Stdlib(validation_windows=9)
+
+
+def test_an_experiments_own_class_is_found_by_its_name(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from dataclasses import dataclass\n"
+        "from lit_lazy.attention import Alibi, AttentionSpec, Bias\n"
+        "from lit_lazy.config.schema import ModelConfig, RunConfig\n"
+        "from lit_lazy.data.backcopy import Backcopy\n"
+        "@dataclass(frozen=True)\n"
+        "class SteepAlibi(Bias):\n"
+        '    """Mine."""\n'
+        "    factor: float = 2.0\n"
+        '    """How steep."""\n'
+        "    def build(self, n_heads, context_length):\n"
+        "        return Alibi().build(n_heads, context_length)\n"
+        "def config():\n"
+        "    return RunConfig(Backcopy(), ModelConfig(attention=AttentionSpec(bias=SteepAlibi(factor=5.0))))\n"
+    )
+    base = load_experiment(path)
+    own = type(base.model.attention.bias)
+    assert apply("--seed=1", base=base)[0] == replace_at(base, {"seed": 1})
+    assert apply(f"--{BIAS}.factor=3", base=base)[0].model.attention.bias == own(3.0)
+    assert apply(f"--{BIAS}=SteepAlibi", f"--{BIAS}.factor=3", base=BASE)[0].model.attention.bias == own(3.0)
+    assert apply(f"--{BIAS}=NoBias", base=base)[0].model.attention.bias == NoBias()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--modle.d_model=3"], ["--modle.d_model='3': no such field (did you mean --model.d_model?)"]),
+        (["--model.width=3"], ["--model.width='3': no such field", "`lit-lazy fields EXPERIMENT` lists all"]),
+        # No abbreviations: their path would not be what was set.
+        (["--train.step=5"], ["--train.step='5': no such field (did you mean --train.steps?)"]),
+        (["--see=5"], ["--see='5': no such field (did you mean --seed?)"]),
+        (["steps=5"], ["unknown argument 'steps=5'; a field is set by --FIELD=VALUE"]),
+        (["--train.steps"], ["--train.steps: has no value; give one as in --train.steps=VALUE"]),
+        (["--train.steps", "--seed=3"], ["--train.steps: has no value"]),
+        (["--train.steps="], ["--train.steps='': must be a whole number"]),
+        (["--train.steps=many"], ["--train.steps='many': must be a whole number"]),
+        (["--seed=3", "--train.steps=1.5"], ["--train.steps='1.5': must be a whole number"]),
+        (["--train.lr=nan"], ["--train.lr='nan': must be a finite number"]),
+        (["--train.precision=fp16"], ["--train.precision='fp16': must be one of fp32, bf16"]),
+        (["--train.betas=0.5"], ["--train.betas='0.5': must be 2 numbers in brackets, for example [0.5,0.5]"]),
+        (["--model.tie_embeddings=maybe"], ["--model.tie_embeddings='maybe': must be true or false"]),
+        (["--model.n_kv_heads=all"], ["--model.n_kv_heads='all': must be a whole number or None"]),
+        (["--model=3"], ["--model='3': its fields are set one by one, for example --model.d_model=VALUE"]),
+        ([f"--{BIAS}="], [f"--{BIAS}='': unknown; there are Alibi"]),
+        # The value of one field, made wrong by another's, is not blamed on its type.
+        (["--train.warmup_steps=9999", "--train.lr=x"], ["--train.lr='x': must be a finite number"]),
+        (
+            [f"--{BIAS}=T5Bais"],
+            [f"--{BIAS}='T5Bais': unknown (did you mean T5Bias?); there are Alibi, ", "LearnedBias"],
+        ),
+        ([f"--{BIAS}", "T5Bais"], ["'T5Bais'", "T5Bias"]),
+        ([f"--{NORMALISER}=T5Bias"], ["'T5Bias': unknown", "Elastic", "Softmax", "class of your own"]),
+        ([f"--{DATA}=Wiki"], ["'Wiki'", "Backcopy", "Stdlib"]),
+        ([f"--{POSITION}=Ropes"], ["'Ropes'", "did you mean Rope?"]),
+        (
+            [f"--{BIAS}=T5Bias", f"--{BIAS}.buckets=8"],
+            [f"--{BIAS}.buckets='8': no such field (did you mean --{BIAS}.n_buckets?)"],
+        ),
+        (
+            [f"--{BIAS}.n_buckets=8"],
+            [f"--{BIAS}.n_buckets='8': no such field; it is T5Bias's: add --{BIAS}=T5Bias"],
+        ),
+        ([f"--{BIAS}=T5Bias", f"--{BIAS}.n_buckets=few"], [f"--{BIAS}.n_buckets='few': must be a whole number"]),
+        (
+            [f"--{NORMALISER}=Elastic", f"--{NORMALISER}.threshold=row"],
+            [f"--{NORMALISER}.threshold='row': must be one of per_query, seq_len, per_token, constant"],
+        ),
+        ([f"--{BIAS}=T5Bias", f"--{BIAS}.n_buckets=1"], ["T5Bias.n_buckets=1: must be at least 2"]),
+        (["--train.warmup_steps=9999"], ["train.warmup_steps=9999: must be at least 0 and below train.steps=1200"]),
+        (["--model.attention.window=0"], ["AttentionSpec.window=0"]),
+    ],
+    ids=" ".join,
+)
+def test_what_is_wrong_is_named_in_one_line(arguments, named):
+    with pytest.raises(ValueError, match=re.escape(named[0])) as error:
+        apply(*arguments)
+    message = str(error.value)
+    assert "\n" not in message
+    for name in named:
+        assert name in message
+
+
+def test_help_is_the_fields_docstrings():
+    text = " ".join(override_parser(SET).format_help().split())
+    for path, help_of_field in {
+        "--data": "What it trains on.",
+        "--seed": "Seed of the initial weights and of the batch order.",
+        "--model.d_model": "Width of the residual stream.",
+        "--model.attention.bias": "What is added to the scores by distance and head.",
+        "--model.attention.window": "Keys a query can see, itself included; None for all that are not in its future.",
+        "--train.lr": "Peak learning rate of AdamW.",
+    }.items():
+        assert re.search(rf"{re.escape(path)} [^.]*? {re.escape(help_of_field)}", text), path
+    assert re.search(r"--train\.steps STEPS Optimiser steps\. \(type: int, default: 90\)", text)
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "help_of_field"),
+    [
+        (BIAS, "T5Bias", "Distance from which all keys share the last bucket."),
+        (NORMALISER, "Elastic", "Factor on the learning rate of tau."),
+        (POSITION, "Rope", "Base of the wave lengths."),
+        (DATA, "Stdlib", "Tokens (bytes) in a window."),
+    ],
+)
+def test_help_of_a_leaf(path, name, help_of_field, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        apply(f"--{path}.help={name}")
+    assert exit_.value.code == 0
+    assert help_of_field in " ".join(capsys.readouterr().out.split())
+
+
+def test_softmax_has_no_fields_to_set():
+    with pytest.raises(ValueError, match=f"it is Elastic's: add --{NORMALISER}=Elastic"):
+        apply(f"--{NORMALISER}.tau_init=1", base=BASE)
+    assert BASE.model.attention.normaliser == Softmax()

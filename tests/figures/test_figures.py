@@ -1,0 +1,123 @@
+"""The forest plot shows the table's numbers, is legible with 17 rows, and is written byte for byte alike."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from lit_lazy.figures import effects_figure, save_figure
+from lit_lazy.table.build import build_table
+from lit_lazy.table.records import Column, Observation, RowInfo
+
+NAMES = ["lazy", *(f"a-rather-long-variant-{i:02d}" for i in range(1, 17))]
+COLUMNS = (
+    Column("loss", "validation loss", "lower", unit="nats"),
+    Column("recall", "recall", "higher", digits=1, unit="%", scale=100),
+    Column("sparsity", "sparsity"),
+)
+
+
+def make(n_seeds=5, warnings=()):
+    rng = np.random.default_rng(0)
+    common = rng.normal(size=(n_seeds, 3))
+    observations = []
+    for i, name in enumerate(NAMES):
+        for seed in range(n_seeds):
+            loss, recall, sparsity = (common[seed] + 0.5 * (i % 3 - 1) * (i > 0) + 0.1 * rng.normal(size=3)).tolist()
+            metrics = {"loss": loss, "recall": recall, "sparsity": None if i == 2 else sparsity}
+            status = "failed" if i == 4 else "complete"
+            observations.append(Observation(name, seed, status, metrics))
+    rows = [RowInfo(name, "ours", tuple(range(n_seeds)), "tiny") for name in NAMES]
+    return build_table("study", "tiny", "lazy", rows, COLUMNS, (), observations, "make table2", warnings=warnings)
+
+
+def points(axes):
+    """(y, x, filled) of every plotted row."""
+    drawn = [line for line in axes.lines if line.get_marker() == "o"]
+    return {int(line.get_ydata()[0]): (line.get_xdata()[0], line.get_markerfacecolor() != "white") for line in drawn}
+
+
+def test_points_intervals_and_fill_are_the_tables():
+    table = make()
+    figure = effects_figure(table, ["recall", "loss"])
+    assert [axes.get_title() for axes in figure.axes] == ["recall (n = 5)", "validation loss (n = 5)"]
+    for axes, column in zip(figure.axes, (COLUMNS[1], COLUMNS[0]), strict=True):
+        measures = [row.metrics[column.key] for row in table.rows]
+        expected = {y: (m.diff * column.scale, m.separated) for y, m in enumerate(measures) if m.diff is not None}
+        assert points(axes) == expected
+        assert {filled for _, filled in expected.values()} == {True, False}
+        bars = {int(line.get_ydata()[0]): line.get_xdata() for line in axes.lines if line.get_linewidth() == 1.6}
+        low, high = axes.get_xlim()
+        for y, (x, _) in expected.items():
+            half = measures[y].diff_ci95 * column.scale
+            assert tuple(bars[y]) == (max(x - half, low), min(x + half, high))
+    assert "(nats)" in figure.axes[1].get_xlabel()
+    assert "← better" in figure.axes[1].get_xlabel()
+    assert "better →" in figure.axes[0].get_xlabel()
+
+
+def test_rows_without_a_difference_say_why():
+    axes = effects_figure(make(), ["sparsity"]).axes[0]
+    assert {int(text.xy[1]): text.get_text() for text in axes.texts} == {0: "baseline", 2: "not defined", 4: "failed"}
+    assert not {0, 2, 4} & set(points(axes))
+
+
+def test_wide_intervals_are_cut_with_an_arrow():
+    axes = effects_figure(make(n_seeds=2), ["loss"]).axes[0]
+    table = make(n_seeds=2)
+    low, high = axes.get_xlim()
+    beyond = {
+        (y, marker, edge)
+        for y, m in enumerate(row.metrics["loss"] for row in table.rows)
+        if m.diff is not None
+        for marker, edge, cut in (("<", low, m.diff - m.diff_ci95 < low), (">", high, m.diff + m.diff_ci95 > high))
+        if cut
+    }
+    arrows = [line for line in axes.lines if line.get_marker() in ("<", ">")]
+    assert {(int(a.get_ydata()[0]), a.get_marker(), a.get_xdata()[0]) for a in arrows} == beyond
+    assert beyond
+
+
+@pytest.mark.parametrize("keys", [["loss"], ["loss", "recall", "sparsity"]])
+def test_no_text_overlaps_or_leaves_the_figure(keys):
+    figure = effects_figure(make(warnings=("Undertrained: the loss still falls. " * 4,)), keys)
+    figure.draw_without_rendering()
+    boxes = [figure._suptitle.get_window_extent(), figure.legends[0].get_window_extent()]
+    for i, axes in enumerate(figure.axes):
+        labels = [*axes.get_xticklabels(), axes.xaxis.label, axes.title, *axes.texts]
+        labels += axes.get_yticklabels() if i == 0 else []
+        low, high = axes.get_xlim()
+        inside = [t for t in labels if t not in axes.get_xticklabels() or low <= t.get_position()[0] <= high]
+        boxes += [t.get_window_extent() for t in inside if t.get_text()]
+    for i, a in enumerate(boxes):
+        assert a.x0 >= 0
+        assert a.y0 >= 0
+        assert a.x1 <= figure.bbox.width
+        assert a.y1 <= figure.bbox.height
+        assert not [b for b in boxes[i + 1 :] if a.overlaps(b)]
+
+
+def test_files_are_written_alike(tmp_path):
+    table = make()
+    for name in ("a", "b"):
+        save_figure(effects_figure(table, ["loss"]), tmp_path / name)
+    png, svg = save_figure(effects_figure(table, ["loss"]), str(tmp_path / "v1.5"))
+    assert (png.name, svg.name) == ("v1.5.png", "v1.5.svg")
+    for suffix, start in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
+        content = (tmp_path / f"a{suffix}").read_bytes()
+        assert content.startswith(start)
+        assert content == (tmp_path / f"b{suffix}").read_bytes()
+    assert b"<dc:date>" not in svg.read_bytes()
+
+
+def test_unknown_columns_are_named():
+    with pytest.raises(ValueError, match="columns: 'los' is not in the table; choose from loss, recall, sparsity"):
+        effects_figure(make(), ["los"])
+    with pytest.raises(ValueError, match="columns: none given"):
+        effects_figure(make(), [])
+
+
+def test_no_global_figure_state_and_no_heavy_import():
+    code = "import sys, lit_lazy.figures; print({'matplotlib.pyplot', 'torch', 'mlflow', 'optuna'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"

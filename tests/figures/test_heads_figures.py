@@ -1,0 +1,514 @@
+"""Figures of diagnostics and trainings show the numbers they are given, in one style, with all text inside."""
+
+import subprocess
+import sys
+import warnings
+from itertools import combinations
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from lit_lazy.figures import heads as figures
+from lit_lazy.figures import (
+    loss_against_sparsity,
+    run_figures,
+    save_figure,
+    sink_over_training,
+    tau_over_training,
+)
+from lit_lazy.figures.common import WIDTH, in_style, log_bins
+from lit_lazy.measure import heads, rows
+from lit_lazy.table.build import build_table
+from lit_lazy.table.records import Column, Observation, RowInfo, Table
+
+NAMES = [
+    "attention_maps",
+    "sink_heatmap",
+    "mass_by_position",
+    "sparsity_by_layer",
+    "tau_by_layer",
+    "tau_by_head",
+    "bias_curves",
+    "value_norms",
+    "rank_profile",
+    "loss_by_length",
+]
+
+
+def make(layers=2, heads=4, length=64, maps=2, init=True, lengths=()):
+    rng = np.random.default_rng(0)
+    made = {}
+    for prefix, n in [("", length), *([("init/", length)] if init else []), *((f"L{n}/", n) for n in lengths)]:
+        keys = min(8, n)
+        made |= {
+            f"{prefix}sink/weight": rng.random((layers, heads, keys)) / 2,
+            f"{prefix}sink/share": rng.random((layers, heads, keys)),
+            f"{prefix}sink/value_norm": rng.random((layers, heads, keys)),
+            f"{prefix}mass/row": rng.random((layers, heads, n)),
+            f"{prefix}mass/first_key": rng.random((layers, heads, n)) / 2,
+            f"{prefix}sparsity/zero": rng.random((layers, heads)),
+            f"{prefix}sparsity/small": rng.random((layers, heads)),
+            f"{prefix}sparsity/block_64": rng.random((layers, heads)),
+            f"{prefix}sparsity/null": rng.random((layers, heads)),
+            f"{prefix}tau": 1 + rng.normal(size=(layers, heads)),
+            f"{prefix}hidden/effective_rank": 30 * rng.random(layers + 1),
+            f"{prefix}hidden/cosine": rng.random(layers + 1),
+            f"{prefix}loss/by_position": 2 + rng.random(n),
+            f"{prefix}sample": np.array([16, n, layers]),
+        }
+    made["watch/step"] = np.array([0, 1, 2, 4, 7])
+    made["watch/tau"] = 1 + rng.random((5, layers, heads))
+    made["bias/curve"] = rng.normal(size=(layers, heads, length))
+    made["bias/alibi_slope"] = rng.random((layers, heads)) / length
+    n = min(length, 128)
+    weights = np.tril(np.maximum(rng.random((maps, n, n)) - 0.5, 0)) / n
+    made["maps/weights"] = weights.astype(np.float16)
+    made["maps/heads"] = np.array([(i % layers, i % heads) for i in range(maps)])
+    return {key: value if value.dtype.kind == "i" else np.asarray(value, np.float32) for key, value in made.items()}
+
+
+def drawn(figure: Figure | None) -> Figure:
+    assert figure is not None
+    return figure
+
+
+def lines(axes, dash="-"):
+    """The ordinates of every line in a dash, points and reference lines left out."""
+    found = [line for line in axes.lines if line.get_linestyle() == dash and line.get_transform() == axes.transData]
+    return [np.asarray(line.get_ydata()) for line in found]
+
+
+def same(found, expected):
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_every_figure_is_there_in_reading_order_and_small_enough_for_a_page():
+    made = run_figures(make())
+    assert list(made) == NAMES
+    for figure in made.values():
+        assert figure.get_figwidth() <= WIDTH
+
+
+def test_nothing_is_drawn_of_nothing():
+    arrays = make()
+    for name in NAMES:
+        draw = getattr(figures, name)
+        assert draw({}) is None
+        undefined = {k: np.full(v.shape, np.nan) if v.dtype.kind == "f" else v for k, v in arrays.items()}
+        assert draw(undefined) is None
+    softmax = {key: value for key, value in arrays.items() if not key.endswith("tau")}
+    assert list(run_figures(softmax)) == [name for name in NAMES if not name.startswith("tau")]
+
+
+def test_a_zero_weight_is_told_from_a_small_one_and_from_a_hidden_key():
+    n = 10
+    weights = np.tril(np.full((n, n), 0.1)).astype(np.float16)
+    weights[5, 2], weights[6, 2], weights[7, 2] = 0, 1e-7, 1e-4
+    figure = drawn(figures.attention_maps({"maps/weights": weights[None], "maps/heads": np.array([[0, 2]])}))
+    whole, first = figure.axes[:2]
+    assert whole.get_title() == "layer 0, head 2"
+    image = np.asarray(whole.images[0].get_array())
+    np.testing.assert_array_equal(np.asarray(first.images[0].get_array()), image[:, :8])
+    zero, hidden = to_rgba(figures.ZERO), to_rgba(figures.HIDDEN)
+    assert tuple(image[5, 2]) == zero
+    assert {tuple(image[i, j]) for i, j in combinations(range(n), 2)} == {hidden}
+    tiny, small, larger = (tuple(image[i, 2]) for i in (6, 7, 8))
+    assert len({zero, hidden, tiny, small, larger}) == 5
+    # Neither is a colour of the map, nor like one.
+    colours = mpl.colormaps["viridis"](np.linspace(0, 1, 256))
+    for outside in (zero, hidden):
+        assert np.abs(colours - outside).max(axis=1).min() > 0.25
+    labels = {patch.get_label(): patch.get_facecolor() for patch in figure.legends[0].get_patches()}
+    assert labels["exactly 0"] == zero
+    assert labels["hidden from the query"] == hidden
+
+
+def test_a_weight_that_is_not_known_counts_as_hidden():
+    weights = np.tril(np.full((4, 4), 0.25))
+    weights[3, 0] = np.nan
+    figure = drawn(figures.attention_maps({"maps/weights": weights[None], "maps/heads": np.array([[0, 0]])}))
+    assert len(figure.axes) == 2, "four keys need no enlargement: a map and its colour bar"
+    assert tuple(np.asarray(figure.axes[0].images[0].get_array())[3, 0]) == to_rgba(figures.HIDDEN)
+
+
+def test_sink_heatmap_shows_the_first_key_raw_and_as_share_trained_and_not():
+    arrays = make(layers=3)
+    arrays["sink/share"][1, 2, 0] = np.nan
+    figure = drawn(figures.sink_heatmap(arrays))
+    keys = ["sink/weight", "sink/share", "init/sink/weight", "init/sink/share"]
+    for axes, key in zip(figure.axes, keys, strict=False):
+        shown = np.ma.filled(axes.images[0].get_array(), np.nan)
+        np.testing.assert_allclose(shown, arrays[key][..., 0], rtol=1e-6)
+        # Layer 0 is the lowest row of cells.
+        written = {text.get_position(): text.get_text() for text in axes.texts}
+        for layer, head in ((0, 0), (2, 3)):
+            assert written[head, layer] == f"{arrays[key][layer, head, 0]:.2f}"
+    titles = ["weight, trained", "share of the mass, trained", "weight, at init", "share of the mass, at init"]
+    assert [axes.get_title() for axes in figure.axes[:4]] == titles
+    assert {text.get_position(): text.get_text() for text in figure.axes[1].texts}[2, 1] == "–"
+    assert "no mass" in figure.legends[0].get_texts()[0].get_text()
+
+
+def test_lines_are_means_over_heads_and_the_untrained_ones_dashed():
+    arrays = make()
+    mass = drawn(figures.mass_by_position(arrays))
+    for axes, key in zip(mass.axes, ("mass/row", "mass/first_key"), strict=True):
+        same(lines(axes), arrays[key].mean(axis=1))
+        same(lines(axes, "--"), arrays[f"init/{key}"].mean(axis=1))
+        assert axes.get_xscale() == "log"
+    by_key, by_layer = drawn(figures.value_norms(arrays)).axes
+    same(lines(by_key), arrays["sink/value_norm"].mean(axis=1))
+    same(lines(by_layer), [arrays["sink/value_norm"][..., 0].mean(axis=1)])
+    rank, cosine = drawn(figures.rank_profile(arrays)).axes
+    for axes, key in ((rank, "hidden/effective_rank"), (cosine, "hidden/cosine")):
+        same(lines(axes), [arrays[key]])
+        same(lines(axes, "--"), [arrays[f"init/{key}"]])
+        assert list(axes.lines[0].get_xdata()) == [0, 1, 2], "0 is the embedding"
+
+
+def test_sparsity_stands_beside_its_null_and_its_init_in_per_cent():
+    arrays = make()
+    zeros, others = drawn(figures.sparsity_by_layer(arrays)).axes
+    for axes, keys in ((zeros, ("zero", "null")), (others, ("small", "block_64"))):
+        same(lines(axes), [100 * arrays[f"sparsity/{key}"].mean(axis=1) for key in keys])
+        same(lines(axes, "--"), [100 * arrays[f"init/sparsity/{key}"].mean(axis=1) for key in keys])
+    heads = next(line for line in zeros.lines if line.get_marker() == ".")
+    np.testing.assert_allclose(heads.get_ydata(), 100 * arrays["sparsity/zero"].ravel(), rtol=1e-6)
+    assert "%" in zeros.get_ylabel()
+
+
+@pytest.mark.parametrize(
+    ("absent", "panel", "remark"),
+    [
+        (("zero", "null"), 0, "no threshold: there are no exact zeros to count"),
+        (("null",), 0, "no null model for this kind of threshold"),
+        (("block_64",), 1, "no tiles: the sequences are shorter than 64"),
+    ],
+)
+def test_sparsity_says_what_there_is_none_of(absent, panel, remark):
+    arrays = make()
+    for key in absent:
+        for prefix in ("", "init/"):
+            arrays[f"{prefix}sparsity/{key}"][:] = np.nan
+    axes = drawn(figures.sparsity_by_layer(arrays)).axes[panel]
+    assert remark in axes.get_xlabel() + "".join(text.get_text() for text in axes.texts)
+
+
+def test_tau_shows_every_head_and_positions_as_their_mean():
+    arrays = make()
+    axes = drawn(figures.tau_by_layer(arrays)).axes[0]
+    same(lines(axes), [arrays["tau"].mean(axis=1)])
+    assert sorted(line.get_marker() for line in axes.lines) == [".", "o", "o"]
+    per_token = arrays["tau"][..., None] + np.array([-1.0, 0.0, 1.0])
+    figure = drawn(figures.tau_by_layer({"tau": per_token}))
+    same(lines(figure.axes[0]), [arrays["tau"].mean(axis=1)])
+    assert "positions" in figure.get_suptitle()
+
+
+def test_tau_over_training_has_a_line_per_head_in_the_colour_of_its_layer():
+    arrays = make(layers=2, heads=4)
+    figure = drawn(figures.tau_by_head(arrays))
+    axes = figure.axes[0]
+    same(lines(axes), arrays["watch/tau"].reshape(5, 8).T)
+    assert all(line.get_xdata().tolist() == [0, 1, 2, 4, 7] for line in axes.lines)
+    colours = [line.get_color() for line in axes.lines]
+    named = {line.get_label(): line.get_color() for line in figure.legends[0].get_lines()}
+    assert all(tuple(colours[i]) == tuple(named[f"layer {i // 4}"]) for i in range(8))
+    assert tuple(named["layer 0"]) != tuple(named["layer 1"])
+
+
+def test_the_dashed_line_of_an_alibi_curve_is_the_curve():
+    slopes = np.array([[0.5, 0.125]])
+    curve = 3 - slopes[..., None] * np.arange(20)
+    axes = drawn(figures.bias_curves({"bias/curve": curve, "bias/alibi_slope": slopes})).axes[0]
+    same(lines(axes), curve[0])
+    same(lines(axes, "--"), curve[0])
+    assert axes.lines[0].get_xdata()[0] == axes.get_xlim()[0] == 0
+    assert axes.get_xscale() == "symlog"
+    many = drawn(figures.bias_curves(make(heads=5)))
+    assert not [line for axes in many.axes for line in axes.lines if line.get_linestyle() == "--"]
+
+
+def test_loss_has_a_curve_per_length_and_the_end_of_the_trained_context():
+    arrays = make(length=32, lengths=(16, 32, 64)) | {"context": np.array(24)}
+    axes = drawn(figures.loss_by_length(arrays)).axes[0]
+    curves = [arrays["L16/loss/by_position"], arrays["loss/by_position"], arrays["L64/loss/by_position"]]
+    same(lines(axes), curves)
+    (end,) = [line for line in axes.lines if line.get_linestyle() == ":"]
+    assert set(end.get_xdata()) == {24}  # measured at 32, trained at 24
+    labels = [line.get_label() for line in axes.lines]
+    assert labels[:3] == [f"16 sequences of {n} tokens" for n in (16, 32, 64)]
+    alone = drawn(figures.loss_by_length(make(length=32)))
+    assert "16 sequences of 32 tokens" in alone.get_suptitle()
+
+
+def test_what_counts_as_small_and_as_a_sink_is_what_the_metrics_say():
+    own = figures.SMALL_WEIGHT, figures.SINK_WEIGHT, figures.FIRST_KEYS
+    assert own == (rows.SMALL_WEIGHT, heads.SINK_WEIGHT, rows.FIRST_KEYS)
+
+
+def test_long_lines_are_means_over_bins():
+    x = np.arange(1, 1001)
+    values = np.random.default_rng(0).random((2, 1000))
+    centres, means = log_bins(x, np.stack([x, *values]), most=50)
+    np.testing.assert_allclose(means[0], centres)
+    assert len(centres) <= 50
+    assert list(centres[:3]) == [1, 2, 3]
+    # A bin reaches as far to the right of its centre as to the left, which gives back how many points it holds.
+    ends = [0.0]
+    for centre in centres:
+        ends.append(2 * centre - 1 - ends[-1])
+    counts = np.diff(ends)
+    assert ends[-1] == 1000
+    np.testing.assert_allclose((means[1:] * counts).sum(axis=1), values.sum(axis=1))
+    short = log_bins(x[:50], values[:, :50], most=50)
+    np.testing.assert_array_equal(short[1], values[:, :50])
+
+
+VARIANTS = [
+    "lazy",
+    "softmax",
+    "softmax + learned bias",
+    "diverged",
+    *(f"lazy with another part {i:02d}" for i in range(13)),
+]
+
+
+def study(n_seeds=3, variants=VARIANTS, loss="loss/excess") -> Table:
+    rng = np.random.default_rng(1)
+    observations = []
+    for name in variants:
+        level, sparsity = 0.025 + 0.003 * rng.normal(), 0.58 + 0.04 * rng.normal()
+        for seed in range(n_seeds):
+            metrics = {
+                loss: 2.5 if name == "diverged" else level + 0.001 * rng.normal(),
+                "sparsity/zero": None if name.startswith("softmax") else sparsity + 0.01 * rng.normal(),
+            }
+            observations.append(Observation(name, seed, "complete", metrics))
+    rows = [RowInfo(name, "ours", tuple(range(n_seeds)), "tiny") for name in variants]
+    columns = (
+        Column("loss/val", "validation loss", "lower", unit="nats"),
+        Column(loss, "excess loss", "lower", unit="nats"),
+        Column("sparsity/zero", "sparsity", digits=1, unit="%", scale=100),
+    )
+    return build_table("study", "tiny", "lazy", rows, columns, (), observations, "make")
+
+
+def test_loss_against_sparsity_shows_the_tables_means_and_intervals():
+    table = study()
+    axes = drawn(loss_against_sparsity(table)).axes[0]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("sparsity (%)", "excess loss (nats) ↓")
+    spots = {(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() in ("o", "D")}
+    bars = [(tuple(line.get_xdata()), tuple(line.get_ydata())) for line in axes.lines if line.get_linewidth() == 1]
+    shown = {text.get_text() for text in axes.texts}
+    (left, _), (_, top) = axes.get_xlim(), axes.get_ylim()
+    for row in table.rows:
+        x, y = row.metrics["sparsity/zero"], row.metrics["loss/excess"]
+        if row.variant == "diverged":
+            assert "diverged: 2.500" in shown
+            (arrow,) = [line for line in axes.lines if line.get_marker() == "^" and line.get_markersize() == 7]
+            assert (arrow.get_xdata()[0], arrow.get_ydata()[0]) == (100 * x.mean, top)
+            continue
+        assert row.variant in shown
+        if x.mean is None:
+            (place,) = [spot[0] for spot in spots if spot[1] == y.mean]
+            assert left < place < min(row.metrics["sparsity/zero"].mean or 1 for row in table.rows) * 100
+        else:
+            assert (100 * x.mean, y.mean) in spots
+            assert (pytest.approx((100 * (x.mean - x.ci95), 100 * (x.mean + x.ci95))), (y.mean, y.mean)) in bars
+            assert ((100 * x.mean, 100 * x.mean), pytest.approx((y.mean - y.ci95, y.mean + y.ci95))) in bars
+    assert len(shown) == len(table.rows)
+    assert axes.get_xticklabels()[0].get_text() == "no\nthreshold"
+
+
+def test_no_interval_reaches_in_among_the_variants_without_a_threshold():
+    axes = drawn(loss_against_sparsity(study(2, (*VARIANTS[:3], VARIANTS[4])))).axes[0]
+    (border,) = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
+    level = [line.get_xdata() for line in axes.lines if line.get_linewidth() == 1 and len(set(line.get_ydata())) == 1]
+    assert min(left for left, _ in level) == border  # two seeds make intervals so wide that they are cut off
+
+
+@pytest.mark.parametrize("n_seeds", [1, 2, 5])
+def test_no_label_covers_another_a_marker_or_leaves_the_panel(n_seeds):
+    figure = drawn(loss_against_sparsity(study(n_seeds)))
+    axes = figure.axes[0]
+    with in_style():
+        figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in axes.texts]
+    assert len(boxes) == len(VARIANTS)
+    for a, b in combinations(boxes, 2):
+        assert not a.overlaps(b)
+    for line in axes.lines:
+        if line.get_marker() in ("o", "D"):
+            assert not any(box.contains(*axes.transData.transform(line.get_xydata()[0])) for box in boxes)
+    for box in boxes:
+        assert axes.bbox.x0 <= box.x0
+        assert box.x1 <= axes.bbox.x1
+        assert axes.bbox.y0 <= box.y0
+        assert box.y1 <= axes.bbox.y1
+
+
+def test_loss_against_sparsity_needs_both_and_takes_the_first_loss():
+    assert loss_against_sparsity(study(variants=["lazy", "softmax"])) is not None
+    bits = drawn(loss_against_sparsity(study(loss="loss/bits_per_byte")))
+    assert bits.axes[0].get_ylabel().startswith("excess loss"), "the column's own title, here of the bits"
+    rows = [RowInfo("lazy", "ours", (0,), "tiny")]
+    columns = (Column("loss/val", "loss"), Column("sparsity/zero", "sparsity"))
+    for metrics in ({"loss/val": 1.0}, {"sparsity/zero": 0.5}):
+        seen = [Observation("lazy", 0, "complete", metrics)]
+        assert loss_against_sparsity(build_table("a", "tiny", "lazy", rows, columns, (), seen, "make")) is None
+    seen = [Observation("lazy", 0, "complete", {"loss/val": 1.0, "sparsity/zero": 0.5})]
+    assert loss_against_sparsity(build_table("a", "tiny", "lazy", rows, columns[:1], (), seen, "make")) is None
+
+
+def trainings(variants=VARIANTS, n_seeds=2):
+    steps = [0, 1, 2, 4, 100]
+    made = {}
+    for i, name in enumerate(variants):
+        seeds = []
+        for seed in range(n_seeds):
+            metrics = {"watch/first_key_weight": [(step, i + step + seed) for step in steps]}
+            metrics["watch/first_key_share"] = [(step, 2 * i + seed) for step in steps]
+            if not name.startswith("softmax"):
+                metrics["watch/tau_layer_0"] = [(step, 1.0 + seed) for step in steps]
+                metrics["watch/tau_layer_1"] = [(step, 2.0 + i + seed) for step in steps]
+            seeds.append(metrics)
+        made[name] = seeds
+    return made
+
+
+def test_trainings_are_means_over_layers_and_seeds_with_their_range():
+    figure = drawn(tau_over_training(trainings()))
+    axes = figure.axes[0]
+    by_name = {line.get_label(): line for line in axes.lines}
+    assert list(by_name) == [name for name in VARIANTS if not name.startswith("softmax")]
+    for name, line in by_name.items():
+        i = VARIANTS.index(name)
+        assert list(line.get_xdata()) == [0, 1, 2, 4, 100]
+        # Layers at 1 and 2 + i, then seeds that are one apart.
+        np.testing.assert_allclose(line.get_ydata(), 1.5 + i / 2 + 0.5)
+    band = axes.collections[0].get_paths()[0].vertices
+    assert (band[:, 1].min(), band[:, 1].max()) == (1.5, 2.5)
+    assert axes.get_xlim() == (0, 100)
+    assert "2 seeds (band: range)" in figure.get_suptitle()
+
+
+def test_a_variant_looks_alike_in_every_figure_and_like_no_other():
+    tau, sink = drawn(tau_over_training(trainings())), drawn(sink_over_training(trainings()))
+    weight, share = sink.axes
+    looks = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in weight.lines}
+    assert list(looks) == VARIANTS
+    assert len(set(looks.values())) == 17
+    for axes in (share, tau.axes[0]):
+        assert all(looks[line.get_label()] == (line.get_color(), line.get_linestyle()) for line in axes.lines)
+    assert [text.get_text() for text in sink.legends[0].get_texts()] == VARIANTS
+    same([weight.lines[3].get_ydata()], [3.5 + np.array([0, 1, 2, 4, 100])])
+    same([share.lines[3].get_ydata()], [np.full(5, 6.5)])
+
+
+def test_a_training_that_ended_early_or_was_undefined_shortens_its_line():
+    ended = {
+        "lazy": [{"watch/tau_layer_0": [(0, 1.0), (1, 2.0), (2, 9.0)]}, {"watch/tau_layer_0": [(0, 1.0), (1, 4.0)]}]
+    }
+    ended["lazy"] += [{}]
+    (line,) = drawn(tau_over_training(ended)).axes[0].lines
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([0, 1], [1, 3])
+    undefined = {"lazy": [{"watch/first_key_share": [(0, float("nan")), (1, 0.5)]}]}
+    (line,) = drawn(sink_over_training(undefined)).axes[0].lines
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([1], [0.5])
+    assert tau_over_training({"softmax": [{"watch/first_key_weight": [(0, 0.1)]}]}) is None
+    assert sink_over_training({"softmax": [{}], "lazy": []}) is None
+    assert tau_over_training({}) is None
+
+
+EXTREMES = {
+    "one head": make(layers=1, heads=1, maps=1),
+    "eight tokens": make(length=8, init=False, maps=5),
+    "deep": make(layers=24, heads=16, length=300, maps=6, lengths=(600,)),
+    "partly undefined": {
+        key: np.where(np.arange(value.shape[0]).reshape(-1, *[1] * (value.ndim - 1)) == 0, np.nan, value)
+        if value.dtype.kind == "f"
+        else value
+        for key, value in make(layers=3).items()
+    },
+}
+
+
+def shown_ticks(axis) -> list[Text]:
+    low, high = sorted(axis.get_view_interval())
+    labels = [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+    return [label for label in labels if label.get_visible() and label.get_text()]
+
+
+def assert_legible(figure: Figure) -> None:
+    """No text leaves the figure, no two labels of an axis meet, and legends cover no panel."""
+    with in_style():
+        figure.draw_without_rendering()
+    panels = [axes for axes in figure.axes if axes.axison]
+    axles = [axis for axes in panels for axis in (axes.xaxis, axes.yaxis)]
+    ticks = [shown_ticks(axis) for axis in axles]
+    texts = [text for axes in panels for text in (axes.title, *axes.texts)] + [axis.label for axis in axles]
+    texts += [text for legend in figure.legends for text in legend.get_texts()] + [figure._suptitle]
+    for text in [*(text for text in texts if text.get_text()), *(text for axis in ticks for text in axis)]:
+        box = Text.get_window_extent(text)
+        assert box.x0 >= -1, text
+        assert box.y0 >= -1, text
+        assert box.x1 <= figure.bbox.x1 + 1, text
+        assert box.y1 <= figure.bbox.y1 + 1, text
+    for axis in ticks:
+        boxes = [Text.get_window_extent(text) for text in axis]
+        assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])], [t.get_text() for t in axis]
+    for legend in figure.legends:
+        box = legend.get_window_extent()
+        assert not [axes for axes in panels if axes.get_tightbbox().overlaps(box)]
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_all_text_is_inside_and_nothing_warns(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for figure in run_figures(EXTREMES[name]).values():
+            assert_legible(figure)
+
+
+def test_figures_over_variants_are_legible():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        named = [f"a variant with a rather long name {i}" for i in range(17)]
+        for made in (trainings(named, 5), trainings(["lazy"], 1)):
+            assert_legible(drawn(tau_over_training(made)))
+            assert_legible(drawn(sink_over_training(made)))
+        assert_legible(drawn(loss_against_sparsity(study(2))))
+        assert_legible(drawn(loss_against_sparsity(study(1, ["lazy"]))))
+
+
+def test_files_are_alike_whatever_the_users_own_style(tmp_path):
+    arrays, table = make(init=False), study(variants=VARIANTS[:4])
+    for folder, own in (("a", {}), ("b", {"font.size": 20.0, "axes.labelcolor": "red", "svg.hashsalt": "other"})):
+        (tmp_path / folder).mkdir()
+        with mpl.rc_context(own):
+            save_figure(drawn(figures.sink_heatmap(arrays)), tmp_path / folder / "heat")
+            save_figure(drawn(loss_against_sparsity(table)), tmp_path / folder / "scatter")
+    written = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert len(written) == 4
+    for name in written:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_the_style_file_goes_with_the_package():
+    root = Path(__file__).parents[2]
+    code = (
+        "from setuptools import Distribution; d = Distribution(); d.parse_config_files(['pyproject.toml']);"
+        "d.packages = ['lit_lazy.figures']; d.include_package_data = False;"
+        "b = d.get_command_obj('build_py'); b.finalize_options();"
+        "print([f for _, _, _, files in b.data_files for f in files])"
+    )
+    said = subprocess.run([sys.executable, "-c", code], cwd=root, text=True, capture_output=True, check=True).stdout
+    assert "style.mplstyle" in said

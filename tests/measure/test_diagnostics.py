@@ -1,0 +1,541 @@
+"""What is measured of a model: equal to dense fp64 matrices, whatever the batches, and the model stays as it was."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flash_lazy import Weights
+from lit_lazy.attention import (
+    Alibi,
+    AttentionSpec,
+    Elastic,
+    LearnedAbsolute,
+    LearnedBias,
+    NoPosition,
+    Position,
+    Rope,
+    Softmax,
+    T5Bias,
+)
+from lit_lazy.attention.normaliser import Normaliser, NormaliserModule
+from lit_lazy.config.schema import ModelConfig, RunConfig
+from lit_lazy.data.backcopy import Backcopy
+from lit_lazy.data.base import Batch
+from lit_lazy.measure import diagnostics
+from lit_lazy.measure.diagnostics import Diagnostics, Maps, check_normaliser, measure, validation_sample
+from lit_lazy.model.decoder import NORM_EPS, DecoderLM
+from lit_lazy.model.loss import token_nll
+from lit_lazy.training.module import LitLM
+
+T, VOCABULARY, SEQUENCES = 20, 17, 5
+SPREAD = 0.4
+"""Standard deviation of the weights: scores of some nats, so that heads differ and offsets cut."""
+
+
+def make(
+    attention: AttentionSpec, position: Position | None = None, n_layers: int = 2, n_kv_heads: int = 2, seed: int = 0
+) -> LitLM:
+    cfg = RunConfig(
+        data=Backcopy(vocab_size=VOCABULARY - 1, context_length=T),
+        model=ModelConfig(
+            d_model=16,
+            n_layers=n_layers,
+            n_heads=4,
+            n_kv_heads=n_kv_heads,
+            d_ff=24,
+            attention=attention,
+            position=position or Rope(),
+            init_std=SPREAD,
+        ),
+        seed=seed,
+    )
+    return LitLM.create(cfg, VOCABULARY, T)
+
+
+def draw(length: int = T, n: int = SEQUENCES) -> Batch:
+    ids = torch.randint(VOCABULARY, (n, length + 1), generator=torch.Generator().manual_seed(1))
+    return {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
+
+
+LAZY = AttentionSpec(Elastic(), LearnedBias(length=7, init_std=1.0))
+SPECS = {
+    "lazy": (LAZY, None),
+    "renormalised": (AttentionSpec(Elastic(0.5, "seq_len", renormalise=True), T5Bias()), NoPosition()),
+    "per token": (AttentionSpec(Elastic(0.7, "per_token"), LearnedBias(init_std=1.0), window=6), LearnedAbsolute()),
+    "softmax": (AttentionSpec(Softmax(), Alibi(), window=9), None),
+}
+
+
+class Dense:
+    """A model in fp64, written out with whole matrices: what each layer's heads and hidden states are."""
+
+    def __init__(self, module: LitLM, tokens: Tensor, hidden_keys: int = 0) -> None:
+        self.model, self.spec = module.model, module.cfg.model.attention
+        self.hidden_keys = hidden_keys
+        self.w: list[Tensor] = []
+        self.mass: list[Tensor] = []
+        self.scores: list[Tensor] = []
+        self.zero: list[Tensor] = []
+        self.v: list[Tensor] = []
+        x = self.model.position.embed(self.model.embedding(tokens), 0)
+        self.hidden = [x]
+        for block in self.model.blocks:
+            x = x + self.attend(block.attention, norm(x, block.attention_norm.weight))
+            y = norm(x, block.mlp_norm.weight)
+            x = x + block.mlp.down(torch.nn.functional.silu(block.mlp.gate(y)) * block.mlp.up(y))
+            self.hidden.append(x)
+        self.logits = norm(x, self.model.norm.weight) @ self.model.head.weight.T
+
+    def attend(self, layer: torch.nn.Module, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        rotate = self.model.position.rotation(length, 0)
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2)
+            for projection in (layer.q, layer.k, layer.v)
+        )
+        heads = torch.arange(layer.n_heads) // (layer.n_heads // layer.n_kv_heads)
+        q, k, v = rotate(q), rotate(k)[:, heads], v[:, heads]
+        scores = q @ k.mT / math.sqrt(layer.head_dim)
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        terms = layer.bias(length)
+        for head in range(layer.n_heads):
+            for i, j in np.ndindex(length, length):
+                d = i - j
+                if terms.table is not None and 0 <= d < terms.table.shape[1]:
+                    scores[:, head, i, j] += terms.table[head, d]
+                if terms.slopes is not None:
+                    scores[:, head, i, j] -= terms.slopes[head] * d
+        visible = (distance >= 0) & (distance < (self.spec.window or length))
+        visible[:, : self.hidden_keys] = False
+        p = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0)
+        theta = self.theta(layer, visible.sum(-1).clamp(min=1), length)
+        w = (p - theta[..., None]).clamp(min=0) * visible
+        mass = w.sum(-1)
+        if isinstance(self.spec.normaliser, Elastic) and self.spec.normaliser.renormalise:
+            w = w / mass.masked_fill(mass == 0, 1)[..., None]
+        self.w.append(w)
+        self.mass.append(mass)
+        self.scores.append(scores.masked_fill(~visible, torch.nan))
+        self.zero.append((p <= theta[..., None]) & visible)
+        self.v.append(v)
+        self.visible = visible
+        return layer.out((w @ v).transpose(1, 2).flatten(2))
+
+    def theta(self, layer: torch.nn.Module, n: Tensor, length: int) -> Tensor:
+        """`[H, T]`."""
+        normaliser = self.spec.normaliser
+        if not isinstance(normaliser, Elastic):
+            return torch.zeros(layer.n_heads, length, dtype=torch.float64)
+        tau = layer.normaliser.tau
+        divisor = torch.full((length,), T) if normaliser.threshold == "seq_len" else n
+        return (tau[:, :length] if tau.ndim == 2 else tau[:, None].expand(-1, length)) / divisor
+
+    def nll(self, targets: Tensor) -> Tensor:
+        return -self.logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + NORM_EPS).sqrt() * weight
+
+
+def expected(module: LitLM, batch: Batch) -> dict[str, Tensor]:
+    """The arrays, by loops over whole matrices."""
+    dense = Dense(module, batch["tokens"])
+    heads = dense.w[0].shape[1]
+    found: dict[str, list[Tensor]] = {}
+
+    def add(name: str, value: Tensor) -> None:
+        found.setdefault(name, []).append(value)
+
+    for w, mass, scores, zero, v in zip(dense.w, dense.mass, dense.scores, dense.zero, dense.v, strict=True):
+        weight, share, rate = (torch.zeros(heads, 8, dtype=torch.float64) for _ in range(3))
+        for key in range(8):
+            below = w[:, :, key:, key]
+            weight[:, key] = below.mean((0, 2))
+            share[:, key] = below.sum((0, 2)) / w[:, :, key:].sum((0, 2, 3))
+            rate[:, key] = (below.mean(-1) > 0.3).double().mean(0)
+        add("sink/weight", weight)
+        add("sink/share", share)
+        add("sink/rate", rate)
+        size = v.norm(dim=-1)
+        add("sink/value_norm", (size[..., :8] / size.mean(-1, keepdim=True)).mean(0))
+        add("mass/row", mass.mean(0))
+        before = w * (mass / w.sum(-1).masked_fill(mass == 0, 1))[..., None]
+        add("mass/first_key", before[..., 0].mean(0))
+        add("mass/empty_rows", (mass == 0).double().mean((0, 2)))
+        n = len(w) * dense.visible.sum()
+        if isinstance(dense.spec.normaliser, Elastic):
+            add("sparsity/zero", zero.sum((0, 2, 3)) / n)
+        add("sparsity/small", ((w <= 1e-5) & dense.visible).sum((0, 2, 3)) / n)
+        a = w / w.sum(-1, keepdim=True)
+        alive = mass > 0
+        entropy = -(a * a.clamp(min=1e-300).log()).sum(-1)
+        keys = [entropy[:, h][alive[:, h]].exp().mean() for h in range(heads)]
+        add("entropy/keys", torch.stack(keys))
+        variances = [[scores[:, h, i][:, dense.visible[i]].var(-1) for i in range(7, T)] for h in range(heads)]
+        if dense.visible[-1].sum() >= 8:
+            add("scores/spread", torch.stack([torch.stack(rows).mean().sqrt() for rows in variances]))
+    for x in dense.hidden:
+        directions = x / x.norm(dim=-1, keepdim=True)
+        cosines = directions @ directions.mT
+        add("hidden/cosine", ((cosines.sum((1, 2)) - T) / (T * (T - 1))).mean())
+        add("hidden/max_abs", x.abs().max())
+    arrays = {name: torch.stack(values) for name, values in found.items()}
+    once, twice = batch["tokens"][:, :-1], torch.cat((batch["tokens"][:, :-1], batch["tokens"][:, -2:-1]), 1)
+    pairs = zip(Dense(module, once).hidden, Dense(module, twice).hidden, strict=True)
+    arrays["hidden/repeated_gap"] = torch.stack(
+        [((y[:, -1] - z[:, -1]).norm(dim=-1) / y[:, -1].norm(dim=-1)).mean() for y, z in pairs]
+    )
+    nll = dense.nll(batch["targets"])
+    arrays["loss/by_position"] = nll.mean(0)
+    arrays["loss/evicted"] = torch.stack(
+        [
+            (Dense(module, batch["tokens"], hidden_keys).nll(batch["targets"]) - nll)[:, 8:].mean()
+            for hidden_keys in range(1, 5)
+        ]
+    )
+    return arrays
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_arrays_equal_those_of_dense_matrices(name: str) -> None:
+    attention, position = SPECS[name]
+    module, batch = make(attention, position).double(), draw()
+    with torch.no_grad():
+        wanted = expected(module, batch)
+    measured = measure(module.model, [batch], Maps(layers=(1, 0), heads=(3, 0))).arrays
+    for array, values in wanted.items():
+        np.testing.assert_allclose(measured[array], values.numpy(), rtol=2e-6, atol=1e-7, err_msg=array)
+    with torch.no_grad():
+        dense = Dense(module, batch["tokens"][:1])
+    assert measured["maps/heads"].tolist() == [[1, 3], [1, 0], [0, 3], [0, 0]]
+    seen = [dense.w[layer][0, head].masked_fill(~dense.visible, torch.nan) for layer, head in measured["maps/heads"]]
+    maps = torch.stack(seen).numpy()
+    np.testing.assert_allclose(measured["maps/weights"], maps, rtol=1e-3, atol=1e-7)
+    assert ((measured["maps/weights"] == 0) == (maps == 0)).all()
+    assert measured["sample"].tolist() == [SEQUENCES, T, 2]
+    assert ("tau" in measured) == isinstance(attention.normaliser, Elastic)
+    assert np.isnan(measured["sparsity/zero"]).all() == (name == "softmax")
+    assert np.isnan(measured["sparsity/null"]).all() == (name != "lazy")
+
+
+def test_shapes_and_types() -> None:
+    layers, heads, keys = 2, 4, 8
+    arrays = measure(make(LAZY).model, [draw()]).arrays
+    shapes = {
+        **dict.fromkeys(("sink/weight", "sink/share", "sink/rate", "sink/rate_share"), (layers, heads, keys)),
+        "sink/value_norm": (layers, heads, keys),
+        "sink/position": (layers, heads),
+        **dict.fromkeys(("mass/row", "mass/first_key", "bias/curve"), (layers, heads, T)),
+        **dict.fromkeys(("mass/empty_rows", "mass/dead", "tau"), (layers, heads)),
+        **dict.fromkeys((f"sparsity/{name}" for name in ("zero", "small", "null", "null_mass")), (layers, heads)),
+        **dict.fromkeys((f"sparsity/{name}" for name in ("block_64", "block_128")), (layers, heads)),
+        **dict.fromkeys(
+            (f"entropy/{name}" for name in ("nats", "normalised", "keys", "participation")), (layers, heads)
+        ),
+        **dict.fromkeys(("scores/spread", "bias/alibi_slope", "bias/alibi_distance"), (layers, heads)),
+        **dict.fromkeys(
+            (
+                f"hidden/{name}"
+                for name in (
+                    "cosine", "effective_rank", "rank_residual", "max_abs", "median_abs", "massive", "max_norm",
+                    "kurtosis", "repeated_gap",
+                )
+            ),
+            (layers + 1,),
+        ),
+        "loss/by_position": (T,),
+        "loss/evicted": (4,),
+        "maps/weights": (2, T, T),
+        "maps/heads": (2, 2),
+        "sample": (3,),
+        "context": (),
+    }  # fmt: skip
+    assert {name: array.shape for name, array in arrays.items()} == shapes
+    others = {"maps/weights": np.float16, "maps/heads": np.int64, "sample": np.int64, "context": np.int64}
+    assert all(array.dtype == others.get(name, np.float32) for name, array in arrays.items())
+
+
+def test_the_cut_into_batches_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batch = make(LAZY).double(), draw()
+    whole = measure(module.model, [batch]).arrays
+    parts = [{name: x[rows] for name, x in batch.items()} for rows in (slice(0, 3), slice(3, 4), slice(4, 5))]
+    monkeypatch.setattr(diagnostics, "TOKENS_AT_ONCE", 2 * T)
+    for cut in (
+        measure(module.model, parts).arrays,
+        measure(module.model, [*parts, draw(n=3)], sample=SEQUENCES).arrays,
+    ):
+        assert cut.keys() == whole.keys()
+        for name, array in whole.items():
+            np.testing.assert_allclose(cut[name], array, rtol=1e-6, atol=1e-9, err_msg=name)
+    fewer = measure(module.model, parts, sample=3).arrays
+    assert fewer["sample"][0] == 3
+    assert not np.allclose(fewer["loss/by_position"], whole["loss/by_position"])
+
+
+STEEP = 1e4
+"""Nats that a score falls by from one key to the one before: exp(-STEEP) is 0 in any precision."""
+
+
+@pytest.mark.parametrize("normaliser", [Softmax(), Elastic(0.4, "constant"), Elastic(3.0, "seq_len")])
+def test_hiding_keys_without_weight_changes_the_loss_by_nothing(normaliser: Normaliser) -> None:
+    module = make(AttentionSpec(normaliser, Alibi()))
+    untouched = measure(module.model, [draw()]).arrays["loss/evicted"]
+    assert (np.abs(untouched) > 1e-4).all()
+    for attention in module.model.attentions:
+        attention.bias.slopes.fill_(STEEP)
+    blind = measure(module.model, [draw()]).arrays
+    assert blind["sink/weight"][..., 0].max() < 1.01 / T  # row 1 sees no other key
+    assert (blind["loss/evicted"] == 0).all()
+
+
+def test_a_sequence_too_short_to_miss_its_first_keys_has_no_such_loss() -> None:
+    arrays = measure(make(LAZY).model, [draw(length=8)]).arrays
+    assert np.isnan(arrays["loss/evicted"]).all()
+    assert np.isfinite(arrays["loss/by_position"]).all()
+
+
+@pytest.mark.parametrize(
+    ("normaliser", "position", "gap"),
+    [
+        (Softmax(), NoPosition(), False),
+        (Elastic(0.5), NoPosition(), False),
+        # Rope turns queries and keys but not values, so it moves weights that add up to 1 among equal values ...
+        (Softmax(), Rope(), False),
+        # ... and what is left of them above a threshold.
+        (Elastic(0.5), Rope(), True),
+        (Softmax(), LearnedAbsolute(), True),
+    ],
+)
+def test_identical_tokens_are_told_apart_by_what_knows_positions(
+    normaliser: Normaliser, position: Position, gap: bool
+) -> None:
+    module = make(AttentionSpec(normaliser), position)
+    batch = {name: torch.full_like(x, 3) for name, x in draw().items()}
+    arrays = measure(module.model, [batch]).arrays
+    if gap:
+        assert (arrays["hidden/repeated_gap"][1:] > 0.005).all()
+    else:
+        np.testing.assert_allclose(arrays["hidden/repeated_gap"], 0, atol=1e-6)
+        np.testing.assert_allclose(arrays["hidden/cosine"], 1, atol=1e-6)
+
+
+def test_a_sequence_longer_than_the_training_is_measured_where_positions_serve_it() -> None:
+    arrays = measure(make(LAZY).model, [draw(length=2 * T + 1)]).arrays
+    assert arrays["bias/curve"].shape == (2, 4, 2 * T + 1)
+    assert (arrays["bias/curve"][..., 7:] == 0).all()
+    with pytest.raises(ValueError, match=f"LearnedAbsolute: {T + 1} positions asked, {T} learned"):
+        measure(make(LAZY, LearnedAbsolute()).model, [draw(length=T + 1)])
+
+
+def state(module: LitLM) -> dict[str, object]:
+    """All that must stay as it is, but for tensors."""
+    return {
+        "modes": [part.training for part in module.modules()],
+        "hooks": [len(part._forward_pre_hooks) + len(part._forward_hooks) for part in module.modules()],
+        "backends": [attention.backend for attention in module.model.attentions],
+        "gradients": [parameter.grad is None and parameter.requires_grad for parameter in module.parameters()],
+        "random": torch.get_rng_state().tolist(),
+    }
+
+
+def failing(*_: object) -> Weights:
+    raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_module_stays_as_it_was(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = make(LAZY)
+    module.train()
+    module.model.blocks[1].eval()
+    module.model.attentions[0].backend = "reference"
+    tensors = {name: x.clone() for name, x in module.state_dict().items()}
+    before = state(module)
+    if fails:
+        monkeypatch.setattr(type(module.model.attentions[1].normaliser), "weights", failing)
+        with pytest.raises(RuntimeError, match="broken"):
+            measure(module.model, [draw()])
+    else:
+        measure(module.model, [draw()])
+    assert state(module) == before
+    assert all(torch.equal(x, tensors[name]) for name, x in module.state_dict().items())
+    token_nll(module.model(draw()["tokens"]), draw()["targets"]).mean().backward()
+
+
+class UniformModule(NormaliserModule):
+    """Every visible key has the same weight, and the first keys are hidden by hand."""
+
+    def backend_name(self, *_: object) -> str:
+        return "eager"
+
+    def forward(self, q, k, v, bias, window, backend, with_stats, key_mask=None):  # noqa: ARG002
+        w = self.weights(q, k, bias, window).w
+        if key_mask is not None:
+            w = w * key_mask[:, None, None]
+        return w @ v.repeat_interleave(q.shape[1] // k.shape[1], 1), None
+
+    def weights(self, q, k, bias, window) -> Weights:  # noqa: ARG002
+        rows, keys = q.shape[2], k.shape[2]
+        visible = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows).expand(len(q), 1, rows, keys)
+        p = (visible / visible.sum(-1, keepdim=True)).expand(*q.shape[:3], keys)
+        scores = torch.zeros_like(p).masked_fill(~visible, -torch.inf)
+        return Weights(scores, p, torch.zeros_like(p[..., 0]), p, p.sum(-1), visible)
+
+
+class Mute(UniformModule):
+    weights = NormaliserModule.weights
+
+
+class Unmasked(UniformModule):
+    def forward(self, q, k, v, bias, window, backend, with_stats):
+        return super().forward(q, k, v, bias, window, backend, with_stats)
+
+
+def test_a_normaliser_of_ones_own_needs_no_more_than_its_weights() -> None:
+    module = make(AttentionSpec())
+    for attention in module.model.attentions:
+        attention.normaliser = UniformModule()
+    arrays = measure(module.model, [draw()]).arrays
+    harmonic = sum(1 / i for i in range(1, T + 1))
+    np.testing.assert_allclose(arrays["sink/weight"][..., 0], harmonic / T, rtol=1e-6)
+    np.testing.assert_allclose(arrays["entropy/participation"], (T + 1) / 2, rtol=1e-6)
+    np.testing.assert_allclose(arrays["scores/spread"], 0, atol=1e-7)
+    assert np.isnan(arrays["sparsity/zero"]).all()
+    assert "tau" not in arrays
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        (Mute, r"normaliser Mute: has no method weights\(q, k, bias, window\), which diagnostics need; add it"),
+        (Unmasked, "normaliser Unmasked: its forward takes no key_mask, which diagnostics need; add it"),
+    ],
+)
+def test_a_normaliser_that_cannot_be_looked_into_is_named(kind: type[NormaliserModule], named: str) -> None:
+    module = make(AttentionSpec())
+    module.model.attentions[1].normaliser = kind()
+    with pytest.raises(ValueError, match=f"^{named}$"):
+        measure(module.model, [draw()])
+    check_normaliser(UniformModule())
+
+
+@pytest.mark.parametrize(
+    ("maps", "named"),
+    [
+        (Maps(layers=(0, 2)), "Maps.layers 2: the model has 2 of them; choose from 0 to 1"),
+        (Maps(heads=(4,)), "Maps.heads 4: the model has 4 of them; choose from 0 to 3"),
+        (Maps(layers=(-1,)), "Maps.layers -1: the model has 2 of them; choose from 0 to 1"),
+    ],
+)
+def test_unknown_layers_and_heads_are_named(maps: Maps, named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named}$"):
+        measure(make(LAZY).model, [draw()], maps)
+
+
+def test_maps_are_those_of_the_strongest_first_key() -> None:
+    share = np.full((9, 3), np.nan)
+    share[:, 1] = 0.1
+    share[4] = [0.2, 0.3, 0.4]
+    share[8] = np.nan
+    assert Maps().choose(share) == [(0, 1), (3, 1), (5, 1), (8, 0)]
+    assert Maps(layers=(4,)).choose(share) == [(4, 2)]
+    assert Maps(heads=(0, 2)).choose(share[:2]) == [(0, 0), (0, 2), (1, 0), (1, 2)]
+    assert "maps/heads" not in measure(make(LAZY).model, [draw()], None).arrays
+
+
+def test_a_weight_too_small_for_float16_is_not_shown_as_none() -> None:
+    module = make(AttentionSpec(Softmax(), Alibi()))
+    for attention in module.model.attentions:
+        attention.bias.slopes.fill_(2.0)
+    weights = measure(module.model, [draw()]).arrays["maps/weights"].astype(np.float64)
+    below = np.tril(np.ones((T, T), bool))
+    assert (weights[:, below] > 0).all()
+    assert np.isnan(weights[:, ~below]).all()
+    assert weights[:, -1, 0].max() < 1e-7
+
+
+def test_arrays_survive_the_file(tmp_path: Path) -> None:
+    module = make(AttentionSpec(Softmax()))
+    parts = {
+        "": measure(module.model, [draw()]),
+        "init/": measure(make(AttentionSpec(Softmax()), seed=1).model, [draw()], None),
+    }
+    joined = Diagnostics.joined(parts)
+    joined.save(tmp_path / "diagnostics.npz")
+    read = Diagnostics.load(tmp_path / "diagnostics.npz")
+    assert list(read.arrays) == list(joined.arrays)
+    for name, array in joined.arrays.items():
+        assert read.arrays[name].dtype == array.dtype
+        np.testing.assert_array_equal(read.arrays[name], array)
+    assert read.prefixes == ["", "init/"]
+    assert read.scalars() == joined.scalars()
+    initial = {f"init/{name}": value for name, value in parts["init/"].scalars().items()}
+    assert joined.scalars() == parts[""].scalars() | initial
+    assert "init/maps/weights" not in joined.arrays
+
+
+def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "bad.npz", sample=np.array([print], dtype=object))
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        Diagnostics.load(tmp_path / "bad.npz")
+
+
+def test_scalars_are_made_of_the_arrays() -> None:
+    arrays = measure(make(LAZY).double().model, [draw()]).arrays
+    scalars = Diagnostics(arrays).scalars()
+    assert scalars == pytest.approx(
+        {
+            "sink/rate": arrays["sink/rate"][..., 0].mean(),
+            "sink/rate_share": arrays["sink/rate_share"][..., 0].mean(),
+            "sink/value_norm": arrays["sink/value_norm"][..., 0].mean(),
+            "sink/eviction": arrays["loss/evicted"][3],
+            "mass/empty_rows": arrays["mass/empty_rows"].mean(),
+            "mass/dead_heads": arrays["mass/dead"].mean(),
+            "sparsity/small": arrays["sparsity/small"].mean(),
+            "sparsity/over_null": (arrays["sparsity/zero"] - arrays["sparsity/null"]).mean(),
+            "entropy/keys": arrays["entropy/keys"].mean(),
+            "scores/spread": arrays["scores/spread"].mean(),
+            "collapse/cosine": arrays["hidden/cosine"][2],
+            "collapse/effective_rank": arrays["hidden/effective_rank"][2],
+            "collapse/rank_residual": arrays["hidden/rank_residual"][2],
+            "collapse/max_abs": arrays["hidden/max_abs"].max(),
+            "collapse/kurtosis": arrays["hidden/kurtosis"][2],
+            "collapse/repeated_gap": arrays["hidden/repeated_gap"][2],
+            "bias/alibi_distance": arrays["bias/alibi_distance"].mean(),
+        },
+        rel=1e-6,
+    )
+
+
+def test_a_head_on_which_a_value_is_undefined_is_left_out_of_the_mean() -> None:
+    module = make(LAZY)
+    with torch.no_grad():
+        module.model.attentions[0].normaliser.tau[1] = 100.0  # above T: no weight survives
+    arrays = measure(module.model, [draw()]).arrays
+    assert np.isnan(arrays["entropy/keys"]).sum() == 1
+    scalars = Diagnostics(arrays).scalars()
+    assert scalars["mass/dead_heads"] == pytest.approx(1 / 8)
+    assert scalars["entropy/keys"] == pytest.approx(np.nanmean(arrays["entropy/keys"]), rel=1e-6)
+
+
+def test_a_sample_is_spread_over_the_validation_set() -> None:
+    source = Backcopy(vocab_size=16, context_length=8, train_sequences=1, validation_sequences=30).load()
+    [batch] = validation_sample(source, 3)
+    everything = source.validation.__getitems__(list(range(30)))["tokens"]
+    assert torch.equal(batch["tokens"], everything[[0, 10, 20]])
+    [every] = validation_sample(source)
+    assert torch.equal(every["tokens"], everything)
+
+
+def test_the_model_is_the_dense_one() -> None:
+    """Else the comparison above would show nothing."""
+    attention, position = SPECS["lazy"]
+    module, batch = make(attention, position).double(), draw()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            DecoderLM.forward(module.model, batch["tokens"]), Dense(module, batch["tokens"]).logits
+        )

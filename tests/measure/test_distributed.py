@@ -1,0 +1,58 @@
+"""Metrics whose data is spread over two processes of a real process group give what one process gives of all of it."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, distributed, multiprocessing
+from torchmetrics import Metric
+
+from lit_lazy.attention import BiasTerms, Elastic
+from lit_lazy.measure import Entropy, Mass, RatioOfSums, ScoreSpread, Sink, Sparsity, ValueNorms, summarise
+from lit_lazy.measure.collapse import Collapse
+
+PROCESSES = 2
+SEQUENCES, HEADS, LENGTH = 5, 4, 70
+
+
+def measured(sequences: slice) -> list[dict[str, Tensor]]:
+    """What every metric computes of some of the sequences, and of those of the other processes where there are any."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, SEQUENCES, HEADS, LENGTH, 8, generator=generator)
+    normaliser = Elastic().build(HEADS, LENGTH)
+    summary = summarise(normaliser, q[sequences], k[sequences], BiasTerms(), None)
+    reads: list[tuple[Metric, tuple[Tensor, ...]]] = [
+        (ValueNorms(HEADS, LENGTH), (v[sequences],)),
+        (Collapse(), (v[sequences, 0],)),
+        (RatioOfSums(), (v[sequences] ** 2, torch.ones_like(v[sequences]))),
+    ]
+    found = []
+    for metric in (Sink(HEADS, LENGTH), Mass(HEADS, LENGTH), Sparsity(HEADS), Entropy(HEADS), ScoreSpread(HEADS)):
+        metric.update(summary)
+        found.append(metric.compute())
+    for metric, arguments in reads:
+        metric.update(*arguments)
+        value = metric.compute()
+        found.append(value if isinstance(value, dict) else {"ratio": value})
+    return found
+
+
+def take_part(rank: int, folder: Path) -> None:
+    """One process of the group; the first has one sequence, the other the rest."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", f"file://{folder / 'group'}", rank=rank, world_size=PROCESSES)
+    try:
+        torch.save(measured(slice(0, 1) if rank == 0 else slice(1, None)), folder / f"{rank}.pt")
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_a_process_group_measures_what_one_process_does(tmp_path: Path) -> None:
+    multiprocessing.spawn(take_part, (tmp_path,), nprocs=PROCESSES)
+    expected = measured(slice(None))
+    alone = measured(slice(1, None))
+    assert any(not alone[0][name].equal(value) for name, value in expected[0].items())
+    for rank in range(PROCESSES):
+        for found, whole in zip(torch.load(tmp_path / f"{rank}.pt"), expected, strict=True):
+            assert found.keys() == whole.keys()
+            for name, value in whole.items():
+                torch.testing.assert_close(found[name], value, equal_nan=True, rtol=1e-6, atol=1e-9, msg=name)

@@ -1,0 +1,263 @@
+"""The decoder, for every variant of Table 2 and some beyond: causality, decoding, gradients, starts, sizes."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from lit_lazy.attention import (
+    Alibi,
+    AttentionSpec,
+    Elastic,
+    Fire,
+    KerpleLog,
+    LearnedAbsolute,
+    LearnedBias,
+    NoPosition,
+    Softmax,
+    T5Bias,
+)
+from lit_lazy.config.canonical import replace_at
+from lit_lazy.config.files import find, load_module
+from lit_lazy.config.schema import ModelConfig, RunConfig
+from lit_lazy.data.backcopy import Backcopy
+from lit_lazy.model.decoder import DecoderLM, flops_per_token
+
+VOCAB, CONTEXT, LENGTH = 11, 16, 13
+# init_std is large, so that attention weights are far from uniform.
+SMALL = ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=24, init_std=0.4)
+TABLE2 = load_module(find("ablations", "table2")).ablation.all_rows
+VARIANTS = {row.name: replace_at(RunConfig(Backcopy(), SMALL), row.changes).model for row in TABLE2} | {
+    name: dataclasses.replace(SMALL, **changes)
+    for name, changes in {
+        "window": {"attention": AttentionSpec(Elastic(), LearnedBias(length=3), window=4)},
+        "softmax, window": {"attention": AttentionSpec(window=4)},
+        "GQA": {"n_heads": 4, "n_kv_heads": 2, "attention": AttentionSpec(Elastic(), LearnedBias())},
+        "softmax, GQA": {"n_heads": 4, "n_kv_heads": 1},
+        "learned positions": {"position": LearnedAbsolute(), "attention": AttentionSpec(Elastic(), LearnedBias())},
+        "softmax, no positions": {"position": NoPosition()},
+        "untied": {"tie_embeddings": False},
+        "constant, renormalised, window": {
+            "attention": AttentionSpec(Elastic(0.05, "constant", renormalise=True), window=5)
+        },
+    }.items()
+}
+ELASTIC = {name: cfg for name, cfg in VARIANTS.items() if isinstance(cfg.attention.normaliser, Elastic)}
+every_variant = pytest.mark.parametrize("cfg", VARIANTS.values(), ids=VARIANTS)
+
+
+def build(cfg, seed=0):
+    """A model in which every bias differs from zero, as after some training."""
+    model = DecoderLM(cfg, VOCAB, CONTEXT, seed)
+    for layer, attention in enumerate(model.attentions):
+        for parameter in attention.bias.parameters():
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(layer))
+            parameter.data.add_(0.3 * noise)
+    return model
+
+
+def tokens(batch=2, length=LENGTH, seed=0):
+    return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def taus(model):
+    return [p for name, p in model.named_parameters() if name.endswith("normaliser.tau")]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("cfg", "sign"),
+    [*((cfg, 1) for cfg in VARIANTS.values()), *((cfg, -1) for cfg in ELASTIC.values())],
+    ids=[*VARIANTS, *(f"{name}, tau < 0" for name in ELASTIC)],
+)
+def test_no_row_sees_the_future(cfg, sign):
+    """Logits before a changed token are bit-identical; later ones change."""
+    model = build(cfg)
+    for tau in taus(model):
+        tau.fill_(sign * (tau.abs().max() or 0.5))
+    x = tokens()
+    before = model(x)
+    for t in (0, 1, 6, LENGTH - 1):
+        changed = x.clone()
+        changed[:, t] = (x[:, t] + 1) % VOCAB
+        after = model(changed)
+        assert torch.equal(after[:, :t], before[:, :t])
+        assert (after[:, t] != before[:, t]).any(-1).all()
+        if 0 < t < LENGTH - 1:
+            assert (after[:, t + 1] != before[:, t + 1]).any(-1).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("steps", [[1] * LENGTH, [5, 1, 4, 3]], ids=["by token", "by chunks"])
+@every_variant
+def test_decoding_equals_the_full_forward(cfg, steps):
+    model, x = build(cfg).double(), tokens()
+    cache, parts, start = model.new_cache(), [], 0
+    for step in steps:
+        parts.append(model(x[:, start : start + step], cache))
+        start += step
+    torch.testing.assert_close(torch.cat(parts, 1), model(x), rtol=1e-10, atol=1e-11)
+
+
+@torch.no_grad()
+@every_variant
+def test_a_shorter_sequence_gives_the_same_rows(cfg):
+    """Nothing depends on the batch's length: thresholds and positions are those of training."""
+    model, x = build(cfg).double(), tokens()
+    torch.testing.assert_close(model(x[:, :7]), model(x)[:, :7], rtol=1e-10, atol=1e-11)
+
+
+@every_variant
+def test_gradients_are_finite_and_reach_every_parameter(cfg):
+    model, x = build(cfg), tokens()
+    torch.nn.functional.cross_entropy(model(x).flatten(0, 1), x.roll(-1, 1).flatten()).backward()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            assert parameter.grad is None
+            continue
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.count_nonzero() > 0, name
+
+
+@pytest.mark.parametrize("cfg", ELASTIC.values(), ids=ELASTIC)
+def test_rows_without_mass_add_nothing(cfg):
+    """At a huge tau the attention output is exactly zero: logits are those of the model without it, and finite."""
+    model, x = build(cfg), tokens()
+    for tau in taus(model):
+        tau.data.fill_(1e6)
+    logits = model(x)
+    logits.square().sum().backward()
+    assert logits.isfinite().all()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    for attention in model.attentions:
+        attention.out.weight.data.zero_()
+    assert torch.equal(model(x), logits)
+
+
+@torch.no_grad()
+@every_variant
+def test_stats_do_not_change_the_logits(cfg):
+    model, x = build(cfg).double(), tokens()
+    logits, stats = model.forward_with_stats(x)
+    torch.testing.assert_close(logits, model(x), rtol=1e-10, atol=1e-11)
+    assert len(stats) == cfg.n_layers
+    assert {field.shape for layer in stats for field in layer} == {(2, cfg.n_heads, LENGTH)}
+
+
+@torch.no_grad()
+def test_first_layer_row_mass_is_the_total_variation_from_uniform():
+    model, x = build(dataclasses.replace(SMALL, attention=AttentionSpec(Elastic(tau_init=1.0)))).double(), tokens()
+    seen = []
+    hook = model.attentions[0].normaliser.register_forward_pre_hook(lambda _, args: seen.append(args[:2]))
+    _, stats = model.forward_with_stats(x)
+    hook.remove()
+    (q, k) = seen[0]
+    p = torch.softmax((q @ k.mT / 8**0.5).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf), -1)
+    uniform = torch.ones(LENGTH, LENGTH).tril() / torch.arange(1, LENGTH + 1)[:, None]
+    distance = (p - uniform).abs().sum(-1) / 2
+    torch.testing.assert_close(stats[0].mass, distance.float(), rtol=1e-6, atol=1e-7)
+    assert distance.max() > 0.3
+
+
+@torch.no_grad()
+def test_backends_agree():
+    cfg = dataclasses.replace(SMALL, attention=AttentionSpec(Elastic(0.7), LearnedBias()))
+    outs = [
+        build(dataclasses.replace(cfg, backend=name)).double()(tokens()) for name in ("reference", "chunked", "auto")
+    ]
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-10, atol=1e-11)
+    assert torch.equal(outs[1], outs[2])
+
+
+class TestStart:
+    def test_variants_of_one_seed_share_their_common_parameters(self):
+        states = {name: dict(DecoderLM(cfg, VOCAB, CONTEXT, 3).named_parameters()) for name, cfg in VARIANTS.items()}
+        shared = 0
+        for one, other in itertools.combinations(states.values(), 2):
+            for name in one.keys() & other.keys():
+                # tau starts at a setting, not at a draw.
+                if one[name].shape == other[name].shape and not name.endswith("tau"):
+                    assert torch.equal(one[name], other[name]), name
+                    shared += 1
+        assert shared > len(states) * 10
+
+    def test_a_start_does_not_depend_on_the_global_generator(self):
+        cfg = dataclasses.replace(SMALL, attention=AttentionSpec(Elastic(), Fire()))
+        torch.manual_seed(1)
+        one = DecoderLM(cfg, VOCAB, CONTEXT, 0).state_dict()
+        torch.manual_seed(2)
+        other = DecoderLM(cfg, VOCAB, CONTEXT, 0).state_dict()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+    @every_variant
+    def test_seeds_differ_in_every_drawn_parameter(self, cfg):
+        one, other = (DecoderLM(cfg, VOCAB, CONTEXT, seed) for seed in (0, 1))
+        constant = ("norm.weight", "tau", "bias.table", "bias.values", "bias.c")
+        for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(a, b) is name.endswith(constant), name
+
+    def test_parameters_of_one_model_differ(self):
+        state = DecoderLM(VARIANTS["untied"], VOCAB, CONTEXT, 0).state_dict()
+        drawn = [value.flatten()[:5] for name, value in state.items() if "norm" not in name]
+        assert all(not torch.equal(a, b) for a, b in itertools.combinations(drawn, 2))
+
+    def test_matrices_have_the_given_spread(self):
+        model = DecoderLM(dataclasses.replace(SMALL, d_model=64, d_ff=64, init_std=0.02), 512, CONTEXT, 0)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                assert torch.equal(parameter, torch.ones_like(parameter))
+            else:
+                n = parameter.numel()
+                assert parameter.std().item() == pytest.approx(0.02, rel=5 / (2 * n) ** 0.5), name
+                assert parameter.mean().item() == pytest.approx(0, abs=5 * 0.02 / n**0.5), name
+
+    @every_variant
+    def test_every_parameter_is_fp32(self, cfg):
+        assert {p.dtype for p in DecoderLM(cfg, VOCAB, CONTEXT, 0).parameters()} == {torch.float32}
+
+
+class TestSize:
+    """d = 8, 2 blocks, 2 heads of 4 on 1 kv head, d_ff = 16, vocabulary 11, context 6, counted by hand."""
+
+    CFG = ModelConfig(d_model=8, n_layers=2, n_heads=2, n_kv_heads=1, d_ff=16)
+    BLOCK = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16
+    NORMS = 2 * 2 * 8 + 8
+
+    def count(self, **changes):
+        model = DecoderLM(dataclasses.replace(self.CFG, **changes), 11, 6, 0)
+        return sum(p.numel() for p in model.parameters())
+
+    def test_parameters(self):
+        assert self.count() == 11 * 8 + 2 * self.BLOCK + self.NORMS
+        assert self.count(tie_embeddings=False) == 2 * 11 * 8 + 2 * self.BLOCK + self.NORMS
+
+    @pytest.mark.parametrize(
+        ("changes", "extra"),
+        [
+            ({"attention": AttentionSpec(Elastic())}, 2 * 2),
+            ({"attention": AttentionSpec(Elastic(threshold="per_token"))}, 2 * 2 * 6),
+            ({"attention": AttentionSpec(Softmax(), LearnedBias())}, 2 * 2 * 6),
+            ({"attention": AttentionSpec(Softmax(), LearnedBias(length=5))}, 2 * 2 * 5),
+            ({"attention": AttentionSpec(Softmax(), Alibi())}, 0),
+            ({"attention": AttentionSpec(Softmax(), T5Bias())}, 2 * 2 * 32),
+            ({"attention": AttentionSpec(Softmax(), KerpleLog())}, 2 * 2 * 2),
+            ({"attention": AttentionSpec(Softmax(), Fire(width=5))}, 2 * (1 + 2 * 5 + 5 * 2 + 2)),
+            ({"position": LearnedAbsolute()}, 6 * 8),
+            ({"position": NoPosition()}, 0),
+        ],
+        ids=str,
+    )
+    def test_parameters_of_each_part(self, changes, extra):
+        assert self.count(**changes) - self.count() == extra
+
+    @pytest.mark.parametrize("tie", [True, False])
+    def test_flops(self, tie):
+        """The head multiplies once, tied or not; the embedding is a look-up."""
+        model = DecoderLM(dataclasses.replace(self.CFG, tie_embeddings=tie), 11, 6, 0)
+        assert flops_per_token(model, 6) == 6 * (2 * self.BLOCK + 11 * 8) + 6 * 2 * 6 * 8 == 8016
+
+    def test_the_tied_head_is_the_embedding(self):
+        model = DecoderLM(self.CFG, 11, 6, 0)
+        assert model.head.weight is model.embedding.weight

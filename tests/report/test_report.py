@@ -1,0 +1,366 @@
+"""The report: rebuilt from MLflow alone to the byte, honest about what is missing, and read by a real browser."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from html import escape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chromium import CHROMIUM, Browser
+
+from lit_lazy.command.main import main
+from lit_lazy.grid.plan import PLAN, Plan, newest_parent, read_plan, table_from_mlflow
+from lit_lazy.measure.diagnostics import Diagnostics
+from lit_lazy.report.page import report_html, write_report
+from lit_lazy.table.columns import COLUMNS
+from lit_lazy.table.records import RowInfo
+from lit_lazy.table.render import html
+from lit_lazy.tracking.tracker import Tracker, default_uri
+
+pytestmark = pytest.mark.xdist_group("report")  # one process, one grid
+ODD = "<i>lazy</i> & co"
+ABLATION = f'''
+from lit_lazy.attention import Elastic, LearnedBias, Softmax
+from lit_lazy.grid.ablation import Ablation, Row
+from lit_lazy.table.columns import COLUMNS
+
+ablation = Ablation(
+    name="duo",
+    baseline="softmax",
+    seeds=(0, 1),
+    columns=COLUMNS,
+    base="backcopy_tiny",
+    rows=(
+        Row("softmax", {{"model.attention.normaliser": Softmax()}}, "ours"),
+        Row("{ODD}", {{"model.attention.normaliser": Elastic(), "model.attention.bias": LearnedBias()}}, "ours"),
+    ),
+)
+'''
+ID = "duo-backcopy_tiny"
+UI = "http://127.0.0.1:5000"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
+    """A runs folder that holds a finished grid in MLflow only."""
+    folder = tmp_path_factory.mktemp("report")
+    runs, ablation = folder / "runs", folder / "duo.py"
+    runs.mkdir()
+    shutil.copy(empty_store, runs / "mlflow.db")
+    ablation.write_text(ABLATION)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        assert main(["ablate", "run", str(ablation), "--runs", str(runs), "--workers", "1"]) == 0
+    shutil.rmtree(runs / ID)
+    return runs
+
+
+@pytest.fixture
+def tracker(store: Path, monkeypatch: pytest.MonkeyPatch) -> Tracker:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return Tracker(default_uri(store), store, ID)
+
+
+@pytest.fixture(scope="module")
+def page(store: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    tracker = Tracker(default_uri(store), store, ID)
+    folder = tmp_path_factory.mktemp("page")
+    page, *drawn = write_report(tracker, newest_parent(tracker), folder)
+    assert page == folder / "report.html"
+    names = ("effects", "loss_against_sparsity", "tau_over_training", "sink_over_training")
+    assert drawn == [folder / f"{name}.{kind}" for name in names for kind in ("png", "svg")]
+    assert all(path.stat().st_size for path in drawn)
+    return page.read_text()
+
+
+class Reader(HTMLParser):
+    """Tags in order, the sources and targets of images and links, and the text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.images: list[dict[str, str | None]] = []
+        self.links: list[str] = []
+        self.ids: set[str] = set()
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        given = dict(attrs)
+        self.ids |= {given.get("id") or ""}
+        if tag == "img":
+            self.images.append(given)
+        if tag == "a":
+            self.links.append(given["href"] or "")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_it_holds_table_command_runs_versions_and_commit(tracker: Tracker, page: str) -> None:
+    parent = newest_parent(tracker)
+    assert html(table_from_mlflow(tracker, parent)) in page
+    text = Reader(page).text
+    children = tracker.children(parent)
+    assert len(children) == 4
+    for run in children:
+        assert run.run_id in text
+        assert f"{run.tags['environment']} (4 cells)" in text
+        assert f"{run.tags['git_sha']} (4 cells)" in text
+    assert f"Parent run{parent}" in text
+    assert "4 of 4 cells complete" in text
+    assert f"Command{read_plan(tracker, parent).command}" in text
+    assert "oracle_nats 1.5233" in text
+    assert f"0, 1: softmax, {ODD}" in text
+
+
+def test_it_needs_nothing_but_itself(page: str) -> None:
+    assert page.isascii()
+    read = Reader(page)
+    assert not {"script", "link", "iframe", "object", "base"} & set(read.tags)
+    assert read.images
+    assert all(image["src"].startswith("data:image/") and image["alt"] for image in read.images)
+    assert not re.search(r"url\(|@import", page)
+    assert read.links
+    assert all(link.startswith("#") and link[1:] in read.ids for link in read.links)
+
+
+def test_names_are_text(page: str) -> None:
+    read = Reader(page)
+    assert "i" not in read.tags
+    assert ODD in read.text
+    assert any(image["alt"].endswith(f": {ODD}, seed 0") for image in read.images)
+
+
+def test_each_variant_is_shown_by_its_first_seed(page: str) -> None:
+    """A softmax has no tau; every other figure of a run is there for both."""
+    shown: dict[str, list[str]] = {}
+    for image in Reader(page).images:
+        title, _, subject = image["alt"].partition(": ")
+        shown.setdefault(subject, []).append(title)
+    assert list(shown) == ["all variants", "softmax, seed 0", f"{ODD}, seed 0"]
+    assert shown["all variants"] == [
+        "Differences to the baseline",
+        "Loss against sparsity",
+        "Offset parameter over training",
+        "First key over training",
+    ]
+    softmax, lazy = shown["softmax, seed 0"], shown[f"{ODD}, seed 0"]
+    tau = {"Offset parameter by layer", "Offset parameter over training, by head"}
+    assert set(lazy) - set(softmax) == {*tau, "Bias by distance"}
+    assert {"Attention maps", "Sinks by layer and head", "Row mass by position", "Rank through the layers"} <= {
+        *softmax
+    }
+
+
+def test_the_command_rebuilds_it_to_the_byte(store: Path, page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not (store / ID).exists()
+    assert main(["report", ID, "--runs", str(store)]) == 0
+    path = store / ID / "report.html"
+    assert str(path) in capsys.readouterr().out
+    assert path.read_text() == page
+    shutil.rmtree(store / ID)
+
+
+def test_ui_url_links_every_run(tracker: Tracker, store: Path, page: str, tmp_path: Path) -> None:
+    file = tmp_path / "new" / "linked.html"
+    assert main(["report", ID, "--runs", str(store), "--ui-url", f"{UI}/", "--out", str(file)]) == 0
+    linked = file.read_text()
+    found = [link for link in Reader(linked).links if not link.startswith("#")]
+    parent = newest_parent(tracker)
+    ids = [parent, *(run.run_id for run in tracker.children(parent))]
+    assert {
+        f"{UI}/#/experiments/{tracker.experiment_id}/runs/{run_id}?workflowType=machine_learning" for run_id in ids
+    } == set(found)
+    assert len(found) == 5
+    assert re.sub(rf'<a href="{UI}[^"]*">(.*?)</a>', r"\1", linked) == page
+
+
+WRONG = [
+    (["report", "nothing-at-all"], "ablation 'nothing-at-all': unknown; there are "),
+    (["report", "table2"], f"holds no such grid; it has {ID}; `lit-lazy ablate run` makes it"),
+    (["report", ID, "--base", "stdlib"], f"--base 'stdlib': '{ID}' names its experiment already; leave --base out"),
+    (["report", ID, "--ui-url", "127.0.0.1:5000"], "--ui-url '127.0.0.1:5000': must be http://HOST:PORT or https://"),
+    (["report", ID, "--ui-url", "javascript:alert(1)"], "must be http://HOST:PORT"),
+    (["report", ID, "--ui-url", "http://"], "must be http://HOST:PORT"),
+    (["report", ID, "--ui-url", "http://host:port"], "must be http://HOST:PORT"),
+    (["report", ID, "--ui-url", f"{UI}/#/experiments"], "must be http://HOST:PORT"),
+    (["report", ID, "--ui-url", "http://me:geheim@host"], "must be http://HOST:PORT"),
+    (["report", ID, "--out", "."], "--out '.': is a folder; name a file in it"),
+    (["report", ID, "--out", "/proc/none/report.html"], "--out '/proc/none': nothing can be written there"),
+    (["report", ID, "--out", f"{__file__}/report.html"], "(Not a directory); name another folder"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+def test_wrong_input_is_told_in_a_line_and_creates_nothing(
+    store: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    before = {path for path in store.rglob("*") if "-" not in path.suffix}
+    assert main([*arguments, "--runs", str(store)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert re.fullmatch(r"lit-lazy: [^\n]+\n", said.err)
+    assert message in said.err
+    assert "geheim" not in said.err
+    assert {path for path in store.rglob("*") if "-" not in path.suffix} == before
+    assert not list(tmp_path.iterdir())
+
+
+TAU = Diagnostics({"tau": np.ones((2, 2), np.float32), "sample": np.array([4, 16, 2])})
+
+
+class Kept:
+    """Ablations as MLflow keeps them, made without training."""
+
+    def __init__(self, runs: Path) -> None:
+        self.tracker = Tracker(default_uri(runs), runs, "made")
+        self.file = runs / "diagnostics.npz"
+        self.parent = self.tracker.start_run("made", {"kind": "ablation"}, {}, {})
+        rows = tuple(RowInfo(name, "ours", (0, 1), "tiny") for name in ("softmax", "lazy"))
+        self.plan = Plan("made", "tiny", "softmax", "lit-lazy ablate run made", rows, COLUMNS, (), (), {}, {})
+        self.keep_plan(self.plan)
+
+    def keep_plan(self, plan: Plan) -> None:
+        self.tracker.keep_text(self.parent, plan.to_json(), PLAN)
+
+    def cell(self, variant: str, seed: int, diagnostics: Diagnostics | None, complete: bool = True) -> str:
+        tags = {"kind": "cell", "variant": variant, "seed": str(seed), "cell": f"{variant}-{seed}"}
+        run_id = self.tracker.start_run(f"{variant} seed {seed}", tags, {}, {}, self.parent)
+        if diagnostics is not None:
+            diagnostics.save(self.file)
+            self.tracker.keep_files(run_id, [self.file])
+        if complete:
+            self.tracker.finish(run_id, {"loss/val": 1.0 + seed}, {}, 1)
+        else:
+            self.tracker.fail(run_id, "DivergedError: loss is nan")
+        return run_id
+
+    def report(self) -> Reader:
+        return Reader(report_html(self.tracker, self.parent))
+
+
+@pytest.fixture
+def kept(runs: Path) -> Kept:
+    return Kept(runs)
+
+
+def test_a_run_without_diagnostics_is_named_and_the_next_seed_drawn(kept: Kept) -> None:
+    old = kept.cell("lazy", 0, None)
+    kept.cell("lazy", 1, TAU)
+    read = kept.report()
+    assert [image["alt"] for image in read.images] == ["Offset parameter by layer: lazy, seed 1"]
+    assert f"lazy, seed 0: {old} holds no diagnostics.npz" in read.text
+    assert "softmax: no cell is complete" in read.text
+
+
+def test_a_failed_run_is_listed_and_not_drawn(kept: Kept) -> None:
+    failed = kept.cell("lazy", 0, TAU, complete=False)
+    again = kept.cell("lazy", 0, TAU)
+    other = kept.cell("lazy", 1, TAU, complete=False)
+    read = kept.report()
+    assert [image["alt"] for image in read.images] == ["Offset parameter by layer: lazy, seed 0"]
+    assert f"lazy0failed{failed}" in read.text
+    assert f"lazy0complete{again}" in read.text
+    assert f"lazy1failed{other}" in read.text
+    assert "Not complete: 1 of 4 cells have a result" in read.text
+
+
+def test_with_nothing_complete_it_says_so(kept: Kept) -> None:
+    read = kept.report()
+    assert not read.images
+    assert "0 of 4 cells complete" in read.text
+    assert "No cell is complete, so there is nothing to draw." in read.text
+    assert "MLflow holds no run of a cell." in read.text
+
+
+def test_a_warning_of_the_table_comes_before_all_else(kept: Kept) -> None:
+    kept.keep_plan(replace(kept.plan, facts={"trigram_bits_per_byte": 2.5}))
+    text = kept.report().text
+    assert text.index("no softmax row to hold against the byte-trigram baseline") < text.index("What was run")
+
+
+def test_many_variants_are_folded(kept: Kept) -> None:
+    names = [f"lazy {i}" for i in range(4)]
+    kept.keep_plan(replace(kept.plan, rows=tuple(RowInfo(name, "ours", (0,), "tiny") for name in ("softmax", *names))))
+    for name in names:
+        kept.cell(name, 0, TAU)
+    page = report_html(kept.tracker, kept.parent)
+    assert page.count("<details>") == 4
+    assert "<details open>" not in page
+
+
+IMAGES = "[...document.images].map(image => [image.complete, image.naturalWidth, image.alt])"
+OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    """A browser without a network."""
+    if CHROMIUM is None:
+        assert not os.environ.get("LIT_LAZY_REQUIRE_BROWSER"), "chromium is missing, and must not be here"
+        pytest.skip("needs chromium on the PATH")
+    with Browser(tmp_path / "profile", 1600, 1000) as opened:
+        offline = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
+        opened.call("Network.enable")
+        opened.call("Network.emulateNetworkConditions", **offline)
+        yield opened
+
+
+@pytest.mark.browser
+def test_a_browser_without_network_shows_all_of_it(browser: Browser, page: str, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(page)
+    backgrounds = set()
+    for scheme in ("light", "dark"):
+        browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        for width in (360, 1600):
+            browser.resize(width, 1000)
+            browser.open(file.as_uri())
+            browser.wait("document.readyState === 'complete' && document.images.length > 0")
+            images = browser.evaluate(IMAGES)
+            assert len(images) == page.count("<img ") > 10
+            assert all(complete and natural > 0 for complete, natural, _ in images), images
+            assert browser.evaluate(OVERFLOW) == 0, f"wider than {width}"
+        backgrounds.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
+        assert (
+            browser.evaluate("getComputedStyle(document.querySelector('.scroll')).backgroundColor")
+            == "rgb(255, 255, 255)"
+        )
+    assert len(backgrounds) == 2
+    assert browser.errors == []
+
+
+@pytest.mark.browser
+def test_the_frame_of_mlflows_artifact_view_shows_it_too(browser: Browser, page: str, tmp_path: Path) -> None:
+    """The frame keeps others out, so a script that this test adds to the page tells what is there."""
+    tell = f"<script>onload = () => parent.postMessage([{IMAGES}, {OVERFLOW}], '*')</script>"
+    listen = "<script>onmessage = event => window.told = event.data</script>"
+    file = tmp_path / "frame.html"
+    file.write_text(f'{listen}<iframe sandbox="allow-scripts" width="500" srcdoc="{escape(page + tell)}"></iframe>')
+    browser.open(file.as_uri())
+    images, overflow = browser.wait("window.told")
+    assert len(images) == page.count("<img ")
+    assert all(complete and natural > 0 for complete, natural, _ in images), images
+    assert overflow == 0
+    assert browser.errors == []
+
+
+def test_of_very_many_variants_the_first_have_figures(tracker: Tracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_lazy.report.page.MOST_VARIANTS", 1)
+    page = report_html(tracker, newest_parent(tracker))
+    assert page.count("<details") == 1
+    assert f"{escape(ODD)}: beyond the first 1 variants, which are drawn" in page

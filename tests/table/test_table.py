@@ -1,0 +1,448 @@
+"""The table says what was measured, what was not, and nothing else, in every format it is written in."""
+
+import csv
+import io
+import json
+import math
+import random
+import re
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from lit_lazy.table.build import build_table
+from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table
+from lit_lazy.table.render import html, latex, markdown
+from lit_lazy.table.statistics import minimum_detectable_effect
+
+LOSS = Column("loss", "loss", "lower", unit="nats")
+SPARSITY = Column("sparsity", "sparsity", None, digits=1, unit="%", scale=100)
+PARAMETERS = Column("parameters", "parameters", None, digits=",.0f")
+
+SHA = "3f9c2ab"
+
+
+def rows(*variants, seeds=(0, 1, 2), source="ours"):
+    return [RowInfo(variant, source, tuple(seeds), "tiny") for variant in variants]
+
+
+def cell(variant, seed, value, **metrics):
+    return Observation(variant, seed, "complete", {"loss": value, **metrics}, git_sha=SHA)
+
+
+def cells(variant, *values):
+    return [cell(variant, seed, value) for seed, value in enumerate(values)]
+
+
+def table(row_infos, observations, columns=(LOSS,), baseline="lazy", **more):
+    settings = {"contrasts": (), "command": "make table2", **more}
+    return build_table("study-tiny", "tiny", baseline, row_infos, columns, observations=observations, **settings)
+
+
+def row(result, variant):
+    return next(r for r in result.to_json()["rows"] if r["variant"] == variant)
+
+
+def seventeen():
+    """Seventeen rows, twelve columns, five seeds, with every kind of gap, in shuffled order."""
+    rng = np.random.default_rng(0)
+    names = ["lazy", *(f"variant_{i:02d}" for i in range(1, 17))]
+    columns = [Column(f"m{i}", f"metric {i}", (None, "lower", "higher")[i % 3], digits=i % 4) for i in range(12)]
+    common = rng.normal(size=(5, 12))
+    observations = []
+    for i, name in enumerate(names):
+        shift = rng.normal(size=12) * (i % 3)
+        for seed in range(5):
+            values = (10 + common[seed] + shift + 0.2 * rng.normal(size=12)).tolist()
+            metrics = {f"m{j}": value for j, value in enumerate(values)}
+            if i == 3:
+                metrics |= {"m1": None, "m2": math.nan}
+            if i == 4 and seed == 2:
+                observations.append(Observation(name, seed, "failed", {"m0": 777.0}, reason="loss is NaN at step 40"))
+            elif i == 5 and seed > 2:
+                observations.append(Observation(name, seed, "running", {"m0": 777.0}))
+            elif i != 6:
+                labels = {"backend": "chunked" if i != 7 or seed else "reference"}
+                observations.append(Observation(name, seed, "complete", metrics, labels, SHA))
+    random.Random(1).shuffle(observations)
+    interaction = Contrast("interaction", {names[0]: 1, names[1]: -1, names[2]: -1, names[8]: 1})
+    return table(
+        rows(*names, seeds=range(5)), observations, columns, contrasts=[interaction], labels=("backend",),
+        warnings=("Undertrained: the loss still falls.",),
+    )  # fmt: skip
+
+
+def test_the_contract_keys_and_the_numbers_in_them():
+    a, b, c = [2.0, 2.1, 2.4], [1.7, 1.9, 2.0], [2.1, 2.0, 2.6]
+    result = table(rows("lazy", "b", "c"), cells("lazy", *a) + cells("b", *b) + cells("c", *c))
+    data = result.to_json()
+    assert {k: data[k] for k in ("ablation", "base", "git_sha", "command", "baseline")} == {
+        "ablation": "study-tiny", "base": "tiny", "git_sha": SHA, "command": "make table2", "baseline": "lazy",
+    }  # fmt: skip
+    got = row(result, "b")
+    assert (got["source"], got["base"], got["n"], got["status"]) == ("ours", "tiny", 3, "complete")
+    measure = got["metrics"]["loss"]
+    p = {"b": stats.ttest_rel(b, a).pvalue, "c": stats.ttest_rel(c, a).pvalue}
+    low, high = stats.ttest_rel(b, a).confidence_interval()
+    assert p["b"] < p["c"]
+    assert measure["mean"] == pytest.approx(np.mean(b))
+    assert measure["ci95"] == pytest.approx(stats.t.isf(0.025, 2) * stats.sem(b))
+    assert measure["diff"] == pytest.approx(np.mean(b) - np.mean(a))
+    assert measure["diff_ci95"] == pytest.approx((high - low) / 2)
+    assert measure["p_adj"] == pytest.approx(2 * p["b"])
+    assert row(result, "c")["metrics"]["loss"]["p_adj"] == pytest.approx(max(2 * p["b"], p["c"]))
+    assert measure["values"] == {"0": 1.7, "1": 1.9, "2": 2.0}
+    baseline = row(result, "lazy")["metrics"]["loss"]
+    assert (baseline["diff"], baseline["diff_ci95"], baseline["p_adj"]) == (None, None, None)
+
+
+def test_holm_counts_ties_and_keeps_metrics_apart():
+    a, b = [2.0, 2.1, 2.4], [1.7, 1.9, 2.0]
+    observations = [*cells("lazy", *a), *cells("tied", *a), *cells("b", *b), *cells("short", 2.0, 2.2)]
+    result = table(rows("lazy", "tied", "b", "short"), observations)
+    assert row(result, "b")["metrics"]["loss"]["p_adj"] == pytest.approx(2 * stats.ttest_rel(b, a).pvalue)
+    tied = row(result, "tied")["metrics"]["loss"]
+    assert (tied["test"], tied["diff"], tied["p_adj"]) == ("tie", 0.0, None)
+    assert re.search(r"\| tied +\| +tie +\|", markdown(result))
+
+
+def test_each_column_says_what_it_can_separate():
+    a, b = [2.0, 2.1, 2.4], [1.70, 1.81, 2.09]
+    result = table(rows("lazy", "b", "same"), cells("lazy", *a) + cells("b", *b) + cells("same", 2.1, 2.0, 2.41))
+    column = result.to_json()["columns"][0]
+    differences = [np.subtract(b, a), np.subtract([2.1, 2.0, 2.41], a)]
+    for key, alpha in (("mde", 0.05), ("mde_holm", 0.025)):
+        expected = np.median([minimum_detectable_effect(d.std(ddof=1), 3, alpha) for d in differences])
+        assert column[key] == pytest.approx(expected)
+    assert (column["separates"], column["compared"], column["tested"]) == (["b"], 2, 2)
+    text = markdown(result)
+    assert "loss: separates 1 of 2 rows from lazy (Holm p < 0.05); better: b. " in text
+    assert (
+        f"Detectable at n = 3: {column['mde']:.3f} nats; at Holm's first step: {column['mde_holm']:.3f} nats." in text
+    )
+    # mean 5.6 / 3; s = 0.20108, times 4.302653 / sqrt(3)
+    assert re.search(r"\| b +\| ours +\| +3 \| +1\.867 ±0\.500\* \|", text)
+    assert re.search(r"\| same +\| ours +\| +3 \| +2\.170 ±0\.531  \|", text)
+
+
+def test_below_three_seeds_there_is_no_p_and_at_one_no_interval():
+    two = table(rows("lazy", "b", seeds=(0, 1)), cells("lazy", 2.0, 2.1) + cells("b", 1.0, 1.2))
+    measure = row(two, "b")["metrics"]["loss"]
+    assert measure["p"] is measure["p_adj"] is measure["mde"] is None
+    assert measure["diff_ci95"] > 0
+    assert "p=" not in markdown(two)
+    assert "loss: no test, at most 2 common seed(s)" in markdown(two)
+    one = table(rows("lazy", "b", seeds=(0,)), cells("lazy", 2.0) + cells("b", 1.0))
+    measure = row(one, "b")["metrics"]["loss"]
+    assert (measure["mean"], measure["ci95"], measure["diff"], measure["diff_ci95"]) == (1.0, None, -1.0, None)
+    assert re.search(r"\| b +\| ours +\| +1 \| +1\.000 \|", markdown(one))
+    assert re.search(r"\| b +\| +-1\.000 \|", markdown(one))
+
+
+def test_rows_with_more_seeds_are_paired_over_the_common_ones():
+    infos = rows("lazy", seeds=range(5)) + rows("b", seeds=(0, 2, 4))
+    values = {0: 1.0, 2: 1.3, 4: 1.1}
+    result = table(infos, cells("lazy", 2.0, 50.0, 2.1, -50.0, 2.2) + [cell("b", s, v) for s, v in values.items()])
+    measure = row(result, "b")["metrics"]["loss"]
+    assert measure["diff_n"] == 3
+    assert measure["p"] == pytest.approx(stats.ttest_rel([1.0, 1.3, 1.1], [2.0, 2.1, 2.2]).pvalue)
+    assert "Seeds: 0, 1, 2, 3, 4; 0, 2, 4 in b." in markdown(result)
+
+
+def test_missing_failed_and_running_cells_are_shown_as_such():
+    observations = [
+        *cells("lazy", 2.0, 2.1, 2.2),
+        *cells("half", 1.0),
+        Observation("half", 1, "failed", {"loss": 99.5}, reason="CUDA out of memory"),
+        *(Observation("busy", seed, "running", {"loss": 99.5}) for seed in range(3)),
+        *(Observation("queued", seed, "waiting") for seed in range(3)),
+    ]
+    result = table(rows("lazy", "half", "busy", "queued", "never"), observations)
+    assert [(r["variant"], r["n"], r["status"]) for r in result.to_json()["rows"]] == [
+        ("lazy", 3, "complete"), ("half", 1, "failed"), ("busy", 0, "running"), ("queued", 0, "waiting"),
+        ("never", 0, "missing"),
+    ]  # fmt: skip
+    text = markdown(result)
+    assert "**Warning:** Not complete: 4 of 15 cells have a result (1 failed, 4 missing, 3 waiting, 3 running)" in text
+    assert "- half, seed 1: failed (CUDA out of memory)" in text
+    assert "- half, seed 2: missing" in text
+    assert re.search(r"\| half +\| ours +\| 1/3 \| +1\.000 +\|", text)
+    assert re.search(r"\| busy +\| ours +\| 0/3 \| +running +\|", text)
+    assert "99.5" not in text + json.dumps(result.to_json())
+
+
+def test_without_a_baseline_there_is_nothing_to_compare():
+    result = table(rows("lazy", "b"), cells("b", 1.0, 1.1, 1.3))
+    assert row(result, "b")["metrics"]["loss"]["diff"] is None
+    assert re.search(r"\| b +\| +– \|", markdown(result))
+    assert "loss: nothing to compare" in markdown(result)
+
+
+def test_no_number_that_was_not_measured():
+    empty = table(rows("lazy", "b"), [], contrasts=[Contrast("c", {"lazy": 1, "b": -1})])
+    measures = [r["metrics"]["loss"] for r in empty.to_json()["rows"] + empty.to_json()["contrasts"]]
+    for measure in measures:
+        assert {v for k, v in measure.items() if k != "values"} <= {None, 0}
+    grid = [line for line in markdown(empty).splitlines() if line.startswith("| ")]
+    assert {number for line in grid for number in re.findall(r"\d+", line)} == {"0", "3"}  # "0/3"
+
+    single = table(rows("lazy", "b", seeds=(0,)), [cell("lazy", 0, 7.125), cell("b", 0, 9.375)])
+    grid = "".join(line for line in markdown(single).splitlines() if line.startswith("| "))
+    assert set(re.findall(r"[-+]?\d[\d.]*", grid)) == {"1", "7.125", "9.375", "+2.250"}
+
+
+def test_undefined_metrics_are_a_dash_and_counted():
+    observations = [cell("lazy", s, 2.0 + s, sparsity=0.5 + s / 100) for s in range(3)]
+    observations += [cell("softmax", s, 2.5 + s, sparsity=None) for s in range(3)]
+    observations += [cell("b", s, 2.5 + s, sparsity=math.nan if s == 1 else 0.61) for s in range(3)]
+    observations += [cell("absent", s, 2.7 + s) for s in range(3)]
+    result = table(rows("lazy", "softmax", "b", "absent"), observations, (LOSS, SPARSITY))
+    for name, undefined in (("softmax", 3), ("b", 1), ("absent", 3)):
+        assert row(result, name)["metrics"]["sparsity"]["undefined"] == undefined
+    assert result.to_json()["columns"][1]["undefined"] == 7
+    for name in ("softmax", "absent"):
+        assert re.search(rf"\| {name} +\| ours +\| +3 \|[^|]+\| +– +\|", markdown(result))
+    assert "61.0 = (n=2)" in markdown(result)
+    everywhere = table(rows("lazy"), cells("lazy", 1.0, 2.0, 3.0), (LOSS, Column("typo", "typo")))
+    assert "typo: no cell reports the metric 'typo'." in markdown(everywhere)
+
+
+def test_deterministic_columns_are_not_tested():
+    observations = [cell("lazy", s, 2.0 + s, parameters=123456) for s in range(3)]
+    observations += [cell("b", s, 2.5 + s * s, parameters=124000) for s in range(3)]
+    result = table(rows("lazy", "b"), observations, (LOSS, PARAMETERS))
+    measure = row(result, "b")["metrics"]["parameters"]
+    assert (measure["diff"], measure["test"], measure["p"], measure["p_adj"]) == (544.0, "constant", None, None)
+    assert "124,000 =" in markdown(result)
+    assert "parameters: no test, every difference over three or more seeds is the same in each" in markdown(result)
+
+
+def test_small_values_are_not_shown_as_zero():
+    column = Column("x", "x")
+    assert [column.format(v) for v in (0.0, 0.0004, -0.00002, 0.0006)] == ["0.000", "4e-04", "-2e-05", "0.001"]
+    assert PARAMETERS.format(-1234567.0, "+") == "-1,234,567"
+    assert SPARSITY.format(0.5958) == "59.6"
+
+
+def test_percentages_differ_by_points():
+    accuracy = Column("accuracy", "accuracy", "higher", 1, "%", 100)
+    observations = [
+        cell(variant, seed, 2.0, accuracy=value + 0.01 * seed * (seed + shift))
+        for variant, value, shift in (("lazy", 0.5, 0), ("b", 0.6, 1))
+        for seed in range(3)
+    ]
+    text = markdown(table(rows("lazy", "b"), observations, columns=(LOSS, accuracy)))
+    assert "accuracy (%) ↑ |" in text
+    assert "Δ loss (nats) ↓ | Δ accuracy (points) ↑ |" in text
+    assert re.search(
+        r"accuracy: separates .* Detectable at n = 3: \d\.\d points; at Holm's first step: \S+ points\.", text
+    )
+
+
+def test_mixed_and_dirty_commits_and_labels_are_named():
+    observations = cells("lazy", 2.0, 2.1, 2.2)
+    observations += [
+        Observation("b", s, "complete", {"loss": 1.0 + s * s}, {"backend": backend}, sha)
+        for s, (sha, backend) in enumerate([(SHA, "triton"), ("77aa01e-dirty", "chunked"), (SHA, "triton")])
+    ]
+    result = table(rows("lazy", "b"), observations, labels=("backend",))
+    assert result.to_json()["git_sha"] == f"mixed: {SHA}, 77aa01e-dirty"
+    assert row(result, "b")["labels"] == {"backend": "mixed: chunked, triton"}
+    text = markdown(result)
+    assert f"- {SHA}: lazy, b\n" in text
+    assert "- 77aa01e-dirty: b (with uncommitted changes)" in text
+    assert "### Commits" not in markdown(table(rows("lazy"), cells("lazy", 2.0, 2.1, 2.2)))
+
+
+def test_contrasts_are_tested_with_holm_over_the_contrasts():
+    rng = np.random.default_rng(5)
+    values = {name: rng.normal(size=4) for name in ("lazy", "b", "c", "d")}
+    observations = [o for name, v in values.items() for o in cells(name, *v.tolist())]
+    first = {"lazy": 1, "b": -1, "c": -1, "d": 1}
+    second = {"lazy": 0.5, "b": 0.5, "c": -1}
+    contrasts = [Contrast("interaction", first), Contrast("main", second)]
+    result = table(rows(*values, seeds=range(4)), observations, contrasts=contrasts)
+    p = [stats.ttest_1samp(sum(w * values[n] for n, w in c.weights.items()), 0).pvalue for c in contrasts]
+    got = [c["metrics"]["loss"] for c in result.to_json()["contrasts"]]
+    assert [c["p"] for c in got] == pytest.approx(p)
+    assert min(c["p_adj"] for c in got) == pytest.approx(2 * min(p))
+    assert "interaction = +1 lazy -1 b -1 c +1 d" in markdown(result)
+    with pytest.raises(ValueError, match=r"weights: .* of contrast 'c'; give weights that add up to zero"):
+        Contrast("c", {"lazy": 1.0, "b": -0.5})
+
+
+def test_the_order_of_the_observations_does_not_matter():
+    observations = [o for i, name in enumerate(("lazy", "b", "c")) for o in cells(name, 0.1 * i, 0.2, 0.3 - i)]
+    observations += cells("extra", 1.0, 2.0) + [Observation("d", s, "failed", reason="boom") for s in range(3)]
+    reference = table(rows("lazy", "b", "c", "d"), observations)
+    for seed in range(5):
+        random.Random(seed).shuffle(observations)
+        again = table(rows("lazy", "b", "c", "d"), iter(observations))
+        assert json.dumps(again.to_json()) == json.dumps(reference.to_json())
+        assert markdown(again) == markdown(reference)
+
+
+def test_cells_that_were_not_asked_for_are_left_out_and_named():
+    observations = [*cells("lazy", 2.0, 2.1, 2.2), *cells("b", 1.0, 1.5, 1.1, 40.0), *cells("old", 3.0)]
+    result = table(rows("lazy", "b"), observations)
+    assert row(result, "b")["n"] == 3
+    assert "Left out, because the ablation does not ask for them: b seed 3, old seed 0." in markdown(result)
+    assert "40" not in json.dumps(result.to_json())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"baseline": "lasy"}, "baseline: no row is called 'lasy'; the rows are lazy, b"),
+        ({"row_infos": rows("lazy", "b", "b")}, "variant: 'b' is given twice"),
+        ({"columns": (LOSS, LOSS)}, "column: 'loss' is given twice"),
+        ({"observations": cells("b", 1.0) * 2}, "cell: 'b, seed 0' is given twice"),
+        ({"contrasts": [Contrast("x", {"b": 1, "z": -1})]}, "contrast 'x': no row is called 'z'"),
+    ],
+)
+def test_mistakes_are_named(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        table(**{"row_infos": rows("lazy", "b"), "observations": []} | change)
+
+
+def test_wrong_columns_are_named():
+    with pytest.raises(ValueError, match="better: 'less' of column 'x'; use 'lower', 'higher' or None"):
+        Column("x", "x", "less")
+    with pytest.raises(ValueError, match=r"digits: '.3q' of column 'x'; use a number of decimals"):
+        Column("x", "x", digits=".3q")
+
+
+def test_json_is_strict_and_comes_back_whole():
+    result = seventeen()
+    text = json.dumps(result.to_json(), allow_nan=False)
+    assert Table.from_json(json.loads(text)) == result
+    assert markdown(Table.from_json(json.loads(text))) == markdown(result)
+
+
+def test_csv_is_tidy_and_exact():
+    result = seventeen()
+    lines = {(line["variant"], line["metric"]): line for line in csv.DictReader(io.StringIO(result.csv()))}
+    assert len(lines) == 17 * 12
+    for r in result.to_json()["rows"]:
+        for key, measure in r["metrics"].items():
+            for name in ("mean", "ci95", "diff", "diff_ci95", "p", "p_adj", "mde"):
+                shown = lines[r["variant"], key][name]
+                assert (float(shown) if shown else None) == measure[name]
+    frame = pd.read_csv(io.StringIO(result.csv()))
+    wide = frame.pivot(index="variant", columns="metric", values="mean")
+    assert wide.shape == (17, 12)
+
+
+HOSTILE = "a|b_c 50% & <b>x</b> {$#~^\\} *em* `code` [l](u)"
+
+
+def hostile():
+    columns = (Column("loss", HOSTILE, "lower", note="100% & _more_"),)
+    infos = [RowInfo("lazy", "authors' code", (0, 1, 2), "tiny"), RowInfo(HOSTILE, "ours", (0, 1, 2), "o|ther")]
+    observations = [*cells("lazy", 2.0, 2.1, 2.3), Observation(HOSTILE, 0, "failed", reason="boom | <i>\nat line & 7%")]
+    return table(infos, observations, columns, warnings=(HOSTILE,), command="a_b & c | d % e")
+
+
+def markdown_grids(text):
+    blocks = [b.splitlines() for b in text.split("\n\n") if b.startswith("| ")]
+    return [[[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in block] for block in blocks]
+
+
+@pytest.mark.parametrize("make", [seventeen, hostile])
+def test_markdown_is_rectangular_and_aligned(make):
+    text = markdown(make())
+    for block in [b.splitlines() for b in text.split("\n\n") if b.startswith("| ")]:
+        assert len({len(line) for line in block}) == 1
+        assert max(map(len, block)) <= 120 or make is hostile
+    for grid in markdown_grids(text):
+        assert len({len(line) for line in grid}) == 1
+        assert all(re.fullmatch(r"-+:?", c) for c in grid[1])
+
+
+def test_markdown_shows_every_row_and_column_in_order():
+    result = seventeen()
+    grids = markdown_grids(markdown(result))
+    means = [g for g in grids if g[0][0] == "Variant" and not g[0][1].startswith("Δ")]
+    assert len(means) > 1
+    for grid in means:
+        assert [line[0] for line in grid[2:]] == [r.variant for r in result.rows]
+    headings = [h for g in means for h in g[0][1:]]
+    assert headings == ["Source", "backend", "n", *(c.heading for c in result.columns)]
+    assert markdown(result).index("Undertrained") < markdown(result).index("| Variant")
+    assert "variant_07" in markdown(result)
+    assert "mixed: chunked, reference" in markdown(result)
+
+
+def test_markdown_escapes_what_would_open_markup():
+    text = markdown(hostile())
+    assert r"a\|b_c 50% & &lt;b>x&lt;/b>" in text
+    assert r"\*em* \`code\` \[l\](u)" in text
+    assert r"100% & \_more\_" in text
+    assert r"failed (boom \| &lt;i> at line & 7%)" in text
+
+
+def latex_parse(text):
+    """The cells of every tabular; fails on what LaTeX would stumble over."""
+    bare = re.sub(r"\\[\\{}%&_#$]", "", text)
+    assert bare.count("{") == bare.count("}")
+    outside = re.sub(r"\\begin\{tabular\}.*?\\end\{tabular\}", "", bare, flags=re.S)
+    assert "&" not in outside
+    assert not set("%#~") & set(bare)
+    assert not re.search(r"[_^]", re.sub(r"\$[^$]*\$", "", bare))
+    assert not set("<>|") & set(bare)
+    parsed = []
+    for form, body in re.findall(r"\\begin\{tabular\}\{(\w+)\}(.*?)\\end\{tabular\}", text, flags=re.S):
+        assert [body.count(rule) for rule in (r"\toprule", r"\midrule", r"\bottomrule")] == [1, 1, 1]
+        lines = re.findall(r"^  (?!\\(?:top|mid|bottom)rule)(.*) \\\\$", body, flags=re.M)
+        grid = [re.split(r"(?<!\\)&", line) for line in lines]
+        assert {len(line) for line in grid} == {len(form)}
+        parsed.append([[c.strip() for c in line] for line in grid])
+    return parsed
+
+
+@pytest.mark.parametrize("make", [seventeen, hostile])
+def test_latex_is_well_formed(make):
+    result = make()
+    grids = latex_parse(latex(result))
+    assert len(grids) == len(markdown_grids(markdown(result)))
+    assert all(len(grid) in (1 + len(result.rows), len(result.rows), 2) for grid in grids)
+
+
+@pytest.mark.parametrize("make", [seventeen, hostile])
+def test_html_is_a_self_contained_fragment(make):
+    result = make()
+    text = html(result)
+    assert text.isascii()
+    root = ElementTree.fromstring(text)
+    assert root.tag == "section"
+    tags = {element.tag for element in root.iter()}
+    assert tags <= {"section", "style", "h2", "h3", "p", "strong", "div", "table", "thead", "tbody", "tr", "th", "td",
+                    "ul", "li"}  # fmt: skip
+    assert not {name for element in root.iter() for name in element.attrib} - {"class"}
+    assert "url(" not in text
+    assert "@import" not in text
+    first = root.find(".//tbody")
+    assert [line.find("td").text for line in first] == [r.variant for r in result.rows]
+    for grid in root.iter("table"):
+        assert len({len(line) for line in grid.iter("tr")}) == 1
+
+
+def test_the_formats_show_the_same_cells():
+    result = seventeen()
+    root = ElementTree.fromstring(html(result))
+    first = root.find(".//table")
+    shown = [["".join(c.itertext()) for c in line] for line in first.iter("tr")]
+    grids = [g for g in markdown_grids(markdown(result)) if g[0][0] == "Variant" and not g[0][1].startswith("Δ")]
+    joined = [sum((g[i][1:] for g in grids[1:]), grids[0][i]) for i in range(len(grids[0])) if i != 1]
+    assert shown == joined
+
+
+def test_the_environment_is_named_and_mixed_ones_are_told():
+    made = [replace(cell("lazy", seed, 1.0 + seed), environment="torch 2.13.0") for seed in range(2)]
+    assert "With torch 2.13.0." in markdown(table(rows("lazy", seeds=range(2)), made))
+    mixed = [made[0], replace(made[1], environment="torch 2.14.0")]
+    assert "With mixed: torch 2.13.0, torch 2.14.0." in markdown(table(rows("lazy", seeds=range(2)), mixed))

@@ -1,0 +1,215 @@
+"""Checkpoints and other files: whole or as they were before, and judged before anything builds on them."""
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+import torch
+from torch import nn
+
+from lit_lazy.attention import Elastic, LearnedBias
+from lit_lazy.config.canonical import replace_at, to_dict
+from lit_lazy.config.files import find, load_experiment
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.support.disk import is_disk_full, write_atomically, write_text
+from lit_lazy.training.checkpoints import AtomicCheckpointIO, load, read, resumable_step
+from lit_lazy.training.module import LitLM
+
+LAZY = replace_at(
+    load_experiment(find("experiments", "backcopy_tiny")),
+    {"model.attention.normaliser": Elastic(), "model.attention.bias": LearnedBias()},
+)
+
+
+def module_of(cfg: RunConfig = LAZY) -> LitLM:
+    return LitLM.create(cfg, 17, 16)
+
+
+def checkpoint(cfg: RunConfig = LAZY, step: int = 3) -> dict[str, object]:
+    """What Lightning hands over, as far as it matters here."""
+    module = module_of(cfg)
+    hyper_parameters = {"config": to_dict(cfg), "vocab_size": 17, "context_length": 16}
+    return {"state_dict": module.state_dict(), "hyper_parameters": hyper_parameters, "global_step": step}
+
+
+def save(path: Path, content: dict[str, object]) -> None:
+    AtomicCheckpointIO().save_checkpoint(content, path)
+
+
+class FullDisk:
+    """A file on a disk with room for so many bytes."""
+
+    def __init__(self, file: BinaryIO, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data: bytes) -> int:
+        if len(data) > self.room:
+            self.file.write(data[: self.room])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.room -= len(data)
+        return self.file.write(data)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.file, name)
+
+
+class TestWriting:
+    def test_a_checkpoint_comes_back(self, tmp_path: Path) -> None:
+        path = tmp_path / "new" / "last.ckpt"
+        save(path, checkpoint())
+        content = read(path)
+        assert content["global_step"] == 3
+        assert all(torch.equal(value, content["state_dict"][name]) for name, value in module_of().state_dict().items())
+        assert os.listdir(path.parent) == ["last.ckpt"]
+
+    @pytest.mark.parametrize("room", [0, 1, 1000, 10_000])
+    def test_a_disk_that_fills_up_midway_leaves_the_former_checkpoint(
+        self, tmp_path: Path, room: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "last.ckpt"
+        save(path, checkpoint())
+        former, torch_save = path.read_bytes(), torch.save
+        assert len(former) > 10_000
+        monkeypatch.setattr(torch, "save", lambda content, file: torch_save(content, FullDisk(file, room)))
+        with pytest.raises((OSError, RuntimeError)) as failed:
+            save(path, checkpoint(step=6))
+        assert is_disk_full(failed.value)
+        assert path.read_bytes() == former
+        assert os.listdir(tmp_path) == ["last.ckpt"]
+        assert resumable_step(path, LAZY, module_of()) == 3
+
+    def test_the_systems_own_full_disk(self, tmp_path: Path) -> None:
+        """Linux's /dev/full refuses every write as a full disk does."""
+        if not Path("/dev/full").exists():
+            pytest.skip("needs /dev/full, which Linux has")
+        path = tmp_path / "last.ckpt"
+        save(path, checkpoint())
+        former = path.read_bytes()
+        (tmp_path / f".last.ckpt.{os.getpid()}").symlink_to("/dev/full")
+        with pytest.raises((OSError, RuntimeError)) as failed:
+            save(path, checkpoint(step=6))
+        assert is_disk_full(failed.value)
+        assert path.read_bytes() == former
+        assert os.listdir(tmp_path) == ["last.ckpt"]
+
+    @pytest.mark.parametrize("fails", ["fsync", "replace"])
+    def test_a_file_is_whole_or_the_former(self, fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "file"
+        write_text(path, "first")
+
+        def fail(*_: object) -> None:
+            raise OSError(errno.EIO, "broken")
+
+        monkeypatch.setattr(*((os, "fsync", fail) if fails == "fsync" else (Path, "replace", fail)))
+        with pytest.raises(OSError, match="broken"):
+            write_text(path, "second")
+        assert path.read_text() == "first"
+        assert os.listdir(tmp_path) == ["file"]
+
+    def test_the_former_file_is_there_until_the_new_one_is_whole(self, tmp_path: Path) -> None:
+        path = tmp_path / "file"
+        write_text(path, "first")
+
+        def write(file: BinaryIO) -> None:
+            file.write(b"second")
+            file.flush()
+            assert path.read_text() == "first"
+
+        write_atomically(path, write)
+        assert path.read_text() == "second"
+
+
+def no_step(content: dict[str, object]) -> None:
+    del content["global_step"]
+
+
+def weights_of_numbers(content: dict[str, object]) -> None:
+    content["state_dict"] = {"model.embedding.weight": 3.0}
+
+
+def settings_of_another(content: dict[str, object]) -> None:
+    content["hyper_parameters"] = {"lr": 0.1}
+
+
+def settings_in_a_list(content: dict[str, object]) -> None:
+    content["hyper_parameters"] = ["config"]
+
+
+class TestReading:
+    def test_the_model_comes_back_with_its_weights(self, tmp_path: Path) -> None:
+        content = checkpoint()
+        content["state_dict"] = {name: value + 1 for name, value in module_of().state_dict().items()}  # as if trained
+        save(tmp_path / "final.ckpt", content)
+        module = load(tmp_path / "final.ckpt")
+        assert module.cfg == LAZY
+        assert (module.hparams["vocab_size"], module.hparams["context_length"]) == (17, 16)
+        for name, value in module.state_dict().items():
+            assert torch.equal(value, content["state_dict"][name])
+
+    @pytest.mark.parametrize("spoil", [no_step, weights_of_numbers, settings_of_another, settings_in_a_list])
+    def test_what_is_not_ours(self, spoil: Callable[[dict[str, object]], None], tmp_path: Path) -> None:
+        content = checkpoint()
+        spoil(content)
+        torch.save(content, tmp_path / "last.ckpt")
+        with pytest.raises(ValueError, match="was not made by this project"):
+            read(tmp_path / "last.ckpt")
+        assert resumable_step(tmp_path / "last.ckpt", LAZY, module_of()) == 0
+        assert (tmp_path / "last.ckpt.damaged").exists()
+
+    def test_every_byte_of_a_weight_is_checked(self, tmp_path: Path) -> None:
+        """torch itself loads a weight with a flipped bit."""
+        path = tmp_path / "final.ckpt"
+        content = checkpoint()
+        weight = content["state_dict"]["model.blocks.0.mlp.up.weight"]
+        save(path, content)
+        whole = path.read_bytes()
+        start = whole.index(weight.numpy().tobytes())
+        for at in (start, start + weight.numel() * 2, start + weight.numel() * 4 - 1):
+            flipped = bytearray(whole)
+            flipped[at] ^= 16
+            path.write_bytes(flipped)
+            assert not torch.equal(
+                torch.load(path, weights_only=True)["state_dict"]["model.blocks.0.mlp.up.weight"], weight
+            )
+            with pytest.raises(ValueError, match="bad checksum"):
+                read(path)
+
+
+class TestResuming:
+    def test_from_a_whole_one(self, tmp_path: Path) -> None:
+        save(tmp_path / "last.ckpt", checkpoint())
+        assert resumable_step(tmp_path / "last.ckpt", LAZY, module_of()) == 3
+        assert os.listdir(tmp_path) == ["last.ckpt"]
+
+    def test_from_none(self, tmp_path: Path) -> None:
+        assert resumable_step(tmp_path / "last.ckpt", LAZY, module_of()) == 0
+        assert os.listdir(tmp_path) == []
+
+    @pytest.mark.parametrize("size", [0, 1, 1000, -1000, -1])
+    def test_from_a_truncated_one(self, size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        path = tmp_path / "last.ckpt"
+        save(path, checkpoint())
+        left = path.read_bytes()[:size]
+        path.write_bytes(left)
+        assert resumable_step(path, LAZY, module_of()) == 0
+        assert os.listdir(tmp_path) == ["last.ckpt.damaged"]
+        assert (tmp_path / "last.ckpt.damaged").read_bytes() == left
+        (record,) = caplog.records
+        assert "is no checkpoint, or damaged" in record.getMessage()
+
+    def test_from_another_configs(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        save(tmp_path / "last.ckpt", checkpoint(replace(LAZY, seed=1)))
+        assert resumable_step(tmp_path / "last.ckpt", LAZY, module_of()) == 0
+        assert "made by another config" in caplog.text
+
+    def test_from_another_architectures(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """The same config, whose code has changed since."""
+        module = module_of()
+        module.model.blocks[0].mlp.down = nn.Linear(32, 8, bias=False)
+        save(tmp_path / "last.ckpt", checkpoint() | {"state_dict": module.state_dict()})
+        assert resumable_step(tmp_path / "last.ckpt", LAZY, module_of()) == 0
+        assert "mlp.down.weight is (8, 32), should be (16, 32)" in caplog.text

@@ -1,0 +1,319 @@
+"""`run`: the same again bit for bit, also when killed in between; the same batches for every variant."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from filelock import FileLock
+from lightning.pytorch.callbacks import Callback
+
+from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, Softmax
+from lit_lazy.attention.normaliser import Normaliser, NormaliserModule
+from lit_lazy.config.canonical import to_dict
+from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
+from lit_lazy.data.backcopy import Backcopy
+from lit_lazy.measure.diagnostics import Diagnostics
+from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
+from lit_lazy.training.module import DivergedError, LitLM
+from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult
+from lit_lazy.training.run import CellBusyError, run
+
+LAZY = AttentionSpec(Elastic(), LearnedBias())
+
+
+def config(attention: AttentionSpec = LAZY, seed: int = 0, **train: object) -> RunConfig:
+    """20 steps of 8 sequences out of 48: steps 6, 12 and 18 begin a new pass over the data."""
+    defaults = {"steps": 20, "batch_size": 8, "warmup_steps": 2, "val_every": 7, "checkpoint_every": 8, "log_every": 5}
+    return RunConfig(
+        data=Backcopy(vocab_size=16, context_length=16, train_sequences=48, validation_sequences=16),
+        model=ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=32, attention=attention),
+        train=TrainConfig(**{**defaults, **train}),
+        seed=seed,
+    )
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / FINAL_CHECKPOINT, weights_only=True)["state_dict"]
+
+
+def untimed(result: RunResult) -> RunResult:
+    return replace(result, timings={})
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    """Results equal but for their timings; weights and diagnostics, the history of tau among them, bit-equal."""
+    first, second = RunResult.read(a), RunResult.read(b)
+    assert first is not None
+    assert second is not None
+    assert untimed(first) == untimed(second)
+    assert weights(a).keys() == weights(b).keys()
+    for name, value in weights(a).items():
+        assert torch.equal(value, weights(b)[name]), name
+    kept, other = (Diagnostics.load(folder / DIAGNOSTICS).arrays for folder in (a, b))
+    assert kept.keys() == other.keys()
+    for name, array in kept.items():
+        np.testing.assert_array_equal(array, other[name], err_msg=name)
+
+
+def test_same_config_gives_the_same_result_bit_for_bit(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        run(config(), tmp_path / name, keep_checkpoint=True)
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
+def test_another_seed_gives_another_result(tmp_path: Path) -> None:
+    a, b = run(config(seed=0), tmp_path / "a"), run(config(seed=1), tmp_path / "b")
+    assert a.metrics["loss/val"] != b.metrics["loss/val"]
+    assert a.key != b.key
+
+
+KILLED_RUN = """
+import os, pickle, signal, sys
+from pathlib import Path
+from lightning.pytorch.callbacks import Callback
+import torch
+from lit_lazy.config.canonical import from_dict
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.training.run import run
+import json
+
+class Kill(Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_index):
+        if trainer.global_step == int(sys.argv[3]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+torch.set_num_threads(1)
+run(from_dict(RunConfig, json.loads(sys.argv[1])), Path(sys.argv[2]), callbacks=[Kill()])
+"""
+
+
+def run_until_killed(cfg: RunConfig, folder: Path, step: int) -> None:
+    arguments = [json.dumps(to_dict(cfg)), str(folder), str(step)]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_RUN, *arguments], env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert not (folder / RESULT).exists()
+
+
+@pytest.mark.parametrize(
+    ("attention", "steps"),
+    [(LAZY, (11, 19)), (AttentionSpec(Softmax()), (13,)), (AttentionSpec(Elastic(threshold="per_token")), (5,))],
+)
+def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, attention: AttentionSpec, steps: tuple[int, ...]) -> None:
+    """Killed in the middle of a pass and away from any checkpoint (saved at 8 and 16), once before the first."""
+    cfg = config(attention)
+    run(cfg, tmp_path / "whole", keep_checkpoint=True)
+    for step in steps:
+        run_until_killed(cfg, tmp_path / "killed", step)
+    run(cfg, tmp_path / "killed", keep_checkpoint=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+class Batches(Callback):
+    """Records the tokens that a run sees, and the step at which it validated."""
+
+    def __init__(self) -> None:
+        self.tokens: list[torch.Tensor] = []
+        self.validated: list[int] = []
+
+    def on_train_batch_start(self, _trainer, _module, batch, _batch_index) -> None:
+        self.tokens.append(batch["tokens"].clone())
+
+    def on_validation_end(self, trainer, _module) -> None:
+        self.validated.append(trainer.global_step)
+
+
+def test_variants_of_a_seed_see_the_same_batches(tmp_path: Path) -> None:
+    seen = {}
+    for name, attention in (("softmax", AttentionSpec(Softmax())), ("lazy", LAZY)):
+        seen[name] = Batches()
+        run(config(attention), tmp_path / name, callbacks=[seen[name]])
+    assert len(seen["softmax"].tokens) == 20
+    assert all(torch.equal(a, b) for a, b in zip(seen["softmax"].tokens, seen["lazy"].tokens, strict=True))
+    assert seen["lazy"].validated == [7, 14]
+
+
+def test_another_seed_sees_other_batches(tmp_path: Path) -> None:
+    first, second = Batches(), Batches()
+    run(config(seed=0), tmp_path / "a", callbacks=[first])
+    run(config(seed=1), tmp_path / "b", callbacks=[second])
+    assert not any(torch.equal(a, b) for a, b in zip(first.tokens, second.tokens, strict=True))
+
+
+def test_a_finished_run_is_returned_and_not_trained_again(tmp_path: Path) -> None:
+    class Never(Callback):
+        def on_fit_start(self, _trainer, _module) -> None:
+            raise AssertionError("trained again")
+
+    first = run(config(), tmp_path)
+    assert run(config(), tmp_path, callbacks=[Never()]) == first
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    with FileLock(tmp_path / "lock"), pytest.raises(CellBusyError, match="another process works in"):
+        run(config(), tmp_path)
+
+
+def test_a_diverged_run_stops_and_leaves_no_result(tmp_path: Path) -> None:
+    with pytest.raises(DivergedError, match="training loss is nan at step"):
+        run(config(lr=1e20, log_every=1), tmp_path)
+    assert not (tmp_path / RESULT).exists()
+
+
+def test_what_a_result_holds(tmp_path: Path) -> None:
+    result = run(config(), tmp_path)
+    metrics = result.metrics
+    assert result == RunResult.read(tmp_path)
+    source = config().data.load()
+    assert metrics["loss/val"] - metrics["loss/excess"] == pytest.approx(source.info["oracle_nats"], abs=1e-6)
+    assert {
+        "accuracy/trigger",
+        "mass/trigger",
+        "mass/non_trigger",
+        "sparsity/zero",
+        "init/sparsity/zero",
+    } <= metrics.keys()
+    assert metrics["tau/min"] <= metrics["tau/mean"] <= metrics["tau/max"]
+    assert metrics["init/tau/mean"] == 1.0
+    assert result.labels == {"backend": "chunked"}
+    softmax = run(config(AttentionSpec(Softmax())), tmp_path / "softmax")
+    assert "sparsity/zero" not in softmax.metrics
+    assert softmax.metrics["mass/trigger"] == pytest.approx(1.0, abs=1e-6)
+    assert softmax.labels == {"backend": "sdpa"}
+
+
+def test_training_lowers_the_loss_towards_the_oracle(tmp_path: Path) -> None:
+    cfg = config(steps=200, lr=1e-2, batch_size=16)
+    metrics = run(replace(cfg, data=replace(cfg.data, train_sequences=3_200)), tmp_path).metrics
+    assert 0 < metrics["loss/excess"] < 0.5 * metrics["init/loss/excess"]
+
+
+def test_bf16_is_mixed_and_keeps_tau_and_bias_in_fp32(tmp_path: Path) -> None:
+    result = run(config(precision="bf16"), tmp_path, keep_checkpoint=True)
+    kept = weights(tmp_path)
+    assert all(value.dtype == torch.float32 for name, value in kept.items() if "normaliser" in name or ".bias" in name)
+    assert result.metrics["tau/mean"] != 1.0
+
+
+def test_a_checkpoint_loads_without_running_code_and_rebuilds_the_model(tmp_path: Path) -> None:
+    run(config(), tmp_path, keep_checkpoint=True)
+    module = LitLM.load_from_checkpoint(tmp_path / FINAL_CHECKPOINT, weights_only=True)
+    assert module.cfg == config()
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_run_begins_again(tmp_path: Path) -> None:
+    run(config(), tmp_path / "whole", keep_checkpoint=True)
+    for name, content in (("garbage", b"not a checkpoint"), ("empty", b"")):
+        last = tmp_path / name / "checkpoints" / "last.ckpt"
+        last.parent.mkdir(parents=True)
+        last.write_bytes(content)
+        run(config(), tmp_path / name, keep_checkpoint=True)
+        assert_same_run(tmp_path / "whole", tmp_path / name)
+
+
+def test_a_damaged_result_is_set_aside_and_the_run_begins_again(tmp_path: Path) -> None:
+    first = run(config(), tmp_path)
+    for content in ('{"key": ', "{}"):
+        (tmp_path / RESULT).write_text(content)
+        assert untimed(run(config(), tmp_path)) == untimed(first)
+        assert (tmp_path / f"{RESULT}.damaged").read_text() == content
+
+
+def test_a_folder_with_the_result_of_another_config_is_refused(tmp_path: Path) -> None:
+    run(config(), tmp_path)
+    with pytest.raises(ValueError, match="holds the result of another config"):
+        run(config(seed=1), tmp_path)
+
+
+def test_a_checkpoint_of_another_config_is_set_aside_and_the_run_begins_again(tmp_path: Path) -> None:
+    run(config(seed=1), tmp_path / "whole", keep_checkpoint=True)
+    run_until_killed(config(), tmp_path / "begun", 13)
+    of_another = (tmp_path / "begun" / "checkpoints" / "last.ckpt").read_bytes()
+    kept: list[bytes] = []
+
+    class Keep(Callback):
+        """Reads what was set aside, which goes with the finished run's other checkpoints."""
+
+        def on_train_start(self, _trainer, _module) -> None:
+            kept.append((tmp_path / "begun" / "checkpoints" / "last.ckpt.damaged").read_bytes())
+
+    run(config(seed=1), tmp_path / "begun", callbacks=[Keep()], keep_checkpoint=True)
+    assert kept == [of_another]
+    assert_same_run(tmp_path / "whole", tmp_path / "begun")
+
+
+class Stop(Callback):
+    """Ends a run as a kill would, after the checkpoint of a step and before its validation."""
+
+    def on_validation_start(self, trainer: L.Trainer, _module: L.LightningModule) -> None:
+        if trainer.global_step == 20:
+            raise RuntimeError("killed")
+
+
+def test_a_validation_that_a_kill_cut_off_is_made_up_for(tmp_path: Path) -> None:
+    """Its step is in the checkpoint already, so Lightning would leave a hole in the curve."""
+    cfg = config(steps=30, val_every=10, checkpoint_every=20)
+    run(cfg, tmp_path / "whole", logger=MetricFile(tmp_path / "whole"))
+    with pytest.raises(RuntimeError, match="killed"):
+        run(cfg, tmp_path / "cut", logger=MetricFile(tmp_path / "cut"), callbacks=[Stop()])
+    run(cfg, tmp_path / "cut", logger=MetricFile(tmp_path / "cut"))
+
+    def curve(name: str) -> list[tuple[int, float]]:
+        lines = read_lines(tmp_path / name / METRICS)
+        return [(line.step, line.metrics["val/loss"]) for line in lines if "val/loss" in line.metrics]
+
+    assert [step for step, _ in curve("cut")] == [9, 19, 29]
+    assert curve("cut") == curve("whole")
+
+
+def test_diagnostics_lie_beside_the_result(tmp_path: Path) -> None:
+    result = run(config(), tmp_path)
+    kept = Diagnostics.load(tmp_path / DIAGNOSTICS)
+    scalars = kept.scalars()
+    assert scalars.items() <= result.metrics.items()
+    assert {"sink/rate", "collapse/effective_rank", "init/sink/rate", "init/scores/spread"} <= scalars.keys()
+    assert kept.prefixes == ["", "init/"]
+    assert set(kept.arrays["init/tau"].flat) == {1.0}
+    assert kept.arrays["init/mass/row"].shape == kept.arrays["mass/row"].shape == (2, 2, 16)
+    # The sample holds the whole validation set here, so both say the same.
+    assert scalars["init/mass/empty_rows"] == pytest.approx(1 / 16)
+    sparsity = kept.arrays["sparsity/zero"].mean(dtype="float64")
+    assert sparsity == pytest.approx(result.metrics["sparsity/zero"], abs=1e-6)
+
+
+@dataclass(frozen=True)
+class Opaque(Normaliser):
+    """A softmax that does not give its weights."""
+
+    def build(self, n_heads: int, context_length: int) -> NormaliserModule:
+        return OpaqueModule(Softmax().build(n_heads, context_length))
+
+
+class OpaqueModule(NormaliserModule):
+    def __init__(self, inner: NormaliserModule) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def backend_name(self, q, bias, window, backend):
+        return self.inner.backend_name(q, bias, window, backend)
+
+    def forward(self, q, k, v, bias, window, backend, with_stats):
+        return self.inner(q, k, v, bias, window, backend, with_stats)
+
+
+def test_a_normaliser_that_hides_its_weights_trains_without_diagnostics(tmp_path: Path, caplog) -> None:
+    result = run(config(AttentionSpec(Opaque())), tmp_path)
+    assert {"loss/val", "init/loss/val"} <= result.metrics.keys()
+    assert "sink/rate" not in result.metrics
+    assert not (tmp_path / DIAGNOSTICS).exists()
+    assert "diagnostics are left out: normaliser OpaqueModule: has no method weights" in caplog.text

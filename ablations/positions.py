@@ -13,7 +13,7 @@ NORMALISERS = {
 POSITIONS = {
     "RoPE": (Rope(), NoBias()),
     "learned absolute": (LearnedAbsolute(), NoBias()),
-    "ALiBi": (NoPosition(), Alibi()),
+    "ALiBi": (NoPosition(), Alibi(slopes=(0.5,))),
     "no position": (NoPosition(), NoBias()),
 }
 

@@ -28,7 +28,7 @@ ablation = Ablation(
         TAU: sorted({*TAUS, *CONSTANT_TAUS}),
         THRESHOLD: ("per_query", "seq_len", "per_token", "constant"),
         f"{NORMALISER}.renormalise": (False, True),
-        "model.attention.bias": (NoBias(), LearnedBias(), Alibi()),
+        "model.attention.bias": (NoBias(), LearnedBias(), Alibi(slopes=(0.5,))),
     },
     exclude=other_axis,
 )

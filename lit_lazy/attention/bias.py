@@ -6,15 +6,13 @@ returns `BiasTerms`, which `flash_lazy.lazy_attention` takes as they are. All pa
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-GeneratorOf = Callable[[str], torch.Generator]
-"""Gives the generator of one parameter, by the parameter's name within its module."""
+from lit_lazy.attention.initial import GeneratorOf, SelfInitialised
 
 
 class BiasTerms(NamedTuple):
@@ -28,11 +26,8 @@ class BiasTerms(NamedTuple):
     slopes: Tensor | None = None
 
 
-class BiasModule(nn.Module, ABC):
+class BiasModule(SelfInitialised, ABC):
     """Parameters of a bias. `forward(n_keys)` returns terms that are right for every distance below `n_keys`."""
-
-    def init_parameters(self, generator_of: GeneratorOf) -> None:
-        """Draw the parameters that start random, each from its own generator. The default: none does."""
 
     @abstractmethod
     def forward(self, n_keys: int) -> BiasTerms: ...
@@ -98,8 +93,18 @@ class _LearnedBias(BiasModule):
 class Alibi(Bias):
     """ALiBi (Press et al., arXiv 2108.12409): `-m_h * d` with fixed slopes, not scaled by 1/sqrt(head dim)."""
 
+    slopes: tuple[float, ...] | None = None
+    """One slope for all heads, or one per head; None for 2^(-8h/H), which for a single head is 2^-8: next to none."""
+
+    def __post_init__(self) -> None:
+        if self.slopes is not None and not (self.slopes and all(math.isfinite(slope) for slope in self.slopes)):
+            raise ValueError(f"Alibi.slopes={self.slopes}: must be finite numbers, or None for 2^(-8h/H)")
+
     def build(self, n_heads: int, context_length: int) -> BiasModule:  # noqa: ARG002
-        return _Alibi(n_heads)
+        slopes = alibi_slopes(n_heads) if self.slopes is None else list(self.slopes)
+        if len(slopes) not in (1, n_heads):
+            raise ValueError(f"Alibi.slopes={self.slopes}: has {len(slopes)} for {n_heads} heads; give 1 or {n_heads}")
+        return _Alibi(slopes if len(slopes) == n_heads else slopes * n_heads)
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
@@ -117,9 +122,9 @@ def alibi_slopes(n_heads: int) -> list[float]:
 class _Alibi(BiasModule):
     slopes: Tensor
 
-    def __init__(self, n_heads: int) -> None:
+    def __init__(self, slopes: list[float]) -> None:
         super().__init__()
-        self.register_buffer("slopes", torch.tensor(alibi_slopes(n_heads)), persistent=False)
+        self.register_buffer("slopes", torch.tensor(slopes), persistent=False)
 
     def forward(self, n_keys: int) -> BiasTerms:  # noqa: ARG002
         return BiasTerms(slopes=self.slopes)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lit_lazy.attention.initial import GeneratorOf, SelfInitialised
+
 
 class PositionModule(nn.Module):
     """Adds positions to the embeddings (`embed`) and turns queries and keys (`rotate`); the default does neither."""
@@ -81,14 +83,26 @@ class _Rope(PositionModule):
 class LearnedAbsolute(Position):
     """A learned vector per position, added to the embeddings; positions beyond the context length are refused."""
 
+    init_std: float = 0.02
+    """Standard deviation of the initial vectors. Whether first keys can be told from others hinges on its ratio to that
+    of the token embeddings."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.init_std) and self.init_std >= 0):
+            raise ValueError(f"LearnedAbsolute.init_std={self.init_std}: must be finite and 0 or more")
+
     def build(self, d_model: int, head_dim: int, context_length: int) -> PositionModule:  # noqa: ARG002
-        return _LearnedAbsolute(d_model, context_length)
+        return _LearnedAbsolute(d_model, context_length, self.init_std)
 
 
-class _LearnedAbsolute(PositionModule):
-    def __init__(self, d_model: int, context_length: int) -> None:
+class _LearnedAbsolute(PositionModule, SelfInitialised):
+    def __init__(self, d_model: int, context_length: int, init_std: float) -> None:
         super().__init__()
+        self.init_std = init_std
         self.embedding = nn.Embedding(context_length, d_model)
+
+    def init_parameters(self, generator_of: GeneratorOf) -> None:
+        nn.init.normal_(self.embedding.weight, std=self.init_std, generator=generator_of("embedding.weight"))
 
     def embed(self, x: Tensor, offset: int) -> Tensor:
         end = offset + x.shape[1]

@@ -88,6 +88,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
     """The grid that the options of `ablate run` describe, checked whole; nothing is created."""
     from lit_lazy.config.canonical import to_dict
     from lit_lazy.config.files import find
+    from lit_lazy.config.key import SCHEMA
     from lit_lazy.grid.ablation import definitions, expand, load_ablation, row_infos, select
 
     ablation_path = find("ablations", options.ablation)
@@ -112,6 +113,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
         axes=tuple(dict.fromkeys(name for cell in cells for name in cell.axes)),
         definitions=definitions(ablation, base),
         facts=base.data.load().info,
+        schema=SCHEMA,
     )
     return Grid(
         id=f"{ablation.name}-{base_name}",

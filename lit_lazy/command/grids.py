@@ -26,13 +26,13 @@ def make_base(
     """
     from lit_lazy.config.canonical import replace_at
     from lit_lazy.config.files import find, load_experiment
-    from lit_lazy.config.key import cell_key
+    from lit_lazy.config.key import settings_key
     from lit_lazy.config.overrides import apply_overrides
 
     path = find("experiments", options.base or definition.base)
     experiment = replace_at(load_experiment(path), definition.common)
     base, overridden = apply_overrides(experiment, overrides)
-    suffix = "" if base == experiment else f"-{cell_key(base, '')[:6]}"
+    suffix = "" if base == experiment else f"-{settings_key(base)}"
     return path, path.stem + suffix, base, overridden
 
 

@@ -18,13 +18,20 @@ def to_dict(value: Any, annotation: Any = None) -> Any:
     """The canonical plain form: dataclasses as dicts, and an exchangeable part (an ABC's leaf) with its class name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         hints = typing.get_type_hints(type(value))
-        fields = {f.name: to_dict(getattr(value, f.name), hints[f.name]) for f in dataclasses.fields(value)}
-        return {"class": type(value).__name__, **fields} if isinstance(value, ABC) else fields
+        return part_name(value) | {
+            field.name: to_dict(getattr(value, field.name), hints[field.name]) for field in dataclasses.fields(value)
+        }
+    # Of `tuple[float, ...] | None` what is in the tuple; of `float | None` float itself.
+    inner = [part for part in (annotation, *typing.get_args(annotation)) if part is not type(None)]
     if isinstance(value, tuple):
-        return [to_dict(item, annotation) for item in value]
+        return [to_dict(item, next(iter(typing.get_args(inner[-1])), inner[-1])) for item in value]
     # An int given for a float is the same setting, and must not make another key.
-    is_float = float in (annotation, *typing.get_args(annotation))
-    return float(value) if is_float and isinstance(value, numbers.Real) else value
+    return float(value) if float in inner and isinstance(value, numbers.Real) else value
+
+
+def part_name(value: Any) -> dict[str, Any]:
+    """The class of an exchangeable part, as its plain form holds it; nothing for what is no such part."""
+    return {"class": type(value).__name__} if isinstance(value, ABC) else {}
 
 
 def leaves(base: type[T]) -> dict[str, type[T]]:

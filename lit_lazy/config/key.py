@@ -1,13 +1,76 @@
-"""The name of a cell."""
+"""The name of a cell: what is trained, in a form that stays the same as the project grows.
 
+A field at its default is left out, so that a new option leaves every key as it was. A default or a meaning that changes
+raises `SCHEMA`. The code of a user's own classes is in it, so an edited rule is another cell.
+"""
+
+import dataclasses
 import hashlib
+import inspect
 import json
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from lit_lazy.config.canonical import to_dict
+from lit_lazy.config.canonical import part_name, to_dict
+from lit_lazy.config.files import source_of
 from lit_lazy.config.schema import RunConfig
+
+SCHEMA = 2
+"""Raised when a default, or what a field means, changes: the same key would name another training."""
 
 
 def cell_key(config: RunConfig, fingerprint: str) -> str:
-    """The name of a cell: a hash of the canonical config and of the fingerprint of the data it trains on."""
-    text = json.dumps({"config": to_dict(config), "data": fingerprint}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    """12 hex digits of the settings, of the user's own code behind them, and of the data's fingerprint."""
+    return _digest({"schema": SCHEMA, "config": settings(config), "code": code(config), "data": fingerprint}, digits=12)
+
+
+def settings_key(config: RunConfig) -> str:
+    """6 hex digits of the settings alone, to tell overridden experiments apart in names."""
+    return _digest({"schema": SCHEMA, "config": settings(config)}, digits=6)
+
+
+def _digest(content: dict[str, Any], digits: int) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:digits]
+
+
+def settings(config: Any) -> dict[str, Any]:
+    """The plain form of a dataclass without the fields that are at their default."""
+    hints = typing.get_type_hints(type(config))
+    kept = part_name(config)
+    for field in dataclasses.fields(config):
+        value, hint = getattr(config, field.name), hints[field.name]
+        if to_dict(value, hint) != to_dict(_default(field), hint):
+            kept[field.name] = settings(value) if dataclasses.is_dataclass(value) else to_dict(value, hint)
+    return kept
+
+
+def _default(field: "dataclasses.Field[Any]") -> Any:
+    """A field's default; `dataclasses.MISSING`, which equals no value, where it has none."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def code(config: Any) -> dict[str, str]:
+    """A hash of the source behind each class of a config that is not the project's own, by class name."""
+    return {
+        cls.__name__: hashlib.sha256(source_of(_file_of(cls)).encode()).hexdigest()[:12]
+        for cls in _classes(config)
+        if cls.__module__.partition(".")[0] != __name__.partition(".")[0]
+    }
+
+
+def _classes(config: Any) -> Iterator[type]:
+    yield type(config)
+    for field in dataclasses.fields(config):
+        if dataclasses.is_dataclass(value := getattr(config, field.name)):
+            yield from _classes(value)
+
+
+def _file_of(cls: type) -> Path:
+    try:
+        return Path(inspect.getfile(cls))
+    except (TypeError, OSError):
+        raise ValueError(
+            f"{cls.__name__}: its source cannot be read, and results are known by it; define it in a .py file"
+        ) from None

@@ -35,7 +35,9 @@ class ModelConfig:
     tie_embeddings: bool = True
     """Use the embedding matrix as the output head."""
     init_std: float = 0.02
-    """Standard deviation of the initial weight matrices and embeddings."""
+    """Standard deviation of the initial weight matrices, and of the token embeddings unless they have their own."""
+    embedding_init_std: float | None = None
+    """Standard deviation of the initial token embeddings, and of a head that is tied to them; None for init_std."""
     backend: Backend = "auto"
     """Implementation of attention; auto picks the fastest and changes nothing beyond rounding."""
 
@@ -59,6 +61,13 @@ class ModelConfig:
             "model.init_std",
             self.init_std,
             "must be finite and above 0 (zero queries never learn)",
+        )
+        own = self.embedding_init_std
+        require(
+            own is None or (math.isfinite(own) and own > 0),
+            "model.embedding_init_std",
+            own,
+            "must be finite and above 0, or None for model.init_std",
         )
         allowed = typing.get_args(Backend)
         require(self.backend in allowed, "model.backend", self.backend, f"must be one of {', '.join(allowed)}")

@@ -32,6 +32,8 @@ class Plan:
     """What each row of the ablation trains: a hash by name."""
     facts: dict[str, str | int | float]
     """Facts about the data: oracle, baselines, sizes."""
+    schema: int = 1
+    """`lit_lazy.config.key.SCHEMA` of its cells' keys; plans of the first schema do not say so."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -51,10 +53,15 @@ class Plan:
 
         Raises ValueError where a row has become another training since: one table never holds both.
         """
+        if self.schema != former.schema:
+            raise ValueError(
+                f"{self.ablation} on {self.base}: was begun by another version of lit-lazy, with other keys; "
+                "--fresh moves them away, another --runs folder keeps both; `lit-lazy ablate table` still shows them"
+            )
         for row in former.rows:
             if self.definitions.get(row.variant) != former.definitions.get(row.variant):
                 raise ValueError(
-                    f"row {row.variant!r}: its experiment, ablation or data has changed since this grid was begun; "
+                    f"row {row.variant!r}: its experiment, ablation, code or data changed since this grid was begun; "
                     "--fresh sets the former results aside, another file name keeps both"
                 )
         rows = {row.variant: row for row in former.rows}

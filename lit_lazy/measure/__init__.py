@@ -2,7 +2,7 @@
 
 from lit_lazy.measure.attention import AttentionMetrics
 from lit_lazy.measure.collapse import Collapse
-from lit_lazy.measure.heads import Entropy, Mass, ScoreSpread, Sink, Sparsity, ValueNorms, null_sparsity
+from lit_lazy.measure.heads import Entropy, GaussianNull, Mass, ScoreSpread, Sink, Sparsity, ValueNorms, null_sparsity
 from lit_lazy.measure.ratio import RatioOfSums
 from lit_lazy.measure.rows import RowSummary, summarise
 
@@ -10,6 +10,7 @@ __all__ = [
     "AttentionMetrics",
     "Collapse",
     "Entropy",
+    "GaussianNull",
     "Mass",
     "RatioOfSums",
     "RowSummary",

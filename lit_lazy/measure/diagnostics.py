@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_lazy.attention import Attention, Elastic
+from lit_lazy.attention import Attention
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.attention.normaliser import NormaliserModule
 from lit_lazy.data.base import Batch, DataSource
 from lit_lazy.data.sampler import evenly
 from lit_lazy.measure.collapse import Collapse, repeated_gap
-from lit_lazy.measure.heads import Entropy, Mass, ScoreSpread, Sink, Sparsity, ValueNorms, null_sparsity
+from lit_lazy.measure.heads import Entropy, GaussianNull, Mass, ScoreSpread, Sink, Sparsity, ValueNorms
 from lit_lazy.measure.offsets import alibi_fit, bias_curves, taus
 from lit_lazy.measure.rows import summarise
 from lit_lazy.model.decoder import DecoderLM
@@ -45,6 +45,7 @@ SCALARS = {
     "mass/dead_heads": ("mass/dead", lambda x: x),
     "sparsity/small": ("sparsity/small", lambda x: x),
     "sparsity/block_64": ("sparsity/block_64", lambda x: x),
+    "sparsity/over_null": ("sparsity/over_null", lambda x: x),
     "entropy/keys": ("entropy/keys", lambda x: x),
     "scores/spread": ("scores/spread", lambda x: x),
     "collapse/cosine": ("hidden/cosine", lambda x: x[-1]),
@@ -63,8 +64,7 @@ class Diagnostics:
     """Arrays by name, float32 unless said, of n sequences of T tokens, K = min(8, T).
 
     `[layers, H, ...]`, as their metrics define them: `sink/*` (`Sink`, `ValueNorms`), `mass/*` (`Mass`), `sparsity/*`
-    (`Sparsity`; `sparsity/null` and `sparsity/null_mass` by `null_sparsity` at the measured spread of scores and the
-    head's tau, NaN unless the threshold is per_query), `scores/spread` (`ScoreSpread`), `entropy/*` (`Entropy`).
+    (`Sparsity`, `GaussianNull`), `scores/spread` (`ScoreSpread`), `entropy/*` (`Entropy`).
     `[layers + 1]`, of the residual stream after the embedding and after each block: `hidden/*` (`Collapse`, and
     `hidden/repeated_gap`, the mean of `repeated_gap` over the sequences).
     `tau` `[layers, H]` or `[layers, H, N]`, `bias/curve` `[layers, H, T]` by distance, `bias/alibi_slope` and
@@ -110,8 +110,6 @@ class Diagnostics:
             for name, (source, part) in SCALARS.items():
                 if (array := self.arrays.get(prefix + source)) is not None:
                     found[prefix + name] = _mean(part(array))
-            over = self.arrays[f"{prefix}sparsity/zero"] - self.arrays[f"{prefix}sparsity/null"]
-            found[f"{prefix}sparsity/over_null"] = _mean(over)
         return {name: value for name, value in found.items() if np.isfinite(value)}
 
 
@@ -277,11 +275,11 @@ class _Observed:
     def __init__(self, model: DecoderLM, length: int) -> None:
         self.model, self.length = model, length
         self.n_layers = len(self.model.blocks)
-        self.spec = model.cfg.attention.normaliser
         device = model.device
         heads = self.model.attentions[0].n_heads
+        of_heads = (Sparsity, Entropy, ScoreSpread, GaussianNull)
         self.rows = [
-            [Sink(heads, length), Mass(heads, length), Sparsity(heads), Entropy(heads), ScoreSpread(heads)]
+            [Sink(heads, length), Mass(heads, length), *(metric(heads) for metric in of_heads)]
             for _ in range(self.n_layers)
         ]
         self.values = [ValueNorms(heads, length) for _ in range(self.n_layers)]
@@ -342,7 +340,6 @@ class _Observed:
         for metrics in per_layer:
             computed = [metric.compute() for metric in metrics]
             found |= {name: torch.stack([values[name] for values in computed]) for name in computed[0]}
-        found |= self._null(found["scores/spread"])
         found["hidden/repeated_gap"] = self.gap / self.sequences
         found["loss/by_position"] = self.nll[0] / self.sequences
         late = self.nll[:, EVICTION_ROW - 1 :] / self.sequences
@@ -351,18 +348,6 @@ class _Observed:
         arrays = {name: value.cpu().numpy().astype(np.float32) for name, value in found.items()}
         sample = np.array([self.sequences, self.length, self.n_layers], np.int64)
         return arrays | {"sample": sample, "context": np.array(self.model.context_length, np.int64)}
-
-    def _null(self, spread: Tensor) -> dict[str, Tensor]:
-        """Sparsity and mass of Gaussian scores of the same spread. spread: `[layers, H]`."""
-        if (
-            isinstance(self.spec, Elastic)
-            and self.spec.threshold == "per_query"
-            and (tau := taus(self.model)) is not None
-        ):
-            zero, mass = null_sparsity(spread, tau)
-        else:
-            zero = mass = torch.full_like(spread, torch.nan)
-        return {"sparsity/null": zero, "sparsity/null_mass": mass}
 
     def _learned(self) -> dict[str, Tensor]:
         """Offset parameters and biases, where there are any."""

@@ -247,6 +247,45 @@ class ScoreSpread(_HeadMetric):
         return {"scores/spread": (self.variance / self.rows).sqrt()}
 
 
+class GaussianNull(_HeadMetric):
+    """What independent Gaussian scores would give in place of the measured ones, all `[H]`; NaN without a threshold.
+
+    Each row is held against normal scores of its own variance, number of keys and threshold (`null_sparsity`); one
+    spread for unlike rows would tell of an excess where there is none. Rows that see at least `SPREAD_MIN_KEYS` keys.
+    `sparsity/null`: the sparsity, pooled over keys as the measured one is; `sparsity/over_null`: the measured sparsity
+    of the same rows less that; `sparsity/null_mass`: the mean mass.
+    """
+
+    null: Tensor
+    zeros: Tensor
+    visible: Tensor
+    mass: Tensor
+    rows: Tensor
+    thresholded: Tensor
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self._add_sums(null=(n_heads,), zeros=(n_heads,), visible=(), mass=(n_heads,), rows=(), thresholded=())
+
+    def update(self, summary: RowSummary) -> None:
+        wide = summary.counted & (summary.visible >= SPREAD_MIN_KEYS)
+        sparsity, mass = null_sparsity(summary.score_variance.double().sqrt(), summary.theta * summary.visible)
+        self.null += _sum(sparsity * summary.visible, wide[:, None])
+        self.zeros += _sum(summary.zeros.double(), wide[:, None])
+        self.visible += (summary.visible * wide).sum()
+        self.mass += _sum(mass, wide[:, None])
+        self.rows += wide.sum()
+        self.thresholded += summary.thresholded
+
+    def compute(self) -> dict[str, Tensor]:
+        defined = self.thresholded > 0
+        return {
+            "sparsity/null": _where(defined, self.null / self.visible),
+            "sparsity/over_null": _where(defined, (self.zeros - self.null) / self.visible),
+            "sparsity/null_mass": _where(defined, self.mass / self.rows),
+        }
+
+
 class ValueNorms(_PositionMetric):
     """`sink/value_norm` `[H, K]`: mean over sequences of |v_k| / mean_j |v_j|, v of the key-value head a head reads.
 
@@ -276,19 +315,20 @@ class ValueNorms(_PositionMetric):
         return {"sink/value_norm": self.ratio / self.sequences}
 
 
-def null_sparsity(spread: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-    """Sparsity and mass of threshold "per_query" on independent scores N(0, spread^2), many keys; shapes broadcast.
+def null_sparsity(spread: Tensor, strike: Tensor) -> tuple[Tensor, Tensor]:
+    """Sparsity and mass of rows of independent scores N(0, spread^2), many keys n, strike = n theta; shapes broadcast.
 
-    With theta = tau / n, a weight n p is log-normal with mean 1, so the mass is the price of a call with strike tau
-    (Black and Scholes 1973): d1 = -ln(tau) / spread + spread / 2, d2 = d1 - spread, sparsity = 1 - Phi(d2) and mass =
-    Phi(d1) - tau Phi(d2). Without a positive tau nothing is cut: sparsity 0, mass 1 - tau.
+    A weight n p is log-normal with mean 1 then, so the mass is the price of a call with that strike (Black and Scholes
+    1973): d1 = -ln(strike) / spread + spread / 2, d2 = d1 - spread, sparsity = 1 - Phi(d2) and mass = Phi(d1) - strike
+    Phi(d2). Without a positive threshold nothing is cut: sparsity 0, mass 1 - strike. The strike of threshold
+    "per_query" is tau.
     """
-    spread, tau = spread.double(), tau.double()
+    spread, strike = spread.double(), strike.double()
     sigma = spread.clamp(min=torch.finfo(torch.float64).tiny)
-    d1 = -tau.log() / sigma + sigma / 2
+    d1 = -strike.log() / sigma + sigma / 2
     above = torch.special.ndtr(d1 - sigma)
-    sparsity = torch.where(tau > 0, 1 - above, 0)
-    mass = torch.where(tau > 0, torch.special.ndtr(d1) - tau * above, 1 - tau)
+    sparsity = torch.where(strike > 0, 1 - above, 0)
+    mass = torch.where(strike > 0, torch.special.ndtr(d1) - strike * above, 1 - strike)
     return sparsity, mass
 
 

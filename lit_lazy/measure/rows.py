@@ -28,6 +28,7 @@ class RowSummary(NamedTuple):
     mass: `[B, H, T]`, sum of the weights before renormalising.
     total: `[B, H, T]`, sum of the weights as they multiply the values; the mass itself unless renormalised.
     visible: `[T]`, number of visible keys.
+    theta: `[B, H, T]`, the threshold.
     zeros: `[B, H, T]`, number of visible keys with p <= theta.
     small: `[B, H, T]`, number of visible keys with a weight of at most `SMALL_WEIGHT`.
     entropy: `[B, H, T]`, of the weights / total, nats; 0 where total is 0.
@@ -44,6 +45,7 @@ class RowSummary(NamedTuple):
     mass: Tensor
     total: Tensor
     visible: Tensor
+    theta: Tensor
     zeros: Tensor
     small: Tensor
     entropy: Tensor
@@ -114,6 +116,7 @@ class _Rows(NamedTuple):
 
     mass: Tensor
     total: Tensor
+    theta: Tensor
     zeros: Tensor
     small: Tensor
     entropy: Tensor
@@ -131,6 +134,7 @@ def _rows(block: Weights, seen: Tensor, counts: Tensor) -> _Rows:
     return _Rows(
         mass=torch.where(counts, block.mass, 0),
         total=total,
+        theta=torch.where(counts, block.theta, 0),
         zeros=((block.p <= block.theta[..., None]) & seen).sum(-1).to(w.dtype),
         small=((w <= SMALL_WEIGHT) & seen).sum(-1).to(w.dtype),
         entropy=torch.special.entr(share).sum(-1),

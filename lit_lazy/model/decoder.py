@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from flash_lazy import Stats
 from lit_lazy.attention import Attention, LayerCache
-from lit_lazy.attention.bias import BiasModule
+from lit_lazy.attention.initial import SelfInitialised
 from lit_lazy.config.schema import ModelConfig
 
 NORM_EPS = 1e-6
@@ -68,7 +68,7 @@ class DecoderLM(nn.Module):
         self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
         if cfg.tie_embeddings:
             self.head.weight = self.embedding.weight
-        init_parameters(self, cfg.init_std, seed)
+        init_parameters(self, seed)
 
     @property
     def device(self) -> torch.device:
@@ -118,23 +118,28 @@ def parameter_generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def init_parameters(model: nn.Module, std: float, seed: int) -> None:
-    """N(0, std^2) for weight matrices and embeddings; biases draw their own; norms and tau keep their constants."""
+def init_parameters(model: DecoderLM, seed: int) -> None:
+    """N(0, init_std^2) for weight matrices and token embeddings, these with a std of their own where one is given.
+
+    Biases and positions draw their own; norms and tau keep their constants.
+    """
     for path, module in model.named_modules():
-        if isinstance(module, BiasModule):
+        if isinstance(module, SelfInitialised):
             module.init_parameters(lambda name, path=path: parameter_generator(seed, f"{path}.{name}"))
+    own = model.cfg.embedding_init_std
     drawn: set[int] = set()
     for path, module in _matrices(model):
         if id(module.weight) not in drawn:
             drawn.add(id(module.weight))
+            std = own if own is not None and module is model.embedding else model.cfg.init_std
             nn.init.normal_(module.weight, std=std, generator=parameter_generator(seed, f"{path}.weight"))
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
-    """Linear layers and embeddings by path, those inside positional biases left out."""
-    inside_bias = {id(m) for b in model.modules() if isinstance(b, BiasModule) for m in b.modules()}
+    """Linear layers and embeddings by path, but for those in parts that draw their own."""
+    inside = {id(m) for part in model.modules() if isinstance(part, SelfInitialised) for m in part.modules()}
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding) and id(module) not in inside_bias:
+        if isinstance(module, nn.Linear | nn.Embedding) and id(module) not in inside:
             yield path, module
 
 

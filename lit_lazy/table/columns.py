@@ -78,7 +78,7 @@ COLUMNS = (
         1,
         "points",
         scale=100,
-        note="above what Gaussian scores of the measured spread would give at each head's tau; per_query alone",
+        note="above what Gaussian scores would give, row by row at the row's own variance, keys and threshold",
     ),
     Column(
         "collapse/effective_rank",

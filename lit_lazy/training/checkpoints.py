@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from lit_lazy.config.canonical import to_dict
-from lit_lazy.config.key import cell_key
+from lit_lazy.config.canonical import from_dict
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataSource
 from lit_lazy.support.disk import set_aside, write_atomically
@@ -98,13 +97,21 @@ def resumable_step(path: Path, cfg: RunConfig, module: LitLM) -> int:
     except ValueError as error:
         set_aside(path, str(error))
         return 0
-    if content["hyper_parameters"].get("config") != to_dict(cfg):
+    if not _is_of(content["hyper_parameters"]["config"], cfg):
         set_aside(path, "made by another config")
         return 0
     if misfit := _misfit(content, module):
         set_aside(path, misfit)
         return 0
     return content["global_step"]
+
+
+def _is_of(config: Any, cfg: RunConfig) -> bool:
+    """Whether a checkpoint's plain config is this one; a field that it does not know yet is at its default."""
+    try:
+        return from_dict(RunConfig, config) == cfg
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
 
 
 def _misfit(content: dict[str, Any], module: LitLM) -> str:
@@ -133,10 +140,10 @@ def data_of_training(checkpoint: Path, module: LitLM) -> DataSource:
                 "give it those, or train again"
             )
     try:
-        key = json.loads((checkpoint.parent / RESULT).read_text())["key"]
+        trained_on = json.loads((checkpoint.parent / RESULT).read_text())["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):
         return source
-    if key != cell_key(module.cfg, source.fingerprint):
+    if trained_on != source.fingerprint:
         raise ValueError(
             f"checkpoint {str(checkpoint)!r}: its data ({source.name}) are not those of its training any more; give it "
             "those, or train again"

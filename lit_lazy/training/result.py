@@ -23,6 +23,8 @@ class RunResult:
     timings: dict[str, float]
     """Seconds, and tokens per second of training (of the last leg, if the run was resumed)."""
     environment: dict[str, str]
+    fingerprint: str = ""
+    """Of the data; "" in a result of an earlier version."""
 
     @classmethod
     def read(cls, folder: Path) -> "RunResult | None":

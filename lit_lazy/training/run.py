@@ -45,16 +45,24 @@ def run(
     callbacks: Sequence[Callback] = (),
     show_progress: bool = False,
     keep_checkpoint: bool = False,
+    expected_key: str | None = None,
 ) -> RunResult:
     """Train and evaluate `cfg` in `folder`, or go on from the checkpoint that is there, or return the result that is.
 
     The checkpoints to resume from are removed in the end; keep_checkpoint leaves the trained model in `final.ckpt`.
     The same config, seed and thread count give the same metrics on the same machine bit for bit, also when the run was
     killed and resumed in between. Raises CellBusyError when another process works in the folder, DivergedError when
-    the loss is no longer finite, ValueError when the folder belongs to another config.
+    the loss is no longer finite, ValueError when the folder belongs to another config, or when code or data changed
+    since the cell got its key (expected_key).
     """
     source = prepare(cfg)
     key = cell_key(cfg, source.fingerprint)
+    require(
+        expected_key in (None, key),
+        "cell",
+        expected_key,
+        f"its code or data have changed since, and it would be {key} now; give the same command again",
+    )
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / "lock", timeout=0):
@@ -113,6 +121,7 @@ def _run(
             "tokens_per_second": tokens / (trained - started),
         },
         environment=environment(),
+        fingerprint=source.fingerprint,
     )
     write_text(folder / RESULT, json.dumps(asdict(result), indent=1, sort_keys=True, allow_nan=False))
     if checkpoints.exists():

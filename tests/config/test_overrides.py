@@ -53,6 +53,8 @@ def other_value(value, annotation):
         options = typing.get_args(annotation)
         other = options[(options.index(value) + 1) % len(options)]
         return other, other
+    if any(typing.get_origin(part) is tuple for part in typing.get_args(annotation)):
+        return "[0.5]", (0.5,)
     if isinstance(value, bool):
         return str(not value).lower(), not value
     if isinstance(value, float):

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -81,6 +82,7 @@ class Dense:
         self.scores: list[Tensor] = []
         self.zero: list[Tensor] = []
         self.v: list[Tensor] = []
+        self.thetas: list[Tensor] = []
         x = self.model.position.embed(self.model.embedding(tokens), 0)
         self.hidden = [x]
         for block in self.model.blocks:
@@ -122,6 +124,7 @@ class Dense:
         self.scores.append(scores.masked_fill(~visible, torch.nan))
         self.zero.append((p <= theta[..., None]) & visible)
         self.v.append(v)
+        self.thetas.append(theta)
         self.visible = visible
         return layer.out((w @ v).transpose(1, 2).flatten(2))
 
@@ -142,6 +145,16 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + NORM_EPS).sqrt() * weight
 
 
+def null_zeros(scores: Tensor, theta: Tensor, visible: Tensor) -> Tensor:
+    """Zeros that Gaussian scores would have, row by row from position 8 on, `[B, H, T - 7]`."""
+    found = torch.zeros(*scores.shape[:2], T - 7, dtype=torch.float64)
+    for b, h, i in np.ndindex(found.shape):
+        seen = scores[b, h, i + 7][visible[i + 7]]
+        strike, s = len(seen) * theta[h, i + 7].item(), seen.std().item()
+        found[b, h, i] = len(seen) * (1 - NormalDist().cdf(-math.log(strike) / s - s / 2))
+    return found
+
+
 def expected(module: LitLM, batch: Batch) -> dict[str, Tensor]:
     """The arrays, by loops over whole matrices."""
     dense = Dense(module, batch["tokens"])
@@ -151,7 +164,9 @@ def expected(module: LitLM, batch: Batch) -> dict[str, Tensor]:
     def add(name: str, value: Tensor) -> None:
         found.setdefault(name, []).append(value)
 
-    for w, mass, scores, zero, v in zip(dense.w, dense.mass, dense.scores, dense.zero, dense.v, strict=True):
+    for w, mass, scores, zero, v, theta in zip(
+        dense.w, dense.mass, dense.scores, dense.zero, dense.v, dense.thetas, strict=True
+    ):
         weight, share, rate = (torch.zeros(heads, 8, dtype=torch.float64) for _ in range(3))
         for key in range(8):
             below = w[:, :, key:, key]
@@ -179,6 +194,11 @@ def expected(module: LitLM, batch: Batch) -> dict[str, Tensor]:
         variances = [[scores[:, h, i][:, dense.visible[i]].var(-1) for i in range(7, T)] for h in range(heads)]
         if dense.visible[-1].sum() >= 8:
             add("scores/spread", torch.stack([torch.stack(rows).mean().sqrt() for rows in variances]))
+            if isinstance(dense.spec.normaliser, Elastic):
+                null = null_zeros(scores, theta, dense.visible)
+                late = len(w) * dense.visible[7:].sum()
+                add("sparsity/null", null.sum((0, 2)) / late)
+                add("sparsity/over_null", (zero[:, :, 7:].sum((0, 2, 3)) - null.sum((0, 2))) / late)
     for x in dense.hidden:
         directions = x / x.norm(dim=-1, keepdim=True)
         cosines = directions @ directions.mT
@@ -220,7 +240,7 @@ def test_arrays_equal_those_of_dense_matrices(name: str) -> None:
     assert measured["sample"].tolist() == [SEQUENCES, T, 2]
     assert ("tau" in measured) == isinstance(attention.normaliser, Elastic)
     assert np.isnan(measured["sparsity/zero"]).all() == (name == "softmax")
-    assert np.isnan(measured["sparsity/null"]).all() == (name != "lazy")
+    assert np.isnan(measured["sparsity/null"]).all() == (name in ("softmax", "per token"))  # a window of 6 keys
 
 
 def test_shapes_and_types() -> None:
@@ -232,8 +252,8 @@ def test_shapes_and_types() -> None:
         "sink/position": (layers, heads),
         **dict.fromkeys(("mass/row", "mass/first_key", "bias/curve"), (layers, heads, T)),
         **dict.fromkeys(("mass/empty_rows", "mass/dead", "tau"), (layers, heads)),
-        **dict.fromkeys((f"sparsity/{name}" for name in ("zero", "small", "null", "null_mass")), (layers, heads)),
-        **dict.fromkeys((f"sparsity/{name}" for name in ("block_64", "block_128")), (layers, heads)),
+        **dict.fromkeys((f"sparsity/{name}" for name in ("zero", "small", "block_64", "block_128")), (layers, heads)),
+        **dict.fromkeys((f"sparsity/{name}" for name in ("null", "over_null", "null_mass")), (layers, heads)),
         **dict.fromkeys(
             (f"entropy/{name}" for name in ("nats", "normalised", "keys", "participation")), (layers, heads)
         ),
@@ -496,7 +516,7 @@ def test_scalars_are_made_of_the_arrays() -> None:
             "mass/empty_rows": arrays["mass/empty_rows"].mean(),
             "mass/dead_heads": arrays["mass/dead"].mean(),
             "sparsity/small": arrays["sparsity/small"].mean(),
-            "sparsity/over_null": (arrays["sparsity/zero"] - arrays["sparsity/null"]).mean(),
+            "sparsity/over_null": arrays["sparsity/over_null"].mean(),
             "entropy/keys": arrays["entropy/keys"].mean(),
             "scores/spread": arrays["scores/spread"].mean(),
             "collapse/cosine": arrays["hidden/cosine"][2],

@@ -9,7 +9,17 @@ import torch
 from flash_lazy import Weights
 from lit_lazy.attention import BiasTerms, Elastic, Softmax
 from lit_lazy.attention.normaliser import NormaliserModule
-from lit_lazy.measure import Entropy, Mass, ScoreSpread, Sink, Sparsity, ValueNorms, null_sparsity, summarise
+from lit_lazy.measure import (
+    Entropy,
+    GaussianNull,
+    Mass,
+    ScoreSpread,
+    Sink,
+    Sparsity,
+    ValueNorms,
+    null_sparsity,
+    summarise,
+)
 
 LENGTH = 64
 HARMONIC = sum(1 / i for i in range(1, LENGTH + 1))
@@ -48,7 +58,8 @@ def given_batch(sequences, theta=0.0, counted=None, window=None):
 
 def metrics(n_heads, length):
     """One of each that reads a summary."""
-    return [Sink(n_heads, length), Mass(n_heads, length), Sparsity(n_heads), Entropy(n_heads), ScoreSpread(n_heads)]
+    of_heads = (Sparsity, Entropy, ScoreSpread, GaussianNull)
+    return [Sink(n_heads, length), Mass(n_heads, length), *(metric(n_heads) for metric in of_heads)]
 
 
 def measure(*summaries, n_heads=None, length=None):
@@ -340,6 +351,36 @@ class TestNullModel:
         sparsity, mass = null_sparsity(arrays["scores/spread"], normaliser.tau.data)
         assert arrays["sparsity/zero"].tolist() == pytest.approx(sparsity.tolist(), abs=0.02)
         assert arrays["mass/row"][:, 100:].mean(-1).tolist() == pytest.approx(mass.tolist(), abs=0.02)
+
+
+class TestGaussianNull:
+    def test_rows_of_two_spreads_are_held_against_their_own(self):
+        """Independent normal scores have no structure, also where half of the rows are flat and the others are not."""
+        generator = torch.Generator().manual_seed(0)
+        q, k = (torch.randn(3, 1, 400, 64, generator=generator) for _ in range(2))
+        q *= torch.tensor([0.1, 4.0]).repeat(200)[:, None]
+        arrays = measure(summarise(Elastic().build(1, 400), q, k, BiasTerms(), None))
+        pooled, _ = null_sparsity(arrays["scores/spread"], torch.ones(1))
+        assert arrays["sparsity/over_null"].item() == pytest.approx(0, abs=0.02)
+        assert abs((arrays["sparsity/zero"] - pooled).item()) > 0.1
+        total = arrays["sparsity/null"] + arrays["sparsity/over_null"]
+        assert total.item() == pytest.approx(arrays["sparsity/zero"].item(), abs=1e-3)
+
+    @pytest.mark.parametrize(
+        "normaliser", [Elastic(0.02, "constant"), Elastic(1.0, "seq_len"), Elastic(0.5, "per_token", renormalise=True)]
+    )
+    def test_every_threshold_has_its_null(self, normaliser):
+        """Sparsity and mass of independent normal scores, by the threshold of each row."""
+        generator = torch.Generator().manual_seed(0)
+        q, k = (torch.randn(3, 1, 400, 64, generator=generator) for _ in range(2))
+        arrays = measure(summarise(normaliser.build(1, 400), q, k, BiasTerms(), None))
+        assert arrays["sparsity/over_null"].item() == pytest.approx(0, abs=0.02)
+        assert arrays["sparsity/null_mass"].item() == pytest.approx(arrays["mass/row"].mean().item(), abs=0.03)
+
+    def test_without_a_threshold_there_is_none(self):
+        q, k = torch.randn(2, 1, 2, 20, 8)
+        arrays = measure(summarise(Softmax().build(2, 20), q, k, BiasTerms(), None))
+        assert all(arrays[f"sparsity/{name}"].isnan().all() for name in ("null", "over_null", "null_mass"))
 
 
 class TestValueNorms:

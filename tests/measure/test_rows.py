@@ -48,7 +48,7 @@ def naive(module, q, k, bias, window, counted):
     whole = module.weights(q, k, bias, window)
     batch, heads, length, _ = q.shape
     keys = min(8, length)
-    names = ("mass", "total", "zeros", "small", "entropy", "squares", "score_variance", "columns")
+    names = ("mass", "total", "theta", "zeros", "small", "entropy", "squares", "score_variance", "columns")
     fields = {name: torch.zeros(batch, heads, length, dtype=q.dtype) for name in names}
     first = torch.zeros(batch, heads, length, keys, dtype=q.dtype)
     alive = {tile: torch.zeros(batch, heads) for tile in TILES}
@@ -66,6 +66,7 @@ def naive(module, q, k, bias, window, counted):
                     torch.softmax(scores, 0) - whole.theta[b, h, i]
                 ).sum()  # before any renormalising
                 fields["total"][b, h, i] = total
+                fields["theta"][b, h, i] = whole.theta[b, h, i]
                 fields["zeros"][b, h, i] = (torch.softmax(scores, 0) <= whole.theta[b, h, i]).sum()
                 fields["small"][b, h, i] = (w <= 1e-5).sum()
                 fields["entropy"][b, h, i] = -sum(x * math.log(x) for x in shares)

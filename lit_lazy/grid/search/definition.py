@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from lit_lazy.config.canonical import flatten, from_dict, replace_at, to_dict
 from lit_lazy.config.files import load_module
-from lit_lazy.config.key import cell_key
+from lit_lazy.config.key import cell_key, code
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.support.checks import require, require_whole
@@ -81,6 +81,8 @@ class Definition:
     """Canonical config of the experiment, changed and overridden."""
     data: str
     """Fingerprint of the data."""
+    code: dict[str, str]
+    """Hashes of the user's own code behind it."""
     axes: dict[str, Real]
     objective: Objective
     startup: int
@@ -177,6 +179,7 @@ def define(search: Search, base: RunConfig, overridden: Sequence[str] = ()) -> D
     return Definition(
         base=to_dict(base),
         data=source.fingerprint,
+        code=code(base),
         axes=dict(search.axes),
         objective=search.objective,
         startup=search.startup,

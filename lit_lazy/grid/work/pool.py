@@ -91,7 +91,7 @@ class LocalPool:
     def _start(self, slot: int) -> subprocess.Popen[bytes]:
         job = self.job
         command = [
-            *(sys.executable, "-m", job.module),
+            *(sys.executable, "-P", "-m", job.module),
             *("--study", job.study),
             *("--runs", str(job.runs.resolve())),
             *("--threads", str(job.threads)),

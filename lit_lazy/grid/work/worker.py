@@ -163,6 +163,7 @@ class Worker:
                 logger=spool.logger(),
                 callbacks=[EndIfInterrupted(), *self._callbacks(task)],
                 keep_checkpoint=self.keep_checkpoints,
+                expected_key=task.cell.key,
             )
 
     def _callbacks(self, task: Task) -> list[Callback]:  # noqa: ARG002

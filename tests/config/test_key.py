@@ -1,0 +1,195 @@
+"""Keys of cells: unchanged by new options, changed by edited code, and equal for equal settings."""
+
+import dataclasses
+import json
+import sys
+import typing
+from abc import ABC
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lit_lazy.attention import Alibi, AttentionSpec, Elastic, LearnedBias, Normaliser, Softmax
+from lit_lazy.attention.normaliser import NormaliserModule
+from lit_lazy.config import ModelConfig, RunConfig, replace_at
+from lit_lazy.config.canonical import from_dict, leaves, to_dict
+from lit_lazy.config.files import available, find, load_experiment, load_module
+from lit_lazy.config.key import SCHEMA, cell_key, code, settings, settings_key
+from lit_lazy.data.backcopy import Backcopy
+from lit_lazy.grid.ablation import load_ablation
+from lit_lazy.grid.search.definition import load_search
+
+SHIPPED = Path(__file__).with_name("shipped_keys.json")
+NORMALISER = "model.attention.normaliser"
+
+
+def current() -> dict[str, typing.Any]:
+    """The schema, the defaults of every class of settings, and the key of every shipped row with seed 0."""
+    keys = {}
+    for name in available("ablations"):
+        path = find("ablations", name)
+        if hasattr(load_module(path), "search"):
+            search = load_search(path)
+            base = load_experiment(find("experiments", search.base))
+            keys[name] = {"": cell_key(replace_at(base, search.common), "data")}
+            continue
+        ablation = load_ablation(path)
+        base = replace_at(load_experiment(find("experiments", ablation.base)), ablation.common)
+        keys[name] = {row.name: cell_key(replace_at(base, row.changes), "data") for row in ablation.all_rows}
+    return {"schema": SCHEMA, "defaults": defaults(RunConfig), "keys": keys}
+
+
+def defaults(cls: type) -> dict[str, dict[str, typing.Any]]:
+    """Of a dataclass and of all that its fields may hold: class name -> field -> default."""
+    found: dict[str, dict[str, typing.Any]] = {cls.__name__: {}}
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if field.default is not dataclasses.MISSING:
+            found[cls.__name__][field.name] = to_dict(field.default, hints[field.name])
+        elif field.default_factory is not dataclasses.MISSING:
+            found[cls.__name__][field.name] = to_dict(field.default_factory())
+        hint = hints[field.name]
+        parts = leaves(hint).values() if ABC in getattr(hint, "__mro__", ()) else [hint]
+        for part in parts:
+            if dataclasses.is_dataclass(part) and part.__module__.startswith("lit_lazy."):
+                found |= defaults(part)
+    return found
+
+
+def test_shipped_keys_and_defaults_are_as_they_were() -> None:
+    """A key that changes orphans results. Where a default or a meaning has to change, raise SCHEMA and write this file
+    again: `python tests/config/test_key.py`."""
+    known = json.loads(SHIPPED.read_text())
+    now = current()
+    if now["schema"] == known["schema"]:
+        for cls, fields in known["defaults"].items():
+            for name, value in fields.items():
+                assert now["defaults"][cls][name] == value, f"the default of {cls}.{name} changed: raise SCHEMA"
+    assert now == known
+
+
+def test_only_what_is_set_is_in_a_key() -> None:
+    cfg = RunConfig(data=Backcopy())
+    assert settings(cfg) == {"data": {"class": "Backcopy"}}
+    lazy = AttentionSpec(Elastic(tau_init=0.5), LearnedBias())
+    assert settings(replace_at(cfg, {"model.attention": lazy, "seed": 3})) == {
+        "data": {"class": "Backcopy"},
+        "model": {"attention": {"normaliser": {"class": "Elastic", "tau_init": 0.5}, "bias": {"class": "LearnedBias"}}},
+        "seed": 3,
+    }
+
+
+def test_equal_settings_have_equal_keys() -> None:
+    cfg = RunConfig(
+        data=Backcopy(), model=ModelConfig(attention=AttentionSpec(Elastic(), Alibi((1.0, 0.5))), n_heads=2)
+    )
+    spelled = {NORMALISER: Elastic(tau_init=1, renormalise=False), "model.attention.bias": Alibi((1, 0.5))}  # type: ignore[arg-type]
+    assert cell_key(cfg, "x") == cell_key(replace_at(cfg, spelled), "x")
+    assert cell_key(cfg, "x") == cell_key(from_dict(RunConfig, json.loads(json.dumps(to_dict(cfg)))), "x")
+    assert cell_key(cfg, "x") != cell_key(cfg, "y")
+    others = {NORMALISER: Softmax(), "seed": 1, "model.d_model": 32, f"{NORMALISER}.tau_init": 0.5}
+    keys = {cell_key(replace_at(cfg, {path: value}), "x") for path, value in others.items()}
+    assert len(keys | {cell_key(cfg, "x")}) == 5
+    names = {settings_key(replace_at(cfg, {path: value})) for path, value in others.items()}
+    assert len(names | {settings_key(cfg)}) == 5
+
+
+def test_a_new_option_leaves_keys_as_they_were() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Rule(Normaliser):
+        """A rule, before."""
+
+        old: float = 1.0
+
+        def build(self, *_: int) -> NormaliserModule:
+            raise AssertionError("is not built")
+
+    before = settings(Rule(old=2.0))
+
+    @dataclasses.dataclass(frozen=True)
+    class Grown(Rule):
+        """The same with an option more."""
+
+        new: str = "as it was"
+
+    Grown.__name__ = "Rule"
+    assert settings(Grown(old=2.0)) == before == {"class": "Rule", "old": 2.0}
+    assert settings(Grown(old=2.0, new="other")) == {"class": "Rule", "old": 2.0, "new": "other"}
+
+
+RULE = """
+from dataclasses import dataclass
+from lit_lazy.attention import Elastic
+from lit_lazy.config import replace_at
+from lit_lazy.config.files import find, load_experiment
+from factors import FACTOR
+
+
+@dataclass(frozen=True)
+class Mine(Elastic):
+    '''A rule.'''
+
+    strength: float = 1.0
+
+    def build(self, n_heads, context_length):
+        return super().build(n_heads, context_length)  # times FACTOR
+
+
+def config():
+    base = load_experiment(find("experiments", "backcopy_tiny"))
+    return replace_at(base, {"model.attention.normaliser": Mine()})
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "factors.py").write_text("from deeper import BASE\n\nFACTOR = 2 * BASE\n")
+    (tmp_path / "deeper.py").write_text("BASE = 1\n")
+    (tmp_path / "unrelated.py").write_text("X = 1\n")
+    path = tmp_path / "mine.py"
+    path.write_text(RULE)
+    yield path
+    for name in ("factors", "deeper"):
+        sys.modules.pop(name, None)
+    sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
+
+
+def test_the_users_code_is_in_the_key(mine: Path) -> None:
+    cfg = load_experiment(mine)
+    assert set(code(cfg)) == {"Mine"}
+    first = cell_key(cfg, "x")
+
+    def key_after(name: str, old: str, new: str) -> str:
+        file = mine.with_name(name)
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new))
+        key = cell_key(cfg, "x")
+        file.write_text(text)
+        return key
+
+    changed = [
+        key_after("mine.py", "n_heads, context_length)  #", "n_heads, 2 * context_length)  #"),
+        key_after("mine.py", "@dataclass(frozen=True)", "@dataclass(frozen=True, slots=True)"),
+        key_after("factors.py", "2 * BASE", "3 * BASE"),
+        key_after("deeper.py", "BASE = 1", "BASE = 7"),
+    ]
+    assert len({first, *changed}) == 5
+    unchanged = [
+        key_after("mine.py", "Mine()})", "Mine(), 'seed': 1})"),  # made settings are in the key already
+        key_after("mine.py", "\n\ndef config", "\n\n# a remark between statements\ndef config"),
+        key_after("unrelated.py", "X = 1", "X = 2"),
+    ]
+    assert set(unchanged) == {first}
+    assert code(load_experiment(find("experiments", "backcopy_tiny"))) == {}
+
+
+def test_a_class_without_a_file_is_refused() -> None:
+    cls = type("Loose", (Softmax,), {"__module__": "__main__loose__"})
+    with pytest.raises(ValueError, match=r"^Loose: its source cannot be read.*define it in a \.py file$"):
+        code(RunConfig(data=Backcopy(), model=ModelConfig(attention=AttentionSpec(cls()))))
+
+
+if __name__ == "__main__":
+    SHIPPED.write_text(json.dumps(current(), indent=1, sort_keys=True) + "\n")

@@ -7,7 +7,8 @@ from typing import Literal, get_args, overload
 import torch
 from torch import Tensor
 
-from flash_lazy import chunked, ops, reference
+from flash_lazy import chunked, reference
+from flash_lazy.fused import ops
 from flash_lazy.reference import Options, Stats, Threshold, Weights
 
 Backend = Literal["auto", "reference", "chunked", "triton"]

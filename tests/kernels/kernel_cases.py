@@ -172,7 +172,7 @@ def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch, m: int, n: int) -> None:
     """Lets every Triton kernel work on blocks of m rows and n keys."""
-    triton_launch = pytest.importorskip("flash_lazy.triton_launch", reason="needs triton")
+    triton_launch = pytest.importorskip("flash_lazy.fused.launch", reason="needs triton")
     blocks = {256: [triton_launch.Blocks(m, n, 4, 1)]}
     kernels = ("forward", "query_gradient", "key_gradient")
     monkeypatch.setattr(triton_launch, "CONFIGURATIONS", {name: {2: blocks, 4: blocks} for name in kernels})

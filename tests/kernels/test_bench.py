@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flash_lazy import bench, compiled, lazy_attention
-from flash_lazy import peers as peers_module
-from flash_lazy.bench import main, measure, measure_all, plots, tables, take_turns, useful_tflops
-from flash_lazy.peers import Inputs, Peer, draw, draw_with_share, eager, empty_share, gate, peers, two_calls
+from bench import __main__ as bench
+from bench import compiled
+from bench import peers as peers_module
+from bench.__main__ import main, measure, measure_all, plots, tables, take_turns, useful_tflops
+from bench.peers import Inputs, Peer, draw, draw_with_share, eager, empty_share, gate, peers, two_calls
+from flash_lazy import lazy_attention
 
 CPU = torch.device("cpu")
 
@@ -50,7 +52,7 @@ def test_bytes_are_those_of_the_launched_tensors(width):
 
 def test_a_default_configuration_compiles_within_its_limits():
     code = (
-        "import json; from flash_lazy.compiled import *; "
+        "import json; from bench.compiled import *; "
         "print(json.dumps(compile_kernel('query_gradient', CONFIGURATIONS['query_gradient'][2][64][0], 90)._asdict()))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -63,7 +65,7 @@ def test_a_default_configuration_compiles_within_its_limits():
 
 
 def test_compiling_needs_a_process_that_does_not_interpret(monkeypatch):
-    monkeypatch.setattr(compiled.triton_launch, "INTERPRETED", True)
+    monkeypatch.setattr(compiled.launch, "INTERPRETED", True)
     with pytest.raises(RuntimeError, match=r"^compiling needs a process without TRITON_INTERPRET=1[^\n]*$"):
         compiled.compile_kernel("decode_scores", None, 90)
 
@@ -344,11 +346,11 @@ def test_on_a_cpu_costs_and_compiled_kernels_are_told(monkeypatch, capsys, tmp_p
     row |= compiled.Compiled(1024, 99, 0, 0, ("wgmma",), True)._asdict()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     out = tmp_path / "new" / "kernels"
-    monkeypatch.setattr(compiled.triton_launch, "INTERPRETED", True)
+    monkeypatch.setattr(compiled.launch, "INTERPRETED", True)
     assert main(["--out", str(out)]) == 2
     assert "nothing is compiled where triton interprets" in capsys.readouterr().err
     assert not out.exists()
-    monkeypatch.setattr(compiled.triton_launch, "INTERPRETED", False)
+    monkeypatch.setattr(compiled.launch, "INTERPRETED", False)
     monkeypatch.setattr(compiled, "report", lambda widths, every: [row] if (widths, every) == ((64,), True) else [])
     assert main(["--out", str(out), "--widths", "64", "--all-configurations"]) == 0
     text = (out / "compiled.md").read_text()

@@ -28,7 +28,7 @@ from kernel_cases import (
 
 from flash_lazy import chunked, lazy_attention
 
-MEMORY_SCRIPT = Path(__file__).parents[2] / "kernels" / "memory.py"
+MEMORY_SCRIPT = Path(__file__).parents[2] / "kernels" / "bench" / "memory.py"
 ONE_BLOCK = (2**30, 64)
 
 COVER = pairwise_cover(

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from flash_lazy import compiled
+from bench import compiled
 
 INSTRUCTION = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
 REPORT = """
 import json, sys
-from flash_lazy.compiled import Variant, report
+from bench.compiled import Variant, report
 if __name__ == "__main__":
     widths, every, dtypes, renormalise = json.loads(sys.argv[1])
     print(json.dumps(report(widths, every, dtypes, Variant(renormalise=renormalise))))

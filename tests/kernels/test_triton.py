@@ -30,10 +30,11 @@ from kernel_cases import (
 )
 from torch.library import opcheck
 
-from flash_lazy import lazy_attention, ops, resolve_backend
+from flash_lazy import lazy_attention, resolve_backend
+from flash_lazy.fused import ops
 
 pytest.importorskip("triton", reason="the fused kernels need triton, which is for Linux")
-from flash_lazy import triton_launch
+from flash_lazy.fused import launch as triton_launch
 
 DEVICE = device_of("triton")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

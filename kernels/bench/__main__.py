@@ -28,8 +28,9 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_lazy import compiled, triton_launch
-from flash_lazy.peers import GATE, Inputs, Peer, draw_with_share, gate, peers, reason, relative_error
+from bench import compiled
+from bench.peers import GATE, Inputs, Peer, draw_with_share, gate, peers, reason, relative_error
+from flash_lazy.fused import launch
 
 LENGTHS, QUICK_LENGTHS, WIDTHS = (1024, 2048, 4096, 8192, 16384, 32768), (4096,), (64, 128)
 TOKENS, HEADS, SHARES = 16384, 16, (0.0, 0.3, 0.6, 0.9)
@@ -321,7 +322,7 @@ def made_with() -> dict[str, str]:
         return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "unknown"
 
     made = {
-        "command": "python -m flash_lazy.bench " + " ".join(sys.argv[1:]),
+        "command": "python -m bench " + " ".join(sys.argv[1:]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": told("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
         "torch": torch.__version__,
@@ -355,7 +356,7 @@ def check(backend: str, device: torch.device, names: Sequence[str] = tuple(GATE)
 
 def on_paper(options: argparse.Namespace) -> int:
     """Cost model and compile-only table; the exit status."""
-    if triton_launch.INTERPRETED:
+    if launch.INTERPRETED:
         print("TRITON_INTERPRET=1: nothing is compiled where triton interprets; unset it", file=sys.stderr)
         return 2
     made = made_with()
@@ -454,7 +455,7 @@ def _folder(text: str) -> Path:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m flash_lazy.bench",
+        prog="python -m bench",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

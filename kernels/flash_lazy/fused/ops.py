@@ -101,21 +101,21 @@ def forward(
 
     All but the output are empty unless they are needed.
     """
-    from flash_lazy import triton_launch
+    from flash_lazy.fused import launch
 
-    call = triton_launch.Call(
+    call = launch.Call(
         *(q, k, v, tau, bias, slopes, cu_seqlens, kv_lengths),
         *(threshold, context_length, renormalise, scale, window),
     )
-    return triton_launch.forward(call, training, stats)
+    return launch.forward(call, training, stats)
 
 
 @forward.register_fake
 def _(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from flash_lazy import triton_launch
+    from flash_lazy.fused import launch
 
     renormalise, training, stats = arguments[9], *arguments[-2:]
-    return triton_launch.forward_buffers(q, renormalise, training, stats)
+    return launch.forward_buffers(q, renormalise, training, stats)
 
 
 @torch.library.custom_op("flash_lazy::backward", mutates_args=())
@@ -141,20 +141,20 @@ def backward(
     slopes_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, sum m dp of each row, and the gradients of bias and slopes (empty unless asked for)."""
-    from flash_lazy import triton_launch
+    from flash_lazy.fused import launch
 
-    call = triton_launch.Call(
+    call = launch.Call(
         *(q, k, v, tau, bias, slopes, cu_seqlens, kv_lengths),
         *(threshold, context_length, renormalise, scale, window),
     )
-    return triton_launch.backward(call, out, grad, softmax, mass, bias_gradient, slopes_gradient)
+    return launch.backward(call, out, grad, softmax, mass, bias_gradient, slopes_gradient)
 
 
 @backward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from flash_lazy import triton_launch
+    from flash_lazy.fused import launch
 
-    return triton_launch.backward_buffers(q, k, v, arguments[1], *arguments[-2:])
+    return launch.backward_buffers(q, k, v, arguments[1], *arguments[-2:])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -212,17 +212,17 @@ def decode(
     window: int | None,
 ) -> Tensor:
     """The output of a few queries against many keys, without gradients."""
-    from flash_lazy import triton_launch
+    from flash_lazy.fused import launch
 
-    call = triton_launch.Call(
+    call = launch.Call(
         *(q, k, v, tau, bias, slopes, cu_seqlens, kv_lengths),
         *(threshold, context_length, renormalise, scale, window),
     )
-    return triton_launch.decode(call)
+    return launch.decode(call)
 
 
 @decode.register_fake
 def _(q: Tensor, *_: Any) -> Tensor:
-    from flash_lazy import triton_launch
+    from flash_lazy.fused import launch
 
-    return triton_launch.like(q)
+    return launch.like(q)

@@ -25,8 +25,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flash_lazy import triton_kernels, triton_launch
-from flash_lazy.triton_launch import CONFIGURATIONS, Blocks, Call
+from flash_lazy.fused import kernels, launch
+from flash_lazy.fused.launch import CONFIGURATIONS, Blocks, Call
 
 DECODING = ("decode_scores", "decode_values")
 KERNELS = (*CONFIGURATIONS, *DECODING)
@@ -110,9 +110,9 @@ def compile_kernel(
     blocks: None for the kernels of DECODING, which have their own. Raises RuntimeError in a process with
     TRITON_INTERPRET=1, where nothing can be compiled, and what triton raises where it fails.
     """
-    if triton_launch.INTERPRETED:
+    if launch.INTERPRETED:
         raise RuntimeError("compiling needs a process without TRITON_INTERPRET=1: there the kernels are interpreted")
-    kernel = getattr(triton_kernels, f"{name}_kernel")
+    kernel = getattr(kernels, f"{name}_kernel")
     arguments = launch_arguments(name, DTYPES[dtype], width, variant)
     warps, stages = arguments.pop("num_warps"), arguments.pop("num_stages")
     if blocks is not None:
@@ -179,17 +179,17 @@ def launch_arguments(
         scale=width**-0.5,
         window=WINDOW if variant.window else None,
     )
-    recorders = {f"{each}_kernel": _Recorder(getattr(triton_kernels, f"{each}_kernel")) for each in KERNELS}
+    recorders = {f"{each}_kernel": _Recorder(getattr(kernels, f"{each}_kernel")) for each in KERNELS}
     with (
-        patch.dict(vars(triton_kernels), recorders),
-        patch.multiple(triton_launch, AUTOTUNE=False, INTERPRETED_RESIDENT=RESIDENT),
+        patch.dict(vars(kernels), recorders),
+        patch.multiple(launch, AUTOTUNE=False, INTERPRETED_RESIDENT=RESIDENT),
     ):
         if name in DECODING:
-            triton_launch.decode(call)
+            launch.decode(call)
         else:
-            out, softmax, mass, *_ = triton_launch.forward(call, training=True, stats=variant.stats)
+            out, softmax, mass, *_ = launch.forward(call, training=True, stats=variant.stats)
             kept = out if variant.renormalise else None
-            triton_launch.backward(call, kept, out, softmax, mass, variant.bias, variant.slopes)
+            launch.backward(call, kept, out, softmax, mass, variant.bias, variant.slopes)
     return recorders[f"{name}_kernel"].arguments
 
 
@@ -277,7 +277,7 @@ def report(
 def _choices(name: str, dtype: str, width: int) -> Sequence[Blocks | None]:
     if name in DECODING:
         return [None]
-    return triton_launch.configurations(name, torch.empty(1, 1, 1, width, dtype=DTYPES[dtype]))
+    return launch.configurations(name, torch.empty(1, 1, 1, width, dtype=DTYPES[dtype]))
 
 
 def _silence() -> None:

@@ -9,8 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_lazy import triton_kernels as kernels
-from flash_lazy.ops import INTERPRETED
+from flash_lazy.fused import kernels
+from flash_lazy.fused.ops import INTERPRETED
 
 AUTOTUNE = os.environ.get("FLASH_LAZY_AUTOTUNE", "1") != "0" and not INTERPRETED
 SKIP_EMPTY_TILES = True

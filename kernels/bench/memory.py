@@ -1,6 +1,6 @@
 """Peak resident memory of one forward and backward pass, by backend and length (B = 1, H = 4, D = 64, float32).
 
-    python kernels/memory.py [--lengths 1024 4096 16384] [--backends chunked reference] [--json PATH]
+    python kernels/bench/memory.py [--lengths 1024 4096 16384] [--backends chunked reference] [--json PATH]
 
 Every figure comes from a fresh process: the rise of the peak (VmHWM) over what was resident when q, k, v and the
 output's gradient already existed, so the output and the gradients count. Linux only. A run of `reference` that would
@@ -56,7 +56,7 @@ def made_with() -> dict[str, str]:
 
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return {
-        "command": "python kernels/memory.py " + " ".join(sys.argv[1:]),
+        "command": "python kernels/bench/memory.py " + " ".join(sys.argv[1:]),
         "commit": commit.stdout.strip() or "unknown",
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -76,7 +76,7 @@ def main() -> None:
         return
 
     rows = []
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     for backend in args.backends:
         for length in args.lengths:
             rise = None

@@ -52,7 +52,7 @@ lint: .venv/.complete
 
 bench: .venv/.complete
 	$(BIN)/python -m bench --out docs/results/kernels
-	$(BIN)/python kernels/bench/memory.py --json docs/results/kernels/chunked-memory.json
+	$(BIN)/python -m bench.memory --json docs/results/kernels/chunked-memory.json
 	$(LIT) bench step --out docs/results/bench-step.json
 	$(LIT) bench diagnostics --out docs/results/bench-diagnostics.json
 

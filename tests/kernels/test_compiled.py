@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench import compiled
+from flash_lazy.fused.configurations import CONFIGURATIONS
 
 INSTRUCTION = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
 REPORT = """
@@ -71,5 +72,5 @@ def is_default(row: dict[str, Any]) -> bool:
     """Whether a row's blocks are the first of their list."""
     if row["blocks"] is None:
         return True
-    lists = compiled.CONFIGURATIONS[row["kernel"]][4 if row["dtype"] == "fp32" else 2]
+    lists = CONFIGURATIONS[row["kernel"]][4 if row["dtype"] == "fp32" else 2]
     return lists[min(width for width in lists if width >= row["width"])][0]._asdict() == row["blocks"]

@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from flash_lazy.api import Backend, attention_weights, lazy_attention, resolve_backend
-from flash_lazy.reference import Stats, Weights
+from flash_lazy.inputs import Stats, Weights
 
 try:
     __version__ = version("flash-lazy")

@@ -1,16 +1,32 @@
-"""The public function: checks every argument once, then hands over to a backend."""
+"""The public functions: they check every argument once, then hand over to a backend."""
 
-import math
-from collections.abc import Mapping
 from typing import Literal, get_args, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict, Unpack
 
-from flash_lazy import chunked, ops, reference
-from flash_lazy.reference import Options, Stats, Threshold, Weights
+from flash_lazy.chunked import chunked_attention
+from flash_lazy.fused.ops import fused_attention, obstacle
+from flash_lazy.inputs import Call, Stats, Threshold, Weights, check, check_types
+from flash_lazy.reference import reference_attention, reference_weights
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
+
+
+class Settings(TypedDict, total=False, closed=True):
+    """The types of `lazy_attention`'s settings; its signature has their defaults, its docstring their meaning."""
+
+    slopes: Tensor | None
+    threshold: Threshold
+    context_length: int | None
+    renormalise: bool
+    scale: float | None
+    cu_seqlens: Tensor | None
+    kv_lengths: Tensor | None
+    key_mask: Tensor | None
+    window: int | None
+    backend: Backend
 
 
 @overload
@@ -21,17 +37,8 @@ def lazy_attention(
     tau: Tensor,
     bias: Tensor | None = None,
     *,
-    slopes: Tensor | None = None,
-    threshold: Threshold = "per_query",
-    context_length: int | None = None,
-    renormalise: bool = False,
-    scale: float | None = None,
-    cu_seqlens: Tensor | None = None,
-    kv_lengths: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    window: int | None = None,
-    backend: Backend = "auto",
     return_stats: Literal[False] = False,
+    **settings: Unpack[Settings],
 ) -> Tensor: ...
 @overload
 def lazy_attention(
@@ -41,17 +48,8 @@ def lazy_attention(
     tau: Tensor,
     bias: Tensor | None = None,
     *,
-    slopes: Tensor | None = None,
-    threshold: Threshold = "per_query",
-    context_length: int | None = None,
-    renormalise: bool = False,
-    scale: float | None = None,
-    cu_seqlens: Tensor | None = None,
-    kv_lengths: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    window: int | None = None,
-    backend: Backend = "auto",
     return_stats: Literal[True],
+    **settings: Unpack[Settings],
 ) -> tuple[Tensor, Stats]: ...
 
 
@@ -114,39 +112,18 @@ def lazy_attention(
         TypeError: one of the tensors is something else.
         ValueError: an argument does not fit; the message names it, its value and what would fit.
     """
-    tensors = {"q": q, "k": k, "v": v, "tau": tau}
-    optional = {
-        "bias": bias,
-        "slopes": slopes,
-        "cu_seqlens": cu_seqlens,
-        "kv_lengths": kv_lengths,
-        "key_mask": key_mask,
-    }
-    _check_types(tensors | {name: x for name, x in optional.items() if x is not None})
-    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    _check_tensors(q, k, v)
-    _check_threshold(threshold, context_length)
-    _check_head_parameters(q, tau, bias, slopes, threshold)
-    _check_visibility(q, k, cu_seqlens, kv_lengths, key_mask, window)
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale is {scale}; give a finite number, or None for 1 / sqrt(D)")
-    implementation = resolve_backend(backend, q, key_mask)
-
-    options = Options(
-        threshold=threshold,
-        context_length=context_length or 0,
-        renormalise=renormalise,
-        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        cu_seqlens=cu_seqlens,
-        kv_lengths=kv_lengths,
-        key_mask=key_mask,
-        window=window,
-    )
-    attend = _ATTEND[implementation]
+    tensors = q, k, v, tau, bias, slopes, cu_seqlens, kv_lengths, key_mask
+    call = Call(*tensors, threshold, context_length, renormalise, scale, window)
+    check_types(call)
+    device = q.device.type
+    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+        call = call._replace(q=q, k=k, v=v)
+    check(call)
+    attend = _BACKENDS[resolve_backend(backend, q, key_mask)]
     # The backends state their own precision; autocast would round their matrix products.
-    with torch.autocast(q.device.type, enabled=False):
-        out, stats = attend(q, k, v, tau, bias, slopes, options, return_stats)
+    with torch.autocast(device, enabled=False):
+        out, stats = attend(call, return_stats)
     return out if stats is None else (out, stats)
 
 
@@ -166,28 +143,18 @@ def attention_weights(
 ) -> Weights:
     """The weights themselves, to be looked at: eager, and `[B, H, Lq, Lk]` large in memory.
 
-    Arguments as there. Rows `a .. b - 1` of a sequence are those of `q[:, :, a:b]` and `k[:, :, :b]`, so a long
-    sequence can be looked at in blocks.
+    Arguments and errors as in `lazy_attention`. Rows `a .. b - 1` of a sequence are those of `q[:, :, a:b]` and
+    `k[:, :, :b]`, so a long sequence can be looked at in blocks.
     """
-    _check_tensors(q, k, k)
-    _check_threshold(threshold, context_length)
-    _check_head_parameters(q, tau, bias, slopes, threshold)
-    _check_visibility(q, k, None, None, key_mask, window)
-    options = Options(
-        threshold=threshold,
-        context_length=context_length or 0,
-        renormalise=renormalise,
-        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        cu_seqlens=None,
-        kv_lengths=None,
-        key_mask=key_mask,
-        window=window,
-    )
+    tensors = q, k, k, tau, bias, slopes, None, None, key_mask
+    call = Call(*tensors, threshold, context_length, renormalise, scale, window)
+    check_types(call)
+    check(call)
     with torch.autocast(q.device.type, enabled=False):
-        return reference.weights(q, k, tau, bias, slopes, options)
+        return reference_weights(call)
 
 
-_ATTEND = {"reference": reference.attend, "chunked": chunked.attend, "triton": ops.attend}
+_BACKENDS = {"reference": reference_attention, "chunked": chunked_attention, "triton": fused_attention}
 
 
 def resolve_backend(backend: Backend, q: Tensor, key_mask: Tensor | None = None) -> str:
@@ -198,110 +165,7 @@ def resolve_backend(backend: Backend, q: Tensor, key_mask: Tensor | None = None)
     if backend not in get_args(Backend):
         raise ValueError(f"backend is {backend!r}; choose one of {', '.join(get_args(Backend))}")
     if backend == "auto":
-        return "triton" if q.device.type == "cuda" and ops.obstacle(q, key_mask) is None else "chunked"
-    if backend == "triton" and (obstacle := ops.obstacle(q, key_mask)):
-        raise ValueError(obstacle)
+        return "triton" if q.device.type == "cuda" and obstacle(q, key_mask) is None else "chunked"
+    if backend == "triton" and (why := obstacle(q, key_mask)):
+        raise ValueError(why)
     return backend
-
-
-def _check_types(tensors: Mapping[str, object]) -> None:
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is {x!r}, a {type(x).__name__}; give a tensor")
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4 or 0 in x.shape:
-            raise ValueError(f"{name} has shape {_shape(x)}; give [B, H, L, D] with every size at least 1")
-        if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            raise ValueError(f"{name} is {x.dtype}; give float16, bfloat16, float32 or float64")
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}; cast them to one dtype")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} and q on {q.device}; move them to one device")
-    if k.shape != v.shape:
-        raise ValueError(f"v has shape {_shape(v)} and k {_shape(k)}; give both [B, Hkv, Lk, D]")
-    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
-        raise ValueError(f"k has shape {_shape(k)} and q {_shape(q)}; B and D must agree")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"k has {k.shape[1]} heads and q {q.shape[1]}; q's must be a multiple of k's")
-    if q.shape[2] > k.shape[2]:
-        raise ValueError(f"q has {q.shape[2]} rows and k {k.shape[2]}; queries end where keys end, so give Lq <= Lk")
-
-
-def _check_head_parameters(
-    q: Tensor, tau: Tensor, bias: Tensor | None, slopes: Tensor | None, threshold: Threshold
-) -> None:
-    heads = q.shape[1]
-    layouts = (
-        ("tau", tau, "[H, N]" if threshold == "per_token" else "[H]"),
-        ("bias", bias, "[H, W]"),
-        ("slopes", slopes, "[H]"),
-    )
-    for name, x, layout in layouts:
-        if x is None:
-            continue
-        if x.dim() != layout.count(",") + 1 or x.shape[0] != heads or 0 in x.shape:
-            raise ValueError(f"{name} has shape {_shape(x)}; with threshold={threshold!r} give {layout}, H = {heads}")
-        if x.dtype != torch.float32 and not x.dtype == q.dtype == torch.float64:
-            raise ValueError(f"{name} is {x.dtype}; keep it float32 (float64 is allowed beside float64 q)")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} and q on {q.device}; move them to one device")
-
-
-def _check_threshold(threshold: Threshold, context_length: int | None) -> None:
-    if threshold not in get_args(Threshold):
-        raise ValueError(f"threshold is {threshold!r}; choose one of {', '.join(get_args(Threshold))}")
-    if threshold == "seq_len" and (not isinstance(context_length, int) or context_length < 1):
-        need = "threshold='seq_len' needs the training context, a whole number >= 1"
-        raise ValueError(f"context_length is {context_length}; {need}")
-    if threshold != "seq_len" and context_length is not None:
-        raise ValueError(f"context_length is {context_length}; only threshold='seq_len' uses it, so leave it out")
-
-
-def _check_visibility(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens: Tensor | None,
-    kv_lengths: Tensor | None,
-    key_mask: Tensor | None,
-    window: int | None,
-) -> None:
-    batch, keys = k.shape[0], k.shape[2]
-    for name, x in (("cu_seqlens", cu_seqlens), ("kv_lengths", kv_lengths), ("key_mask", key_mask)):
-        if x is not None and x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} and q on {q.device}; move them to one device")
-    if cu_seqlens is not None:
-        if kv_lengths is not None:
-            raise ValueError("kv_lengths and cu_seqlens are both given; packed documents carry their own lengths")
-        if batch != 1 or q.shape[2] != keys:
-            raise ValueError(f"cu_seqlens needs B = 1 and Lq = Lk; q has shape {_shape(q)} and k {_shape(k)}")
-        if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
-            raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} of shape {_shape(cu_seqlens)}; give int32 [n + 1]")
-        if _may_be_read(cu_seqlens):
-            cuts = cu_seqlens.tolist()
-            if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != keys or cuts != sorted(cuts):
-                raise ValueError(f"cu_seqlens is {cuts}; give boundaries that rise from 0 to Lk = {keys}")
-    if kv_lengths is not None:
-        if kv_lengths.dtype not in (torch.int32, torch.int64) or kv_lengths.shape != (batch,):
-            got = f"{kv_lengths.dtype} of shape {_shape(kv_lengths)}"
-            raise ValueError(f"kv_lengths is {got}; give int32 or int64 [B], B = {batch}")
-        if _may_be_read(kv_lengths) and not 0 <= int(kv_lengths.min()) <= int(kv_lengths.max()) <= keys:
-            raise ValueError(f"kv_lengths is {kv_lengths.tolist()}; give values from 0 to Lk = {keys}")
-    if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != (batch, keys)):
-        got = f"{key_mask.dtype} of shape {_shape(key_mask)}"
-        raise ValueError(f"key_mask is {got}; give bool [B, Lk] = [{batch}, {keys}], True for keys to see")
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
-        need = "a whole number, at least 1 (the query's own key)"
-        raise ValueError(f"window is {window}; give {need}, or None for no window")
-
-
-def _may_be_read(x: Tensor) -> bool:
-    """Whether looking at a tensor's values waits for no device and breaks no graph."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def _shape(x: Tensor) -> str:
-    return str(list(x.shape))

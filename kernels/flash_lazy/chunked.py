@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flash_lazy.reference import Options, Stats, compute_dtype
+from flash_lazy.inputs import LEAVES, TENSORS, Call, Stats, compute_dtype, tau_divisor, tau_gradient
 
 # Scores of one block, B * H * R * C. The backward pass keeps three such matrices (four to renormalise). Small enough
 # for a CPU's cache, large enough on a GPU that launching kernels does not dominate.
@@ -35,28 +35,19 @@ TILE_COLUMNS = 256
 LOG2E = math.log2(math.e)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tau: Tensor,
-    bias: Tensor | None,
-    slopes: Tensor | None,
-    options: Options,
-    with_stats: bool,
-) -> tuple[Tensor, Stats | None]:
+def chunked_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]:
     """Output `[B, H, Lq, D]` in q's dtype, and the row statistics where asked for. Shapes as in `lazy_attention`."""
-    out, *stats = _Chunked.apply(q, k, v, tau, bias, slopes, options, with_stats)
+    out, *stats = _Chunked.apply(*call, with_stats)
     return out, Stats(*stats) if with_stats else None
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        *tensors, options, with_stats = args
-        ctx.save_for_backward(*tensors)
-        ctx.options = options
-        outputs = _Sweep(*tensors, options=options).forward(with_stats)
+        call, with_stats = Call(*args[:-1]), args[-1]
+        ctx.save_for_backward(*call[:TENSORS])
+        ctx.settings = call[TENSORS:]
+        outputs = _Sweep(call).forward(with_stats)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
@@ -65,10 +56,11 @@ class _Chunked(torch.autograd.Function):
     # pyrefly: ignore [bad-override]
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         grad = grad_outputs[0]
+        needed = ctx.needs_input_grad
         # The engine calls back under the caller's autocast, which would round the matrix products.
         with torch.autocast(grad.device.type, enabled=False):
-            gradients = _Sweep(*ctx.saved_tensors, options=ctx.options).backward(grad, ctx.needs_input_grad)
-        return *gradients, None, None
+            gradients = _Sweep(Call(*ctx.saved_tensors, *ctx.settings)).backward(grad, needed)
+        return *gradients, *[None] * (len(needed) - LEAVES)
 
 
 @dataclass(frozen=True)
@@ -98,31 +90,22 @@ class _Block:
 class _Sweep:
     """The inputs brought to one geometry, and the two passes over its blocks.
 
-    Tensors are `[B, Hkv, G, L, ...]` with G query heads to a kv head, float32 or float64.
+    Tensors are `[B, Hkv, G, L, ...]` with G query heads to a kv head, float32 or float64; those of one block of a part
+    are `[b * h, ...]`.
     """
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tau: Tensor,
-        bias: Tensor | None,
-        slopes: Tensor | None,
-        options: Options,
-    ) -> None:
-        self.options = options
+    def __init__(self, call: Call) -> None:
+        q, k, v = call.q, call.k, call.v
+        self.call = call
         self.dtype = compute_dtype(q)
-        self.out_dtype = q.dtype
         self.batch, self.query_heads, self.rows, self.width = q.shape
         self.kv_heads, self.keys = k.shape[1:3]
         self.group = self.query_heads // self.kv_heads
         self.device = q.device
-        self.tau, self.bias, self.slopes = tau, bias, slopes
 
-        cuts = [0, self.keys] if options.cu_seqlens is None else options.cu_seqlens.tolist()
+        cuts = [0, self.keys] if call.cu_seqlens is None else call.cu_seqlens.tolist()
         self.block_rows, self.parts, self.blocks = _blocks(
-            (self.batch, self.kv_heads, self.group, self.rows, self.keys), cuts, options.window, self.device.type
+            (self.batch, self.kv_heads, self.group, self.rows, self.keys), cuts, call.window, self.device.type
         )
         self.block_columns = max(block.keys.stop - block.keys.start for block in self.blocks)
         self._place_rows_and_keys()
@@ -145,28 +128,28 @@ class _Sweep:
 
         Sets shift `[B]` (how far each sequence's keys move to the end), hidden `[B, Lk]` (keys no query may see, after
         moving), blind `[B, 1, 1, Lq, 1]` (queries without a key), position `[B or 1, Lq]` (0-based, within its
-        document), per_tau `[B or 1, 1, 1, Lq]` (d theta / d tau) and theta `[B or 1, Hkv, G, Lq, 1]`.
+        document), n and divisor `[B or 1, 1, 1, Lq]` (keys seen, what divides tau) and theta `[B or 1, Hkv, G, Lq, 1]`.
         """
-        options = self.options
+        call = self.call
         column = torch.arange(self.keys, device=self.device)
         own = column[self.keys - self.rows :][None]  # the key at each query's own position
         self.shift = self.hidden = self.blind = None
         start = own.new_zeros(())
-        if options.kv_lengths is not None:
-            self.shift = self.keys - options.kv_lengths.long()
+        if call.kv_lengths is not None:
+            self.shift = self.keys - call.kv_lengths.long()
             start = self.shift[:, None]
             self.hidden = column < start
-        if options.cu_seqlens is not None:
-            cuts = options.cu_seqlens.long()
+        if call.cu_seqlens is not None:
+            cuts = call.cu_seqlens.long()
             start = cuts[torch.searchsorted(cuts, own, right=True) - 1]
-        if options.key_mask is not None:
-            mask = options.key_mask
+        if call.key_mask is not None:
+            mask = call.key_mask
             if self.shift is not None:
                 mask = _roll(mask, self.shift)
             self.hidden = ~mask if self.hidden is None else self.hidden | ~mask
         self.position = own - start
 
-        seen_from = start if options.window is None else torch.maximum(start, own - options.window + 1)
+        seen_from = start if call.window is None else torch.maximum(start, own - call.window + 1)
         if self.hidden is None:
             n = own + 1 - seen_from
         else:
@@ -176,15 +159,9 @@ class _Sweep:
             self.blind = (n == 0)[:, None, None, :, None]
         self.n = n[:, None, None, :].to(self.dtype)
 
-        match options.threshold:
-            case "per_query" | "per_token":
-                self.divisor = self.n.clamp(min=1)
-            case "seq_len":
-                self.divisor = torch.full_like(self.n, options.context_length)
-            case "constant":
-                self.divisor = torch.ones_like(self.n)
-        tau = self.tau.to(self.dtype).unflatten(0, (self.kv_heads, self.group))
-        if options.threshold == "per_token":
+        self.divisor = tau_divisor(call, self.n)
+        tau = call.tau.to(self.dtype).unflatten(0, (self.kv_heads, self.group))
+        if call.threshold == "per_token":
             self.entry = self.position.clamp(0, tau.shape[-1] - 1)
             tau_rows = tau[..., self.entry].movedim(2, 0)
         else:
@@ -199,19 +176,19 @@ class _Sweep:
         Without a window or slopes it is 0 left of the columns stored. `triangle` `[R, C']` is 0 on its hidden entries
         and 1 elsewhere; left of its columns nothing is hidden.
         """
-        rows, window = self.block_rows, self.options.window
+        rows, call, window = self.block_rows, self.call, self.call.window
         widest = self.block_columns
-        reach = 0 if self.bias is None else self.bias.shape[1]
-        columns = widest if self.slopes is not None or window is not None else min(widest, rows + max(reach - 1, 0))
+        reach = 0 if call.bias is None else call.bias.shape[1]
+        columns = widest if call.slopes is not None or window is not None else min(widest, rows + max(reach - 1, 0))
         # Value at distance d, for d from columns - 1 down to -(rows - 1).
         distance = torch.arange(columns - 1, -rows, -1, device=self.device)
-        heads = 1 if self.bias is None and self.slopes is None else self.query_heads
+        heads = 1 if call.bias is None and call.slopes is None else self.query_heads
         value = torch.zeros(heads, columns + rows - 1, dtype=self.dtype, device=self.device)
-        if self.bias is not None:
+        if call.bias is not None:
             reach = min(reach, columns)
-            value[:, columns - reach : columns] = self.bias[:, :reach].flip(-1)
-        if self.slopes is not None:
-            value -= self.slopes.to(self.dtype)[:, None] * distance
+            value[:, columns - reach : columns] = call.bias[:, :reach].flip(-1)
+        if call.slopes is not None:
+            value -= call.slopes.to(self.dtype)[:, None] * distance
         outside = distance < 0
         if window is not None:
             outside |= distance >= window
@@ -223,8 +200,6 @@ class _Sweep:
         edge = columns if window is not None else rows
         self.triangle = (~outside).to(self.dtype).unfold(-1, columns, 1)[:, columns - edge :].flip(0)
         self.distance = distance
-
-    # -- one block of a part, all tensors `[b * h, ...]` --------------------------------------------------------------
 
     def _scratch(self, matrices: int) -> Tensor:
         """Memory that all blocks share: `[matrices, scores of the largest block]`."""
@@ -246,7 +221,7 @@ class _Sweep:
         left = e.shape[-1] - strip.shape[-1]
         flat, k = e.flatten(1, 2), k.transpose(1, 2)
         # Scaling q instead would be as cheap and round D times as often.
-        scale = self.options.scale * LOG2E
+        scale = self.call.factor * LOG2E
         if left:
             flat[..., :left].baddbmm_(q, k[..., :left], beta=0, alpha=scale)
         e[..., left:].unflatten(0, part.shape).copy_(strip)
@@ -277,12 +252,10 @@ class _Sweep:
                 self._fill_hidden(w, self.hidden, part, block, 0)
         return w
 
-    # -- the two passes ----------------------------------------------------------------------------------------------
-
     def forward(self, with_stats: bool) -> tuple[Tensor, ...]:
         shape = (self.batch, self.kv_heads, self.group, self.rows)
         # In the layout of q, in which the model will go on.
-        result = torch.empty_like(self.q, dtype=self.out_dtype)
+        result = torch.empty_like(self.q, dtype=self.call.q.dtype)
         stats = Stats(*(torch.empty(shape, device=self.device) for _ in Stats._fields)) if with_stats else None
         scratch = self._scratch(1)
         for part in self.parts:
@@ -292,7 +265,7 @@ class _Sweep:
                 q_rows, k_keys, v_keys = q[:, :, block.rows].flatten(1, 2), k[:, block.keys], v[:, block.keys]
                 top, total = self._exponentials(q_rows, k_keys, part, block, e)
                 w = self._threshold(e, theta[:, :, block.rows] * total, part, block, out=e)
-                divisor = _or_one(w.sum(-1, keepdim=True)) if self.options.renormalise else total
+                divisor = _or_one(w.sum(-1, keepdim=True)) if self.call.renormalise else total
                 out = _value_product(w.flatten(1, 2), v_keys).view(*w.shape[:-1], self.width).div_(divisor)
                 place = part.batch, part.heads, slice(None), block.rows
                 result[place] = out.unflatten(0, part.shape)
@@ -330,7 +303,7 @@ class _Sweep:
         dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (self.k, self.v))
         survivors = torch.empty(self.q.shape[:-1], dtype=self.dtype, device=self.device)  # sum_j m_ij dp_ij
         dstrip = torch.zeros_like(self.strip) if needed[4] or needed[5] else None
-        scratch, scale = self._scratch(3), self.options.scale
+        scratch, scale = self._scratch(3), self.call.factor
         for part in self.parts:
             q, k, v, do, theta = (part.of(x) for x in (self.q, self.k, self.v, grad, self.theta))
             dk_part, dv_part = part.of(dk), part.of(dv)
@@ -339,11 +312,11 @@ class _Sweep:
                 q_rows, k_keys, v_keys = q[:, :, block.rows].flatten(1, 2), k[:, block.keys], v[:, block.keys]
                 _, total = self._exponentials(q_rows, k_keys, part, block, e)
                 self._threshold(e, theta[:, :, block.rows] * total, part, block, out=w)
-                divisor = _or_one(w.sum(-1, keepdim=True)) if self.options.renormalise else total
+                divisor = _or_one(w.sum(-1, keepdim=True)) if self.call.renormalise else total
                 # w, e and dp stand for weights, softmax and gradient times, times and over `total` (`divisor`).
                 do_rows = (do[:, :, block.rows] / divisor).flatten(1, 2)
                 _value_gradients(w.flatten(1, 2), do_rows, v_keys, dp.flatten(1, 2), dv_part[:, block.keys])
-                if self.options.renormalise:
+                if self.call.renormalise:
                     dp.sub_((w * dp).sum(-1, keepdim=True).div_(divisor))
                 dp.mul_(w.sign_())  # m_ij dp_ij
                 place = part.batch, part.heads, slice(None), block.rows
@@ -359,9 +332,10 @@ class _Sweep:
         if self.shift is not None:
             dk, dv = (_roll(x, -self.shift) for x in (dk, dv))
         dbias, dslopes = self._strip_gradients(dstrip) if dstrip is not None else (None, None)
-        entry = self.entry if self.options.threshold == "per_token" else None
-        dtau = tau_gradient((survivors / self.divisor).flatten(1, 2), entry, self.tau) if needed[3] else None
-        return dq.flatten(1, 2).to(self.out_dtype), dk.to(self.out_dtype), dv.to(self.out_dtype), dtau, dbias, dslopes
+        entry = self.entry if self.call.threshold == "per_token" else None
+        dtau = tau_gradient((survivors / self.divisor).flatten(1, 2), entry, self.call.tau) if needed[3] else None
+        dq, dk, dv = (x.to(self.call.q.dtype) for x in (dq.flatten(1, 2), dk, dv))
+        return dq, dk, dv, dtau, dbias, dslopes
 
     def _add_to_strip(self, dstrip: Tensor, ds: Tensor, part: _Part, block: _Block) -> None:
         strip = self._strip_of(dstrip, part, block)
@@ -378,12 +352,12 @@ class _Sweep:
         target.copy_(dstrip.flatten(0, 1))
         dvalue = skewed.view(self.query_heads, rows, length).sum(1)  # by distance, in the order of self.distance
         dbias = dslopes = None
-        if self.bias is not None:
-            reach = min(self.bias.shape[1], columns)
-            dbias = torch.zeros_like(self.bias)
+        if self.call.bias is not None:
+            reach = min(self.call.bias.shape[1], columns)
+            dbias = torch.zeros_like(self.call.bias)
             dbias[:, :reach] = dvalue[:, columns - reach : columns].flip(-1)
-        if self.slopes is not None:
-            dslopes = -(dvalue * self.distance).sum(-1).to(self.slopes.dtype)
+        if self.call.slopes is not None:
+            dslopes = -(dvalue * self.distance).sum(-1).to(self.call.slopes.dtype)
         return dbias, dslopes
 
 
@@ -462,22 +436,6 @@ def _value_gradients(w: Tensor, do: Tensor, v: Tensor, dp: Tensor, dv: Tensor) -
             dv[:, tile].baddbmm_(w[..., tile].transpose(1, 2), do)
         else:
             dp[..., tile] = 0
-
-
-def tau_gradient(survivors: Tensor, entry: Tensor | None, tau: Tensor) -> Tensor:
-    """Gradient of tau from sum_j m_ij dp_ij over the rows' divisor of tau, `[B, H, Lq]`.
-
-    entry `[B or 1, Lq]` is the column of tau that each row reads under threshold "per_token".
-    """
-    per_row = -survivors.double()
-    if entry is None:
-        return per_row.sum((0, 2)).to(tau.dtype)
-    per_row = per_row.transpose(1, 2)  # [B, Lq, H]
-    if entry.shape[0] == 1:
-        per_row = per_row.sum(0, keepdim=True)
-    # index_put_ adds float32 in no fixed order on several CPU threads; float64 it adds one by one.
-    total = torch.zeros(tau.shape[1], tau.shape[0], dtype=torch.float64, device=tau.device)
-    return total.index_put_((entry,), per_row, accumulate=True).T.to(tau.dtype)
 
 
 def _or_one(mass: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flash_lazy import Stats, lazy_attention
+from flash_lazy.fused import configurations
 
 THRESHOLDS = ["per_query", "seq_len", "per_token", "constant"]
 CONTEXT_LENGTH = 40
@@ -172,10 +173,10 @@ def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch, m: int, n: int) -> None:
     """Lets every Triton kernel work on blocks of m rows and n keys."""
-    triton_launch = pytest.importorskip("flash_lazy.triton_launch", reason="needs triton")
-    blocks = {256: [triton_launch.Blocks(m, n, 4, 1)]}
-    kernels = ("forward", "query_gradient", "key_gradient")
-    monkeypatch.setattr(triton_launch, "CONFIGURATIONS", {name: {2: blocks, 4: blocks} for name in kernels})
+    pytest.importorskip("triton", reason="the fused kernels need triton, which is for Linux")
+    blocks = {256: [configurations.Blocks(m, n, 4, 1)]}
+    lists = {name: {2: blocks, 4: blocks} for name in configurations.CONFIGURATIONS}
+    monkeypatch.setattr(configurations, "CONFIGURATIONS", lists)
 
 
 class RoundedProducts(TorchFunctionMode):

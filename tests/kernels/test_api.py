@@ -1,5 +1,6 @@
-"""Every argument that does not fit ends in one line that names it, its value and the mend."""
+"""Every argument that does not fit ends in one line that names it, its value and the fix."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -29,7 +30,7 @@ def call(**changes):
 
 PACKED = {"q": Q[:1], "k": K[:1], "v": K[:1]}
 
-# What is changed in a valid call, and what the message must say: the argument, its value, the mend.
+# What is changed in a valid call, and what the message must say: the argument, its value, the fix.
 WRONG = {
     "q of three dimensions": ({"q": Q[0]}, ["q has shape [4, 6, 8]", "[B, H, L, D]"]),
     "k without keys": ({"k": K[:, :, :0]}, ["k has shape [2, 2, 0, 8]", "at least 1"]),
@@ -80,7 +81,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_error_names_argument_value_and_mend(name):
+def test_error_names_argument_value_and_fix(name):
     changes, expected = WRONG[name]
     with pytest.raises(ValueError, match=re.escape(expected[0])) as raised:
         call(**changes)
@@ -134,3 +135,33 @@ def test_import_needs_torch_alone():
     # A module set to None cannot be imported: importing it anywhere would raise.
     code = "import sys; sys.modules.update(dict.fromkeys(['triton', 'lit_lazy', 'lightning'])); import flash_lazy"
     subprocess.run([sys.executable, "-c", code], cwd=Path(flash_lazy.__path__[0]).parent, check=True)
+
+
+ALLOWED = {
+    "inputs.py": (),
+    "reference.py": ("flash_lazy.inputs",),
+    "chunked.py": ("flash_lazy.inputs",),
+    "fused": ("flash_lazy.inputs", "flash_lazy.fused"),
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_backends_share_inputs_alone(name):
+    path = Path(flash_lazy.__path__[0]) / name
+    files = [path] if path.is_file() else list(path.glob("*.py"))
+    found = set().union(*map(imported, files))
+    ours = {module for module in found if module.startswith("flash_lazy")}
+    assert not [module for module in ours if not module.startswith(ALLOWED[name])]
+    assert ("triton" in found) == (name == "fused")
+    assert "flash_lazy.fused.ops" not in ours  # which imports the others of its room
+
+
+def imported(path):
+    """Every module that a file imports, at its top or later, and for `from a import b` also a.b."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names

@@ -9,10 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flash_lazy import bench, compiled, lazy_attention
-from flash_lazy import peers as peers_module
-from flash_lazy.bench import main, measure, measure_all, plots, tables, take_turns, useful_tflops
-from flash_lazy.peers import Inputs, Peer, draw, draw_with_share, eager, empty_share, gate, peers, two_calls
+from bench import __main__ as command
+from bench import compiled, timing
+from bench import peers as peers_module
+from bench.__main__ import main
+from bench.peers import Inputs, Peer, draw, draw_with_share, eager, empty_share, gate, peers, two_calls
+from bench.results import plots, tables
+from bench.timing import measure, measure_all, take_turns, useful_tflops
+from flash_lazy import lazy_attention
+from flash_lazy.fused import configurations
 
 CPU = torch.device("cpu")
 
@@ -41,7 +46,7 @@ def test_bytes_are_those_of_the_launched_tensors(width):
         assert sum(sizes) == compiled.moved_bytes(name, width)
     rows, buffers = 4 * 4 * 16 * 4096, compiled.buffer_bytes(width)
     assert buffers["softmax"] / 2 == buffers["delta"] == buffers["survivors"] == rows
-    blocks = compiled.CONFIGURATIONS["forward"][2][width]
+    blocks = configurations.CONFIGURATIONS["forward"][2][width]
     assert buffers["maxima"] == 4 * 264 * max(-(-4096 // b.n) * b.m for b in blocks)
     assert buffers["alive_tiles"] == 4 * 264 * max(-(-4096 // b.n) for b in blocks)
     assert buffers["strip"] == 4 * 16 * (512 + 512)
@@ -50,7 +55,8 @@ def test_bytes_are_those_of_the_launched_tensors(width):
 
 def test_a_default_configuration_compiles_within_its_limits():
     code = (
-        "import json; from flash_lazy.compiled import *; "
+        "import json; from bench.compiled import compile_kernel; "
+        "from flash_lazy.fused.configurations import CONFIGURATIONS; "
         "print(json.dumps(compile_kernel('query_gradient', CONFIGURATIONS['query_gradient'][2][64][0], 90)._asdict()))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -63,7 +69,7 @@ def test_a_default_configuration_compiles_within_its_limits():
 
 
 def test_compiling_needs_a_process_that_does_not_interpret(monkeypatch):
-    monkeypatch.setattr(compiled.triton_launch, "INTERPRETED", True)
+    monkeypatch.setattr(configurations, "INTERPRETED", True)
     with pytest.raises(RuntimeError, match=r"^compiling needs a process without TRITON_INTERPRET=1[^\n]*$"):
         compiled.compile_kernel("decode_scores", None, 90)
 
@@ -220,8 +226,8 @@ def test_the_gate_fails_a_wrong_one(monkeypatch, fault):
 def test_nothing_is_timed_on_a_red_gate(monkeypatch, capsys, tmp_path):
     red = {"case": "window", "result": "k", "error": 0.5, "bound": 0.01, "passed": False}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(bench, "check", lambda *_: [red, red | {"passed": True}])
-    monkeypatch.setattr(bench, "measure_all", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(command, "check", lambda *_: [red, red | {"passed": True}])
+    monkeypatch.setattr(command, "measure_all", lambda *_: pytest.fail("timed"))
     assert main(["--out", str(tmp_path / "new")]) == 1
     assert "wrong: window: k: error 5.00e-01, bound 1.00e-02" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
@@ -260,10 +266,10 @@ def measured():
 def test_every_peer_is_measured_or_says_why_not(measured):
     candidates, result = measured
     assert [(p["length"], p["batch"], p["width"], p["asked"]) for p in result["points"]] == [
-        (128, 2, 16, share) for share in bench.SHARES
+        (128, 2, 16, share) for share in timing.SHARES
     ]
     for point in result["points"]:
-        for operation in bench.OPERATIONS:
+        for operation in timing.OPERATIONS:
             assert list(point[operation]) == [peer.name for peer in candidates]
             assert point[operation].pop("broken") == {"not_run": "ValueError: no such thing"}
             for cell in point[operation].values():
@@ -279,9 +285,9 @@ def test_every_peer_is_measured_or_says_why_not(measured):
 def test_what_the_time_did_not_allow_reads_not_run(measured):
     candidates, _ = measured
     points = measure_all(candidates, (128,), (16,), CPU, lambda: True, tokens=256, heads=2, console=str)
-    assert len(points) == len(bench.SHARES)
+    assert len(points) == len(timing.SHARES)
     for point in points:
-        assert point["forward"]["eager"] == {"not_run": bench.USED_UP}
+        assert point["forward"]["eager"] == {"not_run": timing.USED_UP}
     result = measured[1] | {"points": points}
     assert "| eager | not run | not run | not run | not run | not run | - |" in tables(result)
 
@@ -292,7 +298,7 @@ def made_up():
     points = []
     for length in (1024, 4096):
         for width in (64, 128):
-            for asked in bench.SHARES:
+            for asked in timing.SHARES:
                 times = {"lower": 1.0, "median": 2.0, "upper": 4.0}
                 cells = {
                     name: {"peak_bytes": 2**20 * (index + 1), "milliseconds": times, "difference": 0.004}
@@ -300,7 +306,7 @@ def made_up():
                 }
                 cells["AdaSplash"] = {"not_run": "ModuleNotFoundError: no adasplash"}
                 point = {"length": length, "batch": 16384 // length, "width": width, "asked": asked, "share": asked}
-                points.append(point | {operation: dict(cells) for operation in bench.OPERATIONS})
+                points.append(point | {operation: dict(cells) for operation in timing.OPERATIONS})
     result = {"made": {"commit": "abc"}, "tokens": 16384, "heads": 16, "rounds": 20, "ceiling_tflops": 700.0}
     return result | {"gate": [], "points": points}
 
@@ -338,17 +344,17 @@ def test_useful_products_follow_from_share_and_time():
     assert useful_tflops(point, "decode", lazy) is None
 
 
-def test_on_a_cpu_costs_and_compiled_kernels_are_told(monkeypatch, capsys, tmp_path):
+def test_on_a_cpu_costs_and_compiled_kernels_are_printed(monkeypatch, capsys, tmp_path):
     blocks = {"m": 64, "n": 64, "warps": 4, "stages": 2}
     row = {"kernel": "forward", "dtype": "bf16", "width": 64, "target": 90, "blocks": blocks}
     row |= compiled.Compiled(1024, 99, 0, 0, ("wgmma",), True)._asdict()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     out = tmp_path / "new" / "kernels"
-    monkeypatch.setattr(compiled.triton_launch, "INTERPRETED", True)
+    monkeypatch.setattr(configurations, "INTERPRETED", True)
     assert main(["--out", str(out)]) == 2
     assert "nothing is compiled where triton interprets" in capsys.readouterr().err
     assert not out.exists()
-    monkeypatch.setattr(compiled.triton_launch, "INTERPRETED", False)
+    monkeypatch.setattr(configurations, "INTERPRETED", False)
     monkeypatch.setattr(compiled, "report", lambda widths, every: [row] if (widths, every) == ((64,), True) else [])
     assert main(["--out", str(out), "--widths", "64", "--all-configurations"]) == 0
     text = (out / "compiled.md").read_text()
@@ -389,7 +395,7 @@ def test_what_does_not_fit_is_named(arguments, message, capsys, monkeypatch, tmp
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
     assert not list(tmp_path.iterdir())

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise, product
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +27,6 @@ from kernel_cases import (
 
 from flash_lazy import chunked, lazy_attention
 
-MEMORY_SCRIPT = Path(__file__).parents[2] / "kernels" / "memory.py"
 ONE_BLOCK = (2**30, 64)
 
 COVER = pairwise_cover(
@@ -395,8 +393,8 @@ def test_only_inputs_are_kept_for_the_backward_pass():
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_memory_grows_linearly(tmp_path):
     path = tmp_path / "memory.json"
-    command = [sys.executable, MEMORY_SCRIPT, "--lengths", "2048", "8192", "--backends", "chunked", "--json", path]
-    subprocess.run(list(map(str, command)), check=True, capture_output=True)
+    command = [sys.executable, "-m", "bench.memory", "--lengths", "2048", "8192", "--backends", "chunked"]
+    subprocess.run([*command, "--json", str(path)], check=True, capture_output=True)
     short, long = (row["rise_bytes"] for row in json.loads(path.read_text())["rows"])
     assert long / short < 5  # 4 where everything grows with L (the block's budget does not), 16 where L * L does
     one_matrix_of_scores = 4 * 4 * 8192**2

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from flash_lazy import compiled
+from bench import compiled
+from flash_lazy.fused.configurations import CONFIGURATIONS
 
 INSTRUCTION = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
 REPORT = """
 import json, sys
-from flash_lazy.compiled import Variant, report
+from bench.compiled import Variant, report
 if __name__ == "__main__":
     widths, every, dtypes, renormalise = json.loads(sys.argv[1])
     print(json.dumps(report(widths, every, dtypes, Variant(renormalise=renormalise))))
@@ -71,5 +72,5 @@ def is_default(row: dict[str, Any]) -> bool:
     """Whether a row's blocks are the first of their list."""
     if row["blocks"] is None:
         return True
-    lists = compiled.CONFIGURATIONS[row["kernel"]][4 if row["dtype"] == "fp32" else 2]
+    lists = CONFIGURATIONS[row["kernel"]][4 if row["dtype"] == "fp32" else 2]
     return lists[min(width for width in lists if width >= row["width"])][0]._asdict() == row["blocks"]

@@ -30,10 +30,11 @@ from kernel_cases import (
 )
 from torch.library import opcheck
 
-from flash_lazy import lazy_attention, ops, resolve_backend
+from flash_lazy import lazy_attention, resolve_backend
+from flash_lazy.fused import configurations, ops
+from flash_lazy.inputs import LEAVES, Call
 
 pytest.importorskip("triton", reason="the fused kernels need triton, which is for Linux")
-from flash_lazy import triton_launch
 
 DEVICE = device_of("triton")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -187,7 +188,7 @@ class TestSkipping:
         small_blocks(monkeypatch, 16, 16)
         case, few = sparse(dtype, renormalise=renormalise), sparse(dtype, 400, 2, renormalise)
         skipping, decoding = everything(case, "triton"), decoded(few)
-        monkeypatch.setattr(triton_launch, "SKIP_EMPTY_TILES", False)
+        monkeypatch.setattr(configurations, "SKIP_EMPTY_TILES", False)
         assert_same_bits(skipping, everything(case, "triton"))
         assert torch.equal(decoding, decoded(few))
 
@@ -325,16 +326,9 @@ OPERATOR_CASES = {
 
 
 def operator_arguments(case):
-    """The thirteen arguments that the operators share."""
-    options = case.options
-    leaves = case.leaves()
-    tensors = [leaves.get(name) for name in ("q", "k", "v", "tau", "bias", "slopes")]
-    scale = case.q.shape[-1] ** -0.5
-    return (
-        *(x if x is None else x.detach().requires_grad_() for x in tensors),
-        *(options.get("cu_seqlens"), options.get("kv_lengths"), options["threshold"]),
-        *(options.get("context_length", 0), options["renormalise"], scale, options["window"]),
-    )
+    """The arguments that the operators share."""
+    call = Call(case.q, case.k, case.v, case.tau, case.bias, **case.options)
+    return *(x if x is None else x.detach().requires_grad_() for x in call[:LEAVES]), *call[LEAVES:]
 
 
 class TestOperators:
@@ -395,7 +389,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_it_does_not_take_is_refused_by_name_and_mend(name):
+def test_what_it_does_not_take_is_refused_by_name_and_fix(name):
     changes, expected = REFUSED[name]
     q = torch.zeros(1, 1, 6, changes.get("width", 16), dtype=changes.get("dtype"), device=DEVICE)
     options = {option: x.to(DEVICE) for option, x in changes.items() if option == "key_mask"}
@@ -411,7 +405,7 @@ def test_what_it_does_not_take_is_refused_by_name_and_mend(name):
 
 
 def test_a_cpu_is_refused_without_the_interpreter(monkeypatch):
-    monkeypatch.setattr(ops, "INTERPRETED", False)
+    monkeypatch.setattr(configurations, "INTERPRETED", False)
     q = torch.zeros(1, 1, 6, 16)
     with pytest.raises(ValueError, match=r"backend is 'triton' and q on cpu; move .* to a GPU, or choose 'chunked'"):
         lazy_attention(q, q, q, torch.ones(1), backend="triton")
@@ -473,7 +467,7 @@ DECODING = pairwise_cover(
 @pytest.mark.parametrize("setting", DECODING, ids=str)
 def test_decoding_equals_reference(setting, monkeypatch):
     """A few queries against a cache that several programs share; kv_lengths of 0, of fewer keys, and of all."""
-    monkeypatch.setattr(triton_launch, "INTERPRETED_RESIDENT", 64)
+    monkeypatch.setattr(configurations, "INTERPRETED_RESIDENT", 64)
     rest, _, dtype = split({**setting, "length": 1200, "block": None})
     drawn = draw(35, **rest)
     exact = everything(drawn.to(torch.float64), "reference")

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flash_lazy import lazy_attention, triton_launch
+from flash_lazy import lazy_attention
+from flash_lazy.fused import configurations
 
 REACH, TILE = 512, 64
 LEAST_RECENCY, BISECTIONS, SAMPLED, CLOSE = 1e-2, 40, 32, 0.003
@@ -197,7 +198,7 @@ def peers(backend: str, authors: Path | None) -> list[Peer]:
 
 def without_skipping() -> AbstractContextManager[Any]:
     """Products of empty tiles are computed inside."""
-    return patch.object(triton_launch, "SKIP_EMPTY_TILES", False)
+    return patch.object(configurations, "SKIP_EMPTY_TILES", False)
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
@@ -342,7 +343,7 @@ def gate(backend: str, device: torch.device, names: Sequence[str] = tuple(GATE))
     in which nothing is skipped, fails too. The default blocks of every kernel are used: nothing is tuned.
     """
     rows: list[dict[str, Any]] = []
-    with patch.object(triton_launch, "AUTOTUNE", False):
+    with patch.object(configurations, "AUTOTUNE", False):
         for name in names:
             rows += _checked(name, backend, device)
     return rows

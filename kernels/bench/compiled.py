@@ -25,11 +25,11 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flash_lazy import triton_kernels, triton_launch
-from flash_lazy.triton_launch import CONFIGURATIONS, Blocks, Call
+from flash_lazy.fused import configurations, launch
+from flash_lazy.fused.configurations import Blocks
+from flash_lazy.fused.launch import DECODING, KERNELS
+from flash_lazy.inputs import Call
 
-DECODING = ("decode_scores", "decode_values")
-KERNELS = (*CONFIGURATIONS, *DECODING)
 SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes of shared memory that a program can have, by compute capability of the data-centre cards (A100, H100, B200)."""
 CONSUMER_LIMIT = 99 * 1024
@@ -110,9 +110,9 @@ def compile_kernel(
     blocks: None for the kernels of DECODING, which have their own. Raises RuntimeError in a process with
     TRITON_INTERPRET=1, where nothing can be compiled, and what triton raises where it fails.
     """
-    if triton_launch.INTERPRETED:
+    if configurations.INTERPRETED:
         raise RuntimeError("compiling needs a process without TRITON_INTERPRET=1: there the kernels are interpreted")
-    kernel = getattr(triton_kernels, f"{name}_kernel")
+    kernel = KERNELS[name]
     arguments = launch_arguments(name, DTYPES[dtype], width, variant)
     warps, stages = arguments.pop("num_warps"), arguments.pop("num_stages")
     if blocks is not None:
@@ -172,25 +172,21 @@ def launch_arguments(
         bias=empty(HEADS, REACH) if variant.bias else None,
         slopes=empty(HEADS) if variant.slopes else None,
         cu_seqlens=empty(9, dtype=torch.int32) if variant.packed else None,
-        kv_lengths=None,
-        threshold="per_query",
-        context_length=0,
         renormalise=variant.renormalise,
-        scale=width**-0.5,
         window=WINDOW if variant.window else None,
     )
-    recorders = {f"{each}_kernel": _Recorder(getattr(triton_kernels, f"{each}_kernel")) for each in KERNELS}
+    recorders = {each: _Recorder(kernel) for each, kernel in KERNELS.items()}
     with (
-        patch.dict(vars(triton_kernels), recorders),
-        patch.multiple(triton_launch, AUTOTUNE=False, INTERPRETED_RESIDENT=RESIDENT),
+        patch.dict(KERNELS, recorders),
+        patch.multiple(configurations, AUTOTUNE=False, INTERPRETED_RESIDENT=RESIDENT),
     ):
         if name in DECODING:
-            triton_launch.decode(call)
+            launch.decode(call)
         else:
-            out, softmax, mass, *_ = triton_launch.forward(call, training=True, stats=variant.stats)
+            out, softmax, mass, *_ = launch.forward(call, training=True, stats=variant.stats)
             kept = out if variant.renormalise else None
-            triton_launch.backward(call, kept, out, softmax, mass, variant.bias, variant.slopes)
-    return recorders[f"{name}_kernel"].arguments
+            launch.backward(call, kept, out, softmax, mass, variant.bias, variant.slopes)
+    return recorders[name].arguments
 
 
 def _specialised(
@@ -219,7 +215,7 @@ def _specialised(
 def _number(pattern: str, text: str) -> int:
     found = re.search(pattern, text)
     if found is None:
-        raise RuntimeError(f"ptxas told nothing that reads {pattern!r}: {text.strip()[:200]!r}")
+        raise RuntimeError(f"ptxas printed nothing that reads {pattern!r}: {text.strip()[:200]!r}")
     return int(found[1])
 
 
@@ -277,11 +273,11 @@ def report(
 def _choices(name: str, dtype: str, width: int) -> Sequence[Blocks | None]:
     if name in DECODING:
         return [None]
-    return triton_launch.configurations(name, torch.empty(1, 1, 1, width, dtype=DTYPES[dtype]))
+    return configurations.choices(name, torch.empty(1, 1, 1, width, dtype=DTYPES[dtype]))
 
 
 def _silence() -> None:
-    """Triton tells pages of intermediate code where it fails; the row carries the reason."""
+    """Triton prints pages of intermediate code where it fails; the row carries the reason."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 

@@ -1,6 +1,6 @@
 """Peak resident memory of one forward and backward pass, by backend and length (B = 1, H = 4, D = 64, float32).
 
-    python kernels/memory.py [--lengths 1024 4096 16384] [--backends chunked reference] [--json PATH]
+    python -m bench.memory [--lengths 1024 4096 16384] [--backends chunked reference] [--json PATH]
 
 Every figure comes from a fresh process: the rise of the peak (VmHWM) over what was resident when q, k, v and the
 output's gradient already existed, so the output and the gradients count. Linux only. A run of `reference` that would
@@ -10,21 +10,21 @@ not fit into the free memory is shown as "-".
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
+
+import torch
+
+from bench.provenance import made_with
+from flash_lazy import Backend, lazy_attention
 
 HEADS, WIDTH = 4, 64
 REFERENCE_MATRICES = 10  # what `reference` holds at its peak, in matrices [H, L, L] (measured at L = 4096)
 
 
-def measure(backend: str, length: int) -> int:
+def measure(backend: Backend, length: int) -> int:
     """Bytes by which forward + backward raise the peak of this process."""
-    import torch
-
-    from flash_lazy import lazy_attention
-
     torch.set_num_threads(1)
 
     def step(length: int) -> int:
@@ -50,22 +50,15 @@ def fits(backend: str, length: int) -> bool:
     return backend != "reference" or REFERENCE_MATRICES * 4 * HEADS * length**2 < free
 
 
-def made_with() -> dict[str, str]:
-    """How and where the figures were made."""
-    import torch
-
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    return {
-        "command": "python kernels/memory.py " + " ".join(sys.argv[1:]),
-        "commit": commit.stdout.strip() or "unknown",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.system()} {platform.machine()} with {os.cpu_count()} CPU cores, 1 thread",
-    }
+def measure_alone(backend: str, length: int) -> int:
+    """`measure` in a process of its own."""
+    command = [sys.executable, "-m", "bench.memory", "--one", "--backends", backend, "--lengths", str(length)]
+    kernels = Path(__file__).parents[1]  # where `bench` and `flash_lazy` are found
+    return int(subprocess.run(command, cwd=kernels, check=True, capture_output=True, text=True).stdout)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--backends", nargs="+", default=["chunked", "reference"])
     parser.add_argument("--json", type=Path, help="write the figures there as well")
@@ -76,14 +69,9 @@ def main() -> None:
         return
 
     rows = []
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     for backend in args.backends:
         for length in args.lengths:
-            rise = None
-            if fits(backend, length):
-                command = [sys.executable, __file__, "--one", "--backends", backend, "--lengths", str(length)]
-                env = {**os.environ, "PYTHONPATH": path}
-                rise = int(subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout)
+            rise = measure_alone(backend, length) if fits(backend, length) else None
             rows.append({"backend": backend, "length": length, "rise_bytes": rise})
 
     print("| L | " + " | ".join(f"{backend} (MiB)" for backend in args.backends) + " |")
@@ -92,7 +80,7 @@ def main() -> None:
         found = [row["rise_bytes"] for row in rows if row["length"] == length]
         print(f"| {length} | " + " | ".join("-" if x is None else f"{x / 2**20:.0f}" for x in found) + " |")
     if args.json:
-        args.json.write_text(json.dumps(made_with() | {"rows": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps(made_with("bench.memory") | {"threads": 1, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

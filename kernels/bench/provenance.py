@@ -1,0 +1,47 @@
+"""How, when and on what figures were made."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+
+def made_with(module: str) -> dict[str, str]:
+    """Command (a module that was run, with this process's arguments), date, commit, versions and machine."""
+    made = {
+        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": _printed("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()} with {os.cpu_count()} CPU cores",
+    }
+    if torch.cuda.is_available():
+        made |= {
+            "GPU": torch.cuda.get_device_name(),
+            "driver": _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "CUDA": str(torch.version.cuda),
+        }
+    return made
+
+
+def _printed(*command: str) -> str:
+    """The first line that a command prints, or "unknown"."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "unknown"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"

@@ -1,0 +1,394 @@
+"""The two backward sweeps: over the keys for dq, and over the rows for dk, dv and the gradients of bias and slopes."""
+
+import triton
+import triton.language as tl
+
+from flash_lazy.fused.tiles import (
+    EDGE,
+    PLAIN,
+    STRIP_PAD,
+    any_alive,
+    count_blocks,
+    is_positive,
+    key_tiles,
+    load_rows,
+    load_softmax,
+    locate_block,
+    store_rows,
+    thresholds,
+    tile_scores,
+)
+
+
+@triton.jit(do_not_specialize=["size"])
+def query_gradient_kernel(
+    q,
+    k,
+    v,
+    tau,
+    strip,
+    slopes,
+    kv_lengths,
+    cu_seqlens,
+    out,
+    grad,
+    softmax,
+    mass,
+    dq,
+    delta,
+    survivors,
+    correction,
+    stride_qb,
+    stride_qh,
+    stride_ql,
+    stride_qd,
+    stride_kb,
+    stride_kh,
+    stride_kl,
+    stride_kd,
+    stride_vb,
+    stride_vh,
+    stride_vl,
+    stride_vd,
+    stride_ob,
+    stride_oh,
+    stride_ol,
+    stride_gb,
+    stride_gh,
+    stride_gl,
+    stride_gd,
+    stride_dqb,
+    stride_dqh,
+    stride_dql,
+    batches,
+    heads,
+    group,
+    rows,
+    keys,
+    documents,
+    second,
+    scale,
+    natural_scale,
+    strip_row,
+    reach,
+    window,
+    context_length,
+    entries,
+    size,  # noqa: ARG001 - what the autotuner tells calls apart by
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    UPCAST: tl.constexpr,
+    SKIP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dq of one block of rows, and per row delta = sum p m dp and survivors = sum m dp (d tau but for its factor).
+
+    dq = scale (sum p m dp k - delta sum p k) is linear in delta, so one sweep yields both sums and delta itself.
+    Products per tile: q.k and p.k; dO.v and (p m dp).k only where a weight survives, and to renormalise (p m).k.
+    """
+    item = tl.program_id(0)
+    head = item % heads
+    batch = item // heads % batches
+    blocks = count_blocks(rows, cu_seqlens, documents, BLOCK_M)
+    index = blocks - 1 - item // heads // batches
+    first, end, start, shift = locate_block(index, batch, rows, keys, kv_lengths, cu_seqlens, documents, False, BLOCK_M)
+    low, high, edge, near, tiles = key_tiles(first, end, start, shift, window, reach, BLOCK_M, BLOCK_N)
+    line = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_N)
+    row = first + line
+    own = row + shift
+    kept_row = row < end
+    at_row = (batch.to(tl.int64) * heads + head) * rows + row
+
+    q_base = q + batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
+    k_base = k + batch.to(tl.int64) * stride_kb + (head // group).to(tl.int64) * stride_kh
+    v_base = v + batch.to(tl.int64) * stride_vb + (head // group).to(tl.int64) * stride_vh
+    grad_base = grad + batch.to(tl.int64) * stride_gb + head.to(tl.int64) * stride_gh
+    head_strip = None if strip is None else strip + head.to(tl.int64) * strip_row + STRIP_PAD
+    slope = None if slopes is None else tl.load(slopes + head)
+    query = load_rows(q_base, first, end, stride_ql, stride_qd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST)
+    query = tl.where(own[:, None] >= start, query, 0.0).to(query.dtype)
+    gradient = load_rows(grad_base, first, end, stride_gl, stride_gd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST)
+    top, total, share = load_softmax(softmax, second, at_row, kept_row)
+    theta = thresholds(tau, head, own, start, window, context_length, entries, THRESHOLD)
+    # Exponentials, and so the threshold, are p times the row's sum until the end.
+    cut = tl.where(kept_row, theta * total, float("inf"))
+    row_mass = tl.zeros([BLOCK_M], tl.float32)
+    about_mean = row_mass
+    if RENORMALISE:
+        row_mass = tl.load(mass + at_row, mask=kept_row, other=0.0)
+        out_base = out + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
+        output = load_rows(out_base, first, end, stride_ol, 1, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST)
+        about_mean = tl.sum(output.to(tl.float32) * gradient.to(tl.float32), 1)
+
+    surviving = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    attended = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_delta = tl.zeros([BLOCK_M], tl.float32)
+    row_survivors = tl.zeros([BLOCK_M], tl.float32)
+    row_count = tl.zeros([BLOCK_M], tl.float32)
+    row_left = tl.zeros([BLOCK_M], tl.float32)
+    kept = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for KIND in tl.static_range(3):
+        if KIND != EDGE or window is not None:
+            for tile in tl.range(
+                0 if KIND == EDGE else (edge if KIND == PLAIN else near),
+                edge if KIND == EDGE else (near if KIND == PLAIN else tiles),
+                disable_licm=True,
+            ):
+                at = low + tile * BLOCK_N
+                key = load_rows(k_base, at, high, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST)
+                value = load_rows(
+                    v_base, at, high, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST
+                )
+                s = tile_scores(
+                    query,
+                    tl.trans(key),
+                    own[:, None],
+                    (at + column)[None, :],
+                    scale,
+                    head_strip,
+                    reach,
+                    slope,
+                    window,
+                    KIND,
+                )
+                e = tl.exp2(s - top[:, None])
+                if not SKIP or any_alive(e, cut):
+                    survives = is_positive(s, e, cut[:, None], KIND)
+                    dp = tl.dot(gradient, tl.trans(value), input_precision="ieee")
+                    if RENORMALISE:
+                        dp -= about_mean[:, None]
+                    dp = tl.where(survives, dp, 0.0)
+                    row_survivors += tl.sum(dp, 1)
+                    row_delta += tl.sum(e * dp, 1)
+                    if RENORMALISE:
+                        kept = tl.dot(tl.where(survives, e, 0.0).to(key.dtype), key, kept, input_precision="ieee")
+                        row_left += tl.sum(tl.where(survives, e - cut[:, None], 0.0) * dp, 1)
+                        row_count += tl.sum(survives.to(tl.float32), 1)
+                    surviving = tl.dot((e * dp).to(key.dtype), key, surviving, input_precision="ieee")
+                attended = tl.dot(e.to(key.dtype), key, attended, input_precision="ieee")
+
+    row_delta *= share
+    result = (surviving - row_delta[:, None] * attended) * share[:, None]
+    if RENORMALISE:
+        # dp stands for (dp - mean) / mass. So far it was centred by `about_mean`, from the rounded output; what that is
+        # off, the mean that is `left`, is taken off here.
+        inverse = tl.where(row_mass > 0, total / tl.where(row_mass > 0, row_mass, 1.0), 0.0)
+        left = row_left * share * inverse
+        kept_mass = row_mass * share + tl.where(row_count > 0, theta, 0.0) * row_count
+        result -= (kept - kept_mass[:, None] * attended) * (left * share)[:, None]
+        result *= inverse[:, None]
+        row_delta = (row_delta - left * kept_mass) * inverse
+        row_survivors = (row_survivors - left * row_count) * inverse
+        tl.store(correction + at_row, about_mean + left, mask=kept_row)
+    dq_base = dq + batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
+    store_rows(dq_base, result * natural_scale, first, end, stride_dql, WIDTH, BLOCK_M, BLOCK_D)
+    tl.store(delta + at_row, row_delta, mask=kept_row)
+    tl.store(survivors + at_row, row_survivors, mask=kept_row)
+
+
+@triton.jit
+def _add_diagonals(partial, ds, first_distance, reach, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Adds the sums of ds `[BLOCK_M, BLOCK_N]` at equal distance to `partial[distance]`.
+
+    Each row of the tile is turned until column c holds a distance whose remainder by BLOCK_N is c. A program adds to
+    its own partial sums only, and always in the same order.
+    """
+    row = tl.arange(0, BLOCK_M)[:, None]
+    remainder = tl.arange(0, BLOCK_N)
+    column = (first_distance + row - remainder[None, :]) & (BLOCK_N - 1)
+    turned = tl.gather(ds, column, 1)
+    distance = first_distance + row - column
+    # No tile reaches further than STRIP_PAD below distance 0, so the dividend is positive.
+    lowest = (first_distance - BLOCK_N + 1 + STRIP_PAD) // BLOCK_N - STRIP_PAD // BLOCK_N
+    for step in tl.static_range((BLOCK_M + BLOCK_N - 2) // BLOCK_N + 2):
+        at = (lowest + step) * BLOCK_N + remainder
+        sums = tl.sum(tl.where(distance == at[None, :], turned, 0.0), 0)
+        within = (at >= 0) & (at < reach)
+        tl.store(partial + at, tl.load(partial + at, mask=within, other=0.0) + sums, mask=within)
+        tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["size"])
+def key_gradient_kernel(
+    q,
+    k,
+    v,
+    tau,
+    strip,
+    slopes,
+    kv_lengths,
+    cu_seqlens,
+    grad,
+    softmax,
+    mass,
+    delta,
+    correction,
+    dk,
+    dv,
+    dbias,
+    dslopes,
+    stride_qb,
+    stride_qh,
+    stride_ql,
+    stride_qd,
+    stride_kb,
+    stride_kh,
+    stride_kl,
+    stride_kd,
+    stride_vb,
+    stride_vh,
+    stride_vl,
+    stride_vd,
+    stride_gb,
+    stride_gh,
+    stride_gl,
+    stride_gd,
+    stride_dkb,
+    stride_dkh,
+    stride_dkl,
+    stride_dvb,
+    stride_dvh,
+    stride_dvl,
+    batches,
+    kv_heads,
+    group,
+    rows,
+    keys,
+    documents,
+    second,
+    scale,
+    natural_scale,
+    strip_row,
+    reach,
+    window,
+    context_length,
+    entries,
+    size,  # noqa: ARG001 - what the autotuner tells calls apart by
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    UPCAST: tl.constexpr,
+    SKIP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dk and dv of blocks of keys, those with the most rows first, over all query heads of the group.
+
+    A program keeps to one kv head, so one partial `[W]` of dbias per program and query head is enough. Products per
+    tile: k.q and ds.q; v.dO and w.dO only where a weight survives.
+    """
+    kv_head = tl.program_id(1)
+    line = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_N)
+    heads = kv_heads * group
+    if dbias is not None:
+        dbias += tl.program_id(0).to(tl.int64) * heads * reach
+        for at in range(kv_head * group * reach, (kv_head + 1) * group * reach, BLOCK_M):
+            tl.store(dbias + at + line, 0.0, mask=at + line < (kv_head + 1) * group * reach)
+        tl.debug_barrier()
+    if dslopes is not None:
+        dslopes += tl.program_id(0) * heads
+        for member in tl.range(group, disable_licm=True):
+            tl.store(dslopes + kv_head * group + member, 0.0)
+        tl.debug_barrier()
+    blocks = count_blocks(keys, cu_seqlens, documents, BLOCK_N)
+    for item in tl.range(tl.program_id(0), blocks * batches, tl.num_programs(0), disable_licm=True):
+        batch = item % batches
+        index = item // batches
+        first, end, start, shift = locate_block(
+            index, batch, rows, keys, kv_lengths, cu_seqlens, documents, True, BLOCK_N
+        )
+        key_index = first + column
+        # Rows that see some of these keys. Keys past the end are past every row's own: NEAR tiles mask them.
+        low = tl.maximum(first - shift, 0)
+        last_own = end - 1
+        if window is not None:
+            last_own = tl.minimum(last_own, tl.minimum(first + BLOCK_N, end) - 1 + window - 1)
+        high = tl.where(first < end, tl.maximum(last_own + 1 - shift, low), low)
+        tiles = tl.cdiv(high - low, BLOCK_M)
+        edge = tiles
+        if window is not None:
+            edge = tl.minimum(tl.maximum(first + window - (low + shift), 0) // BLOCK_M, tiles)
+        near = tl.minimum(tl.cdiv(tl.maximum(first + BLOCK_N - 1 + reach - (low + shift), 0), BLOCK_M), edge)
+
+        k_base = k + batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
+        v_base = v + batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
+        key = load_rows(k_base, first, end, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST)
+        value = load_rows(v_base, first, end, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST)
+        key_gradient = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        value_gradient = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        for member in tl.range(group, disable_licm=True):
+            head = kv_head * group + member
+            q_base = q + batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
+            grad_base = grad + batch.to(tl.int64) * stride_gb + head.to(tl.int64) * stride_gh
+            head_rows = (batch.to(tl.int64) * heads + head) * rows
+            head_strip = None if strip is None else strip + head.to(tl.int64) * strip_row + STRIP_PAD
+            slope = None if slopes is None else tl.load(slopes + head)
+            slope_gradient = tl.zeros([BLOCK_M], tl.float32)
+            for KIND in tl.static_range(3):
+                if KIND != EDGE or window is not None:
+                    for tile in tl.range(
+                        edge if KIND == EDGE else (near if KIND == PLAIN else 0),
+                        tiles if KIND == EDGE else (edge if KIND == PLAIN else near),
+                        disable_licm=True,
+                    ):
+                        at = low + tile * BLOCK_M
+                        row = at + line
+                        own = row + shift
+                        kept_row = row < high
+                        query = load_rows(q_base, at, high, stride_ql, stride_qd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST)
+                        gradient = load_rows(
+                            grad_base, at, high, stride_gl, stride_gd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST
+                        )
+                        top, total, share = load_softmax(softmax, second, head_rows + row, kept_row)
+                        row_delta = tl.load(delta + head_rows + row, mask=kept_row, other=0.0)
+                        theta = thresholds(tau, head, own, start, window, context_length, entries, THRESHOLD)
+                        cut = tl.where(kept_row, theta * total, float("inf"))
+                        s = tile_scores(
+                            query,
+                            tl.trans(key),
+                            own[:, None],
+                            key_index[None, :],
+                            scale,
+                            head_strip,
+                            reach,
+                            slope,
+                            window,
+                            KIND,
+                        )
+                        e = tl.exp2(s - top[:, None])
+                        dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                        if not SKIP or any_alive(e, cut):
+                            survives = is_positive(s, e, cut[:, None], KIND)
+                            w = tl.where(survives, e - cut[:, None], 0.0)
+                            dp = tl.dot(gradient, tl.trans(value), input_precision="ieee")
+                            divided = share
+                            if RENORMALISE:
+                                row_mass = tl.load(mass + head_rows + row, mask=kept_row, other=0.0)
+                                mean = tl.load(correction + head_rows + row, mask=kept_row, other=0.0)
+                                divided = tl.where(row_mass > 0, 1.0 / tl.where(row_mass > 0, row_mass, 1.0), 0.0)
+                                dp = (dp - mean[:, None]) * (total * divided)[:, None]
+                            w = w * divided[:, None]
+                            dp = tl.where(survives, dp, 0.0)
+                            value_gradient = tl.dot(
+                                tl.trans(w.to(gradient.dtype)), gradient, value_gradient, input_precision="ieee"
+                            )
+                        ds = e * (share[:, None] * (dp - row_delta[:, None]))
+                        key_gradient = tl.dot(tl.trans(ds.to(query.dtype)), query, key_gradient, input_precision="ieee")
+                        if dbias is not None and KIND != PLAIN:
+                            _add_diagonals(dbias + head * reach, ds, at + shift - first, reach, BLOCK_M, BLOCK_N)
+                        if dslopes is not None:
+                            slope_gradient += tl.sum(ds * (own[:, None] - key_index[None, :]).to(tl.float32), 1)
+            if dslopes is not None:
+                tl.store(dslopes + head, tl.load(dslopes + head) - tl.sum(slope_gradient))
+                tl.debug_barrier()
+        dk_base = dk + batch.to(tl.int64) * stride_dkb + kv_head.to(tl.int64) * stride_dkh
+        dv_base = dv + batch.to(tl.int64) * stride_dvb + kv_head.to(tl.int64) * stride_dvh
+        last = end if cu_seqlens is not None else keys  # keys past kv_lengths get zeros
+        store_rows(dk_base, key_gradient * natural_scale, first, last, stride_dkl, WIDTH, BLOCK_N, BLOCK_D)
+        store_rows(dv_base, value_gradient, first, last, stride_dvl, WIDTH, BLOCK_N, BLOCK_D)

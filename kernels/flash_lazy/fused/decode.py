@@ -1,0 +1,172 @@
+"""Decoding: a few queries against many keys, which are split over programs. First scores, then values."""
+
+import triton
+import triton.language as tl
+
+from flash_lazy.fused.tiles import NEAR, STRIP_PAD, any_alive, is_positive, load_rows, thresholds
+
+
+@triton.jit
+def _decode_rows(split, batch, rows, keys, kv_lengths, window, SPAN: tl.constexpr):
+    """Keys of a split: first and end, and own - row. Splits are counted from the first key that any row sees."""
+    length = split * 0 + keys
+    if kv_lengths is not None:
+        length = tl.load(kv_lengths + batch).to(tl.int32)
+    low = length * 0
+    if window is not None:
+        low = tl.maximum(length - rows - window + 1, 0)
+    first = low + split * SPAN
+    return first, tl.minimum(first + SPAN, length), length - rows
+
+
+@triton.jit
+def decode_scores_kernel(
+    q,
+    k,
+    strip,
+    slopes,
+    kv_lengths,
+    scores,
+    tops,
+    totals,
+    stride_qb,
+    stride_qh,
+    stride_ql,
+    stride_qd,
+    stride_kb,
+    stride_kh,
+    stride_kl,
+    stride_kd,
+    heads,
+    group,
+    rows,
+    keys,
+    splits,
+    scale,
+    strip_row,
+    reach,
+    window,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UPCAST: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Scores of all queries of a kv head against one split of its keys, which are read once, and their partial sums.
+
+    The block's lines are the rows of every query head of the group.
+    """
+    split, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, end, shift = _decode_rows(split, batch, rows, keys, kv_lengths, window, SPAN)
+    line = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_N)
+    there = line < group * rows
+    head = kv_head * group + tl.minimum(line // rows, group - 1)
+    row = line % rows
+    own = (row + shift)[:, None]
+    lane = tl.arange(0, BLOCK_D)[None, :]
+    q_rows = q + batch.to(tl.int64) * stride_qb + head.to(tl.int64)[:, None] * stride_qh
+    q_rows += row.to(tl.int64)[:, None] * stride_ql + lane.to(tl.int64) * stride_qd
+    query = tl.load(q_rows, mask=there[:, None] & (lane < WIDTH), other=0.0)
+    if UPCAST:
+        query = query.to(tl.float32)
+    k_base = k + batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
+    at_row = (batch.to(tl.int64) * heads + head) * rows + row
+    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for tile in range(tl.cdiv(tl.maximum(end - first, 0), BLOCK_N)):
+        at = first + tile * BLOCK_N
+        key = load_rows(k_base, at, end, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST)
+        index = (at + column)[None, :]
+        distance = own - index
+        s = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if slopes is not None:
+            s -= tl.load(slopes + head)[:, None] * distance.to(tl.float32)
+        visible = there[:, None] & (distance >= 0) & (index < end)
+        if window is not None:
+            visible &= distance < window
+        if strip is not None:
+            table = strip + head.to(tl.int64)[:, None] * strip_row + STRIP_PAD
+            s += tl.load(table + tl.minimum(distance, reach), mask=visible, other=0.0)
+        s = tl.where(visible, s, -float("inf"))
+        tl.store(scores + at_row[:, None] * keys + index, s, mask=there[:, None] & (index < end))
+        new_top = tl.maximum(top, tl.max(s, 1))
+        safe = tl.where(new_top > -float("inf"), new_top, 0.0)
+        total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s - safe[:, None]), 1)
+        top = new_top
+    tl.store(tops + at_row * splits + split, top, mask=there)
+    tl.store(totals + at_row * splits + split, total, mask=there)
+
+
+@triton.jit
+def decode_values_kernel(
+    v,
+    tau,
+    kv_lengths,
+    scores,
+    tops,
+    totals,
+    parts,
+    masses,
+    stride_vb,
+    stride_vh,
+    stride_vl,
+    stride_vd,
+    heads,
+    group,
+    rows,
+    keys,
+    splits,
+    window,
+    context_length,
+    entries,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    UPCAST: tl.constexpr,
+    SKIP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One split's share of the outputs and of the row masses. Values in whose tile no weight survives are not read."""
+    split, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, end, shift = _decode_rows(split, batch, rows, keys, kv_lengths, window, SPAN)
+    line = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_N)
+    there = line < group * rows
+    head = kv_head * group + tl.minimum(line // rows, group - 1)
+    row = line % rows
+    at_row = (batch.to(tl.int64) * heads + head) * rows + row
+    each = tl.arange(0, SPLITS)[None, :]
+    known = there[:, None] & (each < splits)
+    top = tl.load(tops + at_row[:, None] * splits + each, mask=known, other=-float("inf"))
+    total = tl.load(totals + at_row[:, None] * splits + each, mask=known, other=0.0)
+    most = tl.max(top, 1)
+    most = tl.where(most > -float("inf"), most, 0.0)
+    total = tl.sum(total * tl.exp2(top - most[:, None]), 1)
+    total = tl.where(total > 0, total, 1.0)
+    theta = thresholds(tau, head, row + shift, 0, window, context_length, entries, THRESHOLD)
+    cut = tl.where(there, theta * total, float("inf"))
+
+    v_base = v + batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    for tile in range(tl.cdiv(tl.maximum(end - first, 0), BLOCK_N)):
+        at = first + tile * BLOCK_N
+        key = (at + column)[None, :]
+        s = tl.load(scores + at_row[:, None] * keys + key, mask=there[:, None] & (key < end), other=-float("inf"))
+        e = tl.exp2(s - most[:, None])
+        if not SKIP or any_alive(e, cut):
+            survives = is_positive(s, e, cut[:, None], NEAR)
+            w = tl.where(survives, e - cut[:, None], 0.0)
+            value = load_rows(v_base, at, end, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST)
+            acc = tl.dot(w.to(value.dtype), value, acc, input_precision="ieee")
+            mass += tl.sum(w, 1)
+    acc = acc / total[:, None]
+    mass = mass / total
+    lane = tl.arange(0, BLOCK_D)[None, :]
+    tl.store(parts + (at_row[:, None] * splits + split) * WIDTH + lane, acc, mask=there[:, None] & (lane < WIDTH))
+    tl.store(masses + at_row * splits + split, mass, mask=there)

@@ -1,0 +1,231 @@
+"""The forward kernel."""
+
+import triton
+import triton.language as tl
+
+from flash_lazy.fused.tiles import (
+    EDGE,
+    PLAIN,
+    STRIP_PAD,
+    count_blocks,
+    is_positive,
+    key_tiles,
+    load_rows,
+    locate_block,
+    store_rows,
+    thresholds,
+    tile_scores,
+)
+
+LISTED_TOGETHER = tl.constexpr(16)
+ROUNDING = tl.constexpr(2.0**-18)
+"""A score computed twice may differ by its last bits: this close to the threshold a tile counts as alive."""
+
+
+@triton.jit(do_not_specialize=["size"])
+def forward_kernel(
+    q,
+    k,
+    v,
+    tau,
+    strip,
+    slopes,
+    kv_lengths,
+    cu_seqlens,
+    out,
+    softmax,
+    mass,
+    first_weight,
+    zeros,
+    maxima,
+    alive_tiles,
+    stride_qb,
+    stride_qh,
+    stride_ql,
+    stride_qd,
+    stride_kb,
+    stride_kh,
+    stride_kl,
+    stride_kd,
+    stride_vb,
+    stride_vh,
+    stride_vl,
+    stride_vd,
+    stride_ob,
+    stride_oh,
+    stride_ol,
+    batches,
+    heads,
+    group,
+    rows,
+    keys,
+    documents,
+    second,
+    maxima_row,
+    alive_row,
+    scale,
+    strip_row,
+    reach,
+    window,
+    context_length,
+    entries,
+    size,  # noqa: ARG001 - what the autotuner tells calls apart by
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    STATS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    SKIP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Output of all rows, the longest first. Each resident program keeps the row maxima of its block's tiles.
+
+    Products per tile: q.k for maximum and sum; q.k and w.v again only where a weight survives.
+    """
+    line = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_N)
+    maxima += tl.program_id(0).to(tl.int64) * maxima_row
+    alive_tiles += tl.program_id(0).to(tl.int64) * alive_row
+    blocks = count_blocks(rows, cu_seqlens, documents, BLOCK_M)
+    for item in tl.range(tl.program_id(0), blocks * batches * heads, tl.num_programs(0), disable_licm=True):
+        head = item % heads
+        batch = item // heads % batches
+        index = blocks - 1 - item // heads // batches
+        first, end, start, shift = locate_block(
+            index, batch, rows, keys, kv_lengths, cu_seqlens, documents, False, BLOCK_M
+        )
+        low, high, edge, near, tiles = key_tiles(first, end, start, shift, window, reach, BLOCK_M, BLOCK_N)
+        row = first + line
+        own = row + shift
+
+        q_base = q + batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
+        k_base = k + batch.to(tl.int64) * stride_kb + (head // group).to(tl.int64) * stride_kh
+        v_base = v + batch.to(tl.int64) * stride_vb + (head // group).to(tl.int64) * stride_vh
+        head_strip = None if strip is None else strip + head.to(tl.int64) * strip_row + STRIP_PAD
+        slope = None if slopes is None else tl.load(slopes + head)
+        query = load_rows(q_base, first, end, stride_ql, stride_qd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST)
+        query = tl.where(own[:, None] >= start, query, 0.0).to(query.dtype)  # a row that sees no key may hold NaN
+
+        top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        for KIND in tl.static_range(3):
+            if KIND != EDGE or window is not None:
+                for tile in tl.range(
+                    0 if KIND == EDGE else (edge if KIND == PLAIN else near),
+                    edge if KIND == EDGE else (near if KIND == PLAIN else tiles),
+                    disable_licm=True,
+                ):
+                    at = low + tile * BLOCK_N
+                    key = load_rows(
+                        k_base, at, high, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST
+                    )
+                    s = tile_scores(
+                        query,
+                        tl.trans(key),
+                        own[:, None],
+                        (at + column)[None, :],
+                        scale,
+                        head_strip,
+                        reach,
+                        slope,
+                        window,
+                        KIND,
+                    )
+                    tile_top = tl.max(s, 1)
+                    if SKIP:
+                        tl.store(maxima + tile * BLOCK_M + line, tile_top)
+                    new_top = tl.maximum(top, tile_top)
+                    safe = tl.where(new_top > -float("inf"), new_top, 0.0)
+                    total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s - safe[:, None]), 1)
+                    top = new_top
+
+        sees = total > 0
+        total = tl.where(sees, total, 1.0)
+        safe = tl.where(sees, top, 0.0)
+        theta = thresholds(tau, head, own, start, window, context_length, entries, THRESHOLD)
+        cut = theta * total
+        limit = safe + tl.log2(tl.where(cut > 0, cut, 1.0))
+        limit = tl.where(cut > 0, limit - ROUNDING * (tl.abs(limit) + 16.0), -float("inf"))
+        limit = tl.where(row < end, limit, float("inf"))
+
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        row_mass = tl.zeros([BLOCK_M], tl.float32)
+        row_first = tl.zeros([BLOCK_M], tl.float32)
+        survivors = tl.zeros([BLOCK_M], tl.float32)
+        tl.debug_barrier()
+        listed = tiles * 0
+        for KIND in tl.static_range(3):
+            if KIND != EDGE or window is not None:
+                begin = 0 if KIND == EDGE else (edge if KIND == PLAIN else near)
+                stop = edge if KIND == EDGE else (near if KIND == PLAIN else tiles)
+                count = stop - begin
+                if SKIP:
+                    count = listed * 0
+                    for some in range(begin, stop, LISTED_TOGETHER):
+                        several = some + tl.arange(0, LISTED_TOGETHER)
+                        kept = tl.load(
+                            maxima + several[None, :] * BLOCK_M + line[:, None],
+                            mask=(several < stop)[None, :],
+                            other=-float("inf"),
+                        )
+                        alive = tl.max((kept > limit[:, None]).to(tl.int32), 0)
+                        place = listed + count + tl.cumsum(alive, 0) - 1
+                        tl.store(alive_tiles + place, several, mask=alive > 0)
+                        count += tl.sum(alive)
+                    tl.debug_barrier()
+                for turn in tl.range(count, disable_licm=True):
+                    tile = begin + turn
+                    if SKIP:
+                        tile = tl.load(alive_tiles + listed + turn)
+                    at = low + tile * BLOCK_N
+                    key = load_rows(
+                        k_base, at, high, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST
+                    )
+                    value = load_rows(
+                        v_base, at, high, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST
+                    )
+                    s = tile_scores(
+                        query,
+                        tl.trans(key),
+                        own[:, None],
+                        (at + column)[None, :],
+                        scale,
+                        head_strip,
+                        reach,
+                        slope,
+                        window,
+                        KIND,
+                    )
+                    e = tl.exp2(s - safe[:, None])
+                    survives = is_positive(s, e, cut[:, None], KIND)
+                    w = tl.where(survives, e - cut[:, None], 0.0)
+                    acc = tl.dot(w.to(value.dtype), value, acc, input_precision="ieee")
+                    if RENORMALISE or STATS:
+                        row_mass += tl.sum(w, 1)
+                    if STATS:
+                        survivors += tl.sum(survives.to(tl.float32), 1)
+                        row_first += tl.sum(tl.where((at + column)[None, :] == start, w, 0.0), 1)
+                listed += count
+
+        kept_row = row < end
+        at_row = (batch.to(tl.int64) * heads + head) * rows + row
+        # Weights so far are times the row's sum, like the exponentials: large enough for float16, exact as a softmax.
+        divisor = total
+        if RENORMALISE:
+            divisor = tl.where(row_mass > 0, row_mass, 1.0)
+        acc = acc / divisor[:, None]
+        out_base = out + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
+        store_rows(out_base, acc, first, end, stride_ol, WIDTH, BLOCK_M, BLOCK_D)
+        if softmax is not None:
+            tl.store(softmax + at_row, top, mask=kept_row)
+            tl.store(softmax + second + at_row, tl.where(sees, total, 0.0), mask=kept_row)
+        if mass is not None:
+            tl.store(mass + at_row, row_mass, mask=kept_row)
+        if STATS:
+            seen = tl.maximum(own - start + 1, 0)
+            if window is not None:
+                seen = tl.minimum(seen, window)
+            tl.store(first_weight + at_row, row_first / divisor, mask=kept_row)
+            tl.store(zeros + at_row, seen.to(tl.float32) - survivors, mask=kept_row)

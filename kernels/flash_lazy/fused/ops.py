@@ -1,0 +1,169 @@
+"""The Triton kernels as PyTorch operators: what torch.compile, autograd and the fake tensors need to know of them.
+
+Registered with torch alone; triton is imported when an operator first runs.
+"""
+
+import importlib.util
+from typing import Any, get_type_hints
+
+import torch
+from torch import Tensor
+
+from flash_lazy.fused import configurations
+from flash_lazy.inputs import LEAVES, TENSORS, Call, Stats, Threshold, tau_divisor, tau_gradient
+
+LN2 = 0.6931471805599453
+INSTALLED = importlib.util.find_spec("triton") is not None
+
+# Every operator takes the fields of a Call first, so what they are is said once.
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Threshold: "str",
+    bool: "bool",
+    int | None: "SymInt?",
+    float | None: "float?",
+}
+_CALL = ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(Call).items())
+
+
+def fused_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]:
+    """Output `[B, H, Lq, D]` in q's dtype, and the row statistics where asked for. Shapes as in `lazy_attention`."""
+    training = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call[:LEAVES])
+    if not (training or with_stats) and _is_decoding(call):
+        return decode(*call), None
+    out, softmax, mass, first_weight, zeros = forward(*call, training, with_stats)
+    if not with_stats:
+        return out, None
+    top, total = softmax
+    lse = (top + total.log2()) * LN2
+    mass = torch.where(total > 0, mass / total, 0)
+    return out, Stats(*(x.detach() for x in (lse, mass, first_weight, zeros)))
+
+
+def obstacle(q: Tensor, key_mask: Tensor | None) -> str | None:
+    """Why the Triton kernels cannot take a call, naming the argument and the fix; None where they can."""
+    if not INSTALLED:
+        return "backend is 'triton', which is not installed; pip install triton (Linux), or choose 'chunked'"
+    if q.device.type != "cuda" and not configurations.INTERPRETED:
+        return f"backend is 'triton' and q on {q.device}; move q, k and v to a GPU, or choose 'chunked'"
+    if _is_too_old(q.device):
+        return f"backend is 'triton', which needs compute capability 8.0, and {q.device} has less; choose 'chunked'"
+    if key_mask is not None:
+        return "backend is 'triton', which takes no key_mask; use kv_lengths or cu_seqlens, or choose 'chunked'"
+    if q.dtype == torch.float64:
+        return "backend is 'triton' and q float64; give float16, bfloat16 or float32, or choose 'chunked'"
+    if q.shape[-1] > configurations.WIDEST:
+        widest = configurations.WIDEST
+        return f"backend is 'triton' and q has width D = {q.shape[-1]}; give D <= {widest}, or choose 'chunked'"
+    return None
+
+
+@torch.compiler.assume_constant_result  # a question to the device would break a graph
+def _is_too_old(device: torch.device) -> bool:
+    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return is_nvidia and torch.cuda.get_device_capability(device) < (8, 0)
+
+
+def _is_decoding(call: Call) -> bool:
+    """Whether a call has so few rows that splitting the keys over programs pays."""
+    (_, heads, rows, _), (_, kv_heads, keys, _) = call.q.shape, call.k.shape
+    return call.cu_seqlens is None and rows < keys and heads // kv_heads * rows <= configurations.DECODE_ROWS
+
+
+@torch.library.custom_op(
+    "flash_lazy::forward",
+    mutates_args=(),
+    schema=f"({_CALL}, bool training, bool stats) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output; maximum (base 2) and sum of each row `[2, B, H, Lq]`; mass times sum, first weight, zeros `[B, H, Lq]`.
+
+    All but the output are empty unless they are needed.
+    """
+    from flash_lazy.fused import launch
+
+    *call, training, stats = arguments
+    return launch.forward(Call(*call), training, stats)
+
+
+@forward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from flash_lazy.fused import launch
+
+    *call, training, stats = arguments
+    return launch.forward_buffers(Call(*call), training, stats)
+
+
+@torch.library.custom_op(
+    "flash_lazy::backward",
+    mutates_args=(),
+    schema=f"({_CALL}, Tensor? out, Tensor grad, Tensor softmax, Tensor mass, bool bias_gradient, bool slopes_gradient)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, sum m dp of each row, and the gradients of bias and slopes (empty unless asked for)."""
+    from flash_lazy.fused import launch
+
+    *call, out, grad, softmax, mass, bias_gradient, slopes_gradient = arguments
+    return launch.backward(Call(*call), out, grad, softmax, mass, bias_gradient, slopes_gradient)
+
+
+@backward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from flash_lazy.fused import launch
+
+    *call, _out, _grad, _softmax, _mass, bias_gradient, slopes_gradient = arguments
+    return launch.backward_buffers(Call(*call), bias_gradient, slopes_gradient)
+
+
+@torch.library.custom_op("flash_lazy::decode", mutates_args=(), schema=f"({_CALL}) -> Tensor")
+def decode(*arguments: Any) -> Tensor:
+    """The output of a few queries against many keys, without gradients."""
+    from flash_lazy.fused import launch
+
+    return launch.decode(Call(*arguments))
+
+
+@decode.register_fake
+def _(*arguments: Any) -> Tensor:
+    from flash_lazy.fused import launch
+
+    return launch.like(Call(*arguments).q)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Inputs and two numbers a row; to renormalise, the output and one number more."""
+    *arguments, _training, _stats = inputs
+    call = Call(*arguments)
+    out, softmax, mass, _, _ = output
+    ctx.save_for_backward(*call[:TENSORS], out if call.renormalise else None, softmax, mass)
+    ctx.settings = call[TENSORS:]
+
+
+def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, out, softmax, mass = ctx.saved_tensors
+    call, needed = Call(*tensors, *ctx.settings), ctx.needs_input_grad
+    dq, dk, dv, survivors, dbias, dslopes = backward(*call, out, grad, softmax, mass, *needed[4:6])
+    leaves = (
+        *(dq, dk, dv, _tau_gradient(call, survivors) if needed[3] else None),
+        *(dbias if needed[4] else None, dslopes if needed[5] else None),
+    )
+    return *leaves, *[None] * (len(needed) - LEAVES)
+
+
+forward.register_autograd(_gradients, setup_context=_keep)
+
+
+def _tau_gradient(call: Call, survivors: Tensor) -> Tensor:
+    """Gradient of tau from the kernel's sum m dp of each row `[B, H, Lq]`."""
+    rows, keys = call.q.shape[2], call.k.shape[2]
+    own = torch.arange(keys - rows, keys, device=call.q.device)[None]  # [B or 1, Lq], within the row's document
+    if call.kv_lengths is not None:
+        own = own - (keys - call.kv_lengths.long())[:, None]
+    if call.cu_seqlens is not None:
+        cuts = call.cu_seqlens.long()
+        own = own - cuts[torch.searchsorted(cuts, own, right=True) - 1]
+    seen = own + 1 if call.window is None else (own + 1).clamp(max=call.window)
+    entry = own.clamp(0, call.tau.shape[-1] - 1) if call.threshold == "per_token" else None
+    return tau_gradient(survivors / tau_divisor(call, seen)[:, None], entry, call.tau)

@@ -1,0 +1,195 @@
+"""What the Triton kernels share: words, geometry, and the pieces that they are made of.
+
+- A program works on one block of rows (queries) of one head, or on one block of keys of one kv head; it walks along the
+  other side in tiles. Blocks never span two documents, and a tile starts at the first key (or row) that counts, so that
+  nothing of a neighbour is ever read.
+- `own` is the index of the key at a row's own position, `distance = own - key`; a key is visible where
+  `0 <= distance < window` and it belongs to the row's document.
+- Tiles come in three kinds, in the order of the keys: EDGE (the window ends in it), PLAIN (every key visible to every
+  row, and beyond the bias table: neither mask nor bias costs anything), NEAR (the diagonal, and what the bias reaches).
+- `strip` holds a head's biases times log2(e) by distance, contiguous, from -STRIP_PAD to W + STRIP_PAD: -inf where the
+  distance is negative and 0 from W on. It is the causal mask of a NEAR tile as well as its bias.
+- Scores are to the base 2. Of a row's softmax its maximum and its sum are kept (`softmax`, `[2, B, H, Lq]`: the sums
+  begin `second` numbers after the maxima), not their log-sum-exp: a float32 of the size of the scores would round all
+  weights of a row alike, by more than eager does.
+
+UPCAST widens tiles to float32 as they are read: the interpreter's bfloat16 arithmetic is wrong (triton issue 4972).
+"""
+
+import triton
+import triton.language as tl
+
+STRIP_PAD = tl.constexpr(256)
+"""At least BLOCK_M + BLOCK_N of every configuration: how far a tile can reach past either end of the bias table."""
+EDGE, PLAIN, NEAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def count_blocks(length, cu_seqlens, documents, BLOCK: tl.constexpr):
+    """How many indices `locate_block` takes; with documents some of them are empty blocks."""
+    if cu_seqlens is not None:
+        return length // BLOCK + documents
+    return tl.cdiv(length, BLOCK)
+
+
+@triton.jit
+def locate_block(
+    index, batch, rows, keys, kv_lengths, cu_seqlens, documents, OF_KEYS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """First row (key) of a block, their end, the document's first key, and own - row.
+
+    Block floor(start / BLOCK) + d is the first of document d, which leaves each document blocks enough.
+    """
+    if cu_seqlens is not None:
+        low = index * 0
+        high = low + documents - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if tl.load(cu_seqlens + middle) // BLOCK + middle <= index:
+                low = middle
+            else:
+                high = middle - 1
+        start = tl.load(cu_seqlens + low)
+        end = tl.load(cu_seqlens + low + 1)
+        first = start + (index - start // BLOCK - low) * BLOCK
+        shift = low * 0
+    else:
+        start = index * 0
+        length = start + keys
+        if kv_lengths is not None:
+            length = tl.load(kv_lengths + batch).to(tl.int32)
+        shift = length - rows
+        end = length if OF_KEYS else start + rows
+        first = index * BLOCK
+    return first, end, start, shift
+
+
+@triton.jit
+def thresholds(tau, head, own, start, window, context_length, entries, THRESHOLD: tl.constexpr):
+    """Thresholds of rows, float32; rows without a key get one that nothing uses."""
+    position = own - start
+    seen = position + 1
+    if window is not None:
+        seen = tl.minimum(seen, window)
+    seen = tl.maximum(seen, 1).to(tl.float32)
+    if THRESHOLD == "per_token":
+        entry = tl.minimum(tl.maximum(position, 0), entries - 1)
+        return tl.load(tau + head * entries + entry) / seen
+    offset = tl.load(tau + head)
+    if THRESHOLD == "per_query":
+        return offset / seen
+    if THRESHOLD == "seq_len":
+        return offset / context_length + 0 * seen
+    return offset + 0 * seen
+
+
+@triton.jit
+def load_rows(
+    base,
+    first,
+    end,
+    stride,
+    stride_d,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """`[BLOCK, BLOCK_D]` from row `first` on, 0 beyond `end` (asked for by MASKED) and beyond WIDTH."""
+    row = tl.arange(0, BLOCK)[:, None]
+    column = tl.arange(0, BLOCK_D)[None, :]
+    pointers = base + first.to(tl.int64) * stride + row * stride + column * stride_d
+    if MASKED and WIDTH < BLOCK_D:
+        x = tl.load(pointers, mask=(first + row < end) & (column < WIDTH), other=0.0)
+    elif MASKED:
+        x = tl.load(pointers, mask=first + row < end, other=0.0)
+    elif WIDTH < BLOCK_D:
+        x = tl.load(pointers, mask=column < WIDTH, other=0.0)
+    else:
+        x = tl.load(pointers)
+    if UPCAST:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def store_rows(base, x, first, end, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Writes `[BLOCK, BLOCK_D]` from row `first` on, up to `end` and WIDTH; columns are contiguous."""
+    row = tl.arange(0, BLOCK)[:, None]
+    column = tl.arange(0, BLOCK_D)[None, :]
+    pointers = base + first.to(tl.int64) * stride + row * stride + column
+    mask = first + row < end
+    if WIDTH < BLOCK_D:
+        mask &= column < WIDTH
+    tl.store(pointers, x.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def tile_scores(a, b, own, key, scale, strip, reach, slope, window, KIND: tl.constexpr):
+    """Scores of a tile; -inf where hidden. `own` and `key` are shaped to be broadcast against a @ b."""
+    s = tl.dot(a, b, input_precision="ieee") * scale
+    if slope is not None:
+        s -= slope * (own - key).to(tl.float32)
+    if KIND == NEAR:
+        if strip is not None:
+            s += tl.load(strip + (own - key))
+        else:
+            s = tl.where(own >= key, s, -float("inf"))
+    elif KIND == EDGE:
+        distance = own - key
+        if strip is not None:
+            s += tl.load(strip + tl.minimum(distance, reach))
+        s = tl.where((distance >= 0) & (distance < window), s, -float("inf"))
+    return s
+
+
+@triton.jit
+def is_positive(s, p, theta, KIND: tl.constexpr):
+    """Which weights are positive. Below a negative threshold a hidden key's 0 would be."""
+    if KIND == PLAIN:
+        return p > theta
+    return (p > theta) & (s > -float("inf"))
+
+
+@triton.jit
+def load_softmax(softmax, second, at_row, kept_row):
+    """Maximum, sum and 1 / sum of rows; infinity, 1 and 0 for those that are not there or see nothing."""
+    top = tl.load(softmax + at_row, mask=kept_row, other=float("inf"))
+    total = tl.load(softmax + second + at_row, mask=kept_row, other=0.0)
+    sees = total > 0
+    total = tl.where(sees, total, 1.0)
+    return tl.where(sees, top, float("inf")), total, tl.where(sees, 1.0 / total, 0.0)
+
+
+@triton.jit
+def any_alive(p, theta):
+    """Whether a weight of a tile survives: in each row the largest, if any, so that only p lives on into the branch."""
+    # Kept two-dimensional: for sm_100 triton 3.7 fails on a second reduction of one dimension.
+    return tl.max((tl.max(p, 1, keep_dims=True) > theta[:, None]).to(tl.int32)) > 0
+
+
+@triton.jit
+def key_tiles(
+    first,
+    end,
+    start,
+    shift,
+    window,
+    reach,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The keys that a block of rows sees: first and end, and where its EDGE, PLAIN and NEAR tiles end."""
+    own_first = first + shift
+    own_last = tl.minimum(first + BLOCK_M, end) - 1 + shift
+    low = start
+    if window is not None:
+        low = tl.maximum(start, own_first - window + 1)
+    high = tl.where(first < end, tl.maximum(own_last + 1, low), low)
+    tiles = tl.cdiv(high - low, BLOCK_N)
+    edge = low * 0
+    if window is not None:
+        edge = tl.minimum(tl.cdiv(tl.maximum(own_last - window + 1 - low, 0), BLOCK_N), tiles)
+    near = tl.maximum(own_first + 1 - reach - low, 0) // BLOCK_N
+    return low, high, edge, tl.minimum(tl.maximum(near, edge), tiles), tiles

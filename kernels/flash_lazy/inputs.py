@@ -1,0 +1,219 @@
+"""What the backends share: the arguments of a call and their checks, dtype rules, and what a call returns."""
+
+import math
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+Threshold = Literal["per_query", "seq_len", "per_token", "constant"]
+
+LEAVES, TENSORS = 6, 9
+"""How many of the first fields of a `Call` may get gradients, and how many are tensors or None."""
+
+
+class Call(NamedTuple):
+    """The arguments of one call; `flash_lazy.lazy_attention` says what each one means."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    tau: Tensor
+    bias: Tensor | None = None
+    slopes: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    kv_lengths: Tensor | None = None
+    key_mask: Tensor | None = None
+    threshold: Threshold = "per_query"
+    context_length: int | None = None
+    renormalise: bool = False
+    scale: float | None = None
+    window: int | None = None
+
+    @property
+    def factor(self) -> float:
+        """What scores are multiplied by: scale, or its default."""
+        return self.q.shape[-1] ** -0.5 if self.scale is None else float(self.scale)
+
+
+class Stats(NamedTuple):
+    """What a row of the weight matrix looks like; every field is float32 `[B, H, Lq]` and carries no gradient.
+
+    lse: log-sum-exp of the visible scores, bias included (-inf for a row that sees no key).
+    mass: sum of the row's weights before renormalising.
+    first_weight: weight that multiplied the value of the document's first key, hence after renormalising where that
+        is asked for; 0 where the key is hidden or outside the window.
+    zeros: number of visible keys with p <= theta.
+    """
+
+    lse: Tensor
+    mass: Tensor
+    first_weight: Tensor
+    zeros: Tensor
+
+
+class Weights(NamedTuple):
+    """The weight matrix of some rows, in the precision of `compute_dtype`.
+
+    scores: `[B, H, Lq, Lk]`, scaled, bias included, -inf at hidden keys.
+    p: softmax of the scores, 0 at hidden keys and in a row that sees no key.
+    theta: threshold of each row, broadcast to `[B, H, Lq]`.
+    w: what multiplies the values, `[B, H, Lq, Lk]`: max(p - theta, 0), divided by the mass where renormalised.
+    mass: sum of a row's weights before renormalising, `[B, H, Lq]`.
+    visible: bool `[B, 1, Lq, Lk]`.
+    """
+
+    scores: Tensor
+    p: Tensor
+    theta: Tensor
+    w: Tensor
+    mass: Tensor
+    visible: Tensor
+
+
+def compute_dtype(q: Tensor) -> torch.dtype:
+    """Scores, softmax and threshold are float64 for float64 inputs and float32 for everything else."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def tau_divisor(call: Call, n: Tensor) -> Tensor:
+    """What divides tau in the threshold of rows that see n keys; in n's shape and dtype."""
+    if call.context_length is not None:  # given for threshold "seq_len" alone
+        return torch.full_like(n, call.context_length)
+    return torch.ones_like(n) if call.threshold == "constant" else n.clamp(min=1)
+
+
+def tau_gradient(survivors: Tensor, entry: Tensor | None, tau: Tensor) -> Tensor:
+    """Gradient of tau from sum_j m_ij dp_ij over the rows' divisor of tau, `[B, H, Lq]`.
+
+    entry `[B or 1, Lq]` is the column of tau that each row reads under threshold "per_token".
+    """
+    per_row = -survivors.double()
+    if entry is None:
+        return per_row.sum((0, 2)).to(tau.dtype)
+    per_row = per_row.transpose(1, 2)  # [B, Lq, H]
+    if entry.shape[0] == 1:
+        per_row = per_row.sum(0, keepdim=True)
+    # index_put_ adds float32 in no fixed order on several CPU threads; float64 it adds one by one.
+    total = torch.zeros(tau.shape[1], tau.shape[0], dtype=torch.float64, device=tau.device)
+    return total.index_put_((entry,), per_row, accumulate=True).T.to(tau.dtype)
+
+
+def check_types(call: Call) -> None:
+    """Raises TypeError, and names the argument, where one that must be a tensor is something else."""
+    for name, x in zip(call._fields[:TENSORS], call[:TENSORS], strict=True):
+        if not (isinstance(x, Tensor) or (x is None and name in call._field_defaults)):
+            raise TypeError(f"{name} is {x!r}, a {type(x).__name__}; give a tensor")
+
+
+def check(call: Call) -> None:
+    """Raises ValueError where an argument does not fit; the message names it, its value and what would fit."""
+    _check_tensors(call)
+    _check_threshold(call)
+    _check_head_parameters(call)
+    _check_visibility(call)
+    if call.scale is not None and not math.isfinite(call.scale):
+        raise ValueError(f"scale is {call.scale}; give a finite number, or None for 1 / sqrt(D)")
+
+
+def _check_tensors(call: Call) -> None:
+    q, k, v = call.q, call.k, call.v
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4 or 0 in x.shape:
+            raise ValueError(f"{name} has shape {_shape(x)}; give [B, H, L, D] with every size at least 1")
+        if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise ValueError(f"{name} is {x.dtype}; give float16, bfloat16, float32 or float64")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}; cast them to one dtype")
+        _check_device(name, x, q)
+    if k.shape != v.shape:
+        raise ValueError(f"v has shape {_shape(v)} and k {_shape(k)}; give both [B, Hkv, Lk, D]")
+    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        raise ValueError(f"k has shape {_shape(k)} and q {_shape(q)}; B and D must agree")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"k has {k.shape[1]} heads and q {q.shape[1]}; q's must be a multiple of k's")
+    if q.shape[2] > k.shape[2]:
+        raise ValueError(f"q has {q.shape[2]} rows and k {k.shape[2]}; queries end where keys end, so give Lq <= Lk")
+
+
+def _check_threshold(call: Call) -> None:
+    threshold, context_length = call.threshold, call.context_length
+    if threshold not in get_args(Threshold):
+        raise ValueError(f"threshold is {threshold!r}; choose one of {', '.join(get_args(Threshold))}")
+    if threshold == "seq_len" and (not isinstance(context_length, int) or context_length < 1):
+        need = "threshold='seq_len' needs the training context, a whole number >= 1"
+        raise ValueError(f"context_length is {context_length}; {need}")
+    if threshold != "seq_len" and context_length is not None:
+        raise ValueError(f"context_length is {context_length}; only threshold='seq_len' uses it, so leave it out")
+
+
+def _check_head_parameters(call: Call) -> None:
+    q, heads = call.q, call.q.shape[1]
+    layouts = (
+        ("tau", call.tau, "[H, N]" if call.threshold == "per_token" else "[H]"),
+        ("bias", call.bias, "[H, W]"),
+        ("slopes", call.slopes, "[H]"),
+    )
+    for name, x, layout in layouts:
+        if x is None:
+            continue
+        if x.dim() != layout.count(",") + 1 or x.shape[0] != heads or 0 in x.shape:
+            given = f"with threshold={call.threshold!r} give {layout}, H = {heads}"
+            raise ValueError(f"{name} has shape {_shape(x)}; {given}")
+        if x.dtype != torch.float32 and not x.dtype == q.dtype == torch.float64:
+            raise ValueError(f"{name} is {x.dtype}; keep it float32 (float64 is allowed beside float64 q)")
+        _check_device(name, x, q)
+
+
+def _check_visibility(call: Call) -> None:
+    for name in ("cu_seqlens", "kv_lengths", "key_mask"):
+        _check_device(name, getattr(call, name), call.q)
+    if call.cu_seqlens is not None:
+        _check_documents(call, call.cu_seqlens)
+    if call.kv_lengths is not None:
+        _check_lengths(call.kv_lengths, call.k)
+    batch, keys, key_mask, window = call.k.shape[0], call.k.shape[2], call.key_mask, call.window
+    if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != (batch, keys)):
+        got = f"{key_mask.dtype} of shape {_shape(key_mask)}"
+        raise ValueError(f"key_mask is {got}; give bool [B, Lk] = [{batch}, {keys}], True for keys to see")
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        need = "a whole number, at least 1 (the query's own key)"
+        raise ValueError(f"window is {window}; give {need}, or None for no window")
+
+
+def _check_documents(call: Call, cu_seqlens: Tensor) -> None:
+    q, k, keys = call.q, call.k, call.k.shape[2]
+    if call.kv_lengths is not None:
+        raise ValueError("kv_lengths and cu_seqlens are both given; packed documents carry their own lengths")
+    if k.shape[0] != 1 or q.shape[2] != keys:
+        raise ValueError(f"cu_seqlens needs B = 1 and Lq = Lk; q has shape {_shape(q)} and k {_shape(k)}")
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+        raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} of shape {_shape(cu_seqlens)}; give int32 [n + 1]")
+    if _may_be_read(cu_seqlens):
+        cuts = cu_seqlens.tolist()
+        if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != keys or cuts != sorted(cuts):
+            raise ValueError(f"cu_seqlens is {cuts}; give boundaries that rise from 0 to Lk = {keys}")
+
+
+def _check_lengths(kv_lengths: Tensor, k: Tensor) -> None:
+    batch, keys = k.shape[0], k.shape[2]
+    if kv_lengths.dtype not in (torch.int32, torch.int64) or kv_lengths.shape != (batch,):
+        got = f"{kv_lengths.dtype} of shape {_shape(kv_lengths)}"
+        raise ValueError(f"kv_lengths is {got}; give int32 or int64 [B], B = {batch}")
+    if _may_be_read(kv_lengths) and not 0 <= int(kv_lengths.min()) <= int(kv_lengths.max()) <= keys:
+        raise ValueError(f"kv_lengths is {kv_lengths.tolist()}; give values from 0 to Lk = {keys}")
+
+
+def _check_device(name: str, x: Tensor | None, q: Tensor) -> None:
+    if x is not None and x.device != q.device:
+        raise ValueError(f"{name} is on {x.device} and q on {q.device}; move them to one device")
+
+
+def _may_be_read(x: Tensor) -> bool:
+    """Whether looking at a tensor's values waits for no device and breaks no graph."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _shape(x: Tensor) -> str:
+    return str(list(x.shape))

@@ -166,7 +166,7 @@ FIELDS = [
 def test_a_backend_without_its_device(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("flash_lazy.ops.INTERPRETED", False)
+    monkeypatch.setattr("flash_lazy.fused.configurations.INTERPRETED", False)
     said = refused([*command, "--model.backend=triton"], capsys)
     assert "model.backend='triton'" in said
     assert "move q, k and v to a GPU, or choose 'chunked'" in said

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -25,11 +26,20 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flash_lazy.fused import configurations, launch
+from flash_lazy.fused import backward, configurations, decode, forward
 from flash_lazy.fused.configurations import Blocks
-from flash_lazy.fused.launch import DECODING, KERNELS
 from flash_lazy.inputs import Call
 
+KERNELS: dict[str, ModuleType] = {
+    "forward": forward,
+    "query_gradient": backward,
+    "key_gradient": backward,
+    "decode_scores": decode,
+    "decode_values": decode,
+}
+"""Where each kernel is defined, under its name with `_kernel` behind it."""
+DECODING = ("decode_scores", "decode_values")
+"""The kernels that have blocks of their own; those of the others are chosen from configurations.CONFIGURATIONS."""
 SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes of shared memory that a program can have, by compute capability of the data-centre cards (A100, H100, B200)."""
 CONSUMER_LIMIT = 99 * 1024
@@ -112,7 +122,7 @@ def compile_kernel(
     """
     if configurations.INTERPRETED:
         raise RuntimeError("compiling needs a process without TRITON_INTERPRET=1: there the kernels are interpreted")
-    kernel = KERNELS[name]
+    kernel = _kernel(name)
     arguments = launch_arguments(name, DTYPES[dtype], width, variant)
     warps, stages = arguments.pop("num_warps"), arguments.pop("num_stages")
     if blocks is not None:
@@ -137,10 +147,15 @@ def compile_kernel(
     )
 
 
+def _kernel(name: str) -> Any:
+    return getattr(KERNELS[name], f"{name}_kernel")
+
+
 class _Recorder:
     """Stands in for a kernel and keeps the arguments of its launch."""
 
     def __init__(self, kernel: Any) -> None:
+        self.__name__ = kernel.__name__
         self.arg_names = kernel.arg_names
         self.arguments: dict[str, Any] = {}
 
@@ -175,17 +190,17 @@ def launch_arguments(
         renormalise=variant.renormalise,
         window=WINDOW if variant.window else None,
     )
-    recorders = {each: _Recorder(kernel) for each, kernel in KERNELS.items()}
-    with (
-        patch.dict(KERNELS, recorders),
-        patch.multiple(configurations, AUTOTUNE=False, INTERPRETED_RESIDENT=RESIDENT),
-    ):
+    recorders = {each: _Recorder(_kernel(each)) for each in KERNELS}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.multiple(configurations, AUTOTUNE=False, INTERPRETED_RESIDENT=RESIDENT))
+        for each, module in KERNELS.items():
+            stack.enter_context(patch.object(module, f"{each}_kernel", recorders[each]))
         if name in DECODING:
-            launch.decode(call)
+            decode.decode(call)
         else:
-            out, softmax, mass, *_ = launch.forward(call, training=True, stats=variant.stats)
+            out, softmax, mass, *_ = forward.forward(call, training=True, stats=variant.stats)
             kept = out if variant.renormalise else None
-            launch.backward(call, kept, out, softmax, mass, variant.bias, variant.slopes)
+            backward.backward(call, kept, out, softmax, mass, variant.bias, variant.slopes)
     return recorders[name].arguments
 
 

@@ -1,8 +1,24 @@
 """The two backward sweeps: over the keys for dq, and over the rows for dk, dv and the gradients of bias and slopes."""
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from flash_lazy.fused import configurations
+from flash_lazy.fused.launch import (
+    block_count,
+    ceil,
+    launch,
+    like,
+    near,
+    resident_programs,
+    shared_arguments,
+    strides,
+    unless_empty,
+)
 from flash_lazy.fused.tiles import (
     EDGE,
     PLAIN,
@@ -18,6 +34,7 @@ from flash_lazy.fused.tiles import (
     thresholds,
     tile_scores,
 )
+from flash_lazy.inputs import Call
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -392,3 +409,84 @@ def key_gradient_kernel(
         last = end if cu_seqlens is not None else keys  # keys past kv_lengths get zeros
         store_rows(dk_base, key_gradient * natural_scale, first, last, stride_dkl, WIDTH, BLOCK_N, BLOCK_D)
         store_rows(dv_base, value_gradient, first, last, stride_dvl, WIDTH, BLOCK_N, BLOCK_D)
+
+
+def backward(
+    call: Call,
+    out: Tensor | None,
+    grad: Tensor,
+    softmax: Tensor,
+    mass: Tensor,
+    bias_gradient: bool,
+    slopes_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, `survivors` `[B, H, Lq]` (d tau but for its factor), and those of bias and slopes."""
+    dq, dk, dv, survivors, dbias, dslopes = backward_buffers(call, bias_gradient, slopes_gradient)
+    grad = near(grad)
+    shared = {
+        **shared_arguments(call),
+        "grad": grad,
+        "softmax": softmax,
+        "mass": unless_empty(mass),
+        "delta": torch.empty_like(survivors),
+        "correction": torch.empty_like(survivors) if call.renormalise else None,
+        **strides("g", grad),
+        "natural_scale": call.factor,
+    }
+    _query_gradient(call, shared, grad if out is None else out, dq, survivors)
+    _key_gradient(call, shared, dk, dv, dbias, dslopes)
+    return dq, dk, dv, survivors, dbias, dslopes
+
+
+def _query_gradient(call: Call, shared: dict[str, Any], out: Tensor, dq: Tensor, survivors: Tensor) -> None:
+    """Fills dq, survivors, and of the shared arguments delta and correction. out is read to renormalise alone."""
+    batches, heads, rows, _ = call.q.shape
+    arguments = {
+        **shared,
+        "out": out if call.renormalise else None,
+        "dq": dq,
+        "survivors": survivors,
+        **strides("o", out, with_columns=False),
+        **strides("dq", dq, with_columns=False),
+        "heads": heads,
+    }
+
+    def grid(meta: dict[str, Any]) -> tuple[int, ...]:
+        return (block_count(call, rows, meta["BLOCK_M"]) * batches * heads,)
+
+    launch(query_gradient_kernel, call, grid, arguments)
+
+
+def _key_gradient(call: Call, shared: dict[str, Any], dk: Tensor, dv: Tensor, dbias: Tensor, dslopes: Tensor) -> None:
+    """Fills dk and dv, and dbias and dslopes where they are not empty."""
+    q, (batches, kv_heads, keys, _) = call.q, call.k.shape
+    choices = configurations.choices("key_gradient", q)
+    most = max(block_count(call, keys, blocks.n) for blocks in choices) * batches
+    programs = min(ceil(resident_programs(q), kv_heads), most)
+    # Sums of each program, added up afterwards in a fixed order.
+    partial_bias, partial_slopes = (x.new_empty(programs, *x.shape) if x.numel() else None for x in (dbias, dslopes))
+    arguments = {
+        **shared,
+        "dk": dk,
+        "dv": dv,
+        "dbias": partial_bias,
+        "dslopes": partial_slopes,
+        **strides("dk", dk, with_columns=False),
+        **strides("dv", dv, with_columns=False),
+        "kv_heads": kv_heads,
+    }
+    launch(key_gradient_kernel, call, lambda _: (programs, kv_heads), arguments)
+    for partial, total in ((partial_bias, dbias), (partial_slopes, dslopes)):
+        if partial is not None:
+            torch.sum(partial, 0, out=total)
+
+
+def backward_buffers(
+    call: Call, bias_gradient: bool, slopes_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `backward` returns, not filled in yet; what is not asked for is empty."""
+    q, bias = call.q, call.bias
+    survivors = q.new_empty(q.shape[:3], dtype=torch.float32)
+    dbias = q.new_empty(bias.shape if bias is not None and bias_gradient else 0, dtype=torch.float32)
+    dslopes = q.new_empty(q.shape[1] if slopes_gradient else 0, dtype=torch.float32)
+    return like(q), like(call.k), like(call.v), survivors, dbias, dslopes

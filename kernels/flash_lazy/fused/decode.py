@@ -1,9 +1,16 @@
 """Decoding: a few queries against many keys, which are split over programs. First scores, then values."""
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from flash_lazy.fused import configurations
+from flash_lazy.fused.launch import ceil, like, on, power, resident_programs, shared_arguments
 from flash_lazy.fused.tiles import NEAR, STRIP_PAD, any_alive, is_positive, load_rows, thresholds
+from flash_lazy.inputs import Call
 
 
 @triton.jit
@@ -170,3 +177,39 @@ def decode_values_kernel(
     lane = tl.arange(0, BLOCK_D)[None, :]
     tl.store(parts + (at_row[:, None] * splits + split) * WIDTH + lane, acc, mask=there[:, None] & (lane < WIDTH))
     tl.store(masses + at_row * splits + split, mass, mask=there)
+
+
+def decode(call: Call) -> Tensor:
+    """The output of a few queries: keys are split over programs and read once, values only where a weight survives."""
+    q, (batches, kv_heads, keys, _) = call.q, call.k.shape
+    _, heads, rows, width = q.shape
+    seen = keys if call.window is None else min(keys, call.window + rows - 1)
+    block = configurations.DECODE_BLOCK
+    span = max(4 * block, power(ceil(seen * batches * kv_heads, 2 * resident_programs(q))))
+    splits = ceil(seen, span)
+    tops, totals, masses = (q.new_empty(batches, heads, rows, splits, dtype=torch.float32) for _ in range(3))
+    parts = q.new_empty(batches, heads, rows, splits, width, dtype=torch.float32)
+    arguments = {
+        **shared_arguments(call),
+        "scores": q.new_empty(batches, heads, rows, keys, dtype=torch.float32),
+        "tops": tops,
+        "totals": totals,
+        "parts": parts,
+        "masses": masses,
+        "heads": heads,
+        "splits": splits,
+        "SPLITS": power(splits),
+        "SPAN": span,
+        "BLOCK_M": max(16, power(rows * heads // kv_heads)),
+        "BLOCK_N": block,
+    }
+    with on(q):
+        kernels: tuple[Any, ...] = (decode_scores_kernel, decode_values_kernel)
+        for kernel in kernels:
+            chosen = {argument: arguments[argument] for argument in kernel.arg_names}
+            kernel[splits, kv_heads, batches](**chosen, num_warps=4, num_stages=2)
+    out = parts.sum(3)
+    if call.renormalise:
+        mass = masses.sum(3)
+        out = out / torch.where(mass > 0, mass, 1)[..., None]
+    return like(q).copy_(out)

@@ -1,8 +1,21 @@
 """The forward kernel."""
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from flash_lazy.fused import configurations
+from flash_lazy.fused.launch import (
+    block_count,
+    ceil,
+    launch,
+    like,
+    resident_programs,
+    shared_arguments,
+    strides,
+    unless_empty,
+)
 from flash_lazy.fused.tiles import (
     EDGE,
     PLAIN,
@@ -16,6 +29,7 @@ from flash_lazy.fused.tiles import (
     thresholds,
     tile_scores,
 )
+from flash_lazy.inputs import Call
 
 LISTED_TOGETHER = tl.constexpr(16)
 ROUNDING = tl.constexpr(2.0**-18)
@@ -229,3 +243,49 @@ def forward_kernel(
                 seen = tl.minimum(seen, window)
             tl.store(first_weight + at_row, row_first / divisor, mask=kept_row)
             tl.store(zeros + at_row, seen.to(tl.float32) - survivors, mask=kept_row)
+
+
+def forward(call: Call, training: bool, stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output; maximum (base 2) and sum of each row `[2, B, H, Lq]`; mass times sum, first weight, zeros `[B, H, Lq]`.
+
+    All but the output are empty unless they are needed.
+    """
+    q = call.q
+    batches, heads, rows, _ = q.shape
+    out, softmax, mass, first_weight, zeros = forward_buffers(call, training, stats)
+    choices = configurations.choices("forward", q)
+    columns = call.k.shape[2]
+    if call.window is not None:
+        columns = min(columns, call.window + max(blocks.m for blocks in choices))
+    alive_row = max(ceil(columns, blocks.n) for blocks in choices)
+    maxima_row = max(ceil(columns, blocks.n) * blocks.m for blocks in choices)
+    most = max(block_count(call, rows, blocks.m) for blocks in choices) * batches * heads
+    resident = min(resident_programs(q), most)
+    arguments = {
+        **shared_arguments(call),
+        "out": out,
+        "softmax": unless_empty(softmax),
+        "mass": unless_empty(mass),
+        "first_weight": unless_empty(first_weight),
+        "zeros": unless_empty(zeros),
+        "maxima": q.new_empty(resident * maxima_row, dtype=torch.float32),
+        "alive_tiles": q.new_empty(resident * alive_row, dtype=torch.int32),
+        **strides("o", out, with_columns=False),
+        "heads": heads,
+        "maxima_row": maxima_row,
+        "alive_row": alive_row,
+        "STATS": stats,
+    }
+    launch(forward_kernel, call, lambda _: (resident,), arguments)
+    return out, softmax, mass, first_weight, zeros
+
+
+def forward_buffers(call: Call, training: bool, stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `forward` returns, not filled in yet."""
+    q = call.q
+
+    def rows(wanted: bool) -> Tensor:
+        return q.new_empty(q.shape[:3] if wanted else 0, dtype=torch.float32)
+
+    softmax = q.new_empty((2, *q.shape[:3]) if training or stats else 0, dtype=torch.float32)
+    return like(q), softmax, rows(stats or (training and call.renormalise)), rows(stats), rows(stats)

@@ -81,18 +81,18 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
     All but the output are empty unless they are needed.
     """
-    from flash_lazy.fused import launch
+    from flash_lazy.fused.forward import forward
 
     *call, training, stats = arguments
-    return launch.forward(Call(*call), training, stats)
+    return forward(Call(*call), training, stats)
 
 
 @forward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from flash_lazy.fused import launch
+    from flash_lazy.fused.forward import forward_buffers
 
     *call, training, stats = arguments
-    return launch.forward_buffers(Call(*call), training, stats)
+    return forward_buffers(Call(*call), training, stats)
 
 
 @torch.library.custom_op(
@@ -103,33 +103,33 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 )
 def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, sum m dp of each row, and the gradients of bias and slopes (empty unless asked for)."""
-    from flash_lazy.fused import launch
+    from flash_lazy.fused.backward import backward
 
     *call, out, grad, softmax, mass, bias_gradient, slopes_gradient = arguments
-    return launch.backward(Call(*call), out, grad, softmax, mass, bias_gradient, slopes_gradient)
+    return backward(Call(*call), out, grad, softmax, mass, bias_gradient, slopes_gradient)
 
 
 @backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from flash_lazy.fused import launch
+    from flash_lazy.fused.backward import backward_buffers
 
     *call, _out, _grad, _softmax, _mass, bias_gradient, slopes_gradient = arguments
-    return launch.backward_buffers(Call(*call), bias_gradient, slopes_gradient)
+    return backward_buffers(Call(*call), bias_gradient, slopes_gradient)
 
 
 @torch.library.custom_op("flash_lazy::decode", mutates_args=(), schema=f"({_CALL}) -> Tensor")
 def decode(*arguments: Any) -> Tensor:
     """The output of a few queries against many keys, without gradients."""
-    from flash_lazy.fused import launch
+    from flash_lazy.fused.decode import decode
 
-    return launch.decode(Call(*arguments))
+    return decode(Call(*arguments))
 
 
 @decode.register_fake
 def _(*arguments: Any) -> Tensor:
-    from flash_lazy.fused import launch
+    from flash_lazy.fused.launch import like
 
-    return launch.like(Call(*arguments).q)
+    return like(Call(*arguments).q)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -1,0 +1,214 @@
+"""The rooms and their arrows: read from the imports, late ones too, and held against docs/architecture.md."""
+
+import ast
+import re
+from collections import defaultdict
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
+ROOMS = (
+    "flash_lazy", "support", "attention", "data", "config", "model", "measure", "training", "tracking", "table",
+    "figures", "grid", "report", "bench", "command",
+)  # fmt: skip
+"""From the ground up: a room imports from rooms before it alone."""
+ONLY = {
+    "mlflow": ("lit_lazy/tracking/",),
+    "optuna": ("lit_lazy/grid/",),
+    "triton": ("kernels/flash_lazy/fused/", "kernels/bench/"),
+    "ray": ("lit_lazy/grid/work/ray_pool.py", "lit_lazy/command/ablate_run.py"),
+    "jsonargparse": ("lit_lazy/config/overrides.py",),
+    "datasets": ("lit_lazy/data/",),
+    "tokenizers": ("lit_lazy/data/",),
+    "torchmetrics": ("lit_lazy/measure/",),
+    "matplotlib": ("lit_lazy/figures/", "lit_lazy/grid/search/figures.py", "lit_lazy/report/", "kernels/bench/"),
+    "lightning": ("lit_lazy/training/", "lit_lazy/tracking/", "lit_lazy/grid/", "lit_lazy/bench/"),
+}
+"""Where a package may be imported, late or not."""
+BACKENDS = ("reference", "chunked", "fused")
+
+
+@cache
+def files() -> dict[str, Path]:
+    """Every module of both distributions and of the kernels' benchmark, by dotted name."""
+    found = [
+        path
+        for folder in ("lit_lazy", "kernels")
+        for path in (ROOT / folder).rglob("*.py")
+        if "build" not in path.parts
+    ]
+    return {module_name(path): path for path in found}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[1:] if parts[0] == "kernels" else parts).removesuffix(".__init__")
+
+
+@cache
+def imported(path: Path) -> set[str]:
+    """Dotted names that a file's import statements may mean, wherever in the file they stand."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    """The modules of this project that each of them imports."""
+    known = files()
+    found: dict[str, set[str]] = {}
+    for module, path in known.items():
+        found[module] = set()
+        for name in imported(path):
+            while name and name not in known:
+                name = name.rpartition(".")[0]
+            if name and name != module:
+                found[module].add(name)
+    return found
+
+
+def room(module: str) -> str | None:
+    """The room of a module; None for `lit_lazy` itself, which holds the version, and for the kernels' benchmark."""
+    package, _, rest = module.partition(".")
+    if package == "flash_lazy":
+        return package
+    return rest.partition(".")[0] or None if package == "lit_lazy" else None
+
+
+@cache
+def arrows() -> dict[str, set[str]]:
+    """The rooms that each room imports from."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for module, others in graph().items():
+        for other in others:
+            here, there = room(module), room(other)
+            if here and there and here != there:
+                found[here].add(there)
+    return found
+
+
+def drawn() -> dict[str, set[str]]:
+    """The arrows of the page's picture."""
+    picture = re.search(r"```mermaid\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert picture, "the page has no picture"
+    found: dict[str, set[str]] = defaultdict(set)
+    for here, there in re.findall(r"^\s*(\w+) --> ([\w &]+)$", picture[1], re.MULTILINE):
+        found[here] |= set(there.split(" & "))
+    return found
+
+
+def needed(whole: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The arrows that no chain of other arrows stands for."""
+
+    def reach(start: str) -> set[str]:
+        return {start}.union(*(reach(there) for there in whole.get(start, ())))
+
+    return {
+        here: {there for there in others if not any(there in reach(other) for other in others - {there})}
+        for here, others in whole.items()
+    }
+
+
+def test_no_circle() -> None:
+    """Of files; a circle of rooms would go upwards somewhere."""
+    try:
+        tuple(TopologicalSorter(graph()).static_order())
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
+
+
+def test_every_folder_is_a_room() -> None:
+    folders = {path.name for path in (ROOT / "lit_lazy").iterdir() if (path / "__init__.py").exists()}
+    assert folders == set(ROOMS) - {"flash_lazy"}
+    loose = {path.name for path in (ROOT / "lit_lazy").glob("*.py")}
+    assert loose == {"__init__.py"}
+
+
+def test_no_arrow_upwards() -> None:
+    upwards = [
+        f"{here} -> {there}"
+        for here, others in arrows().items()
+        for there in others
+        if ROOMS.index(there) > ROOMS.index(here)
+    ]
+    assert not upwards
+    assert not [
+        module for module, others in graph().items() if room(module) and any(o.split(".")[0] == "bench" for o in others)
+    ]
+
+
+@pytest.mark.parametrize("package", ONLY)
+def test_packages_are_imported_where_they_belong(package: str) -> None:
+    users = {
+        str(path.relative_to(ROOT))
+        for path in files().values()
+        if any(name.partition(".")[0] == package for name in imported(path))
+    }
+    assert users, f"nothing imports {package}: drop it from ONLY"
+    assert not [user for user in users if not user.startswith(ONLY[package])]
+
+
+def test_backends_do_not_know_each_other() -> None:
+    for module, others in graph().items():
+        here = module.removeprefix("flash_lazy.").partition(".")[0]
+        if module.startswith("flash_lazy.") and here in BACKENDS:
+            there = {other.removeprefix("flash_lazy.").partition(".")[0] for other in others}
+            assert there <= {here, "inputs"}, module
+
+
+def test_one_meaning_per_name() -> None:
+    """No two public classes of one name."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for module, path in files().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(module)
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_the_picture_shows_the_imports() -> None:
+    wanted = needed(arrows())
+    lines = [f"  {here} --> {' & '.join(sorted(wanted[here]))}" for here in reversed(ROOMS) if wanted.get(here)]
+    assert drawn() == wanted, "docs/architecture.md should draw:\n" + "\n".join(lines)
+
+
+def ways() -> dict[str, tuple[int, list[str]]]:
+    """Of each way on the page: how many files it may have, and its files in order."""
+    found = {}
+    for title, most, body in re.findall(
+        r"^### (.+?) \(at most (\d+) files\)\n(.*?)(?=^#|\Z)", PAGE.read_text(), re.M | re.S
+    ):
+        found[title] = (int(most), re.findall(r"^\d+\. `([\w/.]+)`", body, re.MULTILINE))
+    return found
+
+
+def test_there_are_four_ways() -> None:
+    assert {title: most for title, (most, _) in ways().items()} == {
+        "A query tensor": 7, "A cell": 14, "An override": 5, "A weight": 10,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("title", ["A query tensor", "A cell", "An override", "A weight"])
+def test_a_way_leads_from_file_to_file(title: str) -> None:
+    """Each file imports the next, or the other way round: what is handed on has to be known on one side."""
+    most, way = ways()[title]
+    assert 2 < len(way) <= most
+    known = graph()
+
+    def knows(module: str, other: str) -> bool:
+        """By its name or by that of its package, which gives out what it holds."""
+        return not known[module].isdisjoint({other, other.rpartition(".")[0]})
+
+    for here, there in pairwise(way):
+        a, b = (module_name(ROOT / path) for path in (here, there))
+        assert knows(a, b) or knows(b, a), f"{here} and {there} do not know each other"

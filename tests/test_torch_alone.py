@@ -1,0 +1,37 @@
+"""Model, attention, loss, parameter groups and the step benchmark (tests/bench/test_step.py) need torch alone."""
+
+from pathlib import Path
+
+from torch_alone import alone
+
+TRAINS = """
+import torch
+from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias
+from lit_lazy.config import ModelConfig, TrainConfig
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.loss import token_nll
+from lit_lazy.training.optimiser import parameter_groups
+
+cfg = ModelConfig(d_model=16, n_heads=2, d_ff=32, attention=AttentionSpec(Elastic(), LearnedBias()))
+model, train = DecoderLM(cfg, vocab_size=8, context_length=8, seed=0), TrainConfig(steps=60, warmup_steps=2)
+optimiser = torch.optim.AdamW(parameter_groups(model, train), lr=1e-2)
+ids = torch.arange(36).view(4, 9) % 8
+losses = []
+for step in range(60):
+    loss = token_nll(model(ids[:, :-1]), ids[:, 1:]).mean()
+    optimiser.zero_grad()
+    loss.backward()
+    optimiser.step()
+    losses.append(loss.item())
+assert losses[-1] < losses[0] / 2, losses
+"""
+
+
+def test_nothing_else_is_there(torch_site: Path) -> None:
+    names = ("numpy", "lightning", "torchmetrics", "mlflow", "optuna", "datasets", "jsonargparse", "triton")
+    find = f"import importlib.util; print(*[name for name in {names} if importlib.util.find_spec(name)])"
+    assert alone(find, torch_site) == "\n"
+
+
+def test_a_model_trains(torch_site: Path) -> None:
+    alone(TRAINS, torch_site)

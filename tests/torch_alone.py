@@ -1,0 +1,45 @@
+"""Processes that find torch, what torch requires, and this project: a machine with a GPU may have nothing else."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def needed(name: str) -> Iterator[str]:
+    """A distribution and all that it requires here, but for triton, which only some machines have."""
+    yield name
+    for requirement in distribution(name).requires or ():
+        other = re.match(r"[\w.-]+", requirement)[0]  # type: ignore[index]
+        if "extra ==" not in requirement and other != "triton":
+            try:
+                yield from needed(other)
+            except PackageNotFoundError:
+                continue  # for another system
+
+
+@pytest.fixture(scope="session")
+def torch_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of packages with torch, what torch requires, and this project."""
+    folder = tmp_path_factory.mktemp("site")
+    there = {ROOT / "lit_lazy", ROOT / "kernels" / "flash_lazy"}
+    for name in set(needed("torch")):
+        files = distribution(name).files or ()
+        there |= {Path(distribution(name).locate_file(file.parts[0])) for file in files if file.parts[0] != ".."}
+    for path in there:
+        (folder / path.name).symlink_to(path)
+    return folder
+
+
+def alone(code: str, site: Path) -> str:
+    """Standard output of code in a process with these packages and Python's own library."""
+    command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({str(site)!r})\n{code}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -36,7 +36,7 @@ SIZES, CELL_SECONDS, PAIRS = (100, 1_000, 10_000), 20.0, 5
 SEEDS = 5
 CALIBRATION_STEPS = 100
 ENDS = 50
-"""Cells at the beginning and at the end of a grid whose cost is told apart."""
+"""Cells at the beginning and at the end of a grid whose cost is compared."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ def bench_grid(
     out: Path | None = None,
     console: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Measure, tell the tables to `console`, and write `out` (.json) and the tables beside it (.md).
+    """Measure, print the tables by `console`, and write `out` (.json) and the tables beside it (.md).
 
     sizes: numbers of cells, multiples of 5. cell_seconds: what a cell should train. Raises ValueError where they are
     not usable.
@@ -269,7 +269,7 @@ def tables(result: dict[str, Any]) -> str:
             for name, key in (
                 ("bare `Trainer.fit`", "fit"),
                 ("the two evaluations", "evaluate"),
-                ("the whole cell, from taking it to booking it", "cell"),
+                ("the whole cell, from its claim to its record", "cell"),
             )
         ),
         "",

@@ -1,4 +1,4 @@
-"""What every benchmark says of where its figures come from, and how it tells and keeps them."""
+"""What every benchmark says of where its figures come from, and how it prints and keeps them."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ def made_by(result: Mapping[str, Any]) -> str:
 
 
 def publish(result: dict[str, Any], table: str, out: Path | None, console: Callable[[str], None]) -> None:
-    """Tell the table to `console`; write `out` (.json) and the table beside it (.md)."""
+    """Print the table by `console`; write `out` (.json) and the table beside it (.md)."""
     console(table)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

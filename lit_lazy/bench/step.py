@@ -71,7 +71,7 @@ def bench_step(
     out: Path | None = None,
     console: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Measure, tell the table to `console`, and write `out` (.json) and the table beside it (.md).
+    """Measure, print the table by `console`, and write `out` (.json) and the table beside it (.md).
 
     lengths: sequence lengths up to LONGEST, each a divisor of `tokens`, the tokens of a step. rounds: 2 or more paired
     rounds after one to warm up. Raises ValueError where they do not fit.

@@ -2,7 +2,7 @@
 
 The summary is that of one long sequence, in a process of its own: how far it raises the resident memory over that of
 the idle process, its inputs included. The callback is measured on whole trainings of shipped experiments on one thread,
-without and with it in turns. Its share of the training time is told twice: the seconds spent inside the callback over
+without and with it in turns. Its share of the training time is given twice: the seconds spent inside the callback over
 those of the same training, and the ratio of the processor seconds of paired trainings, which misses nothing and is as
 noisy as the machine.
 """
@@ -51,7 +51,7 @@ def bench_diagnostics(
     out: Path | None = None,
     console: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Measure, tell the tables to `console`, and write `out` (.json) and the tables beside it (.md).
+    """Measure, print the tables by `console`, and write `out` (.json) and the tables beside it (.md).
 
     rounds: 2 or more pairs of trainings of each experiment. Raises ValueError for fewer, and for unknown experiments.
     """

@@ -35,7 +35,7 @@ def add_to(commands: Commands) -> None:
     add_workers(parser)
     add_launcher(parser)
     parser.add_argument("--dry-run", action="store_true", help="list the cells and an estimate; create nothing")
-    parser.add_argument("--fresh", action="store_true", help="set the former results aside and begin anew")
+    parser.add_argument("--fresh", action="store_true", help="move the former results away and start again")
     parser.add_argument("--keep-checkpoint", action="store_true", help="keep each cell's trained model, final.ckpt")
     parser.add_argument(
         "--retry-failed",

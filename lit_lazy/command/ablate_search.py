@@ -21,8 +21,8 @@ def add_to(commands: Commands) -> None:
         "--trials", metavar="N", type=positive, default=None, help="points to finish (default: the search's own)"
     )
     add_workers(parser)
-    parser.add_argument("--dry-run", action="store_true", help="say what it would do; create nothing")
-    parser.add_argument("--fresh", action="store_true", help="set the former results aside and begin anew")
+    parser.add_argument("--dry-run", action="store_true", help="print what it would do; create nothing")
+    parser.add_argument("--fresh", action="store_true", help="move the former results away and start again")
     add_storage(parser)
     add_runs(parser)
 

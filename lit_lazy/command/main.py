@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lit-lazy: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted; the same command resumes", file=sys.stderr)
         return 130
     except Exception as error:
         if not is_disk_full(error):
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def wrong(message: str) -> int:
-    """Tell a user's mistake in one line."""
+    """Report a user's mistake in one line."""
     print(f"lit-lazy: {message}", file=sys.stderr)
     return 2
 

@@ -1,4 +1,4 @@
-"""The options of the command line: how they look, and what a wrong value is told."""
+"""The options of the command line: how they look, and how a wrong value is reported."""
 
 import argparse
 import os
@@ -19,7 +19,7 @@ Any field of the experiment can be overridden, for example
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells a mistake in one line."""
+    """Reports a mistake in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
@@ -190,7 +190,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
         dest="imports",
         action="append",
         default=[],
-        help="a .py file that defines a class of your own, which the model was made with; may be given again",
+        help="a .py file that defines a custom class of the model; may be given again",
     )
 
 

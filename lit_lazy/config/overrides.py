@@ -126,7 +126,7 @@ def _chosen(hint: Any, path: str, given: Mapping[str, str]) -> type | None:
     if name not in known:
         raise ValueError(
             f"--{path}={given[path]!r}: unknown{_meant(name, known)}; there are {', '.join(sorted(known))}, and any "
-            "class of your own that the experiment's file defines or imports"
+            "custom class that the experiment's file defines or imports"
         )
     return known[name]
 
@@ -146,14 +146,14 @@ def _check_path(path: str, text: str, types: Mapping[str, Any]) -> None:
         raise ValueError(f"--{path}={text!r}: its fields are set one by one, for example --{some}=VALUE")
     if hint is not None:
         return
-    mend = _meant(f"--{path}", [f"--{known}" for known, hint in types.items() if not dataclasses.is_dataclass(hint)])
+    fix = _meant(f"--{path}", [f"--{known}" for known, hint in types.items() if not dataclasses.is_dataclass(hint)])
     if _is_exchangeable(types.get(parent)):
         # Those that define it, not those derived from them.
         owners = [leaf for leaf, cls in leaves(types[parent]).items() if name in inspect.get_annotations(cls)]
         whose = " and ".join(f"{leaf}'s" for leaf in owners)
-        mend = f"; it is {whose}: add --{parent}={owners[0]}" if owners else mend
+        fix = f"; it is {whose}: add --{parent}={owners[0]}" if owners else fix
     raise ValueError(
-        f"--{path}={text!r}: no such field{mend}; `lit-lazy fields EXPERIMENT` lists all, --help what else there is"
+        f"--{path}={text!r}: no such field{fix}; `lit-lazy fields EXPERIMENT` lists all, --help what else there is"
     )
 
 

@@ -80,7 +80,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Optimiser, schedule and bookkeeping of one training."""
+    """Optimiser, schedule and logging of one training."""
 
     steps: int = 1200
     """Optimiser steps."""

@@ -33,7 +33,7 @@ def in_style() -> Iterator[None]:
 
 
 def new_figure(width: float, height: float, title: str) -> Figure:
-    """An empty figure, in inches, under its title, which goes on in further lines where it is long."""
+    """An empty figure, in inches, under its title, continued in further lines where it is long."""
     lines = [line for text in title.split("\n") for line in wrap(text, int(11.5 * width))]
     figure = Figure(figsize=(width, height + 0.18 * len(lines)), layout="constrained")
     FigureCanvasAgg(figure)

@@ -48,7 +48,7 @@ class Ablation:
     """Changes to the experiment that all rows share."""
     contrasts: tuple[Contrast, ...] = ()
     base: str = "backcopy"
-    """The experiment it runs on unless told otherwise."""
+    """The experiment it runs on by default."""
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):

@@ -26,7 +26,7 @@ from lit_lazy.model.loss import token_nll
 from lit_lazy.support.disk import write_atomically
 
 SAMPLE = 64
-"""Sequences that are measured where nothing else is said."""
+"""Sequences that are measured by default."""
 TOKENS_AT_ONCE = 8192
 """Tokens of a forward pass, unless a single sequence is longer."""
 MOST_MAPS, MAP_ROWS = 4, 128

@@ -20,7 +20,7 @@ NATS_PER_BIT = 0.6931471805599453
 
 
 def diagnosed(model: DecoderLM, source: DataSource) -> Diagnostics | None:
-    """The diagnostics without maps; None, and said so, where the normaliser does not give its weights."""
+    """The diagnostics without maps; None, with a warning, where the normaliser does not give its weights."""
     try:
         for attention in model.attentions:
             check_normaliser(attention.normaliser)

@@ -47,7 +47,7 @@ SAMPLED = {
 }
 """Metric, and the array it is the mean of."""
 MOST_TOKENS = 2**17
-"""Of a sequence: what more would take is told by no progress bar."""
+"""Of a sequence: what more would take, no progress bar shows."""
 ARRAYS, FACTS = "diagnostics.npz", "diagnostics.json"
 
 
@@ -76,7 +76,7 @@ class Request:
 
 
 def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagnostics:
-    """Measure a checkpoint, its model before training, and it at other lengths; write, log and tell the results.
+    """Measure a checkpoint, its model before training, and it at other lengths; write, log and print the results.
 
     Raises ValueError, in one line and before anything is created, where the checkpoint, a layer, a head, the data or a
     length cannot be had; UnfinishedError where MLflow does not take the results, which are in the folder then.
@@ -155,7 +155,7 @@ def measure_all(
 ) -> Diagnostics:
     """The trained model, `init/` the same before training, and `L<length>/` the trained at other lengths.
 
-    Each takes seconds to minutes, so the console is told before it begins.
+    Each takes seconds to minutes, so the console says so before.
     """
     device = training_device()
     initial = LitLM(**module.hparams)

@@ -1,10 +1,10 @@
 """Checks of settings, each failing in one line."""
 
 
-def require(holds: bool, field: str, value: object, mend: str) -> None:
-    """Raise a one-line ValueError that names the field, its value and the mend, unless the condition holds."""
+def require(holds: bool, field: str, value: object, fix: str) -> None:
+    """Raise a one-line ValueError that names the field, its value and the fix, unless the condition holds."""
     if not holds:
-        raise ValueError(f"{field}={value!r}: {mend}")
+        raise ValueError(f"{field}={value!r}: {fix}")
 
 
 def require_whole(field: str, value: object, minimum: int) -> None:

@@ -28,11 +28,11 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
-def set_aside(path: Path, why: str) -> None:
-    """Rename a damaged file, and say so: its run begins again without it."""
+def quarantine(path: Path, why: str) -> None:
+    """Rename a damaged file, with a warning: its run starts again without it."""
     aside = path.with_name(f"{path.name}.damaged")
     path.replace(aside)
-    log.warning("%s: %s; kept as %s, and begun again without it", path, why, aside.name)
+    log.warning("%s: %s; quarantined as %s, started again without it", path, why, aside.name)
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -59,7 +59,7 @@ Block = Heading | Paragraph | List | Tabular
 
 
 def to_markdown(blocks: Sequence[Block], width: int = 120) -> str:
-    """Aligned in a terminal, valid on GitHub; a grid wider than `width` goes on in a further one."""
+    """Aligned in a terminal, valid on GitHub; a grid wider than `width` is continued in a further one."""
     return "\n\n".join(_markdown(block, width) for block in blocks) + "\n"
 
 

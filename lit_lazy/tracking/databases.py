@@ -32,7 +32,7 @@ def reach(option: str, url: str, table: str, ask: Callable[[sqlalchemy.Connectio
     if file is not None and not file.exists():
         return None
     named = f"{option} {redacted(url)!r}"
-    mend = "move that file away, or name another" if file else "are server, user, password and database right?"
+    fix = "move that file away, or name another" if file else "are server, user, password and database right?"
     try:
         engine = sqlalchemy.create_engine(
             url.replace("postgresql://", "postgresql+psycopg://", 1), **engine_options(url)
@@ -47,7 +47,7 @@ def reach(option: str, url: str, table: str, ask: Callable[[sqlalchemy.Connectio
             if table in tables:
                 return ask(connection)
     except SQLAlchemyError as error:
-        raise StorageError(f"{named}: cannot be used ({first_line(error)}); {mend}") from None
+        raise StorageError(f"{named}: cannot be used ({first_line(error)}); {fix}") from None
     finally:
         engine.dispose()
     if "alembic_version" in tables:  # the record of a program that changes its tables as it needs, and so would ours

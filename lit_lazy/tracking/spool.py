@@ -87,7 +87,7 @@ class Card:
 
     name: str
     tags: Mapping[str, str]
-    """`cell` among them: a run of this key that is there already is gone on with."""
+    """`cell` among them: a run of this key that is there already is resumed."""
     params: Mapping[str, str]
     """Beside the whole config, which is logged by dotted path."""
     config: Mapping[str, Any]
@@ -135,7 +135,7 @@ class Spool:
 
     @contextmanager
     def sending(self) -> Iterator[None]:
-        """Send every few seconds from a thread of its own; that MLflow is away is said once in the log."""
+        """Send every few seconds from a thread of its own; that MLflow is away is logged once."""
         stop = threading.Event()
 
         def loop() -> None:
@@ -161,7 +161,7 @@ class Spool:
 
     def finish(self, result: RunResult) -> None:
         """Send everything and mark the run complete; doing it again changes nothing. Raises TrackingError."""
-        # Of a run that is complete already only bookkeeping was left: it is not set running again.
+        # Of a run that is complete already only its record was left: it is not set running again.
         self._set_running = True
         self.send()
         if (kept := self.folder / DIAGNOSTICS).exists():

@@ -23,7 +23,7 @@ def train_tracked(
 ) -> RunResult:
     """Train in `runs/train-<name>/<key>` under the MLflow experiment `train-<name>`; a finished run is returned.
 
-    A run that was cut off goes on from its checkpoint, in the MLflow run it was begun with. While MLflow is away the
+    A run that was cut off resumes from its checkpoint, in the MLflow run it was begun with. While MLflow is away the
     metrics are kept in the run folder; the same command sends them later.
     """
     if threads is not None:

@@ -12,7 +12,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lit_lazy.config.canonical import from_dict
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataSource
-from lit_lazy.support.disk import set_aside, write_atomically
+from lit_lazy.support.disk import quarantine, write_atomically
 from lit_lazy.support.errors import named
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.result import RESULT
@@ -71,8 +71,8 @@ def load(path: Path) -> LitLM:
         module = LitLM(**content["hyper_parameters"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{checkpoint}: its config is not known here ({named(error)}); --import the file that defines a class of "
-            "your own, else train again"
+            f"{checkpoint}: its config is not known here ({named(error)}); --import the file that defines a custom "
+            "class, else train again"
         ) from None
     if misfit := _misfit(content, module):
         raise ValueError(f"{checkpoint}: {misfit}; train again")
@@ -88,20 +88,20 @@ def callback_state(path: Path, name: str) -> dict[str, Any]:
 def resumable_step(path: Path, cfg: RunConfig, module: LitLM) -> int:
     """The step from which a checkpoint resumes this config's module.
 
-    0 where there is none, or one that is damaged or another model's: that one is set aside, and said so.
+    0 where there is none, or one that is damaged or another model's: that one is quarantined, with a warning.
     """
     if not path.exists():
         return 0
     try:
         content = read(path)
     except ValueError as error:
-        set_aside(path, str(error))
+        quarantine(path, str(error))
         return 0
     if not _is_of(content["hyper_parameters"]["config"], cfg):
-        set_aside(path, "made by another config")
+        quarantine(path, "made by another config")
         return 0
     if misfit := _misfit(content, module):
-        set_aside(path, misfit)
+        quarantine(path, misfit)
         return 0
     return content["global_step"]
 

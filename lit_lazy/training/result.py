@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_lazy.support.disk import set_aside
+from lit_lazy.support.disk import quarantine
 
 RESULT, FINAL_CHECKPOINT, DIAGNOSTICS = "result.json", "final.ckpt", "diagnostics.npz"
 
@@ -28,12 +28,12 @@ class RunResult:
 
     @classmethod
     def read(cls, folder: Path) -> "RunResult | None":
-        """The result in a run folder, or None while there is none. One that cannot be read is set aside."""
+        """The result in a run folder, or None while there is none. One that cannot be read is quarantined."""
         path = folder / RESULT
         if not path.exists():
             return None
         try:
             return cls(**json.loads(path.read_text()))
         except (ValueError, TypeError) as error:
-            set_aside(path, f"damaged ({type(error).__name__})")
+            quarantine(path, f"damaged ({type(error).__name__})")
             return None

@@ -47,7 +47,7 @@ def run(
     keep_checkpoint: bool = False,
     expected_key: str | None = None,
 ) -> RunResult:
-    """Train and evaluate `cfg` in `folder`, or go on from the checkpoint that is there, or return the result that is.
+    """Train and evaluate `cfg` in `folder`, or resume from the checkpoint that is there, or return the result that is.
 
     The checkpoints to resume from are removed in the end; keep_checkpoint leaves the trained model in `final.ckpt`.
     The same config, seed and thread count give the same metrics on the same machine bit for bit, also when the run was
@@ -93,7 +93,7 @@ def _run(
     last = checkpoints / "last.ckpt"
     started, first_step = time.perf_counter(), resumable_step(last, cfg, module)
     if first_step:
-        log.info("goes on at step %d of %d, from %s", first_step, cfg.train.steps, last)
+        log.info("resumes at step %d of %d, from %s", first_step, cfg.train.steps, last)
     fit(trainer, module, cfg, source, last if first_step else None)
     trained = time.perf_counter()
     if keep_checkpoint:

@@ -75,7 +75,7 @@ def make_trainer(
 class MissedValidation(Callback):
     """Makes up for a validation that a kill cut off.
 
-    The checkpoint of a step is written before the validation at that step, and Lightning goes on after both.
+    The checkpoint of a step is written before the validation at that step, and Lightning resumes after both.
     """
 
     def __init__(self, source: DataSource) -> None:
@@ -83,7 +83,7 @@ class MissedValidation(Callback):
 
     @torch.inference_mode()
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log it, if the run goes on from a step of validation; a logger may know it already."""
+        """Log it, if the run resumes at a step of validation; a logger may know it already."""
         module, step = pl_module, trainer.global_step
         if not isinstance(module, LitLM) or trainer.logger is None or not step or step % module.cfg.train.val_every:
             return

@@ -32,7 +32,7 @@ def test_the_file_holds_the_result_and_where_it_came_from(measured):
     assert min(summary["rounds"]) > 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the peak is told in KiB there alone")
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is reported in KiB there alone")
 def test_the_peak_is_above_the_inputs_and_below_the_matrices_of_all_scores_and_weights(measured):
     heads, length = QUICK["heads"], QUICK["length"]
     assert 2 * 4 * heads * length * HEAD_DIM < measured[1]["summary"]["peak_bytes"] < 2 * 4 * heads * length**2

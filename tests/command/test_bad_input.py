@@ -1,4 +1,4 @@
-"""Wrong input: one line that names it and the mend, exit status 2, nothing created or changed, no code run."""
+"""Wrong input: one line that names it and the fix, exit status 2, nothing created or changed, no code run."""
 
 import json
 import os
@@ -531,7 +531,7 @@ UNUSABLE = [
 
 
 @pytest.mark.parametrize(("make", "named"), UNUSABLE, ids=[make.__name__ for make, _ in UNUSABLE])
-def test_a_checkpoint_that_cannot_be_resumed_from_is_set_aside_and_said(
+def test_a_checkpoint_that_cannot_be_resumed_from_is_quarantined_and_said(
     make: Callable[[Path, Path], None],
     named: str,
     trained: Path,
@@ -547,7 +547,7 @@ def test_a_checkpoint_that_cannot_be_resumed_from_is_set_aside_and_said(
     said = [record.getMessage() for record in caplog.records if record.name == "lit_lazy.support.disk"]
     assert len(said) == 1
     assert said[0].startswith(f"{last}: {named}")
-    assert said[0].endswith("kept as last.ckpt.damaged, and begun again without it")
+    assert said[0].endswith("quarantined as last.ckpt.damaged, started again without it")
     assert "\n" not in said[0]
     assert not list(runs.rglob("exploded"))
     first, again = (json.loads((folder / RESULT).read_text()) for folder in (trained, last.parents[1]))
@@ -575,7 +575,7 @@ def test_a_checkpoint_of_ones_own_class_wants_its_file(
     (place / "own.py").write_text(OWN_CLASS)
     error = refused(["evaluate", "own.ckpt"], capsys)
     assert "Bias='MyOwnBias': unknown" in error
-    assert "--import the file that defines a class of your own, else train again" in error
+    assert "--import the file that defines a custom class, else train again" in error
     assert main(["evaluate", "own.ckpt", "--threads", "1", "--import", "own.py"]) == 0
     own = capsys.readouterr().out
     assert main(["evaluate", str(trained / FINAL_CHECKPOINT), "--threads", "1"]) == 0

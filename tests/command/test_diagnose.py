@@ -374,7 +374,7 @@ class MyOwnMute(Normaliser):
 """
 
 
-def test_a_normaliser_of_ones_own_that_does_not_give_its_weights(
+def test_a_custom_normaliser_that_does_not_give_its_weights(
     trained: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     del place

@@ -212,7 +212,7 @@ def test_an_experiments_own_class_is_found_by_its_name(tmp_path):
             [f"--{BIAS}='T5Bais': unknown (did you mean T5Bias?); there are Alibi, ", "LearnedBias"],
         ),
         ([f"--{BIAS}", "T5Bais"], ["'T5Bais'", "T5Bias"]),
-        ([f"--{NORMALISER}=T5Bias"], ["'T5Bias': unknown", "Elastic", "Softmax", "class of your own"]),
+        ([f"--{NORMALISER}=T5Bias"], ["'T5Bias': unknown", "Elastic", "Softmax", "custom class"]),
         ([f"--{DATA}=Wiki"], ["'Wiki'", "Backcopy", "Stdlib"]),
         ([f"--{POSITION}=Ropes"], ["'Ropes'", "did you mean Rope?"]),
         (

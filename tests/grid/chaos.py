@@ -261,7 +261,7 @@ class Chaos:
 
 
 def report(kills: int, seed: int, workers: int, steps: int) -> str:
-    """Run a grid in peace and the same one in chaos, check and compare them, and tell."""
+    """Run a grid undisturbed and the same one in chaos, check and compare them, and tell."""
     with tempfile.TemporaryDirectory(prefix="lit-lazy-chaos-") as folder:
         peace, chaos = Chaos(Path(folder, "peace"), steps), Chaos(Path(folder, "chaos"), steps)
         undisturbed = peace.run(workers, kills=0)
@@ -283,8 +283,8 @@ worker(s); SIGKILL, without warning, {sum(disturbed.kills.values())} times:
 
 The command was given {disturbed.commands} times in all, again whenever it had been killed or had ended early. In the
 end every cell was complete exactly once, in the queue and in MLflow; no metric was missing or logged twice; all {CELLS}
-results are bit-equal to those of the same grid left in peace, and so is its table. That took {disturbed.seconds:.0f} s,
-in peace {undisturbed.seconds:.0f} s.
+results are bit-equal to those of the same grid undisturbed, and so is its table. That took {disturbed.seconds:.0f} s,
+undisturbed {undisturbed.seconds:.0f} s.
 
 Made by `python tests/grid/chaos.py --kills {kills} --seed {seed} --workers {workers} --steps {steps}`
 at commit {git_sha()} on {time.strftime("%Y-%m-%d")}: Python {platform.python_version()}, {platform.system()}

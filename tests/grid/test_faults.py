@@ -132,7 +132,7 @@ def test_out_of_memory_fails_one_cell_with_its_reason_and_can_be_tried_again(
 
 @pytest.mark.long
 def test_a_second_interrupt_ends_at_once(runs: Path, tmp_path: Path) -> None:
-    """The first waits for the bookkeeping, which here never ends."""
+    """The first waits until the cell is requeued, which here never ends."""
     extra = f"""
 {IN_WORKERS}
     import time
@@ -210,7 +210,7 @@ def test_a_full_disk_is_waited_for(tmp_path: Path, empty_store: Path) -> None:
         (runs / "ballast").unlink()
         assert process.wait(timeout=200) == 0, "".join(said)
         listener.join()
-        assert any("there is space again: going on" in line for line in said)
+        assert any("there is space again: resuming" in line for line in said)
         assert Counter(Queue(default_storage(runs), ID).states().values()) == {"complete": 4}
         assert in_mlflow(f"sqlite:///{runs / 'mlflow.db'}", ID) == {("FINISHED", "complete"): 4}
     finally:
@@ -241,7 +241,7 @@ def test_a_cell_of_a_machine_that_vanished_is_taken_over(
 
 @pytest.mark.long
 def test_an_mlflow_server_that_goes_away_loses_nothing(server: MlflowServer, tmp_path: Path) -> None:
-    """It goes when the first cell trains and comes back when all are trained: they are booked then, metrics and all."""
+    """It goes when the first cell trains and comes back when all are trained: then they are recorded."""
     extra = f"""
 {IN_WORKERS}
     import time

@@ -33,7 +33,7 @@ def cells(runs: Path) -> list[Path]:
 
 
 def test_a_grid_from_start_to_table(runs: Path, pair: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One cell diverges: the rest goes on, the exit status says so, and a rerun executes exactly that cell."""
+    """One cell diverges: the rest is executed, the exit status says so, and a rerun executes exactly that cell."""
     command = ["ablate", "run", pair, "--runs", str(runs), "--workers", "2"]
     assert main(command) == 1
     out = capsys.readouterr().out
@@ -129,14 +129,14 @@ LONG = (
 """Two cells that train for a few seconds, so that there is a middle to be killed in."""
 
 
-def test_interrupt_and_go_on(runs: Path, pair: str) -> None:
-    """Ctrl-C ends with the bookkeeping done; the same command goes on from the checkpoints; nothing runs twice."""
+def test_interrupt_and_resume(runs: Path, pair: str) -> None:
+    """Ctrl-C ends when the cells are requeued; the same command resumes from the checkpoints; nothing runs twice."""
     process = start(runs, pair, *LONG)
     grid, queue = wait_for_training(runs, process)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130, out
-    assert "the same command goes on from here" in out
+    assert "the same command resumes" in out
     assert "running" not in queue.states().values()
     assert "interrupted" in [entry.reason for entry in queue.entries("waiting")], (out, queue.states())
     client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
@@ -153,7 +153,7 @@ def test_interrupt_and_go_on(runs: Path, pair: str) -> None:
 
 
 @pytest.mark.long
-def test_fresh_sets_the_former_results_aside(runs: Path, pair: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fresh_moves_the_former_results_away(runs: Path, pair: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["ablate", "run", pair, "--runs", str(runs), "--workers", "1", "--rows", "softmax", "--seeds", "0"]
     assert main(command) == 0
     assert main([*command, "--fresh"]) == 0

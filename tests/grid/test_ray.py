@@ -116,7 +116,7 @@ def test_interrupted_and_killed_cells_go_on(
     out, err = process.communicate(timeout=90)
     queue = queue_of(runs, grid)
     assert process.returncode == 130, out + err
-    assert err == "interrupted; the same command goes on from here\n"
+    assert err == "interrupted; the same command resumes\n"
     assert "ray" not in out.lower()
     assert set(queue.states().values()) == {"waiting"}
     assert "interrupted" in [entry.reason for entry in queue.entries("waiting")]
@@ -253,7 +253,7 @@ def job(tmp_path: Path) -> Job:
 
 @pytest.mark.parametrize("error", [SystemExit(DISK_FULL), OSError(errno.ENOSPC, "No space left on device")])
 def test_a_full_disk_is_told_by_the_result(error: BaseException, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process of a task goes on, so that its status cannot tell."""
+    """The process of a task lives on, so that its status cannot tell."""
 
     def no_room(_job: Job) -> None:
         raise error

@@ -296,7 +296,7 @@ def test_a_search_from_start_to_table_and_on(runs: Path, rates: str, capsys: pyt
     other.write_text(text.replace("0.1, log", "0.2, log").replace("startup=2", "startup=3"))
     assert main(["ablate", "search", str(other), "--runs", str(runs), "--workers", "1"]) == 2
     error = capsys.readouterr().err
-    assert "axes, startup changed since this search was begun; --fresh sets the former results aside" in error
+    assert "axes, startup changed since this search was begun; --fresh moves the former results away" in error
     assert error.count("\n") == 1
 
 
@@ -361,7 +361,7 @@ def wait_for_reports(runs: Path, process: "subprocess.Popen[str]") -> SearchQueu
 
 @pytest.mark.long
 def test_a_killed_worker_costs_nothing_and_is_counted_once(runs: Path, rates: str) -> None:
-    """The worker of a point is killed amid its training: the same point goes on from its checkpoint, elsewhere."""
+    """The worker of a point is killed amid its training: the same point resumes from its checkpoint, elsewhere."""
     process = start(runs, rates)
     queue = wait_for_reports(runs, process)
     (victim, *_) = [entry for entry in queue.entries("running") if entry.worker]
@@ -386,13 +386,13 @@ def test_a_killed_worker_costs_nothing_and_is_counted_once(runs: Path, rates: st
 
 
 @pytest.mark.long
-def test_interrupt_and_go_on(runs: Path, rates: str) -> None:
+def test_interrupt_and_resume(runs: Path, rates: str) -> None:
     process = start(runs, rates)
     queue = wait_for_reports(runs, process)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130, out
-    assert "the same command goes on from here" in out
+    assert "the same command resumes" in out
     stopped = {point.number: point.params for point in queue.points() if point.params}
     assert "running" not in {point.state for point in queue.points()}
     assert main(["ablate", "search", rates, "--runs", str(runs), *LONG]) == 0

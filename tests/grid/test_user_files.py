@@ -76,7 +76,7 @@ def test_files_beside_it_reach_every_worker_and_edited_code_is_another_cell(mine
     assert again.returncode == 2
     assert again.stderr == (
         "lit-lazy: row 'mine': its experiment, ablation, code or data changed since this grid was begun; "
-        "--fresh sets the former results aside, another file name keeps both\n"
+        "--fresh moves the former results away, another file name keeps both\n"
     )
 
     fresh = run(mine, runs, "--fresh")

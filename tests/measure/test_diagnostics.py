@@ -415,7 +415,7 @@ class Unmasked(UniformModule):
         return super().forward(q, k, v, bias, window, backend, with_stats)
 
 
-def test_a_normaliser_of_ones_own_needs_no_more_than_its_weights() -> None:
+def test_a_custom_normaliser_needs_no_more_than_its_weights() -> None:
     module = make(AttentionSpec())
     for attention in module.model.attentions:
         attention.normaliser = UniformModule()

@@ -211,7 +211,7 @@ def test_a_checkpoint_loads_without_running_code_and_rebuilds_the_model(tmp_path
     assert module.cfg == config()
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_the_run_begins_again(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_quarantined_and_the_run_begins_again(tmp_path: Path) -> None:
     run(config(), tmp_path / "whole", keep_checkpoint=True)
     for name, content in (("garbage", b"not a checkpoint"), ("empty", b"")):
         last = tmp_path / name / "checkpoints" / "last.ckpt"
@@ -221,7 +221,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_begins_again(tmp_path: Pa
         assert_same_run(tmp_path / "whole", tmp_path / name)
 
 
-def test_a_damaged_result_is_set_aside_and_the_run_begins_again(tmp_path: Path) -> None:
+def test_a_damaged_result_is_quarantined_and_the_run_begins_again(tmp_path: Path) -> None:
     first = run(config(), tmp_path)
     for content in ('{"key": ', "{}"):
         (tmp_path / RESULT).write_text(content)
@@ -235,14 +235,14 @@ def test_a_folder_with_the_result_of_another_config_is_refused(tmp_path: Path) -
         run(config(seed=1), tmp_path)
 
 
-def test_a_checkpoint_of_another_config_is_set_aside_and_the_run_begins_again(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_config_is_quarantined_and_the_run_begins_again(tmp_path: Path) -> None:
     run(config(seed=1), tmp_path / "whole", keep_checkpoint=True)
     run_until_killed(config(), tmp_path / "begun", 13)
     of_another = (tmp_path / "begun" / "checkpoints" / "last.ckpt").read_bytes()
     kept: list[bytes] = []
 
     class Keep(Callback):
-        """Reads what was set aside, which goes with the finished run's other checkpoints."""
+        """Reads what was quarantined, which goes with the finished run's other checkpoints."""
 
         def on_train_start(self, _trainer, _module) -> None:
             kept.append((tmp_path / "begun" / "checkpoints" / "last.ckpt.damaged").read_bytes())

@@ -152,7 +152,7 @@ class Queue:
                 if time.monotonic() > give_up:
                     raise StorageAwayError(
                         f"the queue's database {redacted(self.url)} has not answered for {PATIENCE_SECONDS / 60:.0f} "
-                        f"minutes ({first_line(error)}); nothing is lost, the same command goes on"
+                        f"minutes ({first_line(error)}); nothing is lost, the same command resumes"
                     ) from error
             time.sleep(pause)
             pause = min(2 * pause, 15.0)
@@ -289,7 +289,7 @@ class Queue:
         self._end(task, TrialState.FAIL, reason=reason, final=final)
 
     def put_back(self, task: Task, reason: str) -> None:
-        """Let a cell wait again; it goes on from its checkpoint."""
+        """Let a cell wait again; it resumes from its checkpoint."""
         self._end(task, TrialState.WAITING, reason=reason)
 
     def _end(

@@ -48,7 +48,7 @@ class Search:
     axes: Mapping[str, Real]
     """Dotted path of a real-valued field of the experiment's `RunConfig` -> where to look."""
     base: str
-    """The experiment it runs on unless told otherwise."""
+    """The experiment it runs on by default."""
     objective: Objective = "loss/val"
     """The loss to minimise, at the end of training; `loss/excess` where the data knows its optimum."""
     trials: int = 30

@@ -51,15 +51,15 @@ def run_search(work: SearchWork, launch: Launch, console: Console) -> tuple[Repo
 
 def _write(work: SearchWork, queue: SearchQueue, tracker: Tracker, parent_id: str) -> Report:
     points, runs = queue.points(), tracker.children(parent_id)
-    _tell_ends(points, runs, tracker)
+    _report_ends(points, runs, tracker)
     shas = {run.tags["git_sha"] for run in runs if run.state != "running"}
     report = Report(work.id, work.definition, points, queue.importances(), sorted(shas), command_line())
     tracker.keep_files(parent_id, report.save(work.folder))
     return report
 
 
-def _tell_ends(points: Sequence[Point], runs: Sequence[TrackedRun], tracker: Tracker) -> None:
-    """Have MLflow show how points ended: a worker that was killed, or had no server, could not say so."""
+def _report_ends(points: Sequence[Point], runs: Sequence[TrackedRun], tracker: Tracker) -> None:
+    """Have MLflow show how points ended: a worker that was killed, or had no server, could not report it."""
     ends = {point.run: point for point in points}
     for run in runs:
         end = ends.get(run.tags["cell"])
@@ -70,7 +70,7 @@ def _tell_ends(points: Sequence[Point], runs: Sequence[TrackedRun], tracker: Tra
 
 
 def _parent(work: SearchWork, queue: SearchQueue, tracker: Tracker) -> str:
-    """The parent run of the search, begun or gone on with. Raises ValueError where the study is another search's."""
+    """The parent run of the search, new or resumed. Raises ValueError where the study is another search's."""
     facts = queue.facts
     if "parent" in facts:
         _refuse_another(work, facts.get("definition"))
@@ -79,7 +79,7 @@ def _parent(work: SearchWork, queue: SearchQueue, tracker: Tracker) -> str:
         except TrackingError as error:
             raise ValueError(
                 f"MLflow at {tracker.uri} does not hold this search's parent run, which is kept at {facts['tracking']} "
-                f"({error}); set MLFLOW_TRACKING_URI to that, or begin anew with --fresh"
+                f"({error}); set MLFLOW_TRACKING_URI to that, or start again with --fresh"
             ) from None
         return facts["parent"]
     definition = work.definition
@@ -94,11 +94,11 @@ def _parent(work: SearchWork, queue: SearchQueue, tracker: Tracker) -> str:
 
 
 def _refuse_another(work: SearchWork, former: str | None) -> None:
-    mend = "--fresh sets the former results aside, another name of the search, or another --runs folder, keeps both"
+    fix = "--fresh moves the former results away, another name of the search, or another --runs folder, keeps both"
     if former is None:
-        raise ValueError(f"{work.id}: the queue holds an ablation of this name; {mend}")
+        raise ValueError(f"{work.id}: the queue holds an ablation of this name; {fix}")
     if changed := work.definition.differences(Definition.from_json(former)):
-        raise ValueError(f"{work.id}: {', '.join(changed)} changed since this search was begun; {mend}")
+        raise ValueError(f"{work.id}: {', '.join(changed)} changed since this search was begun; {fix}")
 
 
 def print_search(work: SearchWork, workers: int, threads: int, console: Console) -> None:

@@ -70,7 +70,7 @@ class SearchWorker(Worker):
             spool.send()
             self.tracker.prune(spool.run_id(), reason)
         except TrackingError as away:
-            log.warning("MLflow is away (%s); `lit-lazy ablate search` tells it in the end", away)
+            log.warning("MLflow is away (%s); `lit-lazy ablate search` reports it in the end", away)
         try:
             self.search.prune(task, reason, diverged)
             shutil.rmtree(self.folder / "cells" / task.cell.key / "checkpoints", ignore_errors=True)

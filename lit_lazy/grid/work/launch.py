@@ -31,7 +31,7 @@ from lit_lazy.tracking.tracker import Tracker, TrackingError, default_uri
 Q = TypeVar("Q", bound=Queue)
 POLL_SECONDS = 1.0
 LOOK_SECONDS = 5.0
-"""Between looks for dead workers while none of one's own has died."""
+"""Between looks for dead workers while none of its own has died."""
 STALE_SECONDS = 120.0
 """A worker of another machine that has not beaten for so long is dead; it beats every 15 s."""
 MOST_CRASHES = 3
@@ -42,7 +42,7 @@ LEAST_FREE_BYTES = 2**24
 
 
 class GridError(UnfinishedError):
-    """A grid cannot go on."""
+    """A grid cannot continue."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def run_grid(grid: Grid, launch: Launch, console: Console, publish: Publish) -> 
         with queue.lock():
             parent_id = _parent(grid, queue, tracker)
         with executed(grid, launch, queue, tracker, parent_id, console) as something_new:
-            _tell_failures(queue, tracker, parent_id)
+            _report_failures(queue, tracker, parent_id)
             table = publish(tracker, parent_id, grid.folder, something_new)
         return table, is_finished(grid, queue)
 
@@ -121,7 +121,7 @@ def opened(work: Work, launch: Launch, queue_type: type[Q], console: Console) ->
     queue = queue_type(launch.storage or default_storage(work.runs), work.id)
     tracker = Tracker(default_uri(work.runs), work.runs, work.id)
     if launch.fresh:
-        begin_anew(work, queue, tracker, console)
+        start_again(work, queue, tracker, console)
     with Membership(work.folder / "workers"):  # another process's --fresh sees that this one lives
         yield queue, tracker
 
@@ -192,8 +192,8 @@ def make_pool(job: Job, launch: Launch) -> Pool:
     return RayPool(job, launch.workers, launch.gpus)
 
 
-def _tell_failures(queue: Queue, tracker: Tracker, parent_id: str) -> None:
-    """Have MLflow show as failed what has: a worker that was killed, or had no server, could not say so."""
+def _report_failures(queue: Queue, tracker: Tracker, parent_id: str) -> None:
+    """Have MLflow show as failed what has: a worker that was killed, or had no server, could not report it."""
     failed = {entry.key: entry.reason for entry in queue.entries("failed")}
     if failed:
         for run in tracker.children(parent_id):
@@ -201,8 +201,8 @@ def _tell_failures(queue: Queue, tracker: Tracker, parent_id: str) -> None:
                 tracker.fail(run.run_id, failed[run.tags["cell"]])
 
 
-def begin_anew(work: Work, queue: Queue, tracker: Tracker, console: Console) -> None:
-    """Begin anew, and lose nothing: the folder is renamed, MLflow's runs go to its deleted ones."""
+def start_again(work: Work, queue: Queue, tracker: Tracker, console: Console) -> None:
+    """Start again, and lose nothing: the folder is renamed, MLflow's runs go to its deleted ones."""
     if alive := living(work.folder / "workers"):
         processes = ", ".join(sorted(name.split("-")[-2] for name in alive))
         raise ValueError(f"--fresh: {work.id} is being run here (by process {processes}); end that first")
@@ -217,7 +217,7 @@ def begin_anew(work: Work, queue: Queue, tracker: Tracker, console: Console) -> 
 
 
 def _parent(grid: Grid, queue: Queue, tracker: Tracker) -> str:
-    """The parent run of the grid, begun or gone on with; its plan is brought up to date."""
+    """The parent run of the grid, new or resumed; its plan is brought up to date."""
     facts = queue.facts
     plan = grid.plan
     if "parent" not in facts:
@@ -231,7 +231,7 @@ def _parent(grid: Grid, queue: Queue, tracker: Tracker) -> str:
         except TrackingError as error:
             raise ValueError(
                 f"MLflow at {tracker.uri} does not hold this grid's parent run, which is kept at {facts['tracking']} "
-                f"({error}); set MLFLOW_TRACKING_URI to that, or begin anew with --fresh"
+                f"({error}); set MLFLOW_TRACKING_URI to that, or start again with --fresh"
             ) from None
         plan = plan.widened(former, grid.row_order)
     tracker.keep_text(parent_id, plan.to_json(), PLAN)
@@ -252,14 +252,14 @@ class Supervisor:
         self._told = False
 
     def work(self, pool: Pool, progress: Progress) -> None:
-        """Return when every cell has ended. Ctrl-C ends the workers after their bookkeeping."""
+        """Return when every cell has ended. Ctrl-C ends the workers after they have requeued their cells."""
         with progress:
             try:
                 while self._step(pool, progress):
                     time.sleep(POLL_SECONDS)
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt) and len(pool):
-                    self._say("ending: the workers put their cells back; Ctrl-C again ends them at once")
+                    self._say("ending: the workers requeue their cells; Ctrl-C again ends them at once")
                 pool.stop()
                 raise
 
@@ -285,7 +285,7 @@ class Supervisor:
         self._count_crashes(ended.crashed, counts, pool)
         pool.start(most=counts["waiting"])
         if not len(pool) and not counts["waiting"] and counts["running"]:
-            self._tell_who_works()
+            self._report_who_works()
         return bool(len(pool) or counts["waiting"] or counts["running"])
 
     def release_dead(self) -> None:
@@ -324,7 +324,7 @@ class Supervisor:
         if self._crashes >= MOST_CRASHES * self.launch.workers:
             raise GridError(f"workers keep dying before they finish a cell: {pool.last_words()}")
 
-    def _tell_who_works(self) -> None:
+    def _report_who_works(self) -> None:
         if not self._told:
             self._told = True
             held = [describe(entry) for entry in self.queue.entries("running") if entry.key in self.cells]
@@ -343,7 +343,7 @@ class Supervisor:
         self._say(f"no space left in {folder}: waiting until {needed / 1e6:.0f} MB are free; nothing is lost")
         while shutil.disk_usage(folder).free < needed:
             time.sleep(POLL_SECONDS)
-        self._say("there is space again: going on")
+        self._say("there is space again: resuming")
 
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False)

@@ -40,11 +40,11 @@ class Pool(Protocol):
         ...
 
     def stop(self) -> None:
-        """Have the workers finish their bookkeeping, and wait for them. A second Ctrl-C kills them."""
+        """Have the workers requeue or record their cells, and wait for them. A second Ctrl-C kills them."""
         ...
 
     def last_words(self) -> str:
-        """What the worker that spoke last had to say, and where."""
+        """The last line that a worker logged, and where."""
         ...
 
 
@@ -72,7 +72,7 @@ class LocalPool:
             self._workers[slot] = self._start(slot)
 
     def stop(self) -> None:
-        """Have the workers finish their bookkeeping, and wait for them. A second Ctrl-C kills them."""
+        """Have the workers requeue or record their cells, and wait for them. A second Ctrl-C kills them."""
         for worker in self._workers.values():
             worker.send_signal(signal.SIGTERM)
         try:

@@ -31,7 +31,7 @@ from lit_lazy.support.errors import named
 
 CONNECT_SECONDS, JOIN_SECONDS = 5.0, 30.0
 ORDERLY_SECONDS = 60.0
-"""How long interrupted tasks may take for their bookkeeping; a task that is stuck elsewhere is not waited for."""
+"""How long interrupted tasks may take to requeue their cells; a task that is stuck elsewhere is not waited for."""
 AGAIN_SECONDS = 5.0
 """Until a task that has not ended is interrupted again: one that is just beginning may miss the first. Should a second
 cut its bookkeeping short, the next command sees that it has ended, and releases its cell."""
@@ -124,7 +124,7 @@ def joined(address: str) -> Iterator[Cluster]:
             _check_address(address)
             ray.init(address, **quiet)
         if in_main_thread:
-            signal.signal(signal.SIGTERM, on_terminate)  # Ray's own handler aborts amid the bookkeeping
+            signal.signal(signal.SIGTERM, on_terminate)  # Ray's own handler aborts in the middle of that
         yield Cluster([machine for machine in ray.nodes() if machine["Alive"]])
     finally:
         ray.shutdown()
@@ -143,16 +143,18 @@ def _check_address(address: str) -> None:
         try:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
         except OSError as error:
-            raise ValueError(f"{named}: does not answer ({error}); give the HOST:PORT that `ray start` told") from None
+            raise ValueError(
+                f"{named}: does not answer ({error}); give the HOST:PORT that `ray start` printed"
+            ) from None
     attempt = [sys.executable, "-c", f"import ray; ray.init({address!r}, log_to_driver=False, logging_level='error')"]
     try:
         joining = subprocess.run(attempt, capture_output=True, text=True, timeout=JOIN_SECONDS)
     except subprocess.TimeoutExpired:
         raise ValueError(
-            f"{named}: answers, but not as a Ray cluster; give the HOST:PORT that `ray start` told"
+            f"{named}: answers, but not as a Ray cluster; give the HOST:PORT that `ray start` printed"
         ) from None
     if joining.returncode:
-        why = (joining.stderr.strip().splitlines() or ["no reason told"])[-1][:300]
+        why = (joining.stderr.strip().splitlines() or ["no reason given"])[-1][:300]
         raise ValueError(f"{named}: cannot be joined ({why}); run this on a machine of the cluster, with its Ray")
 
 
@@ -185,7 +187,7 @@ class RayPool:
             self._tasks.append(self._task.remote(self.job, os.getcwd()))
 
     def stop(self) -> None:
-        """Have the tasks finish their bookkeeping, and wait for them; end those that do not. A second Ctrl-C ends all.
+        """Have the tasks requeue or record their cells; end those that do not. A second Ctrl-C ends all.
 
         A task gets a KeyboardInterrupt, which reaches it between two steps of Python, not within a call that blocks.
         """
@@ -218,7 +220,7 @@ class RayPool:
 def execute(job: Job, folder: str) -> int:
     """A task: execute one waiting cell, if there is one; 0, or DISK_FULL.
 
-    The process outlives its task, so a full disk is told by the result, and what was opened is closed.
+    The process outlives its task, so a full disk is reported by the result, and what was opened is closed.
     """
     os.chdir(folder)
     # Ray cancels by an interrupt, which a cluster that was started in the background would have every process ignore.

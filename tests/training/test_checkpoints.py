@@ -213,3 +213,16 @@ class TestResuming:
         save(tmp_path / "last.ckpt", checkpoint() | {"state_dict": module.state_dict()})
         assert resumable_step(tmp_path / "last.ckpt", LAZY, module_of()) == 0
         assert "mlp.down.weight is (8, 32), should be (16, 32)" in caplog.text
+
+
+def test_a_checkpoint_of_an_earlier_version_loads_and_resumes(tmp_path: Path) -> None:
+    """Which knew fewer fields: those that it does not know are at their defaults."""
+    path = tmp_path / "last.ckpt"
+    content = checkpoint()
+    del content["hyper_parameters"]["config"]["model"]["embedding_init_std"]  # type: ignore[index]
+    save(path, content)
+    assert load(path).cfg == LAZY
+    assert resumable_step(path, LAZY, module_of()) == 3
+    other = replace_at(LAZY, {"model.embedding_init_std": 1.0})
+    assert resumable_step(path, other, module_of(other)) == 0
+    assert (tmp_path / "last.ckpt.damaged").exists()

@@ -136,8 +136,8 @@ def test_a_second_interrupt_ends_at_once(runs: Path, tmp_path: Path) -> None:
     extra = f"""
 {IN_WORKERS}
     import time
+    from lit_lazy.grid.queue.queue import Queue
     from lit_lazy.training.module import LitLM
-    from lit_lazy.tracking.spool import Spool
 
     def linger(*_):
         (Path(__file__).parent / "lingers").touch()
@@ -147,7 +147,7 @@ def test_a_second_interrupt_ends_at_once(runs: Path, tmp_path: Path) -> None:
         (Path(__file__).parent / "trains").touch()
         time.sleep(600)
 
-    Spool.fail = linger
+    Queue.requeue = linger
     LitLM.training_step = dawdle
 """
     process = start(write(tmp_path, extra), "--runs", str(runs), "--workers", "1")
@@ -241,7 +241,7 @@ def test_a_cell_of_a_machine_that_vanished_is_taken_over(
 
 @pytest.mark.long
 def test_an_mlflow_server_that_goes_away_loses_nothing(server: MlflowServer, tmp_path: Path) -> None:
-    """It goes when the first cell trains and comes back when all are trained: they are booked then, metrics and all."""
+    """It goes when the first cell trains, and is back when all are trained: they are then recorded with all metrics."""
     extra = f"""
 {IN_WORKERS}
     import time

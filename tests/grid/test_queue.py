@@ -119,10 +119,10 @@ def test_a_worker_can_be_kept_to_some_cells(storage: str) -> None:
     assert queue.states() == {"k0": "waiting", "k1": "running", "k2": "waiting", "k3": "running"}
 
 
-def test_a_cell_that_is_put_back_waits_again_and_keeps_its_reason(storage: str) -> None:
+def test_a_requeued_cell_waits_again_and_keeps_its_reason(storage: str) -> None:
     queue = Queue(storage, "study")
     queue.add_missing(cells(2))
-    queue.put_back(claimed(queue), "interrupted")
+    queue.requeue(claimed(queue), "interrupted")
     assert queue.states() == {"k0": "waiting", "k1": "waiting"}
     assert [entry.reason for entry in queue.entries("waiting")] == ["interrupted", ""]
     assert claimed(queue).cell.key == "k0"
@@ -139,7 +139,7 @@ def test_a_worker_that_was_given_up_cannot_book_its_cell(storage: str) -> None:
     for book in (
         lambda: queue.complete(lost, 1.0),
         lambda: queue.fail(lost, "late"),
-        lambda: queue.put_back(lost, "late"),
+        lambda: queue.requeue(lost, "late"),
     ):
         with pytest.raises(LostError, match="given to another worker"):
             book()

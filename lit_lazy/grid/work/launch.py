@@ -259,7 +259,7 @@ class Supervisor:
                     time.sleep(POLL_SECONDS)
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt) and len(pool):
-                    self._say("ending: the workers put their cells back; Ctrl-C again ends them at once")
+                    self._say("ending: the workers requeue their cells; Ctrl-C again ends them at once")
                 pool.stop()
                 raise
 

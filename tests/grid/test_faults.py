@@ -136,8 +136,8 @@ def test_a_second_interrupt_ends_at_once(runs: Path, tmp_path: Path) -> None:
     extra = f"""
 {IN_WORKERS}
     import time
+    from lit_lazy.grid.queue.queue import Queue
     from lit_lazy.training.module import LitLM
-    from lit_lazy.tracking.spool import Spool
 
     def linger(*_):
         (Path(__file__).parent / "lingers").touch()
@@ -147,7 +147,7 @@ def test_a_second_interrupt_ends_at_once(runs: Path, tmp_path: Path) -> None:
         (Path(__file__).parent / "trains").touch()
         time.sleep(600)
 
-    Spool.fail = linger
+    Queue.requeue = linger
     LitLM.training_step = dawdle
 """
     process = start(write(tmp_path, extra), "--runs", str(runs), "--workers", "1")

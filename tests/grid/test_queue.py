@@ -119,10 +119,10 @@ def test_a_worker_can_be_kept_to_some_cells(storage: str) -> None:
     assert queue.states() == {"k0": "waiting", "k1": "running", "k2": "waiting", "k3": "running"}
 
 
-def test_a_cell_that_is_put_back_waits_again_and_keeps_its_reason(storage: str) -> None:
+def test_a_requeued_cell_waits_again_and_keeps_its_reason(storage: str) -> None:
     queue = Queue(storage, "study")
     queue.add_missing(cells(2))
-    queue.put_back(claimed(queue), "interrupted")
+    queue.requeue(claimed(queue), "interrupted")
     assert queue.states() == {"k0": "waiting", "k1": "waiting"}
     assert [entry.reason for entry in queue.entries("waiting")] == ["interrupted", ""]
     assert claimed(queue).cell.key == "k0"
@@ -139,7 +139,7 @@ def test_a_worker_that_was_given_up_cannot_book_its_cell(storage: str) -> None:
     for book in (
         lambda: queue.complete(lost, 1.0),
         lambda: queue.fail(lost, "late"),
-        lambda: queue.put_back(lost, "late"),
+        lambda: queue.requeue(lost, "late"),
     ):
         with pytest.raises(LostError, match="given to another worker"):
             book()
@@ -273,13 +273,13 @@ def test_a_database_that_goes_away_for_a_while_is_waited_for(postgres_server: "p
     with pytest.raises((sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError)):
         queue.beat(task)
 
-    # The server ends with the thread that started it, so it is the booking that has one of its own.
-    booking = threading.Thread(target=queue.complete, args=(task, 1.0))
-    booking.start()
+    # The server ends with the thread that started it, so it is the record that has one of its own.
+    recording = threading.Thread(target=queue.complete, args=(task, 1.0))
+    recording.start()
     time.sleep(2)
-    assert booking.is_alive()
+    assert recording.is_alive()
     postgres_server.start()
-    booking.join(timeout=60)
+    recording.join(timeout=60)
     assert queue.states() == {"k0": "complete", "k1": "waiting"}
     assert claimed(queue).cell.key == "k1"
 

@@ -171,7 +171,7 @@ def drawn(tmp_path: Path, points: int, interrupted_at: int = -1, seed: int = 0) 
         for number in range(points):
             task = take(queue, member)
             if number == interrupted_at:
-                queue.put_back(task, "interrupted")
+                queue.requeue(task, "interrupted")
                 queue = SearchQueue(queue.url, queue.name)
                 again = take(queue, member)
                 assert again.cell == task.cell

@@ -288,7 +288,7 @@ class Queue:
         """Record that a cell failed, and why; final: that trying again would end alike."""
         self._end(task, TrialState.FAIL, reason=reason, final=final)
 
-    def put_back(self, task: Task, reason: str) -> None:
+    def requeue(self, task: Task, reason: str) -> None:
         """Let a cell wait again; it resumes from its checkpoint."""
         self._end(task, TrialState.WAITING, reason=reason)
 

@@ -33,8 +33,7 @@ CONNECT_SECONDS, JOIN_SECONDS = 5.0, 30.0
 ORDERLY_SECONDS = 60.0
 """How long interrupted tasks may take to requeue their cells; a task that is stuck elsewhere is not waited for."""
 AGAIN_SECONDS = 5.0
-"""Until a task that has not ended is interrupted again: one that is just beginning may miss the first. Should a second
-cut its bookkeeping short, the next command sees that it has ended, and releases its cell."""
+"""Until a task that has not ended is interrupted again: one that is just beginning may miss the first."""
 FORCED_SECONDS = 10.0
 OBJECT_STORE_BYTES = 100 * 2**20
 """Nearly the least that Ray takes: results go through the queue and MLflow."""
@@ -223,7 +222,7 @@ def execute(job: Job, folder: str) -> int:
     The process outlives its task, so a full disk is reported by the result, and what was opened is closed.
     """
     os.chdir(folder)
-    # Ray cancels by an interrupt, which a cluster that was started in the background would have every process ignore.
+    # Ray cancels by SIGINT, which a cluster that was started in the background would have every process ignore.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with _logging(job):

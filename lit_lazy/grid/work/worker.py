@@ -1,4 +1,4 @@
-"""A worker process: takes cells from the queue, trains them, and does the bookkeeping, until none is left."""
+"""A worker process: takes cells from the queue, trains them and records them, until none is left."""
 
 import argparse
 import gc
@@ -6,13 +6,11 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -23,6 +21,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.queue.membership import Heart, Membership
 from lit_lazy.grid.queue.queue import LostError, Queue, Task
+from lit_lazy.grid.work.interrupts import EndIfInterrupted, Interrupts
 from lit_lazy.support.disk import is_disk_full
 from lit_lazy.support.errors import named, one_line
 from lit_lazy.support.provenance import git_sha
@@ -68,12 +67,13 @@ class Job:
 
 
 @dataclass
-class Booking:
-    """A trained cell that MLflow and the queue do not know of yet."""
+class Held:
+    """A cell that this worker has claimed, and that the queue does not know the end of yet."""
 
     task: Task
     spool: Spool
-    result: RunResult
+    result: RunResult | None = None
+    """Once it is trained."""
     refusals: int = 0
 
 
@@ -89,29 +89,32 @@ class Worker:
     keep_checkpoints: bool = False
     keys: Set[str] | None = None
     """Take only these cells."""
-    _bookings: list[Booking] = field(default_factory=list)
+    _held: list[Held] = field(default_factory=list)
+    _interrupts: Interrupts = field(default_factory=Interrupts)
 
     def work(self, most: int | None = None) -> None:
         """Execute waiting cells until there is none, or `most` of them.
 
-        A cell that fails is recorded, and the rest goes on; where MLflow is away, trained cells are booked when it is
-        back. A full disk ends the process (SystemExit): its cell is released when it is seen to be dead.
+        A cell that fails is recorded, and the others are executed; where MLflow is away, trained cells are recorded when it is
+        back. An interrupt is raised in training and in pauses alone, and requeues every cell that is held. A full disk
+        ends the process (SystemExit): its cell is released when it is seen to be dead.
         """
-        with Membership(self.folder / "workers") as membership, Heart(self.queue, BEAT_SECONDS) as heart:
+        with (
+            self._interrupts,
+            Membership(self.folder / "workers") as membership,
+            Heart(self.queue, BEAT_SECONDS) as heart,
+        ):
             try:
                 done = 0
-                while (most is None or done < most) and (task := self._claim(membership)):
-                    heart.hold(task)
-                    if not self._execute(task):
-                        heart.drop(task)
-                    self._book(heart)
+                while (most is None or done < most) and (held := self._claim(membership, heart)):
+                    self._execute(held, heart)
+                    self._record(heart)
                     done += 1
-                while self._bookings:
-                    time.sleep(BUSY_SECONDS)
-                    self._book(heart)
+                while self._held:
+                    self._pause()
+                    self._record(heart)
             except KeyboardInterrupt:
-                for booking in self._bookings:
-                    self._return(booking.task, "trained, and not logged yet")
+                self._requeue_held(heart)
                 raise
             except Exception as error:
                 if is_disk_full(error):
@@ -119,49 +122,65 @@ class Worker:
                     raise SystemExit(DISK_FULL) from error
                 raise
 
-    def _claim(self, membership: Membership) -> Task | None:
-        end_if_interrupted()
-        return self.queue.claim(membership.identity, self.keys)
+    def _claim(self, membership: Membership, heart: Heart) -> Held | None:
+        self._interrupts.check()
+        task = self.queue.claim(membership.identity, self.keys)
+        if task is None:
+            return None
+        heart.hold(task)
+        held = Held(task, Spool(self.tracker, self.folder / "cells" / task.cell.key, self.card(task.cell)))
+        self._held.append(held)
+        return held
 
-    def _execute(self, task: Task) -> bool:
-        """Train a cell; whether it is still held, to be booked."""
-        cell = task.cell
-        log.info("start %s seed %d (%s)", cell.variant, cell.seed, cell.key)
-        folder = self.folder / "cells" / cell.key
-        spool = Spool(self.tracker, folder, self.card(cell))
+    def _drop(self, held: Held, heart: Heart) -> None:
+        self._held.remove(held)
+        heart.drop(held.task)
+
+    def _execute(self, held: Held, heart: Heart) -> None:
+        """Train a cell, which is held until its result is recorded."""
+        task, spool = held.task, held.spool
+        log.info("start %s seed %d (%s)", task.cell.variant, task.cell.seed, task.cell.key)
         try:
-            # A finished cell only lacks bookkeeping.
-            result = RunResult.read(folder) or self._train(task, folder, spool)
-            self._bookings.append(Booking(task, spool, result))
-            return True
-        except KeyboardInterrupt:
-            spool.fail("interrupted", "KILLED")
-            self._return(task, "interrupted")
-            raise
+            # A finished cell only lacks its record.
+            held.result = RunResult.read(spool.folder) or self._train(task, spool)
         except CellBusyError as error:
-            self._return(task, str(error))
-            time.sleep(BUSY_SECONDS)
+            self._requeue(task, str(error))
+            self._drop(held, heart)
+            self._pause()
         except Exception as error:
             if is_disk_full(error):
                 raise
             self._end_early(task, spool, error)
+            self._drop(held, heart)
         finally:
             _free_memory()
-        return False
+
+    def _pause(self) -> None:
+        with self._interrupts.allowed():
+            time.sleep(BUSY_SECONDS)
+
+    def _requeue_held(self, heart: Heart) -> None:
+        """What an interrupt leaves to others. The queue comes first: MLflow may take long to answer."""
+        untrained = [held for held in self._held if held.result is None]
+        for held in list(self._held):
+            self._requeue(held.task, "interrupted" if held in untrained else "trained, and not logged yet")
+            self._drop(held, heart)
+        for held in untrained:
+            held.spool.fail("interrupted", "KILLED")
 
     def _end_early(self, task: Task, spool: Spool, error: Exception) -> None:
-        """A cell may fail in any way: its reason is kept, and the rest of the grid goes on."""
+        """A cell may fail in any way: its reason is kept, and the rest of the grid is executed."""
         log.error("%s seed %d failed\n%s", task.cell.variant, task.cell.seed, traceback.format_exc())
         spool.fail(reason_of(error), "FAILED")
         self._fail(task, reason_of(error), final=isinstance(error, DivergedError))
 
-    def _train(self, task: Task, folder: Path, spool: Spool) -> RunResult:
-        with spool.sending():
+    def _train(self, task: Task, spool: Spool) -> RunResult:
+        with spool.sending(), self._interrupts.allowed():
             return run(
                 from_dict(RunConfig, task.cell.config),
-                folder,
+                spool.folder,
                 logger=spool.logger(),
-                callbacks=[EndIfInterrupted(), *self._callbacks(task)],
+                callbacks=[EndIfInterrupted(self._interrupts), *self._callbacks(task)],
                 keep_checkpoint=self.keep_checkpoints,
                 expected_key=task.cell.key,
             )
@@ -174,30 +193,29 @@ class Worker:
         """What the queue keeps of a result."""
         return result.metrics["loss/val"]
 
-    def _book(self, heart: Heart) -> None:
+    def _record(self, heart: Heart) -> None:
         """Finish what was trained, in this order: result.json (there already), MLflow, the queue."""
-        for booking in list(self._bookings):
-            task = booking.task
+        for held, result in [(held, held.result) for held in self._held if held.result]:
+            task = held.task
             try:
-                booking.spool.finish(booking.result)
-                self.queue.complete(task, self._value(booking.result))
+                held.spool.finish(result)
+                self.queue.complete(task, self._value(result))
                 log.info("done %s seed %d", task.cell.variant, task.cell.seed)
             except TrackingError as error:
                 if is_disk_full(error):
                     raise
-                booking.refusals += error.reachable
-                log.warning("%s seed %d is not booked yet: %s", task.cell.variant, task.cell.seed, error)
-                if booking.refusals < MOST_REFUSALS:
+                held.refusals += error.reachable
+                log.warning("%s seed %d is not recorded yet: %s", task.cell.variant, task.cell.seed, error)
+                if held.refusals < MOST_REFUSALS:
                     continue
                 self._fail(task, reason_of(error))
             except LostError as error:
                 log.warning("%s", error)
-            self._bookings.remove(booking)
-            heart.drop(task)
+            self._drop(held, heart)
 
-    def _return(self, task: Task, reason: str) -> None:
+    def _requeue(self, task: Task, reason: str) -> None:
         try:
-            self.queue.put_back(task, reason)
+            self.queue.requeue(task, reason)
         except LostError as error:
             log.warning("%s", error)
 
@@ -255,27 +273,6 @@ def make_worker(job: Job, queue_type: type[Queue] = Queue, worker_type: "type[Wo
     )
 
 
-_interrupted = threading.Event()
-
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    _interrupted.set()
-    raise KeyboardInterrupt
-
-
-def end_if_interrupted() -> None:
-    """Raise KeyboardInterrupt again if it was lost: Python drops what is raised in the callback of a weak reference."""
-    if _interrupted.is_set():
-        raise KeyboardInterrupt
-
-
-class EndIfInterrupted(Callback):
-    """Looks for a lost interrupt before every step."""
-
-    def on_train_batch_start(self, *_args: object, **_kwargs: object) -> None:
-        end_if_interrupted()
-
-
 def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) -> int:
     """Entry point of a worker process, which `LocalPool` starts. The storage's URL is in the environment."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -289,7 +286,7 @@ def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) 
     parser.add_argument("--import", dest="files", type=Path, nargs="*", default=[])
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stdout)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     job = Job(
         storage=os.environ[STORAGE_VARIABLE],
@@ -302,10 +299,9 @@ def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) 
         keys=frozenset(options.keys.read_text().splitlines()) if options.keys else None,
         files=options.files,
     )
-    prepare_process(job)
-    worker = make_worker(job, queue_type, worker_type)
     try:
-        worker.work()
+        prepare_process(job)
+        make_worker(job, queue_type, worker_type).work()
     except KeyboardInterrupt:
         return 130
     return 0

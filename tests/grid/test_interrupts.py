@@ -1,0 +1,157 @@
+"""A worker that is interrupted, at any moment and again meanwhile, leaves no cell running."""
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+from optuna.storages import RDBStorage
+
+from lit_lazy.config.canonical import to_dict
+from lit_lazy.config.files import find, load_experiment
+from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.queue.membership import Heart
+from lit_lazy.grid.queue.queue import Queue
+from lit_lazy.grid.queue.storage import default_storage
+from lit_lazy.grid.search.definition import Real, Search, define
+from lit_lazy.grid.search.queue import SearchQueue
+from lit_lazy.grid.search.worker import SearchWorker
+from lit_lazy.grid.work import ray_pool, worker
+from lit_lazy.grid.work.worker import STORAGE_VARIABLE, Job, Worker
+from lit_lazy.tracking.spool import Spool
+from lit_lazy.tracking.tracker import default_uri
+from lit_lazy.training.module import LitLM
+
+STUDY = "study"
+Moment = tuple[type, str, str]
+CLAIM: dict[str, Moment] = {
+    "signed, not taken": (RDBStorage, "set_trial_state_values", "before"),
+    "taken in the database": (RDBStorage, "set_trial_state_values", "after"),
+    "claimed": (Queue, "claim", "after"),
+    "not held yet": (Heart, "hold", "before"),
+    "held": (Heart, "hold", "after"),
+    "about to start": (Worker, "card", "before"),
+    "starting": (Worker, "_train", "before"),
+    "in training": (LitLM, "training_step", "before"),
+}
+BOOKKEEPING: dict[str, Moment] = {
+    "about to requeue": (Queue, "requeue", "before"),
+    "requeueing": (RDBStorage, "set_trial_state_values", "before"),
+    "requeued": (Queue, "requeue", "after"),
+    "reporting": (Spool, "fail", "before"),
+}
+
+
+def interrupt_at(moment: Moment, number: signal.Signals) -> None:
+    """Send this process a signal at a moment, once."""
+    owner, name, when = moment
+    method = getattr(owner, name)
+
+    def interrupt(*args: object, **kwargs: object) -> object:
+        setattr(owner, name, method)
+        if when == "before":
+            os.kill(os.getpid(), number)
+        result = method(*args, **kwargs)
+        if when == "after":
+            os.kill(os.getpid(), number)
+        return result
+
+    setattr(owner, name, interrupt)
+
+
+def local(job: Job, module: Callable[[], int]) -> int:
+    """As `LocalPool` starts a worker."""
+    os.environ[STORAGE_VARIABLE] = job.storage
+    words = {"--study": job.study, "--runs": job.runs, "--threads": 1, "--tracking-uri": job.tracking_uri}
+    sys.argv = ["worker", *(str(word) for pair in words.items() for word in pair), "--parent", job.parent_id]
+    return module()
+
+
+KINDS: dict[str, tuple[Callable[[Job], int], signal.Signals]] = {
+    "local": (lambda job: local(job, worker.main), signal.SIGTERM),
+    "search": (lambda job: local(job, lambda: worker.main(SearchQueue, SearchWorker)), signal.SIGTERM),
+    "ray": (lambda job: ray_pool.execute(job, os.getcwd()), signal.SIGINT),
+}
+
+
+def two_cells(kind: str, storage: str) -> Queue:
+    """A queue of two cells, or points."""
+    base = load_experiment(find("experiments", "backcopy_tiny"))
+    if kind != "search":
+        queue = Queue(storage, STUDY)
+        queue.add_missing([Cell(f"k{seed}", "v", "ours", seed, to_dict(base), {}) for seed in range(2)])
+        return queue
+    search = SearchQueue(storage, STUDY)
+    definition = define(Search("s", {"train.lr": Real(1e-4, 1e-1, log=True)}, "backcopy_tiny", startup=2), base)
+    search.facts = {"definition": definition.to_json()}
+    search.add_missing([definition.undrawn(number) for number in range(2)])
+    return search
+
+
+def end_of(work: Callable[[], None]) -> int | None:
+    """The exit status of a process that does this."""
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(timeout=60)
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def interrupted(kind: str, runs: Path, *moments: Moment) -> Queue:
+    """The queue after a worker of this kind was interrupted, at these moments in turn."""
+    storage = default_storage(runs)
+    queue = two_cells(kind, storage)
+    job = Job(storage, STUDY, runs, default_uri(runs), "parent", 1, False, None, ())
+    execute, number = KINDS[kind]
+
+    def work() -> None:
+        for moment in moments:
+            interrupt_at(moment, number)
+        try:
+            sys.exit(execute(job))
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+    assert end_of(work) == 130
+    return queue
+
+
+def check(queue: Queue) -> None:
+    assert set(queue.states().values()) == {"waiting"}
+    assert [entry.reason for entry in queue.entries("waiting")] == ["interrupted", ""]
+
+
+# What `make test` tries; the other moments of each kind of worker are tried in `make test-all`.
+SHORT = {
+    ("local", "taken in the database"),
+    ("local", "not held yet"),
+    ("ray", "claimed"),
+    ("local", "about to requeue"),
+    ("ray", "reporting"),
+}
+
+
+def every(moments: Iterable[str]) -> list[object]:
+    """Each moment in each kind of worker."""
+    return [
+        pytest.param(kind, moment, marks=() if (kind, moment) in SHORT else pytest.mark.long)
+        for kind in KINDS
+        for moment in moments
+    ]
+
+
+@pytest.mark.parametrize(("kind", "moment"), every(CLAIM))
+def test_a_cell_is_requeued_whenever_its_worker_is_interrupted(kind: str, moment: str, runs: Path) -> None:
+    check(interrupted(kind, runs, CLAIM[moment]))
+
+
+def test_a_point_is_requeued_when_it_is_being_drawn(runs: Path) -> None:
+    check(interrupted("search", runs, (SearchQueue, "_draw", "after")))
+
+
+@pytest.mark.parametrize(("kind", "moment"), every(BOOKKEEPING))
+def test_a_second_interrupt_does_not_cut_the_requeueing_short(kind: str, moment: str, runs: Path) -> None:
+    check(interrupted(kind, runs, CLAIM["in training"], BOOKKEEPING[moment]))

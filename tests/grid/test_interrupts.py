@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from optuna.storages import RDBStorage
 
-from lit_lazy.config.canonical import to_dict
+from lit_lazy.config.canonical import replace_at, to_dict
 from lit_lazy.config.files import find, load_experiment
+from lit_lazy.config.key import cell_key
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.queue.membership import Heart
 from lit_lazy.grid.queue.queue import Queue
@@ -37,7 +38,7 @@ CLAIM: dict[str, Moment] = {
     "starting": (Worker, "_train", "before"),
     "in training": (LitLM, "training_step", "before"),
 }
-BOOKKEEPING: dict[str, Moment] = {
+REQUEUEING: dict[str, Moment] = {
     "about to requeue": (Queue, "requeue", "before"),
     "requeueing": (RDBStorage, "set_trial_state_values", "before"),
     "requeued": (Queue, "requeue", "after"),
@@ -82,7 +83,9 @@ def two_cells(kind: str, storage: str) -> Queue:
     base = load_experiment(find("experiments", "backcopy_tiny"))
     if kind != "search":
         queue = Queue(storage, STUDY)
-        queue.add_missing([Cell(f"k{seed}", "v", "ours", seed, to_dict(base), {}) for seed in range(2)])
+        seeds = [(seed, replace_at(base, {"seed": seed})) for seed in range(2)]
+        data = base.data.load().fingerprint
+        queue.add_missing([Cell(cell_key(cfg, data), "v", "ours", seed, to_dict(cfg), {}) for seed, cfg in seeds])
         return queue
     search = SearchQueue(storage, STUDY)
     definition = define(Search("s", {"train.lr": Real(1e-4, 1e-1, log=True)}, "backcopy_tiny", startup=2), base)
@@ -152,6 +155,6 @@ def test_a_point_is_requeued_when_it_is_being_drawn(runs: Path) -> None:
     check(interrupted("search", runs, (SearchQueue, "_draw", "after")))
 
 
-@pytest.mark.parametrize(("kind", "moment"), every(BOOKKEEPING))
+@pytest.mark.parametrize(("kind", "moment"), every(REQUEUEING))
 def test_a_second_interrupt_does_not_cut_the_requeueing_short(kind: str, moment: str, runs: Path) -> None:
-    check(interrupted(kind, runs, CLAIM["in training"], BOOKKEEPING[moment]))
+    check(interrupted(kind, runs, CLAIM["in training"], REQUEUEING[moment]))

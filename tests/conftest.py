@@ -10,6 +10,7 @@ from pathlib import Path
 import postgres
 import pytest
 import torch
+from filelock import FileLock
 from postgres import postgres_server
 from torch_alone import torch_site
 
@@ -29,12 +30,29 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _cheap_grids() -> Iterator[None]:
+    """Workers that this process starts are forks, and reports draw the figures of one variant."""
+    import forked
+
+    from lit_lazy.grid.work import pool
+    from lit_lazy.report import page
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "subprocess", forked)
+        patch.setattr(page, "MOST_VARIANTS", 1)
+        yield
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory, _cheap_grids: None) -> Path:
     """An MLflow database without experiments of ours, to be copied: its first touch takes seconds."""
     from mlflow.tracking import MlflowClient
 
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowClient(f"sqlite:///{path}").search_experiments()
+    folder = tmp_path_factory.getbasetemp()
+    path = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "empty-mlflow.db"
+    with FileLock(f"{path}.lock"):  # one for all processes of a test run
+        if not path.exists():
+            MlflowClient(f"sqlite:///{path}").search_experiments()
     return path
 
 

@@ -12,7 +12,9 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import forked
 import optuna
 import pytest
 import torch
@@ -582,33 +584,37 @@ def test_a_checkpoint_of_ones_own_class_wants_its_file(
     assert own == capsys.readouterr().out
 
 
-def process(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW", "LIT_LAZY"))}
-    return subprocess.run(
-        [sys.executable, "-m", "lit_lazy.command", *arguments],
-        capture_output=True, text=True, cwd=folder, check=False, env=environment | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+def real(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
 PROCESSES = [
-    (["ablate", "run", "table2", "--workers", "two"], "'two': must be a whole number of at least 1"),
-    ([*TRAIN, "--model.n_heads=3"], "model.n_heads=3: must divide model.d_model=16"),
-    (["evaluate", "bomb.ckpt"], "could run code"),
+    (real, ["ablate", "run", "table2", "--workers", "two"], "'two': must be a whole number of at least 1"),
+    (real, [*TRAIN, "--model.n_heads=3"], "model.n_heads=3: must divide model.d_model=16"),
+    (forked.run, ["evaluate", "bomb.ckpt"], "could run code"),
     (
+        forked.run,
         [*CELL, "--storage", "postgresql://me:geheim@127.0.0.1:{port}/x"],
         "are server, user, password and database right?",
     ),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "named"), PROCESSES, ids=[" ".join(a) for a, _ in PROCESSES])
+@pytest.mark.parametrize(("run", "arguments", "named"), PROCESSES, ids=[" ".join(words) for _, words, _ in PROCESSES])
 def test_in_a_process_of_its_own(
-    arguments: list[str], named: str, trained: Path, place: Path, closed_port: int
+    run: Callable[..., subprocess.CompletedProcess[str]],
+    arguments: list[str],
+    named: str,
+    trained: Path,
+    place: Path,
+    closed_port: int,
 ) -> None:
     is_a_torch_bomb(trained, place / "bomb.ckpt")
     before = tree(place)
-    done = process([argument.format(port=closed_port) for argument in arguments], place)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW", "LIT_LAZY"))}
+    words = [argument.format(port=closed_port) for argument in arguments]
+    command = [sys.executable, "-m", "lit_lazy.command", *words]
+    done = run(command, cwd=place, env=environment | {"OMP_NUM_THREADS": "1"})
     assert tree(place) == before
     assert done.returncode == 2
     assert done.stdout == ""

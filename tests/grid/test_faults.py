@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import pytest
 from mlflow.tracking import MlflowClient
 from mlflow_server import MlflowServer
@@ -68,10 +69,10 @@ def write(tmp_path: Path, extra: str = "", name: str = "faults") -> str:
 
 
 def start(*arguments: str, **environment: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
+    return forked.Popen(
         [sys.executable, "-m", "lit_lazy.command", "ablate", "run", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stdout=forked.PIPE,
+        stderr=forked.STDOUT,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         start_new_session=True,

@@ -100,7 +100,8 @@ def check_mlflow(runs: Path) -> None:
 
 
 def start(runs: Path, pair: str, *more: str) -> "subprocess.Popen[str]":
-    arguments = ["ablate", "run", pair, "--runs", str(runs), "--workers", "2", "--rows", "softmax,lazy", *more]
+    """The command in a real process, as its worker is."""
+    arguments = ["ablate", "run", pair, "--runs", str(runs), "--workers", "1", "--rows", "softmax,lazy", *more]
     return subprocess.Popen(
         [sys.executable, "-m", "lit_lazy.command", *arguments],
         stdout=subprocess.PIPE,
@@ -123,7 +124,7 @@ def wait_for_training(runs: Path, process: "subprocess.Popen[str]") -> tuple[str
 
 
 LONG = (
-    *("--seeds", "0", "--train.steps=1500", "--train.checkpoint_every=20"),
+    *("--seeds", "0", "--train.steps=400", "--train.checkpoint_every=20"),
     *("--train.val_every=1000", "--train.log_every=100"),
 )
 """Two cells that train for a few seconds, so that there is a middle to be killed in."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import forked
 import pytest
 from mlflow.tracking import MlflowClient
 
@@ -337,10 +338,10 @@ LONG = (
 
 
 def start(runs: Path, rates: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
+    return forked.Popen(
         [sys.executable, "-m", "lit_lazy.command", "ablate", "search", rates, "--runs", str(runs), *LONG],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stdout=forked.PIPE,
+        stderr=forked.STDOUT,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )

@@ -42,6 +42,7 @@ def must_hold(row: dict[str, Any]) -> None:
         assert INSTRUCTION[row["target"]] in row["instructions"], row
 
 
+@pytest.mark.long
 def test_default_configurations(tmp_path):
     rows = report([128], False, ["bf16"], tmp_path)
     assert len(rows) == len(compiled.KERNELS) * len(compiled.SHARED_LIMITS)

@@ -182,8 +182,7 @@ def decoded(case, backend="triton"):
 class TestSkipping:
     """Tiles in which no weight survives cost no product with the values."""
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-    @pytest.mark.parametrize("renormalise", [False, True])
+    @pytest.mark.parametrize(("renormalise", "dtype"), [(False, torch.float32), (True, torch.float16)])
     def test_changes_no_bit(self, renormalise, dtype, monkeypatch):
         small_blocks(monkeypatch, 16, 16)
         case, few = sparse(dtype, renormalise=renormalise), sparse(dtype, 400, 2, renormalise)
@@ -196,7 +195,7 @@ class TestSkipping:
     @pytest.mark.parametrize("rows", [16, 2])
     def test_empty_tiles_are_not_multiplied(self, rows, monkeypatch):
         small_blocks(monkeypatch, 16, 16)
-        case = sparse(length=320, rows=rows)
+        case = sparse(length=160, rows=rows)
         poisoned = replace(case, v=case.v.clone())
         poisoned.v[:, :, 64:128] = torch.nan
         expected, found = everything(case, "triton"), everything(poisoned, "triton")
@@ -206,7 +205,7 @@ class TestSkipping:
     @pytest.mark.parametrize("rows", [16, 2])
     def test_a_tile_with_one_survivor_is_multiplied(self, rows, monkeypatch):
         small_blocks(monkeypatch, 16, 16)
-        case = sparse(length=320, rows=rows)
+        case = sparse(length=160, rows=rows)
         case.k[:, :, 100] = 200 * case.q[:, :, 1] / case.q[:, :, 1].norm(dim=-1, keepdim=True)  # row 1 likes key 100
         exact = everything(case.to(torch.float64), "reference")["out"]
         assert (exact[:, :, 1] - case.v[:, :, 100]).abs().max() < 0.1
@@ -424,7 +423,7 @@ def random_setting(seed):
     return split(setting)
 
 
-@pytest.mark.parametrize("seed", [*range(15), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(15, 200))])
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 200))])
 def test_any_options(seed, monkeypatch):
     setting, block, dtype = random_setting(seed)
     small_blocks(monkeypatch, *block)

@@ -47,7 +47,7 @@ def take_part(rank: int, folder: Path) -> None:
 
 
 def test_a_process_group_measures_what_one_process_does(tmp_path: Path) -> None:
-    multiprocessing.spawn(take_part, (tmp_path,), nprocs=PROCESSES)
+    multiprocessing.start_processes(take_part, (tmp_path,), nprocs=PROCESSES, start_method="fork")
     expected = measured(slice(None))
     alone = measured(slice(1, None))
     assert any(not alone[0][name].equal(value) for name, value in expected[0].items())

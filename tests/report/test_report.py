@@ -60,6 +60,15 @@ def store(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
     return runs
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _every_variant(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Once the grid is there, reports draw the figures of every variant."""
+    request.getfixturevalue("store")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lit_lazy.report.page.MOST_VARIANTS", 30)
+        yield
+
+
 @pytest.fixture
 def tracker(store: Path, monkeypatch: pytest.MonkeyPatch) -> Tracker:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

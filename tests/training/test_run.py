@@ -1,10 +1,8 @@
 """`run`: the same again bit for bit, also when killed in between; the same batches for every variant."""
 
-import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from lightning.pytorch.callbacks import Callback
 
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, Softmax
 from lit_lazy.attention.normaliser import Normaliser, NormaliserModule
-from lit_lazy.config.canonical import to_dict
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.measure.diagnostics import Diagnostics
@@ -75,32 +72,24 @@ def test_another_seed_gives_another_result(tmp_path: Path) -> None:
     assert a.key != b.key
 
 
-KILLED_RUN = """
-import os, pickle, signal, sys
-from pathlib import Path
-from lightning.pytorch.callbacks import Callback
-import torch
-from lit_lazy.config.canonical import from_dict
-from lit_lazy.config.schema import RunConfig
-from lit_lazy.training.run import run
-import json
-
 class Kill(Callback):
-    def on_train_batch_start(self, trainer, module, batch, batch_index):
-        if trainer.global_step == int(sys.argv[3]):
-            os.kill(os.getpid(), signal.SIGKILL)
+    """SIGKILL at the beginning of a step."""
 
-torch.set_num_threads(1)
-run(from_dict(RunConfig, json.loads(sys.argv[1])), Path(sys.argv[2]), callbacks=[Kill()])
-"""
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_until_killed(cfg: RunConfig, folder: Path, step: int) -> None:
-    arguments = [json.dumps(to_dict(cfg)), str(folder), str(step)]
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED_RUN, *arguments], env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+    process = multiprocessing.get_context("fork").Process(
+        target=run, args=(cfg, folder), kwargs={"callbacks": [Kill(step)]}
     )
-    assert done.returncode == -signal.SIGKILL
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert not (folder / RESULT).exists()
 
 

@@ -1,0 +1,103 @@
+"""`subprocess` for this project's commands: forks of the test process, which has imported already what they need.
+
+Imports cost a new interpreter five seconds and more, a fork nothing. Arguments, environment, session, signals and logs
+are those of a real process; `tests/grid/test_launch.py` shows that a real one does the same. With a GPU all are real:
+CUDA does not survive a fork.
+"""
+
+import gc
+import inspect
+import logging
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import traceback
+from subprocess import DEVNULL, PIPE, STDOUT
+from typing import Any
+
+import sqlalchemy
+import torch
+
+__all__ = ["DEVNULL", "PIPE", "STDOUT", "Popen", "run"]
+
+
+class Fork(subprocess.Popen[Any]):
+    """`python -m MODULE ...`, `python FILE ...` or `lit-lazy ...` in a fork."""
+
+    def _execute_child(self, *args: Any) -> None:
+        given = inspect.signature(super()._execute_child).bind(*args).arguments  # type: ignore[misc]
+        pipes = [given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
+        self.pid = os.fork()
+        if not self.pid:
+            _become(given, pipes)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+Popen = subprocess.Popen if torch.cuda.is_available() else Fork
+
+
+def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run`, its output captured as text."""
+    with Popen(command, stdout=PIPE, stderr=PIPE, text=True, **options) as process:
+        out, err = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _become(given: dict[str, Any], pipes: list[int]) -> None:
+    """Be the child, to its end."""
+    status = 1
+    try:
+        for number, source in enumerate((given["p2cread"], given["c2pwrite"], given["errwrite"])):
+            if source != -1:
+                os.dup2(source, number)
+        for pipe in {pipe for pipe in pipes if pipe > 2}:
+            os.close(pipe)
+        # Closed by nobody: a fork of this fork would close its own by dropping the objects that it inherits.
+        sys.stdin, sys.stdout, sys.stderr = (open(number, "rww"[number], closefd=False) for number in range(3))
+        if given["start_new_session"]:
+            os.setsid()
+        if given["cwd"] is not None:
+            os.chdir(given["cwd"])
+        _forget()
+        if given["env"] is not None:
+            os.environ.clear()
+            os.environ.update(given["env"])
+        _execute([str(word) for word in given["args"]])
+        status = 0
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except OSError:
+            status = 120  # Python's own, for instance where the disk of the log is full
+        finally:
+            os._exit(status)
+
+
+def _forget() -> None:
+    """What a new process would not have of its parent's: signal handlers, log handlers, users' modules, connections."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    logging.getLogger().handlers.clear()
+    for name in [name for name in sys.modules if name.startswith("lit_lazy_user_")]:
+        del sys.modules[name]
+    for engine in gc.get_objects():
+        if type(engine) is sqlalchemy.Engine:
+            engine.dispose(close=False)
+
+
+def _execute(command: list[str]) -> None:
+    if command[1] == "-m":
+        sys.argv = command[2:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command[command[0] == sys.executable :]
+        runpy.run_path(sys.argv[0], run_name="__main__")

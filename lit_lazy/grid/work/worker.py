@@ -95,8 +95,8 @@ class Worker:
     def work(self, most: int | None = None) -> None:
         """Execute waiting cells until there is none, or `most` of them.
 
-        A cell that fails is recorded, and the others are executed; while MLflow is away, trained cells wait for it to be
-        back. An interrupt is raised in training and in pauses alone, and requeues every cell that is held. A full disk
+        A cell that fails is recorded, and the others are executed; while MLflow is away, trained cells wait for it.
+        An interrupt is raised in training and in pauses alone, and requeues every cell that is held. A full disk
         ends the process (SystemExit): its cell is released when it is seen to be dead.
         """
         with (

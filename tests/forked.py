@@ -94,9 +94,11 @@ def _forget() -> None:
 
 
 def _execute(command: list[str]) -> None:
-    if command[1] == "-m":
-        sys.argv = command[2:]
-        sys.path.insert(0, os.getcwd())
+    words = [word for word in command if word != "-P"]
+    if words[1] == "-m":
+        sys.argv = words[2:]
+        if "-P" not in command:
+            sys.path.insert(0, os.getcwd())
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = command[command[0] == sys.executable :]

@@ -56,7 +56,7 @@ def _become(given: dict[str, Any], pipes: list[int]) -> None:
         for pipe in {pipe for pipe in pipes if pipe > 2}:
             os.close(pipe)
         # Closed by nobody: a fork of this fork would close its own by dropping the objects that it inherits.
-        sys.stdin, sys.stdout, sys.stderr = (open(number, "rww"[number], closefd=False) for number in range(3))
+        sys.stdin, sys.stdout, sys.stderr = (open(number, "rww"[number], closefd=False) for number in range(3))  # noqa: SIM115
         if given["start_new_session"]:
             os.setsid()
         if given["cwd"] is not None:

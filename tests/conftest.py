@@ -11,10 +11,11 @@ import postgres
 import pytest
 import torch
 from filelock import FileLock
+from mistakes import place
 from postgres import postgres_server
 from torch_alone import torch_site
 
-__all__ = ["postgres_server", "torch_site"]
+__all__ = ["place", "postgres_server", "torch_site"]
 
 # Triton decides when a kernel is defined whether it will be interpreted, so this comes before flash_lazy is imported.
 if not torch.cuda.is_available():

@@ -11,6 +11,7 @@ from torch_alone import alone
 from lit_lazy.bench import step
 from lit_lazy.bench.step import QUICK, Spread, bench_step
 
+pytestmark = pytest.mark.xdist_group("bench step")  # one process, one benchmark
 ALONE = """
 import sys, torch
 from pathlib import Path

@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,56 +17,18 @@ import forked
 import optuna
 import pytest
 import torch
+from mistakes import PASSWORD, refused, tree
 
 from lit_lazy.command.main import main
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.training.checkpoints import read
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 
-MOST_SECONDS = 15.0
 TRAIN = ["train", "backcopy_tiny"]
 RUN = ["ablate", "run", "table2", "--base", "backcopy_tiny"]
 CELL = [*RUN, "--rows", "softmax", "--seeds", "0", "--workers", "1"]
 NORMALISER, BIAS = "--model.attention.normaliser", "--model.attention.bias"
-PASSWORD = "geheim"
-
-
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to work in."""
-    for variable in ("MLFLOW_TRACKING_URI", "LIT_LAZY_STORAGE"):
-        monkeypatch.delenv(variable, raising=False)
-    folder = tmp_path / "place"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
-
-
-def tree(folder: Path) -> dict[Path, tuple[int, int] | None]:
-    """Everything below a folder: files with the time of their last change and their size."""
-    return {
-        path: (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None for path in folder.rglob("*")
-    }
-
-
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What is said of a wrong command, which has to end as it should."""
-    capsys.readouterr()
-    before, started = tree(Path.cwd()), time.monotonic()
-    try:
-        status = main(arguments)
-    except SystemExit as stopped:  # argparse ends a process itself
-        status = stopped.code
-    said = capsys.readouterr()
-    assert time.monotonic() - started < MOST_SECONDS
-    assert tree(Path.cwd()) == before
-    assert status == 2
-    assert said.out == ""
-    assert re.fullmatch(r"lit-lazy[^\n]*: [^\n]+\n", said.err), said.err
-    assert PASSWORD not in said.err
-    assert not re.search(r"Traceback|<class|Parser key|typing\.", said.err)
-    return said.err
-
+pytestmark = pytest.mark.usefixtures("place")
 
 OPTIONS = [
     (["train", "nothing"], "experiment 'nothing': unknown; there are backcopy"),

@@ -1,10 +1,10 @@
 """`lit-lazy diagnose`: a checkpoint's arrays, figures and MLflow run; wrong input ends in one line, nothing created."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
+import mistakes
 import numpy as np
 import pytest
 import torch
@@ -199,36 +199,9 @@ def test_mlflow_out_of_reach_leaves_the_results(
     assert (folder / "diagnostics.npz").exists()
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to work in."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    folder = tmp_path / "place"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
-
-
-def tree(folder: Path) -> dict[Path, tuple[int, int] | None]:
-    return {
-        path: (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None for path in folder.rglob("*")
-    }
-
-
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What is said of a wrong command, which has to end as it should."""
-    capsys.readouterr()
-    before = tree(Path.cwd())
-    try:
-        status = main(["diagnose", *arguments])
-    except SystemExit as stopped:  # argparse ends a process itself
-        status = stopped.code
-    said = capsys.readouterr()
-    assert tree(Path.cwd()) == before
-    assert status == 2
-    assert said.out == ""
-    assert re.fullmatch(r"lit-lazy[^\n]*: [^\n]+\n", said.err), said.err
-    return said.err
+    """What `lit-lazy diagnose` prints of a mistake."""
+    return mistakes.refused(["diagnose", *arguments], capsys)
 
 
 OPTIONS = [

@@ -15,6 +15,7 @@ import forked
 import pytest
 from mlflow.tracking import MlflowClient
 from mlflow_server import MlflowServer
+from two_rows import two_rows
 
 from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.command.main import main, make_parser
@@ -26,29 +27,6 @@ from lit_lazy.tracking.tracker import Tracker, TrackingError
 
 pytestmark = pytest.mark.xdist_group("faults")
 
-ABLATION = '''
-"""Two rows on the tiny probe, and whatever the test adds."""
-import sys
-from pathlib import Path
-
-from lit_lazy.attention import Elastic, LearnedBias, Softmax
-from lit_lazy.grid.ablation import Ablation, Row
-from lit_lazy.table.columns import COLUMNS
-
-{extra}
-
-ablation = Ablation(
-    name="faults",
-    baseline="softmax",
-    seeds=(0, 1),
-    columns=COLUMNS,
-    base="backcopy_tiny",
-    rows=(
-        Row("softmax", {{"model.attention.normaliser": Softmax()}}, "ours"),
-        Row("lazy", {{"model.attention.normaliser": Elastic(), "model.attention.bias": LearnedBias()}}, "ours"),
-    ),
-)
-'''
 ID = "faults-backcopy_tiny"
 IN_WORKERS = 'if Path(sys.argv[0]).stem == "worker":'
 
@@ -64,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Itera
 
 def write(tmp_path: Path, extra: str = "", name: str = "faults") -> str:
     path = tmp_path / f"{name}.py"
-    path.write_text(ABLATION.format(extra=extra).replace('"faults"', f'"{name}"'))
+    path.write_text(two_rows(name, code=extra))
     return str(path)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
-from pair import ABLATION
+from two_rows import WILD, two_rows
 
 from lit_lazy.command.main import main
 from lit_lazy.config.files import find
@@ -24,7 +24,7 @@ ID = "pair-backcopy_tiny"
 @pytest.fixture
 def pair(tmp_path: Path) -> str:
     path = tmp_path / "pair.py"
-    path.write_text(ABLATION)
+    path.write_text(two_rows("pair", more=WILD))
     return str(path)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pair import ABLATION
+from two_rows import WILD, two_rows
 
 from lit_lazy.command.main import main
 from lit_lazy.grid.queue.queue import Queue
@@ -60,7 +60,7 @@ def address() -> Iterator[str]:
 @pytest.fixture
 def pair(tmp_path: Path) -> str:
     path = tmp_path / "pair.py"
-    path.write_text(ABLATION)
+    path.write_text(two_rows("pair", more=WILD))
     return str(path)
 
 

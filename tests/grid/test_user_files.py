@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from lit_lazy.config.files import load_module
@@ -58,28 +59,29 @@ def mine(tmp_path: Path) -> Path:
     return path
 
 
-def run(path: Path, runs: Path, *more: str) -> "subprocess.CompletedProcess[str]":
-    """`lit-lazy ablate run`, in a process of its own, in the folder of the ablation."""
-    command = [sys.executable, "-P", "-m", "lit_lazy.command", "ablate", "run", str(path), "--runs", str(runs)]
-    return subprocess.run([*command, "--workers", "1", *more], capture_output=True, text=True, cwd=path.parent)
+def command(path: Path, runs: Path, *more: str) -> list[str]:
+    """`lit-lazy ablate run`."""
+    words = [sys.executable, "-P", "-m", "lit_lazy.command", "ablate", "run", str(path), "--runs", str(runs)]
+    return [*words, "--workers", "1", *more]
 
 
 def test_files_beside_it_reach_every_worker_and_edited_code_is_another_cell(mine: Path, runs: Path) -> None:
-    done = run(mine, runs)
+    # Real processes, in the folder of the ablation: a fork has imported Python's own queue already.
+    done = subprocess.run(command(mine, runs), capture_output=True, text=True, cwd=mine.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(Queue(default_storage(runs), "mine-backcopy_tiny").states().values()) == {"complete"}
     results = {path.parent for path in (runs / "mine-backcopy_tiny" / "cells").glob("*/result.json")}
     assert len(results) == 2
 
     (mine.parent / "beside.py").write_text(BESIDE.replace("*= 2", "*= 3"))
-    again = run(mine, runs)
+    again = forked.run(command(mine, runs), cwd=mine.parent)
     assert again.returncode == 2
     assert again.stderr == (
         "lit-lazy: row 'mine': its experiment, ablation, code or data changed since this grid was begun; "
         "--fresh moves the former results away, another file name keeps both\n"
     )
 
-    fresh = run(mine, runs, "--fresh")
+    fresh = forked.run(command(mine, runs, "--fresh"), cwd=mine.parent)
     assert fresh.returncode == 0, fresh.stdout + fresh.stderr
     keys = {path.parent.name for path in (runs / "mine-backcopy_tiny" / "cells").glob("*/result.json")}
     assert len(keys - {path.name for path in results}) == 1, "softmax is as it was, the rule is another"

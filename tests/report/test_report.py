@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from chromium import CHROMIUM, Browser
+from two_rows import two_rows
 
 from lit_lazy.command.main import main
 from lit_lazy.grid.plan import PLAN, Plan, newest_parent, read_plan, table_from_mlflow
@@ -24,23 +25,6 @@ from lit_lazy.tracking.tracker import Tracker, default_uri
 
 pytestmark = pytest.mark.xdist_group("report")  # one process, one grid
 ODD = "<i>lazy</i> & co"
-ABLATION = f'''
-from lit_lazy.attention import Elastic, LearnedBias, Softmax
-from lit_lazy.grid.ablation import Ablation, Row
-from lit_lazy.table.columns import COLUMNS
-
-ablation = Ablation(
-    name="duo",
-    baseline="softmax",
-    seeds=(0, 1),
-    columns=COLUMNS,
-    base="backcopy_tiny",
-    rows=(
-        Row("softmax", {{"model.attention.normaliser": Softmax()}}, "ours"),
-        Row("{ODD}", {{"model.attention.normaliser": Elastic(), "model.attention.bias": LearnedBias()}}, "ours"),
-    ),
-)
-'''
 ID = "duo-backcopy_tiny"
 UI = "http://127.0.0.1:5000"
 
@@ -52,7 +36,7 @@ def store(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
     runs, ablation = folder / "runs", folder / "duo.py"
     runs.mkdir()
     shutil.copy(empty_store, runs / "mlflow.db")
-    ablation.write_text(ABLATION)
+    ablation.write_text(two_rows("duo", lazy=ODD))
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         assert main(["ablate", "run", str(ablation), "--runs", str(runs), "--workers", "1"]) == 0

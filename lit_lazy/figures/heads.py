@@ -194,7 +194,7 @@ def sparsity_by_layer(arrays: Arrays) -> Figure | None:
     if not _states(arrays, "sparsity/zero"):
         _remark(panels[0], "no threshold: there are no exact zeros to count")
     elif not _states(arrays, "sparsity/null"):
-        _remark(panels[0], "no null model for this kind of threshold")
+        _remark(panels[0], "no null model: no row sees eight keys")
     if not _states(arrays, "sparsity/block_64"):
         _remark(panels[1], "no tiles: the sequences are shorter than 64")
     handles = [

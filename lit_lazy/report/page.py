@@ -20,6 +20,8 @@ from lit_lazy.figures.ablation import Histories
 from lit_lazy.figures.common import in_style
 from lit_lazy.grid.plan import Plan, read_plan, table_from_mlflow
 from lit_lazy.measure.diagnostics import Diagnostics
+from lit_lazy.report.captions import ABOUT_READING, CAPTIONS, ONE_SEED, READING
+from lit_lazy.report.style import PAGE, STYLE
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import html
@@ -77,7 +79,11 @@ def _page(material: "_Material", overall: Mapping[str, Figure]) -> str:
         _Section("table", f"Results: {table.ablation}", html(table)),
         _Section("figures", "Figures over all variants", _overall_figures(overall)),
         _Section("variants", "Figures of each variant", _variant_figures(material)),
-        _Section("reading", "How to read this", READING),
+        _Section(
+            "reading",
+            "How to read this",
+            f"<p>{ABOUT_READING}</p>{_definitions(READING)}",
+        ),
         _Section("runs", "Runs", _runs(material)),
     ]
     page = PAGE.format(
@@ -286,176 +292,3 @@ def _runs(material: _Material) -> str:
         f'<div class="ablation-table"><div class="grid"><table>\n<thead><tr>{head}</tr></thead>\n'
         f"<tbody>\n{''.join(lines)}</tbody>\n</table></div></div>"
     )
-
-
-CAPTIONS = {
-    "effects": (
-        "Differences to the baseline",
-        "A filled marker is a difference that the seeds tell apart from chance; look how wide the others' 95 % "
-        "intervals are before reading them as no effect.",
-    ),
-    "loss_against_sparsity": (
-        "Loss against sparsity",
-        "Look for a trend over the variants, and whether the 95 % intervals are small enough to show one: zeros are "
-        "free only where the loss does not rise with them.",
-    ),
-    "tau_over_training": (
-        "Offset parameter over training",
-        "Look where tau goes from its start, and whether the seeds agree.",
-    ),
-    "sink_over_training": (
-        "First key over training",
-        "Over all rows from position 8 of four validation sequences. Look at step 0 first, for what is there before "
-        "training was not learned; then for a rise.",
-    ),
-    "attention_maps": (
-        "Attention maps",
-        "Of each of up to four layers the head that gives the first key the greatest share of its mass. Look for a "
-        "bright first column, which is a sink, and tell zero weights from small ones.",
-    ),
-    "sink_heatmap": (
-        "Sinks by layer and head",
-        "Look for heads whose weight on the first keys lies above 0.3, and in which layers they are.",
-    ),
-    "mass_by_position": (
-        "Row mass by position",
-        "Look for layers whose mass lies far from 1, and for a drift with position.",
-    ),
-    "sparsity_by_layer": (
-        "Sparsity by layer",
-        "Look how far the zeros exceed both the null model and the untrained model: only that is structure learned.",
-    ),
-    "tau_by_layer": (
-        "Offset parameter by layer",
-        "Look whether tau moved from its start, and how far the heads of a layer differ.",
-    ),
-    "tau_by_head": (
-        "Offset parameter over training, by head",
-        "Look when each head leaves its start, and whether the heads of a layer part from each other.",
-    ),
-    "bias_curves": (
-        "Bias by distance",
-        "Look for heads that prefer near keys or a certain distance; a flat curve has learned nothing.",
-    ),
-    "value_norms": (
-        "Value norms",
-        "Look for first keys with a norm far below 1: weight on them adds almost nothing, as a sink's does.",
-    ),
-    "rank_profile": (
-        "Rank through the layers",
-        "Look for an effective rank that falls with depth: the tokens become alike.",
-    ),
-    "loss_by_length": (
-        "Loss by position and length",
-        "Look whether the loss keeps falling with more context, and where it rises beyond the length of training.",
-    ),
-}
-"""Title of each figure, and a sentence that says what to look for."""
-
-ONE_SEED = (
-    "Each variant is shown by its first complete seed with diagnostics: an illustration with n = 1. What holds over "
-    "seeds is in the table."
-)
-
-READING = "<p>The table's own signs are explained below it. The words of table and figures:</p>" + _definitions(
-    {
-        "Weight": ["What a value is multiplied with: the normaliser's output, after renormalising where it does so."],
-        "Sink rate": [
-            "Share of sequences and heads, over all layers, in which the first key's weight exceeds 0.3 on average "
-            "over the rows (Gu et al. 2024). Low where little mass is left, whatever becomes of it: the rate of the "
-            "share counts it against the mass, and is noise where there is next to none."
-        ],
-        "Share": [
-            "The first key's part of what survived: the sum of its weights over the sum of all weights of the same "
-            "rows. Compare normalisers by the share, for a smaller weight may only mean a smaller mass; it is not "
-            "defined where almost no mass is left."
-        ],
-        "Mass": [
-            "Sum of a row's weights before any renormalising: 1 for a softmax, less where a threshold is taken off. An "
-            "empty row has none; a dead head has only empty rows from position 2 on."
-        ],
-        "Sparsity": [
-            "Share of the visible keys, over sequences, heads and rows, whose probability is at or below the "
-            "threshold. It is not defined for a softmax."
-        ],
-        "Null": [
-            "The sparsity of independent normal scores with the spread measured here, at the same tau. Zeros up to it "
-            "need no structure: at tau = 1 it is one half or more, whatever the spread."
-        ],
-        "Tau": [
-            "The offset parameter: the threshold is tau divided by the number of visible keys, where a variant's name "
-            "or note says nothing else."
-        ],
-        "Effective rank": [
-            "Exponential of the entropy of a sequence's singular values in the residual stream, scaled to sum to 1 "
-            "(Roy and Vetterli 2007), not centred: 1 where all tokens point one way."
-        ],
-    }
-)
-
-STYLE = """
-:root { color-scheme: light dark; --page: #fff; --ink: #1c2128; --quiet: #57606a; --line: #d0d7de; --link: #0759b5; }
-@media (prefers-color-scheme: dark) {
-  :root { --page: #14181d; --ink: #dfe4ea; --quiet: #9aa5b1; --line: #3a424c; --link: #7ab7ff; }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.55 system-ui, sans-serif; }
-main { max-width: 1500px; margin: 0 auto; padding: 1.2rem clamp(.8rem, 3vw, 2.5rem) 4rem; overflow-wrap: anywhere; }
-h1 { margin: 0; font-size: 1.7rem; line-height: 1.25; }
-h2 { margin: 2.4rem 0 .8rem; padding-top: .8rem; border-top: 1px solid var(--line); font-size: 1.3rem; }
-h3 { margin: 1.6rem 0 .6rem; font-size: 1.05rem; }
-p, ul, ol, dl { max-width: 85ch; }
-a { color: var(--link); }
-code { font: .87em ui-monospace, monospace; }
-nav ol { max-width: none; margin: .8rem 0 0; padding: 0; list-style: none; }
-nav li { display: inline-block; margin-right: 1.4rem; }
-.lead, small, figcaption { color: var(--quiet); }
-.lead { margin: .3rem 0 0; }
-.warning { padding: .5em .8em; border-left: 4px solid #d55e00; background: rgba(213, 94, 0, .15); }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; margin: 0; }
-dt { grid-column: 1; font-weight: 600; }
-dd { grid-column: 2; margin: 0; }
-@media (max-width: 600px) { dl { display: block; } dt { margin-top: .6rem; } }
-.ablation-table .grid tr > :first-child { position: sticky; left: 0; background: var(--page); }
-.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 560px), 1fr)); gap: 1.6rem; }
-figure { min-width: 0; max-width: calc(var(--width) + 2px); margin: 0; }
-figure.wide { grid-column: 1 / -1; }
-.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; background: #fff; }
-img { display: block; width: 100%; min-width: min(var(--width), 32rem); height: auto; }
-figcaption { margin-top: .4rem; font-size: .93em; }
-figcaption b { color: var(--ink); }
-details { margin: .5rem 0; padding: .4rem .6rem; border: 1px solid var(--line); border-radius: 6px; }
-summary { font-weight: 600; cursor: pointer; }
-details[open] > summary { margin-bottom: .6rem; }
-@media print {
-  :root { color-scheme: light; --page: #fff; --ink: #000; --quiet: #444; --line: #bbb; --link: #000; }
-  body { font-size: 10pt; }
-  nav { display: none; }
-  figure, tr { break-inside: avoid; }
-  img { min-width: 0; }
-  details::details-content { content-visibility: visible; block-size: auto; }
-  .ablation-table table { font-size: 7pt; }
-}
-"""
-
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-<header>
-<h1>{title}</h1>
-<p class="lead">{summary}</p>
-{warnings}
-<nav aria-label="Contents"><ol>{outline}</ol></nav>
-</header>
-{sections}
-</main>
-</body>
-</html>
-"""

@@ -188,7 +188,7 @@ def test_sparsity_stands_beside_its_null_and_its_init_in_per_cent():
     ("absent", "panel", "remark"),
     [
         (("zero", "null"), 0, "no threshold: there are no exact zeros to count"),
-        (("null",), 0, "no null model for this kind of threshold"),
+        (("null",), 0, "no null model: no row sees eight keys"),
         (("block_64",), 1, "no tiles: the sequences are shorter than 64"),
     ],
 )

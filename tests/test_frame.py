@@ -75,7 +75,7 @@ def tiny(command: str, runs: Path) -> list[str]:
 def made(words: list[str]) -> list[str]:
     """The one command that `make` would run: it starts real processes."""
     (line,) = subprocess.run(
-        [*words, "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=True
+        [*words, "--dry-run", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     return shlex.split(line)
 

@@ -182,7 +182,15 @@ def decoded(case, backend="triton"):
 class TestSkipping:
     """Tiles in which no weight survives cost no product with the values."""
 
-    @pytest.mark.parametrize(("renormalise", "dtype"), [(False, torch.float32), (True, torch.float16)])
+    @pytest.mark.parametrize(
+        ("renormalise", "dtype"),
+        [
+            (False, torch.float32),
+            (True, torch.float16),
+            pytest.param(False, torch.float16, marks=pytest.mark.long),
+            pytest.param(True, torch.float32, marks=pytest.mark.long),
+        ],
+    )
     def test_changes_no_bit(self, renormalise, dtype, monkeypatch):
         small_blocks(monkeypatch, 16, 16)
         case, few = sparse(dtype, renormalise=renormalise), sparse(dtype, 400, 2, renormalise)

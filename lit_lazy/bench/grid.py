@@ -191,7 +191,7 @@ def per_cell(runs: Path, size: int, console: Callable[[str], None]) -> dict[str,
     result = _tiny_result(base)
     worker = Worker(queue, tracker, parent, runs / "bench")
     console(f"{size} cells: handing out, tracking and completing")
-    book, claim = [], []
+    record, claim = [], []
     for cell in cells:
         started = time.perf_counter()
         task = queue.claim({"host": "bench", "pid": "0", "lock": "none"})
@@ -201,13 +201,13 @@ def per_cell(runs: Path, size: int, console: Callable[[str], None]) -> dict[str,
         spool = Spool(tracker, runs / "bench" / "cells" / cell.key, worker.card(cell))
         (runs / "bench" / "cells" / cell.key).mkdir(parents=True)
         # The loss differs from cell to cell, as it does in life.
-        loss = result.metrics["loss/val"] + cell.seed + len(book) % 7
+        loss = result.metrics["loss/val"] + cell.seed + len(record) % 7
         spool.finish(replace(result, metrics=result.metrics | {"loss/val": loss}))
         done = time.perf_counter()
         queue.complete(task, loss)
         claim.append(between - started + time.perf_counter() - done)
-        book.append(done - between)
-    for name, seconds in (("hand out and complete", claim), ("track", book)):
+        record.append(done - between)
+    for name, seconds in (("hand out and complete", claim), ("track", record)):
         first, last = (statistics.median(part) for part in (seconds[:ENDS], seconds[-ENDS:]))
         times[name] = 1000 * statistics.mean(seconds)
         times[f"{name}, first {ENDS}"], times[f"{name}, last {ENDS}"] = 1000 * first, 1000 * last

@@ -1,10 +1,12 @@
 """Finds and imports the user's Python files: experiments (`config()`) and ablations (`ablation`)."""
 
 import ast
+import hashlib
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -15,6 +17,10 @@ PROJECT = Path(__file__).parents[2]
 Room = Literal["experiments", "ablations"]
 SETTINGS = ("config", "ablation", "search")
 """What a file exports. The values that it makes are in a cell's key, so its source need not be."""
+OWN = ("lit_lazy", "flash_lazy")
+"""This project's packages, which may lie beside a user's file and are no part of it."""
+USER = "lit_lazy_user_"
+"""How the names of the modules of users' files begin."""
 
 
 def find(room: Room, name: str) -> Path:
@@ -47,14 +53,14 @@ def available(room: Room) -> list[str]:
 
 
 def load_module(path: Path) -> ModuleType:
-    """Import a file by its path, once per process. It may import the files beside it.
+    """Import a file by its path, once per process. It may import the files beside it, and they may import it.
 
     Raises ValueError, in one line, where it fails, and where a file beside it has the name of another module.
     """
-    name = f"lit_lazy_user_{path.parent.name}_{path.stem}"
-    module = sys.modules.get(name)
-    if module is not None and module.__file__ == str(path):
-        return module
+    name = f"{USER}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    for known in (sys.modules.get(name), sys.modules.get(path.stem)):
+        if known is not None and getattr(known, "__file__", None) == str(path):
+            return known
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path}: cannot be imported as Python")
@@ -62,16 +68,27 @@ def load_module(path: Path) -> ModuleType:
     # Behind everything else: a file called queue.py is not to take the place of Python's own.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    # Registered before it runs, because dataclasses look up their own module.
-    sys.modules[name] = module
+    # Registered before it runs, because dataclasses look up their own module; under its plain name too where that means
+    # this file, or an import of it would define its classes again.
+    names = [name, path.stem] if _means(path.stem, path) else [name]
+    sys.modules.update(dict.fromkeys(names, module))
     try:
         spec.loader.exec_module(module)
-        for imported, file in local_imports(path).items():
+        for imported, file in _imports_of(_with_local_imports(path, path.parent), path.parent):
             _check_neighbour(imported, file)
     except (Exception, SystemExit) as error:
-        del sys.modules[name]
+        for registered in names:
+            del sys.modules[registered]
         raise ValueError(f"{path}: {_where(error, path)}") from error
     return module
+
+
+def _means(name: str, path: Path) -> bool:
+    """Whether `import name` would find this file."""
+    if name in sys.modules or not name.isidentifier():
+        return False
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin == str(path)
 
 
 def _check_neighbour(name: str, file: Path) -> None:
@@ -81,24 +98,53 @@ def _check_neighbour(name: str, file: Path) -> None:
         raise ValueError(f"imports {name!r}, which is {found} and not {file.name} beside it; rename {file.name}")
 
 
-def local_imports(path: Path) -> dict[str, Path]:
-    """The files below a file's own folder that its import statements name, by module name."""
-    found = {}
-    for name in _imported(ast.parse(path.read_text(), str(path))):
-        place = path.parent.joinpath(*name.split("."))
-        for file in (place.with_suffix(".py"), place / "__init__.py"):
-            if file.is_file():
-                found[name] = file.resolve()
+def source_of(cls: type) -> str:
+    """The source behind a user's class: its file and the local files that this imports, at any depth.
+
+    Of a file of settings without the statements that only make these. Raises ValueError where it cannot be read.
+    """
+    try:
+        path = Path(inspect.getfile(cls)).resolve()
+    except (TypeError, OSError):
+        raise ValueError(
+            f"{cls.__name__}: its source cannot be read, and results are known by it; define it in a .py file"
+        ) from None
+    # The folder from which its module is imported.
+    root = path.parents[cls.__module__.count(".") + (path.name == "__init__.py")]
+    left_out = SETTINGS if cls.__module__.startswith(USER) else ()
+    files = sorted(_with_local_imports(path, root))
+    return "\n\n".join(_statements(file, left_out if file == path else ()) for file in files)
+
+
+def _with_local_imports(path: Path, root: Path) -> set[Path]:
+    """A file and those below `root` that it imports, themselves or through others."""
+    found, ahead = {path}, [path]
+    while ahead:
+        new = {file for _, file in _imports_of({ahead.pop()}, root)} - found
+        found |= new
+        ahead += new
     return found
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
-    """Dotted names of all modules that may be meant by the import statements of a file."""
-    for node in ast.walk(tree):
+def _imports_of(files: Iterable[Path], root: Path) -> Iterator[tuple[str, Path]]:
+    """Name and file of each module below `root` that files import."""
+    for path in files:
+        for name in _imported(path, root):
+            place = root.joinpath(*name.split("."))
+            for file in (place.with_suffix(".py"), place / "__init__.py"):
+                if file.is_file() and name.partition(".")[0] not in OWN:
+                    yield name, file.resolve()
+
+
+def _imported(path: Path, root: Path) -> Iterator[str]:
+    """Dotted names, from `root`, of all modules that may be meant by the import statements of a file."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             named = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            named = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.ImportFrom):
+            package = path.parents[node.level - 1].relative_to(root).parts if node.level else ()
+            module = ".".join([*package, *([node.module] if node.module else [])])
+            named = [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]
         else:
             continue
         for name in named:
@@ -106,38 +152,23 @@ def _imported(tree: ast.Module) -> Iterator[str]:
             yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))
 
 
-def source_of(path: Path) -> str:
-    """The source of a file and of the local files that it imports, without what only makes settings."""
-    return "\n\n".join(_statements(file) for file in sorted(_with_local_imports(path.resolve())))
-
-
-def _with_local_imports(path: Path) -> set[Path]:
-    found, ahead = {path}, [path]
-    while ahead:
-        new = set(local_imports(ahead.pop()).values()) - found
-        found |= new
-        ahead += new
-    return found
-
-
-def _statements(path: Path) -> str:
-    """The top-level statements of a file, but for the definitions of `SETTINGS`: editing a row changes no class."""
+def _statements(path: Path, left_out: Sequence[str]) -> str:
+    """The top-level statements of a file, but for the definitions of some names: editing a row changes no class."""
     text = path.read_text()
     lines, kept = text.splitlines(), []
     for node in ast.parse(text, str(path)).body:
-        if _defined(node) not in SETTINGS:
+        if _defined(node) not in left_out:
             first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
             kept += lines[first - 1 : node.end_lineno]
     return "\n".join(kept)
 
 
 def _defined(node: ast.stmt) -> str | None:
-    """The name that a statement defines, if it is a function or a plain assignment of one name."""
+    """The name that a statement defines, if it is a function or an assignment of one name."""
     if isinstance(node, ast.FunctionDef):
         return node.name
-    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-        return node.targets[0].id
-    return None
+    target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+    return target.id if isinstance(target, ast.Name) else None
 
 
 def _where(error: BaseException, path: Path) -> str:
@@ -146,8 +177,8 @@ def _where(error: BaseException, path: Path) -> str:
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
     text = " ".join(str(error).split())
     # This project's own messages are ValueErrors.
-    told = text if type(error) is ValueError else f"{type(error).__name__}: {text}"
-    return f"line {line}: {told}" if line else told
+    shown = text if type(error) is ValueError else f"{type(error).__name__}: {text}"
+    return f"line {line}: {shown}" if line else shown
 
 
 def load_experiment(path: Path) -> RunConfig:

@@ -6,11 +6,9 @@ raises `SCHEMA`. The code of a user's own classes is in it, so an edited rule is
 
 import dataclasses
 import hashlib
-import inspect
 import json
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from lit_lazy.config.canonical import part_name, to_dict
@@ -51,13 +49,11 @@ def _default(field: "dataclasses.Field[Any]") -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def code(config: Any) -> dict[str, str]:
-    """A hash of the source behind each class of a config that is not the project's own, by class name."""
-    return {
-        cls.__name__: hashlib.sha256(source_of(_file_of(cls)).encode()).hexdigest()[:12]
-        for cls in _classes(config)
-        if cls.__module__.partition(".")[0] != __name__.partition(".")[0]
-    }
+def code(config: Any) -> list[str]:
+    """A hash of the source behind each class of a config that is not the project's own."""
+    own = __name__.partition(".")[0]
+    sources = {source_of(cls) for cls in _classes(config) if cls.__module__.partition(".")[0] != own}
+    return sorted(hashlib.sha256(source.encode()).hexdigest()[:12] for source in sources)
 
 
 def _classes(config: Any) -> Iterator[type]:
@@ -65,12 +61,3 @@ def _classes(config: Any) -> Iterator[type]:
     for field in dataclasses.fields(config):
         if dataclasses.is_dataclass(value := getattr(config, field.name)):
             yield from _classes(value)
-
-
-def _file_of(cls: type) -> Path:
-    try:
-        return Path(inspect.getfile(cls))
-    except (TypeError, OSError):
-        raise ValueError(
-            f"{cls.__name__}: its source cannot be read, and results are known by it; define it in a .py file"
-        ) from None

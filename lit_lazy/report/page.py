@@ -260,7 +260,7 @@ def _figures(drawn: Mapping[str, Figure], subject: str) -> str:
 def _figure(name: str, figure: Figure, subject: str) -> str:
     title, look = CAPTIONS[name]
     data = io.BytesIO()
-    # Lossless and a third of a PNG's size, a quarter of an SVG's with its text as outlines.
+    # Lossless, and smaller than a PNG or an SVG with its text as outlines.
     figure.savefig(data, format="webp", dpi=IMAGE_DPI, pil_kwargs={"lossless": True})
     width, height = (round(inches * CSS_DPI) for inches in figure.get_size_inches())
     wide = ' class="wide"' if width > WIDE else ""

@@ -68,13 +68,14 @@ def run(
         with FileLock(folder / "lock", timeout=0):
             known = RunResult.read(folder)
             require(known is None or known.key == key, "folder", str(folder), "holds the result of another config")
-            return known or _run(cfg, source, folder, logger, callbacks, show_progress, keep_checkpoint)
+            return known or _run(cfg, key, source, folder, logger, callbacks, show_progress, keep_checkpoint)
     except Timeout:
         raise CellBusyError(f"another process works in {folder}") from None
 
 
 def _run(
     cfg: RunConfig,
+    key: str,
     source: DataSource,
     folder: Path,
     logger: Logger | None,
@@ -110,7 +111,7 @@ def _run(
 
     tokens = (cfg.train.steps - first_step) * cfg.train.batch_size * source.context_length
     result = RunResult(
-        key=cell_key(cfg, source.fingerprint),
+        key=key,
         config=to_dict(cfg),
         data=source.info,
         metrics=metrics,

@@ -1,6 +1,7 @@
 """Keys of cells: unchanged by new options, changed by edited code, and equal for equal settings."""
 
 import dataclasses
+import importlib
 import json
 import sys
 import typing
@@ -146,14 +147,14 @@ def mine(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "mine.py"
     path.write_text(RULE)
     yield path
-    for name in ("factors", "deeper"):
+    for name in ("factors", "deeper", "mine"):
         sys.modules.pop(name, None)
     sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
 
 
 def test_the_users_code_is_in_the_key(mine: Path) -> None:
     cfg = load_experiment(mine)
-    assert set(code(cfg)) == {"Times"}
+    assert len(code(cfg)) == 1
     first = cell_key(cfg, "x")
 
     def key_after(name: str, old: str, new: str) -> str:
@@ -178,7 +179,80 @@ def test_the_users_code_is_in_the_key(mine: Path) -> None:
         key_after("unrelated.py", "X = 1", "X = 2"),
     ]
     assert set(unchanged) == {first}
-    assert code(load_experiment(find("experiments", "backcopy_tiny"))) == {}
+    assert code(load_experiment(find("experiments", "backcopy_tiny"))) == []
+
+
+def made(folder: Path, files: dict[str, str], module: str) -> object:
+    """An object of the class `Deep` of a module of files below a folder, imported as a user's file would."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("deeprules", "deepuser")]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+    sys.path.append(str(folder))
+    try:
+        return importlib.import_module(module).Deep()
+    finally:
+        sys.path.remove(str(folder))
+
+
+DEEP = "from dataclasses import dataclass\n@dataclass\nclass Deep:\n    pass\n"
+PACKAGE = {
+    "deepuser.py": f"import deeprules.a\n{DEEP}",
+    "deeprules/__init__.py": "",
+    "deeprules/a.py": f"from .b import g\nfrom deeprules.c import h\nfrom . import d\n{DEEP}",
+    "deeprules/b.py": "def g(): return 1\n",
+    "deeprules/c.py": "def h(): return 1\n",
+    "deeprules/d.py": "def search(): return 1\n",
+    "lit_lazy/__init__.py": "def own(): return 1\n",
+}
+
+
+@pytest.mark.parametrize("module", ["deepuser", "deeprules.a"])
+@pytest.mark.parametrize("edited", ["deeprules/b.py", "deeprules/c.py", "deeprules/d.py", "lit_lazy/__init__.py"])
+def test_files_of_a_package_count_and_the_project_beside_it_does_not(module: str, edited: str, tmp_path: Path) -> None:
+    """Relative imports, names from the user's folder, a helper called like a setting; a checkout in the same folder."""
+    deep = made(tmp_path, PACKAGE | {"deepuser.py": f"import lit_lazy\n{PACKAGE['deepuser.py']}"}, module)
+    before = code(deep)
+    file = tmp_path / edited
+    file.write_text(file.read_text().replace("return 1", "return 2"))
+    assert (code(deep) == before) == edited.startswith("lit_lazy")
+
+
+@pytest.fixture
+def own_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test imports is forgotten after it."""
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("own_modules")
+def test_files_of_one_name_in_folders_of_one_name_are_two(tmp_path: Path) -> None:
+    """And two classes of one name both count."""
+    found = []
+    for place, more in (("a", ""), ("b", "    field: int = 1\n")):
+        path = tmp_path / place / "exp" / "deepmine.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(DEEP + more)
+        found.append(load_module(path).Deep())
+    assert len({*code(found[0]), *code(found[1])}) == 2
+
+
+@pytest.mark.usefixtures("own_modules")
+def test_an_ablation_may_import_the_experiment_that_it_runs_on(tmp_path: Path) -> None:
+    """One file is one module, whichever way it is reached first, and its classes are defined once."""
+    for first in ("deepone", "deeptwo"):
+        (tmp_path / f"{first}.py").write_text(DEEP)
+        (tmp_path / f"{first}_ablation.py").write_text(f"from {first} import Deep\n")
+    one, two = tmp_path / "deepone.py", tmp_path / "deeptwo.py"
+    deep = load_module(one).Deep
+    assert load_module(tmp_path / "deepone_ablation.py").Deep is deep
+    imported = load_module(tmp_path / "deeptwo_ablation.py").Deep
+    assert load_module(two).Deep is imported
 
 
 def test_a_class_without_a_file_is_refused() -> None:

@@ -81,7 +81,7 @@ class Definition:
     """Canonical config of the experiment, changed and overridden."""
     data: str
     """Fingerprint of the data."""
-    code: dict[str, str]
+    code: list[str]
     """Hashes of the user's own code behind it."""
     axes: dict[str, Real]
     objective: Objective

@@ -96,7 +96,7 @@ class Launch:
 
 
 Publish = Callable[[Tracker, str, Path, bool], Table]
-"""Writes the table, and what belongs to it, of a parent run into a folder; told whether cells were executed."""
+"""Writes the table, and what belongs to it, of a parent run into a folder; given whether cells were executed."""
 
 
 def run_grid(grid: Grid, launch: Launch, console: Console, publish: Publish) -> tuple[Table, bool]:

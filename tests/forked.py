@@ -20,6 +20,8 @@ from typing import Any
 import sqlalchemy
 import torch
 
+from lit_lazy.config.files import USER
+
 __all__ = ["DEVNULL", "PIPE", "STDOUT", "Popen", "run"]
 
 
@@ -86,8 +88,9 @@ def _forget() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.getLogger().handlers.clear()
-    for name in [name for name in sys.modules if name.startswith("lit_lazy_user_")]:
-        del sys.modules[name]
+    for name, module in list(sys.modules.items()):
+        if getattr(module, "__name__", "").startswith(USER):  # registered under a file's plain name too
+            del sys.modules[name]
     for engine in gc.get_objects():
         if type(engine) is sqlalchemy.Engine:
             engine.dispose(close=False)

@@ -473,3 +473,6 @@ def test_the_shipped_search_fits_its_experiment() -> None:
     definition = define(shipped, experiment)
     assert list(definition.names.values()) == ["tau_init", "lr", "base"]
     assert Definition.from_json(definition.to_json()) == definition
+    old = json.loads(definition.to_json())
+    del old["code"], old["base"]["model"]["embedding_init_std"]  # an earlier version's
+    assert definition.differences(Definition.from_json(json.dumps(old))) == ["base"]

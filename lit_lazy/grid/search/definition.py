@@ -127,7 +127,7 @@ class Definition:
 
     @classmethod
     def from_json(cls, text: str) -> "Definition":
-        values = json.loads(text)
+        values = {"code": []} | json.loads(text)  # searches of the first schema do not say it
         return cls(**values | {"axes": {path: Real(**axis) for path, axis in values["axes"].items()}})
 
     def differences(self, other: "Definition") -> list[str]:

@@ -200,7 +200,8 @@ def launch_arguments(
         else:
             out, softmax, mass, *_ = forward.forward(call, training=True, stats=variant.stats)
             kept = out if variant.renormalise else None
-            backward.backward(call, kept, out, softmax, mass, variant.bias, variant.slopes)
+            dlse = softmax[0] if variant.stats else None
+            backward.backward(call, kept, out, dlse, softmax, mass, variant.bias, variant.slopes)
     return recorders[name].arguments
 
 

@@ -103,7 +103,7 @@ def lazy_attention(
         window: number of most recent keys a query sees, itself included.
         backend: "reference" (eager, memory quadratic in the length), "chunked" (memory linear), "triton" (fused
             kernels), "auto" (triton for what it can take on a CUDA device, else chunked).
-        return_stats: also returns `Stats`, float32 `[B, H, Lq]` each.
+        return_stats: also returns `Stats`, `[B, H, Lq]` each; its log-sum-exp carries gradients.
 
     Returns:
         The output `[B, H, Lq, D]` in q's dtype, or `(output, Stats)`.

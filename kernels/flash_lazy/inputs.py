@@ -37,9 +37,10 @@ class Call(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """What a row of the weight matrix looks like; every field is float32 `[B, H, Lq]` and carries no gradient.
+    """What a row of the weight matrix looks like; every field is `[B, H, Lq]`, float32 (float64 for float64 inputs).
 
-    lse: log-sum-exp of the visible scores, bias included (-inf for a row that sees no key).
+    lse: log-sum-exp of the visible scores, bias included (-inf for a row that sees no key). It carries gradients, alone
+        of the fields.
     mass: sum of the row's weights before renormalising.
     first_weight: weight that multiplied the value of the document's first key, hence after renormalising where that
         is asked for; 0 where the key is hidden or outside the window.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_lazy.inputs import Call, Stats, Weights, compute_dtype
+from flash_lazy.scores import eager_scores, place
 
 
 def reference_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]:
@@ -39,20 +40,20 @@ def _sequences(call: Call) -> tuple[Tensor, Stats]:
     blind = ~rows.visible.any(3)[..., None]
     out = (rows.w @ v).masked_fill(blind, 0)
     stats = Stats(
-        lse=torch.logsumexp(rows.scores, -1),
+        lse=torch.logsumexp(rows.scores.masked_fill(blind, 0), -1).masked_fill(blind[..., 0], -torch.inf),
         mass=rows.mass,
         first_weight=rows.w[..., 0],
-        zeros=((rows.p <= rows.theta[..., None]) & rows.visible).sum(-1),
+        zeros=((rows.p <= rows.theta[..., None]) & rows.visible).sum(-1).to(out.dtype),
     )
-    return out.to(call.q.dtype), Stats(*(field.detach().float() for field in stats))
+    return out.to(call.q.dtype), Stats(stats.lse, *(field.detach() for field in stats[1:]))
 
 
 def reference_weights(call: Call) -> Weights:
     """The weight matrix of queries aligned to the end of the keys; not for packed documents."""
-    own, visible = _placed(call)
+    own, visible = place(call)
     blind = ~visible.any(2)[:, None, :, None]
     hidden = ~visible[:, None]
-    scores = _scores(call, own, visible).masked_fill(hidden, -torch.inf)
+    scores = eager_scores(call, own, visible).masked_fill(hidden, -torch.inf)
     p = torch.softmax(scores.masked_fill(blind, 0), -1).masked_fill(hidden, 0)
     theta = _thresholds(call, own, visible)
     # Hidden keys are cleared again: below a negative threshold the ReLU alone would give them weight.
@@ -61,43 +62,6 @@ def reference_weights(call: Call) -> Weights:
     if call.renormalise:
         w = w / torch.where(mass > 0, mass, 1)[..., None]
     return Weights(scores, p, theta, w, mass, visible[:, None])
-
-
-def _placed(call: Call) -> tuple[Tensor, Tensor]:
-    """The 0-based index of the key at each query's own position `[B, Lq]`, and which keys it sees `[B, Lq, Lk]`."""
-    batch, rows, keys, device = call.q.shape[0], call.q.shape[2], call.k.shape[2], call.q.device
-    lengths = torch.full((batch,), keys, device=device) if call.kv_lengths is None else call.kv_lengths.long()
-    own = lengths[:, None] - rows + torch.arange(rows, device=device)
-    distance = _distance(own, keys)
-    visible = distance >= 0
-    if call.window is not None:
-        visible = visible & (distance < call.window)
-    if call.key_mask is not None:
-        visible = visible & call.key_mask[:, None, :]
-    return own, visible
-
-
-def _distance(own: Tensor, keys: int) -> Tensor:
-    return own[:, :, None] - torch.arange(keys, device=own.device)  # [B, Lq, Lk]
-
-
-def _scores(call: Call, own: Tensor, visible: Tensor) -> Tensor:
-    """Scaled, with bias and slopes, of hidden keys too: `[B, H, Lq, Lk]`."""
-    dtype = compute_dtype(call.q)
-    # A query without a key and a key without a query may hold anything, also NaN, and 0 * NaN is NaN: clear them.
-    blind = ~visible.any(2)[:, None, :, None]
-    unseen = ~visible.any(1)[:, None, :, None]
-    q = call.q.to(dtype).masked_fill(blind, 0)
-    k = call.k.to(dtype).masked_fill(unseen, 0).repeat_interleave(q.shape[1] // call.k.shape[1], 1)
-    scores = q @ k.transpose(-1, -2) * call.factor
-    distance = _distance(own, k.shape[2])
-    if call.bias is not None:
-        width = call.bias.shape[1]
-        table = call.bias.to(dtype)[:, distance.clamp(0, width - 1)].transpose(0, 1)  # [B, H, Lq, Lk]
-        scores = scores + table.masked_fill((distance >= width)[:, None], 0)
-    if call.slopes is not None:
-        scores = scores - call.slopes.to(dtype)[:, None, None] * distance[:, None]
-    return scores
 
 
 def _thresholds(call: Call, own: Tensor, visible: Tensor) -> Tensor:

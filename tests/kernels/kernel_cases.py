@@ -141,8 +141,13 @@ def noise(case: Case, mean: float = 0.0) -> Tensor:
     return _held_by_halves(torch.randn(case.q.shape, generator=torch.Generator().manual_seed(7)) + mean)
 
 
-def run(case: Case, backend: str, grad: Tensor | None = None) -> tuple[Tensor, Stats, dict[str, Tensor]]:
-    """Output, stats, and the gradient of every leaf for the output's gradient (`noise` by default), all on the CPU."""
+def run(
+    case: Case, backend: str, grad: Tensor | None = None, dlse: Tensor | None = None
+) -> tuple[Tensor, Stats, dict[str, Tensor]]:
+    """Output, stats, and the gradient of every leaf for the output's gradient (`noise` by default), all on the CPU.
+
+    dlse: gradient of the log-sum-exp `[B, H, Lq]`, none by default.
+    """
     grad = noise(case) if grad is None else grad
     case = case.on(device_of(backend))
     leaves = {name: x.detach().requires_grad_() for name, x in case.leaves().items()}
@@ -154,14 +159,19 @@ def run(case: Case, backend: str, grad: Tensor | None = None) -> tuple[Tensor, S
         return_stats=True,
         **options,
     )
-    grads = torch.autograd.grad(out, list(leaves.values()), grad.to(out))
+    ends, given = [out], [grad.to(out)]
+    if dlse is not None:
+        ends, given = [out, stats.lse], [grad.to(out), dlse.to(stats.lse)]
+    grads = torch.autograd.grad(ends, list(leaves.values()), given)
     named = dict(zip(leaves, (x.cpu() for x in grads), strict=True))
-    return out.detach().cpu(), Stats(*(x.cpu() for x in stats)), named
+    return out.detach().cpu(), Stats(*(x.detach().cpu() for x in stats)), named
 
 
-def everything(case: Case, backend: str, grad: Tensor | None = None) -> dict[str, Tensor]:
+def everything(
+    case: Case, backend: str, grad: Tensor | None = None, dlse: Tensor | None = None
+) -> dict[str, Tensor]:
     """What `run` returns under one name each: out, the stats, dq, dk, ..."""
-    out, stats, grads = run(case, backend, grad)
+    out, stats, grads = run(case, backend, grad, dlse)
     return {"out": out, **stats._asdict(), **{f"d{name}": x for name, x in grads.items()}}
 
 
@@ -245,7 +255,11 @@ def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Tens
 
 
 def eager_errors(
-    case: Case, exact: dict[str, Tensor], grad: Tensor | None = None, mode: type[RoundedProducts] | None = None
+    case: Case,
+    exact: dict[str, Tensor],
+    grad: Tensor | None = None,
+    mode: type[RoundedProducts] | None = None,
+    dlse: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Largest error of the reference, or of what a mode makes of it, over several orders of summing the products.
 
@@ -257,7 +271,7 @@ def eager_errors(
         inner, outer = (torch.randperm(case.q.shape[-1], generator=generator) for _ in range(2))
         turned = replace(case, q=case.q[..., inner], k=case.k[..., inner], v=case.v[..., outer])
         with mode(case.q.dtype) if mode else nullcontext():
-            found = everything(turned, "reference", grad[..., outer])
+            found = everything(turned, "reference", grad[..., outer], dlse)
         for name, order in {"out": outer, "dq": inner, "dk": inner, "dv": outer}.items():
             found[name] = found[name][..., order.argsort()]
         worst = largest(worst, errors(found, exact))

@@ -137,6 +137,29 @@ def one_key_rounding(case, dtype, exact, grad):
     }
 
 
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize(
+    "setting",
+    [{"bias_width": 20, "slopes": True, "group": 3}, {"layout": "ragged"}, {"layout": "packed", "window": 17}],
+    ids=["plain", "ragged", "packed"],
+)
+def test_gradients_of_the_log_sum_exp(setting, renormalise, monkeypatch):
+    small_blocks(monkeypatch, 32, 16)
+    found = None
+    for seed in range(31, 36):  # as in `assert_equals_reference`: the largest errors over five draws decide
+        drawn = draw(seed, length=65, width=16, batch=1, renormalise=renormalise, **setting)
+        grad, generator = noise(drawn), torch.Generator().manual_seed(seed)
+        dlse = torch.randn(drawn.q.shape[:3], generator=generator)
+        exact = everything(drawn.to(torch.float64), "reference", grad, dlse)
+        case = drawn.to(torch.float32)
+        mine = everything(case, "triton", grad, dlse)
+        errors = measured(mine, exact, eager_errors(case, exact, grad, RoundedProducts, dlse))
+        found = errors if found is None else found.pooled(errors)
+        if not found.too_large():
+            break
+    assert not found.too_large(), found.too_large()
+
+
 LATER = [pytest.param(setting, marks=pytest.mark.long) for setting in ANOTHER_COVER]
 
 

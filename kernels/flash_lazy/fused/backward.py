@@ -55,6 +55,7 @@ def query_gradient_kernel(
     delta,
     survivors,
     correction,
+    dlse,
     stride_qb,
     stride_qh,
     stride_ql,
@@ -105,6 +106,7 @@ def query_gradient_kernel(
 
     dq = scale (sum p m dp k - delta sum p k) is linear in delta, so one sweep yields both sums and delta itself.
     Products per tile: q.k and p.k; dO.v and (p m dp).k only where a weight survives, and to renormalise (p m).k.
+    dlse, the gradient of the rows' log-sum-exp, joins delta with the other sign.
     """
     item = tl.program_id(0)
     head = item % heads
@@ -201,6 +203,10 @@ def query_gradient_kernel(
         row_delta = (row_delta - left * kept_mass) * inverse
         row_survivors = (row_survivors - left * row_count) * inverse
         tl.store(correction + at_row, about_mean + left, mask=kept_row)
+    if dlse is not None:
+        row_dlse = tl.load(dlse + at_row, mask=kept_row, other=0.0)
+        result += (row_dlse * share)[:, None] * attended
+        row_delta -= row_dlse
     dq_base = dq + batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
     store_rows(dq_base, result * natural_scale, first, end, stride_dql, WIDTH, BLOCK_M, BLOCK_D)
     tl.store(delta + at_row, row_delta, mask=kept_row)
@@ -415,12 +421,16 @@ def backward(
     call: Call,
     out: Tensor | None,
     grad: Tensor,
+    dlse: Tensor | None,
     softmax: Tensor,
     mass: Tensor,
     bias_gradient: bool,
     slopes_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, `survivors` `[B, H, Lq]` (d tau but for its factor), and those of bias and slopes."""
+    """Gradients of q, k and v, `survivors` `[B, H, Lq]` (d tau but for its factor), and those of bias and slopes.
+
+    grad, dlse: of the output, and of the rows' log-sum-exp `[B, H, Lq]`, contiguous, where it is used.
+    """
     dq, dk, dv, survivors, dbias, dslopes = backward_buffers(call, bias_gradient, slopes_gradient)
     grad = near(grad)
     shared = {
@@ -433,17 +443,20 @@ def backward(
         **strides("g", grad),
         "natural_scale": call.factor,
     }
-    _query_gradient(call, shared, grad if out is None else out, dq, survivors)
+    _query_gradient(call, shared, grad if out is None else out, dlse, dq, survivors)
     _key_gradient(call, shared, dk, dv, dbias, dslopes)
     return dq, dk, dv, survivors, dbias, dslopes
 
 
-def _query_gradient(call: Call, shared: dict[str, Any], out: Tensor, dq: Tensor, survivors: Tensor) -> None:
+def _query_gradient(
+    call: Call, shared: dict[str, Any], out: Tensor, dlse: Tensor | None, dq: Tensor, survivors: Tensor
+) -> None:
     """Fills dq, survivors, and of the shared arguments delta and correction. out is read to renormalise alone."""
     batches, heads, rows, _ = call.q.shape
     arguments = {
         **shared,
         "out": out if call.renormalise else None,
+        "dlse": dlse,
         "dq": dq,
         "survivors": survivors,
         **strides("o", out, with_columns=False),

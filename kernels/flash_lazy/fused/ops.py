@@ -35,10 +35,11 @@ def fused_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]
     out, softmax, mass, first_weight, zeros = forward(*call, training, with_stats)
     if not with_stats:
         return out, None
-    top, total = softmax
+    top, total = softmax[0], softmax[1].detach()
+    # The gradient of lse as a whole travels as that of the maxima, see `_gradients`.
     lse = (top + total.log2()) * LN2
-    mass = torch.where(total > 0, mass / total, 0)
-    return out, Stats(*(x.detach() for x in (lse, mass, first_weight, zeros)))
+    mass = torch.where(total > 0, mass.detach() / total, 0)
+    return out, Stats(lse, mass, first_weight.detach(), zeros.detach())
 
 
 def obstacle(q: Tensor, key_mask: Tensor | None) -> str | None:
@@ -98,22 +99,22 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 @torch.library.custom_op(
     "flash_lazy::backward",
     mutates_args=(),
-    schema=f"({_CALL}, Tensor? out, Tensor grad, Tensor softmax, Tensor mass, bool bias_gradient, bool slopes_gradient)"
+    schema=f"({_CALL}, Tensor? out, Tensor grad, Tensor? dlse, Tensor softmax, Tensor mass, bool bias_gradient, bool slopes_gradient)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, sum m dp of each row, and the gradients of bias and slopes (empty unless asked for)."""
     from flash_lazy.fused.backward import backward
 
-    *call, out, grad, softmax, mass, bias_gradient, slopes_gradient = arguments
-    return backward(Call(*call), out, grad, softmax, mass, bias_gradient, slopes_gradient)
+    *call, out, grad, dlse, softmax, mass, bias_gradient, slopes_gradient = arguments
+    return backward(Call(*call), out, grad, dlse, softmax, mass, bias_gradient, slopes_gradient)
 
 
 @backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from flash_lazy.fused.backward import backward_buffers
 
-    *call, _out, _grad, _softmax, _mass, bias_gradient, slopes_gradient = arguments
+    *call, _out, _grad, _dlse, _softmax, _mass, bias_gradient, slopes_gradient = arguments
     return backward_buffers(Call(*call), bias_gradient, slopes_gradient)
 
 
@@ -139,12 +140,15 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     out, softmax, mass, _, _ = output
     ctx.save_for_backward(*call[:TENSORS], out if call.renormalise else None, softmax, mass)
     ctx.settings = call[TENSORS:]
+    ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, grad: Tensor | None, dsoftmax: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     *tensors, out, softmax, mass = ctx.saved_tensors
     call, needed = Call(*tensors, *ctx.settings), ctx.needs_input_grad
-    dq, dk, dv, survivors, dbias, dslopes = backward(*call, out, grad, softmax, mass, *needed[4:6])
+    grad = torch.zeros_like(call.q) if grad is None else grad
+    dlse = None if dsoftmax is None else dsoftmax[0] / LN2
+    dq, dk, dv, survivors, dbias, dslopes = backward(*call, out, grad, dlse, softmax, mass, *needed[4:6])
     leaves = (
         *(dq, dk, dv, _tau_gradient(call, survivors) if needed[3] else None),
         *(dbias if needed[4] else None, dslopes if needed[5] else None),

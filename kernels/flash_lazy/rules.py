@@ -1,0 +1,424 @@
+"""Attention by any rule that turns scores into weights, with memory linear in the length.
+
+A rule is a function of scores and of where their rows stand. Everything else is done here: causality, windows, masks,
+packed documents, ragged lengths, grouped heads, biases, decoding, renormalising, statistics, and gradients, for which
+blocks of rows are computed again in the backward pass (`flash_lazy.blocks`).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flash_lazy.blocks import Block, Part, Sweep, roll
+from flash_lazy.inputs import TENSORS, Call, Stats, check, check_types, compute_dtype
+from flash_lazy.scores import eager_scores, place
+
+HIDDEN = -1e30
+"""The score of a hidden key: finite, because -inf times 0 is NaN, and so far down that every exponential of it is 0."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where a block of R rows over C keys stands. With two score maps per head, each has an axis of size 1 more.
+
+    visible: bool `[B or 1, 1, R, C]`, the keys that a row sees.
+    n: `[B or 1, 1, R, 1]`, how many keys a row sees in all, at least 1, in the scores' dtype.
+    position: int64 `[B or 1, 1, R, 1]`, 1-based, within the row's own document.
+    """
+
+    visible: Tensor
+    n: Tensor
+    position: Tensor
+
+
+Rule = Callable[[Tensor, Rows], Tensor]
+"""Weights `[B, H, R, C]` of scores `[B, H, R, C]` (`[B, H, maps, R, C]` with several maps), float32 or float64.
+
+Scores are finite where a key is hidden, and the weight there is 0. A row that sees no key comes as one that sees all
+keys with a score of 0; its weights are set to 0 afterwards.
+"""
+
+
+class RuleWeights(NamedTuple):
+    """The weight matrix of some rows, in the precision of `compute_dtype`.
+
+    scores: `[B, H, Lq, Lk]` (`[B, H, maps, Lq, Lk]`), bias included, `HIDDEN` at hidden keys.
+    w: what multiplies the values, `[B, H, Lq, Lk]`.
+    mass: sum of a row's weights before renormalising, `[B, H, Lq]`.
+    rows: where the rows stand; `rows.visible` is all False for a row that sees no key.
+    """
+
+    scores: Tensor
+    w: Tensor
+    mass: Tensor
+    rows: Rows
+
+
+@overload
+def rule_attention(
+    rule: Rule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_stats: Literal[False] = False,
+    **settings: Any,
+) -> Tensor: ...
+@overload
+def rule_attention(
+    rule: Rule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_stats: Literal[True],
+    **settings: Any,
+) -> tuple[Tensor, Stats]: ...
+
+
+def rule_attention(
+    rule: Rule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    *,
+    parameters: Sequence[Tensor] = (),
+    maps: int = 1,
+    slopes: Tensor | None = None,
+    renormalise: bool = False,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    window: int | None = None,
+    backend: Literal["reference", "chunked"] = "chunked",
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, Stats]:
+    """Causal attention with the weights that a rule gives.
+
+    What is not said here is as in `flash_lazy.lazy_attention`. First-order gradients only (but for "reference").
+
+    Args:
+        rule: the weights of a block of rows.
+        parameters: the tensors that the rule reads and that are to get gradients.
+        maps: score maps per head. q and k are cut into as many parts along D, each of which gives a map; the rule makes
+            one matrix of weights of them. scale is 1 / sqrt(D / maps) by default.
+        renormalise: divides a row's weights by their sum, where that is above 0.
+        backend: "chunked" (memory linear) or "reference" (whole matrices, gradients by autograd).
+        return_stats: also returns `Stats` without gradients; `zeros` counts the visible keys of weight 0, and `lse`
+            runs over all maps.
+
+    Returns:
+        The output `[B, H, Lq, D]` in q's dtype, or `(output, Stats)`.
+
+    Raises:
+        TypeError, ValueError: an argument, or what the rule returns, does not fit.
+    """
+    call = _checked(
+        (q, k, v, bias, slopes, cu_seqlens, kv_lengths, key_mask), maps, renormalise=renormalise, scale=scale, window=window
+    )  # fmt: skip
+    attend = {"reference": _reference, "chunked": _chunked}.get(backend)
+    if attend is None:
+        raise ValueError(f"backend is {backend!r}; rules run on reference, chunked")
+    with torch.autocast(q.device.type, enabled=False):
+        out, stats = attend(rule, call, maps, tuple(parameters), return_stats)
+    return (out, stats) if stats is not None else out
+
+
+def rule_weights(
+    rule: Rule,
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None = None,
+    *,
+    maps: int = 1,
+    slopes: Tensor | None = None,
+    renormalise: bool = False,
+    scale: float | None = None,
+    kv_lengths: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    window: int | None = None,
+) -> RuleWeights:
+    """The weights themselves, to be looked at: eager, and `[B, H, Lq, Lk]` large in memory.
+
+    Arguments and errors as in `rule_attention`. Rows `a .. b - 1` of a sequence are those of `q[:, :, a:b]` and
+    `k[:, :, :b]`, so a long sequence can be looked at in blocks.
+    """
+    call = _checked(
+        (q, k, k, bias, slopes, None, kv_lengths, key_mask), maps, renormalise=renormalise, scale=scale, window=window
+    )
+    with torch.autocast(q.device.type, enabled=False):
+        return _eager_weights(rule, call, maps)
+
+
+def _checked(tensors: tuple[Tensor | None, ...], maps: int, **settings: Any) -> Call:
+    """The arguments as a `Call` at tau = 0, after autocast, with a scale of its own."""
+    q, k, v, *rest = tensors
+    if not isinstance(maps, int) or maps < 1:
+        raise ValueError(f"maps is {maps}; give a whole number, at least 1")
+    if isinstance(q, Tensor) and q.dim() == 4:
+        if q.shape[-1] % maps:
+            raise ValueError(f"maps is {maps} and q has width D = {q.shape[-1]}; give a D that it divides")
+        if settings["scale"] is None:
+            settings["scale"] = (q.shape[-1] // maps) ** -0.5
+        device = q.device.type
+        if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+            q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))  # type: ignore[union-attr]
+        tau = torch.zeros(q.shape[1], device=q.device)
+    else:
+        tau = torch.zeros(1)
+    call = Call(q, k, v, tau, *rest, **settings)  # type: ignore[arg-type]
+    check_types(call)
+    check(call)
+    return call
+
+
+def _apply(rule: Rule, scores: Tensor, rows: Rows, blind: Tensor | None, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """Weights `[B, H, R, C]` and their sum before renormalising `[B, H, R, 1]`; blind `[B, 1, R, 1]`."""
+    w = rule(scores, rows)
+    expected = scores.shape if scores.dim() == 4 else (*scores.shape[:2], *scores.shape[3:])
+    if w.shape != expected or w.dtype != scores.dtype:
+        name = getattr(rule, "__qualname__", type(rule).__name__)
+        raise ValueError(
+            f"{name} returned {w.dtype} of shape {list(w.shape)} for scores {scores.dtype} {list(scores.shape)}; "
+            f"return {scores.dtype} of shape {list(expected)}"
+        )
+    if blind is not None:
+        w = w.masked_fill(blind, 0)
+    mass = w.sum(-1, keepdim=True)
+    return (w / torch.where(mass > 0, mass, 1) if renormalise else w), mass
+
+
+def _presented(scores: Tensor, rows: Rows, blind: Tensor | None) -> tuple[Tensor, Rows]:
+    """What the rule sees: rows without a key as rows that see all, with the score 0. Axes for the maps."""
+    if blind is not None:
+        several = scores.dim() == 5
+        scores = scores.masked_fill(blind.unsqueeze(2) if several else blind, 0)
+        rows = Rows(rows.visible | blind, rows.n, rows.position)
+    if scores.dim() == 5:
+        rows = Rows(*(x.unsqueeze(2) for x in (rows.visible, rows.n, rows.position)))
+    return scores, rows
+
+
+def _reference(
+    rule: Rule, call: Call, maps: int, _: tuple[Tensor, ...], with_stats: bool
+) -> tuple[Tensor, Stats | None]:
+    """Whole matrices, gradients by autograd: the specification of `_chunked`."""
+    if call.cu_seqlens is not None:
+        parts = []
+        for start, end in pairwise(call.cu_seqlens.tolist()):
+            if start == end:
+                continue
+            q, k, v = (x[:, :, start:end] for x in (call.q, call.k, call.v))
+            mask = None if call.key_mask is None else call.key_mask[:, start:end]
+            alone = call._replace(q=q, k=k, v=v, cu_seqlens=None, key_mask=mask)
+            parts.append(_reference(rule, alone, maps, (), with_stats))
+        outs, stats = zip(*parts, strict=True)
+        joined = Stats(*(torch.cat(field, 2) for field in zip(*stats, strict=True))) if with_stats else None
+        return torch.cat(outs, 2), joined
+    found = _eager_weights(rule, call, maps)
+    unseen = ~found.rows.visible.any(2)[..., None]
+    v = call.v.to(found.w.dtype).masked_fill(unseen, 0).repeat_interleave(call.q.shape[1] // call.v.shape[1], 1)
+    out = (found.w @ v).to(call.q.dtype)
+    if not with_stats:
+        return out, None
+    seen = found.rows.visible
+    zeros = ((found.w == 0) & seen).sum(-1).to(found.w.dtype)
+    stats = Stats(_lse(found.scores, ~seen.any(3)), found.mass, found.w[..., 0], zeros)
+    return out, Stats(*(x.detach() for x in stats))
+
+
+def _eager_weights(rule: Rule, call: Call, maps: int) -> RuleWeights:
+    own, visible = place(call)
+    scores = torch.stack([eager_scores(part, own, visible) for part in _cut(call, maps)], 2)
+    seen = visible[:, None]
+    scores = scores.masked_fill(~seen[:, :, None], HIDDEN)
+    scores = scores if maps > 1 else scores.squeeze(2)
+    blind = ~seen.any(3, keepdim=True)
+    n = seen.sum(-1, keepdim=True).clamp(min=1).to(scores.dtype)
+    rows = Rows(seen, n, (own + 1).clamp(min=1)[:, None, :, None])
+    w, mass = _apply(rule, *_presented(scores, rows, blind), blind, call.renormalise)
+    return RuleWeights(scores, w, mass.squeeze(-1), rows)
+
+
+def _cut(call: Call, maps: int) -> list[Call]:
+    """One call per map: q and k in parts along D."""
+    pairs = zip(call.q.chunk(maps, -1), call.k.chunk(maps, -1), strict=True)
+    return [call._replace(q=q, k=k) for q, k in pairs]
+
+
+def _lse(scores: Tensor, blind: Tensor) -> Tensor:
+    lse = scores.logsumexp(-1)
+    return (lse.logsumexp(2) if lse.dim() == 4 else lse).masked_fill(blind, -torch.inf)
+
+
+def _chunked(
+    rule: Rule, call: Call, maps: int, parameters: tuple[Tensor, ...], with_stats: bool
+) -> tuple[Tensor, Stats | None]:
+    """Each map is a head to the blocks; query head (kv head, g) and map m stand at (kv head, m, g)."""
+    if maps > 1:
+        kv_heads = call.k.shape[1]
+
+        def by_map(x: Tensor) -> Tensor:  # [H, ...] -> [Hkv * maps * G, ...]
+            return x.unflatten(0, (kv_heads, 1, -1)).expand(-1, maps, *[-1] * x.dim()).flatten(0, 2)
+
+        q = call.q.unflatten(-1, (maps, -1)).unflatten(1, (kv_heads, -1))  # [B, Hkv, G, Lq, maps, D / maps]
+        call = call._replace(
+            q=q.permute(0, 1, 4, 2, 3, 5).flatten(1, 3),
+            k=call.k.unflatten(-1, (maps, -1)).movedim(3, 2).flatten(1, 2),
+            bias=None if call.bias is None else by_map(call.bias),
+            slopes=None if call.slopes is None else by_map(call.slopes),
+        )
+    out, *stats = _Ruled.apply(rule, maps, with_stats, len(call), *call, *parameters)
+    return out, Stats(*stats) if with_stats else None
+
+
+class _Ruled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        rule, maps, with_stats, size, *rest = args
+        call, parameters = Call(*rest[:size]), rest[size:]
+        ctx.save_for_backward(*call[:TENSORS], *parameters)
+        ctx.rule, ctx.maps, ctx.settings = rule, maps, call[TENSORS:]
+        outputs = _Blocks(rule, maps, call).forward(with_stats)
+        ctx.mark_non_differentiable(*outputs[1:])
+        return outputs
+
+    @staticmethod
+    @once_differentiable  # its stub drops the parameters' names
+    # pyrefly: ignore [bad-override]
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, parameters = ctx.saved_tensors[:TENSORS], ctx.saved_tensors[TENSORS:]
+        call = Call(*tensors, *ctx.settings)
+        with torch.autocast(call.q.device.type, enabled=False):
+            found = _Blocks(ctx.rule, ctx.maps, call).backward(grad_outputs[0], parameters, ctx.needs_input_grad[4:])
+        dq, dk, dv, dbias, dslopes, *dparameters = found
+        leaves = dq, dk, dv, None, dbias, dslopes
+        return (*[None] * 4, *leaves, *[None] * (len(call) - len(leaves)), *dparameters)
+
+
+class _Blocks(Sweep):
+    """The two passes over the blocks. Every block has all heads, whose parameters a rule holds together."""
+
+    def __init__(self, rule: Rule, maps: int, call: Call) -> None:
+        super().__init__(call, 1.0, HIDDEN, whole_heads=True)
+        self.rule, self.maps = rule, maps
+        self.value_heads, self.value_width = call.v.shape[1], call.v.shape[3]
+        missing = self.block_columns - self.visible.shape[-1]
+        self.visible = torch.nn.functional.pad(self.visible, (missing, 0), value=True)
+
+    def _values(self, x: Tensor) -> Tensor:
+        """`[B, H, L, D]` by kv head of the values, `[B, Hkv, G, L, D]`."""
+        return x.unflatten(1, (self.value_heads, self.group))
+
+    def _rows(self, part: Part, block: Block) -> tuple[Rows, Tensor | None]:
+        """Where a block's rows stand, and which of them see no key `[b or 1, 1, R, 1]`."""
+        rows, columns = block.shape
+        visible = self.visible[None, None, -rows:, -columns:]
+        if self.hidden is not None:
+            visible = visible & ~self.hidden[part.batch, None, None, block.keys]
+        n, position = (
+            x[part.batch if len(x) > 1 else slice(None), ..., block.rows].reshape(-1, 1, rows, 1)
+            for x in (self.n, self.position)
+        )
+        blind = None if self.blind is None else n == 0
+        return Rows(visible, n.clamp(min=1), (position + 1).clamp(min=1)), blind
+
+    def _scores(self, s: Tensor, q: Tensor, k: Tensor, part: Part, block: Block) -> Tensor:
+        """Fills s and gives it as the rule takes it: `[b, H, R, C]`, or `[b, H, maps, R, C]`."""
+        self.fill_scores(s, q[:, :, block.rows].flatten(1, 2), k[:, block.keys], part, block)
+        by_map = s.view(part.shape[0], -1, self.maps, *s.shape[1:])  # [b, Hkv, maps, G, R, C]
+        return by_map.transpose(2, 3).flatten(1, 2) if self.maps > 1 else by_map.flatten(1, 3)
+
+    def _flat(self, w: Tensor) -> Tensor:
+        """`[b, H, R, C]` as `[b * Hkv, G * R, C]`, for products with values."""
+        return w.reshape(w.shape[0] * self.value_heads, -1, w.shape[-1])
+
+    def forward(self, with_stats: bool) -> tuple[Tensor, ...]:
+        heads = self.value_heads * self.group
+        result = torch.empty(
+            self.batch, heads, self.rows, self.value_width, dtype=self.call.q.dtype, device=self.device
+        )
+        empty = (torch.empty(self.batch, heads, self.rows, dtype=self.dtype, device=self.device) for _ in Stats._fields)
+        stats = Stats(*empty) if with_stats else None
+        scratch = self.scratch(1)
+        for part in self.parts:
+            q, k, v = part.of(self.q), part.of(self.k), self.v[part.batch].flatten(0, 1)
+            for block in self.blocks:
+                (s,) = self.matrices(scratch, part, block)
+                rows, blind = self._rows(part, block)
+                scores = self._scores(s, q, k, part, block)
+                w, mass = _apply(self.rule, *_presented(scores, rows, blind), blind, self.call.renormalise)
+                place = part.batch, slice(None), block.rows
+                result[place] = torch.bmm(self._flat(w), v[:, block.keys]).view(*w.shape[:3], -1)
+                if stats is not None:
+                    n = torch.where(blind, 0, rows.n) if blind is not None else rows.n
+                    none = torch.zeros((), dtype=torch.bool, device=self.device) if blind is None else blind[..., 0]
+                    stats.lse[place] = _lse(scores, none)
+                    stats.mass[place] = mass.squeeze(-1)
+                    grouped = w.view(len(w), self.value_heads, self.group, *w.shape[2:])
+                    stats.first_weight[place] = self.first_of(grouped, part, block).flatten(1, 2)
+                    stats.zeros[place] = n.squeeze(-1) - (w != 0).sum(-1)
+        return result, *(stats or ())
+
+    def backward(
+        self, grad: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k, v, bias, slopes and the parameters, for the output's gradient; None where there is none."""
+        dq = torch.empty_like(self.q)
+        dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (self.k, self.v))
+        dstrip = torch.zeros_like(self.strip) if needed[4] or needed[5] else None
+        wanted = [index for index, x in enumerate(parameters) if needed[len(self.call) + index]]
+        dparameters: list[Tensor | None] = [None] * len(parameters)
+        scratch, scale = self.scratch(1), self.call.factor
+        for part in self.parts:
+            q, k, v = part.of(self.q), part.of(self.k), self.v[part.batch].flatten(0, 1)
+            dk_part, dv_part = part.of(dk), dv[part.batch].flatten(0, 1)
+            for block in self.blocks:
+                (s,) = self.matrices(scratch, part, block)
+                rows, blind = self._rows(part, block)
+                place = part.batch, slice(None), block.rows
+                do = grad[place].to(self.dtype)
+                if blind is not None:
+                    do = do.masked_fill(blind, 0)
+                do = do.reshape(len(v), -1, do.shape[-1])
+                scores = self._scores(s, q, k, part, block).detach().requires_grad_()
+                leaves = [scores, *(parameters[index] for index in wanted)]
+                with torch.enable_grad():
+                    w, _ = _apply(self.rule, *_presented(scores, rows, blind), blind, self.call.renormalise)
+                dw = torch.bmm(do, v[:, block.keys].transpose(1, 2)).view_as(w)
+                dv_part[:, block.keys].baddbmm_(self._flat(w.detach()).transpose(1, 2), do)
+                ds, *found = torch.autograd.grad(w, leaves, dw, allow_unused=True)
+                for index, gradient in zip(wanted, found, strict=True):
+                    if gradient is not None:
+                        before = dparameters[index]
+                        dparameters[index] = gradient if before is None else before + gradient
+                ds = s.new_zeros(s.shape) if ds is None else self._by_map(ds, s)
+                if dstrip is not None:
+                    self.add_to_strip(dstrip, ds, part, block)
+                ds = ds.flatten(1, 2)
+                dq[part.batch, part.heads, :, block.rows] = torch.bmm(ds, k[:, block.keys]).mul_(scale).view(
+                    *part.shape, self.group, -1, self.width
+                )
+                rows_of_q = q[:, :, block.rows].flatten(1, 2)
+                dk_part[:, block.keys].baddbmm_(ds.transpose(1, 2), rows_of_q, alpha=scale)
+        if self.shift is not None:
+            dk, dv = (roll(x, -self.shift) for x in (dk, dv))
+        dbias, dslopes = self.strip_gradients(dstrip) if dstrip is not None else (None, None)
+        dq, dk, dv = (x.to(self.call.q.dtype) for x in (dq.flatten(1, 2), dk, dv))
+        return dq, dk, dv, dbias, dslopes, *dparameters
+
+    def _by_map(self, ds: Tensor, s: Tensor) -> Tensor:
+        """The gradient of what `_scores` gave, in the layout of s `[b * Hkv * maps, G, R, C]`."""
+        if self.maps == 1:
+            return ds.reshape(s.shape)
+        return ds.unflatten(1, (self.value_heads, self.group)).transpose(2, 3).reshape(s.shape)

@@ -4,10 +4,24 @@ from importlib.metadata import PackageNotFoundError, version
 
 from flash_lazy.api import Backend, attention_weights, lazy_attention, resolve_backend
 from flash_lazy.inputs import Stats, Weights
+from flash_lazy.rules import Rows, Rule, RuleWeights, rule_attention, rule_weights
 
 try:
     __version__ = version("flash-lazy")
 except PackageNotFoundError:  # imported from a source tree that was never installed
     __version__ = "0.0.0"
 
-__all__ = ["Backend", "Stats", "Weights", "__version__", "attention_weights", "lazy_attention", "resolve_backend"]
+__all__ = [
+    "Backend",
+    "Rows",
+    "Rule",
+    "RuleWeights",
+    "Stats",
+    "Weights",
+    "__version__",
+    "attention_weights",
+    "lazy_attention",
+    "resolve_backend",
+    "rule_attention",
+    "rule_weights",
+]

@@ -5,7 +5,6 @@ packed documents, ragged lengths, grouped heads, biases, decoding, renormalising
 blocks of rows are computed again in the backward pass (`flash_lazy.blocks`).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,9 +13,10 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from typing_extensions import TypedDict, Unpack
 
 from flash_lazy.blocks import Block, Part, Sweep, roll
-from flash_lazy.inputs import TENSORS, Call, Stats, check, check_types, compute_dtype
+from flash_lazy.inputs import TENSORS, Call, Stats, check, check_types
 from flash_lazy.scores import eager_scores, place
 
 HIDDEN = -1e30
@@ -60,6 +60,21 @@ class RuleWeights(NamedTuple):
     rows: Rows
 
 
+class RuleSettings(TypedDict, total=False, closed=True):
+    """The types of `rule_attention`'s settings; its signature has their defaults, its docstring their meaning."""
+
+    parameters: Sequence[Tensor]
+    maps: int
+    slopes: Tensor | None
+    renormalise: bool
+    scale: float | None
+    cu_seqlens: Tensor | None
+    kv_lengths: Tensor | None
+    key_mask: Tensor | None
+    window: int | None
+    backend: Literal["reference", "chunked"]
+
+
 @overload
 def rule_attention(
     rule: Rule,
@@ -69,7 +84,7 @@ def rule_attention(
     bias: Tensor | None = None,
     *,
     return_stats: Literal[False] = False,
-    **settings: Any,
+    **settings: Unpack[RuleSettings],
 ) -> Tensor: ...
 @overload
 def rule_attention(
@@ -80,7 +95,7 @@ def rule_attention(
     bias: Tensor | None = None,
     *,
     return_stats: Literal[True],
-    **settings: Any,
+    **settings: Unpack[RuleSettings],
 ) -> tuple[Tensor, Stats]: ...
 
 
@@ -123,9 +138,8 @@ def rule_attention(
     Raises:
         TypeError, ValueError: an argument, or what the rule returns, does not fit.
     """
-    call = _checked(
-        (q, k, v, bias, slopes, cu_seqlens, kv_lengths, key_mask), maps, renormalise=renormalise, scale=scale, window=window
-    )  # fmt: skip
+    tensors = q, k, v, bias, slopes, cu_seqlens, kv_lengths, key_mask
+    call = _checked(tensors, maps, renormalise=renormalise, scale=scale, window=window)
     attend = {"reference": _reference, "chunked": _chunked}.get(backend)
     if attend is None:
         raise ValueError(f"backend is {backend!r}; rules run on reference, chunked")
@@ -153,9 +167,8 @@ def rule_weights(
     Arguments and errors as in `rule_attention`. Rows `a .. b - 1` of a sequence are those of `q[:, :, a:b]` and
     `k[:, :, :b]`, so a long sequence can be looked at in blocks.
     """
-    call = _checked(
-        (q, k, k, bias, slopes, None, kv_lengths, key_mask), maps, renormalise=renormalise, scale=scale, window=window
-    )
+    tensors = q, k, k, bias, slopes, None, kv_lengths, key_mask
+    call = _checked(tensors, maps, renormalise=renormalise, scale=scale, window=window)
     with torch.autocast(q.device.type, enabled=False):
         return _eager_weights(rule, call, maps)
 
@@ -370,10 +383,8 @@ class _Blocks(Sweep):
                     stats.zeros[place] = n.squeeze(-1) - (w != 0).sum(-1)
         return result, *(stats or ())
 
-    def backward(
-        self, grad: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]
-    ) -> tuple[Tensor | None, ...]:
-        """Gradients of q, k, v, bias, slopes and the parameters, for the output's gradient; None where there is none."""
+    def backward(self, grad: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k, v, bias, slopes and the parameters, given the output's; None where there is none."""
         dq = torch.empty_like(self.q)
         dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (self.k, self.v))
         dstrip = torch.zeros_like(self.strip) if needed[4] or needed[5] else None
@@ -406,8 +417,8 @@ class _Blocks(Sweep):
                 if dstrip is not None:
                     self.add_to_strip(dstrip, ds, part, block)
                 ds = ds.flatten(1, 2)
-                dq[part.batch, part.heads, :, block.rows] = torch.bmm(ds, k[:, block.keys]).mul_(scale).view(
-                    *part.shape, self.group, -1, self.width
+                dq[part.batch, part.heads, :, block.rows] = (
+                    torch.bmm(ds, k[:, block.keys]).mul_(scale).view(*part.shape, self.group, -1, self.width)
                 )
                 rows_of_q = q[:, :, block.rows].flatten(1, 2)
                 dk_part[:, block.keys].baddbmm_(ds.transpose(1, 2), rows_of_q, alpha=scale)

@@ -1,27 +1,59 @@
-"""The attention mechanism: specifications, normalisers, biases, positions, and the module that joins them."""
+"""The attention mechanism: specifications, normalisers, biases, gates, positions, and the module that joins them."""
 
+from flash_lazy import Rows
 from lit_lazy.attention.bias import Alibi, Bias, BiasTerms, Fire, KerpleLog, LearnedBias, NoBias, T5Bias
+from lit_lazy.attention.gate import Gate, NoGate, OutputGate, ValueGate
 from lit_lazy.attention.module import Attention, AttentionSpec, LayerCache
-from lit_lazy.attention.normaliser import Elastic, Normaliser, Softmax
+from lit_lazy.attention.normaliser import AttentionCall, Elastic, LayerShape, Normaliser, NormaliserModule, Softmax
 from lit_lazy.attention.position import LearnedAbsolute, NoPosition, Position, Rope
+from lit_lazy.attention.rivals import (
+    ClippedSoftmax,
+    Differential,
+    Entmax15,
+    OffByOne,
+    Relu,
+    Sigmoid,
+    SinkLogit,
+    Softpick,
+    Sparsemax,
+    SSMax,
+)
 
 __all__ = [
     "Alibi",
     "Attention",
+    "AttentionCall",
     "AttentionSpec",
     "Bias",
     "BiasTerms",
+    "ClippedSoftmax",
+    "Differential",
     "Elastic",
+    "Entmax15",
     "Fire",
+    "Gate",
     "KerpleLog",
     "LayerCache",
+    "LayerShape",
     "LearnedAbsolute",
     "LearnedBias",
     "NoBias",
+    "NoGate",
     "NoPosition",
     "Normaliser",
+    "NormaliserModule",
+    "OffByOne",
+    "OutputGate",
     "Position",
+    "Relu",
     "Rope",
+    "Rows",
+    "SSMax",
+    "Sigmoid",
+    "SinkLogit",
     "Softmax",
+    "Softpick",
+    "Sparsemax",
     "T5Bias",
+    "ValueGate",
 ]

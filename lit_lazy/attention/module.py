@@ -1,4 +1,4 @@
-"""The attention layer: projections, positions, bias and normaliser, with a cache for decoding."""
+"""The attention layer: projections, positions, bias, normaliser and gate, with a cache for decoding."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from flash_lazy import Backend, Stats
 from lit_lazy.attention.bias import Bias, NoBias
-from lit_lazy.attention.normaliser import Normaliser, Softmax
+from lit_lazy.attention.gate import Gate, NoGate
+from lit_lazy.attention.normaliser import AttentionCall, LayerShape, Normaliser, Softmax
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class AttentionSpec:
     """What is added to the scores by distance and head."""
     window: int | None = None
     """Keys a query can see, itself included; None for all that are not in its future."""
+    gate: Gate = field(default_factory=NoGate)
+    """What the output of each head is multiplied with."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -50,30 +53,27 @@ class LayerCache:
 class Attention(nn.Module):
     """Multi-head (or grouped-query) causal self-attention for any specification."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        d_model: int,
-        n_heads: int,
-        n_kv_heads: int,
-        context_length: int,
-        backend: Backend,
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, shape: LayerShape, backend: Backend) -> None:
         super().__init__()
-        self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, d_model // n_heads
-        self.window, self.backend = spec.window, backend
-        self.q = nn.Linear(d_model, n_heads * self.head_dim, bias=False)
-        self.k = nn.Linear(d_model, n_kv_heads * self.head_dim, bias=False)
-        self.v = nn.Linear(d_model, n_kv_heads * self.head_dim, bias=False)
-        self.out = nn.Linear(n_heads * self.head_dim, d_model, bias=False)
-        self.normaliser = spec.normaliser.build(n_heads, context_length)
-        self.bias = spec.bias.build(n_heads, context_length)
+        self.n_heads, self.n_kv_heads, self.head_dim = shape.n_heads, shape.n_kv_heads, shape.head_dim
+        self.window, self.renormalise, self.backend = spec.window, spec.normaliser.renormalise, backend
+        self.q = nn.Linear(shape.d_model, shape.n_heads * shape.head_dim, bias=False)
+        self.k = nn.Linear(shape.d_model, shape.n_kv_heads * shape.head_dim, bias=False)
+        self.v = nn.Linear(shape.d_model, shape.n_kv_heads * shape.head_dim, bias=False)
+        self.out = nn.Linear(shape.n_heads * shape.head_dim, shape.d_model, bias=False)
+        self.normaliser = spec.normaliser.build(shape)
+        self.bias = spec.bias.build(shape.n_heads, shape.context_length)
+        self.gate = spec.gate.build(shape)
 
     @property
     def backend_name(self) -> str:
         """The implementation that a training step runs where the parameters are: sdpa, chunked, triton, ..."""
-        q = self.q.weight.new_empty(0, self.head_dim)
-        return self.normaliser.backend_name(q, self.bias(1), self.window, self.backend)
+        q, k = (self.q.weight.new_empty(1, heads, 1, self.head_dim) for heads in (self.n_heads, self.n_kv_heads))
+        return self.normaliser.backend_name(self._call(q, k, k))
+
+    def _call(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
+        bias = self.bias(k.shape[2])
+        return AttentionCall(q, k, v, bias, self.window, renormalise=self.renormalise, backend=self.backend)
 
     def forward(
         self,
@@ -87,13 +87,19 @@ class Attention(nn.Module):
 
         key_mask: bool `[B, Lk]`, False hides a key from every query.
         """
-        q, k, v = (
+        q, k, own = (
             projection(x).unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
             for projection, heads in ((self.q, self.n_heads), (self.k, self.n_kv_heads), (self.v, self.n_kv_heads))
         )
-        q, k = rotate(q), rotate(k)
+        q, k, v = self._rotated(q, rotate), self._rotated(k, rotate), own
         if cache is not None:
             k, v = cache.extend(k, v)
-        masked = {} if key_mask is None else {"key_mask": key_mask}
-        out, stats = self.normaliser(q, k, v, self.bias(k.shape[2]), self.window, self.backend, with_stats, **masked)
-        return self.out(out.transpose(1, 2).flatten(2)), stats
+        out, stats = self.normaliser(self._call(q, k, v)._replace(with_stats=with_stats, key_mask=key_mask))
+        return self.out(self.gate(out, x, own).transpose(1, 2).flatten(2)), stats
+
+    def _rotated(self, x: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
+        """Each map's part of the head dimension turns by itself."""
+        if self.normaliser.maps == 1:
+            return rotate(x)
+        parts = x.unflatten(-1, (self.normaliser.maps, -1)).transpose(2, 3)  # [B, H, maps, L, D / maps]
+        return rotate(parts).transpose(2, 3).flatten(-2)

@@ -1,111 +1,216 @@
 """Normalisers: how scores become the weights that values are multiplied with.
 
-A normaliser is a frozen dataclass (its settings) whose `build` makes the module that holds its parameters.
+A normaliser is a frozen dataclass (its settings) whose `build` makes the module that holds its parameters. All that the
+module must have is `weights`: one function of a block of scores. `flash_lazy.rules` makes attention of it, with every
+bias, window and mask, decoding, statistics, and memory linear in the length.
 """
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from flash_lazy import Backend, Stats, Weights, attention_weights, lazy_attention, resolve_backend
+from flash_lazy import Backend, Rows, RuleWeights, Stats, lazy_attention, resolve_backend, rule_attention, rule_weights
 from lit_lazy.attention.bias import BiasTerms
+from lit_lazy.attention.probe import probe_gradients, probe_weights
 
 Threshold = Literal["per_query", "seq_len", "per_token", "constant"]
 
 
+@dataclass(frozen=True)
+class LayerShape:
+    """The layer that a normaliser or a gate is built for."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_model: int
+    context_length: int
+    layer: int = 0
+    """From 0, of n_layers."""
+    n_layers: int = 1
+
+
+class AttentionCall(NamedTuple):
+    """What a layer asks of its normaliser: causal attention, queries aligned to the end of the keys.
+
+    q `[B, H, Lq, D]`; k, v `[B, Hkv, Lk, D]`; key_mask bool `[B, Lk]`, False hides a key.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: BiasTerms = BiasTerms()
+    window: int | None = None
+    key_mask: Tensor | None = None
+    renormalise: bool = False
+    backend: Backend = "auto"
+    with_stats: bool = False
+
+    @property
+    def visible(self) -> Tensor:
+        """How many keys each query sees, at least 1: `[B or 1, 1, Lq, 1]`."""
+        end = torch.arange(self.k.shape[2] - self.q.shape[2], self.k.shape[2], device=self.q.device) + 1
+        n = end if self.window is None else end.clamp(max=self.window)
+        if self.key_mask is not None:
+            counts = pad(self.key_mask.cumsum(-1), (1, 0))
+            n = counts[:, end] - counts[:, end - n]
+        return n.clamp(min=1).view(-1, 1, len(end), 1)
+
+
+class Fused(NamedTuple):
+    """A faster path to the same output: the name of its backend, and what runs it."""
+
+    backend: str
+    attend: Callable[[], tuple[Tensor, Stats | None]]
+
+
 class NormaliserModule(nn.Module, ABC):
-    """Parameters of a normaliser.
+    """Parameters of a normaliser. `weights` is all that a new one has to have.
 
     lr_scale: factor on the learning rate of the module's own parameters.
+    maps: score maps per head; q and k are cut into as many parts along D.
+    can_zero: whether a visible key can get a weight of exactly 0, so that there is a sparsity.
+    signed: whether weights can be negative: entropy, sparsity and shares have no meaning then.
     """
 
     lr_scale: float = 1.0
+    maps: int = 1
+    can_zero: bool = False
+    signed: bool = False
+    _probed = False
 
     @abstractmethod
-    def backend_name(self, q: Tensor, bias: BiasTerms, window: int | None, backend: Backend) -> str:
-        """The implementation that a training step runs on queries like q, as the table names it."""
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
+        """Weights `[B, H, R, C]` of a block of rows, before any renormalising; 0 at hidden keys.
 
-    @abstractmethod
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: BiasTerms,
-        window: int | None,
-        backend: Backend,
-        with_stats: bool,
-        key_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Stats | None]:
-        """Causal attention, queries aligned to the end of the keys.
-
-        q `[B, H, Lq, D]`; k, v `[B, Hkv, Lk, D]`; key_mask bool `[B, Lk]`, False hides a key (diagnostics alone ask for
-        it). Returns `[B, H, Lq, D]`, and `Stats` of `[B, H, Lq]` where asked.
+        scores: `[B, H, R, C]`, or `[B, H, maps, R, C]` where maps > 1; bias included, float32 (float64 for float64
+        queries), finite where a key is hidden.
         """
 
-    def weights(self, q: Tensor, k: Tensor, bias: BiasTerms, window: int | None) -> Weights:
-        """The weights of queries aligned to the end of the keys, for diagnostics; shapes as in `forward`.
+    def queries(self, q: Tensor, n: Tensor) -> Tensor:  # noqa: ARG002
+        """The queries `[B, H, Lq, D]` that scores are made of; n `[B or 1, 1, Lq, 1]`, the keys that each sees."""
+        return q
 
-        None is negative, and `mass` is what they sum to before any renormalising.
+    def output(self, out: Tensor) -> Tensor:
+        """What becomes of the weighted values `[B, H, Lq, D]`."""
+        return out
+
+    def theta(self, rows: Rows) -> Tensor | None:  # noqa: ARG002
+        """`[B or 1, H, R, 1]` where weights are max(softmax - theta, 0): then there is a null model of the sparsity."""
+        return None
+
+    def fused(self, call: AttentionCall) -> Fused | None:  # noqa: ARG002
+        """A faster path for a call whose queries are ready; None where there is none."""
+        return None
+
+    def forward(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
+        """Output `[B, H, Lq, D]`, and `Stats` of `[B, H, Lq]` where asked.
+
+        Raises ValueError, in one line, at the first call where `weights` breaks what it promises.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no method weights(q, k, bias, window); diagnostics need it"
+        if not (self._probed or call.q.device.type == "meta" or torch.compiler.is_compiling()):
+            self.probe(call.q.shape[1], call.q.shape[3], call.q.device)
+            self._probed = True
+        call = call._replace(q=self.queries(call.q, call.visible))
+        fused = self.fused(call)
+        out, stats = self._by_rule(call) if fused is None else fused.attend()
+        return self.output(out), stats
+
+    def weights_of(self, call: AttentionCall) -> RuleWeights:
+        """The weights of a call, for diagnostics: `[B, H, Lq, Lk]` in memory."""
+        q = self.queries(call.q, call.visible)
+        return rule_weights(self.weights, q, call.k, call.bias.table, maps=self.maps, **_options(call))
+
+    def backend_name(self, call: AttentionCall) -> str:
+        """The implementation that runs a call, as the table names it.
+
+        Raises ValueError where the backend that is asked for cannot.
+        """
+        fused = self.fused(call)
+        return fused.backend if fused is not None else self._rule_backend(call)
+
+    def _rule_backend(self, call: AttentionCall) -> str:
+        if call.backend == "triton":
+            raise ValueError(f"backend is 'triton', for which {type(self).__name__} has no kernel; choose 'auto'")
+        return "reference" if call.backend == "reference" else "rules"
+
+    def _by_rule(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
+        attend = partial(
+            rule_attention,
+            *(self.weights, call.q, call.k, call.v, call.bias.table),
+            parameters=[p for p in self.parameters() if p.requires_grad],
+            maps=self.maps,
+            backend="reference" if self._rule_backend(call) == "reference" else "chunked",
+            **_options(call),
         )
+        if call.with_stats:
+            return cast(tuple[Tensor, Stats], attend(return_stats=True))
+        return cast(Tensor, attend()), None
+
+    def probe(self, heads: int, head_dim: int, device: torch.device) -> None:
+        """Raise ValueError, in one line with the fix, where `weights` breaks what it promises; see `probe_weights`."""
+        name = type(self).__name__
+        probe_weights(name, self.weights, heads, self.maps, self.signed, device)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            call = AttentionCall(q, k, v)
+            return self.output(self._by_rule(call._replace(q=self.queries(q, call.visible)))[0])
+
+        trained = {parameter: p for parameter, p in self.named_parameters() if p.requires_grad}
+        probe_gradients(name, trained, attend, heads, head_dim, device)
 
 
+def _options(call: AttentionCall) -> dict[str, Any]:
+    return {
+        "slopes": call.bias.slopes,
+        "renormalise": call.renormalise,
+        "key_mask": call.key_mask,
+        "window": call.window,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
 class Normaliser(ABC):
     """Settings of a normaliser."""
 
+    renormalise: bool = False
+    """Divide the weights of each row by their sum (the paper does not)."""
+
     @abstractmethod
-    def build(self, n_heads: int, context_length: int) -> NormaliserModule: ...
+    def build(self, shape: LayerShape) -> NormaliserModule: ...
 
 
 @dataclass(frozen=True)
 class Softmax(Normaliser):
     """Softmax attention. Without bias and window it runs PyTorch's SDPA, otherwise `lazy_attention` at tau = 0."""
 
-    def build(self, n_heads: int, context_length: int) -> NormaliserModule:  # noqa: ARG002
-        return _Softmax(n_heads)
+    def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
+        return _Softmax()
 
 
 class _Softmax(NormaliserModule):
-    tau: Tensor
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
+        return scores.softmax(-1)
 
-    def __init__(self, n_heads: int) -> None:
-        super().__init__()
-        self.register_buffer("tau", torch.zeros(n_heads), persistent=False)
+    def fused(self, call: AttentionCall) -> Fused | None:
+        return fused_softmax(call)
 
-    @staticmethod
-    def _runs_sdpa(bias: BiasTerms, window: int | None, backend: Backend) -> bool:
-        return backend == "auto" and bias == BiasTerms() and window is None
 
-    def backend_name(self, q: Tensor, bias: BiasTerms, window: int | None, backend: Backend) -> str:
-        return "sdpa" if self._runs_sdpa(bias, window, backend) else resolve_backend(backend, q)
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: BiasTerms,
-        window: int | None,
-        backend: Backend,
-        with_stats: bool,
-        key_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Stats | None]:
-        if not with_stats and key_mask is None and self._runs_sdpa(bias, window, backend):
-            return sdpa(q, k, v), None
-        return attend(q, k, v, self.tau, bias, window, backend, with_stats, key_mask=key_mask)
-
-    def weights(self, q: Tensor, k: Tensor, bias: BiasTerms, window: int | None) -> Weights:
-        return attention_weights(q, k, self.tau, bias.table, slopes=bias.slopes, window=window)
+def fused_softmax(call: AttentionCall) -> Fused:
+    """Softmax attention by the fastest path; renormalising changes nothing."""
+    bare = call.backend == "auto" and call.bias == BiasTerms() and call.window is None and call.key_mask is None
+    if bare and not call.with_stats:
+        return Fused("sdpa", lambda: (sdpa(call.q, call.k, call.v), None))
+    tau = torch.zeros(call.q.shape[1], device=call.q.device)
+    return fused_lazy(call._replace(renormalise=False), tau)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -115,6 +220,27 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
     mask = None if q.shape[2] == 1 else causal_lower_right(q.shape[2], k.shape[2])
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
+
+
+def fused_lazy(
+    call: AttentionCall, tau: Tensor, threshold: Threshold = "per_query", context_length: int | None = None
+) -> Fused:
+    """`lazy_attention` on a call."""
+    attend = partial(
+        lazy_attention,
+        *(call.q, call.k, call.v, tau, call.bias.table),
+        threshold=threshold,
+        context_length=context_length,
+        backend=call.backend,
+        **_options(call),
+    )
+
+    def run() -> tuple[Tensor, Stats | None]:
+        if call.with_stats:
+            return cast(tuple[Tensor, Stats], attend(return_stats=True))
+        return cast(Tensor, attend()), None
+
+    return Fused(resolve_backend(call.backend, call.q, call.key_mask), run)
 
 
 @dataclass(frozen=True)
@@ -128,8 +254,6 @@ class Elastic(Normaliser):
     """Initial offset parameter. Positive values are subtracted: the paper's sign, and its initial value."""
     threshold: Threshold = "per_query"
     """theta: tau / (keys the query sees) | tau / (context length) | tau[position] / (keys seen) | tau."""
-    renormalise: bool = False
-    """Divide the weights of each row by their sum (the paper does not)."""
     learn_tau: bool = True
     """Train tau; otherwise it keeps its initial value."""
     tau_lr_scale: float = 1.0
@@ -151,73 +275,31 @@ class Elastic(Normaliser):
                 f"Elastic.tau_lr_scale={self.tau_lr_scale}: must be finite and above 0 (learn_tau=False freezes tau)"
             )
 
-    def build(self, n_heads: int, context_length: int) -> NormaliserModule:
-        return _Elastic(self, n_heads, context_length)
+    def build(self, shape: LayerShape) -> NormaliserModule:
+        return _Elastic(self, shape.n_heads, shape.context_length)
 
 
 class _Elastic(NormaliserModule):
+    can_zero = True
+
     def __init__(self, spec: Elastic, n_heads: int, context_length: int) -> None:
         super().__init__()
-        self.spec, self.context_length, self.lr_scale = spec, context_length, spec.tau_lr_scale
+        self.threshold, self.lr_scale = spec.threshold, spec.tau_lr_scale
+        self.context_length = context_length if spec.threshold == "seq_len" else None
         shape = (n_heads, context_length) if spec.threshold == "per_token" else (n_heads,)
         self.tau = nn.Parameter(torch.full(shape, spec.tau_init, dtype=torch.float32), requires_grad=spec.learn_tau)
 
-    def backend_name(self, q: Tensor, bias: BiasTerms, window: int | None, backend: Backend) -> str:  # noqa: ARG002
-        return resolve_backend(backend, q)
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
+        # Below a negative threshold the ReLU alone would give hidden keys weight.
+        return torch.relu(scores.softmax(-1) - self.theta(rows)).masked_fill(~rows.visible, 0)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: BiasTerms,
-        window: int | None,
-        backend: Backend,
-        with_stats: bool,
-        key_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Stats | None]:
-        return attend(q, k, v, self.tau, bias, window, backend, with_stats, key_mask=key_mask, **self._options)
+    def theta(self, rows: Rows) -> Tensor:
+        tau = self.tau.to(rows.n.dtype)
+        if self.threshold == "per_token":
+            entry = (rows.position[:, 0, :, 0] - 1).clamp(max=tau.shape[1] - 1)
+            return tau[:, entry].movedim(0, 1)[..., None] / rows.n
+        divisor = {"per_query": rows.n, "seq_len": self.context_length or 1, "constant": 1}[self.threshold]
+        return (tau[:, None, None] / divisor).expand(len(rows.n), -1, rows.n.shape[2], 1)
 
-    def weights(self, q: Tensor, k: Tensor, bias: BiasTerms, window: int | None) -> Weights:
-        return attention_weights(q, k, self.tau, bias.table, slopes=bias.slopes, window=window, **self._options)
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        context_length = self.context_length if self.spec.threshold == "seq_len" else None
-        return {
-            "threshold": self.spec.threshold,
-            "context_length": context_length,
-            "renormalise": self.spec.renormalise,
-        }
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tau: Tensor,
-    bias: BiasTerms,
-    window: int | None,
-    backend: Backend,
-    with_stats: bool,
-    *,
-    threshold: Threshold = "per_query",
-    context_length: int | None = None,
-    renormalise: bool = False,
-    key_mask: Tensor | None = None,
-) -> tuple[Tensor, Stats | None]:
-    """`lazy_attention` on bias terms, its result always a pair."""
-    call = partial(
-        lazy_attention,
-        *(q, k, v, tau, bias.table),
-        slopes=bias.slopes,
-        threshold=threshold,
-        context_length=context_length,
-        renormalise=renormalise,
-        key_mask=key_mask,
-        window=window,
-        backend=backend,
-    )
-    if with_stats:
-        return cast(tuple[Tensor, Stats], call(return_stats=True))
-    return cast(Tensor, call()), None
+    def fused(self, call: AttentionCall) -> Fused | None:
+        return fused_lazy(call, self.tau, self.threshold, self.context_length)

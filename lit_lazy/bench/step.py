@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_lazy import lazy_attention
-from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias
+from lit_lazy.attention import AttentionCall, AttentionSpec, Elastic, LearnedBias
 from lit_lazy.bench.results import made_by, provenance, publish
 from lit_lazy.config.canonical import to_dict
 from lit_lazy.config.schema import ModelConfig, TrainConfig
@@ -175,10 +175,10 @@ def _ids(length: int, tokens: int) -> Tensor:
     return torch.randint(VOCABULARY, (tokens // length, length + 1), generator=generator)
 
 
-def _attention_inputs(model: DecoderLM, ids: Tensor) -> list[tuple[Any, ...]]:
-    """What each layer's normaliser is called with: q, k, v, the bias and its options."""
-    calls: list[tuple[Any, ...]] = []
-    hooks = [a.normaliser.register_forward_pre_hook(lambda _, args: calls.append(args)) for a in model.attentions]
+def _attention_inputs(model: DecoderLM, ids: Tensor) -> list[AttentionCall]:
+    """What each layer's normaliser is called with."""
+    calls: list[AttentionCall] = []
+    hooks = [a.normaliser.register_forward_pre_hook(lambda _, args: calls.append(args[0])) for a in model.attentions]
     with torch.no_grad():
         model(ids[:, :-1])
     for hook in hooks:
@@ -189,12 +189,12 @@ def _attention_inputs(model: DecoderLM, ids: Tensor) -> list[tuple[Any, ...]]:
 def _attention_stepper(model: DecoderLM, ids: Tensor) -> Callable[[], None]:
     """Forward and backward pass of the first layer's attention alone, from q, k, v to their gradients."""
     normaliser = model.attentions[0].normaliser
-    q, k, v, *rest = _attention_inputs(model, ids)[0]
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    grad = torch.empty_like(v).normal_(generator=torch.Generator().manual_seed(SEED))  # laid out as in the model
+    call = _attention_inputs(model, ids)[0]
+    call = call._replace(**{name: getattr(call, name).detach().requires_grad_() for name in "qkv"})
+    grad = torch.empty_like(call.v).normal_(generator=torch.Generator().manual_seed(SEED))  # laid out as in the model
 
     def step() -> None:
-        normaliser(q, k, v, *rest)[0].backward(grad)
+        normaliser(call)[0].backward(grad)
 
     return step
 
@@ -276,12 +276,12 @@ def _survival(model: DecoderLM, ids: Tensor) -> dict[str, Any]:
     }
 
 
-def _tile_masses(call: tuple[Any, ...], tau: Tensor) -> Tensor:
+def _tile_masses(call: AttentionCall, tau: Tensor) -> Tensor:
     """Sum of the weights in each tile of TILE_ROWS x min(TILE_COLUMNS), `[B, H, rows, columns]`.
 
     Attention itself sums a row's weights over tiles of columns when key j's value is 1 at j's tile and 0 elsewhere.
     """
-    q, k, v, bias, *_ = call
+    q, k, v, bias = call[:4]
     tile = torch.arange(k.shape[2]) // min(TILE_COLUMNS)
     indicator = nn.functional.one_hot(tile, v.shape[-1]).to(v.dtype).expand(*v.shape[:2], -1, -1)
     by_row = lazy_attention(q, k, indicator, tau, bias.table)[..., : int(tile[-1]) + 1]

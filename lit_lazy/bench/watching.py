@@ -22,7 +22,7 @@ import lightning as L
 import psutil
 import torch
 
-from lit_lazy.attention import Elastic, LearnedBias
+from lit_lazy.attention import AttentionCall, Elastic, LayerShape, LearnedBias
 from lit_lazy.bench.results import made_by, provenance, publish
 from lit_lazy.bench.step import Spread
 from lit_lazy.config.files import find, load_experiment
@@ -126,12 +126,13 @@ def _summary_here(length: int, heads: int, rounds: int) -> dict[str, Any]:
     idle = psutil.Process().memory_info().rss
     generator = torch.Generator().manual_seed(SEED)
     q, k = (torch.randn(1, heads, length, HEAD_DIM, generator=generator) for _ in range(2))
-    normaliser = Elastic().build(heads, length)
+    shape = LayerShape(heads, heads, HEAD_DIM, heads * HEAD_DIM, length)
+    normaliser = Elastic().build(shape)
     bias = LearnedBias(init_std=1.0).build(heads, length)(length)
     seconds = []
     for _ in range(rounds):
         started = time.perf_counter()
-        summarise(normaliser, q, k, bias, None)
+        summarise(normaliser, AttentionCall(q, k, k, bias))
         seconds.append(time.perf_counter() - started)
     peak = _peak()
     return {

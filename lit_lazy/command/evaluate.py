@@ -36,6 +36,4 @@ def evaluate_checkpoint(path: Path, threads: int | None = None) -> dict[str, flo
     module = checkpoints.load(path)
     source = checkpoints.data_of_training(path, module)
     model = module.model.to(training_device())
-    metrics = evaluate(model, source, module.cfg.train) | sizes(model)
-    diagnostics = diagnosed(model, source)
-    return metrics if diagnostics is None else metrics | diagnostics.scalars()
+    return evaluate(model, source, module.cfg.train) | sizes(model) | diagnosed(model, source).scalars()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flash_lazy import Backend
-from lit_lazy.attention import AttentionSpec, Position, Rope
+from lit_lazy.attention import AttentionSpec, LayerShape, Position, Rope
 from lit_lazy.config.canonical import leaves
 from lit_lazy.data import DataConfig
 from lit_lazy.support.checks import require, require_whole
@@ -76,6 +76,13 @@ class ModelConfig:
     def kv_heads(self) -> int:
         """Number of key and value heads."""
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    def layer_shape(self, layer: int, context_length: int) -> LayerShape:
+        """What the parts of the attention of one layer, from 0, are built for."""
+        head_dim = self.d_model // self.n_heads
+        return LayerShape(
+            self.n_heads, self.kv_heads, head_dim, self.d_model, context_length, layer, n_layers=self.n_layers
+        )
 
 
 @dataclass(frozen=True)

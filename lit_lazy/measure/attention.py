@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_lazy import Stats
-from lit_lazy.attention import AttentionSpec, Elastic
+from lit_lazy.attention import Attention
 from lit_lazy.measure.ratio import RatioOfSums
 
 FIRST_KEY_MIN_POSITION = 8
@@ -22,21 +22,23 @@ class AttentionMetrics:
     `sink/first_key_weight`: mean weight on the first key, rows from `FIRST_KEY_MIN_POSITION` on;
     `sink/first_key_share`: the same weight / the mass of the same rows;
     `mass`: mean surviving mass of a row, before any renormalisation.
-    And over all rows `sparsity/zero`: the share of visible keys with p <= theta.
+    And over all rows `sparsity/zero`: the share of visible keys with a weight of 0.
     """
 
     def __init__(
         self,
         row_groups: Sequence[str],
-        thresholded: bool,
+        can_zero: bool,
         renormalised: bool,
         window: int | None = None,
+        signed: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         """row_groups: row masks of the data, measured apart; without any, all rows are one group, "all".
 
-        thresholded: whether there is a theta; without one there is no sparsity. renormalised: whether the weights of a
-        row with mass add up to 1. window: keys a row sees at most.
+        can_zero: whether a weight can be exactly 0; otherwise there is no sparsity. renormalised: whether the weights
+        of a row with mass add up to 1. window: keys a row sees at most. signed: whether weights can be negative; then
+        there are no shares and no sparsity.
         """
         self.groups = tuple(row_groups) or ("all",)
         self.renormalised, self.window = renormalised, window
@@ -44,19 +46,20 @@ class AttentionMetrics:
         for group in self.groups:
             suffix = "" if group == "all" else f"_{group}"
             self.ratios[f"sink/first_key_weight{suffix}"] = RatioOfSums().to(device)
-            self.ratios[f"sink/first_key_share{suffix}"] = RatioOfSums(minimum=MIN_MASS).to(device)
+            if not signed:
+                self.ratios[f"sink/first_key_share{suffix}"] = RatioOfSums(minimum=MIN_MASS).to(device)
             self.ratios[f"mass/{group}"] = RatioOfSums().to(device)
-        if thresholded:
+        if can_zero and not signed:
             self.ratios["sparsity/zero"] = RatioOfSums().to(device)
 
     @classmethod
     def of(
-        cls, spec: AttentionSpec, row_groups: Sequence[str] = (), device: torch.device | str = "cpu"
+        cls, attention: Attention, row_groups: Sequence[str] = (), device: torch.device | str = "cpu"
     ) -> "AttentionMetrics":
-        """For a model of this attention."""
-        normaliser = spec.normaliser
-        elastic = isinstance(normaliser, Elastic)
-        return cls(row_groups, elastic, elastic and normaliser.renormalise, spec.window, device)
+        """For a model of layers like this one."""
+        normaliser = attention.normaliser
+        renormalised, window = attention.renormalise, attention.window
+        return cls(row_groups, normaliser.can_zero, renormalised, window, normaliser.signed, device)
 
     def update(self, stats: Sequence[Stats], rows: Mapping[str, Tensor]) -> None:
         """Add a batch: one `Stats` of `[B, H, L]` per layer, and each group's rows, bool `[B, L]`."""
@@ -74,7 +77,8 @@ class AttentionMetrics:
         late[..., : FIRST_KEY_MIN_POSITION - 1] = False
         first, mass = layer.first_weight[late], layer.mass[late]
         self.ratios[f"sink/first_key_weight{suffix}"].update(first, late)
-        self.ratios[f"sink/first_key_share{suffix}"].update(first, mass > 0 if self.renormalised else mass)
+        if (share := self.ratios.get(f"sink/first_key_share{suffix}")) is not None:
+            share.update(first, mass > 0 if self.renormalised else mass)
 
     def _visible(self, zeros: Tensor) -> Tensor:
         """Number of visible keys of every row, `[B, H, L]`."""

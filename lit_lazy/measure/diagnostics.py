@@ -1,6 +1,5 @@
 """Everything that is measured of a trained model's heads and hidden states, as arrays: `measure`, `Diagnostics`."""
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_lazy.attention import Attention
-from lit_lazy.attention.bias import BiasTerms
-from lit_lazy.attention.normaliser import NormaliserModule
+from lit_lazy.attention import Attention, AttentionCall
 from lit_lazy.data.base import Batch, DataSource
 from lit_lazy.data.sampler import evenly
 from lit_lazy.measure.collapse import Collapse, repeated_gap
@@ -169,11 +166,8 @@ def measure(
 
     batches: each with `tokens` and `targets`, `[B, T]`, T the same in all. maps: the weight matrices to keep; None for
     none. How the sequences are cut into batches changes nothing beyond rounding, and the module is left as it was.
-    Raises ValueError, in one line, for a normaliser that does not give its weights or hides no keys, and where the
-    positions or the bias cannot serve T tokens.
+    Raises ValueError, in one line, where the positions or the bias cannot serve T tokens.
     """
-    for attention in model.attentions:
-        check_normaliser(attention.normaliser)
     if maps is not None:
         maps.check(model)
     tokens, targets = (part.to(model.device) for part in _first(batches, sample))
@@ -189,17 +183,6 @@ def measure(
             arrays["maps/heads"] = np.array(chosen, np.int64)
             arrays["maps/weights"] = _weights(model, tokens[:1, :MAP_ROWS], chosen)
     return Diagnostics(arrays)
-
-
-def check_normaliser(normaliser: NormaliserModule) -> None:
-    """Raise ValueError, in one line, where a normaliser lacks what only diagnostics ask for."""
-    name = type(normaliser).__name__
-    if type(normaliser).weights is NormaliserModule.weights:
-        raise ValueError(
-            f"normaliser {name}: has no method weights(q, k, bias, window), which diagnostics need; add it"
-        )
-    if "key_mask" not in inspect.signature(normaliser.forward).parameters:
-        raise ValueError(f"normaliser {name}: its forward takes no key_mask, which diagnostics need; add it")
 
 
 def _first(batches: Iterable[Batch], sample: int) -> tuple[Tensor, Tensor]:
@@ -235,7 +218,7 @@ def _at_rest(model: DecoderLM) -> Iterator[None]:
             attention.backend = backend
 
 
-OnAttention = Callable[[int, Attention, Tensor, Tensor, Tensor, BiasTerms, int | None], None]
+OnAttention = Callable[[int, Attention, AttentionCall], None]
 OnHidden = Callable[[int, Tensor], None]
 
 
@@ -243,7 +226,7 @@ OnHidden = Callable[[int, Tensor], None]
 def listening(
     model: DecoderLM, on_attention: OnAttention | None = None, on_hidden: OnHidden | None = None
 ) -> Iterator[None]:
-    """Tell of each layer's q, k, v, bias and window, and of the residual stream `[B, T, d]`, until the end or an error.
+    """Report what each layer asks of its normaliser, and the residual stream `[B, T, d]`, until the end or an error.
 
     The residual stream is 0 after the embedding and l after block l.
     """
@@ -253,7 +236,7 @@ def listening(
             for layer, attention in enumerate(model.attentions):
 
                 def attend(_: object, args: Any, layer: int = layer, attention: Attention = attention) -> None:
-                    on_attention(layer, attention, *args[:5])
+                    on_attention(layer, attention, args[0])
 
                 hooks.append(attention.normaliser.register_forward_pre_hook(attend))
         if on_hidden is not None:
@@ -306,13 +289,11 @@ class _Observed:
             self._add_loss(tokens, targets, evicted)
         self._add_repeated(tokens, last)
 
-    def _on_attention(
-        self, layer: int, attention: Attention, q: Tensor, k: Tensor, v: Tensor, bias: BiasTerms, window: int | None
-    ) -> None:
-        summary = summarise(attention.normaliser, q, k, bias, window)
+    def _on_attention(self, layer: int, attention: Attention, call: AttentionCall) -> None:
+        summary = summarise(attention.normaliser, call._replace(key_mask=None))
         for metric in self.rows[layer]:
             metric.update(summary)
-        self.values[layer].update(v)
+        self.values[layer].update(call.v)
 
     def _add_loss(self, tokens: Tensor, targets: Tensor, evicted: int) -> None:
         """By position, with the first keys hidden. The implementation is the same with none hidden."""
@@ -364,12 +345,10 @@ def _weights(model: DecoderLM, tokens: Tensor, chosen: list[tuple[int, int]]) ->
     """The weight matrices of one sequence `[1, n]`, float16 `[maps, n, n]`; NaN where a key is hidden."""
     found: dict[tuple[int, int], Tensor] = {}
 
-    def on_attention(
-        layer: int, attention: Attention, q: Tensor, k: Tensor, _: Tensor, bias: BiasTerms, window: int | None
-    ) -> None:
+    def on_attention(layer: int, attention: Attention, call: AttentionCall) -> None:
         if any(layer == at for at, _ in chosen):
-            rows = attention.normaliser.weights(q, k, bias, window)
-            w = rows.w.masked_fill(~rows.visible, torch.nan)[0]
+            weights = attention.normaliser.weights_of(call)
+            w = weights.w.masked_fill(~weights.rows.visible, torch.nan)[0]
             found.update({(layer, head): w[head] for at, head in chosen if at == layer})
 
     with listening(model, on_attention):

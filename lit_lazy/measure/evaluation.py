@@ -9,7 +9,7 @@ from lit_lazy.config.schema import TrainConfig
 from lit_lazy.data import Batch, DataSource
 from lit_lazy.data.loader import validation_loader
 from lit_lazy.measure.attention import AttentionMetrics
-from lit_lazy.measure.diagnostics import Diagnostics, check_normaliser, measure, validation_sample
+from lit_lazy.measure.diagnostics import Diagnostics, measure, validation_sample
 from lit_lazy.measure.ratio import RatioOfSums
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
 from lit_lazy.model.loss import token_nll
@@ -19,14 +19,8 @@ log = logging.getLogger("lit_lazy.measure.evaluation")
 NATS_PER_BIT = 0.6931471805599453
 
 
-def diagnosed(model: DecoderLM, source: DataSource) -> Diagnostics | None:
-    """The diagnostics without maps; None, with a warning, where the normaliser does not give its weights."""
-    try:
-        for attention in model.attentions:
-            check_normaliser(attention.normaliser)
-    except ValueError as error:
-        log.warning("diagnostics are left out: %s", error)
-        return None
+def diagnosed(model: DecoderLM, source: DataSource) -> Diagnostics:
+    """The diagnostics without maps."""
     return measure(model, validation_sample(source), maps=None)
 
 
@@ -36,7 +30,7 @@ def evaluate(model: DecoderLM, source: DataSource, train: TrainConfig) -> dict[s
 
     train: gives the size of a batch and the precision.
     """
-    attention = AttentionMetrics.of(model.cfg.attention, source.row_groups, model.device)
+    attention = AttentionMetrics.of(model.attentions[0], source.row_groups, model.device)
     losses: dict[str, RatioOfSums] = {}
     was_training = model.training
     model.eval()

@@ -55,7 +55,7 @@ class Sink(_PositionMetric):
     """alpha_k, the mean weight on key k over the rows i >= k (Gu et al., arXiv 2410.10781), for the first K keys.
 
     `sink/weight` `[H, K]`: alpha_k over all sequences.
-    `sink/share` `[H, K]`: the sum of those weights / the sum of all weights of those rows.
+    `sink/share` `[H, K]`: the sum of those weights / the sum of all weights of those rows; undefined where signed.
     `sink/rate`, `sink/rate_share` `[H, K]`: share of the sequences whose own alpha_k, or whose own share, exceeds
     `SINK_WEIGHT`; a sequence without mass has no sink.
     `sink/position` `[H]`: 1-based key of the largest alpha in the first half of the sequence. The last keys have few
@@ -66,6 +66,7 @@ class Sink(_PositionMetric):
     total: Tensor
     sinks: Tensor
     share_sinks: Tensor
+    shares: Tensor
     sequences: Tensor
     columns: Tensor
     rows: Tensor
@@ -74,7 +75,9 @@ class Sink(_PositionMetric):
         super().__init__(n_heads, length)
         per_key = (n_heads, self.first_keys)
         self._add_sums(weight=per_key, total=per_key, sinks=per_key, share_sinks=per_key)
-        self._add_sums(sequences=(self.first_keys,), columns=(n_heads, length), rows=(length,))
+        self._add_sums(
+            shares=(self.first_keys,), sequences=(self.first_keys,), columns=(n_heads, length), rows=(length,)
+        )
 
     def update(self, summary: RowSummary) -> None:
         length = summary.total.shape[-1]
@@ -82,7 +85,7 @@ class Sink(_PositionMetric):
         keys = min(self.first_keys, length)
         rows = _from_here(summary.counted.double())[:, None, :keys]
         weight = summary.first.double().sum(2)
-        total = _from_here(summary.total.double())[..., :keys]
+        total = _from_here(summary.total.double())[..., :keys] * (not summary.signed)
         alpha = weight / rows.clamp(min=1)
         share = torch.where(total / rows.clamp(min=1) < MIN_MASS, 0, weight / total)
 
@@ -91,6 +94,7 @@ class Sink(_PositionMetric):
         self.sinks[:, :keys] += (alpha > SINK_WEIGHT).sum(0)
         self.share_sinks[:, :keys] += (share > SINK_WEIGHT).sum(0)
         self.sequences[:keys] += (rows > 0).sum((0, 1))
+        self.shares[:keys] += (rows > 0).sum((0, 1)) * (not summary.signed)
         self.columns[:, :length] += summary.columns.double().sum(0)
         self.rows[:length] += summary.counted.sum(0)
 
@@ -103,7 +107,7 @@ class Sink(_PositionMetric):
             "sink/weight": self.weight / first_rows,
             "sink/share": _where(self.total / first_rows >= MIN_MASS, self.weight / self.total),
             "sink/rate": self.sinks / self.sequences,
-            "sink/rate_share": self.share_sinks / self.sequences,
+            "sink/rate_share": self.share_sinks / self.shares,
             "sink/position": _where(alpha > 0, (key + 1).double()),
         }
 
@@ -131,10 +135,10 @@ class Mass(_PositionMetric):
         self._check_length(length)
         mass, total = summary.mass.double(), summary.total.double()
         # Weights are w / mass once renormalised; mass / total takes that back, and is 1 otherwise.
-        first = summary.first[..., 0].double() * mass / torch.where(total > 0, total, 1)
+        first = summary.first[..., 0].double() * mass / torch.where(total != 0, total, 1)
         self.mass[:, :length] += mass.sum(0)
         self.first[:, :length] += first.sum(0)
-        self.alive[:, :length] += (mass > 0).sum(0)
+        self.alive[:, :length] += (mass != 0).sum(0)
         self.rows[:length] += summary.counted.sum(0)
 
     def compute(self) -> dict[str, Tensor]:
@@ -148,9 +152,9 @@ class Mass(_PositionMetric):
 
 
 class Sparsity(_HeadMetric):
-    """Shares of the visible keys, pooled over rows and sequences, all `[H]`.
+    """Shares of the visible keys, pooled over rows and sequences, all `[H]`; NaN where weights are signed.
 
-    `sparsity/zero`: p <= theta; NaN where theta is 0 everywhere.
+    `sparsity/zero`: a weight of 0; NaN where the normaliser gives none (`RowSummary.can_zero`).
     `sparsity/small`: a weight of at most `SMALL_WEIGHT` (Softpick's measure, arXiv 2504.20966; not 0 for a softmax).
     `sparsity/block_64`, `sparsity/block_128`: share of the square tiles with a visible key that hold no weight; a tile
     at the end may be cut off. Sequences shorter than the tile do not count.
@@ -159,34 +163,36 @@ class Sparsity(_HeadMetric):
     zeros: Tensor
     small: Tensor
     visible: Tensor
-    thresholded: Tensor
+    can_zero: Tensor
     alive_tiles: Tensor
     tiles: Tensor
 
     def __init__(self, n_heads: int) -> None:
         super().__init__()
-        self._add_sums(zeros=(n_heads,), small=(n_heads,), visible=(), thresholded=())
+        self._add_sums(zeros=(n_heads,), small=(n_heads,), visible=(), can_zero=())
         self._add_sums(alive_tiles=(n_heads, len(TILES)), tiles=(len(TILES),))
 
     def update(self, summary: RowSummary) -> None:
+        if summary.signed:
+            return
         self.zeros += summary.zeros.double().sum((0, 2))
         self.small += summary.small.double().sum((0, 2))
         self.visible += (summary.visible * summary.counted).sum()
-        self.thresholded += summary.thresholded
+        self.can_zero += summary.can_zero
         self.alive_tiles += torch.stack([summary.alive_tiles[tile].sum(0) for tile in TILES], -1)
         self.tiles += torch.stack([summary.tiles[tile].sum() for tile in TILES])
 
     def compute(self) -> dict[str, Tensor]:
         empty = 1 - self.alive_tiles / self.tiles
         return {
-            "sparsity/zero": _where(self.thresholded > 0, self.zeros / self.visible),
+            "sparsity/zero": _where(self.can_zero > 0, self.zeros / self.visible),
             "sparsity/small": self.small / self.visible,
             **{f"sparsity/block_{tile}": empty[:, index] for index, tile in enumerate(TILES)},
         }
 
 
 class Entropy(_HeadMetric):
-    """Entropy H of a row's weights / their sum, means over the rows with mass, all `[H]`.
+    """Entropy H of a row's weights / their sum, means over the rows with mass, all `[H]`; NaN where weights are signed.
 
     `entropy/nats`: H; `entropy/normalised`: H / ln n over the rows that see n >= 2 keys; `entropy/keys`: exp(H), the
     effective number of keys; `entropy/participation`: 1 / the sum of the squares.
@@ -206,7 +212,7 @@ class Entropy(_HeadMetric):
         self._add_sums(rows=per_head, wide_rows=per_head)
 
     def update(self, summary: RowSummary) -> None:
-        alive = summary.total > 0
+        alive = (summary.total > 0) & (not summary.signed)
         wide = alive & (summary.visible >= 2)
         entropy, log_visible = summary.entropy.double(), summary.visible.double().log()
         self.nats += _sum(entropy, alive)

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool2d, pad
 
-from flash_lazy import Weights
-from lit_lazy.attention.bias import BiasTerms
-from lit_lazy.attention.normaliser import NormaliserModule
+from flash_lazy import RuleWeights
+from lit_lazy.attention import AttentionCall, NormaliserModule
 
 FIRST_KEYS = 8
 """Keys at the start of a sequence whose weights are kept one by one."""
@@ -28,17 +27,20 @@ class RowSummary(NamedTuple):
     mass: `[B, H, T]`, sum of the weights before renormalising.
     total: `[B, H, T]`, sum of the weights as they multiply the values; the mass itself unless renormalised.
     visible: `[T]`, number of visible keys.
-    theta: `[B, H, T]`, the threshold.
-    zeros: `[B, H, T]`, number of visible keys with p <= theta.
+    theta: `[B, H, T]`, the threshold; 0 where the normaliser has none.
+    zeros: `[B, H, T]`, number of visible keys with a weight of 0 (p <= theta).
     small: `[B, H, T]`, number of visible keys with a weight of at most `SMALL_WEIGHT`.
     entropy: `[B, H, T]`, of the weights / total, nats; 0 where total is 0.
     squares: `[B, H, T]`, sum of the squares of the weights / total; 0 where total is 0.
-    score_variance: `[B, H, T]`, of the visible scores (sum of squares / (n - 1)), nats squared; 0 where n = 1.
+    score_variance: `[B, H, T]`, of the visible scores (sum of squares / (n - 1)), nats squared, mean over the score
+        maps; 0 where n = 1.
     columns: `[B, H, T]`, sum over the rows of the weight on each key.
     alive_tiles: tile size -> `[B, H]`, number of tiles with a weight; 0 for a sequence shorter than the tile.
     tiles: tile size -> `[B]`, number of tiles with a visible key; 0 for a sequence shorter than the tile.
     counted: bool `[B, T]`, the rows that count.
     thresholded: whether theta is other than 0 anywhere.
+    can_zero: whether weights can be exactly 0: as the normaliser declares, but for a theta of 0.
+    signed: whether weights can be negative.
     """
 
     first: Tensor
@@ -56,23 +58,23 @@ class RowSummary(NamedTuple):
     tiles: dict[int, Tensor]
     counted: Tensor
     thresholded: bool
+    can_zero: bool
+    signed: bool
 
 
 @torch.no_grad()
 def summarise(
     normaliser: NormaliserModule,
-    q: Tensor,
-    k: Tensor,
-    bias: BiasTerms,
-    window: int | None,
+    call: AttentionCall,
     most_scores: int = 2**22,
     counted: Tensor | None = None,
 ) -> RowSummary:
-    """Summary of the rows of q `[B, H, T, D]` over the keys k `[B, Hkv, T, D]`.
+    """Summary of the rows of a layer's call on whole sequences of T tokens.
 
     counted: bool `[B, T]`; False at padding, which stands at the end of its sequence. Without it every row counts.
     most_scores: scores that exist at a time, hence about ten times that many numbers; at least one row of all heads.
     """
+    q, k = call.q, call.k
     batch, heads, length, _ = q.shape
     counted = torch.ones(batch, length, dtype=torch.bool, device=q.device) if counted is None else counted
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -82,32 +84,36 @@ def summarise(
     touched = torch.zeros(batch, heads + 1, n_tiles, n_tiles, dtype=torch.int32, device=q.device)
     by_row = torch.zeros(len(_Rows._fields), batch, heads, length, dtype=dtype, device=q.device)
     first = torch.zeros(batch, heads, length, min(FIRST_KEYS, length), dtype=dtype, device=q.device)
-    thresholded = False
-    for sequences, rows in _blocks(batch, heads, length, most_scores):
-        block = normaliser.weights(q[sequences, :, rows], k[sequences, :, : rows.stop], bias, window)
+    thresholded, theta = False, None
+    for sequences, rows in _blocks(batch, heads * normaliser.maps, length, most_scores):
+        keys = k[sequences, :, : rows.stop]
+        block = normaliser.weights_of(call._replace(q=q[sequences, :, rows], k=keys, v=keys))
+        theta = normaliser.theta(block.rows)
         counts = counted[sequences, None, rows]
         block = block._replace(w=block.w.masked_fill(~counts[..., None], 0))
-        seen = block.visible & counts[..., None]
+        seen = block.rows.visible & counts[..., None]
 
-        by_row[:, sequences, :, rows] = torch.stack(_rows(block, seen, counts))
+        by_row[:, sequences, :, rows] = torch.stack(_rows(block, theta, seen, counts))
         first[sequences, :, rows, : rows.stop] = block.w[..., : first.shape[-1]]
         columns[sequences, :, : rows.stop] += block.w.sum(2)
-        used = torch.cat([block.w > 0, seen], 1)
+        used = torch.cat([block.w != 0, seen], 1)
         used = pad(used, (0, -rows.stop % size)).unflatten(-1, (-1, size)).any(-1).to(touched.dtype)
         tile_rows = torch.arange(rows.start, rows.stop, device=q.device) // size
         touched[sequences, :, :, : used.shape[-1]].index_add_(2, tile_rows, used)
-        thresholded = thresholded or bool((block.theta != 0).any())
+        thresholded = thresholded or (theta is not None and bool((theta != 0).any()))
 
     alive = {tile: _count(touched, tile, counted) for tile in TILES}
     return RowSummary(
         **_Rows(*by_row)._asdict(),
         first=first,
-        visible=_visible(length, window, q.device),
+        visible=_visible(length, call.window, q.device),
         columns=columns,
         alive_tiles={tile: number[:, :-1] for tile, number in alive.items()},
         tiles={tile: number[:, -1] for tile, number in alive.items()},
         counted=counted,
         thresholded=thresholded,
+        can_zero=normaliser.can_zero and (theta is None or thresholded),
+        signed=normaliser.signed,
     )
 
 
@@ -124,22 +130,26 @@ class _Rows(NamedTuple):
     score_variance: Tensor
 
 
-def _rows(block: Weights, seen: Tensor, counts: Tensor) -> _Rows:
+def _rows(block: RuleWeights, theta: Tensor | None, seen: Tensor, counts: Tensor) -> _Rows:
     """seen: bool `[B, 1, Lq, Lk]`, visible keys of rows that count; counts: bool `[B, 1, Lq]`."""
     w, n = block.w, seen.sum(-1)
     total = w.sum(-1)
     share = w / torch.where(total > 0, total, 1)[..., None]
-    scores = block.scores.masked_fill(~seen, 0)
-    deviation = (scores - (scores.sum(-1) / n.clamp(min=1))[..., None]).masked_fill_(~seen, 0)
+    by_map = block.scores if block.scores.dim() == 5 else block.scores[:, :, None]  # [B, H, maps, Lq, Lk]
+    scores = by_map.masked_fill(~seen[:, :, None], 0)
+    mean = scores.sum(-1, keepdim=True) / n.clamp(min=1)[:, :, None, :, None]
+    deviation = (scores - mean).masked_fill_(~seen[:, :, None], 0)
+    variance = deviation.square_().sum(-1) / (n - 1).clamp(min=1)[:, :, None]
+    flat = torch.zeros_like(total)
     return _Rows(
         mass=torch.where(counts, block.mass, 0),
         total=total,
-        theta=torch.where(counts, block.theta, 0),
-        zeros=((block.p <= block.theta[..., None]) & seen).sum(-1).to(w.dtype),
+        theta=flat if theta is None else torch.where(counts, theta.squeeze(-1), 0).expand_as(flat),
+        zeros=((w == 0) & seen).sum(-1).to(w.dtype),
         small=((w <= SMALL_WEIGHT) & seen).sum(-1).to(w.dtype),
         entropy=torch.special.entr(share).sum(-1),
         squares=share.square().sum(-1),
-        score_variance=deviation.square_().sum(-1) / (n - 1).clamp(min=1),
+        score_variance=variance.mean(2),
     )
 
 

@@ -31,10 +31,10 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """Attention and SwiGLU, each behind a norm and added to the residual stream."""
 
-    def __init__(self, cfg: ModelConfig, context_length: int) -> None:
+    def __init__(self, cfg: ModelConfig, context_length: int, layer: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(cfg.d_model, eps=NORM_EPS)
-        self.attention = Attention(cfg.attention, cfg.d_model, cfg.n_heads, cfg.kv_heads, context_length, cfg.backend)
+        self.attention = Attention(cfg.attention, cfg.layer_shape(layer, context_length), cfg.backend)
         self.mlp_norm = nn.RMSNorm(cfg.d_model, eps=NORM_EPS)
         self.mlp = SwiGLU(cfg.d_model, cfg.d_ff)
 
@@ -62,8 +62,10 @@ class DecoderLM(nn.Module):
         super().__init__()
         self.cfg, self.context_length = cfg, context_length
         self.embedding = nn.Embedding(vocab_size, cfg.d_model)
-        self.position = cfg.position.build(cfg.d_model, cfg.d_model // cfg.n_heads, context_length)
-        self.blocks = nn.ModuleList(Block(cfg, context_length) for _ in range(cfg.n_layers))
+        blocks = [Block(cfg, context_length, layer) for layer in range(cfg.n_layers)]
+        head_dim = blocks[0].attention.head_dim // blocks[0].attention.normaliser.maps
+        self.position = cfg.position.build(cfg.d_model, head_dim, context_length)
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(cfg.d_model, eps=NORM_EPS)
         self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
         if cfg.tie_embeddings:

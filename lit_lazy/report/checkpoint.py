@@ -21,7 +21,6 @@ from lit_lazy.measure.diagnostics import (
     STRONGEST,
     Diagnostics,
     Maps,
-    check_normaliser,
     measure,
     validation_sample,
 )
@@ -83,7 +82,6 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
     """
     module = checkpoints.load(request.checkpoint)
     request.maps.check(module.model, "--")
-    check_normaliser(module.model.attentions[0].normaliser)
     sources = load_sources(request, module)
     writable_folder("--runs", request.runs)
     writable_folder("--out", request.folder)

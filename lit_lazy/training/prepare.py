@@ -2,7 +2,7 @@
 
 import torch
 
-from flash_lazy import resolve_backend
+from lit_lazy.attention import Attention
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data import DataSource
 from lit_lazy.support.checks import require
@@ -11,11 +11,13 @@ from lit_lazy.training.devices import training_device
 
 def check_model(cfg: ModelConfig, context_length: int) -> None:
     """Raise ValueError where a part of the model cannot serve a context of this length, or this machine its backend."""
-    cfg.position.build(cfg.d_model, cfg.d_model // cfg.n_heads, context_length)
-    cfg.attention.normaliser.build(cfg.n_heads, context_length)
-    cfg.attention.bias.build(cfg.n_heads, context_length)(context_length)
+    shape = cfg.layer_shape(0, context_length)
+    attention = Attention(cfg.attention, shape, cfg.backend)
+    attention.normaliser.probe(shape.n_heads, shape.head_dim, torch.device("cpu"))
+    attention.bias(context_length)
+    cfg.position.build(cfg.d_model, shape.head_dim // attention.normaliser.maps, context_length)
     try:
-        resolve_backend(cfg.backend, torch.empty(0, cfg.d_model // cfg.n_heads, device=training_device()))
+        attention.to(training_device()).backend_name  # noqa: B018 (raises)
     except ValueError as error:
         raise ValueError(f"model.backend={cfg.backend!r}: {error}") from None
 

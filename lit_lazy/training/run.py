@@ -103,11 +103,10 @@ def _run(
     if not all(torch.isfinite(torch.tensor(value)) for value in metrics.values()):
         raise DivergedError("the trained model's evaluation is not finite")
     metrics |= {f"init/{name}": value for name, value in initial.items()} | sizes(model)
-    if untrained is not None:
-        measured = Diagnostics.joined({"": measure(model, validation_sample(source)), "init/": untrained})
-        diagnostics = Diagnostics(measured.arrays | tau_history(watch.taus))
-        diagnostics.save(folder / DIAGNOSTICS)
-        metrics |= diagnostics.scalars()
+    measured = Diagnostics.joined({"": measure(model, validation_sample(source)), "init/": untrained})
+    diagnostics = Diagnostics(measured.arrays | tau_history(watch.taus))
+    diagnostics.save(folder / DIAGNOSTICS)
+    metrics |= diagnostics.scalars()
 
     tokens = (cfg.train.steps - first_step) * cfg.train.batch_size * source.context_length
     result = RunResult(

@@ -167,9 +167,7 @@ def run(
     return out.detach().cpu(), Stats(*(x.detach().cpu() for x in stats)), named
 
 
-def everything(
-    case: Case, backend: str, grad: Tensor | None = None, dlse: Tensor | None = None
-) -> dict[str, Tensor]:
+def everything(case: Case, backend: str, grad: Tensor | None = None, dlse: Tensor | None = None) -> dict[str, Tensor]:
     """What `run` returns under one name each: out, the stats, dq, dk, ..."""
     out, stats, grads = run(case, backend, grad, dlse)
     return {"out": out, **stats._asdict(), **{f"d{name}": x for name, x in grads.items()}}

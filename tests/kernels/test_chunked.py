@@ -103,7 +103,9 @@ def test_equals_reference(setting, block):  # noqa: ARG001
     exact = everything(drawn.to(torch.float64), "reference")
     mine = everything(drawn.to(torch.float64), "chunked")
     for name, expected in exact.items():
-        torch.testing.assert_close(mine[name], expected, rtol=1e-10, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            mine[name], expected, rtol=1e-10, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
+        )
     if drawn.k.shape[2] < 63:
         return  # one or two keys round too seldom for the errors of two computations to be comparable
     # The values survive bfloat16 unrounded, so all three precisions have the same exact answer.

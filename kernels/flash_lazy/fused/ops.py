@@ -99,8 +99,8 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 @torch.library.custom_op(
     "flash_lazy::backward",
     mutates_args=(),
-    schema=f"({_CALL}, Tensor? out, Tensor grad, Tensor? dlse, Tensor softmax, Tensor mass, bool bias_gradient, bool slopes_gradient)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({_CALL}, Tensor? out, Tensor grad, Tensor? dlse, Tensor softmax, Tensor mass, bool bias_gradient, "
+    "bool slopes_gradient) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, sum m dp of each row, and the gradients of bias and slopes (empty unless asked for)."""

@@ -1,0 +1,87 @@
+"""Gates: what a head's output is multiplied with, whatever the normaliser."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lit_lazy.attention.normaliser import LayerShape
+
+Per = Literal["element", "head"]
+
+
+class GateModule(nn.Module):
+    """Parameters of a gate; the default is none."""
+
+    def forward(self, out: Tensor, x: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002
+        """The heads' outputs `[B, H, L, D]`, gated.
+
+        x `[B, L, d_model]`: the layer's normalised input; v `[B, Hkv, L, D]`: the values; both of the queries' tokens.
+        """
+        return out
+
+
+class Gate(ABC):
+    """Settings of a gate."""
+
+    @abstractmethod
+    def build(self, shape: LayerShape) -> GateModule: ...
+
+
+@dataclass(frozen=True)
+class NoGate(Gate):
+    """Outputs stay as they are."""
+
+    def build(self, shape: LayerShape) -> GateModule:  # noqa: ARG002
+        return GateModule()
+
+
+@dataclass(frozen=True)
+class OutputGate(Gate):
+    """`sigmoid(x W)` on the output of each head, x the layer's normalised input (Qiu et al., arXiv 2505.06708, G1)."""
+
+    per: Per = "element"
+    """A gate for each element of a head's output, or one for the head."""
+
+    def __post_init__(self) -> None:
+        _check_per(self)
+
+    def build(self, shape: LayerShape) -> GateModule:
+        return _OutputGate(shape, self.per, shape.d_model)
+
+
+class _OutputGate(GateModule):
+    def __init__(self, shape: LayerShape, per: Per, inputs: int) -> None:
+        super().__init__()
+        self.n_heads = shape.n_heads
+        width = shape.head_dim if per == "element" else 1
+        self.linear = nn.Linear(inputs, shape.n_heads * width, bias=False)
+
+    def forward(self, out: Tensor, x: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002
+        return out * torch.sigmoid(self.linear(x)).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class ValueGate(Gate):
+    """`sigmoid(v W)` on the output of each head, v the values of the query's own token (arXiv 2510.09017)."""
+
+    per: Per = "element"
+    """A gate for each element of a head's output, or one for the head."""
+
+    def __post_init__(self) -> None:
+        _check_per(self)
+
+    def build(self, shape: LayerShape) -> GateModule:
+        return _ValueGate(shape, self.per, shape.n_kv_heads * shape.head_dim)
+
+
+class _ValueGate(_OutputGate):
+    def forward(self, out: Tensor, x: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002
+        return super().forward(out, v.transpose(1, 2).flatten(2), v)
+
+
+def _check_per(gate: OutputGate | ValueGate) -> None:
+    if gate.per not in get_args(Per):
+        raise ValueError(f"{type(gate).__name__}.per={gate.per!r}: must be one of {', '.join(get_args(Per))}")

@@ -1,0 +1,280 @@
+"""The rivals: other rules that turn scores into weights, each with its source; formulas in docs/method.md."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from flash_lazy import Rows, Stats
+from lit_lazy.attention.initial import GeneratorOf, SelfInitialised
+from lit_lazy.attention.normaliser import (
+    AttentionCall,
+    Fused,
+    LayerShape,
+    Normaliser,
+    NormaliserModule,
+    fused_softmax,
+)
+
+
+@dataclass(frozen=True)
+class OffByOne(Normaliser):
+    """Softmax with 1 added to the sum: `e^s / (1 + sum e^s)`, so a row may attend to nothing (Miller 2023)."""
+
+    def build(self, shape: LayerShape) -> NormaliserModule:
+        return _Sink(torch.zeros(shape.n_heads), learned=False)
+
+
+@dataclass(frozen=True)
+class SinkLogit(Normaliser):
+    """Softmax with a learned logit per head that no key stands for (gpt-oss, arXiv 2508.10925)."""
+
+    init: float = 0.0
+    """Initial logit; at 0 the rule is OffByOne, towards minus infinity Softmax."""
+
+    def __post_init__(self) -> None:
+        _require_finite(self, "init")
+
+    def build(self, shape: LayerShape) -> NormaliserModule:
+        return _Sink(torch.full((shape.n_heads,), self.init), learned=True)
+
+
+class _Sink(NormaliserModule):
+    """Softmax of the scores and one more logit, whose weight is dropped: softmax times sigmoid(lse - sink)."""
+
+    def __init__(self, sink: Tensor, learned: bool) -> None:
+        super().__init__()
+        self.sink = nn.Parameter(sink, requires_grad=learned)
+
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
+        sink = self.sink.to(scores.dtype)[:, None, None]
+        return scores.softmax(-1) * torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sink)
+
+    def fused(self, call: AttentionCall) -> Fused | None:
+        if call.renormalise:
+            return None
+        softmax = fused_softmax(call._replace(with_stats=True))
+
+        def attend() -> tuple[Tensor, Stats | None]:
+            out, stats = softmax.attend()
+            assert stats is not None
+            kept = torch.sigmoid(stats.lse - self.sink[:, None])
+            out = (out * kept[..., None]).to(out.dtype)
+            if not call.with_stats:
+                return out, None
+            by_mass = (x * kept.detach() for x in (stats.mass, stats.first_weight))
+            mass, first_weight = by_mass
+            return out, stats._replace(lse=stats.lse.detach(), mass=mass, first_weight=first_weight)
+
+        return Fused(softmax.backend, attend)
+
+
+@dataclass(frozen=True)
+class ClippedSoftmax(Normaliser):
+    """`clip((1 + g) p - g, 0, 1)`, p the softmax weight: stretched, then cut (Bondarenko et al., arXiv 2306.12929)."""
+
+    alpha: float = 3.0
+    """g is alpha over a length; the authors recommend 2 to 4."""
+    length: Literal["keys", "context"] = "keys"
+    """g = alpha / (keys the query sees), or, as published, alpha / (context length of the training)."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.alpha) and self.alpha >= 0):
+            raise ValueError(f"ClippedSoftmax.alpha={self.alpha}: must be finite and 0 or more")
+        allowed = get_args(type(self).__annotations__["length"])
+        if self.length not in allowed:
+            raise ValueError(f"ClippedSoftmax.length={self.length!r}: must be one of {', '.join(allowed)}")
+
+    def build(self, shape: LayerShape) -> NormaliserModule:
+        return _ClippedSoftmax(self.alpha, shape.context_length if self.length == "context" else None)
+
+
+class _ClippedSoftmax(NormaliserModule):
+    can_zero = True
+
+    def __init__(self, alpha: float, context_length: int | None) -> None:
+        super().__init__()
+        self.alpha, self.context_length = alpha, context_length
+
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
+        g = self.alpha / (rows.n if self.context_length is None else self.context_length)
+        return ((1 + g) * scores.softmax(-1) - g).clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class Softpick(Normaliser):
+    """`relu(e^s - 1) / sum |e^s - 1|` (Zuhri et al., arXiv 2504.20966): keys with a score of 0 or less get nothing."""
+
+    def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
+        return _Softpick()
+
+
+class _Softpick(NormaliserModule):
+    can_zero = True
+    EPS = 1e-8
+
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
+        # Over the exponential of the row's maximum, so that nothing overflows.
+        top = scores.amax(-1, keepdim=True).clamp(min=0)
+        e = ((scores - top).exp() - (-top).exp()).masked_fill(~rows.visible, 0)
+        return e.relu() / (e.abs().sum(-1, keepdim=True) + self.EPS)
+
+
+@dataclass(frozen=True)
+class Sigmoid(Normaliser):
+    """`sigmoid(s - ln n)`, n the keys that the query sees (Ramapuram et al., arXiv 2409.04431): keys do not compete."""
+
+    def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
+        return _Sigmoid()
+
+
+class _Sigmoid(NormaliserModule):
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
+        return torch.sigmoid(scores - rows.n.log())
+
+
+@dataclass(frozen=True)
+class Relu(Normaliser):
+    """`relu(s) / n`, n the keys that the query sees (Wortsman et al., arXiv 2309.08586; over n: Guo, 2410.13835)."""
+
+    def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
+        return _Relu()
+
+
+class _Relu(NormaliserModule):
+    can_zero = True
+
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
+        return scores.relu() / rows.n
+
+
+@dataclass(frozen=True)
+class Entmax15(Normaliser):
+    """1.5-entmax (Peters et al., arXiv 1905.05702): sparse, and sums to 1."""
+
+    def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
+        return _Entmax("entmax15")
+
+
+@dataclass(frozen=True)
+class Sparsemax(Normaliser):
+    """Sparsemax (Martins and Astudillo, arXiv 1602.02068): the nearest point of the simplex; sums to 1."""
+
+    def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
+        return _Entmax("sparsemax")
+
+
+class _Entmax(NormaliserModule):
+    can_zero = True
+
+    def __init__(self, name: Literal["entmax15", "sparsemax"]) -> None:
+        super().__init__()
+        try:
+            import entmax
+        except ImportError:
+            raise ValueError("Entmax15 and Sparsemax need the package entmax; pip install entmax") from None
+        self.rule = getattr(entmax, name)
+
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
+        return self.rule(scores, dim=-1)
+
+
+@dataclass(frozen=True)
+class SSMax(Normaliser):
+    """Scalable softmax (Nakanishi, arXiv 2501.19399): softmax of `s ln n` times the score without bias, s per head."""
+
+    init: float = 0.43
+    """Initial s; the slope that the paper fitted to what a model had learned. 1 / 0.43 is ln 10."""
+
+    def __post_init__(self) -> None:
+        _require_finite(self, "init")
+
+    def build(self, shape: LayerShape) -> NormaliserModule:
+        return _SSMax(shape.n_heads, self.init)
+
+
+class _SSMax(NormaliserModule):
+    def __init__(self, n_heads: int, init: float) -> None:
+        super().__init__()
+        self.s = nn.Parameter(torch.full((n_heads,), init))
+
+    def queries(self, q: Tensor, n: Tensor) -> Tensor:
+        return (q * (self.s[:, None, None] * n.log())).to(q.dtype)
+
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
+        return scores.softmax(-1)
+
+    def fused(self, call: AttentionCall) -> Fused | None:
+        return fused_softmax(call)
+
+
+@dataclass(frozen=True)
+class Differential(Normaliser):
+    """The difference of two softmax maps (Ye et al., arXiv 2410.05258): `p1 - lambda p2`, then a norm per head.
+
+    Each map scores half of the head dimension. lambda = exp(a1.b1) - exp(a2.b2) + lambda_init, vectors a and b learned
+    per layer; lambda_init = 0.8 - 0.6 e^(-0.3 layer), layers from 0. Heads are normed and scaled by 1 - lambda_init.
+    """
+
+    def build(self, shape: LayerShape) -> NormaliserModule:
+        if shape.head_dim % 2:
+            raise ValueError(
+                f"Differential: the head dimension must be even, got {shape.head_dim}; "
+                "choose another d_model or n_heads"
+            )
+        return _Differential(shape)
+
+
+def lambda_init(layer: int) -> float:
+    """Of layer 0, 1, ...: 0.2, 0.3555, 0.4707, ..."""
+    return 0.8 - 0.6 * math.exp(-0.3 * layer)
+
+
+class _Differential(NormaliserModule, SelfInitialised):
+    maps = 2
+    signed = True
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.lambda_init = lambda_init(shape.layer)
+        self.vectors = nn.Parameter(torch.zeros(4, shape.head_dim // 2))  # a1, b1, a2, b2
+        self.norm = nn.RMSNorm(shape.head_dim, eps=1e-5)
+
+    def init_parameters(self, generator_of: GeneratorOf) -> None:
+        nn.init.normal_(self.vectors, std=0.1, generator=generator_of("vectors"))
+
+    def factor(self) -> Tensor:
+        """lambda, a scalar."""
+        a1, b1, a2, b2 = self.vectors
+        return (a1 @ b1).exp() - (a2 @ b2).exp() + self.lambda_init
+
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
+        first, second = scores.softmax(-1).unbind(2)
+        return first - self.factor().to(scores.dtype) * second
+
+    def fused(self, call: AttentionCall) -> Fused | None:
+        """Softmax attention of each map; by halves of the values, whose width is then that of the keys."""
+        if call.with_stats:
+            return None
+        halves = call.v.chunk(2, -1)
+        maps = [
+            [fused_softmax(call._replace(q=q, k=k, v=v)) for v in halves]
+            for q, k in zip(call.q.chunk(2, -1), call.k.chunk(2, -1), strict=True)
+        ]
+
+        def attend() -> tuple[Tensor, None]:
+            first, second = (torch.cat([half.attend()[0] for half in each], -1) for each in maps)
+            return (first - self.factor() * second).to(first.dtype), None
+
+        return Fused(maps[0][0].backend, attend)
+
+    def output(self, out: Tensor) -> Tensor:
+        return (self.norm(out) * (1 - self.lambda_init)).to(out.dtype)
+
+
+def _require_finite(normaliser: Normaliser, name: str) -> None:
+    value = getattr(normaliser, name)
+    if not math.isfinite(value):
+        raise ValueError(f"{type(normaliser).__name__}.{name}={value}: must be finite")

@@ -44,7 +44,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     rows: slice
     keys: slice
     first: int  # index of the document's first key
@@ -166,12 +166,12 @@ class Sweep:
         size = math.prod(self.parts[0].shape) * self.group * self.block_rows * self.block_columns
         return torch.empty(matrices, size, dtype=self.dtype, device=self.device)
 
-    def matrices(self, scratch: Tensor, part: Part, block: Block) -> Tensor:
+    def matrices(self, scratch: Tensor, part: Part, block: RowBlock) -> Tensor:
         """The scratch memory as matrices of scores of a block, `[matrices, b * h, G, R, C]`."""
         shape = math.prod(part.shape), self.group, *block.shape
         return scratch[:, : math.prod(shape)].view(-1, *shape)
 
-    def fill_scores(self, s: Tensor, q: Tensor, k: Tensor, part: Part, block: Block) -> None:
+    def fill_scores(self, s: Tensor, q: Tensor, k: Tensor, part: Part, block: RowBlock) -> None:
         """Writes the scores of a block into s `[b * h, G, R, C]`; q `[b * h, G * R, D]`, k `[b * h, C, D]`."""
         strip = self._strip_of(self.strip, part, block)
         left = s.shape[-1] - strip.shape[-1]
@@ -185,12 +185,12 @@ class Sweep:
         if self.hidden is not None:
             self.fill_hidden(s, part, block, self.hidden_score)
 
-    def fill_hidden(self, x: Tensor, part: Part, block: Block, value: float) -> None:
+    def fill_hidden(self, x: Tensor, part: Part, block: RowBlock, value: float) -> None:
         """Writes a value where `key_mask` or `kv_lengths` hide a key; x `[b * h, G, R, C]`."""
         if self.hidden is not None:
             x.unflatten(0, part.shape).masked_fill_(self.hidden[part.batch, None, None, None, block.keys], value)
 
-    def first_of(self, w: Tensor, part: Part, block: Block) -> Tensor:
+    def first_of(self, w: Tensor, part: Part, block: RowBlock) -> Tensor:
         """The weight on the document's first key, `[b, h, G, R]`, of w `[b, h, G, R, C]`; 0 where it is not in C."""
         if self.shift is None:
             first = block.first - block.keys.start
@@ -200,12 +200,12 @@ class Sweep:
         index = first.clamp(0, w.shape[-1] - 1).expand(*w.shape[:-1], 1)
         return w.gather(-1, index).masked_fill(~inside, 0).squeeze(-1)
 
-    def _strip_of(self, strip: Tensor, part: Part, block: Block) -> Tensor:
+    def _strip_of(self, strip: Tensor, part: Part, block: RowBlock) -> Tensor:
         rows, columns = block.shape
         heads = part.heads if strip.shape[0] > 1 else slice(None)
         return strip[heads, :, -rows:, -min(columns, strip.shape[-1]) :]
 
-    def add_to_strip(self, dstrip: Tensor, ds: Tensor, part: Part, block: Block) -> None:
+    def add_to_strip(self, dstrip: Tensor, ds: Tensor, part: Part, block: RowBlock) -> None:
         """Adds the gradient of a block's scores `[b * h, G, R, C]` to that of the strip."""
         strip = self._strip_of(dstrip, part, block)
         band = ds[..., ds.shape[-1] - strip.shape[-1] :].unflatten(0, part.shape)
@@ -232,7 +232,7 @@ class Sweep:
 
 def make_blocks(
     shape: tuple[int, int, int, int, int], cuts: list[int], window: int | None, device_type: str, whole_heads: bool
-) -> tuple[int, list[Part], list[Block]]:
+) -> tuple[int, list[Part], list[RowBlock]]:
     """The largest number of rows of a block, the parts, the first of them the largest, and the blocks of each.
 
     shape is (B, Hkv, G, Lq, Lk); cuts are the documents' boundaries among the keys. Rows are halved down to FULL_ROWS,
@@ -262,7 +262,7 @@ def make_blocks(
         for top in range(max(start - offset, 0), end - offset, rows):
             bottom = min(top + rows, end - offset)
             seen_from = start if window is None else max(start, top + offset - window + 1)
-            blocks.append(Block(slice(top, bottom), slice(seen_from, bottom + offset), start))
+            blocks.append(RowBlock(slice(top, bottom), slice(seen_from, bottom + offset), start))
     parts = [
         Part(slice(b, min(b + batch, shape[0])), slice(h, min(h + kv_heads, shape[1])))
         for b, h in product(range(0, shape[0], batch), range(0, shape[1], kv_heads))

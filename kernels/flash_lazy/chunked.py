@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flash_lazy.blocks import Block, Part, Sweep, roll
+from flash_lazy.blocks import RowBlock, Part, Sweep, roll
 from flash_lazy.inputs import LEAVES, TENSORS, Call, Stats, tau_divisor, tau_gradient
 
 # Columns of weights that are skipped together where none survives. Narrower ones would be skipped more often, and cost
@@ -70,7 +70,7 @@ class _Lazy(Sweep):
         self.lifts_hidden = self.device.type != "cpu" or bool((self.theta < 0).any())
         self.triangle = self.visible.to(self.dtype)
 
-    def _exponentials(self, q: Tensor, k: Tensor, part: Part, block: Block, e: Tensor) -> tuple[Tensor, Tensor]:
+    def _exponentials(self, q: Tensor, k: Tensor, part: Part, block: RowBlock, e: Tensor) -> tuple[Tensor, Tensor]:
         """Fills e with exp(score - row maximum); the maxima in base 2, and the row sums: e / sum is the softmax.
 
         A row that sees no key has e = 0 and the sum 1.
@@ -80,7 +80,7 @@ class _Lazy(Sweep):
         e.sub_(top.clamp(min=torch.finfo(self.dtype).min)).exp2_()
         return top, e.sum(-1, keepdim=True).clamp_(min=1)
 
-    def _threshold(self, e: Tensor, theta: Tensor, part: Part, block: Block, out: Tensor) -> Tensor:
+    def _threshold(self, e: Tensor, theta: Tensor, part: Part, block: RowBlock, out: Tensor) -> Tensor:
         """max(e - theta, 0) in `out`, which may be e; exactly 0 where the key is hidden."""
         w = torch.sub(e, theta, out=out).relu_()
         if self.lifts_hidden:
@@ -113,7 +113,7 @@ class _Lazy(Sweep):
         return tuple(x.flatten(1, 2) for x in (result, *(stats or ())))
 
     def _describe(
-        self, stats: Stats, w: Tensor, top: Tensor, total: Tensor, divisor: Tensor, part: Part, block: Block
+        self, stats: Stats, w: Tensor, top: Tensor, total: Tensor, divisor: Tensor, part: Part, block: RowBlock
     ) -> None:
         """Writes the stats of a block's rows, each `[b, h, G, R]`."""
         w, top, total, divisor = (x.unflatten(0, part.shape) for x in (w, top, total, divisor))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import TypedDict, Unpack
 
-from flash_lazy.blocks import Block, Part, Sweep, roll
+from flash_lazy.blocks import RowBlock, Part, Sweep, roll
 from flash_lazy.inputs import TENSORS, Call, Stats, check, check_types
 from flash_lazy.scores import eager_scores, place
 
@@ -333,7 +333,7 @@ class _Blocks(Sweep):
         """`[B, H, L, D]` by kv head of the values, `[B, Hkv, G, L, D]`."""
         return x.unflatten(1, (self.value_heads, self.group))
 
-    def _rows(self, part: Part, block: Block) -> tuple[Rows, Tensor | None]:
+    def _rows(self, part: Part, block: RowBlock) -> tuple[Rows, Tensor | None]:
         """Where a block's rows stand, and which of them see no key `[b or 1, 1, R, 1]`."""
         rows, columns = block.shape
         visible = self.visible[None, None, -rows:, -columns:]
@@ -346,7 +346,7 @@ class _Blocks(Sweep):
         blind = None if self.blind is None else n == 0
         return Rows(visible, n.clamp(min=1), (position + 1).clamp(min=1)), blind
 
-    def _scores(self, s: Tensor, q: Tensor, k: Tensor, part: Part, block: Block) -> Tensor:
+    def _scores(self, s: Tensor, q: Tensor, k: Tensor, part: Part, block: RowBlock) -> Tensor:
         """Fills s and gives it as the rule takes it: `[b, H, R, C]`, or `[b, H, maps, R, C]`."""
         self.fill_scores(s, q[:, :, block.rows].flatten(1, 2), k[:, block.keys], part, block)
         by_map = s.view(part.shape[0], -1, self.maps, *s.shape[1:])  # [b, Hkv, maps, G, R, C]

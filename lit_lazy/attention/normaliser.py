@@ -121,7 +121,7 @@ class NormaliserModule(nn.Module, ABC):
             self._probed = True
         call = call._replace(q=self.queries(call.q, call.visible))
         fused = self.fused(call)
-        out, stats = self._by_rule(call) if fused is None else fused.attend()
+        out, stats = self.by_rule(call) if fused is None else fused.attend()
         return self.output(out), stats
 
     def weights_of(self, call: AttentionCall) -> RuleWeights:
@@ -142,7 +142,7 @@ class NormaliserModule(nn.Module, ABC):
             raise ValueError(f"backend is 'triton', for which {type(self).__name__} has no kernel; choose 'auto'")
         return "reference" if call.backend == "reference" else "rules"
 
-    def _by_rule(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
+    def by_rule(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
         attend = partial(
             rule_attention,
             *(self.weights, call.q, call.k, call.v, call.bias.table),
@@ -162,7 +162,7 @@ class NormaliserModule(nn.Module, ABC):
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             call = AttentionCall(q, k, v)
-            return self.output(self._by_rule(call._replace(q=self.queries(q, call.visible)))[0])
+            return self.output(self.by_rule(call._replace(q=self.queries(q, call.visible)))[0])
 
         trained = {parameter: p for parameter, p in self.named_parameters() if p.requires_grad}
         probe_gradients(name, trained, attend, heads, head_dim, device)

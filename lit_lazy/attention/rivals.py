@@ -178,7 +178,9 @@ class _Entmax(NormaliserModule):
         self.rule = getattr(entmax, name)
 
     def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
-        return self.rule(scores, dim=-1)
+        # The package ends with an index error where a score is NaN.
+        lost = scores.isnan().any(-1, keepdim=True)
+        return self.rule(scores.masked_fill(lost, 0), dim=-1).masked_fill(lost, torch.nan)
 
 
 @dataclass(frozen=True)

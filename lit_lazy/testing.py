@@ -1,0 +1,240 @@
+"""What every normaliser has to keep, in one call: `check_normaliser`. Needs torch alone."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from flash_lazy import blocks, rule_attention
+from flash_lazy.rules import RuleSettings
+from lit_lazy.attention import AttentionCall, BiasTerms, LayerShape, Normaliser, NormaliserModule
+from lit_lazy.attention.initial import SelfInitialised
+
+HEADS, KV_HEADS, WIDTH, LENGTH = 4, 2, 8, 13
+SHAPE = LayerShape(HEADS, KV_HEADS, WIDTH, HEADS * WIDTH, context_length=16, layer=1, n_layers=2)
+SEED = 5
+
+Formula = Callable[[Tensor], Tensor]
+"""The weights `[n]` of a row from the float64 scores `[n]` (`[maps, n]`) of the keys that it sees."""
+
+
+def check_normaliser(normaliser: Normaliser, formula: Formula | None = None) -> None:
+    """Raise AssertionError, naming what is broken, where a normaliser does not keep what users of one rely on.
+
+    Its promises (`NormaliserModule.probe`); its formula, where given; blocks of rows equal to whole matrices, the fused
+    path to the rule, decoding to a full pass; causality bit for bit; gradients; rows without keys; NaN that stays; and
+    errors in bfloat16 of at most twice eager's. A tenth of a second to a second.
+    """
+    checks: tuple[Callable[[Normaliser], None], ...] = (
+        *(_keeps_its_promises, partial(_has_its_formula, formula), _blocks_equal_the_whole, _fused_equals_the_rule),
+        *(_decodes, _is_causal, _passes_gradcheck, _leaves_rows_without_keys_zero, _lets_nan_through),
+        _rounds_as_eager_does,
+    )
+    for check in checks:
+        try:
+            check(normaliser)
+        except (AssertionError, ValueError, RuntimeError) as error:
+            name = (check.func if isinstance(check, partial) else check).__name__
+            message = " ".join(str(error).split())
+            raise AssertionError(f"{type(normaliser).__name__}: {name.strip('_')} fails: {message}") from error
+
+
+def _module(normaliser: Normaliser, dtype: torch.dtype = torch.float64) -> NormaliserModule:
+    """Parameters that were drawn, and moved off their initial value: some formulas are degenerate there."""
+    module = normaliser.build(SHAPE)
+    if isinstance(module, SelfInitialised):
+        module.init_parameters(lambda _: torch.Generator().manual_seed(SEED))
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return module.to(dtype)
+
+
+def _call(
+    normaliser: Normaliser, dtype: torch.dtype = torch.float64, rows: int = LENGTH, batch: int = 2, **changes: Any
+) -> AttentionCall:
+    """A call with a table and slopes, the same in every dtype but for rounding."""
+    generator = torch.Generator().manual_seed(SEED)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    q, k, v = (
+        draw(batch, HEADS, LENGTH, WIDTH),
+        draw(batch, KV_HEADS, LENGTH, WIDTH),
+        draw(batch, KV_HEADS, LENGTH, WIDTH),
+    )
+    q = 2 * q[:, :, LENGTH - rows :]
+    own = torch.float64 if dtype == torch.float64 else torch.float32
+    bias = BiasTerms(draw(HEADS, 5).to(own), 0.1 * draw(HEADS).abs().to(own))
+    return AttentionCall(q.to(dtype), k.to(dtype), v.to(dtype), bias, renormalise=normaliser.renormalise, **changes)
+
+
+def _leaves(call: AttentionCall, module: NormaliserModule) -> tuple[AttentionCall, dict[str, Tensor]]:
+    """The call with leaves in it, and these and the trained parameters by name."""
+    q, k, v = (x.detach().requires_grad_() for x in call[:3])
+    bias = BiasTerms(*(None if x is None else x.detach().requires_grad_() for x in call.bias))
+    found = {"q": q, "k": k, "v": v, "table": bias.table, "slopes": bias.slopes}
+    found |= {name: p for name, p in module.named_parameters() if p.requires_grad}
+    return call._replace(q=q, k=k, v=v, bias=bias), {name: x for name, x in found.items() if x is not None}
+
+
+def _run(module: NormaliserModule, call: AttentionCall, by_rule: bool = False) -> dict[str, Tensor]:
+    """Output and gradients for a gradient of the output that is always the same."""
+    call, leaves = _leaves(call, module)
+    out = _by_rule(module, call) if by_rule else module(call)[0]
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(SEED + 1)).to(out.dtype)
+    found = torch.autograd.grad(out, list(leaves.values()), grad)
+    return {"output": out.detach()} | {f"gradient of {name}": x for name, x in zip(leaves, found, strict=True)}
+
+
+def _by_rule(module: NormaliserModule, call: AttentionCall) -> Tensor:
+    """What the module gives without its fused path."""
+    return module.output(module.by_rule(call._replace(q=module.queries(call.q, call.visible)))[0])
+
+
+def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@contextmanager
+def small_blocks() -> Iterator[None]:
+    """Blocks of a few rows, so that short sequences have several."""
+    with patch.multiple(blocks, BLOCK_ELEMENTS_CPU=200, FULL_ROWS=3):
+        yield
+
+
+def _keeps_its_promises(normaliser: Normaliser) -> None:
+    module = _module(normaliser, torch.float32)
+    module.probe(HEADS, WIDTH, torch.device("cpu"))
+
+
+def _has_its_formula(formula: Formula | None, normaliser: Normaliser) -> None:
+    if formula is None:
+        return
+    module = normaliser.build(SHAPE).double()
+    weights = module.weights_of(_call(normaliser, window=6))
+    for row, seen in enumerate(weights.rows.visible[0, 0]):
+        for scores, found in zip(weights.scores[:, 0], weights.w[:, 0], strict=True):
+            expected = formula(scores[..., row, seen])
+            torch.testing.assert_close(found[row, seen], expected, rtol=1e-10, atol=1e-12)
+            assert not found[row, ~seen].any(), "a hidden key has weight"
+
+
+def _blocks_equal_the_whole(normaliser: Normaliser) -> None:
+    """Whatever hides keys; also what no layer asks for: packed documents and ragged lengths."""
+    module = _module(normaliser)
+    hidden = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(SEED)) < 0.6
+    whole, one, few = _call(normaliser), _call(normaliser, batch=1), _call(normaliser, rows=5)
+    cases: list[tuple[AttentionCall, RuleSettings]] = [
+        (whole, {}),
+        (whole, {"window": 4}),
+        (whole, {"key_mask": hidden}),
+        (whole, {"renormalise": not module.signed}),
+        (one, {"cu_seqlens": torch.tensor([0, 4, 4, 5, LENGTH], dtype=torch.int32)}),
+        (few, {"kv_lengths": torch.tensor([3, 0])}),
+    ]
+    for call, settings in cases:
+        expected = _by_blocks(module, call, settings | {"backend": "reference"})
+        with small_blocks():
+            found = _by_blocks(module, call, settings)
+        assert expected.keys() == found.keys(), f"gradients differ: {expected.keys() ^ found.keys()}"
+        _assert_close(found, expected)
+
+
+def _by_blocks(module: NormaliserModule, call: AttentionCall, settings: RuleSettings) -> dict[str, Tensor]:
+    """Output, stats, and the gradients of what the rule's attention depends on."""
+    call, leaves = _leaves(call, module)
+    given: RuleSettings = {
+        "slopes": call.bias.slopes,
+        "maps": module.maps,
+        "parameters": [p for p in module.parameters() if p.requires_grad],
+        "renormalise": call.renormalise,
+    }
+    arguments = module.weights, call.q, call.k, call.v, call.bias.table
+    out, stats = rule_attention(*arguments, return_stats=True, **(given | settings))
+    gradients = torch.autograd.grad(out.square().sum(), list(leaves.values()), allow_unused=True)
+    named = zip(leaves, gradients, strict=True)
+    return {"output": out.detach(), **stats._asdict()} | {
+        f"gradient of {name}": x for name, x in named if x is not None
+    }
+
+
+def _fused_equals_the_rule(normaliser: Normaliser) -> None:
+    module, call = _module(normaliser), _call(normaliser)
+    for each in (call, call._replace(window=4), call._replace(bias=BiasTerms())):
+        if module.fused(each) is not None:
+            _assert_close(_run(module, each), _run(module, each, by_rule=True))
+
+
+def _decodes(normaliser: Normaliser) -> None:
+    """The last rows alone, as with a cache; and with the statistics asked for."""
+    module = _module(normaliser)
+    whole = module(_call(normaliser))[0]
+    for rows in (1, 3):
+        for with_stats in (False, True):
+            last = module(_call(normaliser, rows=rows, with_stats=with_stats))[0]
+            torch.testing.assert_close(last, whole[:, :, -rows:], rtol=1e-9, atol=1e-10)
+
+
+def _is_causal(normaliser: Normaliser) -> None:
+    """Bit for bit: what stands later changes nothing before it."""
+    module, call, token = _module(normaliser, torch.float32), _call(normaliser, torch.float32), 7
+    changed = {name: getattr(call, name).clone() for name in "qkv"}
+    for x in changed.values():
+        x[:, :, token] = 1 - 3 * x[:, :, token]
+    for by_rule in (False, True):
+        before, after = (
+            _by_rule(module, each) if by_rule else module(each)[0] for each in (call, call._replace(**changed))
+        )
+        assert torch.equal(before[:, :, :token], after[:, :, :token]), "a later token changes an earlier row"
+        assert not torch.equal(before[:, :, token:], after[:, :, token:]), "a token changes nothing"
+
+
+def _passes_gradcheck(normaliser: Normaliser) -> None:
+    module = _module(normaliser)
+    small = _call(normaliser, rows=4, batch=1)
+    call, leaves = _leaves(small._replace(k=small.k[:, :, -6:], v=small.v[:, :, -6:]), module)
+    with small_blocks():
+        assert torch.autograd.gradcheck(lambda *_: _by_rule(module, call), list(leaves.values()))
+
+
+def _leaves_rows_without_keys_zero(normaliser: Normaliser) -> None:
+    module = _module(normaliser)
+    seen = torch.arange(LENGTH) >= torch.tensor([[4], [0]])
+    call = _call(normaliser, key_mask=seen, with_stats=True)
+    out, stats = module(call)
+    assert not out[0, :, :4].any(), "a row that sees no key has an output"
+    assert out[0, :, 4:].any(), "rows that see keys have no output"
+    assert stats is not None
+    assert not stats.mass[0, :, :4].any(), "a row that sees no key has mass"
+    for name, x in _run(module, call._replace(with_stats=False)).items():
+        assert x.isfinite().all(), f"{name} is not finite where a row sees no key"
+
+
+def _lets_nan_through(normaliser: Normaliser) -> None:
+    """A diverged model is not to look like one without attention."""
+    module, call = _module(normaliser, torch.float32), _call(normaliser, torch.float32)
+    for name, at in (("q", 6), ("k", LENGTH - 1), ("v", LENGTH - 1)):
+        poisoned = getattr(call, name).clone()
+        poisoned[0, :, at] = torch.nan
+        for by_rule in (False, True):
+            given = call._replace(**{name: poisoned})
+            out = _by_rule(module, given) if by_rule else module(given)[0]
+            assert out[0, :, at].isnan().all(), f"NaN in {name} gives a row without NaN"
+
+
+def _rounds_as_eager_does(normaliser: Normaliser) -> None:
+    exact = _module(normaliser)(_call(normaliser))[0]
+    module, call = _module(normaliser, torch.float32), _call(normaliser, torch.bfloat16)
+    mine = module(call)[0]
+    eager = _by_rule(module, call._replace(backend="reference"))
+    assert mine.dtype == torch.bfloat16, f"the output of bfloat16 inputs is {mine.dtype}"
+    own, allowed = ((x.double() - exact).abs().max() for x in (mine, eager))
+    assert own <= 2 * allowed, f"the largest error in bfloat16 is {own:.2g}, eager's {allowed:.2g}"

@@ -1,0 +1,106 @@
+"""What every registered normaliser keeps (`lit_lazy.testing`), its formula written out row by row among it."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_lazy.attention import (
+    ClippedSoftmax,
+    Differential,
+    Elastic,
+    Entmax15,
+    Normaliser,
+    OffByOne,
+    Relu,
+    Sigmoid,
+    SinkLogit,
+    Softmax,
+    Softpick,
+    Sparsemax,
+    SSMax,
+)
+from lit_lazy.attention.rivals import lambda_init
+from lit_lazy.config.canonical import leaves
+from lit_lazy.testing import SHAPE, check_normaliser
+
+CONTEXT = SHAPE.context_length
+
+
+def softmax(s: Tensor) -> Tensor:
+    e = (s - s.max()).exp()
+    return e / e.sum()
+
+
+def elastic(theta):
+    return lambda s: torch.stack([max(p - theta(len(s)), p.new_zeros(())) for p in softmax(s)])
+
+
+def with_sink(b: float):
+    return lambda s: s.exp() / (math.exp(b) + s.exp().sum())
+
+
+def clipped(g):
+    return lambda s: torch.stack([((1 + g(len(s))) * p - g(len(s))).clamp(0, 1) for p in softmax(s)])
+
+
+def softpick(s: Tensor) -> Tensor:
+    e = s.expm1()
+    return e.clamp(min=0) / (e.abs().sum() + 1e-8 * s.max().clamp(min=0).exp())
+
+
+def bisected(power):
+    """The t at which the weights `max(s - t, 0) ** power` add up to 1, by bisection: sparsemax for the power 1."""
+
+    def weights(s: Tensor) -> Tensor:
+        low, high = s.max() - 1, s.max()
+        for _ in range(200):
+            t = (low + high) / 2
+            low, high = (t, high) if (s - t).clamp(min=0).pow(power).sum() > 1 else (low, t)
+        return (s - low).clamp(min=0).pow(power)
+
+    return weights
+
+
+def differential(maps: Tensor) -> Tensor:
+    """Before training, with vectors of zero: lambda is its initial value."""
+    return softmax(maps[0]) - lambda_init(SHAPE.layer) * softmax(maps[1])
+
+
+FORMULAS = {  # parameters are float32, and hold these values exactly
+    Softmax(): softmax,
+    Elastic(): elastic(lambda n: 1 / n),
+    Elastic(-0.5): elastic(lambda n: -0.5 / n),
+    Elastic(0.75, "per_token"): elastic(lambda n: 0.75 / n),
+    Elastic(1.25, "seq_len"): elastic(lambda n: 1.25 / CONTEXT),  # noqa: ARG005
+    Elastic(0.0625, "constant"): elastic(lambda n: 0.0625),  # noqa: ARG005
+    OffByOne(): with_sink(0),
+    SinkLogit(0.75): with_sink(0.75),
+    ClippedSoftmax(2.0): clipped(lambda n: 2 / n),
+    ClippedSoftmax(length="context"): clipped(lambda n: 3 / CONTEXT),  # noqa: ARG005
+    Softpick(): softpick,
+    Sigmoid(): lambda s: 1 / (1 + len(s) * (-s).exp()),
+    Relu(): lambda s: s.clamp(min=0) / len(s),
+    Entmax15(): lambda s: bisected(2)(s / 2),
+    Sparsemax(): bisected(1),
+    SSMax(): softmax,  # its scale is in the queries
+    Differential(): differential,
+}
+RENORMALISED = [dataclasses.replace(x, renormalise=True) for x in FORMULAS if type(x) is not Differential]
+
+
+def test_every_normaliser_is_here() -> None:
+    shipped = {cls for cls in leaves(Normaliser).values() if cls.__module__.startswith("lit_lazy.attention.")}
+    assert {type(normaliser) for normaliser in FORMULAS} == shipped
+
+
+@pytest.mark.parametrize("normaliser", FORMULAS, ids=repr)
+def test_keeps_what_users_rely_on(normaliser: Normaliser) -> None:
+    check_normaliser(normaliser, FORMULAS[normaliser])
+
+
+@pytest.mark.parametrize("normaliser", RENORMALISED, ids=repr)
+def test_keeps_it_renormalised(normaliser: Normaliser) -> None:
+    check_normaliser(normaliser)

@@ -141,7 +141,7 @@ def _blocks_equal_the_whole(normaliser: Normaliser) -> None:
         (few, {"kv_lengths": torch.tensor([3, 0])}),
     ]
     for call, settings in cases:
-        expected = _by_blocks(module, call, settings | {"backend": "reference"})
+        expected = _by_blocks(module, call, {**settings, "backend": "reference"})
         with small_blocks():
             found = _by_blocks(module, call, settings)
         assert expected.keys() == found.keys(), f"gradients differ: {expected.keys() ^ found.keys()}"

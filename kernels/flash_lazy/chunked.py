@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flash_lazy.blocks import RowBlock, Part, Sweep, roll
+from flash_lazy.blocks import Part, RowBlock, Sweep, roll
 from flash_lazy.inputs import LEAVES, TENSORS, Call, Stats, tau_divisor, tau_gradient
 
 # Columns of weights that are skipped together where none survives. Narrower ones would be skipped more often, and cost

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import TypedDict, Unpack
 
-from flash_lazy.blocks import RowBlock, Part, Sweep, roll
+from flash_lazy.blocks import Part, RowBlock, Sweep, roll
 from flash_lazy.inputs import TENSORS, Call, Stats, check, check_types
 from flash_lazy.scores import eager_scores, place
 

@@ -5,20 +5,17 @@ every length. All variants live in one process and take turns (softmax, lazy, ..
 else the machine does falls on all alike; the figure is the median ratio of paired rounds. The learning rate is 0: the
 optimiser does its work, and every step finds the same weights.
 
+The attention of every normaliser alone, by its rule and by its fused path, stands beside lazy attention's
+(`lit_lazy.bench.rules`).
+
 Lazy attention is measured in two states, because what can be skipped depends on where the weights are:
 "untrained", where near-uniform scores meet tau = 1, and "local", the same model with a bias of -distance / 8.
 """
 
-import ctypes
-import platform
 import statistics
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +24,17 @@ from torch import Tensor, nn
 
 from flash_lazy import lazy_attention
 from lit_lazy.attention import AttentionCall, AttentionSpec, Elastic, LearnedBias
+from lit_lazy.bench.paired import Spread, in_a_process, rise, take_turns
 from lit_lazy.bench.results import made_by, provenance, publish
+from lit_lazy.bench.rules import measure_rules, rules_table
 from lit_lazy.config.canonical import to_dict
 from lit_lazy.config.schema import ModelConfig, TrainConfig
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
 from lit_lazy.training.optimiser import parameter_groups
 
-LENGTHS, ROUNDS, TOKENS = (128, 512, 2048), 10, 4096
-QUICK: Mapping[str, Any] = {"lengths": (64,), "rounds": 2, "tokens": 128}
+LENGTHS, RULE_LENGTHS, ROUNDS, TOKENS = (128, 512, 2048), (1024, 4096), 10, 4096
+QUICK: Mapping[str, Any] = {"lengths": (64,), "rule_lengths": (32,), "rounds": 2, "tokens": 128}
 """Arguments that show in seconds that everything runs; their figures mean nothing."""
 
 VOCABULARY, SEED = 256, 0
@@ -44,28 +43,13 @@ LOCAL_REACH = 8.0
 """Keys over which the bias of the state "local" lowers a score by one nat."""
 TILE_ROWS, TILE_COLUMNS = 64, (64, 256)
 """Tiles whose emptiness is counted: those of a usual GPU kernel, and as wide as the CPU backend skips."""
-M_MMAP_THRESHOLD = -3
-"""mallopt's number (malloc.h) for the size from which memory is mapped."""
 LONGEST = 4096
 """Tiles of 64 columns are told apart by the 64 channels of a head."""
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Median and quartiles over the rounds."""
-
-    median: float
-    lower: float
-    upper: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(median, lower, upper)
-
-
 def bench_step(
     lengths: Sequence[int] = LENGTHS,
+    rule_lengths: Sequence[int] = RULE_LENGTHS,
     rounds: int = ROUNDS,
     tokens: int = TOKENS,
     out: Path | None = None,
@@ -73,10 +57,11 @@ def bench_step(
 ) -> dict[str, Any]:
     """Measure, print the table by `console`, and write `out` (.json) and the table beside it (.md).
 
-    lengths: sequence lengths up to LONGEST, each a divisor of `tokens`, the tokens of a step. rounds: 2 or more paired
-    rounds after one to warm up. Raises ValueError where they do not fit.
+    lengths: sequence lengths up to LONGEST, each a divisor of `tokens`, the tokens of a step. rule_lengths: those at
+    which the attention of every normaliser is timed alone. rounds: 2 or more paired rounds after one to warm up. Raises
+    ValueError where they do not fit.
     """
-    for length in lengths:
+    for length in (*lengths, *rule_lengths):
         if not 2 <= length <= LONGEST or tokens % length:
             raise ValueError(f"lengths has {length}: must be 2 to {LONGEST} and divide the {tokens} tokens of a step")
     if rounds < 2:
@@ -85,12 +70,14 @@ def bench_step(
     torch.set_num_threads(1)
     try:
         rows = [row for length in lengths for row in _measure(length, rounds, tokens, console)]
+        rules = [row for length in rule_lengths for row in measure_rules(length, rounds, tokens, console)]
         result = {
             **provenance(out),
             "model": to_dict(_config("untrained")) | {"vocabulary": VOCABULARY},
             "tokens": tokens,
             "rounds": rounds,
             "rows": rows,
+            "rules": rules,
         }
     finally:
         torch.set_num_threads(threads)
@@ -127,6 +114,8 @@ def table(result: Mapping[str, Any]) -> str:
         f"A training step of {result['tokens']} tokens in float32 on {made['threads']} thread: median of "
         f"{result['rounds']} paired rounds [quartiles]. Peak: rise of the resident memory over model and "
         "optimiser.",
+        "",
+        *rules_table(result["rules"]),
         made_by(result),
     ]
     return "\n".join(lines) + "\n"
@@ -204,9 +193,9 @@ def _measure(length: int, rounds: int, tokens: int, console: Callable[[str], Non
     ids = _ids(length, tokens)
     models = {variant: _model(variant, length) for variant in (SOFTMAX, *STATES)}
     console(f"L = {length}: {rounds} rounds of training steps")
-    steps = _take_turns({name: partial(_stepper(model), ids) for name, model in models.items()}, rounds)
+    steps = take_turns({name: partial(_stepper(model), ids) for name, model in models.items()}, rounds)
     console(f"L = {length}: {rounds} rounds of attention alone")
-    attention = _take_turns({name: _attention_stepper(model, ids) for name, model in models.items()}, rounds)
+    attention = take_turns({name: _attention_stepper(model, ids) for name, model in models.items()}, rounds)
     peaks = {variant: _peak_rise(variant, length, tokens) for variant in (SOFTMAX, *STATES)}
     return [
         {
@@ -224,21 +213,6 @@ def _measure(length: int, rounds: int, tokens: int, console: Callable[[str], Non
         }
         for state in STATES
     ]
-
-
-def _take_turns(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of a call, by name and round. A round is there and back (A B C C B A), so that a drift cancels."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for index in range(rounds + 1):
-        spent = dict.fromkeys(calls, 0.0)
-        for name in [*calls, *reversed(list(calls))]:
-            started = time.perf_counter()
-            calls[name]()
-            spent[name] += time.perf_counter() - started
-        if index:  # the first round warms up
-            for name, total in spent.items():
-                seconds[name].append(total / 2)
-    return seconds
 
 
 def _compared(seconds: Mapping[str, Sequence[float]], state: str) -> dict[str, Any]:
@@ -294,34 +268,14 @@ def _pooled(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _peak_rise(variant: str, length: int, tokens: int) -> int | None:
-    """Bytes by which a step raises the resident memory, measured in a process of its own; None but on Linux (glibc)."""
-    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
-        return None
-    # The server imports once; its children start from clean memory, unlike a fork of this process.
-    context = get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(_peak_rise_here, variant, length, tokens).result()
+    """Bytes by which a step raises the resident memory; None but on Linux (glibc)."""
+    return in_a_process(__name__, _peak_rise_here, variant, length, tokens)
 
 
 def _peak_rise_here(variant: str, length: int, tokens: int) -> int:
-    torch.set_num_threads(1)
-    # Every tensor in pages of its own, which leave with it, and none in room that importing left: the peak is what was
-    # alive. What the allocator would keep otherwise moves it by a third from one run to the next.
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, 2**16)
     ids = _ids(length, tokens)
     model = _model(variant, length)
     step = _stepper(model)
     step(ids[:1, :17])  # makes the optimiser's state, and loads the libraries' own buffers
     model.zero_grad()
-    libc.malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = _resident("VmRSS")
-    step(ids)
-    return _resident("VmHWM") - before
-
-
-def _resident(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+    return rise(lambda: step(ids))

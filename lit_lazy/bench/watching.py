@@ -23,8 +23,8 @@ import psutil
 import torch
 
 from lit_lazy.attention import AttentionCall, Elastic, LayerShape, LearnedBias
+from lit_lazy.bench.paired import Spread
 from lit_lazy.bench.results import made_by, provenance, publish
-from lit_lazy.bench.step import Spread
 from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataSource

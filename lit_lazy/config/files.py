@@ -181,6 +181,11 @@ def _where(error: BaseException, path: Path) -> str:
     return f"line {line}: {shown}" if line else shown
 
 
+def experiment(name: str) -> RunConfig:
+    """The config of an experiment, by its name or the path of its file. Raises ValueError where there is none."""
+    return load_experiment(find("experiments", name))
+
+
 def load_experiment(path: Path) -> RunConfig:
     """The config that an experiment file's `config()` returns."""
     config = getattr(load_module(path), "config", None)

@@ -9,7 +9,8 @@ import torch
 from torch_alone import alone
 
 from lit_lazy.bench import step
-from lit_lazy.bench.step import QUICK, Spread, bench_step
+from lit_lazy.bench.paired import Spread
+from lit_lazy.bench.step import QUICK, bench_step
 
 pytestmark = pytest.mark.xdist_group("bench step")  # one process, one benchmark
 ALONE = """

@@ -1,0 +1,82 @@
+"""Measurements that share a machine with others: calls that take turns, and peaks in processes of their own."""
+
+import ctypes
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+M_MMAP_THRESHOLD = -3
+"""mallopt's number (malloc.h) for the size from which memory is mapped."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles over the rounds."""
+
+    median: float
+    lower: float
+    upper: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, lower, upper)
+
+
+def take_turns(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of a call, by name and round. A round is there and back (A B C C B A), so that a drift cancels."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for index in range(rounds + 1):
+        spent = dict.fromkeys(calls, 0.0)
+        for name in [*calls, *reversed(list(calls))]:
+            started = time.perf_counter()
+            calls[name]()
+            spent[name] += time.perf_counter() - started
+        if index:  # the first round warms up
+            for name, total in spent.items():
+                seconds[name].append(total / 2)
+    return seconds
+
+
+def in_a_process(module: str, measure: Callable[..., T], *arguments: Any) -> T | None:
+    """What `measure(*arguments)` of a module returns in a process of one thread; None but on Linux (glibc).
+
+    Every tensor has pages of its own there, which leave with it, and none in room that importing left: the peak is what
+    was alive. What the allocator would keep otherwise moves it by a third from one run to the next.
+    """
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+        return None
+    # The server imports once; its children start from clean memory, unlike a fork of this process.
+    context = get_context("forkserver")
+    context.set_forkserver_preload([module])
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_prepare) as pool:
+        return pool.submit(measure, *arguments).result()
+
+
+def _prepare() -> None:
+    torch.set_num_threads(1)
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
+
+
+def rise(call: Callable[[], object]) -> int:
+    """Bytes by which a call raises the resident memory of this process."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = _resident("VmRSS")
+    call()
+    return _resident("VmHWM") - before
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

@@ -72,18 +72,16 @@ def rules_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         ways = [row["rule"], row["fused"]]
         ratios = [
-            "–" if way is None else "{median:.2f} [{lower:.2f}, {upper:.2f}]".format(**way["ratio"]) for way in ways
+            _of(way, "ratio", lambda x: f"{x['median']:.2f} [{x['lower']:.2f}, {x['upper']:.2f}]") for way in ways
         ]
-        peaks = [
-            "–" if way is None or way["peak_bytes"] is None else f"{way['peak_bytes'] / 2**20:.0f}" for way in ways
-        ]
+        peaks = [_of(way, "peak_bytes", lambda x: f"{x / 2**20:.0f}") for way in ways]
         lines.append("| " + " | ".join([str(row["length"]), row["normaliser"], *ratios, *peaks]) + " |")
     slow = statistics.median(row["rule"]["ratio"]["median"] for row in rows)
     return [
         *lines,
         "",
-        f"Attention alone, forward and backward, {HEADS} heads of {HEAD_DIM} with a learned bias, over the fused path of "
-        f"{BASELINE}; the median rule takes {slow:.2f} times as long.",
+        f"Attention alone, forward and backward, {HEADS} heads of {HEAD_DIM} with a learned bias, over the fused path "
+        f"of {BASELINE}; the median rule takes {slow:.2f} times as long.",
     ]
 
 

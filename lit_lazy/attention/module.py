@@ -62,6 +62,9 @@ class Attention(nn.Module):
         self.v = nn.Linear(shape.d_model, shape.n_kv_heads * shape.head_dim, bias=False)
         self.out = nn.Linear(shape.n_heads * shape.head_dim, shape.d_model, bias=False)
         self.normaliser = spec.normaliser.build(shape)
+        if self.normaliser.signed and self.renormalise:
+            name = type(spec.normaliser).__name__
+            raise ValueError(f"{name}.renormalise=True: its weights can be negative, and their sum 0; leave it False")
         self.bias = spec.bias.build(shape.n_heads, shape.context_length)
         self.gate = spec.gate.build(shape)
 

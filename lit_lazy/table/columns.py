@@ -68,7 +68,14 @@ COLUMNS = (
     Column("mass/trigger", "mass, trigger", None, 3, note="surviving mass of a trigger row, before renormalising"),
     Column("mass/non_trigger", "mass, non-trigger", None, 3, note="the same of a non-trigger row"),
     Column(
-        "sparsity/zero", "sparsity", None, 1, "%", scale=100, note="share of visible keys with p <= theta", plotted=True
+        "sparsity/zero",
+        "sparsity",
+        None,
+        1,
+        "%",
+        scale=100,
+        note="share of visible keys with a weight of exactly 0",
+        plotted=True,
     ),
     Column("init/sparsity/zero", "sparsity at init", None, 1, "%", scale=100, note="of the same model before training"),
     Column(

@@ -1,0 +1,131 @@
+"""A rule that breaks what it promises: one line that names the rule and the fix, before anything is created."""
+
+import sys
+from pathlib import Path
+
+import forked
+import pytest
+import torch
+from torch import nn
+
+from lit_lazy.attention import AttentionCall, AttentionSpec, Differential, LayerShape, Normaliser, NormaliserModule
+from lit_lazy.config import ModelConfig
+from lit_lazy.testing import check_normaliser
+from lit_lazy.training.prepare import check_model
+
+SHAPE = LayerShape(2, 2, 4, 8, context_length=8)
+
+
+def module(weights, parameter: bool = False, **declared) -> NormaliserModule:
+    made = type("Mine", (NormaliserModule,), {"weights": weights, **declared})()
+    if parameter:
+        made.scale = nn.Parameter(torch.ones(1))
+    return made
+
+
+def plain(self, scores, rows):  # noqa: ARG001
+    return scores.softmax(-1)
+
+
+BROKEN = {
+    "shape": (module(lambda _, s, _rows: s.softmax(-1).sum(-1)), "Mine.weights returns torch.float32 [2, 2, 4] for"),
+    "dtype": (module(lambda _, s, _rows: s.softmax(-1).double()), "return torch.float32 [2, 2, 4, 7]"),
+    "no tensor": (module(lambda *_: None), "Mine.weights returns NoneType for scores torch.float32"),
+    "overflow": (module(lambda _, s, _rows: s.exp() / s.exp().sum(-1, keepdim=True)), "subtract the row's maximum"),
+    "hidden": (module(lambda _, s, _rows: s.sigmoid() + 0.1), "gives a hidden key weight; clear it with masked_fill"),
+    "hidden NaN": (module(lambda _, s, rows: s.softmax(-1).where(rows.visible, torch.nan)), "a hidden key weight"),
+    "counts hidden": (module(lambda _, s, _rows: s.relu() / s.shape[-1]), "changes with the number of hidden keys"),
+    "negative": (module(lambda _, s, rows: s.where(rows.visible, 0)), "gives a weight below 0; declare signed = True"),
+    "no gradient": (module(plain, parameter=True), "Mine.scale gets no gradient: use it in weights, queries or output"),
+    "detached": (
+        module(lambda self, s, _rows: (s * self.scale.detach()).softmax(-1), parameter=True),
+        "Mine.scale gets no gradient",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_promise_is_named_at_the_first_call(case):
+    broken, message = BROKEN[case]
+    x = torch.zeros(1, 2, 3, 4)  # on which nothing goes wrong yet
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is compared)
+        broken(AttentionCall(x, x, x))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_signed_weights_and_idle_rows_are_no_mistake():
+    x = torch.randn(1, 2, 3, 4)
+    for kept in (
+        module(lambda _, s, rows: s.where(rows.visible, 0), signed=True),
+        module(lambda _, s, rows: 0 * s.where(rows.visible, 0)),
+    ):
+        kept(AttentionCall(x, x, x, key_mask=torch.tensor([[False, True, True]])))
+
+
+def test_it_is_asked_once(monkeypatch):
+    asked = module(plain)
+    x = torch.zeros(1, 2, 3, 4)
+    asked(AttentionCall(x, x, x))
+    monkeypatch.setattr(type(asked), "probe", lambda *_: pytest.fail("asked again"))
+    asked(AttentionCall(x, x, x))
+
+
+def test_the_global_generator_is_left_alone():
+    x = torch.zeros(1, 2, 3, 4)
+    before = torch.get_rng_state()
+    module(plain)(AttentionCall(x, x, x))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_check_normaliser_names_the_check():
+    class Leaky(Normaliser):
+        def build(self, shape):  # noqa: ARG002
+            return module(lambda _, s, rows: s.softmax(-1) * s.shape[-2] / rows.n.sum())
+
+    with pytest.raises(AssertionError, match=r"^Leaky: blocks_equal_the_whole fails: "):
+        check_normaliser(Leaky())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"normaliser": Differential(renormalise=True)}, "Differential.renormalise=True: its weights can be negative"),
+        ({"normaliser": Differential()}, "Differential: the head dimension must be even, got 3"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(changes, message):
+    width = 6 if "even" in message else 8
+    cfg = ModelConfig(d_model=width, n_heads=2, attention=AttentionSpec(**changes))
+    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+        check_model(cfg, 8)
+
+
+MINE = """
+from lit_lazy.attention import Normaliser, NormaliserModule
+from lit_lazy.config import experiment, replace_at
+
+class Naive(Normaliser):
+    def build(self, shape):
+        return NaiveModule()
+
+class NaiveModule(NormaliserModule):
+    def weights(self, scores, rows):
+        return scores.exp() / scores.exp().sum(-1, keepdim=True)
+
+def config():
+    return replace_at(experiment("backcopy_tiny"), {"model.attention.normaliser": Naive()})
+"""
+
+
+def test_nothing_is_created_for_a_rule_that_will_overflow(tmp_path: Path) -> None:
+    (tmp_path / "naive.py").write_text(MINE)
+    done = forked.run(
+        [str(Path(sys.executable).with_name("lit-lazy")), "train", "naive.py", "--runs", "runs"], cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines() == [
+        "lit-lazy: NaiveModule.weights is not finite for scores of size 200; subtract the row's maximum before an "
+        "exponential"
+    ]
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,155 @@
+"""`flash_lazy.rules`: attention by any rule. What every rule keeps is tested rule by rule in tests/attention."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flash_lazy import blocks, lazy_attention, rule_attention, rule_weights
+from flash_lazy.rules import HIDDEN, Rows
+
+PARTS = {"maps": 2, "scale": 1.0}
+
+
+def softmax(scores: Tensor, _: Rows) -> Tensor:
+    return scores.softmax(-1)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=dtype)
+
+
+Q, K, V = draw(2, 4, 6, 8), draw(2, 2, 9, 8), draw(2, 2, 9, 8) + 1
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 3}, {"kv_lengths": torch.tensor([7, 2])}, {"key_mask": draw(2, 9) > 0}, {"scale": 0.2}],
+    ids=lambda x: "-".join(x) or "plain",
+)
+def test_softmax_as_a_rule_is_lazy_attention_at_tau_zero(backend, options):
+    """An implementation that shares nothing but the scores' geometry: output, statistics and gradients."""
+    found = []
+    for attend in (
+        lambda q, bias, slopes: lazy_attention(
+            q, K, V, torch.zeros(4), bias, slopes=slopes, backend="reference", return_stats=True, **options
+        ),
+        lambda q, bias, slopes: rule_attention(
+            softmax, q, K, V, bias, slopes=slopes, backend=backend, return_stats=True, **options
+        ),
+    ):
+        leaves = [x.clone().requires_grad_() for x in (Q, draw(4, 5), draw(4).abs())]
+        out, stats = attend(*leaves)
+        found.append([out.detach(), *(x.detach() for x in stats[:3]), *torch.autograd.grad(out.square().sum(), leaves)])
+    for theirs, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_maps_are_parts_of_the_width(backend):
+    """Two softmax maps added up: the two halves of queries and keys, each on its own."""
+
+    def both(scores: Tensor, _: Rows) -> Tensor:
+        assert scores.shape[2] == 2
+        return scores.softmax(-1).sum(2)
+
+    out = rule_attention(both, Q, K, V, draw(4, 5), backend=backend, **PARTS)
+    halves = zip(Q.chunk(2, -1), K.chunk(2, -1), strict=True)
+    alone = (rule_attention(softmax, q, k, V[..., :4], draw(4, 5), scale=1.0, backend=backend) for q, k in halves)
+    torch.testing.assert_close(out[..., :4], sum(alone))
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_the_rows_say_where_they_stand(backend, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS_CPU", 40)
+    monkeypatch.setattr(blocks, "FULL_ROWS", 2)
+    seen = []
+
+    def note(scores: Tensor, rows: Rows) -> Tensor:
+        at, n = (x.expand(1, 1, scores.shape[2], 1)[0, 0, :, 0].tolist() for x in (rows.position, rows.n))
+        assert (rows.visible.sum(-1)[0, 0] == torch.tensor(n)).all()
+        assert (scores.masked_select(~rows.visible.expand_as(scores)) == HIDDEN).all()
+        seen.extend(zip(at, n, strict=True))
+        return scores.softmax(-1)
+
+    x = draw(1, 2, 9, 4)
+    packed = torch.tensor([0, 3, 9], dtype=torch.int32)
+    rule_attention(note, x, x, x, cu_seqlens=packed, window=4, backend=backend)
+    assert seen == [(1, 1), (2, 2), (3, 3), (1, 1), (2, 2), (3, 3), (4, 4), (5, 4), (6, 4)]
+
+
+def test_weights_by_blocks_are_those_of_the_whole():
+    whole = rule_weights(softmax, Q, K, draw(4, 5), window=4, renormalise=True)
+    assert whole.w.shape == (2, 4, 6, 9)
+    torch.testing.assert_close(whole.mass, torch.ones_like(whole.mass))
+    part = rule_weights(softmax, Q[:, :, :2], K[:, :, :5], draw(4, 5), window=4, renormalise=True)
+    torch.testing.assert_close(part.w, whole.w[:, :, :2, :5])
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for x in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(x, Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return found
+
+
+@pytest.mark.parametrize("length", [1024, 4096])
+def test_no_tensor_grows_with_the_square_of_the_length(length):
+    q, k, v = (draw(1, 2, length, 8, dtype=torch.float32).requires_grad_() for _ in range(3))
+    with Largest() as largest:
+        rule_attention(softmax, q, k, v, torch.zeros(2, 64)).sum().backward()
+    assert largest.elements <= max(blocks.BLOCK_ELEMENTS_CPU, q.numel())
+
+
+def test_parameters_get_gradients_through_the_recomputation():
+    scale = torch.tensor([0.5, 1.0, 1.5, 2.0], dtype=torch.float64, requires_grad=True)
+
+    def scaled(scores: Tensor, _: Rows) -> Tensor:
+        return (scores * scale[:, None, None]).softmax(-1)
+
+    for settings in ({"backend": "reference"}, {"parameters": [scale]}):
+        out = rule_attention(scaled, Q, K, V, **settings)
+        torch.testing.assert_close(out, lazy_attention(Q * scale[:, None, None], K, V, torch.zeros(4)).detach())
+        found = torch.autograd.grad(out.sum(), scale)[0]
+        expected = lazy_attention(Q * scale[:, None, None], K, V, torch.zeros(4), backend="reference")
+        torch.testing.assert_close(found, torch.autograd.grad(expected.sum(), scale)[0])
+    assert not rule_attention(scaled, Q, K, V).requires_grad  # it is not named
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "message"),
+    [
+        ((Q, K, V), {"maps": 3}, "maps is 3 and q has width D = 8; give a D that it divides"),
+        ((Q, K, V), {"maps": 0}, "maps is 0; give a whole number, at least 1"),
+        ((Q, K, V), {"backend": "triton"}, "backend is 'triton'; rules run on reference, chunked"),
+        ((Q[0], K, V), {}, "q has shape [4, 6, 8]; give [B, H, L, D]"),
+        ((Q, K, V), {"window": 0}, "window is 0; give a whole number"),
+        ((Q, K, V, draw(3, 5)), {}, "bias has shape [3, 5]"),
+    ],
+)
+def test_a_mistake_is_named(arguments, settings, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is compared)
+        rule_attention(softmax, *arguments, **settings)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (lambda s, _: s.softmax(-1).sum(1), "returned torch.float64 of shape [2, 6, 9] for scores torch.float64"),
+        (lambda s, _: s.softmax(-1).float(), "return torch.float64 of shape [2, 4, 6, 9]"),
+    ],
+)
+def test_a_rule_that_returns_something_else_is_named(rule, message):
+    with pytest.raises(ValueError, match=r"<lambda> returned torch\.float") as error:
+        rule_attention(rule, Q, K, V)
+    assert message in str(error.value)

@@ -1,15 +1,22 @@
 """The frame: every README command runs in a tiny form, every README example works, the two lists of pins are one."""
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import forked
 import pytest
+import torch
 import yaml
+
+from lit_lazy.config.files import load_experiment
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.testing import check_normaliser
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -129,6 +136,37 @@ def test_the_readme_data_source_trains(runs: Path, tmp_path: Path) -> None:
     words = [str(BIN / "lit-lazy"), "train", "my_data.py", "--runs", str(runs), "--threads", "1"]
     done = forked.run(words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_normaliser_is_short_and_does_everything(tmp_path: Path) -> None:
+    """Softpick, verbatim: it trains, is diagnosed with its sparsity, decodes, is a row of a table."""
+    write_examples(tmp_path)
+    lines = (tmp_path / "my_softpick.py").read_text().splitlines()
+    assert len(lines[1:]) <= 20  # the first names the file
+    (tmp_path / "both.py").write_text(
+        "from lit_lazy.attention import Softmax\n"
+        "from lit_lazy.grid.ablation import Ablation, Row\n"
+        "from lit_lazy.table.columns import COLUMNS\n"
+        "from my_softpick import MySoftpick\n"
+        "at = 'model.attention.normaliser'\n"
+        "rows = Row('softmax', {at: Softmax()}, source='ours'), Row('mine', {at: MySoftpick()}, source='ours')\n"
+        "ablation = Ablation('both', 'softmax', (0,), COLUMNS, base='backcopy_tiny', rows=rows)\n"
+    )
+    run = [str(BIN / "lit-lazy"), "ablate", "run", "both.py", "--runs", "runs", "--workers", "1"]
+    done = forked.run(run, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = json.loads((tmp_path / "runs" / "both-backcopy_tiny" / "table.json").read_text())
+    sparsity = {row["variant"]: row["metrics"]["sparsity/zero"]["mean"] for row in table["rows"]}
+    assert 0.1 < sparsity["mine"] < 0.9
+    assert sparsity["softmax"] is None
+    with patch.object(sys, "path", [str(tmp_path), *sys.path]):
+        cfg = load_experiment(tmp_path / "my_softpick.py")
+    model = DecoderLM(cfg.model, 64, 64, seed=0).double()
+    tokens = torch.arange(20)[None]
+    cache = model.new_cache()
+    decoded = torch.cat([model(token, cache) for token in tokens.split(1, 1)], 1)
+    torch.testing.assert_close(decoded, model(tokens))
+    check_normaliser(cfg.model.attention.normaliser)
 
 
 def test_links_of_the_documents_lead_somewhere() -> None:

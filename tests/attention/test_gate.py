@@ -1,0 +1,61 @@
+"""Gates: closed forms, and what they leave alone."""
+
+import pytest
+import torch
+
+from lit_lazy.attention import AttentionSpec, Elastic, Gate, LayerShape, OutputGate, ValueGate
+from lit_lazy.config import ModelConfig
+from lit_lazy.model.decoder import DecoderLM
+
+SHAPE = LayerShape(4, 2, 6, 24, context_length=16)
+GATES = [OutputGate(), OutputGate("head"), ValueGate(), ValueGate("head")]
+CFG = {"d_model": 24, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2, "d_ff": 16, "init_std": 0.3}
+
+
+def model(gate: Gate | None, **changes) -> DecoderLM:
+    spec = AttentionSpec(Elastic(), **({} if gate is None else {"gate": gate}))
+    return DecoderLM(ModelConfig(**(CFG | changes), attention=spec), 16, 16, seed=3)
+
+
+@pytest.mark.parametrize("gate", GATES, ids=repr)
+def test_the_formula(gate):
+    """A sigmoid of a linear map of the query's own token, one for each element or each head, head by head."""
+    module = gate.build(SHAPE)
+    width = 6 if gate.per == "element" else 1
+    from_values = isinstance(gate, ValueGate)
+    assert module.linear.weight.shape == (4 * width, 12 if from_values else 24)
+    out, x, v = torch.randn(2, 4, 5, 6), torch.randn(2, 5, 24), torch.randn(2, 2, 5, 6)
+    found = module(out, x, v)
+    for batch, head, row in ((0, 0, 0), (1, 3, 4), (0, 2, 1)):
+        inputs = torch.cat([v[batch, kv, row] for kv in range(2)]) if from_values else x[batch, row]
+        logits = module.linear.weight[head * width : (head + 1) * width] @ inputs
+        torch.testing.assert_close(found[batch, head, row], out[batch, head, row] / (1 + (-logits).exp()))
+
+
+@pytest.mark.parametrize("gate", GATES, ids=repr)
+def test_a_weight_of_zero_halves_the_output(gate):
+    module = gate.build(SHAPE)
+    torch.nn.init.zeros_(module.linear.weight)
+    out = torch.randn(1, 4, 3, 6)
+    assert torch.equal(module(out, torch.randn(1, 3, 24), torch.randn(1, 2, 3, 6)), out / 2)
+
+
+@pytest.mark.parametrize("gate", GATES, ids=repr)
+def test_a_gated_model_decodes_and_shares_its_initial_weights(gate):
+    gated, plain = model(gate).double(), model(None).double()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter, gated.get_parameter(name)), name
+    tokens = torch.randint(16, (2, 9), generator=torch.Generator().manual_seed(1))
+    whole = gated(tokens)
+    assert not torch.allclose(whole, plain(tokens))
+    cache = gated.new_cache()
+    parts = [gated(part, cache) for part in tokens.split([4, 1, 4], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    whole.square().sum().backward()
+    for name, parameter in gated.named_parameters():
+        assert parameter.grad is not None, name
+
+
+def test_a_gate_is_an_option_with_a_checked_value():
+    with pytest.raises(ValueError, match=r"OutputGate\.per='row': must be one of element, head"):
+        OutputGate("row")  # type: ignore[arg-type]

@@ -1,0 +1,90 @@
+"""What is measured of normalisers other than Lazy Attention's: by what they declare, never by their class."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from lit_lazy.attention import (
+    AttentionSpec,
+    ClippedSoftmax,
+    Differential,
+    LearnedBias,
+    Normaliser,
+    OffByOne,
+    Relu,
+    Softmax,
+    Softpick,
+)
+from lit_lazy.config import ModelConfig
+from lit_lazy.measure import AttentionMetrics
+from lit_lazy.measure.diagnostics import Diagnostics, measure
+from lit_lazy.model.decoder import DecoderLM
+
+LENGTH = 12
+CFG = ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=16, init_std=0.5)
+TOKENS = torch.randint(16, (3, LENGTH), generator=torch.Generator().manual_seed(0))
+BATCH = {"tokens": TOKENS, "targets": TOKENS}
+
+
+def model(normaliser: Normaliser) -> DecoderLM:
+    attention = AttentionSpec(normaliser, LearnedBias(init_std=0.5))
+    return DecoderLM(dataclasses.replace(CFG, attention=attention), 16, LENGTH, seed=1)
+
+
+def measured(normaliser: Normaliser) -> tuple[dict[str, float], Diagnostics]:
+    """The ratios of the validation set, and the diagnostics."""
+    made = model(normaliser)
+    metrics = AttentionMetrics.of(made.attentions[0])
+    with torch.no_grad():
+        metrics.update(made.forward_with_stats(TOKENS)[1], {"all": torch.ones_like(TOKENS, dtype=torch.bool)})
+    return metrics.compute(), measure(made, [BATCH])
+
+
+def test_signed_weights_have_no_shares_entropy_or_sparsity():
+    ratios, diagnostics = measured(Differential())
+    arrays = diagnostics.arrays
+    assert set(ratios) == {"sink/first_key_weight", "mass/all"}
+    for name in ("sink/share", "sink/rate_share", "entropy/keys", "sparsity/zero", "sparsity/small", "sparsity/null"):
+        assert torch.from_numpy(arrays[name]).isnan().all(), name
+    for name in ("sink/weight", "sink/rate", "mass/row", "scores/spread", "loss/by_position"):
+        assert torch.from_numpy(arrays[name]).isfinite().all(), name
+    assert not [name for name in diagnostics.scalars() if name.startswith(("entropy", "sparsity"))]
+    assert (arrays["maps/weights"] < 0).any()
+
+
+def test_the_mass_of_a_differential_head_is_one_less_lambda():
+    made = model(Differential())
+    with torch.no_grad():
+        stats = made.forward_with_stats(TOKENS)[1]
+        for layer, found in zip(made.attentions, stats, strict=True):
+            torch.testing.assert_close(found.mass, (1 - layer.normaliser.factor()).expand_as(found.mass))
+
+
+@pytest.mark.parametrize("normaliser", [Softpick(), Relu(), ClippedSoftmax()], ids=repr)
+def test_a_rule_that_cuts_has_a_sparsity_and_no_null_model(normaliser):
+    ratios, diagnostics = measured(normaliser)
+    made, zeros, visible = model(normaliser), 0, 0
+    for layer in made.attentions:
+
+        def count(module, args):
+            nonlocal zeros, visible
+            found = module.weights_of(args[0])
+            zeros += ((found.w == 0) & found.rows.visible).sum().item()
+            visible += found.rows.visible.expand_as(found.w).sum().item()
+
+        layer.normaliser.register_forward_pre_hook(count)
+    with torch.no_grad():
+        made(TOKENS)
+    assert 0.1 < ratios["sparsity/zero"] < 0.95
+    assert ratios["sparsity/zero"] == pytest.approx(zeros / visible)
+    assert diagnostics.arrays["sparsity/zero"].mean() == pytest.approx(zeros / visible, abs=1e-6)
+    assert torch.from_numpy(diagnostics.arrays["sparsity/null"]).isnan().all()
+
+
+@pytest.mark.parametrize("normaliser", [Softmax(), OffByOne()], ids=repr)
+def test_a_rule_that_never_cuts_has_no_sparsity(normaliser):
+    ratios, diagnostics = measured(normaliser)
+    assert "sparsity/zero" not in ratios
+    assert "sink/first_key_share" in ratios
+    assert torch.from_numpy(diagnostics.arrays["sparsity/zero"]).isnan().all()

@@ -15,7 +15,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import BoundaryNorm, Colormap, ListedColormap, LogNorm, Normalize, to_rgba
+from matplotlib.colors import BoundaryNorm, Colormap, ListedColormap, LogNorm, Normalize, to_hex, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -95,6 +95,8 @@ def attention_maps(arrays: Arrays) -> Figure | None:
         axes.set_axis_off()
     figure.colorbar(ScalarMappable(norm, colours), ax=grid, extend="min", label="weight", aspect=10 * height)
     handles = [_patch(ZERO, "exactly 0"), _patch(HIDDEN, "hidden from the query")]
+    if (weights < 0).any():
+        handles.append(_patch(to_hex(mpl.colormaps["Reds"](0.7)), "below 0, by size"))
     if len(heights) > 1:
         handles.append(Patch(facecolor="none", edgecolor=WORSE, label=f"first {FIRST_KEYS} keys, enlarged"))
     legend_below(figure, handles, 3)
@@ -428,8 +430,10 @@ def _sample(arrays: Arrays) -> str:
 
 
 def _coloured_weights(matrix: np.ndarray, colours: Colormap, norm: LogNorm) -> np.ndarray:
-    """RGBA [n, n] of a causal weight matrix; a weight that is NaN counts as hidden."""
+    """RGBA [n, n] of a causal weight matrix; one below 0 by its size in reds, one that is NaN counts as hidden."""
     image = colours(norm(np.clip(matrix, norm.vmin, norm.vmax)))
+    below = mpl.colormaps["Reds"](norm(np.clip(-matrix, norm.vmin, norm.vmax)))
+    image[matrix < 0] = below[matrix < 0]
     image[matrix == 0] = to_rgba(ZERO)
     image[np.isnan(matrix) | np.triu(np.ones(matrix.shape, dtype=bool), 1)] = to_rgba(HIDDEN)
     return image

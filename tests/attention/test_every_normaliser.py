@@ -8,10 +8,17 @@ import torch
 from torch import Tensor
 
 from lit_lazy.attention import (
+    Alibi,
+    AttentionSpec,
+    Bias,
     ClippedSoftmax,
     Differential,
     Elastic,
     Entmax15,
+    Fire,
+    KerpleLog,
+    LearnedBias,
+    NoBias,
     Normaliser,
     OffByOne,
     Relu,
@@ -21,9 +28,13 @@ from lit_lazy.attention import (
     Softpick,
     Sparsemax,
     SSMax,
+    T5Bias,
 )
 from lit_lazy.attention.rivals import lambda_init
+from lit_lazy.config import ModelConfig
 from lit_lazy.config.canonical import leaves
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.loss import token_nll
 from lit_lazy.testing import SHAPE, check_normaliser
 
 CONTEXT = SHAPE.context_length
@@ -88,6 +99,7 @@ FORMULAS = {  # parameters are float32, and hold these values exactly
     SSMax(): softmax,  # its scale is in the queries
     Differential(): differential,
 }
+RIVALS = {type(normaliser) for normaliser in FORMULAS} - {Softmax, Elastic}
 RENORMALISED = [dataclasses.replace(x, renormalise=True) for x in FORMULAS if type(x) is not Differential]
 
 
@@ -104,3 +116,24 @@ def test_keeps_what_users_rely_on(normaliser: Normaliser) -> None:
 @pytest.mark.parametrize("normaliser", RENORMALISED, ids=repr)
 def test_keeps_it_renormalised(normaliser: Normaliser) -> None:
     check_normaliser(normaliser)
+
+
+@pytest.mark.parametrize(
+    "bias", [NoBias(), LearnedBias(init_std=0.5), Alibi(), KerpleLog(), Fire(), T5Bias()], ids=repr
+)
+@pytest.mark.parametrize("normaliser", [x for x in FORMULAS if type(x) in RIVALS], ids=repr)
+def test_a_model_of_it_decodes_and_trains_in_bfloat16(normaliser: Normaliser, bias: Bias) -> None:
+    spec = AttentionSpec(normaliser, bias)
+    cfg = ModelConfig(d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, d_ff=16, init_std=0.3, attention=spec)
+    model = DecoderLM(cfg, 16, context_length=8, seed=2)
+    tokens = torch.randint(16, (2, 8), generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = token_nll(model(tokens), tokens).mean()
+    loss.backward()
+    assert abs(loss - token_nll(model(tokens), tokens).mean()) < 0.05 * loss
+    for name, parameter in model.named_parameters():
+        assert not parameter.requires_grad or parameter.grad.isfinite().all(), name
+
+    model, cache = model.double(), model.new_cache()
+    decoded = torch.cat([model(part, cache) for part in tokens.split([3, 1, 4], 1)], 1)
+    torch.testing.assert_close(decoded, model(tokens))

@@ -130,6 +130,21 @@ def test_a_zero_weight_is_told_from_a_small_one_and_from_a_hidden_key():
     assert labels["hidden from the query"] == hidden
 
 
+def test_a_weight_below_zero_is_red_and_in_the_legend():
+    weights = np.tril(np.full((4, 4), 0.25))
+    weights[3, 0], weights[2, 0] = -0.25, -0.01
+    figure = drawn(figures.attention_maps({"maps/weights": weights[None], "maps/heads": np.array([[0, 0]])}))
+    image = np.asarray(figure.axes[0].images[0].get_array())
+    large, small = image[3, 0], image[2, 0]
+    assert large[0] > 2 * large[2]
+    assert small[0] > small[2]
+    assert tuple(large) != tuple(small)
+    assert "below 0, by size" in {patch.get_label() for patch in figure.legends[0].get_patches()}
+    weights[weights < 0] = 0.1
+    plain = drawn(figures.attention_maps({"maps/weights": weights[None], "maps/heads": np.array([[0, 0]])}))
+    assert "below 0, by size" not in {patch.get_label() for patch in plain.legends[0].get_patches()}
+
+
 def test_a_weight_that_is_not_known_counts_as_hidden():
     weights = np.tril(np.full((4, 4), 0.25))
     weights[3, 0] = np.nan

@@ -2,6 +2,7 @@
 
 import math
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,9 +18,13 @@ from lit_lazy.attention import (
     KerpleLog,
     LearnedBias,
     NoBias,
+    Normaliser,
+    NormaliserModule,
     Softmax,
+    SSMax,
     T5Bias,
 )
+from lit_lazy.config.canonical import leaves
 from lit_lazy.model.decoder import parameter_generator
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM, CONTEXT = 2, 4, 2, 13, 6, 32
@@ -133,6 +138,49 @@ def test_elastic_at_zero_tau_is_softmax(bias, threshold, window):
     spec = Elastic(tau_init=0.0, learn_tau=False, threshold=threshold)
     out, _ = attend(spec, q, k, v, bias_terms(bias), window)
     torch.testing.assert_close(out, attend(Softmax(), q, k, v, bias_terms(bias), window)[0], **TIGHT)
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("cls", [cls for cls in leaves(Normaliser).values() if cls.__module__.startswith("lit_lazy.")])
+def test_stats_do_not_change_the_output(cls, renormalise):
+    q, k, v = qkv()
+    spec = cls(renormalise=renormalise)
+    torch.testing.assert_close(attend(spec, q, k, v, with_stats=True)[0], attend(spec, q, k, v)[0], **TIGHT)
+
+
+def test_ssmax_scales_scores_by_the_logarithm_of_the_keys():
+    q, k, v = qkv()
+    scaled = q * (0.5 * torch.arange(1, LENGTH + 1, dtype=torch.float64).log())[:, None]
+    expected = scaled_dot_product_attention(scaled, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(attend(SSMax(0.5), q, k, v)[0], expected, **TIGHT)
+
+
+class Mixed(NormaliserModule):
+    """Softmax weights that heads share: a matrix product with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = torch.nn.Parameter(torch.zeros(HEADS, HEADS))
+
+    def weights(self, scores, rows):  # noqa: ARG002
+        return torch.einsum("hg,bgrc->bhrc", self.mix.softmax(-1), scores.softmax(-1))
+
+
+MODES = {
+    "as it is": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("build", [Mixed, lambda: Elastic().build(SHAPE)], ids=["mixed", "elastic"])
+def test_the_first_call_may_be_made_in_any_mode(build, mode, dtype):
+    module, call = build().to(dtype), AttentionCall(*qkv(dtype=dtype))
+    with MODES[mode]():
+        assert torch.equal(module(call)[0], module(call)[0])
 
 
 class TestElastic:

@@ -28,7 +28,7 @@ assert losses[-1] < losses[0] / 2, losses
 
 
 def test_nothing_else_is_there(torch_site: Path) -> None:
-    names = ("numpy", "lightning", "torchmetrics", "mlflow", "optuna", "datasets", "jsonargparse", "triton")
+    names = ("numpy", "lightning", "torchmetrics", "mlflow", "optuna", "datasets", "jsonargparse", "entmax", "triton")
     find = f"import importlib.util; print(*[name for name in {names} if importlib.util.find_spec(name)])"
     assert alone(find, torch_site) == "\n"
 

@@ -56,13 +56,17 @@ class AttentionCall(NamedTuple):
 
     @property
     def visible(self) -> Tensor:
-        """How many keys each query sees, at least 1: `[B or 1, 1, Lq, 1]`."""
+        """How many keys each query sees, at least 1: `[B or 1, 1, Lq, 1]`, float32 (float64 for float64 queries)."""
         end = torch.arange(self.k.shape[2] - self.q.shape[2], self.k.shape[2], device=self.q.device) + 1
         n = end if self.window is None else end.clamp(max=self.window)
         if self.key_mask is not None:
             counts = pad(self.key_mask.cumsum(-1), (1, 0))
             n = counts[:, end] - counts[:, end - n]
-        return n.clamp(min=1).view(-1, 1, len(end), 1)
+        return n.clamp(min=1).view(-1, 1, len(end), 1).to(_compute_dtype(self.q))
+
+
+def _compute_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 class Fused(NamedTuple):
@@ -117,7 +121,7 @@ class NormaliserModule(nn.Module, ABC):
         Raises ValueError, in one line, at the first call where `weights` breaks what it promises.
         """
         if not (self._probed or call.q.device.type == "meta" or torch.compiler.is_compiling()):
-            self.probe(call.q.shape[1], call.q.shape[3], call.q.device)
+            self.probe(call.q.shape[1], call.q.shape[3], call.q.device, _compute_dtype(call.q))
             self._probed = True
         call = call._replace(q=self.queries(call.q, call.visible))
         fused = self.fused(call)
@@ -155,17 +159,19 @@ class NormaliserModule(nn.Module, ABC):
             return cast(tuple[Tensor, Stats], attend(return_stats=True))
         return cast(Tensor, attend()), None
 
-    def probe(self, heads: int, head_dim: int, device: torch.device) -> None:
+    def probe(self, heads: int, head_dim: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         """Raise ValueError, in one line with the fix, where `weights` breaks what it promises; see `probe_weights`."""
         name = type(self).__name__
-        probe_weights(name, self.weights, heads, self.maps, self.signed, device)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             call = AttentionCall(q, k, v)
             return self.output(self.by_rule(call._replace(q=self.queries(q, call.visible)))[0])
 
         trained = {parameter: p for parameter, p in self.named_parameters() if p.requires_grad}
-        probe_gradients(name, trained, attend, heads, head_dim, device)
+        # Whatever the first call is made under: a rule runs without autocast, and inference mode makes no gradients.
+        with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+            probe_weights(name, self.weights, heads, self.maps, self.signed, device, dtype)
+            probe_gradients(name, trained, attend, heads, head_dim, device, dtype)
 
 
 def _options(call: AttentionCall) -> dict[str, Any]:

@@ -16,15 +16,24 @@ LARGE = 200.0
 """A score whose exponential is beyond float32."""
 
 
-def probe_weights(name: str, rule: Rule, heads: int, maps: int, signed: bool, device: torch.device) -> None:
+def probe_weights(
+    name: str,
+    rule: Rule,
+    heads: int,
+    maps: int,
+    signed: bool,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Raise ValueError, in one line with the fix, where a rule breaks what `flash_lazy.Rule` promises.
 
     Shape and dtype; no NaN from finite scores; no weight at hidden keys, nor any that depends on how many there are; no
     negative weight unless signed.
     """
-    rows = _rows(device)
+    rows = _rows(device, dtype)
     for size in (1.0, LARGE):
-        scores = size * torch.randn(2, heads, maps, ROWS, KEYS, generator=torch.Generator().manual_seed(0)).to(device)
+        scores = size * torch.randn(2, heads, maps, ROWS, KEYS, generator=torch.Generator().manual_seed(0))
+        scores = scores.to(device, dtype)
         scores = scores.masked_fill(~rows.visible[:, :, None], HIDDEN)
         with torch.no_grad():
             w = _apply(name, rule, scores, rows)
@@ -48,12 +57,13 @@ def probe_gradients(
     heads: int,
     head_dim: int,
     device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Raise ValueError, in one line with the fix, where a parameter that is to be trained gets no gradient."""
     if not parameters:
         return
     generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 2, heads, KEYS, head_dim, generator=generator).to(device)
+    q, k, v = torch.randn(3, 2, heads, KEYS, head_dim, generator=generator).to(device, dtype)
     with torch.enable_grad():
         out = attend(q, k, v)
         if out.requires_grad:
@@ -68,13 +78,13 @@ def probe_gradients(
             )
 
 
-def _rows(device: torch.device) -> Rows:
+def _rows(device: torch.device, dtype: torch.dtype) -> Rows:
     """The last rows of a sequence, and of one whose every third key is masked; every row sees a key."""
     own = torch.arange(KEYS - ROWS, KEYS)
     causal = own[:, None] >= torch.arange(KEYS)
     masked = causal & (torch.arange(KEYS) % 3 != 1)
     visible = torch.stack((causal, masked))[:, None].to(device)
-    n = visible.sum(-1, keepdim=True).to(torch.float32)
+    n = visible.sum(-1, keepdim=True).to(dtype)
     return Rows(visible, n, (own + 1).view(1, 1, -1, 1).to(device))
 
 

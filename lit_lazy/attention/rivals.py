@@ -250,7 +250,7 @@ class _Differential(NormaliserModule, SelfInitialised):
     def factor(self) -> Tensor:
         """lambda, a scalar."""
         a1, b1, a2, b2 = self.vectors
-        return (a1 @ b1).exp() - (a2 @ b2).exp() + self.lambda_init
+        return (a1 * b1).sum().exp() - (a2 * b2).sum().exp() + self.lambda_init  # no matmul: autocast would round it
 
     def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
         first, second = scores.softmax(-1).unbind(2)
@@ -258,7 +258,7 @@ class _Differential(NormaliserModule, SelfInitialised):
 
     def fused(self, call: AttentionCall) -> Fused | None:
         """Softmax attention of each map; by halves of the values, whose width is then that of the keys."""
-        if call.with_stats:
+        if call.with_stats or call.renormalise:
             return None
         halves = call.v.chunk(2, -1)
         maps = [
@@ -273,7 +273,8 @@ class _Differential(NormaliserModule, SelfInitialised):
         return Fused(maps[0][0].backend, attend)
 
     def output(self, out: Tensor) -> Tensor:
-        return (self.norm(out) * (1 - self.lambda_init)).to(out.dtype)
+        normed = self.norm(out.to(self.norm.weight.dtype))
+        return (normed * (1 - self.lambda_init)).to(out.dtype)
 
 
 def _require_finite(normaliser: Normaliser, name: str) -> None:

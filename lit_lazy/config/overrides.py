@@ -135,18 +135,23 @@ def _is_exchangeable(hint: Any) -> bool:
     return ABC in getattr(hint, "__mro__", ())  # issubclass would say so of int, which others register with theirs
 
 
+def _is_group(hint: Any) -> bool:
+    """Whether a field holds fields that are set one by one; a base of exchangeable parts may be a dataclass itself."""
+    return dataclasses.is_dataclass(hint) and not _is_exchangeable(hint)
+
+
 def _check_path(path: str, text: str, types: Mapping[str, Any]) -> None:
     """Raise ValueError unless a path leads to a field that can be set as a whole."""
     parent, _, name = path.rpartition(".")
     if name == "help" and _is_exchangeable(types.get(parent)):
         return  # jsonargparse's own: prints the fields of a class
     hint = types.get(path)
-    if dataclasses.is_dataclass(hint):
+    if _is_group(hint):
         some = next(known for known in types if known.startswith(f"{path}."))
         raise ValueError(f"--{path}={text!r}: its fields are set one by one, for example --{some}=VALUE")
     if hint is not None:
         return
-    fix = _meant(f"--{path}", [f"--{known}" for known, hint in types.items() if not dataclasses.is_dataclass(hint)])
+    fix = _meant(f"--{path}", [f"--{known}" for known, hint in types.items() if not _is_group(hint)])
     if _is_exchangeable(types.get(parent)):
         # Those that define it, not those derived from them.
         owners = [leaf for leaf, cls in leaves(types[parent]).items() if name in inspect.get_annotations(cls)]

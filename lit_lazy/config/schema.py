@@ -171,9 +171,10 @@ def _check_parts(config: Any, prefix: str) -> None:
     """Raise ValueError where a part is no object of its kind, but a name, a class, or what else one may put there."""
     for name, hint in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)
-        if not dataclasses.is_dataclass(hint) and ABC not in getattr(hint, "__mro__", ()):
+        exchangeable = ABC in getattr(hint, "__mro__", ())
+        if not dataclasses.is_dataclass(hint) and not exchangeable:
             continue
         if not isinstance(value, hint):
-            example = hint.__name__ if dataclasses.is_dataclass(hint) else min(leaves(hint))
+            example = min(leaves(hint)) if exchangeable else hint.__name__
             require(False, f"{prefix}{name}", value, f"must be a {hint.__name__}, such as {example}()")
         _check_parts(value, f"{prefix}{name}.")

@@ -1,7 +1,5 @@
 """What a model measures on a validation set: loss, accuracy, first-key weight, mass, sparsity, tau, sizes."""
 
-import logging
-
 import torch
 from torch import Tensor
 
@@ -13,8 +11,6 @@ from lit_lazy.measure.diagnostics import Diagnostics, measure, validation_sample
 from lit_lazy.measure.ratio import RatioOfSums
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
 from lit_lazy.model.loss import token_nll
-
-log = logging.getLogger("lit_lazy.measure.evaluation")
 
 NATS_PER_BIT = 0.6931471805599453
 

@@ -11,6 +11,7 @@ from lit_lazy.attention import (
     AttentionSpec,
     Elastic,
     LayerCache,
+    LayerShape,
     LearnedBias,
     NoBias,
     NoPosition,
@@ -26,7 +27,8 @@ TIGHT = {"rtol": 1e-12, "atol": 1e-13}
 
 def layer(spec, n_kv_heads=HEADS, n_heads=HEADS, backend="auto"):
     torch.manual_seed(0)
-    attention = Attention(spec, D_MODEL, n_heads, n_kv_heads, CONTEXT, backend).double()
+    shape = LayerShape(n_heads, n_kv_heads, D_MODEL // n_heads, D_MODEL, CONTEXT)
+    attention = Attention(spec, shape, backend).double()
     for projection in (attention.q, attention.k):
         projection.weight.data.mul_(3)  # scores of size one, so that weights differ
     return attention
@@ -133,7 +135,7 @@ def test_a_bias_shifts_logits_by_its_value():
     shift = 1.7
     attention.bias.table.data.fill_(shift)
     _, stats = forward(attention, inputs(), with_stats=True)
-    n = torch.arange(1, LENGTH + 1)
+    n = torch.arange(1, LENGTH + 1).double()
     first = torch.where(n == 1, 1.0, 1 / (math.exp(shift) + n - 1))
     torch.testing.assert_close(stats.first_weight, first.expand(BATCH, HEADS, -1))
     torch.testing.assert_close(stats.lse, torch.log(math.exp(shift) + n - 1).expand(BATCH, HEADS, -1))

@@ -2,15 +2,33 @@
 
 import math
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
+from layers import layer_shape
 from torch.nn.functional import scaled_dot_product_attention
 
-from lit_lazy.attention import Alibi, BiasTerms, Elastic, Fire, KerpleLog, LearnedBias, NoBias, Softmax, T5Bias
+from lit_lazy.attention import (
+    Alibi,
+    AttentionCall,
+    BiasTerms,
+    Elastic,
+    Fire,
+    KerpleLog,
+    LearnedBias,
+    NoBias,
+    Normaliser,
+    NormaliserModule,
+    Softmax,
+    SSMax,
+    T5Bias,
+)
+from lit_lazy.config.canonical import leaves
 from lit_lazy.model.decoder import parameter_generator
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM, CONTEXT = 2, 4, 2, 13, 6, 32
+SHAPE = layer_shape(HEADS, CONTEXT, DIM)
 BIASES = [NoBias(), LearnedBias(length=5, init_std=1.0), Alibi(), T5Bias(), KerpleLog(), Fire()]
 THRESHOLDS = ["per_query", "seq_len", "per_token", "constant"]
 TIGHT = {"rtol": 1e-12, "atol": 1e-13}
@@ -33,20 +51,22 @@ def bias_terms(spec, n_keys=LENGTH):
 
 
 def attend(spec, q, k, v, bias=BiasTerms(), window=None, backend="auto", with_stats=False):  # noqa: B008
-    return spec.build(HEADS, CONTEXT).double()(q, k, v, bias, window, backend, with_stats)
+    call = AttentionCall(q, k, v, bias, window, renormalise=spec.renormalise, backend=backend, with_stats=with_stats)
+    return spec.build(SHAPE).double()(call)
 
 
 def weights(spec, bias=BiasTerms(), window=None, tau=None, n_queries=LENGTH, n_keys=LENGTH):  # noqa: B008
     """The weight matrix `[B, H, Lq, Lk]`, read off by values that are the unit vectors."""
     q, k, _ = qkv(n_keys)
     unit = torch.eye(n_keys, dtype=torch.float64).expand(BATCH, KV_HEADS, -1, -1)
-    module = spec.build(HEADS, CONTEXT).double()
+    module = spec.build(SHAPE).double()
     if tau is not None:
         module.tau.data.copy_(tau)
     # D must agree, so q and k are padded by zeros, which add nothing to a score; the scale is restored.
     pad = n_keys - DIM
     q, k = (torch.nn.functional.pad(x, (0, pad)) for x in (q * math.sqrt(n_keys / DIM), k))
-    return module(q[:, :, n_keys - n_queries :], k, unit, bias, window, "auto", False)[0]
+    call = AttentionCall(q[:, :, n_keys - n_queries :], k, unit, bias, window, renormalise=spec.renormalise)
+    return module(call)[0]
 
 
 def softmax_weights(n_keys=LENGTH):
@@ -97,16 +117,17 @@ class TestSoftmax:
 
     def test_names_what_it_runs(self):
         q = torch.zeros(1, HEADS, 2, 4)
-        module = Softmax().build(HEADS, CONTEXT)
-        assert module.backend_name(q, BiasTerms(), None, "auto") == "sdpa"
-        assert module.backend_name(q, BiasTerms(), None, "chunked") == "chunked"
-        assert module.backend_name(q, BiasTerms(), 4, "auto") == "chunked"
-        assert module.backend_name(q, bias_terms(LearnedBias()), None, "auto") == "chunked"
-        assert module.backend_name(q, bias_terms(Alibi()), None, "auto") == "chunked"
-        assert Elastic().build(HEADS, CONTEXT).backend_name(q, BiasTerms(), None, "reference") == "reference"
+        call = AttentionCall(q, q, q)
+        module = Softmax().build(SHAPE)
+        assert module.backend_name(call) == "sdpa"
+        assert module.backend_name(call._replace(backend="chunked")) == "chunked"
+        assert module.backend_name(call._replace(window=4)) == "chunked"
+        assert module.backend_name(call._replace(bias=bias_terms(LearnedBias()))) == "chunked"
+        assert module.backend_name(call._replace(bias=bias_terms(Alibi()))) == "chunked"
+        assert Elastic().build(SHAPE).backend_name(call._replace(backend="reference")) == "reference"
 
     def test_has_no_parameters(self):
-        assert not list(Softmax().build(HEADS, CONTEXT).parameters())
+        assert not list(Softmax().build(SHAPE).parameters())
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -117,6 +138,49 @@ def test_elastic_at_zero_tau_is_softmax(bias, threshold, window):
     spec = Elastic(tau_init=0.0, learn_tau=False, threshold=threshold)
     out, _ = attend(spec, q, k, v, bias_terms(bias), window)
     torch.testing.assert_close(out, attend(Softmax(), q, k, v, bias_terms(bias), window)[0], **TIGHT)
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("cls", [cls for cls in leaves(Normaliser).values() if cls.__module__.startswith("lit_lazy.")])
+def test_stats_do_not_change_the_output(cls, renormalise):
+    q, k, v = qkv()
+    spec = cls(renormalise=renormalise)
+    torch.testing.assert_close(attend(spec, q, k, v, with_stats=True)[0], attend(spec, q, k, v)[0], **TIGHT)
+
+
+def test_ssmax_scales_scores_by_the_logarithm_of_the_keys():
+    q, k, v = qkv()
+    scaled = q * (0.5 * torch.arange(1, LENGTH + 1, dtype=torch.float64).log())[:, None]
+    expected = scaled_dot_product_attention(scaled, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(attend(SSMax(0.5), q, k, v)[0], expected, **TIGHT)
+
+
+class Mixed(NormaliserModule):
+    """Softmax weights that heads share: a matrix product with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = torch.nn.Parameter(torch.zeros(HEADS, HEADS))
+
+    def weights(self, scores, rows):  # noqa: ARG002
+        return torch.einsum("hg,bgrc->bhrc", self.mix.softmax(-1), scores.softmax(-1))
+
+
+MODES = {
+    "as it is": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("build", [Mixed, lambda: Elastic().build(SHAPE)], ids=["mixed", "elastic"])
+def test_the_first_call_may_be_made_in_any_mode(build, mode, dtype):
+    module, call = build().to(dtype), AttentionCall(*qkv(dtype=dtype))
+    with MODES[mode]():
+        assert torch.equal(module(call)[0], module(call)[0])
 
 
 class TestElastic:
@@ -145,9 +209,9 @@ class TestElastic:
     def test_row_mass_at_tau_one_is_the_total_variation_from_uniform(self):
         q, k, v = qkv()
         _, stats = attend(Elastic(tau_init=1.0), q, k, v, with_stats=True)
-        uniform = torch.ones(LENGTH, LENGTH).tril() / torch.arange(1, LENGTH + 1)[:, None]
+        uniform = torch.ones(LENGTH, LENGTH).tril() / torch.arange(1, LENGTH + 1)[:, None].double()
         distance = (softmax_weights() - uniform).abs().sum(-1) / 2
-        torch.testing.assert_close(stats.mass, distance.float(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(stats.mass, distance, **TIGHT)
 
     def test_seq_len_divides_by_the_context_also_for_shorter_sequences_and_in_decoding(self):
         spec = Elastic(tau_init=1.5, threshold="seq_len")
@@ -167,30 +231,30 @@ class TestElastic:
     def test_per_token_keeps_its_last_entry_beyond_the_context(self):
         spec = Elastic(threshold="per_token")
         q, k, v = qkv(LENGTH)
-        short = spec.build(HEADS, 5).double()
+        short = spec.build(layer_shape(HEADS, 5, DIM)).double()
         short.tau.data.copy_(torch.linspace(0.1, 0.9, HEADS * 5, dtype=torch.float64).view(HEADS, 5))
-        long = spec.build(HEADS, LENGTH).double()
+        long = spec.build(layer_shape(HEADS, LENGTH, DIM)).double()
         long.tau.data.copy_(short.tau[:, [min(t, 4) for t in range(LENGTH)]])
-        outs = [module(q, k, v, BiasTerms(), None, "auto", False)[0] for module in (short, long)]
+        outs = [module(AttentionCall(q, k, v))[0] for module in (short, long)]
         torch.testing.assert_close(*outs, **TIGHT)
 
     @pytest.mark.parametrize("threshold", THRESHOLDS)
     def test_tau_starts_as_given_in_fp32(self, threshold):
-        tau = Elastic(tau_init=0.25, threshold=threshold).build(HEADS, CONTEXT).tau
+        tau = Elastic(tau_init=0.25, threshold=threshold).build(SHAPE).tau
         assert tau.shape == ((HEADS, CONTEXT) if threshold == "per_token" else (HEADS,))
         assert tau.dtype == torch.float32
         assert tau.unique().tolist() == [0.25]
         assert tau.requires_grad
 
     def test_a_whole_number_is_a_tau(self):
-        assert torch.equal(Elastic(tau_init=1).build(HEADS, CONTEXT).tau, torch.ones(HEADS))
+        assert torch.equal(Elastic(tau_init=1).build(SHAPE).tau, torch.ones(HEADS))
 
     def test_frozen_tau_gets_no_gradient(self):
         q, k, v = qkv()
         for learn in (False, True):
-            module = Elastic(tau_init=0.5, learn_tau=learn).build(HEADS, CONTEXT).double()
+            module = Elastic(tau_init=0.5, learn_tau=learn).build(SHAPE).double()
             leaf = q.clone().requires_grad_()
-            module(leaf, k, v, BiasTerms(), None, "auto", False)[0].square().sum().backward()
+            module(AttentionCall(leaf, k, v))[0].square().sum().backward()
             assert leaf.grad.count_nonzero() > 0
             assert (module.tau.grad is None) is not learn
             assert learn is False or module.tau.grad.count_nonzero() == HEADS

@@ -327,39 +327,30 @@ def test_data_without_a_length_to_change(
 
 OWN_NORMALISER = """
 from dataclasses import dataclass
-from lit_lazy.attention.normaliser import Normaliser, NormaliserModule, Softmax
+from lit_lazy.attention import Normaliser, NormaliserModule
 
-class Mute(NormaliserModule):
-    def __init__(self, n_heads, context_length):
-        super().__init__()
-        self.inner = Softmax().build(n_heads, context_length)
-
-    def backend_name(self, *args):
-        return self.inner.backend_name(*args)
-
-    def forward(self, *args, key_mask=None):
-        return self.inner(*args, key_mask=key_mask)
+class Uniform(NormaliserModule):
+    def weights(self, scores, rows):
+        return (rows.visible / rows.n).expand_as(scores)
 
 @dataclass(frozen=True)
-class MyOwnMute(Normaliser):
-    def build(self, n_heads, context_length):
-        return Mute(n_heads, context_length)
+class MyOwnUniform(Normaliser):
+    def build(self, shape):
+        return Uniform()
 """
 
 
-def test_a_custom_normaliser_that_does_not_give_its_weights(
-    trained: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    del place
-    (tmp_path / "mute.py").write_text(OWN_NORMALISER)
+@pytest.mark.usefixtures("undrawn")
+def test_a_custom_normaliser_needs_no_more_than_its_weights(trained: Path, runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "uniform.py").write_text(OWN_NORMALISER)
     content = read(trained)
-    content["hyper_parameters"]["config"]["model"]["attention"]["normaliser"] = {"class": "MyOwnMute"}
+    content["hyper_parameters"]["config"]["model"]["attention"]["normaliser"] = {"class": "MyOwnUniform"}
     content["state_dict"] = {name: x for name, x in content["state_dict"].items() if not name.endswith("tau")}
-    torch.save(content, tmp_path / "mute.ckpt")
-    error = refused([str(tmp_path / "mute.ckpt"), "--import", str(tmp_path / "mute.py")], capsys)
-    assert error == (
-        "lit-lazy: normaliser Mute: has no method weights(q, k, bias, window), which diagnostics need; add it\n"
-    )
+    torch.save(content, tmp_path / "uniform.ckpt")
+    options = ["--import", str(tmp_path / "uniform.py"), "--out", str(tmp_path / "there"), "--runs", str(runs)]
+    assert main(["diagnose", str(tmp_path / "uniform.ckpt"), *options]) == 0
+    arrays = Diagnostics.load(tmp_path / "there" / "diagnostics.npz").arrays
+    np.testing.assert_allclose(arrays["entropy/normalised"], 1, rtol=1e-6)
 
 
 def test_figures_of_an_earlier_diagnosis_do_not_stay(runs: Path, tmp_path: Path) -> None:

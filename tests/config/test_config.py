@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from layers import layer_shape
 
 from lit_lazy.attention import (
     Attention,
@@ -17,9 +18,11 @@ from lit_lazy.attention import (
     BiasTerms,
     Elastic,
     Fire,
+    Gate,
     LearnedBias,
     NoPosition,
     Normaliser,
+    OutputGate,
     Position,
     Softmax,
     T5Bias,
@@ -76,8 +79,8 @@ class TwiceElastic(Elastic):
 
     factor: int = 2
 
-    def build(self, n_heads, context_length):
-        module = super().build(n_heads, context_length)
+    def build(self, shape):
+        module = super().build(shape)
         module.tau.data.mul_(self.factor)
         return module
 
@@ -103,11 +106,12 @@ class TestRoundTrip:
             "normaliser": {"class": "Elastic"} | dataclasses.asdict(Elastic()),
             "bias": {"class": "LearnedBias", "length": 9, "init_std": 0.0},
             "window": 5,
+            "gate": {"class": "NoGate"},
         }
         assert "class" not in plain
         assert "class" not in plain["train"]
 
-    @pytest.mark.parametrize("base", [Normaliser, Bias, Position, DataConfig])
+    @pytest.mark.parametrize("base", [Normaliser, Bias, Gate, Position, DataConfig])
     def test_every_leaf_with_its_defaults(self, base):
         for name, cls in leaves(base).items():
             if cls.__module__.startswith("lit_lazy."):
@@ -149,13 +153,13 @@ class TestOnesOwnClass:
         cfg = replace_at(BASE, {"model.attention.bias": StepBias(2.5)})
         assert from_dict(RunConfig, json.loads(json.dumps(to_dict(cfg)))) == cfg
         assert leaves(Bias)["StepBias"] is StepBias
-        attention = Attention(cfg.model.attention, 64, 2, 2, 8, "auto")
+        attention = Attention(cfg.model.attention, layer_shape(2, 8), "auto")
         assert attention.bias(8).table.tolist() == [[2.5], [2.5]]
 
     def test_normaliser_below_a_leaf(self):
         spec = from_dict(AttentionSpec, {"normaliser": {"class": "TwiceElastic", "tau_init": 1.5, "factor": 3}})
         assert spec.normaliser == TwiceElastic(tau_init=1.5, factor=3)
-        assert Attention(spec, 64, 2, 2, 8, "auto").normaliser.tau.tolist() == [4.5, 4.5]
+        assert Attention(spec, layer_shape(2, 8), "auto").normaliser.tau.tolist() == [4.5, 4.5]
 
 
 def other_value(value, annotation):
@@ -189,6 +193,7 @@ class TestCellKey:
         "model.position": NoPosition(),
         "model.attention.normaliser": Softmax(),
         "model.attention.bias": T5Bias(),
+        "model.attention.gate": OutputGate(),
     }
 
     @pytest.mark.parametrize("path", CHANGES)
@@ -332,7 +337,14 @@ def test_wrong_settings_are_named(cls, settings, message):
     assert "\n" not in str(error.value)
 
 
+def test_a_name_is_no_part_and_one_that_can_be_built_is_named():
+    message = r"^model\.attention\.normaliser='Elastic': must be a Normaliser, such as (\w+)\(\)$"
+    with pytest.raises(ValueError, match=message) as error:
+        replace_at(BASE, {"model.attention.normaliser": "Elastic"})
+    assert re.match(message, str(error.value))[1] in leaves(Normaliser)
+
+
 def test_every_part_of_a_config_is_frozen():
-    parts = [part for base in (Normaliser, Bias, Position, DataConfig) for part in leaves(base).values()]
+    parts = [part for base in (Normaliser, Bias, Gate, Position, DataConfig) for part in leaves(base).values()]
     for cls in (RunConfig, ModelConfig, TrainConfig, AttentionSpec, *parts):
         assert cls.__dataclass_params__.frozen, cls

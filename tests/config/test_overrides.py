@@ -11,6 +11,7 @@ from lit_lazy.attention import (
     Bias,
     Elastic,
     Fire,
+    Gate,
     LearnedBias,
     NoBias,
     Normaliser,
@@ -29,7 +30,7 @@ from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.data.text import Text
 
 NORMALISER, BIAS, POSITION, DATA = "model.attention.normaliser", "model.attention.bias", "model.position", "data"
-PARTS = {NORMALISER: Normaliser, BIAS: Bias, POSITION: Position, DATA: DataConfig}
+PARTS = {NORMALISER: Normaliser, BIAS: Bias, "model.attention.gate": Gate, POSITION: Position, DATA: DataConfig}
 LEAVES = [
     (path, cls)
     for path, base in PARTS.items()
@@ -273,7 +274,7 @@ def test_help_of_a_leaf(path, name, help_of_field, capsys):
     assert help_of_field in " ".join(capsys.readouterr().out.split())
 
 
-def test_softmax_has_no_fields_to_set():
+def test_a_field_of_another_leaf_names_that_leaf():
     with pytest.raises(ValueError, match=f"it is Elastic's: add --{NORMALISER}=Elastic"):
         apply(f"--{NORMALISER}.tau_init=1", base=BASE)
     assert BASE.model.attention.normaliser == Softmax()

@@ -40,8 +40,8 @@ TAU = 0.5
 class Mine(Elastic):
     '''Elastic, with its offset parameter doubled.'''
 
-    def build(self, n_heads, context_length):
-        module = super().build(n_heads, context_length)
+    def build(self, shape):
+        module = super().build(shape)
         module.tau.data *= 2
         return module
 """

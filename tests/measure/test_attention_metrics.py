@@ -23,15 +23,15 @@ def stats(mass=1.0, first_weight=0.0, zeros=0.0):
     return Stats(torch.zeros(BATCH, HEADS, LENGTH), *fields)
 
 
-def measure(*layers, rows=None, thresholded=True, renormalised=False, window=None):
-    metrics = AttentionMetrics(tuple(rows or ()), thresholded, renormalised, window)
+def measure(*layers, rows=None, can_zero=True, renormalised=False, window=None, signed=False):
+    metrics = AttentionMetrics(tuple(rows or ()), can_zero, renormalised, window, signed)
     metrics.update(layers, rows or {"all": ALL})
     return metrics.compute()
 
 
 class TestClosedForms:
     def test_all_weight_on_the_first_key(self):
-        assert measure(stats(first_weight=1.0), thresholded=False) == {
+        assert measure(stats(first_weight=1.0), can_zero=False) == {
             "sink/first_key_weight": 1,
             "sink/first_key_share": 1,
             "mass/all": 1,
@@ -95,8 +95,12 @@ class TestClosedForms:
         assert measure(stats(zeros=seen), window=window)["sparsity/zero"] == 1
         assert measure(stats(zeros=1.0), window=window)["sparsity/zero"] == pytest.approx(LENGTH / seen.sum().item())
 
-    def test_without_a_threshold_there_is_no_sparsity(self):
-        assert "sparsity/zero" not in measure(stats(), thresholded=False)
+    def test_without_weights_of_0_there_is_no_sparsity(self):
+        assert "sparsity/zero" not in measure(stats(), can_zero=False)
+
+    def test_weights_that_can_be_negative_have_no_shares_and_no_sparsity(self):
+        measured = measure(stats(mass=0.5, first_weight=-0.1), signed=True)
+        assert measured == pytest.approx({"sink/first_key_weight": -0.1, "mass/all": 0.5})
 
     def test_layers_are_pooled(self):
         assert measure(stats(mass=1.0), stats(mass=0.5))["mass/all"] == 0.75
@@ -131,7 +135,7 @@ class TestGroups:
 
     def test_a_group_without_rows_is_absent(self):
         none = torch.zeros_like(ALL)
-        assert measure(stats(), rows={"none": none}, thresholded=False) == {}
+        assert measure(stats(), rows={"none": none}, can_zero=False) == {}
 
     def test_sparsity_is_over_all_rows(self):
         only_first = {"first": (N == 1).expand(BATCH, -1)}
@@ -147,7 +151,7 @@ def random_stats(cfg, tokens, seed=0):
         for parameter in attention.bias.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     inputs = []
-    hooks = [a.normaliser.register_forward_pre_hook(lambda _, args: inputs.append(args)) for a in model.attentions]
+    hooks = [a.normaliser.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for a in model.attentions]
     _, layers = model.forward_with_stats(tokens)
     for hook in hooks:
         hook.remove()
@@ -160,29 +164,29 @@ def test_batches_do_not_matter():
     rows = {"rare": tokens < 2, "other": tokens >= 2}
     results = []
     for cuts in ([6], [1, 2, 3], [1] * 6):
-        metrics, start = AttentionMetrics(("rare", "other"), thresholded=True, renormalised=False), 0
+        metrics, start = AttentionMetrics(("rare", "other"), can_zero=True, renormalised=False), 0
         for size in cuts:
             part = slice(start, start + size)
             _, _, layers = random_stats(cfg, tokens[part])
             metrics.update(layers, {name: mask[part] for name, mask in rows.items()})
             start += size
         results.append(metrics.compute())
-    # The stats are fp32 of fp64 values, which other batch shapes may round differently.
+    # Other batch shapes may round differently.
     assert results[1] == pytest.approx(results[0], rel=1e-6)
     assert results[2] == pytest.approx(results[0], rel=1e-6)
     assert len(results[0]) == 7
 
 
 def test_many_small_masses_are_added_in_fp64():
-    metrics = AttentionMetrics((), thresholded=False, renormalised=False)
+    metrics = AttentionMetrics((), can_zero=False, renormalised=False)
     big, small = stats(mass=2.0**24), stats(mass=2.0**-20)
     metrics.update([big, small], {"all": ALL})
     assert metrics.compute()["mass/all"] == (2.0**24 + 2.0**-20) / 2
 
 
-def dense(args, tau, renormalise):
+def dense(call, tau, renormalise):
     """p, theta and the weights `[B, H, L, L]` of per_query, from the q and k that the layer saw."""
-    q, k, _, bias, window, *_ = args
+    q, k, _, bias, window = call[:5]
     length = q.shape[2]
     distance = torch.arange(length)[:, None] - torch.arange(length)
     visible = (distance >= 0) & (distance < (window or length))
@@ -212,11 +216,11 @@ def test_agrees_with_dense_weights_of_a_model(tau, bias, window, renormalise):
     tokens = torch.randint(11, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
     model, inputs, layers = random_stats(cfg, tokens)
     rows = {"rare": tokens < 4, "other": tokens >= 4}
-    metrics = AttentionMetrics(tuple(rows), thresholded=True, renormalised=renormalise, window=window)
+    metrics = AttentionMetrics.of(model.attentions[0], tuple(rows))
     metrics.update(layers, rows)
 
     tau_of_model = model.attentions[0].normaliser.tau[0]
-    matrices = [dense(args, tau_of_model, renormalise) for args in inputs]
+    matrices = [dense(call, tau_of_model, renormalise) for call in inputs]
     expected, zeros, seen = {}, 0, 0
     for p, theta, visible, _, _ in matrices:
         zeros += ((p <= theta) & visible).sum().item()
@@ -241,8 +245,8 @@ def test_agrees_with_dense_weights_of_a_model(tau, bias, window, renormalise):
 def test_a_softmax_has_all_its_mass():
     cfg = ModelConfig(d_model=16, n_heads=2, d_ff=16, init_std=0.7, attention=AttentionSpec(Softmax(), LearnedBias()))
     tokens = torch.randint(11, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
-    _, _, layers = random_stats(cfg, tokens)
-    metrics = AttentionMetrics((), thresholded=False, renormalised=False)
+    model, _, layers = random_stats(cfg, tokens)
+    metrics = AttentionMetrics.of(model.attentions[0])
     metrics.update(layers, {"all": ALL})
     measured = metrics.compute()
     assert measured["mass/all"] == pytest.approx(1, rel=1e-6)

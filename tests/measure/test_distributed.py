@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import torch
+from layers import layer_shape
 from torch import Tensor, distributed, multiprocessing
 from torchmetrics import Metric
 
-from lit_lazy.attention import BiasTerms, Elastic
+from lit_lazy.attention import AttentionCall, Elastic
 from lit_lazy.measure import Entropy, Mass, RatioOfSums, ScoreSpread, Sink, Sparsity, ValueNorms, summarise
 from lit_lazy.measure.collapse import Collapse
 
@@ -18,8 +19,8 @@ def measured(sequences: slice) -> list[dict[str, Tensor]]:
     """What every metric computes of some of the sequences, and of those of the other processes where there are any."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, SEQUENCES, HEADS, LENGTH, 8, generator=generator)
-    normaliser = Elastic().build(HEADS, LENGTH)
-    summary = summarise(normaliser, q[sequences], k[sequences], BiasTerms(), None)
+    normaliser = Elastic().build(layer_shape(HEADS, LENGTH))
+    summary = summarise(normaliser, AttentionCall(q[sequences], k[sequences], v[sequences]))
     reads: list[tuple[Metric, tuple[Tensor, ...]]] = [
         (ValueNorms(HEADS, LENGTH), (v[sequences],)),
         (Collapse(), (v[sequences, 0],)),

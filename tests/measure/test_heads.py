@@ -5,10 +5,9 @@ import warnings
 
 import pytest
 import torch
+from layers import layer_shape
 
-from flash_lazy import Weights
-from lit_lazy.attention import BiasTerms, Elastic, Softmax
-from lit_lazy.attention.normaliser import NormaliserModule
+from lit_lazy.attention import AttentionCall, BiasTerms, Elastic, NormaliserModule, Softmax
 from lit_lazy.measure import (
     Entropy,
     GaussianNull,
@@ -26,24 +25,19 @@ HARMONIC = sum(1 / i for i in range(1, LENGTH + 1))
 
 
 class Given(NormaliserModule):
-    """Takes its weights from the queries, whose columns are the keys; theta cuts nothing more off."""
+    """Has its weights `[B, H, T, T]` already; its threshold cuts nothing more off."""
 
-    def __init__(self, theta=0.0):
+    can_zero = True
+
+    def __init__(self, w, threshold):
         super().__init__()
-        self.theta = theta
+        self.w, self.threshold = w, threshold
 
-    def backend_name(self, q, bias, window, backend):
-        raise NotImplementedError
+    def weights(self, scores, rows):
+        return self.w[:, :, rows.position[0, 0, :, 0] - 1, : scores.shape[-1]] * rows.visible
 
-    def forward(self, q, k, v, bias, window, backend, with_stats, key_mask=None):
-        raise NotImplementedError
-
-    def weights(self, q, k, bias, window):  # noqa: ARG002
-        rows, keys = q.shape[2], k.shape[2]
-        distance = torch.arange(keys - rows, keys)[:, None] - torch.arange(keys)
-        visible = ((distance >= 0) & (distance < (window or keys))).expand(q.shape[0], 1, -1, -1)
-        w = q[..., :keys]
-        return Weights(w, w, torch.full(w.shape[:3], self.theta), w, w.sum(-1), visible)
+    def theta(self, rows):
+        return torch.full_like(rows.n, self.threshold)
 
 
 def given(*heads, theta=0.0, counted=None, window=None):
@@ -53,7 +47,13 @@ def given(*heads, theta=0.0, counted=None, window=None):
 
 def given_batch(sequences, theta=0.0, counted=None, window=None):
     w = torch.stack([torch.stack([torch.as_tensor(head) for head in heads]) for heads in sequences]).float()
-    return summarise(Given(theta), w, torch.zeros_like(w), BiasTerms(), window, counted=counted)
+    return summarise(Given(w, theta), AttentionCall(w, torch.zeros_like(w), w, window=window), counted=counted)
+
+
+def summary_of(spec, q, k, bias=BiasTerms(), window=None):  # noqa: B008
+    """Summary of a normaliser's rows as a layer with these settings asks for them."""
+    normaliser = spec.build(layer_shape(q.shape[1], q.shape[2]))
+    return summarise(normaliser, AttentionCall(q, k, k, bias, window, renormalise=spec.renormalise))
 
 
 def metrics(n_heads, length):
@@ -191,8 +191,7 @@ class TestMass:
         """The same scores and offsets: mass and first-key weight do not depend on what happens afterwards."""
         q = torch.randn(2, 2, 40, 8, generator=torch.Generator().manual_seed(0))
         plain, renormalised = (
-            measure(summarise(Elastic(renormalise=renormalise).build(2, 40), q, q.flip(2), BiasTerms(), None))
-            for renormalise in (False, True)
+            measure(summary_of(Elastic(renormalise=renormalise), q, q.flip(2))) for renormalise in (False, True)
         )
         for name in ("mass/row", "mass/first_key", "mass/empty_rows", "entropy/nats"):
             torch.testing.assert_close(plain[name], renormalised[name], rtol=1e-5, atol=1e-6)
@@ -217,13 +216,13 @@ class TestSparsity:
     @pytest.mark.parametrize("spec", [Softmax(), Elastic(0.0)])
     def test_undefined_without_a_threshold(self, spec):
         q = torch.randn(1, 2, 20, 8)
-        assert measure(summarise(spec.build(2, 20), q, q, BiasTerms(), None))["sparsity/zero"].isnan().all()
+        assert measure(summary_of(spec, q, q))["sparsity/zero"].isnan().all()
 
     def test_all_equal_scores(self):
         """p = 1 / i: cut off whole at tau = 1, left whole at tau = 0.99."""
         q = torch.zeros(1, 1, 20, 8)
-        assert measure(summarise(Elastic(0.99).build(1, 20), q, q, BiasTerms(), None))["sparsity/zero"] == 0
-        arrays = measure(summarise(Elastic(1.01).build(1, 20), q, q, BiasTerms(), None))
+        assert measure(summary_of(Elastic(0.99), q, q))["sparsity/zero"] == 0
+        arrays = measure(summary_of(Elastic(1.01), q, q))
         assert arrays["sparsity/zero"] == 1
         assert arrays["mass/empty_rows"] == 1
 
@@ -245,7 +244,7 @@ class TestSparsity:
 
     def test_pooled_over_sequences(self):
         q = torch.randn(6, 2, 40, 8, generator=torch.Generator().manual_seed(1))
-        summary = summarise(Elastic().build(2, 40), q, q.flip(0), BiasTerms(), None)
+        summary = summary_of(Elastic(), q, q.flip(0))
         assert measure(summary)["sparsity/zero"].tolist() == approx(
             (summary.zeros.sum((0, 2)) / (6 * 40 * 41 / 2)).tolist()
         )
@@ -296,18 +295,18 @@ class TestScoreSpread:
         """Scores 0 and c in turn have the variance c^2 n / (4 (n - 1)) over an even number n of keys."""
         q, k = torch.zeros(1, 1, 8, 1), torch.zeros(1, 1, 8, 1)
         q[..., 7, 0], k[0, 0, ::2, 0] = 3, 1
-        arrays = measure(summarise(Softmax().build(1, 8), q, k, BiasTerms(), None))
+        arrays = measure(summary_of(Softmax(), q, k))
         assert arrays["scores/spread"] == approx(math.sqrt(9 * 8 / (4 * 7)))
 
     def test_a_bias_is_part_of_the_scores(self):
         q = torch.zeros(1, 1, 8, 4)
-        arrays = measure(summarise(Softmax().build(1, 8), q, q, BiasTerms(slopes=torch.ones(1)), None))
+        arrays = measure(summary_of(Softmax(), q, q, BiasTerms(slopes=torch.ones(1))))
         assert arrays["scores/spread"] == approx(math.sqrt(6))  # 0 .. 7: 42 / 7
 
     def test_undefined_where_rows_see_few_keys(self):
         q = torch.randn(1, 2, 20, 8)
-        assert measure(summarise(Softmax().build(2, 20), q, q, BiasTerms(), 7))["scores/spread"].isnan().all()
-        assert measure(summarise(Softmax().build(2, 20), q, q, BiasTerms(), 8))["scores/spread"].isfinite().all()
+        assert measure(summary_of(Softmax(), q, q, window=7))["scores/spread"].isnan().all()
+        assert measure(summary_of(Softmax(), q, q, window=8))["scores/spread"].isfinite().all()
 
 
 class TestNullModel:
@@ -344,9 +343,9 @@ class TestNullModel:
         """Rows of up to 400 keys: measured sparsity, mass and spread."""
         generator = torch.Generator().manual_seed(0)
         q, k = (torch.randn(3, 2, 400, 64, generator=generator) for _ in range(2))
-        normaliser = Elastic().build(2, 400)
+        normaliser = Elastic().build(layer_shape(2, 400))
         normaliser.tau.data.copy_(torch.tensor([0.5, 1.0]))
-        arrays = measure(summarise(normaliser, q, k, BiasTerms(), None))
+        arrays = measure(summarise(normaliser, AttentionCall(q, k, k)))
         assert arrays["scores/spread"].tolist() == pytest.approx([1, 1], abs=0.05)
         sparsity, mass = null_sparsity(arrays["scores/spread"], normaliser.tau.data)
         assert arrays["sparsity/zero"].tolist() == pytest.approx(sparsity.tolist(), abs=0.02)
@@ -359,7 +358,7 @@ class TestGaussianNull:
         generator = torch.Generator().manual_seed(0)
         q, k = (torch.randn(3, 1, 400, 64, generator=generator) for _ in range(2))
         q *= torch.tensor([0.1, 4.0]).repeat(200)[:, None]
-        arrays = measure(summarise(Elastic().build(1, 400), q, k, BiasTerms(), None))
+        arrays = measure(summary_of(Elastic(), q, k))
         pooled, _ = null_sparsity(arrays["scores/spread"], torch.ones(1))
         assert arrays["sparsity/over_null"].item() == pytest.approx(0, abs=0.02)
         assert abs((arrays["sparsity/zero"] - pooled).item()) > 0.1
@@ -373,13 +372,13 @@ class TestGaussianNull:
         """Sparsity and mass of independent normal scores, by the threshold of each row."""
         generator = torch.Generator().manual_seed(0)
         q, k = (torch.randn(3, 1, 400, 64, generator=generator) for _ in range(2))
-        arrays = measure(summarise(normaliser.build(1, 400), q, k, BiasTerms(), None))
+        arrays = measure(summary_of(normaliser, q, k))
         assert arrays["sparsity/over_null"].item() == pytest.approx(0, abs=0.02)
         assert arrays["sparsity/null_mass"].item() == pytest.approx(arrays["mass/row"].mean().item(), abs=0.03)
 
     def test_without_a_threshold_there_is_none(self):
         q, k = torch.randn(2, 1, 2, 20, 8)
-        arrays = measure(summarise(Softmax().build(2, 20), q, k, BiasTerms(), None))
+        arrays = measure(summary_of(Softmax(), q, k))
         assert all(arrays[f"sparsity/{name}"].isnan().all() for name in ("null", "over_null", "null_mass"))
 
 
@@ -414,7 +413,7 @@ class TestValueNorms:
 
 
 def elastic_summary(q, k, **options):
-    return summarise(Elastic().build(q.shape[1], 100), q, k, BiasTerms(), None, **options)
+    return summarise(Elastic().build(layer_shape(q.shape[1], 100)), AttentionCall(q, k, k), **options)
 
 
 @pytest.fixture

@@ -4,7 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from lit_lazy.attention import Alibi, AttentionSpec, Elastic, Fire, KerpleLog, LearnedBias, NoBias, Softmax, T5Bias
+from lit_lazy.attention import (
+    Alibi,
+    AttentionCall,
+    AttentionSpec,
+    Elastic,
+    Fire,
+    KerpleLog,
+    LearnedBias,
+    NoBias,
+    Softmax,
+    T5Bias,
+)
 from lit_lazy.attention.bias import BiasModule, BiasTerms, alibi_slopes
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.measure.offsets import alibi_fit, bias_curves, taus
@@ -28,7 +39,6 @@ class TestTaus:
     def test_a_parameter_of_that_name_that_is_not_by_head_is_none(self, shape):
         other = model()
         for layer in other.attentions:
-            del layer.normaliser.tau
             layer.normaliser.tau = torch.nn.Parameter(torch.ones(shape))
         assert taus(other) is None
 
@@ -100,7 +110,7 @@ class TestBiasCurves:
         visible = distance >= 0
         with torch.no_grad():
             for layer, curve in zip(biased.attentions, curves, strict=True):
-                scores = layer.normaliser.weights(zeros, zeros, layer.bias(CONTEXT), None).scores[0]
+                scores = layer.normaliser.weights_of(AttentionCall(zeros, zeros, zeros, layer.bias(CONTEXT))).scores[0]
                 expected = curve[:, distance.clamp(min=0)]
                 torch.testing.assert_close(scores[:, visible], expected[:, visible], rtol=1e-5, atol=1e-6)
 

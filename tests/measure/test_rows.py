@@ -6,8 +6,9 @@ import sys
 
 import pytest
 import torch
+from layers import layer_shape
 
-from lit_lazy.attention import BiasTerms, Elastic, Softmax
+from lit_lazy.attention import AttentionCall, BiasTerms, Elastic, Softmax
 from lit_lazy.measure import RowSummary, summarise
 from lit_lazy.measure.rows import TILES
 
@@ -30,7 +31,9 @@ SPECS = {
 
 def build(spec):
     """A normaliser in float64 whose heads have offsets of their own; the last one of per_query cuts everything off."""
-    module = spec.build(HEADS, 100).double()
+    module = spec.build(layer_shape(HEADS, 100, WIDTH)).double()
+    if spec == Softmax():
+        return module
     factors = torch.tensor([0.25, 0.5, 1.0, 300.0 if spec == Elastic() else 1.5], dtype=torch.float64)
     module.tau.data.mul_(factors if module.tau.ndim == 1 else factors[:, None] * torch.linspace(0.5, 1.5, 100))
     return module
@@ -43,10 +46,13 @@ def draw(length=LENGTH, batch=BATCH, dtype=torch.float64):
     return 2 * q, k
 
 
-def naive(module, q, k, bias, window, counted):
+def naive(module, call, counted):
     """The same summary from the whole matrix, one row at a time."""
-    whole = module.weights(q, k, bias, window)
+    whole, (q, window) = module.weights_of(call), (call.q, call.window)
     batch, heads, length, _ = q.shape
+    theta = module.theta(whole.rows)
+    thresholded = theta is not None and bool((theta != 0).any())
+    theta = torch.zeros(batch, heads, length) if theta is None else theta[..., 0].expand(batch, heads, length)
     keys = min(8, length)
     names = ("mass", "total", "theta", "zeros", "small", "entropy", "squares", "score_variance", "columns")
     fields = {name: torch.zeros(batch, heads, length, dtype=q.dtype) for name in names}
@@ -63,11 +69,11 @@ def naive(module, q, k, bias, window, counted):
                 total = w.sum().item()
                 shares = [x / total for x in w.tolist() if x > 0]
                 fields["mass"][b, h, i] = torch.relu(
-                    torch.softmax(scores, 0) - whole.theta[b, h, i]
+                    torch.softmax(scores, 0) - theta[b, h, i]
                 ).sum()  # before any renormalising
                 fields["total"][b, h, i] = total
-                fields["theta"][b, h, i] = whole.theta[b, h, i]
-                fields["zeros"][b, h, i] = (torch.softmax(scores, 0) <= whole.theta[b, h, i]).sum()
+                fields["theta"][b, h, i] = theta[b, h, i]
+                fields["zeros"][b, h, i] = (torch.softmax(scores, 0) <= theta[b, h, i]).sum()
                 fields["small"][b, h, i] = (w <= 1e-5).sum()
                 fields["entropy"][b, h, i] = -sum(x * math.log(x) for x in shares)
                 fields["squares"][b, h, i] = sum(x * x for x in shares)
@@ -80,11 +86,10 @@ def naive(module, q, k, bias, window, counted):
             for row in range(0, length, tile):
                 for column in range(0, row + 1, tile):
                     part = (slice(row, row + tile), slice(column, column + tile))
-                    seen = whole.visible[b, 0][part] & counted[b, part[0], None]
+                    seen = whole.rows.visible[0, 0][part] & counted[b, part[0], None]
                     tiles[tile][b] += bool(seen.any())
                     alive[tile][b] += ((whole.w[b, :, *part] > 0) & seen).any(-1).any(-1)
     visible = torch.tensor([min(i, window or i) for i in range(1, length + 1)])
-    thresholded = bool((whole.theta != 0).any())
     return RowSummary(
         first=first,
         visible=visible,
@@ -92,6 +97,8 @@ def naive(module, q, k, bias, window, counted):
         tiles=tiles,
         counted=counted,
         thresholded=thresholded,
+        can_zero=thresholded,
+        signed=False,
         **fields,
     )
 
@@ -112,39 +119,41 @@ def test_blocks_equal_the_whole_matrix(name):
     """Whatever the size of the blocks: rows one by one, sequences apart, everything at once."""
     spec, bias, window = SPECS[name]
     module, (q, k) = build(spec), draw()
+    call = AttentionCall(q, k, k, bias, window, renormalise=spec.renormalise)
     counted = torch.arange(LENGTH) < torch.tensor([LENGTH, 130, 40])[:, None]
-    expected = naive(module, q, k, bias, window, counted)
+    expected = naive(module, call, counted)
     for most_scores in (1, 20 * HEADS * LENGTH, 300 * HEADS * LENGTH, 2**22):
-        assert_same(summarise(module, q, k, bias, window, most_scores, counted), expected, rtol=1e-9, atol=1e-12)
+        assert_same(summarise(module, call, most_scores, counted), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_the_cases_are_not_trivial():
     """Heads with and without mass, tiles with and without a weight, and thresholds that cut."""
     spec, bias, window = SPECS["per_query_table"]
     q, k = draw()
-    summary = summarise(build(spec), q, k, bias, window)
+    summary = summarise(build(spec), AttentionCall(q, k, k, bias, window))
     assert (summary.mass[:, -1] == 0).all()
     assert (summary.alive_tiles[64][:, -1] == 0).all()
     assert (summary.mass[:, 0] > 0).all()
     assert (summary.alive_tiles[64][:, 0] == 6).all()
     assert 0 < summary.zeros[:, 0].sum() < summary.visible.sum() * BATCH
-    assert not summarise(build(Softmax()), q, k, BiasTerms(), None).thresholded
+    assert not summarise(build(Softmax()), AttentionCall(q, k, k)).thresholded
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 64, 65, 128, 129])
 def test_short_and_aligned_lengths(length):
     module, (q, k) = build(Elastic(0.5)), draw(length)
     counted = torch.ones(BATCH, length, dtype=torch.bool)
-    expected = naive(module, q, k, BiasTerms(), None, counted)
-    assert_same(summarise(module, q, k, BiasTerms(), None, 7 * HEADS * length), expected, rtol=1e-9, atol=1e-12)
+    expected = naive(module, AttentionCall(q, k, k), counted)
+    assert_same(summarise(module, AttentionCall(q, k, k), 7 * HEADS * length), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_what_stands_at_padding_has_no_influence():
     module, (q, k) = build(Elastic(0.5)), draw()
     short, counted = 100, (torch.arange(LENGTH) < 100).expand(BATCH, -1)
     q[:, :, short:], k[:, :, short:] = torch.nan, torch.nan
-    padded = summarise(module, q, k, BiasTerms(), None, 10_000, counted)
-    alone = summarise(module, q[:, :, :short], k[:, :, :short], BiasTerms(), None)
+    padded = summarise(module, AttentionCall(q, k, k), 10_000, counted)
+    q, k = q[:, :, :short], k[:, :, :short]
+    alone = summarise(module, AttentionCall(q, k, k))
     for name in ("first", "mass", "total", "zeros", "small", "entropy", "squares", "score_variance", "columns"):
         field = getattr(padded, name)
         torch.testing.assert_close(field[:, :, :short], getattr(alone, name), msg=name)
@@ -157,16 +166,18 @@ def test_what_stands_at_padding_has_no_influence():
 
 def test_query_heads_read_the_keys_of_their_group():
     module, (q, k) = build(Elastic(0.5)), draw(40)
-    grouped = summarise(module, q, k, BiasTerms(), None)
-    repeated = summarise(module, q, k.repeat_interleave(HEADS // KV_HEADS, 1), BiasTerms(), None)
+    grouped = summarise(module, AttentionCall(q, k, k))
+    k = k.repeat_interleave(HEADS // KV_HEADS, 1)
+    repeated = summarise(module, AttentionCall(q, k, k))
     assert_same(grouped, repeated)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lower_precision_is_summarised_in_float32(dtype):
     module, (q, k) = build(Elastic(0.5)), draw(40)
-    exact = summarise(module, q.to(dtype).double(), k.to(dtype).double(), BiasTerms(), None)
-    rounded = summarise(module.float(), q.to(dtype), k.to(dtype), BiasTerms(), None)
+    q, k = q.to(dtype), k.to(dtype)
+    exact = summarise(module, AttentionCall(q.double(), k.double(), k.double()))
+    rounded = summarise(module.float(), AttentionCall(q, k, k))
     assert rounded.mass.dtype == torch.float32
     for name in ("first", "mass", "total", "entropy", "squares", "score_variance", "columns"):
         torch.testing.assert_close(getattr(rounded, name), getattr(exact, name).float(), rtol=1e-4, atol=1e-5)
@@ -174,13 +185,13 @@ def test_lower_precision_is_summarised_in_float32(dtype):
 
 def test_no_graph_is_kept():
     module, (q, k) = build(Elastic()), draw(20)
-    assert not summarise(module, q.requires_grad_(), k, BiasTerms(), None).mass.requires_grad
+    assert not summarise(module, AttentionCall(q.requires_grad_(), k, k)).mass.requires_grad
 
 
 PEAK = """
 import torch
 from pathlib import Path
-from lit_lazy.attention import BiasTerms, Elastic
+from lit_lazy.attention import AttentionCall, BiasTerms, Elastic, LayerShape
 from lit_lazy.measure import Entropy, Mass, ScoreSpread, Sink, Sparsity, ValueNorms, summarise
 
 HEADS, WIDTH = 16, 64
@@ -193,7 +204,8 @@ def status(name):
 def step(length):
     q, k, v = (torch.randn(1, HEADS, length, WIDTH) for _ in range(3))
     bias = BiasTerms(torch.zeros(HEADS, 512))
-    summary = summarise(Elastic().build(HEADS, length), q, k, bias, None)
+    shape = LayerShape(HEADS, HEADS, WIDTH, HEADS * WIDTH, length)
+    summary = summarise(Elastic().build(shape), AttentionCall(q, k, v, bias))
     for metric in (Sink(HEADS, length), Mass(HEADS, length), Sparsity(HEADS), Entropy(HEADS), ScoreSpread(HEADS)):
         metric.update(summary)
         metric.compute()

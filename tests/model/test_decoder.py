@@ -150,14 +150,14 @@ def test_stats_do_not_change_the_logits(cfg):
 def test_first_layer_row_mass_is_the_total_variation_from_uniform():
     model, x = build(dataclasses.replace(SMALL, attention=AttentionSpec(Elastic(tau_init=1.0)))).double(), tokens()
     seen = []
-    hook = model.attentions[0].normaliser.register_forward_pre_hook(lambda _, args: seen.append(args[:2]))
+    hook = model.attentions[0].normaliser.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     _, stats = model.forward_with_stats(x)
     hook.remove()
-    (q, k) = seen[0]
+    q, k = seen[0].q, seen[0].k
     p = torch.softmax((q @ k.mT / 8**0.5).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf), -1)
-    uniform = torch.ones(LENGTH, LENGTH).tril() / torch.arange(1, LENGTH + 1)[:, None]
+    uniform = torch.ones(LENGTH, LENGTH).tril() / torch.arange(1, LENGTH + 1)[:, None].double()
     distance = (p - uniform).abs().sum(-1) / 2
-    torch.testing.assert_close(stats[0].mass, distance.float(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(stats[0].mass, distance, rtol=1e-10, atol=1e-11)
     assert distance.max() > 0.3
 
 

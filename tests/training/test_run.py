@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
@@ -14,7 +14,6 @@ from filelock import FileLock
 from lightning.pytorch.callbacks import Callback
 
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, Softmax
-from lit_lazy.attention.normaliser import Normaliser, NormaliserModule
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.measure.diagnostics import Diagnostics
@@ -278,31 +277,3 @@ def test_diagnostics_lie_beside_the_result(tmp_path: Path) -> None:
     assert scalars["init/mass/empty_rows"] == pytest.approx(1 / 16)
     sparsity = kept.arrays["sparsity/zero"].mean(dtype="float64")
     assert sparsity == pytest.approx(result.metrics["sparsity/zero"], abs=1e-6)
-
-
-@dataclass(frozen=True)
-class Opaque(Normaliser):
-    """A softmax that does not give its weights."""
-
-    def build(self, n_heads: int, context_length: int) -> NormaliserModule:
-        return OpaqueModule(Softmax().build(n_heads, context_length))
-
-
-class OpaqueModule(NormaliserModule):
-    def __init__(self, inner: NormaliserModule) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def backend_name(self, q, bias, window, backend):
-        return self.inner.backend_name(q, bias, window, backend)
-
-    def forward(self, q, k, v, bias, window, backend, with_stats):
-        return self.inner(q, k, v, bias, window, backend, with_stats)
-
-
-def test_a_normaliser_that_hides_its_weights_trains_without_diagnostics(tmp_path: Path, caplog) -> None:
-    result = run(config(AttentionSpec(Opaque())), tmp_path)
-    assert {"loss/val", "init/loss/val"} <= result.metrics.keys()
-    assert "sink/rate" not in result.metrics
-    assert not (tmp_path / DIAGNOSTICS).exists()
-    assert "diagnostics are left out: normaliser OpaqueModule: has no method weights" in caplog.text

@@ -80,8 +80,7 @@ def test_figures_are_those_of_the_model() -> None:
     weights = []
 
     def write_out(normaliser, inputs):
-        q, k, _, bias, window, *_ = inputs
-        weights.append(normaliser.weights(q, k, bias, window))
+        weights.append(normaliser.weights_of(inputs[0]))
 
     hooks = [layer.normaliser.register_forward_pre_hook(write_out) for layer in module.model.attentions]
     found = look(module.model, tokens)

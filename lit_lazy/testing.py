@@ -169,8 +169,16 @@ def _by_blocks(module: NormaliserModule, call: AttentionCall, settings: RuleSett
 def _fused_equals_the_rule(normaliser: Normaliser) -> None:
     module, call = _module(normaliser), _call(normaliser)
     for each in (call, call._replace(window=4), call._replace(bias=BiasTerms())):
-        if module.fused(each) is not None:
-            _assert_close(_run(module, each), _run(module, each, by_rule=True))
+        if module.fused(each) is None:
+            continue
+        _assert_close(_run(module, each), _run(module, each, by_rule=True))
+        asked = each._replace(q=module.queries(each.q, each.visible), with_stats=True)
+        with torch.no_grad():
+            stats, expected = (found[1] for found in (module(each._replace(with_stats=True)), module.by_rule(asked)))
+        assert stats is not None
+        assert expected is not None
+        wanted = {f"stats' {name}": x for name, x in expected._asdict().items() if name != "zeros" or module.can_zero}
+        _assert_close({f"stats' {name}": x for name, x in stats._asdict().items()}, wanted)
 
 
 def _decodes(normaliser: Normaliser) -> None:
@@ -234,7 +242,9 @@ def _rounds_as_eager_does(normaliser: Normaliser) -> None:
     exact = _module(normaliser)(_call(normaliser))[0]
     module, call = _module(normaliser, torch.float32), _call(normaliser, torch.bfloat16)
     mine = module(call)[0]
-    eager = _by_rule(module, call._replace(backend="reference"))
+    eager = module(call._replace(backend="reference"))[
+        0
+    ]  # whole matrices; of two maps, each rounded, as on the way here
     assert mine.dtype == torch.bfloat16, f"the output of bfloat16 inputs is {mine.dtype}"
     own, allowed = ((x.double() - exact).abs().max() for x in (mine, eager))
     assert own <= 2 * allowed, f"the largest error in bfloat16 is {own:.2g}, eager's {allowed:.2g}"

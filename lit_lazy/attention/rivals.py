@@ -76,7 +76,8 @@ class ClippedSoftmax(Normaliser):
     """`clip((1 + g) p - g, 0, 1)`, p the softmax weight: stretched, then cut (Bondarenko et al., arXiv 2306.12929)."""
 
     alpha: float = 3.0
-    """g is alpha over a length; the authors recommend 2 to 4."""
+    """g is alpha over a length; the authors recommend 2 to 4. From 1 on nearly equal scores are all cut: a layer that
+    starts with small scores starts without output and gradient."""
     length: Literal["keys", "context"] = "keys"
     """g = alpha / (keys the query sees), or, as published, alpha / (context length of the training)."""
 
@@ -258,7 +259,7 @@ class _Differential(NormaliserModule, SelfInitialised):
 
     def fused(self, call: AttentionCall) -> Fused | None:
         """Softmax attention of each map; by halves of the values, whose width is then that of the keys."""
-        if call.with_stats or call.renormalise:
+        if call.renormalise:
             return None
         halves = call.v.chunk(2, -1)
         maps = [
@@ -266,11 +267,22 @@ class _Differential(NormaliserModule, SelfInitialised):
             for q, k in zip(call.q.chunk(2, -1), call.k.chunk(2, -1), strict=True)
         ]
 
-        def attend() -> tuple[Tensor, None]:
-            first, second = (torch.cat([half.attend()[0] for half in each], -1) for each in maps)
-            return (first - self.factor() * second).to(first.dtype), None
+        def attend() -> tuple[Tensor, Stats | None]:
+            (first, one), (second, two) = (self._joined([half.attend() for half in each]) for each in maps)
+            factor = self.factor()
+            out = (first - factor * second).to(first.dtype)
+            if one is None or two is None:
+                return out, None
+            with torch.no_grad():
+                less = Stats(*(a - factor * b for a, b in zip(one, two, strict=True)))
+                return out, less._replace(lse=torch.logaddexp(one.lse, two.lse), zeros=torch.zeros_like(one.zeros))
 
         return Fused(maps[0][0].backend, attend)
+
+    @staticmethod
+    def _joined(halves: list[tuple[Tensor, Stats | None]]) -> tuple[Tensor, Stats | None]:
+        """The output of a map from those of its halves, which have the same statistics."""
+        return torch.cat([out for out, _ in halves], -1), halves[0][1]
 
     def output(self, out: Tensor) -> Tensor:
         normed = self.norm(out.to(self.norm.weight.dtype))

@@ -120,7 +120,7 @@ class Maps(NamedTuple):
     """The heads whose weight matrices are kept: every one of `heads` in every one of `layers`, both from 0.
 
     None for the layers: up to four, evenly spread. None for the heads: in each layer the one that gives the first key
-    the greatest share of its mass.
+    the greatest share of its mass, or weight where a share means nothing.
     """
 
     layers: tuple[int, ...] | None = None
@@ -179,7 +179,8 @@ def measure(
             observed.add(tokens[part], targets[part])
         arrays = observed.arrays()
         if maps is not None:
-            chosen = maps.choose(arrays["sink/share"][..., 0])
+            weight, share = arrays["sink/weight"][..., 0], arrays["sink/share"][..., 0]
+            chosen = maps.choose(np.where(np.isnan(share), weight, share))
             arrays["maps/heads"] = np.array(chosen, np.int64)
             arrays["maps/weights"] = _weights(model, tokens[:1, :MAP_ROWS], chosen)
     return Diagnostics(arrays)

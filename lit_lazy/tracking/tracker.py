@@ -17,6 +17,8 @@ import mlflow
 from filelock import FileLock
 from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from mlflow.tracking import MlflowClient
 from requests.exceptions import RequestException
 
@@ -136,6 +138,15 @@ def _use(uri: str) -> None:
         os.environ[URI_VARIABLE] = before
 
 
+def _create(file: Path) -> None:
+    """MLflow's database, whole or not at all: one whose creation was killed half-way could never be opened again."""
+    unfinished = file.with_name(f"{file.name}.unfinished")
+    unfinished.unlink(missing_ok=True)
+    store = SqlAlchemyStore(f"{SQLITE}{unfinished}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
+    store.engine.dispose()
+    unfinished.replace(file)
+
+
 class Tracker:
     """One MLflow experiment, found or created when it is first needed. Methods raise TrackingError."""
 
@@ -143,8 +154,10 @@ class Tracker:
         self.uri, self.runs, self.experiment = uri, runs, experiment
         _use(uri)
         file = sqlite_file(uri)
-        # The client creates a database that is not there; two processes must not do so at once.
+        # Two processes must not create the database at once.
         with FileLock(f"{file}.lock") if file else nullcontext():
+            if file is not None and not file.exists():
+                _create(file)
             self.client = MlflowClient(uri)
 
     @functools.cached_property

@@ -10,9 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import forked
 import pytest
+import sqlalchemy
 from mlflow.tracking import MlflowClient
 from mlflow_server import MlflowServer
 from two_rows import two_rows
@@ -303,6 +305,24 @@ def test_two_machines_share_a_grid(server: MlflowServer, postgres_storage: str, 
     tables = [(runs / name / "table.csv").read_text() for runs in machines]
     assert tables[0] == tables[1]
     assert all("12/12 cells done" in out for out in outs)
+
+
+def test_a_database_whose_creation_was_killed_is_created_anew(tmp_path: Path) -> None:
+    """Between two steps of MLflow's migrations: what is left of a database can neither be used nor finished."""
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    child = os.fork()
+    if not child:
+
+        def die(*arguments: Any) -> None:
+            if arguments[2].startswith("ALTER TABLE metrics ADD COLUMN step"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sqlalchemy.event.listen(sqlalchemy.Engine, "after_cursor_execute", die)
+        Tracker(uri, tmp_path, "x").find({"kind": "cell"})
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert Tracker(uri, tmp_path, "x").find({"kind": "cell"}) == []
+    assert {path.name for path in tmp_path.iterdir()} == {"mlflow.db", "mlflow.db.lock"}
 
 
 def test_an_unreachable_store_is_told_from_one_that_refuses(closed_port: int, runs: Path) -> None:

@@ -25,6 +25,7 @@ from flash_lazy.fused.tiles import (
     STRIP_PAD,
     any_alive,
     count_blocks,
+    exponentials,
     is_positive,
     key_tiles,
     load_rows,
@@ -174,7 +175,7 @@ def query_gradient_kernel(
                     window,
                     KIND,
                 )
-                e = tl.exp2(s - top[:, None])
+                e = exponentials(s, top)
                 if not SKIP or any_alive(e, cut):
                     survives = is_positive(s, e, cut[:, None], KIND)
                     dp = tl.dot(gradient, tl.trans(value), input_precision="ieee")
@@ -195,7 +196,7 @@ def query_gradient_kernel(
     if RENORMALISE:
         # dp stands for (dp - mean) / mass. So far it was centred by `about_mean`, from the rounded output; what that is
         # off, the mean that is `left`, is taken off here.
-        inverse = tl.where(row_mass > 0, total / tl.where(row_mass > 0, row_mass, 1.0), 0.0)
+        inverse = tl.where(row_mass == 0, 0.0, total / tl.where(row_mass == 0, 1.0, row_mass))
         left = row_left * share * inverse
         kept_mass = row_mass * share + tl.where(row_count > 0, theta, 0.0) * row_count
         result -= (kept - kept_mass[:, None] * attended) * (left * share)[:, None]
@@ -204,7 +205,7 @@ def query_gradient_kernel(
         row_survivors = (row_survivors - left * row_count) * inverse
         tl.store(correction + at_row, about_mean + left, mask=kept_row)
     if dlse is not None:
-        row_dlse = tl.load(dlse + at_row, mask=kept_row, other=0.0)
+        row_dlse = tl.where(share == 0, 0.0, tl.load(dlse + at_row, mask=kept_row, other=0.0))
         result += (row_dlse * share)[:, None] * attended
         row_delta -= row_dlse
     dq_base = dq + batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
@@ -384,7 +385,7 @@ def key_gradient_kernel(
                             window,
                             KIND,
                         )
-                        e = tl.exp2(s - top[:, None])
+                        e = exponentials(s, top)
                         dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
                         if not SKIP or any_alive(e, cut):
                             survives = is_positive(s, e, cut[:, None], KIND)
@@ -394,7 +395,7 @@ def key_gradient_kernel(
                             if RENORMALISE:
                                 row_mass = tl.load(mass + head_rows + row, mask=kept_row, other=0.0)
                                 mean = tl.load(correction + head_rows + row, mask=kept_row, other=0.0)
-                                divided = tl.where(row_mass > 0, 1.0 / tl.where(row_mass > 0, row_mass, 1.0), 0.0)
+                                divided = tl.where(row_mass == 0, 0.0, 1.0 / tl.where(row_mass == 0, 1.0, row_mass))
                                 dp = (dp - mean[:, None]) * (total * divided)[:, None]
                             w = w * divided[:, None]
                             dp = tl.where(survives, dp, 0.0)

@@ -154,7 +154,7 @@ def decode_values_kernel(
     most = tl.max(top, 1)
     most = tl.where(most > -float("inf"), most, 0.0)
     total = tl.sum(total * tl.exp2(top - most[:, None]), 1)
-    total = tl.where(total > 0, total, 1.0)
+    total = tl.where(total == 0, 1.0, total)
     theta = thresholds(tau, head, row + shift, 0, window, context_length, entries, THRESHOLD)
     cut = tl.where(there, theta * total, float("inf"))
 

@@ -155,7 +155,7 @@ def forward_kernel(
                     total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s - safe[:, None]), 1)
                     top = new_top
 
-        sees = total > 0
+        sees = total != 0  # true of NaN, by which the row's output is divided
         total = tl.where(sees, total, 1.0)
         safe = tl.where(sees, top, 0.0)
         theta = thresholds(tau, head, own, start, window, context_length, entries, THRESHOLD)
@@ -184,7 +184,7 @@ def forward_kernel(
                             mask=(several < stop)[None, :],
                             other=-float("inf"),
                         )
-                        alive = tl.max((kept > limit[:, None]).to(tl.int32), 0)
+                        alive = tl.max(((kept <= limit[:, None]) == 0).to(tl.int32), 0)
                         place = listed + count + tl.cumsum(alive, 0) - 1
                         tl.store(alive_tiles + place, several, mask=alive > 0)
                         count += tl.sum(alive)
@@ -228,7 +228,8 @@ def forward_kernel(
         # Weights so far are times the row's sum, like the exponentials: large enough for float16, exact as a softmax.
         divisor = total
         if RENORMALISE:
-            divisor = tl.where(row_mass > 0, row_mass, 1.0)
+            divisor = tl.where(row_mass == 0, 1.0, row_mass)
+            divisor = tl.where(total == total, divisor, total)
         acc = acc / divisor[:, None]
         out_base = out + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
         store_rows(out_base, acc, first, end, stride_ol, WIDTH, BLOCK_M, BLOCK_D)

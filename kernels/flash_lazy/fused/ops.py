@@ -38,7 +38,7 @@ def fused_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]
     top, total = softmax[0], softmax[1].detach()
     # The gradient of lse as a whole travels as that of the maxima, see `_gradients`.
     lse = (top + total.log2()) * LN2
-    mass = torch.where(total > 0, mass.detach() / total, 0)
+    mass = torch.where(total == 0, 0, mass.detach() / total)
     return out, Stats(lse, mass, first_weight.detach(), zeros.detach())
 
 

@@ -146,10 +146,11 @@ def tile_scores(a, b, own, key, scale, strip, reach, slope, window, KIND: tl.con
 
 @triton.jit
 def is_positive(s, p, theta, KIND: tl.constexpr):
-    """Which weights are positive. Below a negative threshold a hidden key's 0 would be."""
+    """Which weights are positive, or NaN. Below a negative threshold a hidden key's 0 would be."""
+    alive = (p <= theta) == 0  # true of NaN, which a negated comparison would be rewritten to swallow
     if KIND == PLAIN:
-        return p > theta
-    return (p > theta) & (s > -float("inf"))
+        return alive
+    return alive & (s != -float("inf"))
 
 
 @triton.jit
@@ -157,16 +158,29 @@ def load_softmax(softmax, second, at_row, kept_row):
     """Maximum, sum and 1 / sum of rows; infinity, 1 and 0 for those that are not there or see nothing."""
     top = tl.load(softmax + at_row, mask=kept_row, other=float("inf"))
     total = tl.load(softmax + second + at_row, mask=kept_row, other=0.0)
-    sees = total > 0
+    sees = total != 0  # a sum that is NaN is one of a row that sees keys
     total = tl.where(sees, total, 1.0)
     return tl.where(sees, top, float("inf")), total, tl.where(sees, 1.0 / total, 0.0)
 
 
 @triton.jit
+def exponentials(s, top):
+    """exp2(s - top), at most 1: a row's largest score may come out a rounding above what it was where top was found.
+
+    A row of one key, whose threshold is 1 at tau = 1, would then survive in one kernel and not in another.
+    """
+    below = s - top[:, None]
+    return tl.exp2(tl.where(below > 0, 0.0, below))
+
+
+@triton.jit
 def any_alive(p, theta):
-    """Whether a weight of a tile survives: in each row the largest, if any, so that only p lives on into the branch."""
+    """Whether a weight of a tile survives: in each row the largest, if any, so that only p lives on into the branch.
+
+    A NaN in a threshold counts as one that does. One in a score makes the row's sum NaN, and all that it divides.
+    """
     # Kept two-dimensional: for sm_100 triton 3.7 fails on a second reduction of one dimension.
-    return tl.max((tl.max(p, 1, keep_dims=True) > theta[:, None]).to(tl.int32)) > 0
+    return tl.max(((tl.max(p, 1, keep_dims=True) <= theta[:, None]) == 0).to(tl.int32)) > 0
 
 
 @triton.jit

@@ -1,5 +1,7 @@
 """The public functions: they check every argument once, then hand over to a backend."""
 
+import warnings
+from functools import cache
 from typing import Literal, get_args, overload
 
 import torch
@@ -97,9 +99,10 @@ def lazy_attention(
         renormalise: divides a row's weights by their sum.
         scale: factor of the scores; 1 / sqrt(D) by default.
         cu_seqlens: int32 `[n + 1]` boundaries of packed documents, `0 .. Lk`; needs B = 1 and Lq = Lk.
-        kv_lengths: int32 or int64 `[B]`, number of valid keys of each sequence, 0 .. Lk. Its values and those of
+        kv_lengths: int32 or int64 `[B]`, number of valid keys of each sequence, 0 .. Lk, for a cache with fewer queries
+            than keys. A right-padded batch needs none: no row looks at what comes after it. Its values and those of
             cu_seqlens are checked on the CPU, outside torch.compile: reading them elsewhere would wait for the device.
-        key_mask: bool `[B, Lk]`, False hides a key.
+        key_mask: bool `[B, Lk]`, False hides a key, as in a left-padded batch; on a GPU "auto" then runs `chunked`.
         window: number of most recent keys a query sees, itself included.
         backend: "reference" (eager, memory quadratic in the length), "chunked" (memory linear), "triton" (fused
             kernels), "auto" (triton for what it can take on a CUDA device, else chunked).
@@ -165,7 +168,18 @@ def resolve_backend(backend: Backend, q: Tensor, key_mask: Tensor | None = None)
     if backend not in get_args(Backend):
         raise ValueError(f"backend is {backend!r}; choose one of {', '.join(get_args(Backend))}")
     if backend == "auto":
-        return "triton" if q.device.type == "cuda" and obstacle(q, key_mask) is None else "chunked"
+        if q.device.type != "cuda":
+            return "chunked"
+        if (why := obstacle(q, key_mask)) is None:
+            return "triton"
+        _warn_of_a_slower_backend(why)
+        return "chunked"
     if backend == "triton" and (why := obstacle(q, key_mask)):
         raise ValueError(why)
     return backend
+
+
+@cache
+def _warn_of_a_slower_backend(why: str) -> None:
+    """Once for each reason, on a GPU alone."""
+    warnings.warn(f"flash_lazy runs 'chunked' on a GPU: {why}", stacklevel=5)

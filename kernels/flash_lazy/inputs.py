@@ -173,7 +173,7 @@ def _check_visibility(call: Call) -> None:
     if call.cu_seqlens is not None:
         _check_documents(call, call.cu_seqlens)
     if call.kv_lengths is not None:
-        _check_lengths(call.kv_lengths, call.k)
+        _check_lengths(call.kv_lengths, call.q, call.k)
     batch, keys, key_mask, window = call.k.shape[0], call.k.shape[2], call.key_mask, call.window
     if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != (batch, keys)):
         got = f"{key_mask.dtype} of shape {_shape(key_mask)}"
@@ -197,11 +197,17 @@ def _check_documents(call: Call, cu_seqlens: Tensor) -> None:
             raise ValueError(f"cu_seqlens is {cuts}; give boundaries that rise from 0 to Lk = {keys}")
 
 
-def _check_lengths(kv_lengths: Tensor, k: Tensor) -> None:
+def _check_lengths(kv_lengths: Tensor, q: Tensor, k: Tensor) -> None:
     batch, keys = k.shape[0], k.shape[2]
     if kv_lengths.dtype not in (torch.int32, torch.int64) or kv_lengths.shape != (batch,):
         got = f"{kv_lengths.dtype} of shape {_shape(kv_lengths)}"
         raise ValueError(f"kv_lengths is {got}; give int32 or int64 [B], B = {batch}")
+    if q.shape[2] == keys > 1:
+        raise ValueError(
+            f"kv_lengths is given with as many queries as keys ({keys}): the last query stands at the last valid key, "
+            "and those of a padded batch would shift; leave it out for right padding, at which causal attention never "
+            "looks, or give a key_mask for left padding"
+        )
     if _may_be_read(kv_lengths) and not 0 <= int(kv_lengths.min()) <= int(kv_lengths.max()) <= keys:
         raise ValueError(f"kv_lengths is {kv_lengths.tolist()}; give values from 0 to Lk = {keys}")
 

@@ -5,13 +5,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from kernel_cases import device_of, widest
 
 import flash_lazy
-from flash_lazy import lazy_attention
+from flash_lazy import api, lazy_attention, resolve_backend
+from flash_lazy.fused.ops import obstacle
 
 BACKENDS = ["reference", "chunked", "triton"]
 Q = torch.zeros(2, 4, 6, 8)
@@ -65,8 +67,8 @@ WRONG = {
     "packed and ragged": (PACKED | {"cu_seqlens": ints(0, 6), "kv_lengths": ints(6)}, ["kv_lengths and cu_seqlens"]),
     "float kv_lengths": ({"kv_lengths": torch.ones(2)}, ["kv_lengths is torch.float32", "int32 or int64"]),
     "one kv_length": ({"kv_lengths": ints(6)}, ["kv_lengths is torch.int32 of shape [1]", "B = 2"]),
-    "kv_lengths too long": ({"kv_lengths": ints(6, 7)}, ["kv_lengths is [6, 7]", "0 to Lk = 6"]),
-    "negative kv_lengths": ({"kv_lengths": ints(-1, 6)}, ["kv_lengths is [-1, 6]", "0 to Lk = 6"]),
+    "kv_lengths too long": ({"q": Q[:, :, :3], "kv_lengths": ints(6, 7)}, ["kv_lengths is [6, 7]", "0 to Lk = 6"]),
+    "negative kv_lengths": ({"q": Q[:, :, :3], "kv_lengths": ints(-1, 6)}, ["kv_lengths is [-1, 6]", "0 to Lk = 6"]),
     "float key_mask": ({"key_mask": MASK.float()}, ["key_mask is torch.float32", "bool [B, Lk] = [2, 6]"]),
     "short key_mask": ({"key_mask": MASK[:, :5]}, ["shape [2, 5]", "bool [B, Lk] = [2, 6]"]),
     "key_mask elsewhere": ({"key_mask": MASK.to("meta")}, ["key_mask is on meta", "q on cpu"]),
@@ -99,7 +101,8 @@ def test_what_is_no_tensor_is_named(name, value):
 def test_valid_calls_are_accepted():
     assert call().shape == Q.shape
     assert call(q=Q.double(), k=K.double(), v=K.double()).dtype == torch.float64  # tau may stay float32
-    assert call(kv_lengths=ints(0, 6), key_mask=MASK, window=3).shape == Q.shape
+    few = Q[:, :, :3]
+    assert call(q=few, kv_lengths=ints(0, 6), key_mask=MASK, window=3).shape == few.shape
     assert call(**PACKED, cu_seqlens=ints(0, 0, 4, 6), key_mask=MASK[:1]).shape == PACKED["q"].shape
 
 
@@ -113,6 +116,27 @@ def test_stats_are_per_row_and_the_log_sum_exp_alone_carries_a_gradient(backend)
     assert stats._fields == ("lse", "mass", "first_weight", "zeros")
     for name, x in stats._asdict().items():
         assert (x.dtype, x.shape, x.requires_grad) == (widest(backend), Q.shape[:3], name == "lse")
+
+
+def test_a_padded_batch_is_not_shifted_in_silence():
+    """As users of flash-attention's lengths would call it: then row 2 of 6 would stand where row 6 of 3 + 3 does."""
+    same = {"q": Q.new_zeros(2, 4, 6, 8), "k": Q.new_zeros(2, 2, 6, 8), "v": Q.new_zeros(2, 2, 6, 8)}
+    refused = r"kv_lengths is given with as many queries as keys \(6\).*leave it out for right padding"
+    with pytest.raises(ValueError, match=refused):
+        call(**same, kv_lengths=ints(6, 3))
+    one = {name: x[:, :, :1] for name, x in same.items()}
+    assert call(**one, kv_lengths=ints(1, 0)).shape == one["q"].shape
+
+
+def test_a_fallback_on_a_gpu_is_reported_once():
+    on_a_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 1, 4, 64))
+    if obstacle(on_a_gpu, None) is not None:
+        pytest.skip("needs triton, which takes all but the mask")
+    api._warn_of_a_slower_backend.cache_clear()
+    assert resolve_backend("auto", on_a_gpu) == "triton"
+    with pytest.warns(UserWarning, match=r"runs 'chunked' on a GPU: .* takes no key_mask") as caught:
+        assert [resolve_backend("auto", on_a_gpu, MASK) for _ in range(3)] == ["chunked"] * 3
+    assert len(caught) == 1
 
 
 def test_auto_is_chunked_on_a_cpu():

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flash_lazy.fused import configurations
 from flash_lazy.fused.launch import (
+    balanced_programs,
     block_count,
-    ceil,
     launch,
     like,
     near,
@@ -306,22 +306,22 @@ def key_gradient_kernel(
     A program keeps to one kv head, so one partial `[W]` of dbias per program and query head is enough. Products per
     tile: k.q and ds.q; v.dO and w.dO only where a weight survives.
     """
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0)  # the first programs have the most rows, and those of all heads start first
     line = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_N)
     heads = kv_heads * group
     if dbias is not None:
-        dbias += tl.program_id(0).to(tl.int64) * heads * reach
+        dbias += tl.program_id(1).to(tl.int64) * heads * reach
         for at in range(kv_head * group * reach, (kv_head + 1) * group * reach, BLOCK_M):
             tl.store(dbias + at + line, 0.0, mask=at + line < (kv_head + 1) * group * reach)
         tl.debug_barrier()
     if dslopes is not None:
-        dslopes += tl.program_id(0) * heads
+        dslopes += tl.program_id(1) * heads
         for member in tl.range(group, disable_licm=True):
             tl.store(dslopes + kv_head * group + member, 0.0)
         tl.debug_barrier()
     blocks = count_blocks(keys, cu_seqlens, documents, BLOCK_N)
-    for item in tl.range(tl.program_id(0), blocks * batches, tl.num_programs(0), disable_licm=True):
+    for item in tl.range(tl.program_id(1), blocks * batches, tl.num_programs(1), disable_licm=True):
         batch = item % batches
         index = item // batches
         first, end, start, shift = locate_block(
@@ -473,10 +473,9 @@ def _query_gradient(
 
 def _key_gradient(call: Call, shared: dict[str, Any], dk: Tensor, dv: Tensor, dbias: Tensor, dslopes: Tensor) -> None:
     """Fills dk and dv, and dbias and dslopes where they are not empty."""
-    q, (batches, kv_heads, keys, _) = call.q, call.k.shape
-    choices = configurations.choices("key_gradient", q)
-    most = max(block_count(call, keys, blocks.n) for blocks in choices) * batches
-    programs = min(ceil(resident_programs(q), kv_heads), most)
+    q, kv_heads = call.q, call.k.shape[1]
+    block = configurations.choices("key_gradient", q)[0].n
+    programs = balanced_programs(resident_programs(q), kv_heads, _costs(call, block))
     # Sums of each program, added up afterwards in a fixed order.
     partial_bias, partial_slopes = (x.new_empty(programs, *x.shape) if x.numel() else None for x in (dbias, dslopes))
     arguments = {
@@ -489,10 +488,19 @@ def _key_gradient(call: Call, shared: dict[str, Any], dk: Tensor, dv: Tensor, db
         **strides("dv", dv, with_columns=False),
         "kv_heads": kv_heads,
     }
-    launch(key_gradient_kernel, call, lambda _: (programs, kv_heads), arguments)
+    launch(key_gradient_kernel, call, lambda _: (kv_heads, programs), arguments)
     for partial, total in ((partial_bias, dbias), (partial_slopes, dslopes)):
         if partial is not None:
             torch.sum(partial, 0, out=total)
+
+
+def _costs(call: Call, block: int) -> tuple[int, ...]:
+    """Rows that see each block of keys, in the order in which the programs take them; lengths are not read."""
+    (batches, _, rows, _), keys = call.q.shape, call.k.shape[2]
+    window = keys if call.window is None else call.window
+    blocks = range(block_count(call, keys, block))
+    seen = (min(keys, (at + 1) * block - 1 + window) - max(at * block, keys - rows) for at in blocks)
+    return tuple(max(block, count) for count in seen for _ in range(batches))
 
 
 def backward_buffers(

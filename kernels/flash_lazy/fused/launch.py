@@ -1,5 +1,7 @@
 """What the launches of the Triton kernels share: arguments, block sizes, strides, buffers."""
 
+import heapq
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -107,6 +109,30 @@ def resident_programs(x: Tensor) -> int:
         return configurations.INTERPRETED_RESIDENT
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     return configurations.RESIDENT_PER_PROCESSOR * processors
+
+
+def balanced_programs(places: int, kv_heads: int, costs: tuple[int, ...]) -> int:
+    """How many programs a kv head gets, so that items of these costs are done soonest on a device of so many places.
+
+    A program takes every n-th item. As many programs as places, rounded down or up to the heads, or some times as many:
+    which is best depends on how the costs fall. A few programs more than places can take twice as long, since the last
+    start when all others are done; many more are even, but each has a partial gradient of the bias.
+    """
+    each = places / kv_heads
+    counts = {int(each), math.ceil(each), *(int(times * each) for times in (2, 3, 4))}
+    possible = sorted({min(max(1, count), len(costs)) for count in counts})
+    return min(possible, key=lambda count: makespan(count, places, kv_heads, costs))
+
+
+@cache
+def makespan(programs: int, places: int, kv_heads: int, costs: tuple[int, ...]) -> int:
+    """When the last of `programs` per kv head ends: each starts where a place is free, the first of all heads first."""
+    loads = [sum(costs[first::programs]) for first in range(programs)]
+    free = [0] * min(places, programs * kv_heads)
+    for load in loads:
+        for _ in range(kv_heads):
+            heapq.heapreplace(free, free[0] + load)
+    return max(free)
 
 
 def _strip(bias: Tensor | None) -> Tensor | None:

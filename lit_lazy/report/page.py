@@ -199,9 +199,8 @@ def _overall(material: _Material) -> dict[str, Figure]:
     if not any(row.n for row in table.rows):
         return {}
     histories = _histories(material)
-    plotted = [column.key for column in table.columns if column.plotted]
     drawn: dict[str, Figure | None] = {
-        "effects": figures.effects_figure(table, plotted) if plotted else None,
+        "effects": figures.effects_figure(table, table.compared) if table.compared else None,
         "loss_against_sparsity": figures.loss_against_sparsity(table),
         "tau_over_training": figures.tau_over_training(histories),
         "sink_over_training": figures.sink_over_training(histories),

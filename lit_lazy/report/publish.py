@@ -25,9 +25,8 @@ def write_table(tracker: Tracker, parent_id: str, folder: Path) -> Table:
     """Build the table from MLflow, write it with its figure into a folder and onto the parent run."""
     table = table_from_mlflow(tracker, parent_id)
     files = save(table, folder / "table")
-    shown = [column.key for column in table.columns if column.plotted]
-    if shown and any(row.n for row in table.rows):
-        files += figures.save_figure(figures.effects_figure(table, shown), folder / "effects")
+    if table.compared and any(row.n for row in table.rows):
+        files += figures.save_figure(figures.effects_figure(table, table.compared), folder / "effects")
     tracker.keep_files(parent_id, files)
     save_views(tracker, read_plan(tracker, parent_id).axes, table.columns)
     return table

@@ -217,6 +217,13 @@ class Table:
         """The commit of all complete cells, or "mixed: a, b"."""
         return one_or_mixed({sha for row in self.rows for sha in row.git_shas})
 
+    @property
+    def compared(self) -> list[str]:
+        """Keys of the plotted columns, but for those that the baseline's cells have no value in."""
+        known = [row for row in self.rows if row.variant == self.baseline and row.n]
+        plotted = [column.key for column in self.columns if column.plotted]
+        return [key for key in plotted if all(row.metrics[key].mean is not None for row in known)]
+
     def to_json(self) -> dict[str, Any]:
         """Strict JSON (no NaN, no infinity); every half-width, p and MDE that does not exist is null."""
         columns = []

@@ -7,6 +7,7 @@ import math
 import random
 import re
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -446,3 +447,12 @@ def test_the_environment_is_named_and_mixed_ones_are_told():
     assert "With torch 2.13.0." in markdown(table(rows("lazy", seeds=range(2)), made))
     mixed = [made[0], replace(made[1], environment="torch 2.14.0")]
     assert "With mixed: torch 2.13.0, torch 2.14.0." in markdown(table(rows("lazy", seeds=range(2)), mixed))
+
+
+@pytest.mark.parametrize(("name", "there"), [("rivals-backcopy", False), ("table2-backcopy", True)])
+def test_a_column_that_the_baseline_has_no_value_in_is_not_compared(name: str, there: bool) -> None:
+    """Softmax has no sparsity, Lazy Attention has."""
+    kept = Path(__file__).parents[2] / "docs" / "results" / name / "table.json"
+    compared = Table.from_json(json.loads(kept.read_text())).compared
+    assert ("sparsity/zero" in compared) == there
+    assert "loss/excess" in compared

@@ -27,19 +27,21 @@ def check_normaliser(normaliser: Normaliser, formula: Formula | None = None) -> 
 
     Its promises (`NormaliserModule.probe`); its formula, where given; blocks of rows equal to whole matrices, the fused
     path to the rule, decoding to a full pass; causality bit for bit; gradients; rows without keys; NaN that stays; and
-    errors in bfloat16 of at most twice eager's. A tenth of a second to a second.
+    errors in bfloat16 of at most twice eager's. A second or two.
     """
     checks: tuple[Callable[[Normaliser], None], ...] = (
-        *(_keeps_its_promises, partial(_has_its_formula, formula), _blocks_equal_the_whole, _fused_equals_the_rule),
-        *(_decodes, _is_causal, _passes_gradcheck, _leaves_rows_without_keys_zero, _lets_nan_through),
+        *(_keeps_its_promises, partial(_has_its_formula, formula), _is_causal, _blocks_equal_the_whole),
+        *(_fused_equals_the_rule, _decodes, _passes_gradcheck, _leaves_rows_without_keys_zero, _lets_nan_through),
         _rounds_as_eager_does,
     )
+    if not isinstance(normaliser, Normaliser):
+        raise AssertionError(f"{normaliser!r} is no Normaliser; give one with its settings, such as Softpick()")
     for check in checks:
         try:
             check(normaliser)
-        except (AssertionError, ValueError, RuntimeError) as error:
+        except Exception as error:
             name = (check.func if isinstance(check, partial) else check).__name__
-            message = " ".join(str(error).split())
+            message = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise AssertionError(f"{type(normaliser).__name__}: {name.strip('_')} fails: {message}") from error
 
 
@@ -113,17 +115,20 @@ def small_blocks() -> Iterator[None]:
 def _keeps_its_promises(normaliser: Normaliser) -> None:
     module = _module(normaliser, torch.float32)
     module.probe(HEADS, WIDTH, torch.device("cpu"))
+    assert not (module.signed and normaliser.renormalise), "signed weights cannot be renormalised"
 
 
 def _has_its_formula(formula: Formula | None, normaliser: Normaliser) -> None:
     if formula is None:
         return
     module = normaliser.build(SHAPE).double()
+    # Parameters are float32: a setting that this cannot hold is off by its rounding.
+    close = 1e-6 if list(module.parameters()) else 1e-10
     weights = module.weights_of(_call(normaliser, window=6))
     for row, seen in enumerate(weights.rows.visible[0, 0]):
         for scores, found in zip(weights.scores[:, 0], weights.w[:, 0], strict=True):
             expected = formula(scores[..., row, seen])
-            torch.testing.assert_close(found[row, seen], expected, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(found[row, seen], expected, rtol=close, atol=close / 100)
             assert not found[row, ~seen].any(), "a hidden key has weight"
 
 

@@ -25,7 +25,7 @@ HIDDEN = -1e30
 
 @dataclass(frozen=True)
 class Rows:
-    """Where a block of R rows over C keys stands. With two score maps per head, each has an axis of size 1 more.
+    """Where a block of R rows over C keys stands; with several score maps, each has an axis of 1 more, after the heads.
 
     visible: bool `[B or 1, 1, R, C]`, the keys that a row sees.
     n: `[B or 1, 1, R, 1]`, how many keys a row sees in all, at least 1, in the scores' dtype.
@@ -40,8 +40,9 @@ class Rows:
 Rule = Callable[[Tensor, Rows], Tensor]
 """Weights `[B, H, R, C]` of scores `[B, H, R, C]` (`[B, H, maps, R, C]` with several maps), float32 or float64.
 
-Scores are finite where a key is hidden, and the weight there is 0. A row that sees no key comes as one that sees all
-keys with a score of 0; its weights are set to 0 afterwards.
+Scores are finite where a key is hidden, and the weight there is to be 0; it is set to 0 afterwards, so that a factor
+which training has turned negative can show no row its future. A row that sees no key comes as one that sees all keys
+with a score of 0; its weights are set to 0 too. Scores are not to be changed in place.
 """
 
 
@@ -124,7 +125,7 @@ def rule_attention(
 
     Args:
         rule: the weights of a block of rows.
-        parameters: the tensors that the rule reads and that are to get gradients.
+        parameters: the tensors that the rule reads and that are to get gradients; one that is left out gets none.
         maps: score maps per head. q and k are cut into as many parts along D, each of which gives a map; the rule makes
             one matrix of weights of them. scale is 1 / sqrt(D / maps) by default.
         renormalise: divides a row's weights by their sum, where that is above 0.
@@ -140,6 +141,8 @@ def rule_attention(
     """
     tensors = q, k, v, bias, slopes, cu_seqlens, kv_lengths, key_mask
     call = _checked(tensors, maps, renormalise=renormalise, scale=scale, window=window)
+    if wrong := [x for x in parameters if not isinstance(x, Tensor)]:
+        raise TypeError(f"parameters has {wrong[0]!r}, a {type(wrong[0]).__name__}; give tensors")
     attend = {"reference": _reference, "chunked": _chunked}.get(backend)
     if attend is None:
         raise ValueError(f"backend is {backend!r}; rules run on reference, chunked")
@@ -195,16 +198,34 @@ def _checked(tensors: tuple[Tensor | None, ...], maps: int, **settings: Any) -> 
     return call
 
 
+def rule_name(rule: Rule) -> str:
+    """What to call a rule in messages: its class and method, or its function."""
+    owner = getattr(rule, "__self__", None)
+    own = getattr(rule, "__name__", type(rule).__name__)
+    return own if owner is None else f"{type(owner).__name__}.{own}"
+
+
+def called(rule: Rule, scores: Tensor, rows: Rows) -> Tensor:
+    """What a rule returns: weights `[B, H, R, C]`. Raises ValueError, with the fix, where they are something else."""
+    version = None if scores.is_inference() else scores._version
+    w = rule(scores, rows)
+    if version is not None and scores._version != version:
+        raise ValueError(f"{rule_name(rule)} changes its scores in place; use an operation that returns a new tensor")
+    expected = (*scores.shape[:2], *scores.shape[-2:])
+    if not isinstance(w, Tensor) or w.shape != expected or w.dtype != scores.dtype:
+        got = f"{w.dtype} {list(w.shape)}" if isinstance(w, Tensor) else f"a {type(w).__name__}"
+        several = "; with several maps, rows.visible and the others have an axis more: rows.visible.squeeze(2)"
+        raise ValueError(
+            f"{rule_name(rule)} returns {got} for scores {scores.dtype} {list(scores.shape)}; return {scores.dtype} "
+            f"{list(expected)}" + (several if scores.dim() == 5 else "")
+        )
+    return w
+
+
 def _apply(rule: Rule, scores: Tensor, rows: Rows, blind: Tensor | None, renormalise: bool) -> tuple[Tensor, Tensor]:
     """Weights `[B, H, R, C]` and their sum before renormalising `[B, H, R, 1]`; blind `[B, 1, R, 1]`."""
-    w = rule(scores, rows)
-    expected = scores.shape if scores.dim() == 4 else (*scores.shape[:2], *scores.shape[3:])
-    if w.shape != expected or w.dtype != scores.dtype:
-        name = getattr(rule, "__qualname__", type(rule).__name__)
-        raise ValueError(
-            f"{name} returned {w.dtype} of shape {list(w.shape)} for scores {scores.dtype} {list(scores.shape)}; "
-            f"return {scores.dtype} of shape {list(expected)}"
-        )
+    w = called(rule, scores, rows)
+    w = w.masked_fill(~(rows.visible if scores.dim() == 4 else rows.visible.squeeze(2)), 0)
     if blind is not None:
         w = w.masked_fill(blind, 0)
     mass = w.sum(-1, keepdim=True)
@@ -408,7 +429,8 @@ class _Blocks(Sweep):
                     w, _ = _apply(self.rule, *_presented(scores, rows, blind), blind, self.call.renormalise)
                 dw = torch.bmm(do, v[:, block.keys].transpose(1, 2)).view_as(w)
                 dv_part[:, block.keys].baddbmm_(self._flat(w.detach()).transpose(1, 2), do)
-                ds, *found = torch.autograd.grad(w, leaves, dw, allow_unused=True)
+                none = [None] * len(leaves)  # a rule need not depend on anything
+                ds, *found = torch.autograd.grad(w, leaves, dw, allow_unused=True) if w.requires_grad else none
                 for index, gradient in zip(wanted, found, strict=True):
                     if gradient is not None:
                         before = dparameters[index]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from flash_lazy import Backend, Stats
 from lit_lazy.attention.bias import Bias, NoBias
 from lit_lazy.attention.gate import Gate, NoGate
-from lit_lazy.attention.normaliser import AttentionCall, LayerShape, Normaliser, Softmax
+from lit_lazy.attention.normaliser import AttentionCall, LayerShape, Normaliser, NormaliserModule, Softmax
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,9 @@ class Attention(nn.Module):
         self.v = nn.Linear(shape.d_model, shape.n_kv_heads * shape.head_dim, bias=False)
         self.out = nn.Linear(shape.n_heads * shape.head_dim, shape.d_model, bias=False)
         self.normaliser = spec.normaliser.build(shape)
+        if not isinstance(self.normaliser, NormaliserModule):
+            made = f"{type(spec.normaliser).__name__}.build returns a {type(self.normaliser).__name__}"
+            raise ValueError(f"{made}; return a NormaliserModule")
         if self.normaliser.signed and self.renormalise:
             name = type(spec.normaliser).__name__
             raise ValueError(f"{name}.renormalise=True: its weights can be negative, and their sum 0; leave it False")

@@ -18,8 +18,9 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from flash_lazy import Backend, Rows, RuleWeights, Stats, lazy_attention, resolve_backend, rule_attention, rule_weights
+from flash_lazy.inputs import compute_dtype
 from lit_lazy.attention.bias import BiasTerms
-from lit_lazy.attention.probe import probe_gradients, probe_weights
+from lit_lazy.attention.probe import probe_attention, probe_weights
 
 Threshold = Literal["per_query", "seq_len", "per_token", "constant"]
 
@@ -62,11 +63,7 @@ class AttentionCall(NamedTuple):
         if self.key_mask is not None:
             counts = pad(self.key_mask.cumsum(-1), (1, 0))
             n = counts[:, end] - counts[:, end - n]
-        return n.clamp(min=1).view(-1, 1, len(end), 1).to(_compute_dtype(self.q))
-
-
-def _compute_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+        return n.clamp(min=1).view(-1, 1, len(end), 1).to(compute_dtype(self.q))
 
 
 class Fused(NamedTuple):
@@ -121,7 +118,7 @@ class NormaliserModule(nn.Module, ABC):
         Raises ValueError, in one line, at the first call where `weights` breaks what it promises.
         """
         if not (self._probed or call.q.device.type == "meta" or torch.compiler.is_compiling()):
-            self.probe(call.q.shape[1], call.q.shape[3], call.q.device, _compute_dtype(call.q))
+            self.probe(call.q.shape[1], call.q.shape[3], call.q.device, compute_dtype(call.q))
             self._probed = True
         call = call._replace(q=self.queries(call.q, call.visible))
         fused = self.fused(call)
@@ -160,8 +157,12 @@ class NormaliserModule(nn.Module, ABC):
         return cast(Tensor, attend()), None
 
     def probe(self, heads: int, head_dim: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        """Raise ValueError, in one line with the fix, where `weights` breaks what it promises; see `probe_weights`."""
+        """Raise ValueError, in one line with the fix, where the module breaks a promise (`attention/probe.py`)."""
         name = type(self).__name__
+        if not isinstance(self.maps, int) or self.maps < 1 or head_dim % self.maps:
+            raise ValueError(
+                f"{name}.maps={self.maps!r}: must be a whole number that divides the head dimension {head_dim}"
+            )
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             call = AttentionCall(q, k, v)
@@ -170,8 +171,8 @@ class NormaliserModule(nn.Module, ABC):
         trained = {parameter: p for parameter, p in self.named_parameters() if p.requires_grad}
         # Whatever the first call is made under: a rule runs without autocast, and inference mode makes no gradients.
         with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
-            probe_weights(name, self.weights, heads, self.maps, self.signed, device, dtype)
-            probe_gradients(name, trained, attend, heads, head_dim, device, dtype)
+            probe_weights(self.weights, heads, self.maps, self.can_zero, self.signed, device, dtype)
+            probe_attention(name, trained, attend, heads, head_dim, device, dtype)
 
 
 def _options(call: AttentionCall) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_lazy import Rows, Rule
-from flash_lazy.rules import HIDDEN
+from flash_lazy.rules import HIDDEN, called, rule_name
 
 ROWS, KEYS, EXTRA = 4, 7, 3
 LARGE = 200.0
@@ -17,10 +17,10 @@ LARGE = 200.0
 
 
 def probe_weights(
-    name: str,
     rule: Rule,
     heads: int,
     maps: int,
+    can_zero: bool,
     signed: bool,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
@@ -28,29 +28,31 @@ def probe_weights(
     """Raise ValueError, in one line with the fix, where a rule breaks what `flash_lazy.Rule` promises.
 
     Shape and dtype; no NaN from finite scores; no weight at hidden keys, nor any that depends on how many there are; no
-    negative weight unless signed.
+    negative weight unless signed, and no weight of exactly 0 for a small score unless it can be.
     """
-    rows = _rows(device, dtype)
+    rows, name = _rows(device, dtype), rule_name(rule)
     for size in (1.0, LARGE):
         scores = size * torch.randn(2, heads, maps, ROWS, KEYS, generator=torch.Generator().manual_seed(0))
         scores = scores.to(device, dtype)
         scores = scores.masked_fill(~rows.visible[:, :, None], HIDDEN)
         with torch.no_grad():
-            w = _apply(name, rule, scores, rows)
-            wider = _apply(name, rule, *_widened(scores, rows))[..., EXTRA:]
+            w = _weights(rule, scores, rows)
+            wider = _weights(rule, *_widened(scores, rows))[..., EXTRA:]
         seen = rows.visible.expand_as(w)
         if not w[seen].isfinite().all():
             bad = f"is not finite for scores of size {size:g}"
-            raise ValueError(f"{name}.weights {bad}; subtract the row's maximum before an exponential")
-        if w[~seen].count_nonzero() or not torch.equal(w[~seen], w[~seen]):
-            raise ValueError(f"{name}.weights gives a hidden key weight; clear it with masked_fill(~rows.visible, 0)")
+            raise ValueError(f"{name} {bad}; subtract the row's maximum before an exponential")
+        if w[~seen].count_nonzero() or w[~seen].isnan().any():
+            raise ValueError(f"{name} gives a hidden key weight; clear it with masked_fill(~rows.visible, 0)")
         if not torch.allclose(w, wider, rtol=1e-4, atol=1e-6):
-            raise ValueError(f"{name}.weights changes with the number of hidden keys; leave them out by rows.visible")
+            raise ValueError(f"{name} changes with the number of hidden keys; leave them out by rows.visible")
         if not signed and (w < 0).any():
-            raise ValueError(f"{name}.weights gives a weight below 0; declare signed = True, or cut it at 0")
+            raise ValueError(f"{name} gives a weight below 0; declare signed = True, or cut it at 0")
+        if size == 1.0 and not (can_zero or signed) and (w[seen] == 0).any():
+            raise ValueError(f"{name} gives a visible key a weight of 0; declare can_zero = True: there is a sparsity")
 
 
-def probe_gradients(
+def probe_attention(
     name: str,
     parameters: Mapping[str, Tensor],
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
@@ -59,13 +61,19 @@ def probe_gradients(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Raise ValueError, in one line with the fix, where a parameter that is to be trained gets no gradient."""
-    if not parameters:
-        return
+    """Raise ValueError, in one line with the fix, where the whole of a normaliser breaks its promises.
+
+    The shape of what `output` returns, and a gradient for each parameter that is to be trained.
+    """
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 2, heads, KEYS, head_dim, generator=generator).to(device, dtype)
     with torch.enable_grad():
         out = attend(q, k, v)
+        if not isinstance(out, Tensor) or out.shape != q.shape:
+            got = list(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
+            raise ValueError(f"{name}.output returns {got} for heads {list(q.shape)}; return the same shape")
+        if not parameters:
+            return
         if out.requires_grad:
             found = torch.autograd.grad(out.sum(), list(parameters.values()), allow_unused=True)
         else:
@@ -94,18 +102,8 @@ def _widened(scores: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
     return torch.nn.functional.pad(scores, (EXTRA, 0), value=HIDDEN), Rows(more, rows.n, rows.position)
 
 
-def _apply(name: str, rule: Rule, scores: Tensor, rows: Rows) -> Tensor:
+def _weights(rule: Rule, scores: Tensor, rows: Rows) -> Tensor:
     """scores `[B, H, maps, R, C]`, handed over without the axis of a single map."""
     if scores.shape[2] == 1:
-        scores = scores.squeeze(2)
-    else:
-        rows = Rows(*(x.unsqueeze(2) for x in (rows.visible, rows.n, rows.position)))
-    expected = (*scores.shape[:2], *scores.shape[-2:])
-    w = rule(scores, rows)
-    if not isinstance(w, Tensor) or w.shape != expected or w.dtype != scores.dtype:
-        got = f"{w.dtype} {list(w.shape)}" if isinstance(w, Tensor) else f"{type(w).__name__}"
-        raise ValueError(
-            f"{name}.weights returns {got} for scores {scores.dtype} {list(scores.shape)}; return {scores.dtype} "
-            f"{list(expected)}"
-        )
-    return w
+        return called(rule, scores.squeeze(2), rows)
+    return called(rule, scores, Rows(*(x.unsqueeze(2) for x in (rows.visible, rows.n, rows.position))))

@@ -13,10 +13,12 @@ from lit_lazy.config import ModelConfig
 from lit_lazy.testing import check_normaliser
 from lit_lazy.training.prepare import check_model
 
+LIT_LAZY = str(Path(sys.executable).with_name("lit-lazy"))
 SHAPE = LayerShape(2, 2, 4, 8, context_length=8)
 
 
 def module(weights, parameter: bool = False, **declared) -> NormaliserModule:
+    weights.__name__ = "weights"
     made = type("Mine", (NormaliserModule,), {"weights": weights, **declared})()
     if parameter:
         made.scale = nn.Parameter(torch.ones(1))
@@ -30,12 +32,21 @@ def plain(self, scores, rows):  # noqa: ARG001
 BROKEN = {
     "shape": (module(lambda _, s, _rows: s.softmax(-1).sum(-1)), "Mine.weights returns torch.float32 [2, 2, 4] for"),
     "dtype": (module(lambda _, s, _rows: s.softmax(-1).double()), "return torch.float32 [2, 2, 4, 7]"),
-    "no tensor": (module(lambda *_: None), "Mine.weights returns NoneType for scores torch.float32"),
+    "no tensor": (module(lambda *_: None), "Mine.weights returns a NoneType for scores torch.float32"),
     "overflow": (module(lambda _, s, _rows: s.exp() / s.exp().sum(-1, keepdim=True)), "subtract the row's maximum"),
     "hidden": (module(lambda _, s, _rows: s.sigmoid() + 0.1), "gives a hidden key weight; clear it with masked_fill"),
     "hidden NaN": (module(lambda _, s, rows: s.softmax(-1).where(rows.visible, torch.nan)), "a hidden key weight"),
     "counts hidden": (module(lambda _, s, _rows: s.relu() / s.shape[-1]), "changes with the number of hidden keys"),
     "negative": (module(lambda _, s, rows: s.where(rows.visible, 0)), "gives a weight below 0; declare signed = True"),
+    "zeros": (module(lambda _, s, rows: s.relu() / rows.n), "a visible key a weight of 0; declare can_zero = True"),
+    "in place": (module(lambda _, s, _rows: s.mul_(2).softmax(-1)), "Mine.weights changes its scores in place; use"),
+    "maps": (module(plain, maps=3), "Mine.maps=3: must be a whole number that divides the head dimension 4"),
+    "maps as text": (module(plain, maps="2"), "Mine.maps='2': must be a whole number"),
+    "rows of maps": (
+        module(lambda _, s, rows: s.softmax(-1)[:, :, 0].masked_fill(~rows.visible, 0), maps=2),
+        "with several maps, rows.visible and the others have an axis more: rows.visible.squeeze(2)",
+    ),
+    "output": (module(plain, output=lambda _, out: out.mean(1)), "Mine.output returns [2, 7, 4] for heads"),
     "no gradient": (module(plain, parameter=True), "Mine.scale gets no gradient: use it in weights, queries or output"),
     "detached": (
         module(lambda self, s, _rows: (s * self.scale.detach()).softmax(-1), parameter=True),
@@ -58,7 +69,7 @@ def test_signed_weights_and_idle_rows_are_no_mistake():
     x = torch.randn(1, 2, 3, 4)
     for kept in (
         module(lambda _, s, rows: s.where(rows.visible, 0), signed=True),
-        module(lambda _, s, rows: 0 * s.where(rows.visible, 0)),
+        module(lambda _, s, rows: 0 * s.where(rows.visible, 0), can_zero=True),
     ):
         kept(AttentionCall(x, x, x, key_mask=torch.tensor([[False, True, True]])))
 
@@ -118,11 +129,34 @@ def config():
 """
 
 
+SLIPS = {
+    "old_build": ("def build(self, n_heads, context_length):", "Naive: TypeError (module.py, line"),
+    "returns": (
+        "def build(self, shape): return 3\n    def other(self):",
+        "Naive.build returns a int; return a NormaliserModule",
+    ),
+    "typo": ("return scores.softmax(-1) * rows.visble", "AttributeError (slip.py, line"),
+}
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_slip_in_a_class_is_one_line(slip: str, tmp_path: Path) -> None:
+    text, message = SLIPS[slip]
+    at = "return scores.exp()" if slip == "typo" else "def build(self, shape):"
+    lines = [text if line.strip().startswith(at) else line.strip("\n") for line in MINE.splitlines()]
+    indent = {"typo": 8}.get(slip, 4)
+    lines = [" " * indent + line if line == text else line for line in lines]
+    (tmp_path / "slip.py").write_text("\n".join(lines))
+    done = forked.run([LIT_LAZY, "train", "slip.py", "--runs", "runs"], cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert message in line
+    assert not (tmp_path / "runs").exists()
+
+
 def test_nothing_is_created_for_a_rule_that_will_overflow(tmp_path: Path) -> None:
     (tmp_path / "naive.py").write_text(MINE)
-    done = forked.run(
-        [str(Path(sys.executable).with_name("lit-lazy")), "train", "naive.py", "--runs", "runs"], cwd=tmp_path
-    )
+    done = forked.run([LIT_LAZY, "train", "naive.py", "--runs", "runs"], cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines() == [
         "lit-lazy: NaiveModule.weights is not finite for scores of size 200; subtract the row's maximum before an "

@@ -110,6 +110,38 @@ def test_no_tensor_grows_with_the_square_of_the_length(length):
     assert largest.elements <= max(blocks.BLOCK_ELEMENTS_CPU, q.numel())
 
 
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize(
+    "rule", [lambda s, _: (-s).sigmoid(), lambda s, _: (-s).softmax(-1), lambda s, rows: s.softmax(-1) - 1 / rows.n]
+)
+def test_no_rule_can_show_a_row_its_future(rule, backend):
+    """Whatever a factor that training has turned negative makes of hidden scores."""
+    q = draw(1, 2, 9, 8)
+    changed = V[:1].clone()
+    changed[:, :, 5] = 100
+    before, after = (rule_attention(rule, q, K[:1], v, window=4, backend=backend) for v in (V[:1], changed))
+    assert torch.equal(before[:, :, :5], after[:, :, :5])
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_a_rule_need_not_depend_on_its_scores(backend):
+    v = V.clone().requires_grad_()
+    q = Q.clone().requires_grad_()
+    out = rule_attention(lambda s, rows: (rows.visible / rows.n).to(s).expand_as(s), q, K, v, backend=backend)
+    found = torch.autograd.grad(out.sum(), [q, v], allow_unused=True)
+    assert found[0] is None or not found[0].any()
+    torch.testing.assert_close(found[1].sum(), torch.tensor(float(out.numel()), dtype=out.dtype))
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_a_rule_that_changes_its_scores_is_refused(backend):
+    def naughty(scores: Tensor, _: Rows) -> Tensor:
+        return scores.sub_(scores.amax(-1, keepdim=True)).softmax(-1)
+
+    with pytest.raises(ValueError, match="naughty changes its scores in place; use an operation that returns a new"):
+        rule_attention(naughty, Q, K, V, backend=backend)
+
+
 def test_parameters_get_gradients_through_the_recomputation():
     scale = torch.tensor([0.5, 1.0, 1.5, 2.0], dtype=torch.float64, requires_grad=True)
 
@@ -145,11 +177,11 @@ def test_a_mistake_is_named(arguments, settings, message):
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (lambda s, _: s.softmax(-1).sum(1), "returned torch.float64 of shape [2, 6, 9] for scores torch.float64"),
-        (lambda s, _: s.softmax(-1).float(), "return torch.float64 of shape [2, 4, 6, 9]"),
+        (lambda s, _: s.softmax(-1).sum(1), "returns torch.float64 [2, 6, 9] for scores torch.float64"),
+        (lambda s, _: s.softmax(-1).float(), "return torch.float64 [2, 4, 6, 9]"),
     ],
 )
 def test_a_rule_that_returns_something_else_is_named(rule, message):
-    with pytest.raises(ValueError, match=r"<lambda> returned torch\.float") as error:
+    with pytest.raises(ValueError, match=r"<lambda> returns torch\.float") as error:
         rule_attention(rule, Q, K, V)
     assert message in str(error.value)

@@ -1,5 +1,6 @@
 """What the attention of every normaliser costs, forward and backward, beside lazy attention's own implementation."""
 
+import importlib.util
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -33,10 +34,11 @@ BASELINE = "Elastic"
 NORMALISERS: Mapping[str, Normaliser] = {
     type(normaliser).__name__: normaliser
     for normaliser in (
-        Elastic(), Softmax(), OffByOne(), SinkLogit(), ClippedSoftmax(), Softpick(), Sigmoid(), Relu(), Entmax15(),
-        Sparsemax(), SSMax(), Differential(),
+        Elastic(), Softmax(), OffByOne(), SinkLogit(), ClippedSoftmax(), Softpick(), Sigmoid(), Relu(), SSMax(),
+        Differential(), *((Entmax15(), Sparsemax()) if importlib.util.find_spec("entmax") else ()),
     )
 }  # fmt: skip
+"""Those that this machine can run: one with a GPU may have torch alone."""
 
 
 def measure_rules(length: int, rounds: int, tokens: int, console: Callable[[str], None]) -> list[dict[str, Any]]:

@@ -72,7 +72,7 @@ class TestPages:
         for variant in ROWS:
             assert f"Group: {variant} 2" in text
             assert f"{variant} seed" not in text, "its cells are folded away"
-        for column in ("normaliser", "tau_init", "threshold", "renormalise", "bias", "loss/excess", "mass/trigger"):
+        for column in ("normaliser", "tau_init", "threshold", "learn_tau", "bias", "loss/excess", "mass/trigger"):
             assert f" {column} " in text, column
         assert "6 matching runs" in text
 

@@ -34,7 +34,7 @@ def loss_against_sparsity(table: Table) -> Figure | None:
     """The loss of every variant against its sparsity, both with 95 % intervals over seeds.
 
     The loss is the first of excess loss, bits per byte and validation loss that the table has. Variants without a
-    threshold stand apart at the left. A loss that would squeeze all others together is put at the upper edge, with an
+    sparsity stand apart at the left. A loss that would squeeze all others together is put at the upper edge, with an
     arrow and its value. None without both columns, or where no variant has both.
     """
     columns = {column.key: column for column in table.columns}
@@ -147,7 +147,7 @@ def _x_axis(axes: Axes, points: Sequence[_Point]) -> tuple[float, float]:
     if any(math.isnan(point.x) for point in points):
         axes.axvline(low, color=NEUTRAL, linewidth=0.8, linestyle=":")
         axes.set_xlim(apart - 0.1 * span, high)
-        ticks, labels = [apart, *ticks], ["no\nthreshold", *labels]
+        ticks, labels = [apart, *ticks], ["no\nsparsity", *labels]
     else:
         axes.set_xlim(low, high)
     axes.set_xticks(ticks, labels)

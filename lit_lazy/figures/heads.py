@@ -137,7 +137,7 @@ def sink_heatmap(arrays: Arrays) -> Figure | None:
     )
     bar.ax.axhline(SINK_WEIGHT, color="white", linewidth=1.5)
     if absent:
-        legend_below(figure, [_patch(ZERO, "not defined: there is no mass to share")], 1)
+        legend_below(figure, [_patch(ZERO, "not defined: no mass to share, or signed weights")], 1)
     return figure
 
 
@@ -170,7 +170,7 @@ def mass_by_position(arrays: Arrays) -> Figure | None:
 def sparsity_by_layer(arrays: Arrays) -> Figure | None:
     """Exact zeros beside the Gaussian null model, and small weights and empty tiles, trained and at init, by layer."""
     lines = {
-        "sparsity/zero": ("exactly 0 (p ≤ θ)", BETTER, "o"),
+        "sparsity/zero": ("exactly 0", BETTER, "o"),
         "sparsity/null": ("Gaussian null model", "#000000", "D"),
         "sparsity/small": ("w ≤ 1e-5", WORSE, "s"),
         "sparsity/block_64": ("64×64 tiles without a weight", "#009E73", "^"),
@@ -194,9 +194,9 @@ def sparsity_by_layer(arrays: Arrays) -> Figure | None:
     panels[0].set_ylabel("share of visible keys or tiles (%)")
     panels[0].set_ylim(-4, 104)
     if not _states(arrays, "sparsity/zero"):
-        _remark(panels[0], "no threshold: there are no exact zeros to count")
+        _remark(panels[0], "no sparsity: no weight can be exactly 0, or weights are signed")
     elif not _states(arrays, "sparsity/null"):
-        _remark(panels[0], "no null model: no row sees eight keys")
+        _remark(panels[0], "no null model: no threshold, or no row sees eight keys")
     if not _states(arrays, "sparsity/block_64"):
         _remark(panels[1], "no tiles: the sequences are shorter than 64")
     handles = [
@@ -516,7 +516,9 @@ def _profile(axes: Axes, values: np.ndarray, colour: str, state: _State, marker:
 
 
 def _begin_at_zero(axes: Axes) -> None:
-    axes.set_ylim(0, 1.06 * axes.dataLim.y1 or 1)
+    """Or end there, where there are only negative weights."""
+    low, high = (1.06 * y for y in axes.dataLim.intervaly)
+    axes.set_ylim(min(0, low), max(0, high) if low < 0 else high or 1)
 
 
 def _layer_axis(axes: Axes, layers: int) -> None:

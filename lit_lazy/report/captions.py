@@ -22,8 +22,9 @@ CAPTIONS = {
     ),
     "attention_maps": (
         "Attention maps",
-        "Of each of up to four layers the head that gives the first key the greatest share of its mass. Look for a "
-        "bright first column, which is a sink, and tell zero weights from small ones.",
+        "Of each of up to four layers the head that gives the first key the greatest share of its mass (where weights "
+        "can be negative, the greatest weight). Look for a bright first column, which is a sink, and tell zero weights "
+        "from small ones.",
     ),
     "sink_heatmap": (
         "Sinks by layer and head",
@@ -35,7 +36,8 @@ CAPTIONS = {
     ),
     "sparsity_by_layer": (
         "Sparsity by layer",
-        "Look how far the zeros exceed the null model and the untrained model: zeros up to those need no structure.",
+        "Look how far the zeros exceed the untrained model and, where there is a threshold, the null model: zeros up "
+        "to those need no structure.",
     ),
     "tau_by_layer": (
         "Offset parameter by layer",
@@ -81,15 +83,16 @@ READING = {
     "Share": [
         "The first key's part of what survived: the sum of its weights over the sum of all weights of the same "
         "rows. Compare normalisers by the share, for a smaller weight may only mean a smaller mass; it is not "
-        "defined where almost no mass is left."
+        "defined where almost no mass is left, nor where weights can be negative."
     ],
     "Mass": [
-        "Sum of a row's weights before any renormalising: 1 for a softmax, less where a threshold is taken off. An "
-        "empty row has none; a dead head has only empty rows from position 2 on."
+        "Sum of a row's weights before any renormalising: 1 for a softmax, less where weights are cut or need not "
+        "add up. An empty row has none; a dead head has only empty rows from position 2 on."
     ],
     "Sparsity": [
-        "Share of the visible keys, over sequences, heads and rows, whose probability is at or below the "
-        "threshold. It is not defined for a softmax."
+        "Share of the visible keys, over sequences, heads and rows, whose weight is exactly 0: with a threshold, those "
+        "whose probability is at or below it. Not defined where no weight can be 0, as of a softmax, or where weights "
+        "can be negative."
     ],
     "Null": [
         "The sparsity of independent normal scores, row by row, with the row's own spread, number of keys and "

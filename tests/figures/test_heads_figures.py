@@ -130,6 +130,16 @@ def test_a_zero_weight_is_told_from_a_small_one_and_from_a_hidden_key():
     assert labels["hidden from the query"] == hidden
 
 
+@pytest.mark.parametrize(
+    ("mass", "limits"), [([0.5, 1.0], (0, 1.06)), ([-0.5, -1.0], (-1.06, 0)), ([0.0, 0.0], (0, 1))]
+)
+def test_mass_is_drawn_from_zero_upwards_or_down_from_it(mass, limits):
+    rows = np.array(mass, np.float32).reshape(1, 1, 2)
+    arrays = {"mass/row": rows, "mass/first_key": rows, "sample": np.array([1, 2, 1])}
+    axes = drawn(figures.mass_by_position(arrays)).axes[0]
+    assert axes.get_ylim() == pytest.approx(limits)
+
+
 def test_a_weight_below_zero_is_red_and_in_the_legend():
     weights = np.tril(np.full((4, 4), 0.25))
     weights[3, 0], weights[2, 0] = -0.25, -0.01
@@ -202,8 +212,8 @@ def test_sparsity_stands_beside_its_null_and_its_init_in_per_cent():
 @pytest.mark.parametrize(
     ("absent", "panel", "remark"),
     [
-        (("zero", "null"), 0, "no threshold: there are no exact zeros to count"),
-        (("null",), 0, "no null model: no row sees eight keys"),
+        (("zero", "null"), 0, "no sparsity: no weight can be exactly 0, or weights are signed"),
+        (("null",), 0, "no null model: no threshold, or no row sees eight keys"),
         (("block_64",), 1, "no tiles: the sequences are shorter than 64"),
     ],
 )
@@ -340,7 +350,7 @@ def test_loss_against_sparsity_shows_the_tables_means_and_intervals():
             assert (pytest.approx((100 * (x.mean - x.ci95), 100 * (x.mean + x.ci95))), (y.mean, y.mean)) in bars
             assert ((100 * x.mean, 100 * x.mean), pytest.approx((y.mean - y.ci95, y.mean + y.ci95))) in bars
     assert len(shown) == len(table.rows)
-    assert axes.get_xticklabels()[0].get_text() == "no\nthreshold"
+    assert axes.get_xticklabels()[0].get_text() == "no\nsparsity"
 
 
 def test_no_interval_reaches_in_among_the_variants_without_a_threshold():

@@ -100,7 +100,11 @@ FORMULAS = {  # parameters are float32, and hold these values exactly
     Differential(): differential,
 }
 RIVALS = {type(normaliser) for normaliser in FORMULAS} - {Softmax, Elastic}
-RENORMALISED = [dataclasses.replace(x, renormalise=True) for x in FORMULAS if type(x) is not Differential]
+RENORMALISED = [
+    pytest.param(dataclasses.replace(x, renormalise=True), marks=() if x in (Elastic(), Relu()) else pytest.mark.long)
+    for x in FORMULAS
+    if type(x) is not Differential
+]
 
 
 def test_every_normaliser_is_here() -> None:

@@ -97,7 +97,7 @@ def _run(module: NormaliserModule, call: AttentionCall, by_rule: bool = False) -
 
 def _by_rule(module: NormaliserModule, call: AttentionCall) -> Tensor:
     """What the module gives without its fused path."""
-    return module.output(module.by_rule(call._replace(q=module.queries(call.q, call.visible)))[0])
+    return module.output(module.by_rule(call._replace(q=module.queries(call)))[0])
 
 
 def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -112,6 +112,16 @@ def small_blocks() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _keeps_its_promises(normaliser: Normaliser) -> None:
     module = _module(normaliser, torch.float32)
     module.probe(HEADS, WIDTH, torch.device("cpu"))
@@ -121,9 +131,11 @@ def _keeps_its_promises(normaliser: Normaliser) -> None:
 def _has_its_formula(formula: Formula | None, normaliser: Normaliser) -> None:
     if formula is None:
         return
-    module = normaliser.build(SHAPE).double()
-    # Parameters are float32: a setting that this cannot hold is off by its rounding.
-    close = 1e-6 if list(module.parameters()) else 1e-10
+    with _default_dtype(torch.float64):
+        module = normaliser.build(SHAPE)
+    # A parameter that is float32 all the same is off by its rounding.
+    close = 1e-6 if any(p.dtype == torch.float32 for p in module.parameters()) else 1e-10
+    module = module.double()
     weights = module.weights_of(_call(normaliser, window=6))
     for row, seen in enumerate(weights.rows.visible[0, 0]):
         for scores, found in zip(weights.scores[:, 0], weights.w[:, 0], strict=True):
@@ -177,7 +189,7 @@ def _fused_equals_the_rule(normaliser: Normaliser) -> None:
         if module.fused(each) is None:
             continue
         _assert_close(_run(module, each), _run(module, each, by_rule=True))
-        asked = each._replace(q=module.queries(each.q, each.visible), with_stats=True)
+        asked = each._replace(q=module.queries(each), with_stats=True)
         with torch.no_grad():
             stats, expected = (found[1] for found in (module(each._replace(with_stats=True)), module.by_rule(asked)))
         assert stats is not None
@@ -247,9 +259,8 @@ def _rounds_as_eager_does(normaliser: Normaliser) -> None:
     exact = _module(normaliser)(_call(normaliser))[0]
     module, call = _module(normaliser, torch.float32), _call(normaliser, torch.bfloat16)
     mine = module(call)[0]
-    eager = module(call._replace(backend="reference"))[
-        0
-    ]  # whole matrices; of two maps, each rounded, as on the way here
+    # Whole matrices; of two maps on the fused path each is rounded, here as there.
+    eager = module(call._replace(backend="reference"))[0]
     assert mine.dtype == torch.bfloat16, f"the output of bfloat16 inputs is {mine.dtype}"
     own, allowed = ((x.double() - exact).abs().max() for x in (mine, eager))
     assert own <= 2 * allowed, f"the largest error in bfloat16 is {own:.2g}, eager's {allowed:.2g}"

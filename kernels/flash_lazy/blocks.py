@@ -182,8 +182,7 @@ class Sweep:
             flat[..., :left].baddbmm_(q, k[..., :left], beta=0, alpha=scale)
         s[..., left:].unflatten(0, part.shape).copy_(strip)
         flat[..., left:].baddbmm_(q, k[..., left:], alpha=scale)
-        if self.hidden is not None:
-            self.fill_hidden(s, part, block, self.hidden_score)
+        self.fill_hidden(s, part, block, self.hidden_score)
 
     def fill_hidden(self, x: Tensor, part: Part, block: RowBlock, value: float) -> None:
         """Writes a value where `key_mask` or `kv_lengths` hide a key; x `[b * h, G, R, C]`."""

@@ -36,6 +36,10 @@ class Rows:
     n: Tensor
     position: Tensor
 
+    def with_maps(self) -> "Rows":
+        """With the axis of several maps."""
+        return Rows(self.visible.unsqueeze(2), self.n.unsqueeze(2), self.position.unsqueeze(2))
+
 
 Rule = Callable[[Tensor, Rows], Tensor]
 """Weights `[B, H, R, C]` of scores `[B, H, R, C]` (`[B, H, maps, R, C]` with several maps), float32 or float64.
@@ -223,24 +227,17 @@ def called(rule: Rule, scores: Tensor, rows: Rows) -> Tensor:
 
 
 def _apply(rule: Rule, scores: Tensor, rows: Rows, blind: Tensor | None, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """Weights `[B, H, R, C]` and their sum before renormalising `[B, H, R, 1]`; blind `[B, 1, R, 1]`."""
-    w = called(rule, scores, rows)
-    w = w.masked_fill(~(rows.visible if scores.dim() == 4 else rows.visible.squeeze(2)), 0)
+    """Weights `[B, H, R, C]` and their sum before renormalising `[B, H, R, 1]`.
+
+    blind `[B, 1, R, 1]`: rows that see no key, which the rule is shown as rows that see all, with the score 0.
+    """
+    shown = rows
     if blind is not None:
-        w = w.masked_fill(blind, 0)
+        scores = scores.masked_fill(blind if scores.dim() == 4 else blind.unsqueeze(2), 0)
+        shown = Rows(rows.visible | blind, rows.n, rows.position)
+    w = called(rule, scores, shown if scores.dim() == 4 else shown.with_maps()).masked_fill(~rows.visible, 0)
     mass = w.sum(-1, keepdim=True)
     return (w / torch.where(mass > 0, mass, 1) if renormalise else w), mass
-
-
-def _presented(scores: Tensor, rows: Rows, blind: Tensor | None) -> tuple[Tensor, Rows]:
-    """What the rule sees: rows without a key as rows that see all, with the score 0. Axes for the maps."""
-    if blind is not None:
-        several = scores.dim() == 5
-        scores = scores.masked_fill(blind.unsqueeze(2) if several else blind, 0)
-        rows = Rows(rows.visible | blind, rows.n, rows.position)
-    if scores.dim() == 5:
-        rows = Rows(*(x.unsqueeze(2) for x in (rows.visible, rows.n, rows.position)))
-    return scores, rows
 
 
 def _reference(
@@ -280,7 +277,7 @@ def _eager_weights(rule: Rule, call: Call, maps: int) -> RuleWeights:
     blind = ~seen.any(3, keepdim=True)
     n = seen.sum(-1, keepdim=True).clamp(min=1).to(scores.dtype)
     rows = Rows(seen, n, (own + 1).clamp(min=1)[:, None, :, None])
-    w, mass = _apply(rule, *_presented(scores, rows, blind), blind, call.renormalise)
+    w, mass = _apply(rule, scores, rows, blind, call.renormalise)
     return RuleWeights(scores, w, mass.squeeze(-1), rows)
 
 
@@ -350,10 +347,6 @@ class _Blocks(Sweep):
         missing = self.block_columns - self.visible.shape[-1]
         self.visible = torch.nn.functional.pad(self.visible, (missing, 0), value=True)
 
-    def _values(self, x: Tensor) -> Tensor:
-        """`[B, H, L, D]` by kv head of the values, `[B, Hkv, G, L, D]`."""
-        return x.unflatten(1, (self.value_heads, self.group))
-
     def _rows(self, part: Part, block: RowBlock) -> tuple[Rows, Tensor | None]:
         """Where a block's rows stand, and which of them see no key `[b or 1, 1, R, 1]`."""
         rows, columns = block.shape
@@ -391,7 +384,7 @@ class _Blocks(Sweep):
                 (s,) = self.matrices(scratch, part, block)
                 rows, blind = self._rows(part, block)
                 scores = self._scores(s, q, k, part, block)
-                w, mass = _apply(self.rule, *_presented(scores, rows, blind), blind, self.call.renormalise)
+                w, mass = _apply(self.rule, scores, rows, blind, self.call.renormalise)
                 place = part.batch, slice(None), block.rows
                 result[place] = torch.bmm(self._flat(w), v[:, block.keys]).view(*w.shape[:3], -1)
                 if stats is not None:
@@ -426,7 +419,7 @@ class _Blocks(Sweep):
                 scores = self._scores(s, q, k, part, block).detach().requires_grad_()
                 leaves = [scores, *(parameters[index] for index in wanted)]
                 with torch.enable_grad():
-                    w, _ = _apply(self.rule, *_presented(scores, rows, blind), blind, self.call.renormalise)
+                    w, _ = _apply(self.rule, scores, rows, blind, self.call.renormalise)
                 dw = torch.bmm(do, v[:, block.keys].transpose(1, 2)).view_as(w)
                 dv_part[:, block.keys].baddbmm_(self._flat(w.detach()).transpose(1, 2), do)
                 none = [None] * len(leaves)  # a rule need not depend on anything

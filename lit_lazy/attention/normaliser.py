@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ class AttentionCall(NamedTuple):
     with_stats: bool = False
 
     @property
-    def visible(self) -> Tensor:
+    def n_seen(self) -> Tensor:
         """How many keys each query sees, at least 1: `[B or 1, 1, Lq, 1]`, float32 (float64 for float64 queries)."""
         end = torch.arange(self.k.shape[2] - self.q.shape[2], self.k.shape[2], device=self.q.device) + 1
         n = end if self.window is None else end.clamp(max=self.window)
@@ -96,9 +96,9 @@ class NormaliserModule(nn.Module, ABC):
         queries), finite where a key is hidden.
         """
 
-    def queries(self, q: Tensor, n: Tensor) -> Tensor:  # noqa: ARG002
-        """The queries `[B, H, Lq, D]` that scores are made of; n `[B or 1, 1, Lq, 1]`, the keys that each sees."""
-        return q
+    def queries(self, call: AttentionCall) -> Tensor:
+        """The queries `[B, H, Lq, D]` that scores are made of; `call.n_seen` has the keys that each sees."""
+        return call.q
 
     def output(self, out: Tensor) -> Tensor:
         """What becomes of the weighted values `[B, H, Lq, D]`."""
@@ -120,15 +120,15 @@ class NormaliserModule(nn.Module, ABC):
         if not (self._probed or call.q.device.type == "meta" or torch.compiler.is_compiling()):
             self.probe(call.q.shape[1], call.q.shape[3], call.q.device, compute_dtype(call.q))
             self._probed = True
-        call = call._replace(q=self.queries(call.q, call.visible))
+        call = call._replace(q=self.queries(call))
         fused = self.fused(call)
         out, stats = self.by_rule(call) if fused is None else fused.attend()
         return self.output(out), stats
 
     def weights_of(self, call: AttentionCall) -> RuleWeights:
         """The weights of a call, for diagnostics: `[B, H, Lq, Lk]` in memory."""
-        q = self.queries(call.q, call.visible)
-        return rule_weights(self.weights, q, call.k, call.bias.table, maps=self.maps, **_options(call))
+        table = call.bias.table
+        return rule_weights(self.weights, self.queries(call), call.k, table, maps=self.maps, **_options(call))
 
     def backend_name(self, call: AttentionCall) -> str:
         """The implementation that runs a call, as the table names it.
@@ -144,6 +144,7 @@ class NormaliserModule(nn.Module, ABC):
         return "reference" if call.backend == "reference" else "rules"
 
     def by_rule(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
+        """The weighted values of a call whose queries are ready, by `weights` alone."""
         attend = partial(
             rule_attention,
             *(self.weights, call.q, call.k, call.v, call.bias.table),
@@ -152,9 +153,7 @@ class NormaliserModule(nn.Module, ABC):
             backend="reference" if self._rule_backend(call) == "reference" else "chunked",
             **_options(call),
         )
-        if call.with_stats:
-            return cast(tuple[Tensor, Stats], attend(return_stats=True))
-        return cast(Tensor, attend()), None
+        return _as_pair(attend, call.with_stats)
 
     def probe(self, heads: int, head_dim: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         """Raise ValueError, in one line with the fix, where the module breaks a promise (`attention/probe.py`)."""
@@ -166,13 +165,18 @@ class NormaliserModule(nn.Module, ABC):
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             call = AttentionCall(q, k, v)
-            return self.output(self.by_rule(call._replace(q=self.queries(q, call.visible)))[0])
+            return self.output(self.by_rule(call._replace(q=self.queries(call)))[0])
 
         trained = {parameter: p for parameter, p in self.named_parameters() if p.requires_grad}
         # Whatever the first call is made under: a rule runs without autocast, and inference mode makes no gradients.
         with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
             probe_weights(self.weights, heads, self.maps, self.can_zero, self.signed, device, dtype)
             probe_attention(name, trained, attend, heads, head_dim, device, dtype)
+
+
+def _as_pair(attend: Callable[..., Any], with_stats: bool) -> tuple[Tensor, Stats | None]:
+    """What `lazy_attention` or `rule_attention` returns, its result always a pair."""
+    return attend(return_stats=True) if with_stats else (attend(), None)
 
 
 def _options(call: AttentionCall) -> dict[str, Any]:
@@ -241,13 +245,7 @@ def fused_lazy(
         backend=call.backend,
         **_options(call),
     )
-
-    def run() -> tuple[Tensor, Stats | None]:
-        if call.with_stats:
-            return cast(tuple[Tensor, Stats], attend(return_stats=True))
-        return cast(Tensor, attend()), None
-
-    return Fused(resolve_backend(call.backend, call.q, call.key_mask), run)
+    return Fused(resolve_backend(call.backend, call.q, call.key_mask), partial(_as_pair, attend, call.with_stats))
 
 
 @dataclass(frozen=True)

@@ -106,4 +106,4 @@ def _weights(rule: Rule, scores: Tensor, rows: Rows) -> Tensor:
     """scores `[B, H, maps, R, C]`, handed over without the axis of a single map."""
     if scores.shape[2] == 1:
         return called(rule, scores.squeeze(2), rows)
-    return called(rule, scores, Rows(*(x.unsqueeze(2) for x in (rows.visible, rows.n, rows.position))))
+    return called(rule, scores, rows.with_maps())

@@ -64,8 +64,7 @@ class _Sink(NormaliserModule):
             out = (out * kept[..., None]).to(out.dtype)
             if not call.with_stats:
                 return out, None
-            by_mass = (x * kept.detach() for x in (stats.mass, stats.first_weight))
-            mass, first_weight = by_mass
+            mass, first_weight = (x * kept.detach() for x in (stats.mass, stats.first_weight))
             return out, stats._replace(lse=stats.lse.detach(), mass=mass, first_weight=first_weight)
 
         return Fused(softmax.backend, attend)
@@ -203,8 +202,8 @@ class _SSMax(NormaliserModule):
         super().__init__()
         self.s = nn.Parameter(torch.full((n_heads,), init))
 
-    def queries(self, q: Tensor, n: Tensor) -> Tensor:
-        return (q * (self.s[:, None, None] * n.log())).to(q.dtype)
+    def queries(self, call: AttentionCall) -> Tensor:
+        return (call.q * (self.s[:, None, None] * call.n_seen.log())).to(call.q.dtype)
 
     def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
         return scores.softmax(-1)

@@ -55,11 +55,7 @@ def measure_rules(length: int, rounds: int, tokens: int, console: Callable[[str]
         if taken is None:
             return None
         ratios = [a / b for a, b in zip(taken, baseline, strict=True)]
-        return {
-            "rounds": taken,
-            "ratio": asdict(Spread.of(ratios)),
-            "peak_bytes": peak,
-        }
+        return {"rounds": taken, "ratio": asdict(Spread.of(ratios)), "peak_bytes": peak}
 
     return [
         {"length": length, "normaliser": name, "rule": compared(name, "rule"), "fused": compared(name, "fused")}
@@ -105,7 +101,7 @@ def _stepper(name: str, way: str, length: int, tokens: int) -> Callable[[], None
         return None
 
     def step() -> None:
-        ready = call._replace(q=module.queries(call.q, call.visible))
+        ready = call._replace(q=module.queries(call))
         out = module.by_rule(ready)[0] if way == "rule" else module(call)[0]
         out.backward(grad)
 

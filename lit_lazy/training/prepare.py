@@ -25,8 +25,7 @@ def check_model(cfg: ModelConfig, context_length: int) -> None:
         # A slip in a class of the user's own, for whom the last line of theirs says more than a traceback.
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(last.filename).name}, line {last.lineno}"
-        name = type(cfg.attention.normaliser).__name__
-        raise ValueError(f"{name}: {type(error).__name__} ({where}): {one_line(error)}") from error
+        raise ValueError(f"model.attention: {type(error).__name__} ({where}): {one_line(error)}") from error
     attention.bias(context_length)
     cfg.position.build(cfg.d_model, shape.head_dim // attention.normaliser.maps, context_length)
     try:

@@ -131,7 +131,7 @@ def test_a_padded_batch_is_not_shifted_in_silence():
 def test_a_fallback_on_a_gpu_is_reported_once():
     on_a_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 1, 4, 64))
     if obstacle(on_a_gpu, None) is not None:
-        pytest.skip("needs triton, which takes all but the mask")
+        pytest.skip("needs triton, which is not installed")
     api._warn_of_a_slower_backend.cache_clear()
     assert resolve_backend("auto", on_a_gpu) == "triton"
     with pytest.warns(UserWarning, match=r"runs 'chunked' on a GPU: .* takes no key_mask") as caught:

@@ -25,6 +25,7 @@ from flash_lazy.fused.tiles import (
     STRIP_PAD,
     any_alive,
     count_blocks,
+    distances,
     exponentials,
     is_positive,
     key_tiles,
@@ -117,7 +118,6 @@ def query_gradient_kernel(
     first, end, start, shift = locate_block(index, batch, rows, keys, kv_lengths, cu_seqlens, documents, False, BLOCK_M)
     low, high, edge, near, tiles = key_tiles(first, end, start, shift, window, reach, BLOCK_M, BLOCK_N)
     line = tl.arange(0, BLOCK_M)
-    column = tl.arange(0, BLOCK_N)
     row = first + line
     own = row + shift
     kept_row = row < end
@@ -166,14 +166,15 @@ def query_gradient_kernel(
                 s = tile_scores(
                     query,
                     tl.trans(key),
-                    own[:, None],
-                    (at + column)[None, :],
+                    own,
+                    at,
                     scale,
                     head_strip,
                     reach,
                     slope,
                     window,
                     KIND,
+                    BLOCK_N,
                 )
                 e = exponentials(s, top)
                 if not SKIP or any_alive(e, cut):
@@ -215,25 +216,33 @@ def query_gradient_kernel(
 
 
 @triton.jit
+def _add_both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
 def _add_diagonals(partial, ds, first_distance, reach, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Adds the sums of ds `[BLOCK_M, BLOCK_N]` at equal distance to `partial[distance]`.
 
-    Each row of the tile is turned until column c holds a distance whose remainder by BLOCK_N is c. A program adds to
-    its own partial sums only, and always in the same order.
+    Each row of the tile is turned until column c holds a distance c beyond `first_distance`, give or take multiples of
+    BLOCK_N. Of SIDE rows together, column c then holds one distance from row c on, and above it one that is BLOCK_N
+    less: two sums. A program adds to its own partial sums only, and always in the same order.
     """
-    row = tl.arange(0, BLOCK_M)[:, None]
-    remainder = tl.arange(0, BLOCK_N)
-    column = (first_distance + row - remainder[None, :]) & (BLOCK_N - 1)
-    turned = tl.gather(ds, column, 1)
-    distance = first_distance + row - column
-    # No tile reaches further than STRIP_PAD below distance 0, so the dividend is positive.
-    lowest = (first_distance - BLOCK_N + 1 + STRIP_PAD) // BLOCK_N - STRIP_PAD // BLOCK_N
-    for step in tl.static_range((BLOCK_M + BLOCK_N - 2) // BLOCK_N + 2):
-        at = (lowest + step) * BLOCK_N + remainder
-        sums = tl.sum(tl.where(distance == at[None, :], turned, 0.0), 0)
-        within = (at >= 0) & (at < reach)
-        tl.store(partial + at, tl.load(partial + at, mask=within, other=0.0) + sums, mask=within)
-        tl.debug_barrier()
+    GROUPS: tl.constexpr = tl.cdiv(BLOCK_M, BLOCK_N)
+    SIDE: tl.constexpr = BLOCK_M // GROUPS
+    remainder = tl.arange(0, BLOCK_N)[None, :]
+    turned = tl.gather(ds, (tl.arange(0, BLOCK_M)[:, None] - remainder) & (BLOCK_N - 1), 1)
+    turned = tl.reshape(turned, [GROUPS, SIDE, BLOCK_N])
+    upper = tl.arange(0, SIDE)[None, :, None] >= remainder[None, :, :]
+    sums, former = tl.reduce((tl.where(upper, turned, 0.0), tl.where(upper, 0.0, turned)), 1, _add_both)
+    at = first_distance + tl.arange(0, GROUPS)[:, None] * BLOCK_N + remainder
+    within = at < reach
+    tl.store(partial + at, tl.load(partial + at, mask=within, other=0.0) + sums, mask=within)
+    tl.debug_barrier()
+    at -= BLOCK_N
+    within = (at >= 0) & (at < reach)
+    tl.store(partial + at, tl.load(partial + at, mask=within, other=0.0) + former, mask=within)
+    tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -308,7 +317,6 @@ def key_gradient_kernel(
     """
     kv_head = tl.program_id(0)  # the first programs have the most rows, and those of all heads start first
     line = tl.arange(0, BLOCK_M)
-    column = tl.arange(0, BLOCK_N)
     heads = kv_heads * group
     if dbias is not None:
         dbias += tl.program_id(1).to(tl.int64) * heads * reach
@@ -327,7 +335,6 @@ def key_gradient_kernel(
         first, end, start, shift = locate_block(
             index, batch, rows, keys, kv_lengths, cu_seqlens, documents, True, BLOCK_N
         )
-        key_index = first + column
         # Rows that see some of these keys. Keys past the end are past every row's own: NEAR tiles mask them.
         low = tl.maximum(first - shift, 0)
         last_own = end - 1
@@ -365,9 +372,21 @@ def key_gradient_kernel(
                         row = at + line
                         own = row + shift
                         kept_row = row < high
-                        query = load_rows(q_base, at, high, stride_ql, stride_qd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST)
+                        query = load_rows(
+                            q_base, at, high, stride_ql, stride_qd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST, AFRESH=True
+                        )
                         gradient = load_rows(
-                            grad_base, at, high, stride_gl, stride_gd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST
+                            grad_base,
+                            at,
+                            high,
+                            stride_gl,
+                            stride_gd,
+                            WIDTH,
+                            BLOCK_M,
+                            BLOCK_D,
+                            True,
+                            UPCAST,
+                            AFRESH=True,
                         )
                         top, total, share = load_softmax(softmax, second, head_rows + row, kept_row)
                         row_delta = tl.load(delta + head_rows + row, mask=kept_row, other=0.0)
@@ -376,14 +395,15 @@ def key_gradient_kernel(
                         s = tile_scores(
                             query,
                             tl.trans(key),
-                            own[:, None],
-                            key_index[None, :],
+                            own,
+                            first,
                             scale,
                             head_strip,
                             reach,
                             slope,
                             window,
                             KIND,
+                            BLOCK_N,
                         )
                         e = exponentials(s, top)
                         dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -402,12 +422,12 @@ def key_gradient_kernel(
                             value_gradient = tl.dot(
                                 tl.trans(w.to(gradient.dtype)), gradient, value_gradient, input_precision="ieee"
                             )
-                        ds = e * (share[:, None] * (dp - row_delta[:, None]))
+                        ds = e * (share[:, None] * dp - (share * row_delta)[:, None])
                         key_gradient = tl.dot(tl.trans(ds.to(query.dtype)), query, key_gradient, input_precision="ieee")
                         if dbias is not None and KIND != PLAIN:
                             _add_diagonals(dbias + head * reach, ds, at + shift - first, reach, BLOCK_M, BLOCK_N)
                         if dslopes is not None:
-                            slope_gradient += tl.sum(ds * (own[:, None] - key_index[None, :]).to(tl.float32), 1)
+                            slope_gradient += tl.sum(ds * distances(own, first, BLOCK_N), 1)
             if dslopes is not None:
                 tl.store(dslopes + head, tl.load(dslopes + head) - tl.sum(slope_gradient))
                 tl.debug_barrier()

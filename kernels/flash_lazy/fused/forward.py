@@ -138,14 +138,15 @@ def forward_kernel(
                     s = tile_scores(
                         query,
                         tl.trans(key),
-                        own[:, None],
-                        (at + column)[None, :],
+                        own,
+                        at,
                         scale,
                         head_strip,
                         reach,
                         slope,
                         window,
                         KIND,
+                        BLOCK_N,
                     )
                     tile_top = tl.max(s, 1)
                     if SKIP:
@@ -203,14 +204,15 @@ def forward_kernel(
                     s = tile_scores(
                         query,
                         tl.trans(key),
-                        own[:, None],
-                        (at + column)[None, :],
+                        own,
+                        at,
                         scale,
                         head_strip,
                         reach,
                         slope,
                         window,
                         KIND,
+                        BLOCK_N,
                     )
                     e = tl.exp2(s - safe[:, None])
                     survives = is_positive(s, e, cut[:, None], KIND)

@@ -19,8 +19,11 @@ UPCAST widens tiles to float32 as they are read: the interpreter's bfloat16 arit
 import triton
 import triton.language as tl
 
+from flash_lazy.fused import configurations
+
 STRIP_PAD = tl.constexpr(256)
 """At least BLOCK_M + BLOCK_N of every configuration: how far a tile can reach past either end of the bias table."""
+INTERPRETED = tl.constexpr(configurations.INTERPRETED)
 EDGE, PLAIN, NEAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -95,11 +98,18 @@ def load_rows(
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
     UPCAST: tl.constexpr,
+    AFRESH: tl.constexpr = tl.constexpr(False)  # noqa: B008 - immutable,
 ):
-    """`[BLOCK, BLOCK_D]` from row `first` on, 0 beyond `end` (asked for by MASKED) and beyond WIDTH."""
+    """`[BLOCK, BLOCK_D]` from row `first` on, 0 beyond `end` (asked for by MASKED) and beyond WIDTH.
+
+    AFRESH: multiplies each row's offset out here, so that no loop keeps it in registers, of which it may have too few.
+    """
     row = tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, BLOCK_D)[None, :]
-    pointers = base + first.to(tl.int64) * stride + row * stride + column * stride_d
+    if AFRESH:
+        pointers = base + (first + row).to(tl.int64) * stride + column * stride_d
+    else:
+        pointers = base + first.to(tl.int64) * stride + row * stride + column * stride_d
     if MASKED and WIDTH < BLOCK_D:
         x = tl.load(pointers, mask=(first + row < end) & (column < WIDTH), other=0.0)
     elif MASKED:
@@ -126,20 +136,45 @@ def store_rows(base, x, first, end, stride, WIDTH: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def tile_scores(a, b, own, key, scale, strip, reach, slope, window, KIND: tl.constexpr):
-    """Scores of a tile; -inf where hidden. `own` and `key` are shaped to be broadcast against a @ b."""
+def distances(own, first, BLOCK_N: tl.constexpr):
+    """How far each key of a tile, `first` the first of them, lies before the rows' own `[M]`; float32 `[M, N]`.
+
+    Exact below 2**24, and one conversion a row and a column: one a score would take as long as its exponential.
+    """
+    return (own - first).to(tl.float32)[:, None] - tl.arange(0, BLOCK_N).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _read_each(pointers):
+    """What the pointers of a tile, float32, point to, read where the compiler holds the scores it is added to.
+
+    A plain load of a tile is spread over the threads along the rows of memory, and brought there by way of shared
+    memory, with barriers.
+    """
+    if INTERPRETED:
+        return tl.load(pointers)
+    addresses = pointers.to(tl.int64)
+    return tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [addresses], tl.float32, True, 1)
+
+
+@triton.jit
+def tile_scores(a, b, own, first, scale, strip, reach, slope, window, KIND: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Scores a @ b of rows whose own keys are `own` and of the keys from `first` on; -inf where hidden."""
     s = tl.dot(a, b, input_precision="ieee") * scale
+    column = tl.arange(0, BLOCK_N)[None, :]
+    before = (own - first)[:, None]
+    distance = before - column
     if slope is not None:
-        s -= slope * (own - key).to(tl.float32)
+        s -= slope * distances(own, first, BLOCK_N)
     if KIND == NEAR:
         if strip is not None:
-            s += tl.load(strip + (own - key))
+            # Summed in 64 bits, so that all of a thread's addresses are one of its rows' plus a constant.
+            s += _read_each(strip + before.to(tl.int64) - column.to(tl.int64))
         else:
-            s = tl.where(own >= key, s, -float("inf"))
+            s = tl.where(distance >= 0, s, -float("inf"))
     elif KIND == EDGE:
-        distance = own - key
         if strip is not None:
-            s += tl.load(strip + tl.minimum(distance, reach))
+            s += _read_each(strip + tl.minimum(distance, reach))
         s = tl.where((distance >= 0) & (distance < window), s, -float("inf"))
     return s
 
@@ -169,8 +204,7 @@ def exponentials(s, top):
 
     A row of one key, whose threshold is 1 at tau = 1, would then survive in one kernel and not in another.
     """
-    below = s - top[:, None]
-    return tl.exp2(tl.where(below > 0, 0.0, below))
+    return tl.exp2(tl.minimum(s - top[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit

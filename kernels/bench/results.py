@@ -172,7 +172,7 @@ def plots(result: Mapping[str, Any], out: Path) -> str | None:
     matplotlib.use("Agg")
     plain = [(p, r) for p, r in measured(result) if p.kv_heads == p.heads and p.reach == 512]
     if not plain or result["ceilings"] is None:
-        return "the plots were left out: no point was measured"
+        return "the plots were left out: nothing that they show was measured"
     ceilings = result["ceilings"]
 
     def percent(point: Point, record: Mapping[str, Any], name: str) -> float | None:

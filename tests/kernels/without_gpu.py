@@ -1,6 +1,7 @@
 """torch.cuda on a CPU, for the benchmark's workers and tests: its times are a CPU's and mean nothing.
 
-What is planned to go wrong is named by peer or by case of the gate: raise, exit, hang, or break (the CUDA context).
+What is planned to go wrong is named by peer or by case of the gate: raise, exit, hang, hang in training, or
+break (the CUDA context).
 """
 
 import os
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from bench import __main__ as command
-from bench import device, gate, timing
+from bench import course, device, gate, timing
 from bench.course import Course
 from bench.peers import Peer, peers
 from bench.points import DECODE, FORWARD, TRAINING, Point
@@ -95,14 +96,16 @@ def _peers(faults: Mapping[str, str], backend: str, authors: Path | None) -> lis
 
 
 def _attend(fault: str | None, attend: Callable[..., Any], *inputs: torch.Tensor) -> torch.Tensor:
-    go_wrong(fault)
+    if fault != "hang in training" or inputs[0].requires_grad:
+        go_wrong(fault)
     return attend(*inputs)
 
 
 def go_wrong(fault: str | None) -> None:
     if fault == "exit":
         os._exit(9)
-    if fault == "hang":
+    if fault and fault.startswith("hang"):
+        print("hangs in", os.getpid(), flush=True)
         time.sleep(60)
     if fault == "break":
         device.DEVICE = torch.device("meta")  # on which no operation gives a value
@@ -110,9 +113,12 @@ def go_wrong(fault: str | None) -> None:
         raise RuntimeError("no such thing\nand more")
 
 
-def run(arguments: list[str], faults: Mapping[str, str]) -> None:
-    """The command in a process of its own."""
-    install()
-    command.FULL, command.BACKEND = POINTS, "chunked"  # type: ignore[assignment]
-    command.Course = partial(Course, setup=partial(prepare, faults))  # type: ignore[misc]
-    os._exit(command.main(arguments))
+def run(arguments: list[str], faults: Mapping[str, str], replace: Callable[[Any, str, Any], None] = setattr) -> int:
+    """The command with POINTS and without a gate; the exit status."""
+    install(replace)
+    replace(command, "FULL", POINTS)
+    replace(command, "BACKEND", "chunked")
+    replace(command, "Course", partial(Course, setup=partial(prepare, faults)))
+    replace(course, "GATE", {})
+    replace(course, "GUARDS", {})
+    return command.main(arguments)

@@ -80,6 +80,7 @@ FULL: tuple[Point, ...] = tuple(dict.fromkeys([
 
 
 def planned_seconds(points: Sequence[Point]) -> float:
+    """What measuring the points should take, the stages before them included."""
     return STAGES_SECONDS + POINT_SECONDS * len(points) + SHAPE_SECONDS * len({point.shape for point in points})
 
 

@@ -1,4 +1,4 @@
-"""The kernel benchmark: cost model, inputs, peers, gate, tables and plots, and its whole course with torch.cuda stubbed."""
+"""The kernel benchmark: cost model, inputs, peers, gate, tables, plots, and its whole course with torch.cuda stubbed."""
 
 import json
 import os
@@ -253,7 +253,8 @@ def test_sdpa_reads_grouped_heads():
     torch.testing.assert_close(softmax.attend(*inputs), expected)
 
 
-def test_the_gate_passes_a_right_backend(on_cpu):
+@pytest.mark.usefixtures("on_cpu")
+def test_the_gate_passes_a_right_backend():
     decodes = "decode, two kv heads"
     rows = gate("chunked", ["bf16, D = 64", "fp32, D = 64", "documents", "a tau per position", "ragged", decodes])
     assert all(row["passed"] for row in rows)
@@ -262,7 +263,8 @@ def test_the_gate_passes_a_right_backend(on_cpu):
 
 
 @pytest.mark.parametrize("fault", ["scale", "nan", "raise", "unsteady"])
-def test_the_gate_fails_a_wrong_one(on_cpu, monkeypatch, fault):
+@pytest.mark.usefixtures("on_cpu")
+def test_the_gate_fails_a_wrong_one(monkeypatch, fault):
     calls = []
 
     def wrong(*args, backend, **kwargs):
@@ -317,7 +319,8 @@ def test_the_points_are_the_promised_ones():
     assert {p.kv_heads for p in decodes} == {4, 16}
 
 
-def test_a_step_that_fails_leaves_the_others(on_cpu):
+@pytest.mark.usefixtures("on_cpu")
+def test_a_step_that_fails_leaves_the_others():
     calls = []
 
     def breaks():
@@ -335,7 +338,8 @@ def test_a_step_that_fails_leaves_the_others(on_cpu):
     assert len(calls) == 3
 
 
-def test_what_breaks_the_device_is_not_survived(on_cpu, monkeypatch):
+@pytest.mark.usefixtures("on_cpu")
+def test_what_breaks_the_device_is_not_survived(monkeypatch):
     def breaks():
         monkeypatch.setattr(device, "DEVICE", torch.device("meta"))
         raise RuntimeError("an illegal memory access was encountered")
@@ -346,14 +350,16 @@ def test_what_breaks_the_device_is_not_survived(on_cpu, monkeypatch):
     assert device.broken()
 
 
-def test_inputs_are_copied_until_they_leave_the_cache(on_cpu):
+@pytest.mark.usefixtures("on_cpu")
+def test_inputs_are_copied_until_they_leave_the_cache():
     assert device.copies(1_000_000) == 1
     assert device.copies(100_000) == 3
     assert device.copies(99_999) == 4
     assert device.copies(2**30) == 1  # no more than half the free memory holds
 
 
-def test_a_point_is_measured(on_cpu):
+@pytest.mark.usefixtures("on_cpu")
+def test_a_point_is_measured():
     """Every peer has its figures or a reason; what is said of the values is that of the first peer's."""
     found = measure(point(TRAINING, share=0.0), "chunked", None, {"eager": "why"}, rounds=2)
     assert list(found["cells"]) == list(results.KINDS)
@@ -369,7 +375,8 @@ def test_a_point_is_measured(on_cpu):
     assert "difference" not in decoded["SDPA MATH"]
 
 
-def test_ceilings_are_rates(on_cpu, monkeypatch):
+@pytest.mark.usefixtures("on_cpu")
+def test_ceilings_are_rates(monkeypatch):
     times = {"copy": [2.0], "largest": [3.0], "sum": [1.0], "product 32": [1.0], "product 48": [8.0]}
 
     def timed(steps, rounds):  # noqa: ARG001
@@ -460,7 +467,8 @@ def run_course(out, faults, time_anyway=False, minutes=None):
 FIRST, GROUPED, DECODED = map(str, POINTS)
 
 
-def test_what_goes_wrong_costs_that_alone(few_cases, tmp_path, capsys):
+@pytest.mark.usefixtures("few_cases")
+def test_what_goes_wrong_costs_that_alone(tmp_path, capsys):
     """A peer that raises, one that ends the process and one that breaks CUDA; a red case; then it is timed anyway."""
     faults = {"eager": "exit", "AdaSplash": "break", "FlexAttention, two calls": "raise", "two kv heads": "exit"}
     status, result = run_course(tmp_path, faults)
@@ -593,7 +601,7 @@ def test_a_gpu_that_cannot_be_used_is_reported(tmp_path, capsys):
 
 def test_an_interrupt_is_one_line(monkeypatch, capsys, tmp_path):
     class Interrupted(Course):
-        def run(self, fresh):
+        def run(self, fresh):  # noqa: ARG002
             raise KeyboardInterrupt
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -20,8 +20,8 @@ from bench.timing import compile_choice, measure, measure_ceilings
 from bench.worker import Worker, side_by_side
 from flash_lazy.fused import configurations
 
-POINT_SECONDS, STAGE_SECONDS, GRACE_SECONDS = 100.0, 240.0, 45.0
-"""Until a worker is killed: at a point; at a case of the gate, a compilation or the ceilings; after --minutes."""
+PEER_SECONDS, POINT_SECONDS, STAGE_SECONDS, GRACE_SECONDS = 60.0, 240.0, 240.0, 45.0
+"""Until a worker is killed: at a peer, a point, another task (a case of the gate, say), and after --minutes."""
 MOST_WORKERS = 12
 STRIKES = 2
 """Processes of one operation that a peer may end before it is left out of that operation's other points."""
@@ -62,8 +62,8 @@ class Course:
         self.result = results.opened(self.out, found.value, fresh)
         self.out.mkdir(parents=True, exist_ok=True)
         todo = self.todo()
-        planned = planned_seconds(todo) / 60
-        print(f"{len(todo)} of {len(self.points)} points to measure, about {planned:.0f} minutes by plan", flush=True)
+        planned = f", about {planned_seconds(todo) / 60:.0f} minutes by plan" if todo else ""
+        print(f"{len(todo)} of {len(self.points)} points to measure{planned}", flush=True)
         self.check([name for name in GUARDS if any(GUARDS[name](point) for point in todo)])
         self.compile_ahead([point for point in todo if self.time_anyway or not self.red(point)])
         with Worker(self.setup, self.log) as worker:
@@ -111,7 +111,7 @@ class Course:
         """The gate's cases that have no rows yet, side by side: compiling their kernels takes the time."""
         checked = {row["case"] for row in self.result["gate"]}
         tasks = {name: partial(gate, self.backend, [name]) for name in cases if name not in checked}
-        for name, outcome in side_by_side(tasks, workers(), self.allowed(STAGE_SECONDS), self.setup, self.log):
+        for name, outcome in side_by_side(tasks, workers(), partial(self.allowed, STAGE_SECONDS), self.setup, self.log):
             if outcome.late and self.over():
                 continue
             rows = outcome.value or [{"case": name, "passed": False, "failed": outcome.failed}]
@@ -130,7 +130,7 @@ class Course:
         }
         if self.over() or not tasks:
             return
-        outcomes = side_by_side(tasks, workers(), self.allowed(STAGE_SECONDS), self.setup, self.log)
+        outcomes = side_by_side(tasks, workers(), partial(self.allowed, STAGE_SECONDS), self.setup, self.log)
         failed = [outcome.failed for _, outcome in outcomes if outcome.failed]
         self.say(
             f"compiled ahead: {len(tasks) - len(failed)} of {len(tasks)} choices"
@@ -149,7 +149,7 @@ class Course:
         left_out, ended = self.struck(point.operation), {}
         while True:
             task = partial(measure, point, self.backend, self.authors, left_out | ended)
-            outcome = worker.run(task, self.allowed(POINT_SECONDS))
+            outcome = worker.run(task, self.allowed(POINT_SECONDS), PEER_SECONDS)
             if self.over() and outcome.late:
                 print(f"{title}: the time was used up (--minutes)", flush=True)
                 return

@@ -85,7 +85,7 @@ def tables(result: Mapping[str, Any], plan: Sequence[Point]) -> str:
     missing = list(_missing(result, plan))
     lines += ["## Not run", "", *dict.fromkeys(missing), ""] if missing else []
     chosen = list(_chosen(result))
-    head = ["## Blocks (M x N, warps, stages)", "", "| point | peer | kernel | blocks |", "|:---|:---|:---|:---|"]
+    head = ["## Blocks", "", "| point | peer | kernel | blocks |", "|:---|:---|:---|:---|"]
     lines += [*head, *chosen, ""] if chosen else []
     return "\n".join(lines)
 
@@ -208,7 +208,7 @@ def _draw(
     y_label: str,
     panel: str,
 ) -> None:
-    """A panel for each title that `panel` makes of the points, a line per peer; crosses on ours where the gate is red."""
+    """A panel for each title that `panel` makes of the points, a line per peer; crosses on ours where it is red."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 

@@ -3,7 +3,7 @@
 Triton keeps what its tuner chose by size, in memory and on disk: the first share of empty tiles would choose for all.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -14,43 +14,45 @@ from triton.runtime.autotuner import Autotuner
 from flash_lazy.fused import configurations
 
 _timed: list[Autotuner] = []
+_run = Autotuner.run
 
 
 def install() -> None:
-    """From now on in this process, no choice is read from disk; compiled kernels still are."""
-    patch.object(Autotuner, "check_disk_cache", _time).start()
+    """From now on in this process, tuners choose anew after each `forget`; compiled kernels still come from disk."""
+    patch.object(Autotuner, "run", _run_anew).start()
 
 
-def _time(tuner: Autotuner, key: tuple[Any, ...], configs: Sequence[Config], bench: Callable[[], None]) -> bool:  # noqa: ARG001
-    bench()
-    _timed.append(tuner)
-    return False
+def _run_anew(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
+    if tuner not in _timed:
+        tuner.cache.clear()
+        tuner.cache_results = False
+        _timed.append(tuner)
+    return _run(tuner, *args, **kwargs)
 
 
 def forget() -> None:
     """The next call of each kernel times its configurations again."""
-    for tuner in _timed:
-        tuner.cache.clear()
     _timed.clear()
 
 
 def chosen() -> dict[str, dict[str, Any]]:
-    """By kernel timed since `forget`: the best blocks (M x N, warps, stages), and every configuration's milliseconds.
+    """By kernel tuned since `forget`: the best configuration, and every one's milliseconds.
 
     None is the time of a configuration that does not fit into the device.
     """
     found = {}
     for tuner in _timed:
-        times = {_text(config): times[0] for config, times in tuner.configs_timings.items()}
-        name = tuner.base_fn.__name__.removesuffix("_kernel")
-        best = min(times, key=times.__getitem__)
-        finite = {text: time if time < float("inf") else None for text, time in times.items()}
-        found[name] = {"blocks": best, "milliseconds": finite}
+        times = {_text(config): times[0] for config, times in getattr(tuner, "configs_timings", {}).items()}
+        if times:  # else there was nothing to choose
+            finite = {text: time if time < float("inf") else None for text, time in times.items()}
+            best = min(times, key=times.__getitem__)
+            found[tuner.base_fn.__name__.removesuffix("_kernel")] = {"blocks": best, "milliseconds": finite}
     return found
 
 
 def _text(config: Config) -> str:
-    return f"{config.kwargs['BLOCK_M']} x {config.kwargs['BLOCK_N']}, {config.num_warps}, {config.num_stages}"
+    constants = ", ".join(f"{name} {value}" for name, value in config.kwargs.items())
+    return f"{constants}, {config.num_warps} warps, {config.num_stages} stages"
 
 
 @contextmanager

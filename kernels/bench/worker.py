@@ -23,6 +23,7 @@ from bench import device
 _CONTEXT = get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["bench.timing"])
 _parent: Connection | None = None
+_patience = 0.0
 
 
 class Outcome(NamedTuple):
@@ -55,14 +56,17 @@ class Worker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.end()
 
-    def run(self, task: Callable[[], Any], seconds: float) -> Outcome:
-        """task: picklable, as its result. The process is killed after `seconds`, its start included."""
-        until = time.monotonic() + seconds
+    def run(self, task: Callable[[], Any], seconds: float, silent: float = float("inf")) -> Outcome:
+        """task: picklable, as its result.
+
+        The process is killed after `seconds`, its start included, or after `silent` seconds without a word of `doing`.
+        """
+        until, patience = time.monotonic() + seconds, min(seconds, silent)
         process, connection = self._live = self._live or self._start()
         with suppress(BrokenPipeError):  # the process died since its last task: the loop says so
-            connection.send((task, seconds))
+            connection.send((task, patience))
         doing = None
-        while ready := wait([connection, process.sentinel], max(0.0, until - time.monotonic())):
+        while ready := wait([connection, process.sentinel], min(silent, max(0.0, until - time.monotonic()))):
             if connection not in ready:
                 break
             try:
@@ -78,7 +82,7 @@ class Worker:
             process.join()
             failed = f"the process died with status {process.exitcode}"
         else:
-            failed = f"took longer than {seconds:.0f} s and was killed"
+            failed = f"took longer than {patience:.0f} s and was killed"
         self.end()
         return Outcome(None, failed, doing, ended=True, late=not ready)
 
@@ -103,6 +107,12 @@ def doing(what: str) -> None:
     """Lets the process that asked know what is done now, so that it knows what was when this one ends."""
     if _parent is not None:
         _parent.send(what)
+        _trace_hang()
+
+
+def _trace_hang() -> None:
+    """A while before the other process loses patience, the log is to show where this one is."""
+    faulthandler.dump_traceback_later(0.9 * _patience)
 
 
 def reason(error: Exception) -> str:
@@ -114,11 +124,14 @@ def reason(error: Exception) -> str:
 def side_by_side(
     tasks: Mapping[Any, Callable[[], Any]],
     count: int,
-    seconds: float,
+    seconds: Callable[[], float],
     setup: Callable[[], None],
     log: Path | None = None,
 ) -> Iterator[tuple[Any, Outcome]]:
-    """The outcomes of tasks by their keys, as they come, from at most `count` workers."""
+    """The outcomes of tasks by their keys, as they come, from at most `count` workers.
+
+    seconds: asked when a task starts, as all of them start late where there are many.
+    """
     workers = [Worker(setup, log) for _ in range(min(count, len(tasks)))]
     idle: SimpleQueue[Worker] = SimpleQueue()
     for worker in workers:
@@ -127,7 +140,7 @@ def side_by_side(
     def run(key: Any) -> tuple[Any, Outcome]:
         worker = idle.get()
         try:
-            return key, worker.run(tasks[key], seconds)
+            return key, worker.run(tasks[key], seconds())
         finally:
             idle.put(worker)
 
@@ -142,7 +155,7 @@ def side_by_side(
 
 def _serve(connection: Connection, setup: Callable[[], None], log: Path | None) -> None:
     """The worker's side: it runs what it is sent until its CUDA context is broken or it is killed."""
-    global _parent
+    global _parent, _patience
     _parent = connection
     threading.Thread(target=_end_with_parent, daemon=True).start()
     output = os.open(os.devnull if log is None else log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -151,8 +164,8 @@ def _serve(connection: Connection, setup: Callable[[], None], log: Path | None) 
     faulthandler.enable()
     setup()
     while True:
-        task, seconds = connection.recv()
-        faulthandler.dump_traceback_later(0.9 * seconds)  # a hang's place in the log, before it is killed
+        task, _patience = connection.recv()
+        _trace_hang()
         try:
             outcome = Outcome(task())
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The kernel benchmark: cost model, inputs, peers, gate, tables, plots, and its whole course with torch.cuda stubbed."""
+"""The kernel benchmark: cost model, inputs, peers, gate, tables, plots; its whole course with torch.cuda stubbed."""
 
 import json
 import os
@@ -393,7 +393,6 @@ def test_ceilings_are_rates(monkeypatch):
 
 
 def test_blocks_are_timed_for_every_peer_anew(monkeypatch):
-    """What is on disk is not read: the tuner's own call for it is replaced, in this version of triton too."""
     times = {64: [0.5] * 3, 128: [0.25] * 3, 256: [float("inf")] * 3}
     launched = []
 
@@ -403,14 +402,16 @@ def test_blocks_are_timed_for_every_peer_anew(monkeypatch):
     fake = SimpleNamespace(fn=query_gradient_kernel, run=lambda **options: launched.append(options["BLOCK_M"]))
     configs = [Config({"BLOCK_M": m, "BLOCK_N": 32}, num_warps=8, num_stages=2) for m in times]
     tuner = Autotuner(fake, ["size"], configs, ["size"], None, None, cache_results=True)
-    tuner.cache_results = True  # off where triton interprets
+    tuner.cache_results = True  # else triton turns it off where it interprets
     monkeypatch.setattr(tuner, "_bench", lambda config, **_: times[config.kwargs["BLOCK_M"]])
-    monkeypatch.setattr(Autotuner, "check_disk_cache", tuning._time)
+    monkeypatch.setattr(Autotuner, "run", tuning._run_anew)
+    monkeypatch.setattr(Autotuner, "check_disk_cache", lambda *_: pytest.fail("read a choice from disk"))
     tuning.forget()
     tuner.run(size=4096)
     tuner.run(size=4096)
-    found = {"64 x 32, 8, 2": 0.5, "128 x 32, 8, 2": 0.25, "256 x 32, 8, 2": None}
-    assert tuning.chosen() == {"query_gradient": {"blocks": "128 x 32, 8, 2", "milliseconds": found}}
+    names = [f"BLOCK_M {m}, BLOCK_N 32, 8 warps, 2 stages" for m in times]
+    found = dict(zip(names, (0.5, 0.25, None), strict=True))
+    assert tuning.chosen() == {"query_gradient": {"blocks": names[1], "milliseconds": found}}
     times[64] = [0.125] * 3
     tuner.run(size=4096)
     tuning.forget()
@@ -502,13 +503,13 @@ def test_what_goes_wrong_costs_that_alone(tmp_path, capsys):
 
 def test_a_hang_is_ended(monkeypatch, tmp_path):
     """A peer's costs that peer; where the time is up, nothing is recorded and the next command measures it."""
-    monkeypatch.setattr(course, "POINT_SECONDS", 2.0)
+    monkeypatch.setattr(course, "PEER_SECONDS", 3.0)
     monkeypatch.setattr(course, "GATE", {})
     monkeypatch.setattr(course, "GUARDS", {})
     at = Course(tmp_path, POINTS[:1], "chunked", None, None, False, partial(without_gpu.prepare, {"eager": "hang"}))
     assert at.run(fresh=False) == 0
     cells = at.result["points"][FIRST]["cells"]
-    assert cells["eager"] == {"not_run": "it ended the process: took longer than 2 s and was killed"}
+    assert cells["eager"] == {"not_run": "it ended the process: took longer than 3 s and was killed"}
     assert "milliseconds" in cells["SDPA MATH"]
     assert "without_gpu.py" in (tmp_path / "bench.log").read_text()  # where it hung
     with Worker(at.setup, at.log) as worker:
@@ -601,12 +602,14 @@ def test_a_gpu_that_cannot_be_used_is_reported(tmp_path, capsys):
 
 def test_an_interrupt_is_one_line(monkeypatch, capsys, tmp_path):
     class Interrupted(Course):
-        def run(self, fresh):  # noqa: ARG002
+        def run(self, fresh):
+            assert (self.points, self.backend, self.time_anyway, fresh) == (QUICK, "triton", False, True)
+            assert 0 < self.end - time.monotonic() <= 60 * command.QUICK_MINUTES
             raise KeyboardInterrupt
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(command, "Course", Interrupted)
-    assert main(["--quick", "--widths", "64", "--out", str(tmp_path)]) == 130
+    assert main(["--quick", "--fresh", "--widths", "64", "--out", str(tmp_path)]) == 130
     printed = capsys.readouterr().err
     assert "--widths ignored: something is compiled only without a GPU" in printed
     assert f"interrupted; what was measured is in {tmp_path}" in printed
@@ -631,16 +634,16 @@ def test_the_source_is_that_of_the_files(tmp_path):
     assert provenance._source(tmp_path) != first
 
 
-def made_up(red_share=None):
+def made_up(points=FULL, red_share=None):
     """A result whose figures are invented: it is only there to be written."""
     records = {}
-    for p in FULL:
+    for p in points:
         cells = {}
         for index, name in enumerate(results.KINDS):
             median = p.length / 4096 * (index + 2) * (1 - p.share / 2)
             times = {"lower": median / 2, "median": median, "upper": 2 * median}
             cells[name] = {"peak_bytes": 2**20 * (index + 1), "milliseconds": times, "difference": 0.004}
-        cells["flash_lazy"]["blocks"] = {"forward": {"blocks": "128 x 64, 8, 3", "milliseconds": {}}}
+        cells["flash_lazy"]["blocks"] = {"forward": {"blocks": "BLOCK_M 128", "milliseconds": {}}}
         cells["AdaSplash"] = {"not_run": "ModuleNotFoundError: no adasplash"}
         wrong = ["most tiles empty: out"] if p.share == red_share else []
         records[str(p)] = {"point": p._asdict(), "share": p.share, "cells": cells, "red": wrong, "ended": []}
@@ -657,11 +660,11 @@ def test_the_tables_show_every_cell():
     assert "| AdaSplash | not run | not run | not run | not run | not run | - |" in text
     assert "- decode, B 8, L 32768, H 16, D 64, W 512: AdaSplash: ModuleNotFoundError: no adasplash\n" in text
     assert "Ceilings: copying 4.30 TB/s (read and written), reading 4.50 TB/s" in text
-    assert "| forward, B 4, L 4096, H 16, D 128, W 512, 30% empty | flash_lazy | forward | 128 x 64, 8, 3 |" in text
+    assert "| forward, B 4, L 4096, H 16, D 128, W 512, 30% empty | flash_lazy | forward | BLOCK_M 128 |" in text
 
 
 def test_plots_are_drawn(tmp_path):
-    assert plots(made_up(red_share=0.6), tmp_path) is None
+    assert plots(made_up(QUICK, red_share=0.6), tmp_path) is None
     assert {path.name for path in tmp_path.iterdir()} == {"roofline.png", "sparsity.png", "decode.png"}
 
 

@@ -144,11 +144,12 @@ def side_by_side(
         finally:
             idle.put(worker)
 
+    pool = ThreadPoolExecutor(max(1, len(workers)))
     try:
-        with ThreadPoolExecutor(max(1, len(workers))) as pool:
-            for done in as_completed([pool.submit(run, key) for key in tasks]):
-                yield done.result()
-    finally:
+        for done in as_completed([pool.submit(run, key) for key in tasks]):
+            yield done.result()
+    finally:  # an interrupt waits for none of them
+        pool.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
             worker.end()
 

@@ -44,6 +44,10 @@ def point(operation=FORWARD, batch=1, length=128, heads=2, kv_heads=2, width=16,
     return Point(operation, batch, length, heads, kv_heads, width, reach, share)
 
 
+def peers_named(authors):
+    return {peer.name: peer for peer in peers("chunked", authors)}
+
+
 def random_inputs(length, recency=20.0, **shape):
     inputs = draw(point(length=length, batch=2, **shape), CPU, torch.float64)
     set_recency(inputs, recency)
@@ -208,15 +212,18 @@ def test_the_two_calls_are_the_function(kv_heads):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flex_attention_takes_the_two_calls():
-    from torch.nn.attention.flex_attention import flex_attention
-
-    inputs = random_inputs(128)
-    mask = peers_module._causal_mask(128, "cpu")
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_flex_attention_takes_the_two_calls(monkeypatch, kv_heads):
+    """Not compiled, which takes a compiler and minutes; FlexAttention's own call of torch.compile runs it eagerly."""
+    given = torch.compile
+    compile = lambda function, **options: given(function, **options) if "backend" in options else function  # noqa: E731
+    monkeypatch.setattr(torch, "compile", compile)
+    flex = peers_named(None)["FlexAttention, two calls"].attend
+    inputs = random_inputs(128, kv_heads=kv_heads)
     expected = reference(*inputs)
-    torch.testing.assert_close(two_calls(*inputs, mask, flex_attention), expected)
-    last = two_calls(inputs.q[:, :, -1:], *inputs[1:], peers_module._causal_mask(1, "cpu"), flex_attention)
-    torch.testing.assert_close(last, expected[:, :, -1:])
+    torch.testing.assert_close(flex(*inputs), expected)
+    torch.testing.assert_close(flex(inputs.q[:, :, -1:], *inputs[1:]), expected[:, :, -1:])
+    peers_module._compiled_flex.cache_clear()
 
 
 def test_the_authors_kernel_is_loaded_from_a_checkout(tmp_path):
@@ -224,22 +231,28 @@ def test_the_authors_kernel_is_loaded_from_a_checkout(tmp_path):
     source = "def lazy_attention_triton(q, k, v, bias, tau, window_size=None, varlen=None):\n    return tau\n"
     (tmp_path / "lazy_attention_triton.py").write_text(source)
     inputs = random_inputs(64)
-    authors = {peer.name: peer for peer in peers("chunked", tmp_path)}["the authors' kernel"]
+    authors = peers_named(tmp_path)["the authors' kernel"]
     torch.testing.assert_close(authors.attend(*inputs), -inputs.tau)
     with pytest.raises(NotImplementedError, match="it has no decoding"):
         authors.attend(inputs.q[:, :, -1:], *inputs[1:])
     with pytest.raises(NotImplementedError, match="it has no grouped heads"):
         authors.attend(*random_inputs(64, kv_heads=1))
-    missing = {peer.name: peer for peer in peers("chunked", None)}
     with pytest.raises(FileNotFoundError, match="no checkout was given"):
-        missing["the authors' kernel"].attend(*inputs)
+        peers_named(None)["the authors' kernel"].attend(*inputs)
+
+
+def test_adasplash_is_called_where_it_is_installed(monkeypatch):
+    adasplash, inputs = peers_named(None)["AdaSplash"], random_inputs(64)
     with pytest.raises(ModuleNotFoundError, match="adasplash"):
-        missing["AdaSplash"].attend(*inputs)
+        adasplash.attend(*inputs)
+    stub = SimpleNamespace(adasplash=lambda q, k, v, is_causal: (q, k, v, is_causal))
+    monkeypatch.setitem(sys.modules, "adasplash", stub)
+    assert adasplash.attend(*inputs) == (*inputs[:3], True)
 
 
 def test_who_keeps_all_scores_is_measured_where_they_are_few(monkeypatch):
     monkeypatch.setattr(peers_module, "MOST_SCORES", 2 * 2 * 64 * 64)
-    plain = {peer.name: peer for peer in peers("chunked", None)}["eager"]
+    plain = peers_named(None)["eager"]
     assert plain.attend(*random_inputs(64)).shape == (2, 2, 64, 16)
     with pytest.raises(NotImplementedError, match=r"it keeps all 6.6e\+04 scores; it is measured up to 1.6e\+04"):
         plain.attend(*random_inputs(128))
@@ -247,7 +260,7 @@ def test_who_keeps_all_scores_is_measured_where_they_are_few(monkeypatch):
 
 def test_sdpa_reads_grouped_heads():
     inputs = random_inputs(64, kv_heads=1)
-    softmax = {peer.name: peer for peer in peers("chunked", None)}["SDPA MATH"]
+    softmax = peers_named(None)["SDPA MATH"]
     k, v = (x.repeat_interleave(2, 1) for x in inputs[1:3])
     expected = torch.nn.functional.scaled_dot_product_attention(inputs.q, k, v, is_causal=True)
     torch.testing.assert_close(softmax.attend(*inputs), expected)
@@ -256,9 +269,10 @@ def test_sdpa_reads_grouped_heads():
 @pytest.mark.usefixtures("on_cpu")
 def test_the_gate_passes_a_right_backend():
     decodes = "decode, two kv heads"
-    rows = gate("chunked", ["bf16, D = 64", "fp32, D = 64", "documents", "a tau per position", "ragged", decodes])
+    cases = ["bf16, D = 64", "fp32, D = 64", "documents", "a tau per position", "ragged", "window", "renormalised"]
+    rows = gate("chunked", [*cases, "most tiles empty", decodes])
     assert all(row["passed"] for row in rows)
-    assert {row["result"] for row in rows} == {"out", "out, training", "q", "k", "v", "tau", "bias"}
+    assert {row["result"] for row in rows} == {"out", "out, training", "q", "k", "v", "tau", "bias", "slopes"}
     assert [row["result"] for row in rows if row["case"] == decodes] == ["out"]
 
 
@@ -359,15 +373,17 @@ def test_inputs_are_copied_until_they_leave_the_cache():
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_a_point_is_measured():
+def test_a_point_is_measured(monkeypatch):
     """Every peer has its figures or a reason; what is said of the values is that of the first peer's."""
-    found = measure(point(TRAINING, share=0.0), "chunked", None, {"eager": "why"}, rounds=2)
+    monkeypatch.setattr(tuning, "chosen", lambda: {"forward": "some blocks"})
+    found = measure(point(TRAINING), "chunked", None, {"eager": "why"}, rounds=2)
     assert list(found["cells"]) == list(results.KINDS)
     assert found["copies"] == -(-3 * 100_000 // (4 * 2 * 128 * 16 * 2))
     assert found["cells"]["eager"] == {"not_run": "why"}
     assert "no checkout" in found["cells"]["the authors' kernel"]["not_run"]
     ours = found["cells"]["flash_lazy"]
     assert ours["peak_bytes"] == 2000
+    assert ours["blocks"] == {"forward": "some blocks"}
     assert 0 < ours["milliseconds"]["lower"] <= ours["milliseconds"]["median"] <= ours["milliseconds"]["upper"]
     decoded = measure(point(DECODE), "chunked", None, {}, rounds=2)["cells"]
     assert decoded["flash_lazy"]["difference"] == 0
@@ -444,6 +460,7 @@ def test_a_worker_outlives_what_it_runs(tmp_path):
         second = worker.run(os.getpid, 60)
         assert second.value not in (None, first.value)
         assert worker.run(partial(os.kill, second.value, signal.SIGSEGV), 60).ended
+        assert worker.run(without_gpu.leave_a_child, 60).failed == "the process died with status 5"
     log = (tmp_path / "log").read_text()
     assert "ValueError: invalid literal" in log
     assert "Fatal Python error: Segmentation fault" in log
@@ -501,8 +518,7 @@ def test_what_goes_wrong_costs_that_alone(tmp_path, capsys):
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".new"]
 
 
-def test_a_hang_is_ended(monkeypatch, tmp_path):
-    """A peer's costs that peer; where the time is up, nothing is recorded and the next command measures it."""
+def test_a_hang_costs_its_peer(monkeypatch, tmp_path):
     monkeypatch.setattr(course, "PEER_SECONDS", 3.0)
     monkeypatch.setattr(course, "GATE", {})
     monkeypatch.setattr(course, "GUARDS", {})
@@ -512,10 +528,36 @@ def test_a_hang_is_ended(monkeypatch, tmp_path):
     assert cells["eager"] == {"not_run": "it ended the process: took longer than 3 s and was killed"}
     assert "milliseconds" in cells["SDPA MATH"]
     assert "without_gpu.py" in (tmp_path / "bench.log").read_text()  # where it hung
-    with Worker(at.setup, at.log) as worker:
-        at.end = time.monotonic() - course.GRACE_SECONDS
-        at.measure(worker, POINTS[0], "late")
-    assert at.result["points"] == {}
+
+
+def test_what_the_time_does_not_allow_is_left_for_the_next_command(monkeypatch, tmp_path, capsys):
+    at = Course(tmp_path, POINTS, "chunked", None, 1.0, False)
+    at.result = results.opened(tmp_path, {}, fresh=False)
+    late = Outcome(None, "took longer than 1 s and was killed", "eager", ended=True, late=True)
+    at.end = time.monotonic() - 2 * course.GRACE_SECONDS
+    assert at.allowed(100.0) == 1.0
+    at.measure(SimpleNamespace(run=lambda *_: late), POINTS[0], "title")
+    assert capsys.readouterr().out == "title: the time was used up (--minutes)\n"
+    monkeypatch.setattr(course, "side_by_side", lambda tasks, *_: [(name, late) for name in tasks])
+    at.check(["bf16, D = 64"])
+    at.compile_ahead(POINTS)
+    assert at.result == results.opened(tmp_path, {}, fresh=False)
+
+
+def test_every_configuration_is_compiled_ahead(monkeypatch, tmp_path, capsys):
+    def compiled_with(tasks, *_):
+        for key, task in tasks.items():
+            asked.append((str(task.args[0]), *task.args[2:]))
+            yield key, Outcome(None, "PassError: no" if len(asked) == 3 else None)
+
+    asked = []
+    monkeypatch.setattr(configurations, "AUTOTUNE", True)
+    monkeypatch.setattr(course, "side_by_side", compiled_with)
+    at = Course(tmp_path, POINTS, "chunked", None, None, False)
+    at.result = results.opened(tmp_path, {}, fresh=False)
+    at.compile_ahead([*QUICK[:2], *(p for p in QUICK if p.operation == DECODE)])  # decoding has one choice
+    assert asked == [(str(QUICK[0]), index, skip) for index in range(4) for skip in (True, False)]
+    assert capsys.readouterr().out == "compiled ahead: 7 of 8 choices; PassError: no\n"
 
 
 def test_a_peer_that_ended_two_processes_is_left_out(tmp_path):
@@ -601,18 +643,25 @@ def test_a_gpu_that_cannot_be_used_is_reported(tmp_path, capsys):
 
 
 def test_an_interrupt_is_one_line(monkeypatch, capsys, tmp_path):
+    allowed = []
+
     class Interrupted(Course):
         def run(self, fresh):
             assert (self.points, self.backend, self.time_anyway, fresh) == (QUICK, "triton", False, True)
-            assert 0 < self.end - time.monotonic() <= 60 * command.QUICK_MINUTES
+            assert self.authors == tmp_path
+            allowed.append(self.end - time.monotonic())
             raise KeyboardInterrupt
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(command, "Course", Interrupted)
-    assert main(["--quick", "--fresh", "--widths", "64", "--out", str(tmp_path)]) == 130
+    (tmp_path / "lazy_attention_triton.py").touch()
+    arguments = ["--quick", "--fresh", "--authors", str(tmp_path), "--out", str(tmp_path)]
+    assert main([*arguments, "--widths", "64"]) == 130
     printed = capsys.readouterr().err
     assert "--widths ignored: something is compiled only without a GPU" in printed
     assert f"interrupted; what was measured is in {tmp_path}" in printed
+    assert main([*arguments, "--minutes", "3"]) == 130
+    assert allowed == pytest.approx([60 * command.QUICK_MINUTES, 180], abs=10)
 
 
 def test_on_a_gpu_a_folder_must_be_given(monkeypatch, capsys):
@@ -623,7 +672,8 @@ def test_on_a_gpu_a_folder_must_be_given(monkeypatch, capsys):
     )
 
 
-def test_the_source_is_that_of_the_files(tmp_path):
+def test_versions_and_the_source_are_those_found(tmp_path):
+    assert provenance._version("no-such-distribution") == "none"
     for name in ("bench", "flash_lazy/fused"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "flash_lazy/fused/a.py").write_text("1")
@@ -664,7 +714,7 @@ def test_the_tables_show_every_cell():
 
 
 def test_plots_are_drawn(tmp_path):
-    assert plots(made_up(QUICK, red_share=0.6), tmp_path) is None
+    assert plots(made_up(QUICK[1:], red_share=0.6), tmp_path) is None
     assert {path.name for path in tmp_path.iterdir()} == {"roofline.png", "sparsity.png", "decode.png"}
 
 
@@ -698,8 +748,10 @@ def test_on_a_cpu_costs_and_compiled_kernels_are_printed(monkeypatch, capsys, tm
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     out = tmp_path / "new" / "kernels"
     monkeypatch.setattr(configurations, "INTERPRETED", True)
-    assert main(["--out", str(out)]) == 2
-    assert "nothing is compiled where triton interprets" in capsys.readouterr().err
+    assert main(["--out", str(out), "--quick", "--time-anyway"]) == 2
+    printed = capsys.readouterr().err
+    assert "--quick, --time-anyway ignored: nothing is timed without a GPU" in printed
+    assert "nothing is compiled where triton interprets" in printed
     assert not out.exists()
     monkeypatch.setattr(configurations, "INTERPRETED", False)
     monkeypatch.setattr(compiled, "report", lambda widths, every: [row] if (widths, every) == ((64,), True) else [])

@@ -113,6 +113,14 @@ def go_wrong(fault: str | None) -> None:
         raise RuntimeError("no such thing\nand more")
 
 
+def leave_a_child() -> None:
+    """Ends the worker, while a child of it keeps its connection open."""
+    if os.fork():
+        os._exit(5)
+    time.sleep(3)
+    os._exit(0)
+
+
 def run(arguments: list[str], faults: Mapping[str, str], replace: Callable[[Any, str, Any], None] = setattr) -> int:
     """The command with POINTS and without a gate; the exit status."""
     install(replace)

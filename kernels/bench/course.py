@@ -14,10 +14,10 @@ import torch
 
 from bench import results, timing
 from bench.gate import GATE, gate
-from bench.points import GUARDS, Point, planned_seconds, red
+from bench.points import GUARDS, BenchPoint, planned_seconds, red
 from bench.provenance import made_with
 from bench.timing import compile_choice, measure, measure_ceilings
-from bench.worker import Worker, side_by_side
+from bench.worker import GpuWorker, side_by_side
 from flash_lazy.fused import configurations
 
 PEER_SECONDS, POINT_SECONDS, STAGE_SECONDS, GRACE_SECONDS = 60.0, 240.0, 240.0, 45.0
@@ -36,7 +36,7 @@ class Course:
     def __init__(
         self,
         out: Path,
-        points: Sequence[Point],
+        points: Sequence[BenchPoint],
         backend: str,
         authors: Path | None,
         minutes: float | None,
@@ -54,7 +54,7 @@ class Course:
 
         Raises results.Refused before anything is written where the folder holds other results.
         """
-        with Worker(self.setup) as worker:
+        with GpuWorker(self.setup) as worker:
             found = worker.run(partial(made_with, "bench"), STAGE_SECONDS)
         if found.failed:
             print(f"the GPU cannot be used: {found.failed}")
@@ -66,7 +66,7 @@ class Course:
         print(f"{len(todo)} of {len(self.points)} points to measure{planned}", flush=True)
         self.check([name for name in GUARDS if any(GUARDS[name](point) for point in todo)])
         self.compile_ahead([point for point in todo if self.time_anyway or not self.red(point)])
-        with Worker(self.setup, self.log) as worker:
+        with GpuWorker(self.setup, self.log) as worker:
             if todo and self.result["ceilings"] is None:
                 ceilings = worker.run(measure_ceilings, self.allowed(STAGE_SECONDS))
                 self.result["ceilings"] = ceilings.value
@@ -90,13 +90,13 @@ class Course:
         """Seconds that a worker gets."""
         return max(1.0, min(seconds, self.end + GRACE_SECONDS - time.monotonic()))
 
-    def todo(self) -> list[Point]:
+    def todo(self) -> list[BenchPoint]:
         """The points to measure: first those without a record, then those that were lost."""
         records = self.result["points"]
         new = [point for point in self.points if str(point) not in records or "blocked" in records[str(point)]]
         return new + [point for point in self.points if "lost" in records.get(str(point), {})]
 
-    def red(self, point: Point) -> list[str]:
+    def red(self, point: BenchPoint) -> list[str]:
         return red(point, self.result["gate"])
 
     def write(self) -> None:
@@ -119,7 +119,7 @@ class Course:
             wrong = [row for row in rows if not row["passed"]]
             self.say("\n".join(f"wrong: {results.wrong_line(row)}" for row in wrong) or f"right: {name}")
 
-    def compile_ahead(self, points: Sequence[Point]) -> None:
+    def compile_ahead(self, points: Sequence[BenchPoint]) -> None:
         """Every configuration of our kernels, side by side, so that the points' tuning finds them on disk."""
         first = {(p.operation, p.kv_heads, p.width, p.batch == 1): p for p in reversed(points) if p.rows > 1}
         tasks = {
@@ -137,7 +137,7 @@ class Course:
             + "".join(f"; {f}" for f in failed[:1])
         )
 
-    def measure(self, worker: Worker, point: Point, title: str) -> None:
+    def measure(self, worker: GpuWorker, point: BenchPoint, title: str) -> None:
         """Records the point: its figures, or why there are none. A peer that ends the process is left out, and why."""
         wrong, started = self.red(point), time.monotonic()
         record: dict[str, Any] = {"point": point._asdict()}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.points import Point
+from bench.points import BenchPoint
 from flash_lazy import lazy_attention
 from flash_lazy.fused import configurations
 
@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
     bias: Tensor
 
 
-def draw(point: Point, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Inputs:
+def draw(point: BenchPoint, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Inputs:
     """Random inputs, tau = 1. The first columns of q and k are left to `set_recency`."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -91,7 +91,7 @@ def empty_share(inputs: Inputs, sampled: int = SAMPLED) -> float:
 
 
 def draw_with_share(
-    point: Point, device: torch.device, dtype: torch.dtype = torch.bfloat16
+    point: BenchPoint, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Inputs, float, float]:
     """Inputs whose share of empty tiles is near the point's, the share measured, and the recency found by bisection.
 

@@ -10,7 +10,7 @@ STAGES_SECONDS, POINT_SECONDS, SHAPE_SECONDS = 110, 7, 13
 """The plan, a guess: gate, compilation and ceilings; a point; FlexAttention's compilation of a shape."""
 
 
-class Point(NamedTuple):
+class BenchPoint(NamedTuple):
     """One measurement of all peers; bfloat16, tau = 1."""
 
     operation: str
@@ -33,7 +33,7 @@ class Point(NamedTuple):
         return 1 if self.operation == DECODE else self.length
 
     @property
-    def shape(self) -> "Point":
+    def shape(self) -> "BenchPoint":
         """The point without its share, which changes no shape."""
         return self._replace(share=0.0)
 
@@ -46,17 +46,19 @@ class Point(NamedTuple):
         return f"{self.title}, {self.share:.0%} asked"
 
 
-def _prefill(length: int, width: int, shares: Iterable[float], kv_heads: int = HEADS, reach: int = 512) -> list[Point]:
+def _prefill(
+    length: int, width: int, shares: Iterable[float], kv_heads: int = HEADS, reach: int = 512
+) -> list[BenchPoint]:
     """Both operations at every share; TOKENS tokens to a batch."""
     shape = (TOKENS // length, length, HEADS, kv_heads, width, reach)
-    return [Point(operation, *shape, share) for operation in (FORWARD, TRAINING) for share in shares]
+    return [BenchPoint(operation, *shape, share) for operation in (FORWARD, TRAINING) for share in shares]
 
 
-def _decode(batch: int, width: int, shares: Iterable[float], kv_heads: int = HEADS) -> list[Point]:
-    return [Point(DECODE, batch, CONTEXT, HEADS, kv_heads, width, 512, share) for share in shares]
+def _decode(batch: int, width: int, shares: Iterable[float], kv_heads: int = HEADS) -> list[BenchPoint]:
+    return [BenchPoint(DECODE, batch, CONTEXT, HEADS, kv_heads, width, 512, share) for share in shares]
 
 
-QUICK: tuple[Point, ...] = (
+QUICK: tuple[BenchPoint, ...] = (
     *_prefill(4096, 128, (0.0, 0.6)),
     *_prefill(4096, 64, (0.0, 0.6)),
     *_decode(8, 128, (0.0, 0.6)),
@@ -66,7 +68,7 @@ QUICK: tuple[Point, ...] = (
     *_prefill(4096, 128, (0.6,), kv_heads=4),
     *_prefill(16384, 128, (0.6,)),
 )
-FULL: tuple[Point, ...] = tuple(dict.fromkeys([
+FULL: tuple[BenchPoint, ...] = tuple(dict.fromkeys([
     *QUICK,
     *_prefill(4096, 64, (0.3, 0.9)),
     *(point for batch in (1, 64) for point in _decode(batch, 128, (0.0, 0.6))),
@@ -79,20 +81,20 @@ FULL: tuple[Point, ...] = tuple(dict.fromkeys([
 ]))  # fmt: skip
 
 
-def planned_seconds(points: Sequence[Point]) -> float:
+def planned_seconds(points: Sequence[BenchPoint]) -> float:
     """What measuring the points should take, the stages before them included."""
     return STAGES_SECONDS + POINT_SECONDS * len(points) + SHAPE_SECONDS * len({point.shape for point in points})
 
 
-def _of_width(width: int) -> Callable[[Point], bool]:
+def _of_width(width: int) -> Callable[[BenchPoint], bool]:
     return lambda point: point.rows > 1 and point.width == width
 
 
-def _decodes_width(width: int) -> Callable[[Point], bool]:
+def _decodes_width(width: int) -> Callable[[BenchPoint], bool]:
     return lambda point: point.rows == 1 and point.width == width
 
 
-GUARDS: dict[str, Callable[[Point], bool]] = {
+GUARDS: dict[str, Callable[[BenchPoint], bool]] = {
     **{f"bf16, D = {width}": _of_width(width) for width in (64, 128)},
     **{f"decode, D = {width}": _decodes_width(width) for width in (64, 128)},
     "more blocks than programs": lambda point: point.rows > 1,
@@ -104,7 +106,7 @@ GUARDS: dict[str, Callable[[Point], bool]] = {
 """Which points a case of the gate stands for. A case that is not named is about an option that no point uses."""
 
 
-def red(point: Point, rows: Iterable[Mapping[str, Any]]) -> list[str]:
+def red(point: BenchPoint, rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """The failed rows of the gate that concern a point: of a case that stands for it, gradients in training alone."""
     return [
         ": ".join(filter(None, (row["case"], row.get("result"))))

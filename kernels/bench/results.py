@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers import peers
-from bench.points import DECODE, OPERATIONS, Point
+from bench.points import DECODE, OPERATIONS, BenchPoint
 from bench.timing import share_of_ceiling
 
 FILE = "bench.json"
@@ -42,7 +42,7 @@ def opened(out: Path, made: Mapping[str, str], fresh: bool) -> dict[str, Any]:
     return result
 
 
-def write(out: Path, result: Mapping[str, Any], plan: Sequence[Point]) -> None:
+def write(out: Path, result: Mapping[str, Any], plan: Sequence[BenchPoint]) -> None:
     """The file and its tables (bench.md), each replaced whole."""
     for name, text in ((FILE, json.dumps(result, indent=1) + "\n"), ("bench.md", tables(result, plan))):
         draft = out / f"{name}.new"
@@ -50,12 +50,12 @@ def write(out: Path, result: Mapping[str, Any], plan: Sequence[Point]) -> None:
         os.replace(draft, out / name)
 
 
-def measured(result: Mapping[str, Any]) -> list[tuple[Point, dict[str, Any]]]:
+def measured(result: Mapping[str, Any]) -> list[tuple[BenchPoint, dict[str, Any]]]:
     """The points that have figures, and their records."""
-    return [(Point(**r["point"]), r) for r in result["points"].values() if "cells" in r]
+    return [(BenchPoint(**r["point"]), r) for r in result["points"].values() if "cells" in r]
 
 
-def tables(result: Mapping[str, Any], plan: Sequence[Point]) -> str:
+def tables(result: Mapping[str, Any], plan: Sequence[BenchPoint]) -> str:
     """The result as Markdown: a table per shape, peers by share of empty tiles; then what is missing, and why."""
     lines = [
         "# Kernels on a GPU",
@@ -103,8 +103,8 @@ def wrong_line(row: Mapping[str, Any]) -> str:
 
 
 def _by_shape(
-    found: Sequence[tuple[Point, dict[str, Any]]],
-) -> Iterator[tuple[list[Point], list[dict[str, Any]]]]:
+    found: Sequence[tuple[BenchPoint, dict[str, Any]]],
+) -> Iterator[tuple[list[BenchPoint], list[dict[str, Any]]]]:
     """The points that differ in the share alone, by operation."""
     shapes = sorted({point.shape for point, _ in found}, key=lambda shape: (OPERATIONS.index(shape.operation), shape))
     for shape in shapes:
@@ -113,7 +113,7 @@ def _by_shape(
 
 
 def _table(
-    points: Sequence[Point], records: Sequence[Mapping[str, Any]], ceilings: Mapping[str, float] | None
+    points: Sequence[BenchPoint], records: Sequence[Mapping[str, Any]], ceilings: Mapping[str, float] | None
 ) -> list[str]:
     shares = [f"{record['share']:.0%} empty" + (", RED" if record["red"] else "") for record in records]
     lines = [f"## {points[0].title}", "", "| | " + " | ".join(shares) + " | peak memory (MiB) | difference |"]
@@ -129,7 +129,7 @@ def _table(
     return [*lines, "", *([f"RED: timed although the gate is wrong in {', '.join(wrong)}.", ""] if wrong else [])]
 
 
-def _cell(name: str, point: Point, record: Mapping[str, Any], ceilings: Mapping[str, float] | None) -> str:
+def _cell(name: str, point: BenchPoint, record: Mapping[str, Any], ceilings: Mapping[str, float] | None) -> str:
     cell = record["cells"][name]
     if "not_run" in cell:
         return "not run"
@@ -139,7 +139,7 @@ def _cell(name: str, point: Point, record: Mapping[str, Any], ceilings: Mapping[
     return f"{text} {reached:.0%}" if reached else text
 
 
-def _missing(result: Mapping[str, Any], plan: Sequence[Point]) -> Iterator[str]:
+def _missing(result: Mapping[str, Any], plan: Sequence[BenchPoint]) -> Iterator[str]:
     """Points without figures, then peers without, each with its reason."""
     for point in plan:
         record = result["points"].get(str(point))
@@ -175,14 +175,14 @@ def plots(result: Mapping[str, Any], out: Path) -> str | None:
         return "the plots were left out: nothing that they show was measured"
     ceilings = result["ceilings"]
 
-    def percent(point: Point, record: Mapping[str, Any], name: str) -> float | None:
+    def percent(point: BenchPoint, record: Mapping[str, Any], name: str) -> float | None:
         reached = share_of_ceiling(point, record["share"], record["cells"][name], KINDS[name], ceilings)
         return None if reached is None else 100 * reached
 
-    def milliseconds(point: Point, record: Mapping[str, Any], name: str) -> float | None:  # noqa: ARG001
+    def milliseconds(point: BenchPoint, record: Mapping[str, Any], name: str) -> float | None:  # noqa: ARG001
         return record["cells"][name].get("milliseconds", {}).get("median")
 
-    def drawn(name: str, chosen: Callable[[Point], bool], x: Callable[..., float], *others: Any) -> None:
+    def drawn(name: str, chosen: Callable[[BenchPoint], bool], x: Callable[..., float], *others: Any) -> None:
         found = [(p, r) for p, r in plain if chosen(p)]
         if found:
             _draw(out / f"{name}.png", found, x, *others)
@@ -201,10 +201,10 @@ def plots(result: Mapping[str, Any], out: Path) -> str | None:
 
 def _draw(
     path: Path,
-    found: Sequence[tuple[Point, Mapping[str, Any]]],
-    x: Callable[[Point, Mapping[str, Any]], float],
+    found: Sequence[tuple[BenchPoint, Mapping[str, Any]]],
+    x: Callable[[BenchPoint, Mapping[str, Any]], float],
     x_label: str,
-    y: Callable[[Point, Mapping[str, Any], str], float | None],
+    y: Callable[[BenchPoint, Mapping[str, Any], str], float | None],
     y_label: str,
     panel: str,
 ) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from bench import compiled, device, tuning
 from bench.gate import relative_error
 from bench.peers import Inputs, Peer, draw, draw_with_share, peers, without_skipping
-from bench.points import DECODE, TRAINING, Point
+from bench.points import DECODE, TRAINING, BenchPoint
 from bench.worker import doing, reason
 
 ROUNDS = 20
@@ -83,7 +83,7 @@ def _step(peer: Peer, operation: str, inputs: Inputs) -> Callable[[], Any]:
 
 
 def measure(
-    point: Point, backend: str, authors: Path | None, left_out: Mapping[str, str], rounds: int = ROUNDS
+    point: BenchPoint, backend: str, authors: Path | None, left_out: Mapping[str, str], rounds: int = ROUNDS
 ) -> dict[str, Any]:
     """The point's `share` of empty tiles and how it was made, and a cell per peer.
 
@@ -130,7 +130,7 @@ def measure(
     return {"share": share, "recency": recency, "copies": len(copies), "cells": cells}
 
 
-def compile_choice(point: Point, backend: str, index: int, skip: bool) -> None:
+def compile_choice(point: BenchPoint, backend: str, index: int, skip: bool) -> None:
     """Compiles what our peer (with `skip`, or the one that skips nothing) needs at a point with one configuration.
 
     Triton keeps it on disk, where the worker that measures finds it.
@@ -176,7 +176,7 @@ def _factors(size: int) -> tuple[Tensor, Tensor]:
 
 
 def share_of_ceiling(
-    point: Point, share: float, cell: Mapping[str, Any], kind: str | None, ceilings: Mapping[str, float]
+    point: BenchPoint, share: float, cell: Mapping[str, Any], kind: str | None, ceilings: Mapping[str, float]
 ) -> float | None:
     """How much of what the device can do a peer's time comes to; None where that is not defined.
 

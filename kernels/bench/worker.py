@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
     """Whether it was killed for taking too long."""
 
 
-class Worker:
+class GpuWorker:
     """Starts its process at the first call of `run`, and a new one where the last is gone.
 
     setup is called first in every process. What a process prints is appended to the file `log`, or is dropped.
@@ -50,7 +50,7 @@ class Worker:
         self._setup, self._log = setup, log
         self._live: tuple[Any, Connection] | None = None
 
-    def __enter__(self) -> "Worker":
+    def __enter__(self) -> "GpuWorker":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -132,8 +132,8 @@ def side_by_side(
 
     seconds: asked when a task starts, as all of them start late where there are many.
     """
-    workers = [Worker(setup, log) for _ in range(min(count, len(tasks)))]
-    idle: SimpleQueue[Worker] = SimpleQueue()
+    workers = [GpuWorker(setup, log) for _ in range(min(count, len(tasks)))]
+    idle: SimpleQueue[GpuWorker] = SimpleQueue()
     for worker in workers:
         idle.put(worker)
 

@@ -24,10 +24,10 @@ from bench.__main__ import main
 from bench.course import Course
 from bench.gate import GATE, gate
 from bench.peers import Inputs, draw, draw_with_share, eager, empty_share, peers, set_recency, two_calls
-from bench.points import DECODE, FORWARD, FULL, GUARDS, QUICK, TRAINING, Point, planned_seconds, red
+from bench.points import DECODE, FORWARD, FULL, GUARDS, QUICK, TRAINING, BenchPoint, planned_seconds, red
 from bench.results import plots, tables
 from bench.timing import measure, measure_ceilings, share_of_ceiling, take_turns
-from bench.worker import _CONTEXT, Outcome, Worker
+from bench.worker import _CONTEXT, GpuWorker, Outcome
 from flash_lazy import lazy_attention
 from flash_lazy.fused import configurations
 
@@ -41,7 +41,7 @@ def on_cpu(monkeypatch):
 
 
 def point(operation=FORWARD, batch=1, length=128, heads=2, kv_heads=2, width=16, reach=512, share=0.0):
-    return Point(operation, batch, length, heads, kv_heads, width, reach, share)
+    return BenchPoint(operation, batch, length, heads, kv_heads, width, reach, share)
 
 
 def peers_named(authors):
@@ -318,7 +318,7 @@ def test_the_points_are_the_promised_ones():
     assert len(set(FULL)) == len(FULL)
     assert FULL[: len(QUICK)] == QUICK
     assert planned_seconds(QUICK) < 60 * command.QUICK_MINUTES
-    assert QUICK[0] == Point(FORWARD, 4, 4096, 16, 16, 128, 512, 0.0)
+    assert QUICK[0] == BenchPoint(FORWARD, 4, 4096, 16, 16, 128, 512, 0.0)
     for operation in (FORWARD, TRAINING):
         mine = [p for p in FULL if p.operation == operation]
         for width in (64, 128):
@@ -450,7 +450,7 @@ def test_every_choice_of_a_list_can_be_taken():
 
 def test_a_worker_outlives_what_it_runs(tmp_path):
     """A value, an error, a death while it is idle, and a death at work."""
-    with Worker(partial(without_gpu.prepare, {}), tmp_path / "log") as worker:
+    with GpuWorker(partial(without_gpu.prepare, {}), tmp_path / "log") as worker:
         first = worker.run(os.getpid, 60)
         assert worker.run(partial(int, "x"), 60).failed == "ValueError: invalid literal for int() with base 10: 'x'"
         assert worker.run(os.getpid, 60) == first

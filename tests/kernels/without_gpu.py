@@ -19,12 +19,12 @@ from bench import __main__ as command
 from bench import course, device, gate, timing
 from bench.course import Course
 from bench.peers import Peer, peers
-from bench.points import DECODE, FORWARD, TRAINING, Point
+from bench.points import DECODE, FORWARD, TRAINING, BenchPoint
 
 POINTS = (
-    Point(FORWARD, 1, 128, 2, 2, 64, 16, 0.0),
-    Point(TRAINING, 1, 128, 2, 1, 64, 16, 0.3),
-    Point(DECODE, 2, 256, 2, 2, 64, 16, 0.0),
+    BenchPoint(FORWARD, 1, 128, 2, 2, 64, 16, 0.0),
+    BenchPoint(TRAINING, 1, 128, 2, 1, 64, 16, 0.3),
+    BenchPoint(DECODE, 2, 256, 2, 2, 64, 16, 0.0),
 )
 MEASURED = ("flash_lazy", "flash_lazy, nothing skipped", "SDPA MATH")
 

@@ -42,7 +42,7 @@ TRITONS := 3.6.0 3.9.0
 test-tritons: $(TRITONS:%=.venv-triton-%/.complete)
 	for version in $(TRITONS); do \
 	  TRITON_INTERPRET=1 .venv-triton-$$version/bin/pytest -q --noconftest -m "not long" tests/kernels/test_triton.py && \
-	  .venv-triton-$$version/bin/python -m bench --all-configurations || exit 1; \
+	  .venv-triton-$$version/bin/python3 -m bench --all-configurations || exit 1; \
 	done
 
 lint: .venv/.complete
@@ -51,8 +51,8 @@ lint: .venv/.complete
 	$(BIN)/pyrefly check
 
 bench: .venv/.complete
-	$(BIN)/python -m bench --out docs/results/kernels
-	$(BIN)/python -m bench.memory --json docs/results/kernels/chunked-memory.json
+	$(BIN)/python3 -m bench --out docs/results/kernels
+	$(BIN)/python3 -m bench.memory --json docs/results/kernels/chunked-memory.json
 	$(LIT) bench step --out docs/results/bench-step.json
 	$(LIT) bench diagnostics --out docs/results/bench-diagnostics.json
 

@@ -1,37 +1,41 @@
 """Speed and memory of flash_lazy beside its peers on a GPU; on a CPU, what the kernels cost on paper and compile to.
 
-On a CUDA device the kernels' results are checked first, and nothing is timed where a check fails (exit status 1). Then
-forward, forward + backward and decoding are timed: all peers in one process, taking turns, by CUDA events; median and
-quartiles over the rounds. The data is random, with a recency that sets the share of 64 x 64 tiles in which no weight
-survives; that share is measured. A peer that could not be had reads "not run", with the reason.
+    python3 -m bench --quick --out FOLDER
+    python3 -m bench --minutes 9 --out FOLDER      the same line again goes on where this one ended
+
+On a CUDA device the kernels' results are checked first; a wrong one blocks the points that it stands for. Then
+forward, forward + backward and decoding are timed, the most telling points first: all peers in one process, taking
+turns, by CUDA events; median and quartiles over the rounds, beside what the device can do. The data is random, with a
+recency that sets the share of 64 x 64 tiles in which no weight survives; that share is measured, and block sizes are
+tuned for each.
+
+FOLDER holds bench.json and bench.md, replaced whole after every step, at the end plots (they need matplotlib), and
+bench.log, what the kernels' compiler prints. What crashes or hangs costs a peer at a point, or a point, and is recorded
+with its reason. A command that is killed loses the point that it was at: run again, it measures what is missing, then
+what was lost. Results of other code or of another machine in FOLDER are refused.
 
 Without a CUDA device (also with CUDA_VISIBLE_DEVICES= ) the cost model and a table of what the kernels compile to are
-printed; neither is a measurement of speed. Needs torch and triton; the plots need matplotlib.
+printed; neither is a measurement of speed. Needs torch and triton.
 """
 
 import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from bench import compiled
-from bench.peers import GATE, gate, peers
+from bench.course import Course
+from bench.points import FULL, QUICK, planned_seconds
 from bench.provenance import made_with
-from bench.results import plots, tables
-from bench.timing import HEADS, ROUNDS, TOKENS, measure_all, measure_ceiling
+from bench.results import Refused
 from flash_lazy.fused import configurations
 
-LENGTHS, QUICK_LENGTHS, WIDTHS = (1024, 2048, 4096, 8192, 16384, 32768), (4096,), (64, 128)
-QUICK_MINUTES, MOST_WORKERS = 8.0, 8
+WIDTHS, QUICK_MINUTES, BACKEND = (64, 128), 8.0, "triton"
 
 
 def _publish(out: Path | None, name: str, result: Mapping[str, Any], text: str) -> None:
@@ -42,20 +46,13 @@ def _publish(out: Path | None, name: str, result: Mapping[str, Any], text: str) 
         (out / f"{name}.md").write_text(text)
 
 
-def check(backend: str, device: torch.device, names: Sequence[str] = tuple(GATE)) -> list[dict[str, Any]]:
-    """The gate, its cases in processes of their own: each compiles kernels of its own, which takes the time."""
-    workers = min(os.cpu_count() or 1, MOST_WORKERS, len(names))
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        return [row for rows in pool.map(partial(gate, backend, device), [[name] for name in names]) for row in rows]
-
-
 def on_paper(options: argparse.Namespace) -> int:
     """Cost model and compile-only table; the exit status."""
     if configurations.INTERPRETED:
         print("TRITON_INTERPRET=1: nothing is compiled where triton interprets; unset it", file=sys.stderr)
         return 2
     made = made_with("bench")
-    rows = compiled.report(options.widths, options.all_configurations)
+    rows = compiled.report(options.widths or WIDTHS, options.all_configurations)
     text = "\n".join([
         "# Kernels without a GPU",
         "",
@@ -73,35 +70,21 @@ def on_paper(options: argparse.Namespace) -> int:
 
 
 def on_gpu(options: argparse.Namespace) -> int:
-    """Correctness gate, then all measurements; the exit status."""
-    started, device = time.monotonic(), torch.device("cuda")
-
-    def over() -> bool:
-        return options.minutes is not None and time.monotonic() - started > 60 * options.minutes
-
-    checked = check("triton", device)
-    wrong = [row for row in checked if not row["passed"]]
-    for row in wrong:
-        figures = row.get("failed") or f"{row['result']}: error {row['error']:.2e}, bound {row['bound']:.2e}"
-        print(f"wrong: {row['case']}: {figures}", file=sys.stderr)
-    if wrong:
-        print(f"{len(wrong)} of {len(checked)} results are wrong; nothing was timed", file=sys.stderr)
-        return 1
-    print(f"all {len(checked)} results are within twice the error of plain PyTorch in the same precision")
-    candidates = peers("triton", options.authors)
-    result = {
-        "made": made_with("bench"),
-        "tokens": TOKENS,
-        "heads": HEADS,
-        "rounds": ROUNDS,
-        "ceiling_tflops": measure_ceiling(device),
-        "gate": checked,
-        "points": measure_all(candidates, options.lengths, options.widths, device, over),
-    }
-    _publish(options.out, "bench", result, tables(result))
-    if options.out is not None and (left_out := plots(result, candidates, options.out)):
-        print(left_out)
-    return 0
+    """Gate and measurements; the exit status."""
+    if options.out is None:
+        print("--out is missing: give the folder where results are written after every point", file=sys.stderr)
+        return 2
+    points = QUICK if options.quick else FULL
+    minutes = options.minutes or (QUICK_MINUTES if options.quick else None)
+    course = Course(options.out, points, BACKEND, options.authors, minutes, options.time_anyway)
+    try:
+        return course.run(options.fresh)
+    except Refused as refused:
+        print(refused, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"interrupted; what was measured is in {options.out}, and the same command goes on", file=sys.stderr)
+        return 130
 
 
 class _Parser(argparse.ArgumentParser):
@@ -150,39 +133,48 @@ def _folder(text: str) -> Path:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m bench",
+        prog="python3 -m bench",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    lengths = _numbers("it", "multiples of 64 from 128 on, with commas between", lambda x: x >= 128 and x % 64 == 0)
-    widths = _numbers("it", "whole numbers from 16 to 256, with commas between", lambda x: 16 <= x <= 256)
-    text = "folder for tables, figures (JSON) and plots; without it they are only printed"
+    text = "folder for tables, figures (JSON) and plots; needed on a GPU, elsewhere they may just be printed"
     parser.add_argument("--out", type=_folder, metavar="FOLDER", help=text)
-    text = f"sequence lengths L, {TOKENS} tokens to a batch (default: {','.join(map(str, LENGTHS))})"
-    parser.add_argument("--lengths", type=lengths, help=text)
-    parser.add_argument("--widths", type=widths, default=WIDTHS, help="widths D of a head (default: 64,128)")
+    text = (
+        f"{len(QUICK)} of the {len(FULL)} points: L 4096 at D 128 and 64, GQA, L 16384, decoding; about "
+        f"{planned_seconds(QUICK) / 60:.0f} minutes by plan instead of {planned_seconds(FULL) / 60:.0f}, and at most "
+        f"{QUICK_MINUTES:.0f} (or --minutes)"
+    )
+    parser.add_argument("--quick", action="store_true", help=text)
+    text = "starts no new measurement after M minutes, and ends the one under way soon after"
+    parser.add_argument("--minutes", type=_minutes, metavar="M", help=text)
+    text = "times also what the gate found wrong, and marks it in tables and plots"
+    parser.add_argument("--time-anyway", action="store_true", help=text)
+    parser.add_argument("--fresh", action="store_true", help="begins again: what FOLDER holds is replaced")
     text = "checkout of github.com/Fzkuji/flash-lazy-attention, to be measured too"
     parser.add_argument("--authors", type=_checkout, metavar="PATH", help=text)
-    text = f"one length, {QUICK_LENGTHS[0]}, within {QUICK_MINUTES:.0f} minutes (either can be set)"
-    parser.add_argument("--quick", action="store_true", help=text)
-    text = "starts no new measurement after M minutes; the rest reads 'not run'"
-    parser.add_argument("--minutes", type=_minutes, metavar="M", help=text)
+    text = "without a GPU: widths D of a head to compile for (default: 64,128)"
+    widths = _numbers("it", "whole numbers from 16 to 256, with commas between", lambda x: 16 <= x <= 256)
+    parser.add_argument("--widths", type=widths, metavar="D,..", help=text)
     text = "without a GPU: compiles every configuration, not only the default ones"
     parser.add_argument("--all-configurations", action="store_true", help=text)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; the exit status: 0 done, 1 wrong results, 2 wrong input."""
+    """Entry point; the exit status: 0 done, 1 wrong results or no use of the GPU, 2 wrong input, 130 interrupted."""
     options = make_parser().parse_args(argv)
-    idle = [f"--{name}" for name in ("lengths", "quick", "minutes", "authors") if getattr(options, name)]
-    if idle and not torch.cuda.is_available():
-        print(f"{', '.join(idle)} ignored: nothing is timed without a GPU", file=sys.stderr)
-    options.lengths = options.lengths or (QUICK_LENGTHS if options.quick else LENGTHS)
-    if options.quick and options.minutes is None:
-        options.minutes = QUICK_MINUTES
-    return on_gpu(options) if torch.cuda.is_available() else on_paper(options)
+    gpu = torch.cuda.is_available()
+    idle = ("widths", "all_configurations") if gpu else ("quick", "minutes", "time_anyway", "fresh", "authors")
+    given = [f"--{name.replace('_', '-')}" for name in idle if getattr(options, name)]
+    if given:
+        why = (
+            "something is compiled only without a GPU (CUDA_VISIBLE_DEVICES= )"
+            if gpu
+            else "nothing is timed without a GPU"
+        )
+        print(f"{', '.join(given)} ignored: {why}", file=sys.stderr)
+    return on_gpu(options) if gpu else on_paper(options)
 
 
 if __name__ == "__main__":

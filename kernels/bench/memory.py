@@ -1,6 +1,6 @@
 """Peak resident memory of one forward and backward pass, by backend and length (B = 1, H = 4, D = 64, float32).
 
-    python -m bench.memory [--lengths 1024 4096 16384] [--backends chunked reference] [--json PATH]
+    python3 -m bench.memory [--lengths 1024 4096 16384] [--backends chunked reference] [--json PATH]
 
 Every figure comes from a fresh process: the rise of the peak (VmHWM) over what was resident when q, k, v and the
 output's gradient already existed, so the output and the gradients count. Linux only. A run of `reference` that would
@@ -58,7 +58,7 @@ def measure_alone(backend: str, length: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python3 -m bench.memory", description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--backends", nargs="+", default=["chunked", "reference"])
     parser.add_argument("--json", type=Path, help="write the figures there as well")

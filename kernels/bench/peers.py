@@ -1,10 +1,10 @@
-"""What the benchmark compares: inputs with a set share of empty tiles, the function as others compute it, a check.
+"""What the benchmark compares: inputs with a set share of empty tiles, and the function as others compute it.
 
 `eager` and `two_calls` are the definition once more, by means that share nothing with the kernels.
 """
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from pathlib import Path
@@ -16,15 +16,18 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.points import BenchPoint
 from flash_lazy import lazy_attention
 from flash_lazy.fused import configurations
 
-REACH, TILE = 512, 64
-LEAST_RECENCY, BISECTIONS, SAMPLED, CLOSE = 1e-2, 40, 32, 0.003
+TILE = 64
+LEAST_RECENCY, BISECTIONS, SAMPLED, SEQUENCES, CLOSE = 1e-2, 40, 32, 4, 0.003
+MOST_SCORES = 2**30
+"""Of one call, for the peers that keep them all in memory."""
 
 
 class Inputs(NamedTuple):
-    """q, k, v `[B, H, L, D]`, tau `[H]`, bias `[H, REACH]`."""
+    """q `[B, H, Lq, D]`, k, v `[B, Hkv, L, D]`, tau `[H]`, bias `[H, W]`; the queries are the last ones."""
 
     q: Tensor
     k: Tensor
@@ -33,64 +36,76 @@ class Inputs(NamedTuple):
     bias: Tensor
 
 
-def draw(
-    batch: int, heads: int, length: int, width: int, recency: float, device: torch.device, dtype: torch.dtype
-) -> Inputs:
-    """Random inputs whose scores rise by `recency` nats from the first key to the last; tau = 1."""
+def draw(point: BenchPoint, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Inputs:
+    """Random inputs, tau = 1. The first columns of q and k are left to `set_recency`."""
     generator = torch.Generator(device).manual_seed(0)
-    q, k, v = (torch.randn(batch, heads, length, width, generator=generator, device=device) for _ in range(3))
-    q[..., 0] = width**0.5
-    k[..., 0] = recency * torch.arange(length, device=device) / length
-    bias = 0.1 * torch.randn(heads, REACH, generator=generator, device=device)
-    return Inputs(q.to(dtype), k.to(dtype), v.to(dtype), torch.ones(heads, device=device), bias)
+
+    def normal(heads: int, rows: int) -> Tensor:
+        shape = (point.batch, heads, rows, point.width)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    q, k, v = normal(point.heads, point.rows), *(normal(point.kv_heads, point.length) for _ in range(2))
+    bias = 0.1 * torch.randn(point.heads, point.reach, generator=generator, device=device)
+    inputs = Inputs(q, k, v, torch.ones(point.heads, device=device), bias)
+    set_recency(inputs, 0.0)
+    return inputs
+
+
+def set_recency(inputs: Inputs, recency: float) -> None:
+    """Makes all scores rise by `recency` nats from the first key to the last."""
+    length, width = inputs.k.shape[2:]
+    inputs.q[..., 0] = width**0.5
+    inputs.k[..., 0] = recency * torch.arange(length, device=inputs.k.device) / length
 
 
 def empty_share(inputs: Inputs, sampled: int = SAMPLED) -> float:
-    """Share of the causal TILE x TILE tiles, per sequence and head, in which no weight survives (tau `per_query`).
+    """Share of the causal TILE x TILE tiles in which no weight survives (tau `per_query`).
 
-    Computed from the definition, in float32, on `sampled` evenly spaced blocks of rows (all where there are no more).
+    Counted per query head; where there is one query, per kv head: its values are read for all its queries at once.
+    Computed from the definition, in float32, on the first sequences and on `sampled` evenly spaced blocks of rows (all
+    where there are no more).
     """
     q, k, _, tau, bias = inputs
-    length, reach = q.shape[2], bias.shape[1]
-    blocks = length // TILE
+    rows, length, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    q, k = q[:SEQUENCES], k[:SEQUENCES]
+    blocks = -(-rows // TILE)
     chosen = torch.linspace(0, blocks - 1, min(sampled, blocks)).round().long().tolist()
-    table = F.pad(bias, (0, max(0, length - reach)))
+    table = F.pad(bias, (0, max(0, length - bias.shape[1])))
     empty, tiles = 0, 0
     for block in chosen:
-        row = torch.arange(block * TILE, (block + 1) * TILE, device=q.device)[:, None]
-        distance = row - torch.arange((block + 1) * TILE, device=q.device)
-        scores = q[:, :, row[:, 0]].float() @ k[:, :, : distance.shape[1]].float().mT * q.shape[3] ** -0.5
+        row = torch.arange(block * TILE, min((block + 1) * TILE, rows), device=q.device)[:, None]
+        own = length - rows + row
+        seen = length - rows + len(row) + block * TILE
+        distance = own - torch.arange(seen, device=q.device)
+        keys = k[:, :, :seen].float().repeat_interleave(group, 1)
+        scores = q[:, :, row[:, 0]].float() @ keys.mT * q.shape[3] ** -0.5
         scores += table[:, distance.clamp(min=0)]
         p = scores.masked_fill_(distance < 0, -torch.inf).softmax(-1)
-        alive = (p > tau[:, None, None] / (row + 1)) & (distance >= 0)
-        per_tile = alive.unflatten(-1, (block + 1, TILE)).any(-1).any(-2)
+        alive = ((p > tau[:, None, None] / (own + 1)) & (distance >= 0)).any(-2)
+        if rows == 1:
+            alive = alive.unflatten(1, (-1, group)).any(2)
+        per_tile = F.pad(alive, (0, -seen % TILE)).unflatten(-1, (-1, TILE)).any(-1)
         empty += int((~per_tile).sum())
         tiles += per_tile.numel()
     return empty / tiles
 
 
 def draw_with_share(
-    share: float,
-    batch: int,
-    heads: int,
-    length: int,
-    width: int,
-    device: torch.device,
-    dtype: torch.dtype = torch.bfloat16,
+    point: BenchPoint, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Inputs, float, float]:
-    """Inputs whose share of empty tiles is near `share`, the share measured, and the recency found by bisection.
+    """Inputs whose share of empty tiles is near the point's, the share measured, and the recency found by bisection.
 
     Every block of rows keeps a tile, so the share ends at 1 - 2 / (blocks + 1): short sequences may stay below.
     """
-    make = partial(draw, batch, heads, length, width, device=device, dtype=dtype)
-    low, high = 0.0, 8.0 * length
+    inputs = draw(point, device, dtype)
+    low, high = 0.0, 8.0 * point.length
     recency = 0.0
     for _ in range(BISECTIONS):
-        inputs = make(recency)
+        set_recency(inputs, recency)
         found = empty_share(inputs)
-        if abs(found - share) < CLOSE or (recency == 0 and found >= share):
+        if abs(found - point.share) < CLOSE or (recency == 0 and found >= point.share):
             break
-        low, high = (recency, high) if found < share else (low, recency)
+        low, high = (recency, high) if found < point.share else (low, recency)
         recency = (max(low, LEAST_RECENCY) * high) ** 0.5
     return inputs, found, recency
 
@@ -157,7 +172,8 @@ def two_calls(
         distance = row + shift - key
         return score + torch.where(distance < reach, bias[head, distance.clamp(0, reach - 1)], 0.0)
 
-    call = partial(attention, q, k, block_mask=block_mask, return_aux=AuxRequest(lse=True))
+    shared = {"block_mask": block_mask, "return_aux": AuxRequest(lse=True), "enable_gqa": q.shape[1] > k.shape[1]}
+    call = partial(attention, q, k, **shared)
     lse = call(v[..., :16], score_mod=biased)[1].lse
 
     def log_weight(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
@@ -187,10 +203,11 @@ def peers(backend: str, authors: Path | None) -> list[Peer]:
         Peer("flash_lazy, nothing skipped", ours, "lazy", around=without_skipping),
         *(
             Peer(f"SDPA {name}", _softmax, "softmax", False, partial(sdpa_kernel, getattr(SDPBackend, name)))
-            for name in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH")
+            for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
         ),
+        Peer("SDPA MATH", _small(_softmax), "softmax", False, partial(sdpa_kernel, SDPBackend.MATH)),
         Peer("FlexAttention, two calls", _flex, "lazy"),
-        Peer("eager", eager, "lazy"),
+        Peer("eager", _small(eager), "lazy"),
         Peer("AdaSplash", _adasplash, None, False),
         Peer("the authors' kernel", partial(_authors, authors), "authors"),
     ]
@@ -202,7 +219,20 @@ def without_skipping() -> AbstractContextManager[Any]:
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
+    grouped = q.shape[1] > k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=grouped)
+
+
+def _small(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function, which keeps all scores, for calls of at most MOST_SCORES of them."""
+
+    def checked(q: Tensor, k: Tensor, *others: Tensor) -> Tensor:
+        scores = q.shape[:3].numel() * k.shape[2]
+        if scores > MOST_SCORES:
+            raise NotImplementedError(f"it keeps all {scores:.1e} scores; it is measured up to {MOST_SCORES:.1e}")
+        return attend(q, k, *others)
+
+    return checked
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, tau: Tensor, bias: Tensor) -> Tensor:
@@ -231,8 +261,7 @@ def _causal_mask(rows: int, device: str) -> Any:
 
 
 def _adasplash(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
-    if q.shape[2] < k.shape[2]:
-        raise NotImplementedError("it has no decoding")
+    _only_training_shapes(q, k)
     import adasplash  # pyrefly: ignore [missing-import]
 
     return adasplash.adasplash(q, k, v, is_causal=True)
@@ -242,9 +271,15 @@ def _authors(checkout: Path | None, q: Tensor, k: Tensor, v: Tensor, tau: Tensor
     """github.com/Fzkuji/flash-lazy-attention, which adds tau where this package subtracts it."""
     if checkout is None:
         raise FileNotFoundError("no checkout was given (--authors)")
+    _only_training_shapes(q, k)
+    return _module(checkout).lazy_attention_triton(q, k, v, bias, -tau)
+
+
+def _only_training_shapes(q: Tensor, k: Tensor) -> None:
     if q.shape[2] < k.shape[2]:
         raise NotImplementedError("it has no decoding")
-    return _module(checkout).lazy_attention_triton(q, k, v, bias, -tau)
+    if q.shape[1] > k.shape[1]:
+        raise NotImplementedError("it has no grouped heads")
 
 
 @cache
@@ -256,124 +291,3 @@ def _module(checkout: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-GATE: dict[str, dict[str, Any]] = {
-    **{f"bf16, D = {width}": {"width": width} for width in (16, 64, 80, 96, 128, 256)},
-    **{f"{name}, D = 64": {"dtype": dtype} for name, dtype in (("fp16", torch.float16), ("fp32", torch.float32))},
-    "fp32, D = 128": {"dtype": torch.float32, "width": 128},
-    "no bias": {"reach": None},
-    "one bias": {"reach": 1},
-    "more biases than keys": {"reach": 600},
-    "slopes": {"slopes": 0.02},
-    "most tiles empty": {"slopes": 0.5},
-    "window": {"window": 100},
-    "documents": {"batch": 1, "cuts": (0, 1, 1, 120, 257)},
-    "two kv heads": {"kv_heads": 2},
-    "one kv head": {"kv_heads": 1},
-    "tau < 0": {"tau": -1.0},
-    "a tau per position": {"threshold": "per_token", "positions": 100},
-    "seq_len": {"threshold": "seq_len", "context_length": 300},
-    "constant": {"threshold": "constant", "tau": 0.01},
-    "renormalised": {"renormalise": True},
-    "few queries": {"rows": 65},
-    "ragged": {"rows": 65, "lengths": (200, 257)},
-    "more blocks than programs": {"batch": 8, "rows": 2048, "keys": 2048, "reach": 512},
-    "decode": {"rows": 1, "kv_heads": 2, "lengths": (200, 257), "gradients": False},
-}
-"""Cases by name, as changes of `_case`'s arguments."""
-
-
-def _case(
-    device: torch.device,
-    dtype: torch.dtype = torch.bfloat16,
-    batch: int = 2,
-    kv_heads: int = 4,
-    rows: int = 257,
-    keys: int = 257,
-    width: int = 64,
-    reach: int | None = 100,
-    slopes: float = 0.0,
-    tau: float = 1.0,
-    positions: int | None = None,
-    cuts: Sequence[int] | None = None,
-    lengths: Sequence[int] | None = None,
-    gradients: bool = True,
-    **options: Any,
-) -> tuple[dict[str, Tensor], dict[str, Any], bool]:
-    """Leaves and options of a call with four heads, and whether gradients are checked."""
-    generator = torch.Generator().manual_seed(1)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
-
-    leaves = {name: normal(batch, heads, size, width).to(dtype) for name, heads, size in
-              (("q", 4, rows), ("k", kv_heads, keys), ("v", kv_heads, keys))}  # fmt: skip
-    leaves["tau"] = tau * (1 + 0.1 * normal(4, *([positions] if positions else [])))
-    if reach:
-        leaves["bias"] = normal(4, reach)
-    if slopes:
-        leaves["slopes"] = slopes * (1 + 0.1 * normal(4))
-    if cuts:
-        options["cu_seqlens"] = torch.tensor(cuts, dtype=torch.int32, device=device)
-    if lengths:
-        options["kv_lengths"] = torch.tensor(lengths, device=device)
-    return leaves, options, gradients
-
-
-def _results(
-    attend: Callable[..., Tensor], leaves: Mapping[str, Tensor], options: Mapping[str, Any], gradients: bool
-) -> dict[str, Tensor]:
-    """The output computed without gradients, and where asked for the gradient of every leaf."""
-    with torch.no_grad():
-        results = {"out": attend(**leaves, **options)}
-    if gradients:
-        required = {name: x.clone().requires_grad_() for name, x in leaves.items()}
-        out = attend(**required, **options)
-        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16().to(out)
-        results["out, training"] = out.detach()
-        results |= dict(zip(required, torch.autograd.grad(out, list(required.values()), grad), strict=True))
-    return results
-
-
-def gate(backend: str, device: torch.device, names: Sequence[str] = tuple(GATE)) -> list[dict[str, Any]]:
-    """Errors ||x - ref|| / ||ref|| of every result against `reference` in float64, and whether they pass.
-
-    The bound is twice the error of `eager` in the same precision. A result that is not bit-identical on a second call,
-    in which nothing is skipped, fails too. The default blocks of every kernel are used: nothing is tuned.
-    """
-    rows: list[dict[str, Any]] = []
-    with patch.object(configurations, "AUTOTUNE", False):
-        for name in names:
-            rows += _checked(name, backend, device)
-    return rows
-
-
-def _checked(name: str, backend: str, device: torch.device) -> list[dict[str, Any]]:
-    leaves, options, gradients = _case(device, **GATE[name])
-    call = partial(_results, leaves=leaves, options=options, gradients=gradients)
-    exact = {key: x.double() for key, x in leaves.items()}
-    expected = _results(partial(lazy_attention, backend="reference"), exact, options, gradients)
-    try:
-        found = call(partial(lazy_attention, backend=backend))
-        with without_skipping():
-            again = call(partial(lazy_attention, backend=backend))
-    except Exception as error:
-        return [{"case": name, "passed": False, "failed": reason(error)}]
-    plain = call(eager)
-    rows = []
-    for key, x in found.items():
-        error, bound = relative_error(x, expected[key]), 2 * relative_error(plain[key], expected[key])
-        passed = error <= bound and torch.equal(x, again[key])
-        rows.append({"case": name, "result": key, "error": error, "bound": bound, "passed": passed})
-    return rows
-
-
-def relative_error(x: Tensor, expected: Tensor) -> float:
-    return float((x.double() - expected).norm() / expected.norm())
-
-
-def reason(error: Exception) -> str:
-    """An exception in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200] if lines else 'without a message'}"

@@ -1,5 +1,6 @@
 """How, when and on what figures were made."""
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -12,11 +13,16 @@ import torch
 
 
 def made_with(module: str) -> dict[str, str]:
-    """Command (a module that was run, with this process's arguments), date, commit, versions and machine."""
+    """Command (a module that was run, with this process's arguments), date, commit, versions and machine.
+
+    `source` is a hash of the files of this folder and of flash_lazy. It tells apart what a commit's name does not:
+    edited files, and copies without git.
+    """
     made = {
-        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
+        "command": " ".join([f"python3 -m {module}", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": _printed("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
+        "source": _source(Path(__file__).parents[1]),
         "torch": torch.__version__,
         "triton": _version("triton"),
         "python": platform.python_version(),
@@ -29,6 +35,13 @@ def made_with(module: str) -> dict[str, str]:
             "CUDA": str(torch.version.cuda),
         }
     return made
+
+
+def _source(kernels: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in ("bench", "flash_lazy") for path in (kernels / folder).rglob("*.py")):
+        digest.update(f"{path.relative_to(kernels)}\n{path.read_text()}\n".encode())
+    return digest.hexdigest()[:12]
 
 
 def _printed(*command: str) -> str:

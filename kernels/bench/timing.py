@@ -1,74 +1,79 @@
-"""What the peers cost: time by CUDA events, taking turns, and the peak of memory."""
+"""What the peers cost at a point, time by CUDA events and the peak of memory; and what the device can do.
+
+These functions run in a worker.
+"""
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench import compiled
-from bench.peers import Inputs, Peer, draw_with_share, reason, relative_error
+from bench import compiled, device, tuning
+from bench.gate import relative_error
+from bench.peers import Inputs, Peer, draw, draw_with_share, peers, without_skipping
+from bench.points import DECODE, TRAINING, BenchPoint
+from bench.worker import doing, reason
 
-TOKENS, HEADS, SHARES, ROUNDS = 16384, 16, (0.0, 0.3, 0.6, 0.9), 20
-OPERATIONS = ("forward", "forward+backward", "decode")
-USED_UP = "the time was used up (--minutes)"
-
-
-def _mark(device: torch.device) -> Any:
-    """A moment on the device; on a CPU, seconds."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+ROUNDS = 20
+COPIED_BYTES, READ_BYTES, PRODUCT_SIZES = 2**32, 2**31, (4096, 8192, 16384)
+RECOMPILATIONS = 256
 
 
-def _milliseconds(start: Any, end: Any) -> float:
-    return 1000 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
+def prepare() -> None:
+    """Once in a worker, before anything else."""
+    tuning.install()
+    torch._dynamo.config.recompile_limit = RECOMPILATIONS  # else FlexAttention's ninth shape would not be compiled
 
 
 def take_turns(
-    steps: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device
+    steps: Mapping[str, Sequence[Callable[[], Any]]], rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Milliseconds of every step and round, the order turning, after one round to warm up; and why a step failed.
+    """Milliseconds of every step and round, the order turning; and why a step failed.
 
-    Nothing waits for the device in between: its queue stays full, and what launching costs stays out of the figures.
+    A step is a call per copy of its inputs, of which each round makes the next; all have been made once before the
+    first round that counts. Nothing waits for the device in between: its queue stays full, and what launching costs
+    stays out of the figures.
     """
     marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in steps}
     failed: dict[str, str] = {}
-    for index in range(rounds + 1):
+    unmeasured = max(map(len, steps.values()), default=0)
+    for index in range(unmeasured + rounds):
         for name in sorted(steps, reverse=bool(index % 2)):
             if name not in failed:
                 try:
-                    start = _mark(device)
-                    steps[name]()
-                    marks[name].append((start, _mark(device)))
+                    start = device.mark()
+                    steps[name][index % len(steps[name])]()
+                    marks[name].append((start, device.mark()))
                 except Exception as error:
-                    failed[name] = reason(error)
-    _wait(device)
-    times = {name: [_milliseconds(*pair) for pair in marks[name][1:]] for name in steps if name not in failed}
+                    failed[name] = _survived(error)
+    device.wait()
+    times = {
+        name: [device.milliseconds(*pair) for pair in marks[name][unmeasured:]] for name in steps if name not in failed
+    }
     return times, failed
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _survived(error: Exception) -> str:
+    """The reason of an error after which the device still works; raises it where it does not."""
+    if device.broken():
+        raise error
+    return reason(error)
 
 
 def _step(peer: Peer, operation: str, inputs: Inputs) -> Callable[[], Any]:
-    q, k, v, tau, bias = inputs
-    if operation != "forward+backward":
-        query = q[:, :, -1:] if operation == "decode" else q
+    if operation != TRAINING:
 
         def forward() -> Tensor:
             with torch.no_grad(), peer.around():
-                return peer.attend(query, k, v, tau, bias)
+                return peer.attend(*inputs)
 
         return forward
     leaves = [x.detach().requires_grad_() for x in inputs]
-    grad = torch.empty_like(q).normal_(generator=torch.Generator(q.device).manual_seed(3))
+    grad = torch.empty_like(inputs.q).normal_(generator=torch.Generator(inputs.q.device).manual_seed(3))
 
     def both() -> Any:
         with peer.around():
@@ -77,103 +82,115 @@ def _step(peer: Peer, operation: str, inputs: Inputs) -> Callable[[], Any]:
     return both
 
 
-def _peak(step: Callable[[], Any], device: torch.device) -> int | None:
-    """Bytes by which a call raises the peak of what is allocated, its results included."""
-    if device.type != "cuda":
-        return None
-    _wait(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    step()
-    _wait(device)
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-def _as_graph(step: Callable[[], Any]) -> Callable[[], Any]:
-    """The step as a CUDA graph: a decoding step is shorter than its launch."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 def measure(
-    candidates: Sequence[Peer], operation: str, inputs: Inputs, rounds: int, over: Callable[[], bool]
-) -> dict[str, dict[str, Any]]:
-    """One cell per peer: milliseconds (median and quartiles), peak_bytes, difference from the first; or not_run."""
-    device = inputs.q.device
+    point: BenchPoint, backend: str, authors: Path | None, left_out: Mapping[str, str], rounds: int = ROUNDS
+) -> dict[str, Any]:
+    """The point's `share` of empty tiles and how it was made, and a cell per peer.
+
+    A cell: milliseconds (median and quartiles), peak_bytes, difference from the first peer's output where both compute
+    the same, and the blocks that were chosen, where any were timed; or not_run, the reason. left_out: peers that are
+    not to be tried, and why. Raises what a peer raises where the CUDA context is broken after it.
+    """
+    inputs, share, recency = draw_with_share(point, device.DEVICE)
+    touched = (inputs.q, inputs.k, inputs.v, *([inputs.q] if point.operation == TRAINING else []))
+    copies = [inputs] + [
+        Inputs(*(x.clone() for x in inputs)) for _ in range(device.copies(sum(x.nbytes for x in touched)) - 1)
+    ]
     cells: dict[str, dict[str, Any]] = {}
-    steps: dict[str, Callable[[], Any]] = {}
-    first = None
-    for peer in candidates:
-        if over():
-            cells[peer.name] = {"not_run": USED_UP}
+    steps: dict[str, list[Callable[[], Any]]] = {}
+    first: Tensor | None = None
+    for peer in peers(backend, authors):
+        if peer.name in left_out:
+            cells[peer.name] = {"not_run": left_out[peer.name]}
             continue
+        doing(peer.name)
+        tuning.forget()
         try:
-            step = _step(peer, operation, inputs)
-            out = step()  # compiles and tunes
-            cell: dict[str, Any] = {"peak_bytes": _peak(step, device)}
-            cells[peer.name] = cell
-            if operation != "forward+backward" and peer.same:
+            calls = [_step(peer, point.operation, each) for each in copies]
+            out = calls[0]()  # compiles and tunes
+            cell: dict[str, Any] = {"peak_bytes": device.peak(calls[0])}
+            if point.operation != TRAINING and peer.same:
                 first = out.double() if first is None else first
                 cell["difference"] = relative_error(out, first)
-            if operation == "decode" and device.type == "cuda":
-                step = _as_graph(step)
-            steps[peer.name] = step
+            if blocks := tuning.chosen():
+                cell["blocks"] = blocks
+            steps[peer.name] = [device.as_graph(call) for call in calls] if point.operation == DECODE else calls
+            cells[peer.name] = cell
             del out
         except Exception as error:
-            cells[peer.name] = {"not_run": reason(error)}
-    first = None
-    times, failed = take_turns(steps, rounds, device)
+            cells[peer.name] = {"not_run": _survived(error)}
+    doing("taking turns")
+    times, failed = take_turns(steps, rounds)
     for name, values in times.items():
         lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
         cells[name]["milliseconds"] = {"median": median, "lower": lower, "upper": upper}
-    return cells | {name: {"not_run": why} for name, why in failed.items()}
+    steps.clear()
+    device.release()
+    cells |= {name: {"not_run": why} for name, why in failed.items()}
+    return {"share": share, "recency": recency, "copies": len(copies), "cells": cells}
 
 
-def measure_all(
-    candidates: Sequence[Peer],
-    lengths: Sequence[int],
-    widths: Sequence[int],
-    device: torch.device,
-    over: Callable[[], bool],
-    tokens: int = TOKENS,
-    heads: int = HEADS,
-    rounds: int = ROUNDS,
-    console: Callable[[str], None] = print,
-) -> list[dict[str, Any]]:
-    """One point per length, width and share; those that the time did not allow hold no share and no figures."""
-    points = []
-    for length in lengths:
-        for width in widths:
-            torch.compiler.reset()  # else its limit of compilations of one function ends FlexAttention's
-            for asked in SHARES:
-                batch = max(1, tokens // length)
-                point: dict[str, Any] = {"length": length, "batch": batch, "width": width, "asked": asked}
-                points.append(point)
-                if over():
-                    cell = {"not_run": USED_UP}
-                    point |= {operation: {peer.name: cell for peer in candidates} for operation in OPERATIONS}
-                    continue
-                inputs, point["share"], point["recency"] = draw_with_share(asked, batch, heads, length, width, device)
-                console(f"L {length}, D {width}, {point['share']:.1%} of the tiles empty")
-                for operation in OPERATIONS:
-                    point[operation] = measure(candidates, operation, inputs, rounds, over)
-    return points
+def compile_choice(point: BenchPoint, backend: str, index: int, skip: bool) -> None:
+    """Compiles what our peer (with `skip`, or the one that skips nothing) needs at a point with one configuration.
+
+    Triton keeps it on disk, where the worker that measures finds it.
+    """
+    ours = peers(backend, None)[0]
+    peer = ours if skip else ours._replace(around=without_skipping)
+    with tuning.choice(index):
+        _step(peer, point.operation, draw(point, device.DEVICE))()
+    device.wait()
 
 
-def measure_ceiling(device: torch.device, size: int = 8192, rounds: int = ROUNDS) -> float:
-    """TFLOP/s of torch's own bfloat16 matrix product."""
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    times, _ = take_turns({"product": lambda: a @ b}, rounds, device)
-    return 2 * size**3 / statistics.median(times["product"]) / 1e9
+def measure_ceilings(
+    copied: int = COPIED_BYTES, read: int = READ_BYTES, sizes: Sequence[int] = PRODUCT_SIZES, rounds: int = ROUNDS
+) -> dict[str, float]:
+    """What the device can do by torch's own operations: bytes a second copied (read and written) and read, and the
+    TFLOP/s of the best bfloat16 matrix product of these sizes.
+
+    Reading is the better of two reductions of bfloat16 keys [.., 128]: the largest of each row, and the sum of all.
+    """
+    source = torch.randn(copied // 4, device=device.DEVICE)
+    target = torch.empty_like(source)
+    keys = torch.randn(read // 256, 128, device=device.DEVICE, dtype=torch.bfloat16)
+    steps: dict[str, Callable[[], Any]] = {
+        "copy": lambda: target.copy_(source),
+        "largest": lambda: keys.amax(-1),
+        "sum": lambda: keys.view(torch.float32).sum(),
+    }
+    for size in sizes:
+        steps[f"product {size}"] = partial(torch.matmul, *_factors(size))
+    times, _ = take_turns({name: [step] for name, step in steps.items()}, rounds)
+    seconds = {name: statistics.median(values) / 1000 for name, values in times.items()}
+    device.release()
+    return {
+        "copy_bytes": 2 * source.nbytes / seconds["copy"],
+        "read_bytes": keys.nbytes / min(seconds["largest"], seconds["sum"]),
+        "product_tflops": max(2 * size**3 / seconds[f"product {size}"] / 1e12 for size in sizes),
+    }
 
 
-def useful_tflops(point: Mapping[str, Any], operation: str, peer: Peer) -> float | None:
-    """TFLOP/s of the products that the peer's function needs at the point's share of empty tiles (cost model)."""
-    times = point[operation][peer.name].get("milliseconds")
-    if times is None or peer.kind is None or operation not in compiled.PRODUCTS:
+def _factors(size: int) -> tuple[Tensor, Tensor]:
+    a, b = (torch.randn(size, size, device=device.DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    return a, b
+
+
+def share_of_ceiling(
+    point: BenchPoint, share: float, cell: Mapping[str, Any], kind: str | None, ceilings: Mapping[str, float]
+) -> float | None:
+    """How much of what the device can do a peer's time comes to; None where that is not defined.
+
+    Decoding: bytes of keys and values, all of them, over the reading ceiling. Else: the products that the peer's
+    function needs at this share of empty tiles (cost model) over the best matrix product's rate.
+    """
+    if "milliseconds" not in cell:
         return None
-    entries = point["batch"] * HEADS * point["length"] * (point["length"] + 1) / 2
-    products = compiled.products(operation, peer.kind, 1 - point["share"])
-    return products * 2 * point["width"] * entries / times["median"] / 1e9
+    seconds = cell["milliseconds"]["median"] / 1000
+    if point.operation == DECODE:
+        size = 2 * 2 * point.batch * point.kv_heads * point.length * point.width
+        return size / seconds / ceilings["read_bytes"]
+    if kind is None:
+        return None
+    entries = point.batch * point.heads * point.length * (point.length + 1) / 2
+    products = compiled.products(point.operation, kind, 1 - share)
+    return products * 2 * point.width * entries / seconds / 1e12 / ceilings["product_tflops"]

@@ -1,7 +1,7 @@
 """What the backends share: the arguments of a call and their checks, dtype rules, and what a call returns."""
 
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -34,6 +34,18 @@ class Call(NamedTuple):
     def factor(self) -> float:
         """What scores are multiplied by: scale, or its default."""
         return self.q.shape[-1] ** -0.5 if self.scale is None else float(self.scale)
+
+
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Threshold: "str",
+    bool: "bool",
+    int | None: "SymInt?",
+    float | None: "float?",
+}
+CALL_SCHEMA = ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(Call).items())
+"""The fields of a `Call` as a PyTorch operator declares them: every operator takes them first."""
 
 
 class Stats(NamedTuple):
@@ -97,7 +109,7 @@ def tau_gradient(survivors: Tensor, entry: Tensor | None, tau: Tensor) -> Tensor
         per_row = per_row.sum(0, keepdim=True)
     # index_put_ adds float32 in no fixed order on several CPU threads; float64 it adds one by one.
     total = torch.zeros(tau.shape[1], tau.shape[0], dtype=torch.float64, device=tau.device)
-    return total.index_put_((entry,), per_row, accumulate=True).T.to(tau.dtype)
+    return total.index_put_((entry,), per_row, accumulate=True).T.to(tau.dtype).contiguous()
 
 
 def check_types(call: Call) -> None:

@@ -4,27 +4,16 @@ Registered with torch alone; triton is imported when an operator first runs.
 """
 
 import importlib.util
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_lazy.fused import configurations
-from flash_lazy.inputs import LEAVES, TENSORS, Call, Stats, Threshold, tau_divisor, tau_gradient
+from flash_lazy.inputs import CALL_SCHEMA, LEAVES, TENSORS, Call, Stats, tau_divisor, tau_gradient
 
 LN2 = 0.6931471805599453
 INSTALLED = importlib.util.find_spec("triton") is not None
-
-# Every operator takes the fields of a Call first, so what they are is said once.
-_SCHEMA_TYPES = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    Threshold: "str",
-    bool: "bool",
-    int | None: "SymInt?",
-    float | None: "float?",
-}
-_CALL = ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(Call).items())
 
 
 def fused_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]:
@@ -75,7 +64,7 @@ def _is_decoding(call: Call) -> bool:
 @torch.library.custom_op(
     "flash_lazy::forward",
     mutates_args=(),
-    schema=f"({_CALL}, bool training, bool stats) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({CALL_SCHEMA}, bool training, bool stats) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output; maximum (base 2) and sum of each row `[2, B, H, Lq]`; mass times sum, first weight, zeros `[B, H, Lq]`.
@@ -99,7 +88,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 @torch.library.custom_op(
     "flash_lazy::backward",
     mutates_args=(),
-    schema=f"({_CALL}, Tensor? out, Tensor grad, Tensor? dlse, Tensor softmax, Tensor mass, bool bias_gradient, "
+    schema=f"({CALL_SCHEMA}, Tensor? out, Tensor grad, Tensor? dlse, Tensor softmax, Tensor mass, bool bias_gradient, "
     "bool slopes_gradient) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -118,7 +107,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return backward_buffers(Call(*call), bias_gradient, slopes_gradient)
 
 
-@torch.library.custom_op("flash_lazy::decode", mutates_args=(), schema=f"({_CALL}) -> Tensor")
+@torch.library.custom_op("flash_lazy::decode", mutates_args=(), schema=f"({CALL_SCHEMA}) -> Tensor")
 def decode(*arguments: Any) -> Tensor:
     """The output of a few queries against many keys, without gradients."""
     from flash_lazy.fused.decode import decode

@@ -1,6 +1,7 @@
 """What the backends share: the arguments of a call and their checks, dtype rules, and what a call returns."""
 
 import math
+from itertools import pairwise
 from typing import Literal, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -8,12 +9,15 @@ from torch import Tensor
 
 Threshold = Literal["per_query", "seq_len", "per_token", "constant"]
 
-LEAVES, TENSORS = 6, 9
+LEAVES, TENSORS = 6, 10
 """How many of the first fields of a `Call` may get gradients, and how many are tensors or None."""
 
 
 class Call(NamedTuple):
-    """The arguments of one call; `flash_lazy.lazy_attention` says what each one means."""
+    """The arguments of one call; `flash_lazy.lazy_attention` says what each one means.
+
+    cu_seqlens_k: boundaries of the documents among the keys, where cu_seqlens has those among the rows alone.
+    """
 
     q: Tensor
     k: Tensor
@@ -24,6 +28,7 @@ class Call(NamedTuple):
     cu_seqlens: Tensor | None = None
     kv_lengths: Tensor | None = None
     key_mask: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
     threshold: Threshold = "per_query"
     context_length: int | None = None
     renormalise: bool = False
@@ -89,6 +94,27 @@ def compute_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
+def documents(call: Call) -> list[tuple[slice, slice]]:
+    """Rows and keys of each document, of a call without boundaries all of them; the boundaries are read."""
+    if call.cu_seqlens is None:
+        return [(slice(0, call.q.shape[2]), slice(0, call.k.shape[2]))]
+    own = [slice(*ends) for ends in pairwise(call.cu_seqlens.tolist())]
+    if call.cu_seqlens_k is None:
+        return [(part, part) for part in own]
+    return list(zip(own, (slice(*ends) for ends in pairwise(call.cu_seqlens_k.tolist())), strict=True))
+
+
+def rows_in_documents(call: Call, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """The key at each row's own position, and the first key of its document, `[1, Lq]`; no boundary is read."""
+    row = torch.arange(call.q.shape[2], device=call.q.device)[None]
+    ends = cu_seqlens.long()
+    document = torch.searchsorted(ends, row, right=True) - 1
+    if call.cu_seqlens_k is None:
+        return row, ends[document]
+    key_ends = call.cu_seqlens_k.long()
+    return row + (key_ends - ends)[document + 1], key_ends[document]
+
+
 def tau_divisor(call: Call, n: Tensor) -> Tensor:
     """What divides tau in the threshold of rows that see n keys; in n's shape and dtype."""
     if call.context_length is not None:  # given for threshold "seq_len" alone
@@ -115,8 +141,13 @@ def tau_gradient(survivors: Tensor, entry: Tensor | None, tau: Tensor) -> Tensor
 def check_types(call: Call) -> None:
     """Raises TypeError, and names the argument, where one that must be a tensor is something else."""
     for name, x in zip(call._fields[:TENSORS], call[:TENSORS], strict=True):
-        if not (isinstance(x, Tensor) or (x is None and name in call._field_defaults)):
-            raise TypeError(f"{name} is {x!r}, a {type(x).__name__}; give a tensor")
+        if x is not None or name not in call._field_defaults:
+            check_type(name, x)
+
+
+def check_type(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {x!r}, a {type(x).__name__}; give a tensor")
 
 
 def check(call: Call) -> None:
@@ -180,7 +211,7 @@ def _check_head_parameters(call: Call) -> None:
 
 
 def _check_visibility(call: Call) -> None:
-    for name in ("cu_seqlens", "kv_lengths", "key_mask"):
+    for name in ("cu_seqlens", "cu_seqlens_k", "kv_lengths", "key_mask"):
         _check_device(name, getattr(call, name), call.q)
     if call.cu_seqlens is not None:
         _check_documents(call, call.cu_seqlens)
@@ -196,17 +227,41 @@ def _check_visibility(call: Call) -> None:
 
 
 def _check_documents(call: Call, cu_seqlens: Tensor) -> None:
-    q, k, keys = call.q, call.k, call.k.shape[2]
+    q, k, rows, keys = call.q, call.k, call.q.shape[2], call.k.shape[2]
     if call.kv_lengths is not None:
         raise ValueError("kv_lengths and cu_seqlens are both given; packed documents carry their own lengths")
-    if k.shape[0] != 1 or q.shape[2] != keys:
+    if call.cu_seqlens_k is not None:
+        _check_boundaries("cu_seqlens_q", cu_seqlens, f"total_q = {rows}", rows)
+        _check_boundaries("cu_seqlens_k", call.cu_seqlens_k, f"total_k = {keys}", keys)
+        _check_pairs(cu_seqlens, call.cu_seqlens_k)
+    elif k.shape[0] != 1 or rows != keys:
         raise ValueError(f"cu_seqlens needs B = 1 and Lq = Lk; q has shape {_shape(q)} and k {_shape(k)}")
-    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
-        raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} of shape {_shape(cu_seqlens)}; give int32 [n + 1]")
-    if _may_be_read(cu_seqlens):
-        cuts = cu_seqlens.tolist()
-        if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != keys or cuts != sorted(cuts):
-            raise ValueError(f"cu_seqlens is {cuts}; give boundaries that rise from 0 to Lk = {keys}")
+    else:
+        _check_boundaries("cu_seqlens", cu_seqlens, f"Lk = {keys}", keys)
+
+
+def _check_boundaries(name: str, x: Tensor, last: str, total: int) -> None:
+    if x.dtype != torch.int32 or x.dim() != 1:
+        raise ValueError(f"{name} is {x.dtype} of shape {_shape(x)}; give int32 [n + 1]")
+    if _may_be_read(x):
+        cuts = x.tolist()
+        if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != total or cuts != sorted(cuts):
+            raise ValueError(f"{name} is {cuts}; give boundaries that rise from 0 to {last}")
+
+
+def _check_pairs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    counts = len(cu_seqlens_q) - 1, len(cu_seqlens_k) - 1
+    if counts[0] != counts[1]:
+        raise ValueError(f"cu_seqlens_k has {counts[1]} documents and cu_seqlens_q {counts[0]}; give both the same")
+    if not (_may_be_read(cu_seqlens_q) and _may_be_read(cu_seqlens_k)):
+        return
+    lengths = zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True)
+    for document, (rows, keys) in enumerate(lengths):
+        if rows > keys:
+            raise ValueError(
+                f"cu_seqlens_q gives document {document} {rows} queries and cu_seqlens_k {keys} keys; queries end "
+                "where keys end, so give each document at least as many keys"
+            )
 
 
 def _check_lengths(kv_lengths: Tensor, q: Tensor, k: Tensor) -> None:

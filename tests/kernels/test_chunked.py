@@ -172,25 +172,36 @@ def test_the_log_sum_exp_alone_has_the_gradient_of_torch(backend):
 
 def test_blocks_cover_every_visible_pair_once_within_the_budget(monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_ELEMENTS_CPU", 500)
-    for cuts, queries, window in [([0, 90], 90, None), ([0, 90], 31, 13), ([0, 1, 1, 40, 90], 90, 7)]:
-        rows, parts, found = blocks.make_blocks((3, 2, 2, queries, 90), cuts, window, "cpu", whole_heads=False)
+    for own_cuts, cuts, window in [
+        ([0, 90], [0, 90], None),
+        ([0, 31], [0, 90], 13),
+        ([0, 1, 1, 40, 90], [0, 1, 1, 40, 90], 7),
+        ([0, 1, 1, 30, 40], [0, 1, 20, 70, 90], 7),
+    ]:
+        queries = own_cuts[-1]
+        documents = [(slice(*own), slice(*keys)) for own, keys in zip(*map(pairwise, (own_cuts, cuts)), strict=True)]
+        rows, parts, found = blocks.make_blocks((3, 2, 2), documents, window, "cpu", whole_heads=False)
         seen = torch.zeros(3, 2, queries, 90, dtype=torch.int)
         for part, block in product(parts, found):
             area = seen[part.batch, part.heads, block.rows, block.keys]
             assert 0 < 2 * area.numel() <= 500
             assert area.shape[2] <= rows
             area += 1
-        own = torch.arange(90 - queries, 90)[:, None]
-        distance = own - torch.arange(90)
-        document = torch.bucketize(torch.arange(90), torch.tensor(cuts), right=True)
-        needed = (distance >= 0) & (distance < (window or 90)) & (document[own] == document)
+        of_row, of_key = (
+            torch.bucketize(torch.arange(ends[-1]), torch.tensor(ends), right=True) for ends in (own_cuts, cuts)
+        )
+        own = torch.arange(queries) + torch.tensor([0, *cuts])[of_row + 1] - torch.tensor([0, *own_cuts])[of_row + 1]
+        distance = own[:, None] - torch.arange(90)
+        needed = (distance >= 0) & (distance < (window or 90)) & (of_row[:, None] == of_key)
         assert seen.max() == 1
         assert (seen[..., needed] == 1).all()
 
 
 def test_blocks_skip_keys_nobody_sees():
     def sizes(window):
-        return [b.shape for b in blocks.make_blocks((1, 1, 1, 4096, 4096), [0, 4096], window, "cpu", False)[2]]
+        return [
+            b.shape for b in blocks.make_blocks((1, 1, 1), [(slice(0, 4096), slice(0, 4096))], window, "cpu", False)[2]
+        ]
 
     assert sum(rows * columns for rows, columns in sizes(None)) < 0.53 * 4096**2
     near = sizes(128)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_lazy.fused import configurations
-from flash_lazy.inputs import CALL_SCHEMA, LEAVES, TENSORS, Call, Stats, tau_divisor, tau_gradient
+from flash_lazy.inputs import CALL_SCHEMA, LEAVES, TENSORS, Call, Stats, rows_in_documents, tau_divisor, tau_gradient
 
 LN2 = 0.6931471805599453
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -155,8 +155,8 @@ def _tau_gradient(call: Call, survivors: Tensor) -> Tensor:
     if call.kv_lengths is not None:
         own = own - (keys - call.kv_lengths.long())[:, None]
     if call.cu_seqlens is not None:
-        cuts = call.cu_seqlens.long()
-        own = own - cuts[torch.searchsorted(cuts, own, right=True) - 1]
+        own, start = rows_in_documents(call, call.cu_seqlens)
+        own = own - start
     seen = own + 1 if call.window is None else (own + 1).clamp(max=call.window)
     entry = own.clamp(0, call.tau.shape[-1] - 1) if call.threshold == "per_token" else None
     return tau_gradient(survivors / tau_divisor(call, seen)[:, None], entry, call.tau)

@@ -10,7 +10,17 @@ from typing_extensions import TypedDict, Unpack
 
 from flash_lazy.chunked import chunked_attention
 from flash_lazy.fused.ops import fused_attention, obstacle
-from flash_lazy.inputs import Call, Stats, Threshold, Weights, check, check_type, check_types
+from flash_lazy.inputs import (
+    Call,
+    Stats,
+    Threshold,
+    Weights,
+    check,
+    check_flag,
+    check_type,
+    check_types,
+    under_autocast,
+)
 from flash_lazy.reference import reference_attention, reference_weights
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
@@ -121,7 +131,7 @@ def lazy_attention(
         The output `[B, H, Lq, D]` in q's dtype, or `(output, Stats)`.
 
     Raises:
-        TypeError: one of the tensors is something else.
+        TypeError: one of the tensors is something else, or sparse, nested or without values.
         ValueError: an argument does not fit; the message names it, its value and what would fit.
     """
     tensors = q, k, v, tau, bias, slopes, cu_seqlens, kv_lengths, key_mask
@@ -211,14 +221,12 @@ def lazy_attention_varlen(
 def _attend(call: Call, backend: Backend, with_stats: bool) -> tuple[Tensor, Stats | None]:
     """Checks a call and runs it, under autocast in its precision."""
     check_types(call)
-    q, device = call.q, call.q.device.type
-    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
-        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in call[:3])
-        call = call._replace(q=q, k=k, v=v)
+    check_flag("return_stats", with_stats)
+    call = under_autocast(call)
     check(call)
-    attend = _BACKENDS[resolve_backend(backend, q, call.key_mask)]
+    attend = _BACKENDS[resolve_backend(backend, call.q, call.key_mask)]
     # The backends state their own precision; autocast would round their matrix products.
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(call.q.device.type, enabled=False):
         return attend(call, with_stats)
 
 

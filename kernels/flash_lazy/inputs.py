@@ -138,8 +138,17 @@ def tau_gradient(survivors: Tensor, entry: Tensor | None, tau: Tensor) -> Tensor
     return total.index_put_((entry,), per_row, accumulate=True).T.to(tau.dtype).contiguous()
 
 
+def under_autocast(call: Call) -> Call:
+    """A call with q, k and v in autocast's dtype where it is on, as for torch's own attention."""
+    device = call.q.device.type
+    if not torch.is_autocast_enabled(device) or call.q.dtype == torch.float64:
+        return call
+    q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in call[:3])
+    return call._replace(q=q, k=k, v=v)
+
+
 def check_types(call: Call) -> None:
-    """Raises TypeError, and names the argument, where one that must be a tensor is something else."""
+    """Raises TypeError, and names the argument, where one that must be a dense tensor is something else."""
     for name, x in zip(call._fields[:TENSORS], call[:TENSORS], strict=True):
         if x is not None or name not in call._field_defaults:
             check_type(name, x)
@@ -148,6 +157,16 @@ def check_types(call: Call) -> None:
 def check_type(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {x!r}, a {type(x).__name__}; give a tensor")
+    if x.is_nested or x.layout != torch.strided:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise TypeError(f"{name} is a {kind} tensor; give a dense one")
+    if name == "q" and x.device.type == "meta":
+        raise TypeError("q is on meta, where tensors have no values; move q, k and v to a device")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; give True or False")
 
 
 def check(call: Call) -> None:
@@ -156,8 +175,12 @@ def check(call: Call) -> None:
     _check_threshold(call)
     _check_head_parameters(call)
     _check_visibility(call)
-    if call.scale is not None and not math.isfinite(call.scale):
-        raise ValueError(f"scale is {call.scale}; give a finite number, or None for 1 / sqrt(D)")
+    check_flag("renormalise", call.renormalise)
+    scale, need = call.scale, "give a finite number, or None for 1 / sqrt(D)"
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        raise ValueError(f"scale is a {type(scale).__name__}, which gets no gradient; {need}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; {need}")
 
 
 def _check_tensors(call: Call) -> None:
@@ -185,9 +208,9 @@ def _check_threshold(call: Call) -> None:
     threshold, context_length = call.threshold, call.context_length
     if threshold not in get_args(Threshold):
         raise ValueError(f"threshold is {threshold!r}; choose one of {', '.join(get_args(Threshold))}")
-    if threshold == "seq_len" and (not isinstance(context_length, int) or context_length < 1):
+    if threshold == "seq_len" and not _is_count(context_length):
         need = "threshold='seq_len' needs the training context, a whole number >= 1"
-        raise ValueError(f"context_length is {context_length}; {need}")
+        raise ValueError(f"context_length is {context_length!r}; {need}")
     if threshold != "seq_len" and context_length is not None:
         raise ValueError(f"context_length is {context_length}; only threshold='seq_len' uses it, so leave it out")
 
@@ -207,7 +230,14 @@ def _check_head_parameters(call: Call) -> None:
             raise ValueError(f"{name} has shape {_shape(x)}; {given}")
         if x.dtype != torch.float32 and not x.dtype == q.dtype == torch.float64:
             raise ValueError(f"{name} is {x.dtype}; keep it float32 (float64 is allowed beside float64 q)")
+        if x.numel() >= 2**31:
+            raise ValueError(f"{name} has shape {_shape(x)}; give fewer than 2**31 entries, which kernels can count")
         _check_device(name, x, q)
+
+
+def _is_count(x: object) -> bool:
+    """Whether it is a whole number from 1 on that 64 bits hold."""
+    return isinstance(x, int) and not isinstance(x, bool) and 1 <= x < 2**63
 
 
 def _check_visibility(call: Call) -> None:
@@ -221,9 +251,9 @@ def _check_visibility(call: Call) -> None:
     if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != (batch, keys)):
         got = f"{key_mask.dtype} of shape {_shape(key_mask)}"
         raise ValueError(f"key_mask is {got}; give bool [B, Lk] = [{batch}, {keys}], True for keys to see")
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+    if window is not None and not _is_count(window):
         need = "a whole number, at least 1 (the query's own key)"
-        raise ValueError(f"window is {window}; give {need}, or None for no window")
+        raise ValueError(f"window is {window!r}; give {need}, or None for no window")
 
 
 def _check_documents(call: Call, cu_seqlens: Tensor) -> None:

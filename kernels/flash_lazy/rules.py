@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import TypedDict, Unpack
 
 from flash_lazy.blocks import Part, RowBlock, Sweep, roll
-from flash_lazy.inputs import TENSORS, Call, Stats, check, check_types, documents
+from flash_lazy.inputs import TENSORS, Call, Stats, check, check_types, documents, under_autocast
 from flash_lazy.scores import eager_scores, place
 
 HIDDEN = -1e30
@@ -189,14 +189,12 @@ def _checked(tensors: tuple[Tensor | None, ...], maps: int, **settings: Any) -> 
             raise ValueError(f"maps is {maps} and q has width D = {q.shape[-1]}; give a D that it divides")
         if settings["scale"] is None:
             settings["scale"] = (q.shape[-1] // maps) ** -0.5
-        device = q.device.type
-        if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
-            q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))  # type: ignore[union-attr]
         tau = torch.zeros(q.shape[1], device=q.device)
     else:
         tau = torch.zeros(1)
     call = Call(q, k, v, tau, *rest, **settings)  # type: ignore[arg-type]
     check_types(call)
+    call = under_autocast(call)
     check(call)
     return call
 

@@ -4,6 +4,7 @@ Registered with torch alone; triton is imported when an operator first runs.
 """
 
 import importlib.util
+import re
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from flash_lazy.inputs import CALL_SCHEMA, LEAVES, TENSORS, Call, Stats, rows_in
 
 LN2 = 0.6931471805599453
 INSTALLED = importlib.util.find_spec("triton") is not None
+OLDEST_TRITON = (3, 6)
+MOST_BATCHES = 2**16 - 1
+"""Along the third axis of a grid of programs, where decoding has its sequences."""
 
 
 def fused_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]:
@@ -37,8 +41,8 @@ def obstacle(q: Tensor, key_mask: Tensor | None) -> str | None:
         return "backend is 'triton', which is not installed; pip install triton (Linux), or choose 'chunked'"
     if q.device.type != "cuda" and not configurations.INTERPRETED:
         return f"backend is 'triton' and q on {q.device}; move q, k and v to a GPU, or choose 'chunked'"
-    if _is_too_old(q.device):
-        return f"backend is 'triton', which needs compute capability 8.0, and {q.device} has less; choose 'chunked'"
+    if why := _unfit(q.device):
+        return f"backend is 'triton', which {why}; choose 'chunked'"
     if key_mask is not None:
         return "backend is 'triton', which takes no key_mask; use kv_lengths or cu_seqlens, or choose 'chunked'"
     if q.dtype == torch.float64:
@@ -50,15 +54,24 @@ def obstacle(q: Tensor, key_mask: Tensor | None) -> str | None:
 
 
 @torch.compiler.assume_constant_result  # a question to the device would break a graph
-def _is_too_old(device: torch.device) -> bool:
-    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
-    return is_nvidia and torch.cuda.get_device_capability(device) < (8, 0)
+def _unfit(device: torch.device) -> str | None:
+    """Why a machine cannot run the kernels."""
+    import triton
+
+    if tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < OLDEST_TRITON:
+        return f"needs triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}, and {triton.__version__} is installed"
+    if device.type == "cuda" and torch.version.hip is not None:
+        return f"is tested on NVIDIA GPUs alone, and {device} is an AMD one"
+    if device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"needs compute capability 8.0, and {device} has less"
+    return None
 
 
 def _is_decoding(call: Call) -> bool:
     """Whether a call has so few rows that splitting the keys over programs pays."""
-    (_, heads, rows, _), (_, kv_heads, keys, _) = call.q.shape, call.k.shape
-    return call.cu_seqlens is None and rows < keys and heads // kv_heads * rows <= configurations.DECODE_ROWS
+    (batches, heads, rows, _), (_, kv_heads, keys, _) = call.q.shape, call.k.shape
+    few = heads // kv_heads * rows <= configurations.DECODE_ROWS and batches <= MOST_BATCHES
+    return call.cu_seqlens is None and rows < keys and few
 
 
 @torch.library.custom_op(

@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from flash_lazy.api import Backend, attention_weights, lazy_attention, resolve_backend
+from flash_lazy.api import Backend, attention_weights, lazy_attention, lazy_attention_varlen, resolve_backend
 from flash_lazy.inputs import Stats, Weights
 from flash_lazy.rules import Rows, Rule, RuleWeights, rule_attention, rule_weights
 
@@ -21,6 +21,7 @@ __all__ = [
     "__version__",
     "attention_weights",
     "lazy_attention",
+    "lazy_attention_varlen",
     "resolve_backend",
     "rule_attention",
     "rule_weights",

@@ -10,25 +10,44 @@ from typing_extensions import TypedDict, Unpack
 
 from flash_lazy.chunked import chunked_attention
 from flash_lazy.fused.ops import fused_attention, obstacle
-from flash_lazy.inputs import Call, Stats, Threshold, Weights, check, check_types
+from flash_lazy.inputs import (
+    Call,
+    Stats,
+    Threshold,
+    Weights,
+    check,
+    check_flag,
+    check_type,
+    check_types,
+    under_autocast,
+)
 from flash_lazy.reference import reference_attention, reference_weights
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 
 
-class Settings(TypedDict, total=False, closed=True):
-    """The types of `lazy_attention`'s settings; its signature has their defaults, its docstring their meaning."""
+class SharedSettings(TypedDict, total=False):
+    """The types of the settings of both functions; their signatures have the defaults, docstrings the meaning."""
 
     slopes: Tensor | None
     threshold: Threshold
     context_length: int | None
     renormalise: bool
     scale: float | None
+    window: int | None
+    backend: Backend
+
+
+class VarlenSettings(SharedSettings, total=False, closed=True):
+    """The types of `lazy_attention_varlen`'s settings."""
+
+
+class Settings(SharedSettings, total=False, closed=True):
+    """The types of `lazy_attention`'s settings."""
+
     cu_seqlens: Tensor | None
     kv_lengths: Tensor | None
     key_mask: Tensor | None
-    window: int | None
-    backend: Backend
 
 
 @overload
@@ -112,22 +131,103 @@ def lazy_attention(
         The output `[B, H, Lq, D]` in q's dtype, or `(output, Stats)`.
 
     Raises:
-        TypeError: one of the tensors is something else.
+        TypeError: one of the tensors is something else, or sparse, nested or without values.
         ValueError: an argument does not fit; the message names it, its value and what would fit.
     """
     tensors = q, k, v, tau, bias, slopes, cu_seqlens, kv_lengths, key_mask
-    call = Call(*tensors, threshold, context_length, renormalise, scale, window)
-    check_types(call)
-    device = q.device.type
-    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
-        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
-        call = call._replace(q=q, k=k, v=v)
-    check(call)
-    attend = _BACKENDS[resolve_backend(backend, q, key_mask)]
-    # The backends state their own precision; autocast would round their matrix products.
-    with torch.autocast(device, enabled=False):
-        out, stats = attend(call, return_stats)
+    call = Call(*tensors, None, threshold, context_length, renormalise, scale, window)
+    out, stats = _attend(call, backend, return_stats)
     return out if stats is None else (out, stats)
+
+
+@overload
+def lazy_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tau: Tensor,
+    bias: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_stats: Literal[False] = False,
+    **settings: Unpack[VarlenSettings],
+) -> Tensor: ...
+@overload
+def lazy_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tau: Tensor,
+    bias: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_stats: Literal[True],
+    **settings: Unpack[VarlenSettings],
+) -> tuple[Tensor, Stats]: ...
+
+
+def lazy_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tau: Tensor,
+    bias: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    slopes: Tensor | None = None,
+    threshold: Threshold = "per_query",
+    context_length: int | None = None,
+    renormalise: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    backend: Backend = "auto",
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, Stats]:
+    """`lazy_attention` of packed documents with fewer queries than keys, in the shape of flash-attention's varlen.
+
+    Document d has the rows `cu_seqlens_q[d] .. cu_seqlens_q[d + 1] - 1` of q and, by cu_seqlens_k, its own rows of k
+    and v, at least as many. Its queries are aligned to the end of its keys: the chunk of a prompt whose prefix lies in
+    a cache (chunked prefill), or one query for each of many caches. Equal boundaries are `lazy_attention`'s cu_seqlens.
+
+    Args:
+        q: `[total_q, H, D]`.
+        k, v: `[total_k, Hkv, D]`, total_k >= total_q.
+        tau, bias: as in `lazy_attention`, and so are the settings; positions and thresholds count within a document.
+        cu_seqlens_q, cu_seqlens_k: int32 `[n + 1]` boundaries, `0 .. total_q` and `0 .. total_k`; a document may have
+            no queries, or neither queries nor keys. Checked on the CPU, outside torch.compile.
+        return_stats: also returns `Stats`, `[H, total_q]` each.
+
+    Returns:
+        The output `[total_q, H, D]` in q's dtype, or `(output, Stats)`.
+
+    Raises:
+        TypeError, ValueError: as in `lazy_attention`.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_type(name, x)
+        if name in ("q", "k", "v") and x.dim() != 3:
+            raise ValueError(f"{name} has shape {list(x.shape)}; give [total, heads, D]")
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    tensors = q, k, v, tau, bias, slopes, cu_seqlens_q, None, None, cu_seqlens_k
+    call = Call(*tensors, threshold, context_length, renormalise, scale, window)
+    out, stats = _attend(call, backend, return_stats)
+    out = out[0].transpose(0, 1)
+    return out if stats is None else (out, Stats(*(x[0] for x in stats)))
+
+
+def _attend(call: Call, backend: Backend, with_stats: bool) -> tuple[Tensor, Stats | None]:
+    """Checks a call and runs it, under autocast in its precision."""
+    check_types(call)
+    check_flag("return_stats", with_stats)
+    call = under_autocast(call)
+    check(call)
+    attend = _BACKENDS[resolve_backend(backend, call.q, call.key_mask)]
+    # The backends state their own precision; autocast would round their matrix products.
+    with torch.autocast(call.q.device.type, enabled=False):
+        return attend(call, with_stats)
 
 
 def attention_weights(
@@ -150,7 +250,7 @@ def attention_weights(
     `k[:, :, :b]`, so a long sequence can be looked at in blocks.
     """
     tensors = q, k, k, tau, bias, slopes, None, None, key_mask
-    call = Call(*tensors, threshold, context_length, renormalise, scale, window)
+    call = Call(*tensors, None, threshold, context_length, renormalise, scale, window)
     check_types(call)
     check(call)
     with torch.autocast(q.device.type, enabled=False):

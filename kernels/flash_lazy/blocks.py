@@ -11,12 +11,12 @@ brought to this shape by moving each sequence's keys to the end.
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from flash_lazy.inputs import Call, compute_dtype
+from flash_lazy.inputs import Call, compute_dtype, documents, rows_in_documents
 
 # Scores of one block, B * H * R * C. Small enough for a CPU's cache, large enough on a GPU that launching kernels does
 # not dominate.
@@ -75,9 +75,10 @@ class Sweep:
         self.group = self.query_heads // self.kv_heads
         self.device = q.device
 
-        cuts = [0, self.keys] if call.cu_seqlens is None else call.cu_seqlens.tolist()
-        shape = self.batch, self.kv_heads, self.group, self.rows, self.keys
-        self.block_rows, self.parts, self.blocks = make_blocks(shape, cuts, call.window, self.device.type, whole_heads)
+        shape = self.batch, self.kv_heads, self.group
+        self.block_rows, self.parts, self.blocks = make_blocks(
+            shape, documents(call), call.window, self.device.type, whole_heads
+        )
         self.block_columns = max(block.shape[1] for block in self.blocks)
         self._place_rows_and_keys()
 
@@ -111,8 +112,7 @@ class Sweep:
             start = self.shift[:, None]
             self.hidden = column < start
         if call.cu_seqlens is not None:
-            cuts = call.cu_seqlens.long()
-            start = cuts[torch.searchsorted(cuts, own, right=True) - 1]
+            own, start = rows_in_documents(call, call.cu_seqlens)
         if call.key_mask is not None:
             mask = call.key_mask
             if self.shift is not None:
@@ -230,17 +230,20 @@ class Sweep:
 
 
 def make_blocks(
-    shape: tuple[int, int, int, int, int], cuts: list[int], window: int | None, device_type: str, whole_heads: bool
+    shape: tuple[int, int, int],
+    documents: list[tuple[slice, slice]],
+    window: int | None,
+    device_type: str,
+    whole_heads: bool,
 ) -> tuple[int, list[Part], list[RowBlock]]:
     """The largest number of rows of a block, the parts, the first of them the largest, and the blocks of each.
 
-    shape is (B, Hkv, G, Lq, Lk); cuts are the documents' boundaries among the keys. Rows are halved down to FULL_ROWS,
-    then sequences, kv heads (but for whole_heads) and once more rows, until a block's scores fit the device's budget.
+    shape is (B, Hkv, G); documents are rows and keys. Rows are halved down to FULL_ROWS, then sequences, kv heads (but
+    for whole_heads) and once more rows, until a block's scores fit the device's budget.
     """
-    batch, kv_heads, group, queries, keys = shape
+    batch, kv_heads, group = shape
     budget = BLOCK_ELEMENTS_CPU if device_type == "cpu" else BLOCK_ELEMENTS_GPU
-    longest = max(end - start for start, end in pairwise(cuts))
-    rows = min(queries, longest)
+    rows, longest = (max(part.stop - part.start for part in side) for side in zip(*documents, strict=True))
 
     def too_big() -> bool:
         columns = longest if window is None else min(longest, window - 1 + rows)
@@ -255,13 +258,13 @@ def make_blocks(
     while too_big() and rows > 1:
         rows = (rows + 1) // 2
 
-    offset = keys - queries
     blocks = []
-    for start, end in pairwise(cuts):
-        for top in range(max(start - offset, 0), end - offset, rows):
-            bottom = min(top + rows, end - offset)
-            seen_from = start if window is None else max(start, top + offset - window + 1)
-            blocks.append(RowBlock(slice(top, bottom), slice(seen_from, bottom + offset), start))
+    for own, keys in documents:
+        offset = keys.stop - own.stop
+        for top in range(own.start, own.stop, rows):
+            bottom = min(top + rows, own.stop)
+            seen_from = keys.start if window is None else max(keys.start, top + offset - window + 1)
+            blocks.append(RowBlock(slice(top, bottom), slice(seen_from, bottom + offset), keys.start))
     parts = [
         Part(slice(b, min(b + batch, shape[0])), slice(h, min(h + kv_heads, shape[1])))
         for b, h in product(range(0, shape[0], batch), range(0, shape[1], kv_heads))

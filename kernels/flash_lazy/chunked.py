@@ -8,6 +8,8 @@ gradient.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flash_lazy.blocks import Part, RowBlock, Sweep, roll
-from flash_lazy.inputs import LEAVES, TENSORS, Call, Stats, tau_divisor, tau_gradient
+from flash_lazy.inputs import CALL_SCHEMA, LEAVES, TENSORS, Call, Stats, compute_dtype, tau_divisor, tau_gradient
 
 # Columns of weights that are skipped together where none survives. Narrower ones would be skipped more often, and cost
 # where nothing can be.
@@ -25,31 +27,103 @@ LOG2E = math.log2(math.e)
 
 def chunked_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]:
     """Output `[B, H, Lq, D]` in q's dtype, and the row statistics where asked for. Shapes as in `lazy_attention`."""
-    out, *stats = _Chunked.apply(*call, with_stats)
-    return out, Stats(*stats) if with_stats else None
+    # torch.compile sees operators and traces no line of them. Eagerly their dispatch would cost a training step of 128
+    # tokens a tenth.
+    attend = _forward if torch.compiler.is_compiling() else _Chunked.apply
+    out, *stats = attend(*call, with_stats)
+    if not with_stats:
+        return out, None
+    lse, *others = stats
+    return out, Stats(lse, *(x.detach() for x in others))
+
+
+def _outputs(*arguments: Any) -> tuple[Tensor, ...]:
+    """Output, and where asked for the fields of `Stats`."""
+    *call, with_stats = arguments
+    return _Lazy(Call(*call)).forward(with_stats)
+
+
+def _gradients(*arguments: Any) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, tau, bias and slopes; the last two are empty where not given, or not asked for."""
+    *call, grad, dlse, with_bias = arguments
+    # The engine calls back under the caller's autocast, which would round the matrix products.
+    with torch.autocast(grad.device.type, enabled=False):
+        return _Lazy(Call(*call)).backward(grad, dlse, with_bias)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG001 - torch's signature
+    ctx.save_for_backward(*inputs[:TENSORS])
+    ctx.settings = inputs[TENSORS:-1]
+    ctx.set_materialize_grads(False)
+
+
+def _leaf_gradients(
+    gradients: Callable[..., tuple[Tensor, ...]],
+    ctx: Any,
+    grad: Tensor | None,
+    dlse: Tensor | None = None,
+    *_: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """`gradients` of what `_keep` kept, one for each argument of the forward pass; None where none is needed."""
+    call, needed = Call(*ctx.saved_tensors, *ctx.settings), ctx.needs_input_grad
+    grad = torch.zeros_like(call.q) if grad is None else grad
+    found = gradients(*call, grad, dlse, needed[4] or needed[5])
+    leaves = (x if is_needed else None for x, is_needed in zip(found, needed[:LEAVES], strict=True))
+    return *leaves, *[None] * (len(needed) - LEAVES)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        call, with_stats = Call(*args[:-1]), args[-1]
-        ctx.save_for_backward(*call[:TENSORS])
-        ctx.settings = call[TENSORS:]
-        ctx.set_materialize_grads(False)
-        outputs = _Lazy(call).forward(with_stats)
-        ctx.mark_non_differentiable(*outputs[2:])  # of the stats, lse alone has a gradient
-        return outputs
+        _keep(ctx, args, ())
+        return _outputs(*args)
 
     @staticmethod
     @once_differentiable  # its stub drops the parameters' names
     # pyrefly: ignore [bad-override]
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad, dlse = (*grad_outputs, None)[:2]
-        call, needed = Call(*ctx.saved_tensors, *ctx.settings), ctx.needs_input_grad
-        # The engine calls back under the caller's autocast, which would round the matrix products.
-        with torch.autocast(call.q.device.type, enabled=False):
-            gradients = _Lazy(call).backward(torch.zeros_like(call.q) if grad is None else grad, dlse, needed)
-        return *gradients, *[None] * (len(needed) - LEAVES)
+        return _leaf_gradients(_gradients, ctx, *grad_outputs)
+
+
+@torch.library.custom_op(
+    "flash_lazy::chunked_forward",
+    mutates_args=(),
+    schema=f"({CALL_SCHEMA}, bool stats) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _forward(*arguments: Any) -> tuple[Tensor, ...]:
+    return _five(*_outputs(*arguments))
+
+
+_backward = torch.library.custom_op(
+    "flash_lazy::chunked_backward",
+    _gradients,
+    mutates_args=(),
+    schema=f"({CALL_SCHEMA}, Tensor grad, Tensor? dlse, bool with_bias) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+_forward.register_autograd(partial(_leaf_gradients, _backward), setup_context=_keep)
+
+
+@_forward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    *call, with_stats = arguments
+    return _five(*_forward_buffers(Call(*call), with_stats))
+
+
+def _five(out: Tensor, *stats: Tensor) -> tuple[Tensor, ...]:
+    """An operator has one number of outputs: stats that are not asked for are empty."""
+    return out, *(stats or [out.new_empty(0) for _ in Stats._fields])
+
+
+@_backward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    *fields, _grad, _dlse, with_bias = arguments
+    call = Call(*fields)
+    others = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.k, call.v, call.tau))
+    head = (
+        call.q.new_empty(0) if x is None or not with_bias else torch.empty_like(x) for x in (call.bias, call.slopes)
+    )
+    return torch.empty_like(call.q), *others, *head
 
 
 class _Lazy(Sweep):
@@ -91,11 +165,9 @@ class _Lazy(Sweep):
         return w
 
     def forward(self, with_stats: bool) -> tuple[Tensor, ...]:
-        shape = (self.batch, self.kv_heads, self.group, self.rows)
-        # In the layout of q, in which the model will go on.
-        result = torch.empty_like(self.q, dtype=self.call.q.dtype)
-        empty = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in Stats._fields)
-        stats = Stats(*empty) if with_stats else None
+        buffers = _forward_buffers(self.call, with_stats)
+        result = self.by_group(buffers[0])
+        stats = Stats(*map(self.by_group, buffers[1:])) if with_stats else None
         scratch = self.scratch(1)
         for part in self.parts:
             q, k, v, theta = (part.of(x) for x in (self.q, self.k, self.v, self.theta))
@@ -110,7 +182,7 @@ class _Lazy(Sweep):
                 result[place] = out.unflatten(0, part.shape)
                 if stats is not None:
                     self._describe(Stats(*(x[place] for x in stats)), w, top, total, divisor, part, block)
-        return tuple(x.flatten(1, 2) for x in (result, *(stats or ())))
+        return buffers
 
     def _describe(
         self, stats: Stats, w: Tensor, top: Tensor, total: Tensor, divisor: Tensor, part: Part, block: RowBlock
@@ -123,8 +195,8 @@ class _Lazy(Sweep):
         stats.first_weight[:] = self.first_of(w, part, block) / divisor.squeeze(-1)
         stats.zeros[:] = n - (w > 0).sum(-1)
 
-    def backward(self, grad: Tensor, dlse: Tensor | None, needed: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-        """Gradients of q, k, v, tau, bias, slopes; None where not needed.
+    def backward(self, grad: Tensor, dlse: Tensor | None, with_bias: bool) -> tuple[Tensor, ...]:
+        """Gradients of q, k, v, tau, bias and slopes; the last two are empty where not given, or not asked for.
 
         grad, dlse: of the output `[B, H, Lq, D]` and of the log-sum-exp `[B, H, Lq]`. lse_i grows by p_ij with each
         score, so its gradient joins the row's delta.
@@ -132,11 +204,11 @@ class _Lazy(Sweep):
         grad = self.by_group(grad.to(self.dtype))
         if self.blind is not None:
             grad = grad.masked_fill(self.blind, 0)
-        dq = torch.empty_like(self.q)
+        dq = self.by_group(torch.empty_like(self.call.q, dtype=self.dtype))
         # Contiguous, so that a part of them is a view to add to: sequences are split before heads.
         dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (self.k, self.v))
         survivors = torch.empty(self.q.shape[:-1], dtype=self.dtype, device=self.device)  # sum_j m_ij dp_ij
-        dstrip = torch.zeros_like(self.strip) if needed[4] or needed[5] else None
+        dstrip = torch.zeros_like(self.strip) if with_bias else None
         scratch, scale = self.scratch(3), self.call.factor
         if dlse is not None:
             dlse = self.by_group(dlse)[..., None]
@@ -172,9 +244,16 @@ class _Lazy(Sweep):
             dk, dv = (roll(x, -self.shift) for x in (dk, dv))
         dbias, dslopes = self.strip_gradients(dstrip) if dstrip is not None else (None, None)
         entry = self.entry if self.call.threshold == "per_token" else None
-        dtau = tau_gradient((survivors / self.divisor).flatten(1, 2), entry, self.call.tau) if needed[3] else None
+        dtau = tau_gradient((survivors / self.divisor).flatten(1, 2), entry, self.call.tau)
         dq, dk, dv = (x.to(self.call.q.dtype) for x in (dq.flatten(1, 2), dk, dv))
-        return dq, dk, dv, dtau, dbias, dslopes
+        return dq, dk, dv, dtau, *(self.call.q.new_empty(0) if x is None else x for x in (dbias, dslopes))
+
+
+def _forward_buffers(call: Call, with_stats: bool) -> tuple[Tensor, ...]:
+    """What `forward` returns, not filled in yet: the output in q's layout, in which the model will go on."""
+    q = call.q
+    stats = [q.new_empty(q.shape[:3], dtype=compute_dtype(q)) for _ in Stats._fields] if with_stats else []
+    return torch.empty_like(q), *stats
 
 
 def _tiles(w: Tensor) -> list[tuple[slice, bool]]:

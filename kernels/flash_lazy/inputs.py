@@ -1,19 +1,23 @@
 """What the backends share: the arguments of a call and their checks, dtype rules, and what a call returns."""
 
 import math
-from typing import Literal, NamedTuple, get_args
+from itertools import pairwise
+from typing import Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
 Threshold = Literal["per_query", "seq_len", "per_token", "constant"]
 
-LEAVES, TENSORS = 6, 9
+LEAVES, TENSORS = 6, 10
 """How many of the first fields of a `Call` may get gradients, and how many are tensors or None."""
 
 
 class Call(NamedTuple):
-    """The arguments of one call; `flash_lazy.lazy_attention` says what each one means."""
+    """The arguments of one call; `flash_lazy.lazy_attention` says what each one means.
+
+    cu_seqlens_k: boundaries of the documents among the keys, where cu_seqlens has those among the rows alone.
+    """
 
     q: Tensor
     k: Tensor
@@ -24,6 +28,7 @@ class Call(NamedTuple):
     cu_seqlens: Tensor | None = None
     kv_lengths: Tensor | None = None
     key_mask: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
     threshold: Threshold = "per_query"
     context_length: int | None = None
     renormalise: bool = False
@@ -34,6 +39,18 @@ class Call(NamedTuple):
     def factor(self) -> float:
         """What scores are multiplied by: scale, or its default."""
         return self.q.shape[-1] ** -0.5 if self.scale is None else float(self.scale)
+
+
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Threshold: "str",
+    bool: "bool",
+    int | None: "SymInt?",
+    float | None: "float?",
+}
+CALL_SCHEMA = ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(Call).items())
+"""The fields of a `Call` as a PyTorch operator declares them: every operator takes them first."""
 
 
 class Stats(NamedTuple):
@@ -77,6 +94,27 @@ def compute_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
+def documents(call: Call) -> list[tuple[slice, slice]]:
+    """Rows and keys of each document, of a call without boundaries all of them; the boundaries are read."""
+    if call.cu_seqlens is None:
+        return [(slice(0, call.q.shape[2]), slice(0, call.k.shape[2]))]
+    own = [slice(*ends) for ends in pairwise(call.cu_seqlens.tolist())]
+    if call.cu_seqlens_k is None:
+        return [(part, part) for part in own]
+    return list(zip(own, (slice(*ends) for ends in pairwise(call.cu_seqlens_k.tolist())), strict=True))
+
+
+def rows_in_documents(call: Call, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """The key at each row's own position, and the first key of its document, `[1, Lq]`; no boundary is read."""
+    row = torch.arange(call.q.shape[2], device=call.q.device)[None]
+    ends = cu_seqlens.long()
+    document = torch.searchsorted(ends, row, right=True) - 1
+    if call.cu_seqlens_k is None:
+        return row, ends[document]
+    key_ends = call.cu_seqlens_k.long()
+    return row + (key_ends - ends)[document + 1], key_ends[document]
+
+
 def tau_divisor(call: Call, n: Tensor) -> Tensor:
     """What divides tau in the threshold of rows that see n keys; in n's shape and dtype."""
     if call.context_length is not None:  # given for threshold "seq_len" alone
@@ -97,14 +135,38 @@ def tau_gradient(survivors: Tensor, entry: Tensor | None, tau: Tensor) -> Tensor
         per_row = per_row.sum(0, keepdim=True)
     # index_put_ adds float32 in no fixed order on several CPU threads; float64 it adds one by one.
     total = torch.zeros(tau.shape[1], tau.shape[0], dtype=torch.float64, device=tau.device)
-    return total.index_put_((entry,), per_row, accumulate=True).T.to(tau.dtype)
+    return total.index_put_((entry,), per_row, accumulate=True).T.to(tau.dtype).contiguous()
+
+
+def under_autocast(call: Call) -> Call:
+    """A call with q, k and v in autocast's dtype where it is on, as for torch's own attention."""
+    device = call.q.device.type
+    if not torch.is_autocast_enabled(device) or call.q.dtype == torch.float64:
+        return call
+    q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in call[:3])
+    return call._replace(q=q, k=k, v=v)
 
 
 def check_types(call: Call) -> None:
-    """Raises TypeError, and names the argument, where one that must be a tensor is something else."""
+    """Raises TypeError, and names the argument, where one that must be a dense tensor is something else."""
     for name, x in zip(call._fields[:TENSORS], call[:TENSORS], strict=True):
-        if not (isinstance(x, Tensor) or (x is None and name in call._field_defaults)):
-            raise TypeError(f"{name} is {x!r}, a {type(x).__name__}; give a tensor")
+        if x is not None or name not in call._field_defaults:
+            check_type(name, x)
+
+
+def check_type(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {x!r}, a {type(x).__name__}; give a tensor")
+    if x.is_nested or x.layout != torch.strided:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise TypeError(f"{name} is a {kind} tensor; give a dense one")
+    if name == "q" and x.device.type == "meta":
+        raise TypeError("q is on meta, where tensors have no values; move q, k and v to a device")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; give True or False")
 
 
 def check(call: Call) -> None:
@@ -113,8 +175,12 @@ def check(call: Call) -> None:
     _check_threshold(call)
     _check_head_parameters(call)
     _check_visibility(call)
-    if call.scale is not None and not math.isfinite(call.scale):
-        raise ValueError(f"scale is {call.scale}; give a finite number, or None for 1 / sqrt(D)")
+    check_flag("renormalise", call.renormalise)
+    scale, need = call.scale, "give a finite number, or None for 1 / sqrt(D)"
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        raise ValueError(f"scale is a {type(scale).__name__}, which gets no gradient; {need}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; {need}")
 
 
 def _check_tensors(call: Call) -> None:
@@ -142,9 +208,9 @@ def _check_threshold(call: Call) -> None:
     threshold, context_length = call.threshold, call.context_length
     if threshold not in get_args(Threshold):
         raise ValueError(f"threshold is {threshold!r}; choose one of {', '.join(get_args(Threshold))}")
-    if threshold == "seq_len" and (not isinstance(context_length, int) or context_length < 1):
+    if threshold == "seq_len" and not _is_count(context_length):
         need = "threshold='seq_len' needs the training context, a whole number >= 1"
-        raise ValueError(f"context_length is {context_length}; {need}")
+        raise ValueError(f"context_length is {context_length!r}; {need}")
     if threshold != "seq_len" and context_length is not None:
         raise ValueError(f"context_length is {context_length}; only threshold='seq_len' uses it, so leave it out")
 
@@ -164,11 +230,18 @@ def _check_head_parameters(call: Call) -> None:
             raise ValueError(f"{name} has shape {_shape(x)}; {given}")
         if x.dtype != torch.float32 and not x.dtype == q.dtype == torch.float64:
             raise ValueError(f"{name} is {x.dtype}; keep it float32 (float64 is allowed beside float64 q)")
+        if x.numel() >= 2**31:
+            raise ValueError(f"{name} has shape {_shape(x)}; give fewer than 2**31 entries, which kernels can count")
         _check_device(name, x, q)
 
 
+def _is_count(x: object) -> bool:
+    """Whether it is a whole number from 1 on that 64 bits hold."""
+    return isinstance(x, int) and not isinstance(x, bool) and 1 <= x < 2**63
+
+
 def _check_visibility(call: Call) -> None:
-    for name in ("cu_seqlens", "kv_lengths", "key_mask"):
+    for name in ("cu_seqlens", "cu_seqlens_k", "kv_lengths", "key_mask"):
         _check_device(name, getattr(call, name), call.q)
     if call.cu_seqlens is not None:
         _check_documents(call, call.cu_seqlens)
@@ -178,23 +251,47 @@ def _check_visibility(call: Call) -> None:
     if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != (batch, keys)):
         got = f"{key_mask.dtype} of shape {_shape(key_mask)}"
         raise ValueError(f"key_mask is {got}; give bool [B, Lk] = [{batch}, {keys}], True for keys to see")
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+    if window is not None and not _is_count(window):
         need = "a whole number, at least 1 (the query's own key)"
-        raise ValueError(f"window is {window}; give {need}, or None for no window")
+        raise ValueError(f"window is {window!r}; give {need}, or None for no window")
 
 
 def _check_documents(call: Call, cu_seqlens: Tensor) -> None:
-    q, k, keys = call.q, call.k, call.k.shape[2]
+    q, k, rows, keys = call.q, call.k, call.q.shape[2], call.k.shape[2]
     if call.kv_lengths is not None:
         raise ValueError("kv_lengths and cu_seqlens are both given; packed documents carry their own lengths")
-    if k.shape[0] != 1 or q.shape[2] != keys:
+    if call.cu_seqlens_k is not None:
+        _check_boundaries("cu_seqlens_q", cu_seqlens, f"total_q = {rows}", rows)
+        _check_boundaries("cu_seqlens_k", call.cu_seqlens_k, f"total_k = {keys}", keys)
+        _check_pairs(cu_seqlens, call.cu_seqlens_k)
+    elif k.shape[0] != 1 or rows != keys:
         raise ValueError(f"cu_seqlens needs B = 1 and Lq = Lk; q has shape {_shape(q)} and k {_shape(k)}")
-    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
-        raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} of shape {_shape(cu_seqlens)}; give int32 [n + 1]")
-    if _may_be_read(cu_seqlens):
-        cuts = cu_seqlens.tolist()
-        if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != keys or cuts != sorted(cuts):
-            raise ValueError(f"cu_seqlens is {cuts}; give boundaries that rise from 0 to Lk = {keys}")
+    else:
+        _check_boundaries("cu_seqlens", cu_seqlens, f"Lk = {keys}", keys)
+
+
+def _check_boundaries(name: str, x: Tensor, last: str, total: int) -> None:
+    if x.dtype != torch.int32 or x.dim() != 1:
+        raise ValueError(f"{name} is {x.dtype} of shape {_shape(x)}; give int32 [n + 1]")
+    if _may_be_read(x):
+        cuts = x.tolist()
+        if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != total or cuts != sorted(cuts):
+            raise ValueError(f"{name} is {cuts}; give boundaries that rise from 0 to {last}")
+
+
+def _check_pairs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    counts = len(cu_seqlens_q) - 1, len(cu_seqlens_k) - 1
+    if counts[0] != counts[1]:
+        raise ValueError(f"cu_seqlens_k has {counts[1]} documents and cu_seqlens_q {counts[0]}; give both the same")
+    if not (_may_be_read(cu_seqlens_q) and _may_be_read(cu_seqlens_k)):
+        return
+    lengths = zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True)
+    for document, (rows, keys) in enumerate(lengths):
+        if rows > keys:
+            raise ValueError(
+                f"cu_seqlens_q gives document {document} {rows} queries and cu_seqlens_k {keys} keys; queries end "
+                "where keys end, so give each document at least as many keys"
+            )
 
 
 def _check_lengths(kv_lengths: Tensor, q: Tensor, k: Tensor) -> None:

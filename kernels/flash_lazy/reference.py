@@ -4,30 +4,28 @@ Every other backend is tested against this one. Its memory is quadratic in the l
 inputs are float64 and in float32 otherwise.
 """
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
-from flash_lazy.inputs import Call, Stats, Weights, compute_dtype
+from flash_lazy.inputs import Call, Stats, Weights, compute_dtype, documents
 from flash_lazy.scores import eager_scores, place
 
 
 def reference_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]:
     """Output `[B, H, Lq, D]` in q's dtype, and the row statistics where asked for. Shapes as in `lazy_attention`."""
-    out, stats = _sequences(call) if call.cu_seqlens is None else _documents(call, call.cu_seqlens)
+    out, stats = _sequences(call) if call.cu_seqlens is None else _documents(call)
     return out, stats if with_stats else None
 
 
-def _documents(call: Call, cu_seqlens: Tensor) -> tuple[Tensor, Stats]:
+def _documents(call: Call) -> tuple[Tensor, Stats]:
     """Documents are sequences of their own."""
     outs, stats = [], []
-    for start, end in pairwise(cu_seqlens.tolist()):
-        if start == end:
+    for rows, keys in documents(call):
+        if rows.start == rows.stop:
             continue
-        q, k, v = (x[:, :, start:end] for x in (call.q, call.k, call.v))
-        mask = None if call.key_mask is None else call.key_mask[:, start:end]
-        out, stat = _sequences(call._replace(q=q, k=k, v=v, cu_seqlens=None, key_mask=mask))
+        q, k, v = call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys]
+        mask = None if call.key_mask is None else call.key_mask[:, keys]
+        out, stat = _sequences(call._replace(q=q, k=k, v=v, cu_seqlens=None, cu_seqlens_k=None, key_mask=mask))
         outs.append(out)
         stats.append(stat)
     return torch.cat(outs, 2), Stats(*(torch.cat(field, 2) for field in zip(*stats, strict=True)))

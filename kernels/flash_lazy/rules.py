@@ -7,7 +7,6 @@ blocks of rows are computed again in the backward pass (`flash_lazy.blocks`).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -16,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import TypedDict, Unpack
 
 from flash_lazy.blocks import Part, RowBlock, Sweep, roll
-from flash_lazy.inputs import TENSORS, Call, Stats, check, check_types
+from flash_lazy.inputs import TENSORS, Call, Stats, check, check_types, documents, under_autocast
 from flash_lazy.scores import eager_scores, place
 
 HIDDEN = -1e30
@@ -190,14 +189,12 @@ def _checked(tensors: tuple[Tensor | None, ...], maps: int, **settings: Any) -> 
             raise ValueError(f"maps is {maps} and q has width D = {q.shape[-1]}; give a D that it divides")
         if settings["scale"] is None:
             settings["scale"] = (q.shape[-1] // maps) ** -0.5
-        device = q.device.type
-        if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
-            q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))  # type: ignore[union-attr]
         tau = torch.zeros(q.shape[1], device=q.device)
     else:
         tau = torch.zeros(1)
     call = Call(q, k, v, tau, *rest, **settings)  # type: ignore[arg-type]
     check_types(call)
+    call = under_autocast(call)
     check(call)
     return call
 
@@ -246,11 +243,11 @@ def _reference(
     """Whole matrices, gradients by autograd: the specification of `_chunked`."""
     if call.cu_seqlens is not None:
         parts = []
-        for start, end in pairwise(call.cu_seqlens.tolist()):
-            if start == end:
+        for rows, keys in documents(call):
+            if rows.start == rows.stop:
                 continue
-            q, k, v = (x[:, :, start:end] for x in (call.q, call.k, call.v))
-            mask = None if call.key_mask is None else call.key_mask[:, start:end]
+            q, k, v = call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys]
+            mask = None if call.key_mask is None else call.key_mask[:, keys]
             alone = call._replace(q=q, k=k, v=v, cu_seqlens=None, key_mask=mask)
             parts.append(_reference(rule, alone, maps, (), with_stats))
         outs, stats = zip(*parts, strict=True)

@@ -4,16 +4,19 @@ import ast
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_cases import device_of, widest
+from kernel_cases import assert_same_bits, device_of, draw, everything, noise, small_blocks, widest
 
 import flash_lazy
 from flash_lazy import api, lazy_attention, resolve_backend
+from flash_lazy.fused import ops
 from flash_lazy.fused.ops import obstacle
+from flash_lazy.inputs import Call
 
 BACKENDS = ["reference", "chunked", "triton"]
 Q = torch.zeros(2, 4, 6, 8)
@@ -78,6 +81,21 @@ WRONG = {
     "fractional window": ({"window": 2.5}, ["window is 2.5", "whole number"]),
     "fractional context": ({"threshold": "seq_len", "context_length": 2.5}, ["context_length is 2.5", "whole number"]),
     "unknown threshold beside a table": ({"threshold": "row", "tau": torch.ones(4, 9)}, ["threshold is 'row'"]),
+    "a learned scale": ({"scale": torch.tensor(0.3)}, ["scale is a Tensor", "no gradient", "a finite number"]),
+    "a scale in words": ({"scale": "0.3"}, ["scale is a str", "a finite number"]),
+    "renormalise in words": ({"renormalise": "no"}, ["renormalise is 'no'", "True or False"]),
+    "return_stats in words": ({"return_stats": "no"}, ["return_stats is 'no'", "True or False"]),
+    "a context that is true": ({"threshold": "seq_len", "context_length": True}, ["context_length is True", "whole"]),
+    "a window beyond 64 bits": ({"window": 2**63}, ["window is 9223372036854775808", "whole number"]),
+    "a list of backends": ({"backend": ["auto"]}, ["backend is ['auto']", "choose one of auto"]),
+    "a list of thresholds": ({"threshold": ["constant"]}, ["threshold is ['constant']", "choose one of per_query"]),
+    "an 8-bit float": ({"q": Q.to(torch.float8_e4m3fn)}, ["q is torch.float8_e4m3fn", "give float16"]),
+    "complex q": ({"q": Q.cfloat()}, ["q is torch.complex64", "give float16"]),
+    "too wide a bias": ({"bias": torch.zeros(1).expand(4, 2**29)}, ["bias has shape [4, 536870912]", "2**31"]),
+    "too long a tau": (
+        {"threshold": "per_token", "tau": torch.zeros(1).expand(4, 2**29)},
+        ["tau has shape [4, 536870912]", "fewer than 2**31"],
+    ),
     "unknown backend": ({"backend": "fused"}, ["backend is 'fused'", "auto, reference, chunked, triton"]),
 }
 
@@ -96,6 +114,97 @@ def test_error_names_argument_value_and_fix(name):
 def test_what_is_no_tensor_is_named(name, value):
     with pytest.raises(TypeError, match=re.escape(f"{name} is {value!r}, a {type(value).__name__}; give a tensor")):
         call(**{name: value})
+
+
+NOT_DENSE = {
+    "sparse q": ({"q": Q.to_sparse()}, "q is a sparse_coo tensor; give a dense one"),
+    "sparse bias": ({"bias": torch.eye(4).to_sparse()}, "bias is a sparse_coo tensor; give a dense one"),
+    "sparse mask": ({"key_mask": MASK.to_sparse()}, "key_mask is a sparse_coo tensor; give a dense one"),
+    "nested q": (
+        {"q": torch.nested.nested_tensor(list(Q), layout=torch.jagged)},
+        "q is a nested tensor; give a dense one",
+    ),
+    "all on meta": (
+        {name: x.to("meta") for name, x in {"q": Q, "k": K, "v": K, "tau": TAU}.items()},
+        "q is on meta, where tensors have no values; move q, k and v to a device",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_DENSE)
+def test_what_is_no_dense_tensor_is_named(name):
+    changes, message = NOT_DENSE[name]
+    with pytest.raises(TypeError, match=re.escape(message)):
+        call(**changes)
+
+
+MACHINES = {
+    "AMD": ("torch.version.hip", "7.0", "is tested on NVIDIA GPUs alone, and cuda:0 is an AMD one"),
+    "Volta": (
+        "torch.cuda.get_device_capability",
+        lambda _: (7, 0),
+        "needs compute capability 8.0, and cuda:0 has less",
+    ),
+    "old triton": ("triton.__version__", "3.5.1", "needs triton 3.6, and 3.5.1 is installed"),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_machine_that_cannot_run_the_kernels_is_named(name, monkeypatch):
+    pytest.importorskip("triton", reason="the fused kernels need triton, which is for Linux")
+    what, value, expected = MACHINES[name]
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+    q = SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.bfloat16, shape=(1, 1, 4, 64))
+    assert resolve_backend("auto", q) == "triton"
+    monkeypatch.setattr(what, value)
+    with pytest.raises(ValueError, match=f"backend is 'triton', which {expected}; choose 'chunked'"):
+        resolve_backend("triton", q)
+    api._warn_of_a_slower_backend.cache_clear()
+    with pytest.warns(UserWarning, match=expected):
+        assert resolve_backend("auto", q) == "chunked"
+
+
+def test_more_sequences_than_a_grid_has_places_are_not_decoded():
+    for batch, decoded in ((2**16 - 1, True), (2**16, False)):
+        q, k = torch.empty(batch, 1, 1, 16, device="meta"), torch.empty(batch, 1, 9, 16, device="meta")
+        assert ops._is_decoding(Call(q, k, k, torch.ones(1))) == decoded
+
+
+def every_second(x):
+    """A view with gaps along every axis."""
+    for axis in range(x.dim()):
+        x = torch.stack([x, torch.full_like(x, torch.nan)], axis + 1).flatten(axis, axis + 1)
+    return x[(slice(None, None, 2),) * x.dim()]
+
+
+def one_for_all(x):
+    """A view whose heads, sequences and columns are the same."""
+    return x[(slice(0, 1), slice(0, 1), slice(None), slice(0, 1))[: x.dim()]].expand_as(x)
+
+
+@pytest.mark.parametrize(
+    ("backend", "view"),
+    [
+        ("chunked", every_second),
+        ("chunked", one_for_all),
+        ("triton", every_second),
+        pytest.param("triton", one_for_all, marks=pytest.mark.long),
+    ],
+)
+def test_strides_of_any_kind(backend, view, monkeypatch):
+    """Also with fewer and odder columns than a kernel's tile, and a bias and a window wider than all keys."""
+    small_blocks(monkeypatch, 16, 16)
+    setting = {"length": 18, "group": 2, "width": 5, "bias_width": 40, "slopes": True, "window": 99}
+    case = draw(61, **setting).to(torch.float32)
+    views = replace(case, **{name: view(getattr(case, name)) for name in ("q", "k", "v", "tau", "bias")})
+    views.options["slopes"] = view(case.options["slopes"])
+    copies = replace(views, **{name: getattr(views, name).contiguous() for name in ("q", "k", "v", "tau", "bias")})
+    copies = replace(copies, options=views.options | {"slopes": views.options["slopes"].contiguous()})
+    grad = view(noise(case))
+    assert not views.q.is_contiguous()
+    assert not grad.is_contiguous()
+    assert_same_bits(everything(views, backend, grad), everything(copies, backend, grad.contiguous()))
 
 
 def test_valid_calls_are_accepted():

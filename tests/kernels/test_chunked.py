@@ -17,6 +17,7 @@ from kernel_cases import (
     eager_errors,
     everything,
     measured,
+    noise,
     pairwise_cover,
     run,
     small_blocks,
@@ -24,8 +25,10 @@ from kernel_cases import (
     widest,
     without,
 )
+from torch.library import opcheck
 
 from flash_lazy import blocks, chunked, lazy_attention
+from flash_lazy.inputs import LEAVES, Call
 
 ONE_BLOCK = (2**30, 64)
 
@@ -169,25 +172,36 @@ def test_the_log_sum_exp_alone_has_the_gradient_of_torch(backend):
 
 def test_blocks_cover_every_visible_pair_once_within_the_budget(monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_ELEMENTS_CPU", 500)
-    for cuts, queries, window in [([0, 90], 90, None), ([0, 90], 31, 13), ([0, 1, 1, 40, 90], 90, 7)]:
-        rows, parts, found = blocks.make_blocks((3, 2, 2, queries, 90), cuts, window, "cpu", whole_heads=False)
+    for own_cuts, cuts, window in [
+        ([0, 90], [0, 90], None),
+        ([0, 31], [0, 90], 13),
+        ([0, 1, 1, 40, 90], [0, 1, 1, 40, 90], 7),
+        ([0, 1, 1, 30, 40], [0, 1, 20, 70, 90], 7),
+    ]:
+        queries = own_cuts[-1]
+        documents = [(slice(*own), slice(*keys)) for own, keys in zip(*map(pairwise, (own_cuts, cuts)), strict=True)]
+        rows, parts, found = blocks.make_blocks((3, 2, 2), documents, window, "cpu", whole_heads=False)
         seen = torch.zeros(3, 2, queries, 90, dtype=torch.int)
         for part, block in product(parts, found):
             area = seen[part.batch, part.heads, block.rows, block.keys]
             assert 0 < 2 * area.numel() <= 500
             assert area.shape[2] <= rows
             area += 1
-        own = torch.arange(90 - queries, 90)[:, None]
-        distance = own - torch.arange(90)
-        document = torch.bucketize(torch.arange(90), torch.tensor(cuts), right=True)
-        needed = (distance >= 0) & (distance < (window or 90)) & (document[own] == document)
+        of_row, of_key = (
+            torch.bucketize(torch.arange(ends[-1]), torch.tensor(ends), right=True) for ends in (own_cuts, cuts)
+        )
+        own = torch.arange(queries) + torch.tensor([0, *cuts])[of_row + 1] - torch.tensor([0, *own_cuts])[of_row + 1]
+        distance = own[:, None] - torch.arange(90)
+        needed = (distance >= 0) & (distance < (window or 90)) & (of_row[:, None] == of_key)
         assert seen.max() == 1
         assert (seen[..., needed] == 1).all()
 
 
 def test_blocks_skip_keys_nobody_sees():
     def sizes(window):
-        return [b.shape for b in blocks.make_blocks((1, 1, 1, 4096, 4096), [0, 4096], window, "cpu", False)[2]]
+        return [
+            b.shape for b in blocks.make_blocks((1, 1, 1), [(slice(0, 4096), slice(0, 4096))], window, "cpu", False)[2]
+        ]
 
     assert sum(rows * columns for rows, columns in sizes(None)) < 0.53 * 4096**2
     near = sizes(128)
@@ -446,3 +460,57 @@ def test_memory_grows_linearly(tmp_path):
     assert long / short < 5  # 4 where everything grows with L (the block's budget does not), 16 where L * L does
     one_matrix_of_scores = 4 * 4 * 8192**2
     assert long < one_matrix_of_scores / 10
+
+
+COMPILED = {
+    "plain": {"bias_width": 7, "group": 2, "window": 9},
+    "negative tau and a mask": {"sign": -1, "key_mask": True, "slopes": True, "renormalise": True},
+    "ragged": {"layout": "ragged", "threshold": "per_token", "bias_width": 7},
+    "packed": {"layout": "packed", "sign": -1, "kv_heads": 2},
+}
+
+
+class TestCompiled:
+    """To torch.compile a call is one operator, of which no line is traced."""
+
+    @pytest.mark.parametrize("setting", COMPILED.values(), ids=COMPILED)
+    def test_without_breaks_and_to_the_same_bits(self, setting):
+        case = draw(45, length=15, **setting).to(torch.bfloat16)
+
+        def attend(**leaves):
+            return lazy_attention(**case.options | leaves, backend="chunked", return_stats=True)
+
+        torch.compiler.reset()
+        results = []
+        for call in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+            leaves = {name: x.detach().requires_grad_() for name, x in case.leaves().items()}
+            out, stats = call(**leaves)
+            ends = out.square().sum() + stats.lse.nan_to_num(neginf=0).square().sum()
+            results.append((out, *stats, *torch.autograd.grad(ends, list(leaves.values()))))
+        assert all(map(torch.equal, *results))
+
+    @pytest.mark.parametrize(
+        "name", ["plain", *(pytest.param(name, marks=pytest.mark.long) for name in COMPILED if name != "plain")]
+    )
+    def test_operators_pass_opcheck(self, name):
+        case = draw(45, length=15, **COMPILED[name]).to(torch.bfloat16)
+        call = Call(case.q, case.k, case.v, case.tau, case.bias, **case.options)
+        leaves = [x if x is None else x.detach().requires_grad_() for x in call[:LEAVES]]
+        opcheck(chunked._forward, (*leaves, *call[LEAVES:], True))
+        opcheck(chunked._forward, (*call, False))
+        dlse = torch.zeros(case.q.shape[:3])
+        for rest in ((None, False), (dlse, case.bias is not None)):
+            opcheck(chunked._backward, (*call, noise(case).to(case.q), *rest))
+
+    def test_second_derivatives_are_refused(self):
+        case = draw(45, length=15).to(torch.float32)
+
+        def attend(q):
+            return lazy_attention(q, case.k, case.v, case.tau, backend="chunked")
+
+        torch.compiler.reset()
+        for call in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+            q = case.q.detach().requires_grad_()
+            (grad,) = torch.autograd.grad(call(q).square().sum(), q, create_graph=True)
+            with pytest.raises(RuntimeError, match=r"once_differentiable|double backward"):
+                grad.sum().backward()

@@ -49,6 +49,7 @@ def query_gradient_kernel(
     slopes,
     kv_lengths,
     cu_seqlens,
+    cu_seqlens_k,
     out,
     grad,
     softmax,
@@ -115,7 +116,9 @@ def query_gradient_kernel(
     batch = item // heads % batches
     blocks = count_blocks(rows, cu_seqlens, documents, BLOCK_M)
     index = blocks - 1 - item // heads // batches
-    first, end, start, shift = locate_block(index, batch, rows, keys, kv_lengths, cu_seqlens, documents, False, BLOCK_M)
+    first, end, start, shift, _ = locate_block(
+        index, batch, rows, keys, kv_lengths, cu_seqlens, cu_seqlens_k, documents, False, BLOCK_M
+    )
     low, high, edge, near, tiles = key_tiles(first, end, start, shift, window, reach, BLOCK_M, BLOCK_N)
     line = tl.arange(0, BLOCK_M)
     row = first + line
@@ -255,6 +258,7 @@ def key_gradient_kernel(
     slopes,
     kv_lengths,
     cu_seqlens,
+    cu_seqlens_k,
     grad,
     softmax,
     mass,
@@ -332,11 +336,11 @@ def key_gradient_kernel(
     for item in tl.range(tl.program_id(1), blocks * batches, tl.num_programs(1), disable_licm=True):
         batch = item % batches
         index = item // batches
-        first, end, start, shift = locate_block(
-            index, batch, rows, keys, kv_lengths, cu_seqlens, documents, True, BLOCK_N
+        first, end, start, shift, top_row = locate_block(
+            index, batch, rows, keys, kv_lengths, cu_seqlens, cu_seqlens_k, documents, True, BLOCK_N
         )
         # Rows that see some of these keys. Keys past the end are past every row's own: NEAR tiles mask them.
-        low = tl.maximum(first - shift, 0)
+        low = tl.maximum(first - shift, top_row)
         last_own = end - 1
         if window is not None:
             last_own = tl.minimum(last_own, tl.minimum(first + BLOCK_N, end) - 1 + window - 1)

@@ -46,6 +46,7 @@ def forward_kernel(
     slopes,
     kv_lengths,
     cu_seqlens,
+    cu_seqlens_k,
     out,
     softmax,
     mass,
@@ -107,8 +108,8 @@ def forward_kernel(
         head = item % heads
         batch = item // heads % batches
         index = blocks - 1 - item // heads // batches
-        first, end, start, shift = locate_block(
-            index, batch, rows, keys, kv_lengths, cu_seqlens, documents, False, BLOCK_M
+        first, end, start, shift, _ = locate_block(
+            index, batch, rows, keys, kv_lengths, cu_seqlens, cu_seqlens_k, documents, False, BLOCK_M
         )
         low, high, edge, near, tiles = key_tiles(first, end, start, shift, window, reach, BLOCK_M, BLOCK_N)
         row = first + line

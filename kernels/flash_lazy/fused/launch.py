@@ -34,6 +34,7 @@ def shared_arguments(call: Call) -> dict[str, Any]:
         "slopes": None if call.slopes is None else call.slopes * LOG2E,
         "kv_lengths": None if call.kv_lengths is None else call.kv_lengths.contiguous(),
         "cu_seqlens": None if call.cu_seqlens is None else call.cu_seqlens.contiguous(),
+        "cu_seqlens_k": None if call.cu_seqlens_k is None else call.cu_seqlens_k.contiguous(),
         **strides("q", q),
         **strides("k", k),
         **strides("v", v),

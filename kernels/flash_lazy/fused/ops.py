@@ -4,27 +4,20 @@ Registered with torch alone; triton is imported when an operator first runs.
 """
 
 import importlib.util
-from typing import Any, get_type_hints
+import re
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_lazy.fused import configurations
-from flash_lazy.inputs import LEAVES, TENSORS, Call, Stats, Threshold, tau_divisor, tau_gradient
+from flash_lazy.inputs import CALL_SCHEMA, LEAVES, TENSORS, Call, Stats, rows_in_documents, tau_divisor, tau_gradient
 
 LN2 = 0.6931471805599453
 INSTALLED = importlib.util.find_spec("triton") is not None
-
-# Every operator takes the fields of a Call first, so what they are is said once.
-_SCHEMA_TYPES = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    Threshold: "str",
-    bool: "bool",
-    int | None: "SymInt?",
-    float | None: "float?",
-}
-_CALL = ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(Call).items())
+OLDEST_TRITON = (3, 6)
+MOST_BATCHES = 2**16 - 1
+"""Along the third axis of a grid of programs, where decoding has its sequences."""
 
 
 def fused_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]:
@@ -48,8 +41,8 @@ def obstacle(q: Tensor, key_mask: Tensor | None) -> str | None:
         return "backend is 'triton', which is not installed; pip install triton (Linux), or choose 'chunked'"
     if q.device.type != "cuda" and not configurations.INTERPRETED:
         return f"backend is 'triton' and q on {q.device}; move q, k and v to a GPU, or choose 'chunked'"
-    if _is_too_old(q.device):
-        return f"backend is 'triton', which needs compute capability 8.0, and {q.device} has less; choose 'chunked'"
+    if why := _unfit(q.device):
+        return f"backend is 'triton', which {why}; choose 'chunked'"
     if key_mask is not None:
         return "backend is 'triton', which takes no key_mask; use kv_lengths or cu_seqlens, or choose 'chunked'"
     if q.dtype == torch.float64:
@@ -61,21 +54,30 @@ def obstacle(q: Tensor, key_mask: Tensor | None) -> str | None:
 
 
 @torch.compiler.assume_constant_result  # a question to the device would break a graph
-def _is_too_old(device: torch.device) -> bool:
-    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
-    return is_nvidia and torch.cuda.get_device_capability(device) < (8, 0)
+def _unfit(device: torch.device) -> str | None:
+    """Why a machine cannot run the kernels."""
+    import triton
+
+    if tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < OLDEST_TRITON:
+        return f"needs triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}, and {triton.__version__} is installed"
+    if device.type == "cuda" and torch.version.hip is not None:
+        return f"is tested on NVIDIA GPUs alone, and {device} is an AMD one"
+    if device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"needs compute capability 8.0, and {device} has less"
+    return None
 
 
 def _is_decoding(call: Call) -> bool:
     """Whether a call has so few rows that splitting the keys over programs pays."""
-    (_, heads, rows, _), (_, kv_heads, keys, _) = call.q.shape, call.k.shape
-    return call.cu_seqlens is None and rows < keys and heads // kv_heads * rows <= configurations.DECODE_ROWS
+    (batches, heads, rows, _), (_, kv_heads, keys, _) = call.q.shape, call.k.shape
+    few = heads // kv_heads * rows <= configurations.DECODE_ROWS and batches <= MOST_BATCHES
+    return call.cu_seqlens is None and rows < keys and few
 
 
 @torch.library.custom_op(
     "flash_lazy::forward",
     mutates_args=(),
-    schema=f"({_CALL}, bool training, bool stats) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({CALL_SCHEMA}, bool training, bool stats) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output; maximum (base 2) and sum of each row `[2, B, H, Lq]`; mass times sum, first weight, zeros `[B, H, Lq]`.
@@ -99,7 +101,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 @torch.library.custom_op(
     "flash_lazy::backward",
     mutates_args=(),
-    schema=f"({_CALL}, Tensor? out, Tensor grad, Tensor? dlse, Tensor softmax, Tensor mass, bool bias_gradient, "
+    schema=f"({CALL_SCHEMA}, Tensor? out, Tensor grad, Tensor? dlse, Tensor softmax, Tensor mass, bool bias_gradient, "
     "bool slopes_gradient) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -118,7 +120,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return backward_buffers(Call(*call), bias_gradient, slopes_gradient)
 
 
-@torch.library.custom_op("flash_lazy::decode", mutates_args=(), schema=f"({_CALL}) -> Tensor")
+@torch.library.custom_op("flash_lazy::decode", mutates_args=(), schema=f"({CALL_SCHEMA}) -> Tensor")
 def decode(*arguments: Any) -> Tensor:
     """The output of a few queries against many keys, without gradients."""
     from flash_lazy.fused.decode import decode
@@ -166,8 +168,8 @@ def _tau_gradient(call: Call, survivors: Tensor) -> Tensor:
     if call.kv_lengths is not None:
         own = own - (keys - call.kv_lengths.long())[:, None]
     if call.cu_seqlens is not None:
-        cuts = call.cu_seqlens.long()
-        own = own - cuts[torch.searchsorted(cuts, own, right=True) - 1]
+        own, start = rows_in_documents(call, call.cu_seqlens)
+        own = own - start
     seen = own + 1 if call.window is None else (own + 1).clamp(max=call.window)
     entry = own.clamp(0, call.tau.shape[-1] - 1) if call.threshold == "per_token" else None
     return tau_gradient(survivors / tau_divisor(call, seen)[:, None], entry, call.tau)

@@ -37,25 +37,42 @@ def count_blocks(length, cu_seqlens, documents, BLOCK: tl.constexpr):
 
 @triton.jit
 def locate_block(
-    index, batch, rows, keys, kv_lengths, cu_seqlens, documents, OF_KEYS: tl.constexpr, BLOCK: tl.constexpr
+    index,
+    batch,
+    rows,
+    keys,
+    kv_lengths,
+    cu_seqlens,
+    cu_seqlens_k,
+    documents,
+    OF_KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """First row (key) of a block, their end, the document's first key, and own - row.
+    """First row (key) of a block, their end, the document's first key, own - row, and the document's first row.
 
     Block floor(start / BLOCK) + d is the first of document d, which leaves each document blocks enough.
     """
     if cu_seqlens is not None:
+        cuts = cu_seqlens
+        if OF_KEYS and cu_seqlens_k is not None:
+            cuts = cu_seqlens_k
         low = index * 0
         high = low + documents - 1
         while low < high:
             middle = (low + high + 1) // 2
-            if tl.load(cu_seqlens + middle) // BLOCK + middle <= index:
+            if tl.load(cuts + middle) // BLOCK + middle <= index:
                 low = middle
             else:
                 high = middle - 1
-        start = tl.load(cu_seqlens + low)
-        end = tl.load(cu_seqlens + low + 1)
+        start = tl.load(cuts + low)
+        end = tl.load(cuts + low + 1)
         first = start + (index - start // BLOCK - low) * BLOCK
         shift = low * 0
+        top_row = start
+        if cu_seqlens_k is not None:
+            start = tl.load(cu_seqlens_k + low)
+            shift = tl.load(cu_seqlens_k + low + 1) - tl.load(cu_seqlens + low + 1)
+            top_row = tl.load(cu_seqlens + low)
     else:
         start = index * 0
         length = start + keys
@@ -64,7 +81,8 @@ def locate_block(
         shift = length - rows
         end = length if OF_KEYS else start + rows
         first = index * BLOCK
-    return first, end, start, shift
+        top_row = start
+    return first, end, start, shift, top_row
 
 
 @triton.jit

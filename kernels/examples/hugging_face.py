@@ -1,0 +1,125 @@
+"""Lazy Attention in a Hugging Face model: a Llama whose tau and bias are trained, saved, loaded and generated with.
+
+    python kernels/examples/hugging_face.py      # needs transformers; downloads nothing
+
+Padding, on either side, and a cache that grows work as ever. Keep tau and bias out of weight decay.
+"""
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    PreTrainedModel,
+    initialization,
+)
+from transformers.masking_utils import causal_mask_function
+
+from flash_lazy import lazy_attention
+
+
+def lazy(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """An attention function of transformers: query `[B, H, Lq, D]`, key and value `[B, Hkv, Lk, D]`, mask `[B, Lk]`."""
+    out = lazy_attention(query, key, value, module.lazy.tau, module.lazy.bias, key_mask=mask, scale=scaling)
+    return out.transpose(1, 2), None
+
+
+def padding(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    mask_function: Callable[..., Tensor] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **_: Any,
+) -> Tensor | None:
+    """Which keys are no padding, bool `[B, Lk]`. Without a mask function of its own, padding would be ignored."""
+    if mask_function is not causal_mask_function or q_offset + q_length != kv_length:
+        raise ValueError("lazy attention is causal over a growing cache: no static cache, no packed positions")
+    return None if attention_mask is None or attention_mask.all() else attention_mask.bool()
+
+
+AttentionInterface.register("lazy", lazy)
+AttentionMaskInterface.register("lazy", padding)
+
+
+class LazyLlamaConfig(LlamaConfig):
+    model_type = "lazy_llama"
+    bias_reach: int = 512
+
+
+class LazyParameters(nn.Module):
+    """A module of their own, so that loading a model knows how to initialise what a checkpoint lacks."""
+
+    def __init__(self, heads: int, reach: int) -> None:
+        super().__init__()
+        self.tau = nn.Parameter(torch.ones(heads))
+        self.bias = nn.Parameter(torch.zeros(heads, reach))
+
+
+class LazyLlamaModel(LlamaModel):
+    _keep_in_fp32_modules_strict = ("lazy",)  # else dtype=torch.bfloat16 would cast tau and bias too
+
+    def __init__(self, config: LazyLlamaConfig) -> None:
+        super().__init__(config)
+        for layer in self.layers:
+            layer.self_attn.lazy = LazyParameters(config.num_attention_heads, config.bias_reach)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, LazyParameters):
+            initialization.ones_(module.tau)
+            initialization.zeros_(module.bias)
+
+
+class LazyLlamaForCausalLM(LlamaForCausalLM):
+    config_class = LazyLlamaConfig
+
+    def __init__(self, config: LazyLlamaConfig) -> None:
+        super().__init__(config)
+        self.model = LazyLlamaModel(config)
+        self.set_attn_implementation("lazy")
+        self.post_init()
+
+
+AutoConfig.register(LazyLlamaConfig.model_type, LazyLlamaConfig)
+AutoModelForCausalLM.register(LazyLlamaConfig, LazyLlamaForCausalLM)
+
+
+def train(model: PreTrainedModel, ids: Tensor, steps: int) -> list[float]:
+    """The losses of some steps on one batch."""
+    lazily = [x for name, x in model.named_parameters() if ".lazy." in name]
+    others = [x for name, x in model.named_parameters() if ".lazy." not in name]
+    optimiser = torch.optim.AdamW([{"params": others}, {"params": lazily, "weight_decay": 0.0}], lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = model(ids, labels=ids).loss
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    return losses
+
+
+if __name__ == "__main__":
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(LazyLlamaConfig(vocab_size=100, num_key_value_heads=2, **sizes))
+    ids = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(0))
+    print("losses", train(model, ids, steps=2))
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    print("tau", loaded.model.layers[0].self_attn.lazy.tau)
+    print("generated", loaded.generate(ids[:, :8], max_new_tokens=4, do_sample=False, pad_token_id=0))

@@ -1,0 +1,238 @@
+"""`lazy_attention_varlen` against a loop of single calls: documents with a prefix in the cache, in every backend."""
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from kernel_cases import KINK_MARGIN, assert_same_bits, device_of, draw, errors, measured, small_blocks
+from torch.library import opcheck
+
+from flash_lazy import Stats, attention_weights, blocks, chunked, lazy_attention, lazy_attention_varlen
+from flash_lazy.fused import ops
+from flash_lazy.inputs import Call
+
+# Chunks of prompts: all of one, the end of one, a document without queries, an empty one, one query, one token.
+ROWS = [0, 5, 12, 12, 12, 13, 14]
+KEYS = [0, 5, 26, 29, 29, 48, 49]
+
+SETTINGS = {
+    "plain": {"bias_width": 6, "group": 3},
+    "window": {"window": 4, "slopes": True, "kv_heads": 2, "sign": -1},
+    "everything": {"window": 9, "bias_width": 30, "group": 2, "threshold": "per_token", "renormalise": True},
+    "seq_len": {"threshold": "seq_len", "renormalise": True, "slopes": True},
+}
+
+
+def boundaries(device="cpu"):
+    return (torch.tensor(cuts, dtype=torch.int32, device=device) for cuts in (ROWS, KEYS))
+
+
+def drawn(setting, dtype, width=8):
+    """All keys and the queries of all documents, off the kink of every row with more than one key."""
+    for seed in range(300):
+        case = draw(seed, length=KEYS[-1], batch=1, width=width, **setting)
+        case = replace(case, q=case.q[:, :, : ROWS[-1]])
+        if margin(case.to(torch.float64)) > KINK_MARGIN:
+            return case.to(dtype)
+    raise RuntimeError("no draw keeps off the kink")
+
+
+def margin(case):
+    found = [
+        (weights.p / weights.theta[..., None] - 1).abs()[weights.visible.expand_as(weights.p)].min()
+        for rows, keys in documents()
+        for weights in [attention_weights(case.q[:, :, rows], case.k[:, :, keys], case.tau, case.bias, **case.options)]
+    ]
+    return min(found)
+
+
+def documents():
+    """Rows and keys of the documents that have rows."""
+    pairs = zip(pairwise(ROWS), pairwise(KEYS), strict=True)
+    return [(slice(*rows), slice(*keys)) for rows, keys in pairs if rows[0] < rows[1]]
+
+
+def results(out, stats, leaves, grad, dlse):
+    ends, given = [out, stats.lse], [grad.to(out), dlse.to(stats.lse)]
+    grads = torch.autograd.grad(ends, list(leaves.values()), given)
+    named = {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
+    return {name: x.detach().cpu() for name, x in ({"out": out} | stats._asdict() | named).items()}
+
+
+def noise(case):
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(case.q.shape, generator=generator), torch.randn(case.q.shape[:3], generator=generator)
+
+
+def together(case, backend):
+    """One call; results in the layout of `alone`."""
+    case, (grad, dlse) = case.on(device_of(backend)), noise(case)
+    leaves = {name: x.detach().requires_grad_() for name, x in case.leaves().items()}
+    options = case.options | {name: leaves[name] for name in ("slopes",) if name in leaves}
+    q, k, v = (leaves[name][0].transpose(0, 1) for name in ("q", "k", "v"))
+    cuts = boundaries(q.device)
+    out, stats = lazy_attention_varlen(
+        q, k, v, leaves["tau"], leaves.get("bias"), *cuts, backend=backend, return_stats=True, **options
+    )
+    assert out.shape == q.shape
+    return results(out.transpose(0, 1)[None], Stats(*(x[None] for x in stats)), leaves, grad, dlse)
+
+
+def alone(case, backend="reference"):
+    """Each document by a call of its own."""
+    case, (grad, dlse) = case.on(device_of(backend)), noise(case)
+    leaves = {name: x.detach().requires_grad_() for name, x in case.leaves().items()}
+    options = case.options | {name: leaves[name] for name in ("slopes",) if name in leaves}
+    outs, stats = [], []
+    for rows, keys in documents():
+        q, k, v = leaves["q"][:, :, rows], leaves["k"][:, :, keys], leaves["v"][:, :, keys]
+        bias = leaves.get("bias")
+        out, stat = lazy_attention(q, k, v, leaves["tau"], bias, backend=backend, return_stats=True, **options)
+        outs.append(out)
+        stats.append(stat)
+    joined = Stats(*(torch.cat(field, 2) for field in zip(*stats, strict=True)))
+    return results(torch.cat(outs, 2), joined, leaves, grad, dlse)
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_equals_single_calls(backend, setting, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS_CPU", 100)
+    monkeypatch.setattr(blocks, "FULL_ROWS", 4)
+    case = drawn(setting, torch.float64)
+    found = together(case, backend)
+    for name, x in alone(case).items():
+        torch.testing.assert_close(
+            found[name], x, rtol=1e-10, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "block"),
+    [
+        ("everything", torch.bfloat16, (16, 32)),
+        pytest.param("window", torch.float32, (16, 16), marks=pytest.mark.long),
+        pytest.param("plain", torch.float32, (32, 16), marks=pytest.mark.long),
+    ],
+)
+def test_fused_kernels_give_the_bits_of_single_calls(name, dtype, block, monkeypatch):
+    """But for sums over documents, whose order differs: these err by twice as much as single calls do, at most."""
+    small_blocks(monkeypatch, *block)
+    case = drawn(SETTINGS[name], dtype, width=16)
+    found, single = together(case, "triton"), alone(case, "triton")
+    sums = [name for name in found if name in ("dtau", "dbias", "dslopes")]
+    exact = alone(case.to(torch.float64))
+    assert not measured({name: found[name] for name in sums}, exact, errors(single, exact)).too_large()
+    assert_same_bits(*({name: x for name, x in each.items() if name not in sums} for each in (found, single)))
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "triton"])
+def test_documents_are_apart(backend, monkeypatch):
+    """NaN in a document, and in keys that have no queries, stays there."""
+    small_blocks(monkeypatch, 16, 16)
+    case = drawn({"sign": -1}, torch.float32)
+    poisoned = replace(case, **{name: getattr(case, name).clone() for name in "qkv"})
+    poisoned.q[:, :, 5:12] = torch.nan
+    poisoned.k[:, :, 5:29], poisoned.v[:, :, 5:29] = torch.nan, torch.nan
+    clean, found = together(case, backend), together(poisoned, backend)
+    for name, others in {"out": ROWS, "lse": ROWS, "mass": ROWS, "dq": ROWS, "dk": KEYS, "dv": KEYS}.items():
+        kept = [*range(others[1]), *range(others[3], others[-1])]
+        assert torch.equal(clean[name][:, :, kept], found[name][:, :, kept]), name
+    assert not clean["dk"][:, :, 26:29].any()
+    assert not clean["dv"][:, :, 26:29].any()
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", pytest.param("triton", marks=pytest.mark.long)])
+def test_equal_boundaries_are_packed_documents(backend, monkeypatch):
+    small_blocks(monkeypatch, 16, 16)
+    case = draw(52, layout="packed", length=30, bias_width=5, group=2).to(torch.float32).on(device_of(backend))
+    cuts = case.options.pop("cu_seqlens")
+    packed = lazy_attention(case.q, case.k, case.v, case.tau, case.bias, cu_seqlens=cuts, backend=backend)
+    q, k, v = (x[0].transpose(0, 1) for x in (case.q, case.k, case.v))
+    out = lazy_attention_varlen(q, k, v, case.tau, case.bias, cuts, cuts, backend=backend)
+    assert torch.equal(out.transpose(0, 1)[None], packed)
+
+
+def operator_arguments(case):
+    cu_seqlens, cu_seqlens_k = boundaries(case.q.device)
+    return (
+        *case.leaves().values(),
+        None,
+        cu_seqlens,
+        None,
+        None,
+        cu_seqlens_k,
+        *Call(case.q, case.k, case.v, case.tau)[10:],
+    )
+
+
+class TestOperators:
+    @pytest.fixture
+    def arguments(self, monkeypatch):
+        """Of q, k, v, tau and bias."""
+        small_blocks(monkeypatch, 16, 16)
+        return operator_arguments(drawn({"bias_width": 6}, torch.float32, width=16).on(device_of("triton")))
+
+    def test_of_chunked_pass_opcheck(self, arguments):
+        opcheck(chunked._forward, (*arguments, True))
+        opcheck(chunked._backward, (*arguments, torch.ones_like(arguments[0]), None, True))
+
+    @pytest.mark.long
+    def test_of_the_fused_kernels_pass_opcheck(self, arguments):
+        grad = torch.ones_like(arguments[0])
+        _, softmax, mass, *_ = ops.forward(*arguments, True, False)
+        opcheck(ops.forward, (*arguments, True, True))
+        opcheck(ops.backward, (*arguments, None, grad, None, softmax, mass, True, False))
+
+    def test_compile_without_a_break(self):
+        case = drawn({"bias_width": 6}, torch.float32)
+        q, k, v = (x[0].transpose(0, 1) for x in (case.q, case.k, case.v))
+
+        def attend(q):
+            return lazy_attention_varlen(q, k, v, case.tau, case.bias, *boundaries(), backend="chunked")
+
+        torch.compiler.reset()
+        assert torch.equal(torch.compile(attend, fullgraph=True, backend="aot_eager")(q), attend(q))
+
+
+Q, K = torch.zeros(5, 4, 8), torch.zeros(9, 2, 8)
+
+
+def ints(*values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype)
+
+
+WRONG = {
+    "a batch": ({"q": Q[None]}, ["q has shape [1, 5, 4, 8]", "[total, heads, D]"]),
+    "more queries": ({"cu_seqlens_k": ints(0, 1, 9)}, ["document 0 2 queries", "1 keys", "at least as many"]),
+    "one document more": ({"cu_seqlens_k": ints(0, 4, 5, 9)}, ["cu_seqlens_k has 3 documents", "cu_seqlens_q 2"]),
+    "too few rows": ({"cu_seqlens_q": ints(0, 2, 4)}, ["cu_seqlens_q is [0, 2, 4]", "0 to total_q = 5"]),
+    "too many keys": ({"cu_seqlens_k": ints(0, 4, 10)}, ["cu_seqlens_k is [0, 4, 10]", "0 to total_k = 9"]),
+    "falling": ({"cu_seqlens_q": ints(0, 3, 2, 5), "cu_seqlens_k": ints(0, 3, 6, 9)}, ["[0, 3, 2, 5]", "rise"]),
+    "long": ({"cu_seqlens_q": ints(0, 2, 5, dtype=torch.int64)}, ["cu_seqlens_q is torch.int64", "int32 [n + 1]"]),
+    "table": ({"cu_seqlens_k": ints(0, 9)[None]}, ["cu_seqlens_k is torch.int32 of shape [1, 2]", "[n + 1]"]),
+    "elsewhere": ({"cu_seqlens_k": ints(0, 4, 9).to("meta")}, ["cu_seqlens_k is on meta", "q on cpu"]),
+}
+
+
+def call(**changes):
+    valid = {"q": Q, "k": K, "v": K, "tau": torch.ones(4), "bias": None}
+    return lazy_attention_varlen(**valid | {"cu_seqlens_q": ints(0, 2, 5), "cu_seqlens_k": ints(0, 4, 9)} | changes)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_error_names_argument_value_and_fix(name):
+    changes, expected = WRONG[name]
+    with pytest.raises(ValueError, match=re.escape(expected[0])) as raised:
+        call(**changes)
+    message = str(raised.value)
+    assert "\n" not in message
+    assert all(part in message for part in expected), message
+
+
+def test_boundaries_must_be_tensors():
+    assert call().shape == Q.shape
+    with pytest.raises(TypeError, match=r"cu_seqlens_q is \[0, 5\], a list; give a tensor"):
+        call(cu_seqlens_q=[0, 5])

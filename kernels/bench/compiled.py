@@ -36,9 +36,10 @@ KERNELS: dict[str, ModuleType] = {
     "key_gradient": backward,
     "decode_scores": decode,
     "decode_values": decode,
+    "decode_sum": decode,
 }
 """Where each kernel is defined, under its name with `_kernel` behind it."""
-DECODING = ("decode_scores", "decode_values")
+DECODING = ("decode_scores", "decode_values", "decode_sum")
 """The kernels that have blocks of their own; those of the others are chosen from configurations.CONFIGURATIONS."""
 SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes of shared memory that a program can have, by compute capability of the data-centre cards (A100, H100, B200)."""
@@ -90,6 +91,17 @@ class Variant(NamedTuple):
     stats: bool = False
 
 
+class Loop(NamedTuple):
+    """What a thread does in one turn of an innermost loop that holds a matrix product: a tile, of some kind."""
+
+    instructions: int
+    barriers: int
+    waits: int
+    """For wgmma products."""
+    spills: int
+    """Spill loads and stores."""
+
+
 class Compiled(NamedTuple):
     """What a kernel needs and holds."""
 
@@ -99,8 +111,8 @@ class Compiled(NamedTuple):
     """Per thread."""
     spilled: int
     """Bytes that ptxas stores for want of registers, all over the kernel."""
-    looped_spills: int
-    """Spill loads and stores in an innermost loop that holds a matrix product."""
+    loops: tuple[dict[str, int], ...]
+    """The fields of `Loop` for each, in the order of the code: of a pass, first the PLAIN tiles, then the NEAR ones."""
     instructions: tuple[str, ...]
     """Tensor-core instructions: mma.sync, wgmma, tcgen05.mma; none in float32, which no such instruction multiplies."""
     serialised: bool
@@ -141,7 +153,7 @@ def compile_kernel(
         shared=binary.metadata.shared,
         registers=_number(r"Used (\d+) registers", log.getvalue()),
         spilled=_number(r"(\d+) bytes spill stores", log.getvalue()),
-        looped_spills=looped_spills(_disassembled(binary.asm["cubin"])),
+        loops=tuple(loop._asdict() for loop in product_loops(_disassembled(binary.asm["cubin"]))),
         instructions=tuple(name for name, text in _INSTRUCTIONS.items() if text in binary.asm["ptx"]),
         serialised="wgmma.mma_async instructions are serialized" in log.getvalue(),
     )
@@ -243,24 +255,26 @@ def _disassembled(cubin: bytes) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def looped_spills(listing: str) -> int:
-    """Loads and stores of local memory in the innermost loops that hold a matrix product, in a listing of `-sass`.
+def product_loops(listing: str) -> list[Loop]:
+    """The innermost loops that hold a matrix product, in a listing of `-sass`.
 
     A loop is what a backward branch spans; code that the compiler moved out of it, being rare, does not count.
     """
     lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", listing, re.MULTILINE)
     code = [(int(address, 16), text) for address, text in lines]
 
-    def multiplies(first: int, last: int) -> bool:
-        body = [text for address, text in code if first <= address <= last]
-        return any(map(_PRODUCT.search, body)) or sum("FFMA" in text for text in body) >= _FEWEST_MULTIPLICATIONS
+    def body(span: tuple[int, int]) -> list[str]:
+        return [text for address, text in code if span[0] <= address <= span[1]]
+
+    def multiplies(texts: list[str]) -> bool:
+        return any(map(_PRODUCT.search, texts)) or sum("FFMA" in text for text in texts) >= _FEWEST_MULTIPLICATIONS
 
     branches = [(re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text), address) for address, text in code]
     spans = {(int(found[1], 16), address) for found, address in branches if found and int(found[1], 16) < address}
-    loops = {span for span in spans if multiplies(*span)}
+    loops = sorted(span for span in spans if multiplies(body(span)))
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    spills = {address for address, text in code if re.search(r"\b(LDL|STL)\b", text)}
-    return sum(any(first <= address <= last for first, last in inner) for address in spills)
+    counted = (r"", r"\bBAR\.", r"\bWARPGROUP\.(?:DEPBAR|ARRIVE)", r"\b(?:LDL|STL)\b")
+    return [Loop(*(sum(bool(re.search(what, text)) for text in body(span)) for what in counted)) for span in inner]
 
 
 def report(
@@ -306,23 +320,30 @@ def _row(job: tuple[str, Blocks | None, int, str, int, Variant]) -> dict[str, An
         return row | {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
 
 
+def looped_spills(row: dict[str, Any]) -> int:
+    """Spill loads and stores in the product loops of a report's row."""
+    return sum(loop["spills"] for loop in row["loops"])
+
+
 def table(rows: Iterable[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     head = ["kernel", "type", "D", "target", "blocks M x N, warps, stages", "shared (KiB)", "limit (KiB)"]
-    head += ["fits 99 KiB", "registers", "spilled (bytes)", "spills in the product loop", "instruction"]
-    lines = ["| " + " | ".join(head) + " |", "|:---|:---|---:|:---|:---|" + "---:|" * 6 + ":---|"]
+    head += ["fits 99 KiB", "registers", "spilled (bytes)", "spills in product loops", "instruction"]
+    head += ["product loops: instructions (barriers)"]
+    lines = ["| " + " | ".join(head) + " |", "|:---|:---|---:|:---|:---|" + "---:|" * 6 + ":---|:---|"]
     for row in rows:
         blocks = row["blocks"]
         at = f"{blocks['m']} x {blocks['n']}, {blocks['warps']}, {blocks['stages']}" if blocks else "its own"
         cells = [row["kernel"], row["dtype"], str(row["width"]), f"sm_{row['target']}", at]
         if "failed" in row:
-            cells += ["failed", *[""] * 5, row["failed"].replace("|", "/")]
+            cells += ["failed", *[""] * 5, row["failed"].replace("|", "/"), ""]
         else:
             limit = SHARED_LIMITS[row["target"]]
             cells += [f"{row['shared'] / 1024:.1f}" + (" (over)" if row["shared"] > limit else ""), str(limit // 1024)]
             cells += ["yes" if row["shared"] <= CONSUMER_LIMIT else "no", str(row["registers"]), str(row["spilled"])]
             instructions = ", ".join(row["instructions"]) or "none"
-            cells += [str(row["looped_spills"]), instructions + (" (serialised)" if row["serialised"] else "")]
+            cells += [str(looped_spills(row)), instructions + (" (serialised)" if row["serialised"] else "")]
+            cells += [", ".join(f"{loop['instructions']} ({loop['barriers']})" for loop in row["loops"])]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -99,12 +99,13 @@ def measure(
     cells: dict[str, dict[str, Any]] = {}
     steps: dict[str, list[Callable[[], Any]]] = {}
     first: Tensor | None = None
+    tuning.forget()
     for peer in peers(backend, authors):
         if peer.name in left_out:
             cells[peer.name] = {"not_run": left_out[peer.name]}
             continue
         doing(peer.name)
-        tuning.forget()
+        tuning.watch()
         try:
             calls = [_step(peer, point.operation, each) for each in copies]
             out = calls[0]()  # compiles and tunes

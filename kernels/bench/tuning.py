@@ -1,4 +1,4 @@
-"""Block sizes timed anew for every peer at every point, and which were chosen.
+"""Block sizes timed anew at every point, and which were chosen.
 
 Triton keeps what its tuner chose by size, in memory and on disk: the first share of empty tiles would choose for all.
 """
@@ -13,7 +13,10 @@ from triton.runtime.autotuner import Autotuner
 
 from flash_lazy.fused import configurations
 
-_timed: list[Autotuner] = []
+_forgotten: list[Autotuner] = []
+"""Tuners that have run since `forget`, and so forgot what they knew before."""
+_running: list[Autotuner] = []
+"""Tuners that have run since `watch`."""
 _run = Autotuner.run
 
 
@@ -23,25 +26,32 @@ def install() -> None:
 
 
 def _run_anew(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
-    if tuner not in _timed:
+    if tuner not in _forgotten:
         tuner.cache.clear()
         tuner.cache_results = False
-        _timed.append(tuner)
+        _forgotten.append(tuner)
+    if tuner not in _running:
+        _running.append(tuner)
     return _run(tuner, *args, **kwargs)
 
 
 def forget() -> None:
     """The next call of each kernel times its configurations again."""
-    _timed.clear()
+    _forgotten.clear()
+
+
+def watch() -> None:
+    """From now on, what runs is somebody else's."""
+    _running.clear()
 
 
 def chosen() -> dict[str, dict[str, Any]]:
-    """By kernel tuned since `forget`: the best configuration, and every one's milliseconds.
+    """By kernel that has run since `watch`: the best configuration, and every one's milliseconds.
 
     None is the time of a configuration that does not fit into the device.
     """
     found = {}
-    for tuner in _timed:
+    for tuner in _running:
         times = {_text(config): times[0] for config, times in getattr(tuner, "configs_timings", {}).items()}
         if times:  # else there was nothing to choose
             finite = {text: time if time < float("inf") else None for text, time in times.items()}

@@ -93,7 +93,7 @@ def test_a_default_configuration_compiles_within_its_limits():
     assert 0 < found["shared"] <= compiled.SHARED_LIMITS[90]
     assert 32 <= found["registers"] <= 255
     assert found["instructions"] == ["wgmma"]
-    assert found["looped_spills"] == 0
+    assert compiled.looped_spills(found) == 0
 
 
 def test_compiling_needs_a_process_that_does_not_interpret(monkeypatch):
@@ -107,20 +107,22 @@ def test_decoding_has_no_packed_variant():
         compiled.launch_arguments("decode_values", torch.bfloat16, 64, compiled.Variant(packed=True))
 
 
-def test_spills_count_in_innermost_product_loops_alone():
+def test_innermost_product_loops_alone_are_counted():
     listing = """
         /*0000*/                   STL [R1], R2 ;
         /*0010*/                   LDL R2, [R1] ;
         /*0020*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24 ;
         /*0030*/                   LDL.64 R4, [R1+0x8] ;
+        /*0034*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0038*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
         /*0040*/              @!P0 BRA 0x20 ;
         /*0050*/                   STL.64 [R1], R2 ;
         /*0060*/               @P1 BRA 0x10 ;
         /*0070*/                   LDL R2, [R1] ;
         /*0080*/               @P1 BRA 0x70 ;
 """
-    assert compiled.looped_spills(listing) == 1
-    assert compiled.looped_spills("") == 0
+    assert compiled.product_loops(listing) == [compiled.Loop(instructions=5, barriers=1, waits=1, spills=1)]
+    assert compiled.product_loops("") == []
 
 
 def test_the_compiled_table_shows_limits_and_failures():
@@ -131,11 +133,12 @@ def test_the_compiled_table_shows_limits_and_failures():
         "target": 80,
         "blocks": {"m": 128, "n": 64, "warps": 8, "stages": 3},
     }
-    good = row | compiled.Compiled(170 * 1024, 255, 16, 3, ("mma.sync",), False)._asdict()
+    loops = compiled.Loop(275, 2, 2, 0)._asdict(), compiled.Loop(524, 40, 2, 3)._asdict()
+    good = row | compiled.Compiled(170 * 1024, 255, 16, loops, ("mma.sync",), False)._asdict()
     text = compiled.table([good, row | {"target": 100, "failed": "PassError: a | b"}])
-    assert "| sm_80 | 128 x 64, 8, 3 | 170.0 (over) | 163 | no | 255 | 16 | 3 | mma.sync |" in text
+    assert "| sm_80 | 128 x 64, 8, 3 | 170.0 (over) | 163 | no | 255 | 16 | 3 | mma.sync | 275 (2), 524 (40) |" in text
     assert "failed" in text.splitlines()[-1]
-    assert {line.count("|") for line in text.splitlines()} == {13}
+    assert {line.count("|") for line in text.splitlines()} == {14}
 
 
 def tiles_alive(inputs):
@@ -408,7 +411,7 @@ def test_ceilings_are_rates(monkeypatch):
     }
 
 
-def test_blocks_are_timed_for_every_peer_anew(monkeypatch):
+def test_blocks_are_timed_anew_at_every_point(monkeypatch):
     times = {64: [0.5] * 3, 128: [0.25] * 3, 256: [float("inf")] * 3}
     launched = []
 
@@ -423,15 +426,17 @@ def test_blocks_are_timed_for_every_peer_anew(monkeypatch):
     monkeypatch.setattr(Autotuner, "run", tuning._run_anew)
     monkeypatch.setattr(Autotuner, "check_disk_cache", lambda *_: pytest.fail("read a choice from disk"))
     tuning.forget()
+    tuning.watch()
     tuner.run(size=4096)
     tuner.run(size=4096)
     names = [f"BLOCK_M {m}, BLOCK_N 32, 8 warps, 2 stages" for m in times]
     found = dict(zip(names, (0.5, 0.25, None), strict=True))
     assert tuning.chosen() == {"query_gradient": {"blocks": names[1], "milliseconds": found}}
     times[64] = [0.125] * 3
-    tuner.run(size=4096)
-    tuning.forget()
+    tuning.watch()
     assert tuning.chosen() == {}
+    tuner.run(size=4096)  # the next peer of the point, and the turns that all of them take
+    tuning.forget()
     tuner.run(size=4096)
     assert launched == [128, 128, 128, 64]
 
@@ -744,7 +749,7 @@ def test_the_share_of_the_ceiling_follows_from_share_and_time():
 def test_on_a_cpu_costs_and_compiled_kernels_are_printed(monkeypatch, capsys, tmp_path):
     blocks = {"m": 64, "n": 64, "warps": 4, "stages": 2}
     row = {"kernel": "forward", "dtype": "bf16", "width": 64, "target": 90, "blocks": blocks}
-    row |= compiled.Compiled(1024, 99, 0, 0, ("wgmma",), True)._asdict()
+    row |= compiled.Compiled(1024, 99, 0, (), ("wgmma",), True)._asdict()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     out = tmp_path / "new" / "kernels"
     monkeypatch.setattr(configurations, "INTERPRETED", True)

@@ -35,6 +35,7 @@ from flash_lazy.fused import configurations, ops
 from flash_lazy.inputs import LEAVES, Call
 
 pytest.importorskip("triton", reason="the fused kernels need triton, which is for Linux")
+from flash_lazy.fused import decode
 from flash_lazy.fused.launch import balanced_programs, makespan
 
 DEVICE = device_of("triton")
@@ -223,6 +224,39 @@ def test_rows_of_one_key_are_dead_at_tau_one_in_every_kernel(width, dtype, windo
     assert not found["out"][:, :, : None if window else 1].any()
     for name in ("dq", "dk", "dv", "dtau", "dbias"):
         assert not found[name].any(), name
+
+
+def test_decoding_takes_three_kernels_and_shares_out_the_keys_that_are_there(monkeypatch):
+    """However many more the cache could hold: 300 keys of 2,048 are five tiles for six programs."""
+    launched = {}
+
+    def watched(kernel):
+        def launch(**arguments):
+            launched[kernel.__name__] = arguments
+            kernel[launch.grid](**arguments)
+
+        class Watched:
+            __name__, arg_names = kernel.__name__, kernel.arg_names
+
+            def __getitem__(self, grid):
+                launch.grid = grid
+                return launch
+
+        return Watched()
+
+    for name in ("decode_scores_kernel", "decode_values_kernel", "decode_sum_kernel"):
+        monkeypatch.setattr(decode, name, watched(getattr(decode, name)))
+    monkeypatch.setattr(decode, "resident_programs", lambda _: 3)
+    q = torch.ones(1, 1, 1, 16, device=DEVICE)
+    cache = torch.ones(1, 1, 2048, 16, device=DEVICE)
+    lengths = torch.tensor([300], device=DEVICE)
+    tau = torch.zeros(1, device=DEVICE)
+    with torch.no_grad():
+        out = lazy_attention(q, cache, cache, tau, kv_lengths=lengths, backend="triton")
+    torch.testing.assert_close(out, torch.ones_like(q))
+    assert list(launched) == ["decode_scores_kernel", "decode_values_kernel", "decode_sum_kernel"]
+    shares = launched["decode_sum_kernel"]["masses"].flatten() * 300
+    torch.testing.assert_close(shares.cpu(), torch.tensor([64.0, 64, 64, 64, 44, 0]))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Decoding: a few queries against many keys, which are split over programs. First scores, then values."""
+"""Decoding: a few queries against many keys, which are split over programs. First scores, then values, then the sum."""
 
 from typing import Any
 
@@ -8,29 +8,38 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_lazy.fused import configurations
-from flash_lazy.fused.launch import ceil, like, on, power, resident_programs, shared_arguments
-from flash_lazy.fused.tiles import NEAR, STRIP_PAD, any_alive, is_positive, load_rows, thresholds
+from flash_lazy.fused.launch import LOG2E, ceil, like, on, power, resident_programs, shared_arguments, strides
+from flash_lazy.fused.tiles import NEAR, any_alive, is_positive, load_rows, thresholds
 from flash_lazy.inputs import Call
+
+TO_BASE_2 = tl.constexpr(LOG2E)
+KEYS_OF_A_SPLIT = 256
+"""The fewest that a program is worth."""
 
 
 @triton.jit
-def _decode_rows(split, batch, rows, keys, kv_lengths, window, SPAN: tl.constexpr):
-    """Keys of a split: first and end, and own - row. Splits are counted from the first key that any row sees."""
+def _decode_keys(split, splits, batch, rows, keys, kv_lengths, window, BLOCK_N: tl.constexpr):
+    """Keys of a split: first and end, and own - row.
+
+    A sequence's keys from the first that any row sees to the last valid one, however many the cache could hold, fall on
+    the splits alike, in whole tiles.
+    """
     length = split * 0 + keys
     if kv_lengths is not None:
         length = tl.load(kv_lengths + batch).to(tl.int32)
     low = length * 0
     if window is not None:
         low = tl.maximum(length - rows - window + 1, 0)
-    first = low + split * SPAN
-    return first, tl.minimum(first + SPAN, length), length - rows
+    span = tl.cdiv(tl.cdiv(length - low, splits), BLOCK_N) * BLOCK_N
+    first = low + split * span
+    return first, tl.minimum(first + span, length), length - rows
 
 
 @triton.jit
 def decode_scores_kernel(
     q,
     k,
-    strip,
+    bias,
     slopes,
     kv_lengths,
     scores,
@@ -50,13 +59,11 @@ def decode_scores_kernel(
     keys,
     splits,
     scale,
-    strip_row,
     reach,
     window,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
-    SPAN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -65,7 +72,7 @@ def decode_scores_kernel(
     The block's lines are the rows of every query head of the group.
     """
     split, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, end, shift = _decode_rows(split, batch, rows, keys, kv_lengths, window, SPAN)
+    first, end, shift = _decode_keys(split, splits, batch, rows, keys, kv_lengths, window, BLOCK_N)
     line = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_N)
     there = line < group * rows
@@ -89,13 +96,13 @@ def decode_scores_kernel(
         distance = own - index
         s = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         if slopes is not None:
-            s -= tl.load(slopes + head)[:, None] * distance.to(tl.float32)
+            s -= tl.load(slopes + head)[:, None] * TO_BASE_2 * distance.to(tl.float32)
         visible = there[:, None] & (distance >= 0) & (index < end)
         if window is not None:
             visible &= distance < window
-        if strip is not None:
-            table = strip + head.to(tl.int64)[:, None] * strip_row + STRIP_PAD
-            s += tl.load(table + tl.minimum(distance, reach), mask=visible, other=0.0)
+        if bias is not None:
+            table = bias + head.to(tl.int64)[:, None] * reach
+            s += TO_BASE_2 * tl.load(table + distance, mask=visible & (distance < reach), other=0.0)
         s = tl.where(visible, s, -float("inf"))
         tl.store(scores + at_row[:, None] * keys + index, s, mask=there[:, None] & (index < end))
         new_top = tl.maximum(top, tl.max(s, 1))
@@ -134,13 +141,12 @@ def decode_values_kernel(
     UPCAST: tl.constexpr,
     SKIP: tl.constexpr,
     SPLITS: tl.constexpr,
-    SPAN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """One split's share of the outputs and of the row masses. Values in whose tile no weight survives are not read."""
     split, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, end, shift = _decode_rows(split, batch, rows, keys, kv_lengths, window, SPAN)
+    first, end, shift = _decode_keys(split, splits, batch, rows, keys, kv_lengths, window, BLOCK_N)
     line = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_N)
     there = line < group * rows
@@ -179,37 +185,71 @@ def decode_values_kernel(
     tl.store(masses + at_row * splits + split, mass, mask=there)
 
 
+@triton.jit
+def decode_sum_kernel(
+    parts,
+    masses,
+    out,
+    stride_ob,
+    stride_oh,
+    stride_ol,
+    heads,
+    rows,
+    splits,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """The output of one row of one head: its splits' shares summed, and divided by their mass to renormalise."""
+    at_row = tl.program_id(0).to(tl.int64)
+    batch, head, row = at_row // rows // heads, at_row // rows % heads, at_row % rows
+    each = tl.arange(0, SPLITS)
+    lane = tl.arange(0, BLOCK_D)
+    known = (each < splits)[:, None] & (lane < WIDTH)[None, :]
+    pointers = parts + (at_row * splits + each[:, None]) * WIDTH + lane[None, :]
+    result = tl.sum(tl.load(pointers, mask=known, other=0.0), 0)
+    if RENORMALISE:
+        mass = tl.sum(tl.load(masses + at_row * splits + each, mask=each < splits, other=0.0))
+        result /= tl.where(mass == 0, 1.0, mass)
+    out += batch * stride_ob + head * stride_oh + row * stride_ol
+    tl.store(out + lane, result.to(out.dtype.element_ty), mask=lane < WIDTH)
+
+
 def decode(call: Call) -> Tensor:
     """The output of a few queries: keys are split over programs and read once, values only where a weight survives."""
     q, (batches, kv_heads, keys, _) = call.q, call.k.shape
     _, heads, rows, width = q.shape
     seen = keys if call.window is None else min(keys, call.window + rows - 1)
-    block = configurations.DECODE_BLOCK
-    span = max(4 * block, power(ceil(seen * batches * kv_heads, 2 * resident_programs(q))))
-    splits = ceil(seen, span)
+    splits = min(ceil(seen, KEYS_OF_A_SPLIT), ceil(2 * resident_programs(q), batches * kv_heads))
     tops, totals, masses = (q.new_empty(batches, heads, rows, splits, dtype=torch.float32) for _ in range(3))
-    parts = q.new_empty(batches, heads, rows, splits, width, dtype=torch.float32)
+    out = like(q)
     arguments = {
-        **shared_arguments(call),
+        **shared_arguments(call._replace(bias=None, slopes=None)),
+        "bias": None if call.bias is None else call.bias.contiguous(),
+        "slopes": None if call.slopes is None else call.slopes.contiguous(),
+        "reach": 0 if call.bias is None else call.bias.shape[1],
         "scores": q.new_empty(batches, heads, rows, keys, dtype=torch.float32),
         "tops": tops,
         "totals": totals,
-        "parts": parts,
+        "parts": q.new_empty(batches, heads, rows, splits, width, dtype=torch.float32),
         "masses": masses,
+        "out": out,
+        **strides("o", out, with_columns=False),
         "heads": heads,
         "splits": splits,
         "SPLITS": power(splits),
-        "SPAN": span,
         "BLOCK_M": max(16, power(rows * heads // kv_heads)),
-        "BLOCK_N": block,
+        "BLOCK_N": configurations.DECODE_BLOCK,
     }
+    grid = (splits, kv_heads, batches)
+    launches: tuple[tuple[Any, tuple[int, ...]], ...] = (
+        (decode_scores_kernel, grid),
+        (decode_values_kernel, grid),
+        (decode_sum_kernel, (batches * heads * rows,)),
+    )
     with on(q):
-        kernels: tuple[Any, ...] = (decode_scores_kernel, decode_values_kernel)
-        for kernel in kernels:
+        for kernel, programs in launches:
             chosen = {argument: arguments[argument] for argument in kernel.arg_names}
-            kernel[splits, kv_heads, batches](**chosen, num_warps=4, num_stages=2)
-    out = parts.sum(3)
-    if call.renormalise:
-        mass = masses.sum(3)
-        out = out / torch.where(mass > 0, mass, 1)[..., None]
-    return like(q).copy_(out)
+            kernel[programs](**chosen, num_warps=4, num_stages=2)
+    return out

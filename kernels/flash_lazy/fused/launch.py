@@ -80,7 +80,7 @@ def _autotuned(kernel: Any, choices: tuple[Blocks, ...]) -> Any:
         triton.Config({"BLOCK_M": blocks.m, "BLOCK_N": blocks.n}, num_warps=blocks.warps, num_stages=blocks.stages)
         for blocks in choices
     ]
-    key = ["size", "group", "WIDTH", "THRESHOLD", "RENORMALISE"]
+    key = ["size", "group", "WIDTH", "THRESHOLD", "RENORMALISE", "SKIP"]
     return triton.autotune(configs, key=key, cache_results=True)(kernel)
 
 

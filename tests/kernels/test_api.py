@@ -4,13 +4,12 @@ import ast
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_cases import assert_same_bits, device_of, draw, everything, noise, small_blocks, widest
+from kernel_cases import device_of, widest
 
 import flash_lazy
 from flash_lazy import api, lazy_attention, resolve_backend
@@ -169,42 +168,6 @@ def test_more_sequences_than_a_grid_has_places_are_not_decoded():
     for batch, decoded in ((2**16 - 1, True), (2**16, False)):
         q, k = torch.empty(batch, 1, 1, 16, device="meta"), torch.empty(batch, 1, 9, 16, device="meta")
         assert ops._is_decoding(Call(q, k, k, torch.ones(1))) == decoded
-
-
-def every_second(x):
-    """A view with gaps along every axis."""
-    for axis in range(x.dim()):
-        x = torch.stack([x, torch.full_like(x, torch.nan)], axis + 1).flatten(axis, axis + 1)
-    return x[(slice(None, None, 2),) * x.dim()]
-
-
-def one_for_all(x):
-    """A view whose heads, sequences and columns are the same."""
-    return x[(slice(0, 1), slice(0, 1), slice(None), slice(0, 1))[: x.dim()]].expand_as(x)
-
-
-@pytest.mark.parametrize(
-    ("backend", "view"),
-    [
-        ("chunked", every_second),
-        ("chunked", one_for_all),
-        ("triton", every_second),
-        pytest.param("triton", one_for_all, marks=pytest.mark.long),
-    ],
-)
-def test_strides_of_any_kind(backend, view, monkeypatch):
-    """Also with fewer and odder columns than a kernel's tile, and a bias and a window wider than all keys."""
-    small_blocks(monkeypatch, 16, 16)
-    setting = {"length": 18, "group": 2, "width": 5, "bias_width": 40, "slopes": True, "window": 99}
-    case = draw(61, **setting).to(torch.float32)
-    views = replace(case, **{name: view(getattr(case, name)) for name in ("q", "k", "v", "tau", "bias")})
-    views.options["slopes"] = view(case.options["slopes"])
-    copies = replace(views, **{name: getattr(views, name).contiguous() for name in ("q", "k", "v", "tau", "bias")})
-    copies = replace(copies, options=views.options | {"slopes": views.options["slopes"].contiguous()})
-    grad = view(noise(case))
-    assert not views.q.is_contiguous()
-    assert not grad.is_contiguous()
-    assert_same_bits(everything(views, backend, grad), everything(copies, backend, grad.contiguous()))
 
 
 def test_valid_calls_are_accepted():

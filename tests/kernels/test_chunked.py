@@ -398,6 +398,24 @@ def test_strided_inputs(backend):
     assert_same_bits(everything(case, backend), everything(strided, backend))
 
 
+@only("reference", "chunked", "triton-small")
+def test_expanded_inputs(backend):
+    """Heads, sequences and columns of stride 0; fewer columns than a tile, W and window beyond all keys."""
+    case = draw(61, length=20, group=2, width=5, bias_width=40, slopes=True, window=99).to(torch.float32)
+    case = case.on(device_of(backend))
+
+    def one_for_all(x):
+        return x[(slice(0, 1), slice(0, 1), slice(None), slice(0, 1))[: x.dim()]].expand_as(x)
+
+    leaves = {name: one_for_all(x) for name, x in case.leaves().items()}
+    expanded, copies = (
+        replace(case, **{name: x for name, x in each.items() if name != "slopes"})
+        for each in (leaves, {name: x.contiguous() for name, x in leaves.items()})
+    )
+    assert 0 in expanded.k.stride()
+    assert_same_bits(everything(copies, backend), everything(expanded, backend))
+
+
 def test_second_call_has_the_same_bits(backend):
     case = draw(23, length=40, bias_width=20, slopes=True, threshold="per_token", group=2, batch=1).to(torch.float32)
     first = everything(case, backend)

@@ -175,6 +175,7 @@ class TestOperators:
         small_blocks(monkeypatch, 16, 16)
         return operator_arguments(drawn({"bias_width": 6}, torch.float32, width=16).on(device_of("triton")))
 
+    @pytest.mark.long
     def test_of_chunked_pass_opcheck(self, arguments):
         opcheck(chunked._forward, (*arguments, True))
         opcheck(chunked._backward, (*arguments, torch.ones_like(arguments[0]), None, True))

@@ -64,6 +64,7 @@ def on_paper(options: argparse.Namespace) -> int:
         "## Compiled",
         "",
         compiled.table(rows),
+        compiled.schedule(rows),
     ])  # fmt: skip
     _publish(options.out, "compiled", {"made": made, "rows": rows}, text)
     return 0

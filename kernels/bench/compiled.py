@@ -55,6 +55,13 @@ PRODUCTS = {
 }
 """Matrix products of a tile: the fixed ones, and those of a tile in which a weight survives. Lazy: forward 1 + 2f,
 query_gradient 2 + 2f, key_gradient 2 + 2f; softmax: FlashAttention-2; the authors' kernel: counted in its code."""
+IN_LOOPS = {"forward": (1, 1, 2, 2), "query_gradient": (4, 4), "key_gradient": (4, 4)}
+"""Products of each product loop's tiles in which a weight survives, PLAIN and NEAR in turn; an exponential a score."""
+PROCESSORS, GIGAHERTZ = 132, 1.755
+MULTIPLICATIONS, EXPONENTIALS, ISSUED = 2048, 16, 4
+"""What a processor of an H100 or H200 does in a cycle: of bfloat16 products and of exp2, and instructions of a warp."""
+REGISTERS, THREADS = 65536, 2048
+"""Of a processor."""
 MOVED = {"forward": (4, 2), "query_gradient": (5, 4), "key_gradient": (6, 3)}
 """What a kernel moves at least, in T and R of the cost model: each input read once, each result written once."""
 BUFFERS = {
@@ -388,6 +395,67 @@ def cost_model() -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def schedule(rows: Iterable[dict[str, Any]]) -> str:
+    """Milliseconds of the example call by the counts of a report's rows for sm_90 in bfloat16, as Markdown.
+
+    Between all overlapping (the longest of products, exponentials and issue) and none (products, then the rest).
+    """
+    head = "| kernel | D | blocks M x N, warps | of them on a processor | products | exponentials | issue | all |"
+    lines = [
+        f"## Milliseconds on {PROCESSORS} processors at {GIGAHERTZ} GHz, by these counts",
+        "",
+        f"B {BATCH}, H {HEADS}, L {LENGTH}, W {REACH}, bfloat16, no tile empty. Products, exponentials and the issue",
+        "of instructions alone, then all: from what they take if all overlap to what they take if products wait for",
+        "the rest. Waits for memory and barriers are left out, and work is shared out evenly. A kernel whose machine",
+        "code has other loops than its source is left out.",
+        "",
+        head,
+        "|:---|---:|:---|" + "---:|" * 5,
+    ]
+    for row in rows:
+        factors = IN_LOOPS.get(row["kernel"], ())
+        if (row["target"], row["dtype"]) == (90, "bf16") and 0 < len(factors) == len(row.get("loops", ())):
+            blocks, warps = row["blocks"], row["blocks"]["warps"]
+            resident = min(REGISTERS // (row["registers"] * 32 * warps), SHARED_LIMITS[90] // row["shared"])
+            parts = [1e3 * cycles / PROCESSORS / (1e9 * GIGAHERTZ) for cycles in _cycles(row)]
+            products, exponentials, issue = parts
+            least, most = max(parts), products + max(exponentials, issue)
+            at = f"{blocks['m']} x {blocks['n']}, {warps}"
+            figures = "".join(f" {part:.2f} |" for part in parts)
+            lines.append(
+                f"| {row['kernel']} | {row['width']} | {at} | {resident} |{figures} {least:.2f} to {most:.2f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _cycles(row: dict[str, Any]) -> tuple[float, float, float]:
+    """Cycles of one processor for all tiles of the example: of products, exponentials, and issue."""
+    blocks, products, exponentials, issue = row["blocks"], 0.0, 0.0, 0.0
+    scores = blocks["m"] * blocks["n"]
+    counts = tile_counts(row["kernel"], blocks["m"], blocks["n"])
+    for index, (loop, factor) in enumerate(zip(row["loops"], IN_LOOPS[row["kernel"]], strict=True)):
+        tiles = BATCH * HEADS * counts[index % 2]
+        products += tiles * factor * scores * row["width"] / MULTIPLICATIONS
+        exponentials += tiles * scores / EXPONENTIALS
+        issue += tiles * loop["instructions"] * blocks["warps"] / ISSUED
+    return products, exponentials, issue
+
+
+def tile_counts(name: str, m: int, n: int) -> tuple[int, int]:
+    """PLAIN and NEAR tiles of one head of the example, m rows by n keys, as the kernels walk over them."""
+    plain = near = 0
+    if name == "key_gradient":
+        for first in range(0, LENGTH, n):
+            tiles = -(-(LENGTH - first) // m)
+            close = min(-(-(n - 1 + REACH) // m), tiles)
+            plain, near = plain + tiles - close, near + close
+    else:
+        for first in range(0, LENGTH, m):
+            far = max(first + 1 - REACH, 0) // n
+            plain, near = plain + far, near - (-(first + m) // n) - far
+    return plain, near
 
 
 def moved_bytes(name: str, width: int) -> int:

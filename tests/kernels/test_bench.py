@@ -141,6 +141,32 @@ def test_the_compiled_table_shows_limits_and_failures():
     assert {line.count("|") for line in text.splitlines()} == {14}
 
 
+def test_the_schedule_follows_from_the_counts():
+    """All tiles of the example, walked over one by one; and cycles of a processor, which has 2048, 16 and 4 of each."""
+    length, reach = compiled.LENGTH, compiled.REACH
+    for name, m, n in (("forward", 128, 64), ("query_gradient", 64, 32), ("key_gradient", 128, 64)):
+        row, key = torch.meshgrid(torch.arange(0, length, m), torch.arange(0, length, n), indexing="ij")
+        seen = row + m > key
+        plain = row - (key + n - 1) >= reach  # the least distance of the tile
+        assert compiled.tile_counts(name, m, n) == (int((seen & plain).sum()), int((seen & ~plain).sum()))
+    loops = [compiled.Loop(instructions, 2, 2, 0)._asdict() for instructions in (400, 800)]
+    row = {"kernel": "query_gradient", "dtype": "bf16", "width": 64, "target": 90}
+    row |= {
+        "blocks": {"m": 64, "n": 64, "warps": 4, "stages": 2},
+        "registers": 255,
+        "shared": 120 * 1024,
+        "loops": loops,
+    }
+    plain, near = (64 * count for count in compiled.tile_counts("query_gradient", 64, 64))
+    cycle = 1e3 / 132 / 1.755e9
+    products = (plain + near) * 4 * 64 * 64 * 64 / 2048 * cycle
+    issue = (plain * 400 + near * 800) * cycle
+    figures = f"| 1 | {products:.2f} | {(plain + near) * 256 * cycle:.2f} | {issue:.2f} |"
+    text = compiled.schedule([row, row | {"dtype": "fp32"}, row | {"kernel": "decode_values"}])
+    assert f"| query_gradient | 64 | 64 x 64, 4 {figures} {issue:.2f} to {products + issue:.2f} |\n" in text
+    assert text.count("query_gradient") == 1
+
+
 def tiles_alive(inputs):
     """Whether a weight survives, by row and tile of 64 keys: values that name their tile, in float64."""
     q, k, _, tau, bias = (x.double() for x in inputs)

@@ -62,7 +62,7 @@ CONFIGURATIONS: dict[str, dict[int, dict[int, list[Blocks]]]] = {
     },
     "key_gradient": {
         2: {
-            64: [Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2)],
+            64: [Blocks(64, 64, 4, 2), Blocks(128, 64, 8, 2)],
             128: [Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(32, 64, 8, 2)],
             256: [Blocks(32, 32, 8, 1), Blocks(32, 64, 8, 1), Blocks(32, 32, 4, 1)],
         },

@@ -116,7 +116,7 @@ def load_rows(
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
     UPCAST: tl.constexpr,
-    AFRESH: tl.constexpr = tl.constexpr(False),  # noqa: B008 - immutable,
+    AFRESH: tl.constexpr = tl.constexpr(False),  # noqa: B008 - immutable
 ):
     """`[BLOCK, BLOCK_D]` from row `first` on, 0 beyond `end` (asked for by MASKED) and beyond WIDTH.
 

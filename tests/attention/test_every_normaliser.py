@@ -22,6 +22,7 @@ from lit_lazy.attention import (
     Normaliser,
     OffByOne,
     Relu,
+    Rows,
     Sigmoid,
     SinkLogit,
     Softmax,
@@ -29,8 +30,9 @@ from lit_lazy.attention import (
     Sparsemax,
     SSMax,
     T5Bias,
+    rivals,
 )
-from lit_lazy.attention.rivals import lambda_init
+from lit_lazy.attention.rivals import SORTED_FIRST, lambda_init
 from lit_lazy.config import ModelConfig
 from lit_lazy.config.canonical import leaves
 from lit_lazy.model.decoder import DecoderLM
@@ -141,3 +143,23 @@ def test_a_model_of_it_decodes_and_trains_in_bfloat16(normaliser: Normaliser, bi
     model, cache = model.double(), model.new_cache()
     decoded = torch.cat([model(part, cache) for part in tokens.split([3, 1, 4], 1)], 1)
     torch.testing.assert_close(decoded, model(tokens))
+
+
+@pytest.mark.parametrize("normaliser", [Entmax15(), Sparsemax()])
+@pytest.mark.parametrize("spread", [0.01, 1.0])  # more survive than are sorted first, and fewer (1.5-entmax)
+def test_what_is_sorted_first_changes_no_bit(normaliser: Normaliser, spread: float, monkeypatch) -> None:
+    keys = 3 * SORTED_FIRST
+    scores = spread * torch.randn(1, 2, 5, keys, generator=torch.Generator().manual_seed(0))
+    scores[..., 0, SORTED_FIRST // 2 :] = -1e30  # hidden: fewer keys than are sorted first
+    rows = Rows(scores > -1e30, torch.full((1, 1, 5, 1), keys), torch.zeros(1, 1, 5, 1))
+
+    def found() -> list[Tensor]:
+        leaf = scores.clone().requires_grad_()
+        weights = normaliser.build(SHAPE).weights(leaf, rows)
+        return [weights, *torch.autograd.grad(weights.square().sum(), leaf)]
+
+    some = found()
+    monkeypatch.setattr(rivals, "SORTED_FIRST", None)
+    assert all(map(torch.equal, some, found()))
+    if isinstance(normaliser, Entmax15):
+        assert ((some[0][..., 1:, :] > 0).sum(-1) > SORTED_FIRST).any() == (spread < 1)

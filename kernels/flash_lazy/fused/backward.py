@@ -231,7 +231,7 @@ def _add_diagonals(partial, ds, first_distance, reach, BLOCK_M: tl.constexpr, BL
     BLOCK_N. Of SIDE rows together, column c then holds one distance from row c on, and above it one that is BLOCK_N
     less: two sums. A program adds to its own partial sums only, and always in the same order.
     """
-    GROUPS: tl.constexpr = tl.cdiv(BLOCK_M, BLOCK_N)
+    GROUPS: tl.constexpr = (BLOCK_M + BLOCK_N - 1) // BLOCK_N
     SIDE: tl.constexpr = BLOCK_M // GROUPS
     remainder = tl.arange(0, BLOCK_N)[None, :]
     turned = tl.gather(ds, (tl.arange(0, BLOCK_M)[:, None] - remainder) & (BLOCK_N - 1), 1)

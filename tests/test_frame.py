@@ -47,7 +47,7 @@ def readme_commands() -> list[str]:
     blocks = "\n".join(re.findall(r"^```\n(.*?)^```", README, re.M | re.S))
     made = re.findall(r"^(make [\w-]+)", blocks, re.M)
     spans = re.findall(r"`(?:\.venv/bin/)?(lit-lazy [^`]+)`", README)
-    return [*made, *spans]
+    return list(dict.fromkeys([*made, *spans]))
 
 
 # `make test` runs this; the dashboard serves until it is stopped, and the others need a grid or a trained model:
@@ -75,6 +75,8 @@ def tiny(command: str, runs: Path) -> list[str]:
     runs_cells = words[1:3] in (["ablate", "run"], ["ablate", "search"])
     if runs_cells and not words[3].endswith(".py"):
         words += ["--base", "backcopy_tiny"]
+    if words[1:3] == ["ablate", "run"] and "--seeds" not in words and "--dry-run" not in words:
+        words += ["--seeds", "0"]
     takes_runs = words[1] == "train" or runs_cells
     return [str(BIN / words[0]), *words[1:], *(["--runs", str(runs)] if takes_runs else [])]
 

@@ -60,7 +60,7 @@ IN_LOOPS = {"forward": (1, 1, 2, 2), "query_gradient": (4, 4), "key_gradient": (
 PROCESSORS, GIGAHERTZ = 132, 1.755
 MULTIPLICATIONS, EXPONENTIALS, ISSUED = 2048, 16, 4
 """What a processor of an H100 or H200 does in a cycle: of bfloat16 products and of exp2, and instructions of a warp."""
-REGISTERS, THREADS = 65536, 2048
+REGISTERS = 65536
 """Of a processor."""
 MOVED = {"forward": (4, 2), "query_gradient": (5, 4), "key_gradient": (6, 3)}
 """What a kernel moves at least, in T and R of the cost model: each input read once, each result written once."""

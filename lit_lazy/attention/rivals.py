@@ -167,8 +167,8 @@ class Sparsemax(Normaliser):
 
 
 SORTED_FIRST = 128
-"""Largest scores of a row that are sorted before all of them are, where more weights than these survive. No bit depends
-on it; of 1,024 keys it saves three quarters of the time once scores spread by 1."""
+"""Largest scores of a row that are sorted first; all are where more weights than these survive. No bit depends on it.
+Of 1,024 keys it saves two thirds of the time where scores spread by 1. Where 1.5-entmax cuts nothing it costs twice."""
 
 
 class _Entmax(NormaliserModule):

@@ -3,6 +3,8 @@
 import itertools
 import math
 import random
+import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -420,3 +422,12 @@ def pairwise_cover(axes: dict[str, list[Any]], seed: int = 0) -> list[dict[str, 
 
 def without(case: Case, *names: str) -> Case:
     return replace(case, options={name: x for name, x in case.options.items() if name not in names})
+
+
+def assert_refused(call: Callable[[], Any], expected: list[str]) -> None:
+    """The call ends in one line that holds all of the parts expected."""
+    with pytest.raises(ValueError, match=re.escape(expected[0])) as raised:
+        call()
+    message = str(raised.value)
+    assert "\n" not in message
+    assert all(part in message for part in expected), message

@@ -1,4 +1,4 @@
-"""The Triton kernels as machine code for three generations of GPUs: no device is needed to compile them."""
+"""The Triton kernels as machine code for three generations of GPUs, and their cost on paper: no device is needed."""
 
 import json
 import os
@@ -7,8 +7,10 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from bench import compiled
+from flash_lazy.fused import configurations
 from flash_lazy.fused.configurations import CONFIGURATIONS
 
 INSTRUCTION = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
@@ -75,3 +77,116 @@ def is_default(row: dict[str, Any]) -> bool:
         return True
     lists = CONFIGURATIONS[row["kernel"]][4 if row["dtype"] == "fp32" else 2]
     return lists[min(width for width in lists if width >= row["width"])][0]._asdict() == row["blocks"]
+
+
+def test_products_of_a_tile():
+    full, none = ({kind: compiled.products("forward+backward", kind, f) for kind in ("softmax", "lazy", "authors")}
+                  for f in (1, 0))  # fmt: skip
+    assert full == {"softmax": 7, "lazy": 11, "authors": 12}
+    assert none == {"softmax": 7, "lazy": 5, "authors": 12}
+    assert compiled.products("forward", "lazy", 0.5) == 2
+    text = compiled.cost_model()
+    assert "| forward+backward | flash_lazy | 5 + 6 f | 11 | 9.2 | 7.4 | 5.6 | 5 |" in text
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_bytes_are_those_of_the_launched_tensors(width):
+    """The formulas of the cost model against what the launcher allocates and hands to the kernels."""
+    small = {"tau", "strip", "maxima", "alive_tiles", "dbias"}
+    for name in compiled.MOVED:
+        tensors = compiled.launch_arguments(name, torch.bfloat16, width).items()
+        sizes = [x.numel() * x.element_size() for key, x in tensors if isinstance(x, torch.Tensor) and key not in small]
+        assert sum(sizes) == compiled.moved_bytes(name, width)
+    rows, buffers = 4 * 4 * 16 * 4096, compiled.buffer_bytes(width)
+    assert buffers["softmax"] / 2 == buffers["delta"] == buffers["survivors"] == rows
+    blocks = configurations.CONFIGURATIONS["forward"][2][width]
+    assert buffers["maxima"] == 4 * 264 * max(-(-4096 // b.n) * b.m for b in blocks)
+    assert buffers["alive_tiles"] == 4 * 264 * max(-(-4096 // b.n) for b in blocks)
+    assert buffers["strip"] == 4 * 16 * (512 + 512)
+    assert buffers["dbias"] == 4 * 16 * 512 * 33  # two programs of a kv head for each of its 264 / 16 places
+
+
+def test_a_default_configuration_compiles_within_its_limits():
+    code = (
+        "import json; from bench.compiled import compile_kernel; "
+        "from flash_lazy.fused.configurations import CONFIGURATIONS; "
+        "print(json.dumps(compile_kernel('query_gradient', CONFIGURATIONS['query_gradient'][2][64][0], 90)._asdict()))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert 0 < found["shared"] <= compiled.SHARED_LIMITS[90]
+    assert 32 <= found["registers"] <= 255
+    assert found["instructions"] == ["wgmma"]
+    assert compiled.looped_spills(found) == 0
+
+
+def test_compiling_needs_a_process_that_does_not_interpret(monkeypatch):
+    monkeypatch.setattr(configurations, "INTERPRETED", True)
+    with pytest.raises(RuntimeError, match=r"^compiling needs a process without TRITON_INTERPRET=1[^\n]*$"):
+        compiled.compile_kernel("decode_scores", None, 90)
+
+
+def test_decoding_has_no_packed_variant():
+    with pytest.raises(ValueError, match="decode_values has neither packed nor stats"):
+        compiled.launch_arguments("decode_values", torch.bfloat16, 64, compiled.Variant(packed=True))
+
+
+def test_innermost_product_loops_alone_are_counted():
+    listing = """
+        /*0000*/                   STL [R1], R2 ;
+        /*0010*/                   LDL R2, [R1] ;
+        /*0020*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24 ;
+        /*0030*/                   LDL.64 R4, [R1+0x8] ;
+        /*0034*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0038*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0040*/              @!P0 BRA 0x20 ;
+        /*0050*/                   STL.64 [R1], R2 ;
+        /*0060*/               @P1 BRA 0x10 ;
+        /*0070*/                   LDL R2, [R1] ;
+        /*0080*/               @P1 BRA 0x70 ;
+"""
+    assert compiled.product_loops(listing) == [compiled.Loop(instructions=5, barriers=1, waits=1, spills=1)]
+    assert compiled.product_loops("") == []
+
+
+def test_the_compiled_table_shows_limits_and_failures():
+    row = {
+        "kernel": "forward",
+        "dtype": "bf16",
+        "width": 64,
+        "target": 80,
+        "blocks": {"m": 128, "n": 64, "warps": 8, "stages": 3},
+    }
+    loops = compiled.Loop(275, 2, 2, 0)._asdict(), compiled.Loop(524, 40, 2, 3)._asdict()
+    good = row | compiled.Compiled(170 * 1024, 255, 16, loops, ("mma.sync",), False)._asdict()
+    text = compiled.table([good, row | {"target": 100, "failed": "PassError: a | b"}])
+    assert "| sm_80 | 128 x 64, 8, 3 | 170.0 (over) | 163 | no | 255 | 16 | 3 | mma.sync | 275 (2), 524 (40) |" in text
+    assert "failed" in text.splitlines()[-1]
+    assert {line.count("|") for line in text.splitlines()} == {14}
+
+
+def test_the_schedule_follows_from_the_counts():
+    """All tiles of the example, walked over one by one; and cycles of a processor, which has 2048, 16 and 4 of each."""
+    length, reach = compiled.LENGTH, compiled.REACH
+    for name, m, n in (("forward", 128, 64), ("query_gradient", 64, 32), ("key_gradient", 128, 64)):
+        row, key = torch.meshgrid(torch.arange(0, length, m), torch.arange(0, length, n), indexing="ij")
+        seen = row + m > key
+        plain = row - (key + n - 1) >= reach  # the least distance of the tile
+        assert compiled.tile_counts(name, m, n) == (int((seen & plain).sum()), int((seen & ~plain).sum()))
+    loops = [compiled.Loop(instructions, 2, 2, 0)._asdict() for instructions in (400, 800)]
+    row = {"kernel": "query_gradient", "dtype": "bf16", "width": 64, "target": 90}
+    row |= {
+        "blocks": {"m": 64, "n": 64, "warps": 4, "stages": 2},
+        "registers": 255,
+        "shared": 120 * 1024,
+        "loops": loops,
+    }
+    plain, near = (64 * count for count in compiled.tile_counts("query_gradient", 64, 64))
+    cycle = 1e3 / 132 / 1.755e9
+    products = (plain + near) * 4 * 64 * 64 * 64 / 2048 * cycle
+    issue = (plain * 400 + near * 800) * cycle
+    figures = f"| 1 | {products:.2f} | {(plain + near) * 256 * cycle:.2f} | {issue:.2f} |"
+    text = compiled.schedule([row, row | {"dtype": "fp32"}, row | {"kernel": "decode_values"}])
+    assert f"| query_gradient | 64 | 64 x 64, 4 {figures} {issue:.2f} to {products + issue:.2f} |\n" in text
+    assert text.count("query_gradient") == 1

@@ -29,6 +29,10 @@ POINTS = (
 MEASURED = ("flash_lazy", "flash_lazy, nothing skipped", "SDPA MATH")
 
 
+def point(operation=FORWARD, batch=1, length=128, heads=2, kv_heads=2, width=16, reach=512, share=0.0):
+    return BenchPoint(operation, batch, length, heads, kv_heads, width, reach, share)
+
+
 class Event:
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing

@@ -5,6 +5,7 @@ Registered with torch alone; triton is imported when an operator first runs.
 
 import importlib.util
 import re
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,15 +57,24 @@ def obstacle(q: Tensor, key_mask: Tensor | None) -> str | None:
 @torch.compiler.assume_constant_result  # a question to the device would break a graph
 def _unfit(device: torch.device) -> str | None:
     """Why a machine cannot run the kernels."""
-    import triton
-
-    if tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < OLDEST_TRITON:
-        return f"needs triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}, and {triton.__version__} is installed"
+    if (version := _triton_version()) < OLDEST_TRITON:
+        return f"needs triton {_dotted(OLDEST_TRITON)}, and {_dotted(version)} is installed"
     if device.type == "cuda" and torch.version.hip is not None:
         return f"is tested on NVIDIA GPUs alone, and {device} is an AMD one"
     if device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) < (8, 0):
         return f"needs compute capability 8.0, and {device} has less"
     return None
+
+
+@cache  # every call on a GPU asks
+def _triton_version() -> tuple[int, ...]:
+    import triton
+
+    return tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _is_decoding(call: Call) -> bool:

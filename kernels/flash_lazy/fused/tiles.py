@@ -157,7 +157,7 @@ def store_rows(base, x, first, end, stride, WIDTH: tl.constexpr, BLOCK: tl.const
 def distances(own, first, BLOCK_N: tl.constexpr):
     """How far each key of a tile, `first` the first of them, lies before the rows' own `[M]`; float32 `[M, N]`.
 
-    Exact below 2**24, and one conversion a row and a column: one a score would take as long as its exponential.
+    Exact below 2**24, with a conversion for each row and column instead of one for each score.
     """
     return (own - first).to(tl.float32)[:, None] - tl.arange(0, BLOCK_N).to(tl.float32)[None, :]
 

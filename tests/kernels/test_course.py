@@ -1,0 +1,495 @@
+"""The course of the benchmark on a GPU, torch.cuda stubbed: workers, tuning, turns, results, what a failure costs."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import without_gpu
+from triton.runtime.autotuner import Autotuner, Config
+from without_gpu import POINTS, point
+
+from bench import __main__ as command
+from bench import compiled, course, device, provenance, results, timing, tuning
+from bench.__main__ import main
+from bench.course import Course
+from bench.gate import GATE
+from bench.points import DECODE, FORWARD, FULL, GUARDS, QUICK, TRAINING
+from bench.results import plots, tables
+from bench.timing import measure, measure_ceilings, share_of_ceiling, take_turns
+from bench.worker import _CONTEXT, GpuWorker, Outcome
+from flash_lazy.fused import configurations
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_step_that_fails_leaves_the_others():
+    calls = []
+
+    def breaks():
+        calls.append(0)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("out of memory, tried\nto allocate")
+
+    used = []
+    steps = {"good": [partial(used.append, copy) for copy in (0, 1)], "bad": [breaks]}
+    times, failed = take_turns(steps, 5)
+    assert len(times["good"]) == 5
+    assert used == [0, 1, 0, 1, 0, 1, 0]  # each copy once before the rounds that count
+    assert min(times["good"]) >= 0
+    assert failed == {"bad": "OutOfMemoryError: out of memory, tried"}
+    assert len(calls) == 3
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_what_breaks_the_device_is_not_survived(monkeypatch):
+    def breaks():
+        monkeypatch.setattr(device, "DEVICE", torch.device("meta"))
+        raise RuntimeError("an illegal memory access was encountered")
+
+    assert not device.broken()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        take_turns({"bad": [breaks]}, 5)
+    assert device.broken()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_inputs_are_copied_until_they_leave_the_cache():
+    assert device.copies(1_000_000) == 1
+    assert device.copies(100_000) == 3
+    assert device.copies(99_999) == 4
+    assert device.copies(2**30) == 1  # no more than half the free memory holds
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_point_is_measured(monkeypatch):
+    """Every peer has its figures or a reason; what is said of the values is that of the first peer's."""
+    monkeypatch.setattr(tuning, "chosen", lambda: {"forward": "some blocks"})
+    found = measure(point(TRAINING), "chunked", None, {"eager": "why"}, rounds=2)
+    assert list(found["cells"]) == list(results.KINDS)
+    assert found["copies"] == -(-3 * 100_000 // (4 * 2 * 128 * 16 * 2))
+    assert found["cells"]["eager"] == {"not_run": "why"}
+    assert "no checkout" in found["cells"]["the authors' kernel"]["not_run"]
+    ours = found["cells"]["flash_lazy"]
+    assert ours["peak_bytes"] == 2000
+    assert ours["blocks"] == {"forward": "some blocks"}
+    assert 0 < ours["milliseconds"]["lower"] <= ours["milliseconds"]["median"] <= ours["milliseconds"]["upper"]
+    decoded = measure(point(DECODE), "chunked", None, {}, rounds=2)["cells"]
+    assert decoded["flash_lazy"]["difference"] == 0
+    assert 0 < decoded["eager"]["difference"] < 0.01
+    assert "difference" not in decoded["SDPA MATH"]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_ceilings_are_rates(monkeypatch):
+    times = {"copy": [2.0], "largest": [3.0], "sum": [1.0], "product 32": [1.0], "product 48": [8.0]}
+
+    def timed(steps, rounds):  # noqa: ARG001
+        assert [tuple(calls[0]().shape) for calls in steps.values()] == [(256,), (8,), (), (32, 32), (48, 48)]
+        return times, {}
+
+    monkeypatch.setattr(timing, "take_turns", timed)
+    found = measure_ceilings(copied=1024, read=2048, sizes=(32, 48))
+    assert found == {
+        "copy_bytes": 2 * 1024 / 2e-3,
+        "read_bytes": 2048 / 1e-3,
+        "product_tflops": 2 * 32**3 / 1e-3 / 1e12,
+    }
+
+
+def test_blocks_are_timed_anew_at_every_point(monkeypatch):
+    times = {64: [0.5] * 3, 128: [0.25] * 3, 256: [float("inf")] * 3}
+    launched = []
+
+    def query_gradient_kernel():
+        raise AssertionError
+
+    fake = SimpleNamespace(fn=query_gradient_kernel, run=lambda **options: launched.append(options["BLOCK_M"]))
+    configs = [Config({"BLOCK_M": m, "BLOCK_N": 32}, num_warps=8, num_stages=2) for m in times]
+    tuner = Autotuner(fake, ["size"], configs, ["size"], None, None, cache_results=True)
+    tuner.cache_results = True  # else triton turns it off where it interprets
+    monkeypatch.setattr(tuner, "_bench", lambda config, **_: times[config.kwargs["BLOCK_M"]])
+    monkeypatch.setattr(Autotuner, "run", tuning._run_anew)
+    monkeypatch.setattr(Autotuner, "check_disk_cache", lambda *_: pytest.fail("read a choice from disk"))
+    tuning.forget()
+    tuning.watch()
+    tuner.run(size=4096)
+    tuner.run(size=4096)
+    names = [f"BLOCK_M {m}, BLOCK_N 32, 8 warps, 2 stages" for m in times]
+    found = dict(zip(names, (0.5, 0.25, None), strict=True))
+    assert tuning.chosen() == {"query_gradient": {"blocks": names[1], "milliseconds": found}}
+    times[64] = [0.125] * 3
+    tuning.watch()
+    assert tuning.chosen() == {}
+    tuner.run(size=4096)  # the next peer of the point, and the turns that all of them take
+    tuning.forget()
+    tuner.run(size=4096)
+    assert launched == [128, 128, 128, 64]
+
+
+def test_every_choice_of_a_list_can_be_taken():
+    q = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16)
+    given = configurations.choices("forward", q)
+    taken = []
+    for index in range(4):
+        with tuning.choice(index):
+            assert not configurations.AUTOTUNE
+            taken.append(configurations.choices("forward", q)[0])
+            assert sorted(configurations.choices("forward", q)) == sorted(given)
+    assert taken == [*given, given[0]]
+
+
+def test_a_worker_outlives_what_it_runs(tmp_path):
+    """A value, an error, a death while it is idle, and a death at work."""
+    with GpuWorker(partial(without_gpu.prepare, {}), tmp_path / "log") as worker:
+        first = worker.run(os.getpid, 60)
+        assert worker.run(partial(int, "x"), 60).failed == "ValueError: invalid literal for int() with base 10: 'x'"
+        assert worker.run(os.getpid, 60) == first
+        os.kill(first.value, signal.SIGKILL)
+        time.sleep(0.1)
+        assert worker.run(os.getpid, 60).failed == "the process died with status -9"
+        second = worker.run(os.getpid, 60)
+        assert second.value not in (None, first.value)
+        assert worker.run(partial(os.kill, second.value, signal.SIGSEGV), 60).ended
+        assert worker.run(without_gpu.leave_a_child, 60).failed == "the process died with status 5"
+    log = (tmp_path / "log").read_text()
+    assert "ValueError: invalid literal" in log
+    assert "Fatal Python error: Segmentation fault" in log
+    with pytest.raises(ProcessLookupError):
+        os.kill(second.value, 0)
+
+
+@pytest.fixture
+def few_cases(monkeypatch):
+    """Two cases that stand for POINTS, and one that stands for none."""
+    names = ("bf16, D = 64", "two kv heads")
+    monkeypatch.setattr(course, "GATE", {name: GATE[name] for name in (*names, "decode, D = 128")})
+    monkeypatch.setattr(course, "GUARDS", {name: GUARDS[name] for name in names})
+
+
+def run_course(out, faults, time_anyway=False, minutes=None):
+    setup = partial(without_gpu.prepare, faults)
+    status = Course(out, POINTS, "chunked", None, minutes, time_anyway, setup).run(fresh=False)
+    return status, json.loads((out / "bench.json").read_text())
+
+
+FIRST, GROUPED, DECODED = map(str, POINTS)
+
+
+@pytest.mark.usefixtures("few_cases")
+def test_what_goes_wrong_costs_that_alone(tmp_path, capsys):
+    """A peer that raises, one that ends the process and one that breaks CUDA; a red case; then it is timed anyway."""
+    faults = {"eager": "exit", "AdaSplash": "break", "FlexAttention, two calls": "raise", "two kv heads": "exit"}
+    status, result = run_course(tmp_path, faults)
+    assert status == 1
+    records = result["points"]
+    assert records[GROUPED] == {"point": POINTS[1]._asdict(), "blocked": ["two kv heads"]}
+    for name in (FIRST, DECODED):
+        cells = records[name]["cells"]
+        assert cells["flash_lazy"]["milliseconds"]["median"] > 0
+        assert cells["eager"] == {"not_run": "it ended the process: the process died with status 9"}
+        assert cells["AdaSplash"] == {"not_run": "it ended the process: RuntimeError: no such thing"}
+        assert cells["FlexAttention, two calls"] == {"not_run": "RuntimeError: no such thing"}
+        assert sorted(records[name]["ended"]) == ["AdaSplash", "eager"]
+    assert {row["case"]: row["passed"] for row in result["gate"]} == {
+        "bf16, D = 64": True, "two kv heads": False, "decode, D = 128": True,
+    }  # fmt: skip
+    assert result["ceilings"]["product_tflops"] > 0
+    assert "wrong: two kv heads: the process died with status 9" in capsys.readouterr().out
+    text = (tmp_path / "bench.md").read_text()
+    assert f"- {GROUPED}: blocked by the gate: two kv heads" in text
+    before = {name: records[name] for name in (FIRST, DECODED)}
+    status, result = run_course(tmp_path, {}, time_anyway=True)
+    assert status == 1
+    assert {name: result["points"][name] for name in before} == before
+    assert result["points"][GROUPED]["red"] == ["two kv heads"]
+    text = (tmp_path / "bench.md").read_text()
+    assert "empty, RED |" in text
+    assert "RED: timed although the gate is wrong in two kv heads." in text
+    assert not [path for path in tmp_path.iterdir() if path.suffix == ".new"]
+
+
+def test_a_hang_costs_its_peer(monkeypatch, tmp_path):
+    monkeypatch.setattr(course, "PEER_SECONDS", 3.0)
+    monkeypatch.setattr(course, "GATE", {})
+    monkeypatch.setattr(course, "GUARDS", {})
+    at = Course(tmp_path, POINTS[:1], "chunked", None, None, False, partial(without_gpu.prepare, {"eager": "hang"}))
+    assert at.run(fresh=False) == 0
+    cells = at.result["points"][FIRST]["cells"]
+    assert cells["eager"] == {"not_run": "it ended the process: took longer than 3 s and was killed"}
+    assert "milliseconds" in cells["SDPA MATH"]
+    assert "without_gpu.py" in (tmp_path / "bench.log").read_text()  # where it hung
+
+
+def test_what_the_time_does_not_allow_is_left_for_the_next_command(monkeypatch, tmp_path, capsys):
+    at = Course(tmp_path, POINTS, "chunked", None, 1.0, False)
+    at.result = results.opened(tmp_path, {}, fresh=False)
+    late = Outcome(None, "took longer than 1 s and was killed", "eager", ended=True, late=True)
+    at.end = time.monotonic() - 2 * course.GRACE_SECONDS
+    assert at.allowed(100.0) == 1.0
+    at.measure(SimpleNamespace(run=lambda *_: late), POINTS[0], "title")
+    assert capsys.readouterr().out == "title: the time was used up (--minutes)\n"
+    monkeypatch.setattr(course, "side_by_side", lambda tasks, *_: [(name, late) for name in tasks])
+    at.check(["bf16, D = 64"])
+    at.compile_ahead(POINTS)
+    assert at.result == results.opened(tmp_path, {}, fresh=False)
+
+
+def test_every_configuration_is_compiled_ahead(monkeypatch, tmp_path, capsys):
+    def compiled_with(tasks, *_):
+        for key, task in tasks.items():
+            asked.append((str(task.args[0]), *task.args[2:]))
+            yield key, Outcome(None, "PassError: no" if len(asked) == 3 else None)
+
+    asked = []
+    monkeypatch.setattr(configurations, "AUTOTUNE", True)
+    monkeypatch.setattr(course, "side_by_side", compiled_with)
+    at = Course(tmp_path, POINTS, "chunked", None, None, False)
+    at.result = results.opened(tmp_path, {}, fresh=False)
+    at.compile_ahead([*QUICK[:2], *(p for p in QUICK if p.operation == DECODE)])  # decoding has one choice
+    assert asked == [(str(QUICK[0]), index, skip) for index in range(4) for skip in (True, False)]
+    assert capsys.readouterr().out == "compiled ahead: 7 of 8 choices; PassError: no\n"
+
+
+def test_a_peer_that_ended_two_processes_is_left_out(tmp_path):
+    at = Course(tmp_path, POINTS, "chunked", None, None, False)
+    ended = {"cells": {}, "ended": ["eager"]}
+    decodes = [p for p in FULL if p.operation == DECODE]
+    at.result = {"points": {str(p): ended | {"point": p._asdict()} for p in (*decodes[:2], QUICK[0])}}
+    assert at.struck(DECODE) == {"eager": "it ended the process at 2 other points"}
+    assert at.struck(FORWARD) == {}
+
+
+def test_a_point_that_no_peer_is_to_blame_for_is_lost_and_tried_again_last(tmp_path, capsys):
+    at = Course(tmp_path, POINTS, "chunked", None, None, False)
+    at.result = results.opened(tmp_path, {}, fresh=False)
+    outcome = Outcome(None, "the process died with status -11", "taking turns", ended=True)
+    at.measure(SimpleNamespace(run=lambda *_: outcome), POINTS[0], "title")
+    assert at.result["points"][FIRST]["lost"] == "the process died with status -11 (taking turns)"
+    assert "title: lost: the process died" in capsys.readouterr().out
+    assert at.todo() == [POINTS[1], POINTS[2], POINTS[0]]
+    assert f"- {FIRST}: lost: the process died with status -11" in (tmp_path / "bench.md").read_text()
+
+
+def wait_for(what, seconds=60):
+    until = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return found
+
+
+def test_a_killed_command_is_resumed(monkeypatch, capsys, tmp_path):
+    """SIGKILL at the second point: its worker ends too, the same command measures the rest; other code is refused."""
+    arguments = ["--out", str(tmp_path)]
+    killed = _CONTEXT.Process(target=without_gpu.run, args=(arguments, {"eager": "hang in training"}))
+    killed.start()
+    log = tmp_path / "bench.log"
+    hung = wait_for(lambda: log.exists() and re.search(r"hangs in (\d+)\n", log.read_text()))
+    before = json.loads((tmp_path / "bench.json").read_text())
+    assert list(before["points"]) == [FIRST]
+    assert f"- {DECODED}: not measured yet; the same command goes on with it" in (tmp_path / "bench.md").read_text()
+    killed.kill()
+    killed.join()
+    wait_for(lambda: not os.path.exists(f"/proc/{hung[1]}"))
+
+    assert without_gpu.run(arguments, {}, monkeypatch.setattr) == 0
+    printed = capsys.readouterr().out
+    assert "2 of 3 points to measure" in printed
+    after = json.loads((tmp_path / "bench.json").read_text())
+    assert after["points"][FIRST] == before["points"][FIRST]
+    assert after["ceilings"] == before["ceilings"]
+    assert set(after["points"]) == {FIRST, GROUPED, DECODED}
+    assert after["made"]["GPU"] == "no GPU"
+
+    (tmp_path / "bench.json").write_text(json.dumps(after | {"made": after["made"] | {"source": "other"}}))
+    assert without_gpu.run(arguments, {}, monkeypatch.setattr) == 2
+    source = after["made"]["source"]
+    printed = capsys.readouterr().err
+    assert f"bench.json was made with source other; now it is {source}: give another --out, or --fresh" in printed
+    assert printed.count("\n") == 1
+    assert json.loads((tmp_path / "bench.json").read_text())["made"]["source"] == "other"
+
+
+def test_results_that_cannot_be_continued_are_refused_in_one_line(tmp_path):
+    made = {"source": "a", "GPU": "one"}
+    for text in ("{", "[]", '{"made": 3}', "{}"):
+        (tmp_path / "bench.json").write_text(text)
+        with pytest.raises(
+            results.Refused, match=r"^.*bench\.json is no result of this command \([^\n]*--fresh[^\n]*$"
+        ):
+            results.opened(tmp_path, made, fresh=False)
+    assert results.opened(tmp_path, made, fresh=True)["points"] == {}
+    (tmp_path / "bench.json").write_text(json.dumps({"made": {"source": "a"}}))
+    with pytest.raises(results.Refused, match="was made with GPU none; now it is one"):
+        results.opened(tmp_path, made, fresh=False)
+
+
+def test_a_gpu_that_cannot_be_used_is_reported(tmp_path, capsys):
+    out = tmp_path / "new"
+    setup = partial(without_gpu.go_wrong, "exit")
+    assert Course(out, POINTS, "chunked", None, None, False, setup).run(fresh=False) == 1
+    assert capsys.readouterr().out == "the GPU cannot be used: the process died with status 9\n"
+    assert not out.exists()
+
+
+def test_an_interrupt_is_one_line(monkeypatch, capsys, tmp_path):
+    allowed = []
+
+    class Interrupted(Course):
+        def run(self, fresh):
+            assert (self.points, self.backend, self.time_anyway, fresh) == (QUICK, "triton", False, True)
+            assert self.authors == tmp_path
+            allowed.append(self.end - time.monotonic())
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command, "Course", Interrupted)
+    (tmp_path / "lazy_attention_triton.py").touch()
+    arguments = ["--quick", "--fresh", "--authors", str(tmp_path), "--out", str(tmp_path)]
+    assert main([*arguments, "--widths", "64"]) == 130
+    printed = capsys.readouterr().err
+    assert "--widths ignored: something is compiled only without a GPU" in printed
+    assert f"interrupted; what was measured is in {tmp_path}" in printed
+    assert main([*arguments, "--minutes", "3"]) == 130
+    assert allowed == pytest.approx([60 * command.QUICK_MINUTES, 180], abs=10)
+
+
+def test_on_a_gpu_a_folder_must_be_given(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert main(["--quick"]) == 2
+    assert capsys.readouterr().err == (
+        "--out is missing: give the folder where results are written after every point\n"
+    )
+
+
+def test_versions_and_the_source_are_those_found(tmp_path):
+    assert provenance._version("no-such-distribution") == "none"
+    for name in ("bench", "flash_lazy/fused"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "flash_lazy/fused/a.py").write_text("1")
+    first = provenance._source(tmp_path)
+    (tmp_path / "flash_lazy/fused/b.md").write_text("2")
+    assert provenance._source(tmp_path) == first
+    (tmp_path / "flash_lazy/fused/a.py").write_text("2")
+    assert provenance._source(tmp_path) != first
+
+
+def made_up(points=FULL, red_share=None):
+    """A result whose figures are invented: it is only there to be written."""
+    records = {}
+    for p in points:
+        cells = {}
+        for index, name in enumerate(results.KINDS):
+            median = p.length / 4096 * (index + 2) * (1 - p.share / 2)
+            times = {"lower": median / 2, "median": median, "upper": 2 * median}
+            cells[name] = {"peak_bytes": 2**20 * (index + 1), "milliseconds": times, "difference": 0.004}
+        cells["flash_lazy"]["blocks"] = {"forward": {"blocks": "BLOCK_M 128", "milliseconds": {}}}
+        cells["AdaSplash"] = {"not_run": "ModuleNotFoundError: no adasplash"}
+        wrong = ["most tiles empty: out"] if p.share == red_share else []
+        records[str(p)] = {"point": p._asdict(), "share": p.share, "cells": cells, "red": wrong, "ended": []}
+    ceilings = {"copy_bytes": 4.3e12, "read_bytes": 4.5e12, "product_tflops": 800.0}
+    return {"made": {"commit": "abc"}, "ceilings": ceilings, "gate": [], "points": records}
+
+
+def test_the_tables_show_every_cell():
+    text = tables(made_up(), FULL)
+    shapes = len({p.shape for p in FULL})
+    assert text.count("\n## ") == shapes + 2  # what was not run, and the blocks
+    assert "## forward, B 4, L 4096, H 16, D 128, W 512\n\n| | 0% empty | 30% empty | 60% empty | 90% empty |" in text
+    assert "| flash_lazy | 2 [1, 4] 26% | 1.7 [0.85, 3.4] 24% |" in text  # 0.412 TFLOP in 2 ms, of 800
+    assert "| AdaSplash | not run | not run | not run | not run | not run | - |" in text
+    assert "- decode, B 8, L 32768, H 16, D 64, W 512: AdaSplash: ModuleNotFoundError: no adasplash\n" in text
+    assert "Ceilings: copying 4.30 TB/s (read and written), reading 4.50 TB/s" in text
+    assert "| forward, B 4, L 4096, H 16, D 128, W 512, 30% empty | flash_lazy | forward | BLOCK_M 128 |" in text
+
+
+def test_plots_are_drawn(tmp_path):
+    assert plots(made_up(QUICK[1:], red_share=0.6), tmp_path) is None
+    assert {path.name for path in tmp_path.iterdir()} == {"roofline.png", "sparsity.png", "decode.png"}
+
+
+def test_plots_are_left_out_without_matplotlib_or_points(tmp_path, monkeypatch):
+    nothing = made_up() | {"points": {}}
+    assert plots(nothing, tmp_path) == "the plots were left out: nothing that they show was measured"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert plots(made_up(), tmp_path) == "the plots were left out: matplotlib is not installed"
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_share_of_the_ceiling_follows_from_share_and_time():
+    p, ceilings = QUICK[0], {"read_bytes": 4e12, "product_tflops": 800.0}
+    cell = {"milliseconds": {"median": 2.0}}
+    entries = 4 * 16 * 4096 * 4097 / 2
+    one = 2 * 128 * entries / 2e-3 / 800e12
+    assert share_of_ceiling(p, 0.5, cell, "lazy", ceilings) == pytest.approx(2 * one)
+    training = p._replace(operation=TRAINING)
+    assert share_of_ceiling(training, 0.5, cell, "softmax", ceilings) == pytest.approx(7 * one)
+    assert share_of_ceiling(p, 0.5, cell, None, ceilings) is None
+    assert share_of_ceiling(p, 0.5, {"not_run": "why"}, "lazy", ceilings) is None
+    decode = p._replace(operation=DECODE, batch=8, length=32768, kv_heads=4)
+    size = 8 * 4 * 32768 * 128 * 2 * 2
+    assert share_of_ceiling(decode, 0.5, cell, None, ceilings) == pytest.approx(size / 2e-3 / 4e12)
+
+
+def test_on_a_cpu_costs_and_compiled_kernels_are_printed(monkeypatch, capsys, tmp_path):
+    blocks = {"m": 64, "n": 64, "warps": 4, "stages": 2}
+    row = {"kernel": "forward", "dtype": "bf16", "width": 64, "target": 90, "blocks": blocks}
+    row |= compiled.Compiled(1024, 99, 0, (), ("wgmma",), True)._asdict()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out = tmp_path / "new" / "kernels"
+    monkeypatch.setattr(configurations, "INTERPRETED", True)
+    assert main(["--out", str(out), "--quick", "--time-anyway"]) == 2
+    printed = capsys.readouterr().err
+    assert "--quick, --time-anyway ignored: nothing is timed without a GPU" in printed
+    assert "nothing is compiled where triton interprets" in printed
+    assert not out.exists()
+    monkeypatch.setattr(configurations, "INTERPRETED", False)
+    monkeypatch.setattr(compiled, "report", lambda widths, every: [row] if (widths, every) == ((64,), True) else [])
+    assert main(["--out", str(out), "--widths", "64", "--all-configurations"]) == 0
+    text = (out / "compiled.md").read_text()
+    assert capsys.readouterr().out.strip() == text.strip()
+    assert "Nothing here is a measurement of speed" in text
+    assert "| 5 + 6 f |" in text
+    assert "wgmma (serialised)" in text
+    found = json.loads((out / "compiled.json").read_text())
+    assert found["rows"] == json.loads(json.dumps([row]))
+    assert {"command", "date", "commit", "torch", "triton", "machine"} <= set(found["made"])
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    options = ("out", "quick", "minutes", "time-anyway", "fresh", "authors", "widths", "all-configurations")
+    for option in options:
+        assert f"--{option}" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--widths", "64,,128"], "argument --widths: it has '64,,128'"),
+        (["--widths", "8"], "argument --widths: it has '8'; give whole numbers from 16 to 256"),
+        (["--minutes", "0"], "argument --minutes: '0' is no time; give minutes above 0"),
+        (["--minutes", "soon"], "argument --minutes: 'soon' is no time"),
+        (["--authors", "nowhere"], "no lazy_attention_triton.py in 'nowhere'; give a checkout"),
+        (["--out", __file__], "is no folder that can be written; give a folder"),
+        (["--fast"], "unrecognized arguments: --fast"),
+    ],
+)
+def test_what_does_not_fit_is_named(arguments, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
+    assert not list(tmp_path.iterdir())

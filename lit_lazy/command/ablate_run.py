@@ -61,7 +61,8 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
 
         print_estimate(grid, options.workers or default_workers(options.threads), options.threads, Console())
         return 0
-    from lit_lazy.grid.work.launch import Launch, run_grid
+    from lit_lazy.grid.work.job import Launch
+    from lit_lazy.grid.work.launch import run_grid
     from lit_lazy.report.publish import publish
     from lit_lazy.table.render import markdown
 

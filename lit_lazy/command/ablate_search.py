@@ -34,7 +34,7 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
     work = make_search(options, overrides)
     workers = options.workers or default_workers(options.threads)
     from lit_lazy.grid.search.run import print_search, run_search
-    from lit_lazy.grid.work.launch import Launch
+    from lit_lazy.grid.work.job import Launch
 
     if options.dry_run:
         print_search(work, workers, options.threads, Console())

@@ -13,6 +13,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from lit_lazy.support.disk import write_atomically
+
 STYLE = Path(__file__).with_name("style.mplstyle")
 BETTER, WORSE, NEUTRAL = "#0072B2", "#D55E00", "#595959"
 """Two of Okabe and Ito's colours, told apart with every common colour blindness, and a grey."""
@@ -50,8 +52,8 @@ def legend_below(figure: Figure, handles: Iterable[Artist], columns: int) -> Non
 def save_figure(figure: Figure, path_stem: str | Path) -> tuple[Path, Path]:
     """Writes `<path_stem>.png` (150 dpi) and `<path_stem>.svg`, the same bytes for the same figure."""
     png, svg = Path(f"{path_stem}.png"), Path(f"{path_stem}.svg")
-    figure.savefig(png)
-    figure.savefig(svg, metadata={"Date": None})
+    write_atomically(png, lambda file: figure.savefig(file, format="png"))
+    write_atomically(svg, lambda file: figure.savefig(file, format="svg", metadata={"Date": None}))
     return png, svg
 
 

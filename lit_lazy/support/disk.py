@@ -3,16 +3,22 @@
 import errno
 import logging
 import os
+import socket
 from collections.abc import Callable
+from glob import escape
 from pathlib import Path
 from typing import BinaryIO
+
+import psutil
 
 log = logging.getLogger("lit_lazy.support.disk")
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file so that it is there whole or as it was before, also after a kill, a power cut or on a full disk."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    mark = f".{path.name}.{socket.gethostname()}."
+    _sweep(path.parent, mark)
+    scratch = path.with_name(f"{mark}{os.getpid()}")
     try:
         with scratch.open("wb") as file:
             write(file)
@@ -21,6 +27,24 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def _sweep(folder: Path, mark: str) -> None:
+    """Remove what processes of this machine were killed at."""
+    for left in folder.glob(f"{escape(mark)}*"):
+        pid = left.name.removeprefix(mark)
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            left.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename outlive a power cut."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def write_text(path: Path, text: str) -> None:

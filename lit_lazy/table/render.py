@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lit_lazy.support.disk import write_text
 from lit_lazy.table.blocks import Block, Heading, List, Paragraph, Tabular, to_html, to_latex, to_markdown
 from lit_lazy.table.records import UNFINISHED, Column, Table, TableRow
 from lit_lazy.table.statistics import ALPHA, FEWEST_PAIRS, POWER
@@ -226,5 +227,5 @@ def save(table: Table, stem: Path) -> list[Path]:
     }
     paths = [stem.with_suffix(f".{ending}") for ending in texts]
     for path, text in zip(paths, texts.values(), strict=True):
-        path.write_text(text)
+        write_text(path, text)
     return paths

@@ -6,6 +6,7 @@ sends what is missing.
 
 import json
 import logging
+import os
 import threading
 import time
 from argparse import Namespace
@@ -17,7 +18,7 @@ from typing import Any, Literal
 
 from lightning.pytorch.loggers import Logger
 
-from lit_lazy.support.disk import write_text
+from lit_lazy.support.disk import write_atomically, write_text
 from lit_lazy.tracking.tracker import Logged, Tracker, TrackingError
 from lit_lazy.training.result import DIAGNOSTICS, RunResult
 
@@ -37,7 +38,7 @@ class MetricFile(Logger):
         super().__init__()
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS
-        _drop_torn_line(self.path)
+        _repair(self.path)
         self._known = {(line.step, name) for line in read_lines(self.path) for name in line.metrics}
 
     @property
@@ -61,24 +62,38 @@ class MetricFile(Logger):
             line = {"step": at, "milliseconds": int(1000 * time.time()), "metrics": new}
             with self.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())  # a checkpoint that outlives a power cut must not be ahead of its curves
 
 
 def read_lines(path: Path) -> list[Logged]:
-    """What a metric file holds; a line that is being written is left out."""
+    """What a metric file holds, but for a line that is being written, and for damaged ones."""
     if not path.exists():
         return []
-    whole = path.read_text().rpartition("\n")[0]
-    return [Logged(**json.loads(line)) for line in whole.splitlines()]
+    return [logged for line in path.read_bytes().split(b"\n")[:-1] if (logged := _logged(line))]
 
 
-def _drop_torn_line(path: Path) -> None:
-    """Remove the end of a file that a kill or a full disk left without its newline."""
-    if path.exists():
-        content = path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if whole != content:
-            with path.open("rb+") as file:
-                file.truncate(len(whole))
+def _logged(line: bytes) -> Logged | None:
+    try:
+        return Logged(**json.loads(line))
+    except (ValueError, TypeError):
+        return None
+
+
+def _repair(path: Path) -> None:
+    """Leave the whole lines of a file, one by one: a kill, a full disk or a power cut damages others."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    lines = content.split(b"\n")
+    if all(_logged(line) for line in lines[:-1]) and not lines[-1]:
+        return
+    whole = [line for line in lines[:-1] if _logged(line)]
+    if damaged := len(lines) - 1 - len(whole):
+        aside = path.with_name(f"{path.name}.damaged")
+        write_atomically(aside, lambda file: file.write(content))
+        log.warning("%s: %d of its lines are damaged; kept as %s, resumed without them", path, damaged, aside.name)
+    write_atomically(path, lambda file: file.write(b"".join(line + b"\n" for line in whole)))
 
 
 @dataclass(frozen=True)
@@ -87,7 +102,7 @@ class Card:
 
     name: str
     tags: Mapping[str, str]
-    """`cell` among them: a run of this key that is there already is resumed."""
+    """`cell` and `kind` among them."""
     params: Mapping[str, str]
     """Beside the whole config, which is logged by dotted path."""
     config: Mapping[str, Any]
@@ -99,6 +114,7 @@ class Spool:
 
     def __init__(self, tracker: Tracker, folder: Path, card: Card) -> None:
         self.tracker, self.folder, self.card = tracker, folder, card
+        self._run_id: str | None = None
         self._sent = 0
         self._set_running = False
 
@@ -108,17 +124,24 @@ class Spool:
 
     def run_id(self) -> str:
         """The run, the one it was begun with where there is one. Raises TrackingError."""
-        known = self.folder / RUN_ID
-        if known.exists():
-            return known.read_text()
-        # Another machine, or a call whose answer was lost, may have begun it.
-        begun = self.tracker.find({"cell": self.card.tags["cell"], "kind": self.card.tags["kind"]})
+        if self._run_id is None:
+            known = self.folder / RUN_ID
+            begun = known.read_text() if known.exists() else ""
+            self._run_id = begun if begun and self.tracker.holds(begun) else self._begin(known)
+        return self._run_id
+
+    def _begin(self, known: Path) -> str:
+        """A new run, in place of one that was begun elsewhere: its curves would stand there twice.
+
+        Where it was begun its metrics were measured at other times. Or it was cut off before it was described.
+        """
         card = self.card
-        run_id = (
-            begun[-1].run_id
-            if begun
-            else self.tracker.start_run(card.name, card.tags, card.params, card.config, card.parent_id)
-        )
+        same = {"cell": card.tags["cell"], "kind": card.tags["kind"]}
+        if card.parent_id:
+            same["mlflow.parentRunId"] = card.parent_id
+        for begun in self.tracker.find(same):
+            self.tracker.retire(begun.run_id)
+        run_id = self.tracker.start_run(card.name, card.tags, card.params, card.config, card.parent_id)
         self.folder.mkdir(parents=True, exist_ok=True)  # a run may end before it makes its folder
         write_text(known, run_id)
         return run_id

@@ -14,16 +14,19 @@ from typing import Any, Literal, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 import mlflow
+import yaml
 from filelock import FileLock
-from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.entities import LifecycleStage, Metric, Param, Run, RunTag, ViewType
 from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from mlflow.tracking import MlflowClient
+from mlflow.utils.file_utils import local_file_uri_to_path
 from requests.exceptions import RequestException
 
 from lit_lazy.config.canonical import flatten
-from lit_lazy.support.disk import writable_folder
+from lit_lazy.support.disk import writable_folder, write_atomically
 from lit_lazy.support.errors import UnfinishedError, one_line
 from lit_lazy.tracking.databases import reach, redacted, sqlite_file
 from lit_lazy.tracking.views import LINKED_VIEWS, TAG_PREFIX, CellRun, run_link, runs_link, saved_view, view_id, views
@@ -174,6 +177,10 @@ class Tracker:
         return found.experiment_id
 
     @_reaching
+    def begin(self, name: str, tags: Mapping[str, str]) -> str:
+        """A new run, not described yet; its id."""
+        return self.client.create_run(self.experiment_id, run_name=name, tags=dict(tags)).info.run_id
+
     def start_run(
         self,
         name: str,
@@ -182,13 +189,18 @@ class Tracker:
         config: Mapping[str, Any],
         parent_id: str | None = None,
     ) -> str:
-        """A new run with its whole config as params and as an artifact; its id."""
+        """A new run with its whole config; its id."""
         linked = {"mlflow.parentRunId": parent_id} if parent_id else {}
-        run_id = self.client.create_run(self.experiment_id, run_name=name, tags={**tags, **linked}).info.run_id
+        run_id = self.begin(name, {**tags, **linked})
+        self.describe(run_id, params, config)
+        return run_id
+
+    @_reaching
+    def describe(self, run_id: str, params: Mapping[str, str], config: Mapping[str, Any]) -> None:
+        """Log a run's whole config as params and as an artifact; doing it again changes nothing."""
         every = {path: str(value) for path, value in flatten(config).items()} | dict(params)
         self.client.log_batch(run_id, params=[Param(key, value) for key, value in every.items()])
-        self.client.log_dict(run_id, dict(config), "config.yaml")
-        return run_id
+        self._keep(run_id, "config.yaml", yaml.safe_dump(dict(config)).encode())
 
     @_reaching
     def log(self, run_id: str, lines: Sequence[Logged]) -> None:
@@ -226,19 +238,30 @@ class Tracker:
         self.client.set_terminated(run_id, "KILLED")
 
     @_reaching
-    def find(self, tags: Mapping[str, str]) -> list[TrackedRun]:
-        """All runs with these tags, oldest first."""
+    def find(self, tags: Mapping[str, str], deleted: bool = False) -> list[TrackedRun]:
+        """All runs with these tags, oldest first; deleted: those that were retired too."""
         query = " AND ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
+        view = ViewType.ALL if deleted else ViewType.ACTIVE_ONLY
         found: list[Run] = []
         token: str | None = None
         while True:
             page = self.client.search_runs(
-                [self.experiment_id], query, order_by=["start_time ASC"], max_results=1000, page_token=token
+                [self.experiment_id], query, view, order_by=["start_time ASC"], max_results=1000, page_token=token
             )
             found += page
             token = page.token
             if not token:
                 return [_tracked(run) for run in found]
+
+    @_reaching
+    def holds(self, run_id: str) -> bool:
+        """Whether a run is there, and not retired."""
+        try:
+            return self.client.get_run(run_id).info.lifecycle_stage == LifecycleStage.ACTIVE
+        except MlflowException as error:
+            if error.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
+                return False
+            raise
 
     @_reaching
     def children(self, parent_id: str) -> list[TrackedRun]:
@@ -248,7 +271,26 @@ class Tracker:
     @_reaching
     def keep_text(self, run_id: str, text: str, name: str) -> None:
         """Keep a text as an artifact of a run."""
-        self.client.log_text(run_id, text, name)
+        self._keep(run_id, name, text.encode())
+
+    @_reaching
+    def keep_files(self, run_id: str, files: Sequence[Path]) -> None:
+        """Keep files as artifacts of a run."""
+        for file in files:
+            self._keep(run_id, file.name, file.read_bytes())
+
+    def _keep(self, run_id: str, name: str, content: bytes) -> None:
+        where = self.client.get_run(run_id).info.artifact_uri
+        if where.startswith("file:"):
+            # MLflow's own copy into a folder can be cut off half-way, and then passes for the artifact.
+            folder = Path(local_file_uri_to_path(where))
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / name, lambda file: file.write(content))
+            return
+        with TemporaryDirectory() as scratch:
+            file = Path(scratch, name)
+            file.write_bytes(content)
+            self.client.log_artifact(run_id, str(file))
 
     @_reaching
     def read_text(self, run_id: str, name: str) -> str:
@@ -274,20 +316,19 @@ class Tracker:
         return found
 
     @_reaching
-    def keep_files(self, run_id: str, files: Sequence[Path]) -> None:
-        """Keep files as artifacts of a run."""
-        for file in files:
-            self.client.log_artifact(run_id, str(file))
-
-    @_reaching
     def set_running(self, run_id: str) -> None:
         """Set a run running, again if it had ended."""
         self.client.update_run(run_id, status="RUNNING")
 
     @_reaching
-    def set_ended(self, run_id: str, status: Literal["FINISHED", "FAILED"]) -> None:
+    def set_ended(self, run_id: str, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
         """Set a run ended."""
         self.client.set_terminated(run_id, status)
+
+    @_reaching
+    def has_ended(self, run_id: str) -> bool:
+        """Whether a run is no longer running."""
+        return self.client.get_run(run_id).info.status != "RUNNING"
 
     @_reaching
     def keep_views(self, axes: Sequence[str], columns: Sequence[str], main: Sequence[str] | None = None) -> None:
@@ -304,11 +345,15 @@ class Tracker:
             self.client.set_experiment_tag(self.experiment_id, *saved_view(name, state))
 
     @_reaching
-    def retire(self, parent_id: str) -> None:
-        """Move a parent and its children to MLflow's deleted runs, from where they can be restored."""
-        for child in self.children(parent_id):
+    def retire(self, run_id: str) -> None:
+        """Move a run and its children to MLflow's deleted runs, from where they can be restored; the parent first.
+
+        A parent that is there is so with all its children, also where this was cut off.
+        """
+        children = self.children(run_id)
+        self.client.delete_run(run_id)
+        for child in children:
             self.client.delete_run(child.run_id)
-        self.client.delete_run(parent_id)
 
 
 def _tracked(run: Run) -> TrackedRun:

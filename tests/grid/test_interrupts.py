@@ -21,7 +21,8 @@ from lit_lazy.grid.search.definition import Real, Search, define
 from lit_lazy.grid.search.queue import SearchQueue
 from lit_lazy.grid.search.worker import SearchWorker
 from lit_lazy.grid.work import ray_pool, worker
-from lit_lazy.grid.work.worker import STORAGE_VARIABLE, Job, Worker
+from lit_lazy.grid.work.job import Job
+from lit_lazy.grid.work.worker import STORAGE_VARIABLE, Worker
 from lit_lazy.tracking.spool import Spool
 from lit_lazy.tracking.tracker import default_uri
 from lit_lazy.training.module import LitLM
@@ -107,7 +108,7 @@ def interrupted(kind: str, runs: Path, *moments: Moment) -> Queue:
     """The queue after a worker of this kind was interrupted, at these moments in turn."""
     storage = default_storage(runs)
     queue = two_cells(kind, storage)
-    job = Job(storage, STUDY, runs, default_uri(runs), "parent", 1, False, None, ())
+    job = Job(storage, STUDY, runs, default_uri(runs), "parent", None, 1, False, None, ())
     execute, number = KINDS[kind]
 
     def work() -> None:

@@ -20,8 +20,9 @@ from two_rows import WILD, two_rows
 
 from lit_lazy.command.main import main
 from lit_lazy.grid.queue.queue import Queue
+from lit_lazy.grid.work.job import Job
 from lit_lazy.grid.work.pool import Ended
-from lit_lazy.grid.work.worker import DISK_FULL, Job
+from lit_lazy.grid.work.worker import DISK_FULL
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'lit-lazy[ray]'")
 
@@ -254,7 +255,7 @@ def test_as_many_cells_run_at_once_as_machines_carry(share: Share, times: int) -
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
     (tmp_path / "grid").mkdir()
-    return Job("sqlite:///none", "grid", tmp_path, "sqlite:///none", "parent", 1, False, None, ())
+    return Job("sqlite:///none", "grid", tmp_path, "sqlite:///none", "parent", None, 1, False, None, ())
 
 
 @pytest.mark.parametrize("error", [SystemExit(DISK_FULL), OSError(errno.ENOSPC, "No space left on device")])

@@ -1,10 +1,12 @@
 """Who is alive: lock files on this machine, heartbeats on others."""
 
 import os
+import re
 import socket
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import optuna
@@ -13,6 +15,23 @@ from filelock import FileLock, Timeout
 
 from lit_lazy.grid.queue.queue import Queue, Task
 
+NAME = re.compile(
+    r"(?P<host>.+)-(?P<pid>\d+)-(?P<token>[0-9a-f]{8})(-of-(?P<command>[0-9a-f]{8})-(?P<slot>\d+))?\.lock"
+)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process at a grid, as the name of its lock file tells."""
+
+    host: str
+    pid: str
+    token: str
+    command: str | None
+    """Of a worker: token of the command that started it."""
+    slot: int | None
+    """Of a worker: its place among the workers of a command."""
+
 
 class Membership:
     """Shows that this process lives: it holds a lock file, which the system frees when it dies in whatever way.
@@ -20,9 +39,13 @@ class Membership:
     Process ids are used again, and start times are read off a clock that can be set; a lock is neither.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, command: str | None = None, slot: int = 0) -> None:
+        """command, slot: of a worker that a command started."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = (folder / f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.lock").resolve()
+        self.token = uuid.uuid4().hex[:8]
+        started_by = f"-of-{command}-{slot}" if command else ""
+        name = f"{socket.gethostname()}-{os.getpid()}-{self.token}{started_by}.lock"
+        path = (folder / name).resolve()
         self.identity = {"host": socket.gethostname(), "pid": str(os.getpid()), "lock": str(path)}
         self._lock = FileLock(path, timeout=0)
         self._lock.acquire()
@@ -37,24 +60,50 @@ class Membership:
             Path(self.identity["lock"]).unlink(missing_ok=True)
 
 
-def living(folder: Path) -> list[str]:
-    """Names of the lock files in a folder that processes of this machine hold."""
-    host = socket.gethostname()
-    return [path.name for path in folder.glob("*.lock") if is_dead({"host": host, "lock": str(path)}) is False]
+def living(folder: Path) -> list[Member]:
+    """The processes of this machine that are at a grid, from the folder of its lock files."""
+    return [member for path, member in _members(folder) if _is_held(path)]
 
 
-def is_dead(worker: Mapping[str, str]) -> bool | None:
-    """Whether a worker of this machine is gone; None where that cannot be seen from here."""
-    path = worker["lock"]
-    if worker["host"] != socket.gethostname() or not Path(path).exists():
-        return None
+def survivors(folder: Path) -> set[int]:
+    """The slots of workers of this machine whose command has died."""
+    members = living(folder)
+    commands = {member.token for member in members}
+    return {member.slot for member in members if member.slot is not None and member.command not in commands}
+
+
+def sweep(folder: Path, in_use: Collection[str]) -> None:
+    """Remove what dead processes of this machine left; in_use: lock files that cells are to be released by."""
+    for path, _ in _members(folder):
+        if str(path.resolve()) not in in_use and not _is_held(path):
+            path.unlink(missing_ok=True)
+
+
+def _members(folder: Path) -> Iterator[tuple[Path, Member]]:
+    """This machine's lock files, and whose they are."""
+    for path in sorted(folder.glob("*.lock")):
+        named = NAME.fullmatch(path.name)
+        if named and named["host"] == socket.gethostname():
+            slot = None if named["slot"] is None else int(named["slot"])
+            yield path, Member(named["host"], named["pid"], named["token"], named["command"], slot)
+
+
+def _is_held(path: Path) -> bool:
     lock = FileLock(path, timeout=0)
     try:
         lock.acquire()
     except Timeout:
-        return False
+        return True
     lock.release()
-    return True
+    return False
+
+
+def is_dead(worker: Mapping[str, str]) -> bool | None:
+    """Whether a worker of this machine is gone; None where that cannot be seen from here."""
+    path = Path(worker["lock"])
+    if worker["host"] != socket.gethostname() or not path.exists():
+        return None
+    return not _is_held(path)
 
 
 class Staleness:

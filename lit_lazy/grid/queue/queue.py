@@ -228,16 +228,23 @@ class Queue:
             final=attrs.get("final", False),
         )
 
-    def add_missing(self, cells: Iterable[Cell]) -> int:
-        """Enqueue the cells that are neither complete nor waiting nor running; how many those were."""
+    def add_missing(self, cells: Iterable[Cell], recorded: Mapping[str, float] | None = None) -> int:
+        """Enqueue the cells that are neither complete nor waiting nor running; how many those were.
+
+        recorded: validation losses by key; a cell that is among them, and new here, is complete instead.
+        """
         with self.lock():
             states = self.states()
             missing = [cell for cell in cells if states.get(cell.key) in (None, "failed")]
-            for cell in missing:
-                attrs = {"key": cell.key, "cell": asdict(cell)}
-                trial = create_trial(state=TrialState.WAITING, user_attrs=attrs)
+            values = [(recorded or {}).get(cell.key) for cell in missing]
+            for cell, value in zip(missing, values, strict=True):
+                trial = create_trial(
+                    state=TrialState.WAITING if value is None else TrialState.COMPLETE,
+                    value=value,
+                    user_attrs={"key": cell.key, "cell": asdict(cell)},
+                )
                 self._persist(lambda trial=trial: self._storage.create_new_trial(self._study_id, trial))
-        return len(missing)
+        return values.count(None)
 
     def claim(self, worker: Mapping[str, str], keys: Set[str] | None = None) -> Task | None:
         """Take a waiting cell, one of `keys` where they are given, for a worker; None when there is none."""

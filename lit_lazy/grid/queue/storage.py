@@ -12,7 +12,7 @@ from lit_lazy.support.disk import writable_folder
 from lit_lazy.tracking.databases import StorageError, reach, redacted, sqlite_file
 
 T = TypeVar("T")
-MADE_BY = "lit-lazy ablate run, queue 2"
+MADE_BY = "lit-lazy ablate run, queue 3"
 
 
 def normalised(storage: str) -> str:

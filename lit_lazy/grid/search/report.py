@@ -11,6 +11,7 @@ from lit_lazy.figures import save_figure
 from lit_lazy.grid.search.definition import Definition
 from lit_lazy.grid.search.figures import TITLES, search_figures
 from lit_lazy.grid.search.queue import FEWEST_FOR_IMPORTANCE, GOOD_SHARE, Point
+from lit_lazy.support.disk import write_text
 from lit_lazy.table.blocks import Block, Heading, List, Paragraph, Tabular, to_html, to_markdown
 from lit_lazy.table.render import NOT_DEFINED
 
@@ -51,7 +52,7 @@ class Report:
         }
         paths = [folder / f"table.{ending}" for ending in texts]
         for path, text in zip(paths, texts.values(), strict=True):
-            path.write_text(text)
+            write_text(path, text)
         for name, figure in search_figures(self.id, self.definition, self.points, self.importances).items():
             paths += save_figure(figure, folder / name)
         return paths

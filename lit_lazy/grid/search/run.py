@@ -12,10 +12,12 @@ from lit_lazy.grid.search.definition import Definition
 from lit_lazy.grid.search.queue import Point, SearchQueue
 from lit_lazy.grid.search.report import Report
 from lit_lazy.grid.work.estimate import cost
-from lit_lazy.grid.work.launch import Launch, Work, command_line, executed, is_finished, opened
+from lit_lazy.grid.work.identity import parent_run
+from lit_lazy.grid.work.job import Launch, Work
+from lit_lazy.grid.work.launch import command_line, executed, is_finished, opened
 from lit_lazy.grid.work.progress import clock
 from lit_lazy.support.provenance import git_sha
-from lit_lazy.tracking.tracker import TrackedRun, Tracker, TrackingError
+from lit_lazy.tracking.tracker import TrackedRun, Tracker
 
 DEFINITION = "search.json"
 
@@ -41,12 +43,12 @@ def best_so_far(queue: SearchQueue) -> list[str]:
 
 def run_search(work: SearchWork, launch: Launch, console: Console) -> tuple[Report, bool]:
     """Execute what is missing of a search; what it found, and whether as many points are finished as were asked for."""
-    with opened(work, launch, SearchQueue, console) as (queue, tracker):
-        with queue.lock():
-            parent_id = _parent(work, queue, tracker)
-        with executed(work, launch, queue, tracker, parent_id, console, lambda: best_so_far(queue)):
-            report = _write(work, queue, tracker, parent_id)
-        return report, is_finished(work, queue)
+    with opened(work, launch, SearchQueue, console) as at:
+        with at.queue.lock():
+            parent_id = _parent(work, at.queue, at.tracker)
+        with executed(work, launch, at, parent_id, console, lambda: best_so_far(at.queue)):
+            report = _write(work, at.queue, at.tracker, parent_id)
+        return report, is_finished(work, at.queue)
 
 
 def _write(work: SearchWork, queue: SearchQueue, tracker: Tracker, parent_id: str) -> Report:
@@ -71,34 +73,27 @@ def _report_ends(points: Sequence[Point], runs: Sequence[TrackedRun], tracker: T
 
 def _parent(work: SearchWork, queue: SearchQueue, tracker: Tracker) -> str:
     """The parent run of the search, new or resumed. Raises ValueError where the study is another search's."""
-    facts = queue.facts
-    if "parent" in facts:
-        _refuse_another(work, facts.get("definition"))
-        try:
-            tracker.read_text(facts["parent"], DEFINITION)
-        except TrackingError as error:
-            raise ValueError(
-                f"MLflow at {tracker.uri} does not hold this search's parent run, which is kept at {facts['tracking']} "
-                f"({error}); set MLFLOW_TRACKING_URI to that, or start again with --fresh"
-            ) from None
-        return facts["parent"]
     definition = work.definition
+    _refuse_another(work, queue.facts.get("definition"))
     tags = {"kind": "search", "ablation": work.id, "git_sha": git_sha(), "mlflow.note.content": command_line()}
     params = {f"axis.{definition.names[path]}": str(axis) for path, axis in definition.axes.items()}
     params |= {"objective": definition.objective, "sampler": f"TPE, seed {definition.seed}"}
-    parent_id = tracker.start_run(work.id, tags, params, work.base_config)
-    tracker.keep_text(parent_id, definition.to_json(), DEFINITION)
-    tracker.keep_views(list(definition.names.values()), [definition.objective])
-    queue.facts = {"parent": parent_id, "tracking": tracker.uri, "definition": definition.to_json()}
+    parent_id, former = parent_run(work, queue, tracker, tags, params, DEFINITION)
+    _refuse_another(work, former)
+    if former is None:
+        tracker.keep_views(list(definition.names.values()), [definition.objective])
+        tracker.keep_text(parent_id, definition.to_json(), DEFINITION)
+    queue.facts = queue.facts | {"definition": definition.to_json()}
     return parent_id
 
 
 def _refuse_another(work: SearchWork, former: str | None) -> None:
-    fix = "--fresh moves the former results away, another name of the search, or another --runs folder, keeps both"
-    if former is None:
-        raise ValueError(f"{work.id}: the queue holds an ablation of this name; {fix}")
-    if changed := work.definition.differences(Definition.from_json(former)):
-        raise ValueError(f"{work.id}: {', '.join(changed)} changed since this search was begun; {fix}")
+    changed = work.definition.differences(Definition.from_json(former)) if former else []
+    if changed:
+        raise ValueError(
+            f"{work.id}: {', '.join(changed)} changed since this search was begun; --fresh moves the former results "
+            "away, another name of the search, or another --runs folder, keeps both"
+        )
 
 
 def print_search(work: SearchWork, workers: int, threads: int, console: Console) -> None:

@@ -1,5 +1,6 @@
 """Runs an ablation: enqueues what is missing, starts workers, shows progress, writes the table."""
 
+import logging
 import shlex
 import shutil
 import sys
@@ -8,20 +9,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import Generic, TypeVar
 
 from rich.console import Console
 
-from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.plan import PLAN, Plan, read_plan, save_views
-from lit_lazy.grid.queue.membership import Membership, Staleness, is_dead, living
+from lit_lazy.grid.plan import PLAN, Plan, save_views
+from lit_lazy.grid.queue.membership import Membership, Staleness, is_dead, sweep
 from lit_lazy.grid.queue.queue import FINISHED, Entry, Queue, redacted
 from lit_lazy.grid.queue.storage import default_storage
+from lit_lazy.grid.work.identity import parent_run, start_again
+from lit_lazy.grid.work.job import Job, Launch, Work
 from lit_lazy.grid.work.pool import LocalPool, Pool
 from lit_lazy.grid.work.progress import Progress
-from lit_lazy.grid.work.worker import Job
 from lit_lazy.support.disk import is_disk_full
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import git_sha
@@ -40,31 +40,11 @@ MOST_DEATHS = 3
 """Deaths of a cell's workers, without the cell getting ahead in between, after which the cell has failed."""
 LEAST_FREE_BYTES = 2**24
 
+log = logging.getLogger("lit_lazy.grid.work.launch")
+
 
 class GridError(UnfinishedError):
     """A grid cannot continue."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """Cells to execute, and where."""
-
-    id: str
-    """Name of the folder, of the study and of the MLflow experiment."""
-    cells: Sequence[Cell]
-    base_config: dict[str, object]
-    runs: Path
-    files: Sequence[Path]
-    """Python files that define classes of the cells' configs."""
-    noun: ClassVar[str] = "cells"
-    """What messages call the cells."""
-    module: ClassVar[str] = "lit_lazy.grid.work.worker"
-    """What a worker process runs."""
-
-    @property
-    def folder(self) -> Path:
-        """Of the results."""
-        return self.runs / self.id
 
 
 @dataclass(frozen=True)
@@ -75,43 +55,33 @@ class Grid(Work):
     row_order: Sequence[str]
 
 
-@dataclass(frozen=True)
-class Launch:
-    """How to run a grid."""
-
-    workers: int
-    threads: int
-    fresh: bool = False
-    keep_checkpoints: bool = False
-    storage: str | None = None
-    """URL of the queue's database; None for sqlite in the runs folder."""
-    only_these: bool = False
-    """Leave cells of the same grid that were not asked for to others."""
-    retry_failed: int = 0
-    """How often a cell that fails is tried again."""
-    launcher: Literal["local", "ray"] = "local"
-    """Worker processes on this machine, or tasks on the Ray cluster that this process has joined."""
-    gpus: float = 0.0
-    """GPUs of a Ray task."""
-
-
 Publish = Callable[[Tracker, str, Path, bool], Table]
 """Writes the table, and what belongs to it, of a parent run into a folder; given whether cells were executed."""
 
 
+@dataclass(frozen=True)
+class Opened(Generic[Q]):
+    """What a command works with while it lives."""
+
+    queue: Q
+    tracker: Tracker
+    command: Membership
+
+
 def run_grid(grid: Grid, launch: Launch, console: Console, publish: Publish) -> tuple[Table, bool]:
     """Execute what is missing of a grid; the table that `publish` made, and whether every cell is complete."""
-    with opened(grid, launch, Queue, console) as (queue, tracker):
-        with queue.lock():
-            parent_id = _parent(grid, queue, tracker)
-        with executed(grid, launch, queue, tracker, parent_id, console) as something_new:
-            _report_failures(queue, tracker, parent_id)
-            table = publish(tracker, parent_id, grid.folder, something_new)
-        return table, is_finished(grid, queue)
+    with opened(grid, launch, Queue, console) as at:
+        with at.queue.lock():
+            parent_id = _parent(grid, at.queue, at.tracker)
+        recorded = _recorded(grid, at.queue, at.tracker, parent_id)
+        with executed(grid, launch, at, parent_id, console, recorded=recorded) as something_new:
+            _report_failures(at.queue, at.tracker, parent_id)
+            table = publish(at.tracker, parent_id, grid.folder, something_new)
+        return table, is_finished(grid, at.queue)
 
 
 @contextmanager
-def opened(work: Work, launch: Launch, queue_type: type[Q], console: Console) -> Iterator[tuple[Q, Tracker]]:
+def opened(work: Work, launch: Launch, queue_type: type[Q], console: Console) -> Iterator[Opened[Q]]:
     """The queue and the MLflow experiment of some work, for a process that lives until this is closed.
 
     Other processes, on this machine or others, may be at the same work: all take cells from the one queue.
@@ -122,41 +92,56 @@ def opened(work: Work, launch: Launch, queue_type: type[Q], console: Console) ->
     tracker = Tracker(default_uri(work.runs), work.runs, work.id)
     if launch.fresh:
         start_again(work, queue, tracker, console)
-    with Membership(work.folder / "workers"):  # another process's --fresh sees that this one lives
-        yield queue, tracker
+    members = work.folder / "workers"
+    with Membership(members) as command:  # another process's --fresh sees that this one lives
+        yield Opened(queue, tracker, command)
+        sweep(members, {entry.worker["lock"] for entry in queue.entries("running")})
 
 
 @contextmanager
 def executed(
     work: Work,
     launch: Launch,
-    queue: Queue,
-    tracker: Tracker,
+    at: Opened[Q],
     parent_id: str,
     console: Console,
     notes: Callable[[], list[str]] = list,
+    recorded: Mapping[str, float] | None = None,
 ) -> Iterator[bool]:
-    """Execute the cells that are missing; the parent run ends with what is done within. Gives whether there were any.
+    """Execute the cells that are missing; the parent run ends with what is done within.
 
-    notes: lines to show beside the progress.
+    Gives whether there is something new to publish. notes: lines to show beside the progress. recorded: what
+    `Queue.add_missing` is told.
     """
+    queue, tracker = at.queue, at.tracker
     supervisor = Supervisor(work, launch, queue, console)
     supervisor.release_dead()
-    added = queue.add_missing(work.cells)
+    added = queue.add_missing(work.cells, recorded)
     states, n = queue.states(), len(work.cells)
     left = sum(states[cell.key] not in FINISHED for cell in work.cells)
-    if not left:
+    if not left and tracker.has_ended(parent_id):
         console.print(f"{n} {work.noun}, all finished: nothing to do", highlight=False)
         yield False
         return
     console.print(f"{n} {work.noun}, {n - left} already finished, {added} enqueued", highlight=False)
-    tracker.set_running(parent_id)
-    progress = Progress(queue, [cell.key for cell in work.cells], console, notes)
-    supervisor.work(make_pool(make_job(work, launch, queue, tracker, parent_id), launch), progress)
-    try:
+    with _running(work, queue, tracker, parent_id):
+        if left:
+            progress = Progress(queue, [cell.key for cell in work.cells], console, notes)
+            supervisor.work(make_pool(make_job(work, launch, at, parent_id), launch), progress)
         yield True
-    except BaseException:
-        tracker.set_ended(parent_id, "FAILED")
+
+
+@contextmanager
+def _running(work: Work, queue: Queue, tracker: Tracker, parent_id: str) -> Iterator[None]:
+    """Show a parent run as running, and then as what its cells have come to."""
+    tracker.set_running(parent_id)
+    try:
+        yield
+    except BaseException as error:
+        try:
+            tracker.set_ended(parent_id, "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+        except TrackingError as away:
+            log.warning("MLflow is away (%s); it will show the grid as running until the command is given again", away)
         raise
     tracker.set_ended(parent_id, "FINISHED" if is_finished(work, queue) else "FAILED")
 
@@ -167,14 +152,15 @@ def is_finished(work: Work, queue: Queue) -> bool:
     return all(states.get(cell.key) in FINISHED for cell in work.cells)
 
 
-def make_job(work: Work, launch: Launch, queue: Queue, tracker: Tracker, parent_id: str) -> Job:
+def make_job(work: Work, launch: Launch, at: Opened[Q], parent_id: str) -> Job:
     """What the workers have to know."""
     return Job(
-        storage=queue.url,
+        storage=at.queue.url,
         study=work.id,
         runs=work.runs,
-        tracking_uri=tracker.uri,
+        tracking_uri=at.tracker.uri,
         parent_id=parent_id,
+        command=at.command.token if launch.launcher == "local" else None,
         threads=launch.threads,
         keep_checkpoints=launch.keep_checkpoints,
         keys=frozenset(cell.key for cell in work.cells) if launch.only_these else None,
@@ -201,42 +187,25 @@ def _report_failures(queue: Queue, tracker: Tracker, parent_id: str) -> None:
                 tracker.fail(run.run_id, failed[run.tags["cell"]])
 
 
-def start_again(work: Work, queue: Queue, tracker: Tracker, console: Console) -> None:
-    """Start again, and lose nothing: the folder is renamed, MLflow's runs go to its deleted ones."""
-    if alive := living(work.folder / "workers"):
-        processes = ", ".join(sorted(name.split("-")[-2] for name in alive))
-        raise ValueError(f"--fresh: {work.id} is being run here (by process {processes}); end that first")
-    if parent_id := queue.facts.get("parent"):
-        tracker.retire(parent_id)
-    queue.clear()
-    if any(work.folder.iterdir()):
-        aside = work.folder.with_name(f"{work.id}.until-{datetime.now():%Y%m%d-%H%M%S}")
-        work.folder.rename(aside)
-        work.folder.mkdir()
-        console.print(f"the former results are in {aside}", highlight=False)
-
-
 def _parent(grid: Grid, queue: Queue, tracker: Tracker) -> str:
     """The parent run of the grid, new or resumed; its plan is brought up to date."""
-    facts = queue.facts
     plan = grid.plan
-    if "parent" not in facts:
-        tags = {"kind": "ablation", "ablation": grid.id, "git_sha": git_sha(), "mlflow.note.content": plan.command}
-        parent_id = tracker.start_run(grid.id, tags, {}, grid.base_config)
-        queue.facts = {"parent": parent_id, "tracking": tracker.uri}
-    else:
-        parent_id = facts["parent"]
-        try:
-            former = read_plan(tracker, parent_id)
-        except TrackingError as error:
-            raise ValueError(
-                f"MLflow at {tracker.uri} does not hold this grid's parent run, which is kept at {facts['tracking']} "
-                f"({error}); set MLFLOW_TRACKING_URI to that, or start again with --fresh"
-            ) from None
-        plan = plan.widened(former, grid.row_order)
+    tags = {"kind": "ablation", "ablation": grid.id, "git_sha": git_sha(), "mlflow.note.content": plan.command}
+    parent_id, former = parent_run(grid, queue, tracker, tags, {}, PLAN)
+    if former is not None:
+        plan = plan.widened(Plan.from_json(former), grid.row_order)
     tracker.keep_text(parent_id, plan.to_json(), PLAN)
     save_views(tracker, plan.axes, plan.columns)
     return parent_id
+
+
+def _recorded(grid: Grid, queue: Queue, tracker: Tracker, parent_id: str) -> dict[str, float]:
+    """Losses of the cells that MLflow holds complete and the queue does not know: it was lost."""
+    states = queue.states()
+    unknown = {cell.key for cell in grid.cells if cell.key not in states}
+    runs = tracker.children(parent_id) if unknown else []
+    complete = [run for run in runs if run.state == "complete" and run.tags["cell"] in unknown]
+    return {run.tags["cell"]: run.metrics["loss/val"] for run in complete}
 
 
 class Supervisor:
@@ -284,7 +253,7 @@ class Supervisor:
         counts = Counter[str](states.values())
         self._count_crashes(ended.crashed, counts, pool)
         pool.start(most=counts["waiting"])
-        if not len(pool) and not counts["waiting"] and counts["running"]:
+        if not len(pool) and counts["running"]:
             self._report_who_works()
         return bool(len(pool) or counts["waiting"] or counts["running"])
 

@@ -12,7 +12,9 @@ from typing import Protocol
 
 import torch
 
-from lit_lazy.grid.work.worker import DISK_FULL, STORAGE_VARIABLE, Job
+from lit_lazy.grid.queue.membership import survivors
+from lit_lazy.grid.work.job import Job
+from lit_lazy.grid.work.worker import DISK_FULL, INTERRUPTED, STORAGE_VARIABLE
 from lit_lazy.support.disk import write_text
 
 
@@ -64,12 +66,16 @@ class LocalPool:
         codes = {slot: worker.poll() for slot, worker in self._workers.items()}
         self._workers = {slot: worker for slot, worker in self._workers.items() if codes[slot] is None}
         full = sum(code == DISK_FULL for code in codes.values())
-        return Ended(crashed=sum(code not in (None, 0) for code in codes.values()) - full, disk_full=full)
+        crashed = sum(code not in (None, 0, INTERRUPTED, DISK_FULL) for code in codes.values())
+        return Ended(crashed=crashed, disk_full=full)
 
     def start(self, most: int) -> None:
-        """Start up to `most` workers in free slots."""
-        for slot in [slot for slot in range(self.size) if slot not in self._workers][:most]:
-            self._workers[slot] = self._start(slot)
+        """Start up to `most` workers in free slots; those of a command that died have theirs until they end."""
+        if most and len(self._workers) < self.size:
+            left = survivors(self.job.folder / "workers")
+            free = [slot for slot in range(self.size) if slot not in self._workers and slot not in left]
+            for slot in free[: max(0, min(most, self.size - len(self._workers) - len(left)))]:
+                self._workers[slot] = self._start(slot)
 
     def stop(self) -> None:
         """Have the workers requeue or record their cells, and wait for them. A second Ctrl-C kills them."""
@@ -97,6 +103,7 @@ class LocalPool:
             *("--threads", str(job.threads)),
             *("--tracking-uri", job.tracking_uri),
             *("--parent", job.parent_id),
+            *(["--command", job.command, "--slot", str(slot)] if job.command else []),
             *(["--keep-checkpoints"] if job.keep_checkpoints else []),
             *(["--keys", str(self._keys)] if self._keys else []),
             *("--import", *(str(file) for file in job.files)),

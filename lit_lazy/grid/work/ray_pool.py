@@ -24,8 +24,9 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from lit_lazy.grid.work.job import Job
 from lit_lazy.grid.work.pool import Ended, last_log_line
-from lit_lazy.grid.work.worker import DISK_FULL, Job, make_worker, prepare_process
+from lit_lazy.grid.work.worker import DISK_FULL, make_worker, prepare_process
 from lit_lazy.support.disk import is_disk_full
 from lit_lazy.support.errors import named
 

@@ -8,9 +8,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -19,9 +20,10 @@ from lit_lazy.config.canonical import from_dict
 from lit_lazy.config.files import load_module
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.queue.membership import Heart, Membership
+from lit_lazy.grid.queue.membership import Heart, Membership, living
 from lit_lazy.grid.queue.queue import LostError, Queue, Task
 from lit_lazy.grid.work.interrupts import EndIfInterrupted, Interrupts
+from lit_lazy.grid.work.job import Job
 from lit_lazy.support.disk import is_disk_full
 from lit_lazy.support.errors import named, one_line
 from lit_lazy.support.provenance import git_sha
@@ -34,36 +36,14 @@ from lit_lazy.training.run import CellBusyError, run
 STORAGE_VARIABLE = "LIT_LAZY_STORAGE"
 DISK_FULL = 28
 """Exit status of a worker that could not write: errno's ENOSPC."""
+INTERRUPTED = 130
+"""Exit status of a worker that has requeued its cells."""
 BEAT_SECONDS = 15.0
 BUSY_SECONDS = 5.0
 MOST_REFUSALS = 5
 """How often MLflow, answering, may refuse a result before its cell counts as failed."""
 
 log = logging.getLogger("lit_lazy.worker")
-
-
-@dataclass(frozen=True)
-class Job:
-    """What every worker of a grid has to know."""
-
-    storage: str
-    study: str
-    runs: Path
-    tracking_uri: str
-    parent_id: str
-    threads: int
-    keep_checkpoints: bool
-    keys: frozenset[str] | None
-    """Take only these cells; None for all."""
-    files: Sequence[Path]
-    """Python files that define classes of the cells' configs."""
-    module: str = "lit_lazy.grid.work.worker"
-    """What a worker process on this machine runs."""
-
-    @property
-    def folder(self) -> Path:
-        """The grid's folder."""
-        return self.runs / self.study
 
 
 @dataclass
@@ -89,6 +69,10 @@ class Worker:
     keep_checkpoints: bool = False
     keys: Set[str] | None = None
     """Take only these cells."""
+    command: str | None = None
+    """Token of the command that started it, without which it does not begin."""
+    slot: int = 0
+    """Its place among the workers of that command."""
     _held: list[Held] = field(default_factory=list)
     _interrupts: Interrupts = field(default_factory=Interrupts)
 
@@ -101,11 +85,13 @@ class Worker:
         """
         with (
             self._interrupts,
-            Membership(self.folder / "workers") as membership,
+            Membership(self.folder / "workers", self.command, self.slot) as membership,
             Heart(self.queue, BEAT_SECONDS) as heart,
         ):
             try:
                 done = 0
+                if self.command and self.command not in {member.token for member in living(self.folder / "workers")}:
+                    return  # it died before its successor could know of this worker
                 while (most is None or done < most) and (held := self._claim(membership, heart)):
                     self._execute(held, heart)
                     self._record(heart)
@@ -166,13 +152,20 @@ class Worker:
             self._requeue(held.task, "interrupted" if held in untrained else "trained, and not logged yet")
             self._drop(held, heart)
         for held in untrained:
-            held.spool.fail("interrupted", "KILLED")
+            self._report(held.spool, "interrupted", "KILLED")
 
     def _end_early(self, task: Task, spool: Spool, error: Exception) -> None:
         """A cell may fail in any way: its reason is kept, and the rest of the grid is executed."""
         log.error("%s seed %d failed\n%s", task.cell.variant, task.cell.seed, traceback.format_exc())
-        spool.fail(reason_of(error), "FAILED")
+        self._report(spool, reason_of(error), "FAILED")
         self._fail(task, reason_of(error), final=isinstance(error, DivergedError))
+
+    def _report(self, spool: Spool, reason: str, status: Literal["FAILED", "KILLED"]) -> None:
+        """Whatever goes wrong with it: the queue knows of the end, and the command has MLflow show it later."""
+        try:
+            spool.fail(reason, status)
+        except Exception:
+            log.exception("MLflow does not show yet that a run ended: %s", reason)
 
     def _train(self, task: Task, spool: Spool) -> RunResult:
         with spool.sending(), self._interrupts.allowed():
@@ -261,7 +254,9 @@ def prepare_process(job: Job) -> None:
         load_module(file)
 
 
-def make_worker(job: Job, queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) -> Worker:
+def make_worker(
+    job: Job, queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker, slot: int = 0
+) -> Worker:
     """A worker of a grid."""
     return worker_type(
         queue_type(job.storage, job.study),
@@ -270,6 +265,8 @@ def make_worker(job: Job, queue_type: type[Queue] = Queue, worker_type: "type[Wo
         job.folder,
         job.keep_checkpoints,
         job.keys,
+        job.command,
+        slot,
     )
 
 
@@ -281,6 +278,8 @@ def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) 
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--tracking-uri", required=True)
     parser.add_argument("--parent", required=True)
+    parser.add_argument("--command", help="token of the command's membership")
+    parser.add_argument("--slot", type=int, default=0)
     parser.add_argument("--keep-checkpoints", action="store_true")
     parser.add_argument("--keys", type=Path, help="file with the keys of the cells to take, one a line")
     parser.add_argument("--import", dest="files", type=Path, nargs="*", default=[])
@@ -294,6 +293,7 @@ def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) 
         runs=options.runs,
         tracking_uri=options.tracking_uri,
         parent_id=options.parent,
+        command=options.command,
         threads=options.threads,
         keep_checkpoints=options.keep_checkpoints,
         keys=frozenset(options.keys.read_text().splitlines()) if options.keys else None,
@@ -301,9 +301,9 @@ def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) 
     )
     try:
         prepare_process(job)
-        make_worker(job, queue_type, worker_type).work()
+        make_worker(job, queue_type, worker_type, options.slot).work()
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     return 0
 
 

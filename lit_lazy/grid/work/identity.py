@@ -1,0 +1,73 @@
+"""What ties a grid's folder, its queue and its MLflow runs together, so that a command finds what another one began.
+
+An id that is made once and kept in the folder and in the queue; the parent run carries it as a tag. A grid that has
+lost its queue finds parent and cells again, and a command may be killed between any two of these steps.
+"""
+
+import uuid
+from collections.abc import Mapping
+from datetime import datetime
+
+from rich.console import Console
+
+from lit_lazy.grid.queue.membership import living
+from lit_lazy.grid.queue.queue import Queue
+from lit_lazy.grid.work.job import Work
+from lit_lazy.support.disk import write_text
+from lit_lazy.tracking.databases import redacted
+from lit_lazy.tracking.tracker import Tracker
+
+GRID_ID = "grid_id"
+
+
+def parent_run(
+    work: Work, queue: Queue, tracker: Tracker, tags: Mapping[str, str], params: Mapping[str, str], plan: str
+) -> tuple[str, str | None]:
+    """The parent run of a grid, found or begun, and the text of its artifact `plan`; None before that is kept.
+
+    Hold the queue's lock. Raises ValueError where MLflow has lost the run, or the queue is another kind of work's.
+    """
+    kind = tags["kind"]
+    if (known := queue.facts.get("kind", kind)) != kind:
+        raise ValueError(f"{work.id}: the queue holds another kind of work, a {known}, under this name; rename one")
+    grid_id = _known_id(work, queue) or uuid.uuid4().hex
+    write_text(work.folder / GRID_ID, grid_id)
+    if "grid" not in queue.facts:
+        queue.facts = queue.facts | {"grid": grid_id, "kind": kind}
+    begun = tracker.find({"grid": grid_id})
+    if not begun and (where := queue.facts.get("tracking")):
+        raise ValueError(
+            f"MLflow at {redacted(tracker.uri)} does not hold this grid's parent run, which was kept at {where}; set "
+            "MLFLOW_TRACKING_URI to that, or start again with --fresh"
+        )
+    parent_id = begun[0].run_id if begun else tracker.begin(work.id, {**tags, "grid": grid_id})
+    queue.facts = queue.facts | {"tracking": redacted(tracker.uri)}
+    if (kept := tracker.read_bytes(parent_id, plan)) is not None:
+        return parent_id, kept.decode()
+    tracker.describe(parent_id, params, work.base_config)
+    return parent_id, None
+
+
+def _known_id(work: Work, queue: Queue) -> str | None:
+    kept = work.folder / GRID_ID
+    return queue.facts.get("grid") or (kept.read_text() if kept.exists() else None)
+
+
+def start_again(work: Work, queue: Queue, tracker: Tracker, console: Console) -> None:
+    """Start again, and lose nothing: the folder is renamed, MLflow's runs go to its deleted ones.
+
+    Killed on the way, it is finished by the same command; another one is refused, since the parent run goes first.
+    """
+    if alive := living(work.folder / "workers"):
+        processes = ", ".join(sorted(member.pid for member in alive))
+        raise ValueError(f"--fresh: {work.id} is being run here (by process {processes}); end that first")
+    if grid_id := _known_id(work, queue):
+        for run in tracker.find({"grid": grid_id}, deleted=True):
+            tracker.retire(run.run_id)
+    if (work.folder / "cells").exists():
+        aside = work.folder.with_name(f"{work.id}.until-{datetime.now():%Y%m%d-%H%M%S}")
+        work.folder.rename(aside)
+        work.folder.mkdir()
+        console.print(f"the former results are in {aside}", highlight=False)
+    (work.folder / GRID_ID).unlink(missing_ok=True)
+    queue.clear()

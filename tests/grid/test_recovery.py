@@ -1,0 +1,339 @@
+"""What a grid finds again after one of its parts was lost, or its command was killed at an unlucky moment."""
+
+import gc
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import forked
+import mlflow.tracking
+import pytest
+import sqlalchemy
+from mlflow.entities import ViewType
+from test_interrupts import STUDY, two_cells
+from two_rows import two_rows
+
+from lit_lazy.command.main import main
+from lit_lazy.grid.queue.membership import Membership
+from lit_lazy.grid.queue.queue import Queue
+from lit_lazy.grid.queue.storage import default_storage
+from lit_lazy.grid.work.job import Job
+from lit_lazy.grid.work.pool import LocalPool
+from lit_lazy.grid.work.worker import INTERRUPTED, Worker
+from lit_lazy.report import publish
+from lit_lazy.tracking.spool import METRICS, Card, MetricFile, Spool, read_lines
+from lit_lazy.tracking.tracker import Tracker, TrackingError, default_uri
+
+ID = "pair-backcopy_tiny"
+pytestmark = pytest.mark.xdist_group("recovery")
+
+
+def forget_databases() -> None:
+    """Another file is there now."""
+    for engine in gc.get_objects():
+        if type(engine) is sqlalchemy.Engine:
+            engine.dispose()
+
+
+class Made:
+    """A grid of one cell in a runs folder, as often as it is asked for: made once, then copied back."""
+
+    def __init__(self, folder: Path, store: Path) -> None:
+        self.runs, self.whole = folder / "runs", folder / "whole"
+        self.runs.mkdir()
+        shutil.copy(store, self.runs / "mlflow.db")
+        (folder / "pair.py").write_text(two_rows("pair"))
+        self.command = ["ablate", "run", str(folder / "pair.py"), "--runs", str(self.runs), "--workers", "1"]
+        assert main([*self.command, "--rows", "softmax", "--seeds", "0"]) == 0
+        shutil.copytree(self.runs, self.whole)
+
+    def restore(self) -> "Made":
+        shutil.rmtree(self.runs)
+        shutil.copytree(self.whole, self.runs)
+        forget_databases()
+        return self
+
+    def run(self, *more: str) -> int:
+        return main([*self.command, "--rows", "softmax", "--seeds", "0", *more])
+
+    @property
+    def client(self) -> mlflow.tracking.MlflowClient:
+        return mlflow.tracking.MlflowClient(f"sqlite:///{self.runs / 'mlflow.db'}")
+
+    def tracked(self, kind: str, view: int = ViewType.ACTIVE_ONLY) -> list[Any]:
+        number = self.client.get_experiment_by_name(ID).experiment_id
+        return list(self.client.search_runs([number], f"tags.kind = '{kind}'", view))
+
+    def counts(self) -> dict[str, int]:
+        """How many cells each row of the table has."""
+        table = json.loads((self.runs / ID / "table.json").read_text())
+        return {row["variant"]: row["n"] for row in table["rows"]}
+
+    def results(self) -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in (self.runs / ID / "cells").glob("*/result.json")}
+
+    def lose_queue(self) -> None:
+        for path in self.runs.glob("queue.db*"):
+            path.unlink()
+        forget_databases()
+
+
+@pytest.fixture(scope="module")
+def _made(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Made:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        return Made(tmp_path_factory.mktemp("recovery"), empty_store)
+
+
+@pytest.fixture
+def made(_made: Made, monkeypatch: pytest.MonkeyPatch) -> Made:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return _made.restore()
+
+
+def test_a_lost_queue_loses_nothing(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    results, written = made.results(), (made.runs / ID / "table.csv").read_text()
+    made.lose_queue()
+    assert made.run() == 0
+    assert "1 cells, all finished: nothing to do" in capsys.readouterr().out
+    assert made.results() == results
+    assert (made.runs / ID / "table.csv").read_text() == written
+    assert len(made.tracked("ablation")) == len(made.tracked("cell")) == 1
+    assert main(["ablate", "table", ID, "--runs", str(made.runs)]) == 0
+    assert made.counts()["softmax"] == 1
+
+
+def test_a_queue_that_is_lost_midway_is_filled_again(made: Made) -> None:
+    """What MLflow holds complete is complete; of the rest, what has a result is recorded from it."""
+    results = made.results()
+    cell = made.tracked("cell")[0]
+    made.client.delete_run(cell.info.run_id)
+    made.lose_queue()
+    assert main([*made.command, "--seeds", "0"]) == 0
+    assert made.counts() == {"softmax": 1, "lazy": 1}
+    assert results.items() <= made.results().items()
+    assert [run.info.status for run in made.tracked("ablation")] == ["FINISHED"]
+    again = next(run for run in made.tracked("cell") if run.data.tags["cell"] == cell.data.tags["cell"])
+    assert again.data.metrics == cell.data.metrics
+    assert again.data.params.items() >= cell.data.params.items()
+
+
+def test_fresh_starts_again_where_mlflow_was_lost(made: Made, empty_store: Path, capsys: Any) -> None:
+    shutil.copy(empty_store, made.runs / "mlflow.db")
+    forget_databases()
+    assert made.run() == 2
+    assert "does not hold this grid's parent run" in (said := capsys.readouterr().err)
+    assert said.count("\n") == 1
+    assert "--fresh" in said
+    assert made.run("--fresh") == 0
+    assert made.counts()["softmax"] == 1
+    assert len(made.tracked("ablation")) == 1
+
+
+def test_a_command_that_died_at_its_report_is_finished_by_the_next(made: Made) -> None:
+    parent = made.tracked("ablation")[0].info.run_id
+    made.client.update_run(parent, status="RUNNING")
+    (made.runs / ID / "report.html").unlink()
+    assert made.run() == 0
+    assert [run.info.status for run in made.tracked("ablation")] == ["FINISHED"]
+    assert (made.runs / ID / "report.html").exists()
+
+
+def test_an_interrupted_report_does_not_leave_the_grid_running(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    made.client.update_run(made.tracked("ablation")[0].info.run_id, status="RUNNING")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publish, "write_report", interrupted)
+        assert made.run() == 130
+    assert [run.info.status for run in made.tracked("ablation")] == ["KILLED"]
+
+
+KILLED_BEFORE = {
+    "the id is in the queue": "Queue.facts = ",
+    "the parent run": "Tracker.begin",
+    "its params": "Tracker.describe",
+    "its plan": "Tracker.keep_text",
+    "its views": "Tracker.keep_views",
+}
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("moment", KILLED_BEFORE)
+@pytest.mark.long
+def test_a_parent_that_was_killed_is_resumed(moment: str, fresh: bool, made: Made, empty_store: Path) -> None:
+    shutil.rmtree(made.runs)
+    made.runs.mkdir()
+    shutil.copy(empty_store, made.runs / "mlflow.db")
+    if fresh:
+        made.restore()
+    killed = forked.Popen([*_killing(made, moment), *(["--fresh"] if fresh else [])])
+    assert killed.wait(timeout=60) == -signal.SIGKILL
+    assert made.run(*(["--fresh"] if fresh else [])) == 0
+    assert [run.info.status for run in made.tracked("ablation")] == ["FINISHED"]
+    assert made.tracked("ablation")[0].data.params
+    assert made.counts()["softmax"] == 1
+
+
+def _killing(made: Made, moment: str) -> list[str]:
+    """A command that kills itself before its first call of a method."""
+    script = made.runs.parent / "killing.py"
+    owner, _, method = KILLED_BEFORE[moment].partition(".")
+    setter = method.endswith(" = ")
+    target = f"{owner}.facts.fset" if setter else f"{owner}.{method}"
+    patched = "Queue.facts = property(Queue.facts.fget, die)" if setter else f"{target} = die"
+    script.write_text(f"""
+import os, signal, sys
+from lit_lazy.command.main import main
+from lit_lazy.grid.queue.queue import Queue
+from lit_lazy.tracking.tracker import Tracker
+
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+{patched}
+sys.exit(main(sys.argv[1:]))
+""")
+    return [sys.executable, str(script), *made.command, "--rows", "softmax", "--seeds", "0"]
+
+
+def spool(runs: Path, folder: str) -> Spool:
+    card = Card("v seed 0", {"cell": "abc", "kind": "cell"}, {"axis": "1"}, {"train": {"steps": 2}}, "parent")
+    (runs / folder).mkdir(exist_ok=True)
+    return Spool(Tracker(default_uri(runs), runs, "spooled"), runs / folder, card)
+
+
+def test_a_cell_that_another_machine_takes_over_has_its_curves_once(runs: Path) -> None:
+    """The former holder may still live, and send: to a run that is deleted."""
+    first, second = spool(runs, "here"), spool(runs, "there")
+    for of, steps in ((first, (1, 2)), (second, (1, 2, 3))):
+        for step in steps:
+            of.logger().log_metrics({"train/loss": 1.0 / step}, step)
+            time.sleep(0.002)
+        of.send()
+    first.logger().log_metrics({"train/loss": 0.25}, 4)
+    with pytest.raises(TrackingError):
+        first.send()
+    (run,) = first.tracker.find({"cell": "abc"})
+    assert run.run_id == second.run_id()
+    assert first.tracker.history(run.run_id, ["train/loss"]) == {"train/loss": [(1, 1.0), (2, 0.5), (3, 1 / 3)]}
+
+
+def test_a_run_that_was_cut_off_before_its_params_gets_them(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: object) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tracker, "describe", killed)
+        with pytest.raises(SystemExit):
+            spool(runs, "here").run_id()
+    again = spool(runs, "here")
+    run = again.tracker.client.get_run(again.run_id())
+    assert run.data.params == {"axis": "1", "train.steps": "2"}
+    assert len(again.tracker.find({"cell": "abc"})) == 1
+
+
+DAMAGE = {
+    "NULs after a power cut": b"\0" * 40 + b"\n",
+    "NULs at the end": b"\0" * 40,
+    "half of a line": b'{"step": 1}\n',
+    "something else": b"[1, 2]\n",
+    "no text": b"\xff\xfe\n",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_line_of_metrics_costs_itself(damage: bytes, tmp_path: Path) -> None:
+    MetricFile(tmp_path).log_metrics({"train/loss": 1.0}, 1)
+    path = tmp_path / METRICS
+    path.write_bytes(path.read_bytes() + damage)
+    MetricFile(tmp_path).log_metrics({"train/loss": 0.5}, 2)
+    assert {line.step: line.metrics for line in read_lines(path)} == {1: {"train/loss": 1.0}, 2: {"train/loss": 0.5}}
+    assert (tmp_path / f"{METRICS}.damaged").exists() == damage.endswith(b"\n")
+
+
+def hold(folder: Path, command: str, slot: int) -> None:
+    with Membership(folder, command, slot):
+        time.sleep(600)
+
+
+def job(runs: Path, command: str) -> Job:
+    return Job(default_storage(runs), "grid", runs, default_uri(runs), "parent", command, 1, False, None, ())
+
+
+def test_a_command_leaves_the_workers_of_a_dead_one_their_slots(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else two of them would share a GPU. Beside those of a living command it starts its own."""
+    started: list[int] = []
+    folder = runs / "grid" / "workers"
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=hold, args=(folder, "0000dead", 0))]
+    with Membership(folder) as living:
+        workers.append(context.Process(target=hold, args=(folder, living.token, 1)))
+        for worker in workers:
+            worker.start()
+        while len(list(folder.glob("*.lock"))) < 3:
+            time.sleep(0.02)
+        pool = LocalPool(job(runs, "0000abcd"), 3)
+        monkeypatch.setattr(pool, "_start", lambda slot: started.append(slot) or Sleeping())
+        pool.start(most=5)
+        for worker in workers:
+            worker.kill()
+            worker.join()
+    assert started == [1, 2]
+    pool.start(most=5)
+    assert started == [1, 2, 0]
+
+
+class Sleeping:
+    """A worker that does not end."""
+
+    def poll(self) -> None:
+        return None
+
+
+def test_a_worker_does_not_begin_without_its_command(runs: Path) -> None:
+    queue = Queue(default_storage(runs), "grid")
+    tracker = Tracker(default_uri(runs), runs, "grid")
+
+    def claim(*_: object) -> None:
+        raise AssertionError
+
+    queue.claim = claim  # type: ignore[method-assign]
+    Worker(queue, tracker, "parent", runs / "grid", command="0000dead").work()
+
+
+def test_a_worker_that_was_preempted_has_not_crashed(runs: Path) -> None:
+    pool = LocalPool(job(runs, "0000abcd"), 2)
+    for slot, status in enumerate((INTERRUPTED, 1)):
+        pool._workers[slot] = forked.Popen([sys.executable, str(_exits(runs, status))])
+    for worker in pool._workers.values():
+        worker.wait()
+    assert pool.reap().crashed == 1
+
+
+def _exits(runs: Path, status: int) -> Path:
+    script = runs / f"exits_{status}.py"
+    script.write_text(f"raise SystemExit({status})")
+    return script
+
+
+def test_whatever_goes_wrong_in_reporting_does_not_end_a_worker(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = two_cells("local", default_storage(runs))
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(Spool, "fail", broken)
+    monkeypatch.setattr(Worker, "_train", broken)
+    Worker(queue, Tracker(default_uri(runs), runs, STUDY), "parent", runs / STUDY).work()
+    assert set(queue.states().values()) == {"failed"}
+    assert [entry.reason for entry in queue.entries("failed")] == ["RuntimeError: broken"] * 2
+    assert os.listdir(runs / STUDY / "workers") == []

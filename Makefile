@@ -73,8 +73,9 @@ constraints: .venv/.complete
 	.venv-triton-$*/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 triton==$* 'numpy<2.4' pytest==9.1.1 -e ./kernels
 	touch $@
 
+# Not compiled: that would take a minute, for modules of which most are never imported.
 .venv/.complete: requirements.txt constraints.txt pyproject.toml kernels/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lit-lazy needs Python 3.11 or newer; give one with PYTHON=...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
 	touch $@

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from glob import escape
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import BinaryIO
 
 import psutil
@@ -76,10 +77,8 @@ def is_disk_full(error: BaseException) -> bool:
 def writable_folder(option: str, folder: Path) -> None:
     """Raise ValueError, in one line, unless files can be made in a folder, or in the one it would be made in."""
     there = next(parent for parent in (folder.resolve(), *folder.resolve().parents) if parent.exists())
-    probe = there / f".lit-lazy-{os.getpid()}"
     try:
-        probe.touch()
-        probe.unlink()
+        TemporaryFile(dir=there).close()  # it has no name: nothing can be left behind
     except OSError as error:
         raise ValueError(
             f"{option} {str(folder)!r}: nothing can be written there ({error.strerror}); name another folder"

@@ -1,0 +1,420 @@
+"""Ends a tiny grid at every one of its effects on the disk, gives the same command again, and checks what came of it.
+
+`python tests/crash/points.py --out FOLDER` tries them all, and resumes what was begun there. Linux, with a C compiler.
+"""
+
+import argparse
+import ctypes
+import gc
+import itertools
+import json
+import mmap
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+SOURCE = HERE / "effects.c"
+CONTROL, TRACE = "EFFECTS_CONTROL", "EFFECTS_TRACE"
+HEADER = struct.Struct("8I1024s")
+"""`struct control` of effects.c."""
+MOST_SECONDS = 120.0
+"""Of a command."""
+
+
+def preloaded(folder: Path) -> dict[str, str]:
+    """The environment of a process whose effects are counted; compiles what counts them."""
+    library = folder / "effects.so"
+    subprocess.run(["cc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
+    (folder / "control").write_bytes(bytes(HEADER.size))
+    (folder / "trace").touch()
+    return {"LD_PRELOAD": str(library), CONTROL: str(folder / "control"), TRACE: str(folder / "trace")}
+
+
+class Effects:
+    """The counter that this process and its forks share."""
+
+    def __init__(self) -> None:
+        with open(os.environ[CONTROL], "r+b") as file:
+            self._shared = mmap.mmap(file.fileno(), HEADER.size)
+        self._trace = Path(os.environ[TRACE])
+
+    def count(self, root: Path, at: int = 0, again: int = 0, number: int = signal.SIGKILL, whole: bool = False) -> None:
+        """Count what is done below `root` from now on; the effects `at` and `again` are met by a signal.
+
+        whole: so is every later one.
+        """
+        os.truncate(self._trace, 0)
+        path = os.fsencode(root)
+        self._shared[:] = HEADER.pack(1, 0, at, again, number, whole, False, len(path), path)
+
+    def stop(self) -> list[str]:
+        """Count no longer; the effects so far, each as `kind path`."""
+        self._shared[:4] = bytes(4)
+        lines = [line.split("\t") for line in self._trace.read_text().splitlines()]
+        return [f"{kind} {path}" for _, _, kind, path in sorted(lines, key=lambda line: int(line[0]))]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A command on a runs folder, and what that holds before."""
+
+    name: str
+    argv: tuple[str, ...]
+    before: tuple[str, ...] = ()
+    """A command that has been there already."""
+
+    @property
+    def grid(self) -> str:
+        return "search-tiny-backcopy_tiny" if "search" in self.argv else "pair-backcopy_tiny"
+
+
+ONE = ("ablate", "run", "pair.py", "--rows", "softmax", "--seeds", "0", "--workers", "1")
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario("one cell", ONE),
+        Scenario("two cells by two workers", (*ONE[:3], "--seeds", "0", "--workers", "2")),
+        Scenario("--fresh", (*ONE, "--fresh"), before=ONE),
+        Scenario("a search", ("ablate", "search", "tiny.py", "--trials", "2", "--workers", "1")),
+    )
+}
+SEARCH = '''
+"""One axis on the tiny probe."""
+from lit_lazy.grid.search.definition import Real, Search
+
+search = Search("tiny", {"train.lr": Real(1e-4, 1e-2, log=True)}, "backcopy_tiny", startup=2)
+'''
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a grid is ended at an effect."""
+
+    name: str
+    number: int
+    whole: bool = False
+    twice: bool = False
+
+
+WAYS = {
+    way.name: way
+    for way in (
+        Way("SIGKILL of the process", signal.SIGKILL),
+        Way("SIGKILL of all", signal.SIGKILL, whole=True),
+        Way("SIGTERM", signal.SIGTERM),
+        Way("SIGTERM twice", signal.SIGTERM, twice=True),
+    )
+}
+
+
+class Place:
+    """A folder with a runs folder that is as often as wanted what it was."""
+
+    def __init__(self, folder: Path, scenario: Scenario, store: Path) -> None:
+        from two_rows import two_rows
+
+        self.folder, self.scenario, self.runs = folder, scenario, folder / "runs"
+        self.effects = Effects()
+        self.runs.mkdir(parents=True)
+        shutil.copy(store, self.runs / "mlflow.db")
+        (folder / "pair.py").write_text(two_rows("pair"))
+        (folder / "tiny.py").write_text(SEARCH)
+        if scenario.before:
+            assert self.command(scenario.before) == 0
+        shutil.copytree(self.runs, folder / "before")
+
+    def restore(self) -> None:
+        shutil.rmtree(self.runs)
+        shutil.copytree(self.folder / "before", self.runs)
+
+    def start(self, argv: Sequence[str]) -> "subprocess.Popen[Any]":
+        import forked
+
+        with (self.folder / "commands.log").open("ab") as log:
+            return forked.Popen(
+                [sys.executable, "-P", "-m", "lit_lazy.command", *argv, "--runs", str(self.runs)],
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.folder, start_new_session=True,
+            )  # fmt: skip
+
+    def command(self, argv: Sequence[str]) -> int:
+        """Exit status of a command, within a time."""
+        process = self.start(argv)
+        try:
+            return process.wait(MOST_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return -1
+
+    def undisturbed(self) -> tuple[list[str], "Snapshot"]:
+        """The effects of the command, and what it leaves."""
+        self.restore()
+        self.effects.count(self.runs)
+        assert self.command(self.scenario.argv) == 0
+        return self.effects.stop(), Snapshot.of(self.runs, self.scenario.grid)
+
+    def attempt(self, at: int, way: Way, wanted: "Snapshot") -> "Outcome":
+        """End the grid at its effect number `at`, give the command again, compare."""
+        self.restore()
+        self.effects.count(self.runs, at, at + 1 if way.twice else 0, way.number, way.whole)
+        first = self.command(self.scenario.argv)
+        if way.whole:
+            end_all()
+        effects = self.effects.stop()
+        where = effects[at - 1] if at <= len(effects) else ""
+        violations = [] if first != -1 else [f"the command took more than {MOST_SECONDS:.0f} s"]
+        if not where:
+            return Outcome(
+                self.scenario.name, way.name, at, "", [*violations, *wanted.differences(self.runs, self.scenario.grid)]
+            )
+        status = self.command(self.scenario.argv)
+        violations += [] if status == 0 else [f"the command given again ended with {status}: {self.last_line()}"]
+        violations += [f"{n} processes left" for n in [end_all()] if n]
+        return Outcome(
+            self.scenario.name, way.name, at, where, [*violations, *wanted.differences(self.runs, self.scenario.grid)]
+        )
+
+    def last_line(self) -> str:
+        return (self.folder / "commands.log").read_text().strip().splitlines()[-1][:200]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one attempt."""
+
+    scenario: str
+    way: str
+    at: int
+    where: str
+    """The effect that was stopped; "" where the grid had ended before."""
+    violations: list[str]
+
+
+def adopt_orphans() -> None:
+    """Workers whose command is killed become children of this process."""
+    PR_SET_CHILD_SUBREAPER = 36
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_all() -> int:
+    """Kill what is left of a grid; how many processes that were."""
+    import psutil
+
+    left = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    for child in left:
+        child.kill()
+    while True:
+        try:
+            if os.waitpid(-1, 0)[0] == 0:
+                break
+        except ChildProcessError:
+            break
+    return len(left)
+
+
+VOLATILE = re.compile(r"[0-9a-f]{32}|[0-9a-f]{8}|\d{8}-\d{6}|\d+")
+PUBLISHED = ("table.csv", "table.json", "plan.json", "search.json", "config.yaml")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What has to be the same after every end."""
+
+    results: dict[str, Any]
+    """Metrics of each cell."""
+    queue: list[Any]
+    """State and value of each cell."""
+    runs: list[Any]
+    """Of MLflow: kind, cell, status, state, params, and the names of its metrics; curves, without their times."""
+    files: list[str]
+    """Below the grid's folder, without numbers that differ each time."""
+    published: dict[str, str]
+
+    @classmethod
+    def of(cls, runs: Path, grid: str) -> "Snapshot":
+        import optuna
+        from mlflow.tracking import MlflowClient
+
+        folder = runs / grid
+        storage = optuna.storages.RDBStorage(f"sqlite:///{runs / 'queue.db'}")
+        trials = optuna.load_study(study_name=grid, storage=storage).trials
+        client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
+        number = client.get_experiment_by_name(grid).experiment_id
+        tracked = [_tracked(client, run) for run in client.search_runs([number], max_results=1000)]
+        results = {
+            path.parent.name: json.loads(path.read_text())["metrics"] for path in folder.glob("cells/*/result.json")
+        }
+        forget_databases()
+        storage.engine.dispose()
+        return cls(
+            results,
+            sorted([trial.user_attrs["key"], trial.state.name, trial.value] for trial in trials),
+            sorted(tracked, key=lambda run: json.dumps(run, sort_keys=True)),
+            sorted(VOLATILE.sub("*", str(path.relative_to(folder))) for path in folder.rglob("*")),
+            {name: (folder / name).read_text() for name in PUBLISHED if (folder / name).exists()},
+        )
+
+    def differences(self, runs: Path, grid: str) -> list[str]:
+        """How what is there differs from this."""
+        try:
+            found = Snapshot.of(runs, grid)
+        except Exception as error:  # whatever is broken is a finding
+            return [f"cannot be read: {type(error).__name__}: {error}"]
+        return [
+            f"{name}: {_first_difference(wanted, is_)}"
+            for name, wanted, is_ in zip(asdict(self), asdict(self).values(), asdict(found).values(), strict=True)
+            if wanted != is_
+        ]
+
+
+def _tracked(client: Any, run: Any) -> dict[str, Any]:
+    tags = {name: value for name, value in run.data.tags.items() if not name.startswith("mlflow.") and name != "grid"}
+    curves = {}
+    for name in sorted(run.data.metrics):
+        points = client.get_metric_history(run.info.run_id, name)
+        curves[name] = len(points) if name.startswith("time/") else sorted([p.step, p.value] for p in points)
+    artifacts = {artifact.path: artifact.file_size for artifact in client.list_artifacts(run.info.run_id)}
+    sizes = {path: size for path, size in artifacts.items() if path in PUBLISHED}
+    return {
+        "status": run.info.status,
+        "tags": tags,
+        "params": run.data.params,
+        "curves": curves,
+        "artifacts": sorted(artifacts),
+        "sizes": sizes,
+    }
+
+
+def _first_difference(wanted: Any, found: Any, at: str = "") -> str:
+    """Where two plain values differ first, and how."""
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        for key in sorted(wanted.keys() | found.keys()):
+            if wanted.get(key) != found.get(key):
+                return _first_difference(wanted.get(key), found.get(key), f"{at}/{key}")
+    if isinstance(wanted, list) and isinstance(found, list):
+        if len(wanted) != len(found):
+            extra = [x for x in found if x not in wanted] or [x for x in wanted if x not in found]
+            return f"{at}: {len(found)} instead of {len(wanted)}, such as {str(extra[:1])[:300]}"
+        for number, (one, other) in enumerate(zip(wanted, found, strict=True)):
+            if one != other:
+                return _first_difference(one, other, f"{at}/{number}")
+    return f"{at}: {str(found)[:150]} instead of {str(wanted)[:150]}"
+
+
+def forget_databases() -> None:
+    """Other files are there soon."""
+    import sqlalchemy
+
+    for engine in gc.get_objects():
+        if type(engine) is sqlalchemy.Engine:
+            engine.dispose()
+
+
+def make_cheap() -> None:
+    """Workers are forks, looked after often; a report draws the figures of no variant."""
+    import forked
+    import torch
+
+    from lit_lazy.grid.search import run, worker  # noqa: F401  what the forks are to have imported
+    from lit_lazy.grid.work import launch, pool
+    from lit_lazy.report import page, publish  # noqa: F401
+
+    torch.set_num_threads(1)
+
+    pool.subprocess = forked
+    launch.POLL_SECONDS = 0.1
+    launch.LOOK_SECONDS = 1.0
+    page.MOST_VARIANTS = 0
+
+
+def tried(path: Path, commit: str) -> list[Outcome]:
+    """What a file of outcomes holds of this commit."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [Outcome(**line["outcome"]) for line in lines if line["commit"] == commit]
+
+
+def try_all(
+    folder: Path, scenario: Scenario, way: Way, points: Callable[[list[str]], Iterable[int]]
+) -> Iterable[Outcome]:
+    """The outcomes of a scenario, each as soon as it is there. points: which effects to try, given all of them."""
+    scratch = folder / "scratch"
+    shutil.rmtree(scratch, ignore_errors=True)
+    place = Place(scratch, scenario, folder / "store.db")
+    effects, wanted = place.undisturbed()
+    if differences := wanted.differences(place.runs, scenario.grid):
+        raise SystemExit(f"{scenario.name}: the undisturbed grid does not equal itself: {differences}")
+    for at in points(effects):
+        outcome = place.attempt(at, way, wanted)
+        yield outcome
+        if not outcome.where:
+            return
+
+
+def main() -> int:
+    """Try what is wanted and not tried yet; the number of violations decides the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the outcomes, which are resumed there")
+    parser.add_argument("--scenario", choices=SCENARIOS, action="append", help="only this one; may be given again")
+    parser.add_argument("--way", choices=WAYS, action="append", help="only this one; may be given again")
+    parser.add_argument(
+        "--match", metavar="REGEX", help="only the first effect that matches; may be given again", action="append"
+    )
+    options = parser.parse_args()
+    if "LD_PRELOAD" not in os.environ:
+        options.out.mkdir(parents=True, exist_ok=True)
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | preloaded(options.out))
+    make_cheap()
+    adopt_orphans()
+    from lit_lazy.support.provenance import git_sha
+
+    make_store(options.out / "store.db")
+    path, violations = options.out / "outcomes.jsonl", 0
+    for scenario in (SCENARIOS[name] for name in options.scenario or SCENARIOS):
+        for way in (WAYS[name] for name in options.way or WAYS):
+            known = {(o.scenario, o.way, o.at): o for o in tried(path, git_sha())}
+            done = {at for name, by, at in known if (name, by) == (scenario.name, way.name)}
+            if any(not o.where for o in known.values() if (o.scenario, o.way) == (scenario.name, way.name)):
+                continue
+
+            def wanted(effects: list[str], done: set[int] = done) -> Iterable[int]:
+                if options.match:
+                    return [first(effects, pattern) for pattern in options.match]
+                return (at for at in itertools.count(1) if at not in done)
+
+            for outcome in try_all(options.out, scenario, way, wanted):
+                with path.open("a") as file:
+                    file.write(json.dumps({"commit": git_sha(), "outcome": asdict(outcome)}) + "\n")
+                violations += bool(outcome.violations)
+                if outcome.violations or outcome.at % 25 == 0:
+                    print(
+                        f"{scenario.name}, {way.name}, {outcome.at}: {outcome.where}: {outcome.violations}", flush=True
+                    )
+    return int(violations > 0)
+
+
+def first(effects: Sequence[str], pattern: str) -> int:
+    """Number of the first effect that matches."""
+    return next(number for number, effect in enumerate(effects, start=1) if re.search(pattern, effect))
+
+
+def make_store(path: Path) -> None:
+    """An MLflow database without experiments, to be copied."""
+    from mlflow.tracking import MlflowClient
+
+    if not path.exists():
+        MlflowClient(f"sqlite:///{path}").search_experiments()
+        forget_databases()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE.parent))
+    sys.exit(main())

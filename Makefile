@@ -19,6 +19,7 @@ help:
 	@echo "make test-all      the same and the long tests, and the kernels on other versions of triton"
 	@echo "make bench         memory of the attention backends, cost of a training step and of diagnostics"
 	@echo "make bench-grid    cost of a grid beside its training, and what a hundred kills do to one (half an hour)"
+	@echo "make crash-points  end a tiny grid at every effect on the disk, and check what the same command makes of it (hours)"
 	@echo "TINY=1 makes table2 and table2-text a matter of a minute; WORKERS, RUNS and PYTHON can be set too"
 
 table2: .venv/.complete
@@ -58,7 +59,11 @@ bench: .venv/.complete
 
 bench-grid: .venv/.complete
 	$(LIT) bench grid --out docs/results/bench-grid.json
-	$(BIN)/python tests/grid/chaos.py --kills 100 --out docs/results/reliability.md
+	$(BIN)/python tests/grid/chaos.py --kills 100 --out docs/results/random-kills.md
+
+# Hours, resumed by the same command; the report is of what was tried so far.
+crash-points: .venv/.complete
+	OMP_NUM_THREADS=1 $(BIN)/python tests/crash/points.py --out $(RUNS)/crash-points --report docs/results/reliability.md
 
 # Without the direct requirements, so that raising one of them meets no pin of its former version here.
 DIRECT = $(shell sed -nE 's/^([A-Za-z0-9_.-]+)(\[.*\])?==.*/\1/p' requirements.txt | paste -sd'|')

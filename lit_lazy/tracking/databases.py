@@ -1,7 +1,8 @@
 """Databases that a user names by URL: reached before anything is created, and never shown with their passwords."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,6 +59,16 @@ def reach(option: str, url: str, table: str, ask: Callable[[sqlalchemy.Connectio
 def sqlite_file(url: str) -> Path | None:
     """The file of an sqlite URL; None for another database's."""
     return Path(url.removeprefix("sqlite:///")) if url.startswith("sqlite:") else None
+
+
+@contextmanager
+def new_sqlite_file(file: Path) -> Iterator[Path]:
+    """A file to make tables in, which becomes `file` when that is done: one half-made could never be opened again."""
+    unfinished = file.with_name(f"{file.name}.unfinished")
+    for left in (unfinished, unfinished.with_name(f"{unfinished.name}-journal")):
+        left.unlink(missing_ok=True)
+    yield unfinished
+    unfinished.replace(file)
 
 
 def engine_options(url: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from requests.exceptions import RequestException
 from lit_lazy.config.canonical import flatten
 from lit_lazy.support.disk import writable_folder, write_atomically
 from lit_lazy.support.errors import UnfinishedError, one_line
-from lit_lazy.tracking.databases import reach, redacted, sqlite_file
+from lit_lazy.tracking.databases import new_sqlite_file, reach, redacted, sqlite_file
 from lit_lazy.tracking.views import LINKED_VIEWS, TAG_PREFIX, CellRun, run_link, runs_link, saved_view, view_id, views
 
 # MLflow tells of every database it creates, and trips over a deprecation of its own.
@@ -143,11 +143,9 @@ def _use(uri: str) -> None:
 
 def _create(file: Path) -> None:
     """MLflow's database, whole or not at all: one whose creation was killed half-way could never be opened again."""
-    unfinished = file.with_name(f"{file.name}.unfinished")
-    unfinished.unlink(missing_ok=True)
-    store = SqlAlchemyStore(f"{SQLITE}{unfinished}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
-    store.engine.dispose()
-    unfinished.replace(file)
+    with new_sqlite_file(file) as unfinished:
+        store = SqlAlchemyStore(f"{SQLITE}{unfinished}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
+        store.engine.dispose()
 
 
 class Tracker:

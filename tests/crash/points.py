@@ -10,16 +10,22 @@ import itertools
 import json
 import mmap
 import os
+import platform
 import re
 import shutil
 import signal
 import struct
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from lit_lazy.support.disk import write_text
+from lit_lazy.support.provenance import git_sha
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "effects.c"
@@ -165,6 +171,7 @@ class Place:
     def attempt(self, at: int, way: Way, wanted: "Snapshot") -> "Outcome":
         """End the grid at its effect number `at`, give the command again, compare."""
         self.restore()
+        started = time.monotonic()
         self.effects.count(self.runs, at, at + 1 if way.twice else 0, way.number, way.whole)
         first = self.command(self.scenario.argv)
         if way.whole:
@@ -172,16 +179,13 @@ class Place:
         effects = self.effects.stop()
         where = effects[at - 1] if at <= len(effects) else ""
         violations = [] if first != -1 else [f"the command took more than {MOST_SECONDS:.0f} s"]
-        if not where:
-            return Outcome(
-                self.scenario.name, way.name, at, "", [*violations, *wanted.differences(self.runs, self.scenario.grid)]
-            )
-        status = self.command(self.scenario.argv)
-        violations += [] if status == 0 else [f"the command given again ended with {status}: {self.last_line()}"]
-        violations += [f"{n} processes left" for n in [end_all()] if n]
-        return Outcome(
-            self.scenario.name, way.name, at, where, [*violations, *wanted.differences(self.runs, self.scenario.grid)]
-        )
+        if where:
+            status = self.command(self.scenario.argv)
+            violations += [] if status == 0 else [f"the command given again ended with {status}: {self.last_line()}"]
+            violations += [f"{n} processes left" for n in [end_all()] if n]
+        violations += wanted.differences(self.runs, self.scenario.grid)
+        seconds = round(time.monotonic() - started, 2)
+        return Outcome(self.scenario.name, way.name, at, where, git_sha(), seconds, violations)
 
     def last_line(self) -> str:
         return (self.folder / "commands.log").read_text().strip().splitlines()[-1][:200]
@@ -196,6 +200,9 @@ class Outcome:
     at: int
     where: str
     """The effect that was stopped; "" where the grid had ended before."""
+    commit: str
+    seconds: float
+    """How long the attempt and its checks took."""
     violations: list[str]
 
 
@@ -236,7 +243,7 @@ class Snapshot:
     runs: list[Any]
     """Of MLflow: kind, cell, status, state, params, and the names of its metrics; curves, without their times."""
     files: list[str]
-    """Below the grid's folder, without numbers that differ each time."""
+    """Without the numbers that differ each time."""
     published: dict[str, str]
 
     @classmethod
@@ -250,16 +257,14 @@ class Snapshot:
         client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
         number = client.get_experiment_by_name(grid).experiment_id
         tracked = [_tracked(client, run) for run in client.search_runs([number], max_results=1000)]
-        results = {
-            path.parent.name: json.loads(path.read_text())["metrics"] for path in folder.glob("cells/*/result.json")
-        }
+        results = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("cells/*/result.json")}
         forget_databases()
         storage.engine.dispose()
         return cls(
-            results,
+            {key: result["metrics"] for key, result in results.items()},
             sorted([trial.user_attrs["key"], trial.state.name, trial.value] for trial in trials),
             sorted(tracked, key=lambda run: json.dumps(run, sort_keys=True)),
-            sorted(VOLATILE.sub("*", str(path.relative_to(folder))) for path in folder.rglob("*")),
+            sorted(VOLATILE.sub("*", path) for path in _files(runs)),
             {name: (folder / name).read_text() for name in PUBLISHED if (folder / name).exists()},
         )
 
@@ -274,6 +279,12 @@ class Snapshot:
             for name, wanted, is_ in zip(asdict(self), asdict(self).values(), asdict(found).values(), strict=True)
             if wanted != is_
         ]
+
+
+def _files(runs: Path) -> list[str]:
+    """Below the runs folder, but for artifacts: those of a retired run stay."""
+    every = [str(path.relative_to(runs)) for path in runs.rglob("*")]
+    return [path for path in every if not path.startswith("mlartifacts")]
 
 
 def _tracked(client: Any, run: Any) -> dict[str, Any]:
@@ -336,15 +347,10 @@ def make_cheap() -> None:
     page.MOST_VARIANTS = 0
 
 
-def tried(path: Path, commit: str) -> list[Outcome]:
-    """What a file of outcomes holds of this commit."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [Outcome(**line["outcome"]) for line in lines if line["commit"] == commit]
+Points = Callable[[list[str]], Iterable[int]]
 
 
-def try_all(
-    folder: Path, scenario: Scenario, way: Way, points: Callable[[list[str]], Iterable[int]]
-) -> Iterable[Outcome]:
+def try_all(folder: Path, scenario: Scenario, way: Way, points: Points) -> Iterable[Outcome]:
     """The outcomes of a scenario, each as soon as it is there. points: which effects to try, given all of them."""
     scratch = folder / "scratch"
     shutil.rmtree(scratch, ignore_errors=True)
@@ -360,45 +366,94 @@ def try_all(
 
 
 def main() -> int:
-    """Try what is wanted and not tried yet; the number of violations decides the exit status."""
+    """Try what is wanted and not tried yet; the exit status tells whether something was violated."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the outcomes, which are resumed there")
     parser.add_argument("--scenario", choices=SCENARIOS, action="append", help="only this one; may be given again")
     parser.add_argument("--way", choices=WAYS, action="append", help="only this one; may be given again")
-    parser.add_argument(
-        "--match", metavar="REGEX", help="only the first effect that matches; may be given again", action="append"
-    )
+    parser.add_argument("--report", type=Path, metavar="FILE.md", help="write there what came of all that was tried")
+    parser.add_argument("--match", metavar="REGEX", action="append", help="only the first effect that matches")
     options = parser.parse_args()
     if "LD_PRELOAD" not in os.environ:
         options.out.mkdir(parents=True, exist_ok=True)
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | preloaded(options.out))
     make_cheap()
     adopt_orphans()
-    from lit_lazy.support.provenance import git_sha
-
     make_store(options.out / "store.db")
-    path, violations = options.out / "outcomes.jsonl", 0
-    for scenario in (SCENARIOS[name] for name in options.scenario or SCENARIOS):
-        for way in (WAYS[name] for name in options.way or WAYS):
-            known = {(o.scenario, o.way, o.at): o for o in tried(path, git_sha())}
-            done = {at for name, by, at in known if (name, by) == (scenario.name, way.name)}
-            if any(not o.where for o in known.values() if (o.scenario, o.way) == (scenario.name, way.name)):
-                continue
+    wanted = [
+        (SCENARIOS[scenario], WAYS[way]) for way in options.way or WAYS for scenario in options.scenario or SCENARIOS
+    ]
+    path = options.out / "outcomes.jsonl"
+    for scenario, way in wanted:
+        known = [o for o in outcomes(path) if (o.scenario, o.way) == (scenario.name, way.name)]
+        if not all(o.where for o in known):
+            continue  # it was tried to its end
+        done = {o.at for o in known}
+        points = matching(options.match) if options.match else untried(done)
+        for outcome in try_all(options.out, scenario, way, points):
+            with path.open("a") as file:
+                file.write(json.dumps(asdict(outcome)) + "\n")
+            if outcome.violations or outcome.at % 25 == 0:
+                print(f"{scenario.name}, {way.name}, {outcome.at}, {outcome.where}: {outcome.violations}", flush=True)
+    if options.report:
+        write_text(options.report, report(outcomes(path)))
+    return int(any(outcome.violations for outcome in outcomes(path)))
 
-            def wanted(effects: list[str], done: set[int] = done) -> Iterable[int]:
-                if options.match:
-                    return [first(effects, pattern) for pattern in options.match]
-                return (at for at in itertools.count(1) if at not in done)
 
-            for outcome in try_all(options.out, scenario, way, wanted):
-                with path.open("a") as file:
-                    file.write(json.dumps({"commit": git_sha(), "outcome": asdict(outcome)}) + "\n")
-                violations += bool(outcome.violations)
-                if outcome.violations or outcome.at % 25 == 0:
-                    print(
-                        f"{scenario.name}, {way.name}, {outcome.at}: {outcome.where}: {outcome.violations}", flush=True
-                    )
-    return int(violations > 0)
+ABOUT = """# What a grid survives at every effect on the disk
+
+A tiny grid is ended at its k-th effect, for every k, and the same command is given again. An effect is a file or folder
+made, written, emptied, renamed or removed below the runs folder by any of its processes; a kill before each of them, in
+the order of the program, covers every state that a kill can leave. In the end every cell has to be complete once, in
+the queue and in MLflow; results, params and every point of every curve equal to the undisturbed grid's, its table byte
+for byte; nothing running, no file and no process left over, exit status 0.
+"""
+
+
+def report(every: Sequence[Outcome]) -> str:
+    """A page on what was tried and what came of it."""
+    met = [outcome for outcome in every if outcome.where]
+    rows = Counter((outcome.scenario, outcome.way) for outcome in met)
+    ended = {(outcome.scenario, outcome.way) for outcome in every if not outcome.where}
+    wrong = Counter((outcome.scenario, outcome.way) for outcome in met if outcome.violations)
+    kinds = Counter(outcome.where.partition(" ")[0] for outcome in met)
+    commits = Counter(outcome.commit for outcome in every)
+    lines = [
+        ABOUT,
+        "| grid | ended by | points | to its end | violations |",
+        "| --- | --- | --: | --- | --: |",
+        *(
+            f"| {scenario} | {way} | {n} | {'yes' if (scenario, way) in ended else 'no'} | {wrong[scenario, way]} |"
+            for (scenario, way), n in rows.items()
+        ),
+        f"| all | | {len(met)} | | {sum(wrong.values())} |",
+        "",
+        "By kind: " + ", ".join(f"{kind} {n}" for kind, n in kinds.most_common()) + ".",
+        "",
+        *(f"- {o.scenario}, {o.way}, {o.at}, {o.where}: {'; '.join(o.violations)}" for o in every if o.violations),
+        f"That took {sum(outcome.seconds for outcome in every) / 3600:.1f} hours of one process, with others at work "
+        "beside it.",
+        "",
+        f"Made by `make crash-points` at {', '.join(f'{commit} ({n})' for commit, n in commits.items())}, last on "
+        f"{time.strftime('%Y-%m-%d')}: Python {platform.python_version()}, {platform.system()} {platform.machine()}, "
+        f"{os.cpu_count()} CPU cores.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def outcomes(path: Path) -> list[Outcome]:
+    """What a file of outcomes holds."""
+    return [Outcome(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def matching(patterns: Sequence[str]) -> Points:
+    """For each pattern the first effect that matches."""
+    return lambda effects: [first(effects, pattern) for pattern in patterns]
+
+
+def untried(done: set[int]) -> Points:
+    """All but these, to the end of the grid, wherever that may be."""
+    return lambda _: (at for at in itertools.count(1) if at not in done)
 
 
 def first(effects: Sequence[str], pattern: str) -> int:

@@ -1,6 +1,6 @@
 """Kills a grid at random moments, and at chosen ones, until it has had enough; then checks that nothing was lost.
 
-`python tests/grid/chaos.py --kills 100 --out docs/results/reliability.md` writes what it found.
+`python tests/grid/chaos.py --kills 100 --out docs/results/random-kills.md` writes what it found.
 """
 
 import argparse

@@ -22,10 +22,10 @@ from optuna.trial import TrialState, create_trial
 from sqlalchemy import text
 
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.queue.storage import MADE_BY, foreign_error, is_foreign, normalised
+from lit_lazy.grid.queue.storage import MADE_BY, create, foreign_error, is_foreign, normalised
 from lit_lazy.support.disk import is_disk_full
 from lit_lazy.support.errors import UnfinishedError
-from lit_lazy.tracking.databases import engine_options, first_line, redacted
+from lit_lazy.tracking.databases import engine_options, first_line, redacted, sqlite_file
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -93,6 +93,8 @@ class Queue:
         self.url, self.name = normalised(storage), name
         self._engine = sqlalchemy.create_engine(self.url, **engine_options(self.url))
         with self.lock():  # processes that start together must not create the tables together
+            if (file := sqlite_file(self.url)) is not None and not file.exists():
+                create(file)
             self._storage = self._persist(
                 lambda: optuna.storages.RDBStorage(self.url, engine_kwargs=engine_options(self.url))
             )

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import optuna
 import sqlalchemy
 from sqlalchemy import text
 
 from lit_lazy.support.disk import writable_folder
-from lit_lazy.tracking.databases import StorageError, reach, redacted, sqlite_file
+from lit_lazy.tracking.databases import StorageError, engine_options, new_sqlite_file, reach, redacted, sqlite_file
 
 T = TypeVar("T")
 MADE_BY = "lit-lazy ablate run, queue 3"
@@ -34,6 +35,13 @@ def normalised(storage: str) -> str:
 def default_storage(runs: Path) -> str:
     """The queue's database where none is given: a file in the runs folder."""
     return f"sqlite:///{(runs / 'queue.db').resolve()}"
+
+
+def create(file: Path) -> None:
+    """Optuna's tables in a new file, all of them or none: half of them could never be opened again."""
+    with new_sqlite_file(file) as unfinished:
+        url = f"sqlite:///{unfinished}"
+        optuna.storages.RDBStorage(url, engine_kwargs=engine_options(url)).engine.dispose()
 
 
 def check_storage(storage: str, grid: str) -> None:

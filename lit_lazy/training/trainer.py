@@ -72,7 +72,26 @@ def make_trainer(
     )
 
 
-class MissedValidation(Callback):
+class AtStart(Callback):
+    """Does what is due at the step where a run starts, or resumes: a kill may have cut it off."""
+
+    _started = False
+
+    def at_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """What is due; a logger may know it already."""
+        raise NotImplementedError
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._started = True
+        self.at_start(trainer, pl_module)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A run that resumes at its last step never starts to train."""
+        if not self._started:
+            self.at_start(trainer, pl_module)
+
+
+class MissedValidation(AtStart):
     """Makes up for a validation that a kill cut off.
 
     The checkpoint of a step is written before the validation at that step, and Lightning resumes after both.
@@ -82,9 +101,9 @@ class MissedValidation(Callback):
         self.source = source
 
     @torch.inference_mode()
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log it, if the run resumes at a step of validation; a logger may know it already."""
-        module, step = pl_module, trainer.global_step
+    def at_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Log it, if the run resumes at a step of validation."""
+        step = trainer.global_step
         if not isinstance(module, LitLM) or trainer.logger is None or not step or step % module.cfg.train.val_every:
             return
         loss, excess = RatioOfSums().to(module.device), RatioOfSums().to(module.device)

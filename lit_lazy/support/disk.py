@@ -28,6 +28,11 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
+def private(path: str, flags: int) -> int:
+    """An opener: what it creates only its user may read."""
+    return os.open(path, flags, 0o600)
+
+
 def quarantine(path: Path, why: str) -> None:
     """Rename a damaged file, with a warning: its run starts again without it."""
     aside = path.with_name(f"{path.name}.damaged")

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.error import URLError
 
+from lit_lazy.support.disk import private
 from lit_lazy.tracking.tracker import ExperimentLinks, check_store, default_uri, experiment_links, experiment_names
 
 HOST = "127.0.0.1"
@@ -39,12 +40,13 @@ def serve(runs: Path, port: int, name: str | None = None) -> int:
         if probe.connect_ex((HOST, port)) == 0:
             raise ValueError(f"--port {port}: something already listens there; choose another port")
     log = runs / "mlflow-server.log"
-    command = [
-        *(sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri),
-        *("--host", HOST, "--port", str(port), "--workers", "1"),
-    ]
-    env = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # nothing here queues jobs on the server
-    with log.open("w") as output:
+    command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
+    env = os.environ | {
+        "MLFLOW_BACKEND_STORE_URI": uri,  # not in the list of processes: it may hold a password
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # nothing here queues jobs on the server
+        "PYTHONSAFEPATH": "1",  # a file of the user's called as a module is none of the server's, or its children's
+    }
+    with open(log, "w", opener=private) as output:
         # A session of its own, so that the helpers it starts end with it.
         server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
     try:

@@ -1,4 +1,4 @@
-"""Inside a SLURM job a run is what it is elsewhere: Lightning neither requeues the job nor loads what it left behind."""
+"""Inside a SLURM job a run is what it is elsewhere: Lightning neither requeues the job nor loads what it left."""
 
 import logging
 import multiprocessing
@@ -54,7 +54,7 @@ def scontrol(tmp_path: Path) -> Path:
     """A folder with SLURM's command, which leaves `called` when it is."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    (folder / "scontrol").write_text(f"#!/bin/sh\necho \"$@\" >{folder / 'called'}\n")
+    (folder / "scontrol").write_text(f'#!/bin/sh\necho "$@" >{folder / "called"}\n')
     (folder / "scontrol").chmod(0o755)
     return folder
 

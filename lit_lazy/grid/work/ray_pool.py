@@ -18,9 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-# Read when a Ray is started: no report of its use goes to its makers.
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
 import ray
 from ray.exceptions import RayError, RayTaskError
 

@@ -3,6 +3,7 @@
 What a command needs is imported when it is given, so that help is instant.
 """
 
+import os
 import signal
 import sys
 import threading
@@ -32,6 +33,8 @@ from lit_lazy.support.errors import UnfinishedError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; the exit status: 0 done, 1 some cell failed, 2 wrong input, 130 interrupted."""
+    # A queue.py in the current folder is not to take the place of Python's own in a process that this one starts.
+    os.environ["PYTHONSAFEPATH"] = "1"
     options, rest = make_parser().parse_known_args(argv)
     if rest and not options.takes_overrides:
         return wrong(f"unknown argument {rest[0]!r}; see `{options.name} --help`")

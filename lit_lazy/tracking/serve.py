@@ -44,7 +44,6 @@ def serve(runs: Path, port: int, name: str | None = None) -> int:
     env = os.environ | {
         "MLFLOW_BACKEND_STORE_URI": uri,  # not in the list of processes: it may hold a password
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # nothing here queues jobs on the server
-        "PYTHONSAFEPATH": "1",  # a file of the user's called as a module is none of the server's, or its children's
     }
     with open(log, "w", opener=private) as output:
         # A session of its own, so that the helpers it starts end with it.

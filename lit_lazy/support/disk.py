@@ -7,7 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from lit_lazy.support.errors import causes
+
 log = logging.getLogger("lit_lazy.support.disk")
+PRIVATE = 0o600
+"""The mode of databases and logs: they name machines, folders and processes, and hold what libraries choose to say."""
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -30,7 +34,7 @@ def write_text(path: Path, text: str) -> None:
 
 def private(path: str, flags: int) -> int:
     """An opener: what it creates only its user may read."""
-    return os.open(path, flags, 0o600)
+    return os.open(path, flags, PRIVATE)
 
 
 def quarantine(path: Path, why: str) -> None:
@@ -42,15 +46,11 @@ def quarantine(path: Path, why: str) -> None:
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether an exception, or one that it came from, says that there is no space left."""
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
+    for cause in causes(error):
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
         if "disk is full" in str(cause) or "No space left on device" in str(cause):  # sqlite, PostgreSQL, torch
             return True
-        cause = cause.__cause__ or cause.__context__
     return False
 
 

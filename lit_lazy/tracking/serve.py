@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.error import URLError
 
 from lit_lazy.support.disk import private
+from lit_lazy.support.secrets import without_user
 from lit_lazy.tracking.tracker import ExperimentLinks, check_store, default_uri, experiment_links, experiment_names
 
 HOST = "127.0.0.1"
@@ -29,7 +30,7 @@ def serve(runs: Path, port: int, name: str | None = None) -> int:
     check_store(uri)
     if not experiment_names(uri):
         raise ValueError(f"--runs {runs}: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` makes some")
-    url = uri if uri.startswith("http") else f"http://{HOST}:{port}"
+    url = without_user(uri) if uri.startswith("http") else f"http://{HOST}:{port}"
     links = experiment_links(uri, url)
     if name is not None:
         links = chosen(links, name)

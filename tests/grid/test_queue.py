@@ -18,14 +18,17 @@ import optuna
 import postgres
 import pytest
 import sqlalchemy
+from filelock import FileLock
 from rich.console import Console
 
+from lit_lazy.command.main import main
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.queue.membership import Heart, Membership, Staleness, is_dead
-from lit_lazy.grid.queue.queue import LostError, Queue, Task
+from lit_lazy.grid.queue.queue import LostError, Queue, StorageDamagedError, Task
 from lit_lazy.grid.queue.storage import check_storage, default_storage, grid_names, normalised
 from lit_lazy.grid.work.status import print_status
-from lit_lazy.tracking.databases import StorageError, redacted
+from lit_lazy.support.secrets import redacted
+from lit_lazy.tracking.databases import StorageError
 
 ME = {"host": "elsewhere", "pid": "1", "lock": "/nowhere"}
 
@@ -271,7 +274,44 @@ def test_storages_that_cannot_be_used(tmp_path: Path, closed_port: int) -> None:
     assert not (tmp_path / "queue.db").exists()
 
 
-def test_a_database_that_goes_away_for_a_while_is_waited_for(postgres_server: "postgres.Server") -> None:
+def damage(path: Path, start: int) -> None:
+    """Overwrite a file from a byte on."""
+    content = path.read_bytes()
+    path.write_bytes(content[:start] + b"\xff" * (len(content) - start))
+
+
+@pytest.mark.parametrize(("start", "why"), [(0, "file is not a database"), (4096, "database disk image is malformed")])
+def test_a_damaged_database_is_reported_at_once(start: int, why: str, tmp_path: Path) -> None:
+    storage, path = default_storage(tmp_path), tmp_path / "queue.db"
+    queue = Queue(storage, "study")
+    queue.add_missing(cells(2))
+    task = claimed(queue)
+    queue._engine.dispose()
+    queue._storage.engine.dispose()
+    damage(path, start)
+    for ask in (queue.states, lambda: queue.complete(task, 1.0), lambda: Queue(storage, "study")):
+        with pytest.raises(StorageDamagedError) as raised:
+            ask()
+        assert str(raised.value) == (
+            f"the queue's database {path} is damaged ({why}); move it away and give the same command again: it finds "
+            "the results of finished cells"
+        )
+    FileLock(f"{path}.lock", timeout=0).acquire()  # nobody holds it
+
+
+def test_a_command_on_a_damaged_database_ends_in_one_line(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Queue(default_storage(runs), "table2-backcopy_tiny").add_missing(cells(2))
+    damage(runs / "queue.db", 4096)
+    assert main(["ablate", "run", "table2", "--base", "backcopy_tiny", "--runs", str(runs)]) == 2
+    assert capsys.readouterr().err == (
+        f"lit-lazy: --storage 'sqlite:///{runs / 'queue.db'}': cannot be used (database disk image is malformed); move "
+        "that file away, or name another\n"
+    )
+
+
+def test_a_database_that_goes_away_for_a_while_is_waited_for(
+    postgres_server: "postgres.Server", caplog: pytest.LogCaptureFixture
+) -> None:
     storage = postgres.database(postgres_server, "away")
     queue = Queue(storage, "study")
     queue.add_missing(cells(2))
@@ -287,6 +327,9 @@ def test_a_database_that_goes_away_for_a_while_is_waited_for(postgres_server: "p
     assert recording.is_alive()
     postgres_server.start()
     recording.join(timeout=60)
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "lit_lazy.grid.queue"]
+    assert said.startswith("the queue's database postgresql+psycopg://postgres@127.0.0.1:")
+    assert said.endswith("; it is asked again for 10 minutes")
     assert queue.states() == {"k0": "complete", "k1": "waiting"}
     assert claimed(queue).cell.key == "k1"
 

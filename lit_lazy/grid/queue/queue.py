@@ -6,6 +6,7 @@ its tables, so that a cell costs the same in a grid of ten thousand as in one of
 """
 
 import json
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -19,16 +20,18 @@ import sqlalchemy
 from filelock import FileLock
 from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
-from sqlalchemy import DateTime, Integer, String, TextClause, bindparam, text
+from sqlalchemy import DateTime, Executable, Integer, String, bindparam, text
 
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.queue.storage import MADE_BY, foreign_error, is_foreign, normalised
-from lit_lazy.support.disk import is_disk_full
+from lit_lazy.support.disk import PRIVATE, is_disk_full
 from lit_lazy.support.errors import UnfinishedError
-from lit_lazy.tracking.databases import engine_options, first_line, redacted
+from lit_lazy.support.secrets import redacted
+from lit_lazy.tracking.databases import damage, engine_options, first_line, sqlite_file
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
+log = logging.getLogger("lit_lazy.grid.queue")
 T = TypeVar("T")
 State = Literal["waiting", "running", "complete", "pruned", "failed"]
 STATES: dict[str, State] = {
@@ -51,12 +54,17 @@ OF_TRIALS = (
     .columns(trial_id=Integer, state=String, datetime_start=DateTime, key=String, value_json=String)
 )
 """Every attribute of the trials in some states; sqlite needs to be told which column is a time."""
+MAY_PASS = (sqlalchemy.exc.OperationalError, optuna.exceptions.StorageInternalError)
 PATIENCE_SECONDS = 600.0
 """How long a database that does not answer is tried again before a process gives up."""
 
 
 class StorageAwayError(UnfinishedError):
     """The database did not answer for a long time."""
+
+
+class StorageDamagedError(UnfinishedError):
+    """The database is an sqlite file that cannot be read any more."""
 
 
 class LostError(RuntimeError):
@@ -102,6 +110,8 @@ class Queue:
         self.url, self.name = normalised(storage), name
         self._engine = sqlalchemy.create_engine(self.url, **engine_options(self.url))
         with self.lock():  # processes that start together must not create the tables together
+            if (file := sqlite_file(self.url)) is not None and not file.exists():
+                file.touch(mode=PRIVATE)
             self._storage = self._persist(
                 lambda: optuna.storages.RDBStorage(self.url, engine_kwargs=engine_options(self.url))
             )
@@ -150,23 +160,38 @@ class Queue:
         return connection
 
     def _persist(self, work: Callable[[], T]) -> T:
-        """Do something to the database, again and again while it does not answer."""
+        """Do something to the database, again and again while it does not answer, which is logged once.
+
+        Raises StorageDamagedError at once for an sqlite file that is damaged.
+        """
         give_up, pause = time.monotonic() + PATIENCE_SECONDS, 0.5
+        told = False
         while True:
             try:
                 return work()
-            except (sqlalchemy.exc.OperationalError, optuna.exceptions.StorageInternalError) as error:
-                if is_disk_full(error):
+            except (sqlalchemy.exc.DatabaseError, optuna.exceptions.StorageInternalError) as error:
+                if why := damage(error):
+                    raise StorageDamagedError(
+                        f"the queue's database {sqlite_file(self.url)} is damaged ({why}); move it away and give the "
+                        "same command again: it finds the results of finished cells"
+                    ) from error
+                if is_disk_full(error) or not isinstance(error, MAY_PASS):
                     raise
+                away = f"the queue's database {redacted(self.url)} has not answered"
                 if time.monotonic() > give_up:
                     raise StorageAwayError(
-                        f"the queue's database {redacted(self.url)} has not answered for {PATIENCE_SECONDS / 60:.0f} "
-                        f"minutes ({first_line(error)}); nothing is lost, the same command resumes"
+                        f"{away} for {PATIENCE_SECONDS / 60:.0f} minutes ({first_line(error)}); nothing is lost, the "
+                        "same command resumes"
                     ) from error
+                if not told:
+                    told = True
+                    log.warning(
+                        "%s (%s); it is asked again for %.0f minutes", away, first_line(error), PATIENCE_SECONDS / 60
+                    )
             time.sleep(pause)
             pause = min(2 * pause, 15.0)
 
-    def _rows(self, query: str | TextClause, **values: Any) -> list[Any]:
+    def _rows(self, query: str | Executable, **values: Any) -> list[Any]:
         statement = text(query) if isinstance(query, str) else query
 
         def ask() -> list[Any]:

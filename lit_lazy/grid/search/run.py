@@ -12,9 +12,10 @@ from lit_lazy.grid.search.definition import Definition
 from lit_lazy.grid.search.queue import Point, SearchQueue
 from lit_lazy.grid.search.report import Report
 from lit_lazy.grid.work.estimate import cost
-from lit_lazy.grid.work.launch import Launch, Work, command_line, executed, is_finished, opened
+from lit_lazy.grid.work.launch import Launch, Work, executed, is_finished, opened
 from lit_lazy.grid.work.progress import clock
 from lit_lazy.support.provenance import git_sha
+from lit_lazy.support.secrets import command_line
 from lit_lazy.tracking.tracker import TrackedRun, Tracker, TrackingError
 
 DEFINITION = "search.json"

@@ -1,8 +1,6 @@
 """Runs an ablation: enqueues what is missing, starts workers, shows progress, writes the table."""
 
-import shlex
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +15,7 @@ from rich.console import Console
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.plan import PLAN, Plan, read_plan, save_views
 from lit_lazy.grid.queue.membership import Membership, Staleness, is_dead, living
-from lit_lazy.grid.queue.queue import FINISHED, Entry, Queue, redacted
+from lit_lazy.grid.queue.queue import FINISHED, Entry, Queue
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.grid.work.pool import LocalPool, Pool
 from lit_lazy.grid.work.progress import Progress
@@ -173,7 +171,7 @@ def make_job(work: Work, launch: Launch, queue: Queue, tracker: Tracker, parent_
         storage=queue.url,
         study=work.id,
         runs=work.runs,
-        tracking_uri=tracker.uri,
+        tracking_uri=tracker.secret_uri,
         parent_id=parent_id,
         threads=launch.threads,
         keep_checkpoints=launch.keep_checkpoints,
@@ -354,9 +352,3 @@ def describe(entry: Entry) -> str:
     since = f" since {entry.since:%a %H:%M:%S}" if entry.since else ""
     worker = entry.worker
     return f"{entry.variant} seed {entry.seed} by process {worker['pid']} on {worker['host']}{since}"
-
-
-def command_line() -> str:
-    """The command as a user would type it, without passwords."""
-    words = [redacted(word) if "://" in word else word for word in sys.argv[1:]]
-    return shlex.join(["lit-lazy", *words])

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -10,6 +11,9 @@ from typing import BinaryIO
 from lit_lazy.support.errors import causes
 
 log = logging.getLogger("lit_lazy.support.disk")
+FEW_FILES = 32
+"""A cell makes fewer, those that MLflow keeps for it included."""
+PROBE_BYTES = 2**20
 PRIVATE = 0o600
 """The mode of databases and logs: they name machines, folders and processes, and hold what libraries choose to say."""
 
@@ -52,6 +56,28 @@ def is_disk_full(error: BaseException) -> bool:
         if "disk is full" in str(cause) or "No space left on device" in str(cause):  # sqlite, PostgreSQL, torch
             return True
     return False
+
+
+def lacking(folder: Path, size: int) -> str:
+    """What a disk lacks to hold `size` more bytes in a few files of a folder; "" where it has all that.
+
+    A few bytes are really written: a quota shows in no statistics.
+    """
+    if shutil.disk_usage(folder).free < size:
+        return f"{size / 1e6:.0f} MB"
+    disk = os.statvfs(folder)
+    if disk.f_files and disk.f_favail < FEW_FILES:  # some file systems do not count theirs
+        return f"inodes for {FEW_FILES} files"
+    probe = folder / f".lit-lazy-{os.getpid()}"
+    try:
+        probe.write_bytes(bytes(PROBE_BYTES))
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        return f"{PROBE_BYTES / 1e6:.0f} MB ({error.strerror})"
+    finally:
+        probe.unlink(missing_ok=True)
+    return ""
 
 
 def writable_folder(option: str, folder: Path) -> None:

@@ -18,8 +18,8 @@ def redacted(url: str) -> str:
 
 
 def redacted_text(text: str) -> str:
-    """A text without the passwords of the URLs in it."""
-    return re.sub(r"\S+://\S+", lambda url: redacted(url[0]), text)
+    """A text without the passwords of the URLs in it; `USER:PASSWORD@` is how messages say what one looks like."""
+    return re.sub(r"\S+://(?!USER:PASSWORD@)\S+", lambda url: redacted(url[0]), text)
 
 
 class Redacting(logging.Formatter):

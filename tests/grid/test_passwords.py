@@ -36,7 +36,7 @@ TRACES = [PASSWORD.encode(), TYPED.encode(), b64encode(f"me:{PASSWORD}".encode()
 
 
 class Guard(BaseHTTPRequestHandler):
-    """Hands requests with the right name and password to MLflow's server; a few batches of params or metrics are refused."""
+    """Hands requests with the right name and password to MLflow's server, but for a few batches of metrics."""
 
     protocol_version = "HTTP/1.1"
     behind = 0

@@ -1,7 +1,6 @@
 """What every benchmark says of where its figures come from, and how it prints and keeps them."""
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 
 from lit_lazy.support.disk import writable_folder
 from lit_lazy.support.provenance import environment
+from lit_lazy.support.secrets import command_line
 
 
 def provenance(out: Path | None) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def provenance(out: Path | None) -> dict[str, Any]:
     if out is not None:
         writable_folder("--out", out.parent)
     return {
-        "command": " ".join(["lit-lazy", *sys.argv[1:]]),
+        "command": command_line(),
         "date": datetime.now(UTC).date().isoformat(),
         "environment": environment() | {"cpu": _cpu_name()},
     }

@@ -98,7 +98,8 @@ def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
     chosen = select(ablation, options.rows, options.seeds)
     cells = expand(chosen, base, overridden)
     from lit_lazy.grid.plan import Plan
-    from lit_lazy.grid.work.launch import Grid, command_line
+    from lit_lazy.grid.work.launch import Grid
+    from lit_lazy.support.secrets import command_line
 
     # The baseline has its place in the table, missing or not, also when it is not run now.
     names_chosen = {row.name for row, _ in chosen}

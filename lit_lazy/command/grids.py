@@ -81,7 +81,7 @@ def grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> 
 
 def tracked_grid(options: argparse.Namespace) -> "Tracker":
     """The MLflow experiment of the grid that NAME and --base mean."""
-    from lit_lazy.tracking.databases import redacted
+    from lit_lazy.support.secrets import redacted
     from lit_lazy.tracking.tracker import Tracker, check_store, default_uri, experiment_names
 
     uri = default_uri(options.runs)

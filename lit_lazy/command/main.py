@@ -3,6 +3,7 @@
 What a command needs is imported when it is given, so that help is instant.
 """
 
+import os
 import signal
 import sys
 import threading
@@ -28,10 +29,14 @@ from lit_lazy.command import (
 from lit_lazy.command.options import Parser
 from lit_lazy.support.disk import is_disk_full
 from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.support.secrets import hide_typed, redacted_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; the exit status: 0 done, 1 some cell failed, 2 wrong input, 130 interrupted."""
+    hide_typed()
+    # A queue.py in the current folder is not to take the place of Python's own in a process that this one starts.
+    os.environ["PYTHONSAFEPATH"] = "1"
     options, rest = make_parser().parse_known_args(argv)
     if rest and not options.takes_overrides:
         return wrong(f"unknown argument {rest[0]!r}; see `{options.name} --help`")
@@ -43,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return wrong(str(error))
     except UnfinishedError as error:
-        print(f"lit-lazy: {error}", file=sys.stderr)
+        print(f"lit-lazy: {redacted_text(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; the same command resumes", file=sys.stderr)
@@ -57,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def wrong(message: str) -> int:
     """Report a user's mistake in one line."""
-    print(f"lit-lazy: {message}", file=sys.stderr)
+    print(f"lit-lazy: {redacted_text(message)}", file=sys.stderr)
     return 2
 
 

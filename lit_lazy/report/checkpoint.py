@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import shlex
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +26,7 @@ from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.disk import writable_folder, write_text
 from lit_lazy.support.errors import UnfinishedError, one_line
 from lit_lazy.support.provenance import environment
+from lit_lazy.support.secrets import command_line
 from lit_lazy.tracking.tracker import Tracker, TrackingError, check_store, default_uri
 from lit_lazy.training import checkpoints
 from lit_lazy.training.devices import training_device
@@ -205,7 +204,7 @@ def write(
     measured.save(folder / ARRAYS)
     facts = {
         "checkpoint": str(request.checkpoint),
-        "command": shlex.join(["lit-lazy", *sys.argv[1:]]),
+        "command": command_line(),
         "data": {
             prefix or "trained": {
                 "name": source.name,

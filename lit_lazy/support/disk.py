@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from glob import escape
@@ -12,7 +13,14 @@ from typing import BinaryIO
 
 import psutil
 
+from lit_lazy.support.errors import causes
+
 log = logging.getLogger("lit_lazy.support.disk")
+FEW_FILES = 32
+"""A cell makes fewer, those that MLflow keeps for it included."""
+PROBE_BYTES = 2**20
+PRIVATE = 0o600
+"""The mode of databases and logs: they name machines, folders and processes, and hold what libraries choose to say."""
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -53,6 +61,11 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
+def private(path: str, flags: int) -> int:
+    """An opener: what it creates only its user may read."""
+    return os.open(path, flags, PRIVATE)
+
+
 def quarantine(path: Path, why: str) -> None:
     """Rename a damaged file, with a warning: its run starts again without it."""
     aside = path.with_name(f"{path.name}.damaged")
@@ -62,16 +75,32 @@ def quarantine(path: Path, why: str) -> None:
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether an exception, or one that it came from, says that there is no space left."""
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
+    for cause in causes(error):
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
         if "disk is full" in str(cause) or "No space left on device" in str(cause):  # sqlite, PostgreSQL, torch
             return True
-        cause = cause.__cause__ or cause.__context__
     return False
+
+
+def lacking(folder: Path, size: int) -> str:
+    """What a disk lacks to hold `size` more bytes in a few files of a folder; "" where it has all that.
+
+    A few bytes are really written: a quota shows in no statistics.
+    """
+    if shutil.disk_usage(folder).free < size:
+        return f"{size / 1e6:.0f} MB"
+    disk = os.statvfs(folder)
+    if disk.f_files and disk.f_favail < FEW_FILES:  # some file systems do not count theirs
+        return f"inodes for {FEW_FILES} files"
+    try:
+        with TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(PROBE_BYTES))
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        return f"{PROBE_BYTES / 1e6:.0f} MB ({error.strerror})"
+    return ""
 
 
 def writable_folder(option: str, folder: Path) -> None:

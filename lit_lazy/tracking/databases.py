@@ -1,6 +1,6 @@
 """Databases that a user names by URL: reached before anything is created, and never shown with their passwords."""
 
-import re
+import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,18 +9,18 @@ from typing import Any, TypeVar
 import sqlalchemy
 from sqlalchemy.exc import SQLAlchemyError
 
+from lit_lazy.support.disk import PRIVATE
+from lit_lazy.support.errors import causes
+from lit_lazy.support.secrets import redacted, redacted_text
+
 T = TypeVar("T")
 CONNECT_SECONDS = 10
+PRIMARY_CODE = 0xFF
+"""What sqlite's extended error codes leave of an error."""
 
 
 class StorageError(ValueError):
     """A database that cannot be used, in one line."""
-
-
-def redacted(url: str) -> str:
-    """A URL without its password, also one that is no proper URL: then what looks like a password is left out."""
-    without = re.sub(r"(?<=:)(?!//).*@", "***@", url)
-    return re.sub(r"(?<=password=)[^&]*", "***", without)
 
 
 def reach(option: str, url: str, table: str, ask: Callable[[sqlalchemy.Connection], T]) -> T | None:
@@ -67,6 +67,7 @@ def new_sqlite_file(file: Path) -> Iterator[Path]:
     unfinished = file.with_name(f"{file.name}.unfinished")
     for left in (unfinished, unfinished.with_name(f"{unfinished.name}-journal")):
         left.unlink(missing_ok=True)
+    unfinished.touch(mode=PRIVATE)
     yield unfinished
     unfinished.replace(file)
 
@@ -78,7 +79,15 @@ def engine_options(url: str) -> dict[str, Any]:
     return {"connect_args": {"connect_timeout": CONNECT_SECONDS}, "pool_pre_ping": True}
 
 
+def damage(error: BaseException) -> str:
+    """What is wrong with an sqlite file for good, where an exception came from that; "" otherwise."""
+    for cause in causes(error):
+        if getattr(cause, "sqlite_errorcode", 0) & PRIMARY_CODE in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            return str(cause)
+    return ""
+
+
 def first_line(error: Exception) -> str:
     """What a database says of an error, in one line."""
     cause = getattr(error, "orig", None) or error
-    return str(cause).strip().partition("\n")[0][:200]
+    return redacted_text(str(cause).strip().partition("\n")[0])[:200]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, ParamSpec, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import mlflow
 import yaml
@@ -28,7 +28,8 @@ from requests.exceptions import RequestException
 from lit_lazy.config.canonical import flatten
 from lit_lazy.support.disk import writable_folder, write_atomically
 from lit_lazy.support.errors import UnfinishedError, one_line
-from lit_lazy.tracking.databases import new_sqlite_file, reach, redacted, sqlite_file
+from lit_lazy.support.secrets import redacted, without_user
+from lit_lazy.tracking.databases import new_sqlite_file, reach, sqlite_file
 from lit_lazy.tracking.views import LINKED_VIEWS, TAG_PREFIX, CellRun, run_link, runs_link, saved_view, view_id, views
 
 # MLflow tells of every database it creates, and trips over a deprecation of its own.
@@ -104,8 +105,10 @@ def answers(uri: str) -> str | None:
     try:
         port = address.port or (443 if address.scheme == "https" else 80)
         socket.create_connection((address.hostname or "", port), CONNECT_SECONDS).close()
-    except (OSError, ValueError) as error:
+    except OSError as error:
         return str(error)
+    except ValueError:
+        return "its port is no number"  # what Python says of it may be part of a password
     return None
 
 
@@ -141,6 +144,20 @@ def _use(uri: str) -> None:
         os.environ[URI_VARIABLE] = before
 
 
+def client_of(uri: str) -> MlflowClient:
+    """MLflow's client of a store, which becomes that of this process.
+
+    A server's password becomes a variable: MLflow names the address in its errors, and keeps it where it pleases.
+    """
+    address = urlsplit(uri)
+    if address.scheme in ("http", "https") and address.password:
+        os.environ["MLFLOW_TRACKING_USERNAME"] = unquote(address.username or "")
+        os.environ["MLFLOW_TRACKING_PASSWORD"] = unquote(address.password)
+        uri = without_user(uri)
+    _use(uri)
+    return MlflowClient(uri)
+
+
 def _create(file: Path) -> None:
     """MLflow's database, whole or not at all: one whose creation was killed half-way could never be opened again."""
     with new_sqlite_file(file) as unfinished:
@@ -149,17 +166,19 @@ def _create(file: Path) -> None:
 
 
 class Tracker:
-    """One MLflow experiment, found or created when it is first needed. Methods raise TrackingError."""
+    """One MLflow experiment, found or created when it is first needed. Methods raise TrackingError.
+
+    `uri` is the store's as it may be shown, `secret_uri` has its password.
+    """
 
     def __init__(self, uri: str, runs: Path, experiment: str) -> None:
-        self.uri, self.runs, self.experiment = uri, runs, experiment
-        _use(uri)
+        self.secret_uri, self.uri, self.runs, self.experiment = uri, redacted(uri), runs, experiment
         file = sqlite_file(uri)
         # Two processes must not create the database at once.
         with FileLock(f"{file}.lock") if file else nullcontext():
             if file is not None and not file.exists():
                 _create(file)
-            self.client = MlflowClient(uri)
+            self.client = client_of(uri)
 
     @functools.cached_property
     def experiment_id(self) -> str:
@@ -374,7 +393,7 @@ class ExperimentLinks:
 
 def experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
     """Links to every experiment of a store that holds training runs, the most recently used first."""
-    client = MlflowClient(uri)
+    client = client_of(uri)
     links = []
     for experiment in client.search_experiments(order_by=["last_update_time DESC"]):
         number = experiment.experiment_id
@@ -405,7 +424,7 @@ def experiment_names(uri: str, kind: str | None = None) -> list[str]:
     """
     if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).exists():
         return []
-    client = MlflowClient(uri)
+    client = client_of(uri)
     try:
         return [
             experiment.name

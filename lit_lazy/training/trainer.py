@@ -11,6 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataSource
@@ -39,7 +40,11 @@ def fit(trainer: L.Trainer, module: LitLM, cfg: RunConfig, source: DataSource, c
 def make_trainer(
     cfg: RunConfig, folder: Path, logger: Logger | None, callbacks: Sequence[Callback], show_progress: bool
 ) -> L.Trainer:
-    """Lightning's trainer with everything that decides a result set explicitly."""
+    """Lightning's trainer with everything that decides a result set explicitly.
+
+    Batch systems are the queue's affair: left to itself, Lightning would take over inside a SLURM job, requeue it at a
+    signal, and resume from whatever `hpc_ckpt_*` lies in its default folder, which therefore does not exist.
+    """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     # The data is in memory and indexed by batch: loader processes would only cost.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -64,11 +69,11 @@ def make_trainer(
         num_sanity_val_steps=0,
         deterministic=True,
         logger=logger or False,
-        plugins=[AtomicCheckpointIO()],
+        plugins=[AtomicCheckpointIO(), LightningEnvironment()],
         callbacks=[checkpoint, *callbacks],
         enable_progress_bar=show_progress,
         enable_model_summary=False,
-        default_root_dir=folder,
+        default_root_dir=folder / "lightning",
     )
 
 

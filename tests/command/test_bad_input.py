@@ -585,7 +585,7 @@ def test_in_a_process_of_its_own(
 
 
 def test_passwords_are_not_kept_with_the_command_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lit_lazy.grid.work.launch import command_line
+    from lit_lazy.support.secrets import command_line
 
     url = f"postgresql://me:{PASSWORD}@host/x"
     for words in (["--storage", url], [f"--storage={url}"]):

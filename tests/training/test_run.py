@@ -253,7 +253,7 @@ class StopValidating(Callback):
 
 @pytest.mark.parametrize("step", [20, 30])
 def test_a_validation_that_a_kill_cut_off_is_made_up_for(tmp_path: Path, step: int) -> None:
-    """Its step is in the checkpoint already, so Lightning would leave a hole in the curves, or never start at the last."""
+    """Its step is in the checkpoint already: Lightning would leave a hole in the curves, or never start."""
     cfg = config(steps=30, val_every=10, checkpoint_every=10)
     run(cfg, tmp_path / "whole", logger=MetricFile(tmp_path / "whole"))
     with pytest.raises(RuntimeError, match="killed"):

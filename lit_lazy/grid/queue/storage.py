@@ -10,7 +10,8 @@ import sqlalchemy
 from sqlalchemy import text
 
 from lit_lazy.support.disk import writable_folder
-from lit_lazy.tracking.databases import StorageError, engine_options, new_sqlite_file, reach, redacted, sqlite_file
+from lit_lazy.support.secrets import redacted
+from lit_lazy.tracking.databases import StorageError, engine_options, new_sqlite_file, reach, sqlite_file
 
 T = TypeVar("T")
 MADE_BY = "lit-lazy ablate run, queue 3"

@@ -5,7 +5,9 @@ import logging
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Callable
+from contextlib import suppress
 from glob import escape
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -15,6 +17,8 @@ import psutil
 
 from lit_lazy.support.errors import causes
 
+PATHS_BELOW = 600
+"""Bytes that the paths of files take below a folder of results, at most."""
 log = logging.getLogger("lit_lazy.support.disk")
 FEW_FILES = 32
 """A cell makes fewer, those that MLflow keeps for it included."""
@@ -54,6 +58,13 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file for reading. Raises OSError for a pipe or a device too, which might never answer, or never end."""
+    if stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode):
+        return path.open("rb")
+    raise OSError(errno.EINVAL, "It is a pipe or a device, and no file", str(path))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -105,8 +116,13 @@ def lacking(folder: Path, size: int) -> str:
 
 def writable_folder(option: str, folder: Path) -> None:
     """Raise ValueError, in one line, unless files can be made in a folder, or in the one it would be made in."""
-    there = next(parent for parent in (folder.resolve(), *folder.resolve().parents) if parent.exists())
+    whole = folder.resolve()
+    there = next(parent for parent in (whole, *whole.parents) if os.path.exists(parent))
     try:
+        if len(os.fsencode(whole)) + PATHS_BELOW > os.pathconf(there, "PC_PATH_MAX"):
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        with suppress(FileNotFoundError):
+            whole.stat()
         TemporaryFile(dir=there).close()  # it has no name: nothing can be left behind
     except OSError as error:
         raise ValueError(

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
+PASSWORD = re.compile(r"(:/{1,2}[^\s:/@'\"]*:)(?!PASSWORD@)(?:(?!://)[^'\"])*@|(password=)[^\s&'\"]*", re.IGNORECASE)
+"""In a URL, or in what a path makes of one."""
 ARGUMENTS = slice(45, 47)
 """Of the fields of /proc/self/stat behind the process's name: where in memory its arguments begin and end."""
 
@@ -19,7 +21,7 @@ def redacted(url: str) -> str:
 
 def redacted_text(text: str) -> str:
     """A text without the passwords of the URLs in it; `USER:PASSWORD@` is how messages say what one looks like."""
-    return re.sub(r"\S+://(?!USER:PASSWORD@)\S+", lambda url: redacted(url[0]), text)
+    return PASSWORD.sub(lambda found: f"{found[1]}***@" if found[1] else f"{found[2]}***", text)
 
 
 class Redacting(logging.Formatter):

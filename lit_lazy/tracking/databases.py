@@ -1,6 +1,7 @@
 """Databases that a user names by URL: reached before anything is created, and never shown with their passwords."""
 
 import sqlite3
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,9 +31,16 @@ def reach(option: str, url: str, table: str, ask: Callable[[sqlalchemy.Connectio
     option, for a database that cannot be reached, is damaged, or is another program's.
     """
     file = sqlite_file(url)
-    if file is not None and not file.exists():
-        return None
     named = f"{option} {redacted(url)!r}"
+    if file is not None:
+        try:
+            kind = file.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as error:  # a name too long, links in a circle
+            raise StorageError(f"{named}: cannot be used ({first_line(error)}); name another") from None
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # sqlite says of a folder what it is
+            raise StorageError(f"{named}: is a pipe or a device, and no file; name another")
     fix = "move that file away, or name another" if file else "are server, user, password and database right?"
     try:
         engine = sqlalchemy.create_engine(
@@ -56,9 +64,26 @@ def reach(option: str, url: str, table: str, ask: Callable[[sqlalchemy.Connectio
     return None
 
 
+def sqlite_url(file: Path) -> str:
+    """The URL of an sqlite file, whatever characters its path has."""
+    return f"sqlite:///{quoted(file.resolve())}"
+
+
+def quoted(file: Path) -> str:
+    """A path as it stands in an sqlite URL, in which ? begins a query and % a character by its number."""
+    return str(file).replace("%", "%25").replace("?", "%3F")
+
+
 def sqlite_file(url: str) -> Path | None:
     """The file of an sqlite URL; None for another database's."""
-    return Path(url.removeprefix("sqlite:///")) if url.startswith("sqlite:") else None
+    database = sqlalchemy.make_url(url).database if url.startswith("sqlite:///") else None
+    return Path(database) if database else None
+
+
+def check_sqlite(named: str, url: str) -> None:
+    """Raise StorageError where an sqlite URL has a query: it is taken for a path that has a question mark."""
+    if url.startswith("sqlite:") and "?" in url:
+        raise StorageError(f"{named}: has a ?, which begins a query; write %3F for that of a path")
 
 
 @contextmanager

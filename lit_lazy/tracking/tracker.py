@@ -29,7 +29,8 @@ from lit_lazy.config.canonical import flatten
 from lit_lazy.support.disk import writable_folder, write_atomically
 from lit_lazy.support.errors import UnfinishedError, one_line
 from lit_lazy.support.secrets import redacted, without_user
-from lit_lazy.tracking.databases import new_sqlite_file, reach, sqlite_file
+from lit_lazy.support.waiting import within
+from lit_lazy.tracking.databases import check_sqlite, new_sqlite_file, quoted, reach, sqlite_file, sqlite_url
 from lit_lazy.tracking.views import LINKED_VIEWS, TAG_PREFIX, CellRun, run_link, runs_link, saved_view, view_id, views
 
 # MLflow tells of every database it creates, and trips over a deprecation of its own.
@@ -45,9 +46,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 METRICS_PER_CALL = 1000
 CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 10.0
 
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
-SQLITE = "sqlite:///"
 DATABASES = ("sqlite", "postgresql", "postgresql+psycopg")
 MOST_CELLS_SEEN = 1000
 PARENT_PAGES = {"its table": "table.html", "its report": "report.html"}
@@ -119,19 +120,43 @@ def check_store(uri: str) -> None:
         raise ValueError(f"{named}: does not answer ({why}); start the server, or unset the variable")
     scheme, _, rest = uri.partition("://")
     if scheme in ("http", "https"):
+        if why := _refuses(uri):
+            raise ValueError(f"{named}: is no MLflow server, or does not serve us ({why}); name another, or unset it")
         return
     if scheme not in DATABASES or rest in ("", "/", "/:memory:"):
         raise ValueError(
             f"{named}: must be http://HOST:PORT, sqlite:///FILE or postgresql://...; or unset the variable"
         )
+    check_sqlite(named, uri)
     reach(URI_VARIABLE if os.environ.get(URI_VARIABLE) else "MLflow's database", uri, "experiments", lambda _: None)
     if (file := sqlite_file(uri)) is not None:
-        writable_folder(URI_VARIABLE if os.environ.get(URI_VARIABLE) else "--runs", file.parent)
+        option = URI_VARIABLE if os.environ.get(URI_VARIABLE) else "--runs"
+        if quoted(file) != str(file):  # it would make a folder of the quoted name
+            raise ValueError(
+                f"{option} {str(file.parent)!r}: MLflow keeps no database where a path has a ? or a %; name another "
+                f"folder, or set {URI_VARIABLE} to a server"
+            )
+        writable_folder(option, file.parent)
+
+
+def _refuses(uri: str) -> str | None:
+    """Why a server does not answer as MLflow's does, within seconds; None if it does."""
+
+    def ask() -> None:
+        # An experiment is always there, the deleted ones included; some other server may answer {} to everything.
+        if not MlflowClient(uri).search_experiments(ViewType.ALL, max_results=1):
+            raise MlflowException("it has no experiments, not even MLflow's own")
+
+    try:
+        within(ANSWER_SECONDS, ask)
+    except Exception as error:  # MLflow's client raises almost anything at what it does not expect
+        return one_line(error)
+    return None
 
 
 def default_uri(runs: Path) -> str:
     """The tracking store: `MLFLOW_TRACKING_URI` where it is set, else sqlite in the runs folder."""
-    return os.environ.get(URI_VARIABLE) or f"{SQLITE}{(runs / 'mlflow.db').resolve()}"
+    return os.environ.get(URI_VARIABLE) or sqlite_url(runs / "mlflow.db")
 
 
 def _use(uri: str) -> None:
@@ -161,7 +186,7 @@ def client_of(uri: str) -> MlflowClient:
 def _create(file: Path) -> None:
     """MLflow's database, whole or not at all: one whose creation was killed half-way could never be opened again."""
     with new_sqlite_file(file) as unfinished:
-        store = SqlAlchemyStore(f"{SQLITE}{unfinished}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
+        store = SqlAlchemyStore(sqlite_url(unfinished), DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
         store.engine.dispose()
 
 
@@ -186,7 +211,7 @@ class Tracker:
         found = self.client.get_experiment_by_name(self.experiment)
         if found is None:
             # A local database would put artifacts under the current folder; a server decides for itself.
-            local = self.uri.startswith(SQLITE)
+            local = sqlite_file(self.uri) is not None
             location = (self.runs / "mlartifacts" / self.experiment).resolve().as_uri() if local else None
             return self.client.create_experiment(self.experiment, artifact_location=location)
         if found.lifecycle_stage == "deleted":
@@ -422,7 +447,7 @@ def experiment_names(uri: str, kind: str | None = None) -> list[str]:
 
     kind: only those that hold a run with this tag.
     """
-    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).exists():
+    if (file := sqlite_file(uri)) is not None and not file.exists():
         return []
     client = client_of(uri)
     try:

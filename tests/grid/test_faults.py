@@ -279,7 +279,7 @@ def test_what_a_disk_lacks(options: str, size: int, what: str, tmp_path: Path) -
 
 
 def test_a_quota_shows_when_something_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(**_: object) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(disk, "TemporaryFile", refuse)

@@ -23,7 +23,7 @@ from optuna.trial import TrialState, create_trial
 from sqlalchemy import DateTime, Executable, Integer, String, bindparam, text
 
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.queue.storage import MADE_BY, create, foreign_error, is_foreign, normalised
+from lit_lazy.grid.queue.storage import MADE_BY, create, foreign_error, formatted, is_foreign, normalised
 from lit_lazy.support.disk import is_disk_full
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.secrets import redacted
@@ -113,7 +113,7 @@ class Queue:
             if (file := sqlite_file(self.url)) is not None and not file.exists():
                 create(file)
             self._storage = self._persist(
-                lambda: optuna.storages.RDBStorage(self.url, engine_kwargs=engine_options(self.url))
+                lambda: optuna.storages.RDBStorage(formatted(self.url), engine_kwargs=engine_options(self.url))
             )
             self._study_id = self._persist(self._open)
         self._key_of: dict[int, str] = {}
@@ -139,10 +139,10 @@ class Queue:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Held by one process of all that use this storage, on any machine; it falls when its holder dies."""
-        if self.url.startswith("sqlite"):
+        if (file := sqlite_file(self.url)) is not None:
             # sqlite ignores the row locks by which Optuna keeps two workers off one trial; everyone who shares the
             # database file can share a lock file.
-            with FileLock(f"{self.url.removeprefix('sqlite:///')}.lock"):
+            with FileLock(f"{file}.lock"):
                 yield
             return
         connection = self._persist(self._locked_connection)

@@ -124,7 +124,7 @@ def wait_for_training(runs: Path, process: "subprocess.Popen[str]") -> tuple[str
 
 
 LONG = (
-    *("--seeds", "0", "--train.steps=400", "--train.checkpoint_every=20"),
+    *("--seeds", "0", "--train.steps=200", "--train.checkpoint_every=20"),
     *("--train.val_every=1000", "--train.log_every=100"),
 )
 """Two cells that train for a few seconds, so that there is a middle to be killed in."""

@@ -63,8 +63,14 @@ WAYS = {
 }
 
 
+def ways(*names):
+    """For `parametrize`. What is tested of small blocks of the fused kernels here, test_triton.py's cover tests too."""
+    long = {"triton-small": pytest.mark.long}
+    return [pytest.param(WAYS[name], id=name, marks=long.get(name, ())) for name in names]
+
+
 def only(*names):
-    return pytest.mark.parametrize("backend", [WAYS[name] for name in names], ids=names, indirect=True)
+    return pytest.mark.parametrize("backend", ways(*names), indirect=True)
 
 
 takes_a_mask = only("reference", "chunked-small", "chunked")
@@ -81,7 +87,7 @@ def block(request, monkeypatch):
     chunk(monkeypatch, *request.param)
 
 
-@pytest.fixture(params=WAYS.values(), ids=WAYS)
+@pytest.fixture(params=ways(*WAYS))
 def backend(request, monkeypatch):
     """The name of every backend, working on small blocks and on large ones."""
     name, size = request.param

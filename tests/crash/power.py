@@ -186,8 +186,8 @@ def main() -> int:
     os.truncate(os.environ[RECORD], 0)
     _, wanted = place.undisturbed()
     operations = list(read_record(Path(os.environ[RECORD])))
-    place.restore()
     for disk in DISKS:
+        place.restore()  # the record begins with what was there before
         done = {outcome.at for outcome in outcomes(path) if outcome.way == disk}
         for count, (number, where, left) in enumerate(list(moments(operations, place.runs, disk))):
             if number in done or count % options.every:

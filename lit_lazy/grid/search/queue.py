@@ -111,11 +111,11 @@ class SearchQueue(Queue):
 
     def prune(self, task: Task, reason: str, diverged: bool) -> None:
         """Record that a point was ended early, or by itself. Raises LostError if another worker has it."""
-        self._set(task.trial_id, "diverged", diverged)
         reports = self._persist(lambda: self._storage.get_trial(task.trial_id)).intermediate_values
         last = reports[max(reports)] if reports else math.nan
         # As Optuna does it: the value of a pruned trial is its last report.
-        self._end(task, TrialState.PRUNED, value=None if math.isnan(last) else last, reason=reason)
+        value = None if math.isnan(last) else last
+        self._end(task, TrialState.PRUNED, value, reason=reason, diverged=diverged)
 
     def points(self) -> list[Point]:
         """Every point, as its newest trial has it."""

@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 import socket
+import sqlite3
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -23,7 +24,8 @@ from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from mlflow.tracking import MlflowClient
 from mlflow.utils.file_utils import local_file_uri_to_path
-from requests.exceptions import RequestException
+from requests.exceptions import HTTPError, RequestException, RetryError
+from sqlalchemy.exc import OperationalError
 
 from lit_lazy.config.canonical import flatten
 from lit_lazy.support.disk import writable_folder, write_atomically
@@ -44,6 +46,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 METRICS_PER_CALL = 1000
 CONNECT_SECONDS = 5.0
+GATEWAY_STATUSES = (408, 429, 502, 503, 504)
+"""By which a gateway, or a server that is overloaded, says that a call is to be made again."""
 
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 SQLITE = "sqlite:///"
@@ -69,7 +73,7 @@ class TrackingError(UnfinishedError):
     def __init__(self, message: str, reachable: bool) -> None:
         super().__init__(message)
         self.reachable = reachable
-        """Whether it answers at all: then it refused the call, and is likely to do so again."""
+        """Whether it answered: then it refused the call, and is likely to do so again."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +94,28 @@ def _reaching(method: Callable[P, T]) -> Callable[P, T]:
         try:
             return method(*args, **kwargs)
         except (MlflowException, RequestException, OSError) as error:
-            tracker: Any = args[0]
-            raise TrackingError(one_line(error), answers(tracker.uri) is None) from error
+            raise TrackingError(one_line(error), _is_answer(error)) from error
 
     return call
+
+
+def _is_answer(error: BaseException | None) -> bool:
+    """Whether the store itself said no.
+
+    That something listens at its address says little: a tunnel or a gateway does so too while the server is away, and
+    one that is overloaded accepts connections for long.
+    """
+    while error is not None:
+        if isinstance(error, HTTPError):
+            return error.response.status_code not in GATEWAY_STATUSES
+        if isinstance(error, RetryError):
+            return not any(f"too many {status} error" in str(error) for status in GATEWAY_STATUSES)
+        if isinstance(error, RequestException):
+            return False
+        if isinstance(error, OperationalError):
+            return isinstance(error.orig, sqlite3.Error)
+        error = error.__cause__ or error.__context__
+    return True
 
 
 def answers(uri: str) -> str | None:

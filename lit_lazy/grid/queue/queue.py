@@ -25,7 +25,7 @@ from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.queue.storage import MADE_BY, create, foreign_error, is_foreign, normalised
 from lit_lazy.support.disk import is_disk_full
 from lit_lazy.support.errors import UnfinishedError
-from lit_lazy.tracking.databases import engine_options, first_line, redacted, sqlite_file
+from lit_lazy.tracking.databases import KEEPALIVES, engine_options, first_line, redacted, sqlite_file
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -138,8 +138,11 @@ class Queue:
 
     def _locked_connection(self) -> sqlalchemy.Connection:
         connection = self._engine.connect()
+        # Else the server would keep the lock for two hours when this machine vanishes.
+        silence = [f"set_config('tcp_keepalives_{name}', '{number}', true)" for name, number in KEEPALIVES.items()]
         # Of the transaction, not of the session: that one would outlive the connection's return to the pool.
-        connection.execute(text("SELECT pg_advisory_xact_lock(:number)"), {"number": ADVISORY_LOCK})
+        lock = f"SELECT {', '.join(silence)}, pg_advisory_xact_lock(:number)"
+        connection.execute(text(lock), {"number": ADVISORY_LOCK})
         return connection
 
     def _persist(self, work: Callable[[], T]) -> T:
@@ -304,6 +307,11 @@ class Queue:
             return False
         return trial.state == TrialState.RUNNING and trial.user_attrs["worker"]["token"] == token
 
+    def check_held(self, task: Task) -> None:
+        """Raise LostError where another worker has a cell by now."""
+        if not self.is_held(task):
+            raise LostError(f"{task.cell.variant} seed {task.cell.seed} was given to another worker meanwhile")
+
     def complete(self, task: Task, value: float) -> None:
         """Record that a cell is done; `value` is its validation loss. Raises LostError if another worker has it."""
         self._end(task, TrialState.COMPLETE, value=value)
@@ -318,8 +326,7 @@ class Queue:
 
     def _end(self, task: Task, state: TrialState, value: float | None = None, **attributes: object) -> None:
         with self.lock():
-            if not self.is_held(task):
-                raise LostError(f"{task.cell.variant} seed {task.cell.seed} was given to another worker meanwhile")
+            self.check_held(task)
             for name, attribute in attributes.items():
                 self._set(task.trial_id, name, attribute)
             values = None if value is None else [value]

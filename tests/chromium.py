@@ -52,11 +52,13 @@ class Browser:
         os.close(commands)
         os.close(answers)
         self._buffer, self._number, self._session = b"", 0, ""
+        self.requests: list[str] = []
+        """Addresses that the pages have asked for."""
         self.errors: list[str] = []
         """What the pages' consoles have shown as errors, exceptions included."""
         (page,) = [t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"]
         self._session = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         self.resize(width, height)
         source = "".join(f"localStorage.setItem({json.dumps(k)}, {json.dumps(v)});" for k, v in (stored or {}).items())
@@ -89,6 +91,8 @@ class Browser:
         params = event.get("params", {})
         if event.get("method") == "Runtime.exceptionThrown":
             self.errors.append(params["exceptionDetails"]["text"])
+        elif event.get("method") == "Network.requestWillBeSent":
+            self.requests.append(params["request"]["url"])
         elif event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
 

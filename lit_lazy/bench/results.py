@@ -1,7 +1,7 @@
 """What every benchmark says of where its figures come from, and how it prints and keeps them."""
 
 import json
-import sys
+import os
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,14 +11,18 @@ import torch
 
 from lit_lazy.support.disk import writable_folder
 from lit_lazy.support.provenance import environment
+from lit_lazy.support.secrets import command_line
 
 
 def provenance(out: Path | None) -> dict[str, Any]:
     """Command, date and machine. Raises ValueError where `out` could not be written in the end."""
     if out is not None:
         writable_folder("--out", out.parent)
+        for file in (out, out.with_suffix(".md")):
+            if file.exists() and not (file.is_file() and os.access(file, os.W_OK)):
+                raise ValueError(f"--out {str(out)!r}: {file.name} is there and cannot be written; name another file")
     return {
-        "command": " ".join(["lit-lazy", *sys.argv[1:]]),
+        "command": command_line(),
         "date": datetime.now(UTC).date().isoformat(),
         "environment": environment() | {"cpu": _cpu_name()},
     }

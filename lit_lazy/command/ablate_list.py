@@ -13,14 +13,15 @@ def add_to(commands: Commands) -> None:
 def ablate_list(_options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy ablate list`"""
     from lit_lazy.config.files import available, find, load_module
+    from lit_lazy.support.errors import shown
 
     listed: dict[str, list[str]] = {"ablations": [], "searches": [], "experiments": []}
     for room in ("ablations", "experiments"):
         for name in available(room):
             module = load_module(find(room, name))
-            about = (module.__doc__ or "").strip().partition("\n")[0]
+            about = str(module.__doc__ or "").strip().partition("\n")[0]
             kind = "searches" if room == "ablations" and hasattr(module, "search") else room
-            listed[kind].append(f"  {name:16} {about}")
+            listed[kind].append(f"  {name:16} {shown(about)}")
     for kind, lines in listed.items():
         print("\n".join([f"{kind}:", *lines]))
     return 0

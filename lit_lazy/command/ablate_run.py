@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lit_lazy.command.grids import check_places, default_workers, make_base, print_results
+from lit_lazy.command.grids import check_places, check_workers, default_workers, make_base, print_results
 from lit_lazy.command.options import (
     Commands,
     add_base,
@@ -52,14 +52,14 @@ def add_to(commands: Commands) -> None:
 
 def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     """`lit-lazy ablate run`"""
-    from rich.console import Console
+    from lit_lazy.support.console import plain_console
 
     check_launcher(options)
     grid = make_grid(options, overrides)
     if options.dry_run:
         from lit_lazy.grid.work.estimate import print_estimate
 
-        print_estimate(grid, options.workers or default_workers(options.threads), options.threads, Console())
+        print_estimate(grid, options.workers or default_workers(options.threads), options.threads, plain_console())
         return 0
     from lit_lazy.grid.work.job import Launch
     from lit_lazy.grid.work.launch import run_grid
@@ -79,7 +79,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             launcher=options.launcher,
             gpus=gpus,
         )
-        console = Console()
+        console = plain_console()
         table, finished = run_grid(grid, launch, console, partial(publish, console=console))
     print_results(markdown(table), grid.folder, options.runs)
     return 0 if finished else 1
@@ -98,7 +98,9 @@ def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
     chosen = select(ablation, options.rows, options.seeds)
     cells = expand(chosen, base, overridden)
     from lit_lazy.grid.plan import Plan
-    from lit_lazy.grid.work.launch import Grid, command_line
+    from lit_lazy.grid.work.launch import Grid
+    from lit_lazy.support.secrets import command_line
+    from lit_lazy.training.prepare import loaded
 
     # The baseline has its place in the table, missing or not, also when it is not run now.
     names_chosen = {row.name for row, _ in chosen}
@@ -113,7 +115,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
         contrasts=ablation.contrasts,
         axes=tuple(dict.fromkeys(name for cell in cells for name in cell.axes)),
         definitions=definitions(ablation, base),
-        facts=base.data.load().info,
+        facts=loaded(base.data).info,
         schema=SCHEMA,
     )
     return Grid(
@@ -130,6 +132,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
 def check_launcher(options: argparse.Namespace) -> None:
     """Raise ValueError where an option needs Ray, or Ray is wanted and is not there."""
     if options.launcher == "local":
+        check_workers(options)
         for name, value in (("--gpus", options.gpus), ("--ray-address", options.ray_address)):
             if value is not None:
                 raise ValueError(f"{name} {value}: has a meaning with --launcher ray only; add that, or leave it out")

@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from lit_lazy.command.grids import check_places, default_workers, make_base, print_results
+from lit_lazy.command.grids import check_places, check_workers, default_workers, make_base, print_results
 from lit_lazy.command.options import Commands, add_base, add_runs, add_storage, add_workers, command, positive
 
 if TYPE_CHECKING:
@@ -29,20 +29,21 @@ def add_to(commands: Commands) -> None:
 
 def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
     """`lit-lazy ablate search`"""
-    from rich.console import Console
+    from lit_lazy.support.console import plain_console
 
+    check_workers(options)
     work = make_search(options, overrides)
     workers = options.workers or default_workers(options.threads)
     from lit_lazy.grid.search.run import print_search, run_search
     from lit_lazy.grid.work.job import Launch
 
     if options.dry_run:
-        print_search(work, workers, options.threads, Console())
+        print_search(work, workers, options.threads, plain_console())
         return 0
     check_places(options, work.id)
     # Points beyond those asked for may wait in the queue, from a command that asked for more.
     launch = Launch(workers, options.threads, options.fresh, storage=options.storage, only_these=True)
-    report, finished = run_search(work, launch, Console())
+    report, finished = run_search(work, launch, plain_console())
     print_results(report.markdown(), work.folder, options.runs)
     return 0 if finished else 1
 
@@ -51,17 +52,20 @@ def make_search(options: argparse.Namespace, overrides: list[str]) -> "SearchWor
     """The search that the options of `ablate search` describe, checked whole; nothing is created."""
     from lit_lazy.config.canonical import to_dict
     from lit_lazy.config.files import find
+    from lit_lazy.grid.ablation import require_cells
     from lit_lazy.grid.search.definition import define, load_search
 
     search_path = find("ablations", options.ablation)
     search = load_search(search_path)
     base_path, base_name, base, overridden = make_base(options, search, overrides)
+    trials = options.trials or search.trials
+    require_cells("--trials", trials)
     definition = define(search, base, overridden)
     from lit_lazy.grid.search.run import SearchWork
 
     return SearchWork(
         id=f"search-{search.name}-{base_name}",
-        cells=[definition.undrawn(number) for number in range(options.trials or search.trials)],
+        cells=[definition.undrawn(number) for number in range(trials)],
         base_config=to_dict(base),
         runs=options.runs,
         files=(search_path, base_path),

@@ -17,13 +17,13 @@ def add_to(commands: Commands) -> None:
 
 def ablate_status(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy ablate status`"""
-    from rich.console import Console
-
-    from lit_lazy.grid.queue.queue import Queue, redacted
+    from lit_lazy.grid.queue.queue import Queue
     from lit_lazy.grid.queue.storage import default_storage, grid_names
     from lit_lazy.grid.work.status import print_status
+    from lit_lazy.support.console import plain_console
+    from lit_lazy.support.secrets import redacted
 
     storage = options.storage or default_storage(options.runs)
     name = grid_name(options, grid_names(storage), redacted(storage))
-    print_status(Queue(storage, name), Console())
+    print_status(Queue(storage, name), plain_console())
     return 0

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 BYTES_PER_WORKER = 3 * 2**29
 """1.5 GB: torch, lightning and mlflow take 0.9 GB before a small model is trained."""
+LEAST_BYTES_PER_WORKER = 2**28
+"""What processes that share their libraries' pages take each, for certain."""
 
 
 def make_base(
@@ -46,6 +48,14 @@ def check_places(options: argparse.Namespace, grid: str) -> None:
     if options.storage or options.runs.is_dir():
         check_storage(options.storage or default_storage(options.runs), grid)
     check_store(default_uri(options.runs))
+
+
+def check_workers(options: argparse.Namespace) -> None:
+    """Raise ValueError, in one line, where this machine could not even start so many processes."""
+    from lit_lazy.support.memory import require_room
+
+    if options.workers:
+        require_room({"--workers": options.workers}, options.workers * LEAST_BYTES_PER_WORKER)
 
 
 def default_workers(threads: int) -> int:
@@ -81,7 +91,7 @@ def grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> 
 
 def tracked_grid(options: argparse.Namespace) -> "Tracker":
     """The MLflow experiment of the grid that NAME and --base mean."""
-    from lit_lazy.tracking.databases import redacted
+    from lit_lazy.support.secrets import redacted
     from lit_lazy.tracking.tracker import Tracker, check_store, default_uri, experiment_names
 
     uri = default_uri(options.runs)

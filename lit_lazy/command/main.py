@@ -3,6 +3,7 @@
 What a command needs is imported when it is given, so that help is instant.
 """
 
+import os
 import signal
 import sys
 import threading
@@ -27,23 +28,34 @@ from lit_lazy.command import (
 )
 from lit_lazy.command.options import Parser
 from lit_lazy.support.disk import is_disk_full
-from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.support.errors import UnfinishedError, shown
+from lit_lazy.support.secrets import hide_typed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; the exit status: 0 done, 1 some cell failed, 2 wrong input, 130 interrupted."""
-    options, rest = make_parser().parse_known_args(argv)
+    hide_typed()
+    # A queue.py in the current folder is not to take the place of Python's own in a process that this one starts.
+    os.environ["PYTHONSAFEPATH"] = "1"
+    words = list(sys.argv[1:] if argv is None else argv)
+    if empty := [word for word in words if word.startswith("--") and word.endswith("=--")]:
+        return wrong(f"{empty[0]}: has no value; give one as in {empty[0][:-3]}=VALUE")  # argparse gives a list
+    options, rest = make_parser().parse_known_args(words)
     if rest and not options.takes_overrides:
         return wrong(f"unknown argument {rest[0]!r}; see `{options.name} --help`")
     # A batch system ends jobs by SIGTERM: it is to be as orderly as Ctrl-C.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        os.getcwd()
+    except OSError as error:
+        return wrong(f"the current folder cannot be used ({error.strerror}); change to another")
+    try:
         return options.command(options, rest)
     except ValueError as error:
         return wrong(str(error))
     except UnfinishedError as error:
-        print(f"lit-lazy: {error}", file=sys.stderr)
+        print(f"lit-lazy: {shown(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; the same command resumes", file=sys.stderr)
@@ -57,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def wrong(message: str) -> int:
     """Report a user's mistake in one line."""
-    print(f"lit-lazy: {message}", file=sys.stderr)
+    print(f"lit-lazy: {shown(message)}", file=sys.stderr)
     return 2
 
 

@@ -6,12 +6,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from lit_lazy.support.errors import shown
+
 T = TypeVar("T")
 Commands = argparse._SubParsersAction
 """Where a command adds its parser."""
 Action = Callable[[argparse.Namespace, list[str]], int]
+MOST_THREADS = 1024
 LEAST_SHARE = 0.0001
 """Of a GPU: Ray rounds to that."""
+MOST = 2**63 - 1
+"""Of a whole number: databases and tensors hold no greater one."""
 OVERRIDES = """\
 Any field of the experiment can be overridden, for example
   --model.d_model=128 --train.steps=200 --model.attention.normaliser=Elastic --model.attention.normaliser.tau_init=2
@@ -22,7 +27,7 @@ class Parser(argparse.ArgumentParser):
     """Reports a mistake in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+        self.exit(2, f"{self.prog}: {shown(message)}; see `{self.prog} --help`\n")
 
 
 def command(
@@ -42,7 +47,7 @@ def command(
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--threads", type=positive, default=None, help="CPU threads (default: torch's own choice)")
+    parser.add_argument("--threads", type=threads, default=None, help="CPU threads (default: torch's own choice)")
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +70,7 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="processes (default: one per GPU, else as many as cores and memory carry)",
     )
-    parser.add_argument("--threads", type=positive, default=1, help="CPU threads of each worker (default 1)")
+    parser.add_argument("--threads", type=threads, default=1, help="CPU threads of each worker (default 1)")
 
 
 def add_launcher(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +103,8 @@ def add_storage(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--storage",
         metavar="URL",
-        default=os.environ.get("LIT_LAZY_STORAGE"),
+        type=not_empty,
+        default=os.environ.get("LIT_LAZY_STORAGE") or None,
         help="database of the queue, which all machines share: postgresql://USER:PASSWORD@HOST/DATABASE "
         "(default: $LIT_LAZY_STORAGE, else queue.db in the runs folder)",
     )
@@ -110,25 +116,53 @@ def add_out(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def path(text: str) -> Path:
+    """An option that is a path, whatever is there."""
+    try:
+        text.encode()
+        os.stat(text)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # a name too long, links in a circle
+        raise argparse.ArgumentTypeError(f"{text!r}: {error.strerror}; name another") from None
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: is no UTF-8 text without NUL; name another") from None
+    return Path(text)
+
+
 def json_file(text: str) -> Path:
     """An option that is a .json file to be written."""
     if not text.endswith(".json"):
         raise argparse.ArgumentTypeError(f"{text!r}: must end in .json")
-    return Path(text)
+    return path(text)
+
+
+def whole(text: str, least: int, most: int = MOST) -> int | None:
+    """The whole number from `least` to `most` that a text is; None for any other text."""
+    digits = text.strip()
+    # Python refuses to read thousands of digits.
+    return number if digits.isdecimal() and len(digits) < 20 and least <= (number := int(digits)) <= most else None
 
 
 def positive(text: str) -> int:
     """An option that is a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
-    return int(text)
+    if (number := whole(text, least=1)) is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1, and below 2^63")
+    return number
+
+
+def threads(text: str) -> int:
+    """An option that is a number of CPU threads."""
+    if (number := whole(text, least=1, most=MOST_THREADS)) is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1, at most {MOST_THREADS}")
+    return number
 
 
 def port(text: str) -> int:
     """An option that is the number of a port."""
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+    if (number := whole(text, least=1, most=65535)) is None:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 1 to 65535")
-    return int(text)
+    return number
 
 
 def not_empty(text: str) -> str:
@@ -159,31 +193,36 @@ def names(text: str) -> list[str]:
 
 def folder(text: str) -> Path:
     """An option that is a folder, there or to be made."""
-    if not text or (Path(text).exists() and not Path(text).is_dir()):
-        raise argparse.ArgumentTypeError(f"{text!r}: {'is a file, ' if text else ''}must be a folder")
-    return Path(text)
+    there = path(text)
+    if not text or (os.path.lexists(there) and not there.is_dir()):
+        is_what = "is a link to nothing, " if there.is_symlink() else "is a file, "
+        raise argparse.ArgumentTypeError(f"{text!r}: {is_what if text else ''}must be a folder")
+    return there
 
 
 def whole_numbers(text: str) -> list[int]:
     """An option that is a list of whole numbers separated by commas."""
-    if not text or not all(part.strip().isdecimal() for part in text.split(",")):
+    numbers = [number for part in text.split(",") if (number := whole(part, least=0)) is not None]
+    if len(numbers) < text.count(",") + 1:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: must be whole numbers separated by commas, each 0 or more, for example 0,1,2"
+            f"{text!r}: must be whole numbers separated by commas, each from 0 to 2^63 - 1, for example 0,1,2"
         )
-    return distinct(text, [int(part) for part in text.split(",")])
+    return distinct(text, numbers)
 
 
 def distinct(text: str, values: list[T]) -> list[T]:
     """The values of an option, none of which may be there twice."""
+    seen: set[T] = set()
     for value in values:
-        if values.count(value) > 1:
+        if value in seen:
             raise argparse.ArgumentTypeError(f"{text!r}: has {value} twice; give it once")
+        seen.add(value)
     return values
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """The options that name a trained model."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a final.ckpt of --keep-checkpoint")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=path, help="a final.ckpt of --keep-checkpoint")
     parser.add_argument(
         "--import",
         metavar="FILE",

@@ -1,10 +1,9 @@
 """`lit-lazy report`"""
 
 import argparse
-from pathlib import Path
 
 from lit_lazy.command.grids import tracked_grid
-from lit_lazy.command.options import Commands, add_base, add_runs, command
+from lit_lazy.command.options import Commands, add_base, add_runs, command, path
 
 
 def add_to(commands: Commands) -> None:
@@ -14,7 +13,7 @@ def add_to(commands: Commands) -> None:
     add_base(parser, "it was run on")
     parser.add_argument("--ui-url", metavar="URL", help="address of MLflow's pages, to link every run there")
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="write it there (default: NAME-EXPERIMENT/report.html in --runs)"
+        "--out", metavar="FILE", type=path, help="write it there (default: NAME-EXPERIMENT/report.html in --runs)"
     )
     add_runs(parser)
 
@@ -26,12 +25,14 @@ def report(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.support.disk import writable_folder, write_text
 
     tracker = tracked_grid(options)
-    path = options.out or options.runs / tracker.experiment / REPORT
-    if path.is_dir():
-        raise ValueError(f"--out {str(path)!r}: is a folder; name a file in it")
-    writable_folder("--out" if options.out else "--runs", path.parent)
+    file = options.out or options.runs / tracker.experiment / REPORT
+    if file.exists() and not file.is_file():
+        raise ValueError(
+            f"--out {str(file)!r}: is {'a folder; name a file in it' if file.is_dir() else 'no file; name another'}"
+        )
+    writable_folder("--out" if options.out else "--runs", file.parent)
     page = report_html(tracker, newest_parent(tracker), options.ui_url)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, page)
-    print(f"report:     {path}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, page)
+    print(f"report:     {file}")
     return 0

@@ -11,6 +11,8 @@ from abc import ABC
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from lit_lazy.support.errors import described
+
 T = TypeVar("T")
 
 
@@ -113,5 +115,6 @@ def replace_at(config: T, changes: Mapping[str, Any]) -> T:
         here[name] = replace_at(here.get(name, getattr(config, name)), inner)
     try:
         return dataclasses.replace(config, **here)  # type: ignore[type-var]
-    except TypeError as error:  # a value of a type that its checks cannot take
-        raise ValueError(f"{', '.join(f'{name}={value!r}' for name, value in here.items())}: {error}") from None
+    except (TypeError, OverflowError) as error:  # a value that its checks cannot take
+        given = ", ".join(f"{name}={described(value)}" for name, value in here.items())
+        raise ValueError(f"{given}: {error}") from None

@@ -4,14 +4,16 @@ import ast
 import hashlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.support.errors import described, named, one_line
 
 PROJECT = Path(__file__).parents[2]
 Room = Literal["experiments", "ablations"]
@@ -19,6 +21,8 @@ SETTINGS = ("config", "ablation", "search")
 """What a file exports. The values that it makes are in a cell's key, so its source need not be."""
 OWN = ("lit_lazy", "flash_lazy")
 """This project's packages, which may lie beside a user's file and are no part of it."""
+LONGEST_NAME = 100
+"""Bytes of a name after which a folder is called, together with other names; file systems take 255."""
 USER = "lit_lazy_user_"
 """How the names of the modules of users' files begin."""
 
@@ -32,8 +36,8 @@ def find(room: Room, name: str) -> Path:
         return python_file(room[:-1], name)
     for root in (Path.cwd(), PROJECT):
         path = root / room / f"{name}.py"
-        if path.is_file():
-            return path.resolve()
+        if os.path.isfile(path):  # False too for a name that no file can have
+            return _named(path.resolve())
     raise ValueError(
         f"{room[:-1]} {name!r}: unknown; there are {', '.join(available(room))}, or give a path to a .py file"
     )
@@ -41,10 +45,18 @@ def find(room: Room, name: str) -> Path:
 
 def python_file(what: str, name: str) -> Path:
     """The file of this name. Raises ValueError that names what it is for."""
-    path = Path(name)
-    if not path.is_file():
+    if not os.path.isfile(name):
         raise ValueError(f"{what} {name!r}: no such file; give the path of a .py file that is there")
-    return path.resolve()
+    return _named(Path(name).resolve())
+
+
+def _named(path: Path) -> Path:
+    """A file, if folders and MLflow's experiments can be called after it. Raises ValueError, in one line."""
+    if not path.stem.isprintable() or len(path.stem.encode()) > LONGEST_NAME:
+        raise ValueError(
+            f"{str(path)!r}: results are kept under its name; let it have at most {LONGEST_NAME} bytes, all printable"
+        )
+    return path
 
 
 def available(room: Room) -> list[str]:
@@ -76,11 +88,18 @@ def load_module(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
         for imported, file in _imports_of(_with_local_imports(path, path.parent), path.parent):
             _check_neighbour(imported, file)
-    except (Exception, SystemExit) as error:
-        for registered in names:
-            del sys.modules[registered]
+    except KeyboardInterrupt:
+        _forget(names)
+        raise
+    except BaseException as error:
+        _forget(names)
         raise ValueError(f"{path}: {_where(error, path)}") from error
     return module
+
+
+def _forget(names: Iterable[str]) -> None:
+    for name in names:
+        sys.modules.pop(name, None)
 
 
 def _means(name: str, path: Path) -> bool:
@@ -175,10 +194,9 @@ def _where(error: BaseException, path: Path) -> str:
     """`line 3: NameError: ...`: the last line of this file that an exception went through."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-    text = " ".join(str(error).split())
     # This project's own messages are ValueErrors.
-    shown = text if type(error) is ValueError else f"{type(error).__name__}: {text}"
-    return f"line {line}: {shown}" if line else shown
+    text = one_line(error) if type(error) is ValueError else named(error)
+    return f"line {line}: {text}" if line else text
 
 
 def experiment(name: str) -> RunConfig:
@@ -186,15 +204,27 @@ def experiment(name: str) -> RunConfig:
     return load_experiment(find("experiments", name))
 
 
+def exported(path: Path, name: str) -> Any:
+    """What a file defines under a name, None for nothing. Raises ValueError where it cannot be asked."""
+    try:
+        return getattr(load_module(path), name, None)
+    except ValueError:
+        raise
+    except Exception as error:  # of the file's own __getattr__
+        raise ValueError(f"{path}: {_where(error, path)}") from error
+
+
 def load_experiment(path: Path) -> RunConfig:
     """The config that an experiment file's `config()` returns."""
-    config = getattr(load_module(path), "config", None)
-    if not callable(config):
+    config = exported(path, "config")
+    if not callable(config) or inspect.iscoroutinefunction(config):
         raise ValueError(f"{path}: defines no function config(); give it one that returns a RunConfig")
     try:
         made = config()
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise ValueError(f"{path}: {_where(error, path)}") from error
     if not isinstance(made, RunConfig):
-        raise ValueError(f"{path}: config() returned {made!r}; let it return a RunConfig")
+        raise ValueError(f"{path}: config() returned {described(made)}; let it return a RunConfig")
     return made

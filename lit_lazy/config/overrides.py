@@ -8,23 +8,21 @@ import warnings
 from abc import ABC
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from docstring_parser import parse_from_object
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
-from lit_lazy.config.canonical import leaves
+from lit_lazy.config.canonical import leaf, leaves
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.support.kinds import is_exchangeable, wanted
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
-WORDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a finite number",
-    bool: "true or false",
-    str: "text",
-    type(None): "None",
-}
+LONGEST_VALUE = 4096
+"""Characters: of a path."""
+DEEPEST_VALUE = 20
+"""Brackets of one kind in a value; the parser of values ends Python itself at some ten thousand."""
 
 
 def apply_overrides(base: RunConfig, arguments: Sequence[str]) -> tuple[RunConfig, list[str]]:
@@ -43,12 +41,18 @@ def apply_overrides(base: RunConfig, arguments: Sequence[str]) -> tuple[RunConfi
     parser = override_parser(base, given)
     try:
         made = _parse(parser, given, types)
+    except (OverflowError, TypeError) as error:  # a number, or a kind, that a field's checks cannot take
+        raise ValueError(f"{_shown(given)}: {error}") from None
     except ArgumentError as error:
         for path, text in given.items():
             if not _is_accepted(parser, path, text, types):
-                raise ValueError(f"--{path}={text!r}: must be {_wanted(types[path])}") from None
+                raise ValueError(f"--{path}={text!r}: must be {wanted(types[path])}") from None
         raise ValueError(_one_line(str(error))) from None
     return RunConfig(**{field.name: made[field.name] for field in dataclasses.fields(RunConfig)}), list(given)
+
+
+def _shown(given: Mapping[str, str]) -> str:
+    return " ".join(f"--{path}={text!r}" for path, text in given.items())
 
 
 def _parse(parser: ArgumentParser, given: Mapping[str, str], types: Mapping[str, Any]) -> Any:
@@ -100,6 +104,10 @@ def _given(arguments: Sequence[str]) -> dict[str, str]:
             if not left or left[0].startswith("--"):
                 raise ValueError(f"{path}: has no value; give one as in {path}=VALUE")
             text = left.pop(0)
+        if len(text) > LONGEST_VALUE or max(map(text.count, "[{(")) > DEEPEST_VALUE:
+            raise ValueError(
+                f"{path}={text!r}: must have at most {LONGEST_VALUE} characters, and {DEEPEST_VALUE} brackets of a kind"
+            )
         given[path[2:]] = text
     return given
 
@@ -119,7 +127,7 @@ def _types(cls: type, config: Any, prefix: str, given: Mapping[str, str]) -> dic
 
 def _chosen(hint: Any, path: str, given: Mapping[str, str]) -> type | None:
     """The class that was given for an exchangeable part; None where none was, or for another field."""
-    if path not in given or not _is_exchangeable(hint):
+    if path not in given or not is_exchangeable(hint):
         return None
     name = given[path].rpartition(".")[2]
     known = leaves(hint)
@@ -131,20 +139,17 @@ def _chosen(hint: Any, path: str, given: Mapping[str, str]) -> type | None:
     return known[name]
 
 
-def _is_exchangeable(hint: Any) -> bool:
-    return ABC in getattr(hint, "__mro__", ())  # issubclass would say so of int, which others register with theirs
-
-
 def _is_group(hint: Any) -> bool:
     """Whether a field holds fields that are set one by one; a base of exchangeable parts may be a dataclass itself."""
-    return dataclasses.is_dataclass(hint) and not _is_exchangeable(hint)
+    return dataclasses.is_dataclass(hint) and not is_exchangeable(hint)
 
 
 def _check_path(path: str, text: str, types: Mapping[str, Any]) -> None:
     """Raise ValueError unless a path leads to a field that can be set as a whole."""
     parent, _, name = path.rpartition(".")
-    if name == "help" and _is_exchangeable(types.get(parent)):
-        return  # jsonargparse's own: prints the fields of a class
+    if name == "help" and is_exchangeable(types.get(parent)):
+        leaf(types[parent], text.rpartition(".")[2])  # jsonargparse's own: prints the fields of a class
+        return
     hint = types.get(path)
     if _is_group(hint):
         some = next(known for known in types if known.startswith(f"{path}."))
@@ -152,10 +157,10 @@ def _check_path(path: str, text: str, types: Mapping[str, Any]) -> None:
     if hint is not None:
         return
     fix = _meant(f"--{path}", [f"--{known}" for known, hint in types.items() if not _is_group(hint)])
-    if _is_exchangeable(types.get(parent)):
+    if is_exchangeable(types.get(parent)):
         # Those that define it, not those derived from them.
-        owners = [leaf for leaf, cls in leaves(types[parent]).items() if name in inspect.get_annotations(cls)]
-        whose = " and ".join(f"{leaf}'s" for leaf in owners)
+        owners = [part for part, cls in leaves(types[parent]).items() if name in inspect.get_annotations(cls)]
+        whose = " and ".join(f"{owner}'s" for owner in owners)
         fix = f"; it is {whose}: add --{parent}={owners[0]}" if owners else fix
     raise ValueError(
         f"--{path}={text!r}: no such field{fix}; `lit-lazy fields EXPERIMENT` lists all, --help what else there is"
@@ -165,18 +170,6 @@ def _check_path(path: str, text: str, types: Mapping[str, Any]) -> None:
 def _meant(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
-
-
-def _wanted(hint: Any) -> str:
-    """What a value of this type looks like, in words."""
-    if hint in WORDS:
-        return WORDS[hint]
-    parts = typing.get_args(hint)
-    if typing.get_origin(hint) is Literal:
-        return f"one of {', '.join(map(str, parts))}"
-    if typing.get_origin(hint) is tuple:
-        return f"{len(parts)} numbers in brackets, for example [{','.join('0.5' for _ in parts)}]"
-    return " or ".join(_wanted(part) for part in parts)
 
 
 def _defaults(config: Any, prefix: str, given: Mapping[str, str]) -> dict[str, Any]:

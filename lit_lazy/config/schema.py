@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import typing
-from abc import ABC
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ from lit_lazy.attention import AttentionSpec, LayerShape, Position, Rope
 from lit_lazy.config.canonical import leaves
 from lit_lazy.data import DataConfig
 from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.kinds import fits, is_exchangeable, is_part, wanted
 
 
 @dataclass(frozen=True)
@@ -164,17 +164,18 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require_whole("seed", self.seed, 0)
-        _check_parts(self, "")
+        _check_fields(self, "")
 
 
-def _check_parts(config: Any, prefix: str) -> None:
-    """Raise ValueError where a part is no object of its kind, but a name, a class, or what else one may put there."""
-    for name, hint in typing.get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        exchangeable = ABC in getattr(hint, "__mro__", ())
-        if not dataclasses.is_dataclass(hint) and not exchangeable:
-            continue
-        if not isinstance(value, hint):
-            example = min(leaves(hint)) if exchangeable else hint.__name__
-            require(False, f"{prefix}{name}", value, f"must be a {hint.__name__}, such as {example}()")
-        _check_parts(value, f"{prefix}{name}.")
+def _check_fields(config: Any, prefix: str) -> None:
+    """Raise ValueError where a field, or one of a part, does not hold what its annotation says."""
+    hints = typing.get_type_hints(type(config))
+    for name in (known.name for known in dataclasses.fields(config)):
+        value, hint = getattr(config, name), hints[name]
+        if not fits(value, hint):
+            example = min(leaves(hint)) if is_exchangeable(hint) else wanted(hint).removeprefix("a ")
+            too_great = ", within 64 bits" if type(value) is int else ""
+            such_as = f", such as {example}()" if is_part(hint) else too_great
+            require(False, f"{prefix}{name}", value, f"must be {wanted(hint)}{such_as}")
+        if is_part(hint):
+            _check_fields(value, f"{prefix}{name}.")

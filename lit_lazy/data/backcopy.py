@@ -15,6 +15,10 @@ import torch
 
 from lit_lazy.data.base import DataConfig, DataSource, TokenDataset, fingerprint
 from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.memory import require_room
+
+BYTES_PER_TOKEN = 10
+"""The token, the two groups its row may be in, and the oracle's loss."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,9 @@ class Backcopy(DataConfig):
         require_whole("data.task_seed", self.task_seed, 0)
 
     def load(self) -> DataSource:
+        names = ("train_sequences", "validation_sequences", "context_length")
+        n = self.train_sequences + self.validation_sequences
+        require_room({f"data.{name}": getattr(self, name) for name in names}, BYTES_PER_TOKEN * n * self.context_length)
         return _load(self)
 
 

@@ -5,17 +5,23 @@ in memory. Empty documents and nulls are left out. Every error is a one-line Val
 """
 
 import glob
+import itertools
 import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+
+import huggingface_hub
 
 from lit_lazy.support.checks import require
 from lit_lazy.support.errors import one_line
+from lit_lazy.support.waiting import within
 
 FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 # A tokeniser needs about a hundred times the memory of a document.
@@ -24,6 +30,8 @@ LONGEST_DOCUMENT = 16 * 2**20
 # end, else blank, after PIECE bytes, so that one big file can be split into training and validation text.
 WHOLE, PIECE = 64 * 2**10, 16 * 2**10
 ROWS_AT_ONCE = 256
+HUB_SECONDS = 10.0
+MOST_NAMED = 20
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ class Files:
         where = f"line {number} of {str(path)!r}"
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._error(
                 path, f"line {number} is not JSON ({one_line(error)}); give one object per line"
             ) from None
@@ -94,7 +102,7 @@ class Files:
             self.column in row,
             "data.column",
             self.column,
-            f"{where} has only {', '.join(row) or 'no columns'}; name one that holds text",
+            f"{where} has only {few(row)}; name one that holds text",
         )
         value = row[self.column]
         require(
@@ -156,7 +164,9 @@ class Hub:
 
     def state(self) -> list[Any]:
         """What names the content: for a folder its files, otherwise the name alone, which needs no network."""
-        paths = sorted(path for path in Path(self.name).rglob("*") if path.is_file())
+        paths = (
+            sorted(path for path in Path(self.name).rglob("*") if path.is_file()) if os.path.isdir(self.name) else []
+        )
         return [self.name, self.config, self.revision, self.split, file_states(tuple(paths))]
 
     def documents(self) -> Iterator[bytes]:
@@ -165,6 +175,9 @@ class Hub:
 
     def _tables(self) -> Iterator[Any]:
         datasets = quiet_datasets()
+        if not os.path.isdir(self.name) and not hub_answers():
+            # Its client would try for half a minute; what it has in its cache is read all the same.
+            huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
         try:
             found = datasets.load_dataset(
                 self.name, self.config, split=self.split, revision=self.revision, streaming=self.stream
@@ -178,10 +191,22 @@ class Hub:
             ) from None
 
 
+def hub_answers() -> bool:
+    """Whether the Hub answers within seconds, be it with an error."""
+    try:
+        within(HUB_SECONDS, lambda: urllib.request.urlopen(huggingface_hub.constants.ENDPOINT, timeout=HUB_SECONDS))
+    except HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
 def quiet_datasets() -> Any:
     """The datasets library, imported late because it takes a second."""
     import datasets
 
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # each of its attempts
     # Its readers log each error in several lines before they raise it.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     if not sys.stderr.isatty():
@@ -198,9 +223,7 @@ def texts(found: Iterator[Any], column: str, where: str) -> Iterator[bytes]:
     """The texts in one column of Arrow tables, as UTF-8."""
     for table in found:
         names = table.column_names
-        require(
-            column in names, "data.column", column, f"{where} has only {', '.join(names)}; name one that holds text"
-        )
+        require(column in names, "data.column", column, f"{where} has only {few(names)}; name one that holds text")
         kind = str(table.schema.field(column).type)
         require("string" in kind and "<" not in kind, "data.column", column, f"must hold text; in {where} it is {kind}")
         for value in table.column(column).to_pylist():
@@ -210,6 +233,11 @@ def texts(found: Iterator[Any], column: str, where: str) -> Iterator[bytes]:
                     f"{where}: a document is longer than {LONGEST_DOCUMENT >> 20} MiB ({text[:40]!r}...); split it"
                 )
             yield text
+
+
+def few(names: Collection[str]) -> str:
+    """Some names, to choose one from."""
+    return ", ".join([*itertools.islice(names, MOST_NAMED), *["..."][: len(names) - MOST_NAMED]]) or "no columns"
 
 
 def piece_end(ahead: bytes) -> int:
@@ -228,7 +256,13 @@ def piece_end(ahead: bytes) -> int:
 
 def find_files(field: str, given: str) -> tuple[Path, ...]:
     """The files that a path, a folder (with those below it) or a glob means, in the order of their paths."""
-    at = Path(given).expanduser()
+    try:
+        at = Path(given).expanduser()
+        at.stat()
+    except FileNotFoundError:
+        pass
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, links in a circle, an unknown user
+        raise ValueError(f"{field}={given!r}: {getattr(error, 'strerror', None) or error}; name another") from None
     if at.is_dir():
         inside = [path for path in at.rglob("*") if not any(p.startswith(".") for p in path.relative_to(at).parts)]
         found = [path for path in inside if path.suffix in FORMATS and path.is_file()]

@@ -20,6 +20,8 @@ from lit_lazy.data.tokeniser import BYTES, ByteTokenizer, FileTokenizer, Tokeniz
 from lit_lazy.data.tokens import cache_folder, make_once, open_corpus, write_corpus
 from lit_lazy.data.trigram import ByteTrigram, trigrams
 from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.disk import open_file
+from lit_lazy.support.errors import one_line
 
 # Part of a cached corpus's name: raise it when the same documents come to be other tokens.
 LAYOUT = 1
@@ -128,10 +130,12 @@ class Text(DataConfig):
         if self.tokenizer == BYTES:
             return BYTES
         try:
-            content = Path(self.tokenizer).expanduser().read_bytes()
-        except OSError as error:
+            with open_file(Path(self.tokenizer).expanduser()) as file:
+                content = file.read()
+        except (OSError, RuntimeError, ValueError, MemoryError) as error:
+            why = getattr(error, "strerror", None) or one_line(error)
             raise ValueError(
-                f"data.tokenizer={self.tokenizer!r}: cannot be read ({error.strerror}); give 'bytes' or a JSON file of "
+                f"data.tokenizer={self.tokenizer!r}: cannot be read ({why}); give 'bytes' or a JSON file of "
                 "the tokenizers library"
             ) from None
         return f"{version('tokenizers')} {hashlib.sha256(content).hexdigest()}"

@@ -49,6 +49,7 @@ class FileTokenizer:
     def __init__(self, path: Path, end_of_text: str | None):
         import tokenizers
 
+        self.path = str(path)
         try:
             self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
@@ -72,4 +73,8 @@ class FileTokenizer:
 
     def encode(self, documents: list[bytes]) -> list[np.ndarray]:
         texts = [document.decode() for document in documents]
-        return [np.array(e.ids, np.uint32) for e in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        try:
+            encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # as above: for instance of an unknown token that is not in the vocabulary
+            raise ValueError(f"data.tokenizer={self.path!r}: cannot encode the text ({one_line(error)})") from None
+        return [np.array(e.ids, np.uint32) for e in encoded]

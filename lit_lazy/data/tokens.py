@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
-from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from lit_lazy.data.tokeniser import Tokenizer
+from lit_lazy.support.console import plain_console
 from lit_lazy.support.errors import one_line
 
 BATCH_BYTES = 2**20
@@ -47,7 +47,13 @@ class Corpus:
 
 def cache_folder() -> Path:
     """Where corpora are kept: `LIT_LAZY_CACHE`, or `~/.cache/lit-lazy/tokens`."""
-    return Path(os.environ.get("LIT_LAZY_CACHE") or Path.home() / ".cache" / "lit-lazy" / "tokens").expanduser()
+    given = os.environ.get("LIT_LAZY_CACHE") or "~/.cache/lit-lazy/tokens"
+    try:
+        folder = Path(given).expanduser()
+        folder.exists()
+    except (OSError, RuntimeError) as error:  # a name too long, an unknown user
+        raise ValueError(f"LIT_LAZY_CACHE={given!r}: cannot be used ({error}); set it to another folder") from None
+    return folder
 
 
 def open_corpus(folder: Path) -> Corpus:
@@ -57,7 +63,7 @@ def open_corpus(folder: Path) -> Corpus:
         train, validation = (np.memmap(folder / f"{part}.bin", facts["dtype"], mode="c") for part in PARTS)
         if [len(train), len(validation)] != facts["tokens"]:
             raise ValueError("another number of tokens")
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(
             f"LIT_LAZY_CACHE={str(folder.parent)!r}: {folder.name} in it is damaged; delete that folder"
         ) from None
@@ -114,7 +120,7 @@ def lock(path: Path) -> Iterator[None]:
     try:
         held.acquire(timeout=0)
     except Timeout:
-        Console(stderr=True).print("another process tokenises this text: waiting for it", soft_wrap=True)
+        plain_console(stderr=True).print("another process tokenises this text: waiting for it", soft_wrap=True)
         held.acquire()
     try:
         yield
@@ -239,7 +245,7 @@ class _Meter:
     """Progress on a terminal, and in the end a line that says how fast it was."""
 
     def __init__(self, max_tokens: int | None):
-        self.console = Console(stderr=True)
+        self.console = plain_console(stderr=True)
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
         self.task = self.progress.add_task("tokenising", total=max_tokens)

@@ -1,6 +1,7 @@
 """An ablation and its cells: every training it consists of, expanded and checked before anything is created."""
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -8,13 +9,33 @@ from pathlib import Path
 from typing import Any
 
 from lit_lazy.config.canonical import flatten, replace_at, to_dict
-from lit_lazy.config.files import load_module
+from lit_lazy.config.files import LONGEST_NAME, exported
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.support.checks import require
+from lit_lazy.support.errors import described
+from lit_lazy.support.kinds import check_kinds
 from lit_lazy.table.records import Column, Contrast, RowInfo
 from lit_lazy.training.prepare import prepare
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+LONGEST_ROW_NAME = 250
+MOST_CELLS = 100_000
+"""Of a grid: each is a training, and all are held in memory."""
+
+
+def check_name(what: str, name: object) -> None:
+    """Raise ValueError, in one line, unless a folder can be called by this name."""
+    if not isinstance(name, str) or not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
+        raise ValueError(
+            f"{what} {described(name)}: its name becomes a folder's; take letters, digits, _, - and ., the first a "
+            f"letter or a digit, at most {LONGEST_NAME}"
+        )
+
+
+def require_cells(field: str, count: int) -> None:
+    """Raise ValueError, in one line, where a grid or a search would be larger than can be held."""
+    require(count <= MOST_CELLS, field, count, f"must be at most {MOST_CELLS}; divide it into several")
 
 
 @dataclass(frozen=True)
@@ -28,6 +49,9 @@ class Row:
     seeds: tuple[int, ...] | None = None
     """None for the ablation's."""
     note: str = ""
+
+    def __post_init__(self) -> None:
+        check_kinds(f"row {described(self.name)}", self)
 
 
 @dataclass(frozen=True)
@@ -51,20 +75,29 @@ class Ablation:
     """The experiment it runs on by default."""
 
     def __post_init__(self) -> None:
-        if not NAME.fullmatch(self.name):
-            raise ValueError(
-                f"ablation {self.name!r}: its name becomes a folder's; take letters, digits, _, - and ., the first a "
-                "letter or a digit"
-            )
-        names = [row.name for row in self.all_rows]
+        check_name("ablation", self.name)
+        check_kinds(f"ablation {self.name!r}", self)
         if bool(self.rows) == bool(self.axes):
             raise ValueError(f"ablation {self.name!r}: give either rows or axes")
+        require_cells(f"ablation {self.name!r}: points of its axes", math.prod(map(len, self.axes.values())))
+        names = [row.name for row in self.all_rows]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"ablation {self.name!r}: two rows have the same name {twice[0]!r}; rename one")
-        if odd := [name for name in names if not name.isprintable() or name.strip() != name or not name]:
-            raise ValueError(f"ablation {self.name!r}: row {odd[0]!r} has no name that can be shown; give it another")
+        if odd := [name for name in names if not _can_be_shown(name)]:
+            raise ValueError(
+                f"ablation {self.name!r}: row {described(odd[0])} has no name that can be shown; give it another"
+            )
         if commas := [name for name in names if "," in name]:
             raise ValueError(f"ablation {self.name!r}: row {commas[0]!r} has a comma in its name, which separates rows")
+        if not self.columns:
+            raise ValueError(f"ablation {self.name!r}: columns=(): needs at least one; COLUMNS has the usual ones")
+        keys, contrasts = [column.key for column in self.columns], [contrast.name for contrast in self.contrasts]
+        for what, given in (("columns", keys), ("contrasts", contrasts)):
+            if twice := [name for name in given if given.count(name) > 1]:
+                raise ValueError(f"ablation {self.name!r}: two {what} are {twice[0]!r}; leave one out")
+        for contrast in self.contrasts:
+            if strange := [name for name in contrast.weights if name not in names]:
+                raise ValueError(f"ablation {self.name!r}: contrast {contrast.name!r}: {strange[0]!r} is no row of it")
         if self.baseline not in names:
             raise ValueError(f"ablation {self.name!r}: baseline {self.baseline!r} is not one of its rows")
         if not self.seeds:
@@ -80,6 +113,10 @@ class Ablation:
             return self.rows
         points = (dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values()))
         return tuple(Row(point_name(point), point, source="ours") for point in points if not self.exclude(point))
+
+
+def _can_be_shown(name: str) -> bool:
+    return 0 < len(name) <= LONGEST_ROW_NAME and name.isprintable() and name.strip() == name
 
 
 def point_name(point: Mapping[str, Any]) -> str:
@@ -104,9 +141,8 @@ class Cell:
 
 def load_ablation(path: Path) -> Ablation:
     """The `ablation` that a file defines."""
-    module = load_module(path)
-    ablation = getattr(module, "ablation", None)
-    if ablation is None and hasattr(module, "search"):
+    ablation = exported(path, "ablation")
+    if ablation is None and exported(path, "search") is not None:
         raise ValueError(f"{path}: defines a search, not an ablation; `lit-lazy ablate search {path.stem}` runs it")
     if not isinstance(ablation, Ablation):
         raise ValueError(f"{path}: defines no `ablation`; give it one, an Ablation(...)")
@@ -137,6 +173,7 @@ def expand(
                 raise ValueError(f"--{clash[0]}: row {row.name!r} sets {path} itself; leave one of the two out")
     if "seed" in overridden:
         raise ValueError("--seed: an ablation's seeds are given by --seeds")
+    require_cells("cells of the grid", sum(len(seeds) for _, seeds in chosen))
     configs: list[tuple[Row, int, RunConfig, str]] = []
     for row, seeds in chosen:
         try:

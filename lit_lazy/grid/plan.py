@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from lit_lazy.support.errors import named
 from lit_lazy.table.build import build_table
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
@@ -40,13 +41,19 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        plan: dict[str, Any] = json.loads(text)
-        rows: list[dict[str, Any]] = plan["rows"]
-        plan["rows"] = tuple(RowInfo(**row | {"seeds": tuple(row["seeds"])}) for row in rows)
-        plan["columns"] = tuple(Column(**column) for column in plan["columns"])
-        plan["axes"] = tuple(plan["axes"])
-        plan["contrasts"] = tuple(Contrast(**contrast) for contrast in plan["contrasts"])
-        return cls(**plan)
+        """The plan of a text. Raises ValueError, in one line, for a text that is none."""
+        try:
+            plan: dict[str, Any] = json.loads(text)
+            rows: list[dict[str, Any]] = plan["rows"]
+            plan["rows"] = tuple(RowInfo(**row | {"seeds": tuple(row["seeds"])}) for row in rows)
+            plan["columns"] = tuple(Column(**column) for column in plan["columns"])
+            plan["axes"] = tuple(plan["axes"])
+            plan["contrasts"] = tuple(Contrast(**contrast) for contrast in plan["contrasts"])
+            return cls(**plan)
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"{PLAN}, kept with the MLflow run, is damaged ({named(error)}); --fresh begins anew"
+            ) from None
 
     def widened(self, former: "Plan", order: Sequence[str]) -> "Plan":
         """This plan with the rows and seeds of a former one beside its own, rows in the given order.

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import shlex
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +26,12 @@ from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.disk import writable_folder, write_text
 from lit_lazy.support.errors import UnfinishedError, one_line
 from lit_lazy.support.provenance import environment
+from lit_lazy.support.secrets import command_line
 from lit_lazy.tracking.tracker import Tracker, TrackingError, check_store, default_uri
 from lit_lazy.training import checkpoints
 from lit_lazy.training.devices import training_device
 from lit_lazy.training.module import LitLM
+from lit_lazy.training.prepare import loaded
 from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.watch import Watch, tau_history
 
@@ -82,19 +82,33 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
     """
     module = checkpoints.load(request.checkpoint)
     request.maps.check(module.model, "--")
+    taus = watched_taus(request.checkpoint)
     sources = load_sources(request, module)
     writable_folder("--runs", request.runs)
     writable_folder("--out", request.folder)
     uri = default_uri(request.runs)
     check_store(uri)
 
-    measured = measure_all(module, sources, request, console)
+    measured = measure_all(module, sources, taus, request, console)
     metrics = measured.scalars() | whole_figures(measured)
     files = write(measured, metrics, sources, request)
     console(f"\n{table(metrics, measured.prefixes)}")
     console(f"\nfiles: {request.folder} ({', '.join(file.name for file in files)})")
     track(Tracker(uri, request.runs, EXPERIMENT), module.cfg, metrics, files, sources[""], request)
     return measured
+
+
+def watched_taus(checkpoint: Path) -> dict[int, torch.Tensor]:
+    """The taus `[layers, H]` that were kept during training, by step. Raises ValueError, in one line, for any other."""
+    taus = checkpoints.callback_state(checkpoint, Watch.__name__).get("taus", {})
+    shapes = {getattr(tau, "shape", None) for tau in taus.values()} if isinstance(taus, dict) else {None}
+    if (
+        not all(len(shape or ()) == 2 for shape in shapes)
+        or len(shapes) > 1
+        or not all(type(step) is int for step in taus)
+    ):
+        raise ValueError(f"checkpoint {str(checkpoint)!r}: the taus kept during training are damaged; train again")
+    return taus
 
 
 def load_sources(request: Request, module: LitLM) -> dict[str, DataSource]:
@@ -107,7 +121,7 @@ def load_sources(request: Request, module: LitLM) -> dict[str, DataSource]:
         source = checkpoints.data_of_training(request.checkpoint, module)
     else:
         config, named = load_experiment(find("experiments", request.data)).data, f"--data {request.data!r}"
-        source = config.load()
+        source = loaded(config)
         if source.vocab_size != module.hparams["vocab_size"]:
             raise ValueError(
                 f"{named}: the model reads a vocabulary of {module.hparams['vocab_size']} tokens, these data have "
@@ -132,8 +146,8 @@ def at_length(config: DataConfig, length: int, source: DataSource, model: Decode
     # Generated data make as many training sequences as they are told, and none is looked at here.
     fewest = {name: 1 for name in ("train_sequences",) if name in fields}
     try:
-        return dataclasses.replace(config, context_length=length, **fewest).load()  # type: ignore[type-var]
-    except (ValueError, MemoryError) as error:
+        return loaded(dataclasses.replace(config, context_length=length, **fewest))  # type: ignore[type-var]
+    except ValueError as error:
         raise ValueError(f"{option}: {one_line(error)}") from None
 
 
@@ -149,7 +163,11 @@ def check_length(model: DecoderLM, length: int, option: str) -> None:
 
 
 def measure_all(
-    module: LitLM, sources: Mapping[str, DataSource], request: Request, console: Callable[[str], None]
+    module: LitLM,
+    sources: Mapping[str, DataSource],
+    taus: Mapping[int, torch.Tensor],
+    request: Request,
+    console: Callable[[str], None],
 ) -> Diagnostics:
     """The trained model, `init/` the same before training, and `L<length>/` the trained at other lengths.
 
@@ -166,9 +184,8 @@ def measure_all(
         return measure(model, sample, maps, request.sequences)
 
     trained = measured("the trained model", model, sources[""], request.maps)
-    watched = checkpoints.callback_state(request.checkpoint, Watch.__name__)
     parts = {
-        "": Diagnostics(trained.arrays | tau_history(watched.get("taus", {}))),
+        "": Diagnostics(trained.arrays | tau_history(taus)),
         "init/": measured("the untrained model", initial.model.to(device), sources[""]),
     }
     for prefix, source in sources.items():
@@ -205,7 +222,7 @@ def write(
     measured.save(folder / ARRAYS)
     facts = {
         "checkpoint": str(request.checkpoint),
-        "command": shlex.join(["lit-lazy", *sys.argv[1:]]),
+        "command": command_line(),
         "data": {
             prefix or "trained": {
                 "name": source.name,

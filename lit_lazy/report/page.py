@@ -23,9 +23,9 @@ from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.report.captions import ABOUT_READING, CAPTIONS, ONE_SEED, READING
 from lit_lazy.report.style import PAGE, STYLE
 from lit_lazy.support.disk import write_text
+from lit_lazy.support.secrets import redacted
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import html
-from lit_lazy.tracking.databases import redacted
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
 from lit_lazy.tracking.views import run_link
 from lit_lazy.training.result import DIAGNOSTICS

@@ -3,8 +3,11 @@
 import errno
 import logging
 import os
+import shutil
 import socket
+import stat
 from collections.abc import Callable
+from contextlib import suppress
 from glob import escape
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -12,7 +15,16 @@ from typing import BinaryIO
 
 import psutil
 
+from lit_lazy.support.errors import causes
+
+PATHS_BELOW = 600
+"""Bytes that the paths of files take below a folder of results, at most."""
 log = logging.getLogger("lit_lazy.support.disk")
+FEW_FILES = 32
+"""A cell makes fewer, those that MLflow keeps for it included."""
+PROBE_BYTES = 2**20
+PRIVATE = 0o600
+"""The mode of databases and logs: they name machines, folders and processes, and hold what libraries choose to say."""
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -48,9 +60,21 @@ def _sync_folder(folder: Path) -> None:
         os.close(opened)
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Open a file for reading. Raises OSError for a pipe or a device too, which might never answer, or never end."""
+    if stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode):
+        return path.open("rb")
+    raise OSError(errno.EINVAL, "It is a pipe or a device, and no file", str(path))
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text atomically."""
     write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def private(path: str, flags: int) -> int:
+    """An opener: what it creates only its user may read."""
+    return os.open(path, flags, PRIVATE)
 
 
 def quarantine(path: Path, why: str) -> None:
@@ -62,22 +86,43 @@ def quarantine(path: Path, why: str) -> None:
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether an exception, or one that it came from, says that there is no space left."""
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
+    for cause in causes(error):
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
         if "disk is full" in str(cause) or "No space left on device" in str(cause):  # sqlite, PostgreSQL, torch
             return True
-        cause = cause.__cause__ or cause.__context__
     return False
+
+
+def lacking(folder: Path, size: int) -> str:
+    """What a disk lacks to hold `size` more bytes in a few files of a folder; "" where it has all that.
+
+    A few bytes are really written: a quota shows in no statistics.
+    """
+    if shutil.disk_usage(folder).free < size:
+        return f"{size / 1e6:.0f} MB"
+    disk = os.statvfs(folder)
+    if disk.f_files and disk.f_favail < FEW_FILES:  # some file systems do not count theirs
+        return f"inodes for {FEW_FILES} files"
+    try:
+        with TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(PROBE_BYTES))
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        return f"{PROBE_BYTES / 1e6:.0f} MB ({error.strerror})"
+    return ""
 
 
 def writable_folder(option: str, folder: Path) -> None:
     """Raise ValueError, in one line, unless files can be made in a folder, or in the one it would be made in."""
-    there = next(parent for parent in (folder.resolve(), *folder.resolve().parents) if parent.exists())
+    whole = folder.resolve()
+    there = next(parent for parent in (whole, *whole.parents) if os.path.exists(parent))
     try:
+        if len(os.fsencode(whole)) + PATHS_BELOW > os.pathconf(there, "PC_PATH_MAX"):
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        with suppress(FileNotFoundError):
+            whole.stat()
         TemporaryFile(dir=there).close()  # it has no name: nothing can be left behind
     except OSError as error:
         raise ValueError(

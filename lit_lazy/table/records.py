@@ -3,11 +3,19 @@
 import csv
 import io
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from lit_lazy.support.errors import described
+from lit_lazy.support.kinds import check_kinds
 from lit_lazy.table.statistics import ALPHA
+
+FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠")
+"""What a formula begins with (OWASP, CSV injection); a number that was measured is no text."""
+LONGEST_TEXT = 250
+"""Characters of a key, a title or a name; MLflow takes as many of a metric's."""
+MOST_DIGITS = 20
 
 Status = Literal["complete", "failed", "missing", "waiting", "running"]
 
@@ -38,8 +46,18 @@ class Column:
     def __post_init__(self) -> None:
         if self.better not in ("lower", "higher", None):
             raise ValueError(f"better: {self.better!r} of column {self.key!r}; use 'lower', 'higher' or None")
+        check_kinds(f"column {described(self.key)}", self)
+        for what, text in (("key", self.key), ("title", self.title), ("unit", self.unit or "1")):
+            if not _is_shown(text):
+                raise ValueError(
+                    f"{what}: {text!r} of column {self.key!r}; use 1 to {LONGEST_TEXT} printable characters"
+                )
+        if not self.scale:
+            raise ValueError(f"scale: 0 of column {self.key!r}; use 1 to show values as they are")
         try:
-            float(self.format(1.0))
+            if isinstance(self.digits, int) and not 0 <= self.digits <= MOST_DIGITS:
+                raise ValueError
+            float(self.format(1.0 / self.scale))
         except ValueError:
             raise ValueError(
                 f"digits: {self.digits!r} of column {self.key!r}; use a number of decimals or a format such as ',.0f'"
@@ -68,6 +86,10 @@ class Column:
         return (f" ({unit})" if unit else "") + {"lower": " ↓", "higher": " ↑", None: ""}[self.better]
 
 
+def _is_shown(text: str) -> bool:
+    return 0 < len(text) <= LONGEST_TEXT and text.isprintable()
+
+
 @dataclass(frozen=True)
 class RowInfo:
     """A variant that the ablation asks for: where it comes from and the seeds it is to be run with."""
@@ -87,6 +109,9 @@ class Contrast:
     weights: dict[str, float]
 
     def __post_init__(self) -> None:
+        check_kinds(f"contrast {described(self.name)}", self)
+        if not _is_shown(self.name):
+            raise ValueError(f"name: {self.name!r} of a contrast; use 1 to {LONGEST_TEXT} printable characters")
         if abs(math.fsum(self.weights.values())) > 1e-9 or not any(self.weights.values()):
             raise ValueError(f"weights: {self.weights} of contrast {self.name!r}; give weights that add up to zero")
 
@@ -289,17 +314,29 @@ class Table:
         """
         labels = list(self.rows[0].labels)
         measure = [name for name in Measure.__dataclass_fields__ if name != "values"]
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
         about = ["ablation", "baseline", "variant", "base", "source", "status", "cells", "complete", "git_sha"]
-        writer.writerow([*about, *labels, "metric", "better", *measure])
+        lines: list[list[object]] = [[*about, *labels, "metric", "better", *measure]]
         for row in self.rows:
             about = [self.ablation, self.baseline, row.variant, row.base, row.source, row.status]
             about += [len(row.seeds), row.n, one_or_mixed(row.git_shas), *row.labels.values()]
             for column in self.columns:
                 values = [getattr(row.metrics[column.key], name) for name in measure]
-                writer.writerow([*about, column.key, column.better, *values])
-        return out.getvalue()
+                lines.append([*about, column.key, column.better, *values])
+        return csv_text(lines)
+
+
+def csv_text(lines: Iterable[Sequence[object]]) -> str:
+    """CSV of cells; a text that a spreadsheet would take for a formula gets an apostrophe before it."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for line in lines:
+        writer.writerow(_cell(value) if isinstance(value, str) else value for value in line)
+    return out.getvalue()
+
+
+def _cell(text: str) -> str:
+    line = text.replace("\r", " ")  # which a writer of lines that end in \n does not quote
+    return f"'{line}" if line.startswith(FORMULA) else line
 
 
 def one_or_mixed(values: Iterable[str]) -> str:

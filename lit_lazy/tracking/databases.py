@@ -1,6 +1,7 @@
 """Databases that a user names by URL: reached before anything is created, and never shown with their passwords."""
 
-import re
+import sqlite3
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,22 +10,22 @@ from typing import Any, TypeVar
 import sqlalchemy
 from sqlalchemy.exc import SQLAlchemyError
 
+from lit_lazy.support.disk import PRIVATE
+from lit_lazy.support.errors import causes
+from lit_lazy.support.secrets import redacted, redacted_text
+
 T = TypeVar("T")
 CONNECT_SECONDS = 10
 GONE_SECONDS = 60
 """A connection whose other end is silent for so long is given up; by default that takes two hours."""
 KEEPALIVES = {"idle": 30, "interval": 10, "count": 3}
 """Seconds of silence before the other end is asked whether it is there, seconds between questions, and how many."""
+PRIMARY_CODE = 0xFF
+"""What sqlite's extended error codes leave of an error."""
 
 
 class StorageError(ValueError):
     """A database that cannot be used, in one line."""
-
-
-def redacted(url: str) -> str:
-    """A URL without its password, also one that is no proper URL: then what looks like a password is left out."""
-    without = re.sub(r"(?<=:)(?!//).*@", "***@", url)
-    return re.sub(r"(?<=password=)[^&]*", "***", without)
 
 
 def reach(option: str, url: str, table: str, ask: Callable[[sqlalchemy.Connection], T]) -> T | None:
@@ -34,9 +35,16 @@ def reach(option: str, url: str, table: str, ask: Callable[[sqlalchemy.Connectio
     option, for a database that cannot be reached, is damaged, or is another program's.
     """
     file = sqlite_file(url)
-    if file is not None and not file.exists():
-        return None
     named = f"{option} {redacted(url)!r}"
+    if file is not None:
+        try:
+            kind = file.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as error:  # a name too long, links in a circle
+            raise StorageError(f"{named}: cannot be used ({first_line(error)}); name another") from None
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # sqlite says of a folder what it is
+            raise StorageError(f"{named}: is a pipe or a device, and no file; name another")
     fix = "move that file away, or name another" if file else "are server, user, password and database right?"
     try:
         engine = sqlalchemy.create_engine(
@@ -60,9 +68,26 @@ def reach(option: str, url: str, table: str, ask: Callable[[sqlalchemy.Connectio
     return None
 
 
+def sqlite_url(file: Path) -> str:
+    """The URL of an sqlite file, whatever characters its path has."""
+    return f"sqlite:///{quoted(file.resolve())}"
+
+
+def quoted(file: Path) -> str:
+    """A path as it stands in an sqlite URL, in which ? begins a query and % a character by its number."""
+    return str(file).replace("%", "%25").replace("?", "%3F")
+
+
 def sqlite_file(url: str) -> Path | None:
     """The file of an sqlite URL; None for another database's."""
-    return Path(url.removeprefix("sqlite:///")) if url.startswith("sqlite:") else None
+    database = sqlalchemy.make_url(url).database if url.startswith("sqlite:///") else None
+    return Path(database) if database else None
+
+
+def check_sqlite(named: str, url: str) -> None:
+    """Raise StorageError where an sqlite URL has a query: it is taken for a path that has a question mark."""
+    if url.startswith("sqlite:") and "?" in url:
+        raise StorageError(f"{named}: has a ?, which begins a query; write %3F for that of a path")
 
 
 @contextmanager
@@ -71,6 +96,7 @@ def new_sqlite_file(file: Path) -> Iterator[Path]:
     unfinished = file.with_name(f"{file.name}.unfinished")
     for left in (unfinished, unfinished.with_name(f"{unfinished.name}-journal")):
         left.unlink(missing_ok=True)
+    unfinished.touch(mode=PRIVATE)
     yield unfinished
     unfinished.replace(file)
 
@@ -85,7 +111,15 @@ def engine_options(url: str) -> dict[str, Any]:
     return {"connect_args": connecting, "pool_pre_ping": True}
 
 
+def damage(error: BaseException) -> str:
+    """What is wrong with an sqlite file for good, where an exception came from that; "" otherwise."""
+    for cause in causes(error):
+        if getattr(cause, "sqlite_errorcode", 0) & PRIMARY_CODE in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            return str(cause)
+    return ""
+
+
 def first_line(error: Exception) -> str:
     """What a database says of an error, in one line."""
     cause = getattr(error, "orig", None) or error
-    return str(cause).strip().partition("\n")[0][:200]
+    return redacted_text(str(cause).strip().partition("\n")[0])[:200]

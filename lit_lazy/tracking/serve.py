@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.error import URLError
 
+from lit_lazy.support.disk import private
+from lit_lazy.support.secrets import without_user
 from lit_lazy.tracking.tracker import ExperimentLinks, check_store, default_uri, experiment_links, experiment_names
 
 HOST = "127.0.0.1"
@@ -28,7 +30,7 @@ def serve(runs: Path, port: int, name: str | None = None) -> int:
     check_store(uri)
     if not experiment_names(uri):
         raise ValueError(f"--runs {runs}: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` makes some")
-    url = uri if uri.startswith("http") else f"http://{HOST}:{port}"
+    url = without_user(uri) if uri.startswith("http") else f"http://{HOST}:{port}"
     links = experiment_links(uri, url)
     if name is not None:
         links = chosen(links, name)
@@ -39,12 +41,12 @@ def serve(runs: Path, port: int, name: str | None = None) -> int:
         if probe.connect_ex((HOST, port)) == 0:
             raise ValueError(f"--port {port}: something already listens there; choose another port")
     log = runs / "mlflow-server.log"
-    command = [
-        *(sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri),
-        *("--host", HOST, "--port", str(port), "--workers", "1"),
-    ]
-    env = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # nothing here queues jobs on the server
-    with log.open("w") as output:
+    command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
+    env = os.environ | {
+        "MLFLOW_BACKEND_STORE_URI": uri,  # not in the list of processes: it may hold a password
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # nothing here queues jobs on the server
+    }
+    with open(log, "w", opener=private) as output:
         # A session of its own, so that the helpers it starts end with it.
         server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
     try:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from lightning.pytorch.loggers import Logger
 
 from lit_lazy.support.disk import write_atomically, write_text
+from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.tracking.tracker import Logged, Tracker, TrackingError
 from lit_lazy.training.result import DIAGNOSTICS, RunResult
 
@@ -54,9 +55,11 @@ class MetricFile(Logger):
         """Nothing to do: the config is logged when the MLflow run begins."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Append what the file does not hold yet of this step."""
+        """Append what the file does not hold yet of this step; Lightning's count of epochs is no measurement."""
         at = step or 0
-        new = {name: float(value) for name, value in metrics.items() if (at, name) not in self._known}
+        new = {
+            name: float(value) for name, value in metrics.items() if name != "epoch" and (at, name) not in self._known
+        }
         if new:
             self._known |= {(at, name) for name in new}
             line = {"step": at, "milliseconds": int(1000 * time.time()), "metrics": new}
@@ -171,7 +174,7 @@ class Spool:
                 try:
                     self.send()
                     told = False
-                except (TrackingError, OSError) as error:
+                except (UnfinishedError, OSError) as error:
                     if not told:
                         log.warning("metrics are kept in %s, MLflow lacks them: %s", self.folder / METRICS, error)
                     told = True
@@ -196,7 +199,7 @@ class Spool:
         timings = {f"time/{name}": value for name, value in result.timings.items()}
         made_in = dict(result.environment)
         tags = {**result.labels, "git_sha": made_in.pop("git_sha")}
-        tags["environment"] = ", ".join(f"{name} {value}" for name, value in made_in.items())
+        tags["environment"] = ", ".join(f"{name} {value}" for name, value in sorted(made_in.items()))
         self.tracker.finish(self.run_id(), {**result.metrics, **timings}, tags, step=result.config["train"]["steps"])
 
     def fail(self, reason: str, status: Literal["FAILED", "KILLED"]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, ParamSpec, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import mlflow
 import yaml
@@ -29,8 +29,10 @@ from sqlalchemy.exc import OperationalError
 
 from lit_lazy.config.canonical import flatten
 from lit_lazy.support.disk import writable_folder, write_atomically
-from lit_lazy.support.errors import UnfinishedError, one_line
-from lit_lazy.tracking.databases import new_sqlite_file, reach, redacted, sqlite_file
+from lit_lazy.support.errors import UnfinishedError, causes, one_line
+from lit_lazy.support.secrets import redacted, without_user
+from lit_lazy.support.waiting import within
+from lit_lazy.tracking.databases import check_sqlite, new_sqlite_file, quoted, reach, sqlite_file, sqlite_url
 from lit_lazy.tracking.views import LINKED_VIEWS, TAG_PREFIX, CellRun, run_link, runs_link, saved_view, view_id, views
 
 # MLflow tells of every database it creates, and trips over a deprecation of its own.
@@ -48,9 +50,9 @@ METRICS_PER_CALL = 1000
 CONNECT_SECONDS = 5.0
 GATEWAY_STATUSES = (408, 429, 502, 503, 504)
 """By which a gateway, or a server that is overloaded, says that a call is to be made again."""
+ANSWER_SECONDS = 10.0
 
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
-SQLITE = "sqlite:///"
 DATABASES = ("sqlite", "postgresql", "postgresql+psycopg")
 MOST_CELLS_SEEN = 1000
 PARENT_PAGES = {"its table": "table.html", "its report": "report.html"}
@@ -99,22 +101,21 @@ def _reaching(method: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def _is_answer(error: BaseException | None) -> bool:
+def _is_answer(error: BaseException) -> bool:
     """Whether the store itself said no.
 
     That something listens at its address says little: a tunnel or a gateway does so too while the server is away, and
     one that is overloaded accepts connections for long.
     """
-    while error is not None:
-        if isinstance(error, HTTPError):
-            return error.response.status_code not in GATEWAY_STATUSES
-        if isinstance(error, RetryError):
-            return not any(f"too many {status} error" in str(error) for status in GATEWAY_STATUSES)
-        if isinstance(error, RequestException):
+    for cause in causes(error):
+        if isinstance(cause, HTTPError):
+            return cause.response.status_code not in GATEWAY_STATUSES
+        if isinstance(cause, RetryError):
+            return not any(f"too many {status} error" in str(cause) for status in GATEWAY_STATUSES)
+        if isinstance(cause, RequestException):
             return False
-        if isinstance(error, OperationalError):
-            return isinstance(error.orig, sqlite3.Error)
-        error = error.__cause__ or error.__context__
+        if isinstance(cause, OperationalError):
+            return isinstance(cause.orig, sqlite3.Error)
     return True
 
 
@@ -126,8 +127,10 @@ def answers(uri: str) -> str | None:
     try:
         port = address.port or (443 if address.scheme == "https" else 80)
         socket.create_connection((address.hostname or "", port), CONNECT_SECONDS).close()
-    except (OSError, ValueError) as error:
+    except OSError as error:
         return str(error)
+    except ValueError:
+        return "its port is no number"  # what Python says of it may be part of a password
     return None
 
 
@@ -138,19 +141,43 @@ def check_store(uri: str) -> None:
         raise ValueError(f"{named}: does not answer ({why}); start the server, or unset the variable")
     scheme, _, rest = uri.partition("://")
     if scheme in ("http", "https"):
+        if why := _refuses(uri):
+            raise ValueError(f"{named}: is no MLflow server, or does not serve us ({why}); name another, or unset it")
         return
     if scheme not in DATABASES or rest in ("", "/", "/:memory:"):
         raise ValueError(
             f"{named}: must be http://HOST:PORT, sqlite:///FILE or postgresql://...; or unset the variable"
         )
+    check_sqlite(named, uri)
     reach(URI_VARIABLE if os.environ.get(URI_VARIABLE) else "MLflow's database", uri, "experiments", lambda _: None)
     if (file := sqlite_file(uri)) is not None:
-        writable_folder(URI_VARIABLE if os.environ.get(URI_VARIABLE) else "--runs", file.parent)
+        option = URI_VARIABLE if os.environ.get(URI_VARIABLE) else "--runs"
+        if quoted(file) != str(file):  # it would make a folder of the quoted name
+            raise ValueError(
+                f"{option} {str(file.parent)!r}: MLflow keeps no database where a path has a ? or a %; name another "
+                f"folder, or set {URI_VARIABLE} to a server"
+            )
+        writable_folder(option, file.parent)
+
+
+def _refuses(uri: str) -> str | None:
+    """Why a server does not answer as MLflow's does, within seconds; None if it does."""
+
+    def ask() -> None:
+        # An experiment is always there, the deleted ones included; some other server may answer {} to everything.
+        if not MlflowClient(uri).search_experiments(ViewType.ALL, max_results=1):
+            raise MlflowException("it has no experiments, not even MLflow's own")
+
+    try:
+        within(ANSWER_SECONDS, ask)
+    except Exception as error:  # MLflow's client raises almost anything at what it does not expect
+        return one_line(error)
+    return None
 
 
 def default_uri(runs: Path) -> str:
     """The tracking store: `MLFLOW_TRACKING_URI` where it is set, else sqlite in the runs folder."""
-    return os.environ.get(URI_VARIABLE) or f"{SQLITE}{(runs / 'mlflow.db').resolve()}"
+    return os.environ.get(URI_VARIABLE) or sqlite_url(runs / "mlflow.db")
 
 
 def _use(uri: str) -> None:
@@ -163,25 +190,41 @@ def _use(uri: str) -> None:
         os.environ[URI_VARIABLE] = before
 
 
+def client_of(uri: str) -> MlflowClient:
+    """MLflow's client of a store, which becomes that of this process.
+
+    A server's password becomes a variable: MLflow names the address in its errors, and keeps it where it pleases.
+    """
+    address = urlsplit(uri)
+    if address.scheme in ("http", "https") and address.password:
+        os.environ["MLFLOW_TRACKING_USERNAME"] = unquote(address.username or "")
+        os.environ["MLFLOW_TRACKING_PASSWORD"] = unquote(address.password)
+        uri = without_user(uri)
+    _use(uri)
+    return MlflowClient(uri)
+
+
 def _create(file: Path) -> None:
     """MLflow's database, whole or not at all: one whose creation was killed half-way could never be opened again."""
     with new_sqlite_file(file) as unfinished:
-        store = SqlAlchemyStore(f"{SQLITE}{unfinished}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
+        store = SqlAlchemyStore(sqlite_url(unfinished), DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
         store.engine.dispose()
 
 
 class Tracker:
-    """One MLflow experiment, found or created when it is first needed. Methods raise TrackingError."""
+    """One MLflow experiment, found or created when it is first needed. Methods raise TrackingError.
+
+    `uri` is the store's as it may be shown, `secret_uri` has its password.
+    """
 
     def __init__(self, uri: str, runs: Path, experiment: str) -> None:
-        self.uri, self.runs, self.experiment = uri, runs, experiment
-        _use(uri)
+        self.secret_uri, self.uri, self.runs, self.experiment = uri, redacted(uri), runs, experiment
         file = sqlite_file(uri)
         # Two processes must not create the database at once.
         with FileLock(f"{file}.lock") if file else nullcontext():
             if file is not None and not file.exists():
                 _create(file)
-            self.client = MlflowClient(uri)
+            self.client = client_of(uri)
 
     @functools.cached_property
     def experiment_id(self) -> str:
@@ -189,7 +232,7 @@ class Tracker:
         found = self.client.get_experiment_by_name(self.experiment)
         if found is None:
             # A local database would put artifacts under the current folder; a server decides for itself.
-            local = self.uri.startswith(SQLITE)
+            local = sqlite_file(self.uri) is not None
             location = (self.runs / "mlartifacts" / self.experiment).resolve().as_uri() if local else None
             return self.client.create_experiment(self.experiment, artifact_location=location)
         if found.lifecycle_stage == "deleted":
@@ -396,7 +439,7 @@ class ExperimentLinks:
 
 def experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
     """Links to every experiment of a store that holds training runs, the most recently used first."""
-    client = MlflowClient(uri)
+    client = client_of(uri)
     links = []
     for experiment in client.search_experiments(order_by=["last_update_time DESC"]):
         number = experiment.experiment_id
@@ -425,9 +468,9 @@ def experiment_names(uri: str, kind: str | None = None) -> list[str]:
 
     kind: only those that hold a run with this tag.
     """
-    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).exists():
+    if (file := sqlite_file(uri)) is not None and not file.exists():
         return []
-    client = MlflowClient(uri)
+    client = client_of(uri)
     try:
         return [
             experiment.name

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lit_lazy.config.canonical import from_dict
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataSource
-from lit_lazy.support.disk import quarantine, write_atomically
+from lit_lazy.support.checks import require_whole
+from lit_lazy.support.disk import open_file, quarantine, write_atomically
 from lit_lazy.support.errors import named
+from lit_lazy.support.kinds import MOST
 from lit_lazy.training.module import LitLM
+from lit_lazy.training.prepare import check_size, loaded
 from lit_lazy.training.result import RESULT
 
 
@@ -30,14 +34,21 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 def read(path: Path) -> dict[str, Any]:
     """The content of one of this project's checkpoints. Raises ValueError that says, in one line, why it is none."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             # torch does not look at the checksums that it wrote.
-            if (part := zipfile.ZipFile(file).testzip()) is not None:
+            archive = zipfile.ZipFile(file)
+            if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
+                raise zipfile.BadZipFile("it is compressed, which torch does not do")  # to any size
+            if (part := archive.testzip()) is not None:
                 raise zipfile.BadZipFile(f"bad checksum of {part}")
             file.seek(0)
-            content = torch.load(file, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of kinds of tensors that are refused below
+                content = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})") from None
+    except (MemoryError, RecursionError) as error:
+        raise ValueError(f"is no checkpoint, or one that does not fit into memory ({named(error)})") from None
     except pickle.UnpicklingError:
         raise ValueError("holds more than weights and numbers, so it is not loaded: it could run code") from None
     except Exception as error:  # a file that is no checkpoint raises almost anything
@@ -51,10 +62,22 @@ def _is_ours(content: Any) -> bool:
     return (
         isinstance(content, dict)
         and isinstance(state := content.get("state_dict"), dict)
-        and all(isinstance(value, torch.Tensor) for value in state.values())
-        and isinstance(content.get("global_step"), int)
+        and all(isinstance(name, str) and _is_plain(value) for name, value in state.items())
+        and type(step := content.get("global_step")) is int
+        and 0 <= step <= MOST
+        and isinstance(content.get("callbacks", {}), dict)
         and isinstance(settings := content.get("hyper_parameters"), dict)
         and settings.keys() == {"config", "vocab_size", "context_length"}
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor as this project writes it: dense, with storage, of real numbers."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not (value.is_nested or value.is_quantized or value.is_complex())
     )
 
 
@@ -68,8 +91,8 @@ def load(path: Path) -> LitLM:
             f"{checkpoint}: {error}; give a final.ckpt, which --keep-checkpoint leaves in run folders"
         ) from None
     try:
-        module = LitLM(**content["hyper_parameters"])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        module = _made(content)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError, RuntimeError) as error:
         raise ValueError(
             f"{checkpoint}: its config is not known here ({named(error)}); --import the file that defines a custom "
             "class, else train again"
@@ -77,12 +100,33 @@ def load(path: Path) -> LitLM:
     if misfit := _misfit(content, module):
         raise ValueError(f"{checkpoint}: {misfit}; train again")
     module.load_state_dict(content["state_dict"])
+    if bad := [name for name, value in content["state_dict"].items() if not value.isfinite().all()]:
+        raise ValueError(f"{checkpoint}: the weights are not finite ({bad[0]}); train again")
     return module
+
+
+def _made(content: dict[str, Any]) -> LitLM:
+    """The module that a checkpoint's settings describe, if its weights are of that size: else it may be of any."""
+    settings, state = content["hyper_parameters"], content["state_dict"]
+    cfg = from_dict(RunConfig, settings["config"])
+    for name in ("vocab_size", "context_length"):
+        require_whole(name, settings[name], 1)
+    embedding = state.get("model.embedding.weight")
+    wanted = (settings["vocab_size"], cfg.model.d_model)
+    if embedding is None or embedding.shape != wanted:
+        raise ValueError(f"the embedding is not of {list(wanted)}, as the settings say")
+    if cfg.model.n_layers > len(state):
+        raise ValueError(f"model.n_layers={cfg.model.n_layers}: there are weights of fewer")
+    check_size(cfg.model, *wanted[:1], settings["context_length"], batch_size=1)
+    return LitLM(**settings)
 
 
 def callback_state(path: Path, name: str) -> dict[str, Any]:
     """What a callback of a class of this name left in a checkpoint; empty where none did. Raises as `read` does."""
-    return read(path).get("callbacks", {}).get(name, {})
+    state = read(path).get("callbacks", {}).get(name, {})
+    if not isinstance(state, dict):
+        raise ValueError(f"checkpoint {str(path)!r}: {name} in it is no state of ours; train again")
+    return state
 
 
 def resumable_step(path: Path, cfg: RunConfig, module: LitLM) -> int:
@@ -116,13 +160,18 @@ def _is_of(config: Any, cfg: RunConfig) -> bool:
 
 def _misfit(content: dict[str, Any], module: LitLM) -> str:
     """How the weights of a checkpoint differ from those of a module in name or shape; "" where they do not."""
-    found = {name: tuple(value.shape) for name, value in content["state_dict"].items()}
-    wanted = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    both = content["state_dict"], module.state_dict()
+    found, wanted = ({name: _kind(value) for name, value in state.items()} for state in both)
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
-            is_, should = (str(shapes.get(name, "missing")) for shapes in (found, wanted))
+            is_, should = (kinds.get(name, "missing") for kinds in (found, wanted))
             return f"the weights are another architecture's ({name} is {is_}, should be {should})"
     return ""
+
+
+def _kind(value: torch.Tensor) -> str:
+    """Its shape, and its type unless that is the usual one."""
+    return f"{tuple(value.shape)}{'' if value.dtype == torch.float32 else f' of {value.dtype}'}"
 
 
 def data_of_training(checkpoint: Path, module: LitLM) -> DataSource:
@@ -131,7 +180,7 @@ def data_of_training(checkpoint: Path, module: LitLM) -> DataSource:
     Raises ValueError, in one line, where they cannot be had or have changed since. The result beside the checkpoint
     tells of contents; where there is none, only another size is noticed.
     """
-    source = module.cfg.data.load()
+    source = loaded(module.cfg.data)
     for name in ("vocab_size", "context_length"):
         there, here = module.hparams[name], getattr(source, name)
         if there != here:
@@ -141,7 +190,7 @@ def data_of_training(checkpoint: Path, module: LitLM) -> DataSource:
             )
     try:
         trained_on = json.loads((checkpoint.parent / RESULT).read_text())["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return source
     if trained_on != source.fingerprint:
         raise ValueError(

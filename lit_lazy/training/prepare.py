@@ -1,16 +1,25 @@
 """What is checked of a run before anything is created."""
 
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from lit_lazy.attention import Attention
 from lit_lazy.config.schema import ModelConfig, RunConfig
-from lit_lazy.data import DataSource
-from lit_lazy.support.checks import require
-from lit_lazy.support.errors import one_line
+from lit_lazy.data import DataConfig, DataSource, TokenDataset
+from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.errors import described, named
+from lit_lazy.support.memory import require_room
 from lit_lazy.training.devices import training_device
+
+BYTES_PER_PARAMETER = 16
+"""Weight, gradient and AdamW's two moments."""
+BYTES_PER_LAYER = 2**15
+"""Of its modules, however few parameters they have."""
+LOOKED_AT = 64
+"""Sequences whose tokens are looked at; a corpus may be larger than the memory."""
 
 
 def check_model(cfg: ModelConfig, context_length: int) -> None:
@@ -22,10 +31,7 @@ def check_model(cfg: ModelConfig, context_length: int) -> None:
         for layer in range(1, cfg.n_layers):
             cfg.attention.normaliser.build(cfg.layer_shape(layer, context_length))
     except (TypeError, AttributeError, LookupError, RuntimeError, AssertionError) as error:
-        # A slip in a class of the user's own, for whom the last line of theirs says more than a traceback.
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(last.filename).name}, line {last.lineno}"
-        raise ValueError(f"model.attention: {type(error).__name__} ({where}): {one_line(error)}") from error
+        raise ValueError(f"model.attention: {_slip(error)}") from error
     attention.bias(context_length)
     cfg.position.build(cfg.d_model, shape.head_dim // attention.normaliser.maps, context_length)
     try:
@@ -34,17 +40,103 @@ def check_model(cfg: ModelConfig, context_length: int) -> None:
         raise ValueError(f"model.backend={cfg.backend!r}: {error}") from None
 
 
+def _slip(error: BaseException) -> str:
+    """An error in a class of the user's own, for whom the last line of theirs says more than a traceback."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    kind, _, text = named(error).partition(": ")
+    return f"{kind} ({Path(last.filename).name}, line {last.lineno}){text and ': '}{text}"
+
+
+def check_size(cfg: ModelConfig, vocab_size: int, context_length: int, batch_size: int) -> None:
+    """Raise ValueError where this machine could not hold a model and its training.
+
+    A lower bound: parameters with their gradients and moments, logits, and what a layer keeps for its backward pass.
+    """
+    width = (cfg.n_heads + cfg.kv_heads) * (cfg.d_model // cfg.n_heads)
+    layer = 2 * cfg.d_model * width + 3 * cfg.d_model * cfg.d_ff
+    embeddings = vocab_size * cfg.d_model * (1 if cfg.tie_embeddings else 2)
+    kept = batch_size * context_length * (vocab_size + cfg.n_layers * (2 * cfg.d_model + 2 * cfg.d_ff))
+    sizes = {
+        "model.d_model": cfg.d_model,
+        "model.n_layers": cfg.n_layers,
+        "model.d_ff": cfg.d_ff,
+        "train.batch_size": batch_size,
+        "vocabulary": vocab_size,
+        "context length": context_length,
+    }
+    needed = BYTES_PER_PARAMETER * (embeddings + cfg.n_layers * layer) + BYTES_PER_LAYER * cfg.n_layers + 2 * kept
+    require_room(sizes, needed)
+    parts = _parameters_of_parts(cfg, context_length)
+    require_room(sizes | {"model.attention": parts}, needed + BYTES_PER_PARAMETER * cfg.n_layers * parts)
+
+
+def _parameters_of_parts(cfg: ModelConfig, context_length: int) -> int:
+    """Parameters that normaliser, bias, gate and position have in a layer; nothing is allocated."""
+    shape = cfg.layer_shape(0, context_length)
+    count = 0
+    # Whatever cannot be built, or not without memory, is reported when it is built.
+    with suppress(Exception), torch.device("meta"):
+        attention = Attention(cfg.attention, shape, cfg.backend)
+        position = cfg.position.build(cfg.d_model, shape.head_dim // attention.normaliser.maps, context_length)
+        for part in (attention.normaliser, attention.bias, attention.gate, position):
+            count += sum(parameter.numel() for parameter in part.parameters())
+    return count
+
+
 def prepare(cfg: RunConfig) -> DataSource:
     """Load a run's data and check that data, model and training fit each other, before anything is created.
 
     Raises ValueError in one line that names the option.
     """
-    source = cfg.data.load()
+    source = loaded(cfg.data)
     require(
         cfg.train.batch_size <= len(source.train),
         "train.batch_size",
         cfg.train.batch_size,
         f"must not exceed the {len(source.train)} training sequences",
     )
+    check_size(cfg.model, source.vocab_size, source.context_length, cfg.train.batch_size)
     check_model(cfg.model, source.context_length)
     return source
+
+
+def loaded(config: DataConfig) -> DataSource:
+    """What a data config loads. Raises ValueError, in one line, where that fails or is not what it says it is."""
+    name = type(config).__name__
+    try:
+        source = config.load()
+    except (ValueError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise ValueError(f"data={name}: {_slip(error)}") from error
+    if not isinstance(source, DataSource):
+        raise ValueError(f"data={name}: load() returned {described(source)}; let it return a DataSource")
+    require_whole(f"data={name}: vocab_size", source.vocab_size, 1)
+    require_whole(f"data={name}: context_length", source.context_length, 1)
+    for attribute in ("name", "fingerprint"):
+        text = getattr(source, attribute)
+        require(isinstance(text, str) and text.isprintable(), f"data={name}: {attribute}", text, "must be one line")
+    plain = isinstance(source.info, dict) and all(isinstance(fact, str | int | float) for fact in source.info.values())
+    require(plain, f"data={name}: info", source.info, "must be texts and numbers by name")
+    for part in ("train", "validation"):
+        _check_sequences(f"data={name}: {part}", getattr(source, part), source)
+    return source
+
+
+def _check_sequences(part: str, found: object, source: DataSource) -> None:
+    """Raise ValueError where they are not tokens of the vocabulary, one more in a sequence than it has targets."""
+    if not isinstance(found, TokenDataset):
+        raise ValueError(f"{part}={described(found)}: must be a TokenDataset")
+    tokens, wanted = found.sequences, source.context_length + 1
+    fits = tokens.ndim == 2 and tokens.shape[1] == wanted and not tokens.is_floating_point()
+    require(fits, part, f"{tokens.dtype} {list(tokens.shape)}", f"must be whole numbers of shape [N, {wanted}]")
+    require(len(tokens) > 0, part, list(tokens.shape), "must hold at least one sequence")
+    sample = tokens[:LOOKED_AT].long()
+    least, most = int(sample.min()), int(sample.max())
+    require(
+        least >= 0 and most < source.vocab_size, part, [least, most], f"tokens must be 0 to {source.vocab_size - 1}"
+    )
+    groups = {*source.row_groups} - found.positions.keys()
+    require(
+        not groups or not part.endswith("validation"), f"{part}: row_groups", sorted(groups), "has no such positions"
+    )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_lazy.support.disk import quarantine
+from lit_lazy.support.kinds import check_kinds
 
 RESULT, FINAL_CHECKPOINT, DIAGNOSTICS = "result.json", "final.ckpt", "diagnostics.npz"
 
@@ -33,7 +34,9 @@ class RunResult:
         if not path.exists():
             return None
         try:
-            return cls(**json.loads(path.read_text()))
-        except (ValueError, TypeError) as error:
+            result = cls(**json.loads(path.read_text()))
+            check_kinds(RESULT, result)
+        except (ValueError, TypeError, RecursionError) as error:
             quarantine(path, f"damaged ({type(error).__name__})")
             return None
+        return result

@@ -20,7 +20,7 @@ from lit_lazy.data import DataSource
 from lit_lazy.measure.diagnostics import Diagnostics, measure, validation_sample
 from lit_lazy.measure.evaluation import diagnosed, evaluate, sizes
 from lit_lazy.support.checks import require
-from lit_lazy.support.disk import write_text
+from lit_lazy.support.disk import quarantine, write_text
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import environment
 from lit_lazy.training.checkpoints import resumable_step
@@ -92,6 +92,8 @@ def _run(
 
     checkpoints = folder / "checkpoints"
     last = checkpoints / "last.ckpt"
+    for stray in folder.glob("hpc_ckpt_*.ckpt"):
+        quarantine(stray, "left by Lightning's own requeueing")
     started, first_step = time.perf_counter(), resumable_step(last, cfg, module)
     if first_step:
         log.info("resumes at step %d of %d, from %s", first_step, cfg.train.steps, last)

@@ -11,6 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataSource
@@ -39,7 +40,11 @@ def fit(trainer: L.Trainer, module: LitLM, cfg: RunConfig, source: DataSource, c
 def make_trainer(
     cfg: RunConfig, folder: Path, logger: Logger | None, callbacks: Sequence[Callback], show_progress: bool
 ) -> L.Trainer:
-    """Lightning's trainer with everything that decides a result set explicitly."""
+    """Lightning's trainer with everything that decides a result set explicitly.
+
+    Batch systems are the queue's affair: left to itself, Lightning would take over inside a SLURM job, requeue it at a
+    signal, and resume from whatever `hpc_ckpt_*` lies in its default folder, which therefore does not exist.
+    """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     # The data is in memory and indexed by batch: loader processes would only cost.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -64,15 +69,34 @@ def make_trainer(
         num_sanity_val_steps=0,
         deterministic=True,
         logger=logger or False,
-        plugins=[AtomicCheckpointIO()],
+        plugins=[AtomicCheckpointIO(), LightningEnvironment()],
         callbacks=[checkpoint, *callbacks],
         enable_progress_bar=show_progress,
         enable_model_summary=False,
-        default_root_dir=folder,
+        default_root_dir=folder / "lightning",
     )
 
 
-class MissedValidation(Callback):
+class AtStart(Callback):
+    """Does what is due at the step where a run starts, or resumes: a kill may have cut it off."""
+
+    _started = False
+
+    def at_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """What is due; a logger may know it already."""
+        raise NotImplementedError
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._started = True
+        self.at_start(trainer, pl_module)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A run that resumes at its last step never starts to train."""
+        if not self._started:
+            self.at_start(trainer, pl_module)
+
+
+class MissedValidation(AtStart):
     """Makes up for a validation that a kill cut off.
 
     The checkpoint of a step is written before the validation at that step, and Lightning resumes after both.
@@ -82,9 +106,9 @@ class MissedValidation(Callback):
         self.source = source
 
     @torch.inference_mode()
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log it, if the run resumes at a step of validation; a logger may know it already."""
-        module, step = pl_module, trainer.global_step
+    def at_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Log it, if the run resumes at a step of validation."""
+        step = trainer.global_step
         if not isinstance(module, LitLM) or trainer.logger is None or not step or step % module.cfg.train.val_every:
             return
         loss, excess = RatioOfSums().to(module.device), RatioOfSums().to(module.device)

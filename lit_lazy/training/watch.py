@@ -6,7 +6,6 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lit_lazy.data import DataSource
@@ -16,6 +15,7 @@ from lit_lazy.measure.diagnostics import listening
 from lit_lazy.measure.offsets import taus
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.training.module import LitLM
+from lit_lazy.training.trainer import AtStart
 
 NAMES = {
     "sink/first_key_weight": "watch/first_key_weight",
@@ -27,7 +27,7 @@ NAMES = {
 SEQUENCES = 4
 
 
-class Watch(Callback):
+class Watch(AtStart):
     """Logs sink, mass, sparsity, tau and the spread of the last hidden states of some validation sequences.
 
     At steps 0 (the untrained model), 1, 2, 4, 8, ..., and at each validation. Step counts finished optimiser steps.
@@ -45,11 +45,11 @@ class Watch(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.taus = dict(state_dict["taus"])
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The untrained model; or, after a kill, what was due at the step of the checkpoint: a logger may know it."""
+    def at_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """The untrained model; or, after a kill, what was due at the step of the checkpoint."""
         step = trainer.global_step
-        if _is_due(step) or (isinstance(pl_module, LitLM) and step % pl_module.cfg.train.val_every == 0):
-            self._look(trainer, pl_module)
+        if _is_due(step) or (isinstance(module, LitLM) and step % module.cfg.train.val_every == 0):
+            self._look(trainer, module)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, *_args: object, **_kwargs: object

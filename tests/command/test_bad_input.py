@@ -184,6 +184,7 @@ ABLATION = """
 from lit_lazy.attention import Elastic, Softmax
 from lit_lazy.grid.ablation import Ablation, Row
 from lit_lazy.table.columns import COLUMNS
+from lit_lazy.table.records import Column, Contrast
 
 NORMALISER = "model.attention.normaliser"
 SOFT, ELASTIC = Row("softmax", {{NORMALISER: Softmax()}}, "ours"), Row("elastic", {{NORMALISER: Elastic()}}, "ours")
@@ -214,6 +215,40 @@ ABLATIONS = {
     "rows=(), axes={'model.d_model': ()}": "is not one of its rows",
     "base='nothing'": "experiment 'nothing': unknown; there are backcopy",
     "sedes=(0,)": "unexpected keyword argument 'sedes'",
+    "name='a' * 300": "its name becomes a folder's",
+    "name=None": "ablation None: its name becomes a folder's",
+    "rows=None": "ablation 'mine': rows=None: must be a tuple, each item a Row",
+    "rows=[SOFT]": "must be a tuple, each item a Row",
+    "rows=10**400": "must be a tuple, each item a Row",
+    "rows=(SOFT, None)": "must be a tuple, each item a Row",
+    "rows=(SOFT, Row('b' * 300, {}, 'ours'))": "has no name that can be shown",
+    "rows=(SOFT, Row('b\\n', {}, 'ours'))": "row 'b\\n' has no name that can be shown",
+    "rows=(SOFT, Row(3, {}, 'ours'))": "row 3: name=3: must be text",
+    "rows=(SOFT, Row('b', None, 'ours'))": "row 'b': changes=None: must be a dict, each key text",
+    "rows=(SOFT, Row('b', {1: 2}, 'ours'))": "row 'b': changes={1: 2}: must be a dict, each key text",
+    "rows=(SOFT, Row('b', {'train.lr': 10**400}, 'ours'))": "int too large to convert to float",
+    "rows=(SOFT, Row('b', {'model.d_model': 10**12}, 'ours'))": "row 'b': model.d_model=1000000000000",
+    "rows=(SOFT, Row('b', {}, None))": "row 'b': source=None: must be text",
+    "seeds=[0]": "seeds=[0]: must be a tuple, each item a whole number",
+    "seeds=(2**64,)": "must be a tuple, each item a whole number",
+    "columns=()": "columns=(): needs at least one; COLUMNS has the usual ones",
+    "columns=(1,)": "columns=(1,): must be a tuple, each item a Column",
+    "columns=COLUMNS[0]": "must be a tuple, each item a Column",
+    "columns=(*COLUMNS, COLUMNS[0])": "two columns are 'loss/excess'; leave one out",
+    "columns=(Column(1, 'b'),)": "column 1: key=1: must be text",
+    "columns=(Column('a', 'b', scale=float('nan')),)": "column 'a': scale=nan: must be a finite number",
+    "columns=(Column('a', 'b', scale=0),)": "scale: 0 of column 'a'; use 1 to show values as they are",
+    "columns=(Column('a', 'b', digits=10**9),)": "digits: 1000000000 of column 'a'",
+    "columns=(Column('a\\n', 'b'),)": "use 1 to 250 printable characters",
+    "contrasts=(1,)": "contrasts=(1,): must be a tuple, each item a Contrast",
+    "contrasts=(Contrast('x', None),)": "contrast 'x': weights=None: must be a dict, each key text",
+    "contrasts=(Contrast('x', {'softmax': 1, 'b': -1}),)": "contrast 'x': 'b' is no row of it",
+    "contrasts=(Contrast('x', {'softmax': 1, 'elastic': -1}),) * 2": "two contrasts are 'x'; leave one out",
+    "base=None": "base=None: must be text",
+    "common=3": "common=3: must be a dict",
+    "rows=(), axes={'model.d_model': 3}": "must be a dict, each key text, each value a list",
+    "rows=(), axes={'model.d_model': range(10**9)}": "points of its axes=1000000000: must be at most 100000",
+    "exclude=None": "exclude=None: must be a function",
 }
 
 
@@ -221,6 +256,35 @@ ABLATIONS = {
 def test_ablation_files(settings: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "mine.py").write_text(ABLATION.format(settings=settings))
     assert ABLATIONS[settings] in refused(["ablate", "run", "mine.py"], capsys)
+
+
+SEARCHES = {
+    "name='/../../x'": "search '/../../x': its name becomes a folder's; take letters, digits, _, - and .",
+    "name='a' * 300": "its name becomes a folder's",
+    "name=3": "search 3: its name becomes a folder's",
+    "axes=None": "axes=None: must be a dict",
+    "axes={'train.lr': (1, 2)}": "each value a Real",
+    "axes={'train.lr': Real(0, 10**400)}": "needs two finite numbers, the lower one first",
+    "axes={'train.lr': Real(1, 2, log='no')}": "log='no': must be true or false",
+    "axes={f'train.lr{i}': Real(0, 1) for i in range(40)}": "must be at most 10",
+    "base=None": "base=None: must be text",
+    "objective=[]": "objective=[]: choose loss/val or loss/excess",
+    "trials=10**12": "trials=1000000000000: must be at most 100000",
+    "prune_from='x'": "prune_from='x': must be a finite number",
+    "seed=2**40": "seed=1099511627776: must be at most 2147483647",
+    "common={3: 3}": "common={3: 3}: must be a dict, each key text",
+}
+
+
+@pytest.mark.parametrize("settings", SEARCHES)
+def test_search_files(settings: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "s.py").write_text(
+        "from lit_lazy.grid.search.definition import Real, Search\n"
+        "rest = dict(name='mine', axes={'train.lr': Real(1e-4, 1e-2, log=True)}, base='backcopy_tiny')\n"
+        f"search = Search(**(rest | dict({settings})))\n"
+    )
+    assert SEARCHES[settings] in refused(["ablate", "search", "s.py"], capsys)
+    assert not list(place.parent.glob("x*"))
 
 
 def test_a_file_without_an_ablation(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -585,7 +649,7 @@ def test_in_a_process_of_its_own(
 
 
 def test_passwords_are_not_kept_with_the_command_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lit_lazy.grid.work.launch import command_line
+    from lit_lazy.support.secrets import command_line
 
     url = f"postgresql://me:{PASSWORD}@host/x"
     for words in (["--storage", url], [f"--storage={url}"]):

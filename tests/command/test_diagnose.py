@@ -1,5 +1,7 @@
 """`lit-lazy diagnose`: a checkpoint's arrays, figures and MLflow run; wrong input ends in one line, nothing created."""
 
+import contextlib
+import io
 import json
 import shutil
 from pathlib import Path
@@ -48,13 +50,12 @@ def diagnosed(trained: Path, tmp_path_factory: pytest.TempPathFactory, empty_sto
     runs = tmp_path_factory.mktemp("diagnosed") / "runs"
     runs.mkdir()
     shutil.copy(empty_store, runs / "mlflow.db")
-    said = []
-    with pytest.MonkeyPatch.context() as patch:
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        patch.setattr("builtins.print", lambda *words, **_: said.append(" ".join(map(str, words))))
         options = ["--lengths", "24,16,32", "--layers", "1,0", "--heads", "1", "--sequences", "10", "--threads", "1"]
         assert main(["diagnose", str(trained), "--runs", str(runs), *options]) == 0
-    return runs, "\n".join(said)
+    return runs, said.getvalue()
 
 
 def test_the_arrays_are_those_of_the_model_its_beginning_and_the_lengths(

@@ -5,10 +5,10 @@
 
 import argparse
 import ctypes
-import gc
 import itertools
 import json
 import mmap
+import multiprocessing
 import os
 import platform
 import re
@@ -22,11 +22,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.provenance import git_sha
 
+T = TypeVar("T")
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "effects.c"
 CONTROL, TRACE = "EFFECTS_CONTROL", "EFFECTS_TRACE"
@@ -41,7 +42,8 @@ def preloaded(folder: Path) -> dict[str, str]:
     library = folder / "effects.so"
     subprocess.run(["cc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
     (folder / "control").write_bytes(bytes(HEADER.size))
-    (folder / "trace").touch()
+    for name in ("trace", "record"):
+        (folder / name).touch()
     return {"LD_PRELOAD": str(library), CONTROL: str(folder / "control"), TRACE: str(folder / "trace")}
 
 
@@ -248,6 +250,11 @@ class Snapshot:
 
     @classmethod
     def of(cls, runs: Path, grid: str) -> "Snapshot":
+        """Read in a process of its own: what sqlite knows of a file would pass to the forks, which have another."""
+        return in_a_fork(lambda: cls._of(runs, grid))
+
+    @classmethod
+    def _of(cls, runs: Path, grid: str) -> "Snapshot":
         import optuna
         from mlflow.tracking import MlflowClient
 
@@ -258,8 +265,6 @@ class Snapshot:
         number = client.get_experiment_by_name(grid).experiment_id
         tracked = [_tracked(client, run) for run in client.search_runs([number], max_results=1000)]
         results = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("cells/*/result.json")}
-        forget_databases()
-        storage.engine.dispose()
         return cls(
             {key: result["metrics"] for key, result in results.items()},
             sorted([trial.user_attrs["key"], trial.state.name, trial.value] for trial in trials),
@@ -272,8 +277,8 @@ class Snapshot:
         """How what is there differs from this."""
         try:
             found = Snapshot.of(runs, grid)
-        except Exception as error:  # whatever is broken is a finding
-            return [f"cannot be read: {type(error).__name__}: {error}"]
+        except RuntimeError as error:
+            return [f"cannot be read: {error}"]
         return [
             f"{name}: {_first_difference(wanted, is_)}"
             for name, wanted, is_ in zip(asdict(self), asdict(self).values(), asdict(found).values(), strict=True)
@@ -282,8 +287,8 @@ class Snapshot:
 
 
 def _files(runs: Path) -> list[str]:
-    """Below the runs folder, but for artifacts: those of a retired run stay."""
-    every = [str(path.relative_to(runs)) for path in runs.rglob("*")]
+    """Below the runs folder, but for logs, and for artifacts: those of a retired run stay."""
+    every = [str(path.relative_to(runs)) for path in runs.rglob("*") if path.suffix != ".log"]
     return [path for path in every if not path.startswith("mlartifacts")]
 
 
@@ -321,13 +326,23 @@ def _first_difference(wanted: Any, found: Any, at: str = "") -> str:
     return f"{at}: {str(found)[:150]} instead of {str(wanted)[:150]}"
 
 
-def forget_databases() -> None:
-    """Other files are there soon."""
-    import sqlalchemy
+def in_a_fork(work: Callable[[], T]) -> T:
+    """What `work` gives in a fork of this process. Raises RuntimeError for whatever it raises."""
+    ours, theirs = multiprocessing.Pipe()
 
-    for engine in gc.get_objects():
-        if type(engine) is sqlalchemy.Engine:
-            engine.dispose()
+    def do() -> None:
+        try:
+            ours.send((work(), None))
+        except Exception as error:
+            ours.send((None, f"{type(error).__name__}: {error}"))
+
+    process = multiprocessing.get_context("fork").Process(target=do)
+    process.start()
+    result, wrong = theirs.recv()
+    process.join()
+    if wrong:
+        raise RuntimeError(wrong)
+    return result
 
 
 def make_cheap() -> None:
@@ -466,8 +481,7 @@ def make_store(path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     if not path.exists():
-        MlflowClient(f"sqlite:///{path}").search_experiments()
-        forget_databases()
+        in_a_fork(lambda: len(MlflowClient(f"sqlite:///{path}").search_experiments()))
 
 
 if __name__ == "__main__":

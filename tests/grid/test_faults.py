@@ -1,14 +1,20 @@
 """What goes wrong over a weekend: full disks, servers that go away, machines that vanish, clocks that jump."""
 
+import errno
+import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +23,7 @@ import pytest
 import sqlalchemy
 from mlflow.tracking import MlflowClient
 from mlflow_server import MlflowServer
+from rich.console import Console
 from two_rows import two_rows
 
 from lit_lazy.command.ablate_run import make_grid
@@ -24,6 +31,10 @@ from lit_lazy.command.main import main, make_parser
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.grid.work import launch
+from lit_lazy.grid.work.pool import Ended
+from lit_lazy.grid.work.progress import Progress
+from lit_lazy.support import disk
+from lit_lazy.support.disk import lacking
 from lit_lazy.tracking.spool import read_lines
 from lit_lazy.tracking.tracker import Tracker, TrackingError
 
@@ -147,55 +158,173 @@ def test_a_second_interrupt_ends_at_once(runs: Path, tmp_path: Path) -> None:
     assert "died; it waits again" in out
 
 
-def test_a_full_disk_is_waited_for(tmp_path: Path, empty_store: Path) -> None:
-    """Results, checkpoints and both databases on a small disk that fills up when training begins."""
-    runs = tmp_path / "small"
-    runs.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", runs], capture_output=True, text=True)
+@contextmanager
+def small_disk(folder: Path, options: str) -> Iterator[Path]:
+    """A file system of its own, in memory; mount's options limit it."""
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"needs to mount a small file system: {mounted.stderr.strip()}")
     try:
-        (runs / "mlflow.db").write_bytes(empty_store.read_bytes())
-        extra = f'''
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+BYTES = """
+            with ballast.open("wb", buffering=0) as file:
+                while file.write(bytes(1024)):
+                    pass
+"""
+FILES = """
+            for number in range(10**6):
+                (ballast / str(number)).touch()
+"""
+
+
+def filling(disk: Path, fill: str) -> str:
+    """Code of an ablation: when the first worker trains, a disk is filled up."""
+    return f'''
 {IN_WORKERS}
     import lit_lazy.training.run
 
     train = lit_lazy.training.run.fit
 
     def fill_up_once(*args):
-        ballast, once = Path("{runs}") / "ballast", Path(__file__).parent / "filled"
+        ballast, once = Path("{disk}") / "ballast", Path(__file__).parent / "filled"
         if not once.exists():
             once.touch()
             try:
-                with ballast.open("wb", buffering=0) as file:
-                    while file.write(bytes(1024)):
-                        pass
+{textwrap.indent(fill, "    ")}
             except OSError:
                 pass
         train(*args)
 
     lit_lazy.training.run.fit = fill_up_once
 '''
-        process = start(write(tmp_path, extra), "--runs", str(runs), "--workers", "2")
-        said: list[str] = []
 
-        def listen() -> None:
-            assert process.stdout is not None
-            said.extend(process.stdout)
 
-        listener = threading.Thread(target=listen)
-        listener.start()
-        wait_until(lambda: any("no space left" in line for line in said) or process.poll() is not None)
-        assert process.poll() is None, "".join(said)
-        time.sleep(3)
-        (runs / "ballast").unlink()
-        assert process.wait(timeout=200) == 0, "".join(said)
-        listener.join()
-        assert any("there is space again: resuming" in line for line in said)
+def waits_for_space(command: Sequence[str], frees: Callable[[], None], names: str, **environment: str) -> None:
+    """A grid that runs into a full disk waits, with a message that names what is missing, and then completes."""
+    process = start(*command, **environment)
+    said: list[str] = []
+
+    def listen() -> None:
+        assert process.stdout is not None
+        said.extend(process.stdout)
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    wait_until(lambda: any("no space left" in line for line in said) or process.poll() is not None)
+    assert process.poll() is None, "".join(said)
+    time.sleep(3)
+    frees()
+    assert process.wait(timeout=200) == 0, "".join(said)
+    listener.join()
+    told = "".join("".join(said).split())  # paths are cut at the end of a line
+    assert "".join(names.split()) in told
+    assert told.count("waitinguntil") == 1
+    assert "thereisspaceagain:resuming" in told
+
+
+def test_a_full_disk_is_waited_for(tmp_path: Path, empty_store: Path) -> None:
+    """Results, checkpoints and both databases on a small disk that fills up when training begins."""
+    with small_disk(tmp_path / "small", "size=64m") as runs:
+        (runs / "mlflow.db").write_bytes(empty_store.read_bytes())
+        command = (write(tmp_path, filling(runs, BYTES)), "--runs", str(runs), "--workers", "2")
+        waits_for_space(command, (runs / "ballast").unlink, f"room for 17 MB in {runs / ID};")
         assert Counter(Queue(default_storage(runs), ID).states().values()) == {"complete": 4}
         assert in_mlflow(f"sqlite:///{runs / 'mlflow.db'}", ID) == {("FINISHED", "complete"): 4}
-    finally:
-        subprocess.run(["umount", "--lazy", runs], check=True)
+
+
+@pytest.mark.long
+def test_a_disk_without_inodes_is_waited_for(tmp_path: Path, empty_store: Path) -> None:
+    with small_disk(tmp_path / "small", "size=256m,nr_inodes=400") as runs:
+        (runs / "mlflow.db").write_bytes(empty_store.read_bytes())
+        (runs / "ballast").mkdir()
+        command = (write(tmp_path, filling(runs, FILES)), "--runs", str(runs), "--workers", "2")
+        frees = partial(shutil.rmtree, runs / "ballast")
+        waits_for_space(command, frees, f"room for inodes for 32 files in {runs / ID};")
+        assert Counter(Queue(default_storage(runs), ID).states().values()) == {"complete": 4}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("which", ["queue", "MLflow"])
+def test_a_database_s_own_disk_is_waited_for(which: str, runs: Path, tmp_path: Path, empty_store: Path) -> None:
+    """The results have all the room they want."""
+    with small_disk(tmp_path / "small", "size=16m") as disk:
+        url = f"sqlite:///{disk / 'own.db'}"
+        variable = "LIT_LAZY_STORAGE" if which == "queue" else "MLFLOW_TRACKING_URI"
+        if which == "MLflow":
+            (disk / "own.db").write_bytes(empty_store.read_bytes())
+        command = (write(tmp_path, filling(disk, BYTES)), "--runs", str(runs), "--workers", "2")
+        waits_for_space(command, (disk / "ballast").unlink, f"room for 1 MB in {disk};", **{variable: url})
+        assert Counter(Queue(url if which == "queue" else default_storage(runs), ID).states().values()) == {
+            "complete": 4
+        }
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "what"),
+    [
+        ("size=8m", 2**24, "17 MB"),
+        ("size=64m,nr_inodes=20", 2**20, "inodes for 32 files"),
+        ("size=64m,nr_inodes=100", 2**24, ""),
+    ],
+)
+def test_what_a_disk_lacks(options: str, size: int, what: str, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", options) as folder:
+        assert lacking(folder, size) == what
+        assert list(folder.iterdir()) == []
+
+
+def test_a_quota_shows_when_something_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(disk, "TemporaryFile", refuse)
+    assert lacking(tmp_path, 1) == "1 MB (Disk quota exceeded)"
+
+
+class Full:
+    """Workers that find no space left, wherever that is."""
+
+    started = 0
+
+    def __len__(self) -> int:
+        return 0
+
+    def reap(self) -> Ended:
+        return Ended(disk_full=1)
+
+    def start(self, most: int) -> None:
+        self.started += most > 0
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+    def last_words(self) -> str:
+        return ""
+
+
+def test_a_disk_that_is_full_and_does_not_look_it_is_tried_ever_less(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = make_grid(make_parser().parse_args(["ablate", "run", write(tmp_path), "--runs", str(runs)]), [])
+    grid.folder.mkdir()
+    queue, shown = Queue(default_storage(runs), ID), io.StringIO()
+    queue.add_missing(grid.cells)
+    console = Console(file=shown, width=1000)
+    supervisor = launch.Supervisor(grid, launch.Launch(workers=1, threads=1), queue, console)
+    slept: list[float] = []
+    monkeypatch.setattr(launch.time, "sleep", slept.append)
+    pool = Full()
+    progress = Progress(queue, [cell.key for cell in grid.cells], console)
+    for _ in range(8):
+        assert supervisor._step(pool, progress)
+    assert slept == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6], "from POLL_SECONDS on"
+    assert pool.started == 8
+    assert shown.getvalue().count(f"something finds no space left, and there is some in {grid.folder}") == 7
 
 
 @pytest.mark.long

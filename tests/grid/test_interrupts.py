@@ -22,7 +22,7 @@ from lit_lazy.grid.search.queue import SearchQueue
 from lit_lazy.grid.search.worker import SearchWorker
 from lit_lazy.grid.work import ray_pool, worker
 from lit_lazy.grid.work.job import Job
-from lit_lazy.grid.work.worker import STORAGE_VARIABLE, Worker
+from lit_lazy.grid.work.worker import STORAGE_VARIABLE, TRACKING_VARIABLE, Worker
 from lit_lazy.tracking.spool import Spool
 from lit_lazy.tracking.tracker import default_uri
 from lit_lazy.training.module import LitLM
@@ -66,8 +66,8 @@ def interrupt_at(moment: Moment, number: signal.Signals) -> None:
 
 def local(job: Job, module: Callable[[], int]) -> int:
     """As `LocalPool` starts a worker."""
-    os.environ[STORAGE_VARIABLE] = job.storage
-    words = {"--study": job.study, "--runs": job.runs, "--threads": 1, "--tracking-uri": job.tracking_uri}
+    os.environ |= {STORAGE_VARIABLE: job.storage, TRACKING_VARIABLE: job.tracking_uri}
+    words = {"--study": job.study, "--runs": job.runs, "--threads": 1}
     sys.argv = ["worker", *(str(word) for pair in words.items() for word in pair), "--parent", job.parent_id]
     return module()
 

@@ -1,6 +1,7 @@
 """A user's own files: they import the files beside them, in every worker too, and their code decides what is run."""
 
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from lit_lazy.config.files import load_module
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
+from lit_lazy.tracking.tracker import Tracker, default_uri
 
 ABLATION = """
 from beside import TAU, Mine
@@ -46,14 +48,30 @@ class Mine(Elastic):
         return module
 """
 
+MEASURES = """
+from lit_lazy.bench.paired import in_a_process
+from lit_lazy.command.main import main
+from lit_lazy.support.errors import one_line
+
+if __name__ == "__main__":
+    main(["ablate", "list"])
+    assert in_a_process("lit_lazy.support.errors", one_line, ValueError("x")) == "x"
+"""
+
+
+def shadow(folder: Path) -> Path:
+    """Files in a folder, called like modules of Python's that everything needs."""
+    folder.mkdir()
+    for name in ("queue", "random", "logging"):
+        (folder / f"{name}.py").write_text(f"raise RuntimeError('took the place of {name}')\n")
+    return folder
+
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
-    """An ablation, a file that it imports, and one called like a module of Python's that everything needs."""
-    folder = tmp_path / "mine"
-    folder.mkdir()
+    """An ablation and a file that it imports, among shadows."""
+    folder = shadow(tmp_path / "mine")
     (folder / "beside.py").write_text(BESIDE)
-    (folder / "queue.py").write_text("raise RuntimeError('took the place of the queue')\n")
     path = folder / "mine.py"
     path.write_text(ABLATION)
     return path
@@ -65,9 +83,12 @@ def command(path: Path, runs: Path, *more: str) -> list[str]:
     return [*words, "--workers", "1", *more]
 
 
-def test_files_beside_it_reach_every_worker_and_edited_code_is_another_cell(mine: Path, runs: Path) -> None:
-    # Real processes, in the folder of the ablation: a fork has imported Python's own queue already.
-    done = subprocess.run(command(mine, runs), capture_output=True, text=True, cwd=mine.parent)
+def test_files_beside_it_reach_every_worker_and_edited_code_is_another_cell(
+    mine: Path, runs: Path, tmp_path: Path
+) -> None:
+    # Real processes, in a folder of shadows: a fork has imported Python's own modules already.
+    here = shadow(tmp_path / "here")
+    done = subprocess.run(command(mine, runs), capture_output=True, text=True, cwd=here)
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(Queue(default_storage(runs), "mine-backcopy_tiny").states().values()) == {"complete"}
     results = {path.parent for path in (runs / "mine-backcopy_tiny" / "cells").glob("*/result.json")}
@@ -85,6 +106,40 @@ def test_files_beside_it_reach_every_worker_and_edited_code_is_another_cell(mine
     assert fresh.returncode == 0, fresh.stdout + fresh.stderr
     keys = {path.parent.name for path in (runs / "mine-backcopy_tiny" / "cells").glob("*/result.json")}
     assert len(keys - {path.name for path in results}) == 1, "softmax is as it was, the rule is another"
+
+
+@pytest.mark.long
+def test_ray_s_tasks_take_no_module_from_the_current_folder(mine: Path, runs: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs Ray: pip install 'lit-lazy[ray]'")
+    words = command(mine, runs, "--launcher", "ray")
+    done = subprocess.run(words, capture_output=True, text=True, cwd=shadow(tmp_path / "here"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(Queue(default_storage(runs), "mine-backcopy_tiny").states().values()) == {"complete"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["the dashboard's server", "a measurement's process"])
+def test_no_other_process_takes_a_module_from_the_current_folder(
+    kind: str, runs: Path, tmp_path: Path, closed_port: int
+) -> None:
+    Tracker(default_uri(runs), runs, "x").start_run("x", {"kind": "run"}, {}, {})
+    script = tmp_path / "measures.py"  # its folder is on the path, the current one is not: as with a console script
+    script.write_text(MEASURES)
+    served = [Path(sys.executable).with_name("lit-lazy"), "dashboard", "--runs", runs, "--port", str(closed_port)]
+    process = subprocess.Popen(
+        served if kind.startswith("the dashboard") else [sys.executable, script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=shadow(tmp_path / "here"),
+    )
+    said = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        said.append(line)
+        if "Ctrl-C stops the server" in line:
+            process.send_signal(signal.SIGINT)
+    assert process.wait() == 0, "".join(said)
 
 
 def test_a_file_that_is_hidden_by_another_module_is_named(mine: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from scipy import stats
 
 from lit_lazy.table.build import build_table
-from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table
+from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, csv_text
 from lit_lazy.table.render import html, latex, markdown
 from lit_lazy.table.statistics import minimum_detectable_effect
 
@@ -322,6 +322,13 @@ def test_json_is_strict_and_comes_back_whole():
     text = json.dumps(result.to_json(), allow_nan=False)
     assert Table.from_json(json.loads(text)) == result
     assert markdown(Table.from_json(json.loads(text))) == markdown(result)
+
+
+@pytest.mark.parametrize("sign", ["=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠"])
+def test_csv_holds_no_formula(sign):
+    """Spreadsheets would run it; numbers, negative ones too, are not texts."""
+    lines = list(csv.reader(io.StringIO(csv_text([[f"{sign}1+1", f"a{sign}b", -1.5, "", None]]), newline="")))
+    assert lines == [[f"'{sign}1+1", f"a{sign}b", "-1.5", "", ""]]
 
 
 def test_csv_is_tidy_and_exact():

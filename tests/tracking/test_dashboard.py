@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from chromium import CHROMIUM, Browser
@@ -19,6 +20,8 @@ screenshots = load_module(Path(__file__).resolve().parents[2] / "docs" / "screen
 ABLATION = "table2-backcopy_tiny"
 ROWS = ("softmax", "lazy", "lazy ALiBi")
 VIEWS = (TABLE_VIEW, CELLS_VIEW, CHARTS_VIEW, AXES_VIEW)
+WHERE_MLFLOW_REPORTS_NOTHING = ("PYTEST_CURRENT_TEST", "CI", "GITHUB_ACTIONS", "GITLAB_CI")
+"""Variables of tests and of their machines."""
 TITLES = f"{screenshots.CARDS}.map(card => card.innerText.split('\\n')[0])"
 HEADERS = "[...document.querySelectorAll('[data-testid=experiment-view-compare-runs-section-header]')]"
 SECTIONS = f"{HEADERS}.map(header => header.innerText)"
@@ -40,8 +43,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
 @pytest.fixture(scope="module")
 def links(runs: Path) -> Iterator[dict[str, str]]:
     """What `lit-lazy dashboard` prints of the ablation, by the name of the link."""
-    with screenshots.served_links(runs, "table2") as links:
-        yield links
+    with pytest.MonkeyPatch.context() as patch:
+        for name in WHERE_MLFLOW_REPORTS_NOTHING:
+            patch.delenv(name, raising=False)
+        with screenshots.served_links(runs, "table2") as links:
+            yield links
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +128,11 @@ class TestPages:
         ):
             assert artifact in text
         assert "Model training" in text
+
+    def test_the_pages_ask_this_machine_alone(self, links, browser) -> None:
+        opened(browser, links["charts"], screenshots.DRAWN)
+        asked = [urlsplit(url) for url in browser.requests]
+        assert {url.hostname for url in asked if url.scheme.startswith(("http", "ws"))} == {"127.0.0.1"}
 
     @pytest.mark.usefixtures("browser")
     def test_the_pictures_of_the_documentation_can_be_taken(self, links, tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -89,7 +90,7 @@ class TestWriting:
         path = tmp_path / "last.ckpt"
         save(path, checkpoint())
         former = path.read_bytes()
-        (tmp_path / f".last.ckpt.{os.getpid()}").symlink_to("/dev/full")
+        (tmp_path / f".last.ckpt.{socket.gethostname()}.{os.getpid()}").symlink_to("/dev/full")
         with pytest.raises((OSError, RuntimeError)) as failed:
             save(path, checkpoint(step=6))
         assert is_disk_full(failed.value)

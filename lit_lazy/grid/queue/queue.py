@@ -6,6 +6,7 @@ its tables, so that a cell costs the same in a grid of ten thousand as in one of
 """
 
 import json
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -19,16 +20,18 @@ import sqlalchemy
 from filelock import FileLock
 from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
-from sqlalchemy import text
+from sqlalchemy import DateTime, Executable, Integer, String, bindparam, text
 
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.queue.storage import MADE_BY, create, foreign_error, is_foreign, normalised
+from lit_lazy.grid.queue.storage import MADE_BY, create, foreign_error, formatted, is_foreign, normalised
 from lit_lazy.support.disk import is_disk_full
 from lit_lazy.support.errors import UnfinishedError
-from lit_lazy.tracking.databases import KEEPALIVES, engine_options, first_line, redacted, sqlite_file
+from lit_lazy.support.secrets import redacted
+from lit_lazy.tracking.databases import KEEPALIVES, damage, engine_options, first_line, sqlite_file
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
+log = logging.getLogger("lit_lazy.grid.queue")
 T = TypeVar("T")
 State = Literal["waiting", "running", "complete", "pruned", "failed"]
 STATES: dict[str, State] = {
@@ -42,12 +45,26 @@ FINISHED: tuple[State, ...] = ("complete", "pruned")
 """States after which nothing is left to do for a cell; only a search prunes."""
 ADVISORY_LOCK = 0x6C69746C617A79
 """PostgreSQL's number of the lock that all processes on a storage share."""
+OF_TRIALS = (
+    text(
+        "SELECT t.trial_id, t.state, t.datetime_start, a.key, a.value_json FROM trials t JOIN trial_user_attributes a "
+        "ON a.trial_id = t.trial_id WHERE t.study_id = :study AND t.state IN :states"
+    )
+    .bindparams(bindparam("states", expanding=True))
+    .columns(trial_id=Integer, state=String, datetime_start=DateTime, key=String, value_json=String)
+)
+"""Every attribute of the trials in some states; sqlite needs to be told which column is a time."""
+MAY_PASS = (sqlalchemy.exc.OperationalError, optuna.exceptions.StorageInternalError)
 PATIENCE_SECONDS = 600.0
 """How long a database that does not answer is tried again before a process gives up."""
 
 
 class StorageAwayError(UnfinishedError):
     """The database did not answer for a long time."""
+
+
+class StorageDamagedError(UnfinishedError):
+    """The database is an sqlite file that cannot be read any more."""
 
 
 class LostError(RuntimeError):
@@ -96,7 +113,7 @@ class Queue:
             if (file := sqlite_file(self.url)) is not None and not file.exists():
                 create(file)
             self._storage = self._persist(
-                lambda: optuna.storages.RDBStorage(self.url, engine_kwargs=engine_options(self.url))
+                lambda: optuna.storages.RDBStorage(formatted(self.url), engine_kwargs=engine_options(self.url))
             )
             self._study_id = self._persist(self._open)
         self._key_of: dict[int, str] = {}
@@ -122,10 +139,10 @@ class Queue:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Held by one process of all that use this storage, on any machine; it falls when its holder dies."""
-        if self.url.startswith("sqlite"):
+        if (file := sqlite_file(self.url)) is not None:
             # sqlite ignores the row locks by which Optuna keeps two workers off one trial; everyone who shares the
             # database file can share a lock file.
-            with FileLock(f"{self.url.removeprefix('sqlite:///')}.lock"):
+            with FileLock(f"{file}.lock"):
                 yield
             return
         connection = self._persist(self._locked_connection)
@@ -146,26 +163,43 @@ class Queue:
         return connection
 
     def _persist(self, work: Callable[[], T]) -> T:
-        """Do something to the database, again and again while it does not answer."""
+        """Do something to the database, again and again while it does not answer, which is logged once.
+
+        Raises StorageDamagedError at once for an sqlite file that is damaged.
+        """
         give_up, pause = time.monotonic() + PATIENCE_SECONDS, 0.5
+        told = False
         while True:
             try:
                 return work()
-            except (sqlalchemy.exc.OperationalError, optuna.exceptions.StorageInternalError) as error:
-                if is_disk_full(error):
+            except (sqlalchemy.exc.DatabaseError, optuna.exceptions.StorageInternalError) as error:
+                if why := damage(error):
+                    raise StorageDamagedError(
+                        f"the queue's database {sqlite_file(self.url)} is damaged ({why}); move it away and give the "
+                        "same command again: it finds the results of finished cells"
+                    ) from error
+                if is_disk_full(error) or not isinstance(error, MAY_PASS):
                     raise
+                away = f"the queue's database {redacted(self.url)} has not answered"
                 if time.monotonic() > give_up:
                     raise StorageAwayError(
-                        f"the queue's database {redacted(self.url)} has not answered for {PATIENCE_SECONDS / 60:.0f} "
-                        f"minutes ({first_line(error)}); nothing is lost, the same command resumes"
+                        f"{away} for {PATIENCE_SECONDS / 60:.0f} minutes ({first_line(error)}); nothing is lost, the "
+                        "same command resumes"
                     ) from error
+                if not told:
+                    told = True
+                    log.warning(
+                        "%s (%s); it is asked again for %.0f minutes", away, first_line(error), PATIENCE_SECONDS / 60
+                    )
             time.sleep(pause)
             pause = min(2 * pause, 15.0)
 
-    def _rows(self, query: str, **values: Any) -> list[Any]:
+    def _rows(self, query: str | Executable, **values: Any) -> list[Any]:
+        statement = text(query) if isinstance(query, str) else query
+
         def ask() -> list[Any]:
             with self._engine.connect() as connection:
-                return list(connection.execute(text(query), {"study": self._study_id, **values}))
+                return list(connection.execute(statement, {"study": self._study_id, **values}))
 
         return self._persist(ask)
 
@@ -202,36 +236,19 @@ class Queue:
         self._key_of |= {trial_id: json.loads(key) for trial_id, key in rows}
 
     def entries(self, *states: State) -> list[Entry]:
-        """The cells in these states, in the order of the queue."""
-        names = {state: name for name, state in STATES.items()}
-        newest: dict[str, int] = {}
+        """The cells in these states, state by state, in the order of the queue; in as few queries as for one cell."""
         self._read_keys()
-        for trial_id, key in sorted(self._key_of.items()):
-            newest[key] = trial_id
-        found = []
-        for state in dict.fromkeys(states):
-            rows = self._rows(
-                f"SELECT trial_id FROM trials WHERE study_id = :study AND state = '{names[state]}' ORDER BY trial_id"
-            )
-            found += [trial_id for (trial_id,) in rows if newest.get(self._key_of.get(trial_id, "")) == trial_id]
-        entries = [self._entry(trial_id) for trial_id in found]
-        return [entry for entry in entries if entry.state in states]
-
-    def _entry(self, trial_id: int) -> Entry:
-        trial = self._persist(lambda: self._storage.get_trial(trial_id))
-        attrs = trial.user_attrs
-        return Entry(
-            trial_id=trial_id,
-            key=attrs["key"],
-            run=attrs["cell"]["key"],
-            variant=attrs["cell"]["variant"],
-            seed=attrs["cell"]["seed"],
-            state=STATES[trial.state.name],
-            reason=attrs.get("reason", ""),
-            worker=attrs.get("worker", {}),
-            since=trial.datetime_start,
-            final=attrs.get("final", False),
-        )
+        newest = {key: trial_id for trial_id, key in sorted(self._key_of.items())}
+        found: dict[int, tuple[State, datetime | None, dict[str, str]]] = {}
+        names = [name for name, state in STATES.items() if state in states]
+        for trial_id, state, since, name, value in self._rows(OF_TRIALS, states=names):
+            found.setdefault(trial_id, (STATES[state], since, {}))[2][name] = value
+        entries = [
+            _entry(trial_id, *known)
+            for trial_id, known in found.items()
+            if newest.get(self._key_of.get(trial_id, "")) == trial_id
+        ]
+        return sorted(entries, key=lambda entry: (states.index(entry.state), entry.trial_id))
 
     def add_missing(self, cells: Iterable[Cell], recorded: Mapping[str, float] | None = None) -> int:
         """Enqueue the cells that are neither complete nor waiting nor running; how many those were.
@@ -350,3 +367,20 @@ class Queue:
             state = TrialState.WAITING if waits else TrialState.FAIL
             self._persist(lambda: self._storage.set_trial_state_values(entry.trial_id, state))
         return waits
+
+
+def _entry(trial_id: int, state: State, since: datetime | None, attributes: Mapping[str, str]) -> Entry:
+    """attributes: of the trial, as JSON by name."""
+    cell = json.loads(attributes["cell"])
+    return Entry(
+        trial_id=trial_id,
+        key=json.loads(attributes["key"]),
+        run=cell["key"],
+        variant=cell["variant"],
+        seed=cell["seed"],
+        state=state,
+        reason=json.loads(attributes.get("reason", '""')),
+        worker=json.loads(attributes.get("worker", "{}")),
+        since=since,
+        final=json.loads(attributes.get("final", "false")),
+    )

@@ -10,7 +10,16 @@ import sqlalchemy
 from sqlalchemy import text
 
 from lit_lazy.support.disk import writable_folder
-from lit_lazy.tracking.databases import StorageError, engine_options, new_sqlite_file, reach, redacted, sqlite_file
+from lit_lazy.support.secrets import redacted
+from lit_lazy.tracking.databases import (
+    StorageError,
+    check_sqlite,
+    engine_options,
+    new_sqlite_file,
+    reach,
+    sqlite_file,
+    sqlite_url,
+)
 
 T = TypeVar("T")
 MADE_BY = "lit-lazy ablate run, queue 3"
@@ -29,19 +38,25 @@ def normalised(storage: str) -> str:
         )
     if rest.count("@") > 1:
         raise StorageError(f"--storage {redacted(storage)!r}: has more than one @; write %40 for that of a password")
+    check_sqlite(f"--storage {storage!r}", storage)
     return storage.replace("postgresql://", "postgresql+psycopg://", 1)
 
 
 def default_storage(runs: Path) -> str:
     """The queue's database where none is given: a file in the runs folder."""
-    return f"sqlite:///{(runs / 'queue.db').resolve()}"
+    return sqlite_url(runs / "queue.db")
 
 
 def create(file: Path) -> None:
     """Optuna's tables in a new file, all of them or none: half of them could never be opened again."""
     with new_sqlite_file(file) as unfinished:
-        url = f"sqlite:///{unfinished}"
-        optuna.storages.RDBStorage(url, engine_kwargs=engine_options(url)).engine.dispose()
+        url = sqlite_url(unfinished)
+        optuna.storages.RDBStorage(formatted(url), engine_kwargs=engine_options(url)).engine.dispose()
+
+
+def formatted(url: str) -> str:
+    """A URL as Optuna wants it: it formats what it is given."""
+    return url.replace("{", "{{").replace("}", "}}")
 
 
 def check_storage(storage: str, grid: str) -> None:

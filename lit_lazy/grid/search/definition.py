@@ -9,13 +9,19 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lit_lazy.config.canonical import flatten, from_dict, replace_at, to_dict
-from lit_lazy.config.files import load_module
+from lit_lazy.config.files import exported
 from lit_lazy.config.key import cell_key, code
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.ablation import Cell, check_name, require_cells
 from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.errors import described
+from lit_lazy.support.kinds import check_kinds, fits
 from lit_lazy.training.prepare import prepare
 
+MOST_SEED = 2**31 - 1
+"""Of the draws: what numpy's generators take, each point's number added."""
+MOST_AXES = 10
+"""An experiment is tried at every corner of the box before anything is created."""
 Objective = Literal["loss/val", "loss/excess"]
 MONITORED: dict[Objective, str] = {"loss/val": "val/loss", "loss/excess": "val/excess"}
 """What Lightning calls an objective at a validation."""
@@ -30,9 +36,10 @@ class Real:
     log: bool = False
 
     def __post_init__(self) -> None:
-        ends = f"Real({self.low!r}, {self.high!r})"
-        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+        ends = f"Real({described(self.low)}, {described(self.high)})"
+        if not (fits(self.low, float) and fits(self.high, float) and self.low < self.high):
             raise ValueError(f"{ends}: needs two finite numbers, the lower one first")
+        check_kinds(ends, self)
         if self.log and self.low <= 0:
             raise ValueError(f"{ends}: with log=True the lower end must be above 0")
 
@@ -63,13 +70,18 @@ class Search:
     """Changes to the experiment that all points share."""
 
     def __post_init__(self) -> None:
+        check_name("search", self.name)
         where = f"search {self.name!r}: "
+        objectives = get_args(Objective)
+        require(self.objective in objectives, f"{where}objective", self.objective, f"choose {' or '.join(objectives)}")
+        check_kinds(where.removesuffix(": "), self)
+        require_cells(f"{where}trials", self.trials)
+        require(self.seed <= MOST_SEED, f"{where}seed", self.seed, f"must be at most {MOST_SEED}")
         require(bool(self.axes), f"{where}axes", dict(self.axes), "needs at least one")
+        require(len(self.axes) <= MOST_AXES, f"{where}axes", list(self.axes), f"must be at most {MOST_AXES}")
         require_whole(f"{where}trials", self.trials, 1)
         require_whole(f"{where}startup", self.startup, 1)
         require_whole(f"{where}seed", self.seed, 0)
-        objectives = get_args(Objective)
-        require(self.objective in objectives, f"{where}objective", self.objective, f"choose {' or '.join(objectives)}")
         require(0 <= self.prune_from <= 1, f"{where}prune_from", self.prune_from, "must be in [0, 1]")
 
 
@@ -142,9 +154,8 @@ def point_name(number: int) -> str:
 
 def load_search(path: Path) -> Search:
     """The `search` that a file defines. Raises ValueError in one line where there is none."""
-    module = load_module(path)
-    search = getattr(module, "search", None)
-    if hasattr(module, "ablation") and search is None:
+    search = exported(path, "search")
+    if search is None and exported(path, "ablation") is not None:
         raise ValueError(f"{path}: defines an ablation, not a search; `lit-lazy ablate run {path.stem}` runs it")
     if not isinstance(search, Search):
         raise ValueError(f"{path}: defines no `search` of type Search")

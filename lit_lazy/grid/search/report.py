@@ -1,7 +1,5 @@
 """What a search found: its points as a table, best first, with what has to be said of them."""
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +11,7 @@ from lit_lazy.grid.search.figures import TITLES, search_figures
 from lit_lazy.grid.search.queue import FEWEST_FOR_IMPORTANCE, GOOD_SHARE, Point
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.blocks import Block, Heading, List, Paragraph, Tabular, to_html, to_markdown
+from lit_lazy.table.records import csv_text
 from lit_lazy.table.render import NOT_DEFINED
 
 SHOWN = 20
@@ -74,16 +73,14 @@ class Report:
 
     def csv(self) -> str:
         """One line per point from the best on, its values in full; empty where there is none."""
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
         axes = list(self.definition.axes)
         head = [self.definition.objective, "steps", "last_validation", "state", "n", "run", "reason"]
-        writer.writerow(["point", *axes, *head])
+        lines: list[list[object]] = [["point", *axes, *head]]
         for point in self.ranked:
             params = [point.params.get(path) for path in axes]
             measured = [point.value, self._steps(point), point.reports.get(point.last_step), point.state, _n(point)]
-            writer.writerow([point.number, *params, *measured, point.run, point.reason])
-        return out.getvalue()
+            lines.append([point.number, *params, *measured, point.run, point.reason])
+        return csv_text(lines)
 
     def blocks(self) -> list[Block]:
         """The table's parts."""

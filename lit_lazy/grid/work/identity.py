@@ -14,7 +14,6 @@ from lit_lazy.grid.queue.membership import living
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.work.job import Work
 from lit_lazy.support.disk import write_text
-from lit_lazy.tracking.databases import redacted
 from lit_lazy.tracking.tracker import Tracker
 
 GRID_ID = "grid_id"
@@ -37,11 +36,11 @@ def parent_run(
     begun = tracker.find({"grid": grid_id})
     if not begun and (where := queue.facts.get("tracking")):
         raise ValueError(
-            f"MLflow at {redacted(tracker.uri)} does not hold this grid's parent run, which was kept at {where}; set "
+            f"MLflow at {tracker.uri} does not hold this grid's parent run, which was kept at {where}; set "
             "MLFLOW_TRACKING_URI to that, or start again with --fresh"
         )
     parent_id = begun[0].run_id if begun else tracker.begin(work.id, {**tags, "grid": grid_id})
-    queue.facts = queue.facts | {"tracking": redacted(tracker.uri)}
+    queue.facts = queue.facts | {"tracking": tracker.uri}
     if (kept := tracker.read_bytes(parent_id, plan)) is not None:
         return parent_id, kept.decode()
     tracker.describe(parent_id, params, work.base_config)

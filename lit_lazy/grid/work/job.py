@@ -1,7 +1,7 @@
 """What is executed, where and how: as a command is given it, and as its workers are told."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -54,10 +54,10 @@ class Launch:
 class Job:
     """What every worker of a grid has to know."""
 
-    storage: str
+    storage: str = field(repr=False)  # may hold a password, as may the other address
     study: str
     runs: Path
-    tracking_uri: str
+    tracking_uri: str = field(repr=False)
     parent_id: str
     command: str | None
     """Token of the command's membership; None where workers are not processes of its machine."""

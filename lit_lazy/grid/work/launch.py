@@ -1,12 +1,9 @@
 """Runs an ablation: enqueues what is missing, starts workers, shows progress, writes the table."""
 
 import logging
-import shlex
-import shutil
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +13,17 @@ from rich.console import Console
 
 from lit_lazy.grid.plan import PLAN, Plan, save_views
 from lit_lazy.grid.queue.membership import Membership, Staleness, is_dead, sweep
-from lit_lazy.grid.queue.queue import FINISHED, Entry, Queue, redacted
+from lit_lazy.grid.queue.queue import FINISHED, Entry, Queue
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.grid.work.identity import parent_run, start_again
 from lit_lazy.grid.work.job import Job, Launch, Work
 from lit_lazy.grid.work.pool import LocalPool, Pool
 from lit_lazy.grid.work.progress import Progress
-from lit_lazy.support.disk import is_disk_full
+from lit_lazy.support.disk import is_disk_full, lacking
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.table.records import Table
+from lit_lazy.tracking.databases import sqlite_file
 from lit_lazy.tracking.tracker import Tracker, TrackingError, default_uri
 
 Q = TypeVar("Q", bound=Queue)
@@ -38,7 +36,9 @@ MOST_CRASHES = 3
 """Deaths per worker, without a cell ending in between, after which starting another makes no sense."""
 MOST_DEATHS = 3
 """Deaths of a cell's workers, without the cell getting ahead in between, after which the cell has failed."""
-LEAST_FREE_BYTES = 2**24
+LEAST_FREE_BYTES, LEAST_FREE_BYTES_OF_DATABASE = 2**24, 2**20
+LONGEST_PAUSE_SECONDS = 60.0
+"""Between two tries on a disk that is full and does not look it."""
 
 log = logging.getLogger("lit_lazy.grid.work.launch")
 
@@ -158,7 +158,7 @@ def make_job(work: Work, launch: Launch, at: Opened[Q], parent_id: str) -> Job:
         storage=at.queue.url,
         study=work.id,
         runs=work.runs,
-        tracking_uri=at.tracker.uri,
+        tracking_uri=at.tracker.secret_uri,
         parent_id=parent_id,
         command=at.command.token if launch.launcher == "local" else None,
         threads=launch.threads,
@@ -219,6 +219,7 @@ class Supervisor:
         self._looked = -LOOK_SECONDS
         self._crashes = self._ended = 0
         self._told = False
+        self._pause = 0.0
 
     def work(self, pool: Pool, progress: Progress) -> None:
         """Return when every cell has ended. Ctrl-C ends the workers after they have requeued their cells."""
@@ -244,15 +245,15 @@ class Supervisor:
             states = {key: state for key, state in self.queue.states().items() if key in self.cells}
             if self.launch.retry_failed and "failed" in states.values():
                 self._retry()
+            progress.update(states)
+            counts = Counter[str](states.values())
+            self._count_crashes(ended.crashed, counts, pool)
+            pool.start(most=counts["waiting"])
         except Exception as error:
             if not is_disk_full(error):
                 raise
             self._wait_for_space()
             return True
-        progress.update(states)
-        counts = Counter[str](states.values())
-        self._count_crashes(ended.crashed, counts, pool)
-        pool.start(most=counts["waiting"])
         if not len(pool) and counts["running"]:
             self._report_who_works()
         return bool(len(pool) or counts["waiting"] or counts["running"])
@@ -288,6 +289,8 @@ class Supervisor:
 
     def _count_crashes(self, crashed: int, counts: Mapping[str, int], pool: Pool) -> None:
         ended = sum(counts[state] for state in (*FINISHED, "failed"))
+        if ended > self._ended:
+            self._pause = 0.0
         self._crashes = 0 if ended > self._ended else self._crashes + crashed
         self._ended = ended
         if self._crashes >= MOST_CRASHES * self.launch.workers:
@@ -303,16 +306,35 @@ class Supervisor:
             )
 
     def _wait_for_space(self) -> None:
-        """Return when there is room for a few checkpoints again."""
-        folder = self.folder
-        sizes = [path.stat().st_size for path in folder.glob("cells/*/checkpoints/last.ckpt")]
-        needed = max(LEAST_FREE_BYTES, 3 * max(sizes, default=0))
-        if shutil.disk_usage(folder).free >= needed:
+        """Return when results and databases have room; after ever longer pauses where they seem to have it already."""
+        if missing := self._missing():
+            self._say(f"no space left: waiting until there is {missing}; nothing is lost")
+            while self._missing():
+                time.sleep(POLL_SECONDS)
+            self._say("there is space again: resuming")
             return
-        self._say(f"no space left in {folder}: waiting until {needed / 1e6:.0f} MB are free; nothing is lost")
-        while shutil.disk_usage(folder).free < needed:
-            time.sleep(POLL_SECONDS)
-        self._say("there is space again: resuming")
+        again = self._pause > 0  # the first time it may have been freed since
+        self._pause = min(max(2 * self._pause, POLL_SECONDS), LONGEST_PAUSE_SECONDS)
+        if again:
+            places = " and ".join(str(folder) for folder, _ in self._places())
+            self._say(
+                f"something finds no space left, and there is some in {places} (a quota? another disk?): trying again "
+                f"in {self._pause:.0f} s; {self.folder}/worker-*.log say more"
+            )
+        time.sleep(self._pause)
+
+    def _places(self) -> Iterable[tuple[Path, int]]:
+        """Per disk, a folder that this grid writes to, and the bytes that have to be free there."""
+        files = [sqlite_file(url) for url in (self.queue.url, default_uri(self.folder.parent))]
+        sizes = [path.stat().st_size for path in self.folder.glob("cells/*/checkpoints/last.ckpt")]
+        databases = [(file.parent, LEAST_FREE_BYTES_OF_DATABASE) for file in files if file]
+        results = (self.folder, max(LEAST_FREE_BYTES, 3 * max(sizes, default=0)))
+        return {folder.stat().st_dev: (folder, size) for folder, size in (*databases, results)}.values()
+
+    def _missing(self) -> str:
+        """What is missing where; "" for nothing."""
+        lacks = [(folder, lacking(folder, size)) for folder, size in self._places()]
+        return " and ".join(f"room for {what} in {folder}" for folder, what in lacks if what)
 
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False)
@@ -323,9 +345,3 @@ def describe(entry: Entry) -> str:
     since = f" since {entry.since:%a %H:%M:%S}" if entry.since else ""
     worker = entry.worker
     return f"{entry.variant} seed {entry.seed} by process {worker['pid']} on {worker['host']}{since}"
-
-
-def command_line() -> str:
-    """The command as a user would type it, without passwords."""
-    words = [redacted(word) if "://" in word else word for word in sys.argv[1:]]
-    return shlex.join(["lit-lazy", *words])

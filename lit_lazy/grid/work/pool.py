@@ -14,8 +14,8 @@ import torch
 
 from lit_lazy.grid.queue.membership import survivors
 from lit_lazy.grid.work.job import Job
-from lit_lazy.grid.work.worker import DISK_FULL, INTERRUPTED, STORAGE_VARIABLE
-from lit_lazy.support.disk import write_text
+from lit_lazy.grid.work.worker import DISK_FULL, INTERRUPTED, STORAGE_VARIABLE, TRACKING_VARIABLE
+from lit_lazy.support.disk import private, write_text
 
 
 @dataclass(frozen=True)
@@ -101,21 +101,21 @@ class LocalPool:
             *("--study", job.study),
             *("--runs", str(job.runs.resolve())),
             *("--threads", str(job.threads)),
-            *("--tracking-uri", job.tracking_uri),
             *("--parent", job.parent_id),
             *(["--command", job.command, "--slot", str(slot)] if job.command else []),
             *(["--keep-checkpoints"] if job.keep_checkpoints else []),
             *(["--keys", str(self._keys)] if self._keys else []),
             *("--import", *(str(file) for file in job.files)),
         ]
+        addresses = {STORAGE_VARIABLE: job.storage, TRACKING_VARIABLE: job.tracking_uri}
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(job.threads))
-        with (job.folder / f"worker-{socket.gethostname()}-{slot}.log").open("ab") as log:
+        with open(job.folder / f"worker-{socket.gethostname()}-{slot}.log", "ab", opener=private) as log:
             return subprocess.Popen(
                 command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=os.environ | threads | {STORAGE_VARIABLE: job.storage} | _one_gpu(slot),
+                env=os.environ | threads | addresses | _one_gpu(slot),
                 start_new_session=True,
             )
 

@@ -18,17 +18,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-# Read when a Ray is started: no report of its use goes to its makers.
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
 import ray
 from ray.exceptions import RayError, RayTaskError
 
 from lit_lazy.grid.work.job import Job
 from lit_lazy.grid.work.pool import Ended, last_log_line
 from lit_lazy.grid.work.worker import DISK_FULL, make_worker, prepare_process
-from lit_lazy.support.disk import is_disk_full
+from lit_lazy.support.disk import PRIVATE, is_disk_full
 from lit_lazy.support.errors import named
+from lit_lazy.support.secrets import Redacting
 
 CONNECT_SECONDS, JOIN_SECONDS = 5.0, 30.0
 ORDERLY_SECONDS = 60.0
@@ -244,8 +242,10 @@ def execute(job: Job, folder: str) -> int:
 def _logging(job: Job) -> Iterator[None]:
     """Log into one file for all tasks of a grid on a machine."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(job.folder / f"worker-{socket.gethostname()}-ray.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(name)s %(message)s"))
+    path = job.folder / f"worker-{socket.gethostname()}-ray.log"
+    path.touch(mode=PRIVATE)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(Redacting("%(asctime)s %(process)d %(name)s %(message)s"))
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     root.addHandler(handler)

@@ -9,6 +9,7 @@ from rich.table import Table
 from lit_lazy.grid.queue.membership import is_dead
 from lit_lazy.grid.queue.queue import Entry, Queue
 from lit_lazy.grid.work.progress import clock
+from lit_lazy.support.errors import shown
 
 
 def print_status(queue: Queue, console: Console) -> None:
@@ -22,12 +23,12 @@ def print_status(queue: Queue, console: Console) -> None:
     if running := queue.entries("running"):
         console.print(_table("running", ("cell", "key", "process", "host", "for"), [_running(e) for e in running]))
     if failed := queue.entries("failed"):
-        console.print(_table("failed", ("cell", "key", "why"), [(_cell(e), e.key, e.reason) for e in failed]))
+        console.print(_table("failed", ("cell", "key", "why"), [(_cell(e), e.key, shown(e.reason)) for e in failed]))
         console.print("The same `ablate run` command tries failed cells again.", highlight=False)
     begun = [entry for entry in queue.entries("waiting") if entry.reason] if counts["waiting"] else []
     if begun:
         console.print(
-            _table("waiting, begun", ("cell", "key", "left off"), [(_cell(e), e.key, e.reason) for e in begun])
+            _table("waiting, begun", ("cell", "key", "left off"), [(_cell(e), e.key, shown(e.reason)) for e in begun])
         )
 
 

@@ -25,15 +25,17 @@ from lit_lazy.grid.queue.queue import LostError, Queue, Task
 from lit_lazy.grid.work.interrupts import EndIfInterrupted, Interrupts
 from lit_lazy.grid.work.job import Job
 from lit_lazy.support.disk import is_disk_full
-from lit_lazy.support.errors import named, one_line
+from lit_lazy.support.errors import UnfinishedError, named, one_line
 from lit_lazy.support.provenance import git_sha
+from lit_lazy.support.secrets import Redacting
 from lit_lazy.tracking.spool import Card, Spool
 from lit_lazy.tracking.tracker import Tracker, TrackingError
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run import CellBusyError, run
 
-STORAGE_VARIABLE = "LIT_LAZY_STORAGE"
+STORAGE_VARIABLE, TRACKING_VARIABLE = "LIT_LAZY_STORAGE", "LIT_LAZY_TRACKING"
+"""Addresses that may hold passwords, and so are no arguments, which every user of a machine can read."""
 DISK_FULL = 28
 """Exit status of a worker that could not write: errno's ENOSPC."""
 INTERRUPTED = 130
@@ -273,12 +275,11 @@ def make_worker(
 
 
 def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) -> int:
-    """Entry point of a worker process, which `LocalPool` starts. The storage's URL is in the environment."""
+    """Entry point of a worker process, which `LocalPool` starts. Both addresses are in the environment."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--study", required=True)
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--tracking-uri", required=True)
     parser.add_argument("--parent", required=True)
     parser.add_argument("--command", help="token of the command's membership")
     parser.add_argument("--slot", type=int, default=0)
@@ -286,14 +287,16 @@ def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) 
     parser.add_argument("--keys", type=Path, help="file with the keys of the cells to take, one a line")
     parser.add_argument("--import", dest="files", type=Path, nargs="*", default=[])
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stdout)
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(Redacting("%(asctime)s %(name)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     job = Job(
         storage=os.environ[STORAGE_VARIABLE],
         study=options.study,
         runs=options.runs,
-        tracking_uri=options.tracking_uri,
+        tracking_uri=os.environ[TRACKING_VARIABLE],
         parent_id=options.parent,
         command=options.command,
         threads=options.threads,
@@ -306,6 +309,9 @@ def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) 
         make_worker(job, queue_type, worker_type, options.slot).work()
     except KeyboardInterrupt:
         return INTERRUPTED
+    except UnfinishedError as error:
+        log.error("%s", error)
+        return 1
     return 0
 
 

@@ -1,0 +1,95 @@
+"""What a field may hold, by its annotation: whether a value does, and how to say what it should be."""
+
+import dataclasses
+import math
+import numbers
+import types
+import typing
+from abc import ABC
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from lit_lazy.support.errors import described
+
+MOST = 2**63 - 1
+"""Of a whole number: tensors and databases hold no greater one."""
+WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    str: "text",
+    type(None): "None",
+}
+
+
+def check_kinds(what: str, settings: Any) -> None:
+    """Raise ValueError, in one line, where a field of a dataclass does not hold what its annotation says."""
+    hints = typing.get_type_hints(type(settings))
+    for name in (field.name for field in dataclasses.fields(settings)):
+        value = getattr(settings, name)
+        if not fits(value, hints[name]):
+            raise ValueError(f"{what}: {name}={described(value)}: must be {wanted(hints[name])}")
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of the kind that an annotation says. Kinds that this project does not use fit always."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return any(fits(value, part) for part in parts)
+    if origin is Literal:
+        return any(type(value) is type(part) and value == part for part in parts)
+    if origin is tuple:
+        kinds = parts[:1] * len(value) if isinstance(value, tuple) and parts[1:] == (Ellipsis,) else parts
+        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(fits, value, kinds))
+    if origin in (Mapping, dict):
+        return isinstance(value, Mapping) and all(fits(k, parts[0]) and fits(v, parts[1]) for k, v in value.items())
+    if origin is Sequence:
+        return isinstance(value, Sequence) and not isinstance(value, str)
+    if origin is Callable:
+        return callable(value)
+    if hint is float:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool) and _is_finite(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool) and -MOST <= value <= MOST
+    if hint in (bool, str, type(None)) or is_part(hint):
+        return isinstance(value, hint)
+    return True
+
+
+def _is_finite(value: numbers.Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # of an int
+        return False
+
+
+def is_part(hint: Any) -> bool:
+    """Whether a field holds a dataclass, or one of several."""
+    return dataclasses.is_dataclass(hint) or is_exchangeable(hint)
+
+
+def is_exchangeable(hint: Any) -> bool:
+    """Whether a field holds one of several parts: the concrete dataclasses under an abstract base."""
+    return ABC in getattr(hint, "__mro__", ())  # issubclass would say so of int, which others register with theirs
+
+
+def wanted(hint: Any) -> str:
+    """What a value of this kind looks like, in words."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint in WORDS:
+        return WORDS[hint]
+    if origin is Literal:
+        return f"one of {', '.join(map(str, parts))}"
+    if origin is tuple and parts[1:] == (Ellipsis,):
+        return f"a tuple, each item {wanted(parts[0])}"
+    if origin is tuple:
+        return f"{len(parts)} numbers in brackets, for example [{','.join('0.5' for _ in parts)}]"
+    if origin in (Mapping, dict):
+        return f"a dict, each key {wanted(parts[0])}, each value {wanted(parts[1])}"
+    if origin is Sequence:
+        return "a list"
+    if origin is Callable:
+        return "a function"
+    if parts:
+        return " or ".join(wanted(part) for part in parts)
+    return f"a {hint.__name__}" if isinstance(hint, type) else "anything"

@@ -1,0 +1,373 @@
+"""Any command line ends with status 0, 1, 2 or 130, in time; a mistake is one line, no traceback, and creates nothing.
+
+Commands, options, override paths and hostile values are mixed at random. What would train, measure, serve or go on the
+network is replaced by something that records that the command line was accepted, and the machine is one of 256 MB.
+"""
+
+import contextlib
+import io
+import itertools
+import os
+import re
+import shutil
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mistakes import PASSWORD, tree
+from two_rows import two_rows
+
+from lit_lazy.attention import Bias, Gate, Normaliser, Position
+from lit_lazy.command.main import main
+from lit_lazy.config.canonical import flatten, leaves, to_dict
+from lit_lazy.config.files import experiment
+from lit_lazy.data import DataConfig, backcopy, documents, text
+from lit_lazy.support.errors import LONGEST_MESSAGE
+
+SECONDS = 15
+URL = f"postgresql://me:{PASSWORD}@127.0.0.1:1/x"
+PLAIN = [
+    "",
+    "0",
+    "1",
+    "2",
+    "3",
+    "-1",
+    "1.5",
+    "true",
+    "None",
+    "null",
+    "e.py",
+    "a.py",
+    "s.py",
+    "final.ckpt",
+    "runs",
+    "new",
+]
+HOSTILE = [
+    *(
+        "nan",
+        ".inf",
+        "-inf",
+        "1e400",
+        "1e308",
+        "1e-320",
+        "10" * 200,
+        "9" * 5000,
+        "1000000000000",
+        "18446744073709551616",
+    ),
+    *(
+        "٣",
+        "²",
+        "1_0",
+        "0x10",
+        "0b1",
+        "1:30",
+        "2001-01-01",
+        "~",
+        "!!python/object:os.system",
+        "&a [*a]",
+        "{a: b}",
+        "[1, 2]",
+    ),
+    *(
+        "[" * 200,
+        "[" * 200_000,
+        '{"a":' * 200,
+        "{" * 20,
+        "'",
+        '"',
+        "`",
+        "\\",
+        "a\nb",
+        "a\tb",
+        "\0",
+        "\x1b[31m",
+        "\u202e",
+    ),
+    *(
+        "\ud800",
+        "ünï",
+        "😀",
+        ":smile:",
+        "[/x]",
+        "[red]",
+        "%s%n%d",
+        "{0}",
+        "{x!r}",
+        "$HOME",
+        "<b>",
+        "=1+1",
+        "-",
+        "--",
+        "--=",
+    ),
+    *(
+        "x" * 300,
+        "x/" * 3000,
+        "..",
+        "/",
+        ".",
+        "*",
+        "loop",
+        "loop/x",
+        "fifo",
+        "folder",
+        "notes.txt",
+        "broken.py",
+        "deep.json",
+    ),
+    *(
+        "/dev/zero",
+        "/dev/null",
+        "/proc/self/mem",
+        "/proc/new",
+        "~nobody/x",
+        "a?b",
+        "a#b",
+        "100%25",
+        "e.py/x",
+        "none.py",
+    ),
+    *(
+        URL,
+        "sqlite:///new.db",
+        "sqlite:///a?b",
+        "sqlite:////dev/zero",
+        "sqlite://",
+        "http://127.0.0.1:1",
+        "://:geheim@",
+    ),
+    *("a,b", ",", "1,1", "0,1,2", "lazy", "softmax,lazy", "lazy,lazy", ",".join(map(str, range(3000)))),
+]
+OPTIONS = ["--runs", "--base", "--rows", "--seeds", "--workers", "--threads", "--retry-failed", "--storage", "--trials"]
+OPTIONS += [
+    "--out",
+    "--ui-url",
+    "--port",
+    "--cells",
+    "--lengths",
+    "--layers",
+    "--heads",
+    "--sequences",
+    "--data",
+    "--import",
+]
+OPTIONS += ["--launcher", "--gpus", "--ray-address"]
+FLAGS = ["--dry-run", "--fresh", "--keep-checkpoint", "--help", "--version", "-h", "-x", "--"]
+COMMANDS = [
+    *(["train"], ["fields"], ["evaluate"], ["diagnose"], ["report"], ["dashboard"], ["ablate"], ["bench"], []),
+    *(["ablate", name] for name in ("run", "search", "status", "table", "list", "rum")),
+    *(["bench", name] for name in ("step", "grid", "diagnostics")),
+]
+GRID = ["--runs", "--base", "--workers", "--threads", "--storage"]
+GOOD = [
+    (["train", "e.py"], ["--runs", "--threads", ""]),
+    (["ablate", "run", "a.py"], [*GRID, "--rows", "--seeds", "--retry-failed", ""]),
+    (["ablate", "run", "a.py", "--dry-run"], [*GRID, "--rows", "--seeds", ""]),
+    (["ablate", "search", "s.py"], [*GRID, "--trials", ""]),
+    (["ablate", "status", "a.py"], ["--runs", "--base", "--storage"]),
+    (["report", "a.py"], ["--runs", "--base", "--out", "--ui-url"]),
+    (["dashboard"], ["--runs", "--port"]),
+    (["evaluate", "final.ckpt"], ["--threads", "--import"]),
+    (["diagnose", "final.ckpt"], ["--data", "--lengths", "--layers", "--heads", "--sequences", "--out", "--runs"]),
+    (["bench", "grid"], ["--cells", "--out"]),
+    (["bench", "step"], ["--out"]),
+]
+"""Accepted commands, and options of theirs; "" for an override."""
+SEARCH = """
+from lit_lazy.grid.search.definition import Real, Search
+search = Search("s", {"train.lr": Real(1e-4, 1e-2, log=True)}, "e.py")
+"""
+
+
+class AcceptedError(BaseException):
+    """A command line was accepted: what it asks for would begin now."""
+
+
+def accept(*_args: object, **_options: object) -> None:
+    raise AcceptedError
+
+
+def joined(parts: Iterable[list[str]]) -> list[str]:
+    return list(itertools.chain.from_iterable(parts))
+
+
+def values() -> st.SearchStrategy[str]:
+    return st.one_of(
+        st.integers(1, 64).map(str),
+        st.floats(0.001, 0.9).map(str),
+        st.sampled_from(PLAIN),
+        st.sampled_from(PLAIN),
+        st.sampled_from(HOSTILE),
+        st.text(max_size=20),
+        st.integers().map(str),
+        st.floats().map(str),
+        st.sampled_from([name for part in (Normaliser, Bias, Gate, Position, DataConfig) for name in leaves(part)]),
+    )
+
+
+def fields() -> st.SearchStrategy[str]:
+    known = list(flatten(to_dict(experiment("backcopy_tiny"))))
+    parts = [
+        "model.attention.normaliser.tau_init",
+        "model.attention.normaliser.threshold",
+        "model.attention.bias.length",
+    ]
+    parts += [f"data.{name}" for name in ("path", "tokenizer", "validation", "hub", "column", "max_tokens", "stream")]
+    return st.one_of(st.sampled_from([*known, *parts]), st.text(max_size=12), st.sampled_from(HOSTILE))
+
+
+def option(name: st.SearchStrategy[str]) -> st.SearchStrategy[list[str]]:
+    """An option and its value, as one word or two; an override where the name is empty."""
+    named = st.tuples(name.flatmap(lambda known: st.just(known) if known else fields().map("--{}".format)), values())
+    return st.one_of(named.map(list), named.map(lambda pair: ["=".join(pair)]))
+
+
+def command_lines() -> st.SearchStrategy[list[str]]:
+    """Half of them commands that would be accepted, and one to three options of theirs; half anything."""
+    near = st.sampled_from(GOOD).flatmap(
+        lambda good: st.lists(option(st.sampled_from(good[1])), max_size=3).map(lambda more: [*good[0], *joined(more)])
+    )
+    begin = st.tuples(st.sampled_from([*COMMANDS, *(words for words, _ in GOOD)]), st.lists(values(), max_size=2))
+    some = st.one_of(option(st.sampled_from([*OPTIONS, ""])), st.sampled_from(FLAGS).map(lambda flag: [flag]))
+    anything = st.tuples(begin.map(joined), st.lists(some, max_size=3).map(joined)).map(joined)
+    return st.one_of(near, anything)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As small a model as there is, not trained."""
+    from lit_lazy.training.module import LitLM
+
+    cfg = experiment("backcopy_tiny")
+    source = cfg.data.load()
+    module = LitLM.create(cfg, source.vocab_size, source.context_length)
+    path = tmp_path_factory.mktemp("fuzz") / "final.ckpt"
+    content = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams), "global_step": 1}
+    torch.save(content, path)
+    return path
+
+
+@pytest.fixture
+def stage(place: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with files to name, and no way to do real work."""
+    shutil.copy(checkpoint, place)
+    shutil.copy(Path(experiment.__code__.co_filename).parents[2] / "experiments" / "backcopy_tiny.py", place / "e.py")
+    (place / "a.py").write_text(two_rows("a").replace('"backcopy_tiny"', '"e.py"'))
+    (place / "s.py").write_text(SEARCH)
+    (place / "broken.py").write_text("def config(): return config()\n")
+    (place / "notes.txt").write_text("some words\n\n" * 2000)
+    (place / "deep.json").write_text("[" * 200_000)
+    (place / "folder").mkdir()
+    (place / "runs").mkdir()
+    os.mkfifo(place / "fifo")
+    (place / "loop").symlink_to("loop")
+    for where in (
+        *("tracking.tracked.Tracker", "grid.work.launch.run_grid", "grid.search.run.run_search"),
+        *(
+            "report.checkpoint.measure_all",
+            "bench.step._measure",
+            "bench.grid.overhead",
+            "bench.watching._in_a_process",
+        ),
+        *("tracking.serve.subprocess.Popen",),
+    ):
+        monkeypatch.setattr(f"lit_lazy.{where}", accept)
+    monkeypatch.setattr("lit_lazy.support.memory.most_bytes", lambda: 2**28)
+    monkeypatch.setattr(documents, "hub_answers", lambda: False)
+    for module in ("grid.work.estimate", "grid.search.run"):
+        monkeypatch.setattr(f"lit_lazy.{module}.cost", lambda _config: (1.0, 1))
+    monkeypatch.setenv("LIT_LAZY_CACHE", str(place.parent / "cache"))
+    return place
+
+
+@contextlib.contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in what takes longer."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError(f"took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def given_to_main(argv: list[str]) -> tuple[Any, str, str]:
+    """Exit status, or None where it was accepted, and what was printed."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), limited(SECONDS):
+        try:
+            status = main(argv)
+        except SystemExit as stopped:
+            status = stopped.code or 0
+        except AcceptedError:
+            status = None
+    return status, out.getvalue(), err.getvalue()
+
+
+def check(argv: list[str], stage: Path) -> str:
+    """Give a command line to `main`; how it ended."""
+    before = tree(stage)
+    try:
+        status, _, err = given_to_main(argv)
+    finally:
+        torch.set_num_threads(1)
+        for cached in (backcopy._load, text._load):
+            cached.cache_clear()
+    assert status in (None, 0, 1, 2, 130), status
+    assert "Traceback" not in err
+    assert PASSWORD not in err
+    if status in (1, 2):
+        assert re.fullmatch(r"lit-lazy[^\n]*: [^\n]+\n", err), err
+        assert err[:-1].isprintable()
+        assert len(err) < LONGEST_MESSAGE + 200
+    assert tree(stage) == before
+    return "accepted" if status is None else f"status {status}"
+
+
+def fuzz(examples: int, derandomize: bool) -> Callable[[Path], Counter[str]]:
+    ends = Counter[str]()
+
+    @settings(
+        max_examples=examples,
+        derandomize=derandomize,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+    )
+    @given(argv=command_lines())
+    def run(stage: Path, argv: list[str]) -> None:
+        ends[check(argv, stage)] += 1
+
+    def counted(stage: Path) -> Counter[str]:
+        run(stage)
+        return ends
+
+    return counted
+
+
+def test_any_command_line(stage: Path) -> None:
+    ends = fuzz(100, derandomize=True)(stage)
+    assert ends.keys() >= {"accepted", "status 0", "status 2"}
+
+
+@pytest.mark.long
+def test_thousands_of_command_lines(stage: Path) -> None:
+    ends = fuzz(5000, derandomize=False)(stage)
+    sys.stderr.write(f"{dict(ends)}\n")
+    assert sum(ends.values()) >= 5000

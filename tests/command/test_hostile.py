@@ -1,0 +1,310 @@
+"""Sizes that no machine holds, users' files that misbehave, and what is no file: one line, and nothing created.
+
+What asks the most of a machine is refused by an estimate; nothing here is large.
+"""
+
+import json
+import os
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mistakes import refused
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from lit_lazy.command.main import main
+from lit_lazy.config.files import experiment
+from lit_lazy.grid.plan import Plan
+from lit_lazy.report.checkpoint import watched_taus
+from lit_lazy.support.errors import LONGEST_MESSAGE, shown
+from lit_lazy.training.result import RESULT, RunResult
+
+pytestmark = pytest.mark.usefixtures("place")
+TRAIN = ["train", "backcopy_tiny"]
+RUN = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "softmax"]
+SEARCH = ["ablate", "search", "lazy_search", "--base", "backcopy_tiny"]
+LONG = "x" * 300
+MILLION, TRILLION = "1000000", "1000000000000"
+MEMORY = "GB of memory, of which this machine has"
+
+SIZES = [
+    *(([*TRAIN, f"--{field}={TRILLION}"], f"{field}={TRILLION}") for field in ("model.d_model", "model.d_ff")),
+    ([*TRAIN, "--model.n_layers=1000000000"], "model.n_layers=1000000000"),
+    ([*TRAIN, f"--data.train_sequences={TRILLION}"], f"data.train_sequences={TRILLION}"),
+    ([*TRAIN, f"--data.validation_sequences={TRILLION}"], f"data.validation_sequences={TRILLION}"),
+    ([*TRAIN, f"--data.context_length={TRILLION}"], f"data.context_length={TRILLION}"),
+    ([*TRAIN, "--model.attention.bias=Fire", f"--model.attention.bias.width={TRILLION}"], "model.attention="),
+    ([*TRAIN, "--model.attention.bias=LearnedBias", f"--model.attention.bias.length={TRILLION}"], "model.attention="),
+    ([*RUN, f"--model.d_model={TRILLION}"], f"row 'softmax': model.d_model={TRILLION}"),
+    ([*RUN, "--workers", TRILLION], f"--workers={TRILLION}"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "named"), SIZES, ids=lambda value: value if isinstance(value, str) else "")
+def test_sizes_are_refused_by_an_estimate(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(arguments, capsys)
+    assert named in said
+    assert MEMORY in said
+
+
+LIMITS = [
+    ([*TRAIN, "--threads", MILLION], "must be a whole number of at least 1, at most 1024"),
+    ([*TRAIN, "--threads", "9" * 5000], "must be a whole number of at least 1, at most 1024"),
+    ([*TRAIN, f"--seed={2**63}"], f"seed={2**63}: must be a whole number, within 64 bits"),
+    ([*TRAIN, f"--train.steps={'9' * 400}"], "must be a whole number"),
+    ([*TRAIN, f"--train.lr={'9' * 400}"], "int too large"),
+    ([*RUN, "--seeds", ",".join(map(str, range(150_000)))], "cells of the grid=150000: must be at most 100000"),
+    ([*RUN, "--seeds", str(2**63)], "must be whole numbers separated by commas, each from 0 to 2^63 - 1"),
+    ([*SEARCH, "--trials", TRILLION], f"--trials={TRILLION}: must be at most 100000"),
+    (["dashboard", "--runs=--"], "--runs=--: has no value; give one as in --runs=VALUE"),
+    (["dashboard", "--port", "9" * 5000], "must be a whole number from 1 to 65535"),
+    ([*TRAIN, f"--train.betas={'[' * 200_000}"], "must have at most 4096 characters, and 20 brackets of a kind"),
+    ([*TRAIN, f"--train.lr={'[' * 200}"], "must have at most 4096 characters, and 20 brackets of a kind"),
+    ([*TRAIN, f"--{LONG * 400}=1"], "no such field"),
+    ([*TRAIN, "--model.attention.normaliser.help=Nothing"], "Normaliser='Nothing': unknown"),
+    ([*TRAIN, "--\x1b[31m\n=1"], r"\x1b[31m"),
+    ([*TRAIN, "--\ud800=1"], r"\ud800"),
+    (["train", LONG], f"experiment '{LONG}': unknown"),
+    (["train", f"{LONG}.py"], f"experiment '{LONG}.py': no such file"),
+    ([*TRAIN, "--runs", LONG], "File name too long; name another"),
+    ([*TRAIN, "--runs", "x/" * 3000], "File name too long; name another"),
+    ([*TRAIN, "--runs", "/".join([LONG[:200]] * 18)], "nothing can be written there (File name too long)"),
+    ([*TRAIN, "--runs", "loop/x"], "Too many levels of symbolic links; name another"),
+    ([*TRAIN, "--runs", "lost"], "'lost': is a link to nothing, must be a folder"),
+    (["dashboard", "--runs", "loop"], "Too many levels of symbolic links; name another"),
+    ([*TRAIN, "--data=Text", "--data.path=loop"], "data.path='loop': Too many levels of symbolic links; name another"),
+    ([*TRAIN, "--data=Text", f"--data.path={LONG}"], "File name too long; name another"),
+    (
+        [*TRAIN, "--data=Text", "--data.path=notes.txt", "--data.tokenizer=fifo"],
+        "It is a pipe or a device, and no file",
+    ),
+    ([*TRAIN, "--data=Text", "--data.path=notes.txt", "--data.tokenizer=/dev/zero"], "It is a pipe or a device"),
+    (
+        [*TRAIN, "--data=Text", "--data.path=notes.txt", "--data.tokenizer=words.json"],
+        "cannot encode the text (WordLevel",
+    ),
+    ([*TRAIN, "--data=Text", "--data.path=deep.jsonl"], "line 1 is not JSON (maximum recursion depth exceeded"),
+    (["evaluate", "fifo"], "cannot be read (It is a pipe or a device, and no file)"),
+    (["diagnose", "/dev/zero"], "cannot be read (It is a pipe or a device, and no file)"),
+    ([*RUN, "--storage", "sqlite:////dev/zero"], "is a pipe or a device, and no file; name another"),
+    ([*RUN, "--storage", f"sqlite:///{LONG}.db"], "File name too long"),
+    ([*RUN, "--storage", "sqlite:///a?b.db"], "has a ?, which begins a query; write %3F for that of a path"),
+    ([*RUN, "--storage", ""], "argument --storage: '': must be a name; leave the option out for the default"),
+    ([*TRAIN, "--storage", "postgresql://me:geheim@h/x"], "--storage='postgresql://me:***@h/x': no such field"),
+    (["bench", "step", "--out", "folder.json"], "folder.json is there and cannot be written; name another file"),
+    (["bench", "step", "--out", "/proc/x.json"], "--out '/proc': nothing can be written there"),
+    (["bench", "grid", "--out", "loop/x.json"], "Too many levels of symbolic links; name another"),
+]
+
+
+@pytest.fixture
+def traps(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of things that are no files, or no good ones."""
+    monkeypatch.setenv("LIT_LAZY_CACHE", str(place.parent / "cache"))
+    (place / "loop").symlink_to("loop")
+    (place / "lost").symlink_to("nowhere/x")
+    (place / "folder.json").mkdir()
+    os.mkfifo(place / "fifo")
+    (place / "notes.txt").write_text("unknown words\n\n" * 5000)
+    (place / "deep.jsonl").write_text("[" * 200_000)
+    tokenizer = Tokenizer(models.WordLevel({"hello": 0, "</s>": 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.save(str(place / "words.json"))
+    return place
+
+
+@pytest.mark.parametrize(("arguments", "named"), LIMITS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.usefixtures("traps")
+def test_limits_and_what_is_no_file(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(arguments, capsys)
+    assert named in said
+    assert len(said) < LONGEST_MESSAGE + 200
+
+
+BASE = """
+import asyncio, dataclasses, sys
+import torch
+from lit_lazy.config import *
+from lit_lazy.data import DataConfig, DataSource, TokenDataset
+from lit_lazy.data.backcopy import Backcopy
+DATA = Backcopy(vocab_size=16, context_length=16, train_sequences=256, validation_sequences=64)
+MODEL, TRAINING = dict(d_model=16, d_ff=32), dict(steps=6, batch_size=8, warmup_steps=2)
+class Odd(BaseException): pass
+class Mute(Exception):
+    def __str__(self): raise ValueError
+class Shy:
+    def __repr__(self): raise ValueError
+def made(model={}, train={}, **rest):
+    rest = dict(data=DATA) | rest
+    return RunConfig(model=ModelConfig(**MODEL | model), train=TrainConfig(**TRAINING | train), **rest)
+"""
+CONFIGS = {
+    "raise RuntimeError('a\\nb')": "RuntimeError: a b",
+    "raise RuntimeError('x' * 100000)": "RuntimeError: xxx",
+    "return None": "config() returned None; let it return a RunConfig",
+    "return [1] * 100000": "config() returned [1, 1, 1,",
+    "return 10**5000": "config() returned a int; let it",
+    "return Shy()": "config() returned a Shy; let it",
+    "sys.exit(3)": "SystemExit: 3",
+    "return config()": "RecursionError: maximum recursion depth exceeded",
+    "raise Odd('x')": "Odd: x",
+    "raise Mute": "Mute",
+    "raise GeneratorExit": "GeneratorExit",
+    "return made(seed='a')": "seed='a': must be a whole number of at least 0",
+    "return made(seed=10**400)": "must be a whole number, within 64 bits",
+    "return made(train=dict(lr=10**400))": "OverflowError",
+    "return made(train=dict(betas=None))": "TypeError",
+    "return made(train=dict(betas=[0.9, 0.95]))": "train.betas=[0.9, 0.95]: must be 2 numbers in brackets",
+    "return made(train=dict(warmup_steps=0.5))": "train.warmup_steps=0.5: must be a whole number",
+    "return made(train=dict(clip_norm=True))": "train.clip_norm=True: must be a finite number",
+    "return made(train=dict(lr=torch.tensor(0.1)))": "train.lr=tensor(0.1000): must be a finite number",
+    "return made(model=dict(tie_embeddings='no'))": "model.tie_embeddings='no': must be true or false",
+    "return made(model=dict(n_kv_heads=1.0))": "model.n_kv_heads=1.0: must be a whole number or None",
+    "return made(data=None)": "data=None: must be a DataConfig, such as Backcopy()",
+}
+LOADS = {
+    "raise RuntimeError('a\\nb')": "data=Mine: RuntimeError (e.py, line ",
+    "return None": "data=Mine: load() returned None; let it return a DataSource",
+    "return {}['x']": "data=Mine: KeyError (e.py",
+    "sys.exit(3)": "data=Mine: SystemExit (e.py",
+    "return self.load()": "data=Mine: RecursionError (e.py",
+    "raise MemoryError": "data=Mine: MemoryError (e.py",
+    "open('/nonexistent')": "data=Mine: FileNotFoundError (e.py",
+    "return but(vocab_size=-1)": "data=Mine: vocab_size=-1: must be a whole number of at least 1",
+    "return but(vocab_size=10**12)": MEMORY,
+    "return but(vocab_size=3)": "tokens must be 0 to 2",
+    "return but(context_length='a')": "data=Mine: context_length='a': must be a whole number of at least 1",
+    "return but(context_length=9)": "must be whole numbers of shape [N, 10]",
+    "return but(fingerprint=None)": "data=Mine: fingerprint=None: must be one line",
+    "return but(name='a\\nb')": "data=Mine: name='a\\nb': must be one line",
+    "return but(info={'x': object()})": "must be texts and numbers by name",
+    "return but(train=None)": "data=Mine: train=None: must be a TokenDataset",
+    "return but(train=TokenDataset(torch.rand(64, 17)))": "must be whole numbers of shape [N, 17]",
+    "return but(validation=TokenDataset(torch.zeros(0, 17).long()))": "must hold at least one sequence",
+    "return but(row_groups=('nothing',))": "row_groups=['nothing']: has no such positions",
+}
+
+
+@pytest.mark.parametrize("body", CONFIGS)
+def test_configs_of_users(body: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "e.py").write_text(f"{BASE}\ndef config():\n    {body}\n")
+    assert CONFIGS[body] in refused(["train", "e.py"], capsys)
+
+
+@pytest.mark.parametrize("body", LOADS)
+def test_data_of_users(body: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"Mine{list(LOADS).index(body)}"  # each is known as long as the process lives
+    mine = f"@dataclasses.dataclass(frozen=True)\nclass {name}(DataConfig):\n    x: int = 1\n    def load(self):\n"
+    but = "def but(**changes): return dataclasses.replace(DATA.load(), **changes)\n"
+    (place / "e.py").write_text(f"{BASE}\n{but}\n{mine}        {body}\ndef config(): return made(data={name}())\n")
+    assert LOADS[body].replace("Mine", name) in refused(["train", "e.py"], capsys)
+
+
+def test_an_interrupt_in_a_users_file_is_an_interrupt(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for body in ("raise KeyboardInterrupt", "def config():\n    raise KeyboardInterrupt"):
+        (place / "e.py").write_text(body)
+        assert main(["train", "e.py"]) == 130
+        assert capsys.readouterr().err == "interrupted; the same command resumes\n"
+        time.sleep(0.01)  # another time of change, or Python takes the compiled file of before
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> dict[str, Any]:
+    """The content of one, not trained."""
+    from lit_lazy.training.module import LitLM
+
+    cfg = experiment("backcopy_tiny")
+    module = LitLM.create(cfg, 17, 16)
+    return {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams), "global_step": 1}
+
+
+EMBEDDING = "model.embedding.weight"
+Change = Callable[[dict[str, Any]], object]
+
+
+def setting(name: str, value: object) -> Change:
+    return lambda content: content["hyper_parameters"].__setitem__(name, value)
+
+
+def of_model(name: str, value: object) -> Change:
+    return lambda content: content["hyper_parameters"]["config"]["model"].__setitem__(name, value)
+
+
+def weight(name: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return lambda content: content["state_dict"].__setitem__(name, change(content["state_dict"][EMBEDDING]))
+
+
+CHECKPOINTS: dict[str, tuple[Change, str]] = {
+    "vocabulary -1": (setting("vocab_size", -1), "vocab_size=-1: must be a whole number of at least 1"),
+    "vocabulary 1e12": (setting("vocab_size", 10**12), "the embedding is not of [1000000000000, 16]"),
+    "length -1": (setting("context_length", -1), "context_length=-1: must be a whole number of at least 1"),
+    "length 1e12": (setting("context_length", 10**12), MEMORY),
+    "width": (of_model("d_model", 10**12), "the embedding is not of [17, 1000000000000]"),
+    "layers": (of_model("n_layers", 10**9), "model.n_layers=1000000000: there are weights of fewer"),
+    "sparse": (weight(EMBEDDING, torch.Tensor.to_sparse), "was not made by this project"),
+    "csr": (weight(EMBEDDING, torch.Tensor.to_sparse_csr), "was not made by this project"),
+    "meta": (weight(EMBEDDING, lambda value: value.to("meta")), "was not made by this project"),
+    "complex": (weight(EMBEDDING, lambda value: value.to(torch.complex64)), "was not made by this project"),
+    "int8": (weight(EMBEDDING, lambda value: value.to(torch.int8)), "is (17, 16) of torch.int8, should be (17, 16)"),
+    "NaN": (weight(EMBEDDING, lambda value: value * torch.nan), "the weights are not finite (model.embedding.weight)"),
+    "a number for a name": (weight(3, torch.clone), "was not made by this project"),
+    "a long name": (weight("x" * 10**6, torch.clone), "the weights are another architecture's (xxx"),
+    "a name of two lines": (weight("0\n\x1b", torch.clone), r"(0 \x1b is (17, 16), should be missing)"),
+    "step -1": (lambda content: content.__setitem__("global_step", -1), "was not made by this project"),
+    "callbacks": (lambda content: content.__setitem__("callbacks", []), "was not made by this project"),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoints(name: str, checkpoint: dict[str, Any], place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change, named = CHECKPOINTS[name]
+    torch.save(checkpoint, place / "c.ckpt")
+    content = torch.load(place / "c.ckpt", weights_only=True)
+    change(content)
+    torch.save(content, place / "c.ckpt")
+    assert named in refused(["evaluate", "c.ckpt"], capsys)
+
+
+def test_a_compressed_checkpoint_is_not_unpacked(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with zipfile.ZipFile(place / "c.ckpt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\0" * 2**20)
+    assert "BadZipFile: it is compressed, which torch does not do" in refused(["evaluate", "c.ckpt"], capsys)
+
+
+@pytest.mark.parametrize(
+    "taus", [3, {"a": torch.zeros(1, 1)}, {1: torch.zeros(1)}, {1: None}, {1: torch.zeros(1, 1), 2: torch.zeros(2, 1)}]
+)
+def test_taus_that_are_none(taus: Any, checkpoint: dict[str, Any], place: Path) -> None:
+    torch.save(checkpoint | {"callbacks": {"Watch": {"taus": taus}}}, place / "c.ckpt")
+    with pytest.raises(ValueError, match=r"^checkpoint '.*c.ckpt': the taus kept during training are damaged"):
+        watched_taus(place / "c.ckpt")
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, "[]", "3", "{}", '{"key": 3}'])
+def test_results_and_plans_that_are_none(content: str, place: Path) -> None:
+    (place / RESULT).write_text(content)
+    assert RunResult.read(place) is None
+    assert (place / f"{RESULT}.damaged").exists()
+    with pytest.raises(ValueError, match=r"^plan.json, kept with the MLflow run, is damaged \([^\n]*\); --fresh"):
+        Plan.from_json(content)
+
+
+def test_a_message_is_one_line_without_passwords() -> None:
+    url = "postgresql://me:ge@he/im geheim@host/x?password=geheim&a=b"
+    assert shown(f"--storage '{url}'\n: no") == "--storage 'postgresql://me:***@host/x?password=***&a=b' : no"
+    assert shown("http://127.0.0.1:5000/a me@host").startswith("http://127.0.0.1:")
+    assert shown("write postgresql://USER:PASSWORD@HOST") == "write postgresql://USER:PASSWORD@HOST"
+    long = shown(f"--x='{'y' * 10**6}': fix")
+    assert len(long) < LONGEST_MESSAGE + 10
+    assert long.startswith("--x='yyy")
+    assert long.endswith("': fix")
+
+
+def test_json_of_a_result_is_read_back(place: Path) -> None:
+    result = RunResult("k", {"a": 1}, {"n": 1}, {"loss": 1}, {}, {"s": 1.0}, {"python": "3"}, "f")
+    (place / RESULT).write_text(json.dumps(result.__dict__))
+    assert RunResult.read(place) == result

@@ -1,0 +1,143 @@
+"""Folders, experiments and rows whose names mean something to a URL, a terminal, a spreadsheet, LaTeX or HTML."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from mistakes import refused
+from mlflow.tracking import MlflowClient
+
+from lit_lazy.command.main import main
+from lit_lazy.config.files import find
+from lit_lazy.grid.queue.queue import Queue
+from lit_lazy.grid.queue.storage import default_storage
+from lit_lazy.grid.work.progress import Progress
+from lit_lazy.grid.work.status import print_status
+from lit_lazy.support.console import plain_console
+from lit_lazy.tracking.databases import sqlite_file, sqlite_url
+from lit_lazy.tracking.tracker import Tracker, default_uri
+
+FOLDER = "a #b ünï 'q' \"d\" ;&=+@ \\ [red] $H {x} `y`"
+EXPERIMENT = "é?p #1 100%25 [red] it's"
+NAMES = ("lazy [/x] {0} %s 'it''s'", "=1+cmd|'/C'!A0 $\\frac{ ^_ <b>&amp; `q` :smile:")
+ROWS = f"""
+from lit_lazy.attention import Elastic, Softmax
+from lit_lazy.grid.ablation import Ablation, Row
+from lit_lazy.table.columns import COLUMNS
+from lit_lazy.table.records import Contrast
+
+NAMES = {NAMES!r}
+ablation = Ablation(
+    name="odd", baseline=NAMES[0], seeds=(0,), columns=COLUMNS, base={f"{EXPERIMENT}.py"!r},
+    rows=tuple(Row(name, {{"model.attention.normaliser": Elastic(tau_init=1 + i)}}, "ours", note=name)
+               for i, name in enumerate(NAMES)),
+    contrasts=(Contrast("=" + NAMES[1], {{NAMES[0]: 1, NAMES[1]: -1}}),),
+)
+"""
+NO_MLFLOW = ("a?b", "a?mode=ro", "100%25")
+"""MLflow makes a folder of the path as the URL quotes it."""
+
+
+@pytest.mark.parametrize("name", [*NO_MLFLOW, FOLDER])
+def test_queues_are_in_the_folder_that_was_named(name: str, tmp_path: Path) -> None:
+    runs = tmp_path / name
+    runs.mkdir()
+    assert sqlite_file(sqlite_url(runs / "x.db")) == runs / "x.db"
+    queue = Queue(default_storage(runs), "grid")
+    with queue.lock():
+        assert queue.states() == {}
+    assert {path.name for path in runs.iterdir()} == {"queue.db", "queue.db.lock"}
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.long
+def test_a_grid_of_odd_names(
+    place: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the command to table and report, all that it writes is in the folder that was named."""
+    monkeypatch.setenv("COLUMNS", "200")
+    runs = place / FOLDER
+    runs.mkdir()
+    shutil.copy(empty_store, runs / "mlflow.db")
+    shutil.copy(find("experiments", "backcopy_tiny"), place / f"{EXPERIMENT}.py")
+    (place / "odd.py").write_text(ROWS)
+    named = ["odd.py", "--runs", str(runs)]
+    assert main(["ablate", "run", *named, "--workers", "1"]) == 0, capsys.readouterr()
+    capsys.readouterr()
+    for command in (["ablate", "status", *named], ["ablate", "table", *named]):
+        assert main(command) == 0
+    assert main(["ablate", "run", *named, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in NAMES)
+    assert {path.name for path in place.iterdir()} == {FOLDER, f"{EXPERIMENT}.py", "odd.py"}
+    grid = f"odd-{EXPERIMENT}"
+    client = MlflowClient(default_uri(runs))
+    experiment = client.get_experiment_by_name(grid)
+    found = client.search_runs([experiment.experiment_id])
+    assert {run.data.tags.get("variant") for run in found} == {*NAMES, None}
+    kept = {path.name for path in (runs / "mlartifacts").rglob("*") if path.is_file()}
+    assert {"table.csv", "report.html", "config.yaml", "plan.json"} <= kept
+    check_table(runs / grid)
+
+
+def check_table(folder: Path) -> None:
+    """Each format holds the names, as text."""
+    with (folder / "table.csv").open(newline="") as file:
+        variants = {line["variant"] for line in csv.DictReader(file)}
+    assert variants == {f"'{name}" if name[0] in "=+-@" else name for name in NAMES}
+    rows = json.loads((folder / "table.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == list(NAMES)
+    assert "<b>" not in (folder / "table.html").read_text()
+    assert r"\$\textbackslash{}frac\{" in (folder / "table.tex").read_text()
+    assert r"lazy \[/x\] {0} %s" in (folder / "table.md").read_text()
+    assert "<b>&amp;" not in (folder / "report.html").read_text()
+
+
+def test_the_terminal_shows_names_and_reasons_as_they_are(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lit_lazy.grid.ablation import Cell
+
+    monkeypatch.setenv("COLUMNS", "200")
+    queue = Queue(default_storage(runs), "grid")
+    names = ["lazy [/x]", "[red]b[/red] :smile:"]
+    queue.add_missing([Cell(name, name, "ours", 0, {}, {}) for name in names])
+    for _ in names:
+        task = queue.claim({"host": "[/h]", "pid": "1", "lock": "none"})
+        assert task is not None
+        queue.fail(task, f"[/y] \x1b[31m of {task.cell.variant}")
+    queue.add_missing([Cell("c", "c [/z]", "ours", 0, {}, {})])
+    queue.claim({"host": "[/h]", "pid": "1", "lock": "none"})
+    console = plain_console()
+    print_status(queue, console)
+    with Progress(queue, [*names, "c"], console, notes=lambda: ["[/note]"]) as progress:
+        progress.show_running(["[/x] by process"])
+        console.print(progress._panel(progress._counts(queue.states())))
+    shown = capsys.readouterr().out
+    for text in (*names, r"[/y] \x1b[31m of lazy [/x]", "c [/z] seed 0", "[/h]", "[/note]", "[/x] by process"):
+        assert text in shown
+
+
+def test_mlflow_makes_its_database_in_an_odd_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    runs = tmp_path / FOLDER
+    runs.mkdir()
+    tracker = Tracker(default_uri(runs), runs, EXPERIMENT)
+    run = tracker.start_run("a", {"kind": "cell"}, {}, {"x": 1})
+    assert tracker.read_text(run, "config.yaml") == "x: 1\n"
+    assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
+    assert {path.name for path in runs.iterdir()} >= {"mlflow.db", "mlartifacts"}
+
+
+@pytest.mark.parametrize("name", NO_MLFLOW)
+def test_a_folder_that_mlflow_cannot_use(
+    name: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "softmax", "--seeds", "0"]
+    for command in (["train", "backcopy_tiny"], run, ["ablate", "table", "table2"], ["dashboard"]):
+        said = refused([*command, "--runs", name], capsys)
+        assert f"--runs '{place / name}': MLflow keeps no database where a path has a ? or a %; name another" in said
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{place}/100%25/mlflow.db")
+    assert "MLFLOW_TRACKING_URI" in refused(["train", "backcopy_tiny"], capsys)

@@ -1,0 +1,230 @@
+"""Passwords of the queue's and of MLflow's addresses: nowhere to be seen, while a grid runs and afterwards."""
+
+import http.client
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import postgres
+import psutil
+import pytest
+import sqlalchemy
+from mlflow_server import MlflowServer
+from two_rows import two_rows
+
+from lit_lazy.command.main import main
+from lit_lazy.grid.queue.queue import Queue
+from lit_lazy.grid.queue.storage import default_storage, normalised
+from lit_lazy.grid.work.pool import LocalPool
+from lit_lazy.grid.work.worker import Job
+from lit_lazy.support.secrets import redacted_text
+from lit_lazy.tracking.tracker import Tracker, TrackingError, check_store, default_uri
+
+PASSWORD = "hunter2:é"
+TYPED = "hunter2%3A%C3%A9"
+"""As a URL has it."""
+TRACES = [PASSWORD.encode(), TYPED.encode(), b64encode(f"me:{PASSWORD}".encode()).rstrip(b"="), b"hunter2"]
+
+
+class Guard(BaseHTTPRequestHandler):
+    """Hands requests with the right name and password to MLflow's server, but for a few batches of metrics."""
+
+    protocol_version = "HTTP/1.1"
+    behind = 0
+    batches: int
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+    def handle_one_request(self) -> None:
+        with suppress(ConnectionError):
+            super().handle_one_request()
+
+    def _pass_on(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.headers.get("Authorization") != f"Basic {b64encode(f'me:{PASSWORD}'.encode()).decode()}":
+            self._answer(401, b"who are you?", "text/plain")
+            return
+        if self.path.endswith("log-batch"):
+            type(self).batches += 1
+            if type(self).batches in (2, 3):  # the first is the parent run's
+                self._answer(400, b"not now", "text/plain")
+                return
+        connection = http.client.HTTPConnection("127.0.0.1", self.behind)
+        headers = {name: value for name, value in self.headers.items() if name not in ("Host", "Authorization")}
+        connection.request(self.command, self.path, body, headers)
+        answer = connection.getresponse()
+        self._answer(answer.status, answer.read(), answer.headers.get("Content-Type", "text/plain"))
+
+    def _answer(self, status: int, body: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _pass_on
+
+
+@pytest.fixture
+def guarded(tmp_path: Path, empty_store: Path) -> Iterator[str]:
+    """The address, password included, of an MLflow server that asks for one."""
+    server = MlflowServer(tmp_path / "server", empty_store)
+    server.start()
+    handler = type("GuardOfOne", (Guard,), {"behind": server.port, "batches": 0})
+    guard = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=guard.serve_forever, daemon=True).start()
+    yield f"http://me:{TYPED}@127.0.0.1:{guard.server_port}"
+    guard.shutdown()
+    guard.server_close()
+    server.stop()
+
+
+def process_list(root: psutil.Process) -> set[bytes]:
+    """What every user of this machine can read of a process and of those below it."""
+    shown = set()
+    for process in [root, *root.children(recursive=True)]:
+        with suppress(OSError):
+            shown.add(Path(f"/proc/{process.pid}/cmdline").read_bytes())
+    return shown
+
+
+def content(storage: str) -> str:
+    """Everything in a database."""
+    engine = sqlalchemy.create_engine(normalised(storage))
+    tables = sqlalchemy.MetaData()
+    tables.reflect(engine)
+    with engine.connect() as connection:
+        rows = [str(row) for table in tables.sorted_tables for row in connection.execute(sqlalchemy.select(table))]
+    engine.dispose()
+    return "\n".join(rows)
+
+
+def assert_clean(name: str, shown: bytes) -> None:
+    for trace in TRACES:
+        at = shown.find(trace)
+        assert at < 0, f"{name}: {shown[max(0, at - 100) : at + 50]!r}"
+
+
+@pytest.mark.long
+def test_a_grid_shows_no_password(guarded: str, postgres_server: postgres.Server, tmp_path: Path) -> None:
+    """Real processes; MLflow refuses a few calls, so that errors are logged too; then the same with MLflow gone."""
+    storage = postgres.database(postgres_server, "secret").replace("postgres@", f"postgres:{TYPED}@")
+    ablation, runs = tmp_path / "secret.py", tmp_path / "runs"
+    ablation.write_text(two_rows("secret"))
+    words = [sys.executable, "-P", "-m", "lit_lazy.command", "ablate", "run", str(ablation), "--seeds", "0"]
+    words += ["--runs", str(runs), "--workers", "1", "--storage", storage]
+    given = os.environ | {"MLFLOW_TRACKING_URI": guarded, "OMP_NUM_THREADS": "1"}
+    out = (tmp_path / "out").open("wb")
+    grid = subprocess.Popen(words, stdout=out, stderr=out, env=given)
+    shown: set[bytes] = set()
+    watched = psutil.Process(grid.pid)
+    time.sleep(1)  # what the user types can be seen until the command has begun
+    while grid.poll() is None:
+        shown |= process_list(watched)
+        time.sleep(0.2)
+    assert grid.returncode == 0, (tmp_path / "out").read_text()
+    assert any(b"lit_lazy.grid.work.worker" in line for line in shown)
+    table = subprocess.run([*words[:4], "ablate", "table", "secret-backcopy_tiny", "--runs", str(runs)],
+                           capture_output=True, env=given)  # fmt: skip
+    away = subprocess.run(
+        words, capture_output=True, env=given | {"MLFLOW_TRACKING_URI": guarded.replace("me:", "you:")}
+    )
+    assert away.returncode in (1, 2)
+    assert_clean("the process list", b"\n".join(shown))
+    assert_clean("the queue", content(storage).encode())
+    assert_clean("what is said", table.stdout + table.stderr + away.stdout + away.stderr)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.name.startswith("worker-") for path in files)
+    assert any(path.name == "plan.json" for path in files)
+    for path in files:
+        assert_clean(str(path), path.read_bytes())
+
+
+def test_a_worker_is_told_its_addresses_in_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: started.append((command, options["env"])))
+    monkeypatch.setattr("lit_lazy.grid.work.pool.subprocess", subprocess)
+    storage, tracking = f"postgresql://me:{TYPED}@host/x", f"http://me:{TYPED}@host"
+    job = Job(storage, "study", tmp_path, tracking, "parent", None, 1, False, None, ())
+    job.folder.mkdir()
+    LocalPool(job, 1).start(1)
+    ((command, environment),) = started
+    assert "hunter2" not in str(command)
+    assert environment["LIT_LAZY_STORAGE"] == storage
+    assert environment["LIT_LAZY_TRACKING"] == tracking
+    assert "hunter2" not in repr(job)
+    assert "hunter2" not in repr(replace(job, threads=2))
+
+
+def test_mlflow_is_told_no_address_with_a_password(
+    tmp_path: Path, closed_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
+        monkeypatch.setenv(name, "")
+    tracker = Tracker(f"http://me:{TYPED}@127.0.0.1:{closed_port}", tmp_path, "x")
+    assert tracker.uri == f"http://me:***@127.0.0.1:{closed_port}"
+    assert tracker.client.tracking_uri == f"http://127.0.0.1:{closed_port}"
+    assert (os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"]) == ("me", PASSWORD)
+    with pytest.raises(TrackingError) as error:
+        tracker.find({"kind": "cell"})
+    assert "hunter2" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "uri", ["http://me:hunter2@127.0.0.1:1", "http://me:hunter2/x@127.0.0.1:1", "postgresql://me:hunter2@127.0.0.1:1/x"]
+)
+def test_a_store_that_does_not_answer_is_named_without_its_password(uri: str) -> None:
+    with pytest.raises(ValueError, match=r"MLFLOW_TRACKING_URI|MLflow's database") as error:
+        check_store(uri)
+    assert "hunter2" not in str(error.value)
+    assert "me:***@" in str(error.value)
+
+
+def test_a_mistyped_option_is_named_without_its_password(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ablate", "status", "x", f"--storge=postgresql://me:{TYPED}@host/x"]) == 2
+    assert "postgresql://me:***@host/x" in capsys.readouterr().err
+
+
+def test_texts_lose_passwords_and_nothing_else() -> None:
+    text = (
+        "API request to http://me:hunter2@host:5000/api failed, see https://docs/x: a@b and postgresql://u:hunter2@h/x"
+    )
+    assert redacted_text(text) == (
+        "API request to http://me:***@host:5000/api failed, see https://docs/x: a@b and postgresql://u:***@h/x"
+    )
+
+
+def test_what_was_typed_leaves_the_list_of_processes() -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom lit_lazy.support.secrets import hide_typed\nhide_typed()\n"
+        "print(Path('/proc/self/cmdline').read_text().split(chr(0))[-3:-1], sys.argv[1:])"
+    )
+    url = f"postgresql://me:{TYPED}@host/x"
+    done = subprocess.run([sys.executable, "-c", code, "--storage", url], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"['--storage', 'postgresql://me:{'*' * len(TYPED)}@host/x'] ['--storage', '{url}']"
+
+
+def test_databases_and_logs_are_their_user_s_alone(tmp_path: Path) -> None:
+    Queue(default_storage(tmp_path), "study")
+    tracker = Tracker(default_uri(tmp_path), tmp_path, "x")
+    tracker.find({"kind": "cell"})
+    job = Job(default_storage(tmp_path), "study", tmp_path, tracker.secret_uri, "parent", None, 1, False, None, ())
+    job.folder.mkdir()
+    pool = LocalPool(replace(job, module="this"), 1)
+    pool.start(1)
+    while len(pool):
+        pool.reap()
+    made = [tmp_path / "queue.db", tmp_path / "mlflow.db", *job.folder.glob("worker-*.log")]
+    assert len(made) == 3
+    for path in made:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path

@@ -1,0 +1,139 @@
+"""What listens where MLflow's server should: found before a training, within a bounded time, in one line."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+from mistakes import PASSWORD, refused
+
+from lit_lazy.data import documents
+from lit_lazy.support.waiting import within
+from lit_lazy.tracking import tracker
+
+COMMANDS = [
+    ["train", "backcopy_tiny"],
+    ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "softmax", "--seeds", "0"],
+    ["ablate", "table", "table2"],
+    ["dashboard"],
+]
+
+
+def says(content: bytes, status: str = "200 OK") -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+    return head.encode() + content
+
+
+ANSWERS = {
+    "a page": says(b"<html>hello</html>"),
+    "nothing there": says(b"nope", "404 Not Found"),
+    "an error": says(b"oops\nbad", "500 Internal Server Error"),
+    "forbidden": says(b"who?", "401 Unauthorized"),
+    "any JSON": says(b"{}"),
+    "a list": says(b"[]"),
+    "nested JSON": says(b"[" * 200_000),
+    "bytes": says(bytes(range(256))),
+    "in a circle": says(b"", "302 Found\r\nLocation: /x"),
+    "another protocol": b"SSH-2.0-OpenSSH_9\r\n",
+    "nothing": b"",
+}
+
+
+def silent(connection: socket.socket) -> None:
+    connection.recv(2**16)
+    time.sleep(60)
+
+
+def dripping(connection: socket.socket) -> None:
+    """A byte now and then, which no timeout of a read notices."""
+    while True:
+        connection.send(b"H")
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[socket.socket], object]], str]]:
+    """Starts a server that treats each connection in its way, and makes it MLflow's; its address."""
+    monkeypatch.setattr(tracker, "ANSWER_SECONDS", 0.7)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def start(treat: Callable[[socket.socket], object]) -> str:
+        def one(connection: socket.socket) -> None:
+            with suppress(OSError), connection:
+                treat(connection)
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    threading.Thread(target=one, args=(listener.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        url = f"http://me:{PASSWORD}@127.0.0.1:{listener.getsockname()[1]}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+        return url
+
+    yield start
+    listener.close()
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_another_server(
+    answer: str, serve: Callable[[Callable[[socket.socket], object]], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def treat(connection: socket.socket) -> None:
+        connection.recv(2**16)
+        connection.sendall(ANSWERS[answer])
+
+    serve(treat)
+    for command in COMMANDS if answer == "a page" else COMMANDS[:1]:
+        said = refused(command, capsys)
+        assert "is no MLflow server, or does not serve us (" in said
+        assert said.endswith("); name another, or unset it\n")
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("treat", [silent, dripping], ids=lambda treat: treat.__name__)
+def test_a_server_that_never_answers(
+    treat: Callable[[socket.socket], None],
+    serve: Callable[[Callable[[socket.socket], object]], str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    serve(treat)
+    started = time.monotonic()
+    assert "does not serve us (no answer in 0.7 s)" in refused(COMMANDS[0], capsys)
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.usefixtures("place")
+def test_a_hub_out_of_reach(
+    serve: Callable[[Callable[[socket.socket], object]], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    closed_port: int,
+) -> None:
+    """It is asked once, not for half a minute, and what it may have left in its cache is looked for."""
+    import datasets
+    import huggingface_hub
+
+    url = serve(silent)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    for address in (f"http://127.0.0.1:{closed_port}", url.replace(f"me:{PASSWORD}@", "")):
+        monkeypatch.setattr(documents, "HUB_SECONDS", 0.5)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+        started = time.monotonic()
+        said = refused(["train", "backcopy_tiny", "--data=Text", "--data.hub=nobody/nothing"], capsys)
+        assert "data.hub='nobody/nothing': cannot be read (" in said
+        assert time.monotonic() - started < 5
+
+
+def test_within_gives_what_is_given_and_raises_what_is_raised() -> None:
+    assert within(5, lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        within(5, lambda: 1 / 0)
+    with pytest.raises(TimeoutError, match=r"^no answer in 0.1 s$"):
+        within(0.1, lambda: time.sleep(1))

@@ -1,0 +1,89 @@
+"""Inside a SLURM job a run is what it is elsewhere: Lightning neither requeues the job nor loads what it left."""
+
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from test_run import assert_same_run, config
+
+from lit_lazy.tracking.spool import METRICS, MetricFile
+from lit_lazy.training.run import run
+
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "grid", "SLURM_NODELIST": "node1", "SLURM_LOCALID": "0"}
+TASKS = {
+    "one task": {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+    "second of two": {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"},
+}
+
+
+class Signalled(Callback):
+    """SIGUSR1 at a step, as `sbatch --signal` sends it ahead of a time limit."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
+        if trainer.global_step == 11:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def train(folder: Path, *callbacks: Callback, seed: int = 0) -> None:
+    run(config(seed=seed), folder, logger=MetricFile(folder), callbacks=callbacks, keep_checkpoint=True)
+
+
+def in_job(task: str, bin_folder: Path, work: Callable[..., None], *arguments: object) -> int | None:
+    """The exit status of a process that does this as a task of a job."""
+
+    def be() -> None:
+        os.environ.update(JOB | TASKS[task], PATH=f"{bin_folder}{os.pathsep}{os.environ['PATH']}")
+        rank_zero_only.rank = int(TASKS[task]["SLURM_PROCID"])  # Lightning reads it when it is imported
+        work(*arguments)
+
+    process = multiprocessing.get_context("fork").Process(target=be)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path) -> Path:
+    """A folder with SLURM's command, which leaves `called` when it is."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "scontrol").write_text(f'#!/bin/sh\necho "$@" >{folder / "called"}\n')
+    (folder / "scontrol").chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_signal_of_slurm_is_not_lightnings(task: str, tmp_path: Path, scontrol: Path) -> None:
+    """The process ends by it and the run resumes, to the same bits; nothing is requeued behind the queue's back."""
+    train(tmp_path / "elsewhere")
+    assert in_job(task, scontrol, train, tmp_path / "here", Signalled()) == -signal.SIGUSR1
+    assert {path.name for path in (tmp_path / "here").iterdir()} == {"checkpoints", METRICS, "lock"}
+    assert in_job(task, scontrol, train, tmp_path / "here") == 0
+    assert not (scontrol / "called").exists()
+    assert_same_run(tmp_path / "elsewhere", tmp_path / "here")
+
+
+def test_what_lightning_left_in_a_job_is_quarantined_and_never_loaded(tmp_path: Path, scontrol: Path) -> None:
+    train(tmp_path / "other", seed=1)
+    train(tmp_path / "elsewhere")
+    here = tmp_path / "here"
+    here.mkdir()
+    stray = (tmp_path / "other" / "final.ckpt").read_bytes()
+    (here / "hpc_ckpt_3.ckpt").write_bytes(stray)
+    noted = tmp_path / "noted"
+
+    def train_and_note() -> None:
+        logging.basicConfig(filename=noted, level=logging.WARNING, force=True)
+        train(here)
+
+    assert in_job("one task", scontrol, train_and_note) == 0
+    assert_same_run(tmp_path / "elsewhere", here)
+    assert (here / "hpc_ckpt_3.ckpt.damaged").read_bytes() == stray
+    assert "hpc_ckpt_3.ckpt: left by Lightning's own requeueing; quarantined" in noted.read_text()

@@ -256,7 +256,8 @@ class Chaos:
         return [path.name.partition(" by ")[0] for path in (self.folder / "traps").glob("* by *")]
 
     def _kill_one(self, chance: random.Random, parent: "subprocess.Popen[bytes]", kills: Counter[str]) -> None:
-        if chance.random() < 1 / 6 and parent.poll() is None:
+        # Not while it starts: where that takes longer than the pauses here, no worker would ever begin.
+        if chance.random() < 1 / 6 and parent.poll() is None and self.workers():
             parent.kill()
             parent.wait()
             kills["the command, at random"] += 1

@@ -285,8 +285,8 @@ def explore(storage: str, folder: Path, options: settings) -> None:
 
 
 OPTIONS = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
-FEW = settings(OPTIONS, max_examples=4, stateful_step_count=25, derandomize=True)
-MANY = settings(OPTIONS, max_examples=150, stateful_step_count=60, print_blob=True)
+FEW = settings(OPTIONS, max_examples=3, stateful_step_count=25, derandomize=True)
+MANY = settings(OPTIONS, max_examples=40, stateful_step_count=50, print_blob=True)
 
 
 @pytest.mark.parametrize("options", [FEW, pytest.param(MANY, marks=pytest.mark.long)], ids=["few", "many"])

@@ -9,7 +9,7 @@ SUFFIX := _tiny
 TINY_SEED := --seeds 0
 endif
 
-.PHONY: help table2 table2-text dashboard test test-all test-tritons lint bench bench-grid constraints
+.PHONY: help table2 table2-text dashboard test test-all test-tritons lint bench bench-grid crash-points soak constraints
 
 help:
 	@echo "make table2        run Table 2's variants on the generated probe and print the table"
@@ -18,8 +18,9 @@ help:
 	@echo "make test          lint, types and tests"
 	@echo "make test-all      the same and the long tests, and the kernels on other versions of triton"
 	@echo "make bench         memory of the attention backends, cost of a training step and of diagnostics"
-	@echo "make bench-grid    cost of a grid beside its training, and what a hundred kills do to one (half an hour)"
+	@echo "make bench-grid    cost of a grid beside its training"
 	@echo "make crash-points  end a tiny grid at every effect on the disk, and check what the same command makes of it (hours)"
+	@echo "make soak          kill grids a thousand times at random, and check what comes of them (90 minutes)"
 	@echo "TINY=1 makes table2 and table2-text a matter of a minute; WORKERS, RUNS and PYTHON can be set too"
 
 table2: .venv/.complete
@@ -59,11 +60,14 @@ bench: .venv/.complete
 
 bench-grid: .venv/.complete
 	$(LIT) bench grid --out docs/results/bench-grid.json
-	$(BIN)/python tests/grid/chaos.py --kills 100 --out docs/results/random-kills.md
 
 # Hours, resumed by the same command; the report is of what was tried so far.
 crash-points: .venv/.complete
 	OMP_NUM_THREADS=1 $(BIN)/python tests/crash/points.py --out $(RUNS)/crash-points --report docs/results/reliability.md
+
+# Ninety minutes on two cores, resumed by the same command.
+soak: .venv/.complete
+	$(BIN)/python tests/grid/chaos.py --folder $(RUNS)/soak $(addprefix --workers ,$(WORKERS)) --out docs/results/random-kills.md
 
 # Without the direct requirements, so that raising one of them meets no pin of its former version here.
 DIRECT = $(shell sed -nE 's/^([A-Za-z0-9_.-]+)(\[.*\])?==.*/\1/p' requirements.txt | paste -sd'|')

@@ -16,6 +16,10 @@ from lit_lazy.support.secrets import redacted, redacted_text
 
 T = TypeVar("T")
 CONNECT_SECONDS = 10
+GONE_SECONDS = 60
+"""A connection whose other end is silent for so long is given up; by default that takes two hours."""
+KEEPALIVES = {"idle": 30, "interval": 10, "count": 3}
+"""Seconds of silence before the other end is asked whether it is there, seconds between questions, and how many."""
 PRIMARY_CODE = 0xFF
 """What sqlite's extended error codes leave of an error."""
 
@@ -98,10 +102,13 @@ def new_sqlite_file(file: Path) -> Iterator[Path]:
 
 
 def engine_options(url: str) -> dict[str, Any]:
-    """How to connect: sqlite waits for other writers, a server has to answer soon."""
+    """How to connect: sqlite waits for other writers, a server has to answer soon and may vanish without a word."""
     if url.startswith("sqlite"):
         return {"connect_args": {"timeout": 60}}
-    return {"connect_args": {"connect_timeout": CONNECT_SECONDS}, "pool_pre_ping": True}
+    silence = {f"keepalives_{name}": number for name, number in KEEPALIVES.items()}
+    user_timeout = 1000 * GONE_SECONDS
+    connecting = {"connect_timeout": CONNECT_SECONDS, **silence, "tcp_user_timeout": user_timeout}
+    return {"connect_args": connecting, "pool_pre_ping": True}
 
 
 def damage(error: BaseException) -> str:

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, Literal
 from lightning.pytorch.loggers import Logger
 
 from lit_lazy.support.disk import write_atomically, write_text
+from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.tracking.tracker import Logged, Tracker, TrackingError
 from lit_lazy.training.result import DIAGNOSTICS, RunResult
 
@@ -114,8 +115,10 @@ class Card:
 class Spool:
     """Sends one run folder to one MLflow run."""
 
-    def __init__(self, tracker: Tracker, folder: Path, card: Card) -> None:
+    def __init__(self, tracker: Tracker, folder: Path, card: Card, is_ours: Callable[[], bool] = lambda: True) -> None:
+        """is_ours: asked before a run is begun, which retires another's of the same cell."""
         self.tracker, self.folder, self.card = tracker, folder, card
+        self._is_ours = is_ours
         self._run_id: str | None = None
         self._sent = 0
         self._set_running = False
@@ -138,6 +141,8 @@ class Spool:
         Where it was begun its metrics were measured at other times. Or it was cut off before it was described.
         """
         card = self.card
+        if not self._is_ours():
+            raise TrackingError(f"{card.name} was given to another worker meanwhile", reachable=True)
         same = {"cell": card.tags["cell"], "kind": card.tags["kind"]}
         if card.parent_id:
             same["mlflow.parentRunId"] = card.parent_id
@@ -169,9 +174,9 @@ class Spool:
                 try:
                     self.send()
                     told = False
-                except (TrackingError, OSError) as error:
+                except (UnfinishedError, OSError) as error:
                     if not told:
-                        log.warning("MLflow is away (%s); metrics are kept in %s", error, self.folder / METRICS)
+                        log.warning("metrics are kept in %s, MLflow lacks them: %s", self.folder / METRICS, error)
                     told = True
                 if stop.wait(SHIP_SECONDS):
                     return

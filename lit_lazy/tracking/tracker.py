@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 import socket
+import sqlite3
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -23,11 +24,12 @@ from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from mlflow.tracking import MlflowClient
 from mlflow.utils.file_utils import local_file_uri_to_path
-from requests.exceptions import RequestException
+from requests.exceptions import HTTPError, RequestException, RetryError
+from sqlalchemy.exc import OperationalError
 
 from lit_lazy.config.canonical import flatten
 from lit_lazy.support.disk import writable_folder, write_atomically
-from lit_lazy.support.errors import UnfinishedError, one_line
+from lit_lazy.support.errors import UnfinishedError, causes, one_line
 from lit_lazy.support.secrets import redacted, without_user
 from lit_lazy.support.waiting import within
 from lit_lazy.tracking.databases import check_sqlite, new_sqlite_file, quoted, reach, sqlite_file, sqlite_url
@@ -46,6 +48,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 METRICS_PER_CALL = 1000
 CONNECT_SECONDS = 5.0
+GATEWAY_STATUSES = (408, 429, 502, 503, 504)
+"""By which a gateway, or a server that is overloaded, says that a call is to be made again."""
 ANSWER_SECONDS = 10.0
 
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
@@ -71,7 +75,7 @@ class TrackingError(UnfinishedError):
     def __init__(self, message: str, reachable: bool) -> None:
         super().__init__(message)
         self.reachable = reachable
-        """Whether it answers at all: then it refused the call, and is likely to do so again."""
+        """Whether it answered: then it refused the call, and is likely to do so again."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +96,27 @@ def _reaching(method: Callable[P, T]) -> Callable[P, T]:
         try:
             return method(*args, **kwargs)
         except (MlflowException, RequestException, OSError) as error:
-            tracker: Any = args[0]
-            raise TrackingError(one_line(error), answers(tracker.uri) is None) from error
+            raise TrackingError(one_line(error), _is_answer(error)) from error
 
     return call
+
+
+def _is_answer(error: BaseException) -> bool:
+    """Whether the store itself said no.
+
+    That something listens at its address says little: a tunnel or a gateway does so too while the server is away, and
+    one that is overloaded accepts connections for long.
+    """
+    for cause in causes(error):
+        if isinstance(cause, HTTPError):
+            return cause.response.status_code not in GATEWAY_STATUSES
+        if isinstance(cause, RetryError):
+            return not any(f"too many {status} error" in str(cause) for status in GATEWAY_STATUSES)
+        if isinstance(cause, RequestException):
+            return False
+        if isinstance(cause, OperationalError):
+            return isinstance(cause.orig, sqlite3.Error)
+    return True
 
 
 def answers(uri: str) -> str | None:

@@ -1,6 +1,7 @@
 """Kills a grid at random moments, and at chosen ones, until it has had enough; then checks that nothing was lost.
 
-`python tests/grid/chaos.py --kills 100 --out docs/results/random-kills.md` writes what it found.
+`python tests/grid/chaos.py --kills 1000 --folder FOLDER --out PAGE` writes what it found. It may be killed itself: the
+same command goes on counting.
 """
 
 import argparse
@@ -12,9 +13,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,11 +26,13 @@ from mlflow.tracking import MlflowClient
 
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
+from lit_lazy.support.disk import write_text
 from lit_lazy.support.provenance import git_sha
 
 GRID = "chaos-chaos_base"
 CELLS = 24
 LOG_EVERY, VAL_EVERY, CHECKPOINT_EVERY = 50, 100, 20
+TELL_SECONDS = 30.0
 POINTS = ("training", "checkpoint write", "result write", "between result and MLflow", "between MLflow and queue")
 """Moments at which a worker kills itself, each asked for by a file of that name in the trap folder."""
 
@@ -131,11 +135,33 @@ ablation = Ablation(
 
 @dataclass
 class Outcome:
-    """What happened to a grid on its way to the end."""
+    """What happened to a grid on its way to the end, or to several."""
 
     kills: Counter[str] = field(default_factory=Counter)
     commands: int = 0
     seconds: float = 0.0
+    ended: bool = False
+    """Whether every cell is complete, and nothing was found wrong."""
+    commits: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> "Outcome":
+        """What was kept in a file; nothing yet where there is none."""
+        if not path.exists():
+            return cls()
+        kept = json.loads(path.read_text())
+        return cls(Counter(kept["kills"]), kept["commands"], kept["seconds"], kept["ended"], kept["commits"])
+
+    def write(self, path: Path) -> None:
+        write_text(path, json.dumps(vars(self)))
+
+    def __add__(self, other: "Outcome") -> "Outcome":
+        return Outcome(
+            self.kills + other.kills,
+            self.commands + other.commands,
+            self.seconds + other.seconds,
+            commits=list(dict.fromkeys(self.commits + other.commits)),
+        )
 
 
 class Chaos:
@@ -143,10 +169,11 @@ class Chaos:
 
     def __init__(self, folder: Path, steps: int, store: Path | None = None) -> None:
         self.folder, self.runs, self.steps = folder, folder / "runs", steps
-        self.runs.mkdir(parents=True)
+        self.kept = folder / "outcome.json"
+        self.runs.mkdir(parents=True, exist_ok=True)
         if store:
             shutil.copy(store, self.runs / "mlflow.db")
-        (folder / "traps").mkdir()
+        (folder / "traps").mkdir(exist_ok=True)
         every = f"val_every={VAL_EVERY}, checkpoint_every={CHECKPOINT_EVERY}, log_every={LOG_EVERY}"
         (folder / "chaos_base.py").write_text(BASE.format(options=f"steps={steps}, {every}, warmup_steps=2"))
         (folder / "chaos.py").write_text(ABLATION)
@@ -167,25 +194,50 @@ class Chaos:
                 start_new_session=True,
             )
 
-    def workers(self) -> list[psutil.Process]:
-        """The grid's worker processes, whoever started them."""
+    def processes(self, module: str) -> list[psutil.Process]:
+        """The grid's processes that run a module, whoever started them."""
         found = []
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
-            if "lit_lazy.grid.work.worker" in words and str(self.runs) in words:
+            if module in words and str(self.runs) in words:
                 found.append(process)
         return found
 
-    def run(self, workers: int, kills: int, seed: int = 0, between: tuple[float, float] = (0.5, 4.0)) -> Outcome:
-        """Run to the end, killing workers and, one time in six, the command itself on the way."""
-        chance, outcome, started = random.Random(seed), Outcome(), time.monotonic()
-        folder = self.folder / "traps"
-        traps = [folder / point for point in POINTS] if kills else []
+    def workers(self) -> list[psutil.Process]:
+        """The grid's worker processes."""
+        return self.processes("lit_lazy.grid.work.worker")
+
+    def run(
+        self,
+        workers: int,
+        kills: int,
+        seed: int = 0,
+        between: tuple[float, float] = (0.5, 4.0),
+        tell: Callable[[Outcome], None] = lambda _: None,
+    ) -> Outcome:
+        """Run to the end, killing workers and, one time in six, the command itself on the way.
+
+        Goes on counting where it was ended itself. tell: is given what has happened so far, about every second.
+        """
+        outcome, folder = Outcome.read(self.kept), self.folder / "traps"
+        for left in [*self.processes("lit_lazy.command"), *self.workers()]:  # by the one that was ended
+            with suppress(psutil.NoSuchProcess):
+                left.kill()
+                left.wait()
+        before, started = outcome.seconds, time.monotonic()
+        at_random = outcome.kills - Counter(self._sprung())
+        chance = random.Random(f"{seed} {outcome.commands}")
+        traps = [folder / point for point in POINTS if not list(folder.glob(f"{point}*"))] if kills else []
         chance.shuffle(traps)
+        outcome.commits = list(dict.fromkeys([*outcome.commits, git_sha()]))
         parent = self.command(workers)
-        outcome.commands = 1
+        outcome.commands += 1
         while True:
-            sprung = [path.name.partition(" by ")[0] for path in folder.glob("* by *")]
+            sprung = self._sprung()
+            outcome.kills = at_random + Counter(sprung)
+            outcome.seconds = before + time.monotonic() - started
+            outcome.write(self.kept)
+            tell(outcome)
             if traps and len(sprung) == len(POINTS) - len(traps):  # the one before has caught its worker
                 traps.pop().touch()
             if parent.poll() is not None:
@@ -193,23 +245,26 @@ class Chaos:
                     break
                 parent = self.command(workers)
                 outcome.commands += 1
-            more = sum(outcome.kills.values()) + len(sprung) < kills
+            more = outcome.kills.total() < kills
             time.sleep(chance.uniform(*between) if more else 0.2)
             if more:
-                self._kill_one(chance, parent, outcome)
-        outcome.kills += Counter(sprung)
-        outcome.seconds = time.monotonic() - started
+                self._kill_one(chance, parent, at_random)
         return outcome
 
-    def _kill_one(self, chance: random.Random, parent: "subprocess.Popen[bytes]", outcome: Outcome) -> None:
-        if chance.random() < 1 / 6 and parent.poll() is None:
+    def _sprung(self) -> list[str]:
+        """The points at which a trap has caught its worker."""
+        return [path.name.partition(" by ")[0] for path in (self.folder / "traps").glob("* by *")]
+
+    def _kill_one(self, chance: random.Random, parent: "subprocess.Popen[bytes]", kills: Counter[str]) -> None:
+        # Not while it starts: where that takes longer than the pauses here, no worker would ever begin.
+        if chance.random() < 1 / 6 and parent.poll() is None and self.workers():
             parent.kill()
             parent.wait()
-            outcome.kills["the command, at random"] += 1
+            kills["the command, at random"] += 1
         elif victims := self._victims(chance):
             try:
                 chance.choice(victims).send_signal(signal.SIGKILL)
-                outcome.kills["a worker, at random"] += 1
+                kills["a worker, at random"] += 1
             except psutil.NoSuchProcess:
                 pass
 
@@ -260,47 +315,86 @@ class Chaos:
             assert {name: run.data.metrics[name] for name in final} == final
 
 
-def report(kills: int, seed: int, workers: int, steps: int) -> str:
-    """Run a grid undisturbed and the same one in chaos, check and compare them, and tell."""
-    with tempfile.TemporaryDirectory(prefix="lit-lazy-chaos-") as folder:
-        peace, chaos = Chaos(Path(folder, "peace"), steps), Chaos(Path(folder, "chaos"), steps)
-        undisturbed = peace.run(workers, kills=0)
-        peace.check()
-        disturbed = chaos.run(workers, kills, seed, between=(1.0, 8.0))
-        chaos.check()
-        assert sum(disturbed.kills.values()) >= kills, "the grid was done before its kills: give it more steps"
-        assert chaos.metrics() == peace.metrics()
-        assert chaos.table() == peace.table()
+def soak(folder: Path, kills: int, seed: int, workers: int, steps: int) -> tuple[Outcome, Outcome, int]:
+    """Run a grid undisturbed, and then again and again under kills until there were enough; check and compare each.
+
+    What happened to the first, to all others, and how many those were. All is kept in `folder`.
+    """
+    peace = Chaos(folder / "peace", steps)
+    undisturbed = _once(peace, lambda: peace.run(workers, kills=0))
+    all_kept, n = Outcome(), 0
+    while all_kept.kills.total() < kills:
+        n += 1
+        chaos = Chaos(folder / f"grid-{n}", steps)
+        more, teller = kills - all_kept.kills.total(), Teller(all_kept, kills, n)
+        all_kept += _once(chaos, lambda: chaos.run(workers, more, seed + n, (1.0, 8.0), teller), peace)  # noqa: B023
+    return undisturbed, all_kept, n
+
+
+def _once(grid: Chaos, run: Callable[[], Outcome], peace: Chaos | None = None) -> Outcome:
+    """What happened to a grid, which is checked when it ends, and not run again."""
+    kept = Outcome.read(grid.kept)
+    if kept.ended:
+        return kept
+    outcome = run()
+    grid.check()
+    if peace:
+        assert grid.metrics() == peace.metrics()
+        assert grid.table() == peace.table()
+    outcome.ended = True
+    outcome.write(grid.kept)
+    return outcome
+
+
+class Teller:
+    """Says now and then how far it is."""
+
+    def __init__(self, before: Outcome, kills: int, grid: int) -> None:
+        self._before, self._kills, self._grid, self._told = before, kills, grid, 0.0
+
+    def __call__(self, outcome: Outcome) -> None:
+        if time.monotonic() - self._told > TELL_SECONDS:
+            self._told = time.monotonic()
+            so_far = self._before + outcome
+            print(
+                f"{so_far.kills.total()}/{self._kills} kills in {so_far.seconds:.0f} s, grid {self._grid}", flush=True
+            )
+
+
+def report(folder: Path, kills: int, seed: int, workers: int, steps: int) -> str:
+    """What a soak found."""
+    undisturbed, disturbed, n = soak(folder, kills, seed, workers, steps)
     rows = "\n".join(f"| {where} | {n} |" for where, n in sorted(disturbed.kills.items()))
     return f"""# What a grid survives
 
 {CELLS} cells that train, validate and checkpoint (every {CHECKPOINT_EVERY} of {steps} steps), run by {workers}
-worker(s); SIGKILL, without warning, {sum(disturbed.kills.values())} times:
+worker(s), {n} time(s) from the beginning; SIGKILL, without warning, {disturbed.kills.total()} times:
 
 | killed | times |
 | --- | --: |
 {rows}
 
 The command was given {disturbed.commands} times in all, again whenever it had been killed or had ended early. In the
-end every cell was complete exactly once, in the queue and in MLflow; no metric was missing or logged twice; all {CELLS}
-results are bit-equal to those of the same grid undisturbed, and so is its table. That took {disturbed.seconds:.0f} s,
-undisturbed {undisturbed.seconds:.0f} s.
+end of each grid every cell was complete exactly once, in the queue and in MLflow; no metric was missing or logged
+twice; all {CELLS} results were bit-equal to those of the same grid undisturbed, and so was its table. That took
+{disturbed.seconds:.0f} s; undisturbed, a grid took {undisturbed.seconds:.0f} s.
 
 Made by `python tests/grid/chaos.py --kills {kills} --seed {seed} --workers {workers} --steps {steps}`
-at commit {git_sha()} on {time.strftime("%Y-%m-%d")}: Python {platform.python_version()}, {platform.system()}
-{platform.machine()}, {os.cpu_count()} CPU cores.
+at commit {", ".join(disturbed.commits)} on {time.strftime("%Y-%m-%d")}: Python {platform.python_version()},
+{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores.
 """
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5000, help="of a cell (default 5000: ten seconds and more)")
+    parser.add_argument("--folder", type=Path, required=True, help="keeps the grids, and what happened to them so far")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    text = report(options.kills, options.seed, options.workers, options.steps)
-    print(text)
+    found = report(options.folder.resolve(), options.kills, options.seed, options.workers, options.steps)
+    print(found)
     if options.out:
-        options.out.write_text(text)
+        options.out.write_text(found)

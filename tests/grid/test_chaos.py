@@ -59,5 +59,5 @@ def _wait_until(grid: Chaos, holds: Callable[[], bool]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("workers", "steps"), [(1, 3000), (4, 5000)])
-def test_a_hundred_kills_lose_nothing(workers: int, steps: int) -> None:
-    assert "killed" in report(kills=100, seed=workers, workers=workers, steps=steps)
+def test_a_hundred_kills_lose_nothing(workers: int, steps: int, tmp_path: Path) -> None:
+    assert "killed" in report(tmp_path, kills=100, seed=workers, workers=workers, steps=steps)

@@ -227,6 +227,8 @@ def test_a_hopeless_point_is_told_at_the_step_where_others_are_known(
         assert (points[3].state, points[3].value) == ("pruned", None)
         with pytest.raises(LostError):
             queue.is_hopeless(bad, 6, 1.0)
+        with pytest.raises(LostError):
+            queue.prune(bad, "worse again", diverged=False)
     assert queue.add_missing([queue.definition.undrawn(number) for number in range(4)]) == 0
 
 

@@ -27,7 +27,7 @@ from lit_lazy.grid.queue.storage import MADE_BY, create, foreign_error, formatte
 from lit_lazy.support.disk import is_disk_full
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.secrets import redacted
-from lit_lazy.tracking.databases import damage, engine_options, first_line, sqlite_file
+from lit_lazy.tracking.databases import KEEPALIVES, damage, engine_options, first_line, sqlite_file
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -155,8 +155,11 @@ class Queue:
 
     def _locked_connection(self) -> sqlalchemy.Connection:
         connection = self._engine.connect()
+        # Else the server would keep the lock for two hours when this machine vanishes.
+        silence = [f"set_config('tcp_keepalives_{name}', '{number}', true)" for name, number in KEEPALIVES.items()]
         # Of the transaction, not of the session: that one would outlive the connection's return to the pool.
-        connection.execute(text("SELECT pg_advisory_xact_lock(:number)"), {"number": ADVISORY_LOCK})
+        lock = f"SELECT {', '.join(silence)}, pg_advisory_xact_lock(:number)"
+        connection.execute(text(lock), {"number": ADVISORY_LOCK})
         return connection
 
     def _persist(self, work: Callable[[], T]) -> T:
@@ -290,21 +293,41 @@ class Queue:
         self._persist(lambda: self._storage.set_trial_user_attr(trial_id, name, value))
 
     def beat(self, task: Task) -> None:
-        """Say that the holder of a cell lives. Raises the database's error at once: the next beat is soon."""
-        self._storage.record_heartbeat(task.trial_id)
+        """Say that the holder of a cell lives. Raises the database's error at once: the next beat is soon.
+
+        Who has lost the cell says nothing: that would hide the death of who has it now.
+        """
+        if self._holds(task.trial_id, task.token):
+            self._storage.record_heartbeat(task.trial_id)
 
     def beats(self) -> dict[int, str]:
-        """The last beat of every running trial, as the database wrote it: only whether it changes means something."""
+        """The last beat of every running trial and its holder: only whether that changes means something.
+
+        The holder belongs to it, since one that has just taken the cell of a dead one has not beaten yet.
+        """
         rows = self._rows(
-            "SELECT t.trial_id, h.heartbeat FROM trials t LEFT JOIN trial_heartbeats h ON h.trial_id = t.trial_id "
+            "SELECT t.trial_id, h.heartbeat, a.value_json FROM trials t "
+            "LEFT JOIN trial_heartbeats h ON h.trial_id = t.trial_id "
+            "LEFT JOIN trial_user_attributes a ON a.trial_id = t.trial_id AND a.key = 'worker' "
             "WHERE t.study_id = :study AND t.state = 'RUNNING'"
         )
-        return {trial_id: str(beat) for trial_id, beat in rows}
+        return {trial_id: f"{beat} by {worker}" for trial_id, beat, worker in rows}
 
     def is_held(self, task: Task) -> bool:
         """Whether a cell is still in the hands of the worker that claimed it."""
-        trial = self._persist(lambda: self._storage.get_trial(task.trial_id))
-        return trial.state == TrialState.RUNNING and trial.user_attrs["worker"]["token"] == task.token
+        return self._persist(lambda: self._holds(task.trial_id, task.token))
+
+    def _holds(self, trial_id: int, token: str) -> bool:
+        try:
+            trial = self._storage.get_trial(trial_id)
+        except KeyError:  # the queue was cleared
+            return False
+        return trial.state == TrialState.RUNNING and trial.user_attrs["worker"]["token"] == token
+
+    def check_held(self, task: Task) -> None:
+        """Raise LostError where another worker has a cell by now."""
+        if not self.is_held(task):
+            raise LostError(f"{task.cell.variant} seed {task.cell.seed} was given to another worker meanwhile")
 
     def complete(self, task: Task, value: float) -> None:
         """Record that a cell is done; `value` is its validation loss. Raises LostError if another worker has it."""
@@ -318,16 +341,11 @@ class Queue:
         """Let a cell wait again; it resumes from its checkpoint."""
         self._end(task, TrialState.WAITING, reason=reason)
 
-    def _end(
-        self, task: Task, state: TrialState, value: float | None = None, reason: str = "", final: bool = False
-    ) -> None:
+    def _end(self, task: Task, state: TrialState, value: float | None = None, **attributes: object) -> None:
         with self.lock():
-            if not self.is_held(task):
-                raise LostError(f"{task.cell.variant} seed {task.cell.seed} was given to another worker meanwhile")
-            if reason:
-                self._set(task.trial_id, "reason", reason)
-            if final:
-                self._set(task.trial_id, "final", True)
+            self.check_held(task)
+            for name, attribute in attributes.items():
+                self._set(task.trial_id, name, attribute)
             values = None if value is None else [value]
             self._persist(lambda: self._storage.set_trial_state_values(task.trial_id, state, values))
 
@@ -337,10 +355,9 @@ class Queue:
         progress: anything that changes when the cell gets ahead. After `most` deaths without that it has failed.
         """
         with self.lock():
-            trial = self._persist(lambda: self._storage.get_trial(entry.trial_id))
-            attrs = trial.user_attrs
-            if trial.state != TrialState.RUNNING or attrs["worker"]["token"] != entry.worker["token"]:
+            if not self._persist(lambda: self._holds(entry.trial_id, entry.worker["token"])):
                 return True  # another process was quicker
+            attrs = self._persist(lambda: self._storage.get_trial(entry.trial_id)).user_attrs
             deaths, at = attrs.get("deaths", (0, progress))
             deaths = deaths + 1 if at == progress else 1
             waits = deaths < most

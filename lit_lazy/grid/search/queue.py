@@ -16,7 +16,7 @@ from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import FrozenTrial, TrialState
 
-from lit_lazy.grid.queue.queue import STATES, LostError, Queue, Task
+from lit_lazy.grid.queue.queue import STATES, Queue, Task
 from lit_lazy.grid.search.definition import Definition
 
 GOOD_SHARE = 0.25
@@ -98,8 +98,7 @@ class SearchQueue(Queue):
         A step that was reported before the run was resumed is not reported again. Raises LostError if another worker
         has the point.
         """
-        if not self.is_held(task):
-            raise LostError(f"{task.cell.variant} was given to another worker meanwhile")
+        self.check_held(task)
         pruner = optuna.pruners.MedianPruner(self.definition.startup, n_warmup_steps=self.definition.min_steps)
 
         def ask() -> bool:
@@ -111,11 +110,11 @@ class SearchQueue(Queue):
 
     def prune(self, task: Task, reason: str, diverged: bool) -> None:
         """Record that a point was ended early, or by itself. Raises LostError if another worker has it."""
-        self._set(task.trial_id, "diverged", diverged)
         reports = self._persist(lambda: self._storage.get_trial(task.trial_id)).intermediate_values
         last = reports[max(reports)] if reports else math.nan
         # As Optuna does it: the value of a pruned trial is its last report.
-        self._end(task, TrialState.PRUNED, value=None if math.isnan(last) else last, reason=reason)
+        value = None if math.isnan(last) else last
+        self._end(task, TrialState.PRUNED, value, reason=reason, diverged=diverged)
 
     def points(self) -> list[Point]:
         """Every point, as its newest trial has it."""

@@ -116,7 +116,8 @@ class Worker:
         if task is None:
             return None
         heart.hold(task)
-        held = Held(task, Spool(self.tracker, self.folder / "cells" / task.cell.key, self.card(task.cell)))
+        folder = self.folder / "cells" / task.cell.key
+        held = Held(task, Spool(self.tracker, folder, self.card(task.cell), lambda: self.queue.is_held(task)))
         self._held.append(held)
         return held
 
@@ -193,6 +194,7 @@ class Worker:
         for held, result in [(held, held.result) for held in self._held if held.result]:
             task = held.task
             try:
+                self.queue.check_held(task)
                 held.spool.finish(result)
                 self.queue.complete(task, self._value(result))
                 log.info("done %s seed %d", task.cell.variant, task.cell.seed)

@@ -25,6 +25,9 @@ if not torch.cuda.is_available():
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+torch.set_num_threads(1)  # for what modules set up
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
@@ -83,7 +86,8 @@ def closed_port() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests skip elsewhere, and say why."""
+    """Short tests come last, so that no process waits for another's long one; GPU tests skip elsewhere, and say why."""
+    items.sort(key=lambda item: "kernels" in item.path.parts)
     if torch.cuda.is_available():
         return
     for item in items:

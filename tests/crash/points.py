@@ -473,7 +473,10 @@ def untried(done: set[int]) -> Points:
 
 def first(effects: Sequence[str], pattern: str) -> int:
     """Number of the first effect that matches."""
-    return next(number for number, effect in enumerate(effects, start=1) if re.search(pattern, effect))
+    found = (number for number, effect in enumerate(effects, start=1) if re.search(pattern, effect))
+    if not (number := next(found, 0)):
+        raise ValueError(f"--match {pattern!r}: no effect matches; there are, for example, {', '.join(effects[:3])}")
+    return number
 
 
 def make_store(path: Path) -> None:

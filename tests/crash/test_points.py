@@ -16,9 +16,9 @@ REQUIRED = "LIT_LAZY_REQUIRE_CC"
 @pytest.mark.parametrize(
     ("way", "effects"),
     [
-        ("SIGKILL of the process", (r"^rename .*/result\.json", r"^create .*/\.table\.csv")),
-        pytest.param("SIGKILL of all", (r"^rename .*/plan\.json", r"^mkdir .*/checkpoints"), marks=pytest.mark.long),
-        pytest.param("SIGTERM twice", (r"^rename .*/last\.ckpt", r"^rename .*/report"), marks=pytest.mark.long),
+        ("SIGKILL of the process", (r"^rename .*/\.result\.json", r"^create .*/\.table\.csv")),
+        pytest.param("SIGKILL of all", (r"^rename .*/\.plan\.json", r"^mkdir .*/checkpoints"), marks=pytest.mark.long),
+        pytest.param("SIGTERM twice", (r"^rename .*/\.last\.ckpt", r"^rename .*/\.report"), marks=pytest.mark.long),
     ],
 )
 def test_the_same_command_finishes_what_was_ended(way: str, effects: tuple[str, ...], tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ class TestClosedForms:
         assert out[:, :, 0].count_nonzero() == 0
         assert all(grads[name].count_nonzero() == 0 for name in grads)
 
-    @pytest.mark.parametrize("sigma", [0.485, 1.0, 2.0])
+    @pytest.mark.parametrize("sigma", [0.485, pytest.param(1.0, marks=pytest.mark.long), 2.0])
     def test_gaussian_scores(self, backend, sigma, monkeypatch):
         keys = 1_000_000
         if backend == "triton":

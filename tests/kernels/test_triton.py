@@ -599,7 +599,10 @@ DECODING = pairwise_cover(
 )
 
 
-@pytest.mark.parametrize("setting", DECODING, ids=str)
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(s, id=str(s), marks=pytest.mark.long if number % 2 else ()) for number, s in enumerate(DECODING)],
+)
 def test_decoding_equals_reference(setting, monkeypatch):
     """A few queries against a cache that several programs share; kv_lengths of 0, of fewer keys, and of all."""
     monkeypatch.setattr(configurations, "INTERPRETED_RESIDENT", 64)

@@ -25,9 +25,6 @@ if not torch.cuda.is_available():
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-torch.set_num_threads(1)  # for what modules set up
-
-
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)

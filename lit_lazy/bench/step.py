@@ -66,10 +66,10 @@ def bench_step(
             raise ValueError(f"lengths has {length}: must be 2 to {LONGEST} and divide the {tokens} tokens of a step")
     if rounds < 2:
         raise ValueError(f"rounds is {rounds}: must be 2 or more, or there is no spread")
-    made = provenance(out)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
+        made = provenance(out)
         rows = [row for length in lengths for row in _measure(length, rounds, tokens, console)]
         fewer = max(2, rounds // 2)  # nineteen paths take turns
         rules = [row for length in rule_lengths for row in measure_rules(length, fewer, tokens, console)]

@@ -15,7 +15,7 @@ from lit_lazy.tracking.spool import Card, Spool
 from lit_lazy.tracking.tracker import Tracker, TrackingError, check_store, default_uri
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import RunResult
-from lit_lazy.training.run import run
+from lit_lazy.training.run import finished, run
 
 
 def train_tracked(
@@ -36,7 +36,7 @@ def train_tracked(
     tags = {"kind": "run", "cell": key, "seed": str(cfg.seed), "git_sha": git_sha()}
     card = Card(f"{name} seed {cfg.seed}", tags, {}, to_dict(cfg))
     spool = Spool(Tracker(uri, runs, f"train-{name}"), folder, card)
-    known = RunResult.read(folder)
+    known = finished(folder)
     try:
         with spool.sending() if known is None else nullcontext():
             result = known or run(

@@ -31,6 +31,7 @@ from lit_lazy.training.trainer import MissedValidation, fit, make_trainer
 from lit_lazy.training.watch import Watch, tau_history
 
 log = logging.getLogger("lit_lazy.training.run")
+CHECKPOINTS = "checkpoints"
 
 
 class CellBusyError(UnfinishedError):
@@ -68,7 +69,7 @@ def run(
         with FileLock(folder / "lock", timeout=0):
             known = RunResult.read(folder)
             require(known is None or known.key == key, "folder", str(folder), "holds the result of another config")
-            return known or _run(cfg, key, source, folder, logger, callbacks, show_progress, keep_checkpoint)
+            return finished(folder) or _run(cfg, key, source, folder, logger, callbacks, show_progress, keep_checkpoint)
     except Timeout:
         raise CellBusyError(f"another process works in {folder}") from None
 
@@ -90,8 +91,7 @@ def _run(
     model = module.model.to(device)
     initial, untrained = evaluate(model, source, cfg.train), diagnosed(model, source)
 
-    checkpoints = folder / "checkpoints"
-    last = checkpoints / "last.ckpt"
+    last = folder / CHECKPOINTS / "last.ckpt"
     for stray in folder.glob("hpc_ckpt_*.ckpt"):
         quarantine(stray, "left by Lightning's own requeueing")
     started, first_step = time.perf_counter(), resumable_step(last, cfg, module)
@@ -126,8 +126,21 @@ def _run(
         fingerprint=source.fingerprint,
     )
     write_text(folder / RESULT, json.dumps(asdict(result), indent=1, sort_keys=True, allow_nan=False))
-    if checkpoints.exists():
-        for aside in checkpoints.glob("*.damaged"):
-            aside.replace(folder / aside.name)
-        shutil.rmtree(checkpoints)
+    _drop_checkpoints(folder)
     return result
+
+
+def finished(folder: Path) -> RunResult | None:
+    """The result of a finished run, or None; checkpoints that a kill had left beside it are removed."""
+    result = RunResult.read(folder)
+    if result is not None:
+        _drop_checkpoints(folder)
+    return result
+
+
+def _drop_checkpoints(folder: Path) -> None:
+    """Remove what a run resumes from, but for what was quarantined."""
+    checkpoints = folder / CHECKPOINTS
+    for aside in checkpoints.glob("*.damaged"):
+        aside.replace(folder / aside.name)
+    shutil.rmtree(checkpoints, ignore_errors=True)  # another process may be at it

@@ -20,7 +20,7 @@ from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult
-from lit_lazy.training.run import CellBusyError, run
+from lit_lazy.training.run import CellBusyError, finished, run
 
 LAZY = AttentionSpec(Elastic(), LearnedBias())
 
@@ -266,6 +266,16 @@ def test_a_validation_that_a_kill_cut_off_is_made_up_for(tmp_path: Path, step: i
 
     assert [step for metric, step, _ in curves("cut") if metric == "val/loss"] == [9, 19, 29]
     assert curves("cut") == curves("whole")
+
+
+def test_checkpoints_that_a_kill_left_beside_the_result_are_removed(tmp_path: Path) -> None:
+    result = run(config(), tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("last.ckpt", "last.ckpt.damaged"):
+        (tmp_path / "checkpoints" / name).touch()
+    assert finished(tmp_path) == result
+    assert not (tmp_path / "checkpoints").exists()
+    assert (tmp_path / "last.ckpt.damaged").exists()
 
 
 def test_diagnostics_lie_beside_the_result(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from lit_lazy.tracking.spool import Card, Spool
 from lit_lazy.tracking.tracker import Tracker, TrackingError
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.result import RunResult
-from lit_lazy.training.run import CellBusyError, run
+from lit_lazy.training.run import CellBusyError, finished, run
 
 STORAGE_VARIABLE, TRACKING_VARIABLE = "LIT_LAZY_STORAGE", "LIT_LAZY_TRACKING"
 """Addresses that may hold passwords, and so are no arguments, which every user of a machine can read."""
@@ -131,7 +131,7 @@ class Worker:
         log.info("start %s seed %d (%s)", task.cell.variant, task.cell.seed, task.cell.key)
         try:
             # A finished cell only lacks its record.
-            held.result = RunResult.read(spool.folder) or self._train(task, spool)
+            held.result = finished(spool.folder) or self._train(task, spool)
         except CellBusyError as error:
             self._requeue(task, str(error))
             self._drop(held, heart)

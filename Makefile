@@ -63,7 +63,8 @@ bench-grid: .venv/.complete
 
 # Hours, resumed by the same command; the report is of what was tried so far.
 crash-points: .venv/.complete
-	OMP_NUM_THREADS=1 $(BIN)/python tests/crash/points.py --out $(RUNS)/crash-points --report docs/results/reliability.md
+	OMP_NUM_THREADS=1 $(BIN)/python tests/crash/points.py --out $(RUNS)/crash-points
+	OMP_NUM_THREADS=1 $(BIN)/python tests/crash/power.py --out $(RUNS)/crash-points --report docs/results/reliability.md
 
 # Ninety minutes on two cores, resumed by the same command.
 soak: .venv/.complete

@@ -86,10 +86,11 @@ class Scenario:
 
 
 ONE = ("ablate", "run", "pair.py", "--rows", "softmax", "--seeds", "0", "--workers", "1")
+ONE_CELL = Scenario("one cell", ONE)
 SCENARIOS = {
     scenario.name: scenario
     for scenario in (
-        Scenario("one cell", ONE),
+        ONE_CELL,
         Scenario("two cells by two workers", (*ONE[:3], "--seeds", "0", "--workers", "2")),
         Scenario("--fresh", (*ONE, "--fresh"), before=ONE),
         Scenario("a search", ("ablate", "search", "tiny.py", "--trials", "2", "--workers", "1")),
@@ -406,10 +407,7 @@ def main() -> int:
         done = {o.at for o in known}
         points = matching(options.match) if options.match else untried(done)
         for outcome in try_all(options.out, scenario, way, points):
-            with path.open("a") as file:
-                file.write(json.dumps(asdict(outcome)) + "\n")
-            if outcome.violations or outcome.at % 25 == 0:
-                print(f"{scenario.name}, {way.name}, {outcome.at}, {outcome.where}: {outcome.violations}", flush=True)
+            keep(path, outcome)
     if options.report:
         write_text(options.report, report(outcomes(path)))
     return int(any(outcome.violations for outcome in outcomes(path)))
@@ -422,6 +420,9 @@ made, written, emptied, renamed or removed below the runs folder by any of its p
 the order of the program, covers every state that a kill can leave. In the end every cell has to be complete once, in
 the queue and in MLflow; results, params and every point of every curve equal to the undisturbed grid's, its table byte
 for byte; nothing running, no file and no process left over, exit status 0.
+
+A loss of power is replayed from a record of all operations: what was written and not fsynced is gone; names of files
+are kept at once, or with the next fsync of anything. Then the command is given on what is left.
 """
 
 
@@ -454,6 +455,14 @@ def report(every: Sequence[Outcome]) -> str:
         f"{os.cpu_count()} CPU cores.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def keep(path: Path, outcome: Outcome) -> None:
+    """Append an outcome to a file, and print it where something is wrong or now and then."""
+    with path.open("a") as file:
+        file.write(json.dumps(asdict(outcome)) + "\n")
+    if outcome.violations or outcome.at % 25 == 0:
+        print(f"{outcome.scenario}, {outcome.way}, {outcome.at}, {outcome.where}: {outcome.violations}", flush=True)
 
 
 def outcomes(path: Path) -> list[Outcome]:

@@ -8,31 +8,32 @@ keeps them with the next fsync of anything, as a journaling file system does. Mi
 
 import argparse
 import hashlib
-import json
 import os
 import shutil
 import struct
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from points import (
     HERE,
-    ONE,
+    ONE_CELL,
     Outcome,
     Place,
-    Scenario,
     Snapshot,
     adopt_orphans,
     end_all,
+    keep,
     make_cheap,
     make_store,
     outcomes,
     preloaded,
+    report,
 )
 
+from lit_lazy.support.disk import write_text
 from lit_lazy.support.provenance import git_sha
 
 RECORD = "EFFECTS_RECORD"
@@ -169,6 +170,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the outcomes, which are resumed there")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th moment (default 1)")
+    parser.add_argument("--report", type=Path, metavar="FILE.md", help="write there what came of all that was tried")
     options = parser.parse_args()
     if "LD_PRELOAD" not in os.environ:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -179,28 +181,33 @@ def main() -> int:
     make_cheap()
     adopt_orphans()
     make_store(options.out / "store.db")
-    path = options.out / "power.jsonl"
+    path = options.out / "outcomes.jsonl"
     shutil.rmtree(options.out / "scratch", ignore_errors=True)
-    place = Place(options.out / "scratch", Scenario("one cell", ONE), options.out / "store.db")
+    place = Place(options.out / "scratch", ONE_CELL, options.out / "store.db")
     place.undisturbed()
     os.truncate(os.environ[RECORD], 0)
     _, wanted = place.undisturbed()
     operations = list(read_record(Path(os.environ[RECORD])))
     for disk in DISKS:
         place.restore()  # the record begins with what was there before
-        done = {outcome.at for outcome in outcomes(path) if outcome.way == disk}
-        for count, (number, where, left) in enumerate(list(moments(operations, place.runs, disk))):
-            if number in done or count % options.every:
+        done = {outcome.at for outcome in outcomes(path) if outcome.way == way(disk)}
+        for number, where, left in list(moments(operations, place.runs, disk))[:: options.every]:
+            if number in done:
                 continue
             started = time.monotonic()
             violations = attempt(place, left, wanted)
             seconds = round(time.monotonic() - started, 2)
-            outcome = Outcome("one cell", disk, number, where, git_sha(), seconds, violations)
-            with path.open("a") as file:
-                file.write(json.dumps(asdict(outcome)) + "\n")
-            if violations:
-                print(f"{disk}, {number}, {where}: {violations}", flush=True)
+            keep(path, Outcome(ONE_CELL.name, way(disk), number, where, git_sha(), seconds, violations))
+        if options.every == 1:
+            keep(path, Outcome(ONE_CELL.name, way(disk), len(operations) + 1, "", git_sha(), 0.0, []))
+    if options.report:
+        write_text(options.report, report(outcomes(path)))
     return int(any(outcome.violations for outcome in outcomes(path)))
+
+
+def way(disk: str) -> str:
+    """What ended a grid, as an outcome names it."""
+    return f"loss of power, {disk}"
 
 
 if __name__ == "__main__":

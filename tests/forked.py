@@ -1,8 +1,8 @@
 """`subprocess` for this project's commands: forks of the test process, which has imported already what they need.
 
 Imports cost a new interpreter five seconds and more, a fork nothing. Arguments, environment, session, signals and logs
-are those of a real process; `tests/grid/test_launch.py` shows that a real one does the same. With a GPU all are real:
-CUDA does not survive a fork.
+are those of a real process; `tests/grid/test_user_files.py` shows that a real one does the same. With a GPU all are
+real: CUDA does not survive a fork.
 """
 
 import gc

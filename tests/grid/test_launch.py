@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 from mlflow.tracking import MlflowClient
 from two_rows import WILD, two_rows
@@ -100,9 +101,9 @@ def check_mlflow(runs: Path) -> None:
 
 
 def start(runs: Path, pair: str, *more: str) -> "subprocess.Popen[str]":
-    """The command in a real process, as its worker is."""
+    """The command; real processes are those of test_user_files.py."""
     arguments = ["ablate", "run", pair, "--runs", str(runs), "--workers", "1", "--rows", "softmax,lazy", *more]
-    return subprocess.Popen(
+    return forked.Popen(
         [sys.executable, "-m", "lit_lazy.command", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -38,6 +38,15 @@ from lit_lazy.support.provenance import git_sha
 
 RECORD = "EFFECTS_RECORD"
 HEAD = struct.Struct("=3I4x2Q")
+KINDS = {
+    "c": "create",
+    "d": "mkdir",
+    "r": "rename",
+    "s": "fsync",
+    "t": "truncate",
+    "u": "unlink",
+    "w": "write",
+}
 DISKS = ("names at once", "names with the next fsync")
 
 
@@ -46,7 +55,7 @@ class Operation:
     """One line of the record."""
 
     kind: str
-    """create, directory, truncate, write, sync, rename or unlink: their first letters."""
+    """A letter of KINDS."""
     path: str
     to: str
     at: int
@@ -151,7 +160,7 @@ def moments(operations: list[Operation], before: Path, disk: str) -> Iterator[tu
         left = state.left(disk)
         if (now := digest(left)) != last:
             last = now
-            yield number, f"{operation.kind} {operation.path.removeprefix(str(before))}", left
+            yield number, f"{KINDS[operation.kind]} {operation.path.removeprefix(str(before))}", left
 
 
 def attempt(place: Place, left: dict[str, bytes | None], wanted: Snapshot) -> list[str]:

@@ -277,10 +277,12 @@ class Tracker:
     @_reaching
     def finish(self, run_id: str, metrics: Mapping[str, float], tags: Mapping[str, str], step: int) -> None:
         """Log final metrics and mark the run complete. Doing it again changes nothing."""
-        when = self.client.get_run(run_id).info.start_time
+        run = self.client.get_run(run_id)
+        if "reason" in run.data.tags:  # of an attempt that ended early
+            self.client.delete_tag(run_id, "reason")
         self.client.log_batch(
             run_id,
-            metrics=[Metric(name, value, when, step) for name, value in metrics.items()],
+            metrics=[Metric(name, value, run.info.start_time, step) for name, value in metrics.items()],
             tags=[RunTag(name, value) for name, value in tags.items()],
         )
         self.client.set_tag(run_id, "state", "complete")

@@ -250,6 +250,15 @@ DAMAGE = {
 }
 
 
+def test_why_an_attempt_ended_is_not_said_of_the_one_that_finished(runs: Path) -> None:
+    of = spool(runs, "here")
+    of.fail("interrupted", "KILLED")
+    of.tracker.finish(of.run_id(), {"loss/val": 1.0}, {"git_sha": "abc"}, 2)
+    (run,) = of.tracker.find({"cell": "abc"})
+    assert run.state == "complete"
+    assert "reason" not in run.tags
+
+
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 def test_a_damaged_line_of_metrics_costs_itself(damage: bytes, tmp_path: Path) -> None:
     MetricFile(tmp_path).log_metrics({"train/loss": 1.0}, 1)

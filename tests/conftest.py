@@ -12,10 +12,11 @@ import pytest
 import torch
 from filelock import FileLock
 from mistakes import place
+from mlflow_server import mlflow_server
 from postgres import postgres_server
 from torch_alone import torch_site
 
-__all__ = ["place", "postgres_server", "torch_site"]
+__all__ = ["mlflow_server", "place", "postgres_server", "torch_site"]
 
 # Triton decides when a kernel is defined whether it will be interpreted, so this comes before flash_lazy is imported.
 if not torch.cuda.is_available():

@@ -8,8 +8,11 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+
+import pytest
 
 READY_SECONDS = 120
 
@@ -52,3 +55,12 @@ class MlflowServer:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
+
+
+@pytest.fixture(scope="module")
+def mlflow_server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[MlflowServer]:
+    """One MLflow server for the file."""
+    server = MlflowServer(tmp_path_factory.mktemp("mlflow"), empty_store)
+    server.start()
+    yield server
+    server.stop()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from lit_lazy.support.errors import shown
+from lit_lazy.support.kinds import MOST
 
 T = TypeVar("T")
 Commands = argparse._SubParsersAction
@@ -15,8 +16,6 @@ Action = Callable[[argparse.Namespace, list[str]], int]
 MOST_THREADS = 1024
 LEAST_SHARE = 0.0001
 """Of a GPU: Ray rounds to that."""
-MOST = 2**63 - 1
-"""Of a whole number: databases and tensors hold no greater one."""
 OVERRIDES = """\
 Any field of the experiment can be overridden, for example
   --model.d_model=128 --train.steps=200 --model.attention.normaliser=Elastic --model.attention.normaliser.tau_init=2

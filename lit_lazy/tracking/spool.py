@@ -88,15 +88,14 @@ def _repair(path: Path) -> None:
     if not path.exists():
         return
     content = path.read_bytes()
-    lines = content.split(b"\n")
-    if all(_logged(line) for line in lines[:-1]) and not lines[-1]:
-        return
-    whole = [line for line in lines[:-1] if _logged(line)]
-    if damaged := len(lines) - 1 - len(whole):
+    *lines, torn = content.split(b"\n")
+    whole = [line for line in lines if _logged(line)]
+    if damaged := len(lines) - len(whole):
         aside = path.with_name(f"{path.name}.damaged")
         write_atomically(aside, lambda file: file.write(content))
         log.warning("%s: %d of its lines are damaged; kept as %s, resumed without them", path, damaged, aside.name)
-    write_atomically(path, lambda file: file.write(b"".join(line + b"\n" for line in whole)))
+    if damaged or torn:
+        write_atomically(path, lambda file: file.write(b"".join(line + b"\n" for line in whole)))
 
 
 @dataclass(frozen=True)

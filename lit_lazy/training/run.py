@@ -67,9 +67,9 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / "lock", timeout=0):
-            known = RunResult.read(folder)
+            known = finished(folder)
             require(known is None or known.key == key, "folder", str(folder), "holds the result of another config")
-            return finished(folder) or _run(cfg, key, source, folder, logger, callbacks, show_progress, keep_checkpoint)
+            return known or _run(cfg, key, source, folder, logger, callbacks, show_progress, keep_checkpoint)
     except Timeout:
         raise CellBusyError(f"another process works in {folder}") from None
 

@@ -4,6 +4,7 @@ import logging
 import signal
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -77,14 +78,14 @@ def make_trainer(
     )
 
 
-class AtStart(Callback):
+class AtStart(Callback, ABC):
     """Does what is due at the step where a run starts, or resumes: a kill may have cut it off."""
 
     _started = False
 
+    @abstractmethod
     def at_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """What is due; a logger may know it already."""
-        raise NotImplementedError
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._started = True

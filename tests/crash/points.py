@@ -450,7 +450,8 @@ def report(every: Sequence[Outcome]) -> str:
         f"That took {sum(outcome.seconds for outcome in every) / 3600:.1f} hours of one process, with others at work "
         "beside it.",
         "",
-        f"Made by `make crash-points` at {', '.join(f'{commit} ({n})' for commit, n in commits.items())}, last on "
+        "Made by `tests/crash/points.py` and `power.py` (`make crash-points` runs all) at "
+        f"{', '.join(f'{commit} ({n})' for commit, n in commits.items())}, last on "
         f"{time.strftime('%Y-%m-%d')}: Python {platform.python_version()}, {platform.system()} {platform.machine()}, "
         f"{os.cpu_count()} CPU cores.",
     ]

@@ -44,15 +44,6 @@ ID = "faults-backcopy_tiny"
 IN_WORKERS = 'if Path(sys.argv[0]).stem == "worker":'
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[MlflowServer]:
-    """One MLflow server for the file."""
-    server = MlflowServer(tmp_path_factory.mktemp("mlflow"), empty_store)
-    server.start()
-    yield server
-    server.stop()
-
-
 def write(tmp_path: Path, extra: str = "", name: str = "faults") -> str:
     path = tmp_path / f"{name}.py"
     path.write_text(two_rows(name, code=extra))
@@ -350,7 +341,7 @@ def test_a_cell_of_a_machine_that_vanished_is_taken_over(
 
 
 @pytest.mark.long
-def test_an_mlflow_server_that_goes_away_loses_nothing(server: MlflowServer, tmp_path: Path) -> None:
+def test_an_mlflow_server_that_goes_away_loses_nothing(mlflow_server: MlflowServer, tmp_path: Path) -> None:
     """It goes when the first cell trains and comes back when all are trained: then they are recorded."""
     extra = f"""
 {IN_WORKERS}
@@ -369,22 +360,22 @@ def test_an_mlflow_server_that_goes_away_loses_nothing(server: MlflowServer, tmp
 """
     runs = tmp_path / "runs"
     process = start(
-        write(tmp_path, extra, "outage"), "--runs", str(runs), "--workers", "2", MLFLOW_TRACKING_URI=server.url
+        write(tmp_path, extra, "outage"), "--runs", str(runs), "--workers", "2", MLFLOW_TRACKING_URI=mlflow_server.url
     )
     name = "outage-backcopy_tiny"
     wait_until((tmp_path / "training").exists)
-    server.stop()
+    mlflow_server.stop()
     (tmp_path / "away").touch()
     wait_until(lambda: len(list(runs.glob(f"{name}/cells/*/result.json"))) == 4)
     queue = Queue(default_storage(runs), name)
     assert "complete" not in queue.states().values()
     assert process.poll() is None
-    server.start()
+    mlflow_server.start()
     out, _ = process.communicate(timeout=200)
     assert process.returncode == 0, out
     assert set(queue.states().values()) == {"complete"}
-    assert in_mlflow(server.url, name) == {("FINISHED", "complete"): 4}
-    client = MlflowClient(server.url)
+    assert in_mlflow(mlflow_server.url, name) == {("FINISHED", "complete"): 4}
+    client = MlflowClient(mlflow_server.url)
     number = client.get_experiment_by_name(name).experiment_id
     for run in client.search_runs([number], "tags.kind = 'cell'"):
         folder = runs / name / "cells" / run.data.tags["cell"]
@@ -399,7 +390,7 @@ def test_an_mlflow_server_that_goes_away_loses_nothing(server: MlflowServer, tmp
 
 
 @pytest.mark.long
-def test_two_machines_share_a_grid(server: MlflowServer, postgres_storage: str, tmp_path: Path) -> None:
+def test_two_machines_share_a_grid(mlflow_server: MlflowServer, postgres_storage: str, tmp_path: Path) -> None:
     """Own folders, own process groups; the queue in PostgreSQL and MLflow's server are all they have in common.
 
     Their clocks are mad: in the workers every look at them is a day away from the one before.
@@ -413,7 +404,7 @@ def test_two_machines_share_a_grid(server: MlflowServer, postgres_storage: str, 
     time.time = lambda: true_time() + next(jumps)
 """
     path = write(tmp_path, extra, "shared")
-    environment = {"MLFLOW_TRACKING_URI": server.url, "LIT_LAZY_STORAGE": postgres_storage}
+    environment = {"MLFLOW_TRACKING_URI": mlflow_server.url, "LIT_LAZY_STORAGE": postgres_storage}
     machines = [tmp_path / "one", tmp_path / "two"]
     seeds = ",".join(map(str, range(6)))
     commands = [
@@ -427,8 +418,8 @@ def test_two_machines_share_a_grid(server: MlflowServer, postgres_storage: str, 
     assert len(trained[0] | trained[1]) == 12
     assert not trained[0] & trained[1]
     assert min(map(len, trained)) > 0
-    assert in_mlflow(server.url, name) == {("FINISHED", "complete"): 12}
-    client = MlflowClient(server.url)
+    assert in_mlflow(mlflow_server.url, name) == {("FINISHED", "complete"): 12}
+    client = MlflowClient(mlflow_server.url)
     number = client.get_experiment_by_name(name).experiment_id
     assert len(client.search_runs([number], "tags.kind = 'ablation'")) == 1
     tables = [(runs / name / "table.csv").read_text() for runs in machines]

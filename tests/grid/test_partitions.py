@@ -9,7 +9,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -200,15 +199,6 @@ STOPS = """
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[MlflowServer]:
-    """One MLflow server for the file."""
-    server = MlflowServer(tmp_path_factory.mktemp("mlflow"), empty_store)
-    server.start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="module")
 def peace(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Results:
     """What the same grid measures undisturbed."""
     folder = tmp_path_factory.mktemp("peace")
@@ -284,46 +274,46 @@ class Machines:
 @pytest.mark.long
 @pytest.mark.parametrize("what", ["cut", "stall", "MLflow cut", "MLflow stall", "restart"])
 def test_a_grid_outlives_the_loss_of_its_servers(
-    what: str, server: MlflowServer, postgres_server: postgres.Server, tmp_path: Path, peace: Results
+    what: str, mlflow_server: MlflowServer, postgres_server: postgres.Server, tmp_path: Path, peace: Results
 ) -> None:
     """Of two machines one loses them amid a training, for longer than heartbeats grow old, or both do."""
     storage = postgres.database(postgres_server, "partition")
     machines = Machines(tmp_path, TRAINS)
-    with proxy(postgres_server.port) as to_queue, proxy(server.port) as to_mlflow:
+    with proxy(postgres_server.port) as to_queue, proxy(mlflow_server.port) as to_mlflow:
         far = machines.start("one", through(storage, to_queue), f"http://127.0.0.1:{to_mlflow.port}", *SEEDS)
         machines.wait_for("one trains")
-        near = machines.start("two", storage, server.url, *SEEDS)
+        near = machines.start("two", storage, mlflow_server.url, *SEEDS)
         machines.wait_for("two trains")
         ways = [to_mlflow] if "MLflow" in what else [to_queue, to_mlflow]
         if what == "restart":
             postgres_server.stop()
-            server.stop()
+            mlflow_server.stop()
         for way in ways if what != "restart" else ():
             getattr(way, what.split()[-1])()
         (tmp_path / "separated").touch()
         time.sleep(8)
         if what == "restart":
             postgres_server.start()
-            server.start()
+            mlflow_server.start()
         for way in ways:
             way.heal()
         assert [far.wait(timeout=200), near.wait(timeout=200)] == [0, 0], machines.logs()
-    machines.check(storage, server.url, peace)
-    forget(server)
+    machines.check(storage, mlflow_server.url, peace)
+    forget(mlflow_server)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("begun", [False, True], ids=["before its run is begun", "in training"])
 def test_a_worker_that_is_stopped_and_wakes_has_lost_its_cell(
-    begun: bool, server: MlflowServer, postgres_server: postgres.Server, tmp_path: Path, peace: Results
+    begun: bool, mlflow_server: MlflowServer, postgres_server: postgres.Server, tmp_path: Path, peace: Results
 ) -> None:
     """It wakes while the other machine trains the cell."""
     storage = postgres.database(postgres_server, "partition")
     machines = Machines(tmp_path, STOPS.replace("{begun}", str(begun)))
     one_cell = ("--rows", "softmax", "--seeds", "0")
-    first = machines.start("one", storage, server.url, *one_cell)
+    first = machines.start("one", storage, mlflow_server.url, *one_cell)
     machines.wait_for("stopped")
-    second = machines.start("two", storage, server.url, *one_cell)
+    second = machines.start("two", storage, mlflow_server.url, *one_cell)
     machines.wait_for("taken")
     os.kill(int((tmp_path / "stopped").read_text()), signal.SIGCONT)
     end = time.monotonic() + 60
@@ -335,15 +325,15 @@ def test_a_worker_that_is_stopped_and_wakes_has_lost_its_cell(
     expected = results(machines.runs("two"))
     assert expected.items() <= peace.items()
     assert len(expected) == 1
-    machines.check(storage, server.url, expected)
-    client = MlflowClient(server.url)
+    machines.check(storage, mlflow_server.url, expected)
+    client = MlflowClient(mlflow_server.url)
     experiments = [client.get_experiment_by_name(GRID).experiment_id]
     assert len(client.search_runs(experiments, "tags.kind = 'cell'", ViewType.DELETED_ONLY)) == begun
-    forget(server)
+    forget(mlflow_server)
 
 
-def forget(server: MlflowServer) -> None:
+def forget(mlflow_server: MlflowServer) -> None:
     """Leave the next test an experiment of its own."""
-    client = MlflowClient(server.url)
+    client = MlflowClient(mlflow_server.url)
     number = client.get_experiment_by_name(GRID).experiment_id
     client.rename_experiment(number, f"{GRID} {number}")

@@ -24,7 +24,6 @@ NAME = re.compile(
 class Member:
     """A process at a grid, as the name of its lock file tells."""
 
-    host: str
     pid: str
     token: str
     command: str | None
@@ -85,7 +84,7 @@ def _members(folder: Path) -> Iterator[tuple[Path, Member]]:
         named = NAME.fullmatch(path.name)
         if named and named["host"] == socket.gethostname():
             slot = None if named["slot"] is None else int(named["slot"])
-            yield path, Member(named["host"], named["pid"], named["token"], named["command"], slot)
+            yield path, Member(named["pid"], named["token"], named["command"], slot)
 
 
 def _is_held(path: Path) -> bool:

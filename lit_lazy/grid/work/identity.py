@@ -26,30 +26,30 @@ def parent_run(
 
     Hold the queue's lock. Raises ValueError where MLflow has lost the run, or the queue is another kind of work's.
     """
-    kind = tags["kind"]
-    if (known := queue.facts.get("kind", kind)) != kind:
+    kind, facts = tags["kind"], queue.facts
+    if (known := facts.get("kind", kind)) != kind:
         raise ValueError(f"{work.id}: the queue holds another kind of work, a {known}, under this name; rename one")
-    grid_id = _known_id(work, queue) or uuid.uuid4().hex
+    grid_id = _known_id(work, facts) or uuid.uuid4().hex
     write_text(work.folder / GRID_ID, grid_id)
-    if "grid" not in queue.facts:
-        queue.facts = queue.facts | {"grid": grid_id, "kind": kind}
+    if "grid" not in facts:
+        queue.facts = facts = facts | {"grid": grid_id, "kind": kind}
     begun = tracker.find({"grid": grid_id})
-    if not begun and (where := queue.facts.get("tracking")):
+    if not begun and (where := facts.get("tracking")):
         raise ValueError(
             f"MLflow at {tracker.uri} does not hold this grid's parent run, which was kept at {where}; set "
             "MLFLOW_TRACKING_URI to that, or start again with --fresh"
         )
     parent_id = begun[0].run_id if begun else tracker.begin(work.id, {**tags, "grid": grid_id})
-    queue.facts = queue.facts | {"tracking": tracker.uri}
+    queue.facts = facts | {"tracking": tracker.uri}
     if (kept := tracker.read_bytes(parent_id, plan)) is not None:
         return parent_id, kept.decode()
     tracker.describe(parent_id, params, work.base_config)
     return parent_id, None
 
 
-def _known_id(work: Work, queue: Queue) -> str | None:
+def _known_id(work: Work, facts: Mapping[str, str]) -> str | None:
     kept = work.folder / GRID_ID
-    return queue.facts.get("grid") or (kept.read_text() if kept.exists() else None)
+    return facts.get("grid") or (kept.read_text() if kept.exists() else None)
 
 
 def start_again(work: Work, queue: Queue, tracker: Tracker, console: Console) -> None:
@@ -60,7 +60,7 @@ def start_again(work: Work, queue: Queue, tracker: Tracker, console: Console) ->
     if alive := living(work.folder / "workers"):
         processes = ", ".join(sorted(member.pid for member in alive))
         raise ValueError(f"--fresh: {work.id} is being run here (by process {processes}); end that first")
-    if grid_id := _known_id(work, queue):
+    if grid_id := _known_id(work, queue.facts):
         for run in tracker.find({"grid": grid_id}, deleted=True):
             tracker.retire(run.run_id)
     if (work.folder / "cells").exists():

@@ -13,8 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
 
-import psutil
-
 from lit_lazy.support.errors import causes
 
 PATHS_BELOW = 600
@@ -47,8 +45,16 @@ def _sweep(folder: Path, mark: str) -> None:
     """Remove what processes of this machine were killed at."""
     for left in folder.glob(f"{escape(mark)}*"):
         pid = left.name.removeprefix(mark)
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+        if pid.isdecimal() and not _is_process(int(pid)):
             left.unlink(missing_ok=True)
+
+
+def _is_process(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return error.errno == errno.EPERM  # another user's
+    return True
 
 
 def _sync_folder(folder: Path) -> None:

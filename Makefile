@@ -47,7 +47,7 @@ test-tritons: $(TRITONS:%=.venv-triton-%/.complete)
 	  .venv-triton-$$version/bin/python3 -m bench --all-configurations || exit 1; \
 	done
 
-lint: .venv/.complete
+lint: .venv/.complete-test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyrefly check
@@ -62,19 +62,19 @@ bench-grid: .venv/.complete
 	$(LIT) bench grid --out docs/results/bench-grid.json
 
 # Hours, resumed by the same command; the report is of what was tried so far.
-crash-points: .venv/.complete
+crash-points: .venv/.complete-test
 	OMP_NUM_THREADS=1 $(BIN)/python tests/crash/points.py --out $(RUNS)/crash-points
 	OMP_NUM_THREADS=1 $(BIN)/python tests/crash/power.py --out $(RUNS)/crash-points --report docs/results/reliability.md
 
 # Ninety minutes on two cores, resumed by the same command.
-soak: .venv/.complete
+soak: .venv/.complete-test
 	$(BIN)/python tests/grid/chaos.py --folder $(RUNS)/soak $(addprefix --workers ,$(WORKERS)) --out docs/results/random-kills.md
 
 # Without the direct requirements, so that raising one of them meets no pin of its former version here.
-DIRECT = $(shell sed -nE 's/^([A-Za-z0-9_.-]+)(\[.*\])?==.*/\1/p' requirements.txt | paste -sd'|')
+DIRECT = $(shell sed -nE 's/^([A-Za-z0-9_.-]+)(\[.*\])?==.*/\1/p' requirements*.txt | paste -sd'|')
 
-constraints: .venv/.complete
-	( echo '# Versions of what requirements.txt pulls in; made by `make constraints`.'; \
+constraints: .venv/.complete-test
+	( echo '# Versions of what requirements*.txt pull in; made by `make constraints`.'; \
 	  $(BIN)/pip freeze --exclude-editable | grep -v -i -E '^($(DIRECT))==' ) > constraints.txt
 
 # The interpreter of triton 3.6 fails with numpy from 2.4 on.
@@ -83,9 +83,18 @@ constraints: .venv/.complete
 	.venv-triton-$*/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 triton==$* 'numpy<2.4' pytest==9.1.1 -e ./kernels
 	touch $@
 
+PINS := constraints.txt pyproject.toml kernels/pyproject.toml
+
 # Not compiled: that would take a minute, for modules of which most are never imported.
-.venv/.complete: requirements.txt constraints.txt pyproject.toml kernels/pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lit-lazy needs Python 3.11 or newer; give one with PYTHON=...")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
-	touch $@
+define install
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lit-lazy needs Python 3.11 or newer; give one with PYTHON=...")'
+$(PYTHON) -m venv .venv
+$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -r $<
+touch .venv/.complete $@
+endef
+
+.venv/.complete: requirements.txt $(PINS)
+	$(install)
+
+.venv/.complete-test: requirements-test.txt requirements.txt $(PINS)
+	$(install)

@@ -31,9 +31,10 @@ def test_conda_installs_what_pip_installs() -> None:
 
 
 def test_every_requirement_is_pinned_and_every_dependency_has_a_pin() -> None:
-    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    files = [ROOT / "requirements.txt", ROOT / "requirements-test.txt"]
+    lines = [line for file in files for line in file.read_text().splitlines()]
     pinned = {m[1].lower().split("[")[0] for line in lines if (m := re.match(r"([\w.\[\]-]+)==", line))}
-    loose = [line for line in lines if not re.match(r"#|-c |-e |[\w.\[\]-]+==", line)]
+    loose = [line for line in lines if not re.match(r"#|-c |-e |-r |[\w.\[\]-]+==", line)]
     assert loose == []
     project = (ROOT / "pyproject.toml").read_text()
     wanted = re.findall(r'^  "([\w-]+)', project.split("dependencies = [")[1].split("]\n\n")[0], re.M)

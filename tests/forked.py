@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from subprocess import DEVNULL, PIPE, STDOUT
+from subprocess import DEVNULL, PIPE, STDOUT, TimeoutExpired
 from typing import Any
 
 import sqlalchemy
@@ -22,7 +22,7 @@ import torch
 
 from lit_lazy.config.files import USER
 
-__all__ = ["DEVNULL", "PIPE", "STDOUT", "Popen", "run"]
+__all__ = ["DEVNULL", "PIPE", "STDOUT", "Popen", "TimeoutExpired", "run"]
 
 
 class Fork(subprocess.Popen[Any]):

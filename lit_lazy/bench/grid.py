@@ -26,6 +26,7 @@ from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.render import save
 from lit_lazy.tracking.spool import Spool
 from lit_lazy.tracking.tracker import Tracker, default_uri
+from lit_lazy.training.execution import Execution
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import RunResult
@@ -122,14 +123,14 @@ def bare(cfg: RunConfig, folder: Path, clock: Clock) -> None:
     """`Trainer.fit` with its checkpoints and without a logger, and the two evaluations that every run makes."""
     source = prepare(cfg)
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
-    trainer = make_trainer(cfg, folder, None, (), show_progress=False)
+    trainer = make_trainer(cfg, folder, None, (), show_progress=False, execution=Execution())
     model = module.model.to(trainer.strategy.root_device)
     with clock.of("evaluate"):
-        evaluate(model, source, cfg.train)
+        evaluate(model, source, cfg.train.precision, cfg.train.batch_size)
     with clock.of("fit"):
         fit(trainer, module, cfg, source, None)
     wall, cpu = time.perf_counter(), time.process_time()
-    evaluate(model, source, cfg.train)
+    evaluate(model, source, cfg.train.precision, cfg.train.batch_size)
     clock.wall["evaluate"][-1] += time.perf_counter() - wall
     clock.cpu["evaluate"][-1] += time.process_time() - cpu
 

@@ -234,7 +234,7 @@ def _survival(model: DecoderLM, ids: Tensor) -> dict[str, Any]:
     """
     length = ids.shape[1] - 1
     with torch.no_grad():
-        stats = model.forward_with_stats(ids[:, :-1])[1]
+        stats = model.hidden_with_stats(ids[:, :-1])[1]
         calls = zip(_attention_inputs(model, ids), model.attentions, strict=True)
         masses = torch.cat([_tile_masses(call, layer.normaliser.tau) for call, layer in calls])  # type: ignore[arg-type]
     rows = stats[0].zeros.numel() // length

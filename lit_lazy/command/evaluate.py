@@ -27,7 +27,8 @@ def evaluate_checkpoint(path: Path, threads: int | None = None) -> dict[str, flo
     """
     import torch
 
-    from lit_lazy.measure.evaluation import diagnosed, evaluate, sizes
+    from lit_lazy.measure.diagnostics import measure, validation_sample
+    from lit_lazy.measure.evaluation import evaluate, sizes
     from lit_lazy.training import checkpoints
     from lit_lazy.training.devices import training_device
 
@@ -36,4 +37,6 @@ def evaluate_checkpoint(path: Path, threads: int | None = None) -> dict[str, flo
     module = checkpoints.load(path)
     source = checkpoints.data_of_training(path, module)
     model = module.model.to(training_device())
-    return evaluate(model, source, module.cfg.train) | sizes(model) | diagnosed(model, source).scalars()
+    train = module.cfg.train
+    diagnostics = measure(model, validation_sample(source), maps=None)
+    return evaluate(model, source, train.precision, train.batch_size) | sizes(model) | diagnostics.scalars()

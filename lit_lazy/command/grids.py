@@ -1,7 +1,6 @@
 """What the commands on grids share: which grid is meant, what it runs on and where, and how results are printed."""
 
 import argparse
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,10 +62,10 @@ def default_workers(threads: int) -> int:
     import psutil
     import torch
 
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux only; elsewhere a process may use every core
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    from lit_lazy.training.devices import cores
+
     memory = psutil.virtual_memory().available // BYTES_PER_WORKER
-    return torch.cuda.device_count() or max(1, min(cores // threads, memory))
+    return torch.cuda.device_count() or max(1, min(cores() // threads, memory))
 
 
 def grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> str:

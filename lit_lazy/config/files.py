@@ -97,6 +97,11 @@ def load_module(path: Path) -> ModuleType:
     return module
 
 
+def imported() -> list[Path]:
+    """The users' files that this process has imported."""
+    return [Path(str(module.__file__)) for name, module in sys.modules.items() if name.startswith(USER)]
+
+
 def _forget(names: Iterable[str]) -> None:
     for name in names:
         sys.modules.pop(name, None)

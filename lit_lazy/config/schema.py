@@ -13,6 +13,8 @@ from lit_lazy.data import DataConfig
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.kinds import fits, is_exchangeable, is_part, wanted
 
+Precision = Literal["fp32", "bf16"]
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -105,7 +107,7 @@ class TrainConfig:
     """Adam's moment decays."""
     clip_norm: float = 1.0
     """Gradients are clipped to this global norm."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Precision = "fp32"
     """fp32, or bf16 mixed precision (parameters, tau and bias stay fp32)."""
     val_every: int = 200
     """Steps between validations."""
@@ -142,7 +144,7 @@ class TrainConfig:
             "must be two numbers, each at least 0 and below 1",
         )
         require(
-            self.precision in ("fp32", "bf16"),
+            self.precision in typing.get_args(Precision),
             "train.precision",
             self.precision,
             "must be fp32 or bf16 (mixed; a pure bf16 would round tau and bias away)",

@@ -6,12 +6,17 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lit_lazy.data.base import Batch, DataSource
-from lit_lazy.data.sampler import StepBatchSampler
+from lit_lazy.data.sampler import Portion, StepBatchSampler
 
 
-def train_loader(source: DataSource, batch_size: int, seed: int, start_step: Callable[[], int]) -> DataLoader[Batch]:
-    """Batches whose content is a function of (seed, step). start_step: asked when the first batch is."""
-    sampler = StepBatchSampler(len(source.train), batch_size, seed, start_step)
+def train_loader(
+    source: DataSource, batch_size: int, seed: int, start_step: Callable[[], int], share: Portion | None = None
+) -> DataLoader[Batch]:
+    """Batches whose content is a function of (seed, step), or a device's share of them.
+
+    start_step: asked when the first batch is.
+    """
+    sampler = StepBatchSampler(len(source.train), batch_size, seed, start_step, share)
     return DataLoader(source.train, batch_sampler=sampler, collate_fn=_unchanged)
 
 

@@ -1,11 +1,31 @@
 """The order in which a run sees its data."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from torch.utils.data import Sampler
 
 from lit_lazy.support.checks import require, require_whole
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What one of several devices takes of every batch: `parts` of the devices * parts that it is cut into."""
+
+    device: int = 0
+    devices: int = 1
+    parts: int = 1
+
+    @property
+    def n(self) -> int:
+        """Parts of a batch."""
+        return self.devices * self.parts
+
+    @property
+    def own(self) -> range:
+        """Those of this device, in the order in which it takes them."""
+        return range(self.device, self.n, self.devices)
 
 
 class StepBatchSampler(Sampler[list[int]]):
@@ -15,9 +35,12 @@ class StepBatchSampler(Sampler[list[int]]):
     the passes laid end to end, so every item is seen once per pass and a batch may straddle two of them.
     Iteration begins at the batch `start_step()` names when the iterator is made: give it the trainer's global step,
     and a run resumed in the middle of a pass sees exactly what it would have seen.
+    A share of each batch may be asked for, in parts of one size, one after the other.
     """
 
-    def __init__(self, n_items: int, batch_size: int, seed: int, start_step: Callable[[], int]):
+    def __init__(
+        self, n_items: int, batch_size: int, seed: int, start_step: Callable[[], int], share: Portion | None = None
+    ):
         require_whole("n_items", n_items, 1)
         require_whole("batch_size", batch_size, 1)
         require_whole("seed", seed, 0)
@@ -26,6 +49,8 @@ class StepBatchSampler(Sampler[list[int]]):
         self.batch_size = batch_size
         self.seed = seed
         self.start_step = start_step
+        self.share = share or Portion()
+        require(batch_size % self.share.n == 0, "batch_size", batch_size, f"must be a multiple of {self.share.n} parts")
 
     def __iter__(self) -> Iterator[list[int]]:
         step = self.start_step()  # now, not when a lazy generator is first asked
@@ -42,7 +67,7 @@ class StepBatchSampler(Sampler[list[int]]):
                 number, start = number + 1, start - self.n_items
                 order = self._pass(number)
                 batch = np.concatenate([batch, order[:start]])
-            yield batch.tolist()
+            yield from (batch[part :: self.share.n].tolist() for part in self.share.own)
 
     def _pass(self, number: int) -> np.ndarray:
         """The order of the items in one pass, `[n_items]`."""

@@ -1,6 +1,7 @@
 """First-key weight, surviving mass and sparsity from the row statistics of attention."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class AttentionMetrics:
     `sink/first_key_share`: the same weight / the mass of the same rows;
     `mass`: mean surviving mass of a row, before any renormalisation.
     And over all rows `sparsity/zero`: the share of visible keys with a weight of 0.
+    Of what this process has seen: one process of a run measures, while the others train.
     """
 
     def __init__(
@@ -43,14 +45,15 @@ class AttentionMetrics:
         self.groups = tuple(row_groups) or ("all",)
         self.renormalised, self.window = renormalised, window
         self.ratios: dict[str, RatioOfSums] = {}
+        ratio = partial(RatioOfSums, sync_on_compute=False)
         for group in self.groups:
             suffix = "" if group == "all" else f"_{group}"
-            self.ratios[f"sink/first_key_weight{suffix}"] = RatioOfSums().to(device)
+            self.ratios[f"sink/first_key_weight{suffix}"] = ratio().to(device)
             if not signed:
-                self.ratios[f"sink/first_key_share{suffix}"] = RatioOfSums(minimum=MIN_MASS).to(device)
-            self.ratios[f"mass/{group}"] = RatioOfSums().to(device)
+                self.ratios[f"sink/first_key_share{suffix}"] = ratio(minimum=MIN_MASS).to(device)
+            self.ratios[f"mass/{group}"] = ratio().to(device)
         if can_zero and not signed:
-            self.ratios["sparsity/zero"] = RatioOfSums().to(device)
+            self.ratios["sparsity/zero"] = ratio().to(device)
 
     @classmethod
     def of(

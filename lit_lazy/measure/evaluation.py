@@ -3,38 +3,31 @@
 import torch
 from torch import Tensor
 
-from lit_lazy.config.schema import TrainConfig
+from lit_lazy.config.schema import Precision
 from lit_lazy.data import Batch, DataSource
 from lit_lazy.data.loader import validation_loader
 from lit_lazy.measure.attention import AttentionMetrics
-from lit_lazy.measure.diagnostics import Diagnostics, measure, validation_sample
 from lit_lazy.measure.ratio import RatioOfSums
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
-from lit_lazy.model.loss import token_nll
+from lit_lazy.model.loss import head_nll
 
 NATS_PER_BIT = 0.6931471805599453
 
 
-def diagnosed(model: DecoderLM, source: DataSource) -> Diagnostics:
-    """The diagnostics without maps."""
-    return measure(model, validation_sample(source), maps=None)
-
-
 @torch.no_grad()
-def evaluate(model: DecoderLM, source: DataSource, train: TrainConfig) -> dict[str, float]:
-    """Final metrics on the whole validation set, where the model is; undefined ones are left out.
-
-    train: gives the size of a batch and the precision.
-    """
+def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_size: int) -> dict[str, float]:
+    """Final metrics on the whole validation set, where the model is; undefined ones are left out."""
     attention = AttentionMetrics.of(model.attentions[0], source.row_groups, model.device)
     losses: dict[str, RatioOfSums] = {}
     was_training = model.training
     model.eval()
-    for batch in validation_loader(source, train.batch_size):
+    for batch in validation_loader(source, batch_size):
         batch = {name: value.to(model.device) for name, value in batch.items()}
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=train.precision == "bf16"):
-            logits, stats = model.forward_with_stats(batch["tokens"])
-        _add_losses(losses, logits, batch, source.row_groups)
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16"):
+            hidden, stats = model.hidden_with_stats(batch["tokens"])
+            nll = head_nll(hidden, model.head.weight, batch["targets"])
+            logits = model.head(hidden) if "oracle_nll" in batch else None
+        _add_losses(losses, nll, logits, batch, source.row_groups)
         rows = {group: batch[group] for group in source.row_groups}
         attention.update(stats, rows or {"all": torch.ones_like(batch["tokens"], dtype=torch.bool)})
     model.train(was_training)
@@ -44,15 +37,16 @@ def evaluate(model: DecoderLM, source: DataSource, train: TrainConfig) -> dict[s
     return measured | attention.compute() | tau_metrics(model)
 
 
-def _add_losses(losses: dict[str, RatioOfSums], logits: Tensor, batch: Batch, row_groups: tuple[str, ...]) -> None:
+def _add_losses(
+    losses: dict[str, RatioOfSums], nll: Tensor, logits: Tensor | None, batch: Batch, row_groups: tuple[str, ...]
+) -> None:
     """Loss in nats; where the data knows its oracle, the excess over it per row group, and each group's accuracy."""
 
     def add(name: str, values: Tensor) -> None:
         losses.setdefault(name, RatioOfSums().to(values.device)).update(values, values.numel())
 
-    nll = token_nll(logits, batch["targets"])
     add("loss/val", nll)
-    if "oracle_nll" not in batch:
+    if logits is None:
         return
     excess = nll - batch["oracle_nll"]
     hit = (logits.argmax(-1) == batch["targets"]).double()

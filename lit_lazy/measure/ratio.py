@@ -17,8 +17,9 @@ class RatioOfSums(Metric):
     numerator: Tensor
     denominator: Tensor
 
-    def __init__(self, minimum: float = 0.0) -> None:
-        super().__init__()
+    def __init__(self, minimum: float = 0.0, sync_on_compute: bool = True) -> None:
+        """sync_on_compute: add what the other processes of a group have seen; they have to compute it then too."""
+        super().__init__(sync_on_compute=sync_on_compute)
         self.minimum = minimum
         for name in ("numerator", "denominator"):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")

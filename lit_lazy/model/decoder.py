@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from flash_lazy import Stats
 from lit_lazy.attention import Attention, LayerCache
@@ -61,6 +62,7 @@ class DecoderLM(nn.Module):
     def __init__(self, cfg: ModelConfig, vocab_size: int, context_length: int, seed: int) -> None:
         super().__init__()
         self.cfg, self.context_length = cfg, context_length
+        self.checkpoint_activations = False
         self.embedding = nn.Embedding(vocab_size, cfg.d_model)
         blocks = [Block(cfg, context_length, layer) for layer in range(cfg.n_layers)]
         head_dim = blocks[0].attention.head_dim // blocks[0].attention.normaliser.maps
@@ -93,13 +95,17 @@ class DecoderLM(nn.Module):
 
         key_mask: bool `[B, Lk]`, False hides a key from every query of every layer.
         """
-        return self._forward(tokens, cache, with_stats=False, key_mask=key_mask)[0]
+        return self.head(self._hidden(tokens, cache, with_stats=False, key_mask=key_mask)[0])
 
-    def forward_with_stats(self, tokens: Tensor) -> tuple[Tensor, list[Stats]]:
-        """Logits, and what each layer's attention rows did: one `Stats` of `[B, H, L]` per layer."""
-        return self._forward(tokens, None, with_stats=True)
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """What the head is applied to, `[B, L, d_model]`: for a loss that never holds all logits (`head_nll`)."""
+        return self._hidden(tokens, None, with_stats=False)[0]
 
-    def _forward(
+    def hidden_with_stats(self, tokens: Tensor) -> tuple[Tensor, list[Stats]]:
+        """The same, and what each layer's attention rows did: one `Stats` of `[B, H, L]` per layer."""
+        return self._hidden(tokens, None, with_stats=True)
+
+    def _hidden(
         self, tokens: Tensor, cache: Sequence[LayerCache] | None, with_stats: bool, key_mask: Tensor | None = None
     ) -> tuple[Tensor, list[Stats]]:
         offset = cache[0].length if cache else 0
@@ -108,10 +114,18 @@ class DecoderLM(nn.Module):
         collected: list[Stats] = []
         for index, block in enumerate(self.blocks):
             layer_cache = cache[index] if cache else None
-            x, stats = block(x, rotate, layer_cache, with_stats, key_mask)
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                # Nothing in a block is random.
+                x, stats = checkpoint(
+                    *(block, x, rotate, layer_cache, with_stats, key_mask),
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+            else:
+                x, stats = block(x, rotate, layer_cache, with_stats, key_mask)
             if stats is not None:
                 collected.append(stats)
-        return self.head(self.norm(x)), collected
+        return self.norm(x), collected
 
 
 def parameter_generator(seed: int, name: str) -> torch.Generator:

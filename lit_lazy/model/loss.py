@@ -1,9 +1,35 @@
 """The loss of next-token prediction."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+LOGITS_AT_ONCE = 2**26
+"""256 MiB in fp32: of 32k tokens' logits in a vocabulary of 32k there would be three copies of 4 GB."""
 
 
 def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
     """Negative log-likelihood in nats of each target: logits `[B, L, V]`, targets and result `[B, L]`."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+
+
+def head_nll(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """`token_nll` of `hidden @ head.T`, fp32: hidden `[B, L, d]`, head `[V, d]`, targets and result `[B, L]`.
+
+    Never more than LOGITS_AT_ONCE logits are in memory, also in the backward pass, which computes them again: tokens
+    come in blocks where there are more.
+    """
+    tokens = max(1, LOGITS_AT_ONCE // head.shape[0])
+    if targets.numel() <= tokens:
+        return token_nll(F.linear(hidden, head), targets)
+    blocks = zip(hidden.flatten(0, 1).split(tokens), targets.flatten().split(tokens), strict=True)
+    losses = [
+        checkpoint(_block_nll, block, head, wanted, use_reentrant=False, preserve_rng_state=False)
+        for block, wanted in blocks
+    ]
+    return torch.cat(losses).view(targets.shape)
+
+
+def _block_nll(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, head).float(), targets, reduction="none")

@@ -5,14 +5,16 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lit_lazy.config.canonical import from_dict, to_dict
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import Batch
 from lit_lazy.measure import RatioOfSums
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.model.loss import token_nll
+from lit_lazy.model.loss import head_nll
 from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.training.execution import Execution
 from lit_lazy.training.optimiser import lr_factor, parameter_groups
 
 
@@ -32,28 +34,54 @@ class LitLM(L.LightningModule):
         self.save_hyperparameters()
         self.cfg: RunConfig = from_dict(RunConfig, config)
         self.model = DecoderLM(self.cfg.model, vocab_size, context_length, self.cfg.seed)
-        self.val_loss, self.val_excess = RatioOfSums(), RatioOfSums()
+        self.val_loss, self.val_excess = (RatioOfSums(sync_on_compute=False) for _ in range(2))
+        self.execute(Execution())
 
     @classmethod
     def create(cls, cfg: RunConfig, vocab_size: int, context_length: int) -> "LitLM":
         """From a config object."""
         return cls(to_dict(cfg), vocab_size, context_length)
 
+    def execute(self, execution: Execution) -> None:
+        """Train in this way from now on."""
+        self.execution, self.parts = execution, execution.accumulation(self.cfg.train.batch_size)
+        self._hidden = execution.hidden(self.model)
+        self._loss = torch.zeros(())
+
     def training_step(self, batch: Batch, _batch_index: int) -> Tensor:
-        loss = token_nll(self.model(batch["tokens"]), batch["targets"]).mean()
-        if (self.global_step + 1) % self.cfg.train.log_every == 0:
-            if not torch.isfinite(loss):
-                raise DivergedError(f"training loss is {loss.item()} at step {self.global_step}")
-            self.log("train/loss", loss, prog_bar=True, logger=False)
-            if self.logger is not None:
-                # At once: Lightning would do so after the checkpoint of this step, and a kill in between would leave a
-                # hole in the curve.
-                rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
-                self.logger.log_metrics({"train/loss": loss.item(), "train/lr": rate}, self.global_step)
+        loss = head_nll(self._hidden(batch["tokens"]), self.model.head.weight, batch["targets"]).mean()
+        self._loss = self._loss + loss.detach() / self.parts
         return loss
 
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,  # noqa: ARG002
+    ) -> None:
+        """Clip, and log what this step had. Lightning's own clipping refuses a fused optimiser under bf16.
+
+        At once: Lightning would log after the checkpoint of this step, and a kill in between would leave a hole in the
+        curve.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val or torch.inf)
+        if (self.global_step + 1) % self.cfg.train.log_every == 0:
+            self._log_step(optimizer, norm)
+        self._loss = torch.zeros_like(self._loss)
+
+    def _log_step(self, optimizer: Optimizer, norm: Tensor) -> None:
+        """The mean over all devices, so that every one of them sees it when one diverges."""
+        loss = self.trainer.strategy.reduce(self._loss, reduce_op="mean")
+        if not torch.isfinite(loss):
+            raise DivergedError(f"training loss is {loss.item()} at step {self.global_step}")
+        self.log("train/loss", loss, prog_bar=True, logger=False)
+        if self.logger is not None:
+            step = {"loss": loss.item(), "lr": optimizer.param_groups[0]["lr"], "grad_norm": norm.item()}
+            self.logger.log_metrics({f"train/{name}": value for name, value in step.items()}, self.global_step)
+
     def validation_step(self, batch: Batch, _batch_index: int) -> None:
-        nll = token_nll(self.model(batch["tokens"]), batch["targets"])
+        nll = head_nll(self.model.hidden(batch["tokens"]), self.model.head.weight, batch["targets"])
         self.val_loss.update(nll, nll.numel())
         self.log("val/loss", self.val_loss, prog_bar=True)
         if "oracle_nll" in batch:
@@ -62,6 +90,7 @@ class LitLM(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         cfg = self.cfg.train
-        optimizer = torch.optim.AdamW(parameter_groups(self.model, cfg), lr=cfg.lr, betas=cfg.betas)
+        groups = parameter_groups(self.model, cfg)
+        optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, fused=self.device.type == "cuda" or None)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, cfg))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

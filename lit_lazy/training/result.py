@@ -1,7 +1,7 @@
 """What a finished run leaves in its folder."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ class RunResult:
     environment: dict[str, str]
     fingerprint: str = ""
     """Of the data; "" in a result of an earlier version."""
+    execution: dict[str, Any] = field(default_factory=dict)
+    """How it was executed; empty in a result of an earlier version."""
 
     @classmethod
     def read(cls, folder: Path) -> "RunResult | None":

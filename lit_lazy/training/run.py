@@ -2,36 +2,46 @@
 
 import json
 import logging
+import math
 import shutil
 import time
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
-import torch
+import numpy as np
 from filelock import FileLock, Timeout
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
 from lit_lazy.config.canonical import to_dict
+from lit_lazy.config.files import imported
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataSource
-from lit_lazy.measure.diagnostics import Diagnostics, measure, validation_sample
-from lit_lazy.measure.evaluation import diagnosed, evaluate, sizes
+from lit_lazy.measure.diagnostics import STRONGEST, Diagnostics, Maps, measure, validation_sample
+from lit_lazy.measure.evaluation import evaluate, sizes
 from lit_lazy.support.checks import require
 from lit_lazy.support.disk import quarantine, write_text
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import environment
 from lit_lazy.training.checkpoints import resumable_step
+from lit_lazy.training.devices import training_device
+from lit_lazy.training.execution import Execution
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.prepare import prepare
+from lit_lazy.training.ranks import Orders, started
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult
-from lit_lazy.training.trainer import MissedValidation, fit, make_trainer
+from lit_lazy.training.trainer import MissedValidation, fit, make_trainer, new_module
 from lit_lazy.training.watch import Watch, tau_history
 
 log = logging.getLogger("lit_lazy.training.run")
 CHECKPOINTS = "checkpoints"
+METRIC = "metric "
+"""What begins the names of metrics among the arrays that are kept of the untrained model."""
 
 
 class CellBusyError(UnfinishedError):
@@ -47,14 +57,16 @@ def run(
     show_progress: bool = False,
     keep_checkpoint: bool = False,
     expected_key: str | None = None,
+    execution: Execution = Execution(),  # noqa: B008 (frozen)
 ) -> RunResult:
     """Train and evaluate `cfg` in `folder`, or resume from the checkpoint that is there, or return the result that is.
 
     The checkpoints to resume from are removed in the end; keep_checkpoint leaves the trained model in `final.ckpt`.
-    The same config, seed and thread count give the same metrics on the same machine bit for bit, also when the run was
-    killed and resumed in between. Raises CellBusyError when another process works in the folder, DivergedError when
-    the loss is no longer finite, ValueError when the folder belongs to another config, or when code or data changed
-    since the cell got its key (expected_key).
+    execution: how; it is no part of the run's key. The same config, seed, devices and thread count give the same
+    metrics on the same machine bit for bit, also when the run was killed and resumed in between. Raises CellBusyError
+    when another process works in the folder, DivergedError when the loss is no longer finite, ValueError when the
+    folder belongs to another config, or when code or data changed since the cell got its key (expected_key),
+    RankLostError and RankFailedError when another process of the run ended.
     """
     source = prepare(cfg)
     key = cell_key(cfg, source.fingerprint)
@@ -69,7 +81,7 @@ def run(
         with FileLock(folder / "lock", timeout=0):
             known = finished(folder)
             require(known is None or known.key == key, "folder", str(folder), "holds the result of another config")
-            return known or _run(cfg, key, source, folder, logger, callbacks, show_progress, keep_checkpoint)
+            return known or _run(cfg, key, source, folder, logger, callbacks, show_progress, keep_checkpoint, execution)
     except Timeout:
         raise CellBusyError(f"another process works in {folder}") from None
 
@@ -83,51 +95,83 @@ def _run(
     callbacks: Sequence[Callback],
     show_progress: bool,
     keep_checkpoint: bool,
+    execution: Execution,
 ) -> RunResult:
-    module = LitLM.create(cfg, source.vocab_size, source.context_length)
-    watch = Watch(source)
-    trainer = make_trainer(cfg, folder, logger, (MissedValidation(source), watch, *callbacks), show_progress)
-    device = trainer.strategy.root_device
+    module, watch, device = new_module(cfg, source, execution), Watch(source), training_device()
     model = module.model.to(device)
-    initial, untrained = evaluate(model, source, cfg.train), diagnosed(model, source)
-
-    last = folder / CHECKPOINTS / "last.ckpt"
-    for stray in folder.glob("hpc_ckpt_*.ckpt"):
-        quarantine(stray, "left by Lightning's own requeueing")
-    started, first_step = time.perf_counter(), resumable_step(last, cfg, module)
-    if first_step:
-        log.info("resumes at step %d of %d, from %s", first_step, cfg.train.steps, last)
-    fit(trainer, module, cfg, source, last if first_step else None)
+    with started(execution.devices) as group:
+        untrained = _untrained(
+            folder / CHECKPOINTS / f"untrained-{key}.npz", lambda: _measured(module, source, maps=None)
+        )
+        last = folder / CHECKPOINTS / "last.ckpt"
+        for stray in folder.glob("hpc_ckpt_*.ckpt"):
+            quarantine(stray, "left by Lightning's own requeueing")
+        begun, first_step = time.perf_counter(), resumable_step(last, cfg, module)
+        if first_step:
+            log.info("resumes at step %d of %d, from %s", first_step, cfg.train.steps, last)
+        checkpoint = last if first_step else None
+        if group:
+            group.tell(Orders(to_dict(cfg), asdict(execution), imported(), source.fingerprint, folder, checkpoint))
+        callbacks = (MissedValidation(source), watch, *callbacks)
+        trainer = make_trainer(cfg, folder, logger, callbacks, show_progress, execution, group)
+        fit(trainer, module, cfg, source, checkpoint, group)
     trained = time.perf_counter()
     if keep_checkpoint:
         trainer.save_checkpoint(folder / FINAL_CHECKPOINT)
-    metrics = evaluate(model.to(device), source, cfg.train)  # Lightning may have moved it to the CPU
-    if not all(torch.isfinite(torch.tensor(value)) for value in metrics.values()):
-        raise DivergedError("the trained model's evaluation is not finite")
-    metrics |= {f"init/{name}": value for name, value in initial.items()} | sizes(model)
-    measured = Diagnostics.joined({"": measure(model, validation_sample(source)), "init/": untrained})
-    diagnostics = Diagnostics(measured.arrays | tau_history(watch.taus))
+    model.to(device)  # Lightning may have moved it to the CPU
+    measured = _measured(module, source, STRONGEST)
+    joined = Diagnostics.joined({"": measured.diagnostics, "init/": untrained.diagnostics})
+    diagnostics = Diagnostics(joined.arrays | tau_history(watch.taus))
     diagnostics.save(folder / DIAGNOSTICS)
-    metrics |= diagnostics.scalars()
+    initial = {f"init/{name}": value for name, value in untrained.metrics.items()}
 
     tokens = (cfg.train.steps - first_step) * cfg.train.batch_size * source.context_length
     result = RunResult(
         key=key,
         config=to_dict(cfg),
         data=source.info,
-        metrics=metrics,
+        metrics=measured.metrics | initial | sizes(model) | diagnostics.scalars(),
         labels={"backend": model.attentions[0].backend_name},
         timings={
-            "train_seconds": trained - started,
+            "train_seconds": trained - begun,
             "evaluate_seconds": time.perf_counter() - trained,
-            "tokens_per_second": tokens / (trained - started),
+            "tokens_per_second": tokens / (trained - begun),
         },
         environment=environment(),
         fingerprint=source.fingerprint,
+        execution=asdict(execution),
     )
     write_text(folder / RESULT, json.dumps(asdict(result), indent=1, sort_keys=True, allow_nan=False))
     _drop_checkpoints(folder)
     return result
+
+
+class Measured(NamedTuple):
+    """What is known of a model at one moment."""
+
+    metrics: dict[str, float]
+    diagnostics: Diagnostics
+
+
+def _measured(module: LitLM, source: DataSource, maps: Maps | None) -> Measured:
+    train = module.cfg.train
+    metrics = evaluate(module.model, source, train.precision, module.execution.evaluation_batch(train.batch_size))
+    if not all(math.isfinite(value) for value in metrics.values()):
+        raise DivergedError("the model's evaluation is not finite")
+    return Measured(metrics, measure(module.model, validation_sample(source), maps))
+
+
+def _untrained(path: Path, measured: Callable[[], Measured]) -> Measured:
+    """What is known of the untrained model. A run that resumes reads what it found when it began."""
+    with suppress(OSError, ValueError, KeyError, zipfile.BadZipFile):
+        kept = Diagnostics.load(path).arrays
+        metrics = {name.removeprefix(METRIC): float(kept.pop(name)) for name in [*kept] if name.startswith(METRIC)}
+        return Measured(metrics, Diagnostics(kept))
+    found = measured()
+    path.parent.mkdir(exist_ok=True)
+    metrics = {METRIC + name: np.array(value) for name, value in found.metrics.items()}
+    Diagnostics(found.diagnostics.arrays | metrics).save(path)
+    return found
 
 
 def finished(folder: Path) -> RunResult | None:

@@ -6,31 +6,54 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
 
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataSource
 from lit_lazy.data.loader import train_loader, validation_loader
+from lit_lazy.data.sampler import Portion
 from lit_lazy.measure import RatioOfSums
-from lit_lazy.model.loss import token_nll
+from lit_lazy.model.loss import head_nll
 from lit_lazy.training.checkpoints import AtomicCheckpointIO
+from lit_lazy.training.execution import Execution
 from lit_lazy.training.module import LitLM
+from lit_lazy.training.ranks import Group, environment
 
 
-def fit(trainer: L.Trainer, module: LitLM, cfg: RunConfig, source: DataSource, checkpoint: Path | None) -> None:
-    """Train, from a checkpoint where there is one. Lightning turns Ctrl-C into an exit; here it stays Ctrl-C."""
+def new_module(cfg: RunConfig, source: DataSource, execution: Execution) -> LitLM:
+    """What is trained."""
+    module = LitLM.create(cfg, source.vocab_size, source.context_length)
+    module.execute(execution)
+    return module
+
+
+def fit(
+    trainer: L.Trainer,
+    module: LitLM,
+    cfg: RunConfig,
+    source: DataSource,
+    checkpoint: Path | None,
+    group: Group | None = None,
+) -> None:
+    """Train, from a checkpoint where there is one, together with the other ranks where there are any.
+
+    Lightning turns Ctrl-C into an exit; here it stays Ctrl-C.
+    """
     on_interrupt = signal.getsignal(signal.SIGINT)
-    batch_size = cfg.train.batch_size
+    batch_size, share = cfg.train.batch_size, Portion(trainer.global_rank, trainer.world_size, module.parts)
     # Read when a loader is asked for its first batch, which is after a checkpoint was restored.
-    batches = train_loader(source, batch_size, cfg.seed, start_step=lambda: module.trainer.global_step)
+    batches = train_loader(source, batch_size, cfg.seed, lambda: module.trainer.global_step, share)
+    validation = validation_loader(source, module.execution.evaluation_batch(batch_size))
     try:
-        trainer.fit(module, batches, validation_loader(source, batch_size), ckpt_path=checkpoint, weights_only=True)
+        with nullcontext() if group is None else group.joined():
+            trainer.fit(module, batches, validation, ckpt_path=checkpoint, weights_only=True)
     except SystemExit:
         raise KeyboardInterrupt from None
     finally:
@@ -39,7 +62,13 @@ def fit(trainer: L.Trainer, module: LitLM, cfg: RunConfig, source: DataSource, c
 
 
 def make_trainer(
-    cfg: RunConfig, folder: Path, logger: Logger | None, callbacks: Sequence[Callback], show_progress: bool
+    cfg: RunConfig,
+    folder: Path,
+    logger: Logger | None,
+    callbacks: Sequence[Callback],
+    show_progress: bool,
+    execution: Execution,
+    group: Group | None = None,
 ) -> L.Trainer:
     """Lightning's trainer with everything that decides a result set explicitly.
 
@@ -58,24 +87,40 @@ def make_trainer(
         save_top_k=0,
         every_n_train_steps=cfg.train.checkpoint_every,
     )
+    parts = execution.accumulation(cfg.train.batch_size)
     return L.Trainer(
         max_steps=cfg.train.steps,
         max_epochs=-1,
-        devices=1,
+        devices=group.local_size if group else 1,
+        num_nodes=group.nodes if group else 1,
+        strategy=DDPStrategy() if group else "auto",
+        use_distributed_sampler=False,
+        accumulate_grad_batches=parts,
         precision="bf16-mixed" if cfg.train.precision == "bf16" else "32-true",
         gradient_clip_val=cfg.train.clip_norm,
-        val_check_interval=cfg.train.val_every,
+        val_check_interval=cfg.train.val_every * parts,  # it counts batches
         check_val_every_n_epoch=None,
         log_every_n_steps=cfg.train.log_every,
         num_sanity_val_steps=0,
         deterministic=True,
         logger=logger or False,
-        plugins=[AtomicCheckpointIO(), LightningEnvironment()],
-        callbacks=[checkpoint, *callbacks],
+        plugins=[AtomicCheckpointIO(), environment(group)],
+        callbacks=[OwnSignals(), checkpoint, *callbacks],
         enable_progress_bar=show_progress,
         enable_model_summary=False,
         default_root_dir=folder / "lightning",
     )
+
+
+class OwnSignals(Callback):
+    """Keeps the handler of SIGTERM: Lightning's would tell the other ranks, in the midst of what they do together."""
+
+    def __init__(self) -> None:
+        self._former = signal.getsignal(signal.SIGTERM)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._former)
 
 
 class AtStart(Callback, ABC):
@@ -115,10 +160,11 @@ class MissedValidation(AtStart):
         loss, excess = RatioOfSums().to(module.device), RatioOfSums().to(module.device)
         measured = {"val/loss": loss}
         module.eval()
-        for batch in validation_loader(self.source, module.cfg.train.batch_size):
+        for batch in validation_loader(self.source, module.execution.evaluation_batch(module.cfg.train.batch_size)):
             batch = {name: value.to(module.device) for name, value in batch.items()}
             with trainer.precision_plugin.forward_context():
-                nll = token_nll(module.model(batch["tokens"]), batch["targets"])
+                hidden = module.model.hidden(batch["tokens"])
+                nll = head_nll(hidden, module.model.head.weight, batch["targets"])
             loss.update(nll, nll.numel())
             if "oracle_nll" in batch:
                 excess.update(nll - batch["oracle_nll"], nll.numel())

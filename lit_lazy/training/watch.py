@@ -95,7 +95,7 @@ def look(model: DecoderLM, tokens: Tensor) -> dict[str, float]:
     hidden: dict[int, Tensor] = {}
     try:
         with listening(model, on_hidden=hidden.__setitem__):
-            _, stats = model.eval().forward_with_stats(tokens)
+            _, stats = model.eval().hidden_with_stats(tokens)
     finally:
         model.train(was_training)
     last = hidden[len(model.blocks)].float()

@@ -88,7 +88,7 @@ def test_a_sample_of_all_agrees_with_the_evaluation(trained: Path) -> None:
     module = LitLM(**read(trained)["hyper_parameters"])
     module.load_state_dict(read(trained)["state_dict"])
     source = CFG.data.load()
-    evaluated = evaluate(module.model, source, module.cfg.train)
+    evaluated = evaluate(module.model, source, module.cfg.train.precision, module.cfg.train.batch_size)
     arrays = measure(module.model, [source.validation.__getitems__(list(range(32)))]).arrays
     assert arrays["loss/by_position"].mean() == pytest.approx(evaluated["loss/val"], rel=1e-6)
     assert arrays["sparsity/zero"].mean() == pytest.approx(evaluated["sparsity/zero"], rel=1e-6)

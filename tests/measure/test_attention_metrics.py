@@ -152,7 +152,7 @@ def random_stats(cfg, tokens, seed=0):
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     inputs = []
     hooks = [a.normaliser.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for a in model.attentions]
-    _, layers = model.forward_with_stats(tokens)
+    _, layers = model.hidden_with_stats(tokens)
     for hook in hooks:
         hook.remove()
     return model, inputs, layers

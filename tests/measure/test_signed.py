@@ -37,7 +37,7 @@ def measured(normaliser: Normaliser) -> tuple[dict[str, float], Diagnostics]:
     made = model(normaliser)
     metrics = AttentionMetrics.of(made.attentions[0])
     with torch.no_grad():
-        metrics.update(made.forward_with_stats(TOKENS)[1], {"all": torch.ones_like(TOKENS, dtype=torch.bool)})
+        metrics.update(made.hidden_with_stats(TOKENS)[1], {"all": torch.ones_like(TOKENS, dtype=torch.bool)})
     return metrics.compute(), measure(made, [BATCH])
 
 
@@ -56,7 +56,7 @@ def test_signed_weights_have_no_shares_entropy_or_sparsity():
 def test_the_mass_of_a_differential_head_is_one_less_lambda():
     made = model(Differential())
     with torch.no_grad():
-        stats = made.forward_with_stats(TOKENS)[1]
+        stats = made.hidden_with_stats(TOKENS)[1]
         for layer, found in zip(made.attentions, stats, strict=True):
             torch.testing.assert_close(found.mass, (1 - layer.normaliser.factor()).expand_as(found.mass))
 

@@ -27,6 +27,7 @@ from lit_lazy.grid.work.worker import DISK_FULL, make_worker, prepare_process
 from lit_lazy.support.disk import PRIVATE, is_disk_full
 from lit_lazy.support.errors import named
 from lit_lazy.support.secrets import Redacting
+from lit_lazy.training.devices import cores
 
 CONNECT_SECONDS, JOIN_SECONDS = 5.0, 30.0
 ORDERLY_SECONDS = 60.0
@@ -114,9 +115,7 @@ def joined(address: str) -> Iterator[Cluster]:
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         if address == "local":
-            affinity = getattr(os, "sched_getaffinity", None)  # Linux only; elsewhere a process may use every core
-            cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-            size = {"num_cpus": cores, "object_store_memory": OBJECT_STORE_BYTES}
+            size = {"num_cpus": cores(), "object_store_memory": OBJECT_STORE_BYTES}
             ray.init("local", include_dashboard=False, **size, **quiet)
         else:
             _check_address(address)

@@ -1,0 +1,40 @@
+"""A process that takes its share of a run's batches, and nothing else: what a rank beside rank 0 does."""
+
+import sys
+
+from lit_lazy.config.canonical import from_dict
+from lit_lazy.config.files import load_module
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.training.execution import Execution
+from lit_lazy.training.prepare import loaded
+from lit_lazy.training.ranks import Group, end_with_input, place_of
+from lit_lazy.training.trainer import fit, make_trainer, new_module
+
+
+def take_part(group: Group) -> None:
+    """Train what rank 0 says, to the end or an error."""
+    orders = group.orders()
+    for file in orders.files:
+        load_module(file)
+    cfg, execution = from_dict(RunConfig, orders.config), Execution(**orders.execution)
+    source = loaded(cfg.data)
+    if source.fingerprint != orders.fingerprint:
+        raise ValueError(f"rank {group.rank}: its data ({source.name}) are not those of rank 0; give it the same files")
+    trainer = make_trainer(cfg, orders.folder, None, (), False, execution, group)
+    fit(trainer, new_module(cfg, source, execution), cfg, source, orders.checkpoint, group)
+
+
+def main() -> int:
+    """Entry point of the processes that rank 0 starts; their place comes on the standard input."""
+    place = sys.stdin.readline()
+    end_with_input(sys.stdin.fileno())
+    try:
+        take_part(place_of(place))
+    except UnfinishedError:
+        return 1  # rank 0 has met it too
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

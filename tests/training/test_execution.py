@@ -1,0 +1,258 @@
+"""How a run is executed changes no more than rounding: several processes, micro-batches, checkpointing, compiling."""
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import forked
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from test_run import assert_same_run, config, weights
+
+from lit_lazy.config.schema import ModelConfig
+from lit_lazy.model import loss
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.loss import head_nll, token_nll
+from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
+from lit_lazy.training import ranks
+from lit_lazy.training.execution import Execution
+from lit_lazy.training.module import DivergedError
+from lit_lazy.training.ranks import RankFailedError, RankLostError
+from lit_lazy.training.result import RunResult
+from lit_lazy.training.run import run
+
+TWO, HALVES = Execution(devices=2), Execution(micro_batch=4)
+
+
+@pytest.fixture(autouse=True)
+def _forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks are forks of this process, which has imported what they need."""
+    monkeypatch.setattr(ranks, "subprocess", forked)
+
+
+def train(folder: Path, execution: Execution, *callbacks: Callback) -> RunResult:
+    return run(
+        config(),
+        folder,
+        logger=MetricFile(folder),
+        callbacks=callbacks,
+        keep_checkpoint=True,
+        execution=execution,
+    )
+
+
+def logged(folder: Path) -> dict[tuple[str, int], float]:
+    """Every point of every curve."""
+    return {(name, line.step): value for line in read_lines(folder / METRICS) for name, value in line.metrics.items()}
+
+
+class At(Callback):
+    """Does something at the beginning of a step."""
+
+    def __init__(self, step: int, action) -> None:
+        self.step, self.action = step, action
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
+        if trainer.global_step == self.step:
+            self.action()
+
+
+def test_two_processes_are_one_that_accumulates_bit_for_bit(tmp_path: Path) -> None:
+    """Weights, every logged point, every final metric; the batch of a step is the same, in two parts."""
+    one, two = train(tmp_path / "one", HALVES), train(tmp_path / "two", TWO)
+    assert replace(one, timings={}, execution={}) == replace(two, timings={}, execution={})
+    for name, value in weights(tmp_path / "one").items():
+        assert torch.equal(value, weights(tmp_path / "two")[name]), name
+    assert logged(tmp_path / "one") == logged(tmp_path / "two")
+    assert (one.execution["micro_batch"], two.execution["devices"]) == (4, 2)
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == sorted(
+        path.name for path in (tmp_path / "two").iterdir()
+    )
+
+
+def test_two_processes_that_were_stopped_resume_to_the_same_bits(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    train(tmp_path / "undisturbed", TWO)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "stopped", TWO, At(11, interrupt))
+    train(tmp_path / "stopped", TWO)
+    assert_same_run(tmp_path / "undisturbed", tmp_path / "stopped")
+    assert logged(tmp_path / "undisturbed") == logged(tmp_path / "stopped")
+
+
+@pytest.mark.parametrize("execution", [HALVES, Execution(checkpoint_activations=True)], ids=["micro", "checkpointed"])
+def test_no_more_than_rounding_changes(tmp_path: Path, execution: Execution) -> None:
+    plain, other = train(tmp_path / "plain", Execution()), train(tmp_path / "other", execution)
+    assert plain.key == other.key
+    for name, value in plain.metrics.items():
+        assert other.metrics[name] == pytest.approx(value, rel=2e-4, abs=2e-6), name
+
+
+def others_of(pid: int) -> list[int]:
+    """The processes that a process started."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.fixture
+def none_left() -> Iterator[None]:
+    before = set(others_of(os.getpid()))
+    yield
+    assert set(others_of(os.getpid())) <= before
+
+
+@pytest.mark.usefixtures("none_left")
+def test_a_rank_that_dies_ends_the_run_which_resumes(tmp_path: Path) -> None:
+    known = set(others_of(os.getpid()))
+
+    def kill() -> None:
+        (other,) = set(others_of(os.getpid())) - known
+        os.kill(other, signal.SIGKILL)
+
+    train(tmp_path / "undisturbed", TWO)
+    with pytest.raises(RankLostError, match="rank 1 of 2 was ended by SIGKILL; the same command resumes"):
+        train(tmp_path / "killed", TWO, At(11, kill))
+    train(tmp_path / "killed", TWO)
+    assert_same_run(tmp_path / "undisturbed", tmp_path / "killed")
+
+
+@pytest.mark.usefixtures("none_left")
+def test_what_another_rank_raises_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lit_lazy.training import module
+
+    own, step = os.getpid(), module.LitLM.training_step
+
+    def raises(self: L.LightningModule, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        if os.getpid() != own and self.global_step == 3:
+            raise MemoryError("no room")
+        return step(self, batch, index)
+
+    monkeypatch.setattr(module.LitLM, "training_step", raises)
+    with pytest.raises(RankFailedError, match="rank 1: MemoryError: no room"):
+        train(tmp_path, TWO)
+
+
+@pytest.mark.usefixtures("none_left")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loss_that_is_not_finite_on_one_rank_is_seen_by_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    from lit_lazy.training import module
+
+    own, step = os.getpid(), module.LitLM.training_step
+
+    def diverges(self: L.LightningModule, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        loss = step(self, batch, index)
+        if (os.getpid() != own) == bool(rank) and self.global_step == 4:
+            self._loss = self._loss * torch.nan
+        return loss
+
+    monkeypatch.setattr(module.LitLM, "training_step", diverges)
+    with pytest.raises(DivergedError, match="training loss is nan at step 4"):
+        train(tmp_path, TWO)
+
+
+def test_the_untrained_model_is_evaluated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lit_lazy.training import run as module
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    key = train(tmp_path / "undisturbed", Execution()).key
+    evaluations = []
+    evaluate = module.evaluate
+    monkeypatch.setattr(module, "evaluate", lambda *args, **kwargs: evaluations.append(1) or evaluate(*args, **kwargs))
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "stopped", Execution(), At(11, interrupt))
+    train(tmp_path / "stopped", Execution())
+    assert len(evaluations) == 2
+    assert_same_run(tmp_path / "undisturbed", tmp_path / "stopped")
+    untrained = tmp_path / "again" / "checkpoints" / f"untrained-{key}.npz"
+    untrained.parent.mkdir(parents=True)
+    untrained.write_bytes(b"PK damaged")
+    train(tmp_path / "again", Execution())
+    assert_same_run(tmp_path / "undisturbed", tmp_path / "again")
+
+
+def test_the_gradient_norm_is_logged(tmp_path: Path) -> None:
+    train(tmp_path, Execution())
+    curve = {step: value for (name, step), value in logged(tmp_path).items() if name == "train/grad_norm"}
+    assert sorted(curve) == [4, 9, 14, 19]
+    assert all(value > 0 for value in curve.values())
+
+
+@pytest.mark.parametrize(
+    ("execution", "batch", "message"),
+    [
+        (Execution(devices=3), 8, "--devices=3: must divide train.batch_size=8"),
+        (Execution(micro_batch=3), 8, "--micro-batch=3: must divide the 8 of 8 sequences"),
+        (Execution(devices=2, micro_batch=8), 8, "--micro-batch=8: must divide the 4 of 8 sequences"),
+    ],
+)
+def test_batches_that_cannot_be_shared_out(execution: Execution, batch: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        execution.accumulation(batch)
+
+
+class TestHeadNll:
+    """The loss in blocks of tokens."""
+
+    @pytest.fixture
+    def drawn(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(3, 50, 16, generator=generator, requires_grad=True)
+        head = torch.randn(40, 16, generator=generator, requires_grad=True)
+        return hidden, head, torch.randint(40, (3, 50), generator=generator)
+
+    @pytest.mark.parametrize("at_once", [40, 40 * 7, 40 * 149])
+    def test_equals_the_loss_of_all_logits(
+        self, drawn: tuple[torch.Tensor, ...], at_once: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hidden, head, targets = drawn
+        whole = token_nll(hidden @ head.T, targets)
+        expected = torch.autograd.grad(whole.mean(), (hidden, head))
+        monkeypatch.setattr(loss, "LOGITS_AT_ONCE", at_once)
+        blocks = head_nll(hidden, head, targets)
+        torch.testing.assert_close(blocks, whole, rtol=1e-6, atol=1e-6)
+        for mine, theirs in zip(torch.autograd.grad(blocks.mean(), (hidden, head)), expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+    def test_never_holds_all_logits(self, drawn: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Neither forward nor for the backward pass."""
+        hidden, head, targets = drawn
+        monkeypatch.setattr(loss, "LOGITS_AT_ONCE", 40 * 10)
+        seen: list[int] = []
+
+        class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                out = func(*args, **(kwargs or {}))
+                seen.extend(x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor))
+                return out
+
+        with Sizes():
+            head_nll(hidden, head, targets).mean().backward()
+        assert max(seen) <= max(40 * 10, hidden.numel(), head.numel())
+
+
+def test_checkpointed_blocks_have_the_same_gradients() -> None:
+    cfg = ModelConfig(d_model=16, n_layers=3, n_heads=2, d_ff=32)
+    tokens = torch.randint(20, (2, 12), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for kept in (False, True):
+        model = DecoderLM(cfg, 20, 12, seed=0)
+        model.checkpoint_activations = kept
+        model.hidden(tokens).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.long
+def test_a_compiled_run_ends_where_the_plain_one_does(tmp_path: Path) -> None:
+    plain, compiled = train(tmp_path / "plain", Execution()), train(tmp_path / "compiled", Execution(compile=True))
+    for name, value in plain.metrics.items():
+        assert compiled.metrics[name] == pytest.approx(value, rel=2e-3, abs=2e-5), name

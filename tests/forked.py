@@ -24,6 +24,9 @@ from lit_lazy.config.files import USER
 
 __all__ = ["DEVNULL", "PIPE", "STDOUT", "Popen", "TimeoutExpired", "run"]
 
+INHERITED: list[object] = []
+"""Connections of the parent's, which are kept: to end one takes a lock that a thread of the parent may have held."""
+
 
 class Fork(subprocess.Popen[Any]):
     """`python -m MODULE ...`, `python FILE ...` or `lit-lazy ...` in a fork."""
@@ -50,6 +53,7 @@ def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
 
 def _become(given: dict[str, Any], pipes: list[int]) -> None:
     """Be the child, to its end."""
+    gc.disable()
     status = 1
     try:
         for number, source in enumerate((given["p2cread"], given["c2pwrite"], given["errwrite"])):
@@ -64,6 +68,9 @@ def _become(given: dict[str, Any], pipes: list[int]) -> None:
         if given["cwd"] is not None:
             os.chdir(given["cwd"])
         _forget()
+        # What the parent has left to be collected may wait for its threads, which are not here.
+        gc.freeze()
+        gc.enable()
         if given["env"] is not None:
             os.environ.clear()
             os.environ.update(given["env"])
@@ -93,6 +100,7 @@ def _forget() -> None:
             del sys.modules[name]
     for engine in gc.get_objects():
         if type(engine) is sqlalchemy.Engine:
+            INHERITED.append(engine.pool)
             engine.dispose(close=False)
 
 

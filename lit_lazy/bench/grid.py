@@ -26,7 +26,7 @@ from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.render import save
 from lit_lazy.tracking.spool import Spool
 from lit_lazy.tracking.tracker import Tracker, default_uri
-from lit_lazy.training.execution import Execution
+from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import RunResult
@@ -123,7 +123,7 @@ def bare(cfg: RunConfig, folder: Path, clock: Clock) -> None:
     """`Trainer.fit` with its checkpoints and without a logger, and the two evaluations that every run makes."""
     source = prepare(cfg)
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
-    trainer = make_trainer(cfg, folder, None, (), show_progress=False, execution=Execution())
+    trainer = make_trainer(cfg, folder, None, (), show_progress=False, execution=ONE_DEVICE)
     model = module.model.to(trainer.strategy.root_device)
     with clock.of("evaluate"):
         evaluate(model, source, cfg.train.precision, cfg.train.batch_size)

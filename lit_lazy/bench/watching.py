@@ -30,7 +30,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataSource
 from lit_lazy.measure.rows import summarise
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
-from lit_lazy.training.execution import Execution
+from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.trainer import fit, make_trainer
 from lit_lazy.training.watch import Watch
@@ -217,7 +217,7 @@ def _train(cfg: RunConfig, source: DataSource, stopwatch: Stopwatch | None) -> T
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         callbacks = [] if stopwatch is None else [stopwatch]
-        trainer = make_trainer(cfg, folder, MetricFile(folder), callbacks, show_progress=False, execution=Execution())
+        trainer = make_trainer(cfg, folder, MetricFile(folder), callbacks, show_progress=False, execution=ONE_DEVICE)
         started, processor_started = time.perf_counter(), time.process_time()
         fit(trainer, module, cfg, source, None)
         seconds, processor_seconds = time.perf_counter() - started, time.process_time() - processor_started

@@ -11,11 +11,13 @@ from lit_lazy.command.grids import check_places, check_workers, default_workers,
 from lit_lazy.command.options import (
     Commands,
     add_base,
+    add_execution,
     add_launcher,
     add_runs,
     add_storage,
     add_workers,
     command,
+    execution_of,
     names,
     positive,
     whole_numbers,
@@ -48,6 +50,7 @@ def add_to(commands: Commands) -> None:
     )
     add_storage(parser)
     add_runs(parser)
+    add_execution(parser)
 
 
 def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -55,11 +58,17 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.support.console import plain_console
 
     check_launcher(options)
+    execution = execution_of(options)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ValueError("torchrun: would start several commands of one grid; start it without, and give --devices")
     grid = make_grid(options, overrides)
+    for cell in grid.cells:
+        execution.accumulation(cell.config["train"]["batch_size"])
     if options.dry_run:
         from lit_lazy.grid.work.estimate import print_estimate
 
-        print_estimate(grid, options.workers or default_workers(options.threads), options.threads, plain_console())
+        workers = options.workers or default_workers(options.threads, execution.devices)
+        print_estimate(grid, workers, options.threads, plain_console())
         return 0
     from lit_lazy.grid.work.job import Launch
     from lit_lazy.grid.work.launch import run_grid
@@ -78,6 +87,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             retry_failed=options.retry_failed,
             launcher=options.launcher,
             gpus=gpus,
+            execution=execution,
         )
         console = plain_console()
         table, finished = run_grid(grid, launch, console, partial(publish, console=console))
@@ -150,13 +160,15 @@ def places(options: argparse.Namespace) -> Iterator[tuple[int, float]]:
     Raises ValueError where the cluster cannot be used.
     """
     if options.launcher == "local":
-        yield options.workers or default_workers(options.threads), 0.0
+        yield options.workers or default_workers(options.threads, options.devices or 1), 0.0
         return
     from lit_lazy.grid.work.ray_pool import Share, joined
     from lit_lazy.tracking.tracker import default_uri
 
     with joined(options.ray_address or os.environ.get("RAY_ADDRESS") or "local") as cluster:
         cluster.check_stores(queue=options.storage, tracking=default_uri(options.runs))
-        share = Share(options.threads, float(cluster.has_gpus) if options.gpus is None else options.gpus)
+        devices = options.devices or 1
+        gpus = devices * float(cluster.has_gpus) if options.gpus is None else options.gpus
+        share = Share(options.threads * devices, gpus)
         times = cluster.times(share)
         yield options.workers or times, share.gpus

@@ -57,15 +57,15 @@ def check_workers(options: argparse.Namespace) -> None:
         require_room({"--workers": options.workers}, options.workers * LEAST_BYTES_PER_WORKER)
 
 
-def default_workers(threads: int) -> int:
-    """One worker per GPU where there are any, else as many as cores and memory carry."""
+def default_workers(threads: int, devices: int = 1) -> int:
+    """One worker per GPU, or as many as it trains on, where there are any; else as many as cores and memory carry."""
     import psutil
     import torch
 
     from lit_lazy.training.devices import cores
 
     memory = psutil.virtual_memory().available // BYTES_PER_WORKER
-    return torch.cuda.device_count() or max(1, min(cores() // threads, memory))
+    return max(1, (torch.cuda.device_count() or min(cores() // threads, memory)) // devices)
 
 
 def grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> str:

@@ -4,10 +4,13 @@ import argparse
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from lit_lazy.support.errors import shown
 from lit_lazy.support.kinds import MOST
+
+if TYPE_CHECKING:
+    from lit_lazy.training.execution import Execution
 
 T = TypeVar("T")
 Commands = argparse._SubParsersAction
@@ -72,6 +75,46 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=threads, default=1, help="CPU threads of each worker (default 1)")
 
 
+def add_execution(parser: argparse.ArgumentParser) -> None:
+    """How a training is executed; `execution_of` reads them."""
+    group = parser.add_argument_group("execution", "of one training; results differ by rounding alone")
+    group.add_argument(
+        "--devices", metavar="N", type=positive, default=None, help="GPUs, or CPU processes, that share every batch"
+    )
+    group.add_argument(
+        "--strategy",
+        choices=("ddp", "fsdp"),
+        default="ddp",
+        help="whole models on all devices, or parameters and optimiser states spread over them (default ddp)",
+    )
+    group.add_argument(
+        "--micro-batch",
+        metavar="N",
+        type=positive,
+        default=None,
+        help="sequences in a device's memory at a time; gradients are added up (default: its share of the batch)",
+    )
+    group.add_argument("--compile", action="store_true", help="torch.compile the model")
+    group.add_argument(
+        "--checkpoint-activations", action="store_true", help="recompute each block in the backward pass: less memory"
+    )
+
+
+def execution_of(options: argparse.Namespace) -> "Execution":
+    """What the options, or torchrun, say. Raises ValueError where the machine has not the devices."""
+    from lit_lazy.training.devices import check_devices
+    from lit_lazy.training.execution import Execution
+    from lit_lazy.training.ranks import launched_devices
+
+    launched = launched_devices()
+    devices = options.devices or launched or 1
+    if launched is None:
+        check_devices(devices)
+    elif devices != launched:
+        raise ValueError(f"--devices {devices}: torchrun started {launched} processes; leave --devices out")
+    return Execution(devices, options.strategy, options.micro_batch, options.compile, options.checkpoint_activations)
+
+
 def add_launcher(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--launcher",
@@ -86,7 +129,7 @@ def add_launcher(parser: argparse.ArgumentParser) -> None:
         type=gpu_share,
         default=None,
         help="with --launcher ray: GPUs of each cell, 0, a fraction of one such as 0.5, or a whole number "
-        "(default: 1 if the cluster has any, else 0)",
+        "(default: one per device if the cluster has any, else 0)",
     )
     parser.add_argument(
         "--ray-address",

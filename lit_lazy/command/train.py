@@ -2,7 +2,15 @@
 
 import argparse
 
-from lit_lazy.command.options import Commands, add_runs, add_threads, command, print_metrics
+from lit_lazy.command.options import (
+    Commands,
+    add_execution,
+    add_runs,
+    add_threads,
+    command,
+    execution_of,
+    print_metrics,
+)
 
 
 def add_to(commands: Commands) -> None:
@@ -14,6 +22,7 @@ def add_to(commands: Commands) -> None:
         "--keep-checkpoint", action="store_true", help="keep the trained model, final.ckpt in the run folder"
     )
     add_runs(parser)
+    add_execution(parser)
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -25,6 +34,14 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     cfg, _ = apply_overrides(load_experiment(path), overrides)
     from lit_lazy.tracking.tracked import train_tracked
 
-    result = train_tracked(cfg, path.stem, options.runs, options.threads, options.keep_checkpoint)
+    execution = execution_of(options)
+    from lit_lazy.training.ranks import launched
+
+    if (group := launched()) and group.rank:
+        from lit_lazy.training.rank import take_part
+
+        take_part(group)
+        return 0
+    result = train_tracked(cfg, path.stem, options.runs, options.threads, options.keep_checkpoint, execution)
     print_metrics(result.metrics)
     return 0

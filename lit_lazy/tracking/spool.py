@@ -199,6 +199,8 @@ class Spool:
         made_in = dict(result.environment)
         tags = {**result.labels, "git_sha": made_in.pop("git_sha")}
         tags["environment"] = ", ".join(f"{name} {value}" for name, value in sorted(made_in.items()))
+        if result.execution:
+            tags["execution"] = ", ".join(f"{name} {value}" for name, value in sorted(result.execution.items()))
         self.tracker.finish(self.run_id(), {**result.metrics, **timings}, tags, step=result.config["train"]["steps"])
 
     def fail(self, reason: str, status: Literal["FAILED", "KILLED"]) -> None:

@@ -13,13 +13,19 @@ from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.tracking.spool import Card, Spool
 from lit_lazy.tracking.tracker import Tracker, TrackingError, check_store, default_uri
+from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run import finished, run
 
 
 def train_tracked(
-    cfg: RunConfig, name: str, runs: Path, threads: int | None = None, keep_checkpoint: bool = False
+    cfg: RunConfig,
+    name: str,
+    runs: Path,
+    threads: int | None = None,
+    keep_checkpoint: bool = False,
+    execution: Execution = ONE_DEVICE,
 ) -> RunResult:
     """Train in `runs/train-<name>/<key>` under the MLflow experiment `train-<name>`; a finished run is returned.
 
@@ -28,6 +34,7 @@ def train_tracked(
     """
     if threads is not None:
         torch.set_num_threads(threads)
+    execution.accumulation(cfg.train.batch_size)
     key = cell_key(cfg, prepare(cfg).fingerprint)
     writable_folder("--runs", runs)
     uri = default_uri(runs)
@@ -40,7 +47,12 @@ def train_tracked(
     try:
         with spool.sending() if known is None else nullcontext():
             result = known or run(
-                cfg, folder, logger=spool.logger(), show_progress=True, keep_checkpoint=keep_checkpoint
+                cfg,
+                folder,
+                logger=spool.logger(),
+                show_progress=True,
+                keep_checkpoint=keep_checkpoint,
+                execution=execution,
             )
     except BaseException as error:
         spool.fail(repr(error)[:500], "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")

@@ -66,3 +66,7 @@ class Execution:
         """The forward pass of training, from tokens `[B, L]` to the last hidden states `[B, L, d_model]`."""
         model.checkpoint_activations = self.checkpoint_activations
         return torch.compile(model.hidden) if self.compile else model.hidden
+
+
+ONE_DEVICE = Execution()
+"""The plain way."""

@@ -14,7 +14,7 @@ from lit_lazy.measure import RatioOfSums
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll
 from lit_lazy.support.errors import UnfinishedError
-from lit_lazy.training.execution import Execution
+from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.optimiser import lr_factor, parameter_groups
 
 
@@ -35,7 +35,7 @@ class LitLM(L.LightningModule):
         self.cfg: RunConfig = from_dict(RunConfig, config)
         self.model = DecoderLM(self.cfg.model, vocab_size, context_length, self.cfg.seed)
         self.val_loss, self.val_excess = (RatioOfSums(sync_on_compute=False) for _ in range(2))
-        self.execute(Execution())
+        self.execute(ONE_DEVICE)
 
     @classmethod
     def create(cls, cfg: RunConfig, vocab_size: int, context_length: int) -> "LitLM":

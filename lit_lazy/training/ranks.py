@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -163,9 +164,15 @@ def environment(group: Group | None) -> ClusterEnvironment:
     return LightningEnvironment() if group is None else Placed(group)
 
 
+def launched_devices() -> int | None:
+    """How many processes torchrun started, on one machine or several; None where this one was started otherwise."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+@cache
 def launched() -> Group | None:
-    """The place that torchrun gave this process, on one machine or several; None where it was started otherwise."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    """The place that torchrun gave this process."""
+    if launched_devices() is None:
         return None
     store, rank, size = next(distributed.rendezvous("env://", timeout=PATIENCE))
     return Group(store, rank, size, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -174,16 +181,14 @@ def launched() -> Group | None:
 @contextmanager
 def started(devices: int) -> Iterator[Group | None]:
     """The group of a run on this many devices, whose other processes live as long as this. None for one device."""
-    if devices == 1:
-        yield None
+    if devices == 1 or launched_devices():
+        yield launched()
         return
     _stay_local()
-    with socket.create_server((LOCAL, 0)) as server:
-        port = server.getsockname()[1]
+    with socket.create_server((LOCAL, 0)) as server, _Others(port := server.getsockname()[1], devices) as others:
         store = distributed.TCPStore(
             LOCAL, port, is_master=True, wait_for_workers=False, timeout=PATIENCE, master_listen_fd=server.detach()
         )
-    with _Others(port, devices) as others:
         yield Group(store, rank=0, size=devices, local_rank=0, local_size=devices, lost=others.lost)
 
 

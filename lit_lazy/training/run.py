@@ -30,7 +30,7 @@ from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import environment
 from lit_lazy.training.checkpoints import resumable_step
 from lit_lazy.training.devices import training_device
-from lit_lazy.training.execution import Execution
+from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.ranks import Orders, started
@@ -57,7 +57,7 @@ def run(
     show_progress: bool = False,
     keep_checkpoint: bool = False,
     expected_key: str | None = None,
-    execution: Execution = Execution(),  # noqa: B008 (frozen)
+    execution: Execution = ONE_DEVICE,
 ) -> RunResult:
     """Train and evaluate `cfg` in `folder`, or resume from the checkpoint that is there, or return the result that is.
 

@@ -157,7 +157,7 @@ class MissedValidation(AtStart):
         step = trainer.global_step
         if not isinstance(module, LitLM) or trainer.logger is None or not step or step % module.cfg.train.val_every:
             return
-        loss, excess = RatioOfSums().to(module.device), RatioOfSums().to(module.device)
+        loss, excess = (RatioOfSums(sync_on_compute=False).to(module.device) for _ in range(2))
         measured = {"val/loss": loss}
         module.eval()
         for batch in validation_loader(self.source, module.execution.evaluation_batch(module.cfg.train.batch_size)):

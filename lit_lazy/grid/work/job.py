@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from lit_lazy.grid.ablation import Cell
+from lit_lazy.training.execution import ONE_DEVICE, Execution
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Launch:
     """Worker processes on this machine, or tasks on the Ray cluster that this process has joined."""
     gpus: float = 0.0
     """GPUs of a Ray task."""
+    execution: Execution = ONE_DEVICE
+    """How each cell is trained."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ class Job:
     """Python files that define classes of the cells' configs."""
     module: str = "lit_lazy.grid.work.worker"
     """What a worker process on this machine runs."""
+    execution: Execution = ONE_DEVICE
+    """How each cell is trained."""
 
     @property
     def folder(self) -> Path:

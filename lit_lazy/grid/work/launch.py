@@ -166,6 +166,7 @@ def make_job(work: Work, launch: Launch, at: Opened[Q], parent_id: str) -> Job:
         keys=frozenset(cell.key for cell in work.cells) if launch.only_these else None,
         files=work.files,
         module=work.module,
+        execution=launch.execution,
     )
 
 

@@ -1,12 +1,13 @@
 """Where workers run: what a pool of them can do, and the pool of processes on this machine, one per slot."""
 
 import hashlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -103,6 +104,7 @@ class LocalPool:
             *("--threads", str(job.threads)),
             *("--parent", job.parent_id),
             *(["--command", job.command, "--slot", str(slot)] if job.command else []),
+            *("--execution", json.dumps(asdict(job.execution))),
             *(["--keep-checkpoints"] if job.keep_checkpoints else []),
             *(["--keys", str(self._keys)] if self._keys else []),
             *("--import", *(str(file) for file in job.files)),
@@ -115,7 +117,7 @@ class LocalPool:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=os.environ | threads | addresses | _one_gpu(slot),
+                env=os.environ | threads | addresses | _own_gpus(slot, job.execution.devices),
                 start_new_session=True,
             )
 
@@ -141,8 +143,10 @@ def _keys_file(job: Job) -> Path | None:
     return path.resolve()
 
 
-def _one_gpu(slot: int) -> dict[str, str]:
-    """The environment that gives a worker a GPU of its own, where there are any."""
+def _own_gpus(slot: int, devices: int) -> dict[str, str]:
+    """The environment that gives a worker GPUs of its own, where there are any."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
-    return {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]} if gpus and torch.cuda.is_available() else {}
+    if not gpus or not torch.cuda.is_available():
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[(slot * devices + i) % len(gpus)] for i in range(devices))}

@@ -163,7 +163,9 @@ class RayPool:
         self.size = size
         # A share of no GPU is to use none, whatever the machine has.
         environment = {"env_vars": {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}}
-        self._task = ray.remote(num_cpus=job.threads, num_gpus=gpus, max_retries=0, runtime_env=environment)(execute)
+        self._task = ray.remote(
+            num_cpus=job.threads * job.execution.devices, num_gpus=gpus, max_retries=0, runtime_env=environment
+        )(execute)
         self._tasks: list[Any] = []
         self._died = ""
 

@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import json
 import logging
 import os
 import signal
@@ -30,7 +31,9 @@ from lit_lazy.support.provenance import git_sha
 from lit_lazy.support.secrets import Redacting
 from lit_lazy.tracking.spool import Card, Spool
 from lit_lazy.tracking.tracker import Tracker, TrackingError
+from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.module import DivergedError
+from lit_lazy.training.ranks import RankLostError
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run import CellBusyError, finished, run
 
@@ -75,6 +78,8 @@ class Worker:
     """Token of the command that started it, without which it does not begin."""
     slot: int = 0
     """Its place among the workers of that command."""
+    execution: Execution = ONE_DEVICE
+    """How each cell is trained."""
     _held: list[Held] = field(default_factory=list)
     _interrupts: Interrupts = field(default_factory=Interrupts)
 
@@ -132,6 +137,9 @@ class Worker:
         try:
             # A finished cell only lacks its record.
             held.result = finished(spool.folder) or self._train(task, spool)
+        except RankLostError as error:  # as if this process had died: so it is counted, and the cell resumes
+            log.error("%s", error)
+            raise SystemExit(1) from error
         except CellBusyError as error:
             self._requeue(task, str(error))
             self._drop(held, heart)
@@ -179,6 +187,7 @@ class Worker:
                 callbacks=[EndIfInterrupted(self._interrupts), *self._callbacks(task)],
                 keep_checkpoint=self.keep_checkpoints,
                 expected_key=task.cell.key,
+                execution=self.execution,
             )
 
     def _callbacks(self, task: Task) -> list[Callback]:  # noqa: ARG002
@@ -271,6 +280,7 @@ def make_worker(
         job.keys,
         job.command,
         slot,
+        job.execution,
     )
 
 
@@ -283,6 +293,7 @@ def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) 
     parser.add_argument("--parent", required=True)
     parser.add_argument("--command", help="token of the command's membership")
     parser.add_argument("--slot", type=int, default=0)
+    parser.add_argument("--execution", type=json.loads, default={})
     parser.add_argument("--keep-checkpoints", action="store_true")
     parser.add_argument("--keys", type=Path, help="file with the keys of the cells to take, one a line")
     parser.add_argument("--import", dest="files", type=Path, nargs="*", default=[])
@@ -303,6 +314,7 @@ def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) 
         keep_checkpoints=options.keep_checkpoints,
         keys=frozenset(options.keys.read_text().splitlines()) if options.keys else None,
         files=options.files,
+        execution=Execution(**options.execution),
     )
     try:
         prepare_process(job)

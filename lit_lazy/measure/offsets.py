@@ -5,6 +5,7 @@ from torch import Tensor
 
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.support.spread import whole
 
 
 def taus(model: DecoderLM) -> Tensor | None:
@@ -14,7 +15,7 @@ def taus(model: DecoderLM) -> Tensor | None:
     """
     parameters = [dict(layer.normaliser.named_parameters()).get("tau") for layer in model.attentions]
     heads = model.attentions[0].n_heads
-    found = [tau.detach() for tau in parameters if tau is not None and tau.dim() in (1, 2) and len(tau) == heads]
+    found = [whole(tau.detach()) for tau in parameters if tau is not None and tau.dim() in (1, 2) and len(tau) == heads]
     return torch.stack(found) if found else None
 
 

@@ -30,6 +30,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(Path(path), lambda file: torch.save(checkpoint, file))
 
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Mapped from the file: what is copied from it to model and optimiser is in memory once."""
+        del map_location, weights_only
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
 
 def read(path: Path) -> dict[str, Any]:
     """The content of one of this project's checkpoints. Raises ValueError that says, in one line, why it is none."""
@@ -41,10 +48,9 @@ def read(path: Path) -> dict[str, Any]:
                 raise zipfile.BadZipFile("it is compressed, which torch does not do")  # to any size
             if (part := archive.testzip()) is not None:
                 raise zipfile.BadZipFile(f"bad checksum of {part}")
-            file.seek(0)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of kinds of tensors that are refused below
-                content = torch.load(file, map_location="cpu", weights_only=True)
+                content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})") from None
     except (MemoryError, RecursionError) as error:

@@ -37,6 +37,9 @@ class Execution:
             self.strategy,
             "spreads a model over devices; add --devices 2 or more",
         )
+        require(
+            not (self.compile and self.strategy == "fsdp"), "--compile", True, "has not been tried with --strategy fsdp"
+        )
         if self.micro_batch is not None:
             require_whole("--micro-batch", self.micro_batch, 1)
 

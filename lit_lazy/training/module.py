@@ -5,6 +5,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from lit_lazy.config.canonical import from_dict, to_dict
@@ -14,6 +15,7 @@ from lit_lazy.measure import RatioOfSums
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll
 from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.support.spread import whole
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.optimiser import lr_factor, parameter_groups
 
@@ -46,7 +48,17 @@ class LitLM(L.LightningModule):
         """Train in this way from now on."""
         self.execution, self.parts = execution, execution.accumulation(self.cfg.train.batch_size)
         self._hidden = execution.hidden(self.model)
-        self._loss = torch.zeros(())
+        self._loss, self._is_spread = torch.zeros(()), False
+
+    def configure_model(self) -> None:
+        """Spread the parameters over the devices, where that is wanted."""
+        if self.execution.strategy == "fsdp" and not self._is_spread:
+            mesh = self.device_mesh["data_parallel"]  # type: ignore[index] (the strategy has set it)
+            for part in (*self.model.blocks, self.model):
+                fully_shard(part, mesh=mesh)
+            for name in ("hidden", "hidden_with_stats"):  # whoever calls them has to gather the parameters first
+                register_fsdp_forward_method(self.model, name)
+            self._hidden, self._is_spread = self.execution.hidden(self.model), True
 
     def training_step(self, batch: Batch, _batch_index: int) -> Tensor:
         loss = head_nll(self._hidden(batch["tokens"]), self.model.head.weight, batch["targets"]).mean()
@@ -65,7 +77,7 @@ class LitLM(L.LightningModule):
         curve.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val or torch.inf)
+        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val or torch.inf))
         if (self.global_step + 1) % self.cfg.train.log_every == 0:
             self._log_step(optimizer, norm)
         self._loss = torch.zeros_like(self._loss)

@@ -2,6 +2,8 @@
 
 import sys
 
+from lightning.pytorch.loggers.logger import DummyLogger
+
 from lit_lazy.config.canonical import from_dict
 from lit_lazy.config.files import load_module
 from lit_lazy.config.schema import RunConfig
@@ -9,7 +11,8 @@ from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.prepare import loaded
 from lit_lazy.training.ranks import Group, end_with_input, place_of
-from lit_lazy.training.trainer import fit, make_trainer, new_module
+from lit_lazy.training.trainer import MissedValidation, fit, make_trainer, new_module
+from lit_lazy.training.watch import Watch
 
 
 def take_part(group: Group) -> None:
@@ -21,8 +24,11 @@ def take_part(group: Group) -> None:
     source = loaded(cfg.data)
     if source.fingerprint != orders.fingerprint:
         raise ValueError(f"rank {group.rank}: its data ({source.name}) are not those of rank 0; give it the same files")
-    trainer = make_trainer(cfg, orders.folder, None, (), False, execution, group)
-    fit(trainer, new_module(cfg, source, execution), cfg, source, orders.checkpoint, group)
+    logger, callbacks = None, ()
+    if execution.strategy == "fsdp":  # rank 0 cannot look at the model alone
+        logger, callbacks = DummyLogger(), (MissedValidation(source), Watch(source))
+    trainer = make_trainer(cfg, orders.folder, logger, callbacks, False, execution, group)
+    fit(trainer, new_module(cfg, source, execution), cfg, source, orders.checkpoint, group, orders.final)
 
 
 def main() -> int:

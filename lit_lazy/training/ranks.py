@@ -62,6 +62,8 @@ class Orders:
     folder: Path
     checkpoint: Path | None
     """To resume from."""
+    final: Path | None
+    """Where the trained model is kept."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,8 @@ class Group:
     def orders(self) -> Orders:
         """What rank 0 wants to be trained; waits for it."""
         given = json.loads(self.store.get(ORDERS))
-        files, checkpoint = [Path(file) for file in given["files"]], given["checkpoint"]
-        paths = {"files": files, "folder": Path(given["folder"]), "checkpoint": checkpoint and Path(checkpoint)}
-        return Orders(**given | paths)
+        paths = {name: given[name] and Path(given[name]) for name in ("folder", "checkpoint", "final")}
+        return Orders(**given | paths | {"files": [Path(file) for file in given["files"]]})
 
     def _fail(self, error: Exception) -> None:
         """Say why this rank cannot continue."""

@@ -98,7 +98,7 @@ def _run(
     execution: Execution,
 ) -> RunResult:
     module, watch, device = new_module(cfg, source, execution), Watch(source), training_device()
-    model = module.model.to(device)
+    module.model.to(device)
     with started(execution.devices) as group:
         untrained = _untrained(
             folder / CHECKPOINTS / f"untrained-{key}.npz", lambda: _measured(module, source, maps=None)
@@ -109,16 +109,16 @@ def _run(
         begun, first_step = time.perf_counter(), resumable_step(last, cfg, module)
         if first_step:
             log.info("resumes at step %d of %d, from %s", first_step, cfg.train.steps, last)
-        checkpoint = last if first_step else None
+        checkpoint, final = last if first_step else None, folder / FINAL_CHECKPOINT if keep_checkpoint else None
         if group:
-            group.tell(Orders(to_dict(cfg), asdict(execution), imported(), source.fingerprint, folder, checkpoint))
+            group.tell(
+                Orders(to_dict(cfg), asdict(execution), imported(), source.fingerprint, folder, checkpoint, final)
+            )
         callbacks = (MissedValidation(source), watch, *callbacks)
         trainer = make_trainer(cfg, folder, logger, callbacks, show_progress, execution, group)
-        fit(trainer, module, cfg, source, checkpoint, group)
+        module = fit(trainer, module, cfg, source, checkpoint, group, final)
     trained = time.perf_counter()
-    if keep_checkpoint:
-        trainer.save_checkpoint(folder / FINAL_CHECKPOINT)
-    model.to(device)  # Lightning may have moved it to the CPU
+    model = module.model.to(device)  # Lightning may have moved it to the CPU
     measured = _measured(module, source, STRONGEST)
     joined = Diagnostics.joined({"": measured.diagnostics, "init/": untrained.diagnostics})
     diagnostics = Diagnostics(joined.arrays | tau_history(watch.taus))

@@ -13,7 +13,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataSource
@@ -25,6 +25,7 @@ from lit_lazy.training.checkpoints import AtomicCheckpointIO
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.ranks import Group, environment
+from lit_lazy.training.spread import Spread
 
 
 def new_module(cfg: RunConfig, source: DataSource, execution: Execution) -> LitLM:
@@ -41,9 +42,11 @@ def fit(
     source: DataSource,
     checkpoint: Path | None,
     group: Group | None = None,
-) -> None:
+    final: Path | None = None,
+) -> LitLM:
     """Train, from a checkpoint where there is one, together with the other ranks where there are any.
 
+    The trained module comes back, on rank 0 whole, also where devices share its parameters; final: to keep it there.
     Lightning turns Ctrl-C into an exit; here it stays Ctrl-C.
     """
     on_interrupt = signal.getsignal(signal.SIGINT)
@@ -54,11 +57,25 @@ def fit(
     try:
         with nullcontext() if group is None else group.joined():
             trainer.fit(module, batches, validation, ckpt_path=checkpoint, weights_only=True)
+            if final:
+                trainer.save_checkpoint(final)
+            return _whole(trainer, module, source)
     except SystemExit:
         raise KeyboardInterrupt from None
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, on_interrupt)
+
+
+def _whole(trainer: L.Trainer, module: LitLM, source: DataSource) -> LitLM:
+    """A module of which each device has a part, put together on rank 0."""
+    if module.execution.strategy == "ddp":
+        return module
+    state = trainer.strategy.lightning_module_state_dict()
+    made = new_module(module.cfg, source, module.execution)
+    if trainer.is_global_zero:
+        made.load_state_dict(state)
+    return made
 
 
 def make_trainer(
@@ -93,7 +110,7 @@ def make_trainer(
         max_epochs=-1,
         devices=group.local_size if group else 1,
         num_nodes=group.nodes if group else 1,
-        strategy=DDPStrategy() if group else "auto",
+        strategy=_strategy(execution) if group else "auto",
         use_distributed_sampler=False,
         accumulate_grad_batches=parts,
         precision="bf16-mixed" if cfg.train.precision == "bf16" else "32-true",
@@ -110,6 +127,10 @@ def make_trainer(
         enable_model_summary=False,
         default_root_dir=folder / "lightning",
     )
+
+
+def _strategy(execution: Execution) -> Strategy:
+    return DDPStrategy() if execution.strategy == "ddp" else Spread(execution.devices)
 
 
 class OwnSignals(Callback):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from lit_lazy.training.result import RunResult
 from lit_lazy.training.run import run
 
 TWO, HALVES = Execution(devices=2), Execution(micro_batch=4)
+SPREAD = Execution(devices=2, strategy="fsdp")
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +63,10 @@ class At(Callback):
             self.action()
 
 
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def test_two_processes_are_one_that_accumulates_bit_for_bit(tmp_path: Path) -> None:
     """Weights, every logged point, every final metric; the batch of a step is the same, in two parts."""
     one, two = train(tmp_path / "one", HALVES), train(tmp_path / "two", TWO)
@@ -75,9 +81,6 @@ def test_two_processes_are_one_that_accumulates_bit_for_bit(tmp_path: Path) -> N
 
 
 def test_two_processes_that_were_stopped_resume_to_the_same_bits(tmp_path: Path) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
     train(tmp_path / "undisturbed", TWO)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "stopped", TWO, At(11, interrupt))
@@ -86,12 +89,45 @@ def test_two_processes_that_were_stopped_resume_to_the_same_bits(tmp_path: Path)
     assert logged(tmp_path / "undisturbed") == logged(tmp_path / "stopped")
 
 
-@pytest.mark.parametrize("execution", [HALVES, Execution(checkpoint_activations=True)], ids=["micro", "checkpointed"])
-def test_no_more_than_rounding_changes(tmp_path: Path, execution: Execution) -> None:
-    plain, other = train(tmp_path / "plain", Execution()), train(tmp_path / "other", execution)
+def assert_close(plain: RunResult, other: RunResult) -> None:
     assert plain.key == other.key
     for name, value in plain.metrics.items():
         assert other.metrics[name] == pytest.approx(value, rel=2e-4, abs=2e-6), name
+
+
+@pytest.mark.parametrize("execution", [HALVES, Execution(checkpoint_activations=True)], ids=["micro", "checkpointed"])
+def test_no_more_than_rounding_changes(tmp_path: Path, execution: Execution) -> None:
+    assert_close(train(tmp_path / "plain", Execution()), train(tmp_path / "other", execution))
+
+
+@pytest.fixture
+def _real(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks are new processes: a fork would inherit what torch remembers of rank 0's part of a tensor."""
+    monkeypatch.setattr(ranks, "subprocess", subprocess)
+
+
+@pytest.mark.usefixtures("_real")
+def test_a_model_that_is_spread_over_processes_stops_and_resumes(tmp_path: Path) -> None:
+    """17 tokens and 2 heads: rows that two processes do not share evenly. What it leaves is a model like any other."""
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "spread", SPREAD, At(11, interrupt))
+    assert_close(train(tmp_path / "plain", Execution()), train(tmp_path / "spread", SPREAD))
+    for name, value in weights(tmp_path / "plain").items():
+        torch.testing.assert_close(weights(tmp_path / "spread")[name], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_real")
+def test_a_model_that_is_spread_resumes_to_the_same_bits_and_may_be_taken_over(tmp_path: Path) -> None:
+    train(tmp_path / "undisturbed", SPREAD)
+    for name, then in (("stopped", SPREAD), ("taken over", TWO), ("taken over by one", Execution())):
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / name, SPREAD, At(11, interrupt))
+        train(tmp_path / name, then)
+    assert_same_run(tmp_path / "undisturbed", tmp_path / "stopped")
+    for name in ("taken over", "taken over by one"):
+        for key, value in weights(tmp_path / "undisturbed").items():
+            torch.testing.assert_close(weights(tmp_path / name)[key], value, rtol=1e-3, atol=1e-5)
 
 
 def others_of(pid: int) -> list[int]:
@@ -159,9 +195,6 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_seen_by_all(
 
 def test_the_untrained_model_is_evaluated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lit_lazy.training import run as module
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
 
     key = train(tmp_path / "undisturbed", Execution()).key
     evaluations = []

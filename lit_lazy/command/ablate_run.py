@@ -12,6 +12,7 @@ from lit_lazy.command.options import (
     Commands,
     add_base,
     add_execution,
+    add_init_from,
     add_launcher,
     add_runs,
     add_storage,
@@ -21,6 +22,7 @@ from lit_lazy.command.options import (
     names,
     positive,
     whole_numbers,
+    with_init,
 )
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ def add_to(commands: Commands) -> None:
     )
     add_storage(parser)
     add_runs(parser)
+    add_init_from(parser)
     add_execution(parser)
 
 
@@ -64,13 +67,14 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     grid = make_grid(options, overrides)
     for cell in grid.cells:
         execution.accumulation(cell.config["train"]["batch_size"])
+    from lit_lazy.grid.work.job import Launch
+
     if options.dry_run:
         from lit_lazy.grid.work.estimate import print_estimate
 
         workers = options.workers or default_workers(options.threads, execution.devices)
-        print_estimate(grid, workers, options.threads, plain_console())
+        print_estimate(grid, Launch(workers, options.threads, execution=execution), plain_console())
         return 0
-    from lit_lazy.grid.work.job import Launch
     from lit_lazy.grid.work.launch import run_grid
     from lit_lazy.report.publish import publish
     from lit_lazy.table.render import markdown
@@ -104,7 +108,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
 
     ablation_path = find("ablations", options.ablation)
     ablation = load_ablation(ablation_path)
-    base_path, base_name, base, overridden = make_base(options, ablation, overrides)
+    base_path, base_name, base, overridden = make_base(options, ablation, with_init(options, overrides))
     chosen = select(ablation, options.rows, options.seeds)
     cells = expand(chosen, base, overridden)
     from lit_lazy.grid.plan import Plan

@@ -4,7 +4,17 @@ import argparse
 from typing import TYPE_CHECKING
 
 from lit_lazy.command.grids import check_places, check_workers, default_workers, make_base, print_results
-from lit_lazy.command.options import Commands, add_base, add_runs, add_storage, add_workers, command, positive
+from lit_lazy.command.options import (
+    Commands,
+    add_base,
+    add_init_from,
+    add_runs,
+    add_storage,
+    add_workers,
+    command,
+    positive,
+    with_init,
+)
 
 if TYPE_CHECKING:
     from lit_lazy.grid.search.run import SearchWork
@@ -25,6 +35,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--fresh", action="store_true", help="move the former results away and start again")
     add_storage(parser)
     add_runs(parser)
+    add_init_from(parser)
 
 
 def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -57,7 +68,7 @@ def make_search(options: argparse.Namespace, overrides: list[str]) -> "SearchWor
 
     search_path = find("ablations", options.ablation)
     search = load_search(search_path)
-    base_path, base_name, base, overridden = make_base(options, search, overrides)
+    base_path, base_name, base, overridden = make_base(options, search, with_init(options, overrides))
     trials = options.trials or search.trials
     require_cells("--trials", trials)
     definition = define(search, base, overridden)

@@ -75,6 +75,22 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=threads, default=1, help="CPU threads of each worker (default 1)")
 
 
+def add_init_from(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--init-from",
+        metavar="CHECKPOINT",
+        type=path,
+        default=None,
+        help="start with the weights of a final.ckpt, where name and shape are the same: another variant, data or "
+        "schedule from a trained model",
+    )
+
+
+def with_init(options: argparse.Namespace, overrides: list[str]) -> list[str]:
+    """The overrides, and that of `--init-from`, which is a field of the experiment."""
+    return overrides if options.init_from is None else [*overrides, f"--init_from={options.init_from.resolve()}"]
+
+
 def add_execution(parser: argparse.ArgumentParser) -> None:
     """How a training is executed; `execution_of` reads them."""
     group = parser.add_argument_group("execution", "of one training; results differ by rounding alone")
@@ -101,7 +117,7 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
 
 
 def execution_of(options: argparse.Namespace) -> "Execution":
-    """What the options, or torchrun, say. Raises ValueError where the machine has not the devices."""
+    """What the options, or torchrun, say. Raises ValueError where the machine has not the devices to train on."""
     from lit_lazy.training.devices import check_devices
     from lit_lazy.training.execution import Execution
     from lit_lazy.training.ranks import launched_devices
@@ -109,7 +125,8 @@ def execution_of(options: argparse.Namespace) -> "Execution":
     launched = launched_devices()
     devices = options.devices or launched or 1
     if launched is None:
-        check_devices(devices)
+        if not options.dry_run:
+            check_devices(devices)
     elif devices != launched:
         raise ValueError(f"--devices {devices}: torchrun started {launched} processes; leave --devices out")
     return Execution(devices, options.strategy, options.micro_batch, options.compile, options.checkpoint_activations)

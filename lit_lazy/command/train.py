@@ -1,15 +1,18 @@
 """`lit-lazy train`"""
 
 import argparse
+import logging
 
 from lit_lazy.command.options import (
     Commands,
     add_execution,
+    add_init_from,
     add_runs,
     add_threads,
     command,
     execution_of,
     print_metrics,
+    with_init,
 )
 
 
@@ -21,7 +24,9 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--keep-checkpoint", action="store_true", help="keep the trained model, final.ckpt in the run folder"
     )
+    parser.add_argument("--dry-run", action="store_true", help="print what it will take; create nothing")
     add_runs(parser)
+    add_init_from(parser)
     add_execution(parser)
 
 
@@ -31,10 +36,18 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.config.overrides import apply_overrides
 
     path = find("experiments", options.experiment)
-    cfg, _ = apply_overrides(load_experiment(path), overrides)
+    cfg, _ = apply_overrides(load_experiment(path), with_init(options, overrides))
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("lit_lazy.training").setLevel(logging.INFO)
     from lit_lazy.tracking.tracked import train_tracked
 
     execution = execution_of(options)
+    if options.dry_run:
+        from lit_lazy.training.cost import report
+        from lit_lazy.training.prepare import loaded
+
+        print("\n".join([*report(path.stem, cfg, loaded(cfg.data), execution), "Nothing was created."]))
+        return 0
     from lit_lazy.training.ranks import launched
 
     if (group := launched()) and group.rank:

@@ -7,13 +7,17 @@ raises `SCHEMA`. The code of a user's own classes is in it, so an edited rule is
 import dataclasses
 import hashlib
 import json
+import os
 import typing
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from lit_lazy.config.canonical import part_name, to_dict
 from lit_lazy.config.files import source_of
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.support.disk import open_file
 
 SCHEMA = 2
 """Raised when a default, or what a field means, changes: the same key would name another training."""
@@ -21,7 +25,29 @@ SCHEMA = 2
 
 def cell_key(config: RunConfig, fingerprint: str) -> str:
     """12 hex digits of the settings, of the user's own code behind them, and of the data's fingerprint."""
-    return _digest({"schema": SCHEMA, "config": settings(config), "code": code(config), "data": fingerprint}, digits=12)
+    content = {"schema": SCHEMA, "config": settings(config), "code": code(config), "data": fingerprint}
+    if config.init_from is not None:
+        del content["config"]["init_from"]  # the same weights elsewhere make the same run
+        content["init_from"] = content_of(config.init_from)
+    return _digest(content, digits=12)
+
+
+def content_of(path: str) -> str:
+    """The digest of a file. Raises ValueError, in one line, where it cannot be read."""
+    try:
+        state = os.stat(path)
+        return _content_of(path, state.st_size, state.st_mtime_ns)
+    except OSError as error:
+        raise ValueError(f"init_from={path!r}: cannot be read ({error.strerror}); give a final.ckpt") from None
+
+
+@cache
+def _content_of(path: str, size: int, changed: int) -> str:  # noqa: ARG001 (what tells that it is another file)
+    digest = hashlib.sha256()
+    with open_file(Path(path)) as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def settings_key(config: RunConfig) -> str:

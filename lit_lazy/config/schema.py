@@ -163,6 +163,8 @@ class RunConfig:
     """How it is trained."""
     seed: int = 0
     """Seed of the initial weights and of the batch order."""
+    init_from: str | None = None
+    """Checkpoint of a trained model whose weights it starts with, where name and shape are the same; None for none."""
 
     def __post_init__(self) -> None:
         require_whole("seed", self.seed, 0)

@@ -59,7 +59,8 @@ class DecoderLM(nn.Module):
     So two variants of one seed start from bit-equal values in every parameter they share.
     """
 
-    def __init__(self, cfg: ModelConfig, vocab_size: int, context_length: int, seed: int) -> None:
+    def __init__(self, cfg: ModelConfig, vocab_size: int, context_length: int, seed: int | None) -> None:
+        """seed: None for a model whose weights are never used."""
         super().__init__()
         self.cfg, self.context_length = cfg, context_length
         self.checkpoint_activations = False
@@ -72,7 +73,8 @@ class DecoderLM(nn.Module):
         self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
         if cfg.tie_embeddings:
             self.head.weight = self.embedding.weight
-        init_parameters(self, seed)
+        if seed is not None:
+            init_parameters(self, seed)
 
     @property
     def device(self) -> torch.device:

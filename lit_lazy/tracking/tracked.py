@@ -13,6 +13,7 @@ from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.tracking.spool import Card, Spool
 from lit_lazy.tracking.tracker import Tracker, TrackingError, check_store, default_uri
+from lit_lazy.training.cost import cost_of, require_fit
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import RunResult
@@ -34,8 +35,9 @@ def train_tracked(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    execution.accumulation(cfg.train.batch_size)
-    key = cell_key(cfg, prepare(cfg).fingerprint)
+    source = prepare(cfg, execution)
+    require_fit(cost_of(cfg, source, execution), execution)
+    key = cell_key(cfg, source.fingerprint)
     writable_folder("--runs", runs)
     uri = default_uri(runs)
     check_store(uri)

@@ -4,6 +4,7 @@ import json
 import pickle
 import warnings
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from lit_lazy.support.kinds import MOST
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import check_size, loaded
 from lit_lazy.training.result import RESULT
+
+MOST_NAMED = 8
+"""Tensors, in a message."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -111,6 +115,31 @@ def load(path: Path) -> LitLM:
     return module
 
 
+def take_over(module: LitLM, path: Path) -> str:
+    """Give a module the weights of a checkpoint that have the same name and shape; what became of which, in a line.
+
+    Raises ValueError, in one line, where there is no such model, or none of its weights fits.
+    """
+    given, own = load(path).model.state_dict(), module.model.state_dict()
+    taken = {name: value for name, value in given.items() if name in own and own[name].shape == value.shape}
+    if not taken:
+        raise ValueError(
+            f"init_from={str(path)!r}: none of its weights has the name and shape of one here; leave it out"
+        )
+    module.model.load_state_dict(own | taken)
+    share = sum(value.numel() for value in taken.values()) / sum(value.numel() for value in own.values())
+    new, left = sorted(own.keys() - taken.keys()), sorted(given.keys() - taken.keys())
+    return (
+        f"starts from {path}: {len(taken)} of {len(own)} tensors, {share:.1%} of the weights, are taken over; "
+        f"new: {_few(new)}; left behind: {_few(left)}"
+    )
+
+
+def _few(names: list[str]) -> str:
+    shown = ", ".join(names[:MOST_NAMED])
+    return f"{shown}, ... ({len(names)})" if len(names) > MOST_NAMED else shown or "none"
+
+
 def _made(content: dict[str, Any]) -> LitLM:
     """The module that a checkpoint's settings describe, if its weights are of that size: else it may be of any."""
     settings, state = content["hyper_parameters"], content["state_dict"]
@@ -123,7 +152,7 @@ def _made(content: dict[str, Any]) -> LitLM:
         raise ValueError(f"the embedding is not of {list(wanted)}, as the settings say")
     if cfg.model.n_layers > len(state):
         raise ValueError(f"model.n_layers={cfg.model.n_layers}: there are weights of fewer")
-    check_size(cfg.model, *wanted[:1], settings["context_length"], batch_size=1)
+    check_size(cfg.model, *wanted[:1], settings["context_length"])
     return LitLM(**settings)
 
 
@@ -159,7 +188,8 @@ def resumable_step(path: Path, cfg: RunConfig, module: LitLM) -> int:
 def _is_of(config: Any, cfg: RunConfig) -> bool:
     """Whether a checkpoint's plain config is this one; a field that it does not know yet is at its default."""
     try:
-        return from_dict(RunConfig, config) == cfg
+        # The weights that it started with are in the run's key, wherever they lie.
+        return replace(from_dict(RunConfig, config), init_from=cfg.init_from) == cfg
     except (AttributeError, KeyError, TypeError, ValueError):
         return False
 

@@ -7,12 +7,15 @@ from pathlib import Path
 import torch
 
 from lit_lazy.attention import Attention
+from lit_lazy.config.key import content_of
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data import DataConfig, DataSource, TokenDataset
+from lit_lazy.model.loss import LOGITS_AT_ONCE
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.errors import described, named
 from lit_lazy.support.memory import require_room
 from lit_lazy.training.devices import training_device
+from lit_lazy.training.execution import Execution
 
 BYTES_PER_PARAMETER = 16
 """Weight, gradient and AdamW's two moments."""
@@ -47,20 +50,25 @@ def _slip(error: BaseException) -> str:
     return f"{kind} ({Path(last.filename).name}, line {last.lineno}){text and ': '}{text}"
 
 
-def check_size(cfg: ModelConfig, vocab_size: int, context_length: int, batch_size: int) -> None:
-    """Raise ValueError where this machine could not hold a model and its training.
+def check_size(
+    cfg: ModelConfig, vocab_size: int, context_length: int, sequences: int = 1, checkpointed: bool = True
+) -> None:
+    """Raise ValueError where this machine could not hold a model and its training on so many sequences at a time.
 
-    A lower bound: parameters with their gradients and moments, logits, and what a layer keeps for its backward pass.
+    A lower bound: parameters with their gradients and moments, logits, and what a layer keeps for its backward pass,
+    which is its input alone where activations are checkpointed.
     """
     width = (cfg.n_heads + cfg.kv_heads) * (cfg.d_model // cfg.n_heads)
     layer = 2 * cfg.d_model * width + 3 * cfg.d_model * cfg.d_ff
     embeddings = vocab_size * cfg.d_model * (1 if cfg.tie_embeddings else 2)
-    kept = batch_size * context_length * (vocab_size + cfg.n_layers * (2 * cfg.d_model + 2 * cfg.d_ff))
+    tokens = sequences * context_length
+    kept = min(tokens * vocab_size, LOGITS_AT_ONCE)
+    kept += tokens * cfg.n_layers * (cfg.d_model if checkpointed else 2 * cfg.d_model + 2 * cfg.d_ff)
     sizes = {
         "model.d_model": cfg.d_model,
         "model.n_layers": cfg.n_layers,
         "model.d_ff": cfg.d_ff,
-        "train.batch_size": batch_size,
+        "sequences at a time": sequences,
         "vocabulary": vocab_size,
         "context length": context_length,
     }
@@ -83,10 +91,10 @@ def _parameters_of_parts(cfg: ModelConfig, context_length: int) -> int:
     return count
 
 
-def prepare(cfg: RunConfig) -> DataSource:
+def prepare(cfg: RunConfig, execution: Execution | None = None) -> DataSource:
     """Load a run's data and check that data, model and training fit each other, before anything is created.
 
-    Raises ValueError in one line that names the option.
+    execution: on this machine; None where it is not known yet. Raises ValueError in one line that names the option.
     """
     source = loaded(cfg.data)
     require(
@@ -95,8 +103,15 @@ def prepare(cfg: RunConfig) -> DataSource:
         cfg.train.batch_size,
         f"must not exceed the {len(source.train)} training sequences",
     )
-    check_size(cfg.model, source.vocab_size, source.context_length, cfg.train.batch_size)
+    if execution is None:
+        check_size(cfg.model, source.vocab_size, source.context_length)
+    else:
+        execution.accumulation(cfg.train.batch_size)
+        at_a_time = execution.evaluation_batch(cfg.train.batch_size), execution.checkpoint_activations
+        check_size(cfg.model, source.vocab_size, source.context_length, *at_a_time)
     check_model(cfg.model, source.context_length)
+    if cfg.init_from is not None:
+        content_of(cfg.init_from)
     return source
 
 

@@ -68,7 +68,7 @@ def run(
     folder belongs to another config, or when code or data changed since the cell got its key (expected_key),
     RankLostError and RankFailedError when another process of the run ended.
     """
-    source = prepare(cfg)
+    source = prepare(cfg, execution)
     key = cell_key(cfg, source.fingerprint)
     require(
         expected_key in (None, key),

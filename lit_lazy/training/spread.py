@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from lit_lazy.support.spread import whole
 
 
-class Spread(ModelParallelStrategy):
+class SpreadStrategy(ModelParallelStrategy):
     """FSDP2. Its checkpoints hold whole tensors in one file, which rank 0 writes and any way of execution resumes.
 
     Lightning's own number the optimiser's states in another order than the optimiser does, and cannot load a tensor

@@ -21,16 +21,20 @@ from lit_lazy.data.loader import train_loader, validation_loader
 from lit_lazy.data.sampler import Portion
 from lit_lazy.measure import RatioOfSums
 from lit_lazy.model.loss import head_nll
-from lit_lazy.training.checkpoints import AtomicCheckpointIO
+from lit_lazy.training.checkpoints import AtomicCheckpointIO, take_over
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.ranks import Group, environment
-from lit_lazy.training.spread import Spread
+from lit_lazy.training.spread import SpreadStrategy
+
+log = logging.getLogger("lit_lazy.training.trainer")
 
 
 def new_module(cfg: RunConfig, source: DataSource, execution: Execution) -> LitLM:
-    """What is trained."""
+    """What is trained, with the weights that it starts with."""
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
+    if cfg.init_from is not None:
+        log.info("%s", take_over(module, Path(cfg.init_from)))
     module.execute(execution)
     return module
 
@@ -72,7 +76,8 @@ def _whole(trainer: L.Trainer, module: LitLM, source: DataSource) -> LitLM:
     if module.execution.strategy == "ddp":
         return module
     state = trainer.strategy.lightning_module_state_dict()
-    made = new_module(module.cfg, source, module.execution)
+    made = LitLM.create(module.cfg, source.vocab_size, source.context_length)
+    made.execute(module.execution)
     if trainer.is_global_zero:
         made.load_state_dict(state)
     return made
@@ -130,7 +135,7 @@ def make_trainer(
 
 
 def _strategy(execution: Execution) -> Strategy:
-    return DDPStrategy() if execution.strategy == "ddp" else Spread(execution.devices)
+    return DDPStrategy() if execution.strategy == "ddp" else SpreadStrategy(execution.devices)
 
 
 class OwnSignals(Callback):

@@ -194,6 +194,7 @@ class TestCellKey:
         "model.attention.normaliser": Softmax(),
         "model.attention.bias": T5Bias(),
         "model.attention.gate": OutputGate(),
+        "init_from": __file__,
     }
 
     @pytest.mark.parametrize("path", CHANGES)

@@ -11,7 +11,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid.search.definition import Definition
 from lit_lazy.grid.search.queue import Point, SearchQueue
 from lit_lazy.grid.search.report import Report
-from lit_lazy.grid.work.estimate import cost
+from lit_lazy.grid.work.estimate import timed
 from lit_lazy.grid.work.identity import parent_run
 from lit_lazy.grid.work.job import Launch, Work
 from lit_lazy.grid.work.launch import executed, is_finished, opened
@@ -103,7 +103,7 @@ def print_search(work: SearchWork, workers: int, threads: int, console: Console)
 
     torch.set_num_threads(threads)
     definition = work.definition
-    seconds, _ = cost(from_dict(RunConfig, definition.base))
+    seconds = timed(from_dict(RunConfig, definition.base))
     lines = [f"{definition.names[path]:12} {axis}   ({path})" for path, axis in definition.axes.items()]
     every = definition.base["train"]["val_every"]
     judged = range(every, definition.steps, every)

@@ -1,0 +1,170 @@
+"""What a training will take: parameters, tokens, FLOPs, memory by part, hours, disk. Nothing of it is trained."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lit_lazy.config.schema import ModelConfig, RunConfig
+from lit_lazy.data import DataSource
+from lit_lazy.model.decoder import Block, DecoderLM, flops_per_token
+from lit_lazy.model.loss import LOGITS_AT_ONCE
+from lit_lazy.support.memory import most_bytes
+from lit_lazy.training.execution import Execution
+
+UTILISATION = 0.4
+"""Of the peak that a training reaches; well-tuned ones of such models reach 0.35 to 0.5."""
+PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+"""Dense bfloat16 products a second, by data sheet."""
+ASSUMED = "H200"
+"""Where there is no GPU."""
+NUMBER = 4
+"""Bytes in fp32, as weights, gradients and both moments are kept whatever the precision."""
+LOGITS_COPIES = 3
+"""The product, its fp32 copy or softmax, and the gradient."""
+LOOKED_AT = 128
+"""Tokens of which the memory that a block keeps is measured."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one training, as executed in one way."""
+
+    parameters: int
+    tokens: int
+    flops: float
+    memory: dict[str, int]
+    """Bytes on each device by what they are for, at the moment that needs most; libraries come on top."""
+    parts: int
+    """Micro-batches of a step on each device."""
+    disk: int
+    """Bytes while it runs: a checkpoint, and its successor while that is written."""
+
+    @property
+    def device_bytes(self) -> int:
+        """On each device."""
+        return sum(self.memory.values())
+
+    def hours(self, devices: int, peak: float) -> float:
+        """At UTILISATION of the devices' peak, in FLOPs a second."""
+        return self.flops / (devices * UTILISATION * peak) / 3600
+
+
+def cost_of(cfg: RunConfig, source: DataSource, execution: Execution) -> Cost:
+    """What `cfg` will take. Raises ValueError where its batch cannot be shared out."""
+    parts = execution.accumulation(cfg.train.batch_size)
+    with torch.device("meta"):
+        model = DecoderLM(cfg.model, source.vocab_size, source.context_length, seed=None)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    spread_over = execution.devices if execution.strategy == "fsdp" else 1
+    state = NUMBER * parameters // spread_over
+    at_a_time = cfg.train.batch_size // execution.devices // parts * source.context_length
+    memory = {
+        "weights": state,
+        "gradients": state,
+        "optimiser": 2 * state,
+        "activations": _activations(cfg, source.context_length, at_a_time, execution.checkpoint_activations),
+        "logits": LOGITS_COPIES * NUMBER * min(at_a_time * source.vocab_size, max(source.vocab_size, LOGITS_AT_ONCE)),
+    }
+    tokens = cfg.train.steps * cfg.train.batch_size * source.context_length
+    flops = float(tokens) * flops_per_token(model, source.context_length)
+    return Cost(parameters, tokens, flops, memory, parts, disk=2 * 3 * NUMBER * parameters)
+
+
+def _activations(cfg: RunConfig, context_length: int, tokens: int, checkpointed: bool) -> int:
+    """Bytes that are kept for the backward pass of so many tokens."""
+    fixed, per_token = kept_by_a_block(cfg.model, context_length, cfg.train.precision == "bf16")
+    block, stream = fixed + tokens * per_token, tokens * NUMBER * cfg.model.d_model
+    layers = cfg.model.n_layers * stream + block if checkpointed else cfg.model.n_layers * block
+    return round(layers + 3 * stream)  # the embeddings, and the last norm's input and output
+
+
+def kept_by_a_block(cfg: ModelConfig, context_length: int, bf16: bool) -> tuple[float, float]:
+    """Bytes that one block keeps for its backward pass, and those of each token: measured on the CPU, on few tokens.
+
+    Whatever the number of tokens it keeps, under bf16, its matrices in that type.
+    """
+    block = Block(dataclasses.replace(cfg, backend="auto"), context_length, layer=0)
+    head_dim = block.attention.head_dim // block.attention.normaliser.maps
+    rotation = cfg.position.build(cfg.d_model, head_dim, context_length).rotation
+    own = {tensor.untyped_storage().data_ptr() for tensor in _tensors(block)}
+
+    def kept(length: int) -> int:
+        x = torch.randn(1, length, cfg.d_model, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                storages[storage.data_ptr()] = storage
+            return tensor
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+            torch.autocast("cpu", torch.bfloat16, enabled=bf16),
+        ):
+            block(x, rotation(length, 0), None, False, None)
+        return sum(storage.nbytes() for storage in storages.values())
+
+    long = min(context_length, LOOKED_AT)
+    short = (long + 1) // 2
+    few, many = kept(short), kept(long)
+    per_token = (many - few) / (long - short) if long > short else many
+    return max(0.0, many - per_token * long), per_token
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def require_fit(cost: Cost, execution: Execution) -> None:
+    """Raise ValueError, in one line, where a device of this machine has not the memory."""
+    on_gpu = torch.cuda.is_available()
+    there = torch.cuda.get_device_properties(0).total_memory if on_gpu else most_bytes() // execution.devices
+    if cost.device_bytes > there:
+        where = "each GPU" if on_gpu else "each of the processes on this machine"
+        raise ValueError(
+            f"--micro-batch={execution.micro_batch}: needs {described(cost)} on each device, and {where} has "
+            f"{there / 1e9:.1f} GB; give a smaller --micro-batch, --checkpoint-activations, or --strategy fsdp on more "
+            "devices"
+        )
+
+
+def described(cost: Cost) -> str:
+    """The memory by part: `11.4 GB (weights 1.5, gradients 1.5, ...)`."""
+    by_part = ", ".join(f"{name} {size / 1e9:.2g}" for name, size in cost.memory.items())
+    return f"{cost.device_bytes / 1e9:.1f} GB ({by_part})"
+
+
+def peak_of_device() -> tuple[str, float]:
+    """The GPU that is here, if its data sheet is known, else one that is assumed; and its FLOPs a second."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    known = next((kind for kind in PEAKS if kind in name), ASSUMED)
+    return known, PEAKS[known]
+
+
+def report(name: str, cfg: RunConfig, source: DataSource, execution: Execution) -> list[str]:
+    """The lines of a dry run."""
+    cost = cost_of(cfg, source, execution)
+    there = len(source.train) * source.context_length
+    step = cfg.train.batch_size * source.context_length
+    kind, peak = peak_of_device()
+    shared = f"{cost.parts} micro-batches of {cfg.train.batch_size // execution.devices // cost.parts} sequences"
+    return [
+        f"{name}: {cost.parameters:,} parameters",
+        f"data:   {there:,} tokens of {source.name}; the training sees {cost.tokens:,}, so {cost.tokens / there:.3g} "
+        "passes",
+        f"step:   {step:,} tokens; on each of {execution.devices} devices {shared}",
+        f"FLOPs:  {cost.flops / cost.tokens:.3g} a token, {cost.flops:.3g} in all",
+        f"memory: {described(cost)} on each device, and about 1 GB of libraries",
+        f"time:   {_duration(cost.hours(execution.devices, peak))} on {execution.devices} {kind}, at "
+        f"{UTILISATION:.0%} of {peak / 1e12:.0f} TFLOP/s each",
+        f"disk:   {cost.disk / 1e9:.2g} GB while it runs, for checkpoints",
+    ]
+
+
+def _duration(hours: float) -> str:
+    return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min" if hours >= 1 / 60 else "less than a minute"

@@ -1,0 +1,89 @@
+"""A run that starts with the weights of a trained model: what is taken over, and the key that it has."""
+
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_run import LAZY, config, run_until_killed, weights
+
+from lit_lazy.attention import AttentionSpec, Softmax
+from lit_lazy.command.main import main
+from lit_lazy.config.key import cell_key
+from lit_lazy.training import trainer
+from lit_lazy.training.execution import Execution
+from lit_lazy.training.prepare import prepare
+from lit_lazy.training.result import FINAL_CHECKPOINT
+from lit_lazy.training.run import run
+
+SOFTMAX = AttentionSpec(Softmax())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A final.ckpt of softmax attention."""
+    folder = tmp_path_factory.mktemp("trained")
+    run(config(SOFTMAX), folder, keep_checkpoint=True)
+    return folder / FINAL_CHECKPOINT
+
+
+def test_a_variant_starts_with_what_it_shares(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cfg = replace(config(LAZY), init_from=str(trained))
+    with caplog.at_level(logging.INFO):
+        module = trainer.new_module(cfg, prepare(cfg), Execution())
+    taken = torch.load(trained, weights_only=True)["state_dict"]
+    fresh = trainer.new_module(config(LAZY), prepare(cfg), Execution()).state_dict()
+    own = module.state_dict()
+    assert all(torch.equal(own[name], value) for name, value in taken.items())
+    new = own.keys() - taken.keys()
+    assert {name.rsplit(".", 2)[-1] for name in new} == {"tau", "table"}
+    assert all(torch.equal(own[name], fresh[name]) for name in new)
+    assert "are taken over; new: blocks.0.attention.bias.table" in caplog.text
+    assert "left behind: none" in caplog.text
+
+
+def test_it_is_in_the_key_by_its_content(trained: Path, tmp_path: Path) -> None:
+    """Not by its path; and without it the key is what it was."""
+    fingerprint = prepare(config()).fingerprint
+    elsewhere = Path(shutil.copy(trained, tmp_path / "elsewhere.ckpt"))
+    keys = [cell_key(replace(config(), init_from=path), fingerprint) for path in (str(trained), str(elsewhere), None)]
+    assert keys[0] == keys[1] != keys[2]
+    assert keys[2] == "27a179faa087"
+    elsewhere.write_bytes(elsewhere.read_bytes() + b"\0")
+    assert cell_key(replace(config(), init_from=str(elsewhere)), fingerprint) != keys[0]
+
+
+def test_a_run_from_weights_resumes_also_when_they_have_moved(trained: Path, tmp_path: Path) -> None:
+    cfg = replace(config(LAZY), init_from=str(trained))
+    run(cfg, tmp_path / "undisturbed", keep_checkpoint=True)
+    run_until_killed(cfg, tmp_path / "killed", 13)
+    moved = replace(cfg, init_from=str(shutil.copy(trained, tmp_path / "moved.ckpt")))
+    run(moved, tmp_path / "killed", keep_checkpoint=True)
+    for name, value in weights(tmp_path / "undisturbed").items():
+        assert torch.equal(value, weights(tmp_path / "killed")[name]), name
+    plain = run(config(LAZY), tmp_path / "plain")
+    assert plain.metrics["init/loss/val"] > run(moved, tmp_path / "killed").metrics["init/loss/val"]
+
+
+@pytest.mark.parametrize(
+    "command", [["train", "backcopy_tiny"], ["ablate", "run", "table2", "--base", "backcopy_tiny"]]
+)
+def test_what_is_no_checkpoint_is_one_line(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--init-from", str(tmp_path / "none.ckpt"), "--runs", str(tmp_path / "runs")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "init_from=" in line
+    assert "give a final.ckpt" in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_training_from_weights_says_what_it_took(
+    trained: Path, runs: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = ["--data.vocab_size=16", "--model.n_layers=2"]
+    assert main(["train", "backcopy_tiny", *sizes, "--init-from", str(trained), "--runs", str(runs)]) == 0
+    assert "are taken over" in caplog.text
+    assert "loss/val" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flash_lazy import Stats
-from lit_lazy.attention import Attention, LayerCache
+from lit_lazy.attention import Attention, Eviction, LayerCache, StreamingCache
 from lit_lazy.attention.initial import SelfInitialised
 from lit_lazy.config.schema import ModelConfig
 
@@ -82,9 +82,26 @@ class DecoderLM(nn.Module):
         """The attention layers, first to last."""
         return [block.attention for block in self.blocks]  # type: ignore[union-attr]
 
-    def new_cache(self) -> list[LayerCache]:
-        """An empty cache for decoding, to be passed to every call."""
-        return [LayerCache() for _ in self.blocks]
+    def new_cache(self, eviction: Eviction | None = None) -> list[LayerCache]:
+        """An empty cache for decoding, to be passed to every call; with `eviction` one that forgets.
+
+        Raises ValueError where positions are learned: those of tokens that move in the cache are in their keys.
+        """
+        if eviction is None:
+            return [LayerCache() for _ in self.blocks]
+        if not self.position.relative:
+            raise ValueError(
+                f"model.position={type(self.cfg.position).__name__}: a cache that evicts moves tokens to other "
+                "positions, which it cannot; use Rope or NoPosition, or no eviction"
+            )
+        return [StreamingCache(eviction) for _ in self.blocks]
+
+    def check_length(self, length: int) -> None:
+        """Raise ValueError, in one line, where positions or bias cannot serve so many tokens (RuntimeError: memory)."""
+        token = torch.zeros(1, 1, self.embedding.embedding_dim, device=self.device)
+        self.position.embed(token.expand(1, length, -1), 0)
+        for attention in self.attentions:
+            attention.bias(length)
 
     def forward(
         self, tokens: Tensor, cache: Sequence[LayerCache] | None = None, key_mask: Tensor | None = None
@@ -102,9 +119,10 @@ class DecoderLM(nn.Module):
     def _forward(
         self, tokens: Tensor, cache: Sequence[LayerCache] | None, with_stats: bool, key_mask: Tensor | None = None
     ) -> tuple[Tensor, list[Stats]]:
-        offset = cache[0].length if cache else 0
-        x = self.position.embed(self.embedding(tokens), offset)
-        rotate = self.position.rotation(tokens.shape[1], offset)
+        new = tokens.shape[1]
+        span, offset = cache[0].span(new) if cache else (new, 0)
+        x = self.position.embed(self.embedding(tokens), offset + span - new)
+        rotate = self.position.rotation(span, offset)
         collected: list[Stats] = []
         for index, block in enumerate(self.blocks):
             layer_cache = cache[index] if cache else None

@@ -153,11 +153,8 @@ def at_length(config: DataConfig, length: int, source: DataSource, model: Decode
 
 def check_length(model: DecoderLM, length: int, option: str) -> None:
     """Raise ValueError, in one line, where the positions or the bias cannot serve so many tokens."""
-    token = torch.zeros(1, 1, model.embedding.embedding_dim)
     try:
-        model.position.embed(token.expand(1, length, -1), 0)
-        for attention in model.attentions:
-            attention.bias(length)
+        model.check_length(length)
     except (ValueError, RuntimeError) as error:  # RuntimeError: shapes that do not fit, or no memory for them
         raise ValueError(f"{option}: {one_line(error)}") from None
 

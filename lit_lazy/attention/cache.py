@@ -1,6 +1,6 @@
 """Caches for decoding: the keys and values of a layer, all of them or the first few and the newest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,8 @@ class LayerCache:
         self._rooms: list[Tensor] = []
         self.length = 0
         """Tokens cached."""
+        self.evicted = 0
+        """Tokens dropped."""
 
     @property
     def k(self) -> Tensor:
@@ -56,6 +58,10 @@ class LayerCache:
     def nbytes(self) -> int:
         """Memory taken, that of tokens to come included."""
         return sum(room.nbytes for room in self._rooms)
+
+    def parts(self, tokens: Tensor) -> Sequence[Tensor]:
+        """Tokens `[B, L]` in the parts that the model is to read them in."""
+        return [tokens]
 
     def span(self, new: int) -> tuple[int, int]:
         """How many positions, and from which on, `extend` turns keys by when so many tokens come; they end there."""
@@ -91,6 +97,11 @@ class StreamingCache(LayerCache):
         super().__init__()
         self.eviction = eviction
 
+    def parts(self, tokens: Tensor) -> Sequence[Tensor]:
+        """At once what there is room for, the rest one by one."""
+        room = max(0, self.eviction.room - self.length)
+        return [part for part in (tokens[:, :room], *tokens[:, room:].split(1, 1)) if part.shape[1]]
+
     def span(self, new: int) -> tuple[int, int]:
         return min(self.length + new, self.eviction.room), 0
 
@@ -98,11 +109,14 @@ class StreamingCache(LayerCache):
         new, room = k.shape[2], self.eviction.room
         evicted = max(0, self.length + new - room)
         if evicted and new > 1:
-            raise ValueError(f"{new} tokens at once into a streaming cache of {self.length} of {room}; give them singly")
+            raise ValueError(
+                f"{new} tokens at once into a streaming cache of {self.length} of {room}; give them singly"
+            )
         if evicted:
             first = self.eviction.first
             self._rooms = [torch.cat((x[:, :, :first], x[:, :, first + 1 :]), 2) for x in (self.k, self.v)]
             self.length -= 1
+            self.evicted += 1
         pairs = zip((self.k, self.v), (k, v), strict=True) if self._rooms else ()
         self._rooms = [torch.cat(pair, 2) for pair in pairs] or [k, v]
         self.length += new

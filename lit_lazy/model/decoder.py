@@ -104,21 +104,29 @@ class DecoderLM(nn.Module):
             attention.bias(length)
 
     def forward(
-        self, tokens: Tensor, cache: Sequence[LayerCache] | None = None, key_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        cache: Sequence[LayerCache] | None = None,
+        key_mask: Tensor | None = None,
+        last_only: bool = False,
     ) -> Tensor:
         """Logits `[B, L, vocab]` of tokens `[B, L]`; with a cache the tokens continue those already seen.
 
-        key_mask: bool `[B, Lk]`, False hides a key from every query of every layer.
+        key_mask: bool `[B, Lk]`, False hides a key from every query of every layer. last_only: logits `[B, 1, vocab]`
+        of the last token alone; those of a long prompt may not fit into memory.
         """
-        return self._forward(tokens, cache, with_stats=False, key_mask=key_mask)[0]
+        x = self._forward(tokens, cache, with_stats=False, key_mask=key_mask)[0]
+        return self.head(x[:, -1:] if last_only else x)
 
     def forward_with_stats(self, tokens: Tensor) -> tuple[Tensor, list[Stats]]:
         """Logits, and what each layer's attention rows did: one `Stats` of `[B, H, L]` per layer."""
-        return self._forward(tokens, None, with_stats=True)
+        x, stats = self._forward(tokens, None, with_stats=True)
+        return self.head(x), stats
 
     def _forward(
         self, tokens: Tensor, cache: Sequence[LayerCache] | None, with_stats: bool, key_mask: Tensor | None = None
     ) -> tuple[Tensor, list[Stats]]:
+        """What the head reads, `[B, L, d_model]`, and the stats."""
         new = tokens.shape[1]
         span, offset = cache[0].span(new) if cache else (new, 0)
         x = self.position.embed(self.embedding(tokens), offset + span - new)
@@ -129,7 +137,7 @@ class DecoderLM(nn.Module):
             x, stats = block(x, rotate, layer_cache, with_stats, key_mask)
             if stats is not None:
                 collected.append(stats)
-        return self.head(self.norm(x)), collected
+        return self.norm(x), collected
 
 
 def parameter_generator(seed: int, name: str) -> torch.Generator:

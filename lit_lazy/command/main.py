@@ -23,6 +23,7 @@ from lit_lazy.command import (
     diagnose,
     evaluate,
     fields,
+    generate,
     report,
     train,
 )
@@ -81,6 +82,7 @@ def make_parser() -> Parser:
     train.add_to(commands)
     evaluate.add_to(commands)
     diagnose.add_to(commands)
+    generate.add_to(commands)
     fields.add_to(commands)
     ablate = commands.add_parser("ablate", help="run ablations, build their tables")
     of_ablate = ablate.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -11,6 +11,7 @@ from flash_lazy import Stats
 from lit_lazy.attention import Attention, Eviction, LayerCache, StreamingCache
 from lit_lazy.attention.initial import SelfInitialised
 from lit_lazy.config.schema import ModelConfig
+from lit_lazy.support.errors import one_line
 
 NORM_EPS = 1e-6
 
@@ -97,11 +98,14 @@ class DecoderLM(nn.Module):
         return [StreamingCache(eviction) for _ in self.blocks]
 
     def check_length(self, length: int) -> None:
-        """Raise ValueError, in one line, where positions or bias cannot serve so many tokens (RuntimeError: memory)."""
+        """Raise ValueError, in one line, where positions or bias cannot serve so many tokens."""
         token = torch.zeros(1, 1, self.embedding.embedding_dim, device=self.device)
-        self.position.embed(token.expand(1, length, -1), 0)
-        for attention in self.attentions:
-            attention.bias(length)
+        try:
+            self.position.embed(token.expand(1, length, -1), 0)
+            for attention in self.attentions:
+                attention.bias(length)
+        except RuntimeError as error:  # shapes that do not fit, or no memory for them
+            raise ValueError(one_line(error)) from None
 
     def forward(
         self,

@@ -71,10 +71,8 @@ class Generation:
         self.model, self.prompts, self.tokens = model, prompts, tokens
         self.sampling, self.stop, self.eviction = sampling, stop, eviction
         self.batches = list(self._batches())
-        self.keys = max((self._keys(batch) for batch in self.batches), default=0)
-        """In a layer's cache at the end, at most."""
         model.new_cache(eviction)
-        model.check_length(self.keys)
+        model.check_length(max((self._keys(batch) for batch in self.batches), default=0))
         self.cache_bytes = 0
         """Of the largest cache so far, all layers."""
         self.evicted = 0
@@ -91,6 +89,13 @@ class Generation:
         """Whether padding on the left changes nothing; the fused kernels take no mask for it."""
         relative = self.model.position.relative and all(x.normaliser.relative for x in self.model.attentions)
         return relative and self.eviction is None and self.model.cfg.backend != "triton"
+
+    @property
+    def most_cache_bytes(self) -> int:
+        """What caches may take at most, without memory for tokens that never come."""
+        width = sum(layer.n_kv_heads * layer.head_dim for layer in self.model.attentions)
+        keys = max((len(batch) * self._keys(batch) for batch in self.batches), default=0)
+        return 2 * width * keys * self.model.norm.weight.element_size()
 
     def _keys(self, batch: list[int]) -> int:
         # The last token that is drawn is not read.

@@ -155,7 +155,7 @@ def check_length(model: DecoderLM, length: int, option: str) -> None:
     """Raise ValueError, in one line, where the positions or the bias cannot serve so many tokens."""
     try:
         model.check_length(length)
-    except (ValueError, RuntimeError) as error:  # RuntimeError: shapes that do not fit, or no memory for them
+    except ValueError as error:
         raise ValueError(f"{option}: {one_line(error)}") from None
 
 

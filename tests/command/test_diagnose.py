@@ -10,16 +10,16 @@ import mistakes
 import numpy as np
 import pytest
 import torch
+from untrained import save
 
 from lit_lazy.attention import Elastic, Fire, LearnedAbsolute, LearnedBias, NoBias, Softmax
 from lit_lazy.command.main import main
-from lit_lazy.config.canonical import replace_at, to_dict
+from lit_lazy.config.canonical import replace_at
 from lit_lazy.config.files import find, load_experiment
-from lit_lazy.config.schema import RunConfig
 from lit_lazy.measure.diagnostics import Diagnostics, measure
 from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.tracking.tracker import Tracker, default_uri
-from lit_lazy.training.checkpoints import AtomicCheckpointIO, read
+from lit_lazy.training.checkpoints import read
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 from lit_lazy.training.run import run
@@ -239,15 +239,6 @@ def test_options(
 ) -> None:
     assert place == Path.cwd()
     assert named in refused([argument.format(ckpt=trained) for argument in arguments], capsys)
-
-
-def save(path: Path, cfg: RunConfig, vocab_size: int = 17, context_length: int = 16) -> str:
-    """A checkpoint of an untrained model."""
-    module = LitLM.create(cfg, vocab_size, context_length)
-    settings = {"config": to_dict(cfg), "vocab_size": vocab_size, "context_length": context_length}
-    content = {"state_dict": module.state_dict(), "hyper_parameters": settings, "global_step": 1}
-    AtomicCheckpointIO().save_checkpoint(content, path)
-    return str(path)
 
 
 def test_checkpoints(trained: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

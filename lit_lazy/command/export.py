@@ -111,7 +111,7 @@ Lazy Attention. tau and biases stay float32 in every dtype.
 
 USE_OF_TEXT = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 ids = tokenizer("some text", return_tensors="pt")
 print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))

@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 import torch
 from mistakes import refused
+from subwords import bpe
 from untrained import save
 
 from lit_lazy.attention import Elastic, Fire, LearnedAbsolute, LearnedBias
@@ -28,6 +29,7 @@ LAZY = {
 }
 BYTES = replace_at(load_experiment(find("experiments", "stdlib_tiny")), LAZY)
 NUMBERS = replace_at(load_experiment(find("experiments", "backcopy_tiny")), LAZY)
+__all__ = ["bpe"]
 SAID = r"(\d+) tokens in [\d.]+ s, [\d.]+ tokens/s; cache ([\d,]+) bytes(, \d+ tokens evicted)?\n"
 
 
@@ -93,24 +95,6 @@ def test_numbers_are_continued_by_numbers(tmp_path: Path, capsys: pytest.Capture
     checkpoint = save(tmp_path / "numbers.ckpt", NUMBERS)
     out, _ = said([checkpoint, "--prompt", "16 3 5", "--tokens", "5", "--temperature", "0"], capsys)
     assert [[int(word) for word in out.split()]] == generate(load(Path(checkpoint)).model, [[16, 3, 5]], 5)
-
-
-@pytest.fixture
-def bpe(tmp_path: Path) -> Path:
-    """A tokenizers file that begins texts with a token of its own, which no document here was given."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<s>", "<|endoftext|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator(["the cat sat on the mat, äußerst ✓ on that"] * 5, trainer)
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer.enable_truncation(3)
-    tokenizer.save(str(tmp_path / "bpe.json"))
-    return tmp_path / "bpe.json"
 
 
 def test_a_tokenizers_file_reads_and_writes_text(bpe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

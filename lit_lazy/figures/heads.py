@@ -366,8 +366,10 @@ def loss_by_length(arrays: Arrays) -> Figure | None:
         axes.plot(positions, values, color=colour, label=_many_sequences(arrays[f"{prefix}sample"]))
         if (streamed := _finite(arrays, f"{prefix}streamed/loss")) is not None:
             axes.plot(*log_bins(np.arange(1, length + 1), streamed, most=64), color=colour, linestyle="--")
-        if below and (theta := thetas[length]) is not None:
-            below[0].plot(*log_bins(np.arange(1, length + 1), theta.mean((0, 1)), most=64), color=colour)
+        for key, dash in (("length/theta", "-"), ("streamed/theta", "--")) if below else ():
+            if (theta := _finite(arrays, prefix + key)) is not None:
+                mean_theta = log_bins(np.arange(1, length + 1), theta.mean((0, 1)), most=64)
+                below[0].plot(*mean_theta, color=colour, linestyle=dash)
     kept = next(
         (arrays[f"{prefix}streamed/kept"] for _, prefix, _ in curves if f"{prefix}streamed/kept" in arrays), None
     )
@@ -380,6 +382,8 @@ def loss_by_length(arrays: Arrays) -> Figure | None:
     axes.set_ylabel("loss (nats)")
     for panel in below:
         axes.grid(axis="y")
+        if all(theta is None or np.nanmin(theta) > 0 for theta in thetas.values()):
+            panel.set_yscale("log")
         panel.set_ylabel("threshold, mean over heads")
     _position_axis((below or [axes])[-1], longest, most=64)
     if len(axes.lines) > 1:

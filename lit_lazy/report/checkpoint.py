@@ -183,12 +183,7 @@ def measure_all(
         sample = validation_sample(source, request.sequences)
         n, length = sample[0]["tokens"].shape
         console(f"measuring {what}: {n} sequences of {length} tokens")
-        found = measure(model, sample, maps, request.sequences).arrays | lengths.at_length(model, length)
-        if request.eviction is not None:
-            kept = f"the first {request.eviction.first} and {request.eviction.window} newest tokens"
-            console(f"measuring {what} with {kept} in its cache, token by token")
-            found |= lengths.streamed(model, sample[0], request.eviction)
-        return Diagnostics(found)
+        return Diagnostics(measure(model, sample, maps, request.sequences).arrays | lengths.at_length(model, length))
 
     trained = measured("the trained model", model, sources[""], request.maps)
     parts = {
@@ -198,6 +193,11 @@ def measure_all(
     for prefix, source in sources.items():
         if prefix:
             parts[prefix] = measured("the trained model", model, source)
+        if request.eviction is not None:
+            (batch,) = validation_sample(source, request.sequences)
+            kept = f"the first {request.eviction.first} and {request.eviction.window} newest tokens"
+            console(f"measuring it again with {kept} in its cache, token by token")
+            parts[prefix] = Diagnostics(parts[prefix].arrays | lengths.streamed(model, batch, request.eviction))
     return Diagnostics.joined(parts)
 
 

@@ -194,7 +194,7 @@ def test_lengths_with_a_cache_that_evicts(trained: Path, runs: Path, capsys: pyt
     options = ["--lengths", "40", "--first", "2", "--window", "10", "--sequences", "6", "--threads", "1"]
     assert main(["diagnose", str(trained), "--runs", str(runs), *options]) == 0
     said = capsys.readouterr().out
-    assert said.count("with the first 2 and 10 newest tokens in its cache, token by token\n") == 3
+    assert said.count("measuring it again with the first 2 and 10 newest tokens in its cache, token by token\n") == 2
     arrays = Diagnostics.load(runs / "diagnose-abcdef" / "diagnostics.npz").arrays
     assert arrays["L40/streamed/kept"].tolist() == [2, 10]
     assert arrays["L40/streamed/n"].tolist() == [*range(1, 12), *[12] * 29]

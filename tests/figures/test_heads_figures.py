@@ -279,12 +279,14 @@ def test_lengths_have_dashed_curves_with_a_cache_that_evicts_and_thresholds_belo
     rng = np.random.default_rng(1)
     for prefix, n in (("", 32), ("L64/", 64)):
         arrays[f"{prefix}length/theta"] = rng.random((2, 4, n))
+        arrays[f"{prefix}streamed/theta"] = rng.random((2, 4, n))
         arrays[f"{prefix}streamed/loss"] = 2 + rng.random(n)
         arrays[f"{prefix}streamed/kept"] = np.array([4, 28])
     above, below = drawn(figures.loss_by_length(arrays)).axes
     same(lines(above), [arrays["loss/by_position"], arrays["L64/loss/by_position"]])
     same(lines(above, "--")[:2], [arrays["streamed/loss"], arrays["L64/streamed/loss"]])
     same(lines(below), [arrays[f"{prefix}length/theta"].mean((0, 1)) for prefix in ("", "L64/")])
+    same(lines(below, "--"), [arrays[f"{prefix}streamed/theta"].mean((0, 1)) for prefix in ("", "L64/")])
     assert "with a cache of the first 4 and 28 newest tokens" in [line.get_label() for line in above.lines]
     assert below.get_xlabel().startswith("position")
     del arrays["length/theta"], arrays["L64/length/theta"]

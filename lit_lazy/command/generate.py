@@ -104,6 +104,7 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     import torch
 
     from lit_lazy.data.prompts import Prompts
+    from lit_lazy.measure.diagnostics import at_rest
     from lit_lazy.model.generation import Generation, Sampling
     from lit_lazy.support.errors import one_line
     from lit_lazy.support.memory import require_room
@@ -121,14 +122,15 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     texts = given(options)
     ids = [prompts.encode(option, text) for option, text in texts]
     sampling = Sampling(options.temperature, options.top_p, options.seed)
-    model = module.model.to(training_device()).eval()
+    model = module.model.to(training_device())
     try:
         generation = Generation(model, ids, options.tokens, sampling, prompts.end, evict)
     except ValueError as error:
         raise ValueError(f"--tokens {options.tokens}: {one_line(error)}") from None
     require_room({"--tokens": options.tokens, "prompts": len(ids)}, generation.most_cache_bytes)
     try:
-        show(generation, prompts, texts)
+        with at_rest(model):
+            show(generation, prompts, texts)
     except BrokenPipeError:  # of `| head`: whatever Python still has to write goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

@@ -87,8 +87,9 @@ class Generation:
 
     def _may_pad(self) -> bool:
         """Whether padding on the left changes nothing; the fused kernels take no mask for it."""
-        relative = self.model.position.relative and all(x.normaliser.relative for x in self.model.attentions)
-        return relative and self.eviction is None and self.model.cfg.backend != "triton"
+        layers = self.model.attentions
+        relative = self.model.position.relative and all(layer.normaliser.relative for layer in layers)
+        return relative and self.eviction is None and all(layer.backend != "triton" for layer in layers)
 
     @property
     def most_cache_bytes(self) -> int:

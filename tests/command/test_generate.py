@@ -92,7 +92,11 @@ def test_a_cache_that_evicts_stays_small_and_says_what_it_dropped(
 
 
 def test_numbers_are_continued_by_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the model was trained by kernels that this machine cannot run."""
+    kernels = save(tmp_path / "kernels.ckpt", replace_at(NUMBERS, {"model.backend": "triton"}))
+    words = ["--prompt", "16 3 5", "--prompt", "16", "--tokens", "5", "--temperature", "0"]
     checkpoint = save(tmp_path / "numbers.ckpt", NUMBERS)
+    assert said([kernels, *words], capsys)[0] == said([checkpoint, *words], capsys)[0]
     out, _ = said([checkpoint, "--prompt", "16 3 5", "--tokens", "5", "--temperature", "0"], capsys)
     assert [[int(word) for word in out.split()]] == generate(load(Path(checkpoint)).model, [[16, 3, 5]], 5)
 

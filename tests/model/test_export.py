@@ -71,7 +71,11 @@ VARIANTS = {
         )
     },
 }
-every_variant = pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+FUSED = {name for name in VARIANTS if type(VARIANTS[name]["attention"].normaliser) in (Softmax, Elastic)}
+"""What flash_lazy computes, where it is there."""
+CASES = {f"{name}, torch alone": (changes, False) for name, changes in VARIANTS.items()} | {
+    f"{name}, flash_lazy": (VARIANTS[name], True) for name in sorted(FUSED)
+}
 
 
 def build(**changes) -> DecoderLM:
@@ -106,17 +110,13 @@ def load(folder: Path, **options):
     return model
 
 
-@pytest.fixture(params=[True, False], ids=["flash_lazy", "torch alone"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """With flash_lazy and without; a process that really lacks it is in `test_in_a_bare_process`."""
-    if not request.param:
+@pytest.mark.parametrize(("changes", "kernels"), CASES.values(), ids=CASES)
+def test_logits_are_ours(changes, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With flash_lazy and without; tests/command/test_export_command.py has a process that really lacks it."""
+    if not kernels:
         monkeypatch.setitem(sys.modules, "flash_lazy", None)
-    return request.param
-
-
-@every_variant
-def test_logits_are_ours(changes, kernels: bool, tmp_path: Path) -> None:
-    ours, theirs = build(**changes), load(exported(build(**changes), tmp_path / "out"))
+    ours = build(**changes)
+    theirs = load(exported(ours, tmp_path / "out"))
     assert (sys.modules[type(theirs).__module__].lazy_attention is not None) is kernels
     logits = ours(TOKENS)
     torch.testing.assert_close(theirs(TOKENS).logits, logits, rtol=1e-5, atol=1e-5)
@@ -156,11 +156,19 @@ def test_saved_again_it_is_the_same_to_the_bit(tied: bool, tmp_path: Path) -> No
 SMALL_PARTS = ("normaliser", "attention.bias")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("changes", [VARIANTS["lazy"], VARIANTS["constant, window"], VARIANTS["Differential"]])
-def test_tau_and_bias_stay_float32(changes, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("lazy", torch.bfloat16),
+        ("lazy", torch.float16),
+        ("constant, window", torch.bfloat16),
+        ("Differential", torch.half),
+    ],
+)
+def test_tau_and_bias_stay_float32(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """However the dtype is asked for; bit for bit, and also once saved."""
-    ours, folder = build(**changes), exported(build(**changes), tmp_path / "out")
+    ours = build(**VARIANTS[name])
+    folder = exported(ours, tmp_path / "out")
     half = load(folder, dtype=dtype)
     half.save_pretrained(tmp_path / "half")
     for model in (half, load(folder).to(dtype), load(tmp_path / "half")):

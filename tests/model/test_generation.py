@@ -67,9 +67,9 @@ def test_prompts_together_are_continued_as_one_by_one(attention, changes):
     for layer in model.attentions:
         for tau in (p for name, p in layer.normaliser.named_parameters() if name == "tau" and p.dim() == 2):
             tau += torch.linspace(-0.5, 0.5, CONTEXT)  # it does matter where a token stands
-    together = generate(model, PROMPTS, tokens=9)
-    assert together == [generate(model, [prompt], tokens=9)[0] for prompt in PROMPTS]
-    assert together == [by_full_passes(model, prompt, 9) for prompt in PROMPTS]
+    together = generate(model, PROMPTS, tokens=6)
+    assert together == [generate(model, [prompt], tokens=6)[0] for prompt in PROMPTS]
+    assert together == [by_full_passes(model, prompt, 6) for prompt in PROMPTS]
 
 
 def test_only_what_padding_would_change_is_decoded_by_length():
@@ -103,7 +103,7 @@ def test_the_end_of_a_text_ends_it_and_no_other():
 class TestDraws:
     LOGITS = torch.log(torch.tensor([[0.5, 0.05, 0.3, 0.15]], dtype=torch.float64))
 
-    def frequencies(self, sampling, n=4000):
+    def frequencies(self, sampling, n=2500):
         rows = self.LOGITS.expand(n, -1)
         generators = [torch.Generator().manual_seed(i) for i in range(n)]
         return torch.bincount(draw(rows, sampling, generators), minlength=4) / n
@@ -122,7 +122,7 @@ class TestDraws:
         ids=str,
     )
     def test_are_of_the_distribution(self, sampling, expected):
-        torch.testing.assert_close(self.frequencies(sampling), torch.tensor(expected).float(), rtol=0, atol=0.025)
+        torch.testing.assert_close(self.frequencies(sampling), torch.tensor(expected).float(), rtol=0, atol=0.04)
 
     def test_depend_on_the_seed_and_nothing_else(self):
         model = build()

@@ -129,6 +129,7 @@ print(json.dumps([ids[:, batch.input_ids.shape[1]:].tolist(), logits.tolist()]))
 """
 
 
+@pytest.mark.long
 def test_in_a_bare_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that finds torch, transformers and what these two require."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))

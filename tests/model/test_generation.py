@@ -241,6 +241,7 @@ class TestEviction:
         torch.testing.assert_close(found[0], streamed(model, self.TOKENS, eviction))
         assert cache[0].evicted == max(0, 40 - sum(kept))
         assert cache[0].length == min(40, sum(kept))
+        assert cache[0].span(1) == (min(41, sum(kept)), 0)  # no position is greater than the room
 
     @torch.no_grad()
     def test_keeps_the_memory_and_the_counts(self):

@@ -69,8 +69,8 @@ class LayerCache:
 
     def extend(self, k: Tensor, v: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
         """Append keys, not turned yet, and values; return all to attend to, their keys turned."""
-        new = turn(k), v
-        self._rooms = [self._grown(*pair) for pair in zip(self._rooms or (k[:, :, :0], v[:, :, :0]), new, strict=True)]
+        self._rooms = self._rooms or [k[:, :, :0], v[:, :, :0]]
+        self._rooms = [self._grown(*pair) for pair in zip(self._rooms, (turn(k), v), strict=True)]
         self.length += k.shape[2]
         return self.k, self.v
 
@@ -112,12 +112,12 @@ class StreamingCache(LayerCache):
             raise ValueError(
                 f"{new} tokens at once into a streaming cache of {self.length} of {room}; give them singly"
             )
-        if evicted:
-            first = self.eviction.first
-            self._rooms = [torch.cat((x[:, :, :first], x[:, :, first + 1 :]), 2) for x in (self.k, self.v)]
-            self.length -= 1
-            self.evicted += 1
-        pairs = zip((self.k, self.v), (k, v), strict=True) if self._rooms else ()
-        self._rooms = [torch.cat(pair, 2) for pair in pairs] or [k, v]
-        self.length += new
+        self._rooms = self._rooms or [k[:, :, :0], v[:, :, :0]]
+        self._rooms = [self._without(evicted, *pair) for pair in zip(self._rooms, (k, v), strict=True)]
+        self.length += new - evicted
+        self.evicted += evicted
         return turn(self.k), self.v
+
+    def _without(self, evicted: int, kept: Tensor, new: Tensor) -> Tensor:
+        first = self.eviction.first
+        return torch.cat((kept[:, :, :first], kept[:, :, first + evicted :], new), 2)

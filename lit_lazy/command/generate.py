@@ -131,6 +131,9 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     try:
         with at_rest(model):
             show(generation, prompts, texts)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # of `| head`: whatever Python still has to write goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

@@ -138,6 +138,17 @@ class TestTokenizers:
             assert max(file.get_vocab().values()) + 1 == tokenizer.vocab_size
 
 
+def test_ctrl_c_ends_the_text(
+    of_bytes: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lit_lazy.model.generation.draw", interrupt)
+    assert main(["generate", of_bytes, "--prompt", "a"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"
+
+
 OWN = """
 from dataclasses import dataclass
 from lit_lazy.data import DataConfig

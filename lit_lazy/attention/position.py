@@ -12,14 +12,20 @@ from lit_lazy.attention.initial import GeneratorOf, SelfInitialised
 
 
 class PositionModule(nn.Module):
-    """Adds positions to the embeddings (`embed`) and turns queries and keys (`rotate`); the default does neither."""
+    """Adds positions to the embeddings (`embed`) and turns queries and keys (`rotate`); the default does neither.
+
+    relative: whether the model's output depends on the distances of tokens alone, not on where they stand. Then prompts
+    of unequal lengths are decoded together, and a cache may evict tokens.
+    """
+
+    relative: bool = False
 
     def embed(self, x: Tensor, offset: int) -> Tensor:  # noqa: ARG002
         """x `[B, L, d_model]`, the first token standing at 0-based position `offset`; same shape returned."""
         return x
 
     def rotation(self, length: int, offset: int) -> Callable[[Tensor], Tensor]:  # noqa: ARG002
-        """The map to apply to queries and keys `[B, H, length, D]` of tokens that start at position `offset`."""
+        """The map to apply to queries and keys `[B, H, R, D]`, R <= length, of tokens that end at `offset + length`."""
         return lambda x: x
 
 
@@ -35,7 +41,11 @@ class NoPosition(Position):
     """No positions: the model has only the causal mask and its bias, if any."""
 
     def build(self, d_model: int, head_dim: int, context_length: int) -> PositionModule:  # noqa: ARG002
-        return PositionModule()
+        return _NoPosition()
+
+
+class _NoPosition(PositionModule):
+    relative = True
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,7 @@ class Rope(Position):
 
 
 class _Rope(PositionModule):
+    relative = True
     frequency: Tensor
 
     def __init__(self, base: float, head_dim: int) -> None:
@@ -74,7 +85,8 @@ class _Rope(PositionModule):
         def rotate(x: Tensor) -> Tensor:
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
             first, second = wide.chunk(2, dim=-1)
-            return (wide * cos + torch.cat((second, first), dim=-1) * signed_sin).to(x.dtype)
+            start = length - x.shape[-2]
+            return (wide * cos[start:] + torch.cat((second, first), dim=-1) * signed_sin[start:]).to(x.dtype)
 
         return rotate
 

@@ -12,6 +12,8 @@ from torch.utils.data import Dataset
 if TYPE_CHECKING:
     import numpy as np
 
+    from lit_lazy.data.tokeniser import Tokenizer
+
 Batch = dict[str, Tensor]
 
 
@@ -21,6 +23,10 @@ class DataConfig(ABC):
     @abstractmethod
     def load(self) -> "DataSource":
         """The source's sequences, built once per process: equal configs give the same object."""
+
+    def load_tokenizer(self) -> "Tokenizer | None":
+        """What turns text into its tokens and back, without loading the text; None where tokens stand for no text."""
+        return None
 
 
 class TokenDataset(Dataset[Batch]):

@@ -140,7 +140,7 @@ class Text(DataConfig):
             ) from None
         return f"{version('tokenizers')} {hashlib.sha256(content).hexdigest()}"
 
-    def _tokenizer(self) -> Tokenizer:
+    def load_tokenizer(self) -> Tokenizer:
         return (
             ByteTokenizer()
             if self.tokenizer == BYTES
@@ -148,7 +148,7 @@ class Text(DataConfig):
         )
 
     def _tokenise(self, folder: Path, train: Files | Hub, validation: Files | Hub | None) -> None:
-        tokenizer = self._tokenizer()
+        tokenizer = self.load_tokenizer()
         # The first documents are read before anything is created.
         documents = not_empty(train)
         held_out = not_empty(validation) if validation else None

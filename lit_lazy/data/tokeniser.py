@@ -1,5 +1,8 @@
 """Tokenisers: bytes, or a file of the `tokenizers` library."""
 
+import codecs
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +26,14 @@ class Tokenizer(Protocol):
         """The ids of each document, without the separator."""
         ...
 
+    def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
+        """The text of ids that follow others, in pieces as they come; of a character that is cut off, nothing."""
+        ...
+
+    def to_json(self) -> str:
+        """A file of the `tokenizers` library that gives the same ids, and no special tokens of its own."""
+        ...
+
 
 class ByteTokenizer:
     """Ids are bytes; NUL is the separator, and may not occur in a document."""
@@ -38,6 +49,25 @@ class ByteTokenizer:
                     "separates documents; remove it, or give a tokenizers file"
                 )
         return [np.frombuffer(document, np.uint8) for document in documents]
+
+    def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:  # noqa: ARG002 - bytes are bytes
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return (decoder.decode(bytes([token])) for token in ids)
+
+    def to_json(self) -> str:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        # The library writes bytes as characters: those that can be seen as themselves, the others from 256 on. The
+        # separator, which no text holds, is a token by its usual name instead.
+        seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
+        unseen = iter(range(256, 512))
+        vocabulary = {chr(byte if byte in seen else next(unseen)): byte for byte in range(256)}
+        vocabulary = {token: byte for token, byte in vocabulary.items() if byte != self.separator}
+        tokenizer = Tokenizer(models.BPE(vocabulary | {END_OF_TEXT[0]: self.separator}, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore
+        tokenizer.decoder = decoders.ByteLevel()  # type: ignore
+        tokenizer.add_special_tokens([END_OF_TEXT[0]])
+        return tokenizer.to_str()
 
 
 class FileTokenizer:
@@ -78,3 +108,12 @@ class FileTokenizer:
         except Exception as error:  # as above: for instance of an unknown token that is not in the vocabulary
             raise ValueError(f"data.tokenizer={self.path!r}: cannot encode the text ({one_line(error)})") from None
         return [np.array(e.ids, np.uint32) for e in encoded]
+
+    def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(list(after))
+        return (piece for token in ids if (piece := stream.step(self.tokenizer, token)) is not None)
+
+    def to_json(self) -> str:
+        return json.dumps(json.loads(self.tokenizer.to_str()) | {"post_processor": None}, ensure_ascii=False)

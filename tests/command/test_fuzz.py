@@ -162,7 +162,19 @@ OPTIONS += [
     "--import",
 ]
 OPTIONS += ["--launcher", "--gpus", "--ray-address", "--prompt", "--prompt-file", "--tokens", "--top-p", "--window"]
-FLAGS = ["--dry-run", "--fresh", "--keep-checkpoint", "--help", "--version", "-h", "-x", "--"]
+EXECUTION = ["--devices", "--micro-batch", "--strategy", "--init-from"]
+FLAGS = [
+    "--compile",
+    "--checkpoint-activations",
+    "--dry-run",
+    "--fresh",
+    "--keep-checkpoint",
+    "--help",
+    "--version",
+    "-h",
+    "-x",
+    "--",
+]
 COMMANDS = [
     *(["train"], ["fields"], ["evaluate"], ["diagnose"], ["report"], ["dashboard"], ["ablate"], ["bench"], []),
     *(["generate"], ["export"]),
@@ -172,9 +184,10 @@ COMMANDS = [
 GRID = ["--runs", "--base", "--workers", "--threads", "--storage"]
 DRAWS = ["--tokens", "--temperature", "--top-p", "--seed", "--first", "--window", "--threads"]
 GOOD = [
-    (["train", "e.py"], ["--runs", "--threads", ""]),
+    (["train", "e.py"], ["--runs", "--threads", *EXECUTION, ""]),
+    (["train", "e.py", "--dry-run"], [*EXECUTION, ""]),
     (["ablate", "run", "a.py"], [*GRID, "--rows", "--seeds", "--retry-failed", ""]),
-    (["ablate", "run", "a.py", "--dry-run"], [*GRID, "--rows", "--seeds", ""]),
+    (["ablate", "run", "a.py", "--dry-run"], [*GRID, *EXECUTION, "--rows", "--seeds", ""]),
     (["ablate", "search", "s.py"], [*GRID, "--trials", ""]),
     (["ablate", "status", "a.py"], ["--runs", "--base", "--storage"]),
     (["report", "a.py"], ["--runs", "--base", "--out", "--ui-url"]),
@@ -291,7 +304,7 @@ def stage(place: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     monkeypatch.setattr("lit_lazy.support.memory.most_bytes", lambda: 2**28)
     monkeypatch.setattr(documents, "hub_answers", lambda: False)
     for module in ("grid.work.estimate", "grid.search.run"):
-        monkeypatch.setattr(f"lit_lazy.{module}.cost", lambda _config: (1.0, 1))
+        monkeypatch.setattr(f"lit_lazy.{module}.timed", lambda _config: 1.0)
     monkeypatch.setenv("LIT_LAZY_CACHE", str(place.parent / "cache"))
     return place
 

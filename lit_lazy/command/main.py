@@ -24,6 +24,7 @@ from lit_lazy.command import (
     evaluate,
     fields,
     report,
+    tokenise,
     train,
 )
 from lit_lazy.command.options import Parser
@@ -78,6 +79,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="lit-lazy", description="Reference laboratory for Lazy Attention.")
     parser.add_argument("--version", action="version", version=f"lit-lazy {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    tokenise.add_to(commands)
     train.add_to(commands)
     evaluate.add_to(commands)
     diagnose.add_to(commands)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from lit_lazy.data.base import DataConfig, DataSource, TokenDataset, fingerprint
+from lit_lazy.data.tokeniser import ByteTokenizer
 from lit_lazy.data.trigram import ByteTrigram, trigrams
 from lit_lazy.support.checks import require_whole
 
@@ -44,6 +45,9 @@ class Stdlib(DataConfig):
 
     def load(self) -> DataSource:
         return _load(self)
+
+    def text_tokenizer(self) -> ByteTokenizer:
+        return ByteTokenizer()
 
 
 @functools.cache

@@ -33,10 +33,10 @@ def evaluate(model: DecoderLM, source: DataSource, train: TrainConfig) -> dict[s
     for batch in validation_loader(source, train.batch_size):
         batch = {name: value.to(model.device) for name, value in batch.items()}
         with torch.autocast(model.device.type, torch.bfloat16, enabled=train.precision == "bf16"):
-            logits, stats = model.forward_with_stats(batch["tokens"])
+            logits, stats = model.forward_with_stats(batch["tokens"], batch.get("place"))
         _add_losses(losses, logits, batch, source.row_groups)
         rows = {group: batch[group] for group in source.row_groups}
-        attention.update(stats, rows or {"all": torch.ones_like(batch["tokens"], dtype=torch.bool)})
+        attention.update(stats, rows or {"all": torch.ones_like(batch["tokens"], dtype=torch.bool)}, batch.get("place"))
     model.train(was_training)
     measured = {name: metric.compute().item() for name, metric in losses.items()}
     if "bytes_per_token" in source.info:

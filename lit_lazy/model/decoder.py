@@ -45,9 +45,10 @@ class Block(nn.Module):
         cache: LayerCache | None,
         with_stats: bool,
         key_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Stats | None]:
         """x `[B, L, d_model]`; the same shape back, and the attention's stats where asked."""
-        mixed, stats = self.attention(self.attention_norm(x), rotate, cache, with_stats, key_mask)
+        mixed, stats = self.attention(self.attention_norm(x), rotate, cache, with_stats, key_mask, cu_seqlens)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), stats
 
@@ -87,31 +88,52 @@ class DecoderLM(nn.Module):
         return [LayerCache() for _ in self.blocks]
 
     def forward(
-        self, tokens: Tensor, cache: Sequence[LayerCache] | None = None, key_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        cache: Sequence[LayerCache] | None = None,
+        key_mask: Tensor | None = None,
+        place: Tensor | None = None,
     ) -> Tensor:
         """Logits `[B, L, vocab]` of tokens `[B, L]`; with a cache the tokens continue those already seen.
 
-        key_mask: bool `[B, Lk]`, False hides a key from every query of every layer.
+        key_mask: bool `[B, Lk]`, False hides a key from every query of every layer. place: int64 `[B, L]`, where each
+        token stands in its document, from 0: then it sees that document alone; without a cache and a key mask.
         """
-        return self._forward(tokens, cache, with_stats=False, key_mask=key_mask)[0]
+        return self._forward(tokens, cache, with_stats=False, key_mask=key_mask, place=place)[0]
 
-    def forward_with_stats(self, tokens: Tensor) -> tuple[Tensor, list[Stats]]:
+    def forward_with_stats(self, tokens: Tensor, place: Tensor | None = None) -> tuple[Tensor, list[Stats]]:
         """Logits, and what each layer's attention rows did: one `Stats` of `[B, H, L]` per layer."""
-        return self._forward(tokens, None, with_stats=True)
+        return self._forward(tokens, None, with_stats=True, place=place)
 
     def _forward(
-        self, tokens: Tensor, cache: Sequence[LayerCache] | None, with_stats: bool, key_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        cache: Sequence[LayerCache] | None,
+        with_stats: bool,
+        key_mask: Tensor | None = None,
+        place: Tensor | None = None,
     ) -> tuple[Tensor, list[Stats]]:
         offset = cache[0].length if cache else 0
-        x = self.position.embed(self.embedding(tokens), offset)
-        rotate = self.position.rotation(tokens.shape[1], offset)
+        places = () if place is None else (place,)
+        x = self.position.embed(self.embedding(tokens), offset, *places)
+        rotate = self.position.rotation(tokens.shape[1], offset, *places)
+        cu_seqlens = None if place is None else boundaries(place)
         collected: list[Stats] = []
         for index, block in enumerate(self.blocks):
             layer_cache = cache[index] if cache else None
-            x, stats = block(x, rotate, layer_cache, with_stats, key_mask)
+            x, stats = block(x, rotate, layer_cache, with_stats, key_mask, cu_seqlens)
             if stats is not None:
                 collected.append(stats)
         return self.head(self.norm(x)), collected
+
+
+def boundaries(place: Tensor) -> Tensor:
+    """Where documents begin among the tokens of all sequences, and their number at last: int32 `[n + 1]`.
+
+    place: int64 `[B, L]`, 0 where a document begins, and at the first token of every sequence.
+    """
+    starts = (place.flatten() == 0).nonzero().flatten()
+    return torch.cat((starts, starts.new_tensor([place.numel()]))).int()
 
 
 def parameter_generator(seed: int, name: str) -> torch.Generator:

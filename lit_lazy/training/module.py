@@ -40,7 +40,7 @@ class LitLM(L.LightningModule):
         return cls(to_dict(cfg), vocab_size, context_length)
 
     def training_step(self, batch: Batch, _batch_index: int) -> Tensor:
-        loss = token_nll(self.model(batch["tokens"]), batch["targets"]).mean()
+        loss = token_nll(self.model(batch["tokens"], place=batch.get("place")), batch["targets"]).mean()
         if (self.global_step + 1) % self.cfg.train.log_every == 0:
             if not torch.isfinite(loss):
                 raise DivergedError(f"training loss is {loss.item()} at step {self.global_step}")
@@ -53,7 +53,7 @@ class LitLM(L.LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, _batch_index: int) -> None:
-        nll = token_nll(self.model(batch["tokens"]), batch["targets"])
+        nll = token_nll(self.model(batch["tokens"], place=batch.get("place")), batch["targets"])
         self.val_loss.update(nll, nll.numel())
         self.log("val/loss", self.val_loss, prog_bar=True)
         if "oracle_nll" in batch:

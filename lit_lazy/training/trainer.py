@@ -118,7 +118,7 @@ class MissedValidation(AtStart):
         for batch in validation_loader(self.source, module.cfg.train.batch_size):
             batch = {name: value.to(module.device) for name, value in batch.items()}
             with trainer.precision_plugin.forward_context():
-                nll = token_nll(module.model(batch["tokens"]), batch["targets"])
+                nll = token_nll(module.model(batch["tokens"], place=batch.get("place")), batch["targets"])
             loss.update(nll, nll.numel())
             if "oracle_nll" in batch:
                 excess.update(nll - batch["oracle_nll"], nll.numel())

@@ -186,9 +186,9 @@ def _misfit(facts: dict[str, Any], plan: Plan) -> str:
     """What is wrong with the split; "" where both parts have documents."""
     if all(facts["documents"]):
         return ""
-    empty = "validation" if facts["documents"][0] else "training"
+    there, empty = sum(facts["documents"]), "validation" if facts["documents"][0] else "training"
     return (
-        f"data.validation_share={plan.validation_share}: none of the {sum(facts['documents'])} documents is for {empty}; "
+        f"data.validation_share={plan.validation_share}: none of the {there} documents is for {empty}; "
         "choose another share, give more documents, or give data.validation"
     )
 

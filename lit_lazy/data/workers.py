@@ -86,12 +86,13 @@ class _Worker:
             env=os.environ | {THREADS: threads, "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # Ctrl-C is the parent's affair
         )
-        self.litter: list[Path] = []
+        self.litter: set[Path] = set()
 
     def run(self, job: Job, folder: Path, count: Count) -> Shard:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.litter = [partial_of(folder, job), folder / f"{job.name}.lock"]
+        litter = {partial_of(folder, job), folder / f"{job.name}.lock"}
+        self.litter |= litter
         try:
             _send(self.process.stdin, (job, folder))
             while isinstance(answer := pickle.load(self.process.stdout), tuple):
@@ -101,7 +102,7 @@ class _Worker:
                 f"a process that tokenised {job.source.given!r} ended (status {self.process.wait()}); out of memory, "
                 "most likely: give the same command again with fewer --processes, finished files are kept"
             ) from None
-        self.litter = []
+        self.litter -= litter
         if isinstance(answer, BaseException):
             raise answer
         return answer

@@ -184,6 +184,19 @@ def _make(job: Job, folder: Path, count: Count) -> Shard:
     return Shard(folder / f"{job.name}.bin", **facts)
 
 
+def clear(job: Job, folder: Path) -> None:
+    """Remove a job's shard, and what a killed process left of it, unless another process is at it."""
+    path = folder / f"{job.name}.lock"
+    held = FileLock(path)
+    try:
+        held.acquire(timeout=0)
+    except Timeout:
+        return
+    for there in (folder / f"{job.name}.json", folder / f"{job.name}.bin", partial_of(folder, job), path):
+        there.unlink(missing_ok=True)
+    held.release()
+
+
 def partial_of(folder: Path, job: Job) -> Path:
     """What a job writes before its shard is whole."""
     return folder / f".{job.name}.partial"

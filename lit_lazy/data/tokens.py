@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from lit_lazy.data.shards import Job, Piece, Shard, held_out, lock, made
+from lit_lazy.data.shards import Job, Piece, Shard, clear, held_out, lock, made
 from lit_lazy.data.workers import in_order, processes_for
 from lit_lazy.support.console import plain_console
 from lit_lazy.support.disk import write_text
@@ -175,9 +175,9 @@ def write_corpus(folder: Path, plan: Plan, processes: int | None, check: Callabl
 
 def _drop(jobs: Iterable[Job], shards: Path) -> None:
     """Remove what a corpus was joined of."""
-    for job in jobs:
-        if (shard := Shard.find(shards, job.name)) is not None:
-            shard.remove()
+    if shards.exists():
+        for job in jobs:
+            clear(job, shards)
     with contextlib.suppress(OSError):  # it holds those of others
         shards.rmdir()
 

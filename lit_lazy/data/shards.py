@@ -140,7 +140,7 @@ def made(job: Job, folder: Path, count: Count) -> Shard:
 def _make(job: Job, folder: Path, count: Count) -> Shard:
     tokenizer = job.tokenizer.build()
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    partial, digest, table = partial_of(folder, job), hashlib.sha256(), array("Q")
+    partial, digest, table = folder / f".{job.name}.partial", hashlib.sha256(), array("Q")
     tokens = training = size = 0
     try:
         with partial.open("wb") as file:
@@ -192,14 +192,16 @@ def clear(job: Job, folder: Path) -> None:
         held.acquire(timeout=0)
     except Timeout:
         return
-    for there in (folder / f"{job.name}.json", folder / f"{job.name}.bin", partial_of(folder, job), path):
-        there.unlink(missing_ok=True)
+    for kind in ("json", "bin"):
+        (folder / f"{job.name}.{kind}").unlink(missing_ok=True)
+    sweep(folder, job.name)
     held.release()
 
 
-def partial_of(folder: Path, job: Job) -> Path:
-    """What a job writes before its shard is whole."""
-    return folder / f".{job.name}.partial"
+def sweep(folder: Path, name: str) -> None:
+    """Remove what a killed process left of a shard beside it."""
+    for left in (folder / f"{name}.lock", *folder.glob(f".{name}.*")):
+        left.unlink(missing_ok=True)
 
 
 def encoded(tokenizer: Tokenizer, documents: Iterable[bytes]) -> Iterator[tuple[list[bytes], list[np.ndarray]]]:

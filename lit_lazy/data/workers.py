@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lit_lazy.data.shards import Count, Job, Shard, made, partial_of
+from lit_lazy.data.shards import Count, Job, Shard, made, sweep
 from lit_lazy.support.errors import UnfinishedError, named
 
 WORTH_PROCESSES = 64 * 2**20
@@ -86,13 +86,12 @@ class _Worker:
             env=os.environ | {THREADS: threads, "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # Ctrl-C is the parent's affair
         )
-        self.litter: set[Path] = set()
+        self.unfinished: set[tuple[Path, str]] = set()
 
     def run(self, job: Job, folder: Path, count: Count) -> Shard:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        litter = {partial_of(folder, job), folder / f"{job.name}.lock"}
-        self.litter |= litter
+        self.unfinished.add((folder, job.name))
         try:
             _send(self.process.stdin, (job, folder))
             while isinstance(answer := pickle.load(self.process.stdout), tuple):
@@ -102,7 +101,7 @@ class _Worker:
                 f"a process that tokenised {job.source.given!r} ended (status {self.process.wait()}); out of memory, "
                 "most likely: give the same command again with fewer --processes, finished files are kept"
             ) from None
-        self.litter -= litter
+        self.unfinished.remove((folder, job.name))
         if isinstance(answer, BaseException):
             raise answer
         return answer
@@ -117,8 +116,8 @@ class _Worker:
                 pipe.close()
             except OSError:  # what was not sent any more
                 continue
-        for path in self.litter:
-            path.unlink(missing_ok=True)
+        for folder, name in self.unfinished:
+            sweep(folder, name)
 
 
 def _send(file: BinaryIO | Any, message: object) -> None:

@@ -171,6 +171,7 @@ def test_killed_at_random_moments_it_is_the_same_to_the_byte(parts, tmp_path, ca
         assert joined or all(path.exists() for path in done)
     assert kills >= 2
     assert done
+    assert [path.name for path in cache.glob("shards/*")] == []
     (folder,) = cache.iterdir()
     assert corpus(folder) == undisturbed
 

@@ -23,6 +23,7 @@ from lit_lazy.command import (
     diagnose,
     evaluate,
     fields,
+    lm_eval,
     report,
     tokenise,
     train,
@@ -83,6 +84,7 @@ def make_parser() -> Parser:
     train.add_to(commands)
     evaluate.add_to(commands)
     diagnose.add_to(commands)
+    lm_eval.add_to(commands)
     fields.add_to(commands)
     ablate = commands.add_parser("ablate", help="run ablations, build their tables")
     of_ablate = ablate.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -33,8 +33,8 @@ class DataConfig(ABC):
         """
         return None
 
-    def text_tokenizer(self) -> "Tokenizer | None":
-        """What turns text into its tokens; None where its tokens are no text. Needs none of the data."""
+    def load_tokenizer(self) -> "Tokenizer | None":
+        """What turns text into its tokens and back, without loading the text; None where tokens stand for no text."""
         return None
 
 

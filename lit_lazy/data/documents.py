@@ -251,13 +251,8 @@ class Hub:
         return [str(path) for path in (builder.config.data_files or {}).get(self.split, [])]
 
     def _reach(self) -> None:
-        """Put the Hub's client offline where it does not answer: it would try for half a minute; what it has in its
-        cache is read all the same."""
-        if os.path.isdir(self.name) or huggingface_hub.constants.HF_HUB_OFFLINE:
-            return
-        if not hub_answers():
-            datasets = quiet_datasets()
-            huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        if not os.path.isdir(self.name):
+            offline_unless_the_hub_answers()
 
     def state(self) -> list[Any]:
         """What names the content: for a folder its files, otherwise the name alone, which needs no network."""
@@ -337,6 +332,13 @@ def unreadable(name: str, error: BaseException) -> ValueError:
         f"data.hub={name!r}: cannot be read ({one_line(error)}); check name, data.hub_config, "
         "data.split, data.revision and the network, or give data.path"
     )
+
+
+def offline_unless_the_hub_answers() -> None:
+    """Where it does not, its client would try for half a minute; what is in its cache is read all the same."""
+    config = quiet_datasets().config
+    if not (huggingface_hub.constants.HF_HUB_OFFLINE or config.HF_HUB_OFFLINE or hub_answers()):
+        huggingface_hub.constants.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE = True
 
 
 def hub_answers() -> bool:

@@ -46,7 +46,7 @@ class Stdlib(DataConfig):
     def load(self) -> DataSource:
         return _load(self)
 
-    def text_tokenizer(self) -> ByteTokenizer:
+    def load_tokenizer(self) -> ByteTokenizer:
         return ByteTokenizer()
 
 

@@ -99,7 +99,7 @@ class Text(DataConfig):
             self._tokenise(folder, train, validation, processes)
         return folder
 
-    def text_tokenizer(self) -> Tokenizer:
+    def load_tokenizer(self) -> Tokenizer:
         return self._spec.build()
 
     def _sources(self) -> tuple[Files | Hub, Files | Hub | None]:

@@ -1,6 +1,8 @@
 """Tokenisers: bytes, or a file of the `tokenizers` library."""
 
+import codecs
 import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -29,8 +31,8 @@ class Tokenizer(Protocol):
         """The ids of each document, without those that begin and end it."""
         ...
 
-    def decode(self, ids: list[int]) -> str:
-        """The text of some ids; what is no whole character is shown as U+FFFD."""
+    def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
+        """The text of ids that follow others, in pieces as they come; of a character that is cut off, nothing."""
         ...
 
 
@@ -89,8 +91,9 @@ class ByteTokenizer:
                 )
         return [np.frombuffer(document, np.uint8) for document in documents]
 
-    def decode(self, ids: list[int]) -> str:
-        return bytes(ids).decode(errors="replace")
+    def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:  # noqa: ARG002 - bytes are bytes
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return (decoder.decode(bytes([token])) for token in ids)
 
 
 class FileTokenizer:
@@ -137,5 +140,8 @@ class FileTokenizer:
             raise ValueError(f"data.tokenizer={self.path!r}: cannot encode the text ({one_line(error)})") from None
         return [np.array(e.ids, np.uint32) for e in encoded]
 
-    def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+    def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(list(after))
+        return (piece for token in ids if (piece := stream.step(self.tokenizer, token)) is not None)

@@ -37,7 +37,7 @@ Count = Callable[[int, int], object]
 
 
 @dataclass(frozen=True)
-class Job:
+class FileJob:
     """A file to be tokenised, or some small ones."""
 
     source: Source
@@ -131,13 +131,13 @@ def held_out(hashes: np.ndarray, share: float) -> np.ndarray:
     return hashes < np.uint64(ceil(share * 2**64))  # both exact: share is multiplied by a power of two
 
 
-def made(job: Job, folder: Path, count: Count) -> Shard:
+def made(job: FileJob, folder: Path, count: Count) -> Shard:
     """The shard of a job: the one that is there, or it is made now."""
     with lock(folder / f"{job.name}.lock"):
         return Shard.find(folder, job.name) or _make(job, folder, count)
 
 
-def _make(job: Job, folder: Path, count: Count) -> Shard:
+def _make(job: FileJob, folder: Path, count: Count) -> Shard:
     tokenizer = job.tokenizer.build()
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     partial, digest, table = folder / f".{job.name}.partial", hashlib.sha256(), array("Q")
@@ -184,7 +184,7 @@ def _make(job: Job, folder: Path, count: Count) -> Shard:
     return Shard(folder / f"{job.name}.bin", **facts)
 
 
-def clear(job: Job, folder: Path) -> None:
+def clear(job: FileJob, folder: Path) -> None:
     """Remove a job's shard, and what a killed process left of it, unless another process is at it."""
     path = folder / f"{job.name}.lock"
     held = FileLock(path)

@@ -13,10 +13,10 @@ import torch
 from lit_lazy.data.base import DataConfig, DataSource, DocumentDataset, TokenDataset
 from lit_lazy.data.documents import Files, Hub, Source, find_files
 from lit_lazy.data.sampler import evenly
-from lit_lazy.data.shards import Job
+from lit_lazy.data.shards import FileJob
 from lit_lazy.data.stdlib import cut
 from lit_lazy.data.tokeniser import BYTES, Tokenizer, TokenizerSpec
-from lit_lazy.data.tokens import Corpus, Plan, cache_folder, make_once, open_corpus, write_corpus
+from lit_lazy.data.tokens import Corpus, CorpusPlan, cache_folder, make_once, open_corpus, write_corpus
 from lit_lazy.data.trigram import ByteTrigram, trigrams
 from lit_lazy.support.checks import require, require_whole
 
@@ -148,7 +148,9 @@ class Text(DataConfig):
 
         def fill(partial: Path) -> None:
             jobs = [self._jobs(files, 0.0 if validation else self.validation_share) for files in parts]
-            plan = Plan(jobs[0], jobs[1] if validation else (), vocab_size, self.validation_share, self.max_tokens)
+            plan = CorpusPlan(
+                jobs[0], jobs[1] if validation else (), vocab_size, self.validation_share, self.max_tokens
+            )
             write_corpus(partial, plan, processes, check)
 
         def check() -> None:
@@ -160,9 +162,9 @@ class Text(DataConfig):
 
         make_once(folder, fill)
 
-    def _jobs(self, files: Sequence[Source], share: float) -> list[Job]:
+    def _jobs(self, files: Sequence[Source], share: float) -> list[FileJob]:
         limit = None if self.max_tokens is None else self.max_tokens + 1
-        return [Job(file, file.state(), self._spec, limit, share) for file in files]
+        return [FileJob(file, file.state(), self._spec, limit, share) for file in files]
 
 
 def not_empty(source: Source) -> Sequence[Source]:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from lit_lazy.data.shards import Job, Piece, Shard, clear, held_out, lock, made
+from lit_lazy.data.shards import FileJob, Piece, Shard, clear, held_out, lock, made
 from lit_lazy.data.workers import in_order, processes_for
 from lit_lazy.support.console import plain_console
 from lit_lazy.support.disk import write_text
@@ -135,11 +135,11 @@ def _make(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CorpusPlan:
     """How a corpus is made: the files to tokenise, in their order, and how they are split."""
 
-    train: Sequence[Job]
-    validation: Sequence[Job]
+    train: Sequence[FileJob]
+    validation: Sequence[FileJob]
     """Empty where a share of the training documents is held out."""
     vocab_size: int
     validation_share: float
@@ -151,7 +151,7 @@ class Plan:
         return None if self.max_tokens is None else self.max_tokens + 1
 
 
-def write_corpus(folder: Path, plan: Plan, processes: int | None, check: Callable[[], object]) -> None:
+def write_corpus(folder: Path, plan: CorpusPlan, processes: int | None, check: Callable[[], object]) -> None:
     """Tokenise documents into a folder, which may hold the corpus already.
 
     Without validation documents a share of the training documents is held out. At most max_tokens tokens, and one for
@@ -173,7 +173,7 @@ def write_corpus(folder: Path, plan: Plan, processes: int | None, check: Callabl
     _drop(jobs, shards)
 
 
-def _drop(jobs: Iterable[Job], shards: Path) -> None:
+def _drop(jobs: Iterable[FileJob], shards: Path) -> None:
     """Remove what a corpus was joined of."""
     if shards.exists():
         for job in jobs:
@@ -182,7 +182,7 @@ def _drop(jobs: Iterable[Job], shards: Path) -> None:
         shards.rmdir()
 
 
-def _misfit(facts: dict[str, Any], plan: Plan) -> str:
+def _misfit(facts: dict[str, Any], plan: CorpusPlan) -> str:
     """What is wrong with the split; "" where both parts have documents."""
     if all(facts["documents"]):
         return ""
@@ -193,7 +193,7 @@ def _misfit(facts: dict[str, Any], plan: Plan) -> str:
     )
 
 
-def _join(folder: Path, plan: Plan, shards: Path, processes: int | None, meter: "_Meter") -> dict[str, Any]:
+def _join(folder: Path, plan: CorpusPlan, shards: Path, processes: int | None, meter: "_Meter") -> dict[str, Any]:
     """Write the parts of the corpus as its shards come; what is known of them."""
     dtype, limit = np.min_scalar_type(plan.vocab_size - 1), plan.limit
     share = 0.0 if plan.validation else plan.validation_share
@@ -219,7 +219,7 @@ def _join(folder: Path, plan: Plan, shards: Path, processes: int | None, meter: 
     }
 
 
-def _whole(shard: Shard, job: Job, shards: Path, meter: "_Meter") -> Shard:
+def _whole(shard: Shard, job: FileJob, shards: Path, meter: "_Meter") -> Shard:
     """A shard as it was written: made again where it is damaged, or has gone since."""
     if shard.is_whole():
         return shard
@@ -293,7 +293,7 @@ class _Part:
 class _Meter:
     """Progress on a terminal, and in the end a line that says how fast it was."""
 
-    def __init__(self, jobs: Iterable[Job], shards: Path, max_tokens: int | None) -> None:
+    def __init__(self, jobs: Iterable[FileJob], shards: Path, max_tokens: int | None) -> None:
         self.console = plain_console(stderr=True)
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)

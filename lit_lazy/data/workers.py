@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lit_lazy.data.shards import Count, Job, Shard, made, sweep
+from lit_lazy.data.shards import Count, FileJob, Shard, made, sweep
 from lit_lazy.support.errors import UnfinishedError, named
 
 WORTH_PROCESSES = 64 * 2**20
@@ -29,7 +29,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def processes_for(jobs: Sequence[Job], asked: int | None) -> int:
+def processes_for(jobs: Sequence[FileJob], asked: int | None) -> int:
     """How many processes tokenise these files: as many as are asked for, or there are cores; never more than files.
 
     1 is this process itself: also where the files are so small that starting others would take longer, unless asked.
@@ -39,7 +39,7 @@ def processes_for(jobs: Sequence[Job], asked: int | None) -> int:
     return max(1, min(wished, len(jobs)))
 
 
-def in_order(jobs: Sequence[Job], folder: Path, processes: int, count: Count) -> Generator[Shard]:
+def in_order(jobs: Sequence[FileJob], folder: Path, processes: int, count: Count) -> Generator[Shard]:
     """The shards of jobs, in their order, each as soon as it and those before it are there.
 
     The jobs that are not needed any more when the iterator is closed are dropped. Errors are those of `made`.
@@ -54,7 +54,7 @@ def in_order(jobs: Sequence[Job], folder: Path, processes: int, count: Count) ->
     for worker in workers:
         idle.put(worker)
 
-    def run(job: Job) -> Shard:
+    def run(job: FileJob) -> Shard:
         if (found := Shard.find(folder, job.name)) is not None:
             return found
         worker = idle.get()
@@ -88,7 +88,7 @@ class _Worker:
         )
         self.unfinished: set[tuple[Path, str]] = set()
 
-    def run(self, job: Job, folder: Path, count: Count) -> Shard:
+    def run(self, job: FileJob, folder: Path, count: Count) -> Shard:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.unfinished.add((folder, job.name))
@@ -131,7 +131,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    jobs: queue.SimpleQueue[tuple[Job, Path]] = queue.SimpleQueue()
+    jobs: queue.SimpleQueue[tuple[FileJob, Path]] = queue.SimpleQueue()
 
     def read() -> None:
         try:

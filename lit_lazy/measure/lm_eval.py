@@ -49,7 +49,7 @@ TASKS = {
 
 
 @dataclass(frozen=True)
-class Column:
+class BenchmarkColumn:
     """A column of the field's tables."""
 
     title: str
@@ -59,16 +59,16 @@ class Column:
 
 
 COLUMNS = (
-    Column("Wiki ppl", "wikitext", "word_perplexity", is_accuracy=False),
-    Column("LMB ppl", "lambada_openai", "perplexity", is_accuracy=False),
-    Column("LMB", "lambada_openai", "acc"),
-    Column("PIQA", "piqa", "acc"),
-    Column("Hella", "hellaswag", "acc_norm"),
-    Column("Wino", "winogrande", "acc"),
-    Column("ARC-e", "arc_easy", "acc"),
-    Column("ARC-c", "arc_challenge", "acc_norm"),
-    Column("SIQA", "social_iqa", "acc"),
-    Column("BoolQ", "boolq", "acc"),
+    BenchmarkColumn("Wiki ppl", "wikitext", "word_perplexity", is_accuracy=False),
+    BenchmarkColumn("LMB ppl", "lambada_openai", "perplexity", is_accuracy=False),
+    BenchmarkColumn("LMB", "lambada_openai", "acc"),
+    BenchmarkColumn("PIQA", "piqa", "acc"),
+    BenchmarkColumn("Hella", "hellaswag", "acc_norm"),
+    BenchmarkColumn("Wino", "winogrande", "acc"),
+    BenchmarkColumn("ARC-e", "arc_easy", "acc"),
+    BenchmarkColumn("ARC-c", "arc_challenge", "acc_norm"),
+    BenchmarkColumn("SIQA", "social_iqa", "acc"),
+    BenchmarkColumn("BoolQ", "boolq", "acc"),
 )
 """In their usual order. Perplexities are by word: of WikiText per word of the text, of LAMBADA of the last word."""
 
@@ -100,12 +100,12 @@ class Benchmarks:
         """Mean of the eight accuracies; None unless all were measured."""
         return average(self.scores)
 
-    def error(self, column: Column) -> float | None:
+    def error(self, column: BenchmarkColumn) -> float | None:
         """Standard error of an accuracy by the number of its questions; of a perplexity none is given."""
         n, p = self.samples.get(column.task, 0), self.scores.get((column.task, column.metric))
         return math.sqrt(p * (1 - p) / (n - 1)) if column.is_accuracy and p is not None and n > 1 else None
 
-    def columns(self) -> list[tuple[Column, float]]:
+    def columns(self) -> list[tuple[BenchmarkColumn, float]]:
         """The columns of the field's tables that were measured, and their values."""
         found = ((column, self.scores.get((column.task, column.metric))) for column in COLUMNS)
         return [(column, value) for column, value in found if value is not None]

@@ -28,7 +28,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import documents, shards, text, tokens, workers
 from lit_lazy.data.base import DocumentDataset
 from lit_lazy.data.documents import Files, Hub, HubFile
-from lit_lazy.data.shards import Job, made
+from lit_lazy.data.shards import FileJob, made
 from lit_lazy.data.tokeniser import TokenizerSpec
 from lit_lazy.support.errors import UnfinishedError
 
@@ -68,7 +68,7 @@ def corpus(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def plan(config: text.Text) -> list[Job]:
+def plan(config: text.Text) -> list[FileJob]:
     """The jobs of a corpus with a share for validation."""
     return config._jobs(config._sources()[0].parts(), SHARE)
 
@@ -139,7 +139,12 @@ Text(sys.argv[1], **options).tokenise(int(sys.argv[2]))
 
 
 @pytest.mark.parametrize(
-    ("processes", "limit"), [(1, None), pytest.param(3, None, marks=pytest.mark.long), (3, 123_457)]
+    ("processes", "limit"),
+    [
+        pytest.param(1, None, marks=pytest.mark.long),
+        pytest.param(3, None, marks=pytest.mark.long),
+        (3, 123_457),
+    ],
 )
 def test_killed_at_random_moments_it_is_the_same_to_the_byte(parts, tmp_path, cache, processes, limit, monkeypatch):
     """SIGKILL of the command and all its workers, again and again; no file that was finished is read again."""
@@ -368,7 +373,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("_forks")
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_files_of_the_hub_are_downloaded_one_by_one_and_once(hub, processes):
     config = small(hub="someone/text")
     config.tokenise(processes)
@@ -498,5 +503,5 @@ def test_a_core_tokenises_1_8_megabytes_a_second(tmp_path, cache):
     source = Files("data.path", "", (tmp_path / "text.parquet",), "text")
     cache.mkdir()
     started = time.process_time()
-    shard = made(Job(source, source.state(), spec, None, 0.1), cache, lambda *_: None)
+    shard = made(FileJob(source, source.state(), spec, None, 0.1), cache, lambda *_: None)
     assert shard.bytes / 1e6 / (time.process_time() - started) > 1.8

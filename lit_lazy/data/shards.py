@@ -94,16 +94,18 @@ class Shard:
         """Its documents in order, so many at a time that memory does not grow with them."""
         width = np.dtype(self.dtype).itemsize
         shape = -1, COLUMNS
-        table = np.fromfile(self.path, np.uint64, offset=self.tokens * width).reshape(shape)
-        ends = table[:, 0].astype(np.int64)
-        first = start = 0
-        while first < len(ends):
-            last = max(first + 1, int(np.searchsorted(ends, start + CHUNK_TOKENS, side="right")))
-            end = int(ends[last - 1])
-            tokens = np.fromfile(self.path, self.dtype, end - start, offset=start * width)
-            rows = slice(first, last)
-            yield Piece(tokens, np.diff(ends[rows], prepend=start), table[rows, 1].astype(np.int64), table[rows, 2])
-            first, start = last, end
+        with self.path.open("rb") as file:  # once: another corpus of the same files may remove it
+            file.seek(self.tokens * width)
+            table = np.fromfile(file, np.uint64).reshape(shape)
+            ends = table[:, 0].astype(np.int64)
+            file.seek(0)
+            first = start = 0
+            while first < len(ends):
+                last = max(first + 1, int(np.searchsorted(ends, start + CHUNK_TOKENS, side="right")))
+                end, rows = int(ends[last - 1]), slice(first, last)
+                tokens = np.fromfile(file, self.dtype, end - start)
+                yield Piece(tokens, np.diff(ends[rows], prepend=start), table[rows, 1].astype(np.int64), table[rows, 2])
+                first, start = last, end
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,12 @@ class Benchmarks:
             }
             for task, version in self.versions.items()
         }
-        return {"tasks": tasks, "average": self.average, **self.facts}
+        columns = [
+            {"title": column.title, "task": column.task, "metric": column.metric, "value": value}
+            | {"standard_error": self.error(column)}
+            for column, value in self.columns()
+        ]
+        return {"columns": columns, "average": self.average, "tasks": tasks, **self.facts}
 
 
 def find_tasks(names: Sequence[str], folder: Path | None = None) -> "TaskManager":

@@ -161,10 +161,22 @@ OPTIONS += [
     "--data",
     "--import",
 ]
-OPTIONS += ["--launcher", "--gpus", "--ray-address"]
+OPTIONS += ["--launcher", "--gpus", "--ray-address", "--tasks", "--task-folder", "--limit", "--processes"]
 FLAGS = ["--dry-run", "--fresh", "--keep-checkpoint", "--help", "--version", "-h", "-x", "--"]
 COMMANDS = [
-    *(["train"], ["fields"], ["evaluate"], ["diagnose"], ["report"], ["dashboard"], ["ablate"], ["bench"], []),
+    *(
+        ["train"],
+        ["fields"],
+        ["evaluate"],
+        ["diagnose"],
+        ["report"],
+        ["dashboard"],
+        ["ablate"],
+        ["bench"],
+        ["lm-eval"],
+        ["tokenise"],
+        [],
+    ),
     *(["ablate", name] for name in ("run", "search", "status", "table", "list", "rum")),
     *(["bench", name] for name in ("step", "grid", "diagnostics")),
 ]
@@ -179,6 +191,8 @@ GOOD = [
     (["dashboard"], ["--runs", "--port"]),
     (["evaluate", "final.ckpt"], ["--threads", "--import"]),
     (["diagnose", "final.ckpt"], ["--data", "--lengths", "--layers", "--heads", "--sequences", "--out", "--runs"]),
+    (["lm-eval", "final.ckpt"], ["--tasks", "--task-folder", "--limit", "--out", "--threads"]),
+    (["tokenise", "e.py"], ["--processes", ""]),
     (["bench", "grid"], ["--cells", "--out"]),
     (["bench", "step"], ["--out"]),
 ]
@@ -279,7 +293,7 @@ def stage(place: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
             "bench.grid.overhead",
             "bench.watching._in_a_process",
         ),
-        *("tracking.serve.subprocess.Popen",),
+        *("tracking.serve.subprocess.Popen", "measure.lm_eval.load_tasks"),
     ):
         monkeypatch.setattr(f"lit_lazy.{where}", accept)
     monkeypatch.setattr("lit_lazy.support.memory.most_bytes", lambda: 2**28)

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -310,6 +311,9 @@ def test_the_command_prints_writes_and_logs(checkpoint, folder, runs, tmp_path, 
     assert f"{known['average']:.4f}            of the eight accuracies" in printed
     assert "prefix token '\\x00' (0)" in printed
     assert known["harness"] == "lm_eval 0.4.13"
+    assert [column["title"] for column in known["columns"]] == [column.title for column in COLUMNS]
+    assert known["columns"][0]["standard_error"] is None
+    assert known["columns"][-1]["standard_error"] is not None
     assert known["checkpoint"] == str(checkpoint)
     assert known["environment"]["git_sha"]
     run_id = (checkpoint.parent / "mlflow_run_id").read_text()
@@ -376,3 +380,11 @@ def test_a_tokenizer_that_is_gone_or_another_is_one_line(tmp_path, capsys):
     path = save(config(Text("x")), tmp_path / "other.ckpt", vocab_size=300)
     assert main(["lm-eval", str(path), "--tasks", "piqa"]) == 2
     assert "reads 300 tokens, and its tokenizer has 256 now" in capsys.readouterr().err
+
+
+def test_without_the_package_it_says_what_brings_it(checkpoint, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "lit_lazy.measure.lm_eval")
+    assert main(["lm-eval", str(checkpoint)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "lm-eval needs the package lm_eval; pip install 'lit-lazy[lm-eval]'" in line

@@ -164,19 +164,8 @@ OPTIONS += [
 OPTIONS += ["--launcher", "--gpus", "--ray-address", "--tasks", "--task-folder", "--limit", "--processes"]
 FLAGS = ["--dry-run", "--fresh", "--keep-checkpoint", "--help", "--version", "-h", "-x", "--"]
 COMMANDS = [
-    *(
-        ["train"],
-        ["fields"],
-        ["evaluate"],
-        ["diagnose"],
-        ["report"],
-        ["dashboard"],
-        ["ablate"],
-        ["bench"],
-        ["lm-eval"],
-        ["tokenise"],
-        [],
-    ),
+    *(["train"], ["fields"], ["evaluate"], ["diagnose"], ["report"], ["dashboard"], ["ablate"], ["bench"], []),
+    *(["lm-eval"], ["tokenise"]),
     *(["ablate", name] for name in ("run", "search", "status", "table", "list", "rum")),
     *(["bench", name] for name in ("step", "grid", "diagnostics")),
 ]

@@ -54,7 +54,7 @@ class FileJob:
         """Of its shard."""
         limits = None if self.limit is None else [self.limit, self.share]
         parts = [self.state, self.source.column, self.tokenizer.digest, self.tokenizer.special, limits]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
+        return f"shard-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]}"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A corpus is a folder with `train.bin`, `validation.bin` (the tokens, in the smallest unsigned type that holds the
 vocabulary), `train.ends`, `validation.ends` (where each document ends, int64) and `corpus.json` (what is known about
-them). It is joined of the shards of its files (`lit_lazy.data.shards`), which lie in `shards/` until it is whole. It
+them). It is joined of the shards of its files (`lit_lazy.data.shards`), which lie beside it until it is whole. It
 appears by one rename, made under a lock: several processes that want the same corpus make it once, and one that is
 killed leaves finished shards, which the next takes, and `.partial` folders and files, which the next replaces.
 """
@@ -32,7 +32,8 @@ from lit_lazy.support.errors import one_line
 
 FACTS = "corpus.json"
 PARTS = ("train", "validation")
-SHARDS = "shards"
+ATTEMPTS = 3
+"""At a shard that is not as it was written; another corpus of the same files may have removed it."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,8 @@ def make_once(folder: Path, fill: Callable[[Path], None]) -> None:
                 if not folder.exists():
                     _make(folder, fill)
         except BaseException:
-            for empty in (root / SHARDS, root):
-                with contextlib.suppress(OSError):  # it holds others
-                    empty.rmdir()
+            with contextlib.suppress(OSError):  # it holds other corpora, or finished shards
+                root.rmdir()
             raise
     except OSError as error:
         raise ValueError(
@@ -158,10 +158,9 @@ def write_corpus(folder: Path, plan: CorpusPlan, processes: int | None, check: C
     the last target, are written of the training part, where reading ends, and of validation documents.
     check: called before the corpus counts as whole. Raises ValueError when one part gets no document.
     """
-    shards = folder.parent / SHARDS
+    shards = folder.parent
     jobs = [*plan.validation, *plan.train]
     if not (folder / FACTS).exists():
-        shards.mkdir(exist_ok=True)
         with _Meter(jobs, shards, plan.max_tokens) as meter:
             facts = _join(folder, plan, shards, processes, meter)
             if misfit := _misfit(facts, plan):
@@ -175,11 +174,8 @@ def write_corpus(folder: Path, plan: CorpusPlan, processes: int | None, check: C
 
 def _drop(jobs: Iterable[FileJob], shards: Path) -> None:
     """Remove what a corpus was joined of."""
-    if shards.exists():
-        for job in jobs:
-            clear(job, shards)
-    with contextlib.suppress(OSError):  # it holds those of others
-        shards.rmdir()
+    for job in jobs:
+        clear(job, shards)
 
 
 def _misfit(facts: dict[str, Any], plan: CorpusPlan) -> str:
@@ -221,14 +217,13 @@ def _join(folder: Path, plan: CorpusPlan, shards: Path, processes: int | None, m
 
 def _whole(shard: Shard, job: FileJob, shards: Path, meter: "_Meter") -> Shard:
     """A shard as it was written: made again where it is damaged, or has gone since."""
-    if shard.is_whole():
-        return shard
-    meter.say(f"a shard of {job.source.given} in {shards} is damaged: made again")
-    shard.remove()
-    shard = made(job, shards, meter.count)
-    if not shard.is_whole():
-        raise OSError(errno.EIO, "what was written is not what is read")
-    return shard
+    for _ in range(ATTEMPTS):
+        if shard.is_whole():
+            return shard
+        meter.say(f"a shard of {job.source.given} in {shards} is damaged: made again")
+        shard.remove()
+        shard = made(job, shards, meter.count)
+    raise OSError(errno.EIO, "what was written is not what is read")
 
 
 def _append(shard: Shard, part: "_Part", apart: "_Part", share: float) -> None:

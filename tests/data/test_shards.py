@@ -158,7 +158,7 @@ def test_killed_at_random_moments_it_is_the_same_to_the_byte(parts, tmp_path, ca
     while True:
         with forked.Popen(command, stdout=forked.DEVNULL, stderr=forked.PIPE, text=True) as running:
             more = len(done) + rng.choice([0, 1, 1, 2]) if kills < 4 else 100
-            while running.poll() is None and len(list(cache.glob("shards/*.json"))) < more:
+            while running.poll() is None and len(list(cache.glob("*.json"))) < more:
                 time.sleep(0.002)
             time.sleep(rng.uniform(0.0, 0.2))
             if running.poll() is not None:
@@ -170,13 +170,12 @@ def test_killed_at_random_moments_it_is_the_same_to_the_byte(parts, tmp_path, ca
                     process.kill()
             running.wait()
         kills += 1
-        for path in (cache / "shards").glob("*.json"):
+        for path in cache.glob("*.json"):
             assert done.setdefault(path, path.stat().st_mtime_ns) == path.stat().st_mtime_ns
         joined = [*cache.glob("*/corpus.json"), *cache.glob(".*/corpus.json")]
         assert joined or all(path.exists() for path in done)
     assert kills >= 2
     assert done
-    assert [path.name for path in cache.glob("shards/*")] == []
     (folder,) = cache.iterdir()
     assert corpus(folder) == undisturbed
 
@@ -191,11 +190,31 @@ def test_a_corpus_that_was_killed_before_its_rename_is_taken(parts, cache, monke
         patch.setattr(tokens.shutil, "rmtree", lambda *_, **__: None)  # by SIGKILL
         with pytest.raises(KeyboardInterrupt):
             config.tokenise()
-    assert len(list((cache / "shards").glob("*.json"))) == 7
+    assert len(list(cache.glob("*.json"))) == 7
     monkeypatch.setattr(tokens, "_join", killed)
     folder = config.tokenise()
     assert list(cache.iterdir()) == [folder]
     assert config.load().fingerprint == KNOWN[0][1]
+
+
+def test_corpora_of_the_same_files_do_not_get_in_each_other_s_way(parts, tmp_path, cache):
+    """Made at once, they take shards from each other, and remove them."""
+    script = tmp_path / "both.py"
+    script.write_text(
+        "import sys\nfrom lit_lazy.data import documents, shards\nfrom lit_lazy.data.text import Text\n"
+        "documents.SMALL_FILES, shards.BATCH_BYTES = 0, 2000\n"
+        "for i in range(8):\n"
+        "    share = float(sys.argv[2]) + i * 1e-7\n"
+        "    Text(sys.argv[1], context_length=16, validation_windows=10, validation_share=share).tokenise(1)\n"
+    )
+    commands = [[sys.executable, str(script), str(parts), share] for share in ("0.2", "0.5", "0.5")]
+    running = [forked.Popen(command, stdout=forked.DEVNULL, stderr=forked.PIPE, text=True) for command in commands]
+    for process in running:
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors
+    assert len(list(cache.iterdir())) == 16
+    assert small(path=str(parts)).load().fingerprint == KNOWN[0][1]
+    assert small(path=str(parts), validation_share=0.5).load().fingerprint == KNOWN[-1][1]
 
 
 def damage(path: Path) -> None:
@@ -209,8 +228,8 @@ def damage(path: Path) -> None:
 )
 def test_a_damaged_shard_is_made_again(parts, cache, harm, capfd, monkeypatch):
     config = small(path=str(parts))
-    (cache / "shards").mkdir(parents=True)
-    finished = [made(job, cache / "shards", lambda *_: None) for job in plan(config)]
+    cache.mkdir()
+    finished = [made(job, cache, lambda *_: None) for job in plan(config)]
     harm(finished[3].path)
     read = []
     whole = Files.documents
@@ -237,10 +256,10 @@ def test_a_full_disk_keeps_the_shards_that_are_done(parts, cache, processes, mon
         patch.setattr(os, "fsync", full)
         with pytest.raises(ValueError, match=r"LIT_LAZY_CACHE='.*': cannot be written \(No space left on device\)"):
             config.tokenise(processes)
-    left = {path.name for path in (cache / "shards").iterdir()}
+    left = {path.name for path in cache.iterdir()}
     assert {f"{name}.json" for name in names[:4]} <= left
     assert not [name for name in left if "partial" in name or "lock" in name]
-    assert [path.name for path in cache.iterdir()] == ["shards"]
+    assert all(name.startswith("shard-") for name in left)
     assert config.load().fingerprint == KNOWN[0][1]
 
 
@@ -252,7 +271,7 @@ def test_a_mistake_in_a_later_file_is_one_line_and_costs_the_others_nothing(part
     bad.write_text(good + "{\n")
     with pytest.raises(ValueError, match=r"data\.path='.*5\.jsonl': line 44 is not JSON"):
         config.tokenise(processes)
-    before = {path.name: path.stat().st_mtime_ns for path in (cache / "shards").glob("*.json")}
+    before = {path.name: path.stat().st_mtime_ns for path in cache.glob("*.json")}
     assert len(before) >= 5
     # What is not needed is not judged.
     assert small(path=str(parts), max_tokens=50_000).load().fingerprint == KNOWN[1][1]
@@ -283,7 +302,7 @@ def test_workers_end_with_their_command(parts, tmp_path, cache):
     with forked.Popen(command, stdout=forked.DEVNULL, stderr=forked.DEVNULL) as running:
         while len(children := psutil.Process(running.pid).children()) < 2:
             time.sleep(0.01)
-        while not list(cache.glob("shards/.*.partial")):
+        while not list(cache.glob(".*.partial")):
             time.sleep(0.01)
         running.kill()
     _, alive = psutil.wait_procs(children, timeout=5)

@@ -25,6 +25,8 @@ ONLY = {
     "jsonargparse": ("lit_lazy/config/overrides.py",),
     "datasets": ("lit_lazy/data/",),
     "tokenizers": ("lit_lazy/data/",),
+    "transformers": ("lit_lazy/model/export/", "kernels/examples/"),
+    "safetensors": ("lit_lazy/model/export/",),
     "torchmetrics": ("lit_lazy/measure/",),
     "matplotlib": ("lit_lazy/figures/", "lit_lazy/grid/search/figures.py", "lit_lazy/report/", "kernels/bench/"),
     "lm_eval": ("lit_lazy/measure/lm_eval.py",),

@@ -9,6 +9,7 @@ import torch
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias
 from lit_lazy.config import ModelConfig, TrainConfig
 from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.generation import generate
 from lit_lazy.model.loss import token_nll
 from lit_lazy.training.optimiser import parameter_groups
 
@@ -24,6 +25,7 @@ for step in range(60):
     optimiser.step()
     losses.append(loss.item())
 assert losses[-1] < losses[0] / 2, losses
+assert generate(model, [[1, 2], [3]], 3) == [[3, 4, 5], [4, 5, 6]]
 """
 
 

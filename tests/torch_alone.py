@@ -14,22 +14,26 @@ ROOT = Path(__file__).parents[1]
 
 def needed(name: str) -> Iterator[str]:
     """A distribution and all that it requires here, but for triton, which only some machines have."""
+    requirements = distribution(name).requires or ()
     yield name
-    for requirement in distribution(name).requires or ():
+    for requirement in requirements:
         other = re.match(r"[\w.-]+", requirement)[0]  # type: ignore[index]
         if "extra ==" not in requirement and other != "triton":
             try:
                 yield from needed(other)
             except PackageNotFoundError:
-                continue  # for another system
+                continue  # for another system, or version of Python
 
 
 @pytest.fixture(scope="session")
 def torch_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of packages with torch, what torch requires, and this project."""
-    folder = tmp_path_factory.mktemp("site")
-    there = {ROOT / "lit_lazy", ROOT / "kernels" / "flash_lazy"}
-    for name in set(needed("torch")):
+    return linked(tmp_path_factory.mktemp("site"), {ROOT / "lit_lazy", ROOT / "kernels" / "flash_lazy"}, "torch")
+
+
+def linked(folder: Path, there: set[Path], *names: str) -> Path:
+    """A folder with links to some packages, and to distributions with all that they require."""
+    for name in {name for whole in names for name in needed(whole)}:
         files = distribution(name).files or ()
         there |= {Path(distribution(name).locate_file(file.parts[0])) for file in files if file.parts[0] != ".."}
     for path in there:

@@ -2,8 +2,9 @@
 
 from flash_lazy import Rows
 from lit_lazy.attention.bias import Alibi, Bias, BiasTerms, Fire, KerpleLog, LearnedBias, NoBias, T5Bias
+from lit_lazy.attention.cache import Eviction, LayerCache, StreamingCache
 from lit_lazy.attention.gate import Gate, NoGate, OutputGate, ValueGate
-from lit_lazy.attention.module import Attention, AttentionSpec, LayerCache
+from lit_lazy.attention.module import Attention, AttentionSpec
 from lit_lazy.attention.normaliser import AttentionCall, Elastic, LayerShape, Normaliser, NormaliserModule, Softmax
 from lit_lazy.attention.position import LearnedAbsolute, NoPosition, Position, Rope
 from lit_lazy.attention.rivals import (
@@ -30,6 +31,7 @@ __all__ = [
     "Differential",
     "Elastic",
     "Entmax15",
+    "Eviction",
     "Fire",
     "Gate",
     "KerpleLog",
@@ -54,6 +56,7 @@ __all__ = [
     "Softmax",
     "Softpick",
     "Sparsemax",
+    "StreamingCache",
     "T5Bias",
     "ValueGate",
 ]

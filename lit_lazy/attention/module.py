@@ -1,13 +1,14 @@
-"""The attention layer: projections, positions, bias, normaliser and gate, with a cache for decoding."""
+"""The attention layer: projections, positions, bias, normaliser and gate."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from flash_lazy import Backend, Stats
 from lit_lazy.attention.bias import Bias, NoBias
+from lit_lazy.attention.cache import LayerCache
 from lit_lazy.attention.gate import Gate, NoGate
 from lit_lazy.attention.normaliser import AttentionCall, LayerShape, Normaliser, NormaliserModule, Softmax
 
@@ -28,26 +29,6 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise ValueError(f"AttentionSpec.window={self.window}: must be at least 1, or None for no window")
-
-
-@dataclass
-class LayerCache:
-    """Keys and values of one layer, `[B, Hkv, L, D]`, grown as tokens are decoded."""
-
-    k: Tensor | None = None
-    v: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        """Number of tokens cached."""
-        return 0 if self.k is None else self.k.shape[2]
-
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append and return all keys and values so far."""
-        if self.k is not None and self.v is not None:
-            k, v = torch.cat((self.k, k), dim=2), torch.cat((self.v, v), dim=2)
-        self.k, self.v = k, v
-        return k, v
 
 
 class Attention(nn.Module):
@@ -92,6 +73,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Stats | None]:
         """x `[B, L, d_model]`: the newest L tokens. Returns the same shape, and the stats `[B, H, L]` where asked.
 
+        rotate: turns queries and keys by the positions that the cache's `span` says, without one by those of x.
         key_mask: bool `[B, Lk]`, False hides a key from every query. cu_seqlens: int32 `[n + 1]`, boundaries of the
         documents in the B * L tokens, which see their own document alone; without a cache and a key mask.
         """
@@ -99,9 +81,8 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
             for projection, heads in ((self.q, self.n_heads), (self.k, self.n_kv_heads), (self.v, self.n_kv_heads))
         )
-        q, k, v = self._rotated(q, rotate), self._rotated(k, rotate), own
-        if cache is not None:
-            k, v = cache.extend(k, v)
+        turn = partial(self._rotated, rotate=rotate)
+        q, (k, v) = turn(q), (turn(k), own) if cache is None else cache.extend(k, own, turn)
         call = self._call(q, k, v)._replace(with_stats=with_stats, key_mask=key_mask)
         if cu_seqlens is None:
             out, stats = self.normaliser(call)

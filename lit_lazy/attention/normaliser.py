@@ -86,12 +86,15 @@ class NormaliserModule(nn.Module, ABC):
     maps: score maps per head; q and k are cut into as many parts along D.
     can_zero: whether a visible key can get a weight of exactly 0, so that there is a sparsity.
     signed: whether weights can be negative: entropy, sparsity and shares have no meaning then.
+    relative: whether `rows.position` is not used, so that left padding changes nothing and prompts of unequal lengths
+    are decoded together.
     """
 
     lr_scale: float = 1.0
     maps: int = 1
     can_zero: bool = False
     signed: bool = False
+    relative: bool = False
     _probed = False
 
     @abstractmethod
@@ -218,6 +221,8 @@ class Softmax(Normaliser):
 
 
 class _Softmax(NormaliserModule):
+    relative = True
+
     def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
         return scores.softmax(-1)
 
@@ -301,6 +306,7 @@ class _Elastic(NormaliserModule):
     def __init__(self, spec: Elastic, n_heads: int, context_length: int) -> None:
         super().__init__()
         self.threshold, self.lr_scale = spec.threshold, spec.tau_lr_scale
+        self.relative = spec.threshold != "per_token"
         self.context_length = context_length if spec.threshold == "seq_len" else None
         shape = (n_heads, context_length) if spec.threshold == "per_token" else (n_heads,)
         self.tau = nn.Parameter(torch.full(shape, spec.tau_init, dtype=torch.float32), requires_grad=spec.learn_tau)

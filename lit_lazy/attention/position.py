@@ -14,8 +14,12 @@ from lit_lazy.attention.initial import GeneratorOf, SelfInitialised
 class PositionModule(nn.Module):
     """Adds positions to the embeddings (`embed`) and turns queries and keys (`rotate`); the default does neither.
 
+    relative: whether the model's output depends on the distances of tokens alone, not on where they stand. Then prompts
+    of unequal lengths are decoded together, and a cache may evict tokens.
     places: the 0-based position of each token, int64 `[B, L]`, where they do not just follow each other from `offset`.
     """
+
+    relative: bool = False
 
     def embed(self, x: Tensor, offset: int, places: Tensor | None = None) -> Tensor:  # noqa: ARG002
         """x `[B, L, d_model]`, the first token standing at 0-based position `offset`; same shape returned."""
@@ -27,7 +31,7 @@ class PositionModule(nn.Module):
         offset: int,  # noqa: ARG002
         places: Tensor | None = None,  # noqa: ARG002
     ) -> Callable[[Tensor], Tensor]:
-        """The map to apply to queries and keys `[B, H, length, D]` of tokens that start at position `offset`."""
+        """The map to apply to queries and keys `[B, H, R, D]`, R <= length, of tokens that end at `offset + length`."""
         return lambda x: x
 
 
@@ -43,7 +47,11 @@ class NoPosition(Position):
     """No positions: the model has only the causal mask and its bias, if any."""
 
     def build(self, d_model: int, head_dim: int, context_length: int) -> PositionModule:  # noqa: ARG002
-        return PositionModule()
+        return _NoPosition()
+
+
+class _NoPosition(PositionModule):
+    relative = True
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,7 @@ class Rope(Position):
 
 
 class _Rope(PositionModule):
+    relative = True
     frequency: Tensor
 
     def __init__(self, base: float, head_dim: int) -> None:
@@ -82,8 +91,10 @@ class _Rope(PositionModule):
         def rotate(x: Tensor) -> Tensor:
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
             first, second = wide.chunk(2, dim=-1)
+            start = length - x.shape[-2]
             # Heads, and score maps, lie between the sequences and their tokens.
-            by_cos, by_sin = (t.view(-1, *[1] * (x.dim() - 3), *t.shape[-2:]) for t in (cos, signed_sin))
+            turns = (t[..., start:, :] for t in (cos, signed_sin))
+            by_cos, by_sin = (t.view(-1, *[1] * (x.dim() - 3), *t.shape[-2:]) for t in turns)
             return (wide * by_cos + torch.cat((second, first), dim=-1) * by_sin).to(x.dtype)
 
         return rotate

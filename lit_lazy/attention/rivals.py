@@ -44,6 +44,8 @@ class SinkLogit(Normaliser):
 class _Sink(NormaliserModule):
     """Softmax of the scores and one more logit, whose weight is dropped: softmax times sigmoid(lse - sink)."""
 
+    relative = True
+
     def __init__(self, sink: Tensor, learned: bool) -> None:
         super().__init__()
         self.sink = nn.Parameter(sink, requires_grad=learned)
@@ -92,7 +94,7 @@ class ClippedSoftmax(Normaliser):
 
 
 class _ClippedSoftmax(NormaliserModule):
-    can_zero = True
+    can_zero = relative = True
 
     def __init__(self, alpha: float, context_length: int | None) -> None:
         super().__init__()
@@ -112,7 +114,7 @@ class Softpick(Normaliser):
 
 
 class _Softpick(NormaliserModule):
-    can_zero = True
+    can_zero = relative = True
     EPS = 1e-8
 
     def weights(self, scores: Tensor, rows: Rows) -> Tensor:
@@ -131,6 +133,8 @@ class Sigmoid(Normaliser):
 
 
 class _Sigmoid(NormaliserModule):
+    relative = True
+
     def weights(self, scores: Tensor, rows: Rows) -> Tensor:
         return torch.sigmoid(scores - rows.n.log())
 
@@ -144,7 +148,7 @@ class Relu(Normaliser):
 
 
 class _Relu(NormaliserModule):
-    can_zero = True
+    can_zero = relative = True
 
     def weights(self, scores: Tensor, rows: Rows) -> Tensor:
         return scores.relu() / rows.n
@@ -172,7 +176,7 @@ Of 1,024 keys it saves two thirds of the time where scores spread by 1. Where 1.
 
 
 class _Entmax(NormaliserModule):
-    can_zero = True
+    can_zero = relative = True
 
     def __init__(self, name: Literal["entmax15", "sparsemax"]) -> None:
         super().__init__()
@@ -203,6 +207,8 @@ class SSMax(Normaliser):
 
 
 class _SSMax(NormaliserModule):
+    relative = True
+
     def __init__(self, n_heads: int, init: float) -> None:
         super().__init__()
         self.s = nn.Parameter(torch.full((n_heads,), init))
@@ -241,7 +247,7 @@ def lambda_init(layer: int) -> float:
 
 class _Differential(NormaliserModule, SelfInitialised):
     maps = 2
-    signed = True
+    signed = relative = True
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()

@@ -5,9 +5,11 @@ import argparse
 from lit_lazy.command.options import (
     Commands,
     add_checkpoint,
+    add_eviction,
     add_runs,
     add_threads,
     command,
+    eviction,
     folder,
     import_classes,
     not_empty,
@@ -35,6 +37,7 @@ def add_to(commands: Commands) -> None:
         default=[],
         help="context lengths to measure at, beside that of the data",
     )
+    add_eviction(parser)
     for part, what in (("layers", "up to four, spread"), ("heads", "the one with the strongest first key")):
         parser.add_argument(
             f"--{part}",
@@ -74,6 +77,7 @@ def diagnose(options: argparse.Namespace, _rest: list[str]) -> int:
             checkpoint=options.checkpoint,
             data=options.data,
             lengths=tuple(options.lengths),
+            eviction=eviction(options),
             maps=Maps(layers, heads),
             sequences=options.sequences,
             out=options.out,

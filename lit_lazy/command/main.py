@@ -22,7 +22,9 @@ from lit_lazy.command import (
     dashboard,
     diagnose,
     evaluate,
+    export,
     fields,
+    generate,
     lm_eval,
     report,
     tokenise,
@@ -85,6 +87,8 @@ def make_parser() -> Parser:
     evaluate.add_to(commands)
     diagnose.add_to(commands)
     lm_eval.add_to(commands)
+    generate.add_to(commands)
+    export.add_to(commands)
     fields.add_to(commands)
     ablate = commands.add_parser("ablate", help="run ablations, build their tables")
     of_ablate = ablate.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -4,10 +4,13 @@ import argparse
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from lit_lazy.support.errors import shown
 from lit_lazy.support.kinds import MOST
+
+if TYPE_CHECKING:
+    from lit_lazy.attention import Eviction
 
 T = TypeVar("T")
 Commands = argparse._SubParsersAction
@@ -109,6 +112,31 @@ def add_storage(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_eviction(parser: argparse.ArgumentParser) -> None:
+    """The options of a cache that evicts; `eviction` makes one of them."""
+    parser.add_argument(
+        "--window",
+        metavar="W",
+        type=positive,
+        default=None,
+        help="evict from the cache what is neither among the W newest tokens nor among the first ones (StreamingLLM)",
+    )
+    parser.add_argument(
+        "--first", metavar="K", type=no_less_than_0, default=None, help="first tokens that --window keeps (default 4)"
+    )
+
+
+def eviction(options: argparse.Namespace) -> "Eviction | None":
+    """What `--first` and `--window` say."""
+    from lit_lazy.attention import Eviction
+
+    if options.window is None:
+        if options.first is not None:
+            raise ValueError(f"--first {options.first}: nothing is evicted without --window; give both")
+        return None
+    return Eviction(4 if options.first is None else options.first, options.window)
+
+
 def add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="FILE.json", type=json_file, help="write the figures there, and their tables beside it as .md"
@@ -147,6 +175,13 @@ def positive(text: str) -> int:
     """An option that is a whole number of at least 1."""
     if (number := whole(text, least=1)) is None:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1, and below 2^63")
+    return number
+
+
+def no_less_than_0(text: str) -> int:
+    """An option that is a whole number of at least 0."""
+    if (number := whole(text, least=0)) is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 0 to 2^63 - 1")
     return number
 
 

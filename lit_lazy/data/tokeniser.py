@@ -2,6 +2,7 @@
 
 import codecs
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -33,6 +34,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
         """The text of ids that follow others, in pieces as they come; of a character that is cut off, nothing."""
+        ...
+
+    def to_json(self) -> str:
+        """A file of the `tokenizers` library that gives the same ids, and no special tokens of its own."""
         ...
 
 
@@ -95,6 +100,21 @@ class ByteTokenizer:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         return (decoder.decode(bytes([token])) for token in ids)
 
+    def to_json(self) -> str:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        # The library writes bytes as characters: those that can be seen as themselves, the others from 256 on. The
+        # separator, which no text holds, is a token by its usual name instead.
+        seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
+        unseen = iter(range(256, 512))
+        vocabulary = {chr(byte if byte in seen else next(unseen)): byte for byte in range(256)}
+        vocabulary = {token: byte for token, byte in vocabulary.items() if byte != self.separator}
+        tokenizer = Tokenizer(models.BPE(vocabulary | {END_OF_TEXT[0]: self.separator}, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore
+        tokenizer.decoder = decoders.ByteLevel()  # type: ignore
+        tokenizer.add_special_tokens([END_OF_TEXT[0]])
+        return tokenizer.to_str()
+
 
 class FileTokenizer:
     """A JSON file of the `tokenizers` library, which encodes the documents of a batch in parallel threads.
@@ -145,3 +165,6 @@ class FileTokenizer:
 
         stream = DecodeStream(list(after))
         return (piece for token in ids if (piece := stream.step(self.tokenizer, token)) is not None)
+
+    def to_json(self) -> str:
+        return json.dumps(json.loads(self.tokenizer.to_str()) | {"post_processor": None}, ensure_ascii=False)

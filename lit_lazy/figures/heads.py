@@ -343,32 +343,50 @@ def rank_profile(arrays: Arrays) -> Figure | None:
 
 @in_style()
 def loss_by_length(arrays: Arrays) -> Figure | None:
-    """Loss by position in the context that the model was trained with, and in each other length that was measured."""
-    prefixes = sorted({key.split("/")[0] for key in arrays if re.fullmatch(r"L\d+/loss/by_position", key)}, key=_length)
-    found = {prefix: _finite(arrays, f"{prefix}/loss/by_position") for prefix in prefixes}
-    trained = _finite(arrays, "loss/by_position")
-    curves = [(len(curve), curve, f"{prefix}/sample") for prefix, curve in found.items() if curve is not None]
-    if trained is not None:
-        curves = [curve for curve in curves if curve[0] != len(trained)] + [(len(trained), trained, "sample")]
-    if not curves:
+    """Loss by position in the context that the model was trained with, and in each other length that was measured.
+
+    With a cache that evicts, where that was measured, dashed; below them the thresholds at each position.
+    """
+    prefixes = sorted((key.removesuffix("sample") for key in arrays if re.fullmatch(r"(L\d+/)?sample", key)), key=len)
+    found = {prefix: _finite(arrays, f"{prefix}loss/by_position") for prefix in prefixes}
+    # The length of the training is measured once more where it is among those asked for.
+    by_length = {len(curve): (prefix, curve) for prefix, curve in reversed(found.items()) if curve is not None}
+    if not by_length:
         return None
-    curves.sort(key=lambda curve: curve[0])
-    several = len(curves) > 1
-    which = (
-        f"in sequences of {len(curves)} lengths" if several else f"mean over {_many_sequences(arrays[curves[0][2]])}"
-    )
-    figure = new_figure(5.6, 3.2, f"Loss by position, {which}")
-    axes = figure.subplots()
-    for (length, curve, sample), colour in zip(curves, _ordered_colours(len(curves)), strict=True):
+    curves = [(length, *by_length[length]) for length in sorted(by_length)]
+    several, longest = len(curves) > 1, curves[-1][0]
+    of_all = _many_sequences(arrays[f"{curves[0][1]}sample"])
+    which = f"in sequences of {len(curves)} lengths" if several else f"mean over {of_all}"
+    thetas = {length: _finite(arrays, f"{prefix}length/theta") for length, prefix, _ in curves}
+    panels = 2 if several and any(theta is not None for theta in thetas.values()) else 1
+    figure = new_figure(5.6, 1.2 + 2.0 * panels, f"Loss by position, {which}")
+    axes, *below = figure.subplots(panels, squeeze=False, sharex=True)[:, 0]
+    for (length, prefix, curve), colour in zip(curves, _ordered_colours(len(curves)), strict=True):
         positions, values = log_bins(np.arange(1, length + 1), curve, most=64)
-        axes.plot(positions, values, color=colour, label=_many_sequences(arrays[sample]))
-    longest = curves[-1][0]
+        axes.plot(positions, values, color=colour, label=_many_sequences(arrays[f"{prefix}sample"]))
+        if (streamed := _finite(arrays, f"{prefix}streamed/loss")) is not None:
+            axes.plot(*log_bins(np.arange(1, length + 1), streamed, most=64), color=colour, linestyle="--")
+        for key, dash in (("length/theta", "-"), ("streamed/theta", "--")) if below else ():
+            if (theta := _finite(arrays, prefix + key)) is not None:
+                mean_theta = log_bins(np.arange(1, length + 1), theta.mean((0, 1)), most=64)
+                below[0].plot(*mean_theta, color=colour, linestyle=dash)
+    kept = next(
+        (arrays[f"{prefix}streamed/kept"] for _, prefix, _ in curves if f"{prefix}streamed/kept" in arrays), None
+    )
+    if kept is not None:
+        label = f"with a cache of the first {kept[0]} and {kept[1]} newest tokens"
+        axes.plot([], [], color=NEUTRAL, linestyle="--", label=label)
     context = int(arrays["context"]) if "context" in arrays else longest
     if longest > context:
         axes.axvline(context, color=NEUTRAL, linestyle=":", linewidth=1.0, label="end of the trained context")
-    _position_axis(axes, longest, most=64)
     axes.set_ylabel("loss (nats)")
-    if several:
+    for panel in below:
+        axes.grid(axis="y")
+        if all(theta is None or np.nanmin(theta) > 0 for theta in thetas.values()):
+            panel.set_yscale("log")
+        panel.set_ylabel("threshold, mean over heads")
+    _position_axis((below or [axes])[-1], longest, most=64)
+    if len(axes.lines) > 1:
         legend_below(figure, axes.get_legend_handles_labels()[0], 2)
     return figure
 
@@ -411,10 +429,6 @@ def _states(arrays: Arrays, *keys: str) -> list[_State]:
 
 def _shape(arrays: Arrays, *keys: str) -> tuple[int, ...]:
     return next(arrays[s.prefix + key].shape for s in (TRAINED, INIT) for key in keys if s.prefix + key in arrays)
-
-
-def _length(prefix: str) -> int:
-    return int(prefix.removeprefix("L"))
 
 
 def _many(count: int, thing: str) -> str:

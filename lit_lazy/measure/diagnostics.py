@@ -73,6 +73,7 @@ class Diagnostics:
     `maps/weights` float16 `[S, n, n]`: weights of the first sequence, NaN at hidden keys, first n = min(T, 128) rows;
     `maps/heads` int64 `[S, 2]`: layer and head of each, from 0.
     `sample` int64 `[3]`: n, T, layers. `context` int64 `[]`: the context length of the training.
+    `length/*` and `streamed/*` are those of `lit_lazy.measure.lengths`; only `lit-lazy diagnose` makes them.
     Names that begin with `init/` are those of the same model before training, with `L<length>/` at another length.
     """
 
@@ -173,7 +174,7 @@ def measure(
     tokens, targets = (part.to(model.device) for part in _first(batches, sample))
     n, length = tokens.shape
     observed = _Observed(model, length)
-    with _at_rest(model):
+    with at_rest(model):
         for at in range(0, n, max(1, TOKENS_AT_ONCE // length)):
             part = slice(at, at + max(1, TOKENS_AT_ONCE // length))
             observed.add(tokens[part], targets[part])
@@ -202,7 +203,7 @@ def _first(batches: Iterable[Batch], sample: int) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def _at_rest(model: DecoderLM) -> Iterator[None]:
+def at_rest(model: DecoderLM) -> Iterator[None]:
     """Evaluation mode, fp32, and the backend that takes a key mask; everything as it was in the end."""
     modes = [(part, part.training) for part in model.modules()]
     backends = [(attention, attention.backend) for attention in model.attentions]

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flash_lazy import Stats
-from lit_lazy.attention import Attention, LayerCache
+from lit_lazy.attention import Attention, Eviction, LayerCache, StreamingCache
 from lit_lazy.attention.initial import SelfInitialised
 from lit_lazy.config.schema import ModelConfig
+from lit_lazy.support.errors import one_line
 
 NORM_EPS = 1e-6
 
@@ -83,27 +84,51 @@ class DecoderLM(nn.Module):
         """The attention layers, first to last."""
         return [block.attention for block in self.blocks]  # type: ignore[union-attr]
 
-    def new_cache(self) -> list[LayerCache]:
-        """An empty cache for decoding, to be passed to every call."""
-        return [LayerCache() for _ in self.blocks]
+    def new_cache(self, eviction: Eviction | None = None) -> list[LayerCache]:
+        """An empty cache for decoding, to be passed to every call; with `eviction` one that forgets.
+
+        Raises ValueError where positions are learned: those of tokens that move in the cache are in their keys.
+        """
+        if eviction is None:
+            return [LayerCache() for _ in self.blocks]
+        if not self.position.relative:
+            raise ValueError(
+                f"model.position={type(self.cfg.position).__name__}: a cache that evicts moves tokens to other "
+                "positions, which it cannot; use Rope or NoPosition, or no eviction"
+            )
+        return [StreamingCache(eviction) for _ in self.blocks]
+
+    def check_length(self, length: int) -> None:
+        """Raise ValueError, in one line, where positions or bias cannot serve so many tokens."""
+        token = torch.zeros(1, 1, self.embedding.embedding_dim, device=self.device)
+        try:
+            self.position.embed(token.expand(1, length, -1), 0)
+            for attention in self.attentions:
+                attention.bias(length)
+        except RuntimeError as error:  # shapes that do not fit, or no memory for them
+            raise ValueError(one_line(error)) from None
 
     def forward(
         self,
         tokens: Tensor,
         cache: Sequence[LayerCache] | None = None,
         key_mask: Tensor | None = None,
+        last_only: bool = False,
         place: Tensor | None = None,
     ) -> Tensor:
         """Logits `[B, L, vocab]` of tokens `[B, L]`; with a cache the tokens continue those already seen.
 
-        key_mask: bool `[B, Lk]`, False hides a key from every query of every layer. place: int64 `[B, L]`, where each
+        key_mask: bool `[B, Lk]`, False hides a key from every query of every layer. last_only: logits `[B, 1, vocab]`
+        of the last token alone; those of a long prompt may not fit into memory. place: int64 `[B, L]`, where each
         token stands in its document, from 0: then it sees that document alone; without a cache and a key mask.
         """
-        return self._forward(tokens, cache, with_stats=False, key_mask=key_mask, place=place)[0]
+        x = self._forward(tokens, cache, with_stats=False, key_mask=key_mask, place=place)[0]
+        return self.head(x[:, -1:] if last_only else x)
 
     def forward_with_stats(self, tokens: Tensor, place: Tensor | None = None) -> tuple[Tensor, list[Stats]]:
         """Logits, and what each layer's attention rows did: one `Stats` of `[B, H, L]` per layer."""
-        return self._forward(tokens, None, with_stats=True, place=place)
+        x, stats = self._forward(tokens, None, with_stats=True, place=place)
+        return self.head(x), stats
 
     def _forward(
         self,
@@ -113,10 +138,12 @@ class DecoderLM(nn.Module):
         key_mask: Tensor | None = None,
         place: Tensor | None = None,
     ) -> tuple[Tensor, list[Stats]]:
-        offset = cache[0].length if cache else 0
+        """What the head reads, `[B, L, d_model]`, and the stats."""
+        new = tokens.shape[1]
+        span, offset = cache[0].span(new) if cache else (new, 0)
         places = () if place is None else (place,)
-        x = self.position.embed(self.embedding(tokens), offset, *places)
-        rotate = self.position.rotation(tokens.shape[1], offset, *places)
+        x = self.position.embed(self.embedding(tokens), offset + span - new, *places)
+        rotate = self.position.rotation(span, offset, *places)
         cu_seqlens = None if place is None else boundaries(place)
         collected: list[Stats] = []
         for index, block in enumerate(self.blocks):
@@ -124,7 +151,7 @@ class DecoderLM(nn.Module):
             x, stats = block(x, rotate, layer_cache, with_stats, key_mask, cu_seqlens)
             if stats is not None:
                 collected.append(stats)
-        return self.head(self.norm(x)), collected
+        return self.norm(x), collected
 
 
 def boundaries(place: Tensor) -> Tensor:

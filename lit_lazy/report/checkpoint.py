@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lit_lazy.attention import Eviction
 from lit_lazy.config.canonical import to_dict
 from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.figures import FIGURE_NAMES, run_figures, save_figure
+from lit_lazy.measure import lengths
 from lit_lazy.measure.diagnostics import (
     SAMPLE,
     STRONGEST,
@@ -59,6 +61,8 @@ class Request:
     """Experiment whose data are measured; None for those the model was trained on."""
     lengths: tuple[int, ...] = ()
     """Further context lengths to measure at."""
+    eviction: Eviction | None = None
+    """Of a cache with which the losses are measured again, at every length; None for no such measurement."""
     maps: Maps = STRONGEST
     sequences: int = SAMPLE
     out: Path | None = None
@@ -82,6 +86,7 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
     """
     module = checkpoints.load(request.checkpoint)
     request.maps.check(module.model, "--")
+    module.model.new_cache(request.eviction)
     taus = watched_taus(request.checkpoint)
     sources = load_sources(request, module)
     writable_folder("--runs", request.runs)
@@ -153,12 +158,9 @@ def at_length(config: DataConfig, length: int, source: DataSource, model: Decode
 
 def check_length(model: DecoderLM, length: int, option: str) -> None:
     """Raise ValueError, in one line, where the positions or the bias cannot serve so many tokens."""
-    token = torch.zeros(1, 1, model.embedding.embedding_dim)
     try:
-        model.position.embed(token.expand(1, length, -1), 0)
-        for attention in model.attentions:
-            attention.bias(length)
-    except (ValueError, RuntimeError) as error:  # RuntimeError: shapes that do not fit, or no memory for them
+        model.check_length(length)
+    except ValueError as error:
         raise ValueError(f"{option}: {one_line(error)}") from None
 
 
@@ -181,7 +183,7 @@ def measure_all(
         sample = validation_sample(source, request.sequences)
         n, length = sample[0]["tokens"].shape
         console(f"measuring {what}: {n} sequences of {length} tokens")
-        return measure(model, sample, maps, request.sequences)
+        return Diagnostics(measure(model, sample, maps, request.sequences).arrays | lengths.at_length(model, length))
 
     trained = measured("the trained model", model, sources[""], request.maps)
     parts = {
@@ -191,6 +193,11 @@ def measure_all(
     for prefix, source in sources.items():
         if prefix:
             parts[prefix] = measured("the trained model", model, source)
+        if request.eviction is not None:
+            (batch,) = validation_sample(source, request.sequences)
+            kept = f"the first {request.eviction.first} and {request.eviction.window} newest tokens"
+            console(f"measuring it again with {kept} in its cache, token by token")
+            parts[prefix] = Diagnostics(parts[prefix].arrays | lengths.streamed(model, batch, request.eviction))
     return Diagnostics.joined(parts)
 
 
@@ -206,6 +213,8 @@ def whole_figures(measured: Diagnostics) -> dict[str, float]:
         if (values := measured.arrays.get(prefix + source)) is not None and np.isfinite(values).any()
     }
     for prefix in measured.prefixes:
+        own = {name.removeprefix(prefix): x for name, x in measured.arrays.items() if name.startswith(prefix)}
+        found |= {prefix + name: value for name, value in lengths.scalars(own).items()}
         for name in ("weight", "share"):
             first = measured.arrays[f"{prefix}sink/{name}"][..., 0]
             if np.isfinite(first).any():

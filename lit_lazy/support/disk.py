@@ -6,8 +6,8 @@ import os
 import shutil
 import socket
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -46,7 +46,10 @@ def _sweep(folder: Path, mark: str) -> None:
     for left in folder.glob(f"{escape(mark)}*"):
         pid = left.name.removeprefix(mark)
         if pid.isdecimal() and not _is_process(int(pid)):
-            left.unlink(missing_ok=True)
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
 
 
 def _is_process(pid: int) -> bool:
@@ -64,6 +67,28 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to be filled; in the end it is there whole under `path`, or not at all.
+
+    `path` may be an empty folder. Raises OSError where it is anything else by then.
+    """
+    mark = f".{path.name}.{socket.gethostname()}."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(path.parent, mark)
+    scratch = path.with_name(f"{mark}{os.getpid()}")
+    scratch.mkdir()
+    try:
+        yield scratch
+        for file in scratch.iterdir():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        scratch.replace(path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    _sync_folder(path.parent)
 
 
 def open_file(path: Path) -> BinaryIO:

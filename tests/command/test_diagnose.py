@@ -10,16 +10,16 @@ import mistakes
 import numpy as np
 import pytest
 import torch
+from untrained import save
 
 from lit_lazy.attention import Elastic, Fire, LearnedAbsolute, LearnedBias, NoBias, Softmax
 from lit_lazy.command.main import main
-from lit_lazy.config.canonical import replace_at, to_dict
+from lit_lazy.config.canonical import replace_at
 from lit_lazy.config.files import find, load_experiment
-from lit_lazy.config.schema import RunConfig
 from lit_lazy.measure.diagnostics import Diagnostics, measure
 from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.tracking.tracker import Tracker, default_uri
-from lit_lazy.training.checkpoints import AtomicCheckpointIO, read
+from lit_lazy.training.checkpoints import read
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 from lit_lazy.training.run import run
@@ -114,7 +114,15 @@ def test_the_facts_say_what_was_measured_and_where(diagnosed: tuple[Path, str], 
     first = {
         f"{p}sink/{of}": arrays.arrays[f"{p}sink/{of}"][..., 0] for p in arrays.prefixes for of in ("weight", "share")
     }
-    assert beside == pytest.approx(means | {name: np.nanmean(values) for name, values in first.items()}, rel=1e-5)
+    means |= {name: np.nanmean(values) for name, values in first.items()}
+    for prefix, length in (("", 16), ("init/", 16), ("L24/", 24), ("L16/", 16), ("L32/", 32)):
+        loss = arrays.arrays[f"{prefix}loss/by_position"].astype(np.float64)
+        means[f"{prefix}length/perplexity"] = np.exp(loss.mean())
+        if length > 16:
+            means[f"{prefix}length/perplexity_beyond"] = np.exp(loss[16:].mean())
+        means[f"{prefix}length/n"] = length
+        means[f"{prefix}length/theta"] = means[f"{prefix}tau/mean"] / length
+    assert beside == pytest.approx(means, rel=1e-5)
 
 
 def test_figures_are_drawn(diagnosed: tuple[Path, str]) -> None:
@@ -182,6 +190,27 @@ def test_the_data_of_another_experiment_and_another_folder(trained: Path, runs: 
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_lengths_with_a_cache_that_evicts(trained: Path, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--lengths", "40", "--first", "2", "--window", "10", "--sequences", "6", "--threads", "1"]
+    assert main(["diagnose", str(trained), "--runs", str(runs), *options]) == 0
+    said = capsys.readouterr().out
+    assert said.count("measuring it again with the first 2 and 10 newest tokens in its cache, token by token\n") == 2
+    arrays = Diagnostics.load(runs / "diagnose-abcdef" / "diagnostics.npz").arrays
+    assert arrays["L40/streamed/kept"].tolist() == [2, 10]
+    assert arrays["L40/streamed/n"].tolist() == [*range(1, 12), *[12] * 29]
+    whole, streamed = arrays["L40/loss/by_position"], arrays["L40/streamed/loss"]
+    np.testing.assert_allclose(streamed[:12], whole[:12], rtol=1e-5)
+    assert (streamed[12:] != whole[12:]).all()
+    group = [line.split() for line in said[said.index("\nstreamed") :].splitlines()[2:]]
+    shown = {name: value for name, *_, value in group[: next(i for i, words in enumerate(group) if len(words) == 1)]}
+    assert shown["n"] == "12"
+    assert shown["perplexity"] == f"{np.exp(streamed.mean(dtype=np.float64)):.4g}"
+    assert shown["perplexity_beyond"] == f"{np.exp(streamed[16:].mean(dtype=np.float64)):.4g}"
+    assert shown["perplexity_evicted"] == f"{np.exp(streamed[12:].mean(dtype=np.float64)):.4g}"
+    assert shown["theta"] == f"{arrays['tau'].mean() / 12:.4g}"
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_mlflow_out_of_reach_leaves_the_results(
     trained: Path, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,6 +245,8 @@ OPTIONS = [
     (["{ckpt}", "--lengths", "0"], "--lengths 0: data.context_length=0: must be a whole number of at least 3"),
     (["{ckpt}", "--lengths", "16,long"], "argument --lengths: '16,long': must be whole numbers separated by commas"),
     (["{ckpt}", "--lengths", "1000000000000"], "--lengths 1000000000000: must be at most 131072"),
+    (["{ckpt}", "--first", "4"], "--first 4: nothing is evicted without --window; give both"),
+    (["{ckpt}", "--window", "0"], "argument --window: '0': must be a whole number of at least 1"),
     (["{ckpt}", "--sequences", "0"], "argument --sequences: '0': must be a whole number of at least 1"),
     (["{ckpt}", "--threads", "0"], "argument --threads: '0': must be a whole number of at least 1"),
     (["{ckpt}", "--out", ""], "argument --out: '': must be a folder"),
@@ -239,15 +270,6 @@ def test_options(
 ) -> None:
     assert place == Path.cwd()
     assert named in refused([argument.format(ckpt=trained) for argument in arguments], capsys)
-
-
-def save(path: Path, cfg: RunConfig, vocab_size: int = 17, context_length: int = 16) -> str:
-    """A checkpoint of an untrained model."""
-    module = LitLM.create(cfg, vocab_size, context_length)
-    settings = {"config": to_dict(cfg), "vocab_size": vocab_size, "context_length": context_length}
-    content = {"state_dict": module.state_dict(), "hyper_parameters": settings, "global_step": 1}
-    AtomicCheckpointIO().save_checkpoint(content, path)
-    return str(path)
 
 
 def test_checkpoints(trained: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,15 +161,18 @@ OPTIONS += [
     "--data",
     "--import",
 ]
-OPTIONS += ["--launcher", "--gpus", "--ray-address", "--tasks", "--task-folder", "--limit", "--processes"]
+OPTIONS += ["--launcher", "--gpus", "--ray-address", "--prompt", "--prompt-file", "--tokens", "--top-p", "--window"]
+OPTIONS += ["--tasks", "--task-folder", "--limit", "--processes"]
 FLAGS = ["--dry-run", "--fresh", "--keep-checkpoint", "--help", "--version", "-h", "-x", "--"]
 COMMANDS = [
     *(["train"], ["fields"], ["evaluate"], ["diagnose"], ["report"], ["dashboard"], ["ablate"], ["bench"], []),
+    *(["generate"], ["export"]),
     *(["lm-eval"], ["tokenise"]),
     *(["ablate", name] for name in ("run", "search", "status", "table", "list", "rum")),
     *(["bench", name] for name in ("step", "grid", "diagnostics")),
 ]
 GRID = ["--runs", "--base", "--workers", "--threads", "--storage"]
+DRAWS = ["--tokens", "--temperature", "--top-p", "--seed", "--first", "--window", "--threads"]
 GOOD = [
     (["train", "e.py"], ["--runs", "--threads", ""]),
     (["ablate", "run", "a.py"], [*GRID, "--rows", "--seeds", "--retry-failed", ""]),
@@ -180,6 +183,10 @@ GOOD = [
     (["dashboard"], ["--runs", "--port"]),
     (["evaluate", "final.ckpt"], ["--threads", "--import"]),
     (["diagnose", "final.ckpt"], ["--data", "--lengths", "--layers", "--heads", "--sequences", "--out", "--runs"]),
+    (["diagnose", "final.ckpt", "--window", "9"], ["--first", "--window", "--lengths"]),
+    (["generate", "final.ckpt", "--prompt", "1 2"], [*DRAWS, "--prompt", "--prompt-file", "--import"]),
+    (["export", "final.ckpt", "new/model"], ["--import"]),
+    (["export", "final.ckpt"], ["--import"]),
     (["lm-eval", "final.ckpt"], ["--tasks", "--task-folder", "--limit", "--out", "--threads"]),
     (["tokenise", "e.py"], ["--processes", ""]),
     (["bench", "grid"], ["--cells", "--out"]),
@@ -282,7 +289,8 @@ def stage(place: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
             "bench.grid.overhead",
             "bench.watching._in_a_process",
         ),
-        *("tracking.serve.subprocess.Popen", "measure.lm_eval.load_tasks"),
+        *("tracking.serve.subprocess.Popen", "command.generate.show", "support.disk.new_folder"),
+        "measure.lm_eval.load_tasks",
     ):
         monkeypatch.setattr(f"lit_lazy.{where}", accept)
     monkeypatch.setattr("lit_lazy.support.memory.most_bytes", lambda: 2**28)

@@ -274,6 +274,25 @@ def test_loss_has_a_curve_per_length_and_the_end_of_the_trained_context():
     assert "16 sequences of 32 tokens" in alone.get_suptitle()
 
 
+def test_lengths_have_dashed_curves_with_a_cache_that_evicts_and_thresholds_below():
+    arrays = make(length=32, lengths=(64,)) | {"context": np.array(32)}
+    rng = np.random.default_rng(1)
+    for prefix, n in (("", 32), ("L64/", 64)):
+        arrays[f"{prefix}length/theta"] = rng.random((2, 4, n))
+        arrays[f"{prefix}streamed/theta"] = rng.random((2, 4, n))
+        arrays[f"{prefix}streamed/loss"] = 2 + rng.random(n)
+        arrays[f"{prefix}streamed/kept"] = np.array([4, 28])
+    above, below = drawn(figures.loss_by_length(arrays)).axes
+    same(lines(above), [arrays["loss/by_position"], arrays["L64/loss/by_position"]])
+    same(lines(above, "--")[:2], [arrays["streamed/loss"], arrays["L64/streamed/loss"]])
+    same(lines(below), [arrays[f"{prefix}length/theta"].mean((0, 1)) for prefix in ("", "L64/")])
+    same(lines(below, "--"), [arrays[f"{prefix}streamed/theta"].mean((0, 1)) for prefix in ("", "L64/")])
+    assert "with a cache of the first 4 and 28 newest tokens" in [line.get_label() for line in above.lines]
+    assert below.get_xlabel().startswith("position")
+    del arrays["length/theta"], arrays["L64/length/theta"]
+    assert len(drawn(figures.loss_by_length(arrays)).axes) == 1
+
+
 def test_what_counts_as_small_and_as_a_sink_is_what_the_metrics_say():
     own = figures.SMALL_WEIGHT, figures.SINK_WEIGHT, figures.FIRST_KEYS
     assert own == (rows.SMALL_WEIGHT, heads.SINK_WEIGHT, rows.FIRST_KEYS)

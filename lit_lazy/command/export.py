@@ -1,0 +1,139 @@
+"""`lit-lazy export`"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lit_lazy.command.options import Commands, add_checkpoint, command, folder, import_classes
+
+if TYPE_CHECKING:
+    from lit_lazy.training.module import LitLM
+
+
+def add_to(commands: Commands) -> None:
+    """The command and its options."""
+    parser = command(
+        commands, "export", export, "write a trained model as a folder that transformers loads, without lit-lazy"
+    )
+    add_checkpoint(parser)
+    parser.add_argument("out", metavar="OUT", type=folder, help="folder to be made; it may be there and empty")
+
+
+def export(options: argparse.Namespace, _rest: list[str]) -> int:
+    """`lit-lazy export`"""
+    from lit_lazy.data.prompts import Prompts
+    from lit_lazy.model.export.folder import check, write
+    from lit_lazy.support.disk import new_folder, writable_folder
+    from lit_lazy.training import checkpoints
+
+    import_classes(options)
+    if options.out.exists() and any(options.out.iterdir()):
+        raise ValueError(f"OUT {str(options.out)!r}: is a folder that is not empty; name another")
+    module = checkpoints.load(options.checkpoint)
+    check(module.cfg.model)
+    prompts = Prompts(module.cfg.data, module.hparams["vocab_size"])
+    tokenizer = None if prompts.tokenizer is None else prompts.tokenizer.to_json()
+    text = card(module, result(options.checkpoint), tokenizer is not None)
+    writable_folder("OUT", options.out)
+    with new_folder(options.out.absolute()) as scratch:
+        write(scratch, module.model, text, tokenizer, prompts.end)
+    without = "" if tokenizer else f"; without a tokenizer, since {prompts.name} has no text"
+    print(f"{options.out}: {', '.join(sorted(file.name for file in options.out.iterdir()))}{without}")
+    return 0
+
+
+def result(checkpoint: Path) -> Mapping[str, Any] | None:
+    """What the run left beside its checkpoint; None where there is none. Raises ValueError where it is damaged."""
+    from lit_lazy.support.kinds import check_kinds
+    from lit_lazy.training.result import RESULT, RunResult
+
+    path = checkpoint.parent / RESULT
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text())
+        check_kinds(RESULT, RunResult(**found))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r}: is damaged ({type(error).__name__}); remove it, or train again") from None
+    return found
+
+
+def card(module: "LitLM", found: Mapping[str, Any] | None, has_text: bool) -> str:
+    """The README of an exported model: what it is, its row of a table, how to use it. No path of this machine."""
+    cfg = module.cfg
+    attention = cfg.model.attention
+    parts = {
+        "normaliser": attention.normaliser,
+        "bias": attention.bias,
+        "position": cfg.model.position,
+        "gate": attention.gate,
+    }
+    sizes = {
+        "parameters": f"{sum(p.numel() for p in module.model.parameters()):,}",
+        "width, layers": f"{cfg.model.d_model}, {cfg.model.n_layers}",
+        "heads, kv heads": f"{cfg.model.n_heads}, {cfg.model.kv_heads}",
+        "vocabulary, context": f"{module.hparams['vocab_size']:,}, {module.hparams['context_length']:,}",
+        **{name: f"`{part!r}`" for name, part in parts.items()},
+        "window": attention.window or "none",
+        "trained": f"{cfg.train.steps:,} steps of {cfg.train.batch_size} sequences on {type(cfg.data).__name__}, "
+        f"seed {cfg.seed}",
+    }
+    if found is not None:
+        sizes["lit-lazy commit, torch"] = ", ".join(
+            found["environment"].get(x, "unknown") for x in ("git_sha", "torch")
+        )
+    facts = "\n".join(f"| {name} | {value} |" for name, value in sizes.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- lit-lazy
+---
+
+# A language model with {type(attention.normaliser).__name__} attention
+
+Exported from lit-lazy, a laboratory for Lazy Attention ([arXiv 2601.00919](https://arxiv.org/abs/2601.00919)). The
+modelling file beside this needs torch and transformers alone; where flash_lazy is installed, it computes softmax and
+Lazy Attention. tau and biases stay float32 in every dtype.
+
+| | |
+|---|---|
+{facts}
+
+{row(found)}
+
+```python
+{USE_OF_TEXT if has_text else USE_OF_NUMBERS}```
+"""
+
+
+USE_OF_TEXT = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
+ids = tokenizer("some text", return_tensors="pt")
+print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))
+"""
+USE_OF_NUMBERS = """import torch
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
+print(model.generate(torch.tensor([[0, 1, 2]]), max_new_tokens=50))  # its tokens stand for no text
+"""
+
+
+def row(found: Mapping[str, Any] | None) -> str:
+    """The row of a table that the run makes, of one seed."""
+    from lit_lazy.table.columns import COLUMNS
+
+    if found is None:
+        return "No result stood beside the checkpoint, so nothing is known of what it reaches."
+    metrics = found["metrics"]
+    columns = [column for column in COLUMNS if column.key in metrics]
+    titles = [f"{column.title} ({column.unit})" if column.unit else column.title for column in columns]
+    values = [column.format(metrics[column.key]) for column in columns]
+    lines = [titles, ["---:"] * len(columns), values]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return f"Measured on its validation data, one seed:\n\n{table}"

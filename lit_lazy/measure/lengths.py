@@ -1,0 +1,88 @@
+"""What becomes of a model at some length: loss by position, keys seen and thresholds, also with a cache that evicts."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flash_lazy import Rows
+from lit_lazy.attention import Eviction
+from lit_lazy.data.base import Batch
+from lit_lazy.measure.diagnostics import TOKENS_AT_ONCE, at_rest
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.loss import token_nll
+
+STREAMED = "streamed/"
+"""How the names begin of what was measured with a cache that evicts."""
+
+
+@torch.no_grad()
+def loss_by_position(model: DecoderLM, batch: Batch, eviction: Eviction | None = None) -> Tensor:
+    """Mean loss in nats at each position, float64 `[T]`, of a batch's `tokens` and `targets` `[B, T]`.
+
+    Decoded with a cache: whole where there is no eviction, else token by token once it is full. Raises ValueError, in
+    one line, where the model cannot serve that.
+    """
+    tokens, targets = (batch[name].to(model.device) for name in ("tokens", "targets"))
+    cache = model.new_cache(eviction)
+    at_once = max(1, TOKENS_AT_ONCE // len(tokens))
+    parts = [piece for part in cache[0].parts(tokens) for piece in part.split(at_once, 1)]
+    wanted = targets.split([part.shape[1] for part in parts], 1)
+    with at_rest(model):
+        nll = [token_nll(model(part, cache), target) for part, target in zip(parts, wanted, strict=True)]
+    return torch.cat(nll, 1).double().mean(0)
+
+
+@torch.no_grad()
+def keys_and_thresholds(model: DecoderLM, length: int, eviction: Eviction | None = None) -> dict[str, np.ndarray]:
+    """`n`, the keys that the row at each position sees, int64 `[T]`, and its `theta`, float32 `[layers, H, T]`, if any.
+
+    With a cache that evicts both are those within the cache.
+    """
+    place = torch.arange(1, length + 1, device=model.device)
+    place = place if eviction is None else place.clamp(max=eviction.room)
+    n = place if model.cfg.attention.window is None else place.clamp(max=model.cfg.attention.window)
+    shape = 1, 1, length, 1
+    rows = Rows(torch.ones(shape, dtype=torch.bool, device=model.device), n.view(shape).float(), place.view(shape))
+    found = [layer.normaliser.theta(rows) for layer in model.attentions]
+    thetas = [theta.expand(1, -1, length, 1)[0, ..., 0] for theta in found if theta is not None]
+    return {"n": n.cpu().numpy()} | ({"theta": torch.stack(thetas).float().cpu().numpy()} if thetas else {})
+
+
+def at_length(model: DecoderLM, length: int) -> dict[str, np.ndarray]:
+    """The arrays `length/n` and `length/theta`."""
+    return {f"length/{name}": x for name, x in keys_and_thresholds(model, length).items()}
+
+
+def streamed(model: DecoderLM, batch: Batch, eviction: Eviction) -> dict[str, np.ndarray]:
+    """The arrays `streamed/loss` float32 `[T]`, nats; `streamed/n`, `streamed/theta`; `streamed/kept` int64 `[2]`.
+
+    kept: the first and the newest tokens in the cache.
+    """
+    loss = loss_by_position(model, batch, eviction)
+    of_rows = keys_and_thresholds(model, len(loss), eviction)
+    kept = np.array([eviction.first, eviction.window], np.int64)
+    arrays = {"loss": loss.float().cpu().numpy(), "kept": kept} | of_rows
+    return {STREAMED + name: x for name, x in arrays.items()}
+
+
+def scalars(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """The metrics that are made of one measurement's arrays, `loss/by_position` among them.
+
+    Of all positions together the perplexity; of those beyond the trained context `perplexity_beyond`, of those that
+    see a cache which has evicted `perplexity_evicted`; n and mean theta of the last row.
+    """
+    context = int(arrays["context"])
+    found = {}
+    for group, loss in (("length/", arrays["loss/by_position"]), (STREAMED, arrays.get(f"{STREAMED}loss"))):
+        if loss is None:
+            continue
+        parts = {"perplexity": loss, "perplexity_beyond": loss[context:]}
+        if group == STREAMED:
+            parts["perplexity_evicted"] = loss[int(arrays[f"{STREAMED}kept"].sum()) :]
+        found |= {group + name: float(np.exp(x.mean(dtype=np.float64))) for name, x in parts.items() if len(x)}
+        found[f"{group}n"] = float(arrays[f"{group}n"][-1])
+        if (theta := arrays.get(f"{group}theta")) is not None:
+            found[f"{group}theta"] = float(theta[..., -1].mean(dtype=np.float64))
+    return found

@@ -1,0 +1,127 @@
+"""The folder of an exported model: what may stand in it, and its files."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lit_lazy.config.canonical import to_dict
+from lit_lazy.config.schema import ModelConfig
+from lit_lazy.model.decoder import DecoderLM
+
+MODELLING = Path(__file__).with_name("modeling_lit_lazy.py")
+CARRIED = {
+    "normaliser": [
+        *("Softmax", "Elastic", "OffByOne", "SinkLogit", "ClippedSoftmax"),
+        *("Softpick", "Sigmoid", "Relu", "SSMax", "Differential"),
+    ],
+    "bias": ["NoBias", "LearnedBias", "Alibi", "T5Bias", "KerpleLog", "Fire"],
+    "gate": ["NoGate", "OutputGate", "ValueGate"],
+    "position": ["NoPosition", "Rope", "LearnedAbsolute"],
+}
+"""The parts that the modelling file has, by what they are parts of."""
+FIELDS = {
+    *("d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "attention", "position", "tie_embeddings"),
+    *("init_std", "embedding_init_std", "backend"),  # of no use once there are weights
+}
+"""Of a model's settings, those that an export takes into account."""
+
+
+def check(cfg: ModelConfig) -> None:
+    """Raise ValueError, in one line, where the modelling file cannot carry a model, or a package is missing."""
+    if find_spec("safetensors") is None:
+        raise ValueError("export needs the package safetensors; pip install 'lit-lazy[export]'")
+    parts = {name: getattr(cfg.attention, name) for name in ("normaliser", "bias", "gate")}
+    for name, part in {**parts, "position": cfg.position}.items():
+        kind = type(part)
+        # A class of a user's own may have any name.
+        if kind.__name__ not in CARRIED[name] or not kind.__module__.startswith("lit_lazy."):
+            option = "model.position" if name == "position" else f"model.attention.{name}"
+            raise ValueError(
+                f"{option}={kind.__name__}: the exported modelling file has none of that name; it has "
+                f"{', '.join(CARRIED[name])}"
+            )
+    for field in dataclasses.fields(cfg):
+        if field.name not in FIELDS and getattr(cfg, field.name) != field.default:
+            raise ValueError(
+                f"model.{field.name}={getattr(cfg, field.name)!r}: the exported modelling file has no such"
+            )
+
+
+def config(model: DecoderLM, end: int | None) -> dict[str, Any]:
+    """config.json. end: the token that ends a text."""
+    cfg = model.cfg
+    attention = to_dict(cfg.attention)
+    return {
+        "architectures": ["LitLazyForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "modeling_lit_lazy.LitLazyConfig",
+            "AutoModelForCausalLM": "modeling_lit_lazy.LitLazyForCausalLM",
+        },
+        "model_type": "lit_lazy",
+        "dtype": "float32",
+        "vocab_size": model.embedding.num_embeddings,
+        "hidden_size": cfg.d_model,
+        "intermediate_size": cfg.d_ff,
+        "num_hidden_layers": cfg.n_layers,
+        "num_attention_heads": cfg.n_heads,
+        "num_key_value_heads": cfg.kv_heads,
+        "max_position_embeddings": model.context_length,
+        **{name: attention[name] for name in ("normaliser", "bias", "gate")},
+        "position": to_dict(cfg.position),
+        "attention_window": cfg.attention.window,
+        "tie_word_embeddings": cfg.tie_embeddings,
+        **tokens(end),
+    }
+
+
+def tokens(end: int | None) -> dict[str, int]:
+    """The token that ends a text, which pads too, as transformers names it."""
+    return {} if end is None else {"eos_token_id": end, "pad_token_id": end}
+
+
+def write(folder: Path, model: DecoderLM, card: str, tokenizer: str | None, end: int | None) -> None:
+    """Fill a folder. tokenizer: a file of the `tokenizers` library, end: the token in it that ends a text.
+
+    Raises as `check` does.
+    """
+    check(model.cfg)
+    from safetensors.torch import save_file
+
+    state = {name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()}
+    if model.cfg.tie_embeddings:
+        del state["head.weight"]
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    files: dict[str, Mapping[str, Any]] = {
+        "config.json": config(model, end),
+        "generation_config.json": tokens(end),
+    }
+    if tokenizer is not None and end is not None:
+        (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+        files["tokenizer_config.json"] = tokenizer_config(tokenizer, end, model.context_length)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / MODELLING.name).write_text(MODELLING.read_text(encoding="utf-8"), encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def tokenizer_config(tokenizer: str, end: int, context_length: int) -> dict[str, Any]:
+    """tokenizer_config.json: nothing is added to a text, as in the training."""
+    content = json.loads(tokenizer)
+    vocabulary = content["model"]["vocab"]
+    ids = (
+        vocabulary.items() if isinstance(vocabulary, dict) else ((token, i) for i, (token, _) in enumerate(vocabulary))
+    )
+    added = ((token["content"], token["id"]) for token in content["added_tokens"])
+    name = next(token for token, number in (*added, *ids) if number == end)
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": name,
+        "pad_token": name,
+        "model_max_length": context_length,
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": False,
+        "add_eos_token": False,
+    }

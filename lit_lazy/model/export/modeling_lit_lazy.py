@@ -1,0 +1,525 @@
+"""A language model exported from lit-lazy, for transformers. Needs torch and transformers alone.
+
+    AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True).generate(...)
+
+Attention by any rule that turns scores into weights: softmax, Elastic-Softmax (Lazy Attention, arXiv 2601.00919) and
+others. Where the package flash_lazy is installed it computes these two; otherwise whole matrices are written out.
+tau and the other parameters of rules and biases stay float32 whatever the model is cast to, since bfloat16 loses them.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+try:
+    from flash_lazy import lazy_attention
+except ImportError:
+    lazy_attention = None
+
+NARROW = (torch.float16, torch.bfloat16)
+NORM_EPS, HIDDEN = 1e-6, -1e30
+"""HIDDEN: the score of a hidden key, finite because -inf times 0 is NaN."""
+
+
+class LitLazyConfig(PreTrainedConfig):
+    """Sizes, and the parts of attention as lit-lazy names them: {"class": "Elastic", "tau_init": 1.0, ...}."""
+
+    model_type = "lit_lazy"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    vocab_size: int = 256
+    hidden_size: int = 64
+    intermediate_size: int = 256
+    num_hidden_layers: int = 1
+    num_attention_heads: int = 1
+    num_key_value_heads: int = 1
+    max_position_embeddings: int = 64
+    """The context length of the training."""
+    normaliser: dict | None = None
+    bias: dict | None = None
+    gate: dict | None = None
+    position: dict | None = None
+    attention_window: int | None = None
+    tie_word_embeddings: bool = True
+    initializer_range: float = 0.02
+    use_cache: bool = True
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+
+class _Float32(nn.Module):
+    """Parameters that no cast makes narrower than float32; they move between devices as others do."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        def kept(x: Tensor) -> Tensor:
+            moved = fn(x)
+            return x.to(moved.device) if moved.dtype in NARROW and x.dtype not in NARROW else moved
+
+        return super()._apply(kept, recurse)
+
+
+# Rules: weights `[B, H, R, C]` of scores `[B, H, R, C]` (with two maps `[B, H, 2, R, C]`). n: keys that a row sees, at
+# least 1, and position of a row from 1 on, both `[B, 1, R, 1]`; visible bool `[B, 1, R, C]`. Hidden keys are cleared
+# afterwards.
+
+
+class _Rule(_Float32):
+    maps = 1
+
+    def __init__(self, config: LitLazyConfig, layer: int) -> None:  # noqa: ARG002 - for those that have use for them
+        super().__init__()
+        self.settings = config.normaliser or {}
+        self.context_length, self.n_heads = config.max_position_embeddings, config.num_attention_heads
+
+    def queries(self, q: Tensor, n: Tensor) -> Tensor:  # noqa: ARG002
+        return q
+
+    def weights(self, s: Tensor, n: Tensor, position: Tensor, visible: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def output(self, out: Tensor) -> Tensor:
+        return out
+
+
+class _Softmax(_Rule):
+    def weights(self, s: Tensor, n: Tensor, position: Tensor, visible: Tensor) -> Tensor:  # noqa: ARG002
+        return s.softmax(-1)
+
+
+class _Elastic(_Rule):
+    def __init__(self, config: LitLazyConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.threshold = self.settings["threshold"]
+        shape = (self.n_heads, self.context_length) if self.threshold == "per_token" else (self.n_heads,)
+        self.tau = nn.Parameter(torch.full(shape, self.settings["tau_init"], dtype=torch.float32))
+
+    def weights(self, s: Tensor, n: Tensor, position: Tensor, visible: Tensor) -> Tensor:  # noqa: ARG002
+        tau = self.tau.to(s.dtype)
+        if self.threshold == "per_token":
+            entry = (position[:, 0, :, 0] - 1).clamp(max=tau.shape[1] - 1)
+            theta = tau[:, entry].movedim(0, 1)[..., None] / n
+        else:
+            theta = tau[:, None, None] / {"per_query": n, "seq_len": self.context_length, "constant": 1}[self.threshold]
+        return torch.relu(s.softmax(-1) - theta)
+
+
+class _Sink(_Rule):
+    def __init__(self, config: LitLazyConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.sink = nn.Parameter(torch.full((self.n_heads,), self.settings.get("init", 0.0)))
+
+    def weights(self, s: Tensor, n: Tensor, position: Tensor, visible: Tensor) -> Tensor:  # noqa: ARG002
+        sink = self.sink.to(s.dtype)[:, None, None]
+        return s.softmax(-1) * torch.sigmoid(s.logsumexp(-1, keepdim=True) - sink)
+
+
+class _ClippedSoftmax(_Rule):
+    def weights(self, s: Tensor, n: Tensor, position: Tensor, visible: Tensor) -> Tensor:  # noqa: ARG002
+        g = self.settings["alpha"] / (n if self.settings["length"] == "keys" else self.context_length)
+        return ((1 + g) * s.softmax(-1) - g).clamp(0, 1)
+
+
+class _Softpick(_Rule):
+    def weights(self, s: Tensor, n: Tensor, position: Tensor, visible: Tensor) -> Tensor:  # noqa: ARG002
+        top = s.amax(-1, keepdim=True).clamp(min=0)
+        e = ((s - top).exp() - (-top).exp()).masked_fill(~visible, 0)
+        return e.relu() / (e.abs().sum(-1, keepdim=True) + 1e-8)
+
+
+class _Sigmoid(_Rule):
+    def weights(self, s: Tensor, n: Tensor, position: Tensor, visible: Tensor) -> Tensor:  # noqa: ARG002
+        return torch.sigmoid(s - n.log())
+
+
+class _Relu(_Rule):
+    def weights(self, s: Tensor, n: Tensor, position: Tensor, visible: Tensor) -> Tensor:  # noqa: ARG002
+        return s.relu() / n
+
+
+class _SSMax(_Softmax):
+    def __init__(self, config: LitLazyConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.s = nn.Parameter(torch.full((self.n_heads,), float(self.settings["init"])))
+
+    def queries(self, q: Tensor, n: Tensor) -> Tensor:
+        return (q * (self.s[:, None, None] * n.log())).to(q.dtype)
+
+
+class _Differential(_Rule):
+    maps = 2
+
+    def __init__(self, config: LitLazyConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
+        self.vectors = nn.Parameter(torch.zeros(4, config.head_dim // 2))
+        self.norm = nn.RMSNorm(config.head_dim, eps=1e-5)
+
+    def weights(self, s: Tensor, n: Tensor, position: Tensor, visible: Tensor) -> Tensor:  # noqa: ARG002
+        a1, b1, a2, b2 = self.vectors
+        factor = (a1 * b1).sum().exp() - (a2 * b2).sum().exp() + self.lambda_init
+        first, second = s.softmax(-1).unbind(2)
+        return first - factor.to(s.dtype) * second
+
+    def output(self, out: Tensor) -> Tensor:
+        return (self.norm(out.to(self.norm.weight.dtype)) * (1 - self.lambda_init)).to(out.dtype)
+
+
+RULES = {
+    "Softmax": _Softmax,
+    "Elastic": _Elastic,
+    "OffByOne": _Sink,
+    "SinkLogit": _Sink,
+    "ClippedSoftmax": _ClippedSoftmax,
+    "Softpick": _Softpick,
+    "Sigmoid": _Sigmoid,
+    "Relu": _Relu,
+    "SSMax": _SSMax,
+    "Differential": _Differential,
+}
+
+
+# Biases: the table `[H, n]` that is added to the scores by distance, 0 beyond it, and the slopes `[H]` that are
+# subtracted times the distance; None for nothing.
+
+
+class _NoBias(_Float32):
+    def __init__(self, config: LitLazyConfig) -> None:
+        super().__init__()
+        self.settings = config.bias or {}
+        self.context_length, self.n_heads = config.max_position_embeddings, config.num_attention_heads
+
+    def forward(self, n_keys: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:  # noqa: ARG002
+        return None, None
+
+
+class _LearnedBias(_NoBias):
+    def __init__(self, config: LitLazyConfig) -> None:
+        super().__init__(config)
+        self.table = nn.Parameter(torch.zeros(self.n_heads, self.settings["length"] or self.context_length))
+
+    def forward(self, n_keys: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:  # noqa: ARG002
+        return self.table[:, :n_keys], None
+
+
+class _Alibi(_NoBias):
+    def forward(self, n_keys: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:  # noqa: ARG002
+        slopes = self.settings["slopes"] or _alibi_slopes(self.n_heads)
+        return None, torch.tensor(slopes, device=device).expand(self.n_heads)
+
+
+def _alibi_slopes(n_heads: int) -> list[float]:
+    power = 2 ** int(math.log2(n_heads))
+    slopes = [2.0 ** (-8 * h / power) for h in range(1, power + 1)]
+    return slopes if power == n_heads else slopes + _alibi_slopes(2 * power)[::2][: n_heads - power]
+
+
+class _T5Bias(_NoBias):
+    def __init__(self, config: LitLazyConfig) -> None:
+        super().__init__(config)
+        self.values = nn.Parameter(torch.zeros(self.n_heads, self.settings["n_buckets"]))
+
+    def forward(self, n_keys: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        buckets = self.values.shape[1]
+        exact, distance = buckets // 2, torch.arange(n_keys)
+        spread = torch.log(distance.clamp(min=1).double() / exact) / math.log(self.settings["max_distance"] / exact)
+        far = (exact + (spread * (buckets - exact)).long()).clamp(max=buckets - 1)
+        return self.values[:, torch.where(distance < exact, distance, far).to(device)], None
+
+
+class _KerpleLog(_NoBias):
+    def __init__(self, config: LitLazyConfig) -> None:
+        super().__init__(config)
+        self.r1 = nn.Parameter(torch.ones(self.n_heads, 1))
+        self.r2 = nn.Parameter(torch.full((self.n_heads, 1), 0.5))
+
+    def forward(self, n_keys: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        distance = torch.arange(n_keys, device=device)
+        return -self.r1.clamp(min=0.01) * torch.log1p(self.r2.clamp(min=0.01) * distance), None
+
+
+class _Fire(_NoBias):
+    def __init__(self, config: LitLazyConfig) -> None:
+        super().__init__(config)
+        self.length = self.settings["length"] or self.context_length
+        self.c = nn.Parameter(torch.tensor(float(self.settings["c_init"])))
+        self.hidden = nn.Linear(1, self.settings["width"])
+        self.out = nn.Linear(self.settings["width"], self.n_heads)
+
+    def forward(self, n_keys: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        if n_keys > self.length:
+            raise ValueError(f"FIRE serves {self.length} keys, {n_keys} asked; give a shorter text")
+        c = self.c.abs()
+        ratio = torch.log1p(c * torch.arange(n_keys, device=device, dtype=c.dtype)) / torch.log1p(c * self.length)
+        return self.out(torch.relu(self.hidden(ratio[:, None]))).T.contiguous(), None
+
+
+BIASES = {
+    "NoBias": _NoBias,
+    "LearnedBias": _LearnedBias,
+    "Alibi": _Alibi,
+    "T5Bias": _T5Bias,
+    "KerpleLog": _KerpleLog,
+    "Fire": _Fire,
+}
+
+
+class _Gate(nn.Module):
+    def __init__(self, config: LitLazyConfig) -> None:
+        super().__init__()
+        self.of = (config.gate or {"class": "NoGate"})["class"]
+        self.n_heads = config.num_attention_heads
+        if self.of != "NoGate":
+            per = config.head_dim if (config.gate or {})["per"] == "element" else 1
+            inputs = config.hidden_size if self.of == "OutputGate" else config.num_key_value_heads * config.head_dim
+            self.linear = nn.Linear(inputs, self.n_heads * per, bias=False)
+
+    def forward(self, out: Tensor, x: Tensor, v: Tensor) -> Tensor:
+        if self.of == "NoGate":
+            return out
+        read = x if self.of == "OutputGate" else v.transpose(1, 2).flatten(2)
+        return out * torch.sigmoid(self.linear(read)).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+
+
+GATES = ("NoGate", "OutputGate", "ValueGate")
+
+
+class _Position(nn.Module):
+    """Positions that are added to embeddings, or turn queries and keys; both by the position of each token."""
+
+    def __init__(self, config: LitLazyConfig) -> None:
+        super().__init__()
+        self.settings = config.position or {"class": "NoPosition"}
+        if self.settings["class"] == "LearnedAbsolute":
+            self.embedding = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+
+    def embed(self, x: Tensor, position: Tensor) -> Tensor:
+        if self.settings["class"] != "LearnedAbsolute":
+            return x
+        if int(position.max()) >= self.embedding.num_embeddings:
+            raise ValueError(
+                f"{self.embedding.num_embeddings} positions are learned, {int(position.max()) + 1} asked; "
+                "give a shorter text"
+            )
+        return x + self.embedding(position)
+
+    def rotation(self, position: Tensor, width: int) -> tuple[Tensor, Tensor] | None:
+        """Cosines and signed sines `[B, 1, L, width]` of positions `[B, L]`."""
+        if self.settings["class"] != "Rope":
+            return None
+        exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
+        frequency = (self.settings["base"] ** -exponent).float().to(position.device)
+        angle = position[:, None, :, None].float() * frequency
+        return angle.cos().repeat(1, 1, 1, 2), torch.cat((-angle.sin(), angle.sin()), -1)
+
+
+POSITIONS = ("NoPosition", "Rope", "LearnedAbsolute")
+
+
+def _turned(x: Tensor, rotation: tuple[Tensor, Tensor] | None, maps: int) -> Tensor:
+    """x `[B, H, L, D]`, each map's part of D by itself."""
+    if rotation is None:
+        return x
+    parts = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (maps, 2, -1))
+    swapped = parts.flip(-2).flatten(-2)
+    cos, sin = (part.unsqueeze(-2) for part in rotation)
+    return (parts.flatten(-2) * cos + swapped * sin).flatten(-2).to(x.dtype)
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: LitLazyConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim, self.window = layer, config.head_dim, config.attention_window
+        self.n_heads, self.n_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        width, d = self.n_heads * self.head_dim, config.hidden_size
+        self.q = nn.Linear(d, width, bias=False)
+        self.k = nn.Linear(d, self.n_kv_heads * self.head_dim, bias=False)
+        self.v = nn.Linear(d, self.n_kv_heads * self.head_dim, bias=False)
+        self.out = nn.Linear(width, d, bias=False)
+        normaliser = config.normaliser or {"class": "Softmax"}
+        self.normaliser = RULES[normaliser["class"]](config, layer)
+        self.renormalise = normaliser.get("renormalise", False)
+        self.bias = BIASES[(config.bias or {"class": "NoBias"})["class"]](config)
+        self.gate = _Gate(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        position: Tensor,
+        mask: Tensor | None,
+        cache: DynamicCache | None,
+    ) -> Tensor:
+        """x `[B, L, d]`: the newest tokens, position `[B, L]` theirs; mask bool `[B, Lk]`, False hides a key."""
+        q, k, own = (
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for projection in (self.q, self.k, self.v)
+        )
+        maps = self.normaliser.maps
+        q, k, v = _turned(q, rotation, maps), _turned(k, rotation, maps), own
+        if cache is not None:
+            past = cache.get_seq_length(self.layer)
+            k, v = cache.update(k, v, self.layer)
+            if k.shape[2] != past + q.shape[2]:
+                raise ValueError("give a cache that grows (DynamicCache): no static cache, no sliding window")
+        with torch.autocast(x.device.type, enabled=False):
+            out = self._attend(q, k, v, position, mask)
+        return self.out(self.gate(out, x, own).transpose(1, 2).flatten(2))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, mask: Tensor | None) -> Tensor:
+        table, slopes = self.bias(k.shape[2], q.device)
+        rule = self.normaliser
+        # The kernels count positions from the first key, padding included.
+        if lazy_attention is not None and type(rule) is _Elastic and (mask is None or rule.threshold != "per_token"):
+            length = rule.context_length if rule.threshold == "seq_len" else None
+            options = {"threshold": rule.threshold, "context_length": length, "renormalise": self.renormalise}
+            return self._fused(q, k, v, rule.tau, table, slopes, mask, options)
+        if lazy_attention is not None and type(rule) is _Softmax:
+            return self._fused(q, k, v, torch.zeros(self.n_heads, device=q.device), table, slopes, mask, {})
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        rows, keys, maps = q.shape[2], k.shape[2], rule.maps
+        distance = torch.arange(keys - rows, keys, device=q.device)[:, None] - torch.arange(keys, device=q.device)
+        visible = (distance >= 0)[None, None]
+        if self.window is not None:
+            visible = visible & (distance < self.window)
+        if mask is not None:
+            visible = visible & mask[:, None, None]
+        n = visible.sum(-1, keepdim=True).clamp(min=1).to(wide)
+        group = self.n_heads // self.n_kv_heads
+        q = rule.queries(q, n).to(wide).unflatten(-1, (maps, -1)).movedim(3, 2)  # [B, H, maps, R, D / maps]
+        k = k.to(wide).repeat_interleave(group, 1).unflatten(-1, (maps, -1)).movedim(3, 2)
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        if table is not None:
+            width = table.shape[1]
+            added = table.to(wide)[:, distance.clamp(0, width - 1)].masked_fill(distance >= width, 0)
+            scores = scores + added[:, None]
+        if slopes is not None:
+            scores = scores - (slopes.to(wide)[:, None, None] * distance)[:, None]
+        scores = scores.masked_fill(~visible[:, :, None], HIDDEN)
+        if maps == 1:
+            scores = scores.squeeze(2)
+        w = rule.weights(scores, n, (position + 1)[:, None, :, None], visible).masked_fill(~visible, 0)
+        if self.renormalise:
+            mass = w.sum(-1, keepdim=True)
+            w = w / torch.where(mass > 0, mass, 1)
+        return rule.output((w @ v.to(wide).repeat_interleave(group, 1)).to(v.dtype))
+
+    def _fused(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tau: Tensor,
+        table: Tensor | None,
+        slopes: Tensor | None,
+        mask: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        assert lazy_attention is not None
+        return lazy_attention(q, k, v, tau, table, slopes=slopes, key_mask=mask, window=self.window, **options)
+
+
+class _SwiGLU(nn.Module):
+    def __init__(self, config: LitLazyConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class _Block(nn.Module):
+    def __init__(self, config: LitLazyConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
+        self.attention = _Attention(config, layer)
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
+        self.mlp = _SwiGLU(config)
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), *others)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
+    """The decoder. Padding on the left counts for nothing: positions and keys are those of the text alone."""
+
+    config_class = LitLazyConfig
+    main_input_name = "input_ids"
+    _no_split_modules = ["_Block"]  # noqa: RUF012 - the names of these attributes and their kinds are transformers'
+    _tied_weights_keys = {"head.weight": "embedding.weight"}  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["normaliser", "attention.bias"]  # noqa: RUF012
+
+    def __init__(self, config: LitLazyConfig) -> None:
+        super().__init__(config)
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position = _Position(config)
+        self.blocks = nn.ModuleList(_Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def set_input_embeddings(self, value: Any) -> None:
+        self.embedding = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def set_output_embeddings(self, new_embeddings: Any) -> None:
+        self.head = new_embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: DynamicCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **_: Any,
+    ) -> CausalLMOutputWithPast:
+        """input_ids `[B, L]`: the newest tokens; attention_mask `[B, Lk]`, of all tokens so far, 0 for padding.
+
+        labels `[B, L]`: targets of the tokens before them, -100 for none. logits_to_keep: of the last so many tokens.
+        """
+        x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
+            past_key_values = DynamicCache()
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        length = x.shape[1]
+        if attention_mask is not None and attention_mask.shape != (x.shape[0], past + length):
+            raise ValueError(
+                f"attention_mask has shape {list(attention_mask.shape)}; give [B, {past + length}], and a cache that "
+                "grows (DynamicCache)"
+            )
+        mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
+        if position_ids is None:
+            counted = torch.ones(1, past + length, device=x.device) if mask is None else mask
+            position_ids = (counted.cumsum(-1) - 1).clamp(min=0)[:, past:].long()
+        x = self.position.embed(x, position_ids)
+        width = self.config.head_dim // RULES[(self.config.normaliser or {"class": "Softmax"})["class"]].maps
+        rotation = self.position.rotation(position_ids, width)
+        for block in self.blocks:
+            x = block(x, rotation, position_ids, mask, past_key_values)
+        logits = self.head(self.norm(x)[:, -logits_to_keep:])
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+
+LitLazyConfig.register_for_auto_class()
+LitLazyForCausalLM.register_for_auto_class("AutoModelForCausalLM")

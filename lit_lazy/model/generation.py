@@ -1,0 +1,168 @@
+"""Text out: tokens drawn one after the other, with a cache, for one or more prompts. Needs torch alone."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lit_lazy.attention import Eviction, LayerCache
+from lit_lazy.model.decoder import DecoderLM, parameter_generator
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn from the model's distribution."""
+
+    temperature: float = 1.0
+    """What logits are divided by; 0 takes the most probable token."""
+    top_p: float = 1.0
+    """Draw from the fewest tokens that have this probability together, above 0 and at most 1."""
+    seed: int = 0
+    """Of the draws; each prompt has a generator of its own."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"Sampling.temperature={self.temperature}: must be 0 or more, and finite")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"Sampling.top_p={self.top_p}: must be above 0 and at most 1")
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+class Drawn(NamedTuple):
+    """A token, and which of the prompts it continues, from 0."""
+
+    prompt: int
+    token: int
+
+
+class Generation:
+    """Iterates over the tokens that continue some prompts; afterwards says what that took.
+
+    Prompts are decoded together, shorter ones with padding on their left that no query sees: each gets what it would
+    get alone, up to rounding. Where a model would notice (learned positions, the threshold per_token, a cache that
+    evicts), only prompts of one length are decoded together.
+    """
+
+    def __init__(
+        self,
+        model: DecoderLM,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        sampling: Sampling = GREEDY,
+        stop: int | None = None,
+        eviction: Eviction | None = None,
+    ) -> None:
+        """tokens: to draw for each prompt, at most. stop: a token that ends a text, and is not given out itself.
+
+        Raises ValueError, in one line, for an empty prompt, a token that is none of the vocabulary, and a length that
+        positions or bias of the model cannot serve.
+        """
+        vocabulary = model.embedding.num_embeddings
+        for i, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"prompt {i + 1} has no tokens; give at least one")
+            if beyond := [token for token in prompt if not 0 <= token < vocabulary]:
+                raise ValueError(f"prompt {i + 1} has the token {beyond[0]}; the model reads 0 to {vocabulary - 1}")
+        self.model, self.prompts, self.tokens = model, prompts, tokens
+        self.sampling, self.stop, self.eviction = sampling, stop, eviction
+        self.batches = list(self._batches())
+        model.new_cache(eviction)
+        model.check_length(max((self._keys(batch) for batch in self.batches), default=0))
+        self.cache_bytes = 0
+        """Of the largest cache so far, all layers."""
+        self.evicted = 0
+        """Tokens that caches have dropped, all prompts."""
+
+    def _batches(self) -> Iterator[list[int]]:
+        """The prompts that are decoded together."""
+        order = sorted(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
+        yield from (
+            [order] if self._may_pad() else [list(same) for _, same in groupby(order, lambda i: len(self.prompts[i]))]
+        )
+
+    def _may_pad(self) -> bool:
+        """Whether padding on the left changes nothing; the fused kernels take no mask for it."""
+        layers = self.model.attentions
+        relative = self.model.position.relative and all(layer.normaliser.relative for layer in layers)
+        return relative and self.eviction is None and all(layer.backend != "triton" for layer in layers)
+
+    @property
+    def most_cache_bytes(self) -> int:
+        """What caches may take at most, without memory for tokens that never come."""
+        width = sum(layer.n_kv_heads * layer.head_dim for layer in self.model.attentions)
+        keys = max((len(batch) * self._keys(batch) for batch in self.batches), default=0)
+        return 2 * width * keys * self.model.norm.weight.element_size()
+
+    def _keys(self, batch: list[int]) -> int:
+        # The last token that is drawn is not read.
+        longest = max((len(self.prompts[i]) for i in batch), default=0) + self.tokens - 1
+        return longest if self.eviction is None else min(longest, self.eviction.room)
+
+    def __iter__(self) -> Iterator[Drawn]:
+        for batch in self.batches:
+            yield from self._decoded(batch)
+
+    def _decoded(self, batch: list[int]) -> Iterator[Drawn]:
+        # No mode of torch is on while a token is handed out: it would be the caller's, too.
+        prompts = [self.prompts[i] for i in batch]
+        longest = max(map(len, prompts))
+        tokens = torch.tensor([[*[0] * (longest - len(prompt)), *prompt] for prompt in prompts])
+        seen = torch.tensor([[i >= longest - len(prompt) for i in range(longest)] for prompt in prompts])
+        mask = None if seen.all() else seen
+        cache = self.model.new_cache(self.eviction)
+        generators = [parameter_generator(self.sampling.seed, f"prompt {i}") for i in batch]
+        unfinished = dict(enumerate(batch))
+        for _ in range(self.tokens):
+            found = draw(self._read(tokens, cache, mask), self.sampling, generators)
+            for row, prompt in list(unfinished.items()):
+                if (token := int(found[row])) == self.stop:
+                    del unfinished[row]
+                else:
+                    yield Drawn(prompt, token)
+            if not unfinished:
+                break
+            tokens = found[:, None]
+            mask = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=True)
+        self.evicted += len(batch) * cache[0].evicted
+        self.cache_bytes = max(self.cache_bytes, sum(layer.nbytes for layer in cache))
+
+    @torch.no_grad()
+    def _read(self, tokens: Tensor, cache: list[LayerCache], mask: Tensor | None) -> Tensor:
+        """The logits `[B, V]` behind tokens `[B, L]`."""
+        device = self.model.device
+        mask = None if mask is None else mask.to(device)
+        *_, last = (self.model(part.to(device), cache, mask, last_only=True) for part in cache[0].parts(tokens))
+        return last[:, -1]
+
+
+def generate(
+    model: DecoderLM,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    sampling: Sampling = GREEDY,
+    stop: int | None = None,
+    eviction: Eviction | None = None,
+) -> list[list[int]]:
+    """The tokens that continue each prompt, as `Generation` says."""
+    found: list[list[int]] = [[] for _ in prompts]
+    for prompt, token in Generation(model, prompts, tokens, sampling, stop, eviction):
+        found[prompt].append(token)
+    return found
+
+
+def draw(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
+    """A token for each row of logits `[B, V]`, int64 `[B]` on the CPU, by the row's own generator."""
+    if sampling.temperature == 0:
+        return logits.argmax(-1).cpu()
+    # On the CPU in float64, so that a seed means the same draws everywhere.
+    p, token = (logits.double().cpu() / sampling.temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    p = p.masked_fill(p.cumsum(-1) - p >= sampling.top_p, 0)  # the first token stays
+    reached = p.cumsum(-1)
+    at = torch.cat([torch.rand(1, 1, dtype=torch.float64, generator=one) for one in generators]) * reached[:, -1:]
+    place = torch.searchsorted(reached, at, right=True).clamp(max=p.shape[1] - 1)
+    return token.gather(1, place)[:, 0]

@@ -1,0 +1,194 @@
+"""`lit-lazy export`: a folder that a process without this project loads; whole or not at all; mistakes in one line."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from mistakes import refused
+from subwords import bpe
+from torch_alone import alone, linked
+from untrained import save
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import transformers
+from transformers import AutoTokenizer
+
+from lit_lazy.attention import Elastic, LearnedBias, Sparsemax
+from lit_lazy.command.main import main
+from lit_lazy.config.canonical import replace_at
+from lit_lazy.config.files import find, load_experiment
+from lit_lazy.data.text import Text
+from lit_lazy.data.tokeniser import ByteTokenizer, FileTokenizer
+from lit_lazy.model.export import folder
+from lit_lazy.model.generation import generate
+from lit_lazy.training.checkpoints import load
+from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
+from lit_lazy.training.run import run
+
+__all__ = ["bpe"]
+LAZY = {
+    "model.attention.normaliser": Elastic(),
+    "model.attention.bias": LearnedBias(init_std=0.5),
+    "model.init_std": 0.3,
+}
+NUMBERS = replace_at(load_experiment(find("experiments", "backcopy_tiny")), LAZY)
+BYTES = replace_at(load_experiment(find("experiments", "stdlib_tiny")), LAZY)
+MODEL = {"README.md", "config.json", "generation_config.json", "model.safetensors", "modeling_lit_lazy.py"}
+TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in a finished run folder."""
+    place = tmp_path_factory.mktemp("trained") / "abcdef"
+    torch.set_num_threads(1)
+    run(NUMBERS, place, keep_checkpoint=True)
+    return place / FINAL_CHECKPOINT
+
+
+def exported(checkpoint: str | Path, out: Path) -> Path:
+    assert main(["export", str(checkpoint), str(out)]) == 0
+    return out
+
+
+def names(out: Path) -> set[str]:
+    return {file.name for file in out.iterdir()}
+
+
+def test_the_card_has_the_row_of_the_run_and_no_path(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "out"
+    exported(trained, out)
+    printed = capsys.readouterr().out
+    assert printed == f"{out}: {', '.join(sorted(MODEL))}; without a tokenizer, since Backcopy has no text\n"
+    assert names(out) == MODEL
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    metrics = json.loads((trained.parent / RESULT).read_text())["metrics"]
+    text = (out / "README.md").read_text()
+    first = text.splitlines().index(next(line for line in text.splitlines() if line.startswith("| excess loss")))
+    titles, _, values = ([cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[first:][:3])
+    shown = dict(zip(titles, values, strict=True))
+    assert shown["excess loss (nats)"] == f"{metrics['loss/excess']:.4f}"
+    assert shown["trigger accuracy (%)"] == f"{100 * metrics['accuracy/trigger']:.2f}"
+    assert "Elastic(renormalise=False, tau_init=1.0, threshold='per_query'" in text
+    assert "6 steps of" in text
+    assert str(tmp_path) not in text
+    assert str(trained.parent) not in text + (out / "config.json").read_text()
+
+
+def test_without_a_result_the_card_says_so(tmp_path: Path) -> None:
+    out = exported(save(tmp_path / "bytes.ckpt", BYTES, 256, 32), tmp_path / "out")
+    assert "No result stood beside the checkpoint" in (out / "README.md").read_text()
+
+
+TEXT = "def f(x):\n\treturn 'naïve ✓' # the cat"
+
+
+def test_its_tokenizer_gives_the_tokens_of_the_training(
+    bpe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    subwords = FileTokenizer(bpe, None)
+    of_bpe = replace_at(BYTES, {"data": Text(path="gone.txt", tokenizer=str(bpe))})
+    for cfg, ours in ((BYTES, ByteTokenizer()), (of_bpe, subwords)):
+        out = exported(save(tmp_path / "model.ckpt", cfg, ours.vocab_size, 32), tmp_path / type(ours).__name__)
+        assert names(out) == MODEL | TOKENIZER
+        theirs = AutoTokenizer.from_pretrained(out, trust_remote_code=True)
+        (ids,) = ours.encode([TEXT.encode()])
+        assert theirs(TEXT).input_ids == ids.tolist()
+        assert theirs.decode(ids.tolist()) == TEXT
+        assert theirs.eos_token_id == theirs.pad_token_id == ours.separator
+        assert theirs("a cat on that", return_tensors="pt", padding="max_length", max_length=30).input_ids.shape == (
+            1,
+            30,
+        )
+        assert str(tmp_path) not in "".join(
+            (out / name).read_text() for name in TOKENIZER | {"README.md", "config.json"}
+        )
+
+
+BARE = """
+import importlib.util, json, sys
+assert not [name for name in ("lit_lazy", "flash_lazy", "lightning") if importlib.util.find_spec(name)]
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder, text = {folder!r}, {text!r}
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=True)
+batch = tokenizer([text, "x"], return_tensors="pt", padding=True)
+ids = model.generate(**batch, max_new_tokens=9, do_sample=False)
+model.save_pretrained(folder + "-again")
+again = AutoModelForCausalLM.from_pretrained(folder + "-again", trust_remote_code=True)
+logits = model(batch.input_ids[:1]).logits
+assert (again(batch.input_ids[:1]).logits == logits).all()
+print(json.dumps([ids[:, batch.input_ids.shape[1]:].tolist(), logits.tolist()]))
+"""
+
+
+@pytest.mark.long
+def test_in_a_bare_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that finds torch, transformers and what these two require."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    (tmp_path / "site").mkdir()
+    site = linked(tmp_path / "site", set(), "torch", "transformers")
+    checkpoint = save(tmp_path / "bytes.ckpt", BYTES, 256, 32)
+    out = exported(checkpoint, tmp_path / "out")
+    found, logits = json.loads(alone(BARE.format(folder=str(out), text=TEXT), site).splitlines()[-1])
+    model, prompts = load(Path(checkpoint)).model.eval(), [[*TEXT.encode()], [*b"x"]]
+    assert [[*ids, *[0] * (9 - len(ids))] for ids in generate(model, prompts, 9, stop=0)] == found
+    with torch.no_grad():
+        torch.testing.assert_close(torch.tensor(logits), model(torch.tensor(prompts[:1])), rtol=1e-5, atol=1e-5)
+
+
+class TestFolder:
+    def test_is_there_whole_or_not_at_all(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        checkpoint = save(tmp_path / "numbers.ckpt", NUMBERS)
+        before = names(tmp_path)
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(folder, "tokens", full)  # asked for after the weights are written
+            assert main(["export", checkpoint, str(tmp_path / "out")]) == 1
+        assert names(tmp_path) == before
+        (tmp_path / "out").mkdir()
+        assert names(exported(checkpoint, tmp_path / "out")) == MODEL
+
+    def test_that_a_kill_left_half_made_is_swept(self, tmp_path: Path) -> None:
+        import socket
+
+        checkpoint = save(tmp_path / "numbers.ckpt", NUMBERS)
+        left = tmp_path / f".out.{socket.gethostname()}.{2**22 + 1}"  # no such process
+        left.mkdir()
+        (left / "model.safetensors").write_text("half")
+        exported(checkpoint, tmp_path / "out")
+        assert not left.exists()
+
+
+def test_mistakes(
+    trained: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "full").mkdir()
+    (place / "full" / "mine.txt").write_text("mine")
+    (place / "file").write_text("mine")
+    entmax = save(tmp_path / "entmax.ckpt", replace_at(NUMBERS, {"model.attention.normaliser": Sparsemax()}))
+    shutil.copy(trained, tmp_path / FINAL_CHECKPOINT)
+    (tmp_path / RESULT).write_text("{")
+    for words, named in (
+        ([], "the following arguments are required: CHECKPOINT, OUT"),
+        ([str(trained), "full"], "OUT 'full': is a folder that is not empty; name another"),
+        ([str(trained), "file"], "argument OUT: 'file': is a file, must be a folder"),
+        ([str(trained), "/proc/out"], "OUT '/proc/out': nothing can be written there"),
+        (["none.ckpt", "out"], "checkpoint 'none.ckpt': cannot be read (No such file or directory)"),
+        ([entmax, "out"], "model.attention.normaliser=Sparsemax: the exported modelling file has none of that name"),
+        ([str(tmp_path / FINAL_CHECKPOINT), "out"], f"{RESULT}': is damaged (JSONDecodeError); remove it"),
+    ):
+        assert named in refused(["export", *words], capsys)
+    monkeypatch.setattr(folder, "find_spec", lambda _: None)
+    error = refused(["export", str(trained), "out"], capsys)
+    assert error == "lit-lazy: export needs the package safetensors; pip install 'lit-lazy[export]'\n"

@@ -1,0 +1,240 @@
+"""`lit-lazy generate`: what it prints of bytes, of a tokenizers file and of numbers; mistakes in one line."""
+
+import io
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from mistakes import refused
+from subwords import bpe
+from untrained import save
+
+from lit_lazy.attention import Elastic, Fire, LearnedAbsolute, LearnedBias
+from lit_lazy.command.main import main
+from lit_lazy.config.canonical import replace_at
+from lit_lazy.config.files import find, load_experiment
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.data.text import Text
+from lit_lazy.data.tokeniser import ByteTokenizer, FileTokenizer
+from lit_lazy.model.generation import GREEDY, Sampling, generate
+from lit_lazy.training.checkpoints import load
+
+LAZY = {
+    "model.attention.normaliser": Elastic(),
+    "model.attention.bias": LearnedBias(),
+    "model.init_std": 0.3,  # so that an untrained model has something to say
+}
+BYTES = replace_at(load_experiment(find("experiments", "stdlib_tiny")), LAZY)
+NUMBERS = replace_at(load_experiment(find("experiments", "backcopy_tiny")), LAZY)
+__all__ = ["bpe"]
+SAID = r"(\d+) tokens in [\d.]+ s, [\d.]+ tokens/s; cache ([\d,]+) bytes(, \d+ tokens evicted)?\n"
+
+
+@pytest.fixture
+def of_bytes(tmp_path: Path) -> str:
+    return save(tmp_path / "bytes.ckpt", BYTES, 256, 32)
+
+
+def said(command: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[str, re.Match[str]]:
+    """What a command prints, and the parts of its last line."""
+    capsys.readouterr()
+    assert main(["generate", *command]) == 0
+    printed = capsys.readouterr()
+    found = re.fullmatch(SAID, printed.err)
+    assert found, printed.err
+    return printed.out, found
+
+
+def by_hand(checkpoint: str, prompts: list[str], tokens: int, sampling: Sampling = GREEDY) -> list[str]:
+    ids = generate(load(Path(checkpoint)).model.eval(), [[*p.encode()] for p in prompts], tokens, sampling, stop=0)
+    return [bytes(text).decode(errors="replace").rstrip("\ufffd") for text in ids]
+
+
+def test_a_text_is_continued(of_bytes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_num_threads(1)
+    words = [of_bytes, "--prompt", "def f(", "--tokens", "20", "--threads", "1"]
+    out, last = said([*words, "--temperature", "0"], capsys)
+    (text,) = by_hand(of_bytes, ["def f("], 20)
+    assert out.rstrip("\ufffd\n") == text.rstrip("\n")
+    layers, width, room = BYTES.model.n_layers, BYTES.model.d_model, 8 * 6  # doubled from 6, of which 25 are used
+    assert last.groups() == ("20", f"{2 * layers * width * room * 4:,}", None)
+    drawn = [said([*words, "--top-p", "0.9", "--seed", seed], capsys)[0] for seed in "001"]
+    assert drawn[0] == drawn[1] != drawn[2]
+    (text,) = by_hand(of_bytes, ["def f("], 20, Sampling(top_p=0.9))
+    assert drawn[0].rstrip("\ufffd\n") == text.rstrip("\n")
+
+
+def test_several_texts_have_headers_and_may_come_from_files(
+    of_bytes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ü.txt").write_bytes("naïve".encode())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x = ")))
+    files = ["--prompt-file", str(tmp_path / "ü.txt"), "--prompt-file", "-"]
+    out, _ = said([of_bytes, "--prompt", "a", "--prompt", "", *files, "--tokens", "8", "--temperature", "0"], capsys)
+    titles = ["--prompt 'a'", "--prompt ''", f"--prompt-file {str(tmp_path / 'ü.txt')!r}", "--prompt-file '-'"]
+    expected = by_hand(of_bytes, ["a", "\0", "naïve", "x = "], 8)
+    shown = [f"== {title}\n{text}" for title, text in zip(titles, expected, strict=True)]
+    assert [part.rstrip("\ufffd\n") for part in re.split(r"(?m)^(?=== -)", out)[1:]] == [x.rstrip("\n") for x in shown]
+
+
+def test_a_cache_that_evicts_stays_small_and_says_what_it_dropped(
+    of_bytes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, last = said([of_bytes, "--prompt", "import", "--tokens", "60", "--first", "2", "--window", "10"], capsys)
+    assert out
+    drawn = int(last[1])
+    layers, width = BYTES.model.n_layers, BYTES.model.d_model
+    assert last[2] == f"{2 * layers * width * 12 * 4:,}"
+    assert last[3] == f", {6 + drawn - 1 - 12} tokens evicted"
+
+
+def test_numbers_are_continued_by_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the model was trained by kernels that this machine cannot run."""
+    kernels = save(tmp_path / "kernels.ckpt", replace_at(NUMBERS, {"model.backend": "triton"}))
+    words = ["--prompt", "16 3 5", "--prompt", "16", "--tokens", "5", "--temperature", "0"]
+    checkpoint = save(tmp_path / "numbers.ckpt", NUMBERS)
+    assert said([kernels, *words], capsys)[0] == said([checkpoint, *words], capsys)[0]
+    out, _ = said([checkpoint, "--prompt", "16 3 5", "--tokens", "5", "--temperature", "0"], capsys)
+    assert [[int(word) for word in out.split()]] == generate(load(Path(checkpoint)).model, [[16, 3, 5]], 5)
+
+
+def test_a_tokenizers_file_reads_and_writes_text(bpe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = FileTokenizer(bpe, None)
+    cfg = replace_at(BYTES, {"data": Text(path="gone.txt", tokenizer=str(bpe))})
+    checkpoint = save(tmp_path / "bpe.ckpt", cfg, tokenizer.vocab_size, 32)
+    out, last = said([checkpoint, "--prompt", "the cat ✓", "--tokens", "30", "--temperature", "0"], capsys)
+    (prompt,) = tokenizer.encode(["the cat ✓".encode()])
+    (ids,) = generate(load(Path(checkpoint)).model, [prompt.tolist()], 30, stop=1)
+    assert out == "".join(tokenizer.decode(ids, prompt.tolist())) + "\n"
+    assert last[1] == str(len(ids))
+
+
+class TestTokenizers:
+    TEXT = "the cat said:\n\tnaïve ✓ Ā 🙂 <|endofte"
+
+    def both(self, bpe: Path) -> list[ByteTokenizer | FileTokenizer]:
+        return [ByteTokenizer(), FileTokenizer(bpe, None)]
+
+    def test_text_comes_back_in_pieces_that_are_whole_characters(self, bpe: Path) -> None:
+        for tokenizer in self.both(bpe):
+            (ids,) = tokenizer.encode([self.TEXT.encode()])
+            pieces = list(tokenizer.decode(ids.tolist()))
+            assert "".join(pieces) == self.TEXT
+            assert len([piece for piece in pieces if piece]) > 20
+            (cut,) = tokenizer.encode(["🙂".encode()])
+            assert "".join(tokenizer.decode(cut[:-1].tolist())) == ""
+
+    def test_the_file_of_a_tokenizer_gives_the_same_ids_and_no_others(self, bpe: Path, tmp_path: Path) -> None:
+        for tokenizer in self.both(bpe):
+            (tmp_path / "again.json").write_text(tokenizer.to_json())
+            file = tokenizers.Tokenizer.from_file(str(tmp_path / "again.json"))
+            (ids,) = tokenizer.encode([self.TEXT.encode()])
+            assert file.encode(self.TEXT).ids == ids.tolist()
+            assert file.decode(ids.tolist()) == self.TEXT
+            assert file.token_to_id("<|endoftext|>") == tokenizer.separator
+            assert max(file.get_vocab().values()) + 1 == tokenizer.vocab_size
+
+
+def test_ctrl_c_ends_the_text(
+    of_bytes: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lit_lazy.model.generation.draw", interrupt)
+    assert main(["generate", of_bytes, "--prompt", "a"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"
+
+
+OWN = """
+from dataclasses import dataclass
+from lit_lazy.data import DataConfig
+
+@dataclass(frozen=True)
+class WithoutItsTokenizer(DataConfig):
+    def load(self):
+        pass
+
+    def load_tokenizer(self):
+        return 1 / 0
+"""
+
+WRONG = [
+    (["{bytes}"], "--prompt: give a text to be continued, or a file with one by --prompt-file"),
+    (
+        ["{bytes}", "--prompt", "a", "--tokens", "0"],
+        "argument --tokens: '0': must be a whole number from 1 to 10000000",
+    ),
+    (
+        ["{bytes}", "--prompt", "a", "--temperature", "hot"],
+        "argument --temperature: 'hot': must be a number of at least 0",
+    ),
+    (
+        ["{bytes}", "--prompt", "a", "--temperature", "nan"],
+        "argument --temperature: 'nan': must be a number of at least 0",
+    ),
+    (["{bytes}", "--prompt", "a", "--top-p", "0"], "argument --top-p: '0': must be a number above 0 and at most 1"),
+    (["{bytes}", "--prompt", "a", "--seed", "-1"], "argument --seed"),
+    (["{bytes}", "--prompt", "a", "--first", "3"], "--first 3: nothing is evicted without --window; give both"),
+    (["{bytes}", "--prompt", "a", "--window", "0"], "argument --window: '0': must be a whole number of at least 1"),
+    (["{bytes}", "--prompt-file", "none"], "argument --prompt-file: 'none': no such file; give the path of one, or -"),
+    (["{bytes}", "--prompt-file", "-", "--prompt-file", "-"], "--prompt-file -: given twice"),
+    (["{bytes}", "--prompt-file", "/dev/zero"], "argument --prompt-file: '/dev/zero': no such file"),
+    (
+        ["{numbers}", "--prompt", "def f("],
+        "--prompt 'def f(': Backcopy has no text; a prompt is token numbers from 0 to 16",
+    ),
+    (
+        ["{numbers}", "--prompt", "3 17"],
+        "--prompt '3 17': Backcopy has no text; a prompt is token numbers from 0 to 16",
+    ),
+    (["{numbers}", "--prompt", ""], "--prompt '': Backcopy has no text"),
+    (
+        ["{learned}", "--prompt", "1 2", "--tokens", "16"],
+        "--tokens 16: LearnedAbsolute: 17 positions asked, 16 learned; ",
+    ),
+    (
+        ["{learned}", "--prompt", "1", "--window", "4"],
+        "model.position=LearnedAbsolute: a cache that evicts moves tokens",
+    ),
+    (["{fire}", "--prompt", "1 2", "--tokens", "16"], "--tokens 16: Fire.length=16: cannot serve 17 keys"),
+    (["{gone}", "--prompt", "a"], "data.tokenizer='gone.json': is not a JSON file of the tokenizers library"),
+    (["{other}", "--prompt", "a"], "data=Stdlib: tokens of its tokenizer=256: the model reads 17 tokens"),
+    (
+        ["{own}", "--prompt", "a", "--import", "{file}"],
+        "data=WithoutItsTokenizer: load_tokenizer() fails: ZeroDivision",
+    ),
+    (["none.ckpt", "--prompt", "a"], "checkpoint 'none.ckpt': cannot be read (No such file or directory)"),
+    (["{bytes}", "--prompt", "a", "--lengths", "3"], "unknown argument '--lengths'; see `lit-lazy generate --help`"),
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    (folder / "own.py").write_text(OWN)
+    from lit_lazy.config.files import load_module
+
+    own = load_module(folder / "own.py").WithoutItsTokenizer()
+    made: dict[str, tuple[RunConfig, int]] = {
+        "bytes": (BYTES, 256),
+        "numbers": (NUMBERS, 17),
+        "learned": (replace_at(NUMBERS, {"model.position": LearnedAbsolute()}), 17),
+        "fire": (replace_at(NUMBERS, {"model.attention.bias": Fire()}), 17),
+        "gone": (replace_at(BYTES, {"data": Text(path="gone.txt", tokenizer="gone.json")}), 256),
+        "other": (BYTES, 17),
+        "own": (replace_at(BYTES, {"data": own}), 256),
+    }
+    saved = {name: save(folder / f"{name}.ckpt", cfg, size) for name, (cfg, size) in made.items()}
+    return saved | {"file": str(folder / "own.py")}
+
+
+@pytest.mark.parametrize(("arguments", "named"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
+def test_mistakes(
+    arguments: list[str], named: str, files: dict[str, str], place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert place == Path.cwd()
+    assert named in refused(["generate", *(word.format(**files) for word in arguments)], capsys)

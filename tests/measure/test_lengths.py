@@ -1,0 +1,124 @@
+"""Losses by position, whole and with a cache that evicts; n and theta as they are at a length."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from lit_lazy.attention import AttentionSpec, Elastic, Eviction, LearnedAbsolute, LearnedBias, Softmax
+from lit_lazy.config.schema import ModelConfig
+from lit_lazy.measure import lengths
+from lit_lazy.measure.lengths import keys_and_thresholds, loss_by_position, scalars, streamed
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.loss import token_nll
+
+VOCABULARY, CONTEXT, T = 11, 16, 40
+LAZY = AttentionSpec(Elastic(), LearnedBias(length=7, init_std=1.0))
+SMALL = ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=24, init_std=0.5, attention=LAZY)
+IDS = torch.randint(VOCABULARY, (5, T + 1), generator=torch.Generator().manual_seed(0))
+BATCH = {"tokens": IDS[:, :-1], "targets": IDS[:, 1:]}
+
+
+def build(**changes):
+    return DecoderLM(dataclasses.replace(SMALL, **changes), VOCABULARY, CONTEXT, seed=2).double()
+
+
+@pytest.mark.parametrize("at_once", [1, 64, 8192])
+def test_loss_is_that_of_the_full_pass_whatever_is_read_at_once(at_once, monkeypatch):
+    monkeypatch.setattr(lengths, "TOKENS_AT_ONCE", at_once)
+    model = build()
+    expected = token_nll(model(BATCH["tokens"]), BATCH["targets"]).double().mean(0)
+    torch.testing.assert_close(loss_by_position(model, BATCH), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(loss_by_position(model, BATCH, Eviction(4, 60)), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("at_once", [10, 8192])
+def test_a_cache_that_evicts_is_that_of_decoding_token_by_token(at_once, monkeypatch):
+    monkeypatch.setattr(lengths, "TOKENS_AT_ONCE", at_once)
+    model, eviction = build().train(), Eviction(2, 9)
+    cache = model.new_cache(eviction)
+    with torch.no_grad():
+        logits = torch.cat([model(token, cache) for token in BATCH["tokens"].split(1, 1)], 1)
+    expected = token_nll(logits, BATCH["targets"]).double().mean(0)
+    arrays = streamed(model, BATCH, eviction)
+    np.testing.assert_allclose(arrays["streamed/loss"], expected, rtol=1e-5)
+    assert model.training  # left as it was
+    whole = loss_by_position(model, BATCH)
+    assert torch.equal(whole[:11].float(), torch.from_numpy(arrays["streamed/loss"])[:11])
+    assert (whole[11:].float() != torch.from_numpy(arrays["streamed/loss"])[11:]).all()
+    assert arrays["streamed/kept"].tolist() == [2, 9]
+    with pytest.raises(ValueError, match="a cache that evicts moves tokens"):
+        loss_by_position(build(position=LearnedAbsolute()), BATCH, eviction)
+
+
+class TestThresholds:
+    EVERY = np.arange(1, T + 1)
+
+    def of(self, threshold, eviction=None, window=None):
+        model = build(attention=AttentionSpec(Elastic(0.5, threshold), window=window))
+        for i, layer in enumerate(model.attentions):
+            tau = layer.normaliser.tau
+            tau.data += torch.arange(tau.numel()).view(tau.shape) * 0.01 + i
+        taus = torch.stack([layer.normaliser.tau.detach() for layer in model.attentions]).numpy()
+        return taus, keys_and_thresholds(model, T, eviction)
+
+    @pytest.mark.parametrize(("eviction", "room"), [(None, T), (Eviction(3, 9), 12)])
+    def test_are_those_of_the_rows(self, eviction, room):
+        place = self.EVERY.clip(max=room)
+        divisors = {"per_query": place, "seq_len": np.full(T, CONTEXT), "constant": np.ones(T)}
+        for threshold, divisor in divisors.items():
+            taus, found = self.of(threshold, eviction)
+            assert found["n"].tolist() == place.tolist()
+            np.testing.assert_allclose(found["theta"], taus[..., None] / divisor, rtol=1e-6)
+        taus, found = self.of("per_token", eviction)
+        np.testing.assert_allclose(found["theta"], taus[..., place.clip(max=CONTEXT) - 1] / place, rtol=1e-6)
+
+    def test_count_a_window_and_are_absent_where_there_are_none(self):
+        taus, found = self.of("per_query", window=5)
+        assert found["n"].tolist() == self.EVERY.clip(max=5).tolist()
+        np.testing.assert_allclose(found["theta"], taus[..., None] / self.EVERY.clip(max=5), rtol=1e-6)
+        assert keys_and_thresholds(build(attention=AttentionSpec(Softmax())), T).keys() == {"n"}
+
+    def test_are_those_that_a_forward_pass_has(self):
+        """Kept weights are p - theta."""
+        model = build()
+        seen = []
+        hook = model.attentions[1].normaliser.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        with torch.no_grad():
+            model(BATCH["tokens"])
+        hook.remove()
+        weights = model.attentions[1].normaliser.weights_of(seen[0])
+        p = weights.scores.softmax(-1)
+        theta = torch.where(weights.w > 0, p - weights.w, torch.nan).nanmean((0, 3)).detach()
+        found = torch.from_numpy(keys_and_thresholds(model, T)["theta"][1]).double()
+        torch.testing.assert_close(theta[:, 1:], found[:, 1:], rtol=1e-5, atol=1e-7)
+
+
+def test_scalars_are_perplexities_of_parts_and_the_last_row():
+    loss = np.linspace(1, 3, T).astype(np.float32)
+    arrays = {
+        "context": np.array(16),
+        "loss/by_position": loss,
+        "length/n": np.arange(1, T + 1),
+        "streamed/loss": loss + 1,
+        "streamed/kept": np.array([4, 20]),
+        "streamed/n": np.full(T, 24),
+        "streamed/theta": np.tile(np.array([0.25, 0.5])[:, None, None], (1, 2, T)),
+    }
+    e = {name: np.exp(part.mean()) for name, part in {"all": loss, "beyond": loss[16:], "evicted": loss[24:]}.items()}
+    assert scalars(arrays) == pytest.approx(
+        {
+            "length/perplexity": e["all"],
+            "length/perplexity_beyond": e["beyond"],
+            "length/n": T,
+            "streamed/perplexity": e["all"] * np.e,
+            "streamed/perplexity_beyond": e["beyond"] * np.e,
+            "streamed/perplexity_evicted": e["evicted"] * np.e,
+            "streamed/n": 24,
+            "streamed/theta": 0.375,
+        },
+        rel=1e-5,
+    )
+    short = {"context": np.array(T), "loss/by_position": loss, "length/n": np.arange(1, T + 1)}
+    assert scalars(short).keys() == {"length/perplexity", "length/n"}

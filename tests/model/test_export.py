@@ -1,0 +1,253 @@
+"""Weights out: transformers' model gives our logits, with a cache and padding, in every part that it carries."""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothing here may reach the network
+
+import transformers
+from transformers import AutoModelForCausalLM
+
+from lit_lazy.attention import (
+    Alibi,
+    AttentionSpec,
+    Bias,
+    Elastic,
+    Entmax15,
+    Fire,
+    Gate,
+    KerpleLog,
+    LearnedAbsolute,
+    LearnedBias,
+    NoPosition,
+    Normaliser,
+    OutputGate,
+    Position,
+    Relu,
+    Sigmoid,
+    SinkLogit,
+    Softmax,
+    SSMax,
+    T5Bias,
+    ValueGate,
+)
+from lit_lazy.attention.rivals import ClippedSoftmax, Differential, OffByOne, Softpick
+from lit_lazy.config.canonical import leaves
+from lit_lazy.config.schema import ModelConfig
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.export import modeling_lit_lazy as modelling
+from lit_lazy.model.export.folder import CARRIED, check, write
+from lit_lazy.model.generation import generate
+
+VOCABULARY, CONTEXT, LENGTH = 19, 24, 12
+SMALL = ModelConfig(d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24, init_std=0.5)
+LAZY = AttentionSpec(Elastic(), LearnedBias(length=7, init_std=1.0))
+TOKENS = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+
+VARIANTS = {
+    "lazy": {"attention": LAZY},
+    "untied": {"attention": LAZY, "tie_embeddings": False, "position": NoPosition()},
+    "seq_len, renormalised": {"attention": AttentionSpec(Elastic(0.5, "seq_len", renormalise=True), T5Bias(12, 9))},
+    "per token, learned positions": {
+        "attention": AttentionSpec(Elastic(0.7, "per_token"), KerpleLog()),
+        "position": LearnedAbsolute(),
+    },
+    "constant, window": {"attention": AttentionSpec(Elastic(0.05, "constant"), Fire(), window=5)},
+    "softmax, ALiBi": {"attention": AttentionSpec(Softmax(), Alibi(), gate=OutputGate("head"))},
+    "softmax alone": {"attention": AttentionSpec(gate=ValueGate())},
+    "three heads": {"d_model": 24, "n_heads": 3, "n_kv_heads": 3, "attention": AttentionSpec(Relu(), Alibi())},
+    **{
+        type(rule).__name__: {"attention": AttentionSpec(rule, LearnedBias(init_std=0.5))}
+        for rule in (
+            *(OffByOne(), SinkLogit(0.4), ClippedSoftmax(), ClippedSoftmax(2.0, "context"), Softpick(renormalise=True)),
+            *(Sigmoid(), SSMax(), Differential()),
+        )
+    },
+}
+FUSED = {name for name in VARIANTS if type(VARIANTS[name]["attention"].normaliser) in (Softmax, Elastic)}
+"""What flash_lazy computes, where it is there."""
+CASES = {f"{name}, torch alone": (changes, False) for name, changes in VARIANTS.items()} | {
+    f"{name}, flash_lazy": (VARIANTS[name], True) for name in sorted(FUSED)
+}
+
+
+def build(**changes) -> DecoderLM:
+    """A model whose parameters are all off their initial values."""
+    model = DecoderLM(dataclasses.replace(SMALL, **changes), VOCABULARY, CONTEXT, seed=1)
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+        parameter.data += (0.2 if "attention.normaliser" in name or ".bias." in name else 0.02) * noise
+    return model.eval()
+
+
+@pytest.fixture(autouse=True)
+def _quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modelling files are copied to a cache before they are imported."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    transformers.utils.logging.disable_progress_bar()
+    with torch.no_grad():
+        yield
+
+
+def exported(model: DecoderLM, folder: Path) -> Path:
+    folder.mkdir()
+    write(folder, model, "card", None, 0)
+    return folder
+
+
+def load(folder: Path, **options):
+    model, found = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, output_loading_info=True, **options
+    )
+    assert not any(found.values()), found
+    return model
+
+
+@pytest.mark.parametrize(("changes", "kernels"), CASES.values(), ids=CASES)
+def test_logits_are_ours(changes, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With flash_lazy and without; tests/command/test_export_command.py has a process that really lacks it."""
+    if not kernels:
+        monkeypatch.setitem(sys.modules, "flash_lazy", None)
+    ours = build(**changes)
+    theirs = load(exported(ours, tmp_path / "out"))
+    assert (sys.modules[type(theirs).__module__].lazy_attention is not None) is kernels
+    logits = ours(TOKENS)
+    torch.testing.assert_close(theirs(TOKENS).logits, logits, rtol=1e-5, atol=1e-5)
+    assert logits.std() > 0.1
+    # In parts, with a cache.
+    cache, parts = None, []
+    for part in TOKENS.split([5, 1, 6], 1):
+        out = theirs(part, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        parts.append(out.logits)
+    torch.testing.assert_close(torch.cat(parts, 1), logits, rtol=1e-5, atol=1e-5)
+    # With padding on the left, which counts for nothing.
+    real = torch.ones_like(TOKENS)
+    real[1, :4] = 0
+    padded = theirs(TOKENS.where(real > 0, 3), attention_mask=real).logits[1, 4:]
+    torch.testing.assert_close(padded, ours(TOKENS[1:, 4:])[0], rtol=1e-5, atol=1e-5)
+    # Generated, padded too.
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    found = theirs.double().generate(TOKENS.where(real > 0, 3), attention_mask=real, **options)[:, LENGTH:]
+    prompts = [TOKENS[0].tolist(), TOKENS[1, 4:].tolist()]
+    assert found.tolist() == generate(ours.double(), prompts, 6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_saved_again_it_is_the_same_to_the_bit(tied: bool, tmp_path: Path) -> None:
+    model = load(exported(build(attention=LAZY, tie_embeddings=tied), tmp_path / "out"))
+    model.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "modeling_lit_lazy.py").read_text() == Path(modelling.__file__).read_text()
+    again = load(tmp_path / "again")
+    assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
+    assert (again.head.weight is again.embedding.weight) is tied
+    state = build(attention=LAZY, tie_embeddings=tied).state_dict()
+    assert all(torch.equal(x, state[name]) for name, x in again.state_dict().items())
+    assert again.state_dict().keys() == state.keys()
+
+
+SMALL_PARTS = ("normaliser", "attention.bias")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("lazy", torch.bfloat16),
+        ("lazy", torch.float16),
+        ("constant, window", torch.bfloat16),
+        ("Differential", torch.half),
+    ],
+)
+def test_tau_and_bias_stay_float32(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """However the dtype is asked for; bit for bit, and also once saved."""
+    ours = build(**VARIANTS[name])
+    folder = exported(ours, tmp_path / "out")
+    half = load(folder, dtype=dtype)
+    half.save_pretrained(tmp_path / "half")
+    for model in (half, load(folder).to(dtype), load(tmp_path / "half")):
+        kept = {name: x for name, x in model.state_dict().items() if any(part in name for part in SMALL_PARTS)}
+        assert kept
+        assert all(torch.equal(x, ours.state_dict()[name]) and x.dtype == torch.float32 for name, x in kept.items())
+        others = {x.dtype for name, x in model.state_dict().items() if name not in kept}
+        assert others == {dtype}
+        logits = model(TOKENS).logits
+        assert logits.dtype == dtype
+        assert (logits.float() - ours(TOKENS)).std() < 0.05 * ours(TOKENS).std()
+    # Wider is no loss.
+    assert {x.dtype for x in load(folder).double().parameters()} == {torch.float64}
+
+
+def test_it_learns_from_labels(tmp_path: Path) -> None:
+    model = load(exported(build(attention=LAZY), tmp_path / "out")).train()
+    with torch.enable_grad():
+        model(TOKENS, labels=TOKENS).loss.backward()
+    assert all(p.grad is not None and p.grad.count_nonzero() for p in model.parameters())
+    expected = torch.nn.functional.cross_entropy(model(TOKENS).logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+    torch.testing.assert_close(model(TOKENS, labels=TOKENS).loss, expected)
+    torch.testing.assert_close(model(TOKENS, logits_to_keep=2).logits, model(TOKENS).logits[:, -2:])
+
+
+def test_what_the_model_cannot_serve_is_said(tmp_path: Path) -> None:
+    fire = load(exported(build(attention=AttentionSpec(Elastic(), Fire())), tmp_path / "fire"))
+    learned = load(exported(build(position=LearnedAbsolute()), tmp_path / "learned"))
+    for model, named in ((fire, "FIRE serves 24 keys, 25 asked"), (learned, "24 positions are learned, 25 asked")):
+        with pytest.raises(ValueError, match=named):
+            model(torch.zeros(1, CONTEXT + 1, dtype=torch.long))
+        with pytest.raises(ValueError, match="a cache that grows"):
+            model.generate(TOKENS, max_new_tokens=2, cache_implementation="static")
+
+
+def test_the_parts_are_those_of_the_modelling_file() -> None:
+    assert {
+        "normaliser": list(modelling.RULES),
+        "bias": list(modelling.BIASES),
+        "gate": list(modelling.GATES),
+        "position": list(modelling.POSITIONS),
+    } == CARRIED
+    ours = {
+        name: {kind for kind, cls in leaves(base).items() if cls.__module__.startswith("lit_lazy.")}
+        for name, base in {"normaliser": Normaliser, "bias": Bias, "gate": Gate, "position": Position}.items()
+    }
+    assert {name: found - {*CARRIED[name]} for name, found in ours.items()} == {
+        "normaliser": {"Entmax15", "Sparsemax"},  # of the package entmax
+        "bias": set(),
+        "gate": set(),
+        "position": set(),
+    }
+
+
+def test_other_parts_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"^model\.attention\.normaliser=Entmax15: the exported modelling file has none"
+    ):
+        check(ModelConfig(attention=AttentionSpec(Entmax15())))
+
+    @dataclasses.dataclass(frozen=True)
+    class Rope(Position):  # not ours
+        def build(self, d_model, head_dim, context_length):
+            raise NotImplementedError
+
+    with pytest.raises(ValueError, match=r"^model\.position=Rope: the exported modelling file has none of that name"):
+        check(ModelConfig(position=Rope()))
+
+    @dataclasses.dataclass(frozen=True)
+    class Later(ModelConfig):
+        mixer: str = "attention"
+
+    check(Later())
+    with pytest.raises(ValueError, match=r"^model\.mixer='retention': the exported modelling file has no such"):
+        check(Later(mixer="retention"))
+
+
+def test_the_config_names_the_end_of_a_text(tmp_path: Path) -> None:
+    folder = exported(build(), tmp_path / "out")
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["eos_token_id"], config["pad_token_id"], config["max_position_embeddings"]) == (0, 0, CONTEXT)
+    assert load(folder).generation_config.eos_token_id == 0

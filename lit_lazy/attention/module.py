@@ -69,11 +69,13 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
         with_stats: bool = False,
         key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Stats | None]:
         """x `[B, L, d_model]`: the newest L tokens. Returns the same shape, and the stats `[B, H, L]` where asked.
 
         rotate: turns queries and keys by the positions that the cache's `span` says, without one by those of x.
-        key_mask: bool `[B, Lk]`, False hides a key from every query.
+        key_mask: bool `[B, Lk]`, False hides a key from every query. cu_seqlens: int32 `[n + 1]`, boundaries of the
+        documents in the B * L tokens, which see their own document alone; without a cache and a key mask.
         """
         q, k, own = (
             projection(x).unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
@@ -81,8 +83,23 @@ class Attention(nn.Module):
         )
         turn = partial(self._rotated, rotate=rotate)
         q, (k, v) = turn(q), (turn(k), own) if cache is None else cache.extend(k, own, turn)
-        out, stats = self.normaliser(self._call(q, k, v)._replace(with_stats=with_stats, key_mask=key_mask))
+        call = self._call(q, k, v)._replace(with_stats=with_stats, key_mask=key_mask)
+        if cu_seqlens is None:
+            out, stats = self.normaliser(call)
+        else:
+            out, stats = self._by_document(call._replace(cu_seqlens=cu_seqlens))
         return self.out(self.gate(out, x, own).transpose(1, 2).flatten(2)), stats
+
+    def _by_document(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
+        """The sequences laid end to end, as the kernels take documents."""
+        batch = call.q.shape[0]
+        q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (call.q, call.k, call.v))
+        out, stats = self.normaliser(call._replace(q=q, k=k, v=v))
+
+        def apart(x: Tensor) -> Tensor:  # [1, H, B * L, ...] -> [B, H, L, ...]
+            return x[0].unflatten(1, (batch, -1)).transpose(0, 1)
+
+        return apart(out), None if stats is None else Stats(*(apart(x) for x in stats))
 
     def _rotated(self, x: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
         """Each map's part of the head dimension turns by itself."""

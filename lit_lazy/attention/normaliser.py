@@ -42,7 +42,8 @@ class LayerShape:
 class AttentionCall(NamedTuple):
     """What a layer asks of its normaliser: causal attention, queries aligned to the end of the keys.
 
-    q `[B, H, Lq, D]`; k, v `[B, Hkv, Lk, D]`; key_mask bool `[B, Lk]`, False hides a key.
+    q `[B, H, Lq, D]`; k, v `[B, Hkv, Lk, D]`; key_mask bool `[B, Lk]`, False hides a key; cu_seqlens int32 `[n + 1]`,
+    the boundaries of documents that do not see each other, where B = 1 and Lq = Lk.
     """
 
     q: Tensor
@@ -54,12 +55,17 @@ class AttentionCall(NamedTuple):
     renormalise: bool = False
     backend: Backend = "auto"
     with_stats: bool = False
+    cu_seqlens: Tensor | None = None
 
     @property
     def n_seen(self) -> Tensor:
         """How many keys each query sees, at least 1: `[B or 1, 1, Lq, 1]`, float32 (float64 for float64 queries)."""
         end = torch.arange(self.k.shape[2] - self.q.shape[2], self.k.shape[2], device=self.q.device) + 1
-        n = end if self.window is None else end.clamp(max=self.window)
+        n = end
+        if self.cu_seqlens is not None:
+            starts = self.cu_seqlens.long()
+            n = end - starts[torch.searchsorted(starts, end) - 1]
+        n = n if self.window is None else n.clamp(max=self.window)
         if self.key_mask is not None:
             counts = pad(self.key_mask.cumsum(-1), (1, 0))
             n = counts[:, end] - counts[:, end - n]
@@ -131,7 +137,7 @@ class NormaliserModule(nn.Module, ABC):
     def weights_of(self, call: AttentionCall) -> RuleWeights:
         """The weights of a call, for diagnostics: `[B, H, Lq, Lk]` in memory."""
         table = call.bias.table
-        return rule_weights(self.weights, self.queries(call), call.k, table, maps=self.maps, **_options(call))
+        return rule_weights(self.weights, self.queries(call), call.k, table, maps=self.maps, **_settings(call))
 
     def backend_name(self, call: AttentionCall) -> str:
         """The implementation that runs a call, as the table names it.
@@ -183,6 +189,10 @@ def _as_pair(attend: Callable[..., Any], with_stats: bool) -> tuple[Tensor, Stat
 
 
 def _options(call: AttentionCall) -> dict[str, Any]:
+    return _settings(call) | {"cu_seqlens": call.cu_seqlens}
+
+
+def _settings(call: AttentionCall) -> dict[str, Any]:
     return {
         "slopes": call.bias.slopes,
         "renormalise": call.renormalise,
@@ -222,7 +232,8 @@ class _Softmax(NormaliserModule):
 
 def fused_softmax(call: AttentionCall) -> Fused:
     """Softmax attention by the fastest path; renormalising changes nothing."""
-    bare = call.backend == "auto" and call.bias == BiasTerms() and call.window is None and call.key_mask is None
+    whole = call.window is None and call.key_mask is None and call.cu_seqlens is None
+    bare = call.backend == "auto" and call.bias == BiasTerms() and whole
     if bare and not call.with_stats:
         return Fused("sdpa", lambda: (sdpa(call.q, call.k, call.v), None))
     tau = torch.zeros(call.q.shape[1], device=call.q.device)

@@ -16,15 +16,21 @@ class PositionModule(nn.Module):
 
     relative: whether the model's output depends on the distances of tokens alone, not on where they stand. Then prompts
     of unequal lengths are decoded together, and a cache may evict tokens.
+    places: the 0-based position of each token, int64 `[B, L]`, where they do not just follow each other from `offset`.
     """
 
     relative: bool = False
 
-    def embed(self, x: Tensor, offset: int) -> Tensor:  # noqa: ARG002
+    def embed(self, x: Tensor, offset: int, places: Tensor | None = None) -> Tensor:  # noqa: ARG002
         """x `[B, L, d_model]`, the first token standing at 0-based position `offset`; same shape returned."""
         return x
 
-    def rotation(self, length: int, offset: int) -> Callable[[Tensor], Tensor]:  # noqa: ARG002
+    def rotation(
+        self,
+        length: int,  # noqa: ARG002
+        offset: int,  # noqa: ARG002
+        places: Tensor | None = None,  # noqa: ARG002
+    ) -> Callable[[Tensor], Tensor]:
         """The map to apply to queries and keys `[B, H, R, D]`, R <= length, of tokens that end at `offset + length`."""
         return lambda x: x
 
@@ -76,17 +82,20 @@ class _Rope(PositionModule):
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
         self.register_buffer("frequency", (base**-exponent).float(), persistent=False)
 
-    def rotation(self, length: int, offset: int) -> Callable[[Tensor], Tensor]:
-        position = torch.arange(offset, offset + length, device=self.frequency.device, dtype=torch.float32)
-        angle = torch.outer(position, self.frequency)
-        cos, sin = angle.cos().repeat(1, 2), angle.sin()
+    def rotation(self, length: int, offset: int, places: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+        position = torch.arange(offset, offset + length, device=self.frequency.device) if places is None else places
+        angle = position[..., None].float() * self.frequency
+        cos, sin = torch.cat((angle.cos(), angle.cos()), dim=-1), angle.sin()
         signed_sin = torch.cat((-sin, sin), dim=-1)
 
         def rotate(x: Tensor) -> Tensor:
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
             first, second = wide.chunk(2, dim=-1)
             start = length - x.shape[-2]
-            return (wide * cos[start:] + torch.cat((second, first), dim=-1) * signed_sin[start:]).to(x.dtype)
+            # Heads, and score maps, lie between the sequences and their tokens.
+            turns = (t[..., start:, :] for t in (cos, signed_sin))
+            by_cos, by_sin = (t.view(-1, *[1] * (x.dim() - 3), *t.shape[-2:]) for t in turns)
+            return (wide * by_cos + torch.cat((second, first), dim=-1) * by_sin).to(x.dtype)
 
         return rotate
 
@@ -116,7 +125,9 @@ class _LearnedAbsolute(PositionModule, SelfInitialised):
     def init_parameters(self, generator_of: GeneratorOf) -> None:
         nn.init.normal_(self.embedding.weight, std=self.init_std, generator=generator_of("embedding.weight"))
 
-    def embed(self, x: Tensor, offset: int) -> Tensor:
+    def embed(self, x: Tensor, offset: int, places: Tensor | None = None) -> Tensor:
+        if places is not None:
+            return x + self.embedding(places)
         end = offset + x.shape[1]
         if end > self.embedding.num_embeddings:
             raise ValueError(

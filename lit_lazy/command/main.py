@@ -25,7 +25,9 @@ from lit_lazy.command import (
     export,
     fields,
     generate,
+    lm_eval,
     report,
+    tokenise,
     train,
 )
 from lit_lazy.command.options import Parser
@@ -80,9 +82,11 @@ def make_parser() -> Parser:
     parser = Parser(prog="lit-lazy", description="Reference laboratory for Lazy Attention.")
     parser.add_argument("--version", action="version", version=f"lit-lazy {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    tokenise.add_to(commands)
     train.add_to(commands)
     evaluate.add_to(commands)
     diagnose.add_to(commands)
+    lm_eval.add_to(commands)
     generate.add_to(commands)
     export.add_to(commands)
     fields.add_to(commands)

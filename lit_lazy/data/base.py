@@ -4,8 +4,10 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -23,6 +25,13 @@ class DataConfig(ABC):
     @abstractmethod
     def load(self) -> "DataSource":
         """The source's sequences, built once per process: equal configs give the same object."""
+
+    def tokenise(self, processes: int | None = None) -> Path | None:  # noqa: ARG002
+        """The folder that keeps its tokens, made where it is missing; None for sources that keep none.
+
+        processes: how many tokenise files side by side; None for as many as the files are worth.
+        """
+        return None
 
     def load_tokenizer(self) -> "Tokenizer | None":
         """What turns text into its tokens and back, without loading the text; None where tokens stand for no text."""
@@ -54,6 +63,31 @@ class TokenDataset(Dataset[Batch]):
         sequences = self.sequences[index].long()
         known = {name: values[index] for name, values in self.positions.items()}
         return {"tokens": sequences[..., :-1].contiguous(), "targets": sequences[..., 1:].contiguous(), **known}
+
+
+class DocumentDataset(TokenDataset):
+    """Windows of documents laid end to end, with `place` in each item: where its tokens stand in their documents.
+
+    `place` is int64 `[L]`, from 0, counted from the document's first token that is in the window.
+    """
+
+    def __init__(self, sequences: Tensor, starts: "np.ndarray", ends: "np.ndarray") -> None:
+        """starts `[N]`: where each window begins in the text; ends `[documents]`: where each document ends."""
+        super().__init__(sequences)
+        self.starts, self.ends = starts, ends
+
+    def _batch(self, index: int | list[int]) -> Batch:
+        batch = super()._batch(index)
+        starts, length = self.starts[index], self.sequences.shape[1] - 1
+        places = torch.stack([self._places(start, length) for start in starts.reshape(-1)])
+        return batch | {"place": places.view(batch["tokens"].shape)}
+
+    def _places(self, start: int, length: int) -> Tensor:
+        first, last = self.ends.searchsorted([start, start + length - 1], side="right")
+        begins = torch.from_numpy(self.ends[first:last] - start)
+        own = torch.zeros(length, dtype=torch.int64)
+        own[begins] = begins
+        return torch.arange(length) - own.cummax(0).values
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,19 @@ A document is its UTF-8 bytes. At no time more than a document, a parquet row gr
 in memory. Empty documents and nulls are left out. Every error is a one-line ValueError that names option and file.
 """
 
+import dataclasses
 import glob
 import itertools
 import json
 import logging
 import os
+import re
 import sys
 import urllib.request
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.error import HTTPError
 
 import huggingface_hub
@@ -32,6 +34,47 @@ WHOLE, PIECE = 64 * 2**10, 16 * 2**10
 ROWS_AT_ONCE = 256
 HUB_SECONDS = 10.0
 MOST_NAMED = 20
+SMALL_FILES = 16 * 2**20
+"""Files that have so many bytes together are tokenised by one job, whose start would cost more than they."""
+HUB_URL = "hf://datasets/"
+FAR_SIZE = 2**30
+"""What a file counts for that is not here yet, in bytes."""
+
+
+class Source(Protocol):
+    """Where documents come from."""
+
+    @property
+    def field(self) -> str:
+        """The option that names it, for errors."""
+        ...
+
+    @property
+    def given(self) -> str:
+        """What that option holds."""
+        ...
+
+    @property
+    def column(self) -> str:
+        """Where rows hold the text."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Bytes of its files."""
+        ...
+
+    def parts(self) -> "Sequence[Source]":
+        """What can be read apart; together, in this order, they are the source."""
+        ...
+
+    def state(self) -> list[Any]:
+        """What names the content."""
+        ...
+
+    def documents(self) -> Iterator[bytes]:
+        """Every document that is not empty."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -43,6 +86,24 @@ class Files:
     given: str
     paths: tuple[Path, ...]
     column: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(path.stat().st_size for path in self.paths)
+
+    def parts(self) -> list["Files"]:
+        """The files one by one, but for small ones, of which neighbours stay together."""
+        groups: list[list[Path]] = []
+        room = 0
+        for path in self.paths:
+            size = path.stat().st_size
+            if size > room:
+                groups.append([])
+                room = SMALL_FILES
+            groups[-1].append(path)
+            room -= size
+        return [dataclasses.replace(self, paths=tuple(group)) for group in groups]
 
     def state(self) -> list[tuple[str, int, int]]:
         """What changes when a file does: each one's path, size in bytes and time of change in ns."""
@@ -162,6 +223,37 @@ class Hub:
         """What that option holds."""
         return self.name
 
+    @property
+    def size(self) -> int:
+        """Bytes; of a dataset that is read whole not known, and so great that nothing is called small beside it."""
+        return FAR_SIZE
+
+    def parts(self) -> Sequence[Source]:
+        """Its parquet files one by one; what is streamed, or in another format, is read whole by `datasets`."""
+        if self.stream:
+            return [self]
+        found = self._files()
+        if not all(path.endswith(".parquet") for path in found):
+            return [self]
+        if far := [HubFile.at(path, self.name, self.column) for path in found if path.startswith(HUB_URL)]:
+            return far if len(far) == len(found) else [self]
+        return [Files(self.field, self.name, (Path(path),), self.column) for path in found] or [self]
+
+    def _files(self) -> list[str]:
+        """Paths or addresses of the files of the split, as the dataset's own listing has them; none where it is
+        unknown: then `datasets` says why."""
+        datasets = quiet_datasets()
+        self._reach()
+        try:
+            builder = datasets.load_dataset_builder(self.name, self.config, revision=self.revision)
+        except (OSError, ValueError, NotImplementedError, RuntimeError, datasets.exceptions.DatasetsError):
+            return []
+        return [str(path) for path in (builder.config.data_files or {}).get(self.split, [])]
+
+    def _reach(self) -> None:
+        if not os.path.isdir(self.name):
+            offline_unless_the_hub_answers()
+
     def state(self) -> list[Any]:
         """What names the content: for a folder its files, otherwise the name alone, which needs no network."""
         paths = (
@@ -175,9 +267,7 @@ class Hub:
 
     def _tables(self) -> Iterator[Any]:
         datasets = quiet_datasets()
-        if not os.path.isdir(self.name) and not hub_answers():
-            # Its client would try for half a minute; what it has in its cache is read all the same.
-            huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        self._reach()
         try:
             found = datasets.load_dataset(
                 self.name, self.config, split=self.split, revision=self.revision, streaming=self.stream
@@ -185,10 +275,70 @@ class Hub:
             yield from tables(found.to_iterable_dataset() if isinstance(found, datasets.Dataset) else found)
         except (OSError, ValueError, NotImplementedError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             wraps = isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__
-            raise ValueError(
-                f"data.hub={self.name!r}: cannot be read ({one_line(wraps or error)}); check name, data.hub_config, "
-                "data.split, data.revision and the network, or give data.path"
-            ) from None
+            raise unreadable(self.name, wraps or error) from None
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A parquet file of a dataset of the Hugging Face Hub, kept in the Hub's own cache once it is downloaded."""
+
+    name: str
+    commit: str
+    path: str
+    column: str
+
+    @property
+    def field(self) -> str:
+        """The option that names its dataset, for errors."""
+        return "data.hub"
+
+    @property
+    def size(self) -> int:
+        """Bytes; not known before it is here, and so great that nothing is called small beside it."""
+        return FAR_SIZE
+
+    @property
+    def given(self) -> str:
+        """What that option holds."""
+        return self.name
+
+    @classmethod
+    def at(cls, address: str, name: str, column: str) -> "HubFile":
+        """From an address such as hf://datasets/NAME@COMMIT/PATH."""
+        commit, _, path = re.sub(f"^{HUB_URL}[^@]*@", "", address).partition("/")
+        return cls(name, commit, path, column)
+
+    def parts(self) -> list["HubFile"]:
+        """Itself."""
+        return [self]
+
+    def state(self) -> list[Any]:
+        """What names the content."""
+        return [self.name, self.commit, self.path]
+
+    def documents(self) -> Iterator[bytes]:
+        """Every document that is not empty; the file is downloaded before the first."""
+        huggingface_hub.utils.disable_progress_bars()
+        try:
+            path = huggingface_hub.hf_hub_download(self.name, self.path, repo_type="dataset", revision=self.commit)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise unreadable(self.name, error) from None
+        return Files(self.field, self.name, (Path(path),), self.column).documents()
+
+
+def unreadable(name: str, error: BaseException) -> ValueError:
+    """What is said of a dataset of the Hub that cannot be had."""
+    return ValueError(
+        f"data.hub={name!r}: cannot be read ({one_line(error)}); check name, data.hub_config, "
+        "data.split, data.revision and the network, or give data.path"
+    )
+
+
+def offline_unless_the_hub_answers() -> None:
+    """Where it does not, its client would try for half a minute; what is in its cache is read all the same."""
+    config = quiet_datasets().config
+    if not (huggingface_hub.constants.HF_HUB_OFFLINE or config.HF_HUB_OFFLINE or hub_answers()):
+        huggingface_hub.constants.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE = True
 
 
 def hub_answers() -> bool:

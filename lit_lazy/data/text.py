@@ -2,26 +2,23 @@
 
 import functools
 import hashlib
-import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from lit_lazy.data.base import DataConfig, DataSource, TokenDataset
-from lit_lazy.data.documents import Files, Hub, find_files
+from lit_lazy.data.base import DataConfig, DataSource, DocumentDataset, TokenDataset
+from lit_lazy.data.documents import Files, Hub, Source, find_files
 from lit_lazy.data.sampler import evenly
+from lit_lazy.data.shards import FileJob
 from lit_lazy.data.stdlib import cut
-from lit_lazy.data.tokeniser import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
-from lit_lazy.data.tokens import cache_folder, make_once, open_corpus, write_corpus
+from lit_lazy.data.tokeniser import BYTES, Tokenizer, TokenizerSpec
+from lit_lazy.data.tokens import Corpus, CorpusPlan, cache_folder, make_once, open_corpus, write_corpus
 from lit_lazy.data.trigram import ByteTrigram, trigrams
 from lit_lazy.support.checks import require, require_whole
-from lit_lazy.support.disk import open_file
-from lit_lazy.support.errors import one_line
 
 # Part of a cached corpus's name: raise it when the same documents come to be other tokens.
 LAYOUT = 1
@@ -56,6 +53,11 @@ class Text(DataConfig):
     """bytes, or a JSON file of the tokenizers library. The separator of bytes is NUL."""
     end_of_text: str | None = None
     """Token of the tokenizers file that ends a document; None for its <|endoftext|>, </s> or the like."""
+    begin_of_text: str | None = None
+    """Token of the tokenizers file that begins every document, such as <s>; None for none."""
+    document_mask: bool = False
+    """Keep attention within documents, and count positions from the first token of each that is in the window. The loss
+    counts the same targets, the first token of a document included: it is predicted from the separator before it."""
     context_length: int = 256
     """Tokens in a window."""
     max_tokens: int | None = None
@@ -82,17 +84,23 @@ class Text(DataConfig):
             "say how much by data.max_tokens",
         )
         byte_tokens = self.tokenizer == BYTES
-        require(
-            not (byte_tokens and self.end_of_text), "data.end_of_text", self.end_of_text, "bytes have no such token"
-        )
+        for name in ("begin_of_text", "end_of_text"):
+            value = getattr(self, name)
+            require(not (byte_tokens and value), f"data.{name}", value, "bytes have no such token")
 
     def load(self) -> DataSource:
+        return _load(self, self.tokenise())
+
+    def tokenise(self, processes: int | None = None) -> Path:
         require(bool(self.path or self.hub), "data.path", self.path, "name your text, as in --data.path=FILE")
         train, validation = self._sources()
         folder = cache_folder() / self._key(train, validation)
         if not folder.exists():
-            self._tokenise(folder, train, validation)
-        return _load(self, folder)
+            self._tokenise(folder, train, validation, processes)
+        return folder
+
+    def load_tokenizer(self) -> Tokenizer:
+        return self._spec.build()
 
     def _sources(self) -> tuple[Files | Hub, Files | Hub | None]:
         """Where the training text is, and the validation text unless it is a share of that."""
@@ -120,41 +128,32 @@ class Text(DataConfig):
             "train": train.state(),
             "validation": validation.state() if validation else self.validation_share,
             "column": self.column,
-            "tokenizer": self._tokenizer_digest(),
+            "tokenizer": self._spec.digest,
             "end_of_text": self.end_of_text,
             "max_tokens": self.max_tokens,
+            **({"begin_of_text": self.begin_of_text} if self.begin_of_text else {}),
         }
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
-    def _tokenizer_digest(self) -> str:
-        if self.tokenizer == BYTES:
-            return BYTES
-        try:
-            with open_file(Path(self.tokenizer).expanduser()) as file:
-                content = file.read()
-        except (OSError, RuntimeError, ValueError, MemoryError) as error:
-            why = getattr(error, "strerror", None) or one_line(error)
-            raise ValueError(
-                f"data.tokenizer={self.tokenizer!r}: cannot be read ({why}); give 'bytes' or a JSON file of "
-                "the tokenizers library"
-            ) from None
-        return f"{version('tokenizers')} {hashlib.sha256(content).hexdigest()}"
+    @property
+    def _spec(self) -> TokenizerSpec:
+        return TokenizerSpec(self.tokenizer, self.begin_of_text, self.end_of_text)
 
-    def load_tokenizer(self) -> Tokenizer:
-        return (
-            ByteTokenizer()
-            if self.tokenizer == BYTES
-            else FileTokenizer(Path(self.tokenizer).expanduser(), self.end_of_text)
-        )
-
-    def _tokenise(self, folder: Path, train: Files | Hub, validation: Files | Hub | None) -> None:
-        tokenizer = self.load_tokenizer()
+    def _tokenise(
+        self, folder: Path, train: Files | Hub, validation: Files | Hub | None, processes: int | None
+    ) -> None:
+        vocab_size = self._spec.build().vocab_size
         # The first documents are read before anything is created.
-        documents = not_empty(train)
-        held_out = not_empty(validation) if validation else None
+        parts = [not_empty(source) for source in (train, validation) if source]
 
         def fill(partial: Path) -> None:
-            write_corpus(partial, tokenizer, documents, held_out, self.validation_share, self.max_tokens)
+            jobs = [self._jobs(files, 0.0 if validation else self.validation_share) for files in parts]
+            plan = CorpusPlan(
+                jobs[0], jobs[1] if validation else (), vocab_size, self.validation_share, self.max_tokens
+            )
+            write_corpus(partial, plan, processes, check)
+
+        def check() -> None:
             try:
                 unchanged = self._key(train, validation) == folder.name
             except FileNotFoundError:
@@ -163,14 +162,17 @@ class Text(DataConfig):
 
         make_once(folder, fill)
 
+    def _jobs(self, files: Sequence[Source], share: float) -> list[FileJob]:
+        limit = None if self.max_tokens is None else self.max_tokens + 1
+        return [FileJob(file, file.state(), self._spec, limit, share) for file in files]
 
-def not_empty(source: Files | Hub) -> Iterator[bytes]:
-    """A source's documents. Raises ValueError, at once, where there are none or the first cannot be read."""
-    documents = source.documents()
-    first = next(documents, None)
-    if first is None:
+
+def not_empty(source: Source) -> Sequence[Source]:
+    """A source's files. Raises ValueError, at once, where they hold no document or the first cannot be read."""
+    parts = source.parts()
+    if not any(True for part in parts for _ in part.documents()):
         raise ValueError(f"{source.field}={source.given!r}: holds no text; give files with text")
-    return itertools.chain([first], documents)
+    return parts
 
 
 @functools.cache
@@ -203,9 +205,16 @@ def _load(config: Text, folder: Path) -> DataSource:
             "validation_tokens": len(chosen) * length,
             **({"trigram_bits_per_byte": trigram_bits(train, corpus.validation, chosen)} if byte_tokens else {}),
         },
-        train=TokenDataset(train),
-        validation=TokenDataset(validation[chosen]),
+        train=_dataset(config, corpus, "train", train, np.arange(len(train))),
+        validation=_dataset(config, corpus, "validation", validation[chosen], chosen),
     )
+
+
+def _dataset(config: Text, corpus: Corpus, part: str, windows: torch.Tensor, numbers: np.ndarray) -> TokenDataset:
+    """Some windows `[n, L + 1]` of a part, by their numbers `[n]`."""
+    if not config.document_mask:
+        return TokenDataset(windows)
+    return DocumentDataset(windows, numbers * config.context_length, corpus.ends(part))
 
 
 def trigram_bits(train: torch.Tensor, validation: np.ndarray, chosen: np.ndarray) -> float:

@@ -1,14 +1,18 @@
 """Tokenisers: bytes, or a file of the `tokenizers` library."""
 
 import codecs
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from lit_lazy.support.checks import require
+from lit_lazy.support.disk import open_file
 from lit_lazy.support.errors import one_line
 
 BYTES = "bytes"
@@ -19,11 +23,13 @@ class Tokenizer(Protocol):
     """Turns documents into token ids."""
 
     vocab_size: int
+    begin: int | None
+    """The id put before every document; None for none."""
     separator: int
     """The id put behind every document."""
 
     def encode(self, documents: list[bytes]) -> list[np.ndarray]:
-        """The ids of each document, without the separator."""
+        """The ids of each document, without those that begin and end it."""
         ...
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
@@ -35,10 +41,50 @@ class Tokenizer(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class TokenizerSpec:
+    """What a tokeniser is made of."""
+
+    name: str
+    """`BYTES`, or a JSON file of the tokenizers library."""
+    begin_of_text: str | None = None
+    end_of_text: str | None = None
+
+    @property
+    def special(self) -> list[str | None]:
+        """The tokens that begin and end a document, as they were asked for."""
+        return [self.begin_of_text, self.end_of_text]
+
+    @property
+    def digest(self) -> str:
+        """Of the file, and of the library that reads it."""
+        if self.name == BYTES:
+            return BYTES
+        try:
+            with open_file(self._path) as file:
+                content = file.read()
+        except (OSError, RuntimeError, ValueError, MemoryError) as error:
+            why = getattr(error, "strerror", None) or one_line(error)
+            raise ValueError(
+                f"data.tokenizer={self.name!r}: cannot be read ({why}); give 'bytes' or a JSON file of "
+                "the tokenizers library"
+            ) from None
+        return f"{version('tokenizers')} {hashlib.sha256(content).hexdigest()}"
+
+    def build(self) -> Tokenizer:
+        """Raises ValueError, in one line, where there is no such tokeniser."""
+        return ByteTokenizer() if self.name == BYTES else FileTokenizer(self._path, *self.special)
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.name).expanduser()
+
+
 class ByteTokenizer:
     """Ids are bytes; NUL is the separator, and may not occur in a document."""
 
     vocab_size = 256
+    begin = None
     separator = 0
 
     def encode(self, documents: list[bytes]) -> list[np.ndarray]:
@@ -73,10 +119,11 @@ class ByteTokenizer:
 class FileTokenizer:
     """A JSON file of the `tokenizers` library, which encodes the documents of a batch in parallel threads.
 
-    `RAYON_NUM_THREADS` limits them; their number changes no token. No special tokens are added but the separator.
+    `RAYON_NUM_THREADS` limits them; their number changes no token. No special tokens are added but those
+    that begin and end a document.
     """
 
-    def __init__(self, path: Path, end_of_text: str | None):
+    def __init__(self, path: Path, begin_of_text: str | None = None, end_of_text: str | None = None):
         import tokenizers
 
         self.path = str(path)
@@ -98,6 +145,10 @@ class FileTokenizer:
             str(path),
             f"has none of the tokens {' '.join(END_OF_TEXT)}; name the one that ends a document by data.end_of_text",
         )
+        if begin_of_text:
+            known_begin = begin_of_text in vocabulary
+            require(known_begin, "data.begin_of_text", begin_of_text, f"the tokenizer {str(path)!r} has no such token")
+        self.begin = vocabulary[begin_of_text] if begin_of_text else None
         self.separator = vocabulary[known[0]]
         self.vocab_size = max(vocabulary.values()) + 1
 

@@ -1,32 +1,39 @@
 """The cache in which a corpus is kept as tokens, and mapped into memory.
 
 A corpus is a folder with `train.bin`, `validation.bin` (the tokens, in the smallest unsigned type that holds the
-vocabulary) and `corpus.json` (what is known about them). It appears by one rename, made under a lock: several processes
-that want the same corpus make it once, and one that is killed leaves only a `.partial` folder, which the next replaces.
+vocabulary), `train.ends`, `validation.ends` (where each document ends, int64) and `corpus.json` (what is known about
+them). It is joined of the shards of its files (`lit_lazy.data.shards`), which lie beside it until it is whole. It
+appears by one rename, made under a lock: several processes that want the same corpus make it once, and one that is
+killed leaves finished shards, which the next takes, and `.partial` folders and files, which the next replaces.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from lit_lazy.data.tokeniser import Tokenizer
+from lit_lazy.data.shards import FileJob, Piece, Shard, clear, held_out, lock, made
+from lit_lazy.data.workers import in_order, processes_for
 from lit_lazy.support.console import plain_console
+from lit_lazy.support.disk import write_text
 from lit_lazy.support.errors import one_line
 
-BATCH_BYTES = 2**20
 FACTS = "corpus.json"
 PARTS = ("train", "validation")
+ATTEMPTS = 3
+"""At a shard that is not as it was written; another corpus of the same files may have removed it."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,19 @@ class Corpus:
     train_documents: int
     validation_documents: int
     bytes_per_token: float
-    """Of the validation documents. A separator counts as one token and as one byte, as NUL does in byte tokens."""
+    """Of the validation documents. A separator counts as one token and as one byte, as NUL does in byte tokens; a token
+    that begins a document counts as one token and no byte."""
+    folder: Path
+
+    def ends(self, part: str) -> np.ndarray:
+        """Where each document of a part ends, the separator included: int64 `[documents]`, mapped."""
+        try:
+            return np.memmap(self.folder / f"{part}.ends", np.int64, mode="c")
+        except (OSError, ValueError):
+            raise ValueError(
+                f"data.document_mask=True: {self.folder} was made by an earlier version, which did not keep where "
+                "documents end; delete that folder"
+            ) from None
 
 
 def cache_folder() -> Path:
@@ -75,6 +94,7 @@ def open_corpus(folder: Path) -> Corpus:
         train_documents=facts["documents"][0],
         validation_documents=facts["documents"][1],
         bytes_per_token=facts["bytes_per_token"],
+        folder=folder,
     )
 
 
@@ -91,7 +111,7 @@ def make_once(folder: Path, fill: Callable[[Path], None]) -> None:
                 if not folder.exists():
                     _make(folder, fill)
         except BaseException:
-            with contextlib.suppress(OSError):  # it holds other corpora
+            with contextlib.suppress(OSError):  # it holds other corpora, or finished shards
                 root.rmdir()
             raise
     except OSError as error:
@@ -103,9 +123,10 @@ def make_once(folder: Path, fill: Callable[[Path], None]) -> None:
 
 def _make(folder: Path, fill: Callable[[Path], None]) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a killed process
+    if not (partial / FACTS).exists():  # which come last
+        shutil.rmtree(partial, ignore_errors=True)  # of a killed process
     try:
-        partial.mkdir()
+        partial.mkdir(exist_ok=True)
         fill(partial)
         partial.rename(folder)
     except BaseException:
@@ -113,98 +134,120 @@ def _make(folder: Path, fill: Callable[[Path], None]) -> None:
         raise
 
 
-@contextlib.contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """Hold a file lock; the file goes with it, and those who wait for it take its successor."""
-    held = FileLock(path)
-    try:
-        held.acquire(timeout=0)
-    except Timeout:
-        plain_console(stderr=True).print("another process tokenises this text: waiting for it", soft_wrap=True)
-        held.acquire()
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        held.release()
+@dataclass(frozen=True)
+class CorpusPlan:
+    """How a corpus is made: the files to tokenise, in their order, and how they are split."""
+
+    train: Sequence[FileJob]
+    validation: Sequence[FileJob]
+    """Empty where a share of the training documents is held out."""
+    vocab_size: int
+    validation_share: float
+    max_tokens: int | None
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens that are kept of a part that is limited: one more, for the last target."""
+        return None if self.max_tokens is None else self.max_tokens + 1
 
 
-def write_corpus(
-    folder: Path,
-    tokenizer: Tokenizer,
-    train: Iterable[bytes],
-    validation: Iterable[bytes] | None,
-    validation_share: float,
-    max_tokens: int | None,
-) -> None:
-    """Tokenise documents into a folder.
+def write_corpus(folder: Path, plan: CorpusPlan, processes: int | None, check: Callable[[], object]) -> None:
+    """Tokenise documents into a folder, which may hold the corpus already.
 
     Without validation documents a share of the training documents is held out. At most max_tokens tokens, and one for
     the last target, are written of the training part, where reading ends, and of validation documents.
-    Raises ValueError when one part gets no document.
+    check: called before the corpus counts as whole. Raises ValueError when one part gets no document.
     """
-    limit = None if max_tokens is None else max_tokens + 1
-    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    shards = folder.parent
+    jobs = [*plan.validation, *plan.train]
+    if not (folder / FACTS).exists():
+        with _Meter(jobs, shards, plan.max_tokens) as meter:
+            facts = _join(folder, plan, shards, processes, meter)
+            if misfit := _misfit(facts, plan):
+                _drop(jobs, shards)
+                raise ValueError(misfit)
+        check()
+        write_text(folder / FACTS, json.dumps(facts))
+        meter.report(sum(facts["tokens"]))
+    _drop(jobs, shards)
+
+
+def _drop(jobs: Iterable[FileJob], shards: Path) -> None:
+    """Remove what a corpus was joined of."""
+    for job in jobs:
+        clear(job, shards)
+
+
+def _misfit(facts: dict[str, Any], plan: CorpusPlan) -> str:
+    """What is wrong with the split; "" where both parts have documents."""
+    if all(facts["documents"]):
+        return ""
+    there, empty = sum(facts["documents"]), "validation" if facts["documents"][0] else "training"
+    return (
+        f"data.validation_share={plan.validation_share}: none of the {there} documents is for {empty}; "
+        "choose another share, give more documents, or give data.validation"
+    )
+
+
+def _join(folder: Path, plan: CorpusPlan, shards: Path, processes: int | None, meter: "_Meter") -> dict[str, Any]:
+    """Write the parts of the corpus as its shards come; what is known of them."""
+    dtype, limit = np.min_scalar_type(plan.vocab_size - 1), plan.limit
+    share = 0.0 if plan.validation else plan.validation_share
     with (
-        _Part(folder / "train.bin", dtype, limit) as kept,
-        _Part(folder / "validation.bin", dtype, limit if validation is not None else None) as held_out,
-        _Meter(max_tokens) as meter,
+        _Part(folder, "train", dtype, limit) as kept,
+        _Part(folder, "validation", dtype, limit if plan.validation else None) as apart,
     ):
-        if validation is not None:
-            for document, ids in encoded(tokenizer, validation):
-                meter.count(held_out.add(document, ids, tokenizer.separator), 0)
-                if held_out.is_full:
-                    break
-        for document, ids in encoded(tokenizer, train):
-            part = held_out if validation is None and is_held_out(document, validation_share) else kept
-            meter.count(part.add(document, ids, tokenizer.separator), kept.tokens)
-            if kept.is_full:
-                break
-    for part, other, name in ((kept, held_out, "training"), (held_out, kept, "validation")):
-        if part.documents == 0:
-            raise ValueError(
-                f"data.validation_share={validation_share}: none of the {other.documents} documents is for {name}; "
-                "choose another share, give more documents, or give data.validation"
-            )
-    digest = hashlib.sha256(f"{tokenizer.vocab_size} {kept.digest.hexdigest()} {held_out.digest.hexdigest()}".encode())
-    facts = {
+        for jobs, part in ((plan.validation, apart), (plan.train, kept)):
+            with closing(in_order(jobs, shards, processes_for(jobs, processes), meter.count)) as found:
+                for job, shard in zip(jobs, found, strict=False):
+                    _append(_whole(shard, job, shards, meter), part, apart, share if part is kept else 0.0)
+                    meter.join(shard)
+                    if part.is_full:
+                        break
+    digest = hashlib.sha256(f"{plan.vocab_size} {kept.digest.hexdigest()} {apart.digest.hexdigest()}".encode())
+    return {
         "dtype": dtype.str,
-        "vocab_size": tokenizer.vocab_size,
+        "vocab_size": plan.vocab_size,
         "fingerprint": digest.hexdigest()[:16],
-        "tokens": [kept.tokens, held_out.tokens],
-        "documents": [kept.documents, held_out.documents],
-        "bytes_per_token": held_out.bytes_per_token,
+        "tokens": [kept.tokens, apart.tokens],
+        "documents": [kept.documents, apart.documents],
+        "bytes_per_token": apart.bytes_per_token,
     }
-    with (folder / FACTS).open("w") as file:
-        json.dump(facts, file)
-        file.flush()
-        os.fsync(file.fileno())
-    meter.report(kept.tokens + held_out.tokens)
 
 
-def encoded(tokenizer: Tokenizer, documents: Iterable[bytes]) -> Iterator[tuple[bytes, np.ndarray]]:
-    """Each document and its ids; the documents of a megabyte are encoded at once."""
-    batch: list[bytes] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document)
-        if size >= BATCH_BYTES:
-            yield from zip(batch, tokenizer.encode(batch), strict=True)
-            batch, size = [], 0
-    yield from zip(batch, tokenizer.encode(batch), strict=True)
+def _whole(shard: Shard, job: FileJob, shards: Path, meter: "_Meter") -> Shard:
+    """A shard as it was written: made again where it is damaged, or has gone since."""
+    for _ in range(ATTEMPTS):
+        if shard.is_whole():
+            return shard
+        meter.say(f"a shard of {job.source.given} in {shards} is damaged: made again")
+        shard.remove()
+        shard = made(job, shards, meter.count)
+    raise OSError(errno.EIO, "what was written is not what is read")
 
 
-def is_held_out(document: bytes, share: float) -> bool:
-    """Decided by the document alone, alike on every machine."""
-    return int.from_bytes(hashlib.sha256(document).digest()[:8]) < share * 2**64
+def _append(shard: Shard, part: "_Part", apart: "_Part", share: float) -> None:
+    """A shard's documents, up to the one that fills the part; those of the share go apart."""
+    for piece in shard.pieces():
+        other = held_out(piece.hashes, share)
+        if part.limit is not None:
+            reached = part.tokens + np.cumsum(np.where(other, 0, piece.lengths)) >= part.limit
+            read = np.arange(len(other)) <= (int(reached.argmax()) if reached.any() else len(other))
+        else:
+            read = np.ones(len(other), bool)
+        part.add(piece.where(read & ~other))
+        if share:
+            apart.add(piece.where(read & other))
+        if part.is_full:
+            return
 
 
 class _Part:
-    """A file of tokens that is being written, and what is counted on the way."""
+    """A file of tokens and one of the documents' ends, and what is counted on the way."""
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], limit: int | None):
-        self.file, self.dtype, self.limit = path.open("wb"), dtype, limit
+    def __init__(self, folder: Path, name: str, dtype: np.dtype[Any], limit: int | None) -> None:
+        self.files = [(folder / f"{name}.{kind}").open("wb") for kind in ("bin", "ends")]
+        self.dtype, self.limit = dtype, limit
         self.digest = hashlib.sha256(dtype.str.encode())
         self.tokens = self.documents = 0
         # Of whole documents, while `tokens` may end inside one.
@@ -214,9 +257,10 @@ class _Part:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self.file:
-            self.file.flush()
-            os.fsync(self.file.fileno())
+        for file in self.files:
+            with file:
+                file.flush()
+                os.fsync(file.fileno())
 
     @property
     def is_full(self) -> bool:
@@ -224,32 +268,36 @@ class _Part:
 
     @property
     def bytes_per_token(self) -> float:
-        return (self._bytes + self.documents) / self._whole_tokens
+        return (self._bytes + self.documents) / max(self._whole_tokens, 1)
 
-    def add(self, document: bytes, ids: np.ndarray, separator: int) -> int:
-        """Write a document's ids and the separator, as far as the limit; return the document's bytes."""
-        tokens = np.empty(len(ids) + 1, self.dtype)
-        tokens[:-1], tokens[-1] = ids, separator
-        written = tokens if self.limit is None else tokens[: self.limit - self.tokens]
-        raw = written.tobytes()
-        self.file.write(raw)
+    def add(self, piece: Piece) -> None:
+        """Write documents, as far as the limit."""
+        ends = self.tokens + np.cumsum(piece.lengths, dtype=np.int64)
+        written = piece.tokens if self.limit is None else piece.tokens[: self.limit - self.tokens]
+        raw = written.astype(self.dtype, copy=False).tobytes()
+        tokens, ends_file = self.files
+        tokens.write(raw)
         self.digest.update(raw)
         self.tokens += len(written)
-        self.documents += 1
-        self._bytes += len(document)
-        self._whole_tokens += len(tokens)
-        return len(document)
+        ends_file.write(np.minimum(ends, self.tokens).tobytes())
+        self.documents += len(ends)
+        self._bytes += int(piece.bytes.sum())
+        self._whole_tokens += len(piece.tokens)
 
 
 class _Meter:
     """Progress on a terminal, and in the end a line that says how fast it was."""
 
-    def __init__(self, max_tokens: int | None):
+    def __init__(self, jobs: Iterable[FileJob], shards: Path, max_tokens: int | None) -> None:
         self.console = plain_console(stderr=True)
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
-        self.task = self.progress.add_task("tokenising", total=max_tokens)
-        self.started, self.shown, self.bytes = time.monotonic(), 0, 0
+        self.sizes = {job.name: job.source.size for job in jobs}
+        self.task = self.progress.add_task("tokenising", total=None)
+        self.max_tokens, self.lock = max_tokens, threading.Lock()
+        self.found = {name: shard for name in self.sizes if (shard := Shard.find(shards, name)) is not None}
+        self.started = time.monotonic()
+        self.bytes = self.tokens = self.joined = self.joined_bytes = 0
 
     def __enter__(self) -> "_Meter":
         self.progress.start()
@@ -259,16 +307,55 @@ class _Meter:
         self.progress.stop()
 
     def count(self, size: int, tokens: int) -> None:
-        """Note a document of `size` bytes; so many training tokens there are now."""
-        self.bytes += size
-        if self.bytes - self.shown >= BATCH_BYTES:
-            self.shown = self.bytes
-            self.progress.update(self.task, completed=tokens, description=f"tokenising, {self._rate()}")
+        """Note so many more bytes of text, and training tokens; from any thread."""
+        with self.lock:
+            self.bytes, self.tokens = self.bytes + size, self.tokens + tokens
+            done = self.bytes + sum(shard.bytes for shard in self.found.values())
+            total = self._expected(done)
+            rest = "" if total is None else f", {_duration((total - done) * self._seconds / max(self.bytes, 1))} left"
+            files = f", {self.joined} of {len(self.sizes)} parts" if len(self.sizes) > 1 else ""
+            self.progress.update(
+                self.task, completed=done, total=total, description=f"tokenising, {self._rate()}{files}{rest}"
+            )
+
+    def _expected(self, done: int) -> float | None:
+        """Bytes of text there will be in all, as far as can be told: by the limit, or by the files joined so far."""
+        if self.max_tokens is not None and self.tokens:
+            return max(done, self.bytes * self.max_tokens / self.tokens)
+        if not self.joined:
+            return None
+        share = self.joined / len(self.sizes)
+        return max(done, self.joined_bytes / share)
+
+    def join(self, shard: Shard) -> None:
+        """Note that a file is done."""
+        with self.lock:
+            self.joined += 1
+            self.joined_bytes += shard.bytes
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self.console.print(text, soft_wrap=True)
 
     def report(self, tokens: int) -> None:
         """Print what was done."""
-        self.console.print(f"tokenised {self._rate()}, into {tokens} tokens", highlight=False, soft_wrap=True)
+        kept = f", {len(self.found)} parts were done before" if self.found else ""
+        self.console.print(f"tokenised {self._rate()}, into {tokens} tokens{kept}", highlight=False, soft_wrap=True)
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self.started
 
     def _rate(self) -> str:
         megabytes = self.bytes / 1e6
-        return f"{megabytes:.1f} MB at {megabytes / (time.monotonic() - self.started):.1f} MB/s"
+        return f"{megabytes:.1f} MB at {megabytes / self._seconds:.1f} MB/s"
+
+
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds / 3600:.1f} h"
+        if seconds > 5400
+        else f"{seconds / 60:.0f} min"
+        if seconds > 90
+        else f"{seconds:.0f} s"
+    )

@@ -64,29 +64,29 @@ class AttentionMetrics:
         renormalised, window = attention.renormalise, attention.window
         return cls(row_groups, normaliser.can_zero, renormalised, window, normaliser.signed, device)
 
-    def update(self, stats: Sequence[Stats], rows: Mapping[str, Tensor]) -> None:
-        """Add a batch: one `Stats` of `[B, H, L]` per layer, and each group's rows, bool `[B, L]`."""
-        for layer in stats:
-            for group in self.groups:
-                self._update_group(layer, group, rows[group])
-            if "sparsity/zero" in self.ratios:
-                self.ratios["sparsity/zero"].update(layer.zeros, self._visible(layer.zeros))
+    def update(self, stats: Sequence[Stats], rows: Mapping[str, Tensor], place: Tensor | None = None) -> None:
+        """Add a batch: one `Stats` of `[B, H, L]` per layer, and each group's rows, bool `[B, L]`.
 
-    def _update_group(self, layer: Stats, group: str, rows: Tensor) -> None:
+        place: where each token stands in its document, int64 `[B, L]` from 0, where they see their document alone.
+        """
+        for layer in stats:
+            length = layer.mass.shape[-1]
+            own = torch.arange(length, device=layer.mass.device)[None] if place is None else place
+            for group in self.groups:
+                self._update_group(layer, group, rows[group], own)
+            if "sparsity/zero" in self.ratios:
+                seen = own + 1 if self.window is None else (own + 1).clamp(max=self.window)
+                self.ratios["sparsity/zero"].update(layer.zeros, seen[:, None].expand_as(layer.zeros))
+
+    def _update_group(self, layer: Stats, group: str, rows: Tensor, place: Tensor) -> None:
         suffix = "" if group == "all" else f"_{group}"
         selected = rows[:, None].expand_as(layer.mass)
         self.ratios[f"mass/{group}"].update(layer.mass[selected], selected)
-        late = selected.clone()
-        late[..., : FIRST_KEY_MIN_POSITION - 1] = False
+        late = selected & (place >= FIRST_KEY_MIN_POSITION - 1)[:, None]
         first, mass = layer.first_weight[late], layer.mass[late]
         self.ratios[f"sink/first_key_weight{suffix}"].update(first, late)
         if (share := self.ratios.get(f"sink/first_key_share{suffix}")) is not None:
             share.update(first, mass > 0 if self.renormalised else mass)
-
-    def _visible(self, zeros: Tensor) -> Tensor:
-        """Number of visible keys of every row, `[B, H, L]`."""
-        seen = torch.arange(1, zeros.shape[-1] + 1, device=zeros.device)
-        return (seen if self.window is None else seen.clamp(max=self.window)).expand_as(zeros)
 
     def compute(self) -> dict[str, float]:
         """The defined ratios by name."""

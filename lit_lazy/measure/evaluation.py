@@ -24,12 +24,12 @@ def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_s
     for batch in validation_loader(source, batch_size):
         batch = {name: value.to(model.device) for name, value in batch.items()}
         with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16"):
-            hidden, stats = model.hidden_with_stats(batch["tokens"])
+            hidden, stats = model.hidden_with_stats(batch["tokens"], batch.get("place"))
             nll = head_nll(hidden, model.head.weight, batch["targets"])
             logits = model.head(hidden) if "oracle_nll" in batch else None
         _add_losses(losses, nll, logits, batch, source.row_groups)
         rows = {group: batch[group] for group in source.row_groups}
-        attention.update(stats, rows or {"all": torch.ones_like(batch["tokens"], dtype=torch.bool)})
+        attention.update(stats, rows or {"all": torch.ones_like(batch["tokens"], dtype=torch.bool)}, batch.get("place"))
     model.train(was_training)
     measured = {name: metric.compute().item() for name, metric in losses.items()}
     if "bytes_per_token" in source.info:

@@ -47,9 +47,10 @@ class Block(nn.Module):
         cache: LayerCache | None,
         with_stats: bool,
         key_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Stats | None]:
         """x `[B, L, d_model]`; the same shape back, and the attention's stats where asked."""
-        mixed, stats = self.attention(self.attention_norm(x), rotate, cache, with_stats, key_mask)
+        mixed, stats = self.attention(self.attention_norm(x), rotate, cache, with_stats, key_mask, cu_seqlens)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), stats
 
@@ -117,46 +118,64 @@ class DecoderLM(nn.Module):
         cache: Sequence[LayerCache] | None = None,
         key_mask: Tensor | None = None,
         last_only: bool = False,
+        place: Tensor | None = None,
     ) -> Tensor:
         """Logits `[B, L, vocab]` of tokens `[B, L]`; with a cache the tokens continue those already seen.
 
         key_mask: bool `[B, Lk]`, False hides a key from every query of every layer. last_only: logits `[B, 1, vocab]`
-        of the last token alone; those of a long prompt may not fit into memory.
+        of the last token alone; those of a long prompt may not fit into memory. place: int64 `[B, L]`, where each
+        token stands in its document, from 0: then it sees that document alone; without a cache and a key mask.
         """
-        x = self._hidden(tokens, cache, with_stats=False, key_mask=key_mask)[0]
+        x = self._hidden(tokens, cache, with_stats=False, key_mask=key_mask, place=place)[0]
         return self.head(x[:, -1:] if last_only else x)
 
-    def hidden(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, place: Tensor | None = None) -> Tensor:
         """What the head reads, `[B, L, d_model]`: for a loss that never holds all logits (`head_nll`)."""
-        return self._hidden(tokens, None, with_stats=False)[0]
+        return self._hidden(tokens, None, with_stats=False, place=place)[0]
 
-    def hidden_with_stats(self, tokens: Tensor) -> tuple[Tensor, list[Stats]]:
+    def hidden_with_stats(self, tokens: Tensor, place: Tensor | None = None) -> tuple[Tensor, list[Stats]]:
         """The same, and what each layer's attention rows did: one `Stats` of `[B, H, L]` per layer."""
-        return self._hidden(tokens, None, with_stats=True)
+        return self._hidden(tokens, None, with_stats=True, place=place)
 
     def _hidden(
-        self, tokens: Tensor, cache: Sequence[LayerCache] | None, with_stats: bool, key_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        cache: Sequence[LayerCache] | None,
+        with_stats: bool,
+        key_mask: Tensor | None = None,
+        place: Tensor | None = None,
     ) -> tuple[Tensor, list[Stats]]:
         """What the head reads, `[B, L, d_model]`, and the stats."""
         new = tokens.shape[1]
         span, offset = cache[0].span(new) if cache else (new, 0)
-        x = self.position.embed(self.embedding(tokens), offset + span - new)
-        rotate = self.position.rotation(span, offset)
+        places = () if place is None else (place,)
+        x = self.position.embed(self.embedding(tokens), offset + span - new, *places)
+        rotate = self.position.rotation(span, offset, *places)
+        cu_seqlens = None if place is None else boundaries(place)
         collected: list[Stats] = []
         for index, block in enumerate(self.blocks):
             layer_cache = cache[index] if cache else None
             if self.checkpoint_activations and torch.is_grad_enabled():
                 # Nothing in a block is random.
                 x, stats = checkpoint(
-                    *(block, x, rotate, layer_cache, with_stats, key_mask),
+                    *(block, x, rotate, layer_cache, with_stats, key_mask, cu_seqlens),
                     use_reentrant=False,
                     preserve_rng_state=False,
                 )
             else:
-                x, stats = block(x, rotate, layer_cache, with_stats, key_mask)
+                x, stats = block(x, rotate, layer_cache, with_stats, key_mask, cu_seqlens)
             if stats is not None:
                 collected.append(stats)
         return self.norm(x), collected
+
+
+def boundaries(place: Tensor) -> Tensor:
+    """Where documents begin among the tokens of all sequences, and their number at last: int32 `[n + 1]`.
+
+    place: int64 `[B, L]`, 0 where a document begins, and at the first token of every sequence.
+    """
+    starts = (place.flatten() == 0).nonzero().flatten()
+    return torch.cat((starts, starts.new_tensor([place.numel()]))).int()
 
 
 def parameter_generator(seed: int, name: str) -> torch.Generator:

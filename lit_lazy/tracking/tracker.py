@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import sqlite3
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -289,6 +290,11 @@ class Tracker:
         self.client.set_terminated(run_id, "FINISHED")
 
     @_reaching
+    def add(self, run_id: str, metrics: Mapping[str, float]) -> None:
+        """Log what was measured of a run after its end; doing it again replaces what is shown."""
+        self.client.log_batch(run_id, metrics=[Metric(name, x, _now(), 0) for name, x in metrics.items()])
+
+    @_reaching
     def fail(self, run_id: str, reason: str, status: Literal["FAILED", "KILLED"] = "FAILED") -> None:
         """Mark a run failed (KILLED: interrupted) with its reason."""
         self.client.set_tag(run_id, "state", "failed")
@@ -419,6 +425,11 @@ class Tracker:
         self.client.delete_run(run_id)
         for child in children:
             self.client.delete_run(child.run_id)
+
+
+def _now() -> int:
+    """In milliseconds since the epoch."""
+    return int(1000 * time.time())
 
 
 def _tracked(run: Run) -> TrackedRun:

@@ -65,8 +65,8 @@ class Execution:
         """Sequences to evaluate at a time."""
         return self.micro_batch or batch_size // self.devices
 
-    def hidden(self, model: DecoderLM) -> Callable[[Tensor], Tensor]:
-        """The forward pass of training, from tokens `[B, L]` to the last hidden states `[B, L, d_model]`."""
+    def hidden(self, model: DecoderLM) -> Callable[[Tensor, Tensor | None], Tensor]:
+        """The forward pass of training, from tokens and places `[B, L]` to the last hidden states `[B, L, d_model]`."""
         model.checkpoint_activations = self.checkpoint_activations
         return torch.compile(model.hidden) if self.compile else model.hidden
 

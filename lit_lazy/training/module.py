@@ -61,7 +61,8 @@ class LitLM(L.LightningModule):
             self._hidden, self._is_spread = self.execution.hidden(self.model), True
 
     def training_step(self, batch: Batch, _batch_index: int) -> Tensor:
-        loss = head_nll(self._hidden(batch["tokens"]), self.model.head.weight, batch["targets"]).mean()
+        hidden = self._hidden(batch["tokens"], batch.get("place"))
+        loss = head_nll(hidden, self.model.head.weight, batch["targets"]).mean()
         self._loss = self._loss + loss.detach() / self.parts
         return loss
 
@@ -93,7 +94,8 @@ class LitLM(L.LightningModule):
             self.logger.log_metrics({f"train/{name}": value for name, value in step.items()}, self.global_step)
 
     def validation_step(self, batch: Batch, _batch_index: int) -> None:
-        nll = head_nll(self.model.hidden(batch["tokens"]), self.model.head.weight, batch["targets"])
+        hidden = self.model.hidden(batch["tokens"], batch.get("place"))
+        nll = head_nll(hidden, self.model.head.weight, batch["targets"])
         self.val_loss.update(nll, nll.numel())
         self.log("val/loss", self.val_loss, prog_bar=True)
         if "oracle_nll" in batch:

@@ -189,7 +189,7 @@ class MissedValidation(AtStart):
         for batch in validation_loader(self.source, module.execution.evaluation_batch(module.cfg.train.batch_size)):
             batch = {name: value.to(module.device) for name, value in batch.items()}
             with trainer.precision_plugin.forward_context():
-                hidden = module.model.hidden(batch["tokens"])
+                hidden = module.model.hidden(batch["tokens"], batch.get("place"))
                 nll = head_nll(hidden, module.model.head.weight, batch["targets"])
             loss.update(nll, nll.numel())
             if "oracle_nll" in batch:

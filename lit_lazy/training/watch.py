@@ -70,7 +70,8 @@ class Watch(AtStart):
             self.taus[trainer.global_step] = tau.cpu()
         if trainer.logger is not None:
             with trainer.precision_plugin.forward_context():
-                measured = look(module.model, self.batch["tokens"].to(module.device))
+                batch = {name: value.to(module.device) for name, value in self.batch.items()}
+                measured = look(module.model, batch["tokens"], batch.get("place"))
             trainer.logger.log_metrics(measured, trainer.global_step)
 
 
@@ -89,18 +90,21 @@ def _is_due(step: int) -> bool:
 
 
 @torch.no_grad()
-def look(model: DecoderLM, tokens: Tensor) -> dict[str, float]:
-    """The figures of a batch of tokens `[B, L]`, by their names under `watch/`; an undefined one is left out."""
+def look(model: DecoderLM, tokens: Tensor, place: Tensor | None = None) -> dict[str, float]:
+    """The figures of a batch of tokens `[B, L]`, by their names under `watch/`; an undefined one is left out.
+
+    place: as `DecoderLM.forward` takes it.
+    """
     was_training = model.training
     hidden: dict[int, Tensor] = {}
     try:
         with listening(model, on_hidden=hidden.__setitem__):
-            _, stats = model.eval().hidden_with_stats(tokens)
+            _, stats = model.eval().hidden_with_stats(tokens, place)
     finally:
         model.train(was_training)
     last = hidden[len(model.blocks)].float()
     attention = AttentionMetrics.of(model.attentions[0], device=model.device)
-    attention.update(stats, {"all": torch.ones_like(tokens, dtype=torch.bool)})
+    attention.update(stats, {"all": torch.ones_like(tokens, dtype=torch.bool)}, place)
     measured = {NAMES[name]: value for name, value in attention.compute().items()}
     measured["watch/cosine"] = token_cosine(last).mean().item()
     measured["watch/effective_rank"] = effective_rank(last).mean().item()

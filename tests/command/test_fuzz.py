@@ -162,6 +162,7 @@ OPTIONS += [
     "--import",
 ]
 OPTIONS += ["--launcher", "--gpus", "--ray-address", "--prompt", "--prompt-file", "--tokens", "--top-p", "--window"]
+OPTIONS += ["--tasks", "--task-folder", "--limit", "--processes"]
 EXECUTION = ["--devices", "--micro-batch", "--strategy", "--init-from"]
 FLAGS = [
     "--compile",
@@ -178,6 +179,7 @@ FLAGS = [
 COMMANDS = [
     *(["train"], ["fields"], ["evaluate"], ["diagnose"], ["report"], ["dashboard"], ["ablate"], ["bench"], []),
     *(["generate"], ["export"]),
+    *(["lm-eval"], ["tokenise"]),
     *(["ablate", name] for name in ("run", "search", "status", "table", "list", "rum")),
     *(["bench", name] for name in ("step", "grid", "diagnostics")),
 ]
@@ -198,6 +200,8 @@ GOOD = [
     (["generate", "final.ckpt", "--prompt", "1 2"], [*DRAWS, "--prompt", "--prompt-file", "--import"]),
     (["export", "final.ckpt", "new/model"], ["--import"]),
     (["export", "final.ckpt"], ["--import"]),
+    (["lm-eval", "final.ckpt"], ["--tasks", "--task-folder", "--limit", "--out", "--threads"]),
+    (["tokenise", "e.py"], ["--processes", ""]),
     (["bench", "grid"], ["--cells", "--out"]),
     (["bench", "step"], ["--out"]),
 ]
@@ -299,6 +303,7 @@ def stage(place: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
             "bench.watching._in_a_process",
         ),
         *("tracking.serve.subprocess.Popen", "command.generate.show", "support.disk.new_folder"),
+        "measure.lm_eval.load_tasks",
     ):
         monkeypatch.setattr(f"lit_lazy.{where}", accept)
     monkeypatch.setattr("lit_lazy.support.memory.most_bytes", lambda: 2**28)

@@ -1,0 +1,138 @@
+"""`lit-lazy lm-eval`"""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lit_lazy.command.options import (
+    Commands,
+    add_checkpoint,
+    add_threads,
+    command,
+    folder,
+    import_classes,
+    json_file,
+    names,
+    positive,
+)
+
+if TYPE_CHECKING:
+    from lit_lazy.data.tokeniser import Tokenizer
+    from lit_lazy.measure.lm_eval import Benchmarks, Count
+    from lit_lazy.training.module import LitLM
+
+
+def add_to(commands: Commands) -> None:
+    """The command and its options."""
+    parser = command(
+        commands, "lm-eval", lm_eval, "ask a trained model the field's benchmarks, by lm-evaluation-harness"
+    )
+    add_checkpoint(parser)
+    parser.add_argument(
+        "--tasks",
+        metavar="piqa,boolq",
+        type=names,
+        default=None,
+        help="tasks of the harness (default: wikitext, lambada_openai, piqa, hellaswag, winogrande, arc_easy, "
+        "arc_challenge, social_iqa, boolq)",
+    )
+    parser.add_argument(
+        "--task-folder",
+        metavar="FOLDER",
+        type=folder,
+        default=None,
+        help="folder with task files of the harness, which come before its own of the same name",
+    )
+    parser.add_argument(
+        "--limit", metavar="N", type=positive, default=None, help="questions of each task, at most: to try it out"
+    )
+    parser.add_argument("--out", metavar="FILE.json", type=json_file, help="write the results there")
+    add_threads(parser)
+
+
+def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
+    """`lit-lazy lm-eval`"""
+    import json
+
+    import torch
+
+    from lit_lazy.measure.lm_eval import TASKS, benchmark, find_tasks, load_tasks
+    from lit_lazy.support.disk import writable_folder, write_text
+    from lit_lazy.support.provenance import environment
+    from lit_lazy.training import checkpoints
+    from lit_lazy.training.devices import training_device
+
+    import_classes(options)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    if options.out is not None:
+        writable_folder("--out", options.out.parent)
+    chosen = options.tasks or list(TASKS)
+    manager = find_tasks(chosen, options.task_folder)
+    module = checkpoints.load(options.checkpoint)
+    tokenizer = tokenizer_of(options.checkpoint, module)
+    tasks = load_tasks(chosen, manager)
+    model = module.model.to(training_device())
+    precision = torch.autocast(model.device.type, torch.bfloat16, enabled=module.cfg.train.precision == "bf16")
+    with progress() as count:
+        found = benchmark(model, tokenizer, tasks, options.limit, precision, count)
+    show(found)
+    result = found.to_json() | {"checkpoint": str(options.checkpoint), "environment": environment()}
+    if options.out is not None:
+        write_text(options.out, json.dumps(result, indent=1))
+    from lit_lazy.tracking.benchmarks import log_benchmarks
+
+    print(log_benchmarks(options.checkpoint, found.metrics(), result, limited=options.limit is not None))
+    return 0
+
+
+def tokenizer_of(checkpoint: Path, module: "LitLM") -> "Tokenizer":
+    """What turns text into the tokens of a checkpoint. Raises ValueError, in one line, where that is not to be had."""
+    data = module.cfg.data
+    tokenizer = data.load_tokenizer()
+    if tokenizer is None:
+        raise ValueError(
+            f"checkpoint {str(checkpoint)!r}: its data ({type(data).__name__}) are no text, so that it can read none; "
+            "give a model that was trained on text"
+        )
+    if tokenizer.vocab_size != module.hparams["vocab_size"]:
+        raise ValueError(
+            f"checkpoint {str(checkpoint)!r}: reads {module.hparams['vocab_size']} tokens, and its tokenizer has "
+            f"{tokenizer.vocab_size} now; give it the one of its training"
+        )
+    return tokenizer
+
+
+def show(found: "Benchmarks") -> None:
+    """Print a table: the field's columns first, then what else the tasks gave."""
+    rows = [(column.title, column.task, column.metric, value, found.error(column)) for column, value in found.columns()]
+    known = {(task, metric) for _, task, metric, _, _ in rows}
+    rows += [("", *each, value, None) for each, value in sorted(found.scores.items()) if each not in known]
+    for title, task, metric, value, error in rows:
+        spread = "" if error is None else f" +- {error:.4f}"
+        n, version = found.samples.get(task, 0), found.versions.get(task, "?")
+        print(f"{title:9} {task:15} {metric:16} {value:10.4f}{spread:10}  n {n:,}, version {version}")
+    if found.average is not None:
+        print(f"{'average':42} {found.average:10.4f}            of the eight accuracies")
+    facts = found.facts
+    prefix = facts["prefix_token"]
+    print(
+        f"{facts['harness']}; prefix token {prefix['text']!r} ({prefix['id']}); {facts['requests_cut_on_the_left']:,} ",
+        end="",
+    )
+    print(f"of {facts['requests']:,} requests cut on the left at {facts['context_length']:,} tokens")
+
+
+@contextmanager
+def progress() -> "Iterator[Count]":
+    """A bar on a terminal, and what moves it."""
+    from rich.progress import Progress
+
+    from lit_lazy.support.console import plain_console
+
+    console = plain_console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("asking", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,41 @@
+"""Benchmarks of a checkpoint, beside its other metrics in MLflow."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lit_lazy.tracking.databases import sqlite_file
+from lit_lazy.tracking.spool import RUN_ID
+from lit_lazy.tracking.tracker import Tracker, TrackingError, default_uri
+
+ARTIFACT = "lm-eval.json"
+
+
+def log_benchmarks(checkpoint: Path, metrics: Mapping[str, float], result: Mapping[str, Any], limited: bool) -> str:
+    """Log them with the run that the checkpoint's folder belongs to; what was done, in a line.
+
+    Nothing is logged for a checkpoint that lies elsewhere, or of a part of the questions (limited).
+    """
+    if limited:
+        return "not logged to MLflow: with --limit these are no results of the benchmarks"
+    folder = checkpoint.absolute().parent
+    known = folder / RUN_ID
+    if not known.exists():
+        return f"not logged to MLflow: no run is known in {folder}"
+    run_id = known.read_text()
+    # runs/train-NAME/KEY, or runs/ABLATION/cells/KEY
+    runs = next((above for above in folder.parents[1:3] if (above / "mlflow.db").exists()), folder.parents[1])
+    uri = default_uri(runs)
+    if (file := sqlite_file(uri)) is not None and not file.exists():
+        return f"not logged to MLflow: {os.fspath(file)} is not there; set MLFLOW_TRACKING_URI"
+    try:
+        tracker = Tracker(uri, runs, folder.parent.name)
+        if not tracker.holds(run_id):
+            return f"not logged to MLflow: it has no run {run_id}"
+        tracker.add(run_id, metrics)
+        tracker.keep_text(run_id, json.dumps(result, indent=1), ARTIFACT)
+    except TrackingError as error:
+        return f"not logged to MLflow: {error}"
+    return f"logged to MLflow with run {run_id}"

@@ -1,0 +1,526 @@
+"""A corpus is made file by file: in any number of processes, however often it is killed, it is the same to the byte."""
+
+import contextlib
+import errno
+import functools
+import http.server
+import os
+import random
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from pathlib import Path
+
+import forked
+import huggingface_hub
+import numpy as np
+import psutil
+import pytest
+import torch
+from test_text import DOCUMENTS, SHARE, L, bpe, cache, make_documents, small, write_jsonl, write_parquet
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from lit_lazy.command.main import main
+from lit_lazy.config.key import cell_key
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.data import documents, shards, text, tokens, workers
+from lit_lazy.data.base import DocumentDataset
+from lit_lazy.data.documents import Files, Hub, HubFile
+from lit_lazy.data.shards import FileJob, made
+from lit_lazy.data.tokeniser import TokenizerSpec
+from lit_lazy.support.errors import UnfinishedError
+
+__all__ = ["bpe", "cache"]
+
+KNOWN = [
+    ({}, "0a6a201190438e7c", 240, 60),
+    ({"max_tokens": 50_000}, "87baeb35e24db4f8", 62, 15),
+    ({"max_tokens": 123_457}, "9ae0961e541897b8", 156, 38),
+    ({"validation": True}, "bd03d19b4d26f74d", 300, 50),
+    ({"validation": True, "max_tokens": 10_000}, "c307661979e81e1e", 12, 13),
+    ({"validation_share": 0.5}, "4bead728df8003fb", 141, 159),
+]
+"""Fingerprints, and numbers of documents, of the version that read all files in one pass."""
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The documents in seven .jsonl files, each of which is a job; and 50 others."""
+    monkeypatch.setattr(documents, "SMALL_FILES", 0)
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for i in range(7):
+        write_jsonl(folder / f"{i}.jsonl", DOCUMENTS[i * 43 : (i + 1) * 43])
+    write_jsonl(tmp_path / "validation.jsonl", make_documents(50, seed=1))
+    return folder
+
+
+@pytest.fixture
+def _forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that are forks, which need no imports."""
+    monkeypatch.setattr(workers, "subprocess", forked)
+
+
+def corpus(folder: Path) -> dict[str, bytes]:
+    """All files of a corpus."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def plan(config: text.Text) -> list[FileJob]:
+    """The jobs of a corpus with a share for validation."""
+    return config._jobs(config._sources()[0].parts(), SHARE)
+
+
+@pytest.mark.usefixtures("_forks")
+@pytest.mark.parametrize("processes", [1, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("options", "fingerprint", "train", "validation"), KNOWN)
+def test_fingerprints_are_as_they_were(parts, tmp_path, cache, options, fingerprint, train, validation, processes):
+    if "validation" in options:
+        options = options | {"validation": str(tmp_path / "validation.jsonl")}
+    config = small(path=str(parts), **options)
+    folder = config.tokenise(processes)
+    source = config.load()
+    assert source.fingerprint == fingerprint
+    assert (source.info["train_documents"], source.info["validation_documents"]) == (train, validation)
+    assert list(cache.iterdir()) == [folder]
+    for part, count in (("train", train), ("validation", validation)):
+        ends = np.fromfile(folder / f"{part}.ends", np.int64)
+        stream = np.fromfile(folder / f"{part}.bin", np.uint8)
+        assert len(ends) == count
+        assert ends[-1] == len(stream)
+        assert (np.diff(ends, prepend=0) > 0).all()
+        assert (stream[ends[:-1] - 1] == 0).all()
+        assert np.count_nonzero(stream[:-1] == 0) == count - 1
+
+
+def test_neither_a_begin_token_nor_a_mask_touches_the_keys_of_others(parts, bpe):
+    plain = small(path=str(parts), tokenizer=bpe)
+    masked = small(path=str(parts), tokenizer=bpe, document_mask=True)
+    begun = small(path=str(parts), tokenizer=bpe, begin_of_text="<pad>")
+    assert plain.tokenise() == masked.tokenise() != begun.tokenise()
+    keys = {cell_key(RunConfig(data), data.load().fingerprint) for data in (plain, masked, begun)}
+    assert len(keys) == 3
+    tokenizer = Tokenizer.from_file(bpe)
+    stream = np.fromfile(begun.tokenise() / "train.bin", np.uint16)
+    ends = np.fromfile(begun.tokenise() / "train.ends", np.int64)
+    assert (stream[[0, *ends[:-1]]] == tokenizer.token_to_id("<pad>")).all()
+    assert (stream[ends - 1] == tokenizer.token_to_id("<|endoftext|>")).all()
+    without = np.fromfile(plain.tokenise() / "train.bin", np.uint16)
+    assert np.array_equal(np.delete(stream, [0, *ends[:-1]]), without)
+
+
+def test_a_tokenizer_decodes_what_it_encodes(bpe):
+    for config in (small(path="x"), small(path="x", tokenizer=bpe)):
+        tokenizer = config.load_tokenizer()
+        (ids,) = tokenizer.encode([DOCUMENTS[0].encode()])
+        assert "".join(tokenizer.decode(ids.tolist())) == DOCUMENTS[0]
+
+
+# Killed, damaged, full
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+import forked
+from lit_lazy.data import documents, shards, tokeniser, workers
+from lit_lazy.data.text import Text
+documents.SMALL_FILES, shards.BATCH_BYTES, workers.subprocess = 0, 3000, forked
+encode = tokeniser.ByteTokenizer.encode
+def slow(self, given):
+    time.sleep(0.01)
+    return encode(self, given)
+tokeniser.ByteTokenizer.encode = slow
+options = dict(context_length=16, validation_windows=10, validation_share=0.2, max_tokens={limit})
+Text(sys.argv[1], **options).tokenise(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("processes", "limit"),
+    [
+        pytest.param(1, None, marks=pytest.mark.long),
+        pytest.param(3, None, marks=pytest.mark.long),
+        (3, 123_457),
+    ],
+)
+def test_killed_at_random_moments_it_is_the_same_to_the_byte(parts, tmp_path, cache, processes, limit, monkeypatch):
+    """SIGKILL of the command and all its workers, again and again; no file that was finished is read again."""
+    monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "undisturbed"))
+    undisturbed = corpus(small(path=str(parts), max_tokens=limit).tokenise())
+    monkeypatch.setenv("LIT_LAZY_CACHE", str(cache))
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW.format(limit=limit))
+    command = [sys.executable, str(script), str(parts), str(processes)]
+    rng, kills, done = random.Random(processes), 0, {}
+    while True:
+        with forked.Popen(command, stdout=forked.DEVNULL, stderr=forked.PIPE, text=True) as running:
+            more = len(done) + rng.choice([0, 1, 1, 2]) if kills < 4 else 100
+            while running.poll() is None and len(list(cache.glob("*.json"))) < more:
+                time.sleep(0.002)
+            time.sleep(rng.uniform(0.0, 0.2))
+            if running.poll() is not None:
+                assert running.returncode == 0, running.stderr.read()
+                break
+            tree = [*psutil.Process(running.pid).children(recursive=True), psutil.Process(running.pid)]
+            for process in rng.sample(tree, len(tree)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            running.wait()
+        kills += 1
+        for path in cache.glob("*.json"):
+            assert done.setdefault(path, path.stat().st_mtime_ns) == path.stat().st_mtime_ns
+        joined = [*cache.glob("*/corpus.json"), *cache.glob(".*/corpus.json")]
+        assert joined or all(path.exists() for path in done)
+    assert kills >= 2
+    assert done
+    (folder,) = cache.iterdir()
+    assert corpus(folder) == undisturbed
+
+
+def test_a_corpus_that_was_killed_before_its_rename_is_taken(parts, cache, monkeypatch):
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    config = small(path=str(parts))
+    with monkeypatch.context() as patch:
+        patch.setattr(tokens, "_drop", killed)
+        patch.setattr(tokens.shutil, "rmtree", lambda *_, **__: None)  # by SIGKILL
+        with pytest.raises(KeyboardInterrupt):
+            config.tokenise()
+    assert len(list(cache.glob("*.json"))) == 7
+    monkeypatch.setattr(tokens, "_join", killed)
+    folder = config.tokenise()
+    assert list(cache.iterdir()) == [folder]
+    assert config.load().fingerprint == KNOWN[0][1]
+
+
+def test_corpora_of_the_same_files_do_not_get_in_each_other_s_way(parts, tmp_path, cache):
+    """Made at once, they take shards from each other, and remove them."""
+    script = tmp_path / "both.py"
+    script.write_text(
+        "import sys\nfrom lit_lazy.data import documents, shards\nfrom lit_lazy.data.text import Text\n"
+        "documents.SMALL_FILES, shards.BATCH_BYTES = 0, 2000\n"
+        "for i in range(8):\n"
+        "    share = float(sys.argv[2]) + i * 1e-7\n"
+        "    Text(sys.argv[1], context_length=16, validation_windows=10, validation_share=share).tokenise(1)\n"
+    )
+    commands = [[sys.executable, str(script), str(parts), share] for share in ("0.2", "0.5", "0.5")]
+    running = [forked.Popen(command, stdout=forked.DEVNULL, stderr=forked.PIPE, text=True) for command in commands]
+    for process in running:
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors
+    assert len(list(cache.iterdir())) == 16
+    assert small(path=str(parts)).load().fingerprint == KNOWN[0][1]
+    assert small(path=str(parts), validation_share=0.5).load().fingerprint == KNOWN[-1][1]
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "harm", [damage, Path.unlink, lambda path: path.write_bytes(b""), lambda p: p.with_suffix(".json").write_text("{")]
+)
+def test_a_damaged_shard_is_made_again(parts, cache, harm, capfd, monkeypatch):
+    config = small(path=str(parts))
+    cache.mkdir()
+    finished = [made(job, cache, lambda *_: None) for job in plan(config)]
+    harm(finished[3].path)
+    read = []
+    whole = Files.documents
+    monkeypatch.setattr(Files, "documents", lambda self: read.append(self.paths[0].name) or whole(self))
+    assert config.load().fingerprint == KNOWN[0][1]
+    assert read == ["0.jsonl", "3.jsonl"]  # the first is looked at before anything is created
+    lost = harm.__name__ == "<lambda>" and "json" in str(harm.__code__.co_consts)
+    assert ("is damaged: made again" in capfd.readouterr().err) is not lost
+
+
+@pytest.mark.usefixtures("_forks")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_full_disk_keeps_the_shards_that_are_done(parts, cache, processes, monkeypatch):
+    config = small(path=str(parts))
+    names = [job.name for job in plan(config)]
+    sync = os.fsync
+
+    def full(number: int) -> None:
+        if names[4] in os.readlink(f"/proc/self/fd/{number}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(ValueError, match=r"LIT_LAZY_CACHE='.*': cannot be written \(No space left on device\)"):
+            config.tokenise(processes)
+    left = {path.name for path in cache.iterdir()}
+    assert {f"{name}.json" for name in names[:4]} <= left
+    assert not [name for name in left if "partial" in name or "lock" in name]
+    assert all(name.startswith("shard-") for name in left)
+    assert config.load().fingerprint == KNOWN[0][1]
+
+
+@pytest.mark.usefixtures("_forks")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_mistake_in_a_later_file_is_one_line_and_costs_the_others_nothing(parts, cache, processes):
+    config = small(path=str(parts))
+    bad, good = parts / "5.jsonl", (parts / "5.jsonl").read_text()
+    bad.write_text(good + "{\n")
+    with pytest.raises(ValueError, match=r"data\.path='.*5\.jsonl': line 44 is not JSON"):
+        config.tokenise(processes)
+    before = {path.name: path.stat().st_mtime_ns for path in cache.glob("*.json")}
+    assert len(before) >= 5
+    # What is not needed is not judged.
+    assert small(path=str(parts), max_tokens=50_000).load().fingerprint == KNOWN[1][1]
+    bad.write_text(good)
+    assert config.load().fingerprint == KNOWN[0][1]
+
+
+@pytest.mark.usefixtures("_forks")
+def test_a_worker_that_dies_is_one_line(parts, cache, monkeypatch):
+    def die(*_: object) -> None:
+        os._exit(9)
+
+    config = small(path=str(parts))
+    sources = config._sources()
+    monkeypatch.setattr(text, "not_empty", lambda source: source.parts())
+    monkeypatch.setattr(shards, "encoded", die)
+    with pytest.raises(UnfinishedError, match=r"ended \(status 9\); out of memory, most likely: .* fewer --processes"):
+        config._tokenise(cache / config._key(*sources), *sources, 2)
+    assert not cache.exists()
+
+
+@pytest.mark.usefixtures("_forks")
+def test_workers_end_with_their_command(parts, tmp_path, cache):
+    """However that ends: here by a SIGKILL of it alone."""
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW.format(limit=None).replace("0.01", "0.2"))
+    command = [sys.executable, str(script), str(parts), "2"]
+    with forked.Popen(command, stdout=forked.DEVNULL, stderr=forked.DEVNULL) as running:
+        while len(children := psutil.Process(running.pid).children()) < 2:
+            time.sleep(0.01)
+        while not list(cache.glob(".*.partial")):
+            time.sleep(0.01)
+        running.kill()
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+
+
+# How many processes
+
+
+def test_processes_are_as_many_as_the_files_are_worth(parts, monkeypatch):
+    jobs = plan(small(path=str(parts)))
+    assert workers.processes_for(jobs, None) == 1  # small
+    assert workers.processes_for(jobs, 3) == 3
+    assert workers.processes_for(jobs, 100) == 7
+    monkeypatch.setattr(workers, "WORTH_PROCESSES", 1000)
+    monkeypatch.setattr(workers, "cores", lambda: 4)
+    assert workers.processes_for(jobs, None) == 4
+    assert workers.processes_for(jobs, 1) == 1
+    assert workers.processes_for(jobs[:2], None) == 2
+
+
+def test_small_files_share_a_job(tmp_path):
+    for i in range(50):
+        (tmp_path / f"{i:02}.txt").write_text("a" * 1000)
+    files = documents.Files("data.path", "", tuple(sorted(tmp_path.iterdir())), "text")
+    assert [len(part.paths) for part in files.parts()] == [50]
+    assert sum((part.paths for part in files.parts()), ()) == files.paths
+
+
+def test_pieces_of_a_shard_do_not_depend_on_their_size(parts, cache, monkeypatch):
+    job = plan(small(path=str(parts)))[0]
+    cache.mkdir()
+    shard = made(job, cache, lambda *_: None)
+    (whole,) = shard.pieces()
+    monkeypatch.setattr(shards, "CHUNK_TOKENS", 700)
+    found = list(shard.pieces())
+    assert len(found) > 10
+    for name in ("tokens", "lengths", "bytes", "hashes"):
+        assert np.array_equal(np.concatenate([getattr(piece, name) for piece in found]), getattr(whole, name))
+
+
+@pytest.mark.parametrize("share", [1e-9, 0.1, 0.2, 0.5, 1 / 3, 1 - 2**-53])
+def test_the_share_is_judged_exactly(share):
+    edge = share * 2**64
+    hashes = [int(edge) + i for i in (-1, 0, 1) if 0 <= int(edge) + i < 2**64]
+    assert shards.held_out(np.array(hashes, np.uint64), share).tolist() == [number < edge for number in hashes]
+
+
+# The Hub
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A dataset on a server like the Hub's, its listing known; the files that were asked of it."""
+    root, asked = tmp_path / "remote", []
+    root.mkdir()
+    for i in range(3):
+        write_parquet(root / f"{i}.parquet", DOCUMENTS[i * 100 : (i + 1) * 100])
+
+    class Server(http.server.SimpleHTTPRequestHandler):
+        def send_head(self):
+            asked.append((self.command, self.path))
+            self.path = "/" + self.path.rpartition("/")[2]
+            return super().send_head()
+
+        def end_headers(self):
+            self.send_header("X-Repo-Commit", "c" * 40)
+            self.send_header("ETag", f'"{self.path[1:]}"')
+            super().end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Server, directory=str(root)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+    template = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE
+    template = address + template[template.index("/{repo_id}") :]
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    listing = [f"hf://datasets/someone/text@{'c' * 40}/{i}.parquet" for i in range(3)]
+    monkeypatch.setattr(Hub, "_files", lambda _: listing)
+    yield asked
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.usefixtures("_forks")
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_files_of_the_hub_are_downloaded_one_by_one_and_once(hub, processes):
+    config = small(hub="someone/text")
+    config.tokenise(processes)
+    assert config.load().fingerprint == KNOWN[0][1]
+    fetched = [path for command, path in hub if command == "GET"]
+    if processes == 1:  # what forks ask is not seen here
+        assert fetched == [f"/datasets/someone/text/resolve/{'c' * 40}/{i}.parquet" for i in range(3)]
+    small(hub="someone/text", max_tokens=10_000).load()
+    assert [path for command, path in hub if command == "GET"] == fetched
+
+
+def test_a_stream_of_the_hub_is_one_job():
+    stream = Hub("someone/text", None, None, "train", "text", stream=True)
+    assert stream.parts() == [stream]
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_file_of_the_hub_that_is_gone_is_one_line():
+    with pytest.raises(ValueError, match=r"data\.hub='someone/text': cannot be read \(") as error:
+        list(HubFile("someone/text", "c" * 40, "9.parquet", "text").documents())
+    assert "\n" not in str(error.value)
+
+
+# The command
+
+
+def tokenise(path: Path, *more: str) -> int:
+    given = {"data.path": path, "data.context_length": L, "data.validation_windows": 10, "train.batch_size": 2}
+    return main(["tokenise", "text", *(f"--{name}={value}" for name, value in given.items()), *more])
+
+
+def test_the_command_says_what_there_is_and_what_the_recipe_needs(parts, cache, capsys):
+    assert tokenise(parts, "--train.steps=100", "--train.warmup_steps=1", "--data.validation_share=0.2") == 0
+    out, _ = capsys.readouterr()
+    assert str(next(iter(cache.iterdir()))) in out
+    assert "training     240 documents, 184,256 tokens, 11,516 windows of 16" in out
+    assert "256 tokens, 1.000 bytes per token" in out
+    assert "100 steps of 2 x 16 see 3,200 tokens: 2% of what is there" in out
+    assert tokenise(parts, "--train.steps=20000", "--data.validation_share=0.2") == 0
+    assert "see 640,000 tokens: 3.47 passes through what is there; 455,744 more" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (["--train.batch_size=100000"], "train.batch_size=100000: must not exceed the"),
+        (["--data.context_length=1000000"], "data.context_length=1000000: the training text has"),
+        (["--data.tokenizer=none.json"], "data.tokenizer='none.json': cannot be read (No such file"),
+    ],
+)
+def test_mistakes_of_the_command_are_one_line(parts, capsys, more, line):
+    assert tokenise(parts, *more) == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert line in last
+
+
+def test_a_source_in_memory_has_nothing_to_tokenise(capsys):
+    assert main(["tokenise", "stdlib"]) == 2
+    assert "data='Stdlib': its tokens are made in memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["fineweb_340m", "fineweb_760m"])
+def test_the_paper_s_recipe_without_its_tokenizer_is_one_line(name, cache, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["tokenise", name]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "data.tokenizer='gla-tokenizer.json': cannot be read (No such file" in line
+    assert not cache.exists()
+
+
+# Windows of documents
+
+
+def test_places_count_within_documents():
+    rng = np.random.default_rng(0)
+    ends = rng.integers(1, 12, 200).cumsum()
+    total, length = int(ends[-1]), 10
+    starts = np.arange((total - 1) // length) * length
+    windows = torch.arange(total).unfold(0, length + 1, length)[: len(starts)]
+    data = DocumentDataset(windows, starts, ends)
+    place = data.__getitems__(list(range(len(data))))["place"]
+    for window, start in zip(place.tolist(), starts, strict=True):
+        for j, found in enumerate(window):
+            begin = max([0, *ends[ends <= start + j]])
+            assert found == start + j - max(begin, start)
+    assert torch.equal(data[3]["place"], place[3])
+    assert data[3]["tokens"].shape == data[3]["place"].shape
+
+
+def test_a_corpus_without_ends_is_one_line(parts):
+    folder = small(path=str(parts)).tokenise()
+    (folder / "train.ends").unlink()
+    with pytest.raises(
+        ValueError, match=r"data\.document_mask=True: .* was made by an earlier version, .* delete that"
+    ):
+        small(path=str(parts), document_mask=True).load()
+    assert small(path=str(parts)).load().fingerprint == KNOWN[0][1]
+
+
+@pytest.mark.long
+def test_real_workers_of_a_script_without_a_guard(parts, tmp_path):
+    """Processes that import what they need; the script's own lines run once."""
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "from lit_lazy.data import documents\nfrom lit_lazy.data.text import Text\ndocuments.SMALL_FILES = 0\n"
+        f"print(Text({str(parts)!r}, validation_share=0.2).tokenise(2).name)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert len(done.stdout.splitlines()) == 1
+    assert small(path=str(parts)).load().fingerprint == KNOWN[0][1]
+
+
+@pytest.mark.long
+def test_a_core_tokenises_1_8_megabytes_a_second(tmp_path, cache):
+    """With a BPE of 32,000 tokens trained on Python's own sources."""
+    sources = [path.read_text(errors="replace") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*/*.py"))]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=32_000, special_tokens=["</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(sources, trainer)
+    tokenizer.save(str(tmp_path / "bpe.json"))
+    write_parquet(tmp_path / "text.parquet", [t[i : i + 4000] for t in sources for i in range(0, len(t), 4000)])
+    spec = TokenizerSpec(str(tmp_path / "bpe.json"))
+    source = Files("data.path", "", (tmp_path / "text.parquet",), "text")
+    cache.mkdir()
+    started = time.process_time()
+    shard = made(FileJob(source, source.state(), spec, None, 0.1), cache, lambda *_: None)
+    assert shard.bytes / 1e6 / (time.process_time() - started) > 1.8

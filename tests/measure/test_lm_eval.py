@@ -1,0 +1,390 @@
+"""lm-evaluation-harness on our models: real prompts on small local files, log-likelihoods against a plain sum."""
+
+import json
+import math
+import random
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import lightning as L
+import lm_eval as harness
+import pytest
+import torch
+import yaml
+
+from lit_lazy.attention import AttentionSpec, Elastic, LearnedAbsolute, LearnedBias, Rope
+from lit_lazy.command.main import main
+from lit_lazy.config import ModelConfig, RunConfig, TrainConfig
+from lit_lazy.data.backcopy import Backcopy
+from lit_lazy.data.stdlib import Stdlib
+from lit_lazy.data.text import Text
+from lit_lazy.data.tokeniser import ByteTokenizer
+from lit_lazy.measure import lm_eval
+from lit_lazy.measure.lm_eval import COLUMNS, TASKS, Asked, average, batches, benchmark, find_tasks, load_tasks
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.tracking.tracker import Tracker, default_uri
+from lit_lazy.training.checkpoints import AtomicCheckpointIO
+from lit_lazy.training.module import LitLM
+
+CONTEXT = 96
+SHIPPED = Path(harness.__file__).parent / "tasks"
+FILES = {
+    "wikitext": "wikitext/wikitext.yaml",
+    "lambada_openai": "lambada/lambada_openai.yaml",
+    "piqa": "piqa/piqa.yaml",
+    "hellaswag": "hellaswag/hellaswag.yaml",
+    "winogrande": "winogrande/default.yaml",
+    "arc_easy": "arc/arc_easy.yaml",
+    "arc_challenge": "arc/arc_challenge.yaml",
+    "social_iqa": "siqa/siqa.yaml",
+    "boolq": "super_glue/boolq/default.yaml",
+}
+QUESTIONS = {
+    "wikitext": [{"page": " = Sinks = \n\n A head @-@ wide sink , of 1 @,@ 000 tokens . " + "It was seen . " * 20}],
+    "lambada_openai": [{"text": "the first key is a sink"}, {"text": "weights that are cut are cut"}],
+    "piqa": [{"goal": "Cut a weight.", "sol1": "Subtract tau.", "sol2": "Add a very large number.", "label": 0}],
+    "hellaswag": [
+        {"ctx_a": "A head attends.", "ctx_b": "then it", "activity_label": "Attending", "label": "1",
+         "endings": ["stops [title] there", "sees (it)", "is a sink", "ends"]},
+    ],
+    "winogrande": [{"sentence": "The _ was cut.", "option1": "weight", "option2": "head", "answer": "1"}] * 2,
+    "arc_easy": [{"question": "What is cut?", "choices": {"text": ["A", "weights", "C"], "label": ["A", "B", "C"]},
+                  "answerKey": "B"}],
+    "arc_challenge": [{"question": "Why?", "choices": {"text": ["so", "because", "x"], "label": ["1", "2", "3"]},
+                       "answerKey": "3"}],
+    "social_iqa": [{"context": "Kay cut a weight.", "question": "Why?", "answerA": "to see", "answerB": "x",
+                    "answerC": "no reason", "label": "2"}],
+    "boolq": [{"passage": "A sink " * 30, "question": "is it a sink", "label": label} for label in (0, 1, 1)],
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Task files that are the shipped ones but for their data, which lie beside them."""
+    root = tmp_path / "tasks"
+    root.mkdir()
+    for task, file in FILES.items():
+        data = root / f"{task}.jsonl"
+        data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS[task]))
+        split = "test" if task in ("wikitext", "lambada_openai", "arc_easy", "arc_challenge") else "validation"
+        content = {"include": str(SHIPPED / file), "task": task, "dataset_path": "json", "dataset_name": None}
+        content |= {"dataset_kwargs": {"data_files": {split: str(data)}}, "training_split": None}
+        content |= {"validation_split": None} if split == "test" else {}
+        (root / f"{task}.yaml").write_text(yaml.safe_dump(content))
+    return root
+
+
+def config(data=None, **model) -> RunConfig:
+    sizes = {"d_model": 32, "n_layers": 2, "n_heads": 2, "d_ff": 48, "position": Rope(), "init_std": 0.3, **model}
+    return RunConfig(data or Stdlib(context_length=CONTEXT), ModelConfig(**sizes), TrainConfig())
+
+
+@pytest.fixture(scope="module")
+def model() -> DecoderLM:
+    """Elastic-Softmax on bytes, its initial weights so large that it has opinions."""
+    spec = AttentionSpec(Elastic(tau_init=0.3), LearnedBias(init_std=0.5))
+    return DecoderLM(config(attention=spec).model, 256, CONTEXT, seed=0)
+
+
+def save(cfg: RunConfig, path: Path, vocab_size: int = 256, context: int = CONTEXT) -> Path:
+    """A checkpoint of an untrained model."""
+    module = LitLM.create(cfg, vocab_size, context)
+    content = {
+        "state_dict": module.state_dict(),
+        "hyper_parameters": dict(module.hparams),
+        "global_step": 0,
+        "callbacks": {},
+        "pytorch-lightning_version": L.__version__,
+    }
+    AtomicCheckpointIO().save_checkpoint(content, path)
+    return path
+
+
+def request(*args: object) -> SimpleNamespace:
+    return SimpleNamespace(args=args)
+
+
+@torch.no_grad()
+def plain(model: DecoderLM, context: bytes, continuation: bytes) -> tuple[float, bool]:
+    """Token by token, by itself, behind at most CONTEXT tokens; an empty context is the separator."""
+    whole = list(context or b"\0") + list(continuation)
+    kept = whole[-CONTEXT - 1 :]
+    logits = model(torch.tensor([kept[:-1]]))[0].double().log_softmax(-1)
+    total, greedy = 0.0, True
+    for place in range(len(kept) - min(len(continuation), len(kept) - 1), len(kept)):
+        total += logits[place - 1, kept[place]].item()
+        greedy = greedy and int(logits[place - 1].argmax()) == kept[place]
+    return total, greedy
+
+
+def test_log_likelihoods_are_those_of_a_plain_sum(model):
+    rng = random.Random(0)
+    pairs = [
+        (
+            bytes(rng.choices(range(97, 123), k=rng.randint(0, 150))),
+            bytes(rng.choices(range(97, 123), k=rng.randint(1, 20))),
+        )
+        for _ in range(60)
+    ] + [(b"", b"x"), (b"a" * 300, b"b"), (b"a", b"b" * 96), (b"a", b"b" * 130)]
+    counted = []
+    asked = Asked(model.eval(), ByteTokenizer(), count=lambda *count: counted.append(count))
+    found = asked.loglikelihood([request(c.decode(), t.decode()) for c, t in pairs])
+    for (context, continuation), (value, greedy) in zip(pairs, found, strict=True):
+        wanted, is_greedy = plain(model, context, continuation)
+        assert value == pytest.approx(wanted, abs=1e-3)
+        assert greedy is is_greedy
+    assert asked.requests == len(pairs)
+    assert asked.cut == sum(len(c or b"\0") + len(t) > CONTEXT + 1 for c, t in pairs) > 2
+    assert counted[-1] == (len(pairs), len(pairs))
+
+
+def test_how_requests_are_batched_changes_nothing(model, monkeypatch):
+    rng = random.Random(1)
+    requests = [request("a" * rng.randint(1, 60), "b" * rng.randint(1, 9)) for _ in range(30)]
+    found = Asked(model.eval(), ByteTokenizer()).loglikelihood(requests)
+    monkeypatch.setattr(lm_eval, "batches", lambda lengths: [[i] for i in range(len(lengths))])
+    alone = Asked(model, ByteTokenizer()).loglikelihood(requests)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in alone]
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in alone], abs=1e-3)
+
+
+def test_batches_are_full_and_the_longest_come_first():
+    lengths = [3, 50, 2, 40, 41, 7, 200]
+    assert batches(lengths, 100) == [[6], [1, 4], [3, 5], [0, 2]]
+    assert sorted(i for batch in batches(lengths) for i in batch) == list(range(7))
+
+
+@torch.no_grad()
+def greedy_text(model: DecoderLM, context: bytes, n: int) -> bytes:
+    tokens = list(context)
+    for _ in range(n):
+        tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return bytes(tokens[len(context) :])
+
+
+def test_the_greedy_flag_and_greedy_texts(model):
+    text = greedy_text(model.eval(), b"weights", 12)
+    asked = Asked(model, ByteTokenizer())
+    shown = text.decode(errors="replace")
+    if "\ufffd" not in shown:
+        (_, greedy), (_, other) = asked.loglikelihood([request("weights", shown), request("weights", shown[:-1] + "~")])
+        assert (greedy, other) == (True, shown.endswith("~"))
+    (whole,) = asked.generate_until([request("weights", {"until": [], "max_gen_toks": 12})])
+    assert whole == shown
+    (none,) = asked.generate_until([request("weights", {"until": shown[:1], "max_gen_toks": 12})])
+    assert none == ""
+    (part,) = asked.generate_until([request("weights", {"until": [shown[5:7]], "max_gen_toks": 12})])
+    assert part == shown[: shown.index(shown[5:7])]
+    before = asked.cut
+    (long,) = asked.generate_until([request("a" * 500, {"until": [], "max_gen_toks": 4})])
+    assert long == greedy_text(model, b"a" * (CONTEXT - 4), 4).decode(errors="replace")
+    assert asked.cut == before + 1
+
+
+def rolling(model: DecoderLM, text: bytes) -> float:
+    """Of a whole text: windows of CONTEXT tokens behind the token before each, the last filled up from before it."""
+    total = 0.0
+    for at in range(0, len(text), CONTEXT):
+        end = min(at + CONTEXT, len(text))
+        before = text[max(0, end - CONTEXT - 1) : at] if at else b""
+        total += plain(model, before, text[at:end])[0]
+    return total
+
+
+@pytest.mark.parametrize("length", [0, 1, CONTEXT - 1, CONTEXT, CONTEXT + 1, 3 * CONTEXT + 5])
+def test_rolling_windows_count_each_token_once(model, length):
+    text = bytes(random.Random(length).choices(range(97, 123), k=length))
+    (found,) = Asked(model.eval(), ByteTokenizer()).loglikelihood_rolling([request(text.decode())])
+    wanted = rolling(model, text)
+    assert found == pytest.approx(wanted, abs=1e-3)
+
+
+def test_the_prefix_token_is_the_one_that_begins_documents(model):
+    class Begun(ByteTokenizer):
+        begin = 1
+
+    asked = Asked(model.eval(), Begun())
+    assert (asked.prefix_token_id, asked.eot_token_id) == (1, 0)
+    (found,) = asked.loglikelihood([request("", "x")])
+    with torch.no_grad():
+        wanted = model(torch.tensor([[1]]))[0, 0].log_softmax(-1)[ord("x")].item()
+    assert found[0] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_the_nine_tasks_with_their_real_prompts(model, folder):
+    tasks = load_tasks(list(TASKS), find_tasks(list(TASKS), folder))
+    found = benchmark(model, ByteTokenizer(), tasks)
+    assert {column.task for column, _ in found.columns()} == {*TASKS}
+    assert len(found.columns()) == len(COLUMNS)
+    assert found.versions == {
+        "wikitext": "2.0", "lambada_openai": "1.0", "piqa": "1.0", "hellaswag": "1.0", "winogrande": "1.0",
+        "arc_easy": "1.0", "arc_challenge": "1.0", "social_iqa": "0.0", "boolq": "2.0",
+    }  # fmt: skip
+    assert found.samples == {task: len(questions) for task, questions in QUESTIONS.items()}
+    facts = found.facts
+    assert facts["prefix_token"] == {"id": 0, "text": "\0"}
+    assert facts["context_length"] == CONTEXT
+    assert facts["requests_cut_on_the_left"] > 0  # the passages
+    scores = found.scores
+
+    def total(context: str, continuation: str) -> float:
+        return plain(model, context.encode(), continuation.encode())[0]
+
+    # Of words, not of tokens: exp(-sum / words), words counted in the raw page.
+    (page,) = (question["page"] for question in QUESTIONS["wikitext"])
+    rolled = rolling(model, tasks[0].doc_to_target({"page": page}).encode())
+    words = len(re.split(r"\s+", page))
+    assert scores["wikitext", "word_perplexity"] == pytest.approx(math.exp(-rolled / words), rel=1e-3)
+    assert math.log(scores["wikitext", "byte_perplexity"]) == pytest.approx(-rolled / len(page.encode()), rel=1e-4)
+    lambada = [total(text.rpartition(" ")[0], " " + text.rpartition(" ")[2]) for text in
+               (question["text"] for question in QUESTIONS["lambada_openai"])]  # fmt: skip
+    assert scores["lambada_openai", "perplexity"] == pytest.approx(math.exp(-sum(lambada) / 2), rel=1e-3)
+    # hellaswag's acc_norm divides by the length of an ending, piqa's acc does not.
+    endings = ["stops . there", "sees (it)", "is a sink", "ends"]
+    by_length = [total("Attending: A head attends. Then it", f" {x}") / len(x) for x in endings]
+    assert scores["hellaswag", "acc_norm"] == (by_length.index(max(by_length)) == 1)
+    prompt = "Question: Cut a weight.\nAnswer:"
+    by_sum = [total(prompt, f" {QUESTIONS['piqa'][0][name]}") for name in ("sol1", "sol2")]
+    assert scores["piqa", "acc"] == (by_sum[0] > by_sum[1])
+    wino = [total(f"The {x}", " was cut.") for x in ("weight", "head")]
+    assert scores["winogrande", "acc"] == (wino[0] > wino[1])
+    assert found.average == pytest.approx(
+        sum(scores[column.task, column.metric] for column in COLUMNS if column.is_accuracy) / 8
+    )
+    assert found.metrics()["lm-eval/average"] == found.average
+    assert found.error(COLUMNS[-1]) == pytest.approx(
+        math.sqrt(scores["boolq", "acc"] * (1 - scores["boolq", "acc"]) / 2)
+    )
+    assert benchmark(model, ByteTokenizer(), tasks, limit=1).samples["boolq"] == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "mean"),
+    [
+        ("30.76 62.98 34.76 50.53 45.21 24.05 36.81 58.24", 42.92),
+        ("34.11 63.08 38.12 51.60 55.28 26.77 34.89 59.54", 45.42),
+        ("28.73 64.05 35.96 50.00 54.19 24.29 37.13 58.39", 44.09),
+        ("32.80 65.94 38.99 50.12 59.68 28.24 38.69 60.55", 46.88),
+        ("34.98 64.73 39.61 51.85 55.60 28.14 34.52 59.99", 46.18),  # printed as 46.17
+    ],
+)
+def test_the_average_is_that_of_the_published_tables(row, mean):
+    wanted = [(column.task, column.metric) for column in COLUMNS if column.is_accuracy]
+    scores = dict(zip(wanted, map(float, row.split()), strict=True))
+    found = average(scores)
+    assert found is not None
+    assert abs(found - mean) <= 0.00501
+    assert average(dict.fromkeys(wanted[1:], 1.0)) is None
+
+
+# The command
+
+
+@pytest.fixture
+def checkpoint(runs: Path) -> Iterator[Path]:
+    """Of a run that MLflow knows."""
+    run_folder = runs / "train-x" / "abc"
+    run_folder.mkdir(parents=True)
+    tracker = Tracker(default_uri(runs), runs, "train-x")
+    (run_folder / "mlflow_run_id").write_text(tracker.begin("x", {"kind": "run", "cell": "abc"}))
+    return save(config(), run_folder / "final.ckpt")
+
+
+def test_the_command_prints_writes_and_logs(checkpoint, folder, runs, tmp_path, capsys):
+    out = tmp_path / "scores.json"
+    assert main(["lm-eval", str(checkpoint), "--task-folder", str(folder), "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    known = json.loads(out.read_text())
+    for column in COLUMNS:
+        value = known["tasks"][column.task]["metrics"][column.metric]
+        assert f"{column.title:9} {column.task:15} {column.metric:16} {value:10.4f}" in printed
+    assert f"{known['average']:.4f}            of the eight accuracies" in printed
+    assert "prefix token '\\x00' (0)" in printed
+    assert known["harness"] == "lm_eval 0.4.13"
+    assert [column["title"] for column in known["columns"]] == [column.title for column in COLUMNS]
+    assert known["columns"][0]["standard_error"] is None
+    assert known["columns"][-1]["standard_error"] is not None
+    assert known["checkpoint"] == str(checkpoint)
+    assert known["environment"]["git_sha"]
+    run_id = (checkpoint.parent / "mlflow_run_id").read_text()
+    assert f"logged to MLflow with run {run_id}" in printed
+    tracker = Tracker(default_uri(runs), runs, "train-x")
+    (tracked,) = tracker.find({"cell": "abc"})
+    assert tracked.metrics["lm-eval/average"] == known["average"]
+    assert tracked.metrics["lm-eval/wikitext/word_perplexity"] == pytest.approx(
+        known["tasks"]["wikitext"]["metrics"]["word_perplexity"]
+    )
+    assert json.loads(tracker.read_text(run_id, "lm-eval.json"))["average"] == known["average"]
+
+
+def test_a_limit_is_not_logged_and_a_checkpoint_elsewhere_has_no_run(checkpoint, folder, tmp_path, capsys):
+    assert main(["lm-eval", str(checkpoint), "--task-folder", str(folder), "--tasks", "boolq", "--limit", "2"]) == 0
+    assert "not logged to MLflow: with --limit" in capsys.readouterr().out
+    moved = checkpoint.rename(tmp_path / "moved.ckpt")
+    assert main(["lm-eval", str(moved), "--task-folder", str(folder), "--tasks", "boolq"]) == 0
+    assert "not logged to MLflow: no run is known in" in capsys.readouterr().out
+
+
+def test_learned_positions_end_where_the_context_does(folder, tmp_path):
+    path = save(config(position=LearnedAbsolute()), tmp_path / "final.ckpt")
+    assert main(["lm-eval", str(path), "--task-folder", str(folder), "--tasks", "boolq,wikitext"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (["--tasks", "pika"], "--tasks pika: no such task; known are wikitext, lambada_openai, piqa"),
+        (["--tasks", "piqa"], "--tasks piqa: its data cannot be had ("),
+        (["--limit", "0"], "'0': must be a whole number of at least 1"),
+        (["--tasks", ""], "must be names separated by commas"),
+        (["--out", "x.txt"], "must end in .json"),
+        (["--out", "/proc/none/x.json"], "--out '/proc/none': nothing can be written there"),
+    ],
+)
+def test_a_mistake_is_one_line_and_creates_nothing(checkpoint, runs, more, line, capsys):
+    before = sorted(runs.rglob("*"))
+    try:
+        status = main(["lm-eval", str(checkpoint), *more])
+    except SystemExit as stop:  # argparse's own
+        status = stop.code
+    error = capsys.readouterr().err.splitlines()
+    assert status == 2
+    assert line in error[-1]
+    assert len(error) == 1
+    assert sorted(runs.rglob("*")) == before
+
+
+def test_a_model_of_no_text_is_one_line(tmp_path, capsys):
+    source = Backcopy().load()
+    cfg = config(Backcopy())
+    path = save(cfg, tmp_path / "final.ckpt", source.vocab_size, source.context_length)
+    assert main(["lm-eval", str(path), "--tasks", "piqa"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "its data (Backcopy) are no text" in line
+
+
+def test_a_tokenizer_that_is_gone_or_another_is_one_line(tmp_path, capsys):
+    path = save(config(Text("x", tokenizer=str(tmp_path / "gone.json"))), tmp_path / "final.ckpt")
+    assert main(["lm-eval", str(path), "--tasks", "piqa"]) == 2
+    assert "gone.json': is not a JSON file of the tokenizers library (No such file" in capsys.readouterr().err
+    path = save(config(Text("x")), tmp_path / "other.ckpt", vocab_size=300)
+    assert main(["lm-eval", str(path), "--tasks", "piqa"]) == 2
+    assert "reads 300 tokens, and its tokenizer has 256 now" in capsys.readouterr().err
+
+
+def test_without_the_package_it_says_what_brings_it(checkpoint, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "lit_lazy.measure.lm_eval")
+    assert main(["lm-eval", str(checkpoint)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "lm-eval needs the package lm_eval; pip install 'lit-lazy[lm-eval]'" in line

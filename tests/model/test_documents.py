@@ -1,0 +1,156 @@
+"""Packed documents with a mask: each token's logits, loss and metrics are those of its document alone."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lit_lazy.attention import (
+    Alibi,
+    AttentionSpec,
+    ClippedSoftmax,
+    Differential,
+    Elastic,
+    LearnedAbsolute,
+    LearnedBias,
+    NoBias,
+    NoPosition,
+    OutputGate,
+    Rope,
+    Softmax,
+    SSMax,
+)
+from lit_lazy.config import ModelConfig, RunConfig, TrainConfig
+from lit_lazy.data.base import DataSource, DocumentDataset
+from lit_lazy.data.text import Text
+from lit_lazy.measure.evaluation import evaluate
+from lit_lazy.model.decoder import DecoderLM, boundaries
+from lit_lazy.model.loss import token_nll
+from lit_lazy.training.module import LitLM
+from lit_lazy.training.run import run
+
+VOCABULARY, L = 37, 24
+LENGTHS = ((5, 1, 18), (24,), (1, 2, 3, 4, 14))
+"""Of the documents in each of three windows."""
+VARIANTS = {
+    "softmax": (AttentionSpec(), Rope()),
+    "softmax with a bias": (AttentionSpec(Softmax(), LearnedBias(9, init_std=0.5)), Rope()),
+    "elastic": (AttentionSpec(Elastic(), LearnedBias(init_std=0.5)), Rope()),
+    "elastic by token, windowed": (AttentionSpec(Elastic(threshold="per_token"), Alibi(), window=4), NoPosition()),
+    "elastic renormalised": (AttentionSpec(Elastic(renormalise=True), gate=OutputGate()), LearnedAbsolute()),
+    "clipped": (AttentionSpec(ClippedSoftmax(alpha=0.5), LearnedBias(init_std=0.5)), Rope()),
+    "ssmax": (AttentionSpec(SSMax(), NoBias(), window=6), Rope()),
+    "differential": (AttentionSpec(Differential()), Rope()),
+}
+
+
+def places() -> torch.Tensor:
+    return torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in LENGTHS])
+
+
+def model(spec, position, dtype=torch.float64) -> DecoderLM:
+    cfg = ModelConfig(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=48, attention=spec, position=position)
+    made = DecoderLM(cfg, VOCABULARY, L, seed=1).to(dtype)
+    for name, parameter in made.named_parameters():
+        if name.endswith("tau"):
+            torch.nn.init.uniform_(parameter, -0.2, 0.9, generator=torch.Generator().manual_seed(2))
+    return made
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(VOCABULARY, (len(LENGTHS), L + 1), generator=torch.Generator().manual_seed(0))
+
+
+def alone(made: DecoderLM, sequences: torch.Tensor):
+    """Logits `[B, L, V]` and stats, each document by itself."""
+    logits, stats = [], []
+    for row, lengths in zip(sequences, LENGTHS, strict=True):
+        parts = [made.hidden_with_stats(document[None]) for document in row.split(lengths)]
+        logits.append(torch.cat([found for found, _ in parts], 1))
+        stats.append(
+            [
+                [torch.cat(field, -1) for field in zip(*layer, strict=True)]
+                for layer in zip(*(s for _, s in parts), strict=True)
+            ]
+        )
+    return made.head(torch.cat(logits)), stats
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_packed_with_a_mask_is_each_document_alone(name):
+    made = model(*VARIANTS[name])
+    sequences = tokens()[:, :-1]
+    expected, by_row = alone(made, sequences)
+    found = made(sequences, place=places())
+    assert (found - expected).abs().max() < 1e-12
+    again, stats = made.hidden_with_stats(sequences, places())
+    assert (made.head(again) - expected).abs().max() < 1e-12
+    for layer, found_stats in enumerate(stats):
+        for row, wanted in enumerate(by_row):
+            for x, y in zip(found_stats, wanted[layer], strict=True):
+                assert (x[row] - y[0]).abs().max() < 1e-12
+    assert (made(sequences) - expected).abs().max() > 1e-3  # the mask does something
+    gradients = []
+    for logits in (found, expected):
+        made.zero_grad()
+        (logits.sin() * torch.linspace(-1, 1, logits.numel()).view(logits.shape)).sum().backward()
+        gradients.append({n: p.grad.clone() for n, p in made.named_parameters() if p.grad is not None})
+    for parameter, gradient in gradients[0].items():
+        assert (gradient - gradients[1][parameter]).abs().max() < 1e-10 * (1 + gradient.abs().max()), parameter
+
+
+def test_one_document_a_window_changes_no_bit():
+    made = model(AttentionSpec(Elastic(), LearnedBias()), Rope(), torch.float32)
+    sequences = tokens()[1:2, :-1]
+    assert torch.equal(made(sequences), made(sequences, place=torch.arange(L)[None]))
+
+
+def test_boundaries():
+    assert boundaries(places()).tolist() == [0, 5, 6, 24, 48, 49, 51, 54, 58, 72]
+    assert boundaries(places()).dtype == torch.int32
+
+
+def source() -> DataSource:
+    sequences = tokens()
+    ends = torch.cumsum(torch.tensor([n for lengths in LENGTHS for n in lengths]), 0).numpy()
+    data = DocumentDataset(sequences, torch.arange(0, 3 * L, L).numpy(), ends)
+    return DataSource("x", VOCABULARY, L, "x", {}, data, data)
+
+
+def test_evaluation_and_training_use_the_mask():
+    made, train = model(*VARIANTS["elastic"]), TrainConfig(batch_size=2)
+    data = source()
+    batch = data.train.__getitems__([0, 1, 2])
+    assert torch.equal(batch["place"], places())
+    logits, by_row = alone(made, batch["tokens"])
+    nll = token_nll(logits, batch["targets"]).double()
+    found = evaluate(made, data, train)
+    assert found["loss/val"] == pytest.approx(nll.mean().item(), rel=1e-6)
+    late = places() >= 7
+    first = [layer[2][0][:, late[row]] for row, layers in enumerate(by_row) for layer in layers]
+    assert found["sink/first_key_weight"] == pytest.approx(torch.cat(first, -1).mean().item(), rel=1e-6)
+    zeros = sum(layer[3].sum().item() for layers in by_row for layer in layers)
+    visible = (places() + 1).sum().item() * 2 * 4  # layers, heads
+    assert found["sparsity/zero"] == pytest.approx(zeros / visible, rel=1e-6)
+
+    cfg = RunConfig(Text(), ModelConfig(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=48), train)
+    module = LitLM.create(cfg, VOCABULARY, L)
+    module.model = made
+    module._trainer = SimpleNamespace(global_step=0)
+    assert module.training_step(batch, 0).item() == pytest.approx(nll.mean().item(), rel=1e-6)
+
+
+def test_a_training_with_a_mask_learns_and_repeats_to_the_same_bits(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "{i} {"abcdefgh" * (i % 9)}"}}\n' for i in range(300)))
+    data = Text(str(tmp_path / "texts.jsonl"), context_length=L, validation_windows=8, document_mask=True)
+    cfg = RunConfig(
+        data,
+        ModelConfig(d_model=16, n_layers=1, n_heads=2, d_ff=32, attention=AttentionSpec(Elastic(), LearnedBias())),
+        TrainConfig(steps=12, batch_size=8, warmup_steps=2, val_every=3, checkpoint_every=3, log_every=2),
+    )
+    assert "place" in data.load().train[0]
+    found = run(cfg, tmp_path / "one")
+    assert found.metrics["loss/val"] < found.metrics["init/loss/val"]
+    assert found.metrics == run(cfg, tmp_path / "two").metrics

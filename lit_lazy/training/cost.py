@@ -105,7 +105,7 @@ def kept_by_a_block(cfg: ModelConfig, context_length: int, bf16: bool) -> tuple[
             torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
             torch.autocast("cpu", torch.bfloat16, enabled=bf16),
         ):
-            block(x, rotation(length, 0), None, False, None)
+            block(x, rotation(length, 0), None, False, None, None)
         return sum(storage.nbytes() for storage in storages.values())
 
     long = min(context_length, LOOKED_AT)

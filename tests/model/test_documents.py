@@ -125,7 +125,7 @@ def test_evaluation_and_training_use_the_mask():
     assert torch.equal(batch["place"], places())
     logits, by_row = alone(made, batch["tokens"])
     nll = token_nll(logits, batch["targets"]).double()
-    found = evaluate(made, data, train)
+    found = evaluate(made, data, train.precision, train.batch_size)
     assert found["loss/val"] == pytest.approx(nll.mean().item(), rel=1e-6)
     late = places() >= 7
     first = [layer[2][0][:, late[row]] for row, layers in enumerate(by_row) for layer in layers]

@@ -14,9 +14,10 @@ from filelock import FileLock
 from mistakes import place
 from mlflow_server import mlflow_server
 from postgres import postgres_server
+from task_files import offline, task_folder
 from torch_alone import torch_site
 
-__all__ = ["mlflow_server", "place", "postgres_server", "torch_site"]
+__all__ = ["mlflow_server", "offline", "place", "postgres_server", "task_folder", "torch_site"]
 
 # Triton decides when a kernel is defined whether it will be interpreted, so this comes before flash_lazy is imported.
 if not torch.cuda.is_available():

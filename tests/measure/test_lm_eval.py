@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import datasets
 import lightning as L
-import lm_eval as harness
 import pytest
 import torch
-import yaml
+from task_files import QUESTIONS
 
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedAbsolute, LearnedBias, Rope
 from lit_lazy.command.main import main
@@ -31,57 +29,7 @@ from lit_lazy.training.checkpoints import AtomicCheckpointIO
 from lit_lazy.training.module import LitLM
 
 CONTEXT = 96
-SHIPPED = Path(harness.__file__).parent / "tasks"
-FILES = {
-    "wikitext": "wikitext/wikitext.yaml",
-    "lambada_openai": "lambada/lambada_openai.yaml",
-    "piqa": "piqa/piqa.yaml",
-    "hellaswag": "hellaswag/hellaswag.yaml",
-    "winogrande": "winogrande/default.yaml",
-    "arc_easy": "arc/arc_easy.yaml",
-    "arc_challenge": "arc/arc_challenge.yaml",
-    "social_iqa": "siqa/siqa.yaml",
-    "boolq": "super_glue/boolq/default.yaml",
-}
-QUESTIONS = {
-    "wikitext": [{"page": " = Sinks = \n\n A head @-@ wide sink , of 1 @,@ 000 tokens . " + "It was seen . " * 20}],
-    "lambada_openai": [{"text": "the first key is a sink"}, {"text": "weights that are cut are cut"}],
-    "piqa": [{"goal": "Cut a weight.", "sol1": "Subtract tau.", "sol2": "Add a very large number.", "label": 0}],
-    "hellaswag": [
-        {"ctx_a": "A head attends.", "ctx_b": "then it", "activity_label": "Attending", "label": "1",
-         "endings": ["stops [title] there", "sees (it)", "is a sink", "ends"]},
-    ],
-    "winogrande": [{"sentence": "The _ was cut.", "option1": "weight", "option2": "head", "answer": "1"}] * 2,
-    "arc_easy": [{"question": "What is cut?", "choices": {"text": ["A", "weights", "C"], "label": ["A", "B", "C"]},
-                  "answerKey": "B"}],
-    "arc_challenge": [{"question": "Why?", "choices": {"text": ["so", "because", "x"], "label": ["1", "2", "3"]},
-                       "answerKey": "3"}],
-    "social_iqa": [{"context": "Kay cut a weight.", "question": "Why?", "answerA": "to see", "answerB": "x",
-                    "answerC": "no reason", "label": "2"}],
-    "boolq": [{"passage": "A sink " * 30, "question": "is it a sink", "label": label} for label in (0, 1, 1)],
-}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Task files that are the shipped ones but for their data, which lie beside them."""
-    root = tmp_path / "tasks"
-    root.mkdir()
-    for task, file in FILES.items():
-        data = root / f"{task}.jsonl"
-        data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS[task]))
-        split = "test" if task in ("wikitext", "lambada_openai", "arc_easy", "arc_challenge") else "validation"
-        content = {"include": str(SHIPPED / file), "task": task, "dataset_path": "json", "dataset_name": None}
-        content |= {"dataset_kwargs": {"data_files": {split: str(data)}}, "training_split": None}
-        content |= {"validation_split": None} if split == "test" else {}
-        (root / f"{task}.yaml").write_text(yaml.safe_dump(content))
-    return root
+pytestmark = pytest.mark.usefixtures("offline")
 
 
 def config(data=None, **model) -> RunConfig:
@@ -221,8 +169,8 @@ def test_the_prefix_token_is_the_one_that_begins_documents(model):
     assert found[0] == pytest.approx(wanted, abs=1e-4)
 
 
-def test_the_nine_tasks_with_their_real_prompts(model, folder):
-    tasks = load_tasks(list(TASKS), find_tasks(list(TASKS), folder))
+def test_the_nine_tasks_with_their_real_prompts(model, task_folder):
+    tasks = load_tasks(list(TASKS), find_tasks(list(TASKS), task_folder))
     found = benchmark(model, ByteTokenizer(), tasks)
     assert {column.task for column, _ in found.columns()} == {*TASKS}
     assert len(found.columns()) == len(COLUMNS)
@@ -300,9 +248,9 @@ def checkpoint(runs: Path) -> Iterator[Path]:
     return save(config(), run_folder / "final.ckpt")
 
 
-def test_the_command_prints_writes_and_logs(checkpoint, folder, runs, tmp_path, capsys):
+def test_the_command_prints_writes_and_logs(checkpoint, task_folder, runs, tmp_path, capsys):
     out = tmp_path / "scores.json"
-    assert main(["lm-eval", str(checkpoint), "--task-folder", str(folder), "--out", str(out)]) == 0
+    assert main(["lm-eval", str(checkpoint), "--task-folder", str(task_folder), "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     known = json.loads(out.read_text())
     for column in COLUMNS:
@@ -327,17 +275,19 @@ def test_the_command_prints_writes_and_logs(checkpoint, folder, runs, tmp_path, 
     assert json.loads(tracker.read_text(run_id, "lm-eval.json"))["average"] == known["average"]
 
 
-def test_a_limit_is_not_logged_and_a_checkpoint_elsewhere_has_no_run(checkpoint, folder, tmp_path, capsys):
-    assert main(["lm-eval", str(checkpoint), "--task-folder", str(folder), "--tasks", "boolq", "--limit", "2"]) == 0
+def test_a_limit_is_not_logged_and_a_checkpoint_elsewhere_has_no_run(checkpoint, task_folder, tmp_path, capsys):
+    assert (
+        main(["lm-eval", str(checkpoint), "--task-folder", str(task_folder), "--tasks", "boolq", "--limit", "2"]) == 0
+    )
     assert "not logged to MLflow: with --limit" in capsys.readouterr().out
     moved = checkpoint.rename(tmp_path / "moved.ckpt")
-    assert main(["lm-eval", str(moved), "--task-folder", str(folder), "--tasks", "boolq"]) == 0
+    assert main(["lm-eval", str(moved), "--task-folder", str(task_folder), "--tasks", "boolq"]) == 0
     assert "not logged to MLflow: no run is known in" in capsys.readouterr().out
 
 
-def test_learned_positions_end_where_the_context_does(folder, tmp_path):
+def test_learned_positions_end_where_the_context_does(task_folder, tmp_path):
     path = save(config(position=LearnedAbsolute()), tmp_path / "final.ckpt")
-    assert main(["lm-eval", str(path), "--task-folder", str(folder), "--tasks", "boolq,wikitext"]) == 0
+    assert main(["lm-eval", str(path), "--task-folder", str(task_folder), "--tasks", "boolq,wikitext"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from lit_lazy.data.text import Text
 from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.model.decoder import DecoderLM, boundaries
 from lit_lazy.model.loss import token_nll
+from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.run import run
 
@@ -137,6 +138,7 @@ def test_evaluation_and_training_use_the_mask():
     cfg = RunConfig(Text(), ModelConfig(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=48), train)
     module = LitLM.create(cfg, VOCABULARY, L)
     module.model = made
+    module.execute(ONE_DEVICE)
     module._trainer = SimpleNamespace(global_step=0)
     assert module.training_step(batch, 0).item() == pytest.approx(nll.mean().item(), rel=1e-6)
 

@@ -44,7 +44,7 @@ ABLATIONS = [
     if not hasattr(load_module(path), "search")
 ]
 SHIPPED = EXPERIMENTS | {
-    f"{ablation.name}: {row.name}": replace_at(EXPERIMENTS[ablation.base], {**ablation.common, **row.changes})
+    f"{ablation.name}: {row.name}": row.on(replace_at(EXPERIMENTS[ablation.base], ablation.common))
     for ablation in ABLATIONS
     for row in ablation.all_rows
 }

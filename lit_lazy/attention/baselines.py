@@ -179,7 +179,7 @@ class _GatedDeltaNet(RecurrentModule):
         _, g = self.decay(self.dt(x))
         out = gated_delta(q, k, v, g, torch.sigmoid(self.beta(x)), cache)
         gate = F.silu(self.gate(x)).unflatten(-1, (self.n_heads, -1))
-        return self.out((self.norm(out) * gate).flatten(2))
+        return self.out((self.norm(out.to(self.norm.weight.dtype)) * gate).flatten(2))
 
 
 def state_flops(n_heads: int, keys: int, values: int, products: int) -> int:

@@ -24,6 +24,7 @@ from lit_lazy.attention import (
     Normaliser,
     OutputGate,
     Position,
+    SelfAttention,
     Softmax,
     T5Bias,
 )
@@ -52,6 +53,11 @@ BASE = RunConfig(
     Backcopy(),
     ModelConfig(n_heads=2, attention=AttentionSpec(Elastic(), LearnedBias(length=9), window=5)),
 )
+
+
+@dataclass(frozen=True)
+class OwnAttention(SelfAttention):
+    """A user's own mixer that attends."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +200,7 @@ class TestCellKey:
         "model.attention.normaliser": Softmax(),
         "model.attention.bias": T5Bias(),
         "model.attention.gate": OutputGate(),
+        "model.mixer": OwnAttention(),
     }
 
     @pytest.mark.parametrize("path", CHANGES)

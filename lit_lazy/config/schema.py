@@ -80,15 +80,13 @@ class ModelConfig:
 
     def _check_without_attention(self) -> None:
         """Raise ValueError where a setting of attention would be without effect."""
-        without = {"attention": AttentionSpec(), "n_kv_heads": None, "backend": "auto"}
-        for name, default in without.items():
-            value, mixer = getattr(self, name), type(self.mixer).__name__
-            require(
-                value == default,
-                f"model.{name}",
-                value,
-                f"has no effect in model.mixer={mixer}, which has no attention; leave one of the two out",
-            )
+        fix = f"has no effect in model.mixer={type(self.mixer).__name__}, without attention; leave one of the two out"
+        default = AttentionSpec()
+        for part in dataclasses.fields(default):
+            value = getattr(self.attention, part.name)
+            require(value == getattr(default, part.name), f"model.attention.{part.name}", value, fix)
+        require(self.n_kv_heads is None, "model.n_kv_heads", self.n_kv_heads, fix)
+        require(self.backend == "auto", "model.backend", self.backend, fix)
 
     @property
     def kv_heads(self) -> int:

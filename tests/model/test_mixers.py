@@ -17,6 +17,7 @@ from lit_lazy.attention import (
     Mixer,
     NoPosition,
     RetNet,
+    Softmax,
 )
 from lit_lazy.config import ModelConfig, TrainConfig
 from lit_lazy.config.files import available, find, load_experiment
@@ -269,8 +270,9 @@ def test_what_attention_alone_has_is_not_measured():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention": AttentionSpec(Elastic(), LearnedBias())}, "model.attention=AttentionSpec"),
-        ({"attention": AttentionSpec(window=4)}, "model.attention=AttentionSpec"),
+        ({"attention": AttentionSpec(Elastic())}, r"model.attention.normaliser=Elastic\("),
+        ({"attention": AttentionSpec(Softmax(), LearnedBias())}, r"model.attention.bias=LearnedBias\("),
+        ({"attention": AttentionSpec(window=4)}, "model.attention.window=4"),
         ({"n_kv_heads": 1}, "model.n_kv_heads=1"),
         ({"backend": "reference"}, "model.backend='reference'"),
     ],

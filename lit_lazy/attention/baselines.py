@@ -25,6 +25,8 @@ from lit_lazy.attention.recurrence import (
 NORM_EPS = 1e-5
 MOST_HEAD_DIM, MOST_STATE = 64, 128
 """Of Mamba2, as its paper has them."""
+LENGTH_EPS = 1e-6
+"""Beside the square of a query's or key's length, as the authors of Gated DeltaNet have it."""
 KEY_SHARE = 3, 4
 """Width of Gated DeltaNet's keys over that of the residual stream."""
 
@@ -174,12 +176,18 @@ class _GatedDeltaNet(RecurrentModule):
         projected = torch.cat([part(x) for part in (self.q, self.k, self.v)], -1)
         convolved = F.silu(self.convolution(projected, cache)).unflatten(-1, (-1, self.key_dim))
         q, k, v = convolved.split((self.n_heads, self.n_heads, 2 * self.n_heads), 2)
-        q, k = (F.normalize(part, dim=-1, eps=1e-6) for part in (q, k))
+        q, k = (of_length_1(part) for part in (q, k))
         q, v = q / math.sqrt(self.key_dim), v.flatten(2).unflatten(-1, (self.n_heads, -1))
         _, g = self.decay(self.dt(x))
         out = gated_delta(q, k, v, g, torch.sigmoid(self.beta(x)), cache)
         gate = F.silu(self.gate(x)).unflatten(-1, (self.n_heads, -1))
         return self.out((self.norm(out.to(self.norm.weight.dtype)) * gate).flatten(2))
+
+
+def of_length_1(x: Tensor) -> Tensor:
+    """x `[..., D]` over its length, computed in at least float32."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + LENGTH_EPS)).to(x.dtype)
 
 
 def state_flops(n_heads: int, keys: int, values: int, products: int) -> int:

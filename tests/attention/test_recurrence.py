@@ -140,7 +140,7 @@ def of_gated_delta_net(layer, x, _rotate):
         by_heads(convolved(part(x), weight), heads)
         for part, weight in zip((layer.q, layer.k, layer.v), weights, strict=True)
     )
-    q, k = (part / part.norm(dim=-1, keepdim=True) for part in (q, k))
+    q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
     beta = layer.beta(x).sigmoid()
     a = (-layer.decay.A_log.exp() * F.softplus(layer.dt(x) + layer.decay.dt_bias)).exp()
     state, rows = x.new_zeros(len(x), heads, 2 * layer.key_dim, layer.key_dim), []

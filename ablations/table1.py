@@ -21,7 +21,7 @@ from lit_lazy.grid.ablation import Ablation, Row
 from lit_lazy.model.match import matching_d_ff
 from lit_lazy.table.columns import COLUMNS
 
-PAPER = "paper (via review)"
+PAPER, AUTHORS = "paper (via review)", "authors' code"
 MIXER, NORMALISER, BIAS = "model.mixer", "model.attention.normaliser", "model.attention.bias"
 SOFTMAX = {MIXER: SelfAttention(), NORMALISER: Softmax(), BIAS: NoBias()}
 LAZY = SOFTMAX | {NORMALISER: Elastic(), BIAS: LearnedBias()}
@@ -29,7 +29,7 @@ LAZY = SOFTMAX | {NORMALISER: Elastic(), BIAS: LearnedBias()}
 NO_POSITION = {"model.position": NoPosition()}
 
 
-def without_attention(name, mixer, note, **changes) -> Row:
+def without_attention(name, mixer, source, note, **changes) -> Row:
     """A row of a mixer at the softmax row's parameters."""
     changes |= {
         MIXER: mixer,
@@ -42,7 +42,7 @@ def without_attention(name, mixer, note, **changes) -> Row:
     def d_ff(base: RunConfig) -> int:
         return matching_d_ff(replace_at(base, changes).model, like=replace_at(base, SOFTMAX).model)
 
-    return Row(name, changes | {"model.d_ff": d_ff}, PAPER, note=f"{note}; d_ff narrower, for softmax's parameters")
+    return Row(name, changes | {"model.d_ff": d_ff}, source, note=f"{note}; d_ff narrower, for softmax's parameters")
 
 
 ablation = Ablation(
@@ -53,8 +53,8 @@ ablation = Ablation(
     rows=(
         Row("softmax", SOFTMAX, PAPER, note="RoPE: Transformer++"),
         Row("lazy", LAZY, PAPER, note="RoPE + learned bias + elastic, tau_init 1, per_query"),
-        without_attention("RetNet", RetNet(), "RoPE, values twice as wide, swish gate"),
-        without_attention("Mamba2", Mamba2(), "expansion 2, short convolution", **NO_POSITION),
-        without_attention("Gated DeltaNet", GatedDeltaNet(), "short convolutions", **NO_POSITION),
+        without_attention("RetNet", RetNet(), PAPER, "RoPE, values twice as wide, swish gate"),
+        without_attention("Mamba2", Mamba2(), PAPER, "expansion 2, short convolution", **NO_POSITION),
+        without_attention("Gated DeltaNet", GatedDeltaNet(), AUTHORS, "short convolutions", **NO_POSITION),
     ),
 )

@@ -145,7 +145,7 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cache:
 def _recur(operation: Operation, cache: RecurrentCache, **inputs: Tensor) -> Tensor:
     v = inputs["v"]
     of_many, of_one = (_kernels if v.is_cuda else _plain_functions)(operation)
-    recur = of_one if v.shape[1] == 1 else of_many
+    recur = of_one if cache.kept and v.shape[1] == 1 else of_many  # the kernels for one have no gradients
     with torch.autocast(v.device.type, enabled=False):
         out, state = recur(**inputs, scale=1.0, initial_state=cache.state, output_final_state=cache.kept)
     cache.state = state

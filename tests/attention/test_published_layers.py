@@ -8,6 +8,7 @@ import torch
 
 from lit_lazy.attention import GatedDeltaNet, LayerShape, Mamba2
 from lit_lazy.attention.initial import SelfInitialised
+from lit_lazy.attention.recurrence import RecurrentCache, _kernels, decayed_sum, gated_delta
 
 pytestmark = pytest.mark.long
 WIDTH, HEADS, LENGTH = 16, 2, 70
@@ -36,6 +37,31 @@ def assert_same(mine, theirs, weights):
             known[name].copy_(weight.reshape(known[name].shape))
         out, wanted = mine(x, lambda heads: heads)[0], theirs(x)
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("recurrence", [decayed_sum, gated_delta])
+def test_the_kernels_for_a_gpu_take_what_is_given(recurrence, monkeypatch):
+    """Their names and arguments; none has been run here."""
+    asked = []
+
+    def kernels(operation):
+        return tuple(map(recorded, _kernels(operation)))
+
+    def recorded(kernel):
+        def run(**arguments):
+            inspect.signature(kernel).bind(**arguments)
+            asked.append(kernel.__name__)
+            return arguments["v"], arguments["initial_state"]
+
+        return run
+
+    monkeypatch.setattr("lit_lazy.attention.recurrence._plain_functions", kernels)
+    x = torch.zeros(1, 3, 2, 4)
+    more = {"beta": x[..., 0]} if recurrence is gated_delta else {}
+    recurrence(x, x, x, x[..., 0], **more, cache=RecurrentCache())
+    recurrence(*(part[:, :1] for part in (x, x, x, x[..., 0], *more.values())), cache=RecurrentCache())
+    name = "gated_delta_rule" if more else "simple_gla"
+    assert asked == [f"chunk_{name}", f"fused_recurrent_{name}"]
 
 
 def test_mamba2():

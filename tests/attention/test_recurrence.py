@@ -63,6 +63,18 @@ def test_a_recurrence_is_its_loop(recurrence):
         assert (a - b).norm() < 1e-5 * b.norm(), name
 
 
+@pytest.mark.parametrize("recurrence", [decayed_sum, gated_delta])
+def test_mixed_precision_does_not_round_a_state(recurrence):
+    given, beta = inputs()
+    given |= {"beta": beta} if recurrence is gated_delta else {}
+    wanted = recurrence(**given, cache=RecurrentCache())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(recurrence(**given, cache=RecurrentCache()), wanted)
+        rounded = recurrence(**given | {"v": given["v"].bfloat16()}, cache=(cache := RecurrentCache()))
+    assert rounded.dtype == torch.bfloat16
+    assert cache.state.dtype == torch.float32
+
+
 @pytest.mark.parametrize("operation", ["simple_gla", "gated_delta_rule"])
 def test_the_loop_is_that_of_the_library(operation):
     given, beta = inputs()

@@ -95,6 +95,7 @@ LONG = {
     "make table2-text",
     "lit-lazy ablate run my_ablation.py",
     "lit-lazy ablate run rivals --base backcopy",
+    "lit-lazy ablate run table1 --base stdlib",
     "lit-lazy ablate run table2_grid --dry-run",
 }
 

@@ -1,9 +1,12 @@
-"""The attention mechanism: specifications, normalisers, biases, gates, positions, and the module that joins them."""
+"""The attention mechanism: specifications, normalisers, biases, gates, positions, the module that joins them; and the
+layers that mix tokens without it."""
 
 from flash_lazy import Rows
+from lit_lazy.attention.baselines import GatedDeltaNet, Mamba2, RetNet
 from lit_lazy.attention.bias import Alibi, Bias, BiasTerms, Fire, KerpleLog, LearnedBias, NoBias, T5Bias
 from lit_lazy.attention.cache import Eviction, LayerCache, StreamingCache
 from lit_lazy.attention.gate import Gate, NoGate, OutputGate, ValueGate
+from lit_lazy.attention.mixer import Cache, Mixer, MixerModule, SelfAttention
 from lit_lazy.attention.module import Attention, AttentionSpec
 from lit_lazy.attention.normaliser import AttentionCall, Elastic, LayerShape, Normaliser, NormaliserModule, Softmax
 from lit_lazy.attention.position import LearnedAbsolute, NoPosition, Position, Rope
@@ -27,6 +30,7 @@ __all__ = [
     "AttentionSpec",
     "Bias",
     "BiasTerms",
+    "Cache",
     "ClippedSoftmax",
     "Differential",
     "Elastic",
@@ -34,11 +38,15 @@ __all__ = [
     "Eviction",
     "Fire",
     "Gate",
+    "GatedDeltaNet",
     "KerpleLog",
     "LayerCache",
     "LayerShape",
     "LearnedAbsolute",
     "LearnedBias",
+    "Mamba2",
+    "Mixer",
+    "MixerModule",
     "NoBias",
     "NoGate",
     "NoPosition",
@@ -48,9 +56,11 @@ __all__ = [
     "OutputGate",
     "Position",
     "Relu",
+    "RetNet",
     "Rope",
     "Rows",
     "SSMax",
+    "SelfAttention",
     "Sigmoid",
     "SinkLogit",
     "Softmax",

@@ -10,6 +10,7 @@ from flash_lazy import Backend, Stats
 from lit_lazy.attention.bias import Bias, NoBias
 from lit_lazy.attention.cache import LayerCache
 from lit_lazy.attention.gate import Gate, NoGate
+from lit_lazy.attention.mixer import MixerModule
 from lit_lazy.attention.normaliser import AttentionCall, LayerShape, Normaliser, NormaliserModule, Softmax
 
 
@@ -31,8 +32,10 @@ class AttentionSpec:
             raise ValueError(f"AttentionSpec.window={self.window}: must be at least 1, or None for no window")
 
 
-class Attention(nn.Module):
+class Attention(MixerModule):
     """Multi-head (or grouped-query) causal self-attention for any specification."""
+
+    attends = True
 
     def __init__(self, spec: AttentionSpec, shape: LayerShape, backend: Backend) -> None:
         super().__init__()
@@ -51,12 +54,21 @@ class Attention(nn.Module):
             raise ValueError(f"{name}.renormalise=True: its weights can be negative, and their sum 0; leave it False")
         self.bias = spec.bias.build(shape.n_heads, shape.context_length)
         self.gate = spec.gate.build(shape)
+        self.rotary_dim = shape.head_dim // self.normaliser.maps
 
     @property
     def backend_name(self) -> str:
         """The implementation that a training step runs where the parameters are: sdpa, chunked, triton, ..."""
         q, k = (self.q.weight.new_empty(1, heads, 1, self.head_dim) for heads in (self.n_heads, self.n_kv_heads))
         return self.normaliser.backend_name(self._call(q, k, k))
+
+    def new_cache(self) -> LayerCache:
+        """Without keys."""
+        return LayerCache()
+
+    def flops_per_token(self, context_length: int) -> int:
+        """Those of causal attention's two products: half of the full square (Chowdhery et al., arXiv 2204.02311)."""
+        return 6 * context_length * self.n_heads * self.head_dim
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
         bias = self.bias(k.shape[2])

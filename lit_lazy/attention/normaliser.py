@@ -27,7 +27,7 @@ Threshold = Literal["per_query", "seq_len", "per_token", "constant"]
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The layer that a normaliser or a gate is built for."""
+    """The layer that a mixer, a normaliser or a gate is built for."""
 
     n_heads: int
     n_kv_heads: int

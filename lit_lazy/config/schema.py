@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flash_lazy import Backend
-from lit_lazy.attention import AttentionSpec, LayerShape, Position, Rope
+from lit_lazy.attention import Attention, AttentionSpec, LayerShape, Mixer, MixerModule, Position, Rope, SelfAttention
 from lit_lazy.config.canonical import leaves
 from lit_lazy.data import DataConfig
 from lit_lazy.support.checks import require, require_whole
@@ -42,6 +42,8 @@ class ModelConfig:
     """Standard deviation of the initial token embeddings, and of a head that is tied to them; None for init_std."""
     backend: Backend = "auto"
     """Implementation of attention; auto picks the fastest and changes nothing beyond rounding."""
+    mixer: Mixer = field(default_factory=SelfAttention)
+    """What mixes the tokens: attention, or a layer that keeps a state in its place."""
 
     def __post_init__(self) -> None:
         for name in ("d_model", "n_layers", "n_heads", "d_ff"):
@@ -73,6 +75,18 @@ class ModelConfig:
         )
         allowed = typing.get_args(Backend)
         require(self.backend in allowed, "model.backend", self.backend, f"must be one of {', '.join(allowed)}")
+        if not self.mixer.attends:
+            self._check_without_attention()
+
+    def _check_without_attention(self) -> None:
+        """Raise ValueError where a setting of attention would be without effect."""
+        fix = f"has no effect in model.mixer={type(self.mixer).__name__}, without attention; leave one of the two out"
+        default = AttentionSpec()
+        for part in dataclasses.fields(default):
+            value = getattr(self.attention, part.name)
+            require(value == getattr(default, part.name), f"model.attention.{part.name}", value, fix)
+        require(self.n_kv_heads is None, "model.n_kv_heads", self.n_kv_heads, fix)
+        require(self.backend == "auto", "model.backend", self.backend, fix)
 
     @property
     def kv_heads(self) -> int:
@@ -85,6 +99,12 @@ class ModelConfig:
         return LayerShape(
             self.n_heads, self.kv_heads, head_dim, self.d_model, context_length, layer, n_layers=self.n_layers
         )
+
+    def build_mixer(self, layer: int, context_length: int) -> MixerModule:
+        """What mixes the tokens of one layer, from 0."""
+        shape = self.layer_shape(layer, context_length)
+        made = self.mixer.build(shape)
+        return Attention(self.attention, shape, self.backend) if made is None else made
 
 
 @dataclass(frozen=True)

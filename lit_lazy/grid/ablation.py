@@ -44,6 +44,7 @@ class Row:
 
     name: str
     changes: Mapping[str, Any]
+    """A value may be a function of the experiment that it is changed in."""
     source: str
     """paper (via review), authors' code, or ours."""
     seeds: tuple[int, ...] | None = None
@@ -52,6 +53,11 @@ class Row:
 
     def __post_init__(self) -> None:
         check_kinds(f"row {described(self.name)}", self)
+
+    def on(self, base: RunConfig) -> RunConfig:
+        """The experiment with the row's changes."""
+        made = {path: value(base) if callable(value) else value for path, value in self.changes.items()}
+        return replace_at(base, made)
 
 
 @dataclass(frozen=True)
@@ -177,7 +183,7 @@ def expand(
     configs: list[tuple[Row, int, RunConfig, str]] = []
     for row, seeds in chosen:
         try:
-            config = replace_at(base, row.changes)
+            config = row.on(base)
             fingerprint = prepare(config).fingerprint
         except ValueError as error:
             raise ValueError(f"row {row.name!r}: {error}") from None
@@ -203,7 +209,7 @@ def definitions(ablation: Ablation, base: RunConfig) -> dict[str, str]:
     found = {}
     for row in ablation.all_rows:
         try:
-            config = replace(replace_at(base, row.changes), seed=0)
+            config = replace(row.on(base), seed=0)
             found[row.name] = cell_key(config, prepare(config).fingerprint)
         except ValueError:
             continue

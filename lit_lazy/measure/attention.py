@@ -57,12 +57,14 @@ class AttentionMetrics:
 
     @classmethod
     def of(
-        cls, attention: Attention, row_groups: Sequence[str] = (), device: torch.device | str = "cpu"
+        cls, attentions: Sequence[Attention], row_groups: Sequence[str] = (), device: torch.device | str = "cpu"
     ) -> "AttentionMetrics":
-        """For a model of layers like this one."""
-        normaliser = attention.normaliser
-        renormalised, window = attention.renormalise, attention.window
-        return cls(row_groups, normaliser.can_zero, renormalised, window, normaliser.signed, device)
+        """For a model of these layers, which are alike. Of a model without attention nothing is defined."""
+        if not attentions:
+            return cls(row_groups, can_zero=False, renormalised=False, device=device)
+        first = attentions[0]
+        rule = first.normaliser
+        return cls(row_groups, rule.can_zero, first.renormalise, first.window, rule.signed, device)
 
     def update(self, stats: Sequence[Stats], rows: Mapping[str, Tensor], place: Tensor | None = None) -> None:
         """Add a batch: one `Stats` of `[B, H, L]` per layer, and each group's rows, bool `[B, L]`.
@@ -90,5 +92,5 @@ class AttentionMetrics:
 
     def compute(self) -> dict[str, float]:
         """The defined ratios by name."""
-        values = {name: ratio.compute().item() for name, ratio in self.ratios.items()}
+        values = {name: ratio.compute().item() for name, ratio in self.ratios.items() if ratio.update_called}
         return {name: value for name, value in values.items() if value == value}

@@ -60,6 +60,8 @@ SCALARS = {
 class Diagnostics:
     """Arrays by name, float32 unless said, of n sequences of T tokens, K = min(8, T).
 
+    Of a model without attention those of heads, biases, evicted keys and maps are absent.
+
     `[layers, H, ...]`, as their metrics define them: `sink/*` (`Sink`, `ValueNorms`), `mass/*` (`Mass`), `sparsity/*`
     (`Sparsity`, `GaussianNull`), `scores/spread` (`ScoreSpread`), `entropy/*` (`Entropy`).
     `[layers + 1]`, of the residual stream after the embedding and after each block: `hidden/*` (`Collapse`, and
@@ -129,8 +131,12 @@ class Maps(NamedTuple):
 
     def check(self, model: DecoderLM, option: str = "Maps.") -> None:
         """Raise ValueError, in one line, where the model has no such layer or head. option: what to call them."""
-        has = {"layers": len(model.blocks), "heads": model.attentions[0].n_heads}
+        heads = model.attentions[0].n_heads if model.attentions else 0
+        has = {"layers": len(model.attentions), "heads": heads}
         for name, chosen in self._asdict().items():
+            if chosen is not None and not model.attentions:
+                given = ",".join(map(str, chosen))
+                raise ValueError(f"{option}{name} {given}: the model has no attention; leave the option out")
             beyond = [index for index in chosen or () if not 0 <= index < has[name]]
             if beyond:
                 raise ValueError(
@@ -179,7 +185,7 @@ def measure(
             part = slice(at, at + max(1, TOKENS_AT_ONCE // length))
             observed.add(tokens[part], targets[part])
         arrays = observed.arrays()
-        if maps is not None:
+        if maps is not None and model.attentions:
             weight, share = arrays["sink/weight"][..., 0], arrays["sink/share"][..., 0]
             chosen = maps.choose(np.where(np.isnan(share), weight, share))
             arrays["maps/heads"] = np.array(chosen, np.int64)
@@ -261,19 +267,17 @@ class _Observed:
         self.model, self.length = model, length
         self.n_layers = len(self.model.blocks)
         device = model.device
-        heads = self.model.attentions[0].n_heads
         of_heads = (Sparsity, Entropy, ScoreSpread, GaussianNull)
-        self.rows = [
-            [Sink(heads, length), Mass(heads, length), *(metric(heads) for metric in of_heads)]
-            for _ in range(self.n_layers)
-        ]
-        self.values = [ValueNorms(heads, length) for _ in range(self.n_layers)]
+        heads = [attention.n_heads for attention in model.attentions]
+        self.rows = [[Sink(n, length), Mass(n, length), *(metric(n) for metric in of_heads)] for n in heads]
+        self.values = [ValueNorms(n, length) for n in heads]
+        self.evicted = EVICTED if model.attentions else 0
         self.hidden = [Collapse() for _ in range(self.n_layers + 1)]
         for metric in chain(*self.rows, self.values, self.hidden):
             metric.to(device)
         wide = {"dtype": torch.float64, "device": device}
         self.gap = torch.zeros(self.n_layers + 1, **wide)
-        self.nll = torch.zeros(1 + EVICTED, length, **wide)
+        self.nll = torch.zeros(1 + self.evicted, length, **wide)
         self.sequences = 0
 
     def add(self, tokens: Tensor, targets: Tensor) -> None:
@@ -287,7 +291,7 @@ class _Observed:
 
         with listening(self.model, self._on_attention, on_hidden):
             self._add_loss(tokens, targets, 0)
-        for evicted in range(1, EVICTED + 1):
+        for evicted in range(1, self.evicted + 1):
             self._add_loss(tokens, targets, evicted)
         self._add_repeated(tokens, last)
 
@@ -299,8 +303,10 @@ class _Observed:
 
     def _add_loss(self, tokens: Tensor, targets: Tensor, evicted: int) -> None:
         """By position, with the first keys hidden. The implementation is the same with none hidden."""
-        seen = torch.ones_like(tokens, dtype=torch.bool)
-        seen[:, :evicted] = False
+        seen = None
+        if self.evicted:
+            seen = torch.ones_like(tokens, dtype=torch.bool)
+            seen[:, :evicted] = False
         nll = token_nll(self.model(tokens, key_mask=seen), targets)
         self.nll[evicted] += nll.double().sum(0)
 
@@ -320,13 +326,14 @@ class _Observed:
         """All arrays but the maps."""
         per_layer = [*zip(*self.rows, strict=True), self.values, self.hidden]
         found: dict[str, Tensor] = {}
-        for metrics in per_layer:
+        for metrics in filter(None, per_layer):
             computed = [metric.compute() for metric in metrics]
             found |= {name: torch.stack([values[name] for values in computed]) for name in computed[0]}
         found["hidden/repeated_gap"] = self.gap / self.sequences
         found["loss/by_position"] = self.nll[0] / self.sequences
-        late = self.nll[:, EVICTION_ROW - 1 :] / self.sequences
-        found["loss/evicted"] = (late[1:] - late[0]).mean(-1)
+        if self.evicted:
+            late = self.nll[:, EVICTION_ROW - 1 :] / self.sequences
+            found["loss/evicted"] = (late[1:] - late[0]).mean(-1)
         found |= self._learned()
         arrays = {name: value.cpu().numpy().astype(np.float32) for name, value in found.items()}
         sample = np.array([self.sequences, self.length, self.n_layers], np.int64)

@@ -17,7 +17,7 @@ NATS_PER_BIT = 0.6931471805599453
 @torch.no_grad()
 def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_size: int) -> dict[str, float]:
     """Final metrics on the whole validation set, where the model is; undefined ones are left out."""
-    attention = AttentionMetrics.of(model.attentions[0], source.row_groups, model.device)
+    attention = AttentionMetrics.of(model.attentions, source.row_groups, model.device)
     losses: dict[str, RatioOfSums] = {}
     was_training = model.training
     model.eval()

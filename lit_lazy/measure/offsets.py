@@ -13,9 +13,11 @@ def taus(model: DecoderLM) -> Tensor | None:
 
     None where the normaliser has no parameter of that name by head.
     """
-    parameters = [dict(layer.normaliser.named_parameters()).get("tau") for layer in model.attentions]
-    heads = model.attentions[0].n_heads
-    found = [whole(tau.detach()) for tau in parameters if tau is not None and tau.dim() in (1, 2) and len(tau) == heads]
+    found = []
+    for layer in model.attentions:
+        tau = dict(layer.normaliser.named_parameters()).get("tau")
+        if tau is not None and tau.dim() in (1, 2) and len(tau) == layer.n_heads:
+            found.append(whole(tau.detach()))
     return torch.stack(found) if found else None
 
 

@@ -1,4 +1,4 @@
-"""The decoder language model: pre-norm blocks of attention and SwiGLU, for any attention specification."""
+"""The decoder language model: pre-norm blocks of attention, or another mixer, and SwiGLU."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from flash_lazy import Stats
-from lit_lazy.attention import Attention, Eviction, LayerCache, StreamingCache
+from lit_lazy.attention import Attention, Cache, Eviction, MixerModule, StreamingCache
 from lit_lazy.attention.initial import SelfInitialised
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.support.errors import one_line
@@ -31,12 +31,13 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, each behind a norm and added to the residual stream."""
+    """Attention, or another mixer, and SwiGLU, each behind a norm and added to the residual stream."""
 
     def __init__(self, cfg: ModelConfig, context_length: int, layer: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(cfg.d_model, eps=NORM_EPS)
-        self.attention = Attention(cfg.attention, cfg.layer_shape(layer, context_length), cfg.backend)
+        # Its name whatever the mixer: initial values and keys of checkpoints go by it.
+        self.attention = cfg.build_mixer(layer, context_length)
         self.mlp_norm = nn.RMSNorm(cfg.d_model, eps=NORM_EPS)
         self.mlp = SwiGLU(cfg.d_model, cfg.d_ff)
 
@@ -44,7 +45,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         rotate: Callable[[Tensor], Tensor],
-        cache: LayerCache | None,
+        cache: Cache | None,
         with_stats: bool,
         key_mask: Tensor | None,
         cu_seqlens: Tensor | None,
@@ -68,8 +69,7 @@ class DecoderLM(nn.Module):
         self.checkpoint_activations = False
         self.embedding = nn.Embedding(vocab_size, cfg.d_model)
         blocks = [Block(cfg, context_length, layer) for layer in range(cfg.n_layers)]
-        head_dim = blocks[0].attention.head_dim // blocks[0].attention.normaliser.maps
-        self.position = cfg.position.build(cfg.d_model, head_dim, context_length)
+        self.position = cfg.position.build(cfg.d_model, blocks[0].attention.rotary_dim, context_length)
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(cfg.d_model, eps=NORM_EPS)
         self.head = nn.Linear(cfg.d_model, vocab_size, bias=False)
@@ -85,16 +85,27 @@ class DecoderLM(nn.Module):
 
     @property
     def attentions(self) -> list[Attention]:
-        """The attention layers, first to last."""
+        """The attention layers, first to last; none where another mixer takes their place."""
+        return [mixer for mixer in self.mixers if mixer.attends]  # type: ignore[misc]
+
+    @property
+    def mixers(self) -> list[MixerModule]:
+        """What mixes the tokens of each layer, first to last."""
         return [block.attention for block in self.blocks]  # type: ignore[union-attr]
 
-    def new_cache(self, eviction: Eviction | None = None) -> list[LayerCache]:
+    def new_cache(self, eviction: Eviction | None = None) -> list[Cache]:
         """An empty cache for decoding, to be passed to every call; with `eviction` one that forgets.
 
-        Raises ValueError where positions are learned: those of tokens that move in the cache are in their keys.
+        Raises ValueError where positions are learned: those of tokens that move in the cache are in their keys. And
+        where a mixer keeps a state in place of keys.
         """
         if eviction is None:
-            return [LayerCache() for _ in self.blocks]
+            return [mixer.new_cache() for mixer in self.mixers]
+        if not self.attentions:
+            raise ValueError(
+                f"model.mixer={type(self.cfg.mixer).__name__}: keeps a state, and no keys that a cache could evict; "
+                "leave eviction out"
+            )
         if not self.position.relative:
             raise ValueError(
                 f"model.position={type(self.cfg.position).__name__}: a cache that evicts moves tokens to other "
@@ -115,7 +126,7 @@ class DecoderLM(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        cache: Sequence[LayerCache] | None = None,
+        cache: Sequence[Cache] | None = None,
         key_mask: Tensor | None = None,
         last_only: bool = False,
         place: Tensor | None = None,
@@ -140,7 +151,7 @@ class DecoderLM(nn.Module):
     def _hidden(
         self,
         tokens: Tensor,
-        cache: Sequence[LayerCache] | None,
+        cache: Sequence[Cache] | None,
         with_stats: bool,
         key_mask: Tensor | None = None,
         place: Tensor | None = None,
@@ -210,12 +221,11 @@ def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]
 
 
 def flops_per_token(model: DecoderLM, context_length: int) -> int:
-    """Training FLOPs per token: 6 per weight that multiplies an activation, and causal attention's two products.
+    """Training FLOPs per token: 6 per weight that multiplies an activation, and what the mixers do beside.
 
-    The attention term is 6 * layers * context * width: half of the full square (Chowdhery et al., arXiv 2204.02311,
+    Of attention that is causal attention's two products, half of the full square (Chowdhery et al., arXiv 2204.02311,
     appendix B), forward and backward. A window is not taken into account, and products that a backend recomputes and
     positional biases are not counted.
     """
     weights = sum(m.weight.numel() for _, m in _matrices(model) if isinstance(m, nn.Linear))
-    width = model.attentions[0].n_heads * model.attentions[0].head_dim
-    return 6 * weights + 6 * len(model.blocks) * context_length * width
+    return 6 * weights + sum(mixer.flops_per_token(context_length) for mixer in model.mixers)

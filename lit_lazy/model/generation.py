@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lit_lazy.attention import Eviction, LayerCache
+from lit_lazy.attention import Cache, Eviction
 from lit_lazy.model.decoder import DecoderLM, parameter_generator
 
 
@@ -89,7 +89,9 @@ class Generation:
         """Whether padding on the left changes nothing; the fused kernels take no mask for it."""
         layers = self.model.attentions
         relative = self.model.position.relative and all(layer.normaliser.relative for layer in layers)
-        return relative and self.eviction is None and all(layer.backend != "triton" for layer in layers)
+        return (
+            bool(layers) and relative and self.eviction is None and all(layer.backend != "triton" for layer in layers)
+        )
 
     @property
     def most_cache_bytes(self) -> int:
@@ -132,7 +134,7 @@ class Generation:
         self.cache_bytes = max(self.cache_bytes, sum(layer.nbytes for layer in cache))
 
     @torch.no_grad()
-    def _read(self, tokens: Tensor, cache: list[LayerCache], mask: Tensor | None) -> Tensor:
+    def _read(self, tokens: Tensor, cache: list[Cache], mask: Tensor | None) -> Tensor:
         """The logits `[B, V]` behind tokens `[B, L]`."""
         device = self.model.device
         mask = None if mask is None else mask.to(device)

@@ -216,9 +216,9 @@ def whole_figures(measured: Diagnostics) -> dict[str, float]:
         own = {name.removeprefix(prefix): x for name, x in measured.arrays.items() if name.startswith(prefix)}
         found |= {prefix + name: value for name, value in lengths.scalars(own).items()}
         for name in ("weight", "share"):
-            first = measured.arrays[f"{prefix}sink/{name}"][..., 0]
-            if np.isfinite(first).any():
-                found[f"{prefix}sink/{name}"] = float(np.nanmean(first, dtype=np.float64))
+            first = measured.arrays.get(f"{prefix}sink/{name}")
+            if first is not None and np.isfinite(first[..., 0]).any():
+                found[f"{prefix}sink/{name}"] = float(np.nanmean(first[..., 0], dtype=np.float64))
     return found
 
 
@@ -242,7 +242,7 @@ def write(
             for prefix, source in sources.items()
         },
         "sequences": int(measured.arrays["sample"][0]),
-        "maps": measured.arrays["maps/heads"].tolist(),
+        "maps": measured.arrays.get("maps/heads", np.empty(0)).tolist(),
         "metrics": dict(metrics),
         "versions": environment(),
     }
@@ -264,15 +264,15 @@ def track(
     request: Request,
 ) -> None:
     """Log a diagnosis as a run of the MLflow experiment `diagnose`."""
-    attention = cfg.model.attention
+    mixer, attention = cfg.model.mixer, cfg.model.attention
+    parts = {"normaliser": attention.normaliser, "bias": attention.bias} if mixer.attends else {"mixer": mixer}
     versions = environment()
     tags = {
         "kind": "diagnose",
         "checkpoint": str(request.checkpoint),
         "seed": str(cfg.seed),
         "git_sha": versions["git_sha"],
-        "normaliser": type(attention.normaliser).__name__,
-        "bias": type(attention.bias).__name__,
+        **{name: type(part).__name__ for name, part in parts.items()},
         "position": type(cfg.model.position).__name__,
     }
     asked = {

@@ -87,8 +87,7 @@ def kept_by_a_block(cfg: ModelConfig, context_length: int, bf16: bool) -> tuple[
     Whatever the number of tokens it keeps, under bf16, its matrices in that type.
     """
     block = Block(dataclasses.replace(cfg, backend="auto"), context_length, layer=0)
-    head_dim = block.attention.head_dim // block.attention.normaliser.maps
-    rotation = cfg.position.build(cfg.d_model, head_dim, context_length).rotation
+    rotation = cfg.position.build(cfg.d_model, block.attention.rotary_dim, context_length).rotation
     own = {tensor.untyped_storage().data_ptr() for tensor in _tensors(block)}
 
     def kept(length: int) -> int:

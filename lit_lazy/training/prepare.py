@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from lit_lazy.attention import Attention
+from lit_lazy.attention import Attention, MixerModule
 from lit_lazy.config.key import content_of
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data import DataConfig, DataSource, TokenDataset
@@ -21,26 +21,47 @@ BYTES_PER_PARAMETER = 16
 """Weight, gradient and AdamW's two moments."""
 BYTES_PER_LAYER = 2**15
 """Of its modules, however few parameters they have."""
+MISTAKES = (TypeError, AttributeError, LookupError, RuntimeError, AssertionError)
+"""Of a user's own class."""
 LOOKED_AT = 64
 """Sequences whose tokens are looked at; a corpus may be larger than the memory."""
 
 
 def check_model(cfg: ModelConfig, context_length: int) -> None:
     """Raise ValueError where a part of the model cannot serve a context of this length, or this machine its backend."""
+    mixer = _attention(cfg, context_length) if cfg.mixer.attends else _other_mixer(cfg, context_length)
+    cfg.position.build(cfg.d_model, mixer.rotary_dim, context_length)
+    try:
+        mixer.to(training_device()).backend_name  # noqa: B018 (raises)
+    except ValueError as error:
+        raise ValueError(f"model.backend={cfg.backend!r}: {error}") from None
+
+
+def _attention(cfg: ModelConfig, context_length: int) -> Attention:
+    """The attention of the first layer. Raises ValueError where that of a layer cannot be."""
     shape = cfg.layer_shape(0, context_length)
     try:
         attention = Attention(cfg.attention, shape, cfg.backend)
         attention.normaliser.probe(shape.n_heads, shape.head_dim, torch.device("cpu"))
         for layer in range(1, cfg.n_layers):
             cfg.attention.normaliser.build(cfg.layer_shape(layer, context_length))
-    except (TypeError, AttributeError, LookupError, RuntimeError, AssertionError) as error:
+    except MISTAKES as error:
         raise ValueError(f"model.attention: {_slip(error)}") from error
     attention.bias(context_length)
-    cfg.position.build(cfg.d_model, shape.head_dim // attention.normaliser.maps, context_length)
+    return attention
+
+
+def _other_mixer(cfg: ModelConfig, context_length: int) -> MixerModule:
+    """The mixer of the first layer. Raises ValueError where it cannot be, or does not give what it is to give."""
+    name = f"model.mixer={type(cfg.mixer).__name__}"
+    two = torch.zeros(1, 2, cfg.d_model)
     try:
-        attention.to(training_device()).backend_name  # noqa: B018 (raises)
-    except ValueError as error:
-        raise ValueError(f"model.backend={cfg.backend!r}: {error}") from None
+        mixer = cfg.build_mixer(0, context_length)
+        found = mixer(two, lambda heads: heads)[0].shape if isinstance(mixer, MixerModule) else type(mixer).__name__
+    except MISTAKES as error:
+        raise ValueError(f"{name}: {_slip(error)}") from error
+    require(found == two.shape, name, found, f"let build return a MixerModule that gives {list(two.shape)} here")
+    return mixer
 
 
 def _slip(error: BaseException) -> str:
@@ -75,19 +96,19 @@ def check_size(
     needed = BYTES_PER_PARAMETER * (embeddings + cfg.n_layers * layer) + BYTES_PER_LAYER * cfg.n_layers + 2 * kept
     require_room(sizes, needed)
     parts = _parameters_of_parts(cfg, context_length)
-    require_room(sizes | {"model.attention": parts}, needed + BYTES_PER_PARAMETER * cfg.n_layers * parts)
+    part = "model.attention" if cfg.mixer.attends else "model.mixer"
+    require_room(sizes | {part: parts}, needed + BYTES_PER_PARAMETER * cfg.n_layers * parts)
 
 
 def _parameters_of_parts(cfg: ModelConfig, context_length: int) -> int:
-    """Parameters that normaliser, bias, gate and position have in a layer; nothing is allocated."""
-    shape = cfg.layer_shape(0, context_length)
+    """Parameters that mixer and position have beside the projections that `check_size` counts; none is allocated."""
     count = 0
     # Whatever cannot be built, or not without memory, is reported when it is built.
     with suppress(Exception), torch.device("meta"):
-        attention = Attention(cfg.attention, shape, cfg.backend)
-        position = cfg.position.build(cfg.d_model, shape.head_dim // attention.normaliser.maps, context_length)
-        for part in (attention.normaliser, attention.bias, attention.gate, position):
-            count += sum(parameter.numel() for parameter in part.parameters())
+        mixer = cfg.build_mixer(0, context_length)
+        position = cfg.position.build(cfg.d_model, mixer.rotary_dim, context_length)
+        counted = 2 * cfg.d_model * (cfg.n_heads + cfg.kv_heads) * (cfg.d_model // cfg.n_heads)
+        count = sum(parameter.numel() for part in (mixer, position) for parameter in part.parameters()) - counted
     return count
 
 
@@ -110,6 +131,13 @@ def prepare(cfg: RunConfig, execution: Execution | None = None) -> DataSource:
         at_a_time = execution.evaluation_batch(cfg.train.batch_size), execution.checkpoint_activations
         check_size(cfg.model, source.vocab_size, source.context_length, *at_a_time)
     check_model(cfg.model, source.context_length)
+    masked = "place" in source.train.__getitems__([0])
+    require(
+        cfg.model.mixer.attends or not masked,
+        "data.document_mask",
+        masked,
+        f"model.mixer={type(cfg.model.mixer).__name__} keeps its state from document to document; leave it False",
+    )
     if cfg.init_from is not None:
         content_of(cfg.init_from)
     return source

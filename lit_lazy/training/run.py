@@ -131,7 +131,7 @@ def _run(
         config=to_dict(cfg),
         data=source.info,
         metrics=measured.metrics | initial | sizes(model) | diagnostics.scalars(),
-        labels={"backend": model.attentions[0].backend_name},
+        labels={"backend": model.mixers[0].backend_name},
         timings={
             "train_seconds": trained - begun,
             "evaluate_seconds": time.perf_counter() - trained,

@@ -103,7 +103,7 @@ def look(model: DecoderLM, tokens: Tensor, place: Tensor | None = None) -> dict[
     finally:
         model.train(was_training)
     last = hidden[len(model.blocks)].float()
-    attention = AttentionMetrics.of(model.attentions[0], device=model.device)
+    attention = AttentionMetrics.of(model.attentions, device=model.device)
     attention.update(stats, {"all": torch.ones_like(tokens, dtype=torch.bool)}, place)
     measured = {NAMES[name]: value for name, value in attention.compute().items()}
     measured["watch/cosine"] = token_cosine(last).mean().item()

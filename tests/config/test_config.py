@@ -24,6 +24,7 @@ from lit_lazy.attention import (
     Normaliser,
     OutputGate,
     Position,
+    SelfAttention,
     Softmax,
     T5Bias,
 )
@@ -44,7 +45,7 @@ ABLATIONS = [
     if not hasattr(load_module(path), "search")
 ]
 SHIPPED = EXPERIMENTS | {
-    f"{ablation.name}: {row.name}": replace_at(EXPERIMENTS[ablation.base], {**ablation.common, **row.changes})
+    f"{ablation.name}: {row.name}": row.on(replace_at(EXPERIMENTS[ablation.base], ablation.common))
     for ablation in ABLATIONS
     for row in ablation.all_rows
 }
@@ -52,6 +53,11 @@ BASE = RunConfig(
     Backcopy(),
     ModelConfig(n_heads=2, attention=AttentionSpec(Elastic(), LearnedBias(length=9), window=5)),
 )
+
+
+@dataclass(frozen=True)
+class OwnAttention(SelfAttention):
+    """A user's own mixer that attends."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +201,7 @@ class TestCellKey:
         "model.attention.bias": T5Bias(),
         "model.attention.gate": OutputGate(),
         "init_from": __file__,
+        "model.mixer": OwnAttention(),
     }
 
     @pytest.mark.parametrize("path", CHANGES)

@@ -36,7 +36,7 @@ def current() -> dict[str, typing.Any]:
             continue
         ablation = load_ablation(path)
         base = replace_at(load_experiment(find("experiments", ablation.base)), ablation.common)
-        keys[name] = {row.name: cell_key(replace_at(base, row.changes), "data") for row in ablation.all_rows}
+        keys[name] = {row.name: cell_key(row.on(base), "data") for row in ablation.all_rows}
     return {"schema": SCHEMA, "defaults": defaults(RunConfig), "keys": keys}
 
 

@@ -216,7 +216,7 @@ def test_agrees_with_dense_weights_of_a_model(tau, bias, window, renormalise):
     tokens = torch.randint(11, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
     model, inputs, layers = random_stats(cfg, tokens)
     rows = {"rare": tokens < 4, "other": tokens >= 4}
-    metrics = AttentionMetrics.of(model.attentions[0], tuple(rows))
+    metrics = AttentionMetrics.of(model.attentions, tuple(rows))
     metrics.update(layers, rows)
 
     tau_of_model = model.attentions[0].normaliser.tau[0]
@@ -246,7 +246,7 @@ def test_a_softmax_has_all_its_mass():
     cfg = ModelConfig(d_model=16, n_heads=2, d_ff=16, init_std=0.7, attention=AttentionSpec(Softmax(), LearnedBias()))
     tokens = torch.randint(11, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
     model, _, layers = random_stats(cfg, tokens)
-    metrics = AttentionMetrics.of(model.attentions[0])
+    metrics = AttentionMetrics.of(model.attentions)
     metrics.update(layers, {"all": ALL})
     measured = metrics.compute()
     assert measured["mass/all"] == pytest.approx(1, rel=1e-6)

@@ -35,7 +35,7 @@ def model(normaliser: Normaliser) -> DecoderLM:
 def measured(normaliser: Normaliser) -> tuple[dict[str, float], Diagnostics]:
     """The ratios of the validation set, and the diagnostics."""
     made = model(normaliser)
-    metrics = AttentionMetrics.of(made.attentions[0])
+    metrics = AttentionMetrics.of(made.attentions)
     with torch.no_grad():
         metrics.update(made.hidden_with_stats(TOKENS)[1], {"all": torch.ones_like(TOKENS, dtype=torch.bool)})
     return metrics.compute(), measure(made, [BATCH])

@@ -13,7 +13,8 @@ import torch
 from filelock import FileLock
 from lightning.pytorch.callbacks import Callback
 
-from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, Softmax
+from lit_lazy.attention import AttentionSpec, Elastic, GatedDeltaNet, LearnedBias, Mamba2, Mixer, RetNet, Softmax
+from lit_lazy.config.canonical import replace_at
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.measure.diagnostics import Diagnostics
@@ -104,6 +105,24 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, attention: AttentionSp
         run_until_killed(cfg, tmp_path / "killed", step)
     run(cfg, tmp_path / "killed", keep_checkpoint=True)
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [Mamba2(), pytest.param(RetNet(), marks=pytest.mark.long), pytest.param(GatedDeltaNet(), marks=pytest.mark.long)],
+    ids=lambda mixer: type(mixer).__name__,
+)
+def test_a_killed_run_without_attention_resumes_bit_for_bit(tmp_path: Path, mixer: Mixer) -> None:
+    cfg = replace_at(config(AttentionSpec()), {"model.mixer": mixer})
+    run(cfg, tmp_path / "whole", keep_checkpoint=True)
+    run_until_killed(cfg, tmp_path / "killed", step=11)
+    run(cfg, tmp_path / "killed", keep_checkpoint=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+    result = RunResult.read(tmp_path / "whole")
+    assert result is not None
+    assert result.labels == {"backend": "fla, plain torch"}
+    kinds = {name.removeprefix("init/").partition("/")[0] for name in result.metrics}
+    assert kinds == {"loss", "accuracy", "model", "collapse"}
 
 
 class Batches(Callback):

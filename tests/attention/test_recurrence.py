@@ -1,0 +1,224 @@
+"""The recurrences against plain loops in float64, and each layer without attention against its paper's formula."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lit_lazy.attention import GatedDeltaNet, LayerShape, Mamba2, Mixer, RetNet, Rope
+from lit_lazy.attention.initial import SelfInitialised
+from lit_lazy.attention.recurrence import RecurrentCache, _plain, decayed_sum, gated_delta
+
+BATCH, LENGTH, HEADS, KEYS, VALUES = 2, 70, 3, 6, 10
+"""More tokens than a chunk of the plain functions has."""
+SHAPE = LayerShape(n_heads=2, n_kv_heads=2, head_dim=8, d_model=16, context_length=32)
+MIXERS = (RetNet(), Mamba2(), Mamba2(state=5, head_dim=8, kernel=3), GatedDeltaNet())
+every_mixer = pytest.mark.parametrize("mixer", MIXERS, ids=repr)
+
+
+def inputs(**options):
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape):
+        return torch.randn(BATCH, LENGTH, HEADS, *shape, generator=generator, **options)
+
+    found = {"q": draw(KEYS), "k": F.normalize(draw(KEYS), dim=-1), "v": draw(VALUES), "g": -0.3 * draw().abs()}
+    return found, draw().sigmoid()
+
+
+def loop(q, k, v, g, beta=None, state=None):
+    """Token by token: the state decays; without beta `k v^T` is added, with it v replaces what is found under k."""
+    state = q.new_zeros(BATCH, HEADS, KEYS, VALUES) if state is None else state
+    rows = []
+    for t in range(q.shape[1]):
+        state = state * g[:, t].exp()[..., None, None]
+        new = (
+            v[:, t] if beta is None else beta[:, t, :, None] * (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state))
+        )
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], new)
+        rows.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    return torch.stack(rows, 1), state
+
+
+@pytest.mark.parametrize("recurrence", [decayed_sum, gated_delta])
+def test_a_recurrence_is_its_loop(recurrence):
+    """Outputs, gradients, and a state that is handed on, within a few roundings of float32 of a loop in float64."""
+    given, beta = inputs()
+    given |= {"beta": beta} if recurrence is gated_delta else {}
+    for x in given.values():
+        x.requires_grad_()
+    exact = {name: x.detach().double().requires_grad_() for name, x in given.items()}
+    cache = RecurrentCache()
+    parts = [
+        recurrence(**{name: x[:, part] for name, x in given.items()}, cache=cache)
+        for part in (slice(0, 66), slice(66, 67), slice(67, LENGTH))
+    ]
+    out, (wanted, state) = torch.cat(parts, 1), loop(**exact)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(cache.state.double(), state, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(out.square().sum(), list(given.values()))
+    expected = torch.autograd.grad(wanted.square().sum(), list(exact.values()))
+    for name, a, b in zip(given, found, expected, strict=True):
+        assert (a - b).norm() < 1e-5 * b.norm(), name
+
+
+@pytest.mark.parametrize("recurrence", [decayed_sum, gated_delta])
+def test_mixed_precision_does_not_round_a_state(recurrence):
+    given, beta = inputs()
+    given |= {"beta": beta} if recurrence is gated_delta else {}
+    wanted = recurrence(**given, cache=RecurrentCache())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(recurrence(**given, cache=RecurrentCache()), wanted)
+        rounded = recurrence(**given | {"v": given["v"].bfloat16()}, cache=(cache := RecurrentCache()))
+    assert rounded.dtype == torch.bfloat16
+    assert cache.state.dtype == torch.float32
+
+
+@pytest.mark.parametrize("operation", ["simple_gla", "gated_delta_rule"])
+def test_the_loop_is_that_of_the_library(operation):
+    given, beta = inputs()
+    given |= {"beta": beta} if operation == "gated_delta_rule" else {}
+    recurrent = getattr(_plain(operation), f"naive_recurrent_{operation}")
+    found, state = recurrent(**given, scale=1.0, output_final_state=True)
+    out, last = loop(**{name: x.double() for name, x in given.items()})
+    torch.testing.assert_close(found.double(), out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state.double(), last, rtol=1e-5, atol=1e-5)
+
+
+def layer(mixer: Mixer, spread: float = 0.4):
+    """A layer in which every parameter was drawn, and none has a value at which a formula is degenerate."""
+    module = mixer.build(SHAPE)
+    generator = torch.Generator().manual_seed(2)
+    for part in module.modules():
+        if isinstance(part, SelfInitialised):
+            part.init_parameters(lambda _: generator)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_((spread if "norm" not in name else 0.1) * noise)
+    return module
+
+
+def convolved(x, weight, bias=None):
+    """Each channel over its last tokens, then SiLU; zeros before the first."""
+    channels, kernel = weight.shape
+    padded = F.pad(x.mT, (kernel - 1, 0))
+    return F.silu(F.conv1d(padded, weight[:, None], bias, groups=channels)).mT
+
+
+def by_heads(x, heads):
+    return x.unflatten(-1, (heads, -1))
+
+
+def of_retnet(layer, x, rotate):
+    """The parallel form of the paper: `(Q K^T * D) V`, D the powers of the decay."""
+    heads, length = layer.n_heads, x.shape[1]
+    q, k, v = (by_heads(part(x), heads).transpose(1, 2) for part in (layer.q, layer.k, layer.v))
+    gamma = 1 - 2.0 ** (-5 - torch.arange(heads).double())
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    decay = torch.where(distance >= 0, gamma[:, None, None] ** distance.clamp(min=0), 0)
+    out = ((rotate(q) @ rotate(k).mT / math.sqrt(layer.head_dim)) * decay) @ v
+    normed = (out - out.mean(-1, keepdim=True)) / (out.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    flat = normed.transpose(1, 2).flatten(2) * layer.norm.weight + layer.norm.bias
+    gate = layer.gate(x)
+    return layer.out(flat * gate * gate.sigmoid())
+
+
+def rms(x, weight):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def of_mamba2(layer, x, _rotate):
+    """The state space model of the paper, its recurrence by token."""
+    width, state, heads = layer.width, layer.state, layer.n_heads
+    z, xbc, dt = layer.project(x).split((width, width + 2 * state, heads), -1)
+    u, b, c = convolved(xbc, layer.convolution.weight, layer.convolution.bias).split((width, state, state), -1)
+    u, dt = by_heads(u, heads), torch.log1p((dt + layer.decay.dt_bias).exp())
+    hidden, rows = x.new_zeros(len(x), heads, layer.head_dim, state), []
+    for t in range(x.shape[1]):
+        a = (-layer.decay.A_log.exp() * dt[:, t]).exp()
+        written = dt[:, t, :, None, None] * u[:, t, :, :, None] * b[:, t, None, None]
+        hidden = a[..., None, None] * hidden + written
+        rows.append((hidden * c[:, t, None, None]).sum(-1) + layer.skip[:, None] * u[:, t])
+    return layer.out(rms(torch.stack(rows, 1).flatten(2) * F.silu(z), layer.norm.weight))
+
+
+def of_gated_delta_net(layer, x, _rotate):
+    """`S = S (a (I - b k k^T)) + b v k^T` of the paper, by token."""
+    heads, keys = layer.n_heads, layer.n_heads * layer.key_dim
+    weights = layer.convolution.weight.split((keys, keys, 2 * keys))
+    q, k, v = (
+        by_heads(convolved(part(x), weight), heads)
+        for part, weight in zip((layer.q, layer.k, layer.v), weights, strict=True)
+    )
+    q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
+    beta = layer.beta(x).sigmoid()
+    a = (-layer.decay.A_log.exp() * F.softplus(layer.dt(x) + layer.decay.dt_bias)).exp()
+    state, rows = x.new_zeros(len(x), heads, 2 * layer.key_dim, layer.key_dim), []
+    for t in range(x.shape[1]):
+        b, key = beta[:, t, :, None, None], k[:, t, :, :, None]
+        erase = torch.eye(layer.key_dim, dtype=x.dtype) - b * key @ key.mT
+        state = state @ (a[:, t, :, None, None] * erase) + b * v[:, t, :, :, None] @ key.mT
+        rows.append((state @ q[:, t, :, :, None])[..., 0] / math.sqrt(layer.key_dim))
+    gate = by_heads(layer.gate(x), heads)
+    return layer.out((rms(torch.stack(rows, 1), layer.norm.weight) * F.silu(gate)).flatten(2))
+
+
+FORMULAS = {"RetNet": of_retnet, "Mamba2": of_mamba2, "GatedDeltaNet": of_gated_delta_net}
+
+
+@torch.no_grad()
+@every_mixer
+def test_a_layer_is_its_papers_formula(mixer):
+    """In float64 but for the recurrence, which computes in float32."""
+    made = layer(mixer).double()
+    x = torch.randn(BATCH, LENGTH, 16, generator=torch.Generator().manual_seed(3)).double()
+    rotate = Rope().build(16, 8, 32).double().rotation(LENGTH, 0)
+    wanted = FORMULAS[type(mixer).__name__](made, x, rotate)
+    torch.testing.assert_close(made(x, rotate)[0], wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max().item())
+
+
+def test_the_decays_start_where_the_papers_do():
+    made = layer(Mamba2(head_dim=1), spread=0).decay
+    assert made.A_log.exp().min() >= 1
+    assert made.A_log.exp().max() <= 16
+    step = F.softplus(made.dt_bias)
+    assert step.min() >= 1e-3 * (1 - 1e-4)
+    assert step.max() <= 1e-1 * (1 + 1e-4)
+    assert step.min() < 3e-3 < 3e-2 < step.max()
+
+
+@pytest.mark.parametrize(
+    ("d_model", "heads", "head_dim"), [(16, 1, 32), (64, 2, 64), (96, 3, 64), (1024, 32, 64), (11, 11, 2)]
+)
+def test_mamba2_cuts_any_width_into_heads(d_model, heads, head_dim):
+    shape = LayerShape(1, 1, d_model, d_model, 8)
+    with torch.device("meta"):
+        made = Mamba2().build(shape)
+    assert (made.n_heads, made.head_dim, made.state) == (heads, head_dim, min(128, d_model))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (lambda: Mamba2(head_dim=5).build(SHAPE), "Mamba2.head_dim=5: must divide 2 * model.d_model=32"),
+        (lambda: Mamba2(kernel=0), "Mamba2.kernel=0: must be at least 1"),
+        (
+            lambda: layer(RetNet())(torch.zeros(1, 2, 16), lambda x: x, key_mask=torch.ones(1, 2)),
+            "RetNet keeps a state",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line(mistake, message):
+    with pytest.raises(ValueError, match=message.replace("*", r"\*")) as raised:
+        mistake()
+    assert "\n" not in str(raised.value)
+
+
+@every_mixer
+def test_a_machine_without_the_library_is_told_what_brings_it(mixer, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    name = type(mixer).__name__
+    with pytest.raises(ValueError, match=rf"^model.mixer={name}: needs .*; pip install 'lit-lazy\[fla\]'$"):
+        mixer.build(SHAPE)

@@ -1,0 +1,319 @@
+"""Decoders whose tokens are mixed without attention: causality, decoding, starts, sizes, training, mistakes."""
+
+import dataclasses
+import itertools
+import re
+
+import pytest
+import torch
+
+from lit_lazy.attention import (
+    AttentionSpec,
+    Elastic,
+    GatedDeltaNet,
+    LearnedAbsolute,
+    LearnedBias,
+    Mamba2,
+    Mixer,
+    NoPosition,
+    RetNet,
+    Softmax,
+)
+from lit_lazy.config import ModelConfig, TrainConfig
+from lit_lazy.config.files import available, find, load_experiment
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.grid.ablation import load_ablation
+from lit_lazy.measure.diagnostics import Maps, measure
+from lit_lazy.model.decoder import Block, DecoderLM, flops_per_token
+from lit_lazy.model.loss import token_nll
+from lit_lazy.model.match import matching_d_ff
+from lit_lazy.training.optimiser import parameter_groups
+from lit_lazy.training.prepare import check_model
+
+VOCAB, CONTEXT, LENGTH = 11, 16, 70
+"""Longer than a chunk of the plain recurrences, so that a state is handed on."""
+SMALL = ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=24, init_std=0.4)
+MODELS = {
+    "RetNet": dataclasses.replace(SMALL, mixer=RetNet()),
+    "RetNet, no positions": dataclasses.replace(SMALL, mixer=RetNet(), position=NoPosition()),
+    "Mamba2": dataclasses.replace(SMALL, mixer=Mamba2(head_dim=8), position=NoPosition()),
+    "GatedDeltaNet": dataclasses.replace(SMALL, mixer=GatedDeltaNet(), position=NoPosition()),
+    "GatedDeltaNet, odd width": dataclasses.replace(
+        SMALL, d_model=15, n_heads=3, mixer=GatedDeltaNet(), position=NoPosition()
+    ),
+}
+every_model = pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)
+TABLE1 = load_ablation(find("ablations", "table1"))
+
+
+def build(cfg, seed=0):
+    return DecoderLM(cfg, VOCAB, CONTEXT, seed)
+
+
+def tokens(batch=2, length=LENGTH, seed=0):
+    return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+@every_model
+def test_no_token_sees_the_future(cfg):
+    """Logits before a changed token are bit-identical; later ones change."""
+    model, x = build(cfg), tokens()
+    before = model(x)
+    for t in (0, 1, 6, 63, 64, LENGTH - 1):
+        changed = x.clone()
+        changed[:, t] = (x[:, t] + 1) % VOCAB
+        after = model(changed)
+        assert torch.equal(after[:, :t], before[:, :t])
+        assert (after[:, t] != before[:, t]).any(-1).all()
+        if t < LENGTH - 1:
+            assert (after[:, t + 1] != before[:, t + 1]).any(-1).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("steps", [[1] * LENGTH, [5, 1, 1, 60, 3], [2, 68]], ids=["by token", "by chunks", "two"])
+@every_model
+def test_decoding_equals_the_full_forward(cfg, steps):
+    """Weights and activations in float64; the recurrence rounds to float32."""
+    model, x = build(cfg).double(), tokens()
+    cache, parts, start = model.new_cache(), [], 0
+    for step in steps:
+        parts.append(model(x[:, start : start + step], cache))
+        start += step
+        assert {layer.length for layer in cache} == {start}
+    full = model(x)
+    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-4, atol=1e-5 * full.abs().max().item())
+    sizes = {layer.state.shape[1:] for layer in cache}
+    model(x, cache)
+    assert {layer.state.shape[1:] for layer in cache} == sizes
+
+
+@torch.no_grad()
+@every_model
+def test_a_state_is_kept_where_tokens_are_to_come(cfg):
+    """And of tokens that were seen without a cache nothing is."""
+    model, x = build(cfg), tokens()
+    assert torch.equal(model(x), model(x))
+    cache = model.new_cache()
+    first = model(x[:, :9], cache)
+    assert not torch.equal(model(x[:, :9], cache), first)
+    assert all(layer.state.dtype == torch.float32 for layer in cache)
+
+
+@every_model
+def test_gradients_are_finite_and_reach_every_parameter(cfg):
+    model, x = build(cfg), tokens()
+    token_nll(model(x), x.roll(-1, 1)).mean().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.count_nonzero() > 0, name
+
+
+@every_model
+def test_recomputed_activations_change_no_bit(cfg):
+    gradients = []
+    for recompute in (False, True):
+        model, x = build(cfg), tokens()
+        model.checkpoint_activations = recompute
+        token_nll(model(x), x.roll(-1, 1)).mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+class TestStart:
+    def test_it_does_not_depend_on_the_global_generator(self):
+        for cfg in MODELS.values():
+            torch.manual_seed(1)
+            one = build(cfg).state_dict()
+            torch.manual_seed(2)
+            assert all(torch.equal(value, one[name]) for name, value in build(cfg).state_dict().items())
+
+    @every_model
+    def test_seeds_differ_in_every_drawn_parameter(self, cfg):
+        one, other = (build(cfg, seed) for seed in (0, 1))
+        constant = ("norm.weight", "norm.bias", "skip")
+        for (name, a), b in zip(one.named_parameters(), other.named_parameters(), strict=True):
+            assert torch.equal(a, b[1]) is name.endswith(constant), name
+            assert a.dtype == torch.float32
+
+    def test_what_mixers_share_starts_equal(self):
+        states = {name: dict(build(cfg).named_parameters()) for name, cfg in MODELS.items()} | {
+            "attention": dict(build(SMALL).named_parameters())
+        }
+        for one, other in itertools.combinations(states.values(), 2):
+            for name in one.keys() & other.keys():
+                if one[name].shape == other[name].shape:
+                    assert torch.equal(one[name], other[name]), name
+        assert torch.equal(states["attention"]["blocks.0.mlp.up.weight"], states["Mamba2"]["blocks.0.mlp.up.weight"])
+
+
+@every_model
+def test_only_matrices_decay(cfg):
+    model = build(cfg)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed = [
+        names[id(p)]
+        for group in parameter_groups(model, TrainConfig())
+        if group["weight_decay"]
+        for p in group["params"]
+    ]
+    assert all(
+        names[id(p)] in decayed
+        for name, m in model.named_modules()
+        for p in [getattr(m, "weight", None)]
+        if isinstance(m, torch.nn.Linear) and name != "head"
+    )
+    assert not [name for name in decayed if re.search(r"norm|convolution|decay|skip|embedding", name)]
+
+
+class TestSize:
+    """d = 8, 2 blocks, 2 heads of 4, d_ff = 16, counted by hand."""
+
+    CFG = ModelConfig(d_model=8, n_layers=2, n_heads=2, d_ff=16)
+    REST = 2 * (3 * 8 * 16 + 2 * 8) + 8 + 11 * 8
+
+    @pytest.mark.parametrize(
+        ("mixer", "parameters", "products"),
+        [
+            # q, k; v, gate, out; group norm
+            (RetNet(), 2 * 8 * 8 + 3 * 8 * 16 + 2 * 16, 2 * 2 * 4 * 8),
+            # z, x; B, C; dt of 2 heads; convolution with bias; A, dt, D; norm; out
+            (Mamba2(state=3, head_dim=8), 8 * (32 + 6 + 2) + 22 * 5 + 3 * 2 + 16 + 16 * 8, 2 * 2 * 3 * 8 + 22 * 4),
+            # keys of 3, values of 6 per head: q, k; v, gate, out; beta, dt; convolution; A, dt; norm
+            (GatedDeltaNet(), 2 * 8 * 6 + 3 * 8 * 12 + 2 * 8 * 2 + 24 * 4 + 2 * 2 + 6, 3 * 2 * 3 * 6 + 24 * 4),
+        ],
+        ids=repr,
+    )
+    def test_parameters_and_flops(self, mixer, parameters, products):
+        model = DecoderLM(dataclasses.replace(self.CFG, mixer=mixer), 11, 6, 0)
+        assert sum(p.numel() for p in model.parameters()) == 2 * parameters + self.REST
+        linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+        assert flops_per_token(model, 6) == flops_per_token(model, 600) == 6 * (linear + 2 * products)
+
+    @pytest.mark.parametrize("name", [name for name in available("experiments") if "tiny" not in name])
+    def test_the_rows_of_table1_have_as_many_parameters_on_any_base(self, name):
+        """Whole models, of which no weight is made; of a block within 1 %, but for what grows with the context."""
+        base = load_experiment(find("experiments", name))
+        vocabulary, context = 257, getattr(base.data, "context_length", 512)
+        found = {}
+        for row in TABLE1.all_rows:
+            cfg = row.on(base).model
+            with torch.device("meta"):
+                block = sum(p.numel() for p in Block(cfg, context, 0).parameters())
+            embeddings = vocabulary * cfg.d_model * (1 if cfg.tie_embeddings else 2)
+            found[row.name] = block, cfg.n_layers * block + embeddings + cfg.d_model
+        blocks, wholes = zip(*found.values(), strict=True)
+        assert max(wholes) <= 1.02 * min(wholes), found
+        assert max(blocks) <= 1.015 * min(blocks), found
+
+    @pytest.mark.parametrize(("d_model", "heads", "d_ff"), [(1024, 16, 2816), (1536, 24, 4096), (256, 8, 704)])
+    def test_large_models_have_widths_that_gpus_like(self, d_model, heads, d_ff):
+        like = ModelConfig(d_model=d_model, n_layers=24, n_heads=heads, d_ff=d_ff)
+        for mixer in (RetNet(), Mamba2(), GatedDeltaNet()):
+            cfg = dataclasses.replace(like, mixer=mixer)
+            width = matching_d_ff(cfg, like)
+            assert width % 8 == 0
+            with torch.device("meta"):
+                one, other = (
+                    sum(p.numel() for p in Block(each, 8, 0).parameters())
+                    for each in (dataclasses.replace(cfg, d_ff=width), like)
+                )
+            assert one == pytest.approx(other, rel=0.006)
+
+    def test_an_mlp_that_cannot_give_so_much_is_refused(self):
+        like = ModelConfig(d_model=64, n_heads=1, d_ff=64)
+        message = (
+            r"^model.mixer=RetNet: has 33,024 parameters, the block that it is to match 28,672; "
+            r"give the experiment a model.d_ff of at least (\d+)$"
+        )
+        with pytest.raises(ValueError, match=message) as refused:
+            matching_d_ff(dataclasses.replace(like, mixer=RetNet()), like)
+        least = int(re.match(message, str(refused.value))[1])
+        like = dataclasses.replace(like, d_ff=least)
+        assert matching_d_ff(dataclasses.replace(like, mixer=RetNet()), like) >= 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("mixer", [RetNet(), Mamba2(), GatedDeltaNet()], ids=lambda mixer: type(mixer).__name__)
+def test_a_model_learns(mixer, precision):
+    cfg = ModelConfig(d_model=16, n_heads=2, d_ff=32, mixer=mixer)
+    model, train = DecoderLM(cfg, 8, 8, 0), TrainConfig(steps=40, warmup_steps=2, lr=1e-2)
+    optimiser = torch.optim.AdamW(parameter_groups(model, train), lr=1e-2)
+    ids = torch.arange(36).view(4, 9) % 8
+    losses = []
+    for _ in range(40):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = token_nll(model(ids[:, :-1]), ids[:, 1:]).mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2, losses
+
+
+def test_what_attention_alone_has_is_not_measured():
+    model, x = build(MODELS["Mamba2"]), tokens(4, 12)
+    batch = {"tokens": x, "targets": x.roll(-1, 1)}
+    arrays = measure(model, [batch]).arrays
+    assert model.attentions == []
+    assert {name.partition("/")[0] for name in arrays} == {"hidden", "loss", "sample", "context"}
+    assert "loss/evicted" not in arrays
+    torch.testing.assert_close(
+        torch.from_numpy(arrays["loss/by_position"]), token_nll(model(x), batch["targets"]).mean(0).detach()
+    )
+    for maps, named in ((Maps(layers=(0,)), "--layers 0"), (Maps(heads=(0, 1)), "--heads 0,1")):
+        with pytest.raises(ValueError, match=f"^{named}: the model has no attention; leave the option out$"):
+            maps.check(model, "--")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention": AttentionSpec(Elastic())}, r"model.attention.normaliser=Elastic\("),
+        ({"attention": AttentionSpec(Softmax(), LearnedBias())}, r"model.attention.bias=LearnedBias\("),
+        ({"attention": AttentionSpec(window=4)}, "model.attention.window=4"),
+        ({"n_kv_heads": 1}, "model.n_kv_heads=1"),
+        ({"backend": "reference"}, "model.backend='reference'"),
+    ],
+)
+def test_a_setting_of_attention_beside_a_mixer_is_refused(changes, message):
+    with pytest.raises(
+        ValueError, match=rf"^{message}.*has no effect in model.mixer=RetNet, .*leave one of the two out$"
+    ):
+        dataclasses.replace(SMALL, mixer=RetNet(), **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapeless(Mixer):
+    """A user's own mixer that does not build what it is to."""
+
+    def build(self, shape):
+        return torch.nn.Linear(shape.d_model, shape.d_model)
+
+
+def test_a_custom_mixer_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"^model.mixer=Shapeless='Linear': let build return a MixerModule"):
+        check_model(dataclasses.replace(SMALL, mixer=Shapeless()), CONTEXT)
+
+
+@every_model
+def test_a_model_that_can_be_is_accepted(cfg):
+    check_model(cfg, CONTEXT)
+
+
+def test_positions_that_are_learned_reach_every_mixer():
+    cfg = dataclasses.replace(SMALL, mixer=Mamba2(), position=LearnedAbsolute())
+    assert any(name.startswith("position") for name, _ in build(cfg).named_parameters())
+
+
+def test_rows_of_table1_keep_what_the_base_says():
+    base = dataclasses.replace(
+        load_experiment(find("experiments", "stdlib")),
+        model=ModelConfig(d_model=64, n_heads=4, n_kv_heads=2, d_ff=256, backend="chunked"),
+    )
+    assert isinstance(base, RunConfig)
+    rows = {row.name: row.on(base).model for row in TABLE1.all_rows}
+    assert rows["softmax"].n_kv_heads == rows["lazy"].n_kv_heads == 2
+    assert all(rows[name].n_kv_heads is None for name in ("RetNet", "Mamba2", "Gated DeltaNet"))
+    assert {cfg.d_model for cfg in rows.values()} == {64}

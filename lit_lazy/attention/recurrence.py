@@ -92,9 +92,7 @@ class RecurrentModule(MixerModule):
         if key_mask is not None:
             raise ValueError(f"key_mask: {self.name} keeps a state, and no keys to hide; give whole sequences")
         if cu_seqlens is not None:
-            raise ValueError(
-                f"data.document_mask=True: {self.name} keeps its state from document to document; leave it out"
-            )
+            raise ValueError(f"cu_seqlens: {self.name} keeps its state from document to document; leave it out")
         cache = RecurrentCache(kept=False) if cache is None else cache
         out = self.mix(x, rotate, cache)
         cache.length += x.shape[1]

@@ -88,10 +88,10 @@ class Generation:
     def _may_pad(self) -> bool:
         """Whether padding on the left changes nothing; the fused kernels take no mask for it."""
         layers = self.model.attentions
+        if not layers:
+            return False
         relative = self.model.position.relative and all(layer.normaliser.relative for layer in layers)
-        return (
-            bool(layers) and relative and self.eviction is None and all(layer.backend != "triton" for layer in layers)
-        )
+        return relative and self.eviction is None and all(layer.backend != "triton" for layer in layers)
 
     @property
     def most_cache_bytes(self) -> int:

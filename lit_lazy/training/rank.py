@@ -16,14 +16,22 @@ from lit_lazy.training.watch import Watch
 
 
 def take_part(group: Group) -> None:
-    """Train what rank 0 says, to the end or an error."""
+    """Train what rank 0 says, to the end or an error, of which rank 0 hears."""
+    try:
+        _take_part(group)
+    except Exception as error:
+        group.fail(error)
+        raise
+
+
+def _take_part(group: Group) -> None:
     orders = group.orders()
     for file in orders.files:
         load_module(file)
     cfg, execution = from_dict(RunConfig, orders.config), Execution(**orders.execution)
     source = loaded(cfg.data)
     if source.fingerprint != orders.fingerprint:
-        raise ValueError(f"rank {group.rank}: its data ({source.name}) are not those of rank 0; give it the same files")
+        raise ValueError(f"its data ({source.name}) are not those of rank 0; give it the same files")
     logger, callbacks = None, ()
     if execution.strategy == "fsdp":  # rank 0 cannot look at the model alone
         logger, callbacks = DummyLogger(), (MissedValidation(source), Watch(source))

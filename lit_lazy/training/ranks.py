@@ -35,8 +35,8 @@ PATIENCE = timedelta(hours=2)
 GRACE_SECONDS = 10.0
 """In which an operation between the ranks ends that one of them has left; with NCCL it may hang for ever."""
 LOOK_SECONDS = 0.2
-ORDERS, FAILURE = "orders", "failure"
-"""Keys in the store of a group: what to train, and why a rank could not."""
+ORDERS, FAILURE, HERE = "orders", "failure", "here"
+"""Keys in the store of a group: what to train, why a rank could not, and which are about to join."""
 
 log = logging.getLogger("lit_lazy.training.ranks")
 
@@ -93,14 +93,23 @@ class Group:
             torch.cuda.set_device(self.local_rank)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         store = distributed.PrefixStore("group", self.store)
+        self._meet()
         distributed.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=PATIENCE)
         try:
             yield
         except Exception as error:  # before the group ends, which would be the others' error
-            self._fail(error) if self.rank else self._explain(error)
+            self.fail(error) if self.rank else self._explain(error)
             raise
         finally:
             distributed.destroy_process_group()
+
+    def _meet(self) -> None:
+        """Wait for all ranks, or for the first that cannot come: the group itself would wait for it for hours."""
+        self.store.set(f"{HERE}{self.rank}", "")
+        there = [f"{HERE}{rank}" for rank in range(self.size)]
+        while not self.store.check(there):
+            self._check()
+            time.sleep(LOOK_SECONDS)
 
     def tell(self, orders: Orders) -> None:
         """Have the others train."""
@@ -112,16 +121,19 @@ class Group:
         paths = {name: given[name] and Path(given[name]) for name in ("folder", "checkpoint", "final")}
         return Orders(**given | paths | {"files": [Path(file) for file in given["files"]]})
 
-    def _fail(self, error: Exception) -> None:
-        """Say why this rank cannot continue."""
+    def fail(self, error: Exception) -> None:
+        """Say why this rank cannot continue. The first that does is heard."""
         with suppress(RuntimeError):  # rank 0 may be the reason
-            self.store.set(FAILURE, f"rank {self.rank}: {named(error)}")
+            self.store.compare_set(FAILURE, "", f"rank {self.rank}: {named(error)}")
 
     def _explain(self, error: Exception) -> None:
         """Raise what another rank's end has to do with an error of rank 0, if anything."""
         if isinstance(error, UnfinishedError) or not isinstance(error, RuntimeError):
             return
         time.sleep(2 * LOOK_SECONDS)
+        self._check(error)
+
+    def _check(self, error: Exception | None = None) -> None:
         if self.store.check([FAILURE]):
             raise RankFailedError(self.store.get(FAILURE).decode()) from error
         if lost := self.lost():

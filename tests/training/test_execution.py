@@ -1,8 +1,10 @@
 """How a run is executed changes no more than rounding: several processes, micro-batches, checkpointing, compiling."""
 
 import os
+import runpy
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -170,6 +172,19 @@ def test_what_another_rank_raises_is_reported(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(module.LitLM, "training_step", raises)
     with pytest.raises(RankFailedError, match="rank 1: MemoryError: no room"):
+        train(tmp_path, TWO)
+
+
+@pytest.mark.usefixtures("none_left")
+def test_a_rank_that_cannot_begin_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lit_lazy.training import rank
+
+    def unreadable(_config: object) -> None:
+        raise ValueError("data.path='gone': cannot be read")
+
+    monkeypatch.setattr(rank, "loaded", unreadable)
+    monkeypatch.setattr(runpy, "run_module", lambda *_args, **_kwargs: sys.exit(rank.main()))
+    with pytest.raises(RankFailedError, match=r"rank 1: ValueError: data\.path='gone': cannot be read"):
         train(tmp_path, TWO)
 
 

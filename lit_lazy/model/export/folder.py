@@ -25,6 +25,7 @@ CARRIED = {
 FIELDS = {
     *("d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "attention", "position", "tie_embeddings"),
     *("init_std", "embedding_init_std", "backend"),  # of no use once there are weights
+    "mixer",  # attention, or refused
 }
 """Of a model's settings, those that an export takes into account."""
 
@@ -33,6 +34,8 @@ def check(cfg: ModelConfig) -> None:
     """Raise ValueError, in one line, where the modelling file cannot carry a model, or a package is missing."""
     if find_spec("safetensors") is None:
         raise ValueError("export needs the package safetensors; pip install 'lit-lazy[export]'")
+    if not cfg.mixer.attends:
+        raise ValueError(f"model.mixer={type(cfg.mixer).__name__}: the exported modelling file has attention alone")
     parts = {name: getattr(cfg.attention, name) for name in ("normaliser", "bias", "gate")}
     for name, part in {**parts, "position": cfg.position}.items():
         kind = type(part)

@@ -44,9 +44,8 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     execution = execution_of(options)
     if options.dry_run:
         from lit_lazy.training.cost import report
-        from lit_lazy.training.prepare import loaded
 
-        print("\n".join([*report(path.stem, cfg, loaded(cfg.data), execution), "Nothing was created."]))
+        print("\n".join([*report(path.stem, cfg, execution), "Nothing was created."]))
         return 0
     from lit_lazy.training.ranks import launched
 

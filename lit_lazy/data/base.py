@@ -19,12 +19,28 @@ if TYPE_CHECKING:
 Batch = dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Outline:
+    """What is known of a source's sequences without making them."""
+
+    name: str
+    vocab_size: int
+    context_length: int
+    sequences: int | None
+    """To train on; None where nobody has counted them yet."""
+
+
 class DataConfig(ABC):
     """A data source's options. Leaves are frozen dataclasses; a field's docstring is its help on the command line."""
 
     @abstractmethod
     def load(self) -> "DataSource":
         """The source's sequences, built once per process: equal configs give the same object."""
+
+    def outline(self) -> Outline:
+        """What a plan has to know; what costs much to make is not made for it."""
+        source = self.load()
+        return Outline(source.name, source.vocab_size, source.context_length, len(source.train))
 
     def tokenise(self, processes: int | None = None) -> Path | None:  # noqa: ARG002
         """The folder that keeps its tokens, made where it is missing; None for sources that keep none.

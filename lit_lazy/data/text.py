@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lit_lazy.data.base import DataConfig, DataSource, DocumentDataset, TokenDataset
+from lit_lazy.data.base import DataConfig, DataSource, DocumentDataset, Outline, TokenDataset
 from lit_lazy.data.documents import Files, Hub, Source, find_files
 from lit_lazy.data.sampler import evenly
 from lit_lazy.data.shards import FileJob
@@ -91,10 +91,14 @@ class Text(DataConfig):
     def load(self) -> DataSource:
         return _load(self, self.tokenise())
 
+    def outline(self) -> Outline:
+        if self._folder(*self._sources()).exists():
+            return super().outline()
+        return Outline("text", self.load_tokenizer().vocab_size, self.context_length, None)
+
     def tokenise(self, processes: int | None = None) -> Path:
-        require(bool(self.path or self.hub), "data.path", self.path, "name your text, as in --data.path=FILE")
         train, validation = self._sources()
-        folder = cache_folder() / self._key(train, validation)
+        folder = self._folder(train, validation)
         if not folder.exists():
             self._tokenise(folder, train, validation, processes)
         return folder
@@ -104,6 +108,7 @@ class Text(DataConfig):
 
     def _sources(self) -> tuple[Files | Hub, Files | Hub | None]:
         """Where the training text is, and the validation text unless it is a share of that."""
+        require(bool(self.path or self.hub), "data.path", self.path, "name your text, as in --data.path=FILE")
         if self.hub:
             train, validation = (
                 Hub(self.hub, self.hub_config, self.revision, split, self.column, self.stream)
@@ -120,6 +125,9 @@ class Text(DataConfig):
         both = sorted(set(train.paths) & set(validation.paths))
         require(not both, "data.validation", self.validation, f"data.path has the file {[*both, ''][0]!s} as well")
         return train, validation
+
+    def _folder(self, train: Files | Hub, validation: Files | Hub | None) -> Path:
+        return cache_folder() / self._key(train, validation)
 
     def _key(self, train: Files | Hub, validation: Files | Hub | None) -> str:
         """Names the tokens by all they depend on, without reading the text: its files by size and time of change."""

@@ -9,10 +9,12 @@ from torch import nn
 
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data import DataSource
+from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import Block, DecoderLM, flops_per_token
 from lit_lazy.model.loss import LOGITS_AT_ONCE
 from lit_lazy.support.memory import most_bytes
 from lit_lazy.training.execution import Execution
+from lit_lazy.training.prepare import outlined
 
 UTILISATION = 0.4
 """Of the peak that a training reaches; well-tuned ones of such models reach 0.35 to 0.5."""
@@ -52,7 +54,7 @@ class Cost:
         return self.flops / (devices * UTILISATION * peak) / 3600
 
 
-def cost_of(cfg: RunConfig, source: DataSource, execution: Execution) -> Cost:
+def cost_of(cfg: RunConfig, source: DataSource | Outline, execution: Execution) -> Cost:
     """What `cfg` will take. Raises ValueError where its batch cannot be shared out."""
     parts = execution.accumulation(cfg.train.batch_size)
     with torch.device("meta"):
@@ -145,17 +147,16 @@ def peak_of_device() -> tuple[str, float]:
     return known, PEAKS[known]
 
 
-def report(name: str, cfg: RunConfig, source: DataSource, execution: Execution) -> list[str]:
-    """The lines of a dry run."""
+def report(name: str, cfg: RunConfig, execution: Execution) -> list[str]:
+    """The lines of a dry run. A text that was not tokenised yet is not tokenised for it."""
+    source = outlined(cfg.data)
     cost = cost_of(cfg, source, execution)
-    there = len(source.train) * source.context_length
     step = cfg.train.batch_size * source.context_length
     kind, peak = peak_of_device()
     shared = f"{cost.parts} micro-batches of {cfg.train.batch_size // execution.devices // cost.parts} sequences"
     return [
         f"{name}: {cost.parameters:,} parameters",
-        f"data:   {there:,} tokens of {source.name}; the training sees {cost.tokens:,}, so {cost.tokens / there:.3g} "
-        "passes",
+        _data(source, cost),
         f"step:   {step:,} tokens; on each of {execution.devices} devices {shared}",
         f"FLOPs:  {cost.flops / cost.tokens:.3g} a token, {cost.flops:.3g} in all",
         f"memory: {described(cost)} on each device, and about 1 GB of libraries",
@@ -163,6 +164,14 @@ def report(name: str, cfg: RunConfig, source: DataSource, execution: Execution) 
         f"{UTILISATION:.0%} of {peak / 1e12:.0f} TFLOP/s each",
         f"disk:   {cost.disk / 1e9:.2g} GB while it runs, for checkpoints",
     ]
+
+
+def _data(source: Outline, cost: Cost) -> str:
+    if source.sequences is None:
+        return f"data:   the training sees {cost.tokens:,} tokens; `lit-lazy tokenise` counts those of {source.name}"
+    there = source.sequences * source.context_length
+    passes = f"{cost.tokens / there:.3g} passes"
+    return f"data:   {there:,} tokens of {source.name}; the training sees {cost.tokens:,}, so {passes}"
 
 
 def _duration(hours: float) -> str:

@@ -1,8 +1,10 @@
 """What is checked of a run before anything is created."""
 
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -10,6 +12,7 @@ from lit_lazy.attention import Attention, MixerModule
 from lit_lazy.config.key import content_of
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data import DataConfig, DataSource, TokenDataset
+from lit_lazy.data.base import Outline
 from lit_lazy.model.loss import LOGITS_AT_ONCE
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.errors import described, named
@@ -17,6 +20,7 @@ from lit_lazy.support.memory import require_room
 from lit_lazy.training.devices import training_device
 from lit_lazy.training.execution import Execution
 
+T = TypeVar("T")
 BYTES_PER_PARAMETER = 16
 """Weight, gradient and AdamW's two moments."""
 BYTES_PER_LAYER = 2**15
@@ -143,15 +147,23 @@ def prepare(cfg: RunConfig, execution: Execution | None = None) -> DataSource:
     return source
 
 
-def loaded(config: DataConfig) -> DataSource:
-    """What a data config loads. Raises ValueError, in one line, where that fails or is not what it says it is."""
-    name = type(config).__name__
+def outlined(config: DataConfig) -> Outline:
+    """What a data config knows of its sequences. Raises ValueError, in one line, where that fails."""
+    return _asked(config, config.outline)
+
+
+def _asked(config: DataConfig, ask: Callable[[], T]) -> T:
     try:
-        source = config.load()
+        return ask()
     except (ValueError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise ValueError(f"data={name}: {_slip(error)}") from error
+        raise ValueError(f"data={type(config).__name__}: {_slip(error)}") from error
+
+
+def loaded(config: DataConfig) -> DataSource:
+    """What a data config loads. Raises ValueError, in one line, where that fails or is not what it says it is."""
+    name, source = type(config).__name__, _asked(config, config.load)
     if not isinstance(source, DataSource):
         raise ValueError(f"data={name}: load() returned {described(source)}; let it return a DataSource")
     require_whole(f"data={name}: vocab_size", source.vocab_size, 1)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from test_run import LAZY, config
 
@@ -86,6 +87,23 @@ def test_a_dry_run_creates_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "on each of 8 devices 1 micro-batches of 1 sequences" in out
     assert out.endswith("Nothing was created.\n")
     assert not (tmp_path / "runs").exists()
+
+
+def test_340m_is_priced_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its text need not be there, but for the tokenizer, which tells the size of the vocabulary."""
+    monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "cache"))
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.add_special_tokens(["<s>", "</s>", *(f"<{i}>" for i in range(31_998))])
+    made.save(str(tmp_path / "32k.json"))
+    options = [f"--data.tokenizer={tmp_path}/32k.json", "--devices", "8", "--micro-batch", "4"]
+    assert main(["train", "fineweb_340m", "--dry-run", *options]) == 0
+    out = capsys.readouterr().out
+    assert "374,064,512 parameters" in out
+    assert "the training sees 16,106,127,360 tokens" in out
+    assert "4 micro-batches of 4 sequences" in out
+    assert not (tmp_path / "cache").exists()
 
 
 STEPS = """

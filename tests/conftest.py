@@ -1,5 +1,6 @@
 """One thread per process (two run side by side), Triton's interpreter without a GPU, and a ready MLflow store."""
 
+import gc
 import os
 import shutil
 import signal
@@ -45,6 +46,17 @@ def _cheap_grids() -> Iterator[None]:
         patch.setattr(launch, "POLL_SECONDS", 0.2)
         patch.setattr(page, "MOST_VARIANTS", 0)
         yield
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks of a run are forks of this process, which has imported what they need."""
+    import forked
+
+    from lit_lazy.training import ranks
+
+    gc.collect()  # classes of other tests would be there for good in a fork, which leaves what it inherits as it is
+    monkeypatch.setattr(ranks, "subprocess", forked)
 
 
 @pytest.fixture(scope="session")

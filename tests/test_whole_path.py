@@ -6,12 +6,10 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import forked
 import pytest
 import tokenizers
 
 from lit_lazy.command.main import main
-from lit_lazy.training import ranks
 
 FILES = 40
 LOADS = """
@@ -38,7 +36,8 @@ def tokenizer_of(texts: list[str], path: Path) -> Path:
     return path
 
 
-@pytest.mark.usefixtures("offline")
+@pytest.mark.long
+@pytest.mark.usefixtures("offline", "forked_ranks")
 def test_text_to_tokens_to_a_model_to_benchmarks_to_weights(
     runs: Path,
     tmp_path: Path,
@@ -48,7 +47,6 @@ def test_text_to_tokens_to_a_model_to_benchmarks_to_weights(
 ) -> None:
     """Python's standard library: tokenised, trained on by two processes, judged, continued, exported, loaded."""
     monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(ranks, "subprocess", forked)
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:FILES]
     texts = [path.read_text() for path in sources]
     for part in range(2):

@@ -38,7 +38,7 @@ OPTIONS = [
     (["train"], "the following arguments are required: EXPERIMENT"),
     (["fields", "nothing"], "experiment 'nothing': unknown"),
     (["fields", "backcopy", "extra"], "unknown argument 'extra'; see `lit-lazy fields --help`"),
-    (["trian", "backcopy"], "invalid choice: 'trian' (choose from 'train'"),
+    (["trian", "backcopy"], "invalid choice: 'trian' (choose from 'tokenise', 'train'"),
     (["ablate", "rum"], "invalid choice: 'rum' (choose from 'run'"),
     (["ablate"], "the following arguments are required: COMMAND"),
     ([], "the following arguments are required: COMMAND"),

@@ -15,14 +15,11 @@ from two_rows import two_rows
 
 from lit_lazy.command.main import main
 from lit_lazy.grid.queue.queue import Queue
-from lit_lazy.training import ranks
 
 TWO = ("--devices", "2")
 
 
-@pytest.fixture(autouse=True)
-def _forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "subprocess", forked)
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
 def results(folder: Path) -> dict[str, dict]:

@@ -189,7 +189,7 @@ def filling(disk: Path, fill: str) -> str:
 {textwrap.indent(fill, "    ")}
             except OSError:
                 pass
-        train(*args)
+        return train(*args)
 
     lit_lazy.training.run.fit = fill_up_once
 '''
@@ -354,7 +354,7 @@ def test_an_mlflow_server_that_goes_away_loses_nothing(mlflow_server: MlflowServ
         (Path(__file__).parent / "training").touch()
         while not (Path(__file__).parent / "away").exists():
             time.sleep(0.1)
-        train(*args)
+        return train(*args)
 
     lit_lazy.training.run.fit = wait_for_outage
 """

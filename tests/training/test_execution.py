@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import forked
 import lightning as L
 import pytest
 import torch
@@ -32,10 +31,7 @@ TWO, HALVES = Execution(devices=2), Execution(micro_batch=4)
 SPREAD = Execution(devices=2, strategy="fsdp")
 
 
-@pytest.fixture(autouse=True)
-def _forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other ranks are forks of this process, which has imported what they need."""
-    monkeypatch.setattr(ranks, "subprocess", forked)
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
 def train(folder: Path, execution: Execution, *callbacks: Callback) -> RunResult:
@@ -103,7 +99,7 @@ def test_no_more_than_rounding_changes(tmp_path: Path, execution: Execution) -> 
 
 
 @pytest.fixture
-def _real(monkeypatch: pytest.MonkeyPatch) -> None:
+def _real(monkeypatch: pytest.MonkeyPatch, forked_ranks: None) -> None:  # noqa: ARG001 (it comes after that)
     """The other ranks are new processes: a fork would inherit what torch remembers of rank 0's part of a tensor."""
     monkeypatch.setattr(ranks, "subprocess", subprocess)
 

@@ -104,6 +104,7 @@ def _real(monkeypatch: pytest.MonkeyPatch, forked_ranks: None) -> None:  # noqa:
     monkeypatch.setattr(ranks, "subprocess", subprocess)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_real")
 def test_a_model_that_is_spread_over_processes_stops_and_resumes(tmp_path: Path) -> None:
     """17 tokens and 2 heads: rows that two processes do not share evenly. What it leaves is a model like any other."""

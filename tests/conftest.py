@@ -1,6 +1,5 @@
 """One thread per process (two run side by side), Triton's interpreter without a GPU, and a ready MLflow store."""
 
-import gc
 import os
 import shutil
 import signal
@@ -53,10 +52,10 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks of a run are forks of this process, which has imported what they need."""
     import forked
 
-    from lit_lazy.training import ranks
+    from lit_lazy.training import ranks, run
 
-    gc.collect()  # classes of other tests would be there for good in a fork, which leaves what it inherits as it is
     monkeypatch.setattr(ranks, "subprocess", forked)
+    monkeypatch.setattr(run, "imported", list)  # a fork has the classes of users' files; imported again, they are twice
 
 
 @pytest.fixture(scope="session")

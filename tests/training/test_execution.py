@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from test_run import assert_same_run, config, weights
 
+from lit_lazy.config.files import imported
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.model import loss
 from lit_lazy.model.decoder import DecoderLM
@@ -102,6 +103,7 @@ def test_no_more_than_rounding_changes(tmp_path: Path, execution: Execution) -> 
 def _real(monkeypatch: pytest.MonkeyPatch, forked_ranks: None) -> None:  # noqa: ARG001 (it comes after that)
     """The other ranks are new processes: a fork would inherit what torch remembers of rank 0's part of a tensor."""
     monkeypatch.setattr(ranks, "subprocess", subprocess)
+    monkeypatch.setattr("lit_lazy.training.run.imported", imported)
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
 """`subprocess` for this project's commands: forks of the test process, which has imported already what they need.
 
 Imports cost a new interpreter five seconds and more, a fork nothing. Arguments, environment, session, signals and logs
-are those of a real process; `tests/grid/test_user_files.py` shows that a real one does the same. With a GPU all are
+are those of a real process; `tests/crash` and `make test-all` show that real ones do the same. With a GPU all are
 real: CUDA does not survive a fork.
 """
 

@@ -34,6 +34,7 @@ def test_flops_are_those_of_the_products():
     assert flops_per_token(parameters, length, FULL) == pytest.approx(3 * forward)
 
 
+@pytest.mark.long
 def test_a_failing_case_costs_itself(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_step, "TINY", TINY._replace(lengths=(32,)))
     monkeypatch.setattr(gpu_step, "cases", lambda lengths: [Case(n, *lengths, False) for n in ("nonsense", "lazy")])

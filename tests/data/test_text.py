@@ -279,6 +279,7 @@ def test_the_end_of_text_token_can_be_named(corpora, bpe):
     assert config.load().fingerprint != small(path=corpora["parquet"], tokenizer=bpe).load().fingerprint
 
 
+@pytest.mark.long
 def test_the_number_of_threads_changes_no_token(corpora, bpe, tmp_path):
     code = LOAD.format(f"{corpora['parquet']!r}, tokenizer={bpe!r}, validation_windows=1")
     settings = [{"RAYON_NUM_THREADS": "1"}, {"RAYON_NUM_THREADS": "3"}]
@@ -370,7 +371,7 @@ from lit_lazy.data.text import Text
 print("ready", flush=True)
 while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.001)
 print(Text({str(path)!r}).load().fingerprint)"""
-    running = [in_process(code) for _ in range(3)]
+    running = [in_process(code) for _ in range(2)]
     for process in running:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -410,6 +411,7 @@ Text({corpora["jsonl"]!r}, context_length={L}, validation_windows=10, validation
     assert source.info["train_documents"] == len(TRAIN)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
     """50 MB against 10 in each format, the .txt as a single line; and a JSON line of 1 GB is refused."""

@@ -87,12 +87,18 @@ def edit(mine: Path) -> None:
     (mine.parent / "beside.py").write_text(BESIDE.replace("*= 2", "*= 3"))
 
 
-def test_files_beside_it_reach_every_worker_and_edited_code_is_refused(mine: Path, runs: Path, tmp_path: Path) -> None:
-    # Real processes, in a folder of shadows: a fork has imported Python's own modules already.
+@pytest.mark.long
+def test_no_process_takes_a_module_from_the_current_folder(mine: Path, runs: Path, tmp_path: Path) -> None:
+    # Real processes: a fork has imported Python's own modules already.
     here = shadow(tmp_path / "here")
     done = subprocess.run(command(mine, runs, "--rows", "mine"), capture_output=True, text=True, cwd=here)
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(Queue(default_storage(runs), "mine-backcopy_tiny").states().values()) == {"complete"}
+
+
+def test_files_beside_it_reach_every_worker_and_edited_code_is_refused(mine: Path, runs: Path) -> None:
+    done = forked.run(command(mine, runs, "--rows", "mine"), cwd=mine.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert len(list((runs / "mine-backcopy_tiny" / "cells").glob("*/result.json"))) == 1
 
     edit(mine)

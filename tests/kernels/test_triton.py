@@ -564,7 +564,7 @@ def random_setting(seed):
     return split(setting)
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 200))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 200))])
 def test_any_options(seed, monkeypatch):
     setting, block, dtype = random_setting(seed)
     small_blocks(monkeypatch, *block)

@@ -49,8 +49,8 @@ def leaves(base: type[T]) -> dict[str, type[T]]:
 
 @functools.cache
 def _import_all_beside(base: type) -> None:
-    """Import every module of the package that defines a base, so that a leaf in a new file is known by being there."""
-    package = base.__module__.rpartition(".")[0]
+    """Import every module of a base's package, so that a leaf in a new file is known by being there."""
+    package = getattr(base, "LEAVES_IN", base.__module__.rpartition(".")[0])
     if package:
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
             importlib.import_module(f"{package}.{module.name}")
@@ -74,7 +74,8 @@ def from_dict(cls: Any, value: Any) -> Any:
         inner = [arg for arg in typing.get_args(cls) if arg is not type(None)]
         return None if value is None else from_dict(inner[0], value)
     if origin is tuple:
-        return tuple(value)
+        kinds = typing.get_args(cls)
+        return tuple(from_dict(kinds[0], item) for item in value) if kinds[1:] == (Ellipsis,) else tuple(value)
     if not isinstance(value, Mapping):
         return value
     fields = dict(value)

@@ -66,8 +66,15 @@ def settings(config: Any) -> dict[str, Any]:
     for field in dataclasses.fields(config):
         value, hint = getattr(config, field.name), hints[field.name]
         if to_dict(value, hint) != to_dict(_default(field), hint):
-            kept[field.name] = settings(value) if dataclasses.is_dataclass(value) else to_dict(value, hint)
+            kept[field.name] = _plain(value, hint)
     return kept
+
+
+def _plain(value: Any, hint: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return settings(value)
+    parts = value if isinstance(value, tuple) else ()
+    return [settings(part) for part in parts if dataclasses.is_dataclass(part)] or to_dict(value, hint)
 
 
 def _default(field: "dataclasses.Field[Any]") -> Any:
@@ -85,5 +92,7 @@ def code(config: Any) -> list[str]:
 def _classes(config: Any) -> Iterator[type]:
     yield type(config)
     for field in dataclasses.fields(config):
-        if dataclasses.is_dataclass(value := getattr(config, field.name)):
-            yield from _classes(value)
+        value = getattr(config, field.name)
+        for part in value if isinstance(value, tuple) else (value,):
+            if dataclasses.is_dataclass(part):
+                yield from _classes(part)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from flash_lazy import Backend
 from lit_lazy.attention import Attention, AttentionSpec, LayerShape, Mixer, MixerModule, Position, Rope, SelfAttention
 from lit_lazy.config.canonical import leaves
+from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.kinds import fits, is_exchangeable, is_part, wanted
@@ -185,10 +186,17 @@ class RunConfig:
     """Seed of the initial weights and of the batch order."""
     init_from: str | None = None
     """Checkpoint of a trained model whose weights it starts with, where name and shape are the same; None for none."""
+    evaluations: tuple[Evaluation, ...] = ()
+    """What is measured of the final model beside the usual metrics."""
 
     def __post_init__(self) -> None:
         require_whole("seed", self.seed, 0)
         _check_fields(self, "")
+        for number, evaluation in enumerate(self.evaluations):
+            _check_fields(evaluation, f"evaluations.{number}.")
+            require(
+                evaluation not in self.evaluations[:number], "evaluations", evaluation, "is given twice; leave one out"
+            )
 
 
 def _check_fields(config: Any, prefix: str) -> None:

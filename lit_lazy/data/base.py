@@ -1,5 +1,6 @@
 """What every data source offers: a config that loads, and the sequences it loads."""
 
+import dataclasses
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -41,6 +42,15 @@ class DataConfig(ABC):
         """What a plan has to know; what costs much to make is not made for it."""
         source = self.load()
         return Outline(source.name, source.vocab_size, source.context_length, len(source.train))
+
+    def at_length(self, length: int) -> "DataConfig":
+        """The same data in sequences of another length, to measure with. Raises ValueError where there are none."""
+        fields = {field.name for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        if "context_length" not in fields:
+            raise ValueError(f"{type(self).__name__} has no context_length to change; leave other lengths out")
+        # Generated data make as many training sequences as they are told, and none is looked at.
+        fewest = {name: 1 for name in ("train_sequences",) if name in fields}
+        return dataclasses.replace(self, context_length=length, **fewest)  # type: ignore[type-var]
 
     def tokenise(self, processes: int | None = None) -> Path | None:  # noqa: ARG002
         """The folder that keeps its tokens, made where it is missing; None for sources that keep none.

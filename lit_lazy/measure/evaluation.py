@@ -1,17 +1,24 @@
 """What a model measures on a validation set: loss, accuracy, first-key weight, mass, sparsity, tau, sizes."""
 
+import dataclasses
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.schema import Precision
-from lit_lazy.data import Batch, DataSource
+from lit_lazy.data import Batch, DataConfig, DataSource
 from lit_lazy.data.loader import validation_loader
 from lit_lazy.measure.attention import AttentionMetrics
 from lit_lazy.measure.ratio import RatioOfSums
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
 from lit_lazy.model.loss import head_nll
+from lit_lazy.support.checks import require
 
 NATS_PER_BIT = 0.6931471805599453
+VARIED_BATCH = 32
+"""Sequences that `Varied` measures at a time."""
 
 
 @torch.no_grad()
@@ -72,3 +79,39 @@ def sizes(model: DecoderLM) -> dict[str, float]:
         "model/parameters": float(parameters),
         "model/flops_per_token": float(flops_per_token(model, model.context_length)),
     }
+
+
+@dataclass(frozen=True)
+class Varied(Evaluation):
+    """The usual metrics on the same data with another value of one field, such as more pairs to recall from."""
+
+    field: str
+    """Of the data's settings."""
+    values: tuple[int, ...]
+    """The field's, one after the other."""
+
+    def check(self, model: DecoderLM, data: DataConfig) -> None:
+        """Raise ValueError where data have no such field or value, or the model cannot read them."""
+        fields = sorted(known.name for known in dataclasses.fields(data))  # type: ignore[arg-type]
+        require(self.field in fields, "Varied.field", self.field, f"must be one of {', '.join(fields)}")
+        for value in self.values:
+            source = self._source(data, value)
+            model.check_length(source.context_length)
+            vocab_size = model.embedding.num_embeddings
+            require(
+                source.vocab_size == vocab_size,
+                f"data.{self.field}",
+                value,
+                f"makes another vocabulary than {vocab_size}",
+            )
+
+    def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
+        """`pairs_64/loss/val` and so on, every metric of `evaluate` behind the field and its value."""
+        found = {}
+        for value in self.values:
+            measured = evaluate(model, self._source(data, value), "fp32", VARIED_BATCH)
+            found |= {f"{self.field}_{value}/{name}": x for name, x in measured.items()}
+        return found
+
+    def _source(self, data: DataConfig, value: int) -> DataSource:
+        return dataclasses.replace(data, **{self.field: value}).load()  # type: ignore[type-var]

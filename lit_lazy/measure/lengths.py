@@ -1,6 +1,7 @@
 """What becomes of a model at some length: loss by position, keys seen and thresholds, also with a cache that evicts."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -8,10 +9,14 @@ from torch import Tensor
 
 from flash_lazy import Rows
 from lit_lazy.attention import Eviction
-from lit_lazy.data.base import Batch
-from lit_lazy.measure.diagnostics import TOKENS_AT_ONCE, at_rest
+from lit_lazy.config.evaluation import Evaluation
+from lit_lazy.data import DataConfig
+from lit_lazy.data.base import Batch, DataSource
+from lit_lazy.measure.diagnostics import SAMPLE, TOKENS_AT_ONCE, at_rest, validation_sample
+from lit_lazy.measure.evaluation import NATS_PER_BIT
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
+from lit_lazy.support.checks import require, require_whole
 
 STREAMED = "streamed/"
 """How the names begin of what was measured with a cache that evicts."""
@@ -85,4 +90,102 @@ def scalars(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
         found[f"{group}n"] = float(arrays[f"{group}n"][-1])
         if (theta := arrays.get(f"{group}theta")) is not None:
             found[f"{group}theta"] = float(theta[..., -1].mean(dtype=np.float64))
+    return found
+
+
+@dataclass(frozen=True)
+class Lengths(Evaluation):
+    """Loss by position where sequences are some times as long as in training."""
+
+    times: tuple[int, ...] = (1, 2, 4)
+    """Lengths, as multiples of the training's context."""
+    sequences: int = SAMPLE
+    """Of the validation data, spread evenly over them."""
+
+    def __post_init__(self) -> None:
+        require(len(self.times) > 0, "Lengths.times", self.times, "needs at least one")
+        for times in self.times:
+            require_whole("Lengths.times", times, 1)
+        require_whole("Lengths.sequences", self.sequences, 1)
+
+    def check(self, model: DecoderLM, data: DataConfig) -> None:
+        """Raise ValueError where positions, bias or data do not reach so far."""
+        for times in self.times:
+            check_reach(model, data, times * model.context_length)
+
+    def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
+        """`length_4x/loss`, nats, `length_4x/loss_last_quarter` of its last quarter; of text bits per byte, too."""
+        found = {}
+        for times in self.times:
+            source = data.at_length(times * model.context_length).load()
+            (batch,) = validation_sample(source, self.sequences)
+            loss = loss_by_position(model, batch)
+            parts = {"loss": loss, "loss_last_quarter": loss[3 * len(loss) // 4 :]}
+            found |= named_losses(f"length_{times}x/", parts, source)
+        return found
+
+
+@dataclass(frozen=True)
+class Streaming(Evaluation):
+    """Loss of a model whose cache keeps the first and the newest tokens alone, beside that of the whole cache.
+
+    Xiao et al., arXiv 2309.17453. All losses are of the same tokens: those that the smallest cache has evicted some
+    before.
+    """
+
+    first: tuple[int, ...] = (0, 1, 4)
+    """How many of the first tokens are kept, one after the other."""
+    window: int = 64
+    """Newest tokens kept."""
+    times: int = 2
+    """Length of the sequences, as a multiple of the training's context."""
+    sequences: int = 16
+    """Of the validation data, spread evenly over them."""
+
+    def __post_init__(self) -> None:
+        require(len(self.first) > 0, "Streaming.first", self.first, "needs at least one")
+        for first in self.first:
+            require_whole("Streaming.first", first, 0)
+        for name in ("window", "times", "sequences"):
+            require_whole(f"Streaming.{name}", getattr(self, name), 1)
+
+    def check(self, model: DecoderLM, data: DataConfig) -> None:
+        """Raise ValueError where no cache can evict, or none has to."""
+        model.new_cache(Eviction(max(self.first), self.window))
+        length = self.times * model.context_length
+        require(
+            max(self.first) + self.window < length,
+            "Streaming.window",
+            self.window,
+            f"must evict within {length} tokens",
+        )
+        check_reach(model, data, length)
+
+    def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
+        """`streaming/4+64/loss` and `loss_excess` over `streaming/whole/loss`, nats; of text bits per byte, too."""
+        source = data.at_length(self.times * model.context_length).load()
+        (batch,) = validation_sample(source, self.sequences)
+        after = max(self.first) + self.window
+        whole = loss_by_position(model, batch)[after:]
+        found = named_losses("streaming/whole/", {"loss": whole}, source)
+        for first in self.first:
+            loss = loss_by_position(model, batch, Eviction(first, self.window))[after:]
+            found |= named_losses(
+                f"streaming/{first}+{self.window}/", {"loss": loss, "loss_excess": loss - whole}, source
+            )
+        return found
+
+
+def check_reach(model: DecoderLM, data: DataConfig, length: int) -> None:
+    """Raise ValueError, in one line, where positions, bias or data do not serve so many tokens."""
+    model.check_length(length)
+    data.at_length(length).load()
+
+
+def named_losses(prefix: str, losses: Mapping[str, Tensor], source: DataSource) -> dict[str, float]:
+    """Means of losses by position, nats; where the data are text also in bits per byte."""
+    found = {prefix + name: loss.mean().item() for name, loss in losses.items()}
+    if "bytes_per_token" in source.info:
+        nats = NATS_PER_BIT * float(source.info["bytes_per_token"])
+        found |= {name.replace("loss", "bits_per_byte"): value / nats for name, value in found.items()}
     return found

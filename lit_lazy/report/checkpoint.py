@@ -1,6 +1,5 @@
 """Everything about a checkpoint's heads and hidden states, into a folder and an MLflow run: `lit-lazy diagnose`."""
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -144,14 +143,10 @@ def at_length(config: DataConfig, length: int, source: DataSource, model: Decode
         return source
     if length > MOST_TOKENS:
         raise ValueError(f"{option}: must be at most {MOST_TOKENS}")
-    fields = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
-    if "context_length" not in fields:
-        raise ValueError(f"{option}: {type(config).__name__} has no context_length to change; leave --lengths out")
-    check_length(model, length, option)
-    # Generated data make as many training sequences as they are told, and none is looked at here.
-    fewest = {name: 1 for name in ("train_sequences",) if name in fields}
     try:
-        return loaded(dataclasses.replace(config, context_length=length, **fewest))  # type: ignore[type-var]
+        longer = config.at_length(length)
+        model.check_length(length)
+        return loaded(longer)
     except ValueError as error:
         raise ValueError(f"{option}: {one_line(error)}") from None
 

@@ -13,9 +13,10 @@ from lit_lazy.config.key import content_of
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data import DataConfig, DataSource, TokenDataset
 from lit_lazy.data.base import Outline
+from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import LOGITS_AT_ONCE
 from lit_lazy.support.checks import require, require_whole
-from lit_lazy.support.errors import described, named
+from lit_lazy.support.errors import described, named, one_line
 from lit_lazy.support.memory import require_room
 from lit_lazy.training.devices import training_device
 from lit_lazy.training.execution import Execution
@@ -144,7 +145,23 @@ def prepare(cfg: RunConfig, execution: Execution | None = None) -> DataSource:
     )
     if cfg.init_from is not None:
         content_of(cfg.init_from)
+    check_evaluations(cfg, source)
     return source
+
+
+def check_evaluations(cfg: RunConfig, source: DataSource) -> None:
+    """Raise ValueError where the trained model could not be measured as it is to be."""
+    if not cfg.evaluations:
+        return
+    with torch.device("meta"):
+        model = DecoderLM(cfg.model, source.vocab_size, source.context_length, seed=None)
+    for evaluation in cfg.evaluations:
+        try:
+            evaluation.check(model, cfg.data)
+        except ValueError as error:
+            raise ValueError(f"evaluations: {type(evaluation).__name__}: {one_line(error)}") from None
+        except MISTAKES as error:
+            raise ValueError(f"evaluations: {type(evaluation).__name__}: {_slip(error)}") from error
 
 
 def outlined(config: DataConfig) -> Outline:

@@ -124,13 +124,15 @@ def _run(
     diagnostics = Diagnostics(joined.arrays | tau_history(watch.taus))
     diagnostics.save(folder / DIAGNOSTICS)
     initial = {f"init/{name}": value for name, value in untrained.metrics.items()}
+    evaluated = [evaluation.measure(model, cfg.data) for evaluation in cfg.evaluations]
+    asked = {name: value for found in evaluated for name, value in found.items() if math.isfinite(value)}
 
     tokens = (cfg.train.steps - first_step) * cfg.train.batch_size * source.context_length
     result = RunResult(
         key=key,
         config=to_dict(cfg),
         data=source.info,
-        metrics=measured.metrics | initial | sizes(model) | diagnostics.scalars(),
+        metrics=measured.metrics | initial | sizes(model) | diagnostics.scalars() | asked,
         labels={"backend": model.mixers[0].backend_name},
         timings={
             "train_seconds": trained - begun,

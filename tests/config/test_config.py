@@ -37,6 +37,7 @@ from lit_lazy.data import DataConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.grid.ablation import load_ablation
+from lit_lazy.measure.lengths import Lengths
 
 EXPERIMENTS = {path.stem: load_experiment(path) for path in sorted((PROJECT / "experiments").glob("*.py"))}
 ABLATIONS = [
@@ -202,6 +203,7 @@ class TestCellKey:
         "model.attention.gate": OutputGate(),
         "init_from": __file__,
         "model.mixer": OwnAttention(),
+        "evaluations": (Lengths(),),
     }
 
     @pytest.mark.parametrize("path", CHANGES)

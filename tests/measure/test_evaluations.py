@@ -1,0 +1,168 @@
+"""What is measured of final models beside the usual metrics: in the key, checked before, equal to plain sums."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from lit_lazy.attention import AttentionSpec, Elastic, Eviction, LearnedAbsolute
+from lit_lazy.config.canonical import from_dict, to_dict
+from lit_lazy.config.evaluation import Evaluation
+from lit_lazy.config.files import experiment
+from lit_lazy.config.key import cell_key
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.data.backcopy import Backcopy
+from lit_lazy.measure.diagnostics import validation_sample
+from lit_lazy.measure.evaluation import Varied, evaluate
+from lit_lazy.measure.lengths import Lengths, Streaming, loss_by_position
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.training import checkpoints
+from lit_lazy.training.prepare import prepare
+from lit_lazy.training.run import run
+
+TINY = experiment("backcopy_tiny")
+LENGTHS, STREAMING = Lengths((1, 2), sequences=8), Streaming((0, 2), window=5, sequences=4)
+VARIED = Varied("validation_sequences", (16, 32))
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    cfg = dataclasses.replace(TINY, evaluations=(LENGTHS, STREAMING, VARIED))
+    folder = tmp_path_factory.mktemp("run")
+    return run(cfg, folder, keep_checkpoint=True), folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine(Evaluation):
+    """A user's own."""
+
+    name: str = "a"
+
+    def measure(self, model, data):  # noqa: ARG002
+        return {f"mine/{self.name}": 1.0, "mine/undefined": float("nan")}
+
+
+def test_a_run_without_evaluations_keeps_its_key_and_one_with_has_another():
+    plain, asked = cell_key(TINY, "x"), cell_key(dataclasses.replace(TINY, evaluations=(LENGTHS,)), "x")
+    assert plain == cell_key(dataclasses.replace(TINY, evaluations=()), "x") != asked
+    assert asked == cell_key(dataclasses.replace(TINY, evaluations=(Lengths(times=(1, 2), sequences=8),)), "x")
+    assert asked != cell_key(dataclasses.replace(TINY, evaluations=(Lengths((1, 2, 4), sequences=8),)), "x")
+
+
+def test_they_come_back_from_json_in_a_process_that_has_not_imported_them():
+    cfg = dataclasses.replace(TINY, evaluations=(LENGTHS, STREAMING, VARIED))
+    text = json.dumps(to_dict(cfg))
+    assert from_dict(RunConfig, json.loads(text)) == cfg
+    code = (
+        "import json, sys; from lit_lazy.config.canonical import from_dict;"
+        "from lit_lazy.config.schema import RunConfig;"
+        "print([type(e).__name__ for e in from_dict(RunConfig, json.load(sys.stdin)).evaluations])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True, text=True, check=True)
+    assert done.stdout == "['Lengths', 'Streaming', 'Varied']\n"
+
+
+def test_lengths_are_means_of_the_losses_by_position(result):
+    model = DecoderLM(TINY.model, 9, 16, seed=1).double()
+    data = Backcopy(vocab_size=8, context_length=16, n_triggers=2, train_sequences=4, validation_sequences=8)
+    found = LENGTHS.measure(model, data)
+    for times in (1, 2):
+        (batch,) = validation_sample(dataclasses.replace(data, context_length=16 * times).load(), 8)
+        loss = loss_by_position(model, batch)
+        assert found[f"length_{times}x/loss"] == pytest.approx(loss.mean().item())
+        assert found[f"length_{times}x/loss_last_quarter"] == pytest.approx(loss[-4 * times :].mean().item())
+    assert {name for name in result[0].metrics if name.startswith("length_")} == found.keys()
+
+
+def test_streaming_compares_the_same_tokens():
+    model = DecoderLM(TINY.model, 9, 16, seed=1).double()
+    data = Backcopy(vocab_size=8, context_length=16, n_triggers=2, train_sequences=4, validation_sequences=8)
+    found = STREAMING.measure(model, data)
+    (batch,) = validation_sample(dataclasses.replace(data, context_length=32).load(), 4)
+    whole = loss_by_position(model, batch)[7:].mean().item()
+    assert found["streaming/whole/loss"] == pytest.approx(whole)
+    for first in (0, 2):
+        loss = loss_by_position(model, batch, Eviction(first, 5))[7:].mean().item()
+        assert found[f"streaming/{first}+5/loss"] == pytest.approx(loss)
+        assert found[f"streaming/{first}+5/loss_excess"] == pytest.approx(loss - whole)
+        assert loss != whole
+
+
+def test_varied_data_are_evaluated_as_the_usual_ones(result):
+    metrics = result[0].metrics
+    model = DecoderLM(TINY.model, TINY.data.load().vocab_size, TINY.data.context_length, seed=0)
+    found = Varied("validation_sequences", (TINY.data.validation_sequences,)).measure(model, TINY.data)
+    usual = evaluate(model, TINY.data.load(), "fp32", 32)
+    assert {name.partition("/")[2]: value for name, value in found.items()} == usual
+    assert {"validation_sequences_16/loss/val", "validation_sequences_32/loss/val"} <= metrics.keys()
+
+
+def test_of_text_they_are_bits_per_byte_too():
+    cfg = experiment("stdlib_tiny")
+    source = cfg.data.load()
+    model = DecoderLM(cfg.model, source.vocab_size, source.context_length, seed=0)
+    found = Lengths((1,), sequences=2).measure(model, cfg.data) | Streaming((1,), 8, sequences=2).measure(
+        model, cfg.data
+    )
+    for name in ("length_1x/loss_last_quarter", "streaming/1+8/loss_excess"):
+        bits = found[name] / np.log(2) / source.info["bytes_per_token"]
+        assert found[name.replace("loss", "bits_per_byte")] == pytest.approx(bits)
+
+
+def test_a_custom_one_is_measured_and_what_is_undefined_left_out(tmp_path):
+    found = run(dataclasses.replace(TINY, evaluations=(Mine("a"), Mine("b"))), tmp_path).metrics
+    assert {name for name in found if name.startswith("mine/")} == {"mine/a", "mine/b"}
+
+
+def test_a_checkpoint_that_asks_for_them_can_be_loaded(result):
+    assert checkpoints.load(result[1] / "final.ckpt").cfg.evaluations == (LENGTHS, STREAMING, VARIED)
+
+
+ABSOLUTE = dataclasses.replace(TINY.model, position=LearnedAbsolute(), attention=AttentionSpec(Elastic()))
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "changes", "message"),
+    [
+        (Lengths((1, 2)), {"model": ABSOLUTE}, r"evaluations: Lengths: .*32"),
+        (STREAMING, {"model": ABSOLUTE}, r"evaluations: Streaming: model\.position=LearnedAbsolute"),
+        (Streaming(window=10**4), {}, r"evaluations: Streaming: Streaming\.window=10000: must evict within"),
+        (Varied("pears", (1,)), {}, r"evaluations: Varied: Varied\.field='pears': must be one of "),
+        (Varied("vocab_size", (30,)), {}, r"evaluations: Varied: data\.vocab_size=30: makes another vocabulary"),
+        (Varied("context_length", (-1,)), {}, r"evaluations: Varied: data\.context_length=-1: "),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line_before_anything_is_created(evaluation, changes, message):
+    with pytest.raises(ValueError, match=message) as error:
+        prepare(dataclasses.replace(TINY, evaluations=(evaluation,), **changes))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Lengths(()), r"Lengths\.times=\(\)"),
+        (lambda: Lengths((0,)), r"Lengths\.times=0"),
+        (lambda: Streaming((-1,)), r"Streaming\.first=-1"),
+        (lambda: Streaming(window=0), r"Streaming\.window=0"),
+        (lambda: dataclasses.replace(TINY, evaluations=(LENGTHS, LENGTHS)), "is given twice"),
+        (lambda: dataclasses.replace(TINY, evaluations=(Lengths,)), "evaluations"),
+        (lambda: dataclasses.replace(TINY, evaluations=(Mine(3),)), r"evaluations\.0\.name=3: must be text"),
+    ],
+)
+def test_mistakes_in_their_settings_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_they_leave_the_model_as_it_was():
+    model = DecoderLM(TINY.model, TINY.data.load().vocab_size, TINY.data.context_length, seed=1).train()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    for evaluation in (LENGTHS, STREAMING, VARIED):
+        evaluation.measure(model, TINY.data)
+    assert model.training
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())

@@ -83,8 +83,8 @@ def _panel(axes: Axes, table: Table, column: Column) -> None:
             _far_point(axes, high if x > high else low, y, column.format(m.diff, sign="+"), colour, face)
             continue
         axes.plot(x, y, "o", color=colour, markerfacecolor=face, markersize=6, markeredgewidth=1.4, zorder=4)
-    pairs = " or ".join(map(str, table.summaries[column.key].pairs))
-    axes.set_title(f"{column.title} (n = {pairs})" if pairs else column.title)
+    seeds = " or ".join(map(str, table.summaries[column.key].seeds))
+    axes.set_title(f"{column.title} (n = {seeds})" if seeds else column.title)
     axes.set_xlabel(_axis_label(column))
     axes.tick_params(axis="y", length=0)
     axes.locator_params(axis="x", nbins=5)
@@ -127,7 +127,7 @@ def _absence(row: TableRow, table: Table, column: Column) -> str:
         return "baseline"
     if not row.n:
         return row.status
-    return "not defined" if row.metrics[column.key].mean is None else "no common seed"
+    return "not defined" if row.metrics[column.key].mean is None else "no baseline"
 
 
 def _colour(difference: float, column: Column) -> str:

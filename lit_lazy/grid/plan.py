@@ -46,7 +46,7 @@ class Plan:
             plan: dict[str, Any] = json.loads(text)
             rows: list[dict[str, Any]] = plan["rows"]
             plan["rows"] = tuple(RowInfo(**row | {"seeds": tuple(row["seeds"])}) for row in rows)
-            plan["columns"] = tuple(Column(**column) for column in plan["columns"])
+            plan["columns"] = tuple(map(Column.from_json, plan["columns"]))
             plan["axes"] = tuple(plan["axes"])
             plan["contrasts"] = tuple(Contrast(**contrast) for contrast in plan["contrasts"])
             return cls(**plan)

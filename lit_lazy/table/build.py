@@ -1,6 +1,7 @@
 """The table of an ablation from what is known of its cells: means, differences to the baseline, tests, notes."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 from lit_lazy.table.records import (
@@ -9,6 +10,7 @@ from lit_lazy.table.records import (
     Contrast,
     ContrastMeasure,
     ContrastRow,
+    Detectable,
     Measure,
     Observation,
     RowInfo,
@@ -20,15 +22,20 @@ from lit_lazy.table.records import (
 )
 from lit_lazy.table.statistics import (
     ALPHA,
-    FEWEST_PAIRS,
+    FEWEST_SEEDS,
     Effect,
+    SeedValues,
     contrast,
     defined,
     estimate,
     holm,
     minimum_detectable_effect,
-    paired,
+    seed_correlation,
+    tost,
 )
+
+Values = Mapping[str, SeedValues]
+"""One metric: by variant and seed, complete cells only."""
 
 
 def build_table(
@@ -42,11 +49,13 @@ def build_table(
     command: str,
     labels: Sequence[str] = (),
     warnings: Sequence[str] = (),
+    primary: Sequence[str] = (),
 ) -> Table:
     """The table of an ablation from what is known of its cells; independent of the observations' order.
 
     `rows` say which cells are expected: one without an observation is missing, an observation that no row asks for is
-    left out and named in the notes. `labels` are names of `Observation.labels` shown as one value per row.
+    left out and named in the notes. `labels` are names of `Observation.labels` shown as one value per row. The first
+    key of `primary` that is a column's is the primary outcome: data sources measure different ones.
     Raises ValueError for a baseline or contrast that names no row, and for anything given twice.
     """
     variants = [row.variant for row in rows]
@@ -62,12 +71,11 @@ def build_table(
     expected = {(row.variant, seed) for row in rows for seed in row.seeds}
     by_variant = {name: [o for o in observed if o.variant == name and (name, o.seed) in expected] for name in variants}
     complete = {name: [o for o in cells if o.status == "complete"] for name, cells in by_variant.items()}
-    keys = [column.key for column in columns]
     values = {
-        key: {name: {o.seed: o.metrics.get(key) for o in cells} for name, cells in complete.items()} for key in keys
+        column.key: {name: {o.seed: o.metrics.get(column.key) for o in cells} for name, cells in complete.items()}
+        for column in columns
     }
-    measures = {key: _measures(values[key], baseline) for key in keys}
-    contrast_measures = {key: _contrast_measures(values[key], contrasts) for key in keys}
+    results = {column.key: _results(column, values[column.key], contrasts, baseline) for column in columns}
     return Table(
         ablation=ablation,
         base=base,
@@ -75,90 +83,174 @@ def build_table(
         command=command,
         environment=one_or_mixed({o.environment for cells in complete.values() for o in cells if o.environment}),
         rows=tuple(
-            _row(row, by_variant[row.variant], {key: measures[key][row.variant] for key in keys}, labels)
+            _row(row, by_variant[row.variant], {key: found.rows[row.variant] for key, found in results.items()}, labels)
             for row in rows
         ),
         columns=tuple(columns),
-        summaries={key: _summary(measures[key], baseline) for key in keys},
-        contrasts=tuple(
-            ContrastRow(c.name, dict(c.weights), {key: contrast_measures[key][c.name] for key in keys})
-            for c in contrasts
-        ),
+        summaries={key: found.summary for key, found in results.items()},
+        contrasts=_contrast_rows(contrasts, results),
         warnings=tuple(warnings),
         notes=tuple(_notes(rows, columns, observed, expected, complete)),
+        primary=_first(primary, columns),
     )
 
 
-_NOT_COMPARED = Effect(None, None, 0, None, None, None)
+def restated(table: Table, columns: Sequence[Column], contrasts: Sequence[Contrast], primary: Sequence[str]) -> Table:
+    """A table with its statistics computed anew from its values, by the declarations that are given now.
+
+    Of `columns` those that the table has; contrasts of rows that it has not are left out.
+    """
+    declared = {column.key: column for column in columns}
+    columns = [declared.get(column.key, column) for column in table.columns]
+    names = {row.variant for row in table.rows}
+    contrasts = [contrast for contrast in contrasts if set(contrast.weights) <= names]
+    results = {
+        column.key: _results(column, _values(table, column.key), contrasts, table.baseline) for column in columns
+    }
+    return replace(
+        table,
+        rows=tuple(
+            replace(row, metrics={key: found.rows[row.variant] for key, found in results.items()}) for row in table.rows
+        ),
+        columns=tuple(columns),
+        summaries={key: found.summary for key, found in results.items()},
+        contrasts=_contrast_rows(contrasts, results),
+        primary=_first(primary, columns),
+    )
 
 
-def _measures(values: Mapping[str, Mapping[int, float | None]], baseline: str) -> dict[str, Measure]:
-    """One metric of every variant; `values` is by variant and seed, complete cells only."""
-    effects = {name: paired(seeds, values[baseline]) for name, seeds in values.items() if name != baseline}
-    adjusted = _holm(effects)
+def _values(table: Table, key: str) -> Values:
+    return {
+        row.variant: {seed: row.metrics[key].values.get(str(seed)) for seed in row.cells.get("complete", [])}
+        for row in table.rows
+    }
+
+
+def _first(primary: Sequence[str], columns: Sequence[Column]) -> str | None:
+    keys = {column.key for column in columns}
+    return next((key for key in primary if key in keys), None)
+
+
+@dataclass(frozen=True)
+class _Results:
+    """Of one column, by variant and by contrast."""
+
+    rows: dict[str, Measure]
+    contrasts: dict[str, ContrastMeasure]
+    summary: Summary
+
+
+def _results(column: Column, values: Values, contrasts: Sequence[Contrast], baseline: str) -> _Results:
+    correlation = seed_correlation(values, column.bounds)
+
+    def effect(weights: Mapping[str, float]) -> Effect:
+        found = contrast(values, weights, column.bounds, correlation)
+        return replace(found, test="construction", p=None) if column.by_construction and found.p is not None else found
+
+    effects = {name: effect({name: 1.0, baseline: -1.0}) for name in values if name != baseline}
+    rows = _measures(column, values, effects)
+    return _Results(
+        rows,
+        _contrast_measures({c.name: effect(c.weights) for c in contrasts}),
+        _summary(rows, effects),
+    )
+
+
+def _contrast_rows(contrasts: Sequence[Contrast], results: Mapping[str, _Results]) -> tuple[ContrastRow, ...]:
+    return tuple(
+        ContrastRow(c.name, dict(c.weights), {key: found.contrasts[c.name] for key, found in results.items()})
+        for c in contrasts
+    )
+
+
+_NOT_COMPARED = Effect(None, None, 0)
+
+
+def _measures(column: Column, values: Values, effects: Mapping[str, Effect]) -> dict[str, Measure]:
+    adjusted, same = _holm(effects), _equivalence(effects, column.margin)
     measures = {}
     for name, seeds in values.items():
-        mean = estimate(seeds)
-        kept = {str(seed): value for seed, value in defined(seeds).items()}
+        mean = estimate(seeds, column.bounds)
         effect = effects.get(name, _NOT_COMPARED)
         measures[name] = Measure(
             mean=mean.mean,
             ci95=mean.ci95,
             n=mean.n,
             undefined=mean.undefined,
-            values=kept,
+            values={str(seed): value for seed, value in defined(seeds).items()},
             diff=effect.mean,
             diff_ci95=effect.ci95,
             diff_n=effect.n,
-            diff_sd=effect.sd,
+            diff_se=effect.se,
+            diff_df=effect.df,
+            diff_low=effect.low,
+            diff_high=effect.high,
             test=effect.test,
             p=effect.p,
             p_adj=adjusted.get(name),
-            mde=_detectable(effect),
+            mde=minimum_detectable_effect(effect),
+            p_same=same.get(name),
         )
     return measures
 
 
-def _contrast_measures(
-    values: Mapping[str, Mapping[int, float | None]], contrasts: Sequence[Contrast]
-) -> dict[str, ContrastMeasure]:
-    effects = {c.name: contrast(values, c.weights) for c in contrasts}
+def _contrast_measures(effects: Mapping[str, Effect]) -> dict[str, ContrastMeasure]:
     adjusted = _holm(effects)
     return {
-        name: ContrastMeasure(e.mean, e.ci95, e.n, e.test, e.p, adjusted.get(name), _detectable(e))
+        name: ContrastMeasure(
+            e.mean,
+            e.ci95,
+            e.n,
+            e.se,
+            e.df,
+            e.low,
+            e.high,
+            e.test,
+            e.p,
+            adjusted.get(name),
+            minimum_detectable_effect(e),
+        )
         for name, e in effects.items()
     }
 
 
 def _holm(effects: Mapping[str, Effect]) -> dict[str, float]:
     p_values = {name: e.p for name, e in effects.items() if e.p is not None}
-    return holm(p_values, family=sum(e.n >= FEWEST_PAIRS for e in effects.values()))
+    return holm(p_values, family=_compared(effects))
 
 
-def _detectable(effect: Effect) -> float | None:
-    return None if effect.sd is None else minimum_detectable_effect(effect.sd, effect.n)
+def _equivalence(effects: Mapping[str, Effect], margin: float | None) -> dict[str, float]:
+    if margin is None:
+        return {}
+    found = {name: tost(e, margin) for name, e in effects.items()}
+    return holm({name: p for name, p in found.items() if p is not None}, family=_compared(effects))
 
 
-def _summary(measures: Mapping[str, Measure], baseline: str) -> Summary:
-    others = {name: m for name, m in measures.items() if name != baseline}
-    compared = sum(m.diff_n >= FEWEST_PAIRS for m in others.values())
-    tested = [m for m in others.values() if m.test == "t"]
+def _compared(effects: Mapping[str, Effect]) -> int:
+    return sum(e.n >= FEWEST_SEEDS for e in effects.values())
 
-    def typical(alpha: float) -> float | None:
-        # Rows with more seeds find much smaller differences: one median over both would be true of neither.
-        fewest = [m for m in tested if m.diff_n == min(m.diff_n for m in tested)]
-        effects = [minimum_detectable_effect(m.diff_sd or 0.0, m.diff_n, alpha) for m in fewest]
-        return median(e for e in effects if e is not None) if tested else None
 
+def _summary(rows: Mapping[str, Measure], effects: Mapping[str, Effect]) -> Summary:
+    compared = _compared(effects)
+    tested = [e for e in effects.values() if e.test == "t"]
     return Summary(
         compared=compared,
         tested=len(tested),
-        separates=tuple(name for name, m in others.items() if m.separated),
-        pairs=tuple(sorted({m.diff_n for m in others.values() if m.diff_n})),
-        undefined=sum(m.undefined for m in measures.values()),
-        mde=typical(ALPHA),
-        mde_holm=typical(ALPHA / max(compared, 1)),
+        separates=tuple(name for name in effects if rows[name].separated),
+        same=tuple(name for name in effects if rows[name].same),
+        seeds=tuple(sorted({e.n for e in effects.values() if e.n})),
+        undefined=sum(m.undefined for m in rows.values()),
+        # Rows with more seeds find much smaller differences: one median over all would be true of none.
+        detectable=tuple(
+            Detectable(n, _median(ALPHA, of_n), _median(ALPHA / compared, of_n))
+            for n in sorted({e.n for e in tested})
+            for of_n in [[e for e in tested if e.n == n]]
+        ),
     )
+
+
+def _median(alpha: float, effects: Sequence[Effect]) -> float:
+    return median(found for e in effects if (found := minimum_detectable_effect(e, alpha)) is not None)
 
 
 def _row(info: RowInfo, cells: Sequence[Observation], measures: dict[str, Measure], labels: Sequence[str]) -> TableRow:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from lit_lazy.support.errors import described
 from lit_lazy.support.kinds import check_kinds
-from lit_lazy.table.statistics import ALPHA
+from lit_lazy.table.statistics import ALPHA, Test
 
 FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠")
 """What a formula begins with (OWASP, CSV injection); a number that was measured is no text."""
@@ -31,7 +31,10 @@ class Column:
 
     `digits` is the number of decimals, or a format spec such as ",.0f". `scale` multiplies what is shown (100 for a
     percentage, with `unit="%"`); JSON and CSV keep the raw value. `better` gives the column its place in the table of
-    differences, `plotted` in the figure.
+    differences, `plotted` in the figure. `bounds` are the raw values that the metric cannot pass: a row that is always
+    at one has no spread to test with. `by_construction` says why rows differ in this column whatever they learn: it is
+    not tested, and the table says so. A difference within +-`margin`, raw, counts as none: rows equivalent to the
+    baseline are named.
     """
 
     key: str
@@ -42,6 +45,9 @@ class Column:
     scale: float = 1.0
     note: str = ""
     plotted: bool = False
+    bounds: tuple[float, ...] = ()
+    by_construction: str = ""
+    margin: float | None = None
 
     def __post_init__(self) -> None:
         if self.better not in ("lower", "higher", None):
@@ -52,6 +58,8 @@ class Column:
                 raise ValueError(
                     f"{what}: {text!r} of column {self.key!r}; use 1 to {LONGEST_TEXT} printable characters"
                 )
+        if self.margin is not None and self.margin <= 0:
+            raise ValueError(f"margin: {self.margin} of column {self.key!r}; use a difference above 0, or None")
         if not self.scale:
             raise ValueError(f"scale: 0 of column {self.key!r}; use 1 to show values as they are")
         try:
@@ -62,6 +70,12 @@ class Column:
             raise ValueError(
                 f"digits: {self.digits!r} of column {self.key!r}; use a number of decimals or a format such as ',.0f'"
             ) from None
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Column":
+        """Of what `asdict` gave; keys that are no field are left out, fields that are no key have their default."""
+        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
+        return cls(**known | {"bounds": tuple(known.get("bounds", ()))})
 
     def format(self, value: float, sign: str = "") -> str:
         """The value as shown; one that would be rounded to 0 is given one significant digit."""
@@ -134,12 +148,30 @@ class Observation:
 
 
 @dataclass(frozen=True)
+class ContrastMeasure:
+    """A contrast in one metric, as `statistics.Effect`; Holm's family are the contrasts of that metric."""
+
+    mean: float | None
+    ci95: float | None
+    n: int
+    se: float | None
+    df: float | None
+    low: float | None
+    high: float | None
+    test: Test | None
+    p: float | None
+    p_adj: float | None
+    mde: float | None
+
+
+@dataclass(frozen=True)
 class Measure:
     """One metric of one row. `n` cells define it, `undefined` complete cells do not; `values` is by seed.
 
-    `diff` is the paired difference to the baseline over `diff_n` common seeds, `diff_sd` its standard deviation, `test`
-    as in `statistics.Effect`, `p` unadjusted, `p_adj` after Holm over the rows of the metric, `mde` the minimum
-    detectable effect at this spread and n.
+    `diff` is the difference to the baseline's mean, `diff_n` the seeds of the one with fewer, `diff_se`, `diff_df`,
+    `diff_low`, `diff_high` and `test` as in `statistics.Effect`, `p` unadjusted, `p_adj` after Holm over the rows of
+    the metric, `mde` the minimum detectable effect at this spread and n. `p_same` is TOST's within the column's margin,
+    after Holm over the rows.
     """
 
     mean: float | None
@@ -150,15 +182,31 @@ class Measure:
     diff: float | None
     diff_ci95: float | None
     diff_n: int
-    diff_sd: float | None
-    test: Literal["t", "tie", "constant"] | None
+    diff_se: float | None
+    diff_df: float | None
+    diff_low: float | None
+    diff_high: float | None
+    test: Test | None
     p: float | None
     p_adj: float | None
     mde: float | None
+    p_same: float | None
+
+    @property
+    def difference(self) -> ContrastMeasure:
+        return ContrastMeasure(
+            self.diff, self.diff_ci95, self.diff_n, self.diff_se, self.diff_df, self.diff_low, self.diff_high,
+            self.test, self.p, self.p_adj, self.mde,
+        )  # fmt: skip
 
     @property
     def separated(self) -> bool:
         return self.p_adj is not None and self.p_adj < ALPHA
+
+    @property
+    def same(self) -> bool:
+        """Equivalent to the baseline, within the column's margin."""
+        return self.p_same is not None and self.p_same < ALPHA
 
 
 @dataclass(frozen=True)
@@ -183,35 +231,33 @@ class TableRow:
 
 
 @dataclass(frozen=True)
+class Detectable:
+    """The median over the tested rows of `n` seeds of the minimum detectable effect at alpha = 0.05.
+
+    `mde_holm` is the same at Holm's first step, alpha = 0.05 / rows compared.
+    """
+
+    n: int
+    mde: float
+    mde_holm: float
+
+
+@dataclass(frozen=True)
 class Summary:
     """What one column can tell at this scale.
 
-    `compared` is Holm's family: the rows with three pairs or more. `tested` of them have a p value, `separates` names
-    those below 0.05 after Holm. `pairs` are the numbers of pairs that occur. `mde` is the median over the tested rows
-    with the fewest pairs of the minimum detectable effect at alpha = 0.05, `mde_holm` the same at Holm's first step,
-    alpha = 0.05 / compared.
+    `compared` is Holm's family: the rows with three seeds or more. `tested` of them have a p value, `separates` names
+    those below 0.05 after Holm, `same` those that are equivalent to the baseline within the column's margin, after
+    Holm. `seeds` are the numbers of seeds that occur.
     """
 
     compared: int
     tested: int
     separates: tuple[str, ...]
-    pairs: tuple[int, ...]
+    same: tuple[str, ...]
+    seeds: tuple[int, ...]
     undefined: int
-    mde: float | None
-    mde_holm: float | None
-
-
-@dataclass(frozen=True)
-class ContrastMeasure:
-    """A contrast in one metric; Holm's family are the contrasts of that metric."""
-
-    mean: float | None
-    ci95: float | None
-    n: int
-    test: Literal["t", "tie", "constant"] | None
-    p: float | None
-    p_adj: float | None
-    mde: float | None
+    detectable: tuple[Detectable, ...]
 
 
 @dataclass(frozen=True)
@@ -223,7 +269,10 @@ class ContrastRow:
 
 @dataclass(frozen=True)
 class Table:
-    """A finished or unfinished ablation; made by `build_table`, read back by `from_json`."""
+    """A finished or unfinished ablation; made by `build_table`, read back by `from_json`.
+
+    `primary` is the key of the column that its question is about; the others are exploratory. None: nothing was named.
+    """
 
     ablation: str
     base: str
@@ -236,6 +285,7 @@ class Table:
     contrasts: tuple[ContrastRow, ...] = ()
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    primary: str | None = None
 
     @property
     def git_sha(self) -> str:
@@ -254,8 +304,7 @@ class Table:
         columns = []
         for column in self.columns:
             summary = self.summaries[column.key]
-            lists = {"separates": list(summary.separates), "pairs": list(summary.pairs)}
-            columns.append(asdict(column) | asdict(summary) | lists)
+            columns.append(_lists(asdict(column) | asdict(summary)))
         return {
             "ablation": self.ablation,
             "base": self.base,
@@ -263,6 +312,7 @@ class Table:
             "command": self.command,
             "environment": self.environment,
             "baseline": self.baseline,
+            "primary": self.primary,
             "rows": [asdict(row) | {"git_shas": list(row.git_shas)} for row in self.rows],
             "columns": columns,
             "contrasts": [asdict(row) for row in self.contrasts],
@@ -272,9 +322,11 @@ class Table:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Table":
+        """Of `to_json`. What a table of an earlier version does not hold is None or empty; `restated` computes it."""
+
         def pick(kind: type, values: Mapping[str, Any], **changed: Any) -> Any:
             names = kind.__dataclass_fields__
-            return kind(**({name: values[name] for name in names} | changed))
+            return kind(**({name: values.get(name) for name in names} | changed))
 
         rows = tuple(
             pick(
@@ -294,14 +346,19 @@ class Table:
             for row in data["contrasts"]
         )
         summaries = {
-            column["key"]: pick(Summary, column, separates=tuple(column["separates"]), pairs=tuple(column["pairs"]))
+            column["key"]: pick(
+                Summary,
+                column,
+                detectable=tuple(pick(Detectable, at) for at in column.get("detectable", ())),
+                **{name: tuple(column.get(name, ())) for name in ("separates", "same", "seeds")},
+            )
             for column in data["columns"]
         }
         return pick(
             cls,
             dict(data) | {"summaries": summaries},
             rows=rows,
-            columns=tuple(pick(Column, column) for column in data["columns"]),
+            columns=tuple(map(Column.from_json, data["columns"])),
             contrasts=contrasts,
             warnings=tuple(data["warnings"]),
             notes=tuple(data["notes"]),
@@ -323,6 +380,11 @@ class Table:
                 values = [getattr(row.metrics[column.key], name) for name in measure]
                 lines.append([*about, column.key, column.better, *values])
         return csv_text(lines)
+
+
+def _lists(data: Mapping[str, Any]) -> dict[str, Any]:
+    """As it comes back from JSON, which has no tuples."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}
 
 
 def csv_text(lines: Iterable[Sequence[object]]) -> str:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.blocks import Block, Heading, List, Paragraph, Tabular, to_html, to_latex, to_markdown
-from lit_lazy.table.records import UNFINISHED, Column, Table, TableRow
-from lit_lazy.table.statistics import ALPHA, FEWEST_PAIRS, POWER
+from lit_lazy.table.records import UNFINISHED, Column, ContrastMeasure, Table, TableRow
+from lit_lazy.table.statistics import ALPHA, POWER
 
 NOT_DEFINED = "–"
 
@@ -28,27 +28,20 @@ def html(table: Table) -> str:
 
 
 def _blocks(table: Table) -> list[Block]:
-    directed = [column for column in table.columns if column.better]
     blocks: list[Block] = [Heading(table.ablation, 2)]
     blocks += [Paragraph(text, warning=True) for text in (*table.warnings, *_incomplete(table))]
     blocks += [Paragraph(_provenance(table)), _means(table), Paragraph(_LEGEND)]
-    if directed and len(table.rows) > 1:
-        others = [row for row in table.rows if row.variant != table.baseline]
-        cells = [(row.variant, *(_difference(row, column) for column in directed)) for row in others]
-        blocks += [Heading(f"Differences to {table.baseline}", 3), _effects("Variant", directed, cells)]
-        blocks.append(Paragraph(_DIFFERENCE_LEGEND))
-    if directed and table.contrasts:
-        cells = [
-            (row.name, *(_effect(m.mean, m.ci95, m.test, m.p_adj, c) for c in directed for m in [row.metrics[c.key]]))
-            for row in table.contrasts
-        ]
-        blocks += [Heading("Contrasts", 3), _effects("Contrast", directed, cells)]
-        blocks.append(List(tuple(f"{row.name} = {_weights(row.weights)}" for row in table.contrasts)))
-    blocks += [
-        Heading("What each column can separate at this scale", 3),
-        List(tuple(_verdict(table, column) for column in table.columns)),
-        Paragraph(_MDE_LEGEND),
-    ]
+    constructed = [f"{column.title}: {column.by_construction}" for column in table.columns if column.by_construction]
+    if constructed:
+        blocks.append(Paragraph(f"Not tested, since rows differ there by construction: {'; '.join(constructed)}."))
+    primary = [column for column in table.columns if column.key == table.primary]
+    others = [column for column in table.columns if column not in primary]
+    if primary:
+        blocks.append(Paragraph(f"Primary outcome: {primary[0].title}. All other columns are exploratory."))
+        blocks += _tests(table, primary, primary, 3)
+        blocks += [Heading("Exploratory", 3), Paragraph(_EXPLORATORY)]
+    blocks += _tests(table, [column for column in others if column.better], others, 4 if primary else 3)
+    blocks += [Paragraph(_DIFFERENCE_LEGEND), Paragraph(_MDE_LEGEND)]
     for title, items in (
         ("Cells without a result", _unfinished(table)),
         ("Commits", _commits(table)),
@@ -59,21 +52,42 @@ def _blocks(table: Table) -> list[Block]:
     return blocks
 
 
+def _tests(table: Table, directed: Sequence[Column], columns: Sequence[Column], level: int) -> list[Block]:
+    """Differences and contrasts of the directed columns, and what each of `columns` can separate."""
+    blocks: list[Block] = []
+    rows = [row for row in table.rows if row.variant != table.baseline]
+    if directed and rows:
+        cells = [(row.variant, *(_difference(row, column) for column in directed)) for row in rows]
+        blocks += [Heading(f"Differences to {table.baseline}", level), _effects("Variant", directed, cells)]
+    if directed and table.contrasts:
+        cells = [(row.name, *(_effect(row.metrics[c.key], c) for c in directed)) for row in table.contrasts]
+        blocks += [Heading("Contrasts", level), _effects("Contrast", directed, cells)]
+        blocks.append(List(tuple(f"{row.name} = {_weights(row.weights)}" for row in table.contrasts)))
+    if columns:
+        blocks.append(Heading("What each column can separate at this scale", level))
+        blocks.append(List(tuple(_verdict(table, column) for column in columns)))
+    return blocks
+
+
 _LEGEND = (
     "Mean ± half-width of the 95 % t interval over seeds, which knows nothing of a metric's bounds; (n=…) where a "
-    "metric is defined in fewer cells than the row has complete; = the same value in every seed, so no spread was "
-    "measured; – not defined; * differs from the baseline (paired t over common seeds, p < 0.05 after Holm over the "
-    "rows of the metric). ↓ lower, ↑ higher is better."
+    "metric is defined in fewer cells than the row has complete; = the same value in every seed, (least to greatest) "
+    "of one that is always at a bound: no spread was measured; – not defined; * differs from the baseline (p < 0.05 "
+    "after Holm over the rows of the metric). ↓ lower, ↑ higher is better."
 )
+_EXPLORATORY = "Not named beforehand: a star here raises a question, it does not answer one."
 _DIFFERENCE_LEGEND = (
-    "Row minus baseline, paired over common seeds, ± half-width of the unadjusted 95 % t interval; p after Holm, none "
-    "below three pairs. tie: exactly 0 in every seed; = the same difference in every seed: exact for a deterministic "
-    "quantity, untestable for a random one, so no p. – no common seed in which both are defined."
+    "Differences: row minus baseline, each the mean of its own seeds, ± half-width of the unadjusted 95 % interval; "
+    "Welch and Satterthwaite's t test, which takes from the variance what the rows of a seed have in common; p after "
+    "Holm, none below three seeds. tie: exactly 0 in every seed; = the same difference in every seed: exact for a "
+    "deterministic quantity, untestable for a random one, so no p; (least to greatest) of a seed where a row's spread "
+    "was not measured. – a row without a value."
 )
 _MDE_LEGEND = (
-    f"Detectable: the true difference that a paired two-sided t test at level {ALPHA} finds with power {POWER}, given "
-    "the spread of the differences seen here (noncentral t; median over the tested rows). Holm's first step tests at "
-    f"{ALPHA} divided by the number of rows compared."
+    f"Detectable: the true difference that this test at level {ALPHA} finds with power {POWER}, given the spread seen "
+    "here (noncentral t; median over the tested rows of that n). Holm's first step tests at "
+    f"{ALPHA} divided by the number of rows compared. The same: two one-sided t tests find the difference within the "
+    "margin (p < 0.05 after Holm)."
 )
 
 
@@ -125,6 +139,8 @@ def _mean(row: TableRow, column: Column) -> str:
     text = column.format(m.mean)
     if m.ci95 is not None:
         text += f" ±{column.format(m.ci95)}" if m.ci95 else " ="
+    elif m.n > 1:
+        text += f" ({column.format(min(m.values.values()))} to {column.format(max(m.values.values()))})"
     if m.n != row.n:
         text += f" (n={m.n})"
     return text + "*" * m.separated
@@ -135,20 +151,21 @@ def _effects(first: str, columns: Sequence[Column], cells: Sequence[tuple[str, .
 
 
 def _difference(row: TableRow, column: Column) -> str:
-    m = row.metrics[column.key]
-    return _effect(m.diff, m.diff_ci95, m.test, m.p_adj, column) if row.n else row.status
+    return _effect(row.metrics[column.key].difference, column) if row.n else row.status
 
 
-def _effect(mean: float | None, ci95: float | None, test: str | None, p_adj: float | None, column: Column) -> str:
-    if mean is None:
+def _effect(m: ContrastMeasure, column: Column) -> str:
+    if m.mean is None:
         return NOT_DEFINED
-    if test == "tie":
+    if m.test == "tie":
         return "tie"
-    text = column.format(mean, "+")
-    if ci95 is not None:
-        text += " =" if test == "constant" else f" ±{column.format(ci95)}"
-    if p_adj is not None:
-        text += f", {_p(p_adj)}" + "*" * (p_adj < ALPHA)
+    text = column.format(m.mean, "+")
+    if m.test == "saturated" and m.low is not None and m.high is not None:
+        text += f" ({column.format(m.low, '+')} to {column.format(m.high, '+')})"
+    if m.ci95 is not None:
+        text += " =" if m.test == "constant" else f" ±{column.format(m.ci95)}"
+    if m.p_adj is not None:
+        text += f", {_p(m.p_adj)}" + "*" * (m.p_adj < ALPHA)
     return text
 
 
@@ -166,12 +183,14 @@ def _weights(weights: Mapping[str, float]) -> str:
 def _verdict(table: Table, column: Column) -> str:
     s = table.summaries[column.key]
     head = f"{column.title}: "
-    if not s.pairs:
-        return head + "nothing to compare, no row shares a seed with the baseline in which both are defined."
+    if column.by_construction:
+        return f"{head}no test, rows differ by construction ({column.by_construction})."
+    if not s.seeds:
+        return head + "nothing to compare, no row has a value beside the baseline's."
     if not s.compared:
-        return head + f"no test, at most {max(s.pairs)} common seed(s) with the baseline; three are needed."
+        return head + f"no test, at most {max(s.seeds)} seed(s) in a row and the baseline; three are needed."
     if not s.tested:
-        return head + "no test, every difference over three or more seeds is the same in each."
+        return head + "no test, no spread was measured in the baseline or in any row of three or more seeds."
     text = f"{head}separates {len(s.separates)} of {s.compared} rows from {table.baseline} (Holm p < {ALPHA})"
     measures = {row.variant: row.metrics[column.key] for row in table.rows}
     above = [name for name in s.separates if (measures[name].diff or 0.0) > 0]
@@ -180,13 +199,14 @@ def _verdict(table: Table, column: Column) -> str:
     groups = [f"{word}: {', '.join(names)}" for word, names in zip(words, (above, below), strict=True) if names]
     text += "".join(f"; {group}" for group in groups)
     if s.tested < s.compared:
-        text += f"; {s.compared - s.tested} the same in every seed"
+        text += f"; {s.compared - s.tested} not tested, without a measured spread"
     unit = f" {column.difference_unit}" if column.unit else ""
-    pairs = [str(n) for n in s.pairs if n >= FEWEST_PAIRS]
-    if s.mde is not None and s.mde_holm is not None:
-        text += f". Detectable at n = {pairs[0]}: {column.format(s.mde)}{unit}; at Holm's first step: "
-        text += f"{column.format(s.mde_holm)}{unit}."
-    return text
+    if column.margin is not None:
+        text += f"; the same within ±{column.format(column.margin)}{unit}: {', '.join(s.same) or 'none'}"
+    for at in s.detectable:
+        text += f". Detectable at n = {at.n}: {column.format(at.mde)}{unit}; at Holm's first step: "
+        text += f"{column.format(at.mde_holm)}{unit}"
+    return text + "."
 
 
 def _unfinished(table: Table) -> list[str]:

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from lit_lazy.table.statistics import Estimate, contrast, estimate, holm, minimum_detectable_effect, paired
+from lit_lazy.table.statistics import (
+    Effect,
+    Estimate,
+    contrast,
+    estimate,
+    holm,
+    minimum_detectable_effect,
+    seed_correlation,
+    tost,
+)
 
 
 def seeds(*values):
@@ -34,7 +44,7 @@ def test_undefined_values_are_dropped_and_counted():
     result = estimate(with_gaps)
     assert (result.mean, result.n, result.undefined) == (2.0, 3, 3)
     assert result.ci95 == estimate(seeds(1.0, 2.0, 3.0)).ci95
-    assert paired(with_gaps, dict.fromkeys(range(6), 0.0)).n == 3
+    assert difference(with_gaps, dict.fromkeys(range(6), 0.0)).n == 3
     assert estimate({0: None, 1: math.nan}) == Estimate(None, None, 0, 2)
 
 
@@ -45,60 +55,125 @@ def test_interval_covers_the_true_mean_95_times_in_100():
     assert abs(covered - 0.95) < 3 * math.sqrt(0.95 * 0.05 / 4000)
 
 
-def test_paired_is_the_paired_t_test():
+def difference(row, baseline, **others):
+    """The effect of a table of rows; `others` are not in the difference."""
+    return contrast({"row": row, "baseline": baseline, **others}, {"row": 1.0, "baseline": -1.0})
+
+
+def test_without_correlation_it_is_welchs_test():
     rng = np.random.default_rng(1)
-    for n in (3, 5, 12):
-        a, b = rng.normal(size=(2, n)).tolist()
-        result = paired(seeds(*a), seeds(*b))
-        reference = stats.ttest_rel(a, b)
+    for n, m in ((3, 3), (5, 3), (12, 5)):
+        a, b = rng.normal(size=n).tolist(), (4 * rng.normal(size=m)).tolist()
+        values = {"row": seeds(*a), "baseline": seeds(*b)}
+        result = contrast(values, {"row": 1.0, "baseline": -1.0}, correlation=0.0)
+        reference = stats.ttest_ind(a, b, equal_var=False)
         low, high = reference.confidence_interval(0.95)
-        assert result.test == "t"
-        assert result.n == n
+        assert (result.test, result.n) == ("t", min(n, m))
         assert result.p == pytest.approx(reference.pvalue, rel=1e-10)
-        assert result.mean == pytest.approx((low + high) / 2, rel=1e-10)
-        assert result.ci95 == pytest.approx((high - low) / 2, rel=1e-10)
+        assert result.df == pytest.approx(reference.df, rel=1e-10)
+        assert (result.mean - result.ci95, result.mean + result.ci95) == pytest.approx((low, high), rel=1e-10)
+        assert result.half_width(0.95) == pytest.approx(result.ci95)
 
 
-def test_false_positives_occur_at_the_nominal_rate():
+def test_the_variance_is_a_quadratic_form_by_hand():
+    # variances 1 and 4, correlation 0.25: (1 + 4 - 2 * 0.25 * min(1, 4)) / 3 = 1.5; df (1 + 4)^2 / (1 / 2 + 16 / 2)
+    values = {"a": seeds(1.0, 2.0, 3.0), "b": seeds(6.0, 4.0, 2.0)}
+    result = contrast(values, {"a": 1.0, "b": -1.0}, correlation=0.25)
+    assert (result.mean, result.low, result.high) == (-2.0, -5.0, 1.0)
+    assert result.se == pytest.approx(math.sqrt(1.5))
+    assert result.df == pytest.approx(25 / 8.5)
+    # three of b's five seeds are shared: var(b) = 2.5, (1 / 3 + 2.5 / 5 - 2 * 0.25 * 1 * 3 / 15)
+    values["b"] = seeds(2.0, 1.0, 3.0, 4.0, 5.0)
+    result = contrast(values, {"a": 1.0, "b": -1.0}, correlation=0.25)
+    assert (result.mean, result.n) == (-1.0, 3)
+    assert result.se == pytest.approx(math.sqrt(1 / 3 + 0.5 - 0.1))
+
+
+def test_what_seeds_have_in_common_is_the_mean_correlation_of_the_rows():
+    rng = np.random.default_rng(8)
+    for rows in (2, 3, 7):
+        y = rng.normal(size=(rows, 5)) + 4 * rng.normal(size=5)
+        mean = np.corrcoef(y)[np.triu_indices(rows, 1)].mean()
+        values = {str(i): seeds(*row) for i, row in enumerate(y.tolist())}
+        assert seed_correlation(values) == pytest.approx(max(0.0, 1 - (1 - mean) * rows / (rows - 1)))
+        scaled = {name: {s: 1e-3 * v - 7 for s, v in row.items()} for name, row in values.items()}
+        assert seed_correlation(scaled) == pytest.approx(seed_correlation(values))
+        without = values | {"two": seeds(1.0, 2.0), "same": seeds(3.0, 3.0, 3.0), "none": {}}
+        assert seed_correlation(without) == pytest.approx(seed_correlation(values))
+    opposed = {"a": seeds(1.0, 2.0, 3.0), "b": seeds(3.0, 2.0, 1.0)}
+    assert seed_correlation(opposed) == 0.0
+    assert seed_correlation({"a": seeds(1.0, 2.0, 3.0)}) == 0.0
+
+
+@pytest.mark.parametrize(("common", "rows"), [(0.0, 4), (3.0, 4), (0.0, 2)])
+def test_false_positives_are_no_more_than_nominal_and_the_interval_covers(common, rows):
     rng = np.random.default_rng(2)
-    p = []
-    for _ in range(3000):
-        common = rng.normal(0, 100.0, size=4)
-        a, b = (common + rng.normal(size=(2, 4))).tolist()
-        p.append(paired(seeds(*a), seeds(*b)).p)
-    assert abs(np.mean(np.array(p) < 0.05) - 0.05) < 3 * math.sqrt(0.05 * 0.95 / 3000)
-    assert stats.kstest(p, "uniform").pvalue > 0.01
+    y = rng.normal(size=(1000, rows, 4)) + common * rng.normal(size=(1000, 1, 4))
+    effects = [
+        contrast({str(i): dict(enumerate(row)) for i, row in enumerate(table)}, {"0": 1.0, "1": -1.0})
+        for table in y.tolist()
+    ]
+    wrong = np.mean([effect.p < 0.05 for effect in effects])
+    assert wrong < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 1000)
+    assert wrong > (0.02 if common == 0 else 0.0)
+    assert np.mean([abs(effect.mean) > effect.ci95 for effect in effects]) == wrong
 
 
-def test_pairing_uses_the_common_seeds():
+def test_rows_that_move_together_are_told_apart_at_smaller_differences():
+    y = np.random.default_rng(9).normal(size=(6, 5)) + 5 * np.random.default_rng(10).normal(size=5)
+    values, weights = {str(i): seeds(*row) for i, row in enumerate(y.tolist())}, {"0": 1.0, "1": -1.0}
+    assert contrast(values, weights).se < 0.7 * contrast(values, weights, correlation=0.0).se
+
+
+def test_each_row_has_its_own_seeds():
     three = {0: 1.0, 2: 2.5, 4: 2.0}
-    five = {4: 0.5, 3: 99.0, 2: 2.0, 1: -99.0, 0: 0.0}
-    result = paired(three, five)
-    assert result == paired(three, {0: 0.0, 2: 2.0, 4: 0.5})
+    five = {4: 0.5, 3: 9.0, 2: 2.0, 1: -9.0, 0: 0.0}
+    result = difference(three, five)
     assert result.n == 3
-    assert result.mean == pytest.approx(1.0)
+    assert result.mean == pytest.approx(5.5 / 3 - 0.5)
+    assert (result.low, result.high) == (0.5, 1.5)
+    apart = difference({0: 1.0, 1: 2.0, 2: 3.5}, {3: 1.0, 4: 2.0, 5: 4.0})
+    assert (apart.test, apart.low) == ("t", None)
 
 
-def test_two_pairs_have_an_interval_and_no_p_one_pair_has_neither():
-    two = paired(seeds(1.0, 2.0), seeds(0.0, 0.5))
+def test_undefined_rows_have_no_effect():
+    assert difference({0: None, 1: math.nan}, seeds(1.0, 2.0)) == Effect(None, None, 0)
+
+
+def test_two_seeds_have_an_interval_and_no_p_one_has_neither():
+    two = difference(seeds(1.0, 2.0), seeds(0.5, 0.0))
     assert (two.mean, two.p, two.test) == (1.25, None, None)
-    assert two.ci95 == pytest.approx(12.706205 * 0.25, abs=1e-5)
-    one = paired({0: 1.0}, {0: 0.5, 1: 2.0})
-    assert (one.mean, one.ci95, one.n, one.p, one.test) == (0.5, None, 1, None, None)
-    none = paired({0: 1.0}, {1: 1.0})
-    assert (none.mean, none.ci95, none.n, none.p) == (None, None, 0, None)
+    assert two.ci95 > 0
+    one = difference({0: 1.0}, {0: 0.5, 1: 2.0})
+    assert (one.mean, one.ci95, one.n, one.p, one.test) == (-0.25, None, 1, None, None)
 
 
 def test_equal_differences_are_never_given_a_p():
-    tie = paired(seeds(0.1, 0.2, 0.3), seeds(0.1, 0.2, 0.3))
+    tie = difference(seeds(0.1, 0.2, 0.3), seeds(0.1, 0.2, 0.3))
     assert (tie.mean, tie.ci95, tie.p, tie.test) == (0.0, 0.0, None, "tie")
-    parameters = paired(seeds(1024, 1024, 1024), seeds(1000, 1000, 1000))
+    parameters = difference(seeds(1024, 1024, 1024), seeds(1000, 1000, 1000))
     assert (parameters.mean, parameters.ci95, parameters.p, parameters.test) == (24.0, 0.0, None, "constant")
     # Equal but for rounding: 0.3 - 0.2 != 0.2 - 0.1 in binary.
-    rounded = paired(seeds(0.2, 0.3, 0.4), seeds(0.1, 0.2, 0.3))
+    rounded = difference(seeds(0.2, 0.3, 0.4), seeds(0.1, 0.2, 0.3))
     assert (rounded.p, rounded.test) == (None, "constant")
-    real = paired(seeds(0.2, 0.3, 0.4 + 1e-9), seeds(0.1, 0.2, 0.3))
+    real = difference(seeds(0.2, 0.3, 0.4 + 1e-9), seeds(0.1, 0.2, 0.3))
     assert real.test == "t"
+
+
+def test_a_row_without_a_measured_spread_has_a_range_and_no_t():
+    vary = seeds(0.29, 0.38, 0.47)
+    for still in (seeds(0.0, 0.0, 0.0), seeds(1.0, 1.0 - 1e-8, 1.0)):
+        result = difference(vary, still)
+        assert (result.test, result.p, result.ci95, result.se) == ("saturated", None, None, None)
+        assert result.mean == pytest.approx(0.38 - still[0])
+        assert (result.low, result.high) == pytest.approx((0.29 - still[0], 0.47 - still[0]))
+    at_bounds = {"a": seeds(0.0, 1.0, 1.0), "b": vary}
+    assert contrast(at_bounds, {"a": 1, "b": -1}, bounds=(0.0, 1.0)).test == "saturated"
+    assert contrast(at_bounds, {"a": 1, "b": -1}).test == "t"
+    assert contrast(at_bounds | {"c": vary}, {"b": 1, "c": -1, "a": 0}, bounds=(0.0, 1.0)).test == "tie"
+    assert estimate(at_bounds["a"], (0.0, 1.0)) == Estimate(2 / 3, None, 3, 0, saturated=True)
+    assert estimate(seeds(0.5, 0.5)) == Estimate(0.5, 0.0, 2, 0, saturated=True)
+    assert difference(seeds(1e-170, 3e-170, 2e-170), seeds(1.0, 2.0, 4.0)).test == "saturated"
 
 
 def test_results_do_not_depend_on_the_order_of_the_seeds():
@@ -108,18 +183,47 @@ def test_results_do_not_depend_on_the_order_of_the_seeds():
     random.Random(0).shuffle(order)
     shuffled = {seed: values[seed] for seed in order}
     assert estimate(shuffled) == estimate(values)
-    assert paired(shuffled, other) == paired(values, other)
+    assert difference(shuffled, other) == difference(values, other)
 
 
-def test_interaction_contrast_is_a_one_sample_t_test_of_the_combination():
-    rng = np.random.default_rng(3)
-    a, b, c, d = rng.normal(size=(4, 5))
-    values = {name: seeds(*row.tolist()) for name, row in zip("abcd", (a, b, c, d), strict=True)}
-    result = contrast(values, {"a": 1, "b": -1, "c": -1, "d": 1})
-    assert result.p == pytest.approx(stats.ttest_1samp(a - b - c + d, 0).pvalue, rel=1e-10)
-    assert result.mean == pytest.approx(np.mean(a - b - c + d))
-    del values["c"][1], values["d"][4]
-    assert contrast(values, {"a": 1, "b": -1, "c": -1, "d": 1}).n == 3
+def test_interaction_and_main_effect_are_welch_satterthwaite_contrasts():
+    """Against the textbook's sums over independent rows (Kutner et al., Applied Linear Statistical Models, 5th ed.)."""
+    y = np.random.default_rng(3).normal(size=(4, 5))
+    values = {name: seeds(*row) for name, row in zip("abcd", y.tolist(), strict=True)}
+    for weights in ([1, -1, -1, 1], [0.5, 0.5, -0.5, -0.5]):
+        result = contrast(values, dict(zip("abcd", weights, strict=True)), correlation=0.0)
+        parts = np.square(weights) * y.var(1, ddof=1) / 5
+        assert result.mean == pytest.approx(weights @ y.mean(1))
+        assert result.se == pytest.approx(math.sqrt(parts.sum()))
+        assert result.df == pytest.approx(parts.sum() ** 2 / (parts**2 / 4).sum())
+        assert result.p == pytest.approx(2 * stats.t.sf(abs(result.mean) / result.se, result.df))
+
+
+def test_equivalence_is_two_one_sided_tests():
+    rng = np.random.default_rng(6)
+    a, b = rng.normal(size=6).tolist(), (2 * rng.normal(size=6)).tolist()
+    effect = contrast({"a": seeds(*a), "b": seeds(*b)}, {"a": 1, "b": -1}, correlation=0.0)
+    for margin in (0.3, 2.0, 9.0):
+        shifted = [
+            stats.ttest_ind(np.add(a, sign * margin), b, equal_var=False, alternative=side).pvalue
+            for sign, side in ((1, "greater"), (-1, "less"))
+        ]
+        assert tost(effect, margin) == pytest.approx(max(shifted), rel=1e-9)
+        inside = abs(effect.mean) + effect.half_width(0.9) < margin
+        assert (tost(effect, margin) < 0.05) == inside
+    assert tost(difference(seeds(1.0, 2.0), seeds(1.0, 3.0)), 1.0) is None
+    assert tost(difference(seeds(1.0, 1.0, 1.0), seeds(1.0, 2.0, 3.0)), 1.0) is None
+    with pytest.raises(ValueError, match="margin: 0; give the largest difference that counts as none, above 0"):
+        tost(effect, 0)
+
+
+def test_equivalence_is_wrong_at_most_5_times_in_100():
+    """At a true difference of the margin itself."""
+    y = np.random.default_rng(7).normal(size=(1000, 2, 5))
+    y[:, 1] += 4.0
+    effects = [contrast({"a": seeds(*a), "b": seeds(*b)}, {"a": 1, "b": -1}) for a, b in y.tolist()]
+    wrong = np.mean([tost(effect, 4.0) < 0.05 for effect in effects])
+    assert 0.02 < wrong < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 2000)
 
 
 def test_holm_by_hand():
@@ -148,15 +252,18 @@ def test_holm_rejects_what_the_step_down_procedure_rejects(p_values, untested, a
 
 @pytest.mark.parametrize(("n", "alpha"), [(3, 0.05), (5, 0.05), (10, 0.05), (3, 0.05 / 16), (5, 0.05 / 100)])
 def test_minimum_detectable_effect_is_found_with_power_80(n, alpha):
-    effect = minimum_detectable_effect(2.5, n, alpha)
-    draws = np.random.default_rng(4).normal(effect, 2.5, size=(200_000, n))
+    """At n - 1 degrees of freedom, those of a mean of n values."""
+    delta = minimum_detectable_effect(Effect(0.0, None, n, 2.5 / math.sqrt(n), n - 1, 1.0, "t"), alpha)
+    draws = np.random.default_rng(4).normal(delta, 2.5, size=(200_000, n))
     t = draws.mean(1) / (draws.std(1, ddof=1) / math.sqrt(n))
     power = np.mean(np.abs(t) > stats.t.isf(alpha / 2, n - 1))
     assert abs(power - 0.8) < 4 * math.sqrt(0.8 * 0.2 / 200_000)
 
 
-def test_minimum_detectable_effect_scales_with_the_spread_and_needs_a_test():
-    assert minimum_detectable_effect(3.0, 5) == pytest.approx(3 * minimum_detectable_effect(1.0, 5))
-    assert minimum_detectable_effect(1.0, 6) < minimum_detectable_effect(1.0, 5)
-    assert minimum_detectable_effect(1.0, 2) is None
-    assert minimum_detectable_effect(0.0, 5) is None
+def test_minimum_detectable_effect_scales_with_the_error_and_needs_a_test():
+    effect = Effect(0.0, None, 5, 1.0, 6.5, 1.0, "t")
+    one = minimum_detectable_effect(effect)
+    assert minimum_detectable_effect(replace(effect, se=3.0)) == pytest.approx(3 * one)
+    assert minimum_detectable_effect(replace(effect, df=8.0)) < one
+    assert minimum_detectable_effect(difference(seeds(1.0, 2.0), seeds(1.0, 3.0))) is None
+    assert minimum_detectable_effect(difference(seeds(1.0, 1.0, 1.0), seeds(1.0, 2.0, 3.0))) is None

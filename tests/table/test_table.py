@@ -15,10 +15,10 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from lit_lazy.table.build import build_table
+from lit_lazy.table.build import build_table, restated
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, csv_text
 from lit_lazy.table.render import html, latex, markdown
-from lit_lazy.table.statistics import minimum_detectable_effect
+from lit_lazy.table.statistics import contrast, minimum_detectable_effect, tost
 
 LOSS = Column("loss", "loss", "lower", unit="nats")
 SPARSITY = Column("sparsity", "sparsity", None, digits=1, unit="%", scale=100)
@@ -42,6 +42,12 @@ def cells(variant, *values):
 def table(row_infos, observations, columns=(LOSS,), baseline="lazy", **more):
     settings = {"contrasts": (), "command": "make table2", **more}
     return build_table("study-tiny", "tiny", baseline, row_infos, columns, observations=observations, **settings)
+
+
+def effect(row, baseline, **others):
+    """As in a table whose rows have these values by seed."""
+    values = {name: dict(enumerate(v)) for name, v in {"row": row, "baseline": baseline, **others}.items()}
+    return contrast(values, {"row": 1.0, "baseline": -1.0})
 
 
 def row(result, variant):
@@ -87,13 +93,15 @@ def test_the_contract_keys_and_the_numbers_in_them():
     got = row(result, "b")
     assert (got["source"], got["base"], got["n"], got["status"]) == ("ours", "tiny", 3, "complete")
     measure = got["metrics"]["loss"]
-    p = {"b": stats.ttest_rel(b, a).pvalue, "c": stats.ttest_rel(c, a).pvalue}
-    low, high = stats.ttest_rel(b, a).confidence_interval()
+    expected = {"b": effect(b, a, c=c), "c": effect(c, a, b=b)}
+    p = {name: e.p for name, e in expected.items()}
     assert p["b"] < p["c"]
     assert measure["mean"] == pytest.approx(np.mean(b))
     assert measure["ci95"] == pytest.approx(stats.t.isf(0.025, 2) * stats.sem(b))
     assert measure["diff"] == pytest.approx(np.mean(b) - np.mean(a))
-    assert measure["diff_ci95"] == pytest.approx((high - low) / 2)
+    assert measure["diff_ci95"] == pytest.approx(expected["b"].ci95)
+    assert (measure["diff_se"], measure["diff_df"]) == pytest.approx((expected["b"].se, expected["b"].df))
+    assert (measure["diff_low"], measure["diff_high"]) == pytest.approx((-0.4, -0.2))
     assert measure["p_adj"] == pytest.approx(2 * p["b"])
     assert row(result, "c")["metrics"]["loss"]["p_adj"] == pytest.approx(max(2 * p["b"], p["c"]))
     assert measure["values"] == {"0": 1.7, "1": 1.9, "2": 2.0}
@@ -105,28 +113,34 @@ def test_holm_counts_ties_and_keeps_metrics_apart():
     a, b = [2.0, 2.1, 2.4], [1.7, 1.9, 2.0]
     observations = [*cells("lazy", *a), *cells("tied", *a), *cells("b", *b), *cells("short", 2.0, 2.2)]
     result = table(rows("lazy", "tied", "b", "short"), observations)
-    assert row(result, "b")["metrics"]["loss"]["p_adj"] == pytest.approx(2 * stats.ttest_rel(b, a).pvalue)
+    # Three rows of three seeds, of which one has the baseline's values; two seeds say nothing of the correlation.
+    assert row(result, "b")["metrics"]["loss"]["p_adj"] == pytest.approx(2 * effect(b, a, tied=a).p)
     tied = row(result, "tied")["metrics"]["loss"]
     assert (tied["test"], tied["diff"], tied["p_adj"]) == ("tie", 0.0, None)
     assert re.search(r"\| tied +\| +tie +\|", markdown(result))
 
 
-def test_each_column_says_what_it_can_separate():
-    a, b = [2.0, 2.1, 2.4], [1.70, 1.81, 2.09]
-    result = table(rows("lazy", "b", "same"), cells("lazy", *a) + cells("b", *b) + cells("same", 2.1, 2.0, 2.41))
+def test_each_column_says_what_it_can_separate_at_each_n():
+    a, b, more, same = [2.0, 2.1, 2.4], [1.0, 1.11, 1.39], [1.9, 2.2, 2.3, 2.1], [2.1, 2.0, 2.41]
+    infos = [*rows("lazy", "b", "same"), *rows("more", seeds=range(4))]
+    observed = cells("lazy", *a) + cells("b", *b) + cells("same", *same) + cells("more", *more)
+    result = table(infos, observed)
     column = result.to_json()["columns"][0]
-    differences = [np.subtract(b, a), np.subtract([2.1, 2.0, 2.41], a)]
-    for key, alpha in (("mde", 0.05), ("mde_holm", 0.025)):
-        expected = np.median([minimum_detectable_effect(d.std(ddof=1), 3, alpha) for d in differences])
-        assert column[key] == pytest.approx(expected)
-    assert (column["separates"], column["compared"], column["tested"]) == (["b"], 2, 2)
+    others = {"b": b, "same": same, "more": more}
+    tested = [effect(v, a, **{k: w for k, w in others.items() if k != name}) for name, v in others.items()]
+    (three,) = column["detectable"]  # the baseline has three seeds, so no difference has more
+    assert three["n"] == 3
+    for key, alpha in (("mde", 0.05), ("mde_holm", 0.05 / 3)):
+        assert three[key] == pytest.approx(np.median([minimum_detectable_effect(e, alpha) for e in tested]))
+    assert (column["separates"], column["compared"], column["tested"]) == (["b"], 3, 3)
     text = markdown(result)
-    assert "loss: separates 1 of 2 rows from lazy (Holm p < 0.05); better: b. " in text
-    assert (
-        f"Detectable at n = 3: {column['mde']:.3f} nats; at Holm's first step: {column['mde_holm']:.3f} nats." in text
-    )
-    # mean 5.6 / 3; s = 0.20108, times 4.302653 / sqrt(3)
-    assert re.search(r"\| b +\| ours +\| +3 \| +1\.867 ±0\.500\* \|", text)
+    assert "loss: separates 1 of 3 rows from lazy (Holm p < 0.05); better: b. " in text
+    assert f"Detectable at n = 3: {three['mde']:.3f} nats; at Holm's first step: {three['mde_holm']:.3f} nats." in text
+    infos[0] = replace(infos[0], seeds=(0, 1, 2, 3))
+    detectable = table(infos, [*observed, cell("lazy", 3, 2.2)]).to_json()["columns"][0]["detectable"]
+    assert [at["n"] for at in detectable] == [3, 4]
+    # mean 3.5 / 3; s = 0.20109, times 4.302653 / sqrt(3)
+    assert re.search(r"\| b +\| ours +\| +3 \| +1\.167 ±0\.500\* \|", text)
     assert re.search(r"\| same +\| ours +\| +3 \| +2\.170 ±0\.531  \|", text)
 
 
@@ -136,7 +150,7 @@ def test_below_three_seeds_there_is_no_p_and_at_one_no_interval():
     assert measure["p"] is measure["p_adj"] is measure["mde"] is None
     assert measure["diff_ci95"] > 0
     assert "p=" not in markdown(two)
-    assert "loss: no test, at most 2 common seed(s)" in markdown(two)
+    assert "loss: no test, at most 2 seed(s) in a row and the baseline" in markdown(two)
     one = table(rows("lazy", "b", seeds=(0,)), cells("lazy", 2.0) + cells("b", 1.0))
     measure = row(one, "b")["metrics"]["loss"]
     assert (measure["mean"], measure["ci95"], measure["diff"], measure["diff_ci95"]) == (1.0, None, -1.0, None)
@@ -144,13 +158,14 @@ def test_below_three_seeds_there_is_no_p_and_at_one_no_interval():
     assert re.search(r"\| b +\| +-1\.000 \|", markdown(one))
 
 
-def test_rows_with_more_seeds_are_paired_over_the_common_ones():
+def test_each_row_is_compared_by_its_own_seeds():
     infos = rows("lazy", seeds=range(5)) + rows("b", seeds=(0, 2, 4))
-    values = {0: 1.0, 2: 1.3, 4: 1.1}
-    result = table(infos, cells("lazy", 2.0, 50.0, 2.1, -50.0, 2.2) + [cell("b", s, v) for s, v in values.items()])
+    lazy, values = [2.0, 2.3, 2.1, 2.4, 2.2], {0: 1.0, 2: 1.3, 4: 1.1}
+    result = table(infos, cells("lazy", *lazy) + [cell("b", s, v) for s, v in values.items()])
     measure = row(result, "b")["metrics"]["loss"]
-    assert measure["diff_n"] == 3
-    assert measure["p"] == pytest.approx(stats.ttest_rel([1.0, 1.3, 1.1], [2.0, 2.1, 2.2]).pvalue)
+    expected = contrast({"b": values, "lazy": dict(enumerate(lazy))}, {"b": 1.0, "lazy": -1.0})
+    assert (measure["diff_n"], measure["diff"]) == (3, pytest.approx(3.4 / 3 - 2.2))
+    assert measure["p"] == pytest.approx(expected.p)
     assert "Seeds: 0, 1, 2, 3, 4; 0, 2, 4 in b." in markdown(result)
 
 
@@ -219,7 +234,109 @@ def test_deterministic_columns_are_not_tested():
     measure = row(result, "b")["metrics"]["parameters"]
     assert (measure["diff"], measure["test"], measure["p"], measure["p_adj"]) == (544.0, "constant", None, None)
     assert "124,000 =" in markdown(result)
-    assert "parameters: no test, every difference over three or more seeds is the same in each" in markdown(result)
+    assert (
+        "parameters: no test, no spread was measured in the baseline or in any row of three or more seeds"
+        in markdown(result)
+    )
+
+
+def test_a_row_at_its_bound_has_a_range_and_no_test():
+    """A sink in all sequences, in none, or in all of some seeds."""
+    rate = Column("rate", "sink rate", "lower", 1, "%", scale=100, bounds=(0.0, 1.0))
+    values = {"lazy": (0.0, 0.0, 0.0), "some": (0.2, 0.4, 0.9), "both": (0.0, 1.0, 1.0), "too": (0.3, 0.5, 0.2)}
+    observations = [cell(name, s, 1.0 + s, rate=v) for name, row in values.items() for s, v in enumerate(row)]
+    result = table(rows(*values), observations, (rate,))
+    measures = {name: row(result, name)["metrics"]["rate"] for name in values}
+    assert {name: m["test"] for name, m in measures.items()} == {"lazy": None} | dict.fromkeys(
+        ("some", "both", "too"), "saturated"
+    )
+    text = markdown(result)
+    assert re.search(r"\| lazy +\|.*\| +0\.0 = \|", text)
+    assert re.search(r"\| both +\|.*\| +66\.7 \(0\.0 to 100\.0\) \|", text)
+    assert re.search(r"\| some +\| +\+50\.0 \(\+20\.0 to \+90\.0\) \|", text)
+    assert "sink rate: no test, no spread was measured in the baseline or in any row" in text
+    other = table(rows(*values), observations, (rate,), baseline="too")
+    assert row(other, "some")["metrics"]["rate"]["test"] == "t"
+    assert "; 2 not tested, without a measured spread" in markdown(other)
+
+
+def test_what_holds_by_construction_is_named_and_not_tested():
+    tau = Column("tau", "tau", None, 2, by_construction="the rows differ in where it starts")
+    starts = (("lazy", 1), ("b", 0))
+    observations = [cell(n, s, 2.0 + s, tau=start + 0.01 * s * s**start) for n, start in starts for s in range(3)]
+    result = table(rows("lazy", "b"), observations, (LOSS, tau))
+    measure = row(result, "b")["metrics"]["tau"]
+    assert (measure["test"], measure["p"], measure["p_adj"], measure["mde"]) == ("construction", None, None, None)
+    assert measure["diff_ci95"] > 0
+    text = markdown(result)
+    assert "Not tested, since rows differ there by construction: tau: the rows differ in where it starts." in text
+    assert "- tau: no test, rows differ by construction (the rows differ in where it starts)." in text
+    assert "*" not in "".join(line for line in text.splitlines() if line.startswith("| b "))
+
+
+def test_the_same_is_said_with_its_margin_alone():
+    near, far = [2.01, 2.09, 2.2], [3.0, 3.1, 3.4]
+    column = replace(LOSS, margin=0.5)
+    observations = cells("lazy", 2.0, 2.1, 2.2) + cells("near", *near) + cells("far", *far)
+    result = table(rows("lazy", "near", "far"), observations, (column,))
+    p = tost(effect(near, [2.0, 2.1, 2.2], far=far), 0.5)
+    assert row(result, "near")["metrics"]["loss"]["p_same"] == pytest.approx(2 * p)
+    assert result.to_json()["columns"][0]["same"] == ["near"]
+    assert "; the same within ±0.500 nats: near. " in markdown(result)
+    assert "; the same within ±0.001 nats: none. " in markdown(
+        table(rows("lazy", "near", "far"), observations, (replace(LOSS, margin=0.001),))
+    )
+    assert "the same within" not in markdown(table(rows("lazy", "near", "far"), observations))
+
+
+def test_one_outcome_is_primary_and_the_rest_exploratory():
+    observations = [
+        cell(name, s, 2.0 + s**power, sparsity=0.1 * s**power)
+        for power, name in ((1, "lazy"), (2, "b"))
+        for s in range(3)
+    ]
+    other = Column("other", "other loss", "lower")
+    observations = [replace(o, metrics={**o.metrics, "other": 1.0 + o.seed}) for o in observations]
+    contrasts = [Contrast("c", {"b": 1, "lazy": -1})]
+    settings = {"columns": (other, SPARSITY, LOSS), "contrasts": contrasts}
+    result = table(rows("lazy", "b"), observations, primary=("absent", "loss"), **settings)
+    assert result.primary == result.to_json()["primary"] == "loss"
+    before, after = markdown(result).split("### Exploratory")
+    assert "Primary outcome: loss. All other columns are exploratory." in before
+    assert re.search(r"\| Variant +\| +Δ loss", before)
+    assert re.search(r"\| Contrast +\| +Δ loss", before)
+    assert "- loss: separates" in before
+    assert "Δ other loss" not in before
+    assert re.search(r"\| Variant +\| +Δ other loss", after)
+    assert re.search(r"\| Contrast +\| +Δ other loss", after)
+    assert "- sparsity: " in after
+    assert "Δ loss" not in after
+    undirected = markdown(table(rows("lazy", "b"), observations, primary=("sparsity",), **settings))
+    assert re.search(r"\| Variant +\| +Δ sparsity", undirected)
+    nothing = table(rows("lazy", "b"), observations, primary=("absent",), **settings)
+    assert nothing.primary is None
+    assert "xploratory" not in markdown(nothing)
+
+
+def test_a_table_is_restated_from_its_own_values():
+    result = seventeen()
+    columns, contrasts = result.columns, [Contrast(c.name, c.weights) for c in result.contrasts]
+    assert restated(result, columns, contrasts, ()) == result
+    former = result.to_json()  # of a version that knew less
+    for measure in [m for r in former["rows"] + former["contrasts"] for m in r["metrics"].values()]:
+        for key in ("diff_se", "diff_df", "diff_low", "diff_high", "p_same", "se", "df", "low", "high"):
+            measure.pop(key, None)
+    for column in former["columns"]:
+        for key in ("bounds", "by_construction", "margin", "seeds", "same", "detectable"):
+            del column[key]
+    assert restated(Table.from_json(former), columns, contrasts, ()) == result
+    now = restated(
+        result, [replace(columns[1], margin=3.0)], [*contrasts, Contrast("x", {"absent": 1, "lazy": -1})], ("m1",)
+    )
+    assert now.primary == "m1"
+    assert len(now.contrasts) == len(contrasts)
+    assert now.columns[1].margin == 3.0
+    assert now.columns[0] == columns[0]
 
 
 def test_small_values_are_not_shown_as_zero():
@@ -267,7 +384,8 @@ def test_contrasts_are_tested_with_holm_over_the_contrasts():
     second = {"lazy": 0.5, "b": 0.5, "c": -1}
     contrasts = [Contrast("interaction", first), Contrast("main", second)]
     result = table(rows(*values, seeds=range(4)), observations, contrasts=contrasts)
-    p = [stats.ttest_1samp(sum(w * values[n] for n, w in c.weights.items()), 0).pvalue for c in contrasts]
+    by_seed = {name: dict(enumerate(v.tolist())) for name, v in values.items()}
+    p = [contrast(by_seed, c.weights).p for c in contrasts]
     got = [c["metrics"]["loss"] for c in result.to_json()["contrasts"]]
     assert [c["p"] for c in got] == pytest.approx(p)
     assert min(c["p_adj"] for c in got) == pytest.approx(2 * min(p))
@@ -288,11 +406,11 @@ def test_the_order_of_the_observations_does_not_matter():
 
 
 def test_cells_that_were_not_asked_for_are_left_out_and_named():
-    observations = [*cells("lazy", 2.0, 2.1, 2.2), *cells("b", 1.0, 1.5, 1.1, 40.0), *cells("old", 3.0)]
+    observations = [*cells("lazy", 2.0, 2.1, 2.2), *cells("b", 1.0, 1.5, 1.1, 4711.0), *cells("old", 3.0)]
     result = table(rows("lazy", "b"), observations)
     assert row(result, "b")["n"] == 3
     assert "Left out, because the ablation does not ask for them: b seed 3, old seed 0." in markdown(result)
-    assert "40" not in json.dumps(result.to_json())
+    assert "4711" not in json.dumps(result.to_json())
 
 
 @pytest.mark.parametrize(

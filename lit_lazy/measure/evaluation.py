@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lit_lazy.config.schema import Precision
-from lit_lazy.data import Batch, DataSource
+from lit_lazy.data import IGNORED, Batch, DataSource
 from lit_lazy.data.loader import validation_loader
 from lit_lazy.measure.attention import AttentionMetrics
 from lit_lazy.measure.ratio import RatioOfSums
@@ -34,7 +34,11 @@ def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_s
     measured = {name: metric.compute().item() for name, metric in losses.items()}
     if "bytes_per_token" in source.info:
         measured["loss/bits_per_byte"] = measured["loss/val"] / NATS_PER_BIT / float(source.info["bytes_per_token"])
-    return measured | attention.compute() | tau_metrics(model)
+    measured |= attention.compute()
+    if source.row_contrast is not None and model.attentions:
+        one, other = source.row_contrast
+        measured[f"mass/{one}_minus_{other}"] = measured[f"mass/{one}"] - measured[f"mass/{other}"]
+    return measured | tau_metrics(model)
 
 
 def _add_losses(
@@ -42,18 +46,19 @@ def _add_losses(
 ) -> None:
     """Loss in nats; where the data knows its oracle, the excess over it per row group, and each group's accuracy."""
 
-    def add(name: str, values: Tensor) -> None:
-        losses.setdefault(name, RatioOfSums().to(values.device)).update(values, values.numel())
+    def add(name: str, values: Tensor, counted: Tensor) -> None:
+        losses.setdefault(name, RatioOfSums().to(values.device)).update(values[counted], counted)
 
-    add("loss/val", nll)
+    targets = batch["targets"] != IGNORED
+    add("loss/val", nll, targets)
     if logits is None:
         return
     excess = nll - batch["oracle_nll"]
     hit = (logits.argmax(-1) == batch["targets"]).double()
-    add("loss/excess", excess)
+    add("loss/excess", excess, targets)
     for group in row_groups:
-        add(f"loss/excess_{group}", excess[batch[group]])
-        add(f"accuracy/{group}", hit[batch[group]])
+        add(f"loss/excess_{group}", excess, batch[group])
+        add(f"accuracy/{group}", hit, batch[group])
 
 
 def tau_metrics(model: DecoderLM) -> dict[str, float]:

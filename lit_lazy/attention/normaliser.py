@@ -129,15 +129,28 @@ class NormaliserModule(nn.Module, ABC):
         if not (self._probed or call.q.device.type == "meta" or torch.compiler.is_compiling()):
             self.probe(call.q.shape[1], call.q.shape[3], call.q.device, compute_dtype(call.q))
             self._probed = True
+        out, stats = self._attend(call)
+        return self.output(out), stats
+
+    def _attend(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
+        """The weighted values by the fastest path."""
         call = call._replace(q=self.queries(call))
         fused = self.fused(call)
-        out, stats = self.by_rule(call) if fused is None else fused.attend()
-        return self.output(out), stats
+        return self.by_rule(call) if fused is None else fused.attend()
 
     def weights_of(self, call: AttentionCall) -> RuleWeights:
         """The weights of a call, for diagnostics: `[B, H, Lq, Lk]` in memory."""
         table = call.bias.table
         return rule_weights(self.weights, self.queries(call), call.k, table, maps=self.maps, **_settings(call))
+
+    def weight_on(self, call: AttentionCall, key: int) -> Tensor:
+        """What each query gives the key at position `key`, from 1: `[B, H, Lq]`, in memory linear in the length.
+
+        It is what attention gives where the value of that key is 1 and all others are 0.
+        """
+        v = torch.zeros_like(call.v)
+        v[:, :, key - 1] = 1
+        return self._attend(call._replace(v=v, with_stats=False))[0][..., 0]
 
     def backend_name(self, call: AttentionCall) -> str:
         """The implementation that runs a call, as the table names it.

@@ -136,6 +136,8 @@ class DataSource:
     """
     row_contrast: tuple[str, str] | None = None
     """Two of these groups whose masses are worth a difference."""
+    watched_key: int | None = None
+    """Position, from 1, of a key whose weight is worth measuring beside the first one's."""
 
 
 def fingerprint(parts: "Sequence[np.ndarray]") -> str:

@@ -93,6 +93,16 @@ class LitLM(L.LightningModule):
             step = {"loss": loss.item(), "lr": optimizer.param_groups[0]["lr"], "grad_norm": norm.item()}
             self.logger.log_metrics({f"train/{name}": value for name, value in step.items()}, self.global_step)
 
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """And what follows a schedule, so that checkpoints and evaluations at this step have it."""
+        super().optimizer_step(*args, **kwargs)
+        self.at_step(self.global_step + 1)  # Lightning counts the step when it is back
+
+    def at_step(self, step: int) -> None:
+        """Set what follows a schedule as it is after so many finished steps."""
+        for attention in self.model.attentions:
+            attention.normaliser.at_progress(step / self.cfg.train.steps)
+
     def validation_step(self, batch: Batch, _batch_index: int) -> None:
         hidden = self.model.hidden(batch["tokens"], batch.get("place"))
         nll = head_nll(hidden, self.model.head.weight, batch["targets"])

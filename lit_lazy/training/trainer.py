@@ -35,6 +35,7 @@ def new_module(cfg: RunConfig, source: DataSource, execution: Execution) -> LitL
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
     if cfg.init_from is not None:
         log.info("%s", take_over(module, Path(cfg.init_from)))
+        module.at_step(0)
     module.execute(execution)
     return module
 

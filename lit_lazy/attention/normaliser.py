@@ -113,6 +113,9 @@ class NormaliserModule(nn.Module, ABC):
         """What becomes of the weighted values `[B, H, Lq, D]`."""
         return out
 
+    def at_progress(self, progress: float) -> None:
+        """Set what follows a schedule. progress: the finished part of the training, 0 to 1."""
+
     def theta(self, rows: Rows) -> Tensor | None:  # noqa: ARG002
         """`[B or 1, H, R, 1]` where weights are max(softmax - theta, 0): then there is a null model of the sparsity."""
         return None
@@ -129,15 +132,28 @@ class NormaliserModule(nn.Module, ABC):
         if not (self._probed or call.q.device.type == "meta" or torch.compiler.is_compiling()):
             self.probe(call.q.shape[1], call.q.shape[3], call.q.device, compute_dtype(call.q))
             self._probed = True
+        out, stats = self._attend(call)
+        return self.output(out), stats
+
+    def _attend(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
+        """The weighted values by the fastest path."""
         call = call._replace(q=self.queries(call))
         fused = self.fused(call)
-        out, stats = self.by_rule(call) if fused is None else fused.attend()
-        return self.output(out), stats
+        return self.by_rule(call) if fused is None else fused.attend()
 
     def weights_of(self, call: AttentionCall) -> RuleWeights:
         """The weights of a call, for diagnostics: `[B, H, Lq, Lk]` in memory."""
         table = call.bias.table
         return rule_weights(self.weights, self.queries(call), call.k, table, maps=self.maps, **_settings(call))
+
+    def weight_on(self, call: AttentionCall, key: int) -> Tensor:
+        """What each query gives the key at position `key`, from 1: `[B, H, Lq]`, in memory linear in the length.
+
+        It is what attention gives where the value of that key is 1 and all others are 0.
+        """
+        v = torch.zeros_like(call.v)
+        v[:, :, key - 1] = 1
+        return self._attend(call._replace(v=v, with_stats=False))[0][..., 0]
 
     def backend_name(self, call: AttentionCall) -> str:
         """The implementation that runs a call, as the table names it.
@@ -279,6 +295,10 @@ class Elastic(Normaliser):
     """Train tau; otherwise it keeps its initial value."""
     tau_lr_scale: float = 1.0
     """Factor on the learning rate of tau."""
+    tau_ramp: float = 0.0
+    """Part of the training over which tau goes linearly from tau_init to tau_final; needs learn_tau=False."""
+    tau_final: float = 1.0
+    """Where tau stays after tau_ramp."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.tau_init):
@@ -295,6 +315,22 @@ class Elastic(Normaliser):
             raise ValueError(
                 f"Elastic.tau_lr_scale={self.tau_lr_scale}: must be finite and above 0 (learn_tau=False freezes tau)"
             )
+        self._check_ramp()
+
+    def _check_ramp(self) -> None:
+        """Raise ValueError where tau cannot be ramped as asked, or what is asked has no effect."""
+        if not 0 <= self.tau_ramp <= 1:
+            raise ValueError(f"Elastic.tau_ramp={self.tau_ramp}: must be a part of the training, 0 to 1")
+        if self.tau_ramp > 0 and self.learn_tau:
+            raise ValueError(
+                f"Elastic.tau_ramp={self.tau_ramp}: a tau that is trained follows no schedule; add learn_tau=False"
+            )
+        highest = 1.0 if self.threshold == "constant" and self.tau_ramp > 0 else math.inf
+        if not (math.isfinite(self.tau_final) and self.tau_final < highest):
+            below = "finite" if highest == math.inf else "below 1 with Elastic.threshold='constant'"
+            raise ValueError(f"Elastic.tau_final={self.tau_final}: must be {below}")
+        if self.tau_ramp == 0 and self.tau_final != 1:
+            raise ValueError(f"Elastic.tau_final={self.tau_final}: has no effect without Elastic.tau_ramp above 0")
 
     def build(self, shape: LayerShape) -> NormaliserModule:
         return _Elastic(self, shape.n_heads, shape.context_length)
@@ -305,11 +341,17 @@ class _Elastic(NormaliserModule):
 
     def __init__(self, spec: Elastic, n_heads: int, context_length: int) -> None:
         super().__init__()
-        self.threshold, self.lr_scale = spec.threshold, spec.tau_lr_scale
+        self.spec, self.threshold, self.lr_scale = spec, spec.threshold, spec.tau_lr_scale
         self.relative = spec.threshold != "per_token"
         self.context_length = context_length if spec.threshold == "seq_len" else None
         shape = (n_heads, context_length) if spec.threshold == "per_token" else (n_heads,)
         self.tau = nn.Parameter(torch.full(shape, spec.tau_init, dtype=torch.float32), requires_grad=spec.learn_tau)
+
+    @torch.no_grad()
+    def at_progress(self, progress: float) -> None:
+        if self.spec.tau_ramp > 0:
+            done = min(1.0, progress / self.spec.tau_ramp)
+            self.tau.fill_((1 - done) * self.spec.tau_init + done * self.spec.tau_final)
 
     def weights(self, scores: Tensor, rows: Rows) -> Tensor:
         # Below a negative threshold the ReLU alone would give hidden keys weight.

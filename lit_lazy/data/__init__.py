@@ -3,6 +3,6 @@
 Only their contract is imported here: it needs torch alone, the sources need more.
 """
 
-from lit_lazy.data.base import Batch, DataConfig, DataSource, TokenDataset, fingerprint
+from lit_lazy.data.base import IGNORED, Batch, DataConfig, DataSource, TokenDataset, fingerprint
 
-__all__ = ["Batch", "DataConfig", "DataSource", "TokenDataset", "fingerprint"]
+__all__ = ["IGNORED", "Batch", "DataConfig", "DataSource", "TokenDataset", "fingerprint"]

@@ -31,6 +31,8 @@ class Backcopy(DataConfig):
     A batch also carries, each `[B, L]`: `trigger` and `non_trigger` (bool), the query positions that hold a trigger and
     those that hold another symbol, BOS in neither because it has no key but itself; and `oracle_nll` (float32, nats),
     minus the log-probability that a predictor who knows the task gives the target: 0 on triggers.
+    With `fixed_token_at` = k the sequence begins with k - 1 symbols of a chain of their own, then comes BOS, then the
+    rest as it would at the beginning. The symbol before BOS is in neither group: its target is BOS, at 0 nats.
     """
 
     vocab_size: int = 64
@@ -49,6 +51,8 @@ class Backcopy(DataConfig):
     """Validation sequences."""
     task_seed: int = 0
     """Seed of the bigram table and of the sequences; the seed of a run changes neither."""
+    fixed_token_at: int | None = None
+    """Position, from 1, at which every sequence has BOS, whose key is then watched; None for the first, not watched."""
 
     def __post_init__(self) -> None:
         require_whole("data.n_triggers", self.n_triggers, 1)
@@ -68,6 +72,11 @@ class Backcopy(DataConfig):
         require_whole("data.train_sequences", self.train_sequences, 1)
         require_whole("data.validation_sequences", self.validation_sequences, 1)
         require_whole("data.task_seed", self.task_seed, 0)
+        place = self.fixed_token_at
+        if place is not None:
+            require_whole("data.fixed_token_at", place, 1)
+            inside = f"must not exceed data.context_length={self.context_length}"
+            require(place <= self.context_length, "data.fixed_token_at", place, inside)
 
     def load(self) -> DataSource:
         names = ("train_sequences", "validation_sequences", "context_length")
@@ -107,16 +116,23 @@ def stationary(transition: np.ndarray) -> np.ndarray:
 
 
 def draw_sequences(config: Backcopy, chain: Chain, n: int, rng: np.random.Generator) -> np.ndarray:
-    """n sequences of BOS and `context_length` symbols, int32 `[n, L + 1]`."""
+    """n sequences of `context_length` symbols and BOS among them, int32 `[n, L + 1]`."""
+    before = (config.fixed_token_at or 1) - 1
+    head = draw_chain(config, chain, before, n, rng)[:, 1:]
+    return np.hstack([head, draw_chain(config, chain, config.context_length - before, n, rng)])
+
+
+def draw_chain(config: Backcopy, chain: Chain, length: int, n: int, rng: np.random.Generator) -> np.ndarray:
+    """n times BOS and so many symbols behind it, int32 `[n, length + 1]`."""
     law = np.vstack([chain.transition, chain.start])  # BOS, the last id, is followed by the start law
     cumulative = law.cumsum(axis=1)
     cumulative /= cumulative[:, -1:]
     # Row r's cumulative law lifted by r: one sorted array, in which r + u is looked up for every sequence at once.
     lifted = (cumulative + np.arange(len(law))[:, None]).ravel()
 
-    sequences = np.empty((config.context_length + 1, n), dtype=np.int32)
+    sequences = np.empty((length + 1, n), dtype=np.int32)
     sequences[0] = config.vocab_size
-    for t in range(config.context_length):
+    for t in range(length):
         current = sequences[t]
         uniform = rng.integers(2**32, size=n) / 2**32  # 32 bits, so that r + u is exact and stays below r + 1
         drawn = np.searchsorted(lifted, current + uniform, side="right") - current * config.vocab_size
@@ -127,13 +143,15 @@ def draw_sequences(config: Backcopy, chain: Chain, n: int, rng: np.random.Genera
 def annotate(config: Backcopy, chain: Chain, sequences: np.ndarray) -> TokenDataset:
     """The sequences with their row groups and the nats of the best possible prediction."""
     tokens, targets = sequences[:, :-1], sequences[:, 1:]
-    trigger = tokens < config.n_triggers
+    bos = config.vocab_size
+    trigger, before_bos = tokens < config.n_triggers, targets == bos
     with np.errstate(divide="ignore"):  # the start law is zero on triggers, which never follow BOS
         nll = -np.log(np.vstack([chain.transition, chain.start]))
-    oracle_nll = np.where(trigger, 0.0, nll[tokens, targets]).astype(np.float32)
+    certain = trigger | before_bos
+    oracle_nll = np.where(certain, 0.0, nll[tokens, np.where(before_bos, 0, targets)]).astype(np.float32)
     positions = {
-        "trigger": torch.from_numpy(trigger),
-        "non_trigger": torch.from_numpy(~trigger & (tokens != config.vocab_size)),
+        "trigger": torch.from_numpy(trigger & ~before_bos),
+        "non_trigger": torch.from_numpy(~certain & (tokens != bos)),
         "oracle_nll": torch.from_numpy(oracle_nll),
     }
     return TokenDataset(torch.from_numpy(sequences), positions)
@@ -165,4 +183,5 @@ def _load(config: Backcopy) -> DataSource:
         train=annotate(config, chain, train),
         validation=annotated,
         row_groups=("trigger", "non_trigger"),
+        watched_key=config.fixed_token_at,
     )

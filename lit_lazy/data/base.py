@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from lit_lazy.data.tokeniser import Tokenizer
 
 Batch = dict[str, Tensor]
+IGNORED = -100
+"""A target where nothing is to be predicted: it counts in no loss."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,14 @@ class TokenDataset(Dataset[Batch]):
     `__getitems__` gives the whole batch, `[B, L]`, at once: use a DataLoader with an identity `collate_fn`.
     """
 
-    def __init__(self, sequences: Tensor, positions: Batch | None = None):
+    def __init__(self, sequences: Tensor, positions: Batch | None = None, targets: Tensor | None = None):
+        """targets: integer `[N, L]`, what is to be predicted in place of the next tokens, or `IGNORED`.
+
+        As many in each sequence are not ignored, so that the mean of parts of a batch is that of the batch.
+        """
         self.sequences = sequences
         self.positions = positions or {}
+        self.targets = targets
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -87,8 +94,9 @@ class TokenDataset(Dataset[Batch]):
 
     def _batch(self, index: int | list[int]) -> Batch:
         sequences = self.sequences[index].long()
+        targets = sequences[..., 1:] if self.targets is None else self.targets[index].long()
         known = {name: values[index] for name, values in self.positions.items()}
-        return {"tokens": sequences[..., :-1].contiguous(), "targets": sequences[..., 1:].contiguous(), **known}
+        return {"tokens": sequences[..., :-1].contiguous(), "targets": targets.contiguous(), **known}
 
 
 class DocumentDataset(TokenDataset):
@@ -132,7 +140,14 @@ class DataSource:
     train: TokenDataset
     validation: TokenDataset
     row_groups: tuple[str, ...] = ()
-    """Names of the batch's bool `[B, L]` masks that sort the query rows into groups worth measuring apart."""
+    """Names of the batch's bool `[B, L]` masks that sort the query rows into groups worth measuring apart.
+
+    Of rows whose target is not ignored, where the data know their oracle.
+    """
+    row_contrast: tuple[str, str] | None = None
+    """Two of these groups whose masses are worth a difference."""
+    watched_key: int | None = None
+    """Position, from 1, of a key whose weight is worth measuring beside the first one's."""
 
 
 def fingerprint(parts: "Sequence[np.ndarray]") -> str:

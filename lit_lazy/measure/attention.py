@@ -23,6 +23,7 @@ class AttentionMetrics:
     `sink/first_key_weight`: mean weight on the first key, rows from `FIRST_KEY_MIN_POSITION` on;
     `sink/first_key_share`: the same weight / the mass of the same rows;
     `mass`: mean surviving mass of a row, before any renormalisation.
+    `sink/fixed_key_weight`: mean weight on a key that the data name (`watch`), rows from that position on too.
     And over all rows `sparsity/zero`: the share of visible keys with a weight of 0.
     Of what this process has seen: one process of a run measures, while the others train.
     """
@@ -79,6 +80,16 @@ class AttentionMetrics:
             if "sparsity/zero" in self.ratios:
                 seen = own + 1 if self.window is None else (own + 1).clamp(max=self.window)
                 self.ratios["sparsity/zero"].update(layer.zeros, seen[:, None].expand_as(layer.zeros))
+
+    def watch(self, weights: Sequence[Tensor], key: int, rows: Mapping[str, Tensor]) -> None:
+        """Add a batch's weights on the key at position `key`, from 1: `[B, H, L]` per layer, rows as in `update`."""
+        for layer in weights:
+            position = torch.arange(1, layer.shape[-1] + 1, device=layer.device)
+            for group in self.groups:
+                late = (rows[group] & (position >= max(key, FIRST_KEY_MIN_POSITION)))[:, None].expand_as(layer)
+                name = f"sink/fixed_key_weight{'' if group == 'all' else f'_{group}'}"
+                ratio = self.ratios.setdefault(name, RatioOfSums(sync_on_compute=False).to(layer.device))
+                ratio.update(layer[late], late)
 
     def _update_group(self, layer: Stats, group: str, rows: Tensor, place: Tensor) -> None:
         suffix = "" if group == "all" else f"_{group}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_lazy.attention import Attention, AttentionCall
-from lit_lazy.data.base import Batch, DataSource
+from lit_lazy.data.base import IGNORED, Batch, DataSource
 from lit_lazy.data.sampler import evenly
 from lit_lazy.measure.collapse import Collapse, repeated_gap
 from lit_lazy.measure.heads import Entropy, GaussianNull, Mass, ScoreSpread, Sink, Sparsity, ValueNorms
@@ -70,8 +70,8 @@ class Diagnostics:
     `bias/alibi_distance` `[layers, H]` (`alibi_fit`): absent where there is none.
     `watch/tau` `[S, layers, H]`: tau at the S steps `watch/step` (int64) of the training, of per_token the mean over
     positions; absent where there is none, or no training was seen.
-    `loss/by_position` `[T]`, nats. `loss/evicted` `[4]`: what the loss rises by over the rows from position 9 on, in
-    nats, when the first 1 to 4 keys are hidden in every layer.
+    `loss/by_position` `[T]`, nats, NaN where nothing is predicted. `loss/evicted` `[4]`: what the loss rises by over
+    the rows from position 9 on, in nats, when the first 1 to 4 keys are hidden in every layer.
     `maps/weights` float16 `[S, n, n]`: weights of the first sequence, NaN at hidden keys, first n = min(T, 128) rows;
     `maps/heads` int64 `[S, 2]`: layer and head of each, from 0.
     `sample` int64 `[3]`: n, T, layers. `context` int64 `[]`: the context length of the training.
@@ -278,11 +278,13 @@ class _Observed:
         wide = {"dtype": torch.float64, "device": device}
         self.gap = torch.zeros(self.n_layers + 1, **wide)
         self.nll = torch.zeros(1 + self.evicted, length, **wide)
+        self.predicted = torch.zeros(length, **wide)
         self.sequences = 0
 
     def add(self, tokens: Tensor, targets: Tensor) -> None:
         """Measure sequences `[B, T]`."""
         self.sequences += len(tokens)
+        self.predicted += (targets != IGNORED).sum(0)
         last: list[Tensor] = []
 
         def on_hidden(index: int, x: Tensor) -> None:
@@ -330,10 +332,12 @@ class _Observed:
             computed = [metric.compute() for metric in metrics]
             found |= {name: torch.stack([values[name] for values in computed]) for name in computed[0]}
         found["hidden/repeated_gap"] = self.gap / self.sequences
-        found["loss/by_position"] = self.nll[0] / self.sequences
+        by_position = self.nll / self.predicted
+        found["loss/by_position"] = by_position[0]
         if self.evicted:
-            late = self.nll[:, EVICTION_ROW - 1 :] / self.sequences
-            found["loss/evicted"] = (late[1:] - late[0]).mean(-1)
+            late = by_position[:, EVICTION_ROW - 1 :]
+            there = self.predicted[EVICTION_ROW - 1 :] > 0
+            found["loss/evicted"] = (late[1:] - late[0])[:, there].mean(-1)
         found |= self._learned()
         arrays = {name: value.cpu().numpy().astype(np.float32) for name, value in found.items()}
         sample = np.array([self.sequences, self.length, self.n_layers], np.int64)

@@ -1,16 +1,20 @@
 """What a model measures on a validation set: loss, accuracy, first-key weight, mass, sparsity, tau, sizes."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lit_lazy.attention import Attention, AttentionCall
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.schema import Precision
-from lit_lazy.data import Batch, DataConfig, DataSource
+from lit_lazy.data import IGNORED, Batch, DataConfig, DataSource
 from lit_lazy.data.loader import validation_loader
 from lit_lazy.measure.attention import AttentionMetrics
+from lit_lazy.measure.diagnostics import listening
 from lit_lazy.measure.ratio import RatioOfSums
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
 from lit_lazy.model.loss import head_nll
@@ -30,18 +34,39 @@ def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_s
     model.eval()
     for batch in validation_loader(source, batch_size):
         batch = {name: value.to(model.device) for name, value in batch.items()}
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16"):
+        autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16")
+        with autocast, _watching(model, source.watched_key) as on_key:
             hidden, stats = model.hidden_with_stats(batch["tokens"], batch.get("place"))
             nll = head_nll(hidden, model.head.weight, batch["targets"])
             logits = model.head(hidden) if "oracle_nll" in batch else None
         _add_losses(losses, nll, logits, batch, source.row_groups)
         rows = {group: batch[group] for group in source.row_groups}
-        attention.update(stats, rows or {"all": torch.ones_like(batch["tokens"], dtype=torch.bool)}, batch.get("place"))
+        rows = rows or {"all": torch.ones_like(batch["tokens"], dtype=torch.bool)}
+        attention.update(stats, rows, batch.get("place"))
+        if source.watched_key is not None:
+            attention.watch(on_key, source.watched_key, rows)
     model.train(was_training)
     measured = {name: metric.compute().item() for name, metric in losses.items()}
     if "bytes_per_token" in source.info:
         measured["loss/bits_per_byte"] = measured["loss/val"] / NATS_PER_BIT / float(source.info["bytes_per_token"])
-    return measured | attention.compute() | tau_metrics(model)
+    measured |= attention.compute()
+    if source.row_contrast is not None and model.attentions:
+        one, other = source.row_contrast
+        measured[f"mass/{one}_minus_{other}"] = measured[f"mass/{one}"] - measured[f"mass/{other}"]
+    return measured | tau_metrics(model)
+
+
+@contextmanager
+def _watching(model: DecoderLM, key: int | None) -> Iterator[list[Tensor]]:
+    """What each layer gives the key at this position, `[B, H, L]`, when the model has run; nothing without a key."""
+    found: list[Tensor] = []
+
+    def on_attention(_: int, attention: Attention, call: AttentionCall) -> None:
+        if key is not None:
+            found.append(attention.normaliser.weight_on(call, key))
+
+    with listening(model, on_attention):
+        yield found
 
 
 def _add_losses(
@@ -49,18 +74,19 @@ def _add_losses(
 ) -> None:
     """Loss in nats; where the data knows its oracle, the excess over it per row group, and each group's accuracy."""
 
-    def add(name: str, values: Tensor) -> None:
-        losses.setdefault(name, RatioOfSums().to(values.device)).update(values, values.numel())
+    def add(name: str, values: Tensor, counted: Tensor) -> None:
+        losses.setdefault(name, RatioOfSums().to(values.device)).update(values[counted], counted)
 
-    add("loss/val", nll)
+    targets = batch["targets"] != IGNORED
+    add("loss/val", nll, targets)
     if logits is None:
         return
     excess = nll - batch["oracle_nll"]
     hit = (logits.argmax(-1) == batch["targets"]).double()
-    add("loss/excess", excess)
+    add("loss/excess", excess, targets)
     for group in row_groups:
-        add(f"loss/excess_{group}", excess[batch[group]])
-        add(f"accuracy/{group}", hit[batch[group]])
+        add(f"loss/excess_{group}", excess, batch[group])
+        add(f"accuracy/{group}", hit, batch[group])
 
 
 def tau_metrics(model: DecoderLM) -> dict[str, float]:

@@ -11,7 +11,7 @@ from flash_lazy import Rows
 from lit_lazy.attention import Eviction
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
-from lit_lazy.data.base import Batch, DataSource
+from lit_lazy.data.base import IGNORED, Batch, DataSource
 from lit_lazy.measure.diagnostics import SAMPLE, TOKENS_AT_ONCE, at_rest, validation_sample
 from lit_lazy.measure.evaluation import NATS_PER_BIT
 from lit_lazy.model.decoder import DecoderLM
@@ -24,7 +24,7 @@ STREAMED = "streamed/"
 
 @torch.no_grad()
 def loss_by_position(model: DecoderLM, batch: Batch, eviction: Eviction | None = None) -> Tensor:
-    """Mean loss in nats at each position, float64 `[T]`, of a batch's `tokens` and `targets` `[B, T]`.
+    """Mean loss in nats at each position, float64 `[T]`, of a batch's `tokens` and `targets` `[B, T]`; NaN without any.
 
     Decoded with a cache: whole where there is no eviction, else token by token once it is full. Raises ValueError, in
     one line, where the model cannot serve that.
@@ -36,7 +36,7 @@ def loss_by_position(model: DecoderLM, batch: Batch, eviction: Eviction | None =
     wanted = targets.split([part.shape[1] for part in parts], 1)
     with at_rest(model):
         nll = [token_nll(model(part, cache), target) for part, target in zip(parts, wanted, strict=True)]
-    return torch.cat(nll, 1).double().mean(0)
+    return torch.cat(nll, 1).double().sum(0) / (targets != IGNORED).sum(0)
 
 
 @torch.no_grad()
@@ -86,7 +86,8 @@ def scalars(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
         parts = {"perplexity": loss, "perplexity_beyond": loss[context:]}
         if group == STREAMED:
             parts["perplexity_evicted"] = loss[int(arrays[f"{STREAMED}kept"].sum()) :]
-        found |= {group + name: float(np.exp(x.mean(dtype=np.float64))) for name, x in parts.items() if len(x)}
+        there = {name: x[~np.isnan(x)] for name, x in parts.items()}
+        found |= {group + name: float(np.exp(x.mean(dtype=np.float64))) for name, x in there.items() if len(x)}
         found[f"{group}n"] = float(arrays[f"{group}n"][-1])
         if (theta := arrays.get(f"{group}theta")) is not None:
             found[f"{group}theta"] = float(theta[..., -1].mean(dtype=np.float64))
@@ -184,7 +185,7 @@ def check_reach(model: DecoderLM, data: DataConfig, length: int) -> None:
 
 def named_losses(prefix: str, losses: Mapping[str, Tensor], source: DataSource) -> dict[str, float]:
     """Means of losses by position, nats; where the data are text also in bits per byte."""
-    found = {prefix + name: loss.mean().item() for name, loss in losses.items()}
+    found = {prefix + name: loss.nanmean().item() for name, loss in losses.items()}
     if "bytes_per_token" in source.info:
         nats = NATS_PER_BIT * float(source.info["bytes_per_token"])
         found |= {name.replace("loss", "bits_per_byte"): value / nats for name, value in found.items()}

@@ -5,13 +5,18 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lit_lazy.data.base import IGNORED
+
 LOGITS_AT_ONCE = 2**26
 """256 MiB in fp32: of 32k tokens' logits in a vocabulary of 32k there would be three copies of 4 GB."""
 
 
 def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """Negative log-likelihood in nats of each target: logits `[B, L, V]`, targets and result `[B, L]`."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+    """Negative log-likelihood in nats of each target: logits `[B, L, V]`, targets and result `[B, L]`.
+
+    0 where the target is `IGNORED`.
+    """
+    return _nll(logits.flatten(0, 1), targets.flatten()).view(targets.shape)
 
 
 def head_nll(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
@@ -32,4 +37,13 @@ def head_nll(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 
 def _block_nll(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden, head).float(), targets, reduction="none")
+    return _nll(F.linear(hidden, head), targets)
+
+
+def _nll(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="none")
+
+
+def mean_nll(nll: Tensor, targets: Tensor) -> Tensor:
+    """The mean over the targets that are not `IGNORED`."""
+    return nll.sum() / (targets != IGNORED).sum()

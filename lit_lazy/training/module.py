@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from lit_lazy.config.canonical import from_dict, to_dict
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.data import Batch
+from lit_lazy.data import IGNORED, Batch
 from lit_lazy.measure import RatioOfSums
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.model.loss import head_nll
+from lit_lazy.model.loss import head_nll, mean_nll
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.spread import whole
 from lit_lazy.training.execution import ONE_DEVICE, Execution
@@ -62,7 +62,7 @@ class LitLM(L.LightningModule):
 
     def training_step(self, batch: Batch, _batch_index: int) -> Tensor:
         hidden = self._hidden(batch["tokens"], batch.get("place"))
-        loss = head_nll(hidden, self.model.head.weight, batch["targets"]).mean()
+        loss = mean_nll(head_nll(hidden, self.model.head.weight, batch["targets"]), batch["targets"])
         self._loss = self._loss + loss.detach() / self.parts
         return loss
 
@@ -93,13 +93,24 @@ class LitLM(L.LightningModule):
             step = {"loss": loss.item(), "lr": optimizer.param_groups[0]["lr"], "grad_norm": norm.item()}
             self.logger.log_metrics({f"train/{name}": value for name, value in step.items()}, self.global_step)
 
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """And what follows a schedule, so that checkpoints and evaluations at this step have it."""
+        super().optimizer_step(*args, **kwargs)
+        self.at_step(self.global_step + 1)  # Lightning counts the step when it is back
+
+    def at_step(self, step: int) -> None:
+        """Set what follows a schedule as it is after so many finished steps."""
+        for attention in self.model.attentions:
+            attention.normaliser.at_progress(step / self.cfg.train.steps)
+
     def validation_step(self, batch: Batch, _batch_index: int) -> None:
         hidden = self.model.hidden(batch["tokens"], batch.get("place"))
         nll = head_nll(hidden, self.model.head.weight, batch["targets"])
-        self.val_loss.update(nll, nll.numel())
+        counted = batch["targets"] != IGNORED
+        self.val_loss.update(nll, counted)
         self.log("val/loss", self.val_loss, prog_bar=True)
         if "oracle_nll" in batch:
-            self.val_excess.update(nll - batch["oracle_nll"], nll.numel())
+            self.val_excess.update(nll - batch["oracle_nll"], counted)
             self.log("val/excess", self.val_excess)
 
     def configure_optimizers(self) -> Any:

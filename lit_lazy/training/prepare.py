@@ -11,7 +11,7 @@ import torch
 from lit_lazy.attention import Attention, MixerModule
 from lit_lazy.config.key import content_of
 from lit_lazy.config.schema import ModelConfig, RunConfig
-from lit_lazy.data import DataConfig, DataSource, TokenDataset
+from lit_lazy.data import IGNORED, DataConfig, DataSource, TokenDataset
 from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import LOGITS_AT_ONCE
@@ -208,7 +208,22 @@ def _check_sequences(part: str, found: object, source: DataSource) -> None:
     require(
         least >= 0 and most < source.vocab_size, part, [least, most], f"tokens must be 0 to {source.vocab_size - 1}"
     )
+    if found.targets is not None:
+        _check_targets(part, found.targets, tokens, source.vocab_size)
     groups = {*source.row_groups} - found.positions.keys()
     require(
         not groups or not part.endswith("validation"), f"{part}: row_groups", sorted(groups), "has no such positions"
     )
+
+
+def _check_targets(part: str, targets: torch.Tensor, sequences: torch.Tensor, vocab_size: int) -> None:
+    """Raise ValueError where targets that are not the next tokens are none, or not as many in each sequence."""
+    name, wanted = f"{part}: targets", [len(sequences), sequences.shape[1] - 1]
+    fits = list(targets.shape) == wanted and not targets.is_floating_point()
+    require(fits, name, f"{targets.dtype} {list(targets.shape)}", f"must be whole numbers of shape {wanted}")
+    sample = targets[:LOOKED_AT].long()
+    counted = sample != IGNORED
+    odd = sample[counted & ((sample < 0) | (sample >= vocab_size))].unique().tolist()
+    require(not odd, name, odd, f"must be 0 to {vocab_size - 1}, or {IGNORED} where nothing is to be predicted")
+    numbers = sorted({*counted.sum(1).tolist()})
+    require(numbers[0] > 0 and len(numbers) == 1, name, numbers, "must be as many in each sequence, and one at least")

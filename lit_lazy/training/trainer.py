@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.data import DataSource
+from lit_lazy.data import IGNORED, DataSource
 from lit_lazy.data.loader import train_loader, validation_loader
 from lit_lazy.data.sampler import Portion
 from lit_lazy.measure import RatioOfSums
@@ -35,6 +35,7 @@ def new_module(cfg: RunConfig, source: DataSource, execution: Execution) -> LitL
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
     if cfg.init_from is not None:
         log.info("%s", take_over(module, Path(cfg.init_from)))
+        module.at_step(0)
     module.execute(execution)
     return module
 
@@ -191,9 +192,10 @@ class MissedValidation(AtStart):
             with trainer.precision_plugin.forward_context():
                 hidden = module.model.hidden(batch["tokens"], batch.get("place"))
                 nll = head_nll(hidden, module.model.head.weight, batch["targets"])
-            loss.update(nll, nll.numel())
+            counted = batch["targets"] != IGNORED
+            loss.update(nll, counted)
             if "oracle_nll" in batch:
-                excess.update(nll - batch["oracle_nll"], nll.numel())
+                excess.update(nll - batch["oracle_nll"], counted)
                 measured["val/excess"] = excess
         module.train()
         trainer.logger.log_metrics({name: metric.compute().item() for name, metric in measured.items()}, step - 1)

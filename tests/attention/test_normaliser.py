@@ -274,6 +274,15 @@ class TestElastic:
             ({"tau_lr_scale": -1.0}, "Elastic.tau_lr_scale=-1.0: must be finite and above 0"),
             ({"tau_lr_scale": math.inf}, "Elastic.tau_lr_scale=inf: must be finite and above 0"),
             ({"tau_lr_scale": math.nan}, "Elastic.tau_lr_scale=nan: must be finite and above 0"),
+            ({"tau_ramp": 0.5}, "Elastic.tau_ramp=0.5: a tau that is trained follows no schedule; add learn_tau=False"),
+            ({"tau_ramp": -0.1}, "Elastic.tau_ramp=-0.1: must be a part of the training, 0 to 1"),
+            ({"tau_ramp": math.nan}, "Elastic.tau_ramp=nan: must be a part of the training, 0 to 1"),
+            ({"tau_final": 2.0}, "Elastic.tau_final=2.0: has no effect without Elastic.tau_ramp above 0"),
+            ({"tau_final": math.inf}, "Elastic.tau_final=inf: must be finite"),
+            (
+                {"tau_init": 0.0, "threshold": "constant", "learn_tau": False, "tau_ramp": 0.5},
+                "Elastic.tau_final=1.0: must be below 1 with Elastic.threshold='constant'",
+            ),
         ],
     )
     def test_wrong_settings_are_named(self, settings, message):

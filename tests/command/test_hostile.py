@@ -185,6 +185,15 @@ LOADS = {
     "return but(train=None)": "data=Mine: train=None: must be a TokenDataset",
     "return but(train=TokenDataset(torch.rand(64, 17)))": "must be whole numbers of shape [N, 17]",
     "return but(validation=TokenDataset(torch.zeros(0, 17).long()))": "must hold at least one sequence",
+    "return but(train=TokenDataset(torch.zeros(64, 17).long(), targets=torch.zeros(64, 17).long()))": (
+        "train: targets='torch.int64 [64, 17]': must be whole numbers of shape [64, 16]"
+    ),
+    "return but(train=TokenDataset(torch.zeros(64, 17).long(), targets=torch.full((64, 16), -1)))": (
+        "train: targets=[-1]: must be 0 to 16, or -100 where nothing is to be predicted"
+    ),
+    "return but(train=TokenDataset(torch.zeros(64, 17).long(), targets=100 * torch.eye(64, 16).long() - 100))": (
+        "must be as many in each sequence, and one at least"
+    ),
     "return but(row_groups=('nothing',))": "row_groups=['nothing']: has no such positions",
 }
 

@@ -3,6 +3,8 @@
 Sampling errors are those of the mean over sequences, which are independent; bounds are five of them.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -147,6 +149,43 @@ def test_info_is_measured_on_validation():
     assert source.info["oracle_nats_non_trigger"] == pytest.approx(non_trigger, rel=1e-5)
 
 
+@pytest.mark.parametrize("place", [1, 2, 5, 9, 64])
+def test_a_fixed_token_elsewhere(place):
+    """BOS stands there alone; behind it all is as it would be at the beginning, before it is a chain of its own."""
+    config = Backcopy(train_sequences=300, validation_sequences=50, fixed_token_at=place)
+    plain = dataclasses.replace(config, fixed_token_at=None)
+    source, bos = config.load(), config.vocab_size
+    assert (source.watched_key, plain.load().watched_key) == (place, None)
+    batch = source.train.__getitems__(list(range(300)))
+    tokens, targets = batch["tokens"], batch["targets"]
+    assert torch.equal(tokens == bos, torch.arange(64).expand_as(tokens) == place - 1)
+    before, behind = tokens[:, : place - 1], torch.cat([tokens[:, place - 1 :], targets[:, -1:]], 1)
+    for part in (before, behind):
+        trigger = part[:, 1:-1] < config.n_triggers
+        assert torch.equal(part[:, 2:][trigger], part[:, :-2][trigger])
+        assert not (part[:, :1] < config.n_triggers).any()
+    assert not (behind[:, 1:2] < config.n_triggers).any()
+    rows = batch["trigger"] | batch["non_trigger"]
+    assert torch.equal(rows, (tokens != bos) & (targets != bos))
+    assert torch.equal(batch["trigger"], rows & (tokens < config.n_triggers))
+    assert torch.isfinite(batch["oracle_nll"]).all()
+    assert (batch["oracle_nll"][targets == bos] == 0).all()
+    assert (batch["oracle_nll"][batch["non_trigger"]] > 0).all()
+    assert torch.equal(source.train.sequences, plain.load().train.sequences) == (place == 1)
+
+
+def test_a_fixed_token_elsewhere_leaves_the_law_of_the_chain():
+    config = Backcopy(train_sequences=20_000, validation_sequences=2_000, fixed_token_at=32)
+    plain = dataclasses.replace(config, fixed_token_at=None)
+    moved, first = (c.load().info["oracle_nats_non_trigger"] for c in (config, plain))
+    assert moved == pytest.approx(first, abs=0.02)
+
+
+def test_sequences_without_the_option_are_as_they_were():
+    """Before there was one."""
+    assert Backcopy(train_sequences=50).load().fingerprint == "8588600efacc6cd7"
+
+
 def test_loaded_once():
     assert Backcopy(train_sequences=50).load() is Backcopy(train_sequences=50).load()
 
@@ -184,6 +223,9 @@ def test_training_size_leaves_validation_alone():
         ("train_sequences", 0),
         ("validation_sequences", 0),
         ("task_seed", -1),
+        ("fixed_token_at", 0),
+        ("fixed_token_at", 65),
+        ("fixed_token_at", True),
     ],
 )
 def test_wrong_options_are_named(field, value):

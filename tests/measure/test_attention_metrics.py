@@ -7,9 +7,24 @@ import pytest
 import torch
 
 from flash_lazy import Stats
-from lit_lazy.attention import Alibi, AttentionSpec, Elastic, LearnedBias, NoBias, Softmax
+from lit_lazy.attention import (
+    Alibi,
+    AttentionCall,
+    AttentionSpec,
+    Differential,
+    Elastic,
+    LayerShape,
+    LearnedBias,
+    NoBias,
+    Softmax,
+    Softpick,
+    SSMax,
+)
+from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.config.schema import ModelConfig
+from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.measure import AttentionMetrics
+from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.model.decoder import DecoderLM
 
 BATCH, HEADS, LENGTH, FIRST = 2, 3, 20, 8
@@ -104,6 +119,54 @@ class TestClosedForms:
 
     def test_layers_are_pooled(self):
         assert measure(stats(mass=1.0), stats(mass=0.5))["mass/all"] == 0.75
+
+
+class TestWatchedKey:
+    NORMALISERS = (
+        Softmax(),
+        Elastic(tau_init=0.5),
+        Elastic(renormalise=True),
+        Elastic(tau_init=0.01, threshold="constant"),
+        Softpick(),
+        Differential(),
+        SSMax(),
+    )
+
+    @pytest.mark.parametrize("normaliser", NORMALISERS, ids=repr)
+    @pytest.mark.parametrize("key", [1, 4, LENGTH])
+    def test_its_weight_is_that_of_the_matrix(self, normaliser, key):
+        """With grouped heads, a bias and a window."""
+        draw = torch.Generator().manual_seed(key)
+        q, k, v = (torch.randn(BATCH, h, LENGTH, 8, dtype=torch.float64, generator=draw) for h in (4, 2, 2))
+        bias = BiasTerms(table=torch.randn(4, 5, dtype=torch.float64, generator=draw))
+        rule = normaliser.build(LayerShape(4, 2, 8, 32, LENGTH)).double()
+        call = AttentionCall(q, k, v, bias, window=9, renormalise=normaliser.renormalise)
+        weights = rule.weights_of(call).w
+        torch.testing.assert_close(rule.weight_on(call, key), weights[..., key - 1], rtol=1e-12, atol=1e-14)
+
+    def test_only_rows_that_see_it_count_and_only_from_the_eighth_on(self):
+        position = torch.arange(1, LENGTH + 1.0).expand(BATCH, HEADS, LENGTH)
+        for key in (2, 11):
+            metrics = AttentionMetrics((), can_zero=False, renormalised=False)
+            metrics.watch([position / LENGTH], key, {"all": ALL})
+            rows = range(max(key, FIRST), LENGTH + 1)
+            expected = sum(rows) / len(rows) / LENGTH
+            assert metrics.compute() == pytest.approx({"sink/fixed_key_weight": expected})
+
+    def test_watching_the_first_key_gives_its_weight(self):
+        """On data, by group."""
+        source = Backcopy(
+            vocab_size=16, context_length=16, train_sequences=8, validation_sequences=40, fixed_token_at=1
+        ).load()
+        cfg = ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=16, attention=AttentionSpec(Elastic(tau_init=0.4)))
+        found = evaluate(DecoderLM(cfg, 17, 16, 0), source, "fp32", 16)
+        for group in source.row_groups:
+            first, fixed = (found[f"sink/{name}_key_weight_{group}"] for name in ("first", "fixed"))
+            assert fixed == pytest.approx(first, rel=1e-5)
+            assert fixed > 0
+        other = dataclasses.replace(source, watched_key=3)
+        elsewhere = evaluate(DecoderLM(cfg, 17, 16, 0), other, "fp32", 16)["sink/fixed_key_weight_trigger"]
+        assert elsewhere != pytest.approx(found["sink/fixed_key_weight_trigger"], rel=1e-3)
 
 
 PARITY = {"even": (N % 2 == 0).expand(BATCH, -1), "odd": (N % 2 == 1).expand(BATCH, -1)}

@@ -13,8 +13,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from test_run import assert_same_run, config, weights
+from test_run import RAMP, assert_same_run, config, weights
 
+from lit_lazy.attention import AttentionSpec
+from lit_lazy.config.canonical import replace_at
 from lit_lazy.config.files import imported
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.model import loss
@@ -86,6 +88,18 @@ def test_two_processes_that_were_stopped_resume_to_the_same_bits(tmp_path: Path)
     train(tmp_path / "stopped", TWO)
     assert_same_run(tmp_path / "undisturbed", tmp_path / "stopped")
     assert logged(tmp_path / "undisturbed") == logged(tmp_path / "stopped")
+
+
+@pytest.mark.long
+def test_a_ramped_tau_is_the_same_on_two_processes(tmp_path: Path) -> None:
+    cfg = replace_at(config(AttentionSpec(RAMP)), {"train.steps": 6})
+    one, two = (
+        run(cfg, tmp_path / str(execution.devices), keep_checkpoint=True, execution=execution)
+        for execution in (HALVES, TWO)
+    )
+    assert one.metrics == two.metrics
+    for name, value in weights(tmp_path / "1").items():
+        assert torch.equal(value, weights(tmp_path / "2")[name]), name
 
 
 def assert_close(plain: RunResult, other: RunResult) -> None:

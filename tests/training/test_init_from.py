@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_run import LAZY, config, run_until_killed, weights
+from test_run import LAZY, RAMP, config, run_until_killed, weights
 
-from lit_lazy.attention import AttentionSpec, Softmax
+from lit_lazy.attention import AttentionSpec, LearnedBias, Softmax
 from lit_lazy.command.main import main
 from lit_lazy.config.key import cell_key
 from lit_lazy.training import trainer
@@ -42,6 +42,16 @@ def test_a_variant_starts_with_what_it_shares(trained: Path, caplog: pytest.LogC
     assert all(torch.equal(own[name], fresh[name]) for name in new)
     assert "are taken over; new: blocks.0.attention.bias.table" in caplog.text
     assert "left behind: none" in caplog.text
+
+
+def test_a_ramp_starts_at_its_own_beginning(tmp_path: Path) -> None:
+    """Not at the tau that the trained model ended with."""
+    run(config(LAZY, steps=3), tmp_path, keep_checkpoint=True)
+    cfg = replace(config(AttentionSpec(RAMP, LearnedBias())), init_from=str(tmp_path / FINAL_CHECKPOINT))
+    module = trainer.new_module(cfg, prepare(cfg), Execution())
+    assert [attention.normaliser.tau.tolist() for attention in module.model.attentions] == [[0.0, 0.0]] * 2
+    own, taken = module.state_dict(), torch.load(tmp_path / FINAL_CHECKPOINT, weights_only=True)["state_dict"]
+    assert {name.rsplit(".", 1)[-1] for name in own if not torch.equal(own[name], taken[name])} == {"tau"}
 
 
 def test_it_is_in_the_key_by_its_content(trained: Path, tmp_path: Path) -> None:

@@ -19,11 +19,13 @@ from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
+from lit_lazy.training.execution import Execution
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult
 from lit_lazy.training.run import CellBusyError, finished, run
 
 LAZY = AttentionSpec(Elastic(), LearnedBias())
+RAMP = Elastic(tau_init=0.0, learn_tau=False, tau_ramp=0.75, tau_final=1.5)
 
 
 def config(attention: AttentionSpec = LAZY, seed: int = 0, **train: object) -> RunConfig:
@@ -95,7 +97,12 @@ def run_until_killed(cfg: RunConfig, folder: Path, step: int) -> None:
 
 @pytest.mark.parametrize(
     ("attention", "steps"),
-    [(LAZY, (11, 19)), (AttentionSpec(Softmax()), (13,)), (AttentionSpec(Elastic(threshold="per_token")), (5,))],
+    [
+        (LAZY, (11, 19)),
+        (AttentionSpec(Softmax()), (13,)),
+        (AttentionSpec(Elastic(threshold="per_token")), (5,)),
+        (AttentionSpec(RAMP), (11,)),
+    ],
 )
 def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, attention: AttentionSpec, steps: tuple[int, ...]) -> None:
     """Killed in the middle of a pass and away from any checkpoint (saved at 8 and 16), once before the first."""
@@ -123,6 +130,19 @@ def test_a_killed_run_without_attention_resumes_bit_for_bit(tmp_path: Path, mixe
     assert result.labels == {"backend": "fla, plain torch"}
     kinds = {name.removeprefix("init/").partition("/")[0] for name in result.metrics}
     assert kinds == {"loss", "accuracy", "model", "collapse"}
+
+
+def test_a_ramped_tau_is_a_function_of_the_finished_steps(tmp_path: Path) -> None:
+    """Not of batches, of which a step has two: from tau_init to tau_final over 15 of 20, so watched, measured, kept."""
+    halves = Execution(micro_batch=4)
+    result = run(config(AttentionSpec(RAMP)), tmp_path, keep_checkpoint=True, execution=halves)
+    kept = Diagnostics.load(tmp_path / DIAGNOSTICS).arrays
+    assert kept["watch/step"].tolist() == [0, 1, 2, 4, 7, 8, 14, 16]
+    for step, tau in zip(kept["watch/step"], kept["watch/tau"], strict=True):
+        assert tau.flatten().tolist() == [pytest.approx(1.5 * min(1, step / 15))] * 4
+    assert (result.metrics["init/tau/mean"], result.metrics["tau/min"], result.metrics["tau/max"]) == (0, 1.5, 1.5)
+    taus = [value for name, value in weights(tmp_path).items() if name.endswith("tau")]
+    assert [tau.tolist() for tau in taus] == [[1.5, 1.5]] * 2
 
 
 class Batches(Callback):

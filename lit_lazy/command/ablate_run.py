@@ -104,10 +104,11 @@ def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
     from lit_lazy.config.canonical import to_dict
     from lit_lazy.config.files import find
     from lit_lazy.config.key import SCHEMA
-    from lit_lazy.grid.ablation import definitions, expand, load_ablation, row_infos, select
+    from lit_lazy.grid.ablation import definitions, expand, row_infos, select
+    from lit_lazy.grid.question import load_asked
 
     ablation_path = find("ablations", options.ablation)
-    ablation = load_ablation(ablation_path)
+    ablation, question = load_asked(ablation_path)
     base_path, base_name, base, overridden = make_base(options, ablation, with_init(options, overrides))
     chosen = select(ablation, options.rows, options.seeds)
     cells = expand(chosen, base, overridden)
@@ -131,6 +132,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
         definitions=definitions(ablation, base),
         facts=loaded(base.data).info,
         schema=SCHEMA,
+        declaration=None if question is None else question.declaration(base_name, base, ablation_path),
     )
     return Grid(
         id=f"{ablation.name}-{base_name}",

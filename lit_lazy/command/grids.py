@@ -71,7 +71,7 @@ def default_workers(threads: int, devices: int = 1) -> int:
 def grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> str:
     """The grid that NAME and --base mean, one of those known at a place."""
     from lit_lazy.config.files import find
-    from lit_lazy.grid.ablation import load_ablation
+    from lit_lazy.grid.question import load_asked
 
     name = options.ablation
     if not known:
@@ -79,7 +79,7 @@ def grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> 
     if name in known and options.base:
         raise ValueError(f"--base {options.base!r}: {name!r} names its experiment already; leave --base out")
     if name not in known:
-        ablation = load_ablation(find("ablations", name))
+        ablation, _ = load_asked(find("ablations", name))
         name = f"{ablation.name}-{Path(options.base or ablation.base).stem}"
     if name not in known:
         raise ValueError(

@@ -17,7 +17,7 @@ from lit_lazy.support.errors import described, named, one_line
 
 PROJECT = Path(__file__).parents[2]
 Room = Literal["experiments", "ablations"]
-SETTINGS = ("config", "ablation", "search")
+SETTINGS = ("config", "ablation", "search", "question")
 """What a file exports. The values that it makes are in a cell's key, so its source need not be."""
 OWN = ("lit_lazy", "flash_lazy")
 """This project's packages, which may lie beside a user's file and are no part of it."""

@@ -7,7 +7,9 @@ from typing import Any
 
 from lit_lazy.support.errors import named
 from lit_lazy.table.build import build_table
+from lit_lazy.table.question import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table
+from lit_lazy.table.verdicts import judge
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
 
 PLAN = "plan.json"
@@ -35,6 +37,8 @@ class Plan:
     """Facts about the data: oracle, baselines, sizes."""
     schema: int = 1
     """`lit_lazy.config.key.SCHEMA` of its cells' keys; plans of the first schema do not say so."""
+    declaration: Declaration | None = None
+    """Of the question that it answers, if it does."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -49,6 +53,8 @@ class Plan:
             plan["columns"] = tuple(map(Column.from_json, plan["columns"]))
             plan["axes"] = tuple(plan["axes"])
             plan["contrasts"] = tuple(Contrast(**contrast) for contrast in plan["contrasts"])
+            if plan.get("declaration"):
+                plan["declaration"] = Declaration.from_json(plan["declaration"])
             return cls(**plan)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ValueError(
@@ -76,7 +82,20 @@ class Plan:
             known = rows.get(row.variant, row)
             rows[row.variant] = replace(row, seeds=tuple(sorted({*row.seeds, *known.seeds})))
         axes = tuple(dict.fromkeys([*former.axes, *self.axes]))
-        return replace(self, rows=tuple(rows[name] for name in order if name in rows), axes=axes)
+        return replace(
+            self,
+            rows=tuple(rows[name] for name in order if name in rows),
+            axes=axes,
+            declaration=self._declared_since(former.declaration),
+        )
+
+    def _declared_since(self, former: Declaration | None) -> Declaration | None:
+        """The declaration with the commit that it had when the grid was begun, or marked as changed since."""
+        if self.declaration is None:
+            return None
+        if former is not None and former.digest == self.declaration.digest:
+            return former
+        return replace(self.declaration, changed=True)
 
 
 def newest_parent(tracker: Tracker) -> str:
@@ -97,7 +116,7 @@ def table_from_mlflow(tracker: Tracker, parent_id: str) -> Table:
     plan = read_plan(tracker, parent_id)
     observations = [_observation(run) for run in _one_per_cell(tracker.children(parent_id))]
     measured = {name for observation in observations for name in observation.metrics}
-    return build_table(
+    table = build_table(
         plan.ablation,
         plan.base,
         plan.baseline,
@@ -110,6 +129,9 @@ def table_from_mlflow(tracker: Tracker, parent_id: str) -> Table:
         ("backend",),
         tuple(_warnings(plan, observations)),
     )
+    if plan.declaration is None:
+        return table
+    return replace(table, declaration=plan.declaration, verdict=judge(plan.declaration, table))
 
 
 def _one_per_cell(runs: Sequence[TrackedRun]) -> list[TrackedRun]:

@@ -28,5 +28,7 @@ def write_table(tracker: Tracker, parent_id: str, folder: Path) -> Table:
     if table.compared and any(row.n for row in table.rows):
         files += figures.save_figure(figures.effects_figure(table, table.compared), folder / "effects")
     tracker.keep_files(parent_id, files)
+    if table.verdict:
+        tracker.tag(parent_id, "verdict", table.verdict.sentence)
     save_views(tracker, read_plan(tracker, parent_id).axes, table.columns)
     return table

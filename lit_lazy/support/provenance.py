@@ -6,6 +6,7 @@ import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from subprocess import DEVNULL
 
 import torch
 
@@ -37,6 +38,18 @@ def git_sha() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return described.stdout.strip()
+
+
+def committed_at(file: Path) -> str:
+    """The short commit that last changed a file; "" where it has changed since, or is in no checkout."""
+    try:
+        changed, commit = (
+            subprocess.check_output(["git", *words, "--", file.name], cwd=file.parent, text=True, stderr=DEVNULL)
+            for words in (("status", "--porcelain"), ("log", "-1", "--format=%h", "--abbrev=10"))
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return "" if changed else commit.strip()
 
 
 def _version(package: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from lit_lazy.support.errors import described
 from lit_lazy.support.kinds import check_kinds
+from lit_lazy.table.question import Declaration, Verdict
 from lit_lazy.table.statistics import ALPHA, Test
 
 FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠")
@@ -286,6 +287,10 @@ class Table:
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     primary: str | None = None
+    declaration: Declaration | None = None
+    """Of the question that the ablation answers, if it does."""
+    verdict: Verdict | None = None
+    """None, too, while a value is missing that it needs."""
 
     @property
     def git_sha(self) -> str:
@@ -313,6 +318,8 @@ class Table:
             "environment": self.environment,
             "baseline": self.baseline,
             "primary": self.primary,
+            "declaration": self.declaration and self.declaration.to_json(),
+            "verdict": self.verdict and self.verdict.to_json(),
             "rows": [asdict(row) | {"git_shas": list(row.git_shas)} for row in self.rows],
             "columns": columns,
             "contrasts": [asdict(row) for row in self.contrasts],
@@ -362,6 +369,8 @@ class Table:
             contrasts=contrasts,
             warnings=tuple(data["warnings"]),
             notes=tuple(data["notes"]),
+            declaration=Declaration.from_json(data["declaration"]) if data.get("declaration") else None,
+            verdict=Verdict.from_json(data["verdict"]) if data.get("verdict") else None,
         )
 
     def csv(self) -> str:

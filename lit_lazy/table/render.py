@@ -8,6 +8,7 @@ from lit_lazy.support.disk import write_text
 from lit_lazy.table.blocks import Block, Heading, List, Paragraph, Tabular, to_html, to_latex, to_markdown
 from lit_lazy.table.records import UNFINISHED, Column, ContrastMeasure, Table, TableRow
 from lit_lazy.table.statistics import ALPHA, POWER
+from lit_lazy.table.verdicts import lines
 
 NOT_DEFINED = "–"
 
@@ -28,7 +29,7 @@ def html(table: Table) -> str:
 
 
 def _blocks(table: Table) -> list[Block]:
-    blocks: list[Block] = [Heading(table.ablation, 2)]
+    blocks: list[Block] = [Heading(table.ablation, 2), *_question(table)]
     blocks += [Paragraph(text, warning=True) for text in (*table.warnings, *_incomplete(table))]
     blocks += [Paragraph(_provenance(table)), _means(table), Paragraph(_LEGEND)]
     constructed = [f"{column.title}: {column.by_construction}" for column in table.columns if column.by_construction]
@@ -50,6 +51,26 @@ def _blocks(table: Table) -> list[Block]:
         if items:
             blocks += [Heading(title, 3), List(tuple(items))]
     return blocks
+
+
+def _question(table: Table) -> list[Block]:
+    """The verdict, or what is still asked."""
+    declared, verdict = table.declaration, table.verdict
+    if declared is None:
+        return []
+    if verdict is None:
+        return [Paragraph(f"Not decided yet: {declared.claim} Its verdict needs seeds {_numbers(declared.seeds)}.")]
+    (column,) = (column for column in table.columns if column.key == declared.primary)
+    about = (
+        f"Asked by {declared.source}. Primary outcome: {column.title}; rule: {declared.rule}, margin "
+        f"{declared.margin:g}; simultaneous 95 % intervals. Declared in commit {declared.commit or 'none'}, "
+        f"{declared.digest}. All else in this table is exploratory."
+    )
+    return [Paragraph(verdict.sentence), List(tuple(lines(verdict, column))), Paragraph(about)]
+
+
+def _numbers(seeds: Sequence[int]) -> str:
+    return ", ".join(map(str, seeds))
 
 
 def _tests(table: Table, directed: Sequence[Column], columns: Sequence[Column], level: int) -> list[Block]:

@@ -295,6 +295,10 @@ class Tracker:
         self.client.log_batch(run_id, metrics=[Metric(name, x, _now(), 0) for name, x in metrics.items()])
 
     @_reaching
+    def tag(self, run_id: str, name: str, text: str) -> None:
+        """Set a tag of a run."""
+        self.client.set_tag(run_id, name, text)
+
     def fail(self, run_id: str, reason: str, status: Literal["FAILED", "KILLED"] = "FAILED") -> None:
         """Mark a run failed (KILLED: interrupted) with its reason."""
         self.client.set_tag(run_id, "state", "failed")

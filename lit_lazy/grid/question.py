@@ -1,0 +1,98 @@
+"""A question: an ablation with a declaration, made before it is run, that turns its results into a verdict."""
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lit_lazy.config.files import exported
+from lit_lazy.config.key import code, settings
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.grid.ablation import Ablation, load_ablation
+from lit_lazy.support.checks import require
+from lit_lazy.support.kinds import check_kinds
+from lit_lazy.support.provenance import committed_at
+from lit_lazy.table.question import Declaration, Rule
+from lit_lazy.table.records import Contrast
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of an ablation. A file in `ablations/` exports it as `question`."""
+
+    ablation: Ablation
+    """Its rows and seeds, without contrasts: they are the question's."""
+    claim: str
+    """A sentence that the verdict says to be supported, refuted or undecided."""
+    primary: str
+    """Key of the one metric that decides; a column of the ablation."""
+    contrasts: tuple[Contrast, ...]
+    """What the rule is applied to, at most five."""
+    rule: Rule
+    """What is claimed of every contrast: lower, higher, same or removed (`lit_lazy.table.question.Rule`)."""
+    margin: float
+    """The largest difference that counts as none, in the metric's unit."""
+    source: str
+    """Who asked: a reviewer's question (R1 to R15), or a place in the paper."""
+    pilot_seeds: tuple[int, ...] = ()
+    """Seeds whose results were seen before; a verdict that uses one is exploratory."""
+    removed: float = 0.1
+    """Of the rule `removed`: what is removed lies below it."""
+    kept: float = 0.3
+    """Of the rule `removed`: what is there lies above it."""
+
+    def __post_init__(self) -> None:
+        name = f"question {self.ablation.name!r}"
+        check_kinds(name, self)
+        keys = [column.key for column in self.ablation.columns]
+        require(self.primary in keys, f"{name}: primary", self.primary, f"must be a column: {', '.join(keys)}")
+        require(
+            not self.ablation.contrasts, f"{name}: ablation.contrasts", len(self.ablation.contrasts), "leave it empty"
+        )
+        own = [row.name for row in self.ablation.all_rows if row.seeds is not None]
+        require(not own, f"{name}: seeds of rows", own, "all rows of a question have the ablation's seeds")
+        self.asked  # noqa: B018 (its checks)
+        try:
+            self._declared()
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+    @property
+    def asked(self) -> Ablation:
+        """The ablation with the question's contrasts."""
+        return replace(self.ablation, contrasts=self.contrasts)
+
+    def declaration(self, base_name: str, base: RunConfig, file: Path) -> Declaration:
+        """What is declared on an experiment, and the commit of the file that declares it."""
+        rows = {}
+        for row in self.ablation.all_rows:
+            config = row.on(base)
+            rows[row.name] = [settings(config), code(config)]
+        declared = self._declared()
+        content = json.dumps([declared.to_json(), base_name, rows], sort_keys=True)
+        digest = hashlib.sha256(content.encode()).hexdigest()[:12]
+        return replace(declared, digest=digest, commit=committed_at(file))
+
+    def _declared(self) -> Declaration:
+        return Declaration(
+            claim=self.claim,
+            source=self.source,
+            primary=self.primary,
+            contrasts={contrast.name: dict(contrast.weights) for contrast in self.contrasts},
+            rule=self.rule,
+            margin=self.margin,
+            seeds=self.ablation.seeds,
+            removed=self.removed,
+            kept=self.kept,
+            pilot_seeds=self.pilot_seeds,
+        )
+
+
+def load_asked(path: Path) -> tuple[Ablation, Question | None]:
+    """The ablation of a file, and the question that it answers where the file exports one."""
+    question = exported(path, "question")
+    if question is None:
+        return load_ablation(path), None
+    if not isinstance(question, Question):
+        raise ValueError(f"{path}: its `question` is a {type(question).__name__}; let it be a Question(...)")
+    return question.asked, question

@@ -1,0 +1,154 @@
+"""Verdicts: what the results of a declared question say of its claim.
+
+Everything here is a pure function of the declaration and of the values in a table, so a verdict can be made again from
+table.json alone.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from scipy.stats import t
+
+from lit_lazy.table.question import MOST_SEEDS, Declaration, Part, Rule, Status, Verdict
+from lit_lazy.table.records import Column, Table
+from lit_lazy.table.statistics import ALPHA, Effect, SeedValues, contrast, seed_correlation
+
+
+class Interval(NamedTuple):
+    """Where a true value lies: an interval of a t distribution, or of values without spread their range."""
+
+    low: float
+    high: float
+
+    def within(self, margin: float) -> bool:
+        return -margin < self.low and self.high < margin
+
+
+def judge(declaration: Declaration, table: Table) -> Verdict | None:
+    """The verdict of a table; None while a declared seed of a contrast's row has no value of the primary outcome."""
+    rows = {row.variant: row.metrics[declaration.primary].values for row in table.rows}
+    wanted = {variant for weights in declaration.contrasts.values() for variant in weights}
+    seeds = set(map(str, declaration.seeds))
+    if any(not seeds <= rows.get(variant, {}).keys() for variant in wanted):
+        return None
+    values = {name: {int(s): v for s, v in row.items() if s in seeds} for name, row in rows.items()}
+    (column,) = (column for column in table.columns if column.key == declaration.primary)
+    parts = tuple(_part(declaration, name, values, column) for name in declaration.contrasts)
+    statuses = {part.status for part in parts}
+    status: Status = "refuted" if "refuted" in statuses else "undecided" if "undecided" in statuses else "supported"
+    verdict = Verdict(status, "", len(seeds), parts, declaration.exploratory)
+    return Verdict(status, _sentence(declaration, verdict), len(seeds), parts, declaration.exploratory)
+
+
+class _Sums(NamedTuple):
+    """What a rule looks at: the contrast, and the means of its rows."""
+
+    whole: Effect
+    plus: tuple[Effect, ...]
+    minus: tuple[Effect, ...]
+
+
+def _part(declaration: Declaration, name: str, values: Mapping[str, SeedValues], column: Column) -> Part:
+    weights = declaration.contrasts[name]
+    together = seed_correlation(values, column.bounds)
+
+    def summed(weights: Mapping[str, float]) -> Effect:
+        return contrast(values, weights, column.bounds, together)
+
+    plus, minus = ([row for row, weight in weights.items() if sign * weight > 0] for sign in (1, -1))
+    sums = _Sums(summed(weights), tuple(summed({row: 1.0}) for row in plus), tuple(summed({row: 1.0}) for row in minus))
+    level = ALPHA / len(declaration.contrasts)  # Bonferroni: a statement on each contrast is to hold
+    n = len(declaration.seeds)
+    status, why = _decided(declaration, sums, level, 1.0)
+    needed = None
+    if status == "undecided":
+        more = range(n + 1, MOST_SEEDS + 1)
+        needed = next((m for m in more if _decided(declaration, sums, level, m / n)[0] != "undecided"), None)
+    interval = _interval(sums.whole, level)
+    return Part(name, status, why, sums.whole.mean or 0.0, interval.low, interval.high, needed)
+
+
+def _interval(effect: Effect, level: float, times: float = 1.0) -> Interval:
+    """Of a sum's true value, at error rate `level`; with `times` as many seeds, if means and spreads stay as they are.
+
+    Of rows without a measured spread the least and the greatest value of a seed.
+    """
+    if effect.mean is None or effect.low is None or effect.high is None:
+        raise ValueError("no seed has a value")
+    if effect.df is None or effect.se is None:
+        return Interval(effect.low, effect.high)
+    half = float(t.isf(level / 2, effect.df * times)) * effect.se / times**0.5
+    return Interval(effect.mean - half, effect.mean + half)
+
+
+def _decided(declaration: Declaration, sums: _Sums, level: float, times: float) -> tuple[Status, str]:
+    return _RULES[declaration.rule](declaration, sums, level, times)
+
+
+def _directed(declaration: Declaration, sums: _Sums, level: float, times: float) -> tuple[Status, str]:
+    # Two one-sided tests, each at `level`, are an interval at twice that.
+    if _interval(sums.whole, 2 * level, times).within(declaration.margin):
+        return "refuted", f"the same within ±{declaration.margin:g}"
+    low, high = _interval(sums.whole, level, times)
+    below, above = ("supported", "refuted") if declaration.rule == "lower" else ("refuted", "supported")
+    if high < 0:
+        return below, "lower"
+    return (above, "higher") if low > 0 else ("undecided", "neither different nor shown to be the same")
+
+
+def _same(declaration: Declaration, sums: _Sums, level: float, times: float) -> tuple[Status, str]:
+    margin = declaration.margin
+    if _interval(sums.whole, 2 * level, times).within(margin):
+        return "supported", f"the same within ±{margin:g}"
+    low, high = _interval(sums.whole, level, times)
+    if high < -margin or low > margin:
+        return "refuted", f"differs by more than {margin:g}"
+    return "undecided", "neither different nor shown to be the same"
+
+
+def _removed(declaration: Declaration, sums: _Sums, level: float, times: float) -> tuple[Status, str]:
+    plus, minus = ([_interval(row, level, times) for row in rows] for rows in (sums.plus, sums.minus))
+    removed, kept = declaration.removed, declaration.kept
+    if any(row.high < kept for row in minus):
+        return "undecided", f"nothing to remove: below {kept:g} anyway"
+    there = all(row.low > kept for row in minus)
+    if there and all(row.high < removed for row in plus):
+        return "supported", f"below {removed:g} where it is above {kept:g} otherwise"
+    if there and all(row.low > kept for row in plus):
+        return "refuted", f"above {kept:g} as well"
+    return "undecided", "between the bounds"
+
+
+_RULES: Mapping[Rule, Callable[[Declaration, _Sums, float, float], tuple[Status, str]]] = {
+    "lower": _directed,
+    "higher": _directed,
+    "same": _same,
+    "removed": _removed,
+}
+
+
+def _sentence(declaration: Declaration, verdict: Verdict) -> str:
+    """`Supported (n = 5, 3 of 4 contrasts): claim`, and what would decide it."""
+    agreeing = sum(part.status == verdict.status for part in verdict.parts)
+    count = f", {agreeing} of {len(verdict.parts)} contrasts" if len(verdict.parts) > 1 else ""
+    text = f"{verdict.status.capitalize()} (n = {verdict.n}{count}): {declaration.claim}"
+    if verdict.status == "undecided":
+        needed = f"{verdict.needed} seeds" if verdict.needed else "no number of seeds up to a thousand"
+        text += f" {needed} would decide it, if means and spreads stay."
+    if verdict.exploratory:
+        text += f" Exploratory: {'; '.join(verdict.exploratory)}."
+    return text
+
+
+def lines(verdict: Verdict, column: Column) -> list[str]:
+    """What is found of each contrast."""
+
+    def number(value: float) -> str:
+        return column.format(value, "+")
+
+    return [
+        f"{part.name}: {part.status}, {part.why}: {number(part.mean)} [{number(part.low)}, {number(part.high)}]"
+        + (f" {column.difference_unit}" if column.unit else "")
+        + (f"; {part.needed} seeds would decide" if part.needed else "")
+        for part in verdict.parts
+    ]

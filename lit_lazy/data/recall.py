@@ -6,12 +6,13 @@ a token holds key and value together, so that one layer suffices.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from lit_lazy.data.base import IGNORED, DataConfig, DataSource, Outline, TokenDataset, fingerprint
+from lit_lazy.data.base import IGNORED, DataConfig, DataSource, Outline, fingerprint
+from lit_lazy.data.generated import Drawn, both_parts, no_targets, orders
 from lit_lazy.data.pairs import Pairs
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.memory import require_room
@@ -76,59 +77,40 @@ class Recall(DataConfig):
         return _load(self)
 
 
-def draw(config: Recall, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """n sequences, int32 `[n, L + 1]` with a token at the end that nobody sees, and their targets, int32 `[n, L]`."""
+def draw(config: Recall, n: int, rng: np.random.Generator) -> Drawn:
+    """n sequences, the groups `present` and `absent`."""
     vocabulary, pairs, half = config.vocabulary, config.pairs, config.queries // 2
-    order = rng.permuted(np.tile(np.arange(config.keys, dtype=np.int32), (n, 1)), axis=1)
-    values = rng.integers(config.values, size=(n, pairs), dtype=np.int32)
-    # Keys come in random order: the first `half` of the pairs, and the first that are in none.
-    asked = np.concatenate([order[:, :half], order[:, pairs : pairs + half]], axis=1)
+    keys, values = orders(n, config.keys, rng), rng.integers(config.values, size=(n, pairs), dtype=np.int32)
+    # Keys are in random order: asked for are the first of those that get a pair, and the first of the others.
+    asked = np.concatenate([keys[:, :half], keys[:, pairs : pairs + half]], axis=1)
     answers = np.concatenate([vocabulary.answer(values[:, :half]), np.full((n, half), vocabulary.null)], axis=1)
-    shuffled = rng.permuted(np.tile(np.arange(config.queries), (n, 1)), axis=1)
-    place = rng.permuted(np.tile(np.arange(pairs), (n, 1)), axis=1)
+    order, place = orders(n, config.queries, rng), orders(n, pairs, rng)
 
-    found = vocabulary.pair(order[:, :pairs], values)
     sequences = np.full((n, config.context_length + 1), vocabulary.null, dtype=np.int32)
-    sequences[:, :pairs] = np.take_along_axis(found, place, axis=1)
-    sequences[:, pairs:-1] = vocabulary.query(np.take_along_axis(asked, shuffled, axis=1))
-    targets = np.full((n, config.context_length), IGNORED, dtype=np.int32)
-    targets[:, pairs:] = np.take_along_axis(answers, shuffled, axis=1)
-    return sequences, targets
-
-
-def annotate(config: Recall, sequences: np.ndarray, targets: np.ndarray) -> TokenDataset:
-    """The sequences with their row groups and the nats of the best possible prediction."""
-    wanted, known = torch.from_numpy(targets), torch.from_numpy(sequences)
-    absent = wanted == config.vocabulary.null
-    positions = {
-        "present": (wanted != IGNORED) & ~absent,
-        "absent": absent,
-        "oracle_nll": torch.zeros(wanted.shape),
-    }
-    return TokenDataset(known, positions, wanted)
+    sequences[:, :pairs] = np.take_along_axis(vocabulary.pair(keys[:, :pairs], values), place, axis=1)
+    sequences[:, pairs:-1] = vocabulary.query(np.take_along_axis(asked, order, axis=1))
+    targets = no_targets(n, config.context_length)
+    targets[:, pairs:] = np.take_along_axis(answers, order, axis=1)
+    absent = targets == vocabulary.null
+    return Drawn(sequences, targets, {"present": (targets != IGNORED) & ~absent, "absent": absent})
 
 
 @functools.cache
 def _load(config: Recall) -> DataSource:
-    # One stream for each part: the size of one never changes another.
-    seeds = np.random.SeedSequence(config.task_seed).spawn(2)
-    train, validation = (
-        draw(config, n, np.random.default_rng(seed))
-        for n, seed in zip((config.train_sequences, config.validation_sequences), seeds, strict=True)
-    )
+    train, validation = both_parts(config, draw)
     return DataSource(
         name="recall",
         vocab_size=config.vocabulary.vocab_size,
         context_length=config.context_length,
-        fingerprint=fingerprint([*train, *validation]),
+        fingerprint=fingerprint([*train[:2], *validation[:2]]),
         info={
             "train_tokens": config.train_sequences * config.context_length,
             "validation_tokens": config.validation_sequences * config.context_length,
             # Of a predictor that looks at nothing: NULL half of the time, each value otherwise.
-            "blind_nats": float(np.log(2) + np.log(config.values) / 2),
+            "blind_nats": math.log(2) + math.log(config.values) / 2,
         },
-        train=annotate(config, *train),
-        validation=annotate(config, *validation),
+        train=train.dataset(),
+        validation=validation.dataset(),
         row_groups=("present", "absent"),
         row_contrast=("present", "absent"),
     )

@@ -1,0 +1,127 @@
+"""Runs on data of which some targets count: the loss of these alone, in training, validation, metrics and arrays."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lit_lazy.attention import Elastic
+from lit_lazy.config.canonical import replace_at
+from lit_lazy.config.files import find, load_experiment
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.data import IGNORED, DataSource
+from lit_lazy.measure.diagnostics import Diagnostics
+from lit_lazy.measure.evaluation import evaluate
+from lit_lazy.measure.lengths import loss_by_position, scalars
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.loss import mean_nll, token_nll
+from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
+from lit_lazy.training.checkpoints import load
+from lit_lazy.training.execution import Execution
+from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT
+from lit_lazy.training.run import run
+
+NORMALISER = {"model.attention.normaliser": Elastic(tau_init=0.5)}
+MQAR = {
+    "data.vocab_size": 20,
+    "data.context_length": 16,
+    "data.pairs": 3,
+    "data.train_sequences": 64,
+    "data.validation_sequences": 24,
+    "model.d_model": 16,
+    "train.steps": 6,
+    "train.batch_size": 8,
+    "train.val_every": 3,
+}
+
+
+def experiment(name: str) -> RunConfig:
+    changes = MQAR if name == "mqar" else {}
+    return replace_at(load_experiment(find("experiments", name)), NORMALISER | changes)
+
+
+def whole(source: DataSource) -> dict[str, torch.Tensor]:
+    return source.validation.__getitems__(list(range(len(source.validation))))
+
+
+class TestMean:
+    def test_is_that_of_the_targets_that_count(self):
+        draw = torch.Generator().manual_seed(0)
+        logits = torch.randn(3, 5, 7, generator=draw, requires_grad=True)
+        targets = torch.randint(7, (3, 5), generator=draw)
+        targets[:, 1:4] = IGNORED
+        nll = token_nll(logits, targets)
+        counted = targets != IGNORED
+        loss = mean_nll(nll, targets)
+        assert loss.item() == pytest.approx(token_nll(logits[counted][None], targets[counted][None]).mean().item())
+        loss.backward()
+        assert (logits.grad[~counted] == 0).all()
+        assert (logits.grad[counted] != 0).all()
+
+    def test_has_the_bits_of_a_plain_mean_where_all_count(self):
+        """Of gradients too: runs of before have not changed."""
+        for shape in ((32, 64), (7, 255), (3, 17)):
+            nll = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+            found = []
+            for mean in (torch.mean, lambda x: mean_nll(x, torch.zeros(x.shape, dtype=torch.long))):
+                leaf = nll.clone().requires_grad_()
+                loss = mean(leaf)
+                (loss / 3).backward()
+                found.append((loss.detach(), leaf.grad))
+            assert torch.equal(found[0][0], found[1][0])
+            assert torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("name", ["recall_tiny", "distractors_tiny", "mqar"])
+def test_a_run_measures_the_targets_that_count(name: str, tmp_path: Path) -> None:
+    """Whole, and in parts of a batch, whose means have one mean; against plain sums over the final model's logits."""
+    cfg = experiment(name)
+    found = run(cfg, tmp_path, logger=MetricFile(tmp_path), keep_checkpoint=True)
+    source, model = cfg.data.load(), load(tmp_path / FINAL_CHECKPOINT).model
+    batch = whole(source)
+    with torch.no_grad():
+        logits = model(batch["tokens"])
+    counted = batch["targets"] != IGNORED
+    nll = -logits.double().log_softmax(-1).gather(-1, batch["targets"].clamp(min=0)[..., None])[..., 0]
+    expected = nll[counted].mean().item()
+    metrics = found.metrics
+    assert metrics["loss/val"] == metrics["loss/excess"] == pytest.approx(expected, rel=1e-5)
+    curve = [line.metrics["val/loss"] for line in read_lines(tmp_path / METRICS) if "val/loss" in line.metrics]
+    assert curve[-1] == pytest.approx(expected, rel=1e-5)
+    for group in source.row_groups:
+        right = (logits.argmax(-1) == batch["targets"])[batch[group]].double().mean().item()
+        assert metrics[f"accuracy/{group}"] == pytest.approx(right)
+        assert metrics[f"loss/excess_{group}"] == pytest.approx(nll[batch[group]].mean().item(), rel=1e-5)
+    if name == "recall_tiny":
+        difference = metrics["mass/present"] - metrics["mass/absent"]
+        assert metrics["mass/present_minus_absent"] == difference != 0
+
+    arrays = Diagnostics.load(tmp_path / DIAGNOSTICS).arrays
+    by_position = arrays["loss/by_position"]
+    assert np.array_equal(np.isnan(by_position), (~counted).all(0).numpy())
+    there = counted.any(0)
+    sums = (nll * counted).sum(0)[there] / counted.sum(0)[there]
+    np.testing.assert_allclose(by_position[there.numpy()], sums.numpy(), rtol=1e-5)
+    decoded = loss_by_position(model, batch)
+    np.testing.assert_allclose(decoded.numpy(), by_position, rtol=1e-4)
+    lengths = scalars(arrays | {"length/n": np.ones(1, np.int64)})
+    assert lengths["length/perplexity"] == pytest.approx(sums.mean().exp().item(), rel=1e-4)
+    assert np.isfinite(metrics["sink/eviction"])
+
+    parts = run(cfg, tmp_path / "parts", execution=Execution(micro_batch=2))
+    assert parts.metrics["loss/val"] == pytest.approx(metrics["loss/val"], rel=1e-4)
+
+
+def test_a_model_is_evaluated_on_more_pairs_than_it_was_trained_on() -> None:
+    cfg = experiment("recall_tiny")
+    source = cfg.data.load()
+    model = DecoderLM(cfg.model, source.vocab_size, source.context_length, 0)
+    more = replace_at(cfg, {"data.pairs": 8 * cfg.data.pairs, "data.train_sequences": 1}).data.load()
+    found = evaluate(model, replace(more, name="more"), "fp32", 8)
+    batch = whole(more)
+    with torch.no_grad():
+        right = (model(batch["tokens"]).argmax(-1) == batch["targets"])[batch["absent"]].double().mean().item()
+    assert found["accuracy/absent"] == pytest.approx(right)
+    assert found.keys() >= {"accuracy/present", "mass/present", "mass/absent", "loss/excess_present"}

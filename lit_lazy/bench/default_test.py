@@ -8,6 +8,8 @@ candidate tests the differences of R rows to the first one over n seeds, followe
 
 import argparse
 import itertools
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -231,7 +233,8 @@ def is_asked(setting: Mapping[str, Any]) -> bool:
 
 def simulate(draws: int, out: Path | None) -> dict[str, Any]:
     """Every setting; printed, and written to `out` (.json) with its table beside it (.md)."""
-    made = provenance(out)
+    words = shlex.join(["python", "-m", "lit_lazy.bench.default_test", *sys.argv[1:]])
+    made = provenance(out) | {"command": words}
     random = np.random.default_rng(0)
     rows = [asdict(setting) | {"rates": measured(setting, draws, random)} for setting in settings()]
     result = made | {

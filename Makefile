@@ -17,7 +17,7 @@ help:
 	@echo "make dashboard     MLflow on 127.0.0.1, with links to the runs"
 	@echo "make test          lint, types and tests"
 	@echo "make test-all      the same and the long tests, and the kernels on other versions of triton"
-	@echo "make bench         memory of the attention backends, cost of a training step and of diagnostics"
+	@echo "make bench         memory of the attention backends, cost of a training step and of diagnostics, tests of a table"
 	@echo "make bench-grid    cost of a grid beside its training"
 	@echo "make crash-points  end a tiny grid at every effect on the disk, and check what the same command makes of it (hours)"
 	@echo "make soak          kill grids a thousand times at random, and check what comes of them (90 minutes)"
@@ -57,6 +57,7 @@ bench: .venv/.complete
 	$(BIN)/python3 -m bench.memory --json docs/results/kernels/chunked-memory.json
 	$(LIT) bench step --out docs/results/bench-step.json
 	$(LIT) bench diagnostics --out docs/results/bench-diagnostics.json
+	$(BIN)/python3 -m lit_lazy.bench.default_test --out docs/results/default-test.json
 
 bench-grid: .venv/.complete
 	$(LIT) bench grid --out docs/results/bench-grid.json

@@ -75,7 +75,7 @@ class Declaration:
 
 
 @dataclass(frozen=True)
-class Part:
+class Finding:
     """What is found of one contrast. `low` and `high` bound the simultaneous 95 % interval."""
 
     name: str
@@ -95,7 +95,7 @@ class Verdict:
     status: Status
     sentence: str
     n: int
-    parts: tuple[Part, ...]
+    parts: tuple[Finding, ...]
     exploratory: tuple[str, ...]
 
     @property
@@ -109,5 +109,5 @@ class Verdict:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Verdict":
-        parts = tuple(Part(**part) for part in data["parts"])
+        parts = tuple(Finding(**part) for part in data["parts"])
         return cls(data["status"], data["sentence"], data["n"], parts, tuple(data["exploratory"]))

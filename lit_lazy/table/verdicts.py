@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from scipy.stats import t
 
-from lit_lazy.table.question import MOST_SEEDS, Declaration, Part, Rule, Status, Verdict
+from lit_lazy.table.question import MOST_SEEDS, Declaration, Finding, Rule, Status, Verdict
 from lit_lazy.table.records import Column, Table
 from lit_lazy.table.statistics import ALPHA, Effect, SeedValues, contrast, seed_correlation
 
@@ -26,13 +26,15 @@ class Interval(NamedTuple):
 
 def judge(declaration: Declaration, table: Table) -> Verdict | None:
     """The verdict of a table; None while a declared seed of a contrast's row has no value of the primary outcome."""
-    rows = {row.variant: row.metrics[declaration.primary].values for row in table.rows}
+    column = next((column for column in table.columns if column.key == declaration.primary), None)
+    if column is None:  # no cell has it yet
+        return None
+    rows = {row.variant: row.metrics[column.key].values for row in table.rows}
     wanted = {variant for weights in declaration.contrasts.values() for variant in weights}
     seeds = set(map(str, declaration.seeds))
     if any(not seeds <= rows.get(variant, {}).keys() for variant in wanted):
         return None
     values = {name: {int(s): v for s, v in row.items() if s in seeds} for name, row in rows.items()}
-    (column,) = (column for column in table.columns if column.key == declaration.primary)
     parts = tuple(_part(declaration, name, values, column) for name in declaration.contrasts)
     statuses = {part.status for part in parts}
     status: Status = "refuted" if "refuted" in statuses else "undecided" if "undecided" in statuses else "supported"
@@ -48,7 +50,7 @@ class _Sums(NamedTuple):
     minus: tuple[Effect, ...]
 
 
-def _part(declaration: Declaration, name: str, values: Mapping[str, SeedValues], column: Column) -> Part:
+def _part(declaration: Declaration, name: str, values: Mapping[str, SeedValues], column: Column) -> Finding:
     weights = declaration.contrasts[name]
     together = seed_correlation(values, column.bounds)
 
@@ -65,7 +67,7 @@ def _part(declaration: Declaration, name: str, values: Mapping[str, SeedValues],
         more = range(n + 1, MOST_SEEDS + 1)
         needed = next((m for m in more if _decided(declaration, sums, level, m / n)[0] != "undecided"), None)
     interval = _interval(sums.whole, level)
-    return Part(name, status, why, sums.whole.mean or 0.0, interval.low, interval.high, needed)
+    return Finding(name, status, why, sums.whole.mean or 0.0, interval.low, interval.high, needed)
 
 
 def _interval(effect: Effect, level: float, times: float = 1.0) -> Interval:

@@ -34,7 +34,8 @@ def _take_part(group: Group) -> None:
         raise ValueError(f"its data ({source.name}) are not those of rank 0; give it the same files")
     logger, callbacks = None, ()
     if execution.strategy == "fsdp":  # rank 0 cannot look at the model alone
-        logger, callbacks = DummyLogger(), (MissedValidation(source), Watch(source))
+        logger, watch = DummyLogger(), Watch(source)
+        callbacks = (MissedValidation(source, watch.losses), watch)
     trainer = make_trainer(cfg, orders.folder, logger, callbacks, False, execution, group)
     fit(trainer, new_module(cfg, source, execution), cfg, source, orders.checkpoint, group, orders.final)
 

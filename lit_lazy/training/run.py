@@ -114,7 +114,7 @@ def _run(
             group.tell(
                 Orders(to_dict(cfg), asdict(execution), imported(), source.fingerprint, folder, checkpoint, final)
             )
-        callbacks = (MissedValidation(source), watch, *callbacks)
+        callbacks = (MissedValidation(source, watch.losses), watch, *callbacks)
         trainer = make_trainer(cfg, folder, logger, callbacks, show_progress, execution, group)
         module = fit(trainer, module, cfg, source, checkpoint, group, final)
     trained = time.perf_counter()
@@ -132,7 +132,12 @@ def _run(
         key=key,
         config=to_dict(cfg),
         data=source.info,
-        metrics=measured.metrics | initial | sizes(model) | diagnostics.scalars() | asked,
+        metrics=measured.metrics
+        | initial
+        | watch.losses_on_the_way(cfg.train.steps)
+        | sizes(model)
+        | diagnostics.scalars()
+        | asked,
         labels={"backend": model.mixers[0].backend_name},
         timings={
             "train_seconds": trained - begun,

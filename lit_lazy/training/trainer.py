@@ -175,14 +175,15 @@ class MissedValidation(AtStart):
     The checkpoint of a step is written before the validation at that step, and Lightning resumes after both.
     """
 
-    def __init__(self, source: DataSource) -> None:
-        self.source = source
+    def __init__(self, source: DataSource, losses: dict[int, float]) -> None:
+        """losses: where it keeps the loss of the step."""
+        self.source, self.losses = source, losses
 
     @torch.inference_mode()
     def at_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Log it, if the run resumes at a step of validation."""
         step = trainer.global_step
-        if not isinstance(module, LitLM) or trainer.logger is None or not step or step % module.cfg.train.val_every:
+        if not isinstance(module, LitLM) or not step or step % module.cfg.train.val_every:
             return
         loss, excess = (RatioOfSums(sync_on_compute=False).to(module.device) for _ in range(2))
         measured = {"val/loss": loss}
@@ -198,4 +199,7 @@ class MissedValidation(AtStart):
                 excess.update(nll - batch["oracle_nll"], counted)
                 measured["val/excess"] = excess
         module.train()
-        trainer.logger.log_metrics({name: metric.compute().item() for name, metric in measured.items()}, step - 1)
+        found = {name: metric.compute().item() for name, metric in measured.items()}
+        self.losses[step] = found["val/loss"]
+        if trainer.logger is not None:
+            trainer.logger.log_metrics(found, step - 1)

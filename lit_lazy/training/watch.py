@@ -38,12 +38,20 @@ class Watch(AtStart):
         self.batch = source.validation.__getitems__(list(range(min(sequences, len(source.validation)))))
         self.taus: dict[int, Tensor] = {}
         """By step, `[layers, H]`."""
+        self.losses: dict[int, float] = {}
+        """Of the validations, nats, by step."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"taus": self.taus}
+        return {"taus": self.taus, "losses": self.losses}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.taus = dict(state_dict["taus"])
+        self.losses.update(state_dict.get("losses", {}))  # a checkpoint of an earlier version has none
+
+    def losses_on_the_way(self, steps: int) -> dict[str, float]:
+        """`loss/at_25`, `loss/at_50` and `loss/at_75`: after so many percent of the steps, if validated then."""
+        at = {f"loss/at_{percent}": self.losses.get(steps * percent // 100) for percent in (25, 50, 75)}
+        return {name: loss for name, loss in at.items() if loss is not None}
 
     def at_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """The untrained model; or, after a kill, what was due at the step of the checkpoint."""
@@ -59,7 +67,8 @@ class Watch(AtStart):
             self._look(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Beside the validation's loss."""
+        """Beside the validation's loss, which is kept."""
+        self.losses[trainer.global_step] = trainer.callback_metrics["val/loss"].item()
         if not _is_due(trainer.global_step):
             self._look(trainer, pl_module)
 

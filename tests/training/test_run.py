@@ -132,6 +132,18 @@ def test_a_killed_run_without_attention_resumes_bit_for_bit(tmp_path: Path, mixe
     assert kinds == {"loss", "accuracy", "model", "collapse"}
 
 
+def test_losses_on_the_way_are_those_of_the_validations_also_after_kills(tmp_path: Path) -> None:
+    """Killed at a step whose checkpoint is written and whose validation is not, and in between."""
+    cfg = replace_at(config(AttentionSpec()), {"train.val_every": 5, "train.checkpoint_every": 5})
+    whole = run(cfg, tmp_path / "whole", keep_checkpoint=True)
+    assert {"loss/at_25", "loss/at_50", "loss/at_75"} <= whole.metrics.keys()
+    assert whole.metrics["loss/at_25"] != whole.metrics["loss/at_50"]
+    for step in (5, 12):
+        run_until_killed(cfg, tmp_path / "killed", step)
+    assert run(cfg, tmp_path / "killed", keep_checkpoint=True).metrics == whole.metrics
+    assert not any(name.startswith("loss/at_") for name in run(config(AttentionSpec()), tmp_path / "seven").metrics)
+
+
 def test_a_ramped_tau_is_a_function_of_the_finished_steps(tmp_path: Path) -> None:
     """Not of batches, of which a step has two: from tau_init to tau_final over 15 of 20, so watched, measured, kept."""
     halves = Execution(micro_batch=4)

@@ -131,6 +131,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
         definitions=definitions(ablation, base),
         facts=loaded(base.data).info,
         schema=SCHEMA,
+        primary=ablation.primary,
     )
     return Grid(
         id=f"{ablation.name}-{base_name}",

@@ -35,6 +35,8 @@ class Plan:
     """Facts about the data: oracle, baselines, sizes."""
     schema: int = 1
     """`lit_lazy.config.key.SCHEMA` of its cells' keys; plans of the first schema do not say so."""
+    primary: tuple[str, ...] = ()
+    """As in `Ablation`; earlier plans name none."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -48,6 +50,7 @@ class Plan:
             plan["rows"] = tuple(RowInfo(**row | {"seeds": tuple(row["seeds"])}) for row in rows)
             plan["columns"] = tuple(map(Column.from_json, plan["columns"]))
             plan["axes"] = tuple(plan["axes"])
+            plan["primary"] = tuple(plan.get("primary", ()))
             plan["contrasts"] = tuple(Contrast(**contrast) for contrast in plan["contrasts"])
             return cls(**plan)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -109,6 +112,7 @@ def table_from_mlflow(tracker: Tracker, parent_id: str) -> Table:
         plan.command,
         ("backend",),
         tuple(_warnings(plan, observations)),
+        plan.primary,
     )
 
 

@@ -3,6 +3,7 @@
 from lit_lazy.attention import Alibi, Elastic, LearnedAbsolute, NoBias, NoPosition, Rope, Softmax
 from lit_lazy.grid.ablation import Ablation, Row
 from lit_lazy.table.columns import COLUMNS, INIT_COLUMNS
+from lit_lazy.table.designs import main_effects
 
 NORMALISERS = {
     "softmax": Softmax(),
@@ -22,6 +23,14 @@ ablation = Ablation(
     baseline="softmax + RoPE",
     seeds=(0, 1, 2),
     columns=(*COLUMNS, *INIT_COLUMNS),
+    primary=("sink/first_key_weight_non_trigger", "sink/first_key_weight"),
+    contrasts=main_effects(
+        {
+            f"{normaliser} + {position}": {"position": position, "normaliser": normaliser}
+            for position in POSITIONS
+            for normaliser in NORMALISERS
+        }
+    ),
     rows=tuple(
         Row(
             f"{normaliser} + {position}",

@@ -18,7 +18,7 @@ from lit_lazy.attention import (
     ValueGate,
 )  # fmt: skip
 from lit_lazy.grid.ablation import Ablation, Row
-from lit_lazy.table.columns import COLUMNS
+from lit_lazy.table.columns import COLUMNS, LOSS
 
 NORMALISER, BIAS, GATE = "model.attention.normaliser", "model.attention.bias", "model.attention.gate"
 PAPER, OURS = "paper (via review)", "ours"
@@ -33,6 +33,7 @@ ablation = Ablation(
     baseline="softmax",
     seeds=(0, 1, 2, 3, 4),
     columns=COLUMNS,
+    primary=LOSS,
     rows=(
         row("softmax", Softmax(), source=PAPER),
         row("elastic", Elastic(), "tau_init 1, per_query, no bias", PAPER),

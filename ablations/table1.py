@@ -19,7 +19,7 @@ from lit_lazy.attention import (
 from lit_lazy.config import RunConfig, replace_at
 from lit_lazy.grid.ablation import Ablation, Row
 from lit_lazy.model.match import matching_d_ff
-from lit_lazy.table.columns import COLUMNS
+from lit_lazy.table.columns import COLUMNS, LOSS
 
 PAPER, AUTHORS = "paper (via review)", "authors' code"
 MIXER, NORMALISER, BIAS = "model.mixer", "model.attention.normaliser", "model.attention.bias"
@@ -50,6 +50,7 @@ ablation = Ablation(
     baseline="softmax",
     seeds=(0, 1, 2),
     columns=COLUMNS,
+    primary=LOSS,
     rows=(
         Row("softmax", SOFTMAX, PAPER, note="RoPE: Transformer++"),
         Row("lazy", LAZY, PAPER, note="RoPE + learned bias + elastic, tau_init 1, per_query"),

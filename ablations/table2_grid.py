@@ -4,13 +4,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from lit_lazy.attention import Alibi, Elastic, LearnedBias, NoBias
-from lit_lazy.grid.ablation import Ablation
-from lit_lazy.table.columns import COLUMNS
+from lit_lazy.grid.ablation import Ablation, levels, points
+from lit_lazy.table.columns import COLUMNS, LOSS
+from lit_lazy.table.designs import main_effects
 
 NORMALISER = "model.attention.normaliser"
 TAU, THRESHOLD = f"{NORMALISER}.tau_init", f"{NORMALISER}.threshold"
 CONSTANT_TAUS = (0.0, 0.01, 0.02, 0.05)
 TAUS = (0.0, 0.5, 1.0, 2.0)
+AXES = {
+    TAU: sorted({*TAUS, *CONSTANT_TAUS}),
+    THRESHOLD: ("per_query", "seq_len", "per_token", "constant"),
+    f"{NORMALISER}.renormalise": (False, True),
+    "model.attention.bias": (NoBias(), LearnedBias(), Alibi(slopes=(0.5,))),
+}
 
 
 def other_axis(point: Mapping[str, Any]) -> bool:
@@ -23,12 +30,9 @@ ablation = Ablation(
     baseline="tau_init=1.0 threshold=per_query renormalise=False bias=LearnedBias",
     seeds=(0, 1, 2),
     columns=COLUMNS,
+    primary=LOSS,
+    contrasts=main_effects({name: levels(point) for name, point in points(AXES, other_axis)}),
     common={NORMALISER: Elastic()},
-    axes={
-        TAU: sorted({*TAUS, *CONSTANT_TAUS}),
-        THRESHOLD: ("per_query", "seq_len", "per_token", "constant"),
-        f"{NORMALISER}.renormalise": (False, True),
-        "model.attention.bias": (NoBias(), LearnedBias(), Alibi(slopes=(0.5,))),
-    },
+    axes=AXES,
     exclude=other_axis,
 )

@@ -133,6 +133,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
         facts=loaded(base.data).info,
         schema=SCHEMA,
         declaration=None if question is None else question.declaration(base_name, base, ablation_path),
+        primary=ablation.primary,
     )
     return Grid(
         id=f"{ablation.name}-{base_name}",

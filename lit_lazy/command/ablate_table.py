@@ -1,6 +1,7 @@
 """`lit-lazy ablate table`"""
 
 import argparse
+from pathlib import Path
 
 from lit_lazy.command.grids import tracked_grid
 from lit_lazy.command.options import Commands, add_base, add_runs, command
@@ -8,19 +9,30 @@ from lit_lazy.command.options import Commands, add_base, add_runs, command
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    parser = command(commands, "table", ablate_table, "rebuild an ablation's table from MLflow alone")
+    parser = command(
+        commands, "table", ablate_table, "rebuild an ablation's table from MLflow alone, or from a table.json"
+    )
     parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, a .py file, or NAME-EXPERIMENT")
     add_base(parser, "it was run on")
     add_runs(parser)
+    parser.add_argument(
+        "--from", dest="source", metavar="FILE", type=Path,
+        help="a table.json: compute its statistics anew, by what the ablation declares now, and write it in its place",
+    )  # fmt: skip
 
 
 def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy ablate table`"""
+    from lit_lazy.config.files import find
+    from lit_lazy.grid.ablation import load_ablation
     from lit_lazy.grid.plan import newest_parent
-    from lit_lazy.report.publish import write_table
+    from lit_lazy.report.publish import restate, write_table
     from lit_lazy.support.disk import writable_folder
     from lit_lazy.table.render import markdown
 
+    if options.source is not None:
+        print(markdown(restate(options.source, load_ablation(find("ablations", options.ablation)))))
+        return 0
     tracker = tracked_grid(options)
     writable_folder("--runs", options.runs)
     folder = options.runs / tracker.experiment

@@ -79,6 +79,9 @@ class Ablation:
     contrasts: tuple[Contrast, ...] = ()
     base: str = "backcopy"
     """The experiment it runs on by default."""
+    primary: tuple[str, ...] = ()
+    """Keys of the column that its question is about. The first that is measured counts, for data sources measure
+    different ones; all other columns are exploratory."""
 
     def __post_init__(self) -> None:
         check_name("ablation", self.name)
@@ -101,6 +104,8 @@ class Ablation:
         for what, given in (("columns", keys), ("contrasts", contrasts)):
             if twice := [name for name in given if given.count(name) > 1]:
                 raise ValueError(f"ablation {self.name!r}: two {what} are {twice[0]!r}; leave one out")
+        if strange := [key for key in self.primary if key not in keys]:
+            raise ValueError(f"ablation {self.name!r}: primary {strange[0]!r} is no column of it")
         for contrast in self.contrasts:
             if strange := [name for name in contrast.weights if name not in names]:
                 raise ValueError(f"ablation {self.name!r}: contrast {contrast.name!r}: {strange[0]!r} is no row of it")
@@ -117,8 +122,15 @@ class Ablation:
         """The rows, those of the axes' product included."""
         if self.rows:
             return self.rows
-        points = (dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values()))
-        return tuple(Row(point_name(point), point, source="ours") for point in points if not self.exclude(point))
+        return tuple(Row(name, point, source="ours") for name, point in points(self.axes, self.exclude))
+
+
+def points(
+    axes: Mapping[str, Sequence[Any]], exclude: Callable[[Mapping[str, Any]], bool]
+) -> list[tuple[str, dict[str, Any]]]:
+    """The product of axes, less what is excluded: each point's name and its value by dotted path."""
+    product = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
+    return [(point_name(point), point) for point in product if not exclude(point)]
 
 
 def _can_be_shown(name: str) -> bool:
@@ -127,8 +139,12 @@ def _can_be_shown(name: str) -> bool:
 
 def point_name(point: Mapping[str, Any]) -> str:
     """`tau_init=1.0 bias=Alibi` for a point of the axes."""
-    values = {path.rpartition(".")[2]: type(v).__name__ if is_dataclass(v) else v for path, v in point.items()}
-    return " ".join(f"{name}={value}" for name, value in values.items())
+    return " ".join(f"{name}={level}" for name, level in levels(point).items())
+
+
+def levels(point: Mapping[str, Any]) -> dict[str, str]:
+    """The values of a point of the axes as texts, by the last part of their paths."""
+    return {path.rpartition(".")[2]: type(v).__name__ if is_dataclass(v) else str(v) for path, v in point.items()}
 
 
 @dataclass(frozen=True)

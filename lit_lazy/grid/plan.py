@@ -39,6 +39,8 @@ class Plan:
     """`lit_lazy.config.key.SCHEMA` of its cells' keys; plans of the first schema do not say so."""
     declaration: Declaration | None = None
     """Of the question that it answers, if it does."""
+    primary: tuple[str, ...] = ()
+    """As in `Ablation`; earlier plans name none."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -52,6 +54,7 @@ class Plan:
             plan["rows"] = tuple(RowInfo(**row | {"seeds": tuple(row["seeds"])}) for row in rows)
             plan["columns"] = tuple(map(Column.from_json, plan["columns"]))
             plan["axes"] = tuple(plan["axes"])
+            plan["primary"] = tuple(plan.get("primary", ()))
             plan["contrasts"] = tuple(Contrast(**contrast) for contrast in plan["contrasts"])
             if plan.get("declaration"):
                 plan["declaration"] = Declaration.from_json(plan["declaration"])
@@ -128,6 +131,7 @@ def table_from_mlflow(tracker: Tracker, parent_id: str) -> Table:
         plan.command,
         ("backend",),
         tuple(_warnings(plan, observations)),
+        plan.primary,
     )
     if plan.declaration is None:
         return table

@@ -1,12 +1,16 @@
 """What is published of an ablation: its table and report, into its folder and onto its parent run."""
 
+import json
 from pathlib import Path
 
 from rich.console import Console
 
 from lit_lazy import figures
+from lit_lazy.grid.ablation import Ablation
 from lit_lazy.grid.plan import read_plan, save_views, table_from_mlflow
 from lit_lazy.report.page import REPORT, write_report
+from lit_lazy.support.errors import named
+from lit_lazy.table.build import restated
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import save
 from lit_lazy.tracking.tracker import Tracker
@@ -31,4 +35,26 @@ def write_table(tracker: Tracker, parent_id: str, folder: Path) -> Table:
     if table.verdict:
         tracker.tag(parent_id, "verdict", table.verdict.sentence)
     save_views(tracker, read_plan(tracker, parent_id).axes, table.columns)
+    return table
+
+
+def restate(path: Path, ablation: Ablation) -> Table:
+    """Compute a table.json's statistics anew and write it, its other formats and its figures in their places.
+
+    Raises ValueError, in one line, for a file that is no table of this ablation.
+    """
+    try:
+        former = Table.from_json(json.loads(path.read_text()))
+        table = restated(former, ablation.columns, ablation.contrasts, ablation.primary)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(f"--from {str(path)!r}: is no table.json ({named(error)})") from None
+    if former.ablation != ablation.name:
+        raise ValueError(f"--from {str(path)!r}: is a table of {former.ablation!r}, not of {ablation.name!r}")
+    save(table, path.with_suffix(""))
+    drawn = {"loss_against_sparsity": figures.loss_against_sparsity(table)}
+    if table.compared:
+        drawn["effects"] = figures.effects_figure(table, table.compared)
+    for name, figure in drawn.items():
+        if figure is not None:
+            figures.save_figure(figure, path.parent / name)
     return table

@@ -2,6 +2,11 @@
 
 from lit_lazy.table.records import Column
 
+SHARE = (0.0, 1.0)
+"""Bounds of a share."""
+STARTS = "rows start at different tau"
+LOSS = ("loss/excess", "loss/bits_per_byte")
+"""The loss of an ablation's question: above the Bayes-optimal predictor where there is one, else per byte."""
 COLUMNS = (
     Column(
         "loss/excess",
@@ -11,9 +16,10 @@ COLUMNS = (
         "nats",
         note="validation loss above the Bayes-optimal predictor's",
         plotted=True,
+        margin=0.001,
     ),
-    Column("loss/bits_per_byte", "validation loss", "lower", 4, "bits/byte", plotted=True),
-    Column("accuracy/trigger", "trigger accuracy", "higher", 2, "%", scale=100),
+    Column("loss/bits_per_byte", "validation loss", "lower", 4, "bits/byte", plotted=True, margin=0.02),
+    Column("accuracy/trigger", "trigger accuracy", "higher", 2, "%", scale=100, bounds=SHARE),
     Column(
         "sink/first_key_weight_non_trigger",
         "first-key weight",
@@ -21,6 +27,7 @@ COLUMNS = (
         3,
         note="mean weight on the first key at non-trigger rows from position 8 on",
         plotted=True,
+        bounds=SHARE,
     ),
     Column(
         "sink/first_key_weight",
@@ -29,6 +36,7 @@ COLUMNS = (
         3,
         note="mean weight on the first key, rows from position 8 on",
         plotted=True,
+        bounds=SHARE,
     ),
     Column(
         "sink/first_key_share",
@@ -36,6 +44,7 @@ COLUMNS = (
         None,
         3,
         note="weight on the first key / surviving mass over the rows from position 8 on, a ratio of sums",
+        bounds=SHARE,
     ),
     Column(
         "sink/rate",
@@ -47,6 +56,7 @@ COLUMNS = (
         note="heads and sequences whose mean weight on the first key exceeds 0.3 (Gu et al., arXiv 2410.10781); low "
         "where little mass is left",
         plotted=True,
+        bounds=SHARE,
     ),
     Column(
         "sink/rate_share",
@@ -56,17 +66,26 @@ COLUMNS = (
         "%",
         scale=100,
         note="the same of that weight / surviving mass; noise where there is next to no mass",
+        bounds=SHARE,
     ),
-    Column("mass/all", "mass", None, 3, note="surviving mass of a row, before renormalising"),
+    Column("mass/all", "mass", None, 3, note="surviving mass of a row, before renormalising", bounds=SHARE),
     Column(
         "sink/first_key_share_non_trigger",
         "first-key share",
         None,
         3,
         note="weight on the first key / surviving mass at non-trigger rows from position 8 on, a ratio of sums",
+        bounds=SHARE,
     ),
-    Column("mass/trigger", "mass, trigger", None, 3, note="surviving mass of a trigger row, before renormalising"),
-    Column("mass/non_trigger", "mass, non-trigger", None, 3, note="the same of a non-trigger row"),
+    Column(
+        "mass/trigger",
+        "mass, trigger",
+        None,
+        3,
+        note="surviving mass of a trigger row, before renormalising",
+        bounds=SHARE,
+    ),
+    Column("mass/non_trigger", "mass, non-trigger", None, 3, note="the same of a non-trigger row", bounds=SHARE),
     Column(
         "sparsity/zero",
         "sparsity",
@@ -76,8 +95,19 @@ COLUMNS = (
         scale=100,
         note="share of visible keys with a weight of exactly 0",
         plotted=True,
+        bounds=SHARE,
     ),
-    Column("init/sparsity/zero", "sparsity at init", None, 1, "%", scale=100, note="of the same model before training"),
+    Column(
+        "init/sparsity/zero",
+        "sparsity at init",
+        None,
+        1,
+        "%",
+        scale=100,
+        note="of the same model before training",
+        bounds=SHARE,
+        by_construction=STARTS,
+    ),
     Column(
         "sparsity/over_null",
         "sparsity over null",
@@ -94,9 +124,9 @@ COLUMNS = (
         1,
         note="of a sequence's last hidden states: exp of the entropy of their singular values (Roy and Vetterli 2007)",
     ),
-    Column("tau/mean", "tau, mean", None, 2),
-    Column("tau/min", "tau, min", None, 2),
-    Column("tau/max", "tau, max", None, 2),
+    Column("tau/mean", "tau, mean", None, 2, by_construction=STARTS),
+    Column("tau/min", "tau, min", None, 2, by_construction=STARTS),
+    Column("tau/max", "tau, max", None, 2, by_construction=STARTS),
     Column("model/parameters", "parameters", None, ",.0f"),
 )
 
@@ -107,8 +137,26 @@ INIT_COLUMNS = (
         None,
         3,
         note="of the same model before training",
+        bounds=SHARE,
     ),
-    Column("init/sink/rate", "sink rate at init", None, 1, "%", scale=100, note="of the same model before training"),
-    Column("init/mass/non_trigger", "mass at init, non-trigger", None, 3, note="of the same model before training"),
+    Column(
+        "init/sink/rate",
+        "sink rate at init",
+        None,
+        1,
+        "%",
+        scale=100,
+        note="of the same model before training",
+        bounds=SHARE,
+    ),
+    Column(
+        "init/mass/non_trigger",
+        "mass at init, non-trigger",
+        None,
+        3,
+        note="of the same model before training",
+        bounds=SHARE,
+        by_construction=STARTS,
+    ),
 )
 """What the untrained model already shows, beside `init/sparsity/zero` above."""

@@ -32,9 +32,9 @@ def _blocks(table: Table) -> list[Block]:
     blocks: list[Block] = [Heading(table.ablation, 2), *_question(table)]
     blocks += [Paragraph(text, warning=True) for text in (*table.warnings, *_incomplete(table))]
     blocks += [Paragraph(_provenance(table)), _means(table), Paragraph(_LEGEND)]
-    constructed = [f"{column.title}: {column.by_construction}" for column in table.columns if column.by_construction]
-    if constructed:
-        blocks.append(Paragraph(f"Not tested, since rows differ there by construction: {'; '.join(constructed)}."))
+    for reason in dict.fromkeys(column.by_construction for column in table.columns if column.by_construction):
+        titles = "; ".join(column.title for column in table.columns if column.by_construction == reason)
+        blocks.append(Paragraph(f"Not tested, since rows differ there by construction ({reason}): {titles}."))
     primary = [column for column in table.columns if column.key == table.primary]
     others = [column for column in table.columns if column not in primary]
     if primary:
@@ -83,7 +83,8 @@ def _tests(table: Table, directed: Sequence[Column], columns: Sequence[Column], 
     if directed and table.contrasts:
         cells = [(row.name, *(_effect(row.metrics[c.key], c) for c in directed)) for row in table.contrasts]
         blocks += [Heading("Contrasts", level), _effects("Contrast", directed, cells)]
-        blocks.append(List(tuple(f"{row.name} = {_weights(row.weights)}" for row in table.contrasts)))
+        if columns[0].key == (table.primary or columns[0].key):  # once
+            blocks.append(List(tuple(f"{row.name} = {_weights(row.weights)}" for row in table.contrasts)))
     if columns:
         blocks.append(Heading("What each column can separate at this scale", level))
         blocks.append(List(tuple(_verdict(table, column) for column in columns)))
@@ -211,7 +212,7 @@ def _verdict(table: Table, column: Column) -> str:
     if not s.compared:
         return head + f"no test, at most {max(s.seeds)} seed(s) in a row and the baseline; three are needed."
     if not s.tested:
-        return head + "no test, no spread was measured in the baseline or in any row of three or more seeds."
+        return head + "no test, no spread was measured in the baseline, or in any row beside it."
     text = f"{head}separates {len(s.separates)} of {s.compared} rows from {table.baseline} (Holm p < {ALPHA})"
     measures = {row.variant: row.metrics[column.key] for row in table.rows}
     above = [name for name in s.separates if (measures[name].diff or 0.0) > 0]

@@ -22,11 +22,24 @@ PLAN = Plan(
     definitions={"lazy": "a", "softmax": "b"},
     facts={"oracle": 1.5},
     schema=SCHEMA,
+    primary=("loss/excess", "loss/bits_per_byte"),
 )
 
 
 def test_it_survives_json() -> None:
     assert Plan.from_json(PLAN.to_json()) == PLAN
+
+
+def test_a_plan_that_knew_no_primary_outcome_is_read() -> None:
+    old = json.loads(PLAN.to_json())
+    del old["primary"]
+    for column in old["columns"]:
+        for name in ("bounds", "by_construction", "margin"):
+            del column[name]
+    former = Plan.from_json(json.dumps(old))
+    assert former.primary == ()
+    assert former.columns[0] == replace(COLUMNS[0], margin=None)
+    assert PLAN.widened(former, ["softmax", "lazy"]).primary == PLAN.primary
 
 
 def test_rows_and_seeds_are_joined_in_the_order_of_the_ablation() -> None:

@@ -296,7 +296,7 @@ class Elastic(Normaliser):
     tau_lr_scale: float = 1.0
     """Factor on the learning rate of tau."""
     tau_ramp: float = 0.0
-    """Part of the training over which tau goes linearly from tau_init to tau_final; needs learn_tau=False."""
+    """Part of the training over which tau goes linearly from tau_init to tau_final, in place of being trained."""
     tau_final: float = 1.0
     """Where tau stays after tau_ramp."""
 
@@ -318,19 +318,13 @@ class Elastic(Normaliser):
         self._check_ramp()
 
     def _check_ramp(self) -> None:
-        """Raise ValueError where tau cannot be ramped as asked, or what is asked has no effect."""
+        """Raise ValueError where tau cannot be ramped as asked."""
         if not 0 <= self.tau_ramp <= 1:
             raise ValueError(f"Elastic.tau_ramp={self.tau_ramp}: must be a part of the training, 0 to 1")
-        if self.tau_ramp > 0 and self.learn_tau:
-            raise ValueError(
-                f"Elastic.tau_ramp={self.tau_ramp}: a tau that is trained follows no schedule; add learn_tau=False"
-            )
         highest = 1.0 if self.threshold == "constant" and self.tau_ramp > 0 else math.inf
         if not (math.isfinite(self.tau_final) and self.tau_final < highest):
             below = "finite" if highest == math.inf else "below 1 with Elastic.threshold='constant'"
             raise ValueError(f"Elastic.tau_final={self.tau_final}: must be {below}")
-        if self.tau_ramp == 0 and self.tau_final != 1:
-            raise ValueError(f"Elastic.tau_final={self.tau_final}: has no effect without Elastic.tau_ramp above 0")
 
     def build(self, shape: LayerShape) -> NormaliserModule:
         return _Elastic(self, shape.n_heads, shape.context_length)
@@ -345,7 +339,8 @@ class _Elastic(NormaliserModule):
         self.relative = spec.threshold != "per_token"
         self.context_length = context_length if spec.threshold == "seq_len" else None
         shape = (n_heads, context_length) if spec.threshold == "per_token" else (n_heads,)
-        self.tau = nn.Parameter(torch.full(shape, spec.tau_init, dtype=torch.float32), requires_grad=spec.learn_tau)
+        trained = spec.learn_tau and spec.tau_ramp == 0
+        self.tau = nn.Parameter(torch.full(shape, spec.tau_init, dtype=torch.float32), requires_grad=trained)
 
     @torch.no_grad()
     def at_progress(self, progress: float) -> None:

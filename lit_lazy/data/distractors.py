@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lit_lazy.data.base import DataConfig, DataSource, Outline, fingerprint
-from lit_lazy.data.generated import Drawn, both_parts, no_targets, orders
+from lit_lazy.data.generated import Answered, both_parts, no_targets, orders
 from lit_lazy.data.pairs import Pairs
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.memory import require_room
@@ -76,7 +76,7 @@ class Distractors(DataConfig):
         return _load(self)
 
 
-def draw(config: Distractors, n: int, rng: np.random.Generator) -> Drawn:
+def draw(config: Distractors, n: int, rng: np.random.Generator) -> Answered:
     """n sequences, the groups `distracted` and `alone`."""
     vocabulary, queries, half = config.vocabulary, config.queries, config.queries // 2
     pairs = config.lags * queries
@@ -98,10 +98,10 @@ def draw(config: Distractors, n: int, rng: np.random.Generator) -> Drawn:
     found = np.stack([(holder == query).sum(axis=1) for query in each], axis=1)
     groups = {name: np.zeros(targets.shape, dtype=bool) for name in ("distracted", "alone")}
     groups["distracted"][:, pairs:], groups["alone"][:, pairs:] = found > 1, found == 1
-    return Drawn(sequences, targets, groups)
+    return Answered(sequences, targets, groups)
 
 
-def content_nats(config: Distractors, drawn: Drawn) -> float:
+def content_nats(config: Distractors, drawn: Answered) -> float:
     """The loss at distracted queries of who sees which keys and values there are, and not where: the best there is.
 
     Each token of the key may be the one that counts; so the share of the target's value among them is its probability.

@@ -9,7 +9,7 @@ import torch
 from lit_lazy.data.base import IGNORED, TokenDataset
 
 
-class Task(Protocol):
+class GeneratedTask(Protocol):
     """What the options of a generated source have in common."""
 
     @property
@@ -20,7 +20,7 @@ class Task(Protocol):
     def task_seed(self) -> int: ...
 
 
-class Drawn(NamedTuple):
+class Answered(NamedTuple):
     """Sequences `[n, L + 1]`, whose last tokens nobody sees; their targets `[n, L]`; groups of rows, bool `[n, L]`."""
 
     sequences: np.ndarray
@@ -34,10 +34,12 @@ class Drawn(NamedTuple):
         return TokenDataset(torch.from_numpy(self.sequences), groups | oracle, torch.from_numpy(self.targets))
 
 
-AnyTask = TypeVar("AnyTask", bound=Task)
+AnyTask = TypeVar("AnyTask", bound=GeneratedTask)
 
 
-def both_parts(task: AnyTask, draw: Callable[[AnyTask, int, np.random.Generator], Drawn]) -> tuple[Drawn, Drawn]:
+def both_parts(
+    task: AnyTask, draw: Callable[[AnyTask, int, np.random.Generator], Answered]
+) -> tuple[Answered, Answered]:
     """Training and validation, each from a stream of its own: the size of one never changes the other."""
     train, validation = (np.random.default_rng(seed) for seed in np.random.SeedSequence(task.task_seed).spawn(2))
     return draw(task, task.train_sequences, train), draw(task, task.validation_sequences, validation)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lit_lazy.data.base import IGNORED, DataConfig, DataSource, Outline, fingerprint
-from lit_lazy.data.generated import Drawn, both_parts, no_targets
+from lit_lazy.data.generated import Answered, both_parts, no_targets
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.memory import require_room
 
@@ -62,7 +62,7 @@ class Mqar(DataConfig):
         return _load(self)
 
 
-def draw(config: Mqar, n: int, rng: np.random.Generator) -> Drawn:
+def draw(config: Mqar, n: int, rng: np.random.Generator) -> Answered:
     """n sequences, the group `query`."""
     pairs, first_value, context = config.pairs, config.vocab_size // 2, 2 * config.pairs
     keys = 1 + distinct(n, first_value - 1, pairs, rng)
@@ -76,7 +76,7 @@ def draw(config: Mqar, n: int, rng: np.random.Generator) -> Drawn:
     np.put_along_axis(sequences, place, keys, axis=1)
     targets = no_targets(n, config.context_length)
     np.put_along_axis(targets, place, values, axis=1)
-    return Drawn(sequences, targets, {"query": targets != IGNORED})
+    return Answered(sequences, targets, {"query": targets != IGNORED})
 
 
 def distinct(n: int, of: int, count: int, rng: np.random.Generator) -> np.ndarray:

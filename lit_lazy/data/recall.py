@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lit_lazy.data.base import IGNORED, DataConfig, DataSource, Outline, fingerprint
-from lit_lazy.data.generated import Drawn, both_parts, no_targets, orders
+from lit_lazy.data.generated import Answered, both_parts, no_targets, orders
 from lit_lazy.data.pairs import Pairs
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.memory import require_room
@@ -77,7 +77,7 @@ class Recall(DataConfig):
         return _load(self)
 
 
-def draw(config: Recall, n: int, rng: np.random.Generator) -> Drawn:
+def draw(config: Recall, n: int, rng: np.random.Generator) -> Answered:
     """n sequences, the groups `present` and `absent`."""
     vocabulary, pairs, half = config.vocabulary, config.pairs, config.queries // 2
     keys, values = orders(n, config.keys, rng), rng.integers(config.values, size=(n, pairs), dtype=np.int32)
@@ -92,7 +92,7 @@ def draw(config: Recall, n: int, rng: np.random.Generator) -> Drawn:
     targets = no_targets(n, config.context_length)
     targets[:, pairs:] = np.take_along_axis(answers, order, axis=1)
     absent = targets == vocabulary.null
-    return Drawn(sequences, targets, {"present": (targets != IGNORED) & ~absent, "absent": absent})
+    return Answered(sequences, targets, {"present": (targets != IGNORED) & ~absent, "absent": absent})
 
 
 @functools.cache

@@ -42,6 +42,7 @@ SCALARS = {
     "mass/dead_heads": ("mass/dead", lambda x: x),
     "sparsity/small": ("sparsity/small", lambda x: x),
     "sparsity/block_64": ("sparsity/block_64", lambda x: x),
+    "sparsity/block_128": ("sparsity/block_128", lambda x: x),
     "sparsity/over_null": ("sparsity/over_null", lambda x: x),
     "entropy/keys": ("entropy/keys", lambda x: x),
     "scores/spread": ("scores/spread", lambda x: x),

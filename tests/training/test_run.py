@@ -25,7 +25,7 @@ from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunR
 from lit_lazy.training.run import CellBusyError, finished, run
 
 LAZY = AttentionSpec(Elastic(), LearnedBias())
-RAMP = Elastic(tau_init=0.0, learn_tau=False, tau_ramp=0.75, tau_final=1.5)
+RAMP = Elastic(tau_init=0.0, tau_ramp=0.75, tau_final=1.5)
 
 
 def config(attention: AttentionSpec = LAZY, seed: int = 0, **train: object) -> RunConfig:

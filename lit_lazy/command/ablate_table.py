@@ -24,14 +24,14 @@ def add_to(commands: Commands) -> None:
 def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy ablate table`"""
     from lit_lazy.config.files import find
-    from lit_lazy.grid.ablation import load_ablation
     from lit_lazy.grid.plan import newest_parent
+    from lit_lazy.grid.question import load_asked
     from lit_lazy.report.publish import restate, write_table
     from lit_lazy.support.disk import writable_folder
     from lit_lazy.table.render import markdown
 
     if options.source is not None:
-        print(markdown(restate(options.source, load_ablation(find("ablations", options.ablation)))))
+        print(markdown(restate(options.source, load_asked(find("ablations", options.ablation))[0])))
         return 0
     tracker = tracked_grid(options)
     writable_folder("--runs", options.runs)

@@ -9,7 +9,7 @@ from lit_lazy.support.errors import named
 from lit_lazy.table.build import build_table
 from lit_lazy.table.question import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table
-from lit_lazy.table.verdicts import judge
+from lit_lazy.table.verdicts import judged
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
 
 PLAN = "plan.json"
@@ -133,9 +133,7 @@ def table_from_mlflow(tracker: Tracker, parent_id: str) -> Table:
         tuple(_warnings(plan, observations)),
         plan.primary,
     )
-    if plan.declaration is None:
-        return table
-    return replace(table, declaration=plan.declaration, verdict=judge(plan.declaration, table))
+    return judged(table, plan.declaration)
 
 
 def _one_per_cell(runs: Sequence[TrackedRun]) -> list[TrackedRun]:

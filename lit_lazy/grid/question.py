@@ -21,7 +21,7 @@ class Question:
     """What is asked of an ablation. A file in `ablations/` exports it as `question`."""
 
     ablation: Ablation
-    """Its rows and seeds, without contrasts: they are the question's."""
+    """Its rows and seeds, without contrasts and primary outcome: they are the question's."""
     claim: str
     """A sentence that the verdict says to be supported, refuted or undecided."""
     primary: str
@@ -46,9 +46,9 @@ class Question:
         check_kinds(name, self)
         keys = [column.key for column in self.ablation.columns]
         require(self.primary in keys, f"{name}: primary", self.primary, f"must be a column: {', '.join(keys)}")
-        require(
-            not self.ablation.contrasts, f"{name}: ablation.contrasts", len(self.ablation.contrasts), "leave it empty"
-        )
+        for part in ("contrasts", "primary"):
+            given = getattr(self.ablation, part)
+            require(not given, f"{name}: ablation.{part}", given, "leave it to the question")
         own = [row.name for row in self.ablation.all_rows if row.seeds is not None]
         require(not own, f"{name}: seeds of rows", own, "all rows of a question have the ablation's seeds")
         self.asked  # noqa: B018 (its checks)
@@ -59,8 +59,8 @@ class Question:
 
     @property
     def asked(self) -> Ablation:
-        """The ablation with the question's contrasts."""
-        return replace(self.ablation, contrasts=self.contrasts)
+        """The ablation with the question's contrasts and primary outcome."""
+        return replace(self.ablation, contrasts=self.contrasts, primary=(self.primary,))
 
     def declaration(self, base_name: str, base: RunConfig, file: Path) -> Declaration:
         """What is declared on an experiment, and the commit of the file that declares it."""

@@ -13,6 +13,7 @@ from lit_lazy.support.errors import named
 from lit_lazy.table.build import restated
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import save
+from lit_lazy.table.verdicts import judged
 from lit_lazy.tracking.tracker import Tracker
 
 
@@ -46,6 +47,7 @@ def restate(path: Path, ablation: Ablation) -> Table:
     try:
         former = Table.from_json(json.loads(path.read_text()))
         table = restated(former, ablation.columns, ablation.contrasts, ablation.primary)
+        table = judged(table, former.declaration)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"--from {str(path)!r}: is no table.json ({named(error)})") from None
     if former.ablation != ablation.name:

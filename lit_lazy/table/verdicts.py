@@ -4,7 +4,9 @@ Everything here is a pure function of the declaration and of the values in a tab
 table.json alone.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from scipy.stats import t
@@ -22,6 +24,11 @@ class Interval(NamedTuple):
 
     def within(self, margin: float) -> bool:
         return -margin < self.low and self.high < margin
+
+
+def judged(table: Table, declaration: Declaration | None) -> Table:
+    """The table with what it says of a question, if it answers one."""
+    return table if declaration is None else replace(table, declaration=declaration, verdict=judge(declaration, table))
 
 
 def judge(declaration: Declaration, table: Table) -> Verdict | None:
@@ -64,8 +71,10 @@ def _part(declaration: Declaration, name: str, values: Mapping[str, SeedValues],
     status, why = _decided(declaration, sums, level, 1.0)
     needed = None
     if status == "undecided":
+        # Intervals shrink around fixed means, so what decides is decided by any greater number.
         more = range(n + 1, MOST_SEEDS + 1)
-        needed = next((m for m in more if _decided(declaration, sums, level, m / n)[0] != "undecided"), None)
+        first = bisect_left(more, True, key=lambda m: _decided(declaration, sums, level, m / n)[0] != "undecided")
+        needed = more[first] if first < len(more) else None
     interval = _interval(sums.whole, level)
     return Finding(name, status, why, sums.whole.mean or 0.0, interval.low, interval.high, needed)
 

@@ -1,0 +1,36 @@
+"""`lit-lazy ablate verdicts`"""
+
+import argparse
+from pathlib import Path
+
+from lit_lazy.command.options import Commands, command, folder
+
+
+def add_to(commands: Commands) -> None:
+    """The command and its options."""
+    parser = command(commands, "verdicts", ablate_verdicts, "say what the questions that were run have come to")
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        nargs="?",
+        type=folder,
+        default=Path("runs"),
+        help="folder whose folders hold the questions' table.json (default: runs)",
+    )
+    parser.add_argument("--out", metavar="PAGE.md", type=Path, help="write them as a page, too")
+
+
+def ablate_verdicts(options: argparse.Namespace, _rest: list[str]) -> int:
+    """`lit-lazy ablate verdicts`"""
+    from lit_lazy.report.verdicts import answered, page, summary
+    from lit_lazy.support.disk import write_text
+
+    found = answered(options.folder)
+    if not found:
+        raise ValueError(
+            f"{str(options.folder)!r}: holds no question's table.json; `lit-lazy ablate run q_null` makes one"
+        )
+    if options.out is not None:
+        write_text(options.out, page(found))
+    print(summary(found))
+    return 0

@@ -1,0 +1,123 @@
+"""The verdicts of questions that were run, from the tables they left: in a terminal, and as docs/questions.md."""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from lit_lazy.support.errors import named
+from lit_lazy.table.blocks import Block, Heading, List, Paragraph, Tabular, to_markdown
+from lit_lazy.table.records import Table
+from lit_lazy.table.verdicts import lines
+
+REVIEWERS = {
+    "R1": ("exact formula, sign and normalisation of the threshold", "docs/method.md, sections 1 and 2; no experiment"),
+    "R2": ("sensitivity to the initial tau", "at larger scale"),
+    "R3": ("renormalising; drift of scale across layers and lengths", "drift by layer and length"),
+    "R4": ("mass beside sink and density: what survives, where it sits", "at larger scale"),
+    "R5": ("gain of Elastic-Softmax apart from the bias, over seeds, tested", "at each rule's best learning rate"),
+    "R6": ("sigmoid, sparsemax, entmax on one recipe", "beside the sink; docs/results/rivals-* shows the losses"),
+    "R7": ("time and memory against softmax", "on a GPU; on CPU cores docs/results/bench-step.md"),
+    "R8": ("does sparsity make anything faster", "on models trained for it"),
+    "R9": ("value of RoPE's base, and sensitivity to it", "an axis of its own"),
+    "R10": ("range of the bias, memory at 32k, beyond its range", "an axis of its own"),
+    "R11": (
+        "gradients through the ReLU: dead heads, instability, remedies",
+        "gradients themselves, instability at scale",
+    ),
+    "R12": ("a fixed window in its place", "an axis of its own"),
+    "R13": ("length extrapolation", "loss by position at 2 and 4 times the training's length"),
+    "R14": ("a cache that evicts once the sink is gone", "a second stage on trained models"),
+    "R15": ("bytes of the cache and of activations", "by measurement"),
+}
+"""The reviewers' questions (OpenReview, in our words), and what is open of each beside the questions that answer it."""
+
+PAGE_WIDTH = 1000
+"""Characters of a page's tables, which a browser lays out."""
+
+
+class Answered(NamedTuple):
+    """The table of a question, and the folder that holds it."""
+
+    folder: Path
+    table: Table
+
+
+def answered(folder: Path) -> list[Answered]:
+    """Every question's table below a folder, by name. Raises ValueError, in one line, for one that cannot be read."""
+    found = []
+    for path in sorted(folder.glob("*/table.json")):
+        try:
+            table = Table.from_json(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{str(path)!r}: is no table.json ({named(error)})") from None
+        if table.declaration is not None:
+            found.append(Answered(path.parent, table))
+    return found
+
+
+def summary(found: Iterable[Answered]) -> str:
+    """Each verdict with its contrasts, seeds, commits and command, for a terminal."""
+    return to_markdown([block for one in found for block in _blocks(one)])
+
+
+def page(found: Sequence[Answered]) -> str:
+    """docs/questions.md."""
+    blocks: list[Block] = [
+        Heading("Questions", 1),
+        Paragraph(_ABOUT),
+        _verdicts(found),
+        Heading("What the reviewers asked", 2),
+        _reviewers(found),
+    ]
+    for one in found:
+        blocks += _blocks(one)
+    return to_markdown(blocks, width=PAGE_WIDTH)
+
+
+_ABOUT = (
+    "Each question was declared before it was run: one primary outcome, at most five contrasts, a margin and the rule "
+    "of its verdict (docs/method.md). Supported: every contrast is as claimed. Refuted: one is significantly the other "
+    "way, or the same within the margin. Undecided: neither. All else in a question's table is exploratory. The models "
+    "have some fifty thousand parameters: evidence about the mechanism on these tasks, and none about language models. "
+    "Written by: lit-lazy ablate verdicts docs/results --out docs/questions.md"
+)
+
+
+def _verdicts(found: Sequence[Answered]) -> Tabular:
+    rows = []
+    for _, table in found:
+        declared, verdict = table.declaration, table.verdict
+        assert declared is not None
+        status = "not decided yet" if verdict is None else verdict.status
+        exploratory = " (exploratory)" if declared.exploratory else ""
+        rows.append((table.ablation, declared.claim, declared.source, status + exploratory, str(len(declared.seeds))))
+    return Tabular(("Question", "Claim", "Asked by", "Verdict", "n"), tuple(rows), 4)
+
+
+def _reviewers(found: Sequence[Answered]) -> Tabular:
+    asked: dict[str, list[str]] = {number: [] for number in REVIEWERS}
+    for _, table in found:
+        assert table.declaration is not None
+        status = "not decided yet" if table.verdict is None else table.verdict.status
+        for number in re.findall(r"\bR\d+\b", table.declaration.source):
+            asked.setdefault(number, []).append(f"{table.ablation}: {status}")
+    rows = tuple((n, about, "; ".join(asked[n]) or "–", left) for n, (about, left) in REVIEWERS.items())
+    return Tabular(("", "Asked", "Answered by", "Open"), rows, 4)
+
+
+def _blocks(one: Answered) -> list[Block]:
+    table = one.table
+    declared, verdict = table.declaration, table.verdict
+    assert declared is not None
+    blocks: list[Block] = [Heading(f"{table.ablation} on {table.base}", 2)]
+    if verdict is None:
+        return [*blocks, Paragraph(f"Not decided yet: {declared.claim}")]
+    (column,) = (column for column in table.columns if column.key == declared.primary)
+    about = (
+        f"Primary outcome {column.title}, rule {declared.rule}, margin {declared.margin:g}, seeds "
+        f"{', '.join(map(str, declared.seeds))}; declared in {declared.commit or 'no commit'} ({declared.digest}), run "
+        f"at {table.git_sha}. In {one.folder}. Made by: {table.command}"
+    )
+    return [*blocks, Paragraph(verdict.sentence), List(tuple(lines(verdict, column))), Paragraph(about)]

@@ -1,0 +1,215 @@
+"""Verdicts on simulated outcomes of all three kinds, and how often they err; records that survive JSON."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import t
+
+from lit_lazy.table.build import build_table
+from lit_lazy.table.question import Declaration, Verdict
+from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table
+from lit_lazy.table.verdicts import judge, judged, lines
+
+SEEDS = (10, 11, 12, 13, 14)
+LOSS = Column("loss", "loss", "lower", 3, "nats")
+PAIR = {"new - old": {"new": 1.0, "old": -1.0}}
+DECLARED = Declaration(
+    claim="New is lower than old.", source="R5", primary="loss", contrasts=PAIR, rule="lower", margin=0.1, seeds=SEEDS,
+    digest="0123456789ab", commit="abc",
+)  # fmt: skip
+
+
+def table_of(rows: dict[str, list[float]], seeds=SEEDS, column=LOSS) -> Table:
+    infos = [RowInfo(name, "ours", seeds, "base") for name in rows]
+    cells = [
+        Observation(name, seed, "complete", {column.key: value})
+        for name, values in rows.items()
+        for seed, value in zip(seeds, values, strict=True)
+    ]
+    return build_table("q", "base", next(iter(rows)), infos, [column], [], cells, "command")
+
+
+def around(mean: float, spread: float) -> list[float]:
+    """Five values of exactly this mean and standard deviation."""
+    return (mean + spread * np.array([-1, -1, 0, 1, 1])).tolist()
+
+
+def apart(mean: float, spread: float) -> list[float]:
+    """The same, which from seed to seed has nothing to do with `around`."""
+    return (mean + spread * np.array([-1, 1, 0, -1, 1])).tolist()
+
+
+def verdict(rule: str, new: list[float], old: list[float], **changes) -> Verdict:
+    found = judge(dataclasses.replace(DECLARED, rule=rule, **changes), table_of({"old": old, "new": new}))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rule", "difference", "spread", "status", "why"),
+    [
+        ("lower", -1.0, 0.1, "supported", "lower"),
+        ("lower", 1.0, 0.1, "refuted", "higher"),
+        ("lower", 0.0, 0.01, "refuted", "the same within ±0.1"),
+        ("lower", -0.05, 0.01, "refuted", "the same within ±0.1"),
+        ("lower", -0.05, 0.3, "undecided", "neither different nor shown to be the same"),
+        ("higher", 1.0, 0.1, "supported", "higher"),
+        ("higher", -1.0, 0.1, "refuted", "lower"),
+        ("same", 0.0, 0.01, "supported", "the same within ±0.1"),
+        ("same", 0.5, 0.05, "refuted", "differs by more than 0.1"),
+        ("same", 0.11, 0.2, "undecided", "neither different nor shown to be the same"),
+    ],
+)
+def test_each_rule_has_each_outcome(rule, difference, spread, status, why):
+    found = verdict(rule, apart(2 + difference, spread), around(2, spread))
+    assert (found.status, found.parts[0].why, found.n) == (status, why, 5)
+    assert found.sentence.startswith(f"{status.capitalize()} (n = 5): New is lower than old.")
+    assert found.parts[0].mean == pytest.approx(difference)
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "status", "why"),
+    [
+        (around(0.01, 0.005), around(0.45, 0.02), "supported", "below 0.1 where it is above 0.3 otherwise"),
+        ([0.0] * 5, around(0.45, 0.02), "supported", "below 0.1 where it is above 0.3 otherwise"),
+        (around(0.5, 0.02), around(0.45, 0.02), "refuted", "above 0.3 as well"),
+        (around(0.2, 0.02), around(0.45, 0.02), "undecided", "between the bounds"),
+        (around(0.01, 0.005), around(0.05, 0.01), "undecided", "nothing to remove: below 0.3 anyway"),
+        (around(0.01, 0.005), around(0.35, 0.2), "undecided", "between the bounds"),
+    ],
+)
+def test_what_is_removed_is_seen_in_levels(new, old, status, why):
+    found = verdict("removed", new, old)
+    assert (found.status, found.parts[0].why) == (status, why)
+
+
+def test_the_interval_is_welch_s_at_bonferroni_s_level():
+    rng = np.random.default_rng(0)
+    rows = {name: rng.normal(size=5).tolist() for name in ("old", "new", "newer")}
+    contrasts = {"a": {"new": 1.0, "old": -1.0}, "b": {"newer": 1.0, "old": -1.0}}
+    # Seeds are taken for unrelated where rows do not move together.
+    rows["newer"] = [-x for x in rows["old"]]
+    found = judge(dataclasses.replace(DECLARED, contrasts=contrasts), table_of(rows))
+    assert found is not None
+    old, new = np.array(rows["old"]), np.array(rows["new"])
+    parts = old.var(ddof=1) / 5, new.var(ddof=1) / 5
+    df = sum(parts) ** 2 / sum(x**2 / 4 for x in parts)
+    half = t.isf(0.05 / 2 / 2, df) * math.sqrt(sum(parts))
+    mean = new.mean() - old.mean()
+    assert (found.parts[0].low, found.parts[0].high) == pytest.approx((mean - half, mean + half))
+
+
+def test_one_refuted_contrast_refutes_the_claim_and_one_undecided_leaves_it_open():
+    rows = {"old": around(2, 0.1), "good": around(1, 0.1), "bad": around(3, 0.1), "vague": around(1.9, 0.5)}
+
+    def status(*names):
+        contrasts = {name: {name: 1.0, "old": -1.0} for name in names}
+        found = judge(dataclasses.replace(DECLARED, contrasts=contrasts), table_of(rows))
+        return found and found.status
+
+    assert status("good") == "supported"
+    assert status("good", "vague") == "undecided"
+    assert status("good", "vague", "bad") == "refuted"
+
+
+def test_an_undecided_contrast_names_the_seeds_that_would_decide_it():
+    found = verdict("lower", apart(1.8, 0.3), around(2, 0.3))
+    assert found.status == "undecided"
+    needed = found.needed
+    assert needed is not None
+    assert f"{needed} seeds would decide it" in found.sentence
+    # With twice as many seeds of the same means and spreads it is decided, with half as many it is not.
+    for n, decided in ((2 * needed // 5, True), (needed // 2 // 5, False)):
+        seeds = tuple(range(5 * n))
+        spread = 0.3 * math.sqrt((5 * n - 1) / (4 * n))  # of a sample, for the same standard deviation
+        table = table_of({"old": around(2, spread) * n, "new": apart(1.8, spread) * n}, seeds)
+        again = judge(dataclasses.replace(DECLARED, seeds=seeds), table)
+        assert again is not None
+        assert (again.status != "undecided") == decided
+
+
+def test_an_open_question_that_no_number_of_seeds_decides_says_so():
+    found = verdict("removed", around(0.2, 0.001), around(0.45, 0.001))
+    assert found.needed is None
+    assert "no number of seeds up to a thousand" in found.sentence
+
+
+@pytest.mark.parametrize("rule", ["lower", "higher", "same"])
+def test_a_true_claim_s_opposite_is_seldom_supported(rule):
+    """200 simulated questions of three contrasts each at the edge of what is claimed: errors at most 5 % (+3 sd)."""
+    rng = np.random.default_rng(1)
+    edge = {"lower": 0.0, "higher": 0.0, "same": 0.1}[rule]
+    names = ("a", "b", "c")
+    contrasts = {name: {name: 1.0, "old": -1.0} for name in names}
+    declared = dataclasses.replace(DECLARED, rule=rule, contrasts=contrasts, margin=0.1)
+    wrong, trials = 0, 200
+    for _ in range(trials):
+        rows = {"old": rng.normal(2, 0.05, 5).tolist()}
+        rows |= {name: rng.normal(2 + edge, 0.05, 5).tolist() for name in names}
+        found = judge(declared, table_of(rows))
+        assert found is not None
+        wrong += any(part.status == "supported" for part in found.parts)
+    assert wrong / trials <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / trials)
+
+
+def test_there_is_no_verdict_while_a_declared_seed_is_missing():
+    whole = table_of({"old": around(2, 0.1), "new": around(1, 0.1)})
+    assert judge(DECLARED, whole) is not None
+    assert judge(dataclasses.replace(DECLARED, seeds=(*SEEDS, 15)), whole) is None
+    assert judge(dataclasses.replace(DECLARED, primary="other"), whole) is None
+    more = table_of({"old": [*around(2, 0.1), 90.0], "new": [*around(1, 0.1), -90.0]}, (*SEEDS, 0))
+    assert judge(DECLARED, more) == judge(DECLARED, whole), "other seeds are not the declared ones"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({}, ()),
+        ({"commit": ""}, ("its declaration was not committed before its run",)),
+        ({"changed": True}, ("its declaration changed after its run began",)),
+        ({"pilot_seeds": (3, 12)}, ("some of its seeds were used in a pilot",)),
+    ],
+)
+def test_what_was_not_declared_before_is_exploratory(changes, reasons):
+    found = verdict("lower", around(1, 0.1), around(2, 0.1), **changes)
+    assert found.exploratory == reasons
+    assert found.sentence.endswith("".join(f" Exploratory: {reason}." for reason in reasons) or DECLARED.claim)
+
+
+def test_a_judged_table_survives_json_and_is_judged_the_same_from_it_alone():
+    table = judged(table_of({"old": around(2, 0.1), "new": around(1, 0.1)}), DECLARED)
+    again = Table.from_json(json.loads(json.dumps(table.to_json())))
+    assert (again.declaration, again.verdict) == (DECLARED, table.verdict)
+    assert judge(again.declaration, again) == table.verdict
+    assert judged(table, None) is table
+    assert Table.from_json(table_of({"a": around(1, 1)}).to_json()).verdict is None
+
+
+def test_lines_give_the_numbers_as_the_column_does():
+    found = verdict("lower", around(1, 0.1), around(2, 0.1))
+    part = found.parts[0]
+    assert lines(found, LOSS) == [f"new - old: supported, lower: -1.000 [{part.low:+.3f}, {part.high:+.3f}] nats"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rule": "better"}, "rule='better': must be one of lower, higher, same, removed"),
+        ({"margin": 0.0}, r"margin=0\.0: must be above 0"),
+        ({"seeds": (1, 2, 3)}, r"seeds=\(1, 2, 3\): needs at least 5"),
+        ({"contrasts": {}}, "contrasts=0: must be 1 to 5"),
+        ({"contrasts": {str(i): {"a": 1.0} for i in range(6)}}, "contrasts=6: must be 1 to 5"),
+        ({"removed": 0.4}, r"removed=0\.4: must be below kept=0\.3"),
+    ],
+)
+def test_mistakes_in_a_declaration_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(DECLARED, **changes)
+
+
+def test_contrast_weights_that_do_not_add_up_are_refused():
+    with pytest.raises(ValueError, match="add up to zero"):
+        Contrast("a", {"new": 1.0})

@@ -9,11 +9,12 @@ SUFFIX := _tiny
 TINY_SEED := --seeds 0
 endif
 
-.PHONY: help table2 table2-text dashboard test test-all test-tritons lint bench bench-grid crash-points soak constraints
+.PHONY: help table2 table2-text questions dashboard test test-all test-tritons lint bench bench-grid crash-points soak constraints
 
 help:
 	@echo "make table2        run Table 2's variants on the generated probe and print the table"
 	@echo "make table2-text   the same rows on real text, three seeds"
+	@echo "make questions     every declared question to its verdict, the cheapest first; LIMIT=90m for what fits"
 	@echo "make dashboard     MLflow on 127.0.0.1, with links to the runs"
 	@echo "make test          lint, types and tests"
 	@echo "make test-all      the same and the long tests, and the kernels on other versions of triton"
@@ -28,6 +29,9 @@ table2: .venv/.complete
 
 table2-text: .venv/.complete
 	$(LIT) ablate run table2 --base stdlib$(SUFFIX) $(or $(TINY_SEED),--seeds 0,1,2) $(addprefix --workers ,$(WORKERS)) --runs $(RUNS)
+
+questions: .venv/.complete
+	$(LIT) ablate questions $(addprefix --limit ,$(LIMIT)) $(addprefix --workers ,$(WORKERS)) --runs $(RUNS)
 
 dashboard: .venv/.complete
 	$(LIT) dashboard --runs $(RUNS)

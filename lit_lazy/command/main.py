@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from lit_lazy import __version__
 from lit_lazy.command import (
     ablate_list,
+    ablate_questions,
     ablate_run,
     ablate_search,
     ablate_status,
@@ -93,7 +94,15 @@ def make_parser() -> Parser:
     fields.add_to(commands)
     ablate = commands.add_parser("ablate", help="run ablations, build their tables")
     of_ablate = ablate.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for part in (ablate_run, ablate_search, ablate_status, ablate_table, ablate_verdicts, ablate_list):
+    for part in (
+        ablate_run,
+        ablate_questions,
+        ablate_search,
+        ablate_status,
+        ablate_table,
+        ablate_verdicts,
+        ablate_list,
+    ):
         part.add_to(of_ablate)
     bench = commands.add_parser("bench", help="measure what things cost on this machine")
     of_bench = bench.add_subparsers(title="commands", required=True, metavar="COMMAND")

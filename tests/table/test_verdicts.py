@@ -11,6 +11,7 @@ from scipy.stats import t
 from lit_lazy.table.build import build_table
 from lit_lazy.table.question import Declaration, Verdict
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table
+from lit_lazy.table.render import markdown
 from lit_lazy.table.verdicts import judge, judged, lines
 
 SEEDS = (10, 11, 12, 13, 14)
@@ -186,6 +187,15 @@ def test_a_judged_table_survives_json_and_is_judged_the_same_from_it_alone():
     assert judge(again.declaration, again) == table.verdict
     assert judged(table, None) is table
     assert Table.from_json(table_of({"a": around(1, 1)}).to_json()).verdict is None
+
+
+def test_a_table_says_its_verdict_first_or_what_it_still_needs():
+    table = table_of({"old": around(2, 0.1), "new": around(1, 0.1)})
+    done = markdown(judged(table, DECLARED)).splitlines()
+    assert done[2] == "Supported (n = 5): New is lower than old."
+    assert done[4].startswith("- new - old: supported, lower: ")
+    open_ = markdown(judged(table, dataclasses.replace(DECLARED, seeds=(*SEEDS, 15)))).splitlines()
+    assert open_[2] == "Not decided yet: New is lower than old. Its verdict needs seeds 10, 11, 12, 13, 14, 15."
 
 
 def test_lines_give_the_numbers_as_the_column_does():

@@ -1,0 +1,75 @@
+"""`lit-lazy ablate questions`"""
+
+import argparse
+import re
+import time
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from lit_lazy.command.ablate_run import ablate_run, add_running, make_grid
+from lit_lazy.command.grids import default_workers
+from lit_lazy.command.options import Commands, command
+
+if TYPE_CHECKING:
+    from lit_lazy.grid.work.launch import Grid
+
+
+def add_to(commands: Commands) -> None:
+    """The command and its options."""
+    what = "run what is missing of every question, the cheapest first"
+    parser = command(commands, "questions", ablate_questions, what, takes_overrides=True)
+    parser.add_argument(
+        "--limit", metavar="90m", type=duration, help="begin no question that would not end within this time (m or h)"
+    )
+    add_running(parser)
+
+
+def duration(text: str) -> float:
+    """Seconds of `90m` or `1.5h`."""
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)([mh])", text)
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be minutes or hours above 0, such as 90m or 1.5h")
+    return float(found[1]) * {"m": 60, "h": 3600}[found[2]]
+
+
+def ablate_questions(options: Namespace, overrides: list[str]) -> int:
+    """`lit-lazy ablate questions`"""
+    import torch
+
+    from lit_lazy.config.files import available, exported, find
+    from lit_lazy.grid.work.progress import clock
+
+    names = [name for name in available("ablations") if exported(find("ablations", name), "question") is not None]
+    torch.set_num_threads(options.threads)  # those that a worker has
+    workers = options.workers or default_workers(options.threads, options.devices or 1)
+    prices = {name: _seconds(make_grid(Namespace(**vars(options) | {"ablation": name}), overrides)) for name in names}
+    order = sorted(names, key=lambda name: prices[name])
+    for name in order:
+        print(f"{name:16} about {clock(prices[name] / workers)} with {workers} workers")
+    if options.dry_run:
+        print("Nothing was created.")
+        return 0
+    begun, status, left_out = time.monotonic(), 0, []
+    for name in order:
+        left = None if options.limit is None else options.limit - (time.monotonic() - begun)
+        if left is not None and prices[name] / workers > left:
+            left_out.append(name)
+            continue
+        print(f"\n{name}", flush=True)
+        status = max(status, ablate_run(Namespace(**vars(options) | {"ablation": name}), overrides))
+    if left_out:
+        print(f"\ndid not fit into the limit: {', '.join(left_out)}; the same command runs them with more time")
+    return status
+
+
+def _seconds(grid: "Grid") -> float:
+    """Of training on one worker that a grid still lacks, from timed steps."""
+    from lit_lazy.config.canonical import from_dict
+    from lit_lazy.config.schema import RunConfig
+    from lit_lazy.grid.work.estimate import timed
+    from lit_lazy.training.result import RESULT
+
+    missing = [cell for cell in grid.cells if not (grid.folder / "cells" / cell.key / RESULT).exists()]
+    variants = {cell.variant: cell for cell in missing}
+    each = {variant: timed(from_dict(RunConfig, cell.config)) for variant, cell in variants.items()}
+    return sum(each[cell.variant] for cell in missing)

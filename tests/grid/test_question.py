@@ -1,0 +1,227 @@
+"""A question from its declaration to its verdict: by the command, in MLflow, and what makes it exploratory."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import forked
+import pytest
+
+from lit_lazy.attention import Elastic, Softmax
+from lit_lazy.command.main import main
+from lit_lazy.config.files import available, experiment, exported, find
+from lit_lazy.grid.ablation import Ablation, Row, expand, select
+from lit_lazy.grid.question import Question, load_asked
+from lit_lazy.support.provenance import committed_at
+from lit_lazy.table.columns import COLUMNS
+from lit_lazy.table.records import Contrast, Table
+from lit_lazy.tracking.tracker import Tracker, default_uri
+
+SOURCE = """
+from lit_lazy.attention import Elastic, Softmax
+from lit_lazy.grid.ablation import Ablation, Row
+from lit_lazy.grid.question import Question
+from lit_lazy.table.columns import COLUMNS
+from lit_lazy.table.records import Contrast
+
+RULE = "model.attention.normaliser"
+question = Question(
+    ablation=Ablation(
+        name="q_mine",
+        base="backcopy_tiny",
+        baseline="softmax",
+        seeds=(3, 4, 5, 6, 7),
+        columns=COLUMNS,
+        rows=(Row("softmax", {RULE: Softmax()}, "ours"), Row("elastic", {RULE: Elastic()}, "ours")),
+        common={"train.steps": 6, "train.warmup_steps": 1, "train.val_every": 6, "train.checkpoint_every": 6},
+    ),
+    claim="Elastic-Softmax has less mass.",
+    primary="mass/non_trigger",
+    contrasts=(Contrast("elastic - softmax", {"elastic": 1, "softmax": -1}),),
+    rule="lower",
+    margin=MARGIN,
+    source="R4",
+)
+"""
+QUESTIONS = [name for name in available("ablations") if exported(find("ablations", name), "question") is not None]
+BASE = experiment("backcopy_tiny")
+RUN = (sys.executable, "-P", "-m", "lit_lazy.command", "ablate", "run")
+
+
+def git(folder: Path, *words: str) -> None:
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A question that was committed."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "q_mine.py").write_text(SOURCE.replace("MARGIN", "0.1"))
+    git(folder, "init")
+    git(folder, "add", ".")
+    git(folder, "commit", "-m", "Ask")
+    return folder / "q_mine.py"
+
+
+def read(runs: Path) -> Table:
+    return Table.from_json(json.loads((runs / "q_mine-backcopy_tiny" / "table.json").read_text()))
+
+
+def test_from_the_declaration_to_the_verdict(mine: Path, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [*RUN, str(mine), "--runs", str(runs), "--workers", "2"]
+    done = forked.run(command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = read(runs)
+    assert table.declaration is not None
+    assert table.verdict is not None
+    assert table.declaration.commit == committed_at(mine) != ""
+    assert table.verdict.status == "supported"
+    assert (table.primary, table.verdict.exploratory) == ("mass/non_trigger", ())
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    heading = lines.index("## q_mine")
+    assert lines[heading + 1] == "Supported (n = 5): Elastic-Softmax has less mass."
+
+    tracker = Tracker(default_uri(runs), runs, "q_mine-backcopy_tiny")
+    (parent,) = tracker.find({"kind": "ablation"})
+    assert parent.tags["verdict"] == table.verdict.sentence
+
+    page = runs / "questions.md"
+    assert main(["ablate", "verdicts", str(runs), "--out", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert table.verdict.sentence in printed
+    assert table.declaration.digest in printed
+    text = page.read_text()
+    assert "q_mine: supported" in next(line for line in text.splitlines() if line.startswith("| R4"))
+    assert table.verdict.sentence in text
+
+    # The same question again, with another margin: its results were seen before.
+    mine.write_text(SOURCE.replace("MARGIN", "0.2"))
+    again = forked.run(command)
+    assert again.returncode == 0, again.stdout + again.stderr
+    changed = read(runs).verdict
+    assert changed is not None
+    assert "its declaration changed after its run began" in changed.exploratory
+
+
+def test_a_file_counts_as_committed_only_as_it_was_committed(mine: Path, tmp_path: Path) -> None:
+    assert committed_at(mine)
+    mine.write_text("# changed\n")
+    assert committed_at(mine) == ""
+    (tmp_path / "elsewhere.py").touch()
+    assert committed_at(tmp_path / "elsewhere.py") == ""
+
+
+def question(**changes) -> Question:
+    rule = "model.attention.normaliser"
+    given = {
+        "ablation": Ablation(
+            name="q",
+            baseline="a",
+            seeds=(3, 4, 5, 6, 7),
+            columns=COLUMNS,
+            rows=(Row("a", {rule: Softmax()}, "ours"), Row("b", {rule: Elastic()}, "ours")),
+        ),
+        "claim": "B is lower.",
+        "primary": "loss/excess",
+        "contrasts": (Contrast("b - a", {"b": 1, "a": -1}),),
+        "rule": "lower",
+        "margin": 0.1,
+        "source": "R5",
+    }
+    return Question(**given | changes)
+
+
+def test_the_digest_is_of_all_that_was_declared(mine: Path) -> None:
+    asked = question()
+    digest = asked.declaration("base", BASE, mine).digest
+    assert digest == question().declaration("base", BASE, mine).digest
+    row = Row("b", {"model.attention.normaliser": Elastic(tau_init=0.5)}, "ours")
+    others = (
+        replace(asked, claim="B is much lower."),
+        replace(asked, margin=0.2),
+        replace(asked, rule="same"),
+        replace(asked, primary="sink/rate"),
+        replace(asked, pilot_seeds=(0,)),
+        replace(asked, contrasts=(Contrast("b - a", {"b": 2, "a": -2}),)),
+        replace(asked, ablation=replace(asked.ablation, seeds=(8, 9, 10, 11, 12))),
+        replace(asked, ablation=replace(asked.ablation, rows=(asked.ablation.rows[0], row))),
+    )
+    digests = {other.declaration("base", BASE, mine).digest for other in others}
+    digests |= {asked.declaration("other", BASE, mine).digest}
+    digests |= {asked.declaration("base", replace(BASE, train=replace(BASE.train, lr=0.5)), mine).digest}
+    assert len(digests) == len(others) + 2
+    assert digest not in digests
+
+
+ABLATION = question().ablation
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"primary": "loss/excel"}, r"question 'q': primary='loss/excel': must be a column: loss/excess"),
+        ({"contrasts": ()}, "question 'q': contrasts=0: must be 1 to 5"),
+        ({"contrasts": (Contrast("c - a", {"c": 1, "a": -1}),)}, "'c' is no row of it"),
+        ({"margin": 0}, "question 'q': margin=0: must be above 0"),
+        ({"rule": "better"}, "question 'q': rule='better': must be one of lower, higher, same, removed"),
+        ({"ablation": replace(ABLATION, seeds=(0, 1))}, r"question 'q': seeds=\(0, 1\): needs at least 5"),
+        ({"ablation": replace(ABLATION, primary=("loss/excess",))}, r"question 'q': ablation\.primary=.*leave it to"),
+        (
+            {"ablation": replace(ABLATION, rows=(replace(ABLATION.rows[0], seeds=(1,)), ABLATION.rows[1]))},
+            r"question 'q': seeds of rows=\['a'\]: all rows of a question have the ablation's seeds",
+        ),
+    ],
+)
+def test_mistakes_are_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        question(**changes)
+
+
+def test_a_question_that_is_none_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.py"
+    path.write_text("question = 3\n")
+    with pytest.raises(ValueError, match=r"wrong\.py: its `question` is a int; let it be a Question"):
+        load_asked(path)
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_shipped_questions_fit_their_experiment_and_use_no_seed_that_was_seen(name: str) -> None:
+    """Seeds 0 to 4 are those of the tables that were there before."""
+    ablation, asked = load_asked(find("ablations", name))
+    assert asked is not None
+    assert ablation.name == name
+    assert not {*asked.ablation.seeds} & ({0, 1, 2, 3, 4} | {*asked.pilot_seeds})
+    from lit_lazy.config.canonical import replace_at
+
+    base = replace_at(experiment(ablation.base), ablation.common)
+    cells = expand(select(ablation, [], [ablation.seeds[0]]), base)
+    assert len(cells) == len(ablation.all_rows)
+
+
+def test_questions_are_priced_and_what_does_not_fit_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lit_lazy.command import ablate_questions
+
+    ran = []
+    prices = {name: 600.0 * (i + 1) for i, name in enumerate(reversed(QUESTIONS))}
+    monkeypatch.setattr(ablate_questions, "_seconds", lambda grid: prices[grid.plan.ablation])
+    monkeypatch.setattr(ablate_questions, "ablate_run", lambda options, _: ran.append(options.ablation) or 0)
+    words = ["ablate", "questions", "--runs", str(tmp_path / "runs"), "--workers", "1"]
+    assert main([*words, "--dry-run"]) == 0
+    priced = [line.split()[0] for line in capsys.readouterr().out.splitlines() if " about " in line]
+    assert priced == list(prices)
+    assert ran == []
+    assert main([*words, "--limit", "15m"]) == 0
+    assert ran == priced[:1]
+    assert f"did not fit into the limit: {', '.join(priced[1:])}" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(SystemExit, match="2"):
+        main(["ablate", "questions", "--limit", "0m"])
+    assert "'0m': must be minutes or hours above 0" in capsys.readouterr().err
+    assert main(["ablate", "verdicts", str(tmp_path)]) == 2
+    assert "holds no question's table.json" in capsys.readouterr().err

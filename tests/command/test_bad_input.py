@@ -70,7 +70,10 @@ OPTIONS = [
     (["ablate", "status", "nothing"], "holds no such grid; it has none; `lit-lazy ablate run` makes it"),
     (["ablate", "table", "table2"], "mlflow.db holds no such grid; it has none; `lit-lazy ablate run` makes it"),
     (["ablate", "table", "nothing"], "holds no such grid; it has none; `lit-lazy ablate run` makes it"),
-    (["ablate", "table", "table2", "--from", "nothing.json"], "--from 'nothing.json': is no table.json (FileNotFoundError"),
+    (
+        ["ablate", "table", "table2", "--from", "nothing.json"],
+        "--from 'nothing.json': is no table.json (FileNotFoundError",
+    ),
     (["ablate", "table", "nothing", "--from", "table.json"], "ablation 'nothing': unknown"),
     (["dashboard"], "--runs runs: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` makes some"),
     (["dashboard", "--port", "0"], "argument --port: '0': must be a whole number from 1 to 65535"),

@@ -26,7 +26,9 @@ def test_committed_tables_say_what_their_values_and_todays_statistics_give(path:
     assert table.primary in ablation.primary
 
 
-def test_the_command_writes_every_format_and_figure_in_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_every_format_and_figure_in_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     kept = RESULTS / "rivals-stdlib"
     stale = json.loads((kept / "table.json").read_text())
     for row in stale["rows"]:

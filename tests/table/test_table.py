@@ -234,10 +234,7 @@ def test_deterministic_columns_are_not_tested():
     measure = row(result, "b")["metrics"]["parameters"]
     assert (measure["diff"], measure["test"], measure["p"], measure["p_adj"]) == (544.0, "constant", None, None)
     assert "124,000 =" in markdown(result)
-    assert (
-        "parameters: no test, no spread was measured in the baseline, or in any row beside it."
-        in markdown(result)
-    )
+    assert "parameters: no test, no spread was measured in the baseline, or in any row beside it." in markdown(result)
 
 
 def test_a_row_at_its_bound_has_a_range_and_no_test():

@@ -264,6 +264,12 @@ def eligible(result: Mapping[str, Any]) -> list[str]:
     return sorted(kept, key=lambda name: -mean_power(at_n, name))
 
 
+def missing_by_single(result: Mapping[str, Any]) -> list[str]:
+    """Candidates whose family-wise error is within the limit, and whose error of a single contrast is not."""
+    rows = [row for row in result["settings"] if is_asked(row)]
+    return [n for n in CANDIDATES if worst(rows, n, "family") <= result["limit"] < worst(rows, n, "single")]
+
+
 def markdown(result: Mapping[str, Any]) -> str:
     rows = result["settings"]
     asked = [row for row in rows if is_asked(row)]
@@ -313,7 +319,9 @@ def markdown(result: Mapping[str, Any]) -> str:
             *_grid(header, lines),
             "",
             f"Within the limit where asked, the most powerful at n = {N_FOR_POWER} first: "
-            f"{'; '.join(eligible(result))}. Tables use: {result['chosen']}. Reasons: [decisions.md](../decisions.md).",
+            f"{'; '.join(eligible(result))}. Within it but for a single contrast: "
+            f"{'; '.join(missing_by_single(result)) or 'none'}. Tables use: {result['chosen']}. Reasons: "
+            "[decisions.md](../decisions.md).",
             "",
             "## By spread, rows and seeds",
             "",

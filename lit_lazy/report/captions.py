@@ -37,7 +37,7 @@ CAPTIONS = {
     "sparsity_by_layer": (
         "Sparsity by layer",
         "Look how far the zeros exceed the untrained model and, where there is a threshold, the null model: zeros up "
-        "to those need no structure.",
+        "to those are what Gaussian scores give.",
     ),
     "tau_by_layer": (
         "Offset parameter by layer",
@@ -96,7 +96,8 @@ READING = {
     ],
     "Null": [
         "The sparsity of independent normal scores, row by row, with the row's own spread, number of keys and "
-        "threshold. Zeros up to it need no structure: at tau = 1 it is one half or more, whatever the spread."
+        "threshold. Zeros up to it say nothing of what was learned: at tau = 1 it is one half or more, whatever the "
+        "spread."
     ],
     "Tau": [
         "The offset parameter: the threshold is tau divided by the number of visible keys, where a variant's name "

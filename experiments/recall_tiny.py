@@ -7,7 +7,7 @@ from lit_lazy.data.recall import Recall
 
 def config() -> RunConfig:
     return RunConfig(
-        data=Recall(pairs=6, queries=4, keys=50, values=2, train_sequences=256, validation_sequences=32),
+        data=Recall(pairs=6, queries=4, keys=72, values=2, train_sequences=256, validation_sequences=32),
         model=ModelConfig(d_model=16, n_layers=1, n_heads=1, d_ff=32, position=NoPosition()),
         train=TrainConfig(steps=6, batch_size=8, warmup_steps=2, val_every=3, checkpoint_every=3, log_every=2),
     )

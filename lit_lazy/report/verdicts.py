@@ -37,14 +37,14 @@ PAGE_WIDTH = 1000
 """Characters of a page's tables, which a browser lays out."""
 
 
-class Answered(NamedTuple):
+class Outcome(NamedTuple):
     """The table of a question, and the folder that holds it."""
 
     folder: Path
     table: Table
 
 
-def answered(folder: Path) -> list[Answered]:
+def answered(folder: Path) -> list[Outcome]:
     """Every question's table below a folder, by name. Raises ValueError, in one line, for one that cannot be read."""
     found = []
     for path in sorted(folder.glob("*/table.json")):
@@ -53,16 +53,16 @@ def answered(folder: Path) -> list[Answered]:
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ValueError(f"{str(path)!r}: is no table.json ({named(error)})") from None
         if table.declaration is not None:
-            found.append(Answered(path.parent, table))
+            found.append(Outcome(path.parent, table))
     return found
 
 
-def summary(found: Iterable[Answered]) -> str:
+def summary(found: Iterable[Outcome]) -> str:
     """Each verdict with its contrasts, seeds, commits and command, for a terminal."""
     return to_markdown([block for one in found for block in _blocks(one)])
 
 
-def page(found: Sequence[Answered]) -> str:
+def page(found: Sequence[Outcome]) -> str:
     """docs/questions.md."""
     blocks: list[Block] = [
         Heading("Questions", 1),
@@ -85,7 +85,7 @@ _ABOUT = (
 )
 
 
-def _verdicts(found: Sequence[Answered]) -> Tabular:
+def _verdicts(found: Sequence[Outcome]) -> Tabular:
     rows = []
     for _, table in found:
         declared, verdict = table.declaration, table.verdict
@@ -96,7 +96,7 @@ def _verdicts(found: Sequence[Answered]) -> Tabular:
     return Tabular(("Question", "Claim", "Asked by", "Verdict", "n"), tuple(rows), 4)
 
 
-def _reviewers(found: Sequence[Answered]) -> Tabular:
+def _reviewers(found: Sequence[Outcome]) -> Tabular:
     asked: dict[str, list[str]] = {number: [] for number in REVIEWERS}
     for _, table in found:
         assert table.declaration is not None
@@ -104,10 +104,10 @@ def _reviewers(found: Sequence[Answered]) -> Tabular:
         for number in re.findall(r"\bR\d+\b", table.declaration.source):
             asked.setdefault(number, []).append(f"{table.ablation}: {status}")
     rows = tuple((n, about, "; ".join(asked[n]) or "–", left) for n, (about, left) in REVIEWERS.items())
-    return Tabular(("", "Asked", "Answered by", "Open"), rows, 4)
+    return Tabular(("", "Asked", "Outcome by", "Open"), rows, 4)
 
 
-def _blocks(one: Answered) -> list[Block]:
+def _blocks(one: Outcome) -> list[Block]:
     table = one.table
     declared, verdict = table.declaration, table.verdict
     assert declared is not None

@@ -17,7 +17,7 @@ from lit_lazy.config.canonical import from_dict, leaves, to_dict
 from lit_lazy.config.files import available, find, load_experiment, load_module
 from lit_lazy.config.key import SCHEMA, cell_key, code, settings, settings_key
 from lit_lazy.data.backcopy import Backcopy
-from lit_lazy.grid.ablation import load_ablation
+from lit_lazy.grid.question import load_asked
 from lit_lazy.grid.search.definition import load_search
 
 SHIPPED = Path(__file__).with_name("shipped_keys.json")
@@ -34,7 +34,7 @@ def current() -> dict[str, typing.Any]:
             base = load_experiment(find("experiments", search.base))
             keys[name] = {"": cell_key(replace_at(base, search.common), "data")}
             continue
-        ablation = load_ablation(path)
+        ablation, _ = load_asked(path)
         base = replace_at(load_experiment(find("experiments", ablation.base)), ablation.common)
         keys[name] = {row.name: cell_key(row.on(base), "data") for row in ablation.all_rows}
     return {"schema": SCHEMA, "defaults": defaults(RunConfig), "keys": keys}

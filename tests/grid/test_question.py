@@ -202,6 +202,15 @@ def test_shipped_questions_fit_their_experiment_and_use_no_seed_that_was_seen(na
     assert len(cells) == len(ablation.all_rows)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_shipped_questions_run_in_a_tiny_form(name: str, runs: Path) -> None:
+    tiny = f"{load_asked(find('ablations', name))[0].base}_tiny"
+    done = forked.run([*RUN, name, "--base", tiny, "--seeds", "10", "--runs", str(runs), "--workers", "2"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Not decided yet: " in done.stdout
+
+
 def test_questions_are_priced_and_what_does_not_fit_is_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,14 +37,14 @@ PAGE_WIDTH = 1000
 """Characters of a page's tables, which a browser lays out."""
 
 
-class Outcome(NamedTuple):
+class Decided(NamedTuple):
     """The table of a question, and the folder that holds it."""
 
     folder: Path
     table: Table
 
 
-def answered(folder: Path) -> list[Outcome]:
+def answered(folder: Path) -> list[Decided]:
     """Every question's table below a folder, by name. Raises ValueError, in one line, for one that cannot be read."""
     found = []
     for path in sorted(folder.glob("*/table.json")):
@@ -53,16 +53,16 @@ def answered(folder: Path) -> list[Outcome]:
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ValueError(f"{str(path)!r}: is no table.json ({named(error)})") from None
         if table.declaration is not None:
-            found.append(Outcome(path.parent, table))
+            found.append(Decided(path.parent, table))
     return found
 
 
-def summary(found: Iterable[Outcome]) -> str:
+def summary(found: Iterable[Decided]) -> str:
     """Each verdict with its contrasts, seeds, commits and command, for a terminal."""
     return to_markdown([block for one in found for block in _blocks(one)])
 
 
-def page(found: Sequence[Outcome]) -> str:
+def page(found: Sequence[Decided]) -> str:
     """docs/questions.md."""
     blocks: list[Block] = [
         Heading("Questions", 1),
@@ -85,7 +85,7 @@ _ABOUT = (
 )
 
 
-def _verdicts(found: Sequence[Outcome]) -> Tabular:
+def _verdicts(found: Sequence[Decided]) -> Tabular:
     rows = []
     for _, table in found:
         declared, verdict = table.declaration, table.verdict
@@ -96,7 +96,7 @@ def _verdicts(found: Sequence[Outcome]) -> Tabular:
     return Tabular(("Question", "Claim", "Asked by", "Verdict", "n"), tuple(rows), 4)
 
 
-def _reviewers(found: Sequence[Outcome]) -> Tabular:
+def _reviewers(found: Sequence[Decided]) -> Tabular:
     asked: dict[str, list[str]] = {number: [] for number in REVIEWERS}
     for _, table in found:
         assert table.declaration is not None
@@ -104,10 +104,10 @@ def _reviewers(found: Sequence[Outcome]) -> Tabular:
         for number in re.findall(r"\bR\d+\b", table.declaration.source):
             asked.setdefault(number, []).append(f"{table.ablation}: {status}")
     rows = tuple((n, about, "; ".join(asked[n]) or "–", left) for n, (about, left) in REVIEWERS.items())
-    return Tabular(("", "Asked", "Outcome by", "Open"), rows, 4)
+    return Tabular(("", "Asked", "Decided by", "Open"), rows, 4)
 
 
-def _blocks(one: Outcome) -> list[Block]:
+def _blocks(one: Decided) -> list[Block]:
     table = one.table
     declared, verdict = table.declaration, table.verdict
     assert declared is not None

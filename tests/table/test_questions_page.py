@@ -1,0 +1,76 @@
+"""docs/questions.md is what the committed tables say, and their verdicts follow from the values in table.json alone."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import t
+
+from lit_lazy.report.verdicts import answered, page
+
+ROOT = Path(__file__).parents[2]
+TABLES = [
+    path for path in sorted(ROOT.glob("docs/results/*/table.json")) if json.loads(path.read_text()).get("declaration")
+]
+
+
+def test_the_page_is_made_of_the_committed_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written by `lit-lazy ablate verdicts docs/results --out docs/questions.md`."""
+    monkeypatch.chdir(ROOT)
+    assert (ROOT / "docs" / "questions.md").read_text() == page(answered(Path("docs/results")))
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.parent.name)
+def test_a_verdict_recomputed_from_the_values_by_hand(path: Path) -> None:
+    """None of the project's code: method.md, section 10, in numpy."""
+    table = json.loads(path.read_text())
+    declared, verdict = table["declaration"], table["verdict"]
+    seeds = [str(seed) for seed in declared["seeds"]]
+    rows = {
+        row["variant"]: np.array([row["metrics"][declared["primary"]]["values"][seed] for seed in seeds])
+        for row in table["rows"]
+    }
+    spread = {name: x for name, x in rows.items() if np.ptp(x) > 1e-6 * np.abs(x).max() and np.ptp(x) > 1e-12}
+    pairs = [np.corrcoef(a, b)[0, 1] for a, b in itertools.combinations(spread.values(), 2)]
+    together = max(0.0, 1 - (1 - np.mean(pairs)) * len(spread) / (len(spread) - 1)) if pairs else 0.0
+    count, n, found = len(declared["contrasts"]), len(seeds), []
+
+    def interval(weights: dict[str, float], level: float) -> tuple[float, float]:
+        if any(name not in spread for name in weights):
+            sums = sum(weight * rows[name] for name, weight in weights.items())
+            return min(sums), max(sums)
+        v = {name: rows[name].var(ddof=1) for name in weights}
+        own = {name: weights[name] ** 2 * v[name] / n for name in weights}
+        shared = sum(
+            weights[a] * weights[b] * together * min(v[a], v[b]) / n for a, b in itertools.permutations(weights, 2)
+        )
+        df = sum(own.values()) ** 2 / sum(x**2 / (n - 1) for x in own.values())
+        half = t.isf(level / 2, df) * math.sqrt(sum(own.values()) + shared)
+        mean = sum(weight * rows[name].mean() for name, weight in weights.items())
+        return mean - half, mean + half
+
+    for part, weights in zip(verdict["parts"], declared["contrasts"].values(), strict=True):
+        low, high = interval(weights, 0.05 / count)
+        assert (part["low"], part["high"]) == pytest.approx((low, high), rel=1e-6, abs=1e-9)
+        inner = interval(weights, 0.1 / count)
+        small = max(map(abs, inner)) < declared["margin"]
+        if declared["rule"] == "removed":
+            plus = [interval({name: 1.0}, 0.05 / count) for name, weight in weights.items() if weight > 0]
+            minus = [interval({name: 1.0}, 0.05 / count) for name, weight in weights.items() if weight < 0]
+            there = all(x[0] > declared["kept"] for x in minus)
+            gone, stays = all(x[1] < declared["removed"] for x in plus), all(x[0] > declared["kept"] for x in plus)
+            expected = "supported" if there and gone else "refuted" if there and stays else "undecided"
+        elif declared["rule"] == "same":
+            outside = low > declared["margin"] or high < -declared["margin"]
+            expected = "supported" if small else "refuted" if outside else "undecided"
+        else:
+            sign = 1 if declared["rule"] == "higher" else -1
+            as_claimed, against = min(sign * low, sign * high) > 0, max(sign * low, sign * high) < 0
+            expected = "refuted" if small or against else "supported" if as_claimed else "undecided"
+        assert part["status"] == expected
+        found.append(expected)
+    worst = "refuted" if "refuted" in found else "undecided" if "undecided" in found else "supported"
+    assert verdict["status"] == worst

@@ -36,12 +36,12 @@ from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.data import DataConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.stdlib import Stdlib
-from lit_lazy.grid.ablation import load_ablation
+from lit_lazy.grid.question import load_asked
 from lit_lazy.measure.lengths import Lengths
 
 EXPERIMENTS = {path.stem: load_experiment(path) for path in sorted((PROJECT / "experiments").glob("*.py"))}
 ABLATIONS = [
-    load_ablation(path)
+    load_asked(path)[0]
     for path in sorted((PROJECT / "ablations").glob("*.py"))
     if not hasattr(load_module(path), "search")
 ]

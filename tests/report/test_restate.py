@@ -8,7 +8,7 @@ import pytest
 
 from lit_lazy.command.main import main
 from lit_lazy.config.files import find
-from lit_lazy.grid.ablation import load_ablation
+from lit_lazy.grid.question import load_asked
 from lit_lazy.table.build import restated
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import markdown
@@ -20,7 +20,7 @@ KEPT = sorted(RESULTS.glob("*/table.json"))
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.parent.name)
 def test_committed_tables_say_what_their_values_and_todays_statistics_give(path: Path) -> None:
     table = Table.from_json(json.loads(path.read_text()))
-    ablation = load_ablation(find("ablations", table.ablation))
+    ablation, _ = load_asked(find("ablations", table.ablation))
     assert restated(table, ablation.columns, ablation.contrasts, ablation.primary) == table
     assert path.with_suffix(".md").read_text() == markdown(table)
     assert table.primary in ablation.primary

@@ -7,7 +7,7 @@ from lit_lazy.command.options import Commands, command
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    command(commands, "list", ablate_list, "list ablations, searches and experiments")
+    command(commands, "list", ablate_list, "list ablations, questions, searches and experiments")
 
 
 def ablate_list(_options: argparse.Namespace, _rest: list[str]) -> int:
@@ -15,12 +15,13 @@ def ablate_list(_options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.config.files import available, find, load_module
     from lit_lazy.support.errors import shown
 
-    listed: dict[str, list[str]] = {"ablations": [], "searches": [], "experiments": []}
+    listed: dict[str, list[str]] = {"ablations": [], "questions": [], "searches": [], "experiments": []}
+    kinds = {"question": "questions", "search": "searches"}
     for room in ("ablations", "experiments"):
         for name in available(room):
             module = load_module(find(room, name))
             about = str(module.__doc__ or "").strip().partition("\n")[0]
-            kind = "searches" if room == "ablations" and hasattr(module, "search") else room
+            kind = next((kind for exports, kind in kinds.items() if hasattr(module, exports)), room)
             listed[kind].append(f"  {name:16} {shown(about)}")
     for kind, lines in listed.items():
         print("\n".join([f"{kind}:", *lines]))

@@ -42,7 +42,7 @@ def ablate_questions(options: Namespace, overrides: list[str]) -> int:
     names = [name for name in available("ablations") if exported(find("ablations", name), "question") is not None]
     torch.set_num_threads(options.threads)  # those that a worker has
     workers = options.workers or default_workers(options.threads, options.devices or 1)
-    prices = {name: _seconds(make_grid(Namespace(**vars(options) | {"ablation": name}), overrides)) for name in names}
+    prices = {name: _seconds(make_grid(_named(options, name), overrides)) for name in names}
     order = sorted(names, key=lambda name: prices[name])
     for name in order:
         print(f"{name:16} about {clock(prices[name] / workers)} with {workers} workers")
@@ -56,10 +56,15 @@ def ablate_questions(options: Namespace, overrides: list[str]) -> int:
             left_out.append(name)
             continue
         print(f"\n{name}", flush=True)
-        status = max(status, ablate_run(Namespace(**vars(options) | {"ablation": name}), overrides))
+        status = max(status, ablate_run(_named(options, name), overrides))
     if left_out:
         print(f"\ndid not fit into the limit: {', '.join(left_out)}; the same command runs them with more time")
     return status
+
+
+def _named(options: Namespace, name: str) -> Namespace:
+    """The options of `ablate run` for a question."""
+    return Namespace(**vars(options) | {"ablation": name, "rows": []})
 
 
 def _seconds(grid: "Grid") -> float:

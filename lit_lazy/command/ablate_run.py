@@ -33,13 +33,13 @@ def add_to(commands: Commands) -> None:
     """The command and its options."""
     parser = command(commands, "run", ablate_run, "run what is missing of an ablation", takes_overrides=True)
     parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, or a .py file")
+    parser.add_argument("--rows", metavar="A,B", type=names, default=[], help="only these rows")
     add_running(parser)
 
 
 def add_running(parser: argparse.ArgumentParser) -> None:
-    """What is run of an ablation, on what, and how."""
+    """On what an ablation is run, with which seeds, and how."""
     add_base(parser)
-    parser.add_argument("--rows", metavar="A,B", type=names, default=[], help="only these rows")
     parser.add_argument("--seeds", metavar="0,1", type=whole_numbers, default=[], help="these seeds in every row")
     add_workers(parser)
     add_launcher(parser)

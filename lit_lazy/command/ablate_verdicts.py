@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from lit_lazy.command.options import Commands, command, folder
+from lit_lazy.command.options import Commands, command, folder, path
 
 
 def add_to(commands: Commands) -> None:
@@ -17,20 +17,23 @@ def add_to(commands: Commands) -> None:
         default=Path("runs"),
         help="folder whose folders hold the questions' table.json (default: runs)",
     )
-    parser.add_argument("--out", metavar="PAGE.md", type=Path, help="write them as a page, too")
+    parser.add_argument("--out", metavar="PAGE.md", type=path, help="write them as a page, too")
 
 
 def ablate_verdicts(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy ablate verdicts`"""
     from lit_lazy.report.verdicts import answered, page, summary
-    from lit_lazy.support.disk import write_text
+    from lit_lazy.support.disk import writable_file, write_text
 
+    if options.out is not None:
+        writable_file("--out", options.out)
     found = answered(options.folder)
     if not found:
         raise ValueError(
             f"{str(options.folder)!r}: holds no question's table.json; `lit-lazy ablate run q_null` makes one"
         )
     if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         write_text(options.out, page(found))
     print(summary(found))
     return 0

@@ -22,15 +22,11 @@ def report(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy report`"""
     from lit_lazy.grid.plan import newest_parent
     from lit_lazy.report.page import REPORT, report_html
-    from lit_lazy.support.disk import writable_folder, write_text
+    from lit_lazy.support.disk import writable_file, write_text
 
     tracker = tracked_grid(options)
     file = options.out or options.runs / tracker.experiment / REPORT
-    if file.exists() and not file.is_file():
-        raise ValueError(
-            f"--out {str(file)!r}: is {'a folder; name a file in it' if file.is_dir() else 'no file; name another'}"
-        )
-    writable_folder("--out" if options.out else "--runs", file.parent)
+    writable_file("--out" if options.out else "--runs", file)
     page = report_html(tracker, newest_parent(tracker), options.ui_url)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, page)

@@ -145,6 +145,14 @@ def lacking(folder: Path, size: int) -> str:
     return ""
 
 
+def writable_file(option: str, file: Path) -> None:
+    """Raise ValueError, in one line, unless a file can be made or replaced; its folder may be yet to make."""
+    if file.exists() and not file.is_file():
+        fix = "a folder; name a file in it" if file.is_dir() else "no file; name another"
+        raise ValueError(f"{option} {str(file)!r}: is {fix}")
+    writable_folder(option, file.parent)
+
+
 def writable_folder(option: str, folder: Path) -> None:
     """Raise ValueError, in one line, unless files can be made in a folder, or in the one it would be made in."""
     whole = folder.resolve()

@@ -180,7 +180,7 @@ COMMANDS = [
     *(["train"], ["fields"], ["evaluate"], ["diagnose"], ["report"], ["dashboard"], ["ablate"], ["bench"], []),
     *(["generate"], ["export"]),
     *(["lm-eval"], ["tokenise"]),
-    *(["ablate", name] for name in ("run", "search", "status", "table", "list", "rum")),
+    *(["ablate", name] for name in ("run", "search", "status", "table", "list", "verdicts", "questions", "rum")),
     *(["bench", name] for name in ("step", "grid", "diagnostics")),
 ]
 GRID = ["--runs", "--base", "--workers", "--threads", "--storage"]

@@ -234,3 +234,5 @@ def test_questions_are_priced_and_what_does_not_fit_is_left_out(
     assert "'0m': must be minutes or hours above 0" in capsys.readouterr().err
     assert main(["ablate", "verdicts", str(tmp_path)]) == 2
     assert "holds no question's table.json" in capsys.readouterr().err
+    assert main(["ablate", "verdicts", "docs/results", "--out", "/proc/none/page.md"]) == 2
+    assert capsys.readouterr().err.startswith("lit-lazy: --out '/proc/none': nothing can be written there")

@@ -1,7 +1,8 @@
 """The paper's Table 1: softmax and Lazy Attention beside RetNet, Mamba2 and Gated DeltaNet, parameters matched.
 
 The mixers without attention have the sizes of their papers, which are more than attention's; the MLPs beside them are
-narrower by as much (`model.d_ff`), computed for whatever experiment the rows run on.
+narrower by as much (`model.d_ff`), computed for whatever experiment the rows run on. On text the columns of the paper's
+table, nine benchmarks, can be asked for: docs/scale.md, "Benchmarks".
 """
 
 from lit_lazy.attention import (

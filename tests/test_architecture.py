@@ -29,7 +29,7 @@ ONLY = {
     "safetensors": ("lit_lazy/model/export/",),
     "torchmetrics": ("lit_lazy/measure/",),
     "matplotlib": ("lit_lazy/figures/", "lit_lazy/grid/search/figures.py", "lit_lazy/report/", "kernels/bench/"),
-    "lm_eval": ("lit_lazy/measure/lm_eval.py",),
+    "lm_eval": ("lit_lazy/measure/lm_eval.py", "lit_lazy/measure/harness/"),
     "lightning": ("lit_lazy/training/", "lit_lazy/tracking/", "lit_lazy/grid/", "lit_lazy/bench/"),
 }
 """Where a package may be imported, late or not."""

@@ -38,7 +38,7 @@ def export(options: argparse.Namespace, _rest: list[str]) -> int:
     text = card(module, result(options.checkpoint), tokenizer is not None)
     writable_folder("OUT", options.out)
     with new_folder(options.out.absolute()) as scratch:
-        write(scratch, module.model, text, tokenizer, prompts.end)
+        write(scratch, module.model, text, tokenizer, prompts.end, prompts.begin)
     without = "" if tokenizer else f"; without a tokenizer, since {prompts.name} has no text"
     print(f"{options.out}: {', '.join(sorted(file.name for file in options.out.iterdir()))}{without}")
     return 0

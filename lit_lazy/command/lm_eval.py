@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lit_lazy.command.options import (
@@ -19,9 +18,8 @@ from lit_lazy.command.options import (
 )
 
 if TYPE_CHECKING:
-    from lit_lazy.data.tokeniser import Tokenizer
-    from lit_lazy.measure.lm_eval import Benchmarks, Count
-    from lit_lazy.training.module import LitLM
+    from lit_lazy.measure.harness.asked import Count
+    from lit_lazy.measure.lm_eval import Benchmarks
 
 
 def add_to(commands: Commands) -> None:
@@ -58,7 +56,7 @@ def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
 
     import torch
 
-    from lit_lazy.measure.lm_eval import TASKS, benchmark, find_tasks, load_tasks
+    from lit_lazy.measure.lm_eval import TASKS, benchmark, find_tasks, load_tasks, tokenizer_of
     from lit_lazy.support.disk import writable_folder, write_text
     from lit_lazy.support.provenance import environment
     from lit_lazy.training import checkpoints
@@ -72,7 +70,10 @@ def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
     chosen = options.tasks or list(TASKS)
     manager = find_tasks(chosen, options.task_folder)
     module = checkpoints.load(options.checkpoint)
-    tokenizer = tokenizer_of(options.checkpoint, module)
+    try:
+        tokenizer = tokenizer_of(module.cfg.data, module.hparams["vocab_size"])
+    except ValueError as error:
+        raise ValueError(f"checkpoint {str(options.checkpoint)!r}: {error}") from None
     tasks = load_tasks(chosen, manager)
     model = module.model.to(training_device())
     precision = torch.autocast(model.device.type, torch.bfloat16, enabled=module.cfg.train.precision == "bf16")
@@ -86,23 +87,6 @@ def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
 
     print(log_benchmarks(options.checkpoint, found.metrics(), result, limited=options.limit is not None))
     return 0
-
-
-def tokenizer_of(checkpoint: Path, module: "LitLM") -> "Tokenizer":
-    """What turns text into the tokens of a checkpoint. Raises ValueError, in one line, where that is not to be had."""
-    data = module.cfg.data
-    tokenizer = data.load_tokenizer()
-    if tokenizer is None:
-        raise ValueError(
-            f"checkpoint {str(checkpoint)!r}: its data ({type(data).__name__}) are no text, so that it can read none; "
-            "give a model that was trained on text"
-        )
-    if tokenizer.vocab_size != module.hparams["vocab_size"]:
-        raise ValueError(
-            f"checkpoint {str(checkpoint)!r}: reads {module.hparams['vocab_size']} tokens, and its tokenizer has "
-            f"{tokenizer.vocab_size} now; give it the one of its training"
-        )
-    return tokenizer
 
 
 def show(found: "Benchmarks") -> None:

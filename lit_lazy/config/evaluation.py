@@ -1,6 +1,8 @@
 """What is measured of a run's final model beside the metrics that every run has."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from lit_lazy.data import DataConfig
@@ -17,6 +19,10 @@ class Evaluation(ABC):
 
         model: a `DecoderLM` without weights, on the meta device. data: those that it is to be trained on.
         """
+
+    def files(self) -> Sequence[Path]:
+        """What a measurement reads beside the run's data; the content is part of the run's key."""
+        return ()
 
     @abstractmethod
     def measure(self, model: Any, data: DataConfig) -> dict[str, float]:

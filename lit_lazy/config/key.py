@@ -29,16 +29,18 @@ def cell_key(config: RunConfig, fingerprint: str) -> str:
     if config.init_from is not None:
         del content["config"]["init_from"]  # the same weights elsewhere make the same run
         content["init_from"] = content_of(config.init_from)
+    if files := [path for evaluation in config.evaluations for path in evaluation.files()]:
+        content["files"] = [content_of(str(path), "evaluations", "give files that can") for path in files]
     return _digest(content, digits=12)
 
 
-def content_of(path: str) -> str:
-    """The digest of a file. Raises ValueError, in one line, where it cannot be read."""
+def content_of(path: str, option: str = "init_from", fix: str = "give a final.ckpt") -> str:
+    """The digest of a file that an option names. Raises ValueError, in one line, where it cannot be read."""
     try:
         state = os.stat(path)
         return _content_of(path, state.st_size, state.st_mtime_ns)
     except OSError as error:
-        raise ValueError(f"init_from={path!r}: cannot be read ({error.strerror}); give a final.ckpt") from None
+        raise ValueError(f"{option}={path!r}: cannot be read ({error.strerror}); {fix}") from None
 
 
 @cache

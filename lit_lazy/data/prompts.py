@@ -29,6 +29,11 @@ class Prompts:
         """The token behind every document, where there is one."""
         return None if self.tokenizer is None else self.tokenizer.separator
 
+    @property
+    def begin(self) -> int | None:
+        """The token before every document, where there is one."""
+        return None if self.tokenizer is None else self.tokenizer.begin
+
     def encode(self, option: str, text: bytes) -> list[int]:
         """At least one token; where a text is empty, the one that ends the document before.
 

@@ -1,39 +1,32 @@
 """The field's benchmarks: lm-evaluation-harness on a model in this process.
 
-Prompts, metrics and versions of tasks are the harness's own; what is ours is how the model is asked. Contexts have no
-token put before them, as by the harness's default; an empty one is the prefix token: the token that begins documents
-where the training text had one, else the one that separates them. A context that does not fit is cut on its left, as
-the harness does, and counted.
+Prompts, metrics and versions of tasks are the harness's own; how the model is asked is in `harness/asked.py`. The
+harness is an extra, and takes seconds to import: only what asks a model, or looks for a task, does so.
 """
 
+import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from lit_lazy.config.evaluation import Evaluation
+from lit_lazy.data import DataConfig
 from lit_lazy.data.documents import offline_unless_the_hub_answers, quiet_datasets
 from lit_lazy.data.tokeniser import Tokenizer
 from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.errors import causes, one_line
 
-try:
-    import lm_eval
-    from lm_eval.api.instance import Instance
-    from lm_eval.api.model import TemplateLM
+if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-except ImportError:
-    raise ValueError("lm-eval needs the package lm_eval; pip install 'lit-lazy[lm-eval]'") from None
 
-TOKENS_AT_ONCE = 8192
-"""Tokens of a forward pass, unless a single sequence is longer."""
+    from lit_lazy.measure.harness.asked import Count
+
 TASKS = {
     "wikitext": "wikitext",
     "lambada_openai": "lambada",
@@ -71,9 +64,6 @@ COLUMNS = (
     BenchmarkColumn("BoolQ", "boolq", "acc"),
 )
 """In their usual order. Perplexities are by word: of WikiText per word of the text, of LAMBADA of the last word."""
-
-Count = Callable[[int, int], object]
-"""Takes note of progress: requests that are answered, and requests in all, of a task's kind of request."""
 
 
 def average(scores: Mapping[tuple[str, str], float]) -> float | None:
@@ -136,8 +126,13 @@ class Benchmarks:
 def find_tasks(names: Sequence[str], folder: Path | None = None) -> "TaskManager":
     """A manager that knows these tasks. folder: with task files of the user's, which come before the harness's.
 
-    Raises ValueError, in one line, for a task that does not exist. Loads no data.
+    Raises ValueError, in one line, for a task that does not exist, and where the harness is missing. Loads no data.
     """
+    try:
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise ValueError("lm-eval needs the package lm_eval; pip install 'lit-lazy[lm-eval]'") from None
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     shipped = Path(lm_eval.__file__).parent / "tasks"
     # Of two tasks of one name the later folder's counts.
@@ -146,12 +141,12 @@ def find_tasks(names: Sequence[str], folder: Path | None = None) -> "TaskManager
     try:
         manager = TaskManager(include_defaults=False, include_path=folders)
     except Exception as error:  # whatever a user's files lead to
-        raise ValueError(f"--task-folder {str(folder)!r}: cannot be read ({one_line(error)})") from None
+        raise ValueError(f"task folder {str(folder)!r}: cannot be read ({one_line(error)})") from None
     for name in names:
         if name not in manager.all_subtasks:
             own = sorted({*manager.all_subtasks} - {*TASKS})
             known = ", ".join([*TASKS, *own])
-            raise ValueError(f"--tasks {name}: no such task; known are {known}, and those of a --task-folder")
+            raise ValueError(f"tasks={name!r}: no such task; known are {known}, and those of a task folder")
     return manager
 
 
@@ -166,7 +161,7 @@ def load_tasks(names: Sequence[str], manager: "TaskManager") -> list[Any]:
         except Exception as error:  # of the harness, of datasets, of the network
             why = next((one_line(cause) for cause in causes(error) if isinstance(cause, OSError)), one_line(error))
             raise ValueError(
-                f"--tasks {name}: its data cannot be had ({why}); check the network, or leave the task out"
+                f"tasks={name!r}: its data cannot be had ({why}); check the network, or leave the task out"
             ) from None
     return tasks
 
@@ -177,12 +172,16 @@ def benchmark(
     tasks: Sequence[Any],
     limit: int | None = None,
     autocast: AbstractContextManager[object] | None = None,
-    count: Count = lambda _done, _total: None,
+    count: "Count" = lambda _done, _total: None,
 ) -> Benchmarks:
     """The tasks' metrics of a model, where it is. limit: questions of each task, at most.
 
     autocast: the precision of the model's passes.
     """
+    import lm_eval
+
+    from lit_lazy.measure.harness.asked import Asked
+
     asked = Asked(model, tokenizer, autocast, count)
     by_name = {task.config.task: task for task in tasks}
     for task in tasks:
@@ -218,123 +217,62 @@ def benchmark(
     )
 
 
-class Asked(TemplateLM):
-    """A model as the harness asks it."""
-
-    def __init__(
-        self,
-        model: DecoderLM,
-        tokenizer: Tokenizer,
-        autocast: AbstractContextManager[object] | None = None,
-        count: Count = lambda _done, _total: None,
-    ) -> None:
-        super().__init__()
-        self.model, self.text, self.count = model, tokenizer, count
-        self.autocast = autocast or torch.autocast(model.device.type, enabled=False)
-        self.max_length = model.context_length
-        self.requests = self.cut = 0
-        """Log-likelihoods that were asked for, and those whose context was cut."""
-
-    @property
-    def eot_token_id(self) -> int:
-        return self.text.separator
-
-    @property
-    def prefix_token_id(self) -> int:
-        return self.text.separator if self.text.begin is None else self.text.begin
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:  # noqa: ARG002
-        return self.text.encode([string.encode()])[0].tolist()
-
-    def loglikelihood(self, requests: "list[Instance]", disable_tqdm: bool = True) -> list[tuple[float, bool]]:  # noqa: ARG002
-        return super().loglikelihood(requests, disable_tqdm=True)
-
-    def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: object
-    ) -> list[tuple[float, bool]]:
-        """The log-likelihood of each continuation, and whether it is the greedy one; the longest first."""
-        whole = [[*context, *continuation] for _, context, continuation in requests]
-        kept = [tokens[-self.max_length - 1 :] for tokens in whole]
-        self.requests += len(whole)
-        self.cut += sum(len(tokens) > self.max_length + 1 for tokens in whole)
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(kept)
-        done = 0
-        for batch in batches([len(tokens) - 1 for tokens in kept]):
-            logits = self._logits([kept[i][:-1] for i in batch])
-            for row, i in enumerate(batch):
-                end, scored = len(kept[i]) - 1, min(len(requests[i][2]), len(kept[i]) - 1)
-                if scored:
-                    found[i] = _scored(logits[row, end - scored : end], kept[i][-scored:])
-            done += len(batch)
-            self.count(done, len(kept))
-        return found
-
-    def loglikelihood_rolling(self, requests: "list[Instance]", disable_tqdm: bool = True) -> list[float]:  # noqa: ARG002
-        """Of whole texts, token by token once: in windows as long as the context, the last filled up from before it."""
-        windows = [
-            [
-                (None, *make_disjoint_window(window))
-                for window in get_rolling_token_windows(
-                    self.tok_encode(request.args[0]),
-                    prefix_token=self.prefix_token_id,
-                    max_seq_len=self.max_length,
-                    context_len=1,
-                )
-            ]
-            for request in requests
-        ]
-        scored = iter(self._loglikelihood_tokens([window for text in windows for window in text]))
-        return [sum(next(scored)[0] for _ in text) for text in windows]
-
-    @torch.no_grad()
-    def generate_until(self, requests: "list[Instance]", disable_tqdm: bool = True) -> list[str]:  # noqa: ARG002
-        """The greedy continuation of each context, up to a stop; contexts are cut on their left to leave room."""
-        texts = []
-        for request in requests:
-            context, settings = request.args
-            until, most = settings.get("until", []), min(settings.get("max_gen_toks", 256), self.max_length - 1)
-            stops = [until] if isinstance(until, str) else list(until)
-            whole = self.tok_encode(context) or [self.prefix_token_id]
-            kept = whole[-(self.max_length - most) :]
-            self.requests, self.cut = self.requests + 1, self.cut + (len(kept) < len(whole))
-            texts.append(self._continued(kept, stops, most))
-            self.count(len(texts), len(requests))
-        return texts
-
-    def _continued(self, context: list[int], stops: Iterable[str], most: int) -> str:
-        cache, given, drawn, text = self.model.new_cache(), context, [], ""
-        while len(drawn) < most and not any(stop in text for stop in stops):
-            tokens = torch.tensor([given], device=self.model.device)
-            with self.autocast:
-                token = int(self.model(tokens, cache)[0, -1].argmax())
-            if token == self.eot_token_id:
-                break
-            drawn.append(token)
-            given, text = [token], "".join(self.text.decode(drawn, context))
-        ends = [text.find(stop) for stop in stops if stop and stop in text]
-        return text[: min(ends)] if ends else text
-
-    @torch.no_grad()
-    def _logits(self, rows: list[list[int]]) -> Tensor:
-        """`[n, longest, vocab]`; the rows are padded on their right, at which no token looks."""
-        longest = max(map(len, rows))
-        tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=self.model.device)
-        with self.autocast:
-            return self.model(tokens)
+def tokenizer_of(data: DataConfig, vocab_size: int) -> Tokenizer:
+    """What turns text into the tokens of a model of these data. Raises ValueError where that is not to be had."""
+    tokenizer = data.load_tokenizer()
+    if tokenizer is None:
+        raise ValueError(
+            f"its data ({type(data).__name__}) are no text, so that it can read none; give a model that was trained on "
+            "text"
+        )
+    if tokenizer.vocab_size != vocab_size:
+        raise ValueError(
+            f"reads {vocab_size} tokens, and its tokenizer has {tokenizer.vocab_size} now; give it the one of its "
+            "training"
+        )
+    return tokenizer
 
 
-def _scored(logits: Tensor, targets: list[int]) -> tuple[float, bool]:
-    """The sum of the targets' log-probabilities, logits `[n, vocab]`, and whether each target is the most probable."""
-    wanted = torch.tensor(targets, device=logits.device)
-    chosen = logits.float().log_softmax(-1).gather(-1, wanted[:, None])
-    return chosen.double().sum().item(), bool((logits.argmax(-1) == wanted).all())
+@dataclass(frozen=True)
+class LmEval(Evaluation):
+    """Benchmarks of lm-evaluation-harness, which needs `pip install 'lit-lazy[lm-eval]'`; in fp32."""
+
+    tasks: tuple[str, ...] = tuple(TASKS)
+    """Of the harness, or of the task folder."""
+    limit: int | None = None
+    """Questions of each task, at most; None for all."""
+    task_folder: str | None = None
+    """Folder with task files, which come before the harness's own of the same name; their content is in the key."""
+
+    def __post_init__(self) -> None:
+        require(len(self.tasks) > 0, "LmEval.tasks", self.tasks, "needs at least one")
+        if self.limit is not None:
+            require_whole("LmEval.limit", self.limit, 1)
+
+    def files(self) -> list[Path]:
+        """All in the task folder."""
+        if self.task_folder is None:
+            return []
+        found = Path(self.task_folder).rglob("*")
+        return sorted(path for path in found if path.is_file() and "__pycache__" not in path.parts)
+
+    def check(self, model: DecoderLM, data: DataConfig) -> None:
+        """Raise ValueError where data are no text, or harness, a task or its data are missing; these are downloaded."""
+        tokenizer_of(data, model.embedding.num_embeddings)
+        folder = self.task_folder
+        require(folder is None or Path(folder).is_dir(), "LmEval.task_folder", folder, "is no folder; give one")
+        self._loaded()
+
+    def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
+        """`lm-eval/piqa/acc` and so on; of all eight accuracies `lm-eval/average`, too."""
+        tokenizer = tokenizer_of(data, model.embedding.num_embeddings)
+        return benchmark(model, tokenizer, self._loaded(), self.limit).metrics()
+
+    def _loaded(self) -> list[Any]:
+        return _loaded_once(self.tasks, self.task_folder)
 
 
-def batches(lengths: Sequence[int], most: int = TOKENS_AT_ONCE) -> "list[list[int]]":
-    """Numbers of sequences, the longest first, so many at a time that they hold `most` tokens, padding included."""
-    found: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if not found or (len(found[-1]) + 1) * lengths[found[-1][0]] > most:
-            found.append([])
-        found[-1].append(i)
-    return found
+@functools.cache
+def _loaded_once(names: tuple[str, ...], folder: str | None) -> list[Any]:
+    """Every row of an ablation is checked, with the same tasks."""
+    return load_tasks(names, find_tasks(names, Path(folder) if folder is not None else None))

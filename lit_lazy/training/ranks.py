@@ -75,8 +75,8 @@ class Group:
     size: int
     local_rank: int
     local_size: int
-    lost: Callable[[], str] = str
-    """How another rank ended that should not have, as far as this one can know; "" for not at all."""
+    lost: Callable[[bool], str] = lambda _killed: ""
+    """How another rank ended that should not have, as far as this one can know; "" for not at all. Or was killed."""
 
     @property
     def nodes(self) -> int:
@@ -134,9 +134,11 @@ class Group:
         self._check(error)
 
     def _check(self, error: Exception | None = None) -> None:
+        if killed := self.lost(True):  # of which the others may have said that they lost it
+            raise RankLostError(killed) from error
         if self.store.check([FAILURE]):
             raise RankFailedError(self.store.get(FAILURE).decode()) from error
-        if lost := self.lost():
+        if lost := self.lost(False):
             raise RankLostError(lost) from error
 
 
@@ -229,10 +231,11 @@ class _Others:
                 process.stdin.close()
         self._watcher.join()
 
-    def lost(self) -> str:
-        """Which of them ended, and how; "" for none. To be asked while none should end."""
+    def lost(self, killed: bool) -> str:
+        """Which of them ended, or was killed, and how; "" for none. To be asked while none should end."""
         for rank, process in enumerate(self._processes, 1):
-            if code := process.poll():
+            code = process.poll() or 0
+            if code < 0 or (code and not killed):
                 how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
                 return f"rank {rank} of {len(self._processes) + 1} {how}; the same command resumes"
         return ""
@@ -240,7 +243,7 @@ class _Others:
     def _watch(self) -> None:
         """End this process, as the other one ended, where it does not notice by itself."""
         while not self._ended.wait(LOOK_SECONDS):
-            if (lost := self.lost()) and not self._ended.wait(GRACE_SECONDS):
+            if (lost := self.lost(False)) and not self._ended.wait(GRACE_SECONDS):
                 log.error("%s", lost)
                 os._exit(1)
 

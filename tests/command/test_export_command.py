@@ -95,13 +95,15 @@ def test_its_tokenizer_gives_the_tokens_of_the_training(
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     subwords = FileTokenizer(bpe, None)
     of_bpe = replace_at(BYTES, {"data": Text(path="gone.txt", tokenizer=str(bpe))})
-    for cfg, ours in ((BYTES, ByteTokenizer()), (of_bpe, subwords)):
-        out = exported(save(tmp_path / "model.ckpt", cfg, ours.vocab_size, 32), tmp_path / type(ours).__name__)
+    begun = replace_at(of_bpe, {"data.begin_of_text": "<s>"})
+    for cfg, ours, begin in ((BYTES, ByteTokenizer(), None), (of_bpe, subwords, None), (begun, subwords, 0)):
+        out = exported(save(tmp_path / "model.ckpt", cfg, ours.vocab_size, 32), tmp_path / f"{ours.vocab_size} {begin}")
         assert names(out) == MODEL | TOKENIZER
         theirs = AutoTokenizer.from_pretrained(out, trust_remote_code=True)
         (ids,) = ours.encode([TEXT.encode()])
         assert theirs(TEXT).input_ids == ids.tolist()
         assert theirs.decode(ids.tolist()) == TEXT
+        assert theirs.bos_token_id == begin
         assert theirs.eos_token_id == theirs.pad_token_id == ours.separator
         assert theirs("a cat on that", return_tensors="pt", padding="max_length", max_length=30).input_ids.shape == (
             1,

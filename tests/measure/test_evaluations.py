@@ -19,6 +19,7 @@ from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.measure.diagnostics import validation_sample
 from lit_lazy.measure.evaluation import Varied, evaluate
 from lit_lazy.measure.lengths import Lengths, Streaming, loss_by_position
+from lit_lazy.measure.lm_eval import LmEval
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.training import checkpoints
 from lit_lazy.training.prepare import prepare
@@ -53,17 +54,18 @@ def test_a_run_without_evaluations_keeps_its_key_and_one_with_has_another():
     assert asked != cell_key(dataclasses.replace(TINY, evaluations=(Lengths((1, 2, 4), sequences=8),)), "x")
 
 
-def test_they_come_back_from_json_in_a_process_that_has_not_imported_them():
-    cfg = dataclasses.replace(TINY, evaluations=(LENGTHS, STREAMING, VARIED))
+def test_they_come_back_from_json_in_a_process_that_has_imported_neither_them_nor_the_harness():
+    cfg = dataclasses.replace(TINY, evaluations=(LENGTHS, STREAMING, VARIED, LmEval()))
     text = json.dumps(to_dict(cfg))
     assert from_dict(RunConfig, json.loads(text)) == cfg
     code = (
-        "import json, sys; from lit_lazy.config.canonical import from_dict;"
+        "import json, sys; sys.modules['lm_eval'] = None;"
+        "from lit_lazy.config.canonical import from_dict;"
         "from lit_lazy.config.schema import RunConfig;"
         "print([type(e).__name__ for e in from_dict(RunConfig, json.load(sys.stdin)).evaluations])"
     )
-    done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True, text=True, check=True)
-    assert done.stdout == "['Lengths', 'Streaming', 'Varied']\n"
+    done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True, text=True, check=False)
+    assert done.stdout == "['Lengths', 'Streaming', 'Varied', 'LmEval']\n", done.stderr
 
 
 def test_lengths_are_means_of_the_losses_by_position(result):

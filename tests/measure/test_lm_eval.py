@@ -6,28 +6,38 @@ import random
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
+from subwords import bpe
 from task_files import QUESTIONS
 
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedAbsolute, LearnedBias, Rope
 from lit_lazy.command.main import main
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig
+from lit_lazy.config.files import experiment
+from lit_lazy.config.key import cell_key
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.data.text import Text
 from lit_lazy.data.tokeniser import ByteTokenizer
-from lit_lazy.measure import lm_eval
-from lit_lazy.measure.lm_eval import COLUMNS, TASKS, Asked, average, batches, benchmark, find_tasks, load_tasks
+from lit_lazy.grid.benchmarks import BENCHMARK_COLUMNS
+from lit_lazy.measure.harness import asked as asked_module
+from lit_lazy.measure.harness.asked import Asked, batches
+from lit_lazy.measure.lm_eval import COLUMNS, TASKS, LmEval, average, benchmark, find_tasks, load_tasks
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.tracking.tracker import Tracker, default_uri
+from lit_lazy.training import checkpoints
 from lit_lazy.training.checkpoints import AtomicCheckpointIO
 from lit_lazy.training.module import LitLM
+from lit_lazy.training.prepare import prepare
+from lit_lazy.training.run import run
 
+__all__ = ["bpe"]
 CONTEXT = 96
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -100,7 +110,7 @@ def test_how_requests_are_batched_changes_nothing(model, monkeypatch):
     rng = random.Random(1)
     requests = [request("a" * rng.randint(1, 60), "b" * rng.randint(1, 9)) for _ in range(30)]
     found = Asked(model.eval(), ByteTokenizer()).loglikelihood(requests)
-    monkeypatch.setattr(lm_eval, "batches", lambda lengths: [[i] for i in range(len(lengths))])
+    monkeypatch.setattr(asked_module, "batches", lambda lengths: [[i] for i in range(len(lengths))])
     alone = Asked(model, ByteTokenizer()).loglikelihood(requests)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in alone]
     assert [value for value, _ in found] == pytest.approx([value for value, _ in alone], abs=1e-3)
@@ -293,8 +303,8 @@ def test_learned_positions_end_where_the_context_does(task_folder, tmp_path):
 @pytest.mark.parametrize(
     ("more", "line"),
     [
-        (["--tasks", "pika"], "--tasks pika: no such task; known are wikitext, lambada_openai, piqa"),
-        (["--tasks", "piqa"], "--tasks piqa: its data cannot be had ("),
+        (["--tasks", "pika"], "tasks='pika': no such task; known are wikitext, lambada_openai, piqa"),
+        (["--tasks", "piqa"], "tasks='piqa': its data cannot be had ("),
         (["--limit", "0"], "'0': must be a whole number of at least 1"),
         (["--tasks", ""], "must be names separated by commas"),
         (["--out", "x.txt"], "must end in .json"),
@@ -332,9 +342,116 @@ def test_a_tokenizer_that_is_gone_or_another_is_one_line(tmp_path, capsys):
     assert "reads 300 tokens, and its tokenizer has 256 now" in capsys.readouterr().err
 
 
+def answers(harness, tasks) -> tuple[dict[str, float], list[float]]:
+    """Accuracies by task, and every log-likelihood, of what the harness asks a model."""
+    import lm_eval
+
+    loaded = {"tasks": {task.config.task: task for task in tasks}, "groups": {}, "group_map": {}}
+    found = lm_eval.evaluate(harness, task_dict=loaded, bootstrap_iters=0, log_samples=True)
+    accuracies = {task: scores["acc,none"] for task, scores in found["results"].items() if "acc,none" in scores}
+    samples = [sample for task in found["samples"].values() for sample in task]
+    pairs = [response for sample in samples for (response,) in sample["resps"]]
+    return accuracies, [pair[0] if isinstance(pair, tuple | list) else pair for pair in pairs]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("begin", [None, "<s>"])
+def test_of_an_exported_model_the_harness_itself_says_the_same(begin, bpe, task_folder, tmp_path, monkeypatch):
+    """Its own class for transformers (`--model hf`), on the folder."""
+    from lm_eval.models.huggingface import HFLM
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    data = Text("gone.txt", tokenizer=str(bpe), begin_of_text=begin, context_length=CONTEXT)
+    tokenizer = data.load_tokenizer()
+    spec = AttentionSpec(Elastic(tau_init=0.3), LearnedBias(init_std=0.5))
+    checkpoint = save(config(data, attention=spec), tmp_path / "final.ckpt", tokenizer.vocab_size)
+    names, exported, out = ["boolq", "lambada_openai", "wikitext"], tmp_path / "exported", tmp_path / "scores.json"
+    asked = ["lm-eval", str(checkpoint), "--tasks", ",".join(names), "--task-folder", str(task_folder)]
+    assert main([*asked, "--out", str(out)]) == 0
+    assert main(["export", str(checkpoint), str(exported)]) == 0
+    ours = {task: found["metrics"] for task, found in json.loads(out.read_text())["tasks"].items()}
+
+    theirs = HFLM(str(exported), device="cpu", dtype="float32", batch_size=4, trust_remote_code=True)
+    tasks = load_tasks(names, find_tasks(names, task_folder))
+    for task in tasks:
+        task.set_config(key="num_fewshot", value=0)
+    accuracies, sums = answers(theirs, tasks)
+    assert accuracies == {task: ours[task]["acc"] for task in ("boolq", "lambada_openai")}
+    model = checkpoints.load(checkpoint).model.eval()
+    again, wanted = answers(Asked(model, tokenizer), tasks)
+    assert again == accuracies
+    assert len(wanted) == len(sums) == 2 * 3 + 2 + 1
+    assert sums == pytest.approx(wanted, rel=1e-4)
+
+
+# An evaluation of a run
+
+
+def test_a_run_that_asks_for_them_has_their_scores(task_folder, tmp_path):
+    asked = LmEval(("boolq", "wikitext"), task_folder=str(task_folder))
+    found = run(replace(experiment("stdlib_tiny"), evaluations=(asked,)), tmp_path, keep_checkpoint=True).metrics
+    tasks = load_tasks(asked.tasks, find_tasks(asked.tasks, task_folder))
+    wanted = benchmark(checkpoints.load(tmp_path / "final.ckpt").model, ByteTokenizer(), tasks).metrics()
+    assert {name: value for name, value in found.items() if name.startswith("lm-eval/")} == wanted
+    keys = [column.key for column in BENCHMARK_COLUMNS if column.key in found]
+    assert keys == ["lm-eval/wikitext/word_perplexity", "lm-eval/boolq/acc"]
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "data", "message"),
+    [
+        (
+            LmEval(("pika",)),
+            None,
+            r"tasks='pika': no such task; known are wikitext, lambada_openai, piqa.*a task folder$",
+        ),
+        (LmEval(("piqa",)), None, r"tasks='piqa': its data cannot be had \("),
+        (LmEval(("piqa",)), Backcopy(), r"its data \(Backcopy\) are no text"),
+        (LmEval(("mine",), task_folder="/proc/none"), None, r"LmEval\.task_folder='/proc/none': is no folder"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line_before_anything_is_created(evaluation, data, message):
+    cfg = replace(config(data), evaluations=(evaluation,), train=TrainConfig(steps=2, batch_size=2, warmup_steps=1))
+    with pytest.raises(ValueError, match=f"^evaluations: LmEval: {message}") as error:
+        prepare(cfg)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LmEval(()), r"LmEval\.tasks=\(\): needs at least one"),
+        (lambda: LmEval(limit=0), r"LmEval\.limit=0: must be a whole number of at least 1"),
+        (lambda: replace(config(), evaluations=(LmEval("piqa"),)), r"evaluations\.0\.tasks='piqa'"),
+    ],
+)
+def test_mistakes_in_its_settings_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_its_key_follows_what_is_in_the_task_folder(tmp_path):
+    (tmp_path / "mine.yaml").write_text("task: mine")
+    cfg = replace(config(), evaluations=(LmEval(("mine",), task_folder=str(tmp_path)),))
+    first = cell_key(cfg, "data")
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "utils.pyc").write_text("written as its functions are imported")
+    assert cell_key(cfg, "data") == first
+    (tmp_path / "mine.yaml").write_text("task: mine\nlimit: 3")
+    second = cell_key(cfg, "data")
+    (tmp_path / "mine.jsonl").write_text("{}")
+    assert len({first, second, cell_key(cfg, "data")}) == 3
+
+
+def test_where_the_harness_is_missing_it_says_what_brings_it(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ValueError, match=r"lm-eval needs the package lm_eval; pip install 'lit-lazy\[lm-eval\]'"):
+        LmEval(("piqa", "boolq")).check(model, Stdlib(context_length=CONTEXT))
+
+
 def test_without_the_package_it_says_what_brings_it(checkpoint, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "lit_lazy.measure.lm_eval")
     assert main(["lm-eval", str(checkpoint)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "lm-eval needs the package lm_eval; pip install 'lit-lazy[lm-eval]'" in line

@@ -173,6 +173,18 @@ def test_a_rank_that_dies_ends_the_run_which_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("none_left")
+def test_what_the_other_ranks_say_of_one_that_died_is_no_error_of_the_run(tmp_path: Path) -> None:
+    """They lose it in the middle of an exchange, as rank 0 does, and raise."""
+    known = set(others_of(os.getpid()))
+    with pytest.raises(RankLostError, match=r"rank \d of 4 was ended by SIGKILL"):
+        train(
+            tmp_path,
+            Execution(devices=4),
+            At(5, lambda: os.kill(min(set(others_of(os.getpid())) - known), signal.SIGKILL)),
+        )
+
+
+@pytest.mark.usefixtures("none_left")
 def test_what_another_rank_raises_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lit_lazy.training import module
 

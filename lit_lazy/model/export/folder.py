@@ -53,8 +53,8 @@ def check(cfg: ModelConfig) -> None:
             )
 
 
-def config(model: DecoderLM, end: int | None) -> dict[str, Any]:
-    """config.json. end: the token that ends a text."""
+def config(model: DecoderLM, end: int | None, begin: int | None = None) -> dict[str, Any]:
+    """config.json. end, begin: the tokens that end and begin a text."""
     cfg = model.cfg
     attention = to_dict(cfg.attention)
     return {
@@ -76,17 +76,21 @@ def config(model: DecoderLM, end: int | None) -> dict[str, Any]:
         "position": to_dict(cfg.position),
         "attention_window": cfg.attention.window,
         "tie_word_embeddings": cfg.tie_embeddings,
-        **tokens(end),
+        **tokens(end, begin),
     }
 
 
-def tokens(end: int | None) -> dict[str, int]:
-    """The token that ends a text, which pads too, as transformers names it."""
-    return {} if end is None else {"eos_token_id": end, "pad_token_id": end}
+def tokens(end: int | None, begin: int | None) -> dict[str, int]:
+    """The tokens that begin and end a text, of which the latter pads too, as transformers names them."""
+    named = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": end}
+    return {name: token for name, token in named.items() if token is not None}
 
 
-def write(folder: Path, model: DecoderLM, card: str, tokenizer: str | None, end: int | None) -> None:
-    """Fill a folder. tokenizer: a file of the `tokenizers` library, end: the token in it that ends a text.
+def write(
+    folder: Path, model: DecoderLM, card: str, tokenizer: str | None, end: int | None, begin: int | None = None
+) -> None:
+    """Fill a folder. tokenizer: a file of the `tokenizers` library; end, begin: the tokens in it that end and begin a
+    text, if any.
 
     Raises as `check` does.
     """
@@ -98,31 +102,32 @@ def write(folder: Path, model: DecoderLM, card: str, tokenizer: str | None, end:
         del state["head.weight"]
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     files: dict[str, Mapping[str, Any]] = {
-        "config.json": config(model, end),
-        "generation_config.json": tokens(end),
+        "config.json": config(model, end, begin),
+        "generation_config.json": tokens(end, begin),
     }
     if tokenizer is not None and end is not None:
         (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-        files["tokenizer_config.json"] = tokenizer_config(tokenizer, end, model.context_length)
+        files["tokenizer_config.json"] = tokenizer_config(tokenizer, end, begin, model.context_length)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     (folder / MODELLING.name).write_text(MODELLING.read_text(encoding="utf-8"), encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def tokenizer_config(tokenizer: str, end: int, context_length: int) -> dict[str, Any]:
-    """tokenizer_config.json: nothing is added to a text, as in the training."""
+def tokenizer_config(tokenizer: str, end: int, begin: int | None, context_length: int) -> dict[str, Any]:
+    """tokenizer_config.json: nothing is added to a text; what began documents in the training is named."""
     content = json.loads(tokenizer)
     vocabulary = content["model"]["vocab"]
     ids = (
         vocabulary.items() if isinstance(vocabulary, dict) else ((token, i) for i, (token, _) in enumerate(vocabulary))
     )
     added = ((token["content"], token["id"]) for token in content["added_tokens"])
-    name = next(token for token, number in (*added, *ids) if number == end)
+    names = {number: token for token, number in (*ids, *added)}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": name,
-        "pad_token": name,
+        **({} if begin is None else {"bos_token": names[begin]}),
+        "eos_token": names[end],
+        "pad_token": names[end],
         "model_max_length": context_length,
         "clean_up_tokenization_spaces": False,
         "add_bos_token": False,

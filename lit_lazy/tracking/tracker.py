@@ -299,6 +299,7 @@ class Tracker:
         """Set a tag of a run."""
         self.client.set_tag(run_id, name, text)
 
+    @_reaching
     def fail(self, run_id: str, reason: str, status: Literal["FAILED", "KILLED"] = "FAILED") -> None:
         """Mark a run failed (KILLED: interrupted) with its reason."""
         self.client.set_tag(run_id, "state", "failed")

@@ -31,6 +31,7 @@ def measured(tmp_path_factory, torch_site):
     return path, json.loads(path.read_text()), output
 
 
+@pytest.mark.long
 def test_the_file_holds_the_result_and_where_it_came_from(measured):
     _, result, _ = measured
     assert result["environment"]["threads"] == "1"
@@ -39,6 +40,7 @@ def test_the_file_holds_the_result_and_where_it_came_from(measured):
     assert [(row["length"], row["state"]) for row in result["rows"]] == [(64, "untrained"), (64, "local")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", ["step", "attention"])
 def test_ratios_are_those_of_the_paired_rounds(measured, part):
     for row in measured[1]["rows"]:
@@ -53,6 +55,7 @@ def test_ratios_are_those_of_the_paired_rounds(measured, part):
     )
 
 
+@pytest.mark.long
 def test_the_states_differ_in_what_survives(measured):
     untrained, local = measured[1]["rows"]
     # Near-uniform scores at tau = 1: about half of the entries lie below the threshold (docs/method.md).
@@ -61,6 +64,7 @@ def test_the_states_differ_in_what_survives(measured):
     assert 0 < untrained["mass_left"] < local["mass_left"] < 1
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_peaks_are_measured(measured):
     for row in measured[1]["rows"]:
@@ -68,6 +72,7 @@ def test_peaks_are_measured(measured):
         assert min(row["peak_bytes"].values()) > 4 * 10 * 4 * QUICK["tokens"] * 256
 
 
+@pytest.mark.long
 def test_the_table_shows_the_rows(measured):
     path, result, output = measured
     text = path.with_suffix(".md").read_text()

@@ -22,6 +22,7 @@ def measured(tmp_path_factory):
     return path, result, lines
 
 
+@pytest.mark.long
 def test_the_file_holds_the_result_and_where_it_came_from(measured):
     path, result, _ = measured
     assert json.loads(path.read_text()) == result
@@ -32,12 +33,14 @@ def test_the_file_holds_the_result_and_where_it_came_from(measured):
     assert min(summary["rounds"]) > 0
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is reported in KiB there alone")
 def test_the_peak_is_above_the_inputs_and_below_the_matrices_of_all_scores_and_weights(measured):
     heads, length = QUICK["heads"], QUICK["length"]
     assert 2 * 4 * heads * length * HEAD_DIM < measured[1]["summary"]["peak_bytes"] < 2 * 4 * heads * length**2
 
 
+@pytest.mark.long
 def test_shares_are_those_of_the_rounds(measured):
     [row] = measured[1]["training"]
     without, watched = row["rounds"]["without"], row["rounds"]["with"]
@@ -52,6 +55,7 @@ def test_shares_are_those_of_the_rounds(measured):
     assert {(x["inside"], x["looks"]) for x in without} == {(0, 0)}
 
 
+@pytest.mark.long
 def test_the_table_shows_the_rows(measured):
     path, result, lines = measured
     text = path.with_suffix(".md").read_text()

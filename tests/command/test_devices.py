@@ -92,6 +92,7 @@ if Path(sys.argv[0]).stem == "worker":
 """
 
 
+@pytest.mark.long
 def test_a_grid_outlives_the_death_of_a_rank(runs: Path, tmp_path: Path) -> None:
     """Its cell is taken up again within half a minute, from the checkpoint, and nothing is there twice."""
     (tmp_path / "ranks.py").write_text(two_rows("ranks", code=SLOW))

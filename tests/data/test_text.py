@@ -361,6 +361,7 @@ def test_a_changed_file_is_another_fingerprint_and_key_and_a_touched_one_is_not(
     assert config.load().info["train_documents"] + config.load().info["validation_documents"] == 300
 
 
+@pytest.mark.long
 def test_processes_that_start_together_tokenise_once(tmp_path, cache):
     path = tmp_path / "big.txt"
     path.write_text("\n\n".join(make_documents(300)) * 40)  # 20 MB: longer than the starts are apart

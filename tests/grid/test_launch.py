@@ -131,6 +131,7 @@ LONG = (
 """Two cells that train for a few seconds, so that there is a middle to be killed in."""
 
 
+@pytest.mark.long
 def test_interrupt_and_resume(runs: Path, pair: str) -> None:
     """Ctrl-C ends when the cells are requeued; the same command resumes from the checkpoints; nothing runs twice."""
     process = start(runs, pair, *LONG)

@@ -54,6 +54,7 @@ def test_a_run_without_evaluations_keeps_its_key_and_one_with_has_another():
     assert asked != cell_key(dataclasses.replace(TINY, evaluations=(Lengths((1, 2, 4), sequences=8),)), "x")
 
 
+@pytest.mark.long
 def test_they_come_back_from_json_in_a_process_that_has_imported_neither_them_nor_the_harness():
     cfg = dataclasses.replace(TINY, evaluations=(LENGTHS, STREAMING, VARIED, LmEval()))
     text = json.dumps(to_dict(cfg))

@@ -134,6 +134,7 @@ class TestPages:
         asked = [urlsplit(url) for url in browser.requests]
         assert {url.hostname for url in asked if url.scheme.startswith(("http", "ws"))} == {"127.0.0.1"}
 
+    @pytest.mark.long
     @pytest.mark.usefixtures("browser")
     def test_the_pictures_of_the_documentation_can_be_taken(self, links, tmp_path) -> None:
         taken = screenshots.take({"parallel coordinates": links["parallel coordinates"]}, tmp_path)

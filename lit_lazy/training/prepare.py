@@ -32,12 +32,15 @@ LOOKED_AT = 64
 """Sequences whose tokens are looked at; a corpus may be larger than the memory."""
 
 
-def check_model(cfg: ModelConfig, context_length: int) -> None:
-    """Raise ValueError where a part of the model cannot serve a context of this length, or this machine its backend."""
+def check_model(cfg: ModelConfig, context_length: int, documents: bool = False) -> None:
+    """Raise ValueError where a part of the model cannot serve a context of this length, or this machine its backend.
+
+    documents: whether attention is kept within them.
+    """
     mixer = _attention(cfg, context_length) if cfg.mixer.attends else _other_mixer(cfg, context_length)
     cfg.position.build(cfg.d_model, mixer.rotary_dim, context_length)
     try:
-        mixer.to(training_device()).backend_name  # noqa: B018 (raises)
+        mixer.to(training_device()).backend_name(documents)
     except ValueError as error:
         raise ValueError(f"model.backend={cfg.backend!r}: {error}") from None
 
@@ -147,7 +150,7 @@ def _check(cfg: RunConfig, data: Outline, execution: Execution | None) -> None:
         execution.accumulation(cfg.train.batch_size)
         at_a_time = execution.evaluation_batch(cfg.train.batch_size), execution.checkpoint_activations
         check_size(cfg.model, data.vocab_size, data.context_length, *at_a_time)
-    check_model(cfg.model, data.context_length)
+    check_model(cfg.model, data.context_length, data.document_mask)
     require(
         cfg.model.mixer.attends or not data.document_mask,
         "data.document_mask",

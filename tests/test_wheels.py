@@ -1,4 +1,4 @@
-"""What `pip install` of both distributions gives where nothing of this clone is there: it trains a file of one's own."""
+"""What `pip install` of both distributions gives where nothing of this clone is: it trains a file of one's own."""
 
 import re
 import shutil

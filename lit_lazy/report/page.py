@@ -208,8 +208,8 @@ def _overall(material: _Material) -> dict[str, Figure]:
     drawn: dict[str, Figure | None] = {
         "effects": figures.effects_figure(table, table.compared) if table.compared else None,
         "loss_against_sparsity": figures.loss_against_sparsity(table),
-        "tau_over_training": figures.tau_over_training(histories),
-        "sink_over_training": figures.sink_over_training(histories),
+        "tau_over_training": figures.tau_over_training(histories, table.baseline),
+        "sink_over_training": figures.sink_over_training(histories, table.baseline),
     }
     return {name: figure for name, figure in drawn.items() if figure is not None}
 

@@ -62,6 +62,7 @@ def fit(
     try:
         with nullcontext() if group is None else group.joined():
             trainer.fit(module, batches, validation, ckpt_path=checkpoint, weights_only=True)
+            module.keep_average()
             if final:
                 trainer.save_checkpoint(final)
             return _whole(trainer, module, source)
@@ -190,7 +191,7 @@ class MissedValidation(AtStart):
         module.eval()
         for batch in validation_loader(self.source, module.execution.evaluation_batch(module.cfg.train.batch_size)):
             batch = {name: value.to(module.device) for name, value in batch.items()}
-            with trainer.precision_plugin.forward_context():
+            with module.averaged(), trainer.precision_plugin.forward_context():
                 hidden = module.model.hidden(batch["tokens"], batch.get("place"))
                 nll = head_nll(hidden, module.model.head.weight, batch["targets"])
             counted = batch["targets"] != IGNORED

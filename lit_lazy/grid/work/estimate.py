@@ -15,7 +15,7 @@ from lit_lazy.grid.work.progress import clock
 from lit_lazy.model.loss import token_nll
 from lit_lazy.training.cost import UTILISATION, cost_of, peak_of_device
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.optimiser import parameter_groups
+from lit_lazy.training.optimiser import optimizer_of
 from lit_lazy.training.prepare import loaded
 
 TIMED_STEPS, WARMUP_STEPS = 5, 2
@@ -64,7 +64,7 @@ def timed(config: RunConfig) -> float:
     source = config.data.load()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = LitLM.create(replace(config, seed=0), source.vocab_size, source.context_length).model.to(device)
-    optimizer = torch.optim.AdamW(parameter_groups(model, config.train), betas=config.train.betas)
+    optimizer = optimizer_of(model, config.train)
     batch = source.train.__getitems__(list(range(config.train.batch_size)))
     tokens, targets = batch["tokens"].to(device), batch["targets"].to(device)
     started = 0.0

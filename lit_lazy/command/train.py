@@ -25,6 +25,15 @@ def add_to(commands: Commands) -> None:
         "--keep-checkpoint", action="store_true", help="keep the trained model, final.ckpt in the run folder"
     )
     parser.add_argument("--dry-run", action="store_true", help="print what it will take; create nothing")
+    parser.add_argument(
+        "--logger",
+        metavar="KIND",
+        dest="loggers",
+        action="append",
+        choices=("csv", "tensorboard", "wandb"),
+        default=[],
+        help="log to csv, tensorboard or wandb too, in the run folder; may be given again (MLflow is always there)",
+    )
     add_runs(parser)
     add_init_from(parser)
     add_execution(parser)
@@ -54,6 +63,8 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
         take_part(group)
         return 0
-    result = train_tracked(cfg, path.stem, options.runs, options.threads, options.keep_checkpoint, execution)
+    result = train_tracked(
+        cfg, path.stem, options.runs, options.threads, options.keep_checkpoint, execution, options.loggers
+    )
     print_metrics(result.metrics)
     return 0

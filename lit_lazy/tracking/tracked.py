@@ -1,5 +1,6 @@
 """One training, tracked in MLflow: what `lit-lazy train` does."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.support.disk import writable_folder
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import git_sha
+from lit_lazy.tracking.loggers import check_kinds_of_loggers, loggers_beside
 from lit_lazy.tracking.spool import Card, Spool
 from lit_lazy.tracking.tracker import Tracker, TrackingError, check_store, default_uri
 from lit_lazy.training.cost import cost_of, require_fit
@@ -27,12 +29,15 @@ def train_tracked(
     threads: int | None = None,
     keep_checkpoint: bool = False,
     execution: Execution = ONE_DEVICE,
+    loggers: Sequence[str] = (),
 ) -> RunResult:
     """Train in `runs/train-<name>/<key>` under the MLflow experiment `train-<name>`; a finished run is returned.
 
     A run that was cut off resumes from its checkpoint, in the MLflow run it was begun with. While MLflow is away the
-    metrics are kept in the run folder; the same command sends them later.
+    metrics are kept in the run folder; the same command sends them later. loggers: csv, tensorboard or wandb, beside
+    MLflow.
     """
+    check_kinds_of_loggers(loggers)
     if threads is not None:
         torch.set_num_threads(threads)
     source = prepare(cfg, execution)
@@ -46,16 +51,22 @@ def train_tracked(
     card = Card(f"{name} seed {cfg.seed}", tags, {}, to_dict(cfg))
     spool = Spool(Tracker(uri, runs, f"train-{name}"), folder, card)
     known = finished(folder)
+    wanted = [kind for kind in loggers if known is None or not (folder / kind).exists()]
     try:
-        with spool.sending() if known is None else nullcontext():
+        with (
+            loggers_beside(wanted, folder, f"train-{name}", card.name, card.config) as others,
+            spool.sending() if known is None else nullcontext(),
+        ):
             result = known or run(
                 cfg,
                 folder,
-                logger=spool.logger(),
+                logger=spool.logger(others),
                 show_progress=True,
                 keep_checkpoint=keep_checkpoint,
                 execution=execution,
             )
+            for other in others:
+                other.log_metrics(result.metrics, cfg.train.steps)
     except BaseException as error:
         spool.fail(repr(error)[:500], "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise

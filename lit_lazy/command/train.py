@@ -63,8 +63,8 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
         take_part(group)
         return 0
-    result = train_tracked(
+    trained = train_tracked(
         cfg, path.stem, options.runs, options.threads, options.keep_checkpoint, execution, options.loggers
     )
-    print_metrics(result.metrics)
+    print_metrics(trained.metrics)
     return 0

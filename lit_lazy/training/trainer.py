@@ -24,6 +24,7 @@ from lit_lazy.model.loss import head_nll
 from lit_lazy.training.checkpoints import AtomicCheckpointIO, take_over
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.module import LitLM
+from lit_lazy.training.progress import StepProgress
 from lit_lazy.training.ranks import Group, environment
 from lit_lazy.training.spread import SpreadStrategy
 
@@ -129,8 +130,8 @@ def make_trainer(
         deterministic=True,
         logger=logger or False,
         plugins=[AtomicCheckpointIO(), environment(group)],
-        callbacks=[OwnSignals(), checkpoint, *callbacks],
-        enable_progress_bar=show_progress,
+        callbacks=[OwnSignals(), checkpoint, *([StepProgress()] if show_progress else []), *callbacks],
+        enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder / "lightning",
     )

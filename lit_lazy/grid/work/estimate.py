@@ -11,8 +11,8 @@ from lit_lazy.config.canonical import from_dict
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid.work.job import Launch
 from lit_lazy.grid.work.launch import Grid
-from lit_lazy.grid.work.progress import clock
 from lit_lazy.model.loss import token_nll
+from lit_lazy.support.console import clock
 from lit_lazy.training.cost import UTILISATION, cost_of, peak_of_device
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.optimiser import optimizer_of

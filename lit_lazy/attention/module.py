@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from flash_lazy import Backend, Stats
@@ -63,11 +64,14 @@ class Attention(MixerModule):
         if spec.qk_norm:
             self.q_norm, self.k_norm = (nn.RMSNorm(self.rotary_dim, eps=QK_NORM_EPS) for _ in range(2))
 
-    @property
-    def backend_name(self) -> str:
-        """The implementation that a training step runs where the parameters are: sdpa, chunked, triton, ..."""
+    def backend_name(self, documents: bool = False) -> str:
+        """The implementation that a training step runs where the parameters are: sdpa, chunked, triton, ...
+
+        documents: on data whose attention is kept within documents.
+        """
         q, k = (self.q.weight.new_empty(1, heads, 1, self.head_dim) for heads in (self.n_heads, self.n_kv_heads))
-        return self.normaliser.backend_name(self._call(q, k, k))
+        boundaries = torch.tensor([0, 1], dtype=torch.int32, device=q.device) if documents else None
+        return self.normaliser.backend_name(self._call(q, k, k)._replace(cu_seqlens=boundaries))
 
     def new_cache(self) -> LayerCache:
         """Without keys."""

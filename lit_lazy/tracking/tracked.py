@@ -102,12 +102,12 @@ def train_tracked(
     check_store(uri)
     experiment = f"train-{name}"
     folder = runs / experiment / key
-    folder.mkdir(parents=True, exist_ok=True)
     tags = {"kind": "run", "cell": key, "seed": str(cfg.seed), "git_sha": git_sha()}
     card = Card(f"{name} seed {cfg.seed}", tags, {}, to_dict(cfg))
+    spool = Spool(Tracker(uri, runs, experiment), folder, card)
+    folder.mkdir(parents=True, exist_ok=True)
     lock, begin = lock_of(folder), _Begin()
     with _acquired(lock):
-        spool = Spool(Tracker(uri, runs, experiment), folder, card)
         known = finished(folder)
         wanted = [kind for kind in loggers if known is None or not (folder / kind).exists()]
         try:

@@ -13,6 +13,10 @@ ROOMS = {"EXPERIMENT": "experiments", "NAME": "ablations"}
 def add_to(commands: Commands) -> None:
     """The command and its options."""
     parser = command(commands, "completion", completion, "print what makes a shell complete commands and options")
+    parser.epilog = (
+        "Keep it where the shell looks for it, for example\n"
+        "  lit-lazy completion bash > ~/.local/share/bash-completion/completions/lit-lazy"
+    )
     parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or tcsh")
 
 

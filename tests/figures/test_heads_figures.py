@@ -9,10 +9,13 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 import pytest
+import torch
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from flash_lazy import Rows
+from lit_lazy.attention import Elastic, LayerShape
 from lit_lazy.figures import heads as figures
 from lit_lazy.figures import (
     loss_against_sparsity,
@@ -22,6 +25,7 @@ from lit_lazy.figures import (
     tau_over_training,
 )
 from lit_lazy.figures.common import WIDTH, in_style, log_bins
+from lit_lazy.figures.mechanism import mechanism_figure, weights
 from lit_lazy.measure import heads, rows
 from lit_lazy.table.build import build_table
 from lit_lazy.table.records import Column, Observation, RowInfo, Table
@@ -412,6 +416,9 @@ def test_loss_against_sparsity_needs_both_and_takes_the_first_loss():
     assert loss_against_sparsity(build_table("a", "tiny", "lazy", rows, columns[:1], (), seen, "make")) is None
 
 
+BASELINE = VARIANTS[5]
+
+
 def trainings(variants=VARIANTS, n_seeds=2):
     steps = [0, 1, 2, 4, 100]
     made = {}
@@ -428,33 +435,47 @@ def trainings(variants=VARIANTS, n_seeds=2):
     return made
 
 
+def lines_of(figure):
+    """By panel's title, the lines with a label of their own and those behind them."""
+    found = {}
+    for axes in figure.axes:
+        if axes.axison:
+            own = {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
+            found[axes.get_title()] = own, [line for line in axes.lines if line.get_label().startswith("_")]
+    return found
+
+
 def test_trainings_are_means_over_layers_and_seeds_with_their_range():
-    figure = drawn(tau_over_training(trainings()))
-    axes = figure.axes[0]
-    by_name = {line.get_label(): line for line in axes.lines}
-    assert list(by_name) == [name for name in VARIANTS if not name.startswith("softmax")]
-    for name, line in by_name.items():
+    figure = drawn(tau_over_training(trainings(), BASELINE))
+    panels = lines_of(figure)
+    others = [name for name in VARIANTS if not name.startswith("softmax") and name != BASELINE]
+    assert list(panels) == [BASELINE, *others]
+    for name, (own, behind) in panels.items():
+        (line,) = own.values()
         i = VARIANTS.index(name)
         assert list(line.get_xdata()) == [0, 1, 2, 4, 100]
         # Layers at 1 and 2 + i, then seeds that are one apart.
         np.testing.assert_allclose(line.get_ydata(), 1.5 + i / 2 + 0.5)
-    band = axes.collections[0].get_paths()[0].vertices
-    assert (band[:, 1].min(), band[:, 1].max()) == (1.5, 2.5)
-    assert axes.get_xlim() == (0, 100)
+        assert [list(other.get_ydata()) for other in behind] == (
+            [] if name == BASELINE else [list(panels[BASELINE][0]["offset parameter τ"].get_ydata())]
+        )
+    i = VARIANTS.index(BASELINE)
+    band = figure.axes[0].collections[0].get_paths()[0].vertices
+    assert (band[:, 1].min(), band[:, 1].max()) == (1.5 + i / 2, 2.5 + i / 2)
+    assert figure.axes[0].get_xlim() == (0, 100)
     assert "2 seeds (band: range)" in figure.get_suptitle()
 
 
-def test_a_variant_looks_alike_in_every_figure_and_like_no_other():
-    tau, sink = drawn(tau_over_training(trainings())), drawn(sink_over_training(trainings()))
-    weight, share = sink.axes
-    looks = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in weight.lines}
-    assert list(looks) == VARIANTS
-    assert len(set(looks.values())) == 17
-    for axes in (share, tau.axes[0]):
-        assert all(looks[line.get_label()] == (line.get_color(), line.get_linestyle()) for line in axes.lines)
-    assert [text.get_text() for text in sink.legends[0].get_texts()] == VARIANTS
-    same([weight.lines[3].get_ydata()], [3.5 + np.array([0, 1, 2, 4, 100])])
-    same([share.lines[3].get_ydata()], [np.full(5, 6.5)])
+def test_each_panel_has_both_figures_of_the_first_key():
+    figure = drawn(sink_over_training(trainings(), BASELINE))
+    panels = lines_of(figure)
+    assert list(panels) == [BASELINE, *(name for name in VARIANTS if name != BASELINE)]
+    own, behind = panels[VARIANTS[3]]
+    same([own["weight on the first key"].get_ydata()], [3.5 + np.array([0, 1, 2, 4, 100])])
+    same([own["share of the mass on the first key"].get_ydata()], [np.full(5, 6.5)])
+    assert len(behind) == (0 if VARIANTS[3] == BASELINE else 2)
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == [*own, f"{BASELINE}, the baseline"]
 
 
 def test_a_training_that_ended_early_or_was_undefined_shortens_its_line():
@@ -462,14 +483,14 @@ def test_a_training_that_ended_early_or_was_undefined_shortens_its_line():
         "lazy": [{"watch/tau_layer_0": [(0, 1.0), (1, 2.0), (2, 9.0)]}, {"watch/tau_layer_0": [(0, 1.0), (1, 4.0)]}]
     }
     ended["lazy"] += [{}]
-    (line,) = drawn(tau_over_training(ended)).axes[0].lines
+    (line,) = drawn(tau_over_training(ended, "lazy")).axes[0].lines
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([0, 1], [1, 3])
     undefined = {"lazy": [{"watch/first_key_share": [(0, float("nan")), (1, 0.5)]}]}
-    (line,) = drawn(sink_over_training(undefined)).axes[0].lines
+    (line,) = drawn(sink_over_training(undefined, "lazy")).axes[0].lines
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([1], [0.5])
-    assert tau_over_training({"softmax": [{"watch/first_key_weight": [(0, 0.1)]}]}) is None
-    assert sink_over_training({"softmax": [{}], "lazy": []}) is None
-    assert tau_over_training({}) is None
+    assert tau_over_training({"softmax": [{"watch/first_key_weight": [(0, 0.1)]}]}, "lazy") is None
+    assert sink_over_training({"softmax": [{}], "lazy": []}, "lazy") is None
+    assert tau_over_training({}, "lazy") is None
 
 
 EXTREMES = {
@@ -527,8 +548,8 @@ def test_figures_over_variants_are_legible():
         warnings.simplefilter("error")
         named = [f"a variant with a rather long name {i}" for i in range(17)]
         for made in (trainings(named, 5), trainings(["lazy"], 1)):
-            assert_legible(drawn(tau_over_training(made)))
-            assert_legible(drawn(sink_over_training(made)))
+            assert_legible(drawn(tau_over_training(made, next(iter(made)))))
+            assert_legible(drawn(sink_over_training(made, next(iter(made)))))
         assert_legible(drawn(loss_against_sparsity(study(2))))
         assert_legible(drawn(loss_against_sparsity(study(1, ["lazy"]))))
 
@@ -556,3 +577,17 @@ def test_the_style_file_goes_with_the_package():
     )
     said = subprocess.run([sys.executable, "-c", code], cwd=root, text=True, capture_output=True, check=True).stdout
     assert "style.mplstyle" in said
+
+
+def test_the_mechanism_is_drawn_as_its_rule_computes_it(tmp_path: Path) -> None:
+    """And the page's picture is today's."""
+    scores = np.random.default_rng(1).normal(size=9)
+    module = Elastic(tau_init=0.7).build(LayerShape(1, 1, 8, 8, 9))
+    visible = torch.ones(1, 1, 1, 9, dtype=torch.bool)
+    rows = Rows(visible, torch.full((1, 1, 1, 1), 9.0), torch.full((1, 1, 1, 1), 9))
+    expected = module.weights(torch.tensor(scores, dtype=torch.float32).view(1, 1, 1, -1), rows)
+    np.testing.assert_allclose(weights(scores, 0.7), expected.detach().flatten(), atol=1e-7)
+    figure = mechanism_figure()
+    assert_legible(figure)
+    _, svg = save_figure(figure, tmp_path / "mechanism")
+    assert svg.read_text() == (Path(__file__).resolve().parents[2] / "docs" / "mechanism.svg").read_text()

@@ -37,7 +37,7 @@ def ablate_questions(options: Namespace, overrides: list[str]) -> int:
     import torch
 
     from lit_lazy.config.files import available, exported, find
-    from lit_lazy.grid.work.progress import clock
+    from lit_lazy.support.console import clock
 
     names = [name for name in available("ablations") if exported(find("ablations", name), "question") is not None]
     torch.set_num_threads(options.threads)  # those that a worker has

@@ -29,7 +29,7 @@ class Question:
     contrasts: tuple[Contrast, ...]
     """What the rule is applied to, at most five."""
     rule: Rule
-    """What is claimed of every contrast: lower, higher, same or removed (`lit_lazy.table.question.Rule`)."""
+    """What is claimed of every contrast: lower, higher, same, removed or alone (`lit_lazy.table.question.Rule`)."""
     margin: float
     """The largest difference that counts as none, in the metric's unit."""
     source: str
@@ -37,9 +37,9 @@ class Question:
     pilot_seeds: tuple[int, ...] = ()
     """Seeds whose results were seen before; a verdict that uses one is exploratory."""
     removed: float = 0.1
-    """Of the rule `removed`: what is removed lies below it."""
+    """Of the rules `removed` and `alone`: what is removed lies below it."""
     kept: float = 0.3
-    """Of the rule `removed`: what is there lies above it."""
+    """Of the rules `removed` and `alone`: what is there lies above it."""
 
     def __post_init__(self) -> None:
         name = f"question {self.ablation.name!r}"

@@ -167,7 +167,7 @@ ABLATION = question().ablation
         ({"contrasts": ()}, "question 'q': contrasts=0: must be 1 to 5"),
         ({"contrasts": (Contrast("c - a", {"c": 1, "a": -1}),)}, "'c' is no row of it"),
         ({"margin": 0}, "question 'q': margin=0: must be above 0"),
-        ({"rule": "better"}, "question 'q': rule='better': must be one of lower, higher, same, removed"),
+        ({"rule": "better"}, "question 'q': rule='better': must be one of lower, higher, same, removed, alone"),
         ({"ablation": replace(ABLATION, seeds=(0, 1))}, r"question 'q': seeds=\(0, 1\): needs at least 5"),
         ({"ablation": replace(ABLATION, primary=("loss/excess",))}, r"question 'q': ablation\.primary=.*leave it to"),
         (

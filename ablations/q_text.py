@@ -3,7 +3,7 @@
 from lit_lazy.attention import Elastic, LearnedBias, NoBias, Softmax
 from lit_lazy.grid.ablation import Ablation, Row
 from lit_lazy.grid.question import Question
-from lit_lazy.grid.stages import best_rates
+from lit_lazy.grid.stages import at_best_rate
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.designs import main_effects
 from lit_lazy.table.records import Contrast
@@ -24,7 +24,6 @@ DESIGN = {
 
 
 def question() -> Question:
-    rates = best_rates(FIRST)
     return Question(
         ablation=Ablation(
             name="q_text",
@@ -33,11 +32,10 @@ def question() -> Question:
             seeds=(15, 16, 17, 18, 19),
             columns=COLUMNS,
             rows=tuple(
-                Row(
-                    name,
-                    {"model.attention.normaliser": rule, "model.attention.bias": bias, "train.lr": rates[name]},
-                    source="ours",
-                    note=f"learning rate {rates[name]:g}, the best in {FIRST}",
+                at_best_rate(
+                    Row(name, {"model.attention.normaliser": rule, "model.attention.bias": bias}, source="ours"),
+                    of=name,
+                    folder=FIRST,
                 )
                 for name, (rule, bias) in RULES.items()
             ),

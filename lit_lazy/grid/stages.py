@@ -2,8 +2,10 @@
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 
 from lit_lazy.config.files import PROJECT
+from lit_lazy.grid.ablation import Row
 from lit_lazy.support.errors import named
 from lit_lazy.table.records import Table
 
@@ -47,3 +49,12 @@ def best_rates(folder: str) -> dict[str, float]:
     if undecided := [name for name, means in found.items() if not means]:
         raise ValueError(f"{where}: {undecided[0]!r} is finished at no rate; finish `lit-lazy ablate run {first}`")
     return {name: min(means, key=lambda rate: means[rate]) for name, means in found.items()}
+
+
+def at_best_rate(row: Row, of: str, folder: str) -> Row:
+    """A row at the best learning rate of a row of the first stage (`best_rates`), which its note tells."""
+    rates = best_rates(folder)
+    if of not in rates:
+        raise ValueError(f"docs/results/{folder}/table.json: has no {of!r}; it has {', '.join(rates)}")
+    note = f"learning rate {rates[of]:g}, the best of {of} in {folder}"
+    return replace(row, changes={**row.changes, "train.lr": rates[of]}, note="; ".join(filter(None, (row.note, note))))

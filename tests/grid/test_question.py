@@ -16,7 +16,7 @@ from lit_lazy.config.files import available, experiment, exported, find
 from lit_lazy.grid.ablation import Ablation, Row, expand, select
 from lit_lazy.grid.question import Question, load_asked
 from lit_lazy.support.provenance import committed_at
-from lit_lazy.table.columns import COLUMNS
+from lit_lazy.table.columns import COLUMNS, INIT_COLUMNS
 from lit_lazy.table.records import Contrast, Table
 from lit_lazy.tracking.tracker import Tracker, default_uri
 
@@ -24,7 +24,7 @@ SOURCE = """
 from lit_lazy.attention import Elastic, Softmax
 from lit_lazy.grid.ablation import Ablation, Row
 from lit_lazy.grid.question import Question
-from lit_lazy.table.columns import COLUMNS
+from lit_lazy.table.columns import COLUMNS, INIT_COLUMNS
 from lit_lazy.table.records import Contrast
 
 RULE = "model.attention.normaliser"
@@ -212,11 +212,18 @@ def test_shipped_questions_run_in_a_tiny_form(
     name: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(monkeypatch, tmp_path)
-    tiny = f"{load_asked(find('ablations', name))[0].base}_tiny"
-    few = ("--train.steps=6", "--train.warmup_steps=2")
+    ablation, _ = load_asked(find("ablations", name))
+    tiny = f"{ablation.base}_tiny"
+    few = ("--train.steps=8", "--train.warmup_steps=2", "--train.val_every=2")
     done = forked.run([*RUN, name, "--base", tiny, "--seeds", "10", "--runs", str(runs), "--workers", "2", *few])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Not decided yet: " in done.stdout
+    table = Table.from_json(json.loads(next(runs.glob(f"{name}-*/table.json")).read_text()))
+    # The columns that all tables share depend on the data; those of the question are there to be measured.
+    own = {column.key for column in ablation.columns} - {column.key for column in (*COLUMNS, *INIT_COLUMNS)}
+    measured = {column.key for column in table.columns}
+    assert {*ablation.primary, *own} <= measured
+    assert all(row.metrics[ablation.primary[0]].n == 1 for row in table.rows)
 
 
 def test_questions_are_priced_and_what_does_not_fit_is_left_out(

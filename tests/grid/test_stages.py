@@ -8,8 +8,9 @@ import pytest
 from lit_lazy.command.main import main
 from lit_lazy.config.files import available, exported, find
 from lit_lazy.grid import stages
+from lit_lazy.grid.ablation import Row
 from lit_lazy.grid.question import load_asked
-from lit_lazy.grid.stages import FirstStageMissing, at_rate, best_rates
+from lit_lazy.grid.stages import FirstStageMissing, at_best_rate, at_rate, best_rates
 
 SECOND = [name for name in available("ablations") if callable(exported(find("ablations", name), "question"))]
 
@@ -34,6 +35,12 @@ def test_a_row_that_failed_at_every_rate_is_named(results: Path) -> None:
     first_stage.write(results, failed={at_rate("lazy", rate): 10 for rate in first_stage.RATES})
     with pytest.raises(ValueError, match=r"q_text_rates-stdlib_small/table\.json: 'lazy' is finished at no rate"):
         best_rates(first_stage.NAME)
+
+
+def test_a_row_that_the_first_stage_has_not_is_named(results: Path) -> None:
+    first_stage.write(results)
+    with pytest.raises(ValueError, match="has no 'sigmoid'; it has softmax, softmax"):
+        at_best_rate(Row("a", {}, "ours"), "sigmoid", first_stage.NAME)
 
 
 def test_what_is_no_table_is_named(results: Path) -> None:

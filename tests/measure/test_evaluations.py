@@ -93,6 +93,13 @@ def test_streaming_compares_the_same_tokens():
         assert found[f"streaming/{first}+5/loss"] == pytest.approx(loss)
         assert found[f"streaming/{first}+5/loss_excess"] == pytest.approx(loss - whole)
         assert loss != whole
+        assert not any("n_held" in name for name in found)
+    held = dataclasses.replace(STREAMING, n_held=True).measure(model, data)
+    assert {name: x for name, x in held.items() if "n_held" not in name} == found
+    for first in (0, 2):
+        loss = loss_by_position(model, batch, Eviction(first, 5), n_held=True)[7:].mean().item()
+        assert held[f"streaming/{first}+5_n_held/loss"] == pytest.approx(loss)
+        assert held[f"streaming/{first}+5_n_held/loss_excess"] == pytest.approx(loss - whole)
 
 
 def test_varied_data_are_evaluated_as_the_usual_ones(result):

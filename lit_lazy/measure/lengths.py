@@ -168,9 +168,9 @@ class Streaming(Evaluation):
         check_reach(model, data, length)
 
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
-        """`streaming/4+64/loss` and `loss_excess` over `streaming/whole/loss`, nats; of text bits per byte, too.
+        """`streaming/4_and_64/loss` and `loss_excess` over `streaming/whole/loss`, nats; of text bits per byte, too.
 
-        With thresholds by position in the text `streaming/4+64_n_held/loss` and `loss_excess`.
+        With thresholds by position in the text `streaming/4_and_64_n_held/loss` and `loss_excess`.
         """
         source = data.at_length(self.times * model.context_length).load()
         (batch,) = validation_sample(source, self.sequences)
@@ -181,7 +181,7 @@ class Streaming(Evaluation):
         for first, (name, n_held) in product(self.first, ways.items()):
             loss = loss_by_position(model, batch, Eviction(first, self.window), n_held)[after:]
             losses = {"loss": loss, "loss_excess": loss - whole}
-            found |= named_losses(f"streaming/{first}+{self.window}{name}/", losses, source)
+            found |= named_losses(f"streaming/{first}_and_{self.window}{name}/", losses, source)
         return found
 
 

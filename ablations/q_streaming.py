@@ -8,7 +8,7 @@ from lit_lazy.grid.ablation import Ablation, Row
 from lit_lazy.grid.question import Question
 from lit_lazy.grid.stages import at_best_rate
 from lit_lazy.measure.lengths import Streaming
-from lit_lazy.table.columns import COLUMNS
+from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS
 from lit_lazy.table.records import Column, Contrast
 
 FIRST = "q_text_rates-stdlib_small"
@@ -45,9 +45,8 @@ def question() -> Question:
             columns=(
                 *(excess(first, n_held) for n_held in (False, True) for first in KEPT),
                 Column("streaming/whole/bits_per_byte", "loss, whole cache", "lower", 4, "bits/byte"),
-                Column("sink/eviction", "loss without 4 keys", "lower", 4, "nats", note="hidden in all layers"),
-                Column("sink/eviction_n_held", "the same, n held", "lower", 4, "nats", note="theta as it was"),
                 *COLUMNS,
+                *HEAD_COLUMNS,
             ),
             rows=tuple(
                 at_best_rate(

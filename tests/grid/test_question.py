@@ -16,7 +16,7 @@ from lit_lazy.config.files import available, experiment, exported, find
 from lit_lazy.grid.ablation import Ablation, Row, expand, select
 from lit_lazy.grid.question import Question, load_asked
 from lit_lazy.support.provenance import committed_at
-from lit_lazy.table.columns import COLUMNS, INIT_COLUMNS
+from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, INIT_COLUMNS
 from lit_lazy.table.records import Contrast, Table
 from lit_lazy.tracking.tracker import Tracker, default_uri
 
@@ -24,7 +24,7 @@ SOURCE = """
 from lit_lazy.attention import Elastic, Softmax
 from lit_lazy.grid.ablation import Ablation, Row
 from lit_lazy.grid.question import Question
-from lit_lazy.table.columns import COLUMNS, INIT_COLUMNS
+from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, INIT_COLUMNS
 from lit_lazy.table.records import Contrast
 
 RULE = "model.attention.normaliser"
@@ -220,7 +220,8 @@ def test_shipped_questions_run_in_a_tiny_form(
     assert "Not decided yet: " in done.stdout
     table = Table.from_json(json.loads(next(runs.glob(f"{name}-*/table.json")).read_text()))
     # The columns that all tables share depend on the data; those of the question are there to be measured.
-    own = {column.key for column in ablation.columns} - {column.key for column in (*COLUMNS, *INIT_COLUMNS)}
+    shared = {column.key for column in (*COLUMNS, *HEAD_COLUMNS, *INIT_COLUMNS)}
+    own = {column.key for column in ablation.columns} - shared
     measured = {column.key for column in table.columns}
     assert {*ablation.primary, *own} <= measured
     assert all(row.metrics[ablation.primary[0]].n == 1 for row in table.rows)

@@ -21,7 +21,7 @@ help:
 	@echo "make bench         memory of the attention backends, cost of a training step and of diagnostics, tests of a table"
 	@echo "make bench-grid    cost of a grid beside its training"
 	@echo "make crash-points  end a tiny grid at every effect on the disk, and check what the same command makes of it (hours)"
-	@echo "make soak          kill grids a thousand times at random, and check what comes of them (90 minutes)"
+	@echo "make soak          kill grids a thousand times at random, and check what comes of them (an hour)"
 	@echo "TINY=1 makes table2 and table2-text a matter of a minute; WORKERS, RUNS and PYTHON can be set too"
 
 table2: .venv/.complete
@@ -71,9 +71,9 @@ crash-points: .venv/.complete-test
 	OMP_NUM_THREADS=1 $(BIN)/python tests/crash/points.py --out $(RUNS)/crash-points
 	OMP_NUM_THREADS=1 $(BIN)/python tests/crash/power.py --out $(RUNS)/crash-points --report docs/results/reliability.md
 
-# Ninety minutes on two cores, resumed by the same command.
+# An hour of two cores, resumed by the same command.
 soak: .venv/.complete-test
-	$(BIN)/python tests/grid/chaos.py --folder $(RUNS)/soak $(addprefix --workers ,$(WORKERS)) --out docs/results/random-kills.md
+	PYTHONPATH=tests $(BIN)/python tests/grid/chaos.py --folder $(RUNS)/soak $(addprefix --workers ,$(WORKERS)) --out docs/results/random-kills.md
 
 # Without the direct requirements, so that raising one of them meets no pin of its former version here.
 DIRECT = $(shell sed -nE 's/^([A-Za-z0-9_.-]+)(\[.*\])?==.*/\1/p' requirements*.txt | paste -sd'|')

@@ -17,7 +17,7 @@ FIRST = "q_text_rates-stdlib_small"
 
 def half(base: RunConfig) -> LearnedBias:
     """A table over half of the context."""
-    return LearnedBias(length=base.data.context_length // 2)
+    return LearnedBias(length=base.data.outline().context_length // 2)
 
 
 TABLES = {"8": LearnedBias(length=8), "32": LearnedBias(length=32), "T/2": half, "T": LearnedBias()}

@@ -26,7 +26,7 @@ TIMES = (1, 2, 4)
 
 def quarter(base: RunConfig) -> LearnedBias:
     """A table over a quarter of the training's context."""
-    return LearnedBias(length=base.data.context_length // 4)
+    return LearnedBias(length=base.data.outline().context_length // 4)
 
 
 POSITIONS = {

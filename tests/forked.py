@@ -2,28 +2,33 @@
 
 Imports cost a new interpreter five seconds and more, a fork nothing. Arguments, environment, session, signals and logs
 are those of a real process; `tests/crash` and `make test-all` show that real ones do the same. With a GPU all are
-real: CUDA does not survive a fork.
+real: CUDA does not survive a fork. A fork is called by the last part of its module's name: `worker`, `rank`, `command`.
 """
 
+import ctypes
 import gc
 import inspect
 import logging
+import multiprocessing
 import os
 import runpy
 import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from subprocess import DEVNULL, PIPE, STDOUT, TimeoutExpired
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy
 import torch
 
 from lit_lazy.config.files import USER
 
-__all__ = ["DEVNULL", "PIPE", "STDOUT", "Popen", "TimeoutExpired", "run"]
+__all__ = ["DEVNULL", "PIPE", "STDOUT", "Popen", "Process", "TimeoutExpired", "in_a_fork", "make_cheap", "run"]
 
+T = TypeVar("T")
+PR_SET_NAME = 15
 INHERITED: list[object] = []
 """Connections of the parent's, which are kept: to end one takes a lock that a thread of the parent may have held."""
 
@@ -41,6 +46,7 @@ class Fork(subprocess.Popen[Any]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
+Process = subprocess.Popen[Any]
 Popen = subprocess.Popen if torch.cuda.is_available() else Fork
 
 
@@ -49,6 +55,47 @@ def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
     with Popen(command, stdout=PIPE, stderr=PIPE, text=True, **options) as process:
         out, err = process.communicate()
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def make_cheap() -> None:
+    """From now on the workers and ranks that this process and its forks start are forks, looked after often.
+
+    A report draws the figures of no variant. To be called by a program, not in a test, which has fixtures for it.
+    """
+    from lit_lazy.grid.search import run, worker  # noqa: F401  what the forks are to have imported
+    from lit_lazy.grid.work import launch, pool
+    from lit_lazy.report import page, publish  # noqa: F401
+    from lit_lazy.training import rank, ranks  # noqa: F401
+    from lit_lazy.training import run as training
+
+    torch.set_num_threads(1)
+    pool.subprocess = ranks.subprocess = sys.modules[__name__]  # type: ignore[attr-defined]
+    training.imported = list  # a fork has the classes of users' files; imported again, they are twice
+    launch.POLL_SECONDS = 0.1
+    launch.LOOK_SECONDS = 1.0
+    page.MOST_VARIANTS = 0
+
+
+def in_a_fork(work: Callable[[], T]) -> T:
+    """What `work` gives in a fork of this process. Raises RuntimeError for whatever it raises.
+
+    For what opens a database: what sqlite knows of a file would pass to forks that open it as well.
+    """
+    ours, theirs = multiprocessing.Pipe()
+
+    def do() -> None:
+        try:
+            ours.send((work(), None))
+        except Exception as error:
+            ours.send((None, f"{type(error).__name__}: {error}"))
+
+    process = multiprocessing.get_context("fork").Process(target=do)
+    process.start()
+    result, wrong = theirs.recv()
+    process.join()
+    if wrong:
+        raise RuntimeError(wrong)
+    return result
 
 
 def _become(given: dict[str, Any], pipes: list[int]) -> None:
@@ -108,6 +155,8 @@ def _execute(command: list[str]) -> None:
     words = [word for word in command if word != "-P"]
     if words[1] == "-m":
         sys.argv = words[2:]
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_NAME, sys.argv[0].rpartition(".")[2].encode())
         if "-P" not in command:
             sys.path.insert(0, os.getcwd())
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

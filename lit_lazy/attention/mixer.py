@@ -49,10 +49,12 @@ class MixerModule(nn.Module, ABC):
     attends: bool = False
     rotary_dim: int
 
-    @property
     @abstractmethod
-    def backend_name(self) -> str:
-        """The implementation that a training step runs where the parameters are."""
+    def backend_name(self, documents: bool = False) -> str:
+        """The implementation that a training step runs where the parameters are.
+
+        documents: on data whose attention is kept within documents.
+        """
 
     @abstractmethod
     def new_cache(self) -> Cache:

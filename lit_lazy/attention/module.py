@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from flash_lazy import Backend, Stats
@@ -56,11 +57,14 @@ class Attention(MixerModule):
         self.gate = spec.gate.build(shape)
         self.rotary_dim = shape.head_dim // self.normaliser.maps
 
-    @property
-    def backend_name(self) -> str:
-        """The implementation that a training step runs where the parameters are: sdpa, chunked, triton, ..."""
+    def backend_name(self, documents: bool = False) -> str:
+        """The implementation that a training step runs where the parameters are: sdpa, chunked, triton, ...
+
+        documents: on data whose attention is kept within documents.
+        """
         q, k = (self.q.weight.new_empty(1, heads, 1, self.head_dim) for heads in (self.n_heads, self.n_kv_heads))
-        return self.normaliser.backend_name(self._call(q, k, k))
+        boundaries = torch.tensor([0, 1], dtype=torch.int32, device=q.device) if documents else None
+        return self.normaliser.backend_name(self._call(q, k, k)._replace(cu_seqlens=boundaries))
 
     def new_cache(self) -> LayerCache:
         """Without keys."""

@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,16 +69,15 @@ class RecurrentModule(MixerModule):
         self.name = name
         require_fla(name)
 
-    @property
-    def backend_name(self) -> str:
+    def backend_name(self, documents: bool = False) -> str:  # noqa: ARG002
         return "fla" if next(self.parameters()).is_cuda else "fla, plain torch"
 
     def new_cache(self) -> RecurrentCache:
         return RecurrentCache()
 
+    @abstractmethod
     def mix(self, x: Tensor, rotate: Callable[[Tensor], Tensor], cache: RecurrentCache) -> Tensor:
         """x `[B, L, d_model]` to the same shape; the state and the tail of the cache are read, and replaced."""
-        raise NotImplementedError
 
     def forward(
         self,

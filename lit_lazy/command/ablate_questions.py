@@ -93,9 +93,11 @@ def _seconds(grid: "Grid") -> float:
     from lit_lazy.config.canonical import from_dict
     from lit_lazy.config.schema import RunConfig
     from lit_lazy.grid.work.estimate import timed
+    from lit_lazy.training.prepare import outlined
     from lit_lazy.training.result import RESULT
 
     missing = [cell for cell in grid.cells if not (grid.folder / "cells" / cell.key / RESULT).exists()]
     variants = {cell.variant: cell for cell in missing}
-    each = {variant: timed(from_dict(RunConfig, cell.config)) for variant, cell in variants.items()}
+    configs = {variant: from_dict(RunConfig, cell.config) for variant, cell in variants.items()}
+    each = {variant: timed(config, outlined(config.data)) for variant, config in configs.items()}
     return sum(each[cell.variant] for cell in missing)

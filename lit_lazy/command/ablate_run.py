@@ -5,7 +5,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from lit_lazy.command.grids import check_places, check_workers, default_workers, make_base, print_results
 from lit_lazy.command.options import (
@@ -26,7 +27,11 @@ from lit_lazy.command.options import (
 )
 
 if TYPE_CHECKING:
+    from lit_lazy.config import RunConfig
+    from lit_lazy.grid.ablation import Ablation, Row
+    from lit_lazy.grid.question import Question
     from lit_lazy.grid.work.launch import Grid
+    from lit_lazy.table.question import Declaration
 
 
 def add_to(commands: Commands) -> None:
@@ -69,17 +74,21 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     execution = execution_of(options)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ValueError("torchrun: would start several commands of one grid; start it without, and give --devices")
-    grid = make_grid(options, overrides)
-    for cell in grid.cells:
-        execution.accumulation(cell.config["train"]["batch_size"])
     from lit_lazy.grid.work.job import Launch
 
     if options.dry_run:
+        from lit_lazy.grid.ablation import on_base
         from lit_lazy.grid.work.estimate import print_estimate
+        from lit_lazy.training.prepare import planned
 
+        asked = _asked(options, overrides)
+        variants = on_base(asked.chosen, asked.base, asked.overridden, partial(planned, execution=execution))
         workers = options.workers or default_workers(options.threads, execution.devices)
-        print_estimate(grid, Launch(workers, options.threads, execution=execution), plain_console())
+        print_estimate(asked.grid, variants, Launch(workers, options.threads, execution=execution), plain_console())
         return 0
+    grid = make_grid(options, overrides)
+    for cell in grid.cells:
+        execution.accumulation(cell.config["train"]["batch_size"])
     from lit_lazy.grid.work.launch import run_grid
     from lit_lazy.report.publish import publish
     from lit_lazy.table.render import markdown
@@ -104,19 +113,52 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0 if finished else 1
 
 
+class _Asked(NamedTuple):
+    """What the options of `ablate run` name."""
+
+    files: tuple[Path, Path]
+    """Of the ablation, and of the experiment."""
+    ablation: "Ablation"
+    question: "Question | None"
+    base_name: str
+    base: "RunConfig"
+    overridden: list[str]
+    chosen: "list[tuple[Row, tuple[int, ...]]]"
+
+    @property
+    def grid(self) -> str:
+        """Its id."""
+        return f"{self.ablation.name}-{self.base_name}"
+
+    @property
+    def declaration(self) -> "Declaration | None":
+        """Of the question, on the experiment."""
+        if self.question is None:
+            return None
+        return self.question.declaration(self.base_name, self.base, self.files[0])
+
+
+def _asked(options: argparse.Namespace, overrides: list[str]) -> _Asked:
+    from lit_lazy.config.files import find
+    from lit_lazy.grid.ablation import select
+    from lit_lazy.grid.question import load_asked
+
+    path = find("ablations", options.ablation)
+    ablation, question = load_asked(path)
+    base_path, base_name, base, overridden = make_base(options, ablation, with_init(options, overrides))
+    chosen = select(ablation, options.rows, options.seeds)
+    return _Asked((path, base_path), ablation, question, base_name, base, overridden, chosen)
+
+
 def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
     """The grid that the options of `ablate run` describe, checked whole; nothing is created."""
     from lit_lazy.config.canonical import to_dict
-    from lit_lazy.config.files import find
     from lit_lazy.config.key import SCHEMA
     from lit_lazy.grid.ablation import definitions, expand, row_infos, select
-    from lit_lazy.grid.question import load_asked
 
-    ablation_path = find("ablations", options.ablation)
-    ablation, question = load_asked(ablation_path)
-    base_path, base_name, base, overridden = make_base(options, ablation, with_init(options, overrides))
-    chosen = select(ablation, options.rows, options.seeds)
-    cells = expand(chosen, base, overridden)
+    asked = _asked(options, overrides)
+    ablation, base, chosen = asked.ablation, asked.base, asked.chosen
+    cells = expand(chosen, base, asked.overridden)
     from lit_lazy.grid.plan import Plan
     from lit_lazy.grid.work.launch import Grid
     from lit_lazy.support.secrets import command_line
@@ -127,27 +169,27 @@ def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
     in_table = [*chosen, *(() if ablation.baseline in names_chosen else select(ablation, [ablation.baseline], []))]
     plan = Plan(
         ablation=ablation.name,
-        base=base_name,
+        base=asked.base_name,
         baseline=ablation.baseline,
         command=command_line(),
-        rows=tuple(row_infos(in_table, base_name)),
+        rows=tuple(row_infos(in_table, asked.base_name)),
         columns=ablation.columns,
         contrasts=ablation.contrasts,
         axes=tuple(dict.fromkeys(name for cell in cells for name in cell.axes)),
         definitions=definitions(ablation, base),
         facts=loaded(base.data).info,
         schema=SCHEMA,
-        declaration=None if question is None else question.declaration(base_name, base, ablation_path),
+        declaration=asked.declaration,
         primary=ablation.primary,
     )
     return Grid(
-        id=f"{ablation.name}-{base_name}",
+        id=asked.grid,
         plan=plan,
         row_order=[row.name for row in ablation.all_rows],
         cells=cells,
         base_config=to_dict(base),
         runs=options.runs,
-        files=(ablation_path, base_path),
+        files=asked.files,
     )
 
 

@@ -1,10 +1,9 @@
 """`lit-lazy ablate table`"""
 
 import argparse
-from pathlib import Path
 
 from lit_lazy.command.grids import tracked_grid
-from lit_lazy.command.options import Commands, add_base, add_runs, command
+from lit_lazy.command.options import Commands, add_base, add_runs, command, path
 
 
 def add_to(commands: Commands) -> None:
@@ -16,7 +15,7 @@ def add_to(commands: Commands) -> None:
     add_base(parser, "it was run on")
     add_runs(parser)
     parser.add_argument(
-        "--from", dest="source", metavar="FILE", type=Path,
+        "--from", dest="source", metavar="FILE", type=path,
         help="a table.json: compute its statistics anew, by what the ablation declares now, and write it in its place",
     )  # fmt: skip
 

@@ -38,9 +38,8 @@ def find(room: Room, name: str) -> Path:
         path = root / room / f"{name}.py"
         if os.path.isfile(path):  # False too for a name that no file can have
             return _named(path.resolve())
-    raise ValueError(
-        f"{room[:-1]} {name!r}: unknown; there are {', '.join(available(room))}, or give a path to a .py file"
-    )
+    known = ", ".join(available(room)) or "none outside the project's clone"
+    raise ValueError(f"{room[:-1]} {name!r}: unknown; there are {known}, or give a path to a .py file")
 
 
 def python_file(what: str, name: str) -> Path:

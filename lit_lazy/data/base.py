@@ -31,6 +31,8 @@ class Outline:
     context_length: int
     sequences: int | None
     """To train on; None where nobody has counted them yet."""
+    document_mask: bool = False
+    """Whether attention is kept within documents."""
 
 
 class DataConfig(ABC):
@@ -42,8 +44,7 @@ class DataConfig(ABC):
 
     def outline(self) -> Outline:
         """What a plan has to know; what costs much to make is not made for it."""
-        source = self.load()
-        return Outline(source.name, source.vocab_size, source.context_length, len(source.train))
+        return self.load().outline
 
     def at_length(self, length: int) -> "DataConfig":
         """The same data in sequences of another length, to measure with. Raises ValueError where there are none."""
@@ -148,6 +149,12 @@ class DataSource:
     """Two of these groups whose masses are worth a difference."""
     watched_key: int | None = None
     """Position, from 1, of a key whose weight is worth measuring beside the first one's."""
+
+    @property
+    def outline(self) -> Outline:
+        """What a plan has to know."""
+        masked = "place" in self.train.__getitems__([0])
+        return Outline(self.name, self.vocab_size, self.context_length, len(self.train), masked)
 
 
 def fingerprint(parts: "Sequence[np.ndarray]") -> str:

@@ -94,7 +94,7 @@ class Text(DataConfig):
     def outline(self) -> Outline:
         if self._folder(*self._sources()).exists():
             return super().outline()
-        return Outline("text", self.load_tokenizer().vocab_size, self.context_length, None)
+        return Outline("text", self.load_tokenizer().vocab_size, self.context_length, None, self.document_mask)
 
     def tokenise(self, processes: int | None = None) -> Path:
         train, validation = self._sources()

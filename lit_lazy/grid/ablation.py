@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from lit_lazy.config.canonical import flatten, replace_at, to_dict
 from lit_lazy.config.files import LONGEST_NAME, exported
@@ -18,6 +18,7 @@ from lit_lazy.support.kinds import check_kinds
 from lit_lazy.table.records import Column, Contrast, RowInfo
 from lit_lazy.training.prepare import prepare
 
+T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 LONGEST_ROW_NAME = 250
 MOST_CELLS = 100_000
@@ -181,12 +182,27 @@ def select(ablation: Ablation, rows: Sequence[str], seeds: Sequence[int]) -> lis
     return [(row, tuple(seeds) or row.seeds or ablation.seeds) for row in kept]
 
 
-def expand(
-    chosen: Sequence[tuple[Row, tuple[int, ...]]], base: RunConfig, overridden: Sequence[str] = ()
-) -> list[Cell]:
-    """The cells of chosen rows on a base experiment, each validated.
+class RowOnBase(NamedTuple, Generic[T]):
+    """A row on an experiment."""
+
+    row: Row
+    seeds: tuple[int, ...]
+    config: RunConfig
+    """Of any of the seeds."""
+    data: T
+    """What is known of its data."""
+
+
+def on_base(
+    chosen: Sequence[tuple[Row, tuple[int, ...]]],
+    base: RunConfig,
+    overridden: Sequence[str],
+    look: Callable[[RunConfig], T],
+) -> list[RowOnBase[T]]:
+    """Chosen rows on a base experiment, no two the same training.
 
     overridden: dotted paths that the user set on the base; one that a row sets as well would be lost, and is refused.
+    look: checks each and says what is known of its data. Raises ValueError, in one line, that names the row.
     """
     for row, _ in chosen:
         for path in row.changes:
@@ -196,28 +212,35 @@ def expand(
     if "seed" in overridden:
         raise ValueError("--seed: an ablation's seeds are given by --seeds")
     require_cells("cells of the grid", sum(len(seeds) for _, seeds in chosen))
-    configs: list[tuple[Row, int, RunConfig, str]] = []
+    variants = []
     for row, seeds in chosen:
         try:
             config = row.on(base)
-            fingerprint = prepare(config).fingerprint
+            variants.append(RowOnBase(row, seeds, config, look(config)))
         except ValueError as error:
             raise ValueError(f"row {row.name!r}: {error}") from None
-        configs += [(row, seed, replace(config, seed=seed), fingerprint) for seed in seeds]
-    axes = _axes([to_dict(config) for _, _, config, _ in configs])
-    cells = [
+    _refuse_twins(variants)
+    return variants
+
+
+def expand(
+    chosen: Sequence[tuple[Row, tuple[int, ...]]], base: RunConfig, overridden: Sequence[str] = ()
+) -> list[Cell]:
+    """The cells of chosen rows on a base experiment, each validated on its data."""
+    variants = on_base(chosen, base, overridden, prepare)
+    cells = [(variant, replace(variant.config, seed=seed)) for variant in variants for seed in variant.seeds]
+    axes = _axes([to_dict(config) for _, config in cells])
+    return [
         Cell(
-            key=cell_key(config, fingerprint),
-            variant=row.name,
-            source=row.source,
-            seed=seed,
+            key=cell_key(config, variant.data.fingerprint),
+            variant=variant.row.name,
+            source=variant.row.source,
+            seed=config.seed,
             config=to_dict(config),
             axes=cell_axes,
         )
-        for (row, seed, config, fingerprint), cell_axes in zip(configs, axes, strict=True)
+        for (variant, config), cell_axes in zip(cells, axes, strict=True)
     ]
-    _refuse_twins(cells)
-    return cells
 
 
 def definitions(ablation: Ablation, base: RunConfig) -> dict[str, str]:
@@ -232,15 +255,17 @@ def definitions(ablation: Ablation, base: RunConfig) -> dict[str, str]:
     return found
 
 
-def _refuse_twins(cells: Sequence[Cell]) -> None:
-    first: dict[str, Cell] = {}
-    for cell in cells:
-        twin = first.setdefault(cell.key, cell)
-        if twin is not cell:
-            raise ValueError(
-                f"rows {twin.variant!r} and {cell.variant!r} are the same training (seed {cell.seed}); leave one out, "
-                "for example by --rows"
-            )
+def _refuse_twins(variants: Sequence[RowOnBase[Any]]) -> None:
+    first: dict[tuple[str, int], str] = {}
+    for variant in variants:
+        settings = cell_key(variant.config, fingerprint="")  # equal settings have equal data
+        for seed in variant.seeds:
+            twin = first.setdefault((settings, seed), variant.row.name)
+            if twin != variant.row.name:
+                raise ValueError(
+                    f"rows {twin!r} and {variant.row.name!r} are the same training (seed {seed}); leave one out, "
+                    "for example by --rows"
+                )
 
 
 def _axes(configs: Sequence[dict[str, Any]]) -> list[dict[str, str]]:

@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from lit_lazy.attention import Attention, AttentionCall, AttentionSpec, Cache
+from lit_lazy.attention import Attention, AttentionCall, AttentionSpec, LayerCache
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import Batch, DataConfig
 from lit_lazy.measure.diagnostics import at_rest, listening, validation_sample
@@ -134,16 +134,16 @@ def _loss(model: DecoderLM, batch: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def prefilled(model: DecoderLM, tokens: Tensor) -> list[Cache]:
+def prefilled(model: DecoderLM, tokens: Tensor) -> list[LayerCache]:
     """A cache that holds tokens `[B, T]`."""
-    cache = model.new_cache()
+    cache = [attention.new_cache() for attention in model.attentions]
     with at_rest(model):
         model(tokens, cache, last_only=True)
     return cache
 
 
 @torch.no_grad()
-def decode(model: DecoderLM, cache: Sequence[Cache], tokens: Tensor) -> None:
+def decode(model: DecoderLM, cache: Sequence[LayerCache], tokens: Tensor) -> None:
     """Tokens `[B, T]` one by one; the cache forgets them again."""
     for token in tokens.split(1, 1):
         model(token, cache)
@@ -151,6 +151,6 @@ def decode(model: DecoderLM, cache: Sequence[Cache], tokens: Tensor) -> None:
         layer.length -= tokens.shape[1]
 
 
-def bytes_per_token(cache: Sequence[Cache], sequences: int) -> float:
+def bytes_per_token(cache: Sequence[LayerCache], sequences: int) -> float:
     """Of the keys and values of all layers, as they are kept for one token of one sequence."""
     return sum((layer.k.nbytes + layer.v.nbytes) / (sequences * layer.length) for layer in cache)

@@ -69,7 +69,7 @@ class Diagnostics:
     `[layers, H, ...]`, as their metrics define them: `sink/*` (`Sink`, `ValueNorms`), `mass/*` (`Mass`), `sparsity/*`
     (`Sparsity`, `GaussianNull`), `scores/spread` (`ScoreSpread`), `entropy/*` (`Entropy`).
     `[layers + 1]`, of the residual stream after the embedding and after each block: `hidden/*` (`Collapse`, and
-    `hidden/repeated_gap`, the mean of `repeated_gap` over the sequences).
+    `hidden/repeated_gap`, the mean of `repeated_gap` over the sequences that are one document, NaN without any).
     `tau` `[layers, H]` or `[layers, H, N]`, `bias/curve` `[layers, H, T]` by distance, `bias/alibi_slope` and
     `bias/alibi_distance` `[layers, H]` (`alibi_fit`): absent where there is none.
     `watch/tau` `[S, layers, H]`: tau at the S steps `watch/step` (int64) of the training, of per_token the mean over
@@ -77,7 +77,8 @@ class Diagnostics:
     `loss/by_position` `[T]`, nats, NaN where nothing is predicted. `loss/evicted` `[4]`: what the loss rises by over
     the rows from position 9 on, in nats, when the first 1 to 4 keys are hidden in every layer;
     `loss/evicted_n_held` `[]`: the same of 4 keys where n, and with it theta, stays as it was.
-    `maps/weights` float16 `[S, n, n]`: weights of the first sequence, NaN at hidden keys, first n = min(T, 128) rows;
+    `maps/weights` float16 `[S, n, n]`: weights of the first sequence (of that with the longest first document), NaN at
+    hidden keys, first n = min(T, 128) rows (those of the document);
     `maps/heads` int64 `[S, 2]`: layer and head of each, from 0.
     `sample` int64 `[3]`: n, T, layers. `context` int64 `[]`: the context length of the training.
     `length/*` and `streamed/*` are those of `lit_lazy.measure.lengths`; only `lit-lazy diagnose` makes them.
@@ -176,41 +177,57 @@ def measure(
 ) -> Diagnostics:
     """All arrays of a model on the first `sample` sequences of batches, in fp32, where the model is.
 
-    batches: each with `tokens` and `targets`, `[B, T]`, T the same in all. maps: the weight matrices to keep; None for
-    none. How the sequences are cut into batches changes nothing beyond rounding, and the module is left as it was.
+    batches: each with `tokens` and `targets`, `[B, T]`, T the same in all. With `place`, of documents that do not see
+    each other, the first document of each sequence is measured. maps: the weight matrices to keep; None for none. How
+    the sequences are cut into batches changes nothing beyond rounding, and the module is left as it was.
     Raises ValueError, in one line, where the positions or the bias cannot serve T tokens.
     """
     if maps is not None:
         maps.check(model)
-    tokens, targets = (part.to(model.device) for part in _first(batches, sample))
+    batch = {name: part.to(model.device) for name, part in _first(batches, sample).items()}
+    tokens, (counted, targets) = batch["tokens"], first_documents(batch)
     n, length = tokens.shape
     observed = _Observed(model, length)
     with at_rest(model):
         for at in range(0, n, max(1, TOKENS_AT_ONCE // length)):
             part = slice(at, at + max(1, TOKENS_AT_ONCE // length))
-            observed.add(tokens[part], targets[part])
+            observed.add(tokens[part], targets[part], counted[part])
         arrays = observed.arrays()
         if maps is not None and model.attentions:
             weight, share = arrays["sink/weight"][..., 0], arrays["sink/share"][..., 0]
             chosen = maps.choose(np.where(np.isnan(share), weight, share))
             arrays["maps/heads"] = np.array(chosen, np.int64)
-            arrays["maps/weights"] = _weights(model, tokens[:1, :MAP_ROWS], chosen)
+            rows = counted.sum(1).tolist()
+            longest = rows.index(max(rows))
+            arrays["maps/weights"] = _weights(model, tokens[[longest], : min(rows[longest], MAP_ROWS)], chosen)
     return Diagnostics(arrays)
 
 
-def _first(batches: Iterable[Batch], sample: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets `[n, T]` of the first sequences."""
+def first_documents(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Which tokens are of the document that begins their sequence, bool `[B, T]`, and the targets `[B, T]` of these.
+
+    All where documents are not told apart. Nothing before such a token is hidden from it, and what comes after it
+    changes nothing: measured without a mask, it is what it is under one.
+    """
+    targets = batch["targets"]
+    if "place" not in batch:
+        return torch.ones_like(targets, dtype=torch.bool), targets
+    counted = batch["place"] == torch.arange(targets.shape[1], device=targets.device)
+    return counted, targets.masked_fill(~counted, IGNORED)
+
+
+def _first(batches: Iterable[Batch], sample: int) -> Batch:
+    """What is measured of the first sequences, `[n, T]`."""
     kept: list[Batch] = []
     missing = sample
     for batch in batches:
-        kept.append({name: batch[name][:missing] for name in ("tokens", "targets")})
+        kept.append({name: batch[name][:missing] for name in ("tokens", "targets", "place") if name in batch})
         missing -= len(kept[-1]["tokens"])
         if missing <= 0:
             break
     if not kept:
         raise ValueError("batches: there is none; give at least one sequence")
-    tokens, targets = (torch.cat([batch[name] for batch in kept]) for name in ("tokens", "targets"))
-    return tokens, targets
+    return {name: torch.cat([batch[name] for batch in kept]) for name in kept[0]}
 
 
 @contextmanager
@@ -302,32 +319,32 @@ class _Observed:
         self.gap = torch.zeros(self.n_layers + 1, **wide)
         self.nll = torch.zeros(2 + self.evicted if self.evicted else 1, length, **wide)
         self.predicted = torch.zeros(length, **wide)
-        self.sequences = 0
+        self.sequences = self.whole = 0
 
-    def add(self, tokens: Tensor, targets: Tensor) -> None:
-        """Measure sequences `[B, T]`."""
+    def add(self, tokens: Tensor, targets: Tensor, counted: Tensor) -> None:
+        """Measure sequences `[B, T]`. counted: bool `[B, T]`, the tokens that are looked at, from each first one on."""
         self.sequences += len(tokens)
         self.predicted += (targets != IGNORED).sum(0)
         last: list[Tensor] = []
 
+        def on_attention(layer: int, attention: Attention, call: AttentionCall) -> None:
+            summary = summarise(attention.normaliser, call._replace(key_mask=None), counted=counted)
+            for metric in self.rows[layer]:
+                metric.update(summary)
+            self.values[layer].update(call.v, counted)
+
         def on_hidden(index: int, x: Tensor) -> None:
-            self.hidden[index].update(x)
+            self.hidden[index].update(x, counted)
             last.append(x[:, -2:-1].clone())
 
-        with listening(self.model, self._on_attention, on_hidden):
+        with listening(self.model, on_attention, on_hidden):
             self._add_loss(tokens, targets, 0, 0)
         for evicted in range(1, self.evicted + 1):
             self._add_loss(tokens, targets, evicted, evicted)
         if self.evicted:
             with n_of_the_text(self.model):
                 self._add_loss(tokens, targets, self.evicted, N_HELD)
-        self._add_repeated(tokens, last)
-
-    def _on_attention(self, layer: int, attention: Attention, call: AttentionCall) -> None:
-        summary = summarise(attention.normaliser, call._replace(key_mask=None))
-        for metric in self.rows[layer]:
-            metric.update(summary)
-        self.values[layer].update(call.v)
+        self._add_repeated(tokens, last, counted.all(1))
 
     def _add_loss(self, tokens: Tensor, targets: Tensor, evicted: int, row: int) -> None:
         """By position, with the first keys hidden, to a row of the losses. The implementation is the same for none."""
@@ -338,14 +355,15 @@ class _Observed:
         nll = token_nll(self.model(tokens, key_mask=seen), targets)
         self.nll[row] += nll.double().sum(0)
 
-    def _add_repeated(self, tokens: Tensor, last: list[Tensor]) -> None:
-        """The sequences without their last token, against themselves with the one before it repeated.
+    def _add_repeated(self, tokens: Tensor, last: list[Tensor], whole: Tensor) -> None:
+        """The whole sequences without their last token, against themselves with the one before it repeated.
 
-        Positions and biases need to serve no more than T tokens.
+        whole: bool `[B]`. Positions and biases need to serve no more than T tokens.
         """
+        self.whole += int(whole.sum())
 
         def on_hidden(index: int, x: Tensor) -> None:
-            self.gap[index] += repeated_gap(last[index], x[:, -2:]).sum()
+            self.gap[index] += repeated_gap(last[index], x[:, -2:])[whole].sum()
 
         with listening(self.model, on_hidden=on_hidden):
             self.model(torch.cat((tokens[:, :-1], tokens[:, -2:-1]), 1))
@@ -357,7 +375,7 @@ class _Observed:
         for metrics in filter(None, per_layer):
             computed = [metric.compute() for metric in metrics]
             found |= {name: torch.stack([values[name] for values in computed]) for name in computed[0]}
-        found["hidden/repeated_gap"] = self.gap / self.sequences
+        found["hidden/repeated_gap"] = self.gap / self.whole if self.whole else torch.full_like(self.gap, torch.nan)
         by_position = self.nll / self.predicted
         found["loss/by_position"] = by_position[0]
         if self.evicted:

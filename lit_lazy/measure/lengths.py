@@ -14,7 +14,14 @@ from lit_lazy.attention import Eviction
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
 from lit_lazy.data.base import IGNORED, Batch, DataSource
-from lit_lazy.measure.diagnostics import SAMPLE, TOKENS_AT_ONCE, at_rest, n_of_the_text, validation_sample
+from lit_lazy.measure.diagnostics import (
+    SAMPLE,
+    TOKENS_AT_ONCE,
+    at_rest,
+    first_documents,
+    n_of_the_text,
+    validation_sample,
+)
 from lit_lazy.measure.evaluation import NATS_PER_BIT
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
@@ -28,11 +35,12 @@ STREAMED = "streamed/"
 def loss_by_position(model: DecoderLM, batch: Batch, eviction: Eviction | None = None, n_held: bool = False) -> Tensor:
     """Mean loss in nats at each position, float64 `[T]`, of a batch's `tokens` and `targets` `[B, T]`; NaN without any.
 
+    Of documents that do not see each other, the first of each sequence counts.
     Decoded with a cache: whole where there is no eviction, else token by token once it is full. n_held: thresholds are
     those of the tokens' positions in the text, in place of the cache's. Raises ValueError, in one line, where the model
     cannot serve that.
     """
-    tokens, targets = (batch[name].to(model.device) for name in ("tokens", "targets"))
+    tokens, targets = batch["tokens"].to(model.device), first_documents(batch)[1].to(model.device)
     cache = model.new_cache(eviction)
     at_once = max(1, TOKENS_AT_ONCE // len(tokens))
     parts = [piece for part in cache[0].parts(tokens) for piece in part.split(at_once, 1)]

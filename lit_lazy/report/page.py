@@ -25,7 +25,7 @@ from lit_lazy.report.style import PAGE, STYLE
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.secrets import redacted
 from lit_lazy.table.records import Table
-from lit_lazy.table.render import html
+from lit_lazy.table.render import html_parts
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
 from lit_lazy.tracking.views import run_link
 from lit_lazy.training.result import DIAGNOSTICS
@@ -39,6 +39,8 @@ CSS_DPI, IMAGE_DPI = 96, 120
 """Pixels per inch of the page, and of the images: more, so that they are sharp on a fine screen."""
 WIDE = 800
 """CSS pixels from which a figure takes a line of its own."""
+FIRST = "effects"
+"""The figure that stands before the table."""
 WATCHED = ("watch/tau_layer_", "watch/first_key_")
 """How the names of the metrics begin whose history is drawn."""
 
@@ -74,23 +76,27 @@ def _gathered(tracker: Tracker, parent_id: str, ui_url: str | None = None) -> "_
 
 def _page(material: "_Material", overall: Mapping[str, Figure]) -> str:
     plan, table = material.plan, material.table
+    first = {name: figure for name, figure in overall.items() if name == FIRST}
+    others = {name: figure for name, figure in overall.items() if name != FIRST}
+    opening, numbers = html_parts(table)
     sections = [
-        _Section("run", "What was run", _what_was_run(material)),
-        _Section("table", f"Results: {table.ablation}", html(table)),
-        _Section("figures", "Figures over all variants", _overall_figures(overall)),
+        *([_Section("finding", "What differs", _figures(first, "all variants"))] if first else []),
+        _Section("table", f"Results: {table.ablation}", numbers),
+        *([_Section("figures", "Figures over all variants", _figures(others, "all variants"))] if others else []),
         _Section("variants", "Figures of each variant", _variant_figures(material)),
+        _Section("run", "What was run", _what_was_run(material)),
         _Section(
             "reading",
             "How to read this",
             f"<p>{ABOUT_READING}</p>{_definitions(READING)}",
         ),
-        _Section("runs", "Runs", _runs(material)),
+        _Section("runs", "Runs", f"<details><summary>All {len(material.runs)}</summary>{_runs(material)}</details>"),
     ]
     page = PAGE.format(
         style=STYLE,
         title=escape(f"{plan.ablation} on {plan.base}"),
         summary=f"{len(table.rows)} variants, {_completeness(table)}",
-        warnings="".join(f'<p class="warning"><b>Warning:</b> {escape(text)}</p>' for text in table.warnings),
+        opening=opening,
         outline="".join(f'<li><a href="#{section.id}">{escape(section.title)}</a></li>' for section in sections),
         sections="\n".join(section.html for section in sections),
     )
@@ -206,12 +212,6 @@ def _overall(material: _Material) -> dict[str, Figure]:
         "sink_over_training": figures.sink_over_training(histories),
     }
     return {name: figure for name, figure in drawn.items() if figure is not None}
-
-
-def _overall_figures(overall: Mapping[str, Figure]) -> str:
-    if overall:
-        return _figures(overall, "all variants")
-    return "<p>No cell is complete, so there is nothing to draw.</p>"
 
 
 def _histories(material: _Material) -> Histories:

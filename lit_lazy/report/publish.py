@@ -11,6 +11,7 @@ from lit_lazy.grid.plan import read_plan, save_views, table_from_mlflow
 from lit_lazy.report.page import REPORT, write_report
 from lit_lazy.support.errors import named
 from lit_lazy.table.build import restated
+from lit_lazy.table.finding import findings
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import save
 from lit_lazy.table.verdicts import judged
@@ -35,6 +36,7 @@ def write_table(tracker: Tracker, parent_id: str, folder: Path) -> Table:
     tracker.keep_files(parent_id, files)
     if table.verdict:
         tracker.tag(parent_id, "verdict", table.verdict.sentence)
+    tracker.tag(parent_id, "mlflow.note.content", "\n\n".join([*findings(table), table.command]))
     save_views(tracker, read_plan(tracker, parent_id).axes, table.columns)
     return table
 

@@ -18,7 +18,7 @@ nav ol { max-width: none; margin: .8rem 0 0; padding: 0; list-style: none; }
 nav li { display: inline-block; margin-right: 1.4rem; }
 .lead, small, figcaption { color: var(--quiet); }
 .lead { margin: .3rem 0 0; }
-.warning { padding: .5em .8em; border-left: 4px solid #d55e00; background: rgba(213, 94, 0, .15); }
+header .ablation-table p { font-size: 1.1rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; margin: 0; }
 dt { grid-column: 1; font-weight: 600; }
 dd { grid-column: 2; margin: 0; }
@@ -58,7 +58,7 @@ PAGE = """<!DOCTYPE html>
 <header>
 <h1>{title}</h1>
 <p class="lead">{summary}</p>
-{warnings}
+{opening}
 <nav aria-label="Contents"><ol>{outline}</ol></nav>
 </header>
 {sections}

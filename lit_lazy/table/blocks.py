@@ -55,7 +55,15 @@ class Tabular:
         ]
 
 
-Block = Heading | Paragraph | List | Tabular
+@dataclass(frozen=True)
+class Folded:
+    """Blocks under a title, which a page shows when they are asked for."""
+
+    title: Heading
+    blocks: "tuple[Block, ...]"
+
+
+Block = Heading | Paragraph | List | Tabular | Folded
 
 
 def to_markdown(blocks: Sequence[Block], width: int = 120) -> str:
@@ -95,6 +103,8 @@ def _markdown(block: Block, width: int) -> str:
             return "\n".join(f"- {_markdown_escape(item)}" for item in items)
         case Tabular():
             return "\n\n".join(_markdown_grid(part) for part in block.split(width))
+        case Folded(title, blocks):
+            return "\n\n".join(_markdown(part, width) for part in (title, *blocks))
 
 
 def _markdown_grid(grid: Tabular) -> str:
@@ -141,6 +151,8 @@ def _latex(block: Block, width: int) -> str:
             return f"\\begin{{itemize}}\n{body}\n\\end{{itemize}}"
         case Tabular():
             return "\n\n".join(_latex_grid(part) for part in block.split(width))
+        case Folded(title, blocks):
+            return "\n\n".join(_latex(part, width) for part in (title, *blocks))
 
 
 def _latex_grid(grid: Tabular) -> str:
@@ -156,6 +168,8 @@ def _latex_grid(grid: Tabular) -> str:
 _STYLE = """
 .ablation-table { font: 14px/1.45 system-ui, sans-serif; color: inherit; }
 .ablation-table .grid { overflow-x: auto; margin: 1em 0; }
+.ablation-table details { margin: .8em 0; }
+.ablation-table summary { font-weight: 600; cursor: pointer; }
 .ablation-table table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .ablation-table th, .ablation-table td { padding: .3em .7em; border-bottom: 1px solid rgba(128, 128, 128, .35); }
 .ablation-table th { text-align: left; border-bottom-width: 2px; }
@@ -179,6 +193,9 @@ def _html(block: Block) -> str:
             return "<ul>" + "".join(f"<li>{_html_escape(item)}</li>" for item in items) + "</ul>"
         case Tabular():
             return _html_grid(block)
+        case Folded(title, blocks):
+            body = "\n".join(map(_html, blocks))
+            return f"<details><summary>{_html_escape(title.text)}</summary>\n{body}\n</details>"
 
 
 def _html_grid(grid: Tabular) -> str:

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lit_lazy.support.disk import write_text
-from lit_lazy.table.blocks import Block, Heading, List, Paragraph, Tabular, to_html, to_latex, to_markdown
+from lit_lazy.table.blocks import Block, Folded, Heading, List, Paragraph, Tabular, to_html, to_latex, to_markdown
+from lit_lazy.table.finding import findings
 from lit_lazy.table.records import UNFINISHED, Column, ContrastMeasure, Table, TableRow
 from lit_lazy.table.statistics import ALPHA, POWER
 from lit_lazy.table.verdicts import lines
@@ -28,10 +29,24 @@ def html(table: Table) -> str:
     return to_html(_blocks(table))
 
 
+def html_parts(table: Table) -> tuple[str, str]:
+    """The same in two: what the table has come to, and the numbers."""
+    return to_html(_opening(table)), to_html([Heading(f"Results: {table.ablation}", 2), *_numbers_of(table)])
+
+
 def _blocks(table: Table) -> list[Block]:
-    blocks: list[Block] = [Heading(table.ablation, 2), *_question(table)]
-    blocks += [Paragraph(text, warning=True) for text in (*table.warnings, *_incomplete(table))]
-    blocks += [Paragraph(_provenance(table)), _means(table), Paragraph(_LEGEND)]
+    return [Heading(table.ablation, 2), *_opening(table), *_numbers_of(table)]
+
+
+def _opening(table: Table) -> list[Block]:
+    """The finding, and the warnings."""
+    found = [Paragraph(text) for text in findings(table)] if table.declaration is None else _question(table)
+    return [*found, *(Paragraph(text, warning=True) for text in (*table.warnings, *_incomplete(table)))]
+
+
+def _numbers_of(table: Table) -> list[Block]:
+    """Means, tests, and where they come from."""
+    blocks: list[Block] = [_means(table), Paragraph(_LEGEND)]
     for reason in dict.fromkeys(column.by_construction for column in table.columns if column.by_construction):
         titles = "; ".join(column.title for column in table.columns if column.by_construction == reason)
         blocks.append(Paragraph(f"Not tested, since rows differ there by construction ({reason}): {titles}."))
@@ -40,16 +55,15 @@ def _blocks(table: Table) -> list[Block]:
     if primary:
         blocks.append(Paragraph(f"Primary outcome: {primary[0].title}. All other columns are exploratory."))
         blocks += _tests(table, primary, primary, 3)
-        blocks += [Heading("Exploratory", 3), Paragraph(_EXPLORATORY)]
-    blocks += _tests(table, [column for column in others if column.better], others, 4 if primary else 3)
-    blocks += [Paragraph(_DIFFERENCE_LEGEND), Paragraph(_MDE_LEGEND)]
-    for title, items in (
-        ("Cells without a result", _unfinished(table)),
-        ("Commits", _commits(table)),
-        ("Notes", list(table.notes)),
-    ):
+    tests = _tests(table, [column for column in others if column.better], others, 4 if primary else 3)
+    if primary:
+        tests = [Folded(Heading("Exploratory", 3), (Paragraph(_EXPLORATORY), *tests))]
+    blocks += [*tests, Paragraph(_DIFFERENCE_LEGEND), Paragraph(_MDE_LEGEND)]
+    for title, items in (("Cells without a result", _unfinished(table)), ("Notes", list(table.notes))):
         if items:
             blocks += [Heading(title, 3), List(tuple(items))]
+    commits = [List(tuple(items)) for items in [_commits(table)] if items]
+    blocks.append(Folded(Heading("Provenance", 3), (Paragraph(_provenance(table)), *commits)))
     return blocks
 
 

@@ -36,7 +36,7 @@ def train_tracked(
     if threads is not None:
         torch.set_num_threads(threads)
     source = prepare(cfg, execution)
-    require_fit(cost_of(cfg, source, execution), execution)
+    require_fit(cost_of(cfg, source.outline, execution), execution)
     key = cell_key(cfg, source.fingerprint)
     writable_folder("--runs", runs)
     uri = default_uri(runs)

@@ -7,7 +7,6 @@ from itertools import chain
 import torch
 
 from lit_lazy.config.schema import ModelConfig, RunConfig
-from lit_lazy.data import DataSource
 from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import Block, DecoderLM, flops_per_token
 from lit_lazy.model.kept import kept_bytes
@@ -54,24 +53,24 @@ class Cost:
         return self.flops / (devices * UTILISATION * peak) / 3600
 
 
-def cost_of(cfg: RunConfig, source: DataSource | Outline, execution: Execution) -> Cost:
+def cost_of(cfg: RunConfig, data: Outline, execution: Execution) -> Cost:
     """What `cfg` will take. Raises ValueError where its batch cannot be shared out."""
     parts = execution.accumulation(cfg.train.batch_size)
     with torch.device("meta"):
-        model = DecoderLM(cfg.model, source.vocab_size, source.context_length, seed=None)
+        model = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     spread_over = execution.devices if execution.strategy == "fsdp" else 1
     state = NUMBER * parameters // spread_over
-    at_a_time = cfg.train.batch_size // execution.devices // parts * source.context_length
+    at_a_time = cfg.train.batch_size // execution.devices // parts * data.context_length
     memory = {
         "weights": state,
         "gradients": state,
         "optimiser": 2 * state,
-        "activations": _activations(cfg, source.context_length, at_a_time, execution.checkpoint_activations),
-        "logits": LOGITS_COPIES * NUMBER * min(at_a_time * source.vocab_size, max(source.vocab_size, LOGITS_AT_ONCE)),
+        "activations": _activations(cfg, data.context_length, at_a_time, execution.checkpoint_activations),
+        "logits": LOGITS_COPIES * NUMBER * min(at_a_time * data.vocab_size, max(data.vocab_size, LOGITS_AT_ONCE)),
     }
-    tokens = cfg.train.steps * cfg.train.batch_size * source.context_length
-    flops = float(tokens) * flops_per_token(model, source.context_length)
+    tokens = cfg.train.steps * cfg.train.batch_size * data.context_length
+    flops = float(tokens) * flops_per_token(model, data.context_length)
     return Cost(parameters, tokens, flops, memory, parts, disk=2 * 3 * NUMBER * parameters)
 
 

@@ -32,12 +32,15 @@ LOOKED_AT = 64
 """Sequences whose tokens are looked at; a corpus may be larger than the memory."""
 
 
-def check_model(cfg: ModelConfig, context_length: int) -> None:
-    """Raise ValueError where a part of the model cannot serve a context of this length, or this machine its backend."""
+def check_model(cfg: ModelConfig, context_length: int, documents: bool = False) -> None:
+    """Raise ValueError where a part of the model cannot serve a context of this length, or this machine its backend.
+
+    documents: whether attention is kept within them.
+    """
     mixer = _attention(cfg, context_length) if cfg.mixer.attends else _other_mixer(cfg, context_length)
     cfg.position.build(cfg.d_model, mixer.rotary_dim, context_length)
     try:
-        mixer.to(training_device()).backend_name  # noqa: B018 (raises)
+        mixer.to(training_device()).backend_name(documents)
     except ValueError as error:
         raise ValueError(f"model.backend={cfg.backend!r}: {error}") from None
 
@@ -123,38 +126,47 @@ def prepare(cfg: RunConfig, execution: Execution | None = None) -> DataSource:
     execution: on this machine; None where it is not known yet. Raises ValueError in one line that names the option.
     """
     source = loaded(cfg.data)
+    _check(cfg, source.outline, execution)
+    return source
+
+
+def planned(cfg: RunConfig, execution: Execution | None = None) -> Outline:
+    """The same checks where data that cost much to make may be missing still: what those alone tell is not checked."""
+    data = outlined(cfg.data)
+    _check(cfg, data, execution)
+    return data
+
+
+def _check(cfg: RunConfig, data: Outline, execution: Execution | None) -> None:
     require(
-        cfg.train.batch_size <= len(source.train),
+        data.sequences is None or cfg.train.batch_size <= data.sequences,
         "train.batch_size",
         cfg.train.batch_size,
-        f"must not exceed the {len(source.train)} training sequences",
+        f"must not exceed the {data.sequences} training sequences",
     )
     if execution is None:
-        check_size(cfg.model, source.vocab_size, source.context_length)
+        check_size(cfg.model, data.vocab_size, data.context_length)
     else:
         execution.accumulation(cfg.train.batch_size)
         at_a_time = execution.evaluation_batch(cfg.train.batch_size), execution.checkpoint_activations
-        check_size(cfg.model, source.vocab_size, source.context_length, *at_a_time)
-    check_model(cfg.model, source.context_length)
-    masked = "place" in source.train.__getitems__([0])
+        check_size(cfg.model, data.vocab_size, data.context_length, *at_a_time)
+    check_model(cfg.model, data.context_length, data.document_mask)
     require(
-        cfg.model.mixer.attends or not masked,
+        cfg.model.mixer.attends or not data.document_mask,
         "data.document_mask",
-        masked,
+        data.document_mask,
         f"model.mixer={type(cfg.model.mixer).__name__} keeps its state from document to document; leave it False",
     )
     if cfg.init_from is not None:
         content_of(cfg.init_from)
-    check_evaluations(cfg, source)
-    return source
+    if cfg.evaluations and data.sequences is not None:
+        _check_evaluations(cfg, data)
 
 
-def check_evaluations(cfg: RunConfig, source: DataSource) -> None:
+def _check_evaluations(cfg: RunConfig, data: Outline) -> None:
     """Raise ValueError where the trained model could not be measured as it is to be."""
-    if not cfg.evaluations:
-        return
     with torch.device("meta"):
-        model = DecoderLM(cfg.model, source.vocab_size, source.context_length, seed=None)
+        model = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
     for evaluation in cfg.evaluations:
         try:
             evaluation.check(model, cfg.data)

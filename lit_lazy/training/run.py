@@ -138,7 +138,7 @@ def _run(
         | sizes(model)
         | diagnostics.scalars()
         | asked,
-        labels={"backend": model.mixers[0].backend_name},
+        labels={"backend": model.mixers[0].backend_name(source.outline.document_mask)},
         timings={
             "train_seconds": trained - begun,
             "evaluate_seconds": time.perf_counter() - trained,

@@ -183,6 +183,9 @@ COMMANDS = [
     *(["ablate", name] for name in ("run", "search", "status", "table", "list", "verdicts", "questions", "rum")),
     *(["bench", name] for name in ("step", "grid", "diagnostics")),
 ]
+ROOT = Path(__file__).resolve().parents[2]
+ANSWERED = "q_null-recall"
+"""A question of docs/results."""
 GRID = ["--runs", "--base", "--workers", "--threads", "--storage"]
 DRAWS = ["--tokens", "--temperature", "--top-p", "--seed", "--first", "--window", "--threads"]
 GOOD = [
@@ -192,6 +195,9 @@ GOOD = [
     (["ablate", "run", "a.py", "--dry-run"], [*GRID, *EXECUTION, "--rows", "--seeds", ""]),
     (["ablate", "search", "s.py"], [*GRID, "--trials", ""]),
     (["ablate", "status", "a.py"], ["--runs", "--base", "--storage"]),
+    (["ablate", "verdicts", "answers"], ["--out"]),
+    (["ablate", "table", "a.py"], ["--from", "--base", "--runs"]),
+    (["ablate", "table", "a.py", "--from", f"answers/{ANSWERED}/table.json"], ["--from", "--base"]),
     (["report", "a.py"], ["--runs", "--base", "--out", "--ui-url"]),
     (["dashboard"], ["--runs", "--port"]),
     (["evaluate", "final.ckpt"], ["--threads", "--import"]),
@@ -284,13 +290,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stage(place: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with files to name, and no way to do real work."""
     shutil.copy(checkpoint, place)
-    shutil.copy(Path(experiment.__code__.co_filename).parents[2] / "experiments" / "backcopy_tiny.py", place / "e.py")
+    shutil.copy(ROOT / "experiments" / "backcopy_tiny.py", place / "e.py")
     (place / "a.py").write_text(two_rows("a").replace('"backcopy_tiny"', '"e.py"'))
     (place / "s.py").write_text(SEARCH)
     (place / "broken.py").write_text("def config(): return config()\n")
     (place / "notes.txt").write_text("some words\n\n" * 2000)
     (place / "deep.json").write_text("[" * 200_000)
     (place / "folder").mkdir()
+    (place / "answers" / ANSWERED).mkdir(parents=True)
+    shutil.copy(ROOT / "docs" / "results" / ANSWERED / "table.json", place / "answers" / ANSWERED)
     (place / "runs").mkdir()
     os.mkfifo(place / "fifo")
     (place / "loop").symlink_to("loop")
@@ -303,13 +311,13 @@ def stage(place: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
             "bench.watching._in_a_process",
         ),
         *("tracking.serve.subprocess.Popen", "command.generate.show", "support.disk.new_folder"),
-        "measure.lm_eval.load_tasks",
+        *("measure.lm_eval.load_tasks", "report.verdicts.page"),
     ):
         monkeypatch.setattr(f"lit_lazy.{where}", accept)
     monkeypatch.setattr("lit_lazy.support.memory.most_bytes", lambda: 2**28)
     monkeypatch.setattr(documents, "hub_answers", lambda: False)
     for module in ("grid.work.estimate", "grid.search.run"):
-        monkeypatch.setattr(f"lit_lazy.{module}.timed", lambda _config: 1.0)
+        monkeypatch.setattr(f"lit_lazy.{module}.timed", lambda *_: 1.0)
     monkeypatch.setenv("LIT_LAZY_CACHE", str(place.parent / "cache"))
     return place
 

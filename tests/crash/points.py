@@ -8,7 +8,6 @@ import ctypes
 import itertools
 import json
 import mmap
-import multiprocessing
 import os
 import platform
 import re
@@ -22,12 +21,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.provenance import git_sha
 
-T = TypeVar("T")
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "effects.c"
 CONTROL, TRACE = "EFFECTS_CONTROL", "EFFECTS_TRACE"
@@ -251,7 +249,9 @@ class Snapshot:
 
     @classmethod
     def of(cls, runs: Path, grid: str) -> "Snapshot":
-        """Read in a process of its own: what sqlite knows of a file would pass to the forks, which have another."""
+        """What is there."""
+        from forked import in_a_fork
+
         return in_a_fork(lambda: cls._of(runs, grid))
 
     @classmethod
@@ -327,42 +327,6 @@ def _first_difference(wanted: Any, found: Any, at: str = "") -> str:
     return f"{at}: {str(found)[:150]} instead of {str(wanted)[:150]}"
 
 
-def in_a_fork(work: Callable[[], T]) -> T:
-    """What `work` gives in a fork of this process. Raises RuntimeError for whatever it raises."""
-    ours, theirs = multiprocessing.Pipe()
-
-    def do() -> None:
-        try:
-            ours.send((work(), None))
-        except Exception as error:
-            ours.send((None, f"{type(error).__name__}: {error}"))
-
-    process = multiprocessing.get_context("fork").Process(target=do)
-    process.start()
-    result, wrong = theirs.recv()
-    process.join()
-    if wrong:
-        raise RuntimeError(wrong)
-    return result
-
-
-def make_cheap() -> None:
-    """Workers are forks, looked after often; a report draws the figures of no variant."""
-    import forked
-    import torch
-
-    from lit_lazy.grid.search import run, worker  # noqa: F401  what the forks are to have imported
-    from lit_lazy.grid.work import launch, pool
-    from lit_lazy.report import page, publish  # noqa: F401
-
-    torch.set_num_threads(1)
-
-    pool.subprocess = forked
-    launch.POLL_SECONDS = 0.1
-    launch.LOOK_SECONDS = 1.0
-    page.MOST_VARIANTS = 0
-
-
 Points = Callable[[list[str]], Iterable[int]]
 
 
@@ -393,6 +357,8 @@ def main() -> int:
     if "LD_PRELOAD" not in os.environ:
         options.out.mkdir(parents=True, exist_ok=True)
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | preloaded(options.out))
+    from forked import make_cheap
+
     make_cheap()
     adopt_orphans()
     make_store(options.out / "store.db")
@@ -491,6 +457,7 @@ def first(effects: Sequence[str], pattern: str) -> int:
 
 def make_store(path: Path) -> None:
     """An MLflow database without experiments, to be copied."""
+    from forked import in_a_fork
     from mlflow.tracking import MlflowClient
 
     if not path.exists():

@@ -26,7 +26,6 @@ from points import (
     adopt_orphans,
     end_all,
     keep,
-    make_cheap,
     make_store,
     outcomes,
     preloaded,
@@ -187,6 +186,8 @@ def main() -> int:
         os.execve(
             sys.executable, [sys.executable, *sys.argv], os.environ | preloaded(options.out) | {RECORD: str(record)}
         )
+    from forked import make_cheap
+
     make_cheap()
     adopt_orphans()
     make_store(options.out / "store.db")

@@ -9,10 +9,13 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 import pytest
+import torch
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from flash_lazy import Rows
+from lit_lazy.attention import Elastic, LayerShape
 from lit_lazy.figures import heads as figures
 from lit_lazy.figures import (
     loss_against_sparsity,
@@ -22,6 +25,7 @@ from lit_lazy.figures import (
     tau_over_training,
 )
 from lit_lazy.figures.common import WIDTH, in_style, log_bins
+from lit_lazy.figures.mechanism import mechanism_figure, weights
 from lit_lazy.measure import heads, rows
 from lit_lazy.table.build import build_table
 from lit_lazy.table.records import Column, Observation, RowInfo, Table
@@ -556,3 +560,17 @@ def test_the_style_file_goes_with_the_package():
     )
     said = subprocess.run([sys.executable, "-c", code], cwd=root, text=True, capture_output=True, check=True).stdout
     assert "style.mplstyle" in said
+
+
+def test_the_mechanism_is_drawn_as_its_rule_computes_it(tmp_path: Path) -> None:
+    """And the page's picture is today's."""
+    scores = np.random.default_rng(1).normal(size=9)
+    module = Elastic(tau_init=0.7).build(LayerShape(1, 1, 8, 8, 9))
+    visible = torch.ones(1, 1, 1, 9, dtype=torch.bool)
+    rows = Rows(visible, torch.full((1, 1, 1, 1), 9.0), torch.full((1, 1, 1, 1), 9))
+    expected = module.weights(torch.tensor(scores, dtype=torch.float32).view(1, 1, 1, -1), rows)
+    np.testing.assert_allclose(weights(scores, 0.7), expected.detach().flatten(), atol=1e-7)
+    figure = mechanism_figure()
+    assert_legible(figure)
+    _, svg = save_figure(figure, tmp_path / "mechanism")
+    assert svg.read_text() == (Path(__file__).resolve().parents[2] / "docs" / "mechanism.svg").read_text()

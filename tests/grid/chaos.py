@@ -1,7 +1,8 @@
 """Kills a grid at random moments, and at chosen ones, until it has had enough; then checks that nothing was lost.
 
-`python tests/grid/chaos.py --kills 1000 --folder FOLDER --out PAGE` writes what it found. It may be killed itself: the
-same command goes on counting.
+`PYTHONPATH=tests python tests/grid/chaos.py --kills 1000 --folder FOLDER --out PAGE` writes what it found. It may be
+killed itself: the same command goes on counting. The grid's processes are forks of it, which have imported already what
+they need: a process that is killed is soon replaced, and the machine is left to the cells.
 """
 
 import argparse
@@ -11,7 +12,6 @@ import platform
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import forked
 import optuna
 import psutil
 from mlflow.tracking import MlflowClient
@@ -31,8 +32,18 @@ from lit_lazy.support.provenance import git_sha
 
 GRID = "chaos-chaos_base"
 CELLS = 24
+BETWEEN = 0.5, 3.0
+"""Seconds from kill to kill."""
 LOG_EVERY, VAL_EVERY, CHECKPOINT_EVERY = 50, 100, 20
 TELL_SECONDS = 30.0
+END_SECONDS = 30.0
+"""In which the processes of a grid end that has."""
+MODULES = {
+    "the command": "lit_lazy.command",
+    "a worker": "lit_lazy.grid.work.worker",
+    "a rank": "lit_lazy.training.rank",
+}
+"""What the processes of a grid run."""
 POINTS = ("training", "checkpoint write", "result write", "between result and MLflow", "between MLflow and queue")
 """Moments at which a worker kills itself, each asked for by a file of that name in the trap folder."""
 
@@ -167,8 +178,8 @@ class Outcome:
 class Chaos:
     """One grid in one folder, with the ablation and the experiment that it runs on."""
 
-    def __init__(self, folder: Path, steps: int, store: Path | None = None) -> None:
-        self.folder, self.runs, self.steps = folder, folder / "runs", steps
+    def __init__(self, folder: Path, steps: int, store: Path | None = None, devices: int = 1) -> None:
+        self.folder, self.runs, self.steps, self.devices = folder.resolve(), folder / "runs", steps, devices
         self.kept = folder / "outcome.json"
         self.runs.mkdir(parents=True, exist_ok=True)
         if store:
@@ -179,33 +190,33 @@ class Chaos:
         (folder / "chaos.py").write_text(ABLATION)
         self.log = folder / "commands.log"
 
-    def command(self, workers: int) -> "subprocess.Popen[bytes]":
+    def command(self, workers: int) -> forked.Process:
         """The same command every time, as its user would give it."""
         files = str(self.folder / "chaos.py"), "--base", str(self.folder / "chaos_base.py")
-        options = "--runs", str(self.runs), "--workers", str(workers)
+        options = "--runs", str(self.runs), "--workers", str(workers), "--devices", str(self.devices)
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         environment.pop("MLFLOW_TRACKING_URI", None)
         with self.log.open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "lit_lazy.command", "ablate", "run", *files, *options],
+            return forked.Popen(
+                [sys.executable, "-m", MODULES["the command"], "ablate", "run", *files, *options],
                 stdout=log,
-                stderr=subprocess.STDOUT,
+                stderr=forked.STDOUT,
                 env=environment,
+                cwd=self.folder,
                 start_new_session=True,
             )
 
-    def processes(self, module: str) -> list[psutil.Process]:
-        """The grid's processes that run a module, whoever started them."""
+    def processes(self, *roles: str) -> list[psutil.Process]:
+        """The grid's processes in some roles, whoever started them: those at work in its folder."""
+        modules = {MODULES[role] for role in roles}
+        names = {module.rpartition(".")[2] for module in modules}
         found = []
-        for process in psutil.process_iter(["cmdline"]):
-            words = process.info["cmdline"] or []
-            if module in words and str(self.runs) in words:
-                found.append(process)
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):  # it has ended
+                here = process.cwd() == str(self.folder)
+                if here and (process.name() in names or modules & set(process.cmdline())):
+                    found.append(process)
         return found
-
-    def workers(self) -> list[psutil.Process]:
-        """The grid's worker processes."""
-        return self.processes("lit_lazy.grid.work.worker")
 
     def run(
         self,
@@ -220,7 +231,7 @@ class Chaos:
         Goes on counting where it was ended itself. tell: is given what has happened so far, about every second.
         """
         outcome, folder = Outcome.read(self.kept), self.folder / "traps"
-        for left in [*self.processes("lit_lazy.command"), *self.workers()]:  # by the one that was ended
+        for left in self.processes(*MODULES):  # by the one that was ended
             with suppress(psutil.NoSuchProcess):
                 left.kill()
                 left.wait()
@@ -255,30 +266,33 @@ class Chaos:
         """The points at which a trap has caught its worker."""
         return [path.name.partition(" by ")[0] for path in (self.folder / "traps").glob("* by *")]
 
-    def _kill_one(self, chance: random.Random, parent: "subprocess.Popen[bytes]", kills: Counter[str]) -> None:
+    def _kill_one(self, chance: random.Random, parent: forked.Process, kills: Counter[str]) -> None:
         # Not while it starts: where that takes longer than the pauses here, no worker would ever begin.
-        if chance.random() < 1 / 6 and parent.poll() is None and self.workers():
+        if chance.random() < 1 / 6 and parent.poll() is None and self.processes("a worker"):
             parent.kill()
             parent.wait()
             kills["the command, at random"] += 1
-        elif victims := self._victims(chance):
-            try:
+            return
+        role = "a rank" if self.devices > 1 and chance.random() < 1 / 3 else "a worker"
+        if victims := self.processes("a rank") if role == "a rank" else self._workers(chance):
+            with suppress(psutil.NoSuchProcess):
                 chance.choice(victims).send_signal(signal.SIGKILL)
-                kills["a worker, at random"] += 1
-            except psutil.NoSuchProcess:
-                pass
+                kills[f"{role}, at random"] += 1
 
-    def _victims(self, chance: random.Random) -> list[psutil.Process]:
-        """Workers that hold a cell, four times in five; else any, most of which are starting."""
-        workers = self.workers()
+    def _workers(self, chance: random.Random) -> list[psutil.Process]:
+        """Workers that hold a cell, four times in five; else any, some of which are starting."""
+        workers = self.processes("a worker")
         if chance.random() < 4 / 5 and (self.runs / "queue.db").exists():
-            holders = {entry.worker["pid"] for entry in Queue(default_storage(self.runs), GRID).entries("running")}
+            holders = forked.in_a_fork(lambda: {entry.worker["pid"] for entry in self._queue().entries("running")})
             return [worker for worker in workers if str(worker.pid) in holders]
         return workers
 
+    def _queue(self) -> Queue:
+        return Queue(default_storage(self.runs), GRID)
+
     def states(self) -> dict[str, str]:
         """State of each cell in the queue."""
-        return dict(Queue(default_storage(self.runs), GRID).states())
+        return forked.in_a_fork(lambda: dict(self._queue().states()))
 
     def table(self) -> str:
         """The finished table's numbers."""
@@ -295,6 +309,13 @@ class Chaos:
 
     def check(self) -> None:
         """Every cell complete exactly once in the queue and in MLflow, nothing left over, no metric twice."""
+        forked.in_a_fork(self._check)
+        end = time.monotonic() + END_SECONDS
+        while left := self.processes(*MODULES):
+            assert time.monotonic() < end, left
+            time.sleep(0.2)
+
+    def _check(self) -> None:
         assert Counter(self.states().values()) == {"complete": CELLS}
         study = optuna.load_study(study_name=GRID, storage=default_storage(self.runs))
         completed = Counter(trial.user_attrs["key"] for trial in study.trials if trial.state.name == "COMPLETE")
@@ -315,19 +336,30 @@ class Chaos:
             assert {name: run.data.metrics[name] for name in final} == final
 
 
-def soak(folder: Path, kills: int, seed: int, workers: int, steps: int) -> tuple[Outcome, Outcome, int]:
+@dataclass(frozen=True)
+class Soak:
+    """How often which grids are disturbed."""
+
+    kills: int
+    seed: int
+    workers: int
+    steps: int
+    devices: int = 1
+
+
+def soak(folder: Path, asked: Soak) -> tuple[Outcome, Outcome, int]:
     """Run a grid undisturbed, and then again and again under kills until there were enough; check and compare each.
 
     What happened to the first, to all others, and how many those were. All is kept in `folder`.
     """
-    peace = Chaos(folder / "peace", steps)
-    undisturbed = _once(peace, lambda: peace.run(workers, kills=0))
+    peace = Chaos(folder / "peace", asked.steps, devices=asked.devices)
+    undisturbed = _once(peace, lambda: peace.run(asked.workers, kills=0))
     all_kept, n = Outcome(), 0
-    while all_kept.kills.total() < kills:
+    while all_kept.kills.total() < asked.kills:
         n += 1
-        chaos = Chaos(folder / f"grid-{n}", steps)
-        more, teller = kills - all_kept.kills.total(), Teller(all_kept, kills, n)
-        all_kept += _once(chaos, lambda: chaos.run(workers, more, seed + n, (1.0, 8.0), teller), peace)  # noqa: B023
+        chaos = Chaos(folder / f"grid-{n}", asked.steps, devices=asked.devices)
+        more, teller = asked.kills - all_kept.kills.total(), Teller(all_kept, asked.kills, n)
+        all_kept += _once(chaos, lambda: chaos.run(asked.workers, more, asked.seed + n, BETWEEN, teller), peace)  # noqa: B023
     return undisturbed, all_kept, n
 
 
@@ -361,14 +393,15 @@ class Teller:
             )
 
 
-def report(folder: Path, kills: int, seed: int, workers: int, steps: int) -> str:
+def report(folder: Path, asked: Soak) -> str:
     """What a soak found."""
-    undisturbed, disturbed, n = soak(folder, kills, seed, workers, steps)
+    undisturbed, disturbed, n = soak(folder, asked)
     rows = "\n".join(f"| {where} | {n} |" for where, n in sorted(disturbed.kills.items()))
     return f"""# What a grid survives
 
-{CELLS} cells that train, validate and checkpoint (every {CHECKPOINT_EVERY} of {steps} steps), run by {workers}
-worker(s), {n} time(s) from the beginning; SIGKILL, without warning, {disturbed.kills.total()} times:
+{CELLS} cells that train on {asked.devices} device(s), validate and checkpoint (every {CHECKPOINT_EVERY} of
+{asked.steps} steps), run by {asked.workers} worker(s), {n} time(s) from the beginning; SIGKILL, without warning,
+{disturbed.kills.total()} times:
 
 | killed | times |
 | --- | --: |
@@ -379,7 +412,7 @@ end of each grid every cell was complete exactly once, in the queue and in MLflo
 twice; all {CELLS} results were bit-equal to those of the same grid undisturbed, and so was its table. That took
 {disturbed.seconds:.0f} s; undisturbed, a grid took {undisturbed.seconds:.0f} s.
 
-Made by `python tests/grid/chaos.py --kills {kills} --seed {seed} --workers {workers} --steps {steps}`
+Made by `PYTHONPATH=tests python tests/grid/chaos.py {" ".join(f"--{name} {n}" for name, n in vars(asked).items())}`
 at commit {", ".join(disturbed.commits)} on {time.strftime("%Y-%m-%d")}: Python {platform.python_version()},
 {platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores.
 """
@@ -391,10 +424,13 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5000, help="of a cell (default 5000: ten seconds and more)")
+    parser.add_argument("--devices", type=int, default=1, help="processes of a cell (default 1)")
     parser.add_argument("--folder", type=Path, required=True, help="keeps the grids, and what happened to them so far")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found = report(options.folder.resolve(), options.kills, options.seed, options.workers, options.steps)
+    forked.make_cheap()
+    asked = Soak(options.kills, options.seed, options.workers, options.steps, options.devices)
+    found = report(options.folder.resolve(), asked)
     print(found)
     if options.out:
         options.out.write_text(found)

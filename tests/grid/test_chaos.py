@@ -6,27 +6,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chaos import CELLS, POINTS, Chaos, report
+from chaos import CELLS, POINTS, Chaos, Soak, report
 
 pytestmark = pytest.mark.xdist_group("chaos")
 
 
-@pytest.fixture(scope="module")
-def peace(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Chaos:
-    """The undisturbed run."""
-    peace = Chaos(tmp_path_factory.mktemp("peace") / "grid", 100, empty_store)
+@pytest.mark.long
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("devices", [1, 2])
+def test_ten_kills_lose_nothing(devices: int, tmp_path: Path, empty_store: Path) -> None:
+    """At random moments, and in training, in a checkpoint's and a result's writing, and on either side of MLflow."""
+    peace, chaos = (Chaos(tmp_path / name, 100, empty_store, devices) for name in ("peace", "grid"))
     peace.run(workers=2, kills=0)
     peace.check()
-    return peace
-
-
-@pytest.mark.long
-def test_ten_kills_lose_nothing(peace: Chaos, tmp_path: Path, empty_store: Path) -> None:
-    """At random moments, and in training, in a checkpoint's and a result's writing, and on either side of MLflow."""
-    chaos = Chaos(tmp_path / "grid", 100, empty_store)
-    outcome = chaos.run(workers=2, kills=10, between=(0.5, 3.0))
-    assert sum(outcome.kills.values()) >= 10
+    outcome = chaos.run(workers=2, kills=10, between=(0.5, 1.5))
+    assert outcome.kills.total() >= 10
     assert set(POINTS) <= set(outcome.kills), outcome
+    assert devices == 1 or outcome.kills["a rank, at random"]
     chaos.check()
     assert chaos.metrics() == peace.metrics()
     assert chaos.table() == peace.table()
@@ -39,11 +35,11 @@ def test_workers_may_come_and_go(tmp_path: Path, empty_store: Path) -> None:
     first = grid.command(workers=1)
     _wait_until(grid, lambda: len(grid.results()) >= 1)
     second = grid.command(workers=2)
-    _wait_until(grid, lambda: len(grid.workers()) == 3)
+    _wait_until(grid, lambda: len(grid.processes("a worker")) == 3)
     first.send_signal(signal.SIGINT)
     assert first.wait(timeout=60) == 130
     again = grid.command(workers=1)
-    _wait_until(grid, lambda: len(grid.workers()) == 3)
+    _wait_until(grid, lambda: len(grid.processes("a worker")) == 3)
     assert len(grid.results()) < CELLS
     assert second.wait(timeout=300) == 0
     assert again.wait(timeout=300) == 0
@@ -58,6 +54,7 @@ def _wait_until(grid: Chaos, holds: Callable[[], bool]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("workers", "steps"), [(1, 3000), (4, 5000)])
-def test_a_hundred_kills_lose_nothing(workers: int, steps: int, tmp_path: Path) -> None:
-    assert "killed" in report(tmp_path, kills=100, seed=workers, workers=workers, steps=steps)
+@pytest.mark.parametrize(("workers", "steps", "devices"), [(1, 3000, 1), (4, 5000, 1), (2, 1000, 2)])
+@pytest.mark.usefixtures("empty_store", "forked_ranks")
+def test_a_hundred_kills_lose_nothing(workers: int, steps: int, devices: int, tmp_path: Path) -> None:
+    assert "killed" in report(tmp_path, Soak(100, workers, workers, steps, devices))

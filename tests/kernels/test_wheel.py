@@ -51,6 +51,7 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with ZipFile(wheel) as archive:
         names, info = archive.namelist(), "flash_lazy-0.1.0.dist-info"
         package = {str(path.relative_to(KERNELS)) for path in (KERNELS / "flash_lazy").rglob("*.py")}
+        package.add("flash_lazy/py.typed")
         assert {name for name in names if not name.startswith(info)} == package
         assert archive.read(f"{info}/licenses/LICENSE") == (KERNELS / "LICENSE").read_bytes()
         required = [line for line in archive.read(f"{info}/METADATA").decode().splitlines() if "Requires-Dist" in line]

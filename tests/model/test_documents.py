@@ -1,8 +1,10 @@
 """Packed documents with a mask: each token's logits, loss and metrics are those of its document alone."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,7 +26,9 @@ from lit_lazy.attention import (
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.data.base import DataSource, DocumentDataset
 from lit_lazy.data.text import Text
+from lit_lazy.measure.diagnostics import measure
 from lit_lazy.measure.evaluation import evaluate
+from lit_lazy.measure.lengths import loss_by_position
 from lit_lazy.model.decoder import DecoderLM, boundaries
 from lit_lazy.model.loss import token_nll
 from lit_lazy.training.execution import ONE_DEVICE
@@ -143,6 +147,32 @@ def test_evaluation_and_training_use_the_mask():
     assert module.training_step(batch, 0).item() == pytest.approx(nll.mean().item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_diagnostics_look_at_the_first_document_of_each_window(name):
+    """By the loss of documents alone, and whatever comes after them."""
+    made = model(*VARIANTS[name], torch.float32)
+    sequences, place = tokens(), places()
+    batch = {"tokens": sequences[:, :-1], "targets": sequences[:, 1:], "place": place}
+    found = measure(made, [batch]).arrays
+    first = place == torch.arange(L)
+    nll = token_nll(alone(made, batch["tokens"])[0], batch["targets"]).double().masked_fill(~first, 0)
+    expected = (nll.sum(0) / first.sum(0)).detach().numpy()
+    assert found["loss/by_position"] == pytest.approx(expected, abs=1e-5)
+    assert loss_by_position(made, batch).numpy() == pytest.approx(expected, abs=1e-5)
+    assert found["maps/weights"].shape[1:] == (L, L)  # of the second window, which is one document
+
+    other = torch.randint(VOCABULARY, first.shape, generator=torch.Generator().manual_seed(1))
+    replaced = {"tokens": torch.where(first, batch["tokens"], other), "targets": batch["targets"], "place": place}
+    again = measure(made, [replaced]).arrays
+    for array in found:
+        np.testing.assert_allclose(again[array], found[array], rtol=1e-5, atol=1e-6, err_msg=array)
+
+    whole = {"tokens": batch["tokens"][1:2], "targets": batch["targets"][1:2]}
+    by_mask = measure(made, [whole | {"place": place[1:2]}]).arrays
+    for array, values in measure(made, [whole]).arrays.items():
+        np.testing.assert_array_equal(by_mask[array], values, err_msg=array)
+
+
 def test_a_training_with_a_mask_learns_and_repeats_to_the_same_bits(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "cache"))
     (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "{i} {"abcdefgh" * (i % 9)}"}}\n' for i in range(300)))
@@ -156,3 +186,8 @@ def test_a_training_with_a_mask_learns_and_repeats_to_the_same_bits(tmp_path: Pa
     found = run(cfg, tmp_path / "one")
     assert found.metrics["loss/val"] < found.metrics["init/loss/val"]
     assert found.metrics == run(cfg, tmp_path / "two").metrics
+    assert found.labels == {"backend": "chunked"}
+    softmax = replace(cfg.model, attention=AttentionSpec())
+    assert run(replace(cfg, model=softmax), tmp_path / "softmax").labels == {
+        "backend": "chunked"
+    }  # sdpa has no documents

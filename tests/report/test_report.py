@@ -20,7 +20,7 @@ from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.report.page import report_html, write_report
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.records import RowInfo
-from lit_lazy.table.render import html
+from lit_lazy.table.render import html_parts
 from lit_lazy.tracking.tracker import Tracker, default_uri
 
 pytestmark = pytest.mark.xdist_group("report")  # one process, one grid
@@ -98,7 +98,8 @@ class Reader(HTMLParser):
 
 def test_it_holds_table_command_runs_versions_and_commit(tracker: Tracker, page: str) -> None:
     parent = newest_parent(tracker)
-    assert html(table_from_mlflow(tracker, parent)) in page
+    opening, numbers = html_parts(table_from_mlflow(tracker, parent))
+    assert page.index(opening) < page.index("<figure") < page.index(numbers)
     text = Reader(page).text
     children = tracker.children(parent)
     assert len(children) == 4
@@ -276,7 +277,6 @@ def test_with_nothing_complete_it_says_so(kept: Kept) -> None:
     read = kept.report()
     assert not read.images
     assert "0 of 4 cells complete" in read.text
-    assert "No cell is complete, so there is nothing to draw." in read.text
     assert "MLflow holds no run of a cell." in read.text
 
 
@@ -292,7 +292,7 @@ def test_many_variants_are_folded(kept: Kept) -> None:
     for name in names:
         kept.cell(name, 0, TAU)
     page = report_html(kept.tracker, kept.parent)
-    assert page.count("<details>") == 4
+    assert page.count("<small>seed 0</small></summary>") == 4
     assert "<details open>" not in page
 
 
@@ -356,5 +356,5 @@ def test_the_frame_of_mlflows_artifact_view_shows_it_too(browser: Browser, page:
 def test_of_very_many_variants_the_first_have_figures(tracker: Tracker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lit_lazy.report.page.MOST_VARIANTS", 1)
     page = report_html(tracker, newest_parent(tracker))
-    assert page.count("<details") == 1
+    assert page.count("</small></summary>") == 1
     assert f"{escape(ODD)}: beyond the first 1 variants, which are drawn" in page

@@ -16,6 +16,7 @@ import pytest
 from scipy import stats
 
 from lit_lazy.table.build import build_table, restated
+from lit_lazy.table.finding import findings
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, csv_text
 from lit_lazy.table.render import html, latex, markdown
 from lit_lazy.table.statistics import contrast, minimum_detectable_effect, tost
@@ -316,6 +317,30 @@ def test_one_outcome_is_primary_and_the_rest_exploratory():
     assert "xploratory" not in markdown(nothing)
 
 
+def test_the_finding_comes_first():
+    """Every row is in one group, and a table without a comparison says nothing."""
+    names = [f"far {i}" for i in range(6)]
+    far = [cells(name, 9.0 + i, 9.15 + i, 9.2 + i) for i, name in enumerate(names)]
+    near = [
+        ("near", (1.0, 1.101, 1.2)),
+        ("wide", (0.5, 1.0, 1.6)),
+        ("flat", (1.0, 1.0, 1.0)),
+        ("good", (0.1, 0.25, 0.3)),
+    ]
+    observations = sum([*far, *(cells(name, *values) for name, values in near)], cells("lazy", 1.0, 1.1, 1.2))
+    asked = rows("lazy", *names, *(name for name, _ in near))
+    result = table(asked, observations, (replace(LOSS, plotted=True, margin=0.5),))
+    assert findings(result) == [
+        "Loss against lazy (n = 3): worse: far 0, far 1, far 2, far 3 and 2 others; better: good; the same within "
+        "±0.500 nats: near; undecided: wide; not tested: flat."
+    ]
+    text = markdown(result)
+    assert text.index("Loss against lazy") < text.index("| Variant") < text.index("### Provenance")
+    assert (
+        findings(table(rows("lazy", "b"), cells("lazy", 1.0) + cells("b", 2.0), (replace(LOSS, plotted=True),))) == []
+    )
+
+
 def test_a_table_is_restated_from_its_own_values():
     result = seventeen()
     columns, contrasts = result.columns, [Contrast(c.name, c.weights) for c in result.contrasts]
@@ -545,7 +570,7 @@ def test_html_is_a_self_contained_fragment(make):
     assert root.tag == "section"
     tags = {element.tag for element in root.iter()}
     assert tags <= {"section", "style", "h2", "h3", "p", "strong", "div", "table", "thead", "tbody", "tr", "th", "td",
-                    "ul", "li"}  # fmt: skip
+                    "ul", "li", "details", "summary"}  # fmt: skip
     assert not {name for element in root.iter() for name in element.attrib} - {"class"}
     assert "url(" not in text
     assert "@import" not in text

@@ -26,13 +26,13 @@ from lit_lazy.training.prepare import prepare
 def test_counts_are_those_of_the_run() -> None:
     cfg = config()
     source = prepare(cfg)
-    cost = cost_of(cfg, source, Execution(devices=2, micro_batch=2))
+    cost = cost_of(cfg, source.outline, Execution(devices=2, micro_batch=2))
     model = DecoderLM(cfg.model, source.vocab_size, source.context_length, seed=0)
     assert cost.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert cost.tokens == 20 * 8 * 16
     assert cost.parts == 2
     assert cost.memory["weights"] == cost.memory["gradients"] == cost.memory["optimiser"] // 2 == 4 * cost.parameters
-    spread = cost_of(cfg, source, Execution(devices=2, strategy="fsdp"))
+    spread = cost_of(cfg, source.outline, Execution(devices=2, strategy="fsdp"))
     assert spread.memory["weights"] == 2 * cost.parameters
 
 
@@ -61,7 +61,7 @@ def test_the_activations_of_a_whole_model(attention: AttentionSpec, precision: s
     cfg = replace(config(precision=precision), model=model)
     cfg = replace(cfg, data=replace(cfg.data, context_length=256, validation_sequences=4))
     source = prepare(cfg)
-    predicted = cost_of(cfg, source, ONE_DEVICE).memory
+    predicted = cost_of(cfg, source.outline, ONE_DEVICE).memory
     made = DecoderLM(model, source.vocab_size, source.context_length, seed=0)
     batch = source.train.__getitems__(list(range(8)))
     tokens = torch.cat((batch["tokens"], batch["targets"][:, -1:]), 1)
@@ -71,7 +71,8 @@ def test_the_activations_of_a_whole_model(attention: AttentionSpec, precision: s
 
 def test_what_cannot_fit_is_refused_with_its_parts() -> None:
     cfg = config()
-    cost = replace(cost_of(cfg, prepare(cfg), ONE_DEVICE), memory={"weights": 10**15, "activations": 2 * 10**15})
+    cost = cost_of(cfg, prepare(cfg).outline, ONE_DEVICE)
+    cost = replace(cost, memory={"weights": 10**15, "activations": 2 * 10**15})
     with pytest.raises(
         ValueError, match=r"--micro-batch=None: needs 3000000.0 GB \(weights 1e\+06, activations 2e\+06\)"
     ):
@@ -103,6 +104,12 @@ def test_340m_is_priced_without_a_network(
     assert "374,064,512 parameters" in out
     assert "the training sees 16,106,127,360 tokens" in out
     assert "4 micro-batches of 4 sequences" in out
+    assert not (tmp_path / "cache").exists()
+    options = ["--rows", "softmax,lazy", "--base", "fineweb_340m", *options, "--workers", "1"]
+    assert main(["ablate", "run", "table2", "--dry-run", *options, "--seeds", "0,1"]) == 0
+    out = capsys.readouterr().out
+    assert "373,867,520 parameters" in out
+    assert "4 cells of table2-fineweb_340m" in out
     assert not (tmp_path / "cache").exists()
 
 
@@ -139,7 +146,7 @@ def test_two_steps_of_340m(attention: AttentionSpec, tmp_path: Path) -> None:
     data = replace(base.data, context_length=512, validation_windows=1)
     train = replace(base.train, steps=2, warmup_steps=1, batch_size=2, val_every=100, checkpoint_every=100)
     cfg = replace(base, model=model, data=data, train=train)
-    predicted = cost_of(cfg, prepare(cfg), Execution(micro_batch=1)).device_bytes
+    predicted = cost_of(cfg, prepare(cfg).outline, Execution(micro_batch=1)).device_bytes
     command = [sys.executable, "-c", STEPS, json.dumps(to_dict(cfg)), str(tmp_path)]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "2"}

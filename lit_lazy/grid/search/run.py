@@ -19,6 +19,7 @@ from lit_lazy.grid.work.progress import clock
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.support.secrets import command_line
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
+from lit_lazy.training.prepare import outlined
 
 DEFINITION = "search.json"
 
@@ -103,7 +104,8 @@ def print_search(work: SearchWork, workers: int, threads: int, console: Console)
 
     torch.set_num_threads(threads)
     definition = work.definition
-    seconds = timed(from_dict(RunConfig, definition.base))
+    config = from_dict(RunConfig, definition.base)
+    seconds = timed(config, outlined(config.data))
     lines = [f"{definition.names[path]:12} {axis}   ({path})" for path, axis in definition.axes.items()]
     every = definition.base["train"]["val_every"]
     judged = range(every, definition.steps, every)

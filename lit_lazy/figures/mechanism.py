@@ -1,0 +1,60 @@
+"""The mechanism itself, on two rows of scores: `python -m lit_lazy.figures.mechanism docs/mechanism` draws it."""
+
+import sys
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from lit_lazy.figures.common import BETTER, NEUTRAL, WIDTH, WORSE, in_style, new_figure, save_figure
+
+TAU = 1.0
+SPREAD = 0.25
+"""Standard deviation of the scores of keys that do not match."""
+MATCH, SCORE = 8, 3.5
+"""The key that matches, from 1, and its score."""
+KEYS = 12
+
+
+def weights(scores: np.ndarray, tau: float) -> np.ndarray:
+    """Those of a row of n visible keys, max(softmax(scores) - tau / n, 0) (docs/method.md, section 2)."""
+    p = np.exp(scores - scores.max())
+    return np.maximum(p / p.sum() - tau / len(scores), 0)
+
+
+@in_style()
+def mechanism_figure() -> Figure:
+    """A row in which one key matches, and one in which none does: under softmax, and less tau / n, cut at 0."""
+    flat = SPREAD * np.random.default_rng(0).normal(size=KEYS)
+    matching = flat.copy()
+    matching[MATCH - 1] = SCORE
+    figure = new_figure(WIDTH, 3.6, "What a query does when nothing matches")
+    panels = figure.subplots(2, 2, sharex=True, sharey=True)
+    for panel, row, scores in zip(panels, ("one key matches", "no key matches"), (matching, flat), strict=True):
+        _bars(panel[0], weights(scores, 0.0), weights(scores, 0.0))
+        panel[0].axhline(TAU / KEYS, color=WORSE, linestyle="--", linewidth=1)
+        _bars(panel[1], weights(scores, TAU), weights(scores, 0.0))
+        panel[0].set_ylabel(f"{row}\nweight")
+    for axes, title in zip(
+        panels[0], ("softmax: the weights add up to 1", "Lazy: less θ = τ / n, cut at 0"), strict=True
+    ):
+        axes.set_title(title)
+    panels[0, 0].text(0.6, 1.25 * TAU / KEYS, "θ", color=WORSE, va="bottom")
+    says = "it has to look somewhere: training piles\nthis on the first key, a sink", "it may look at nothing"
+    for axes, text in zip(panels[1], says, strict=True):
+        axes.set_xlabel("key")
+        axes.text(0.98, 0.94, text, transform=axes.transAxes, ha="right", va="top")
+    return figure
+
+
+def _bars(axes: Axes, kept: np.ndarray, before: np.ndarray) -> None:
+    """The weights of a row; outlined, what they were before."""
+    keys = np.arange(1, len(kept) + 1)
+    axes.bar(keys, before, color="none", edgecolor=NEUTRAL, linewidth=0.6, alpha=0.6)
+    axes.bar(keys, kept, color=BETTER)
+    axes.set_xticks(keys)
+    axes.text(0.02, 0.94, f"mass {kept.sum():.2f}", transform=axes.transAxes, va="top", fontweight="bold")
+
+
+if __name__ == "__main__":
+    save_figure(mechanism_figure(), sys.argv[1])

@@ -235,7 +235,8 @@ def test_questions_are_priced_and_what_does_not_fit_is_left_out(
     stand_in(monkeypatch, tmp_path / "results")
     ran = []
     prices = {name: 600.0 * (i + 1) for i, name in enumerate(reversed(QUESTIONS))}
-    monkeypatch.setattr(ablate_questions, "_seconds", lambda grid: prices[grid.plan.ablation])
+    monkeypatch.setattr(ablate_questions, "make_grid", lambda options, _: options.ablation)
+    monkeypatch.setattr(ablate_questions, "_seconds", lambda name: prices[name])
     monkeypatch.setattr(ablate_questions, "ablate_run", lambda options, _: ran.append(options.ablation) or 0)
     words = ["ablate", "questions", "--runs", str(tmp_path / "runs"), "--workers", "1"]
     assert main([*words, "--dry-run"]) == 0

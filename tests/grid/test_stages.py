@@ -99,6 +99,7 @@ def test_commands_go_on_without_what_waits(
     assert main(["ablate", "list"]) == 0
     listed = capsys.readouterr().out
     assert all(f"\n  {name} " in listed for name in SECOND)
+    monkeypatch.setattr(ablate_questions, "make_grid", lambda *_: None)
     monkeypatch.setattr(ablate_questions, "_seconds", lambda _: 60.0)
     assert main(["ablate", "questions", "--dry-run", "--runs", str(tmp_path / "runs"), "--workers", "1"]) == 0
     printed = capsys.readouterr().out.splitlines()

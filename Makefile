@@ -6,7 +6,7 @@ LIT := $(BIN)/lit-lazy
 
 ifdef TINY
 SUFFIX := _tiny
-TINY_SEED := --seeds 0
+TINY_SEED := --seeds 0 --brief
 endif
 
 .PHONY: help table2 table2-text questions dashboard test test-all test-tritons lint bench bench-grid crash-points soak constraints

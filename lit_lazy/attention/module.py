@@ -14,6 +14,8 @@ from lit_lazy.attention.gate import Gate, NoGate
 from lit_lazy.attention.mixer import MixerModule
 from lit_lazy.attention.normaliser import AttentionCall, LayerShape, Normaliser, NormaliserModule, Softmax
 
+QK_NORM_EPS = 1e-6
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
@@ -27,6 +29,8 @@ class AttentionSpec:
     """Keys a query can see, itself included; None for all that are not in its future."""
     gate: Gate = field(default_factory=NoGate)
     """What the output of each head is multiplied with."""
+    qk_norm: bool = False
+    """RMSNorm each head's queries and keys before they are turned, with a learned gain (after arXiv 2302.05442)."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -56,6 +60,9 @@ class Attention(MixerModule):
         self.bias = spec.bias.build(shape.n_heads, shape.context_length)
         self.gate = spec.gate.build(shape)
         self.rotary_dim = shape.head_dim // self.normaliser.maps
+        self.qk_norm = spec.qk_norm
+        if spec.qk_norm:
+            self.q_norm, self.k_norm = (nn.RMSNorm(self.rotary_dim, eps=QK_NORM_EPS) for _ in range(2))
 
     def backend_name(self, documents: bool = False) -> str:
         """The implementation that a training step runs where the parameters are: sdpa, chunked, triton, ...
@@ -97,7 +104,10 @@ class Attention(MixerModule):
             projection(x).unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
             for projection, heads in ((self.q, self.n_heads), (self.k, self.n_kv_heads), (self.v, self.n_kv_heads))
         )
-        turn = partial(self._rotated, rotate=rotate)
+        if self.qk_norm:
+            # Under autocast norms are float32.
+            q, k = (self._by_map(x, norm).to(x.dtype) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
+        turn = partial(self._by_map, apply=rotate)
         q, (k, v) = turn(q), (turn(k), own) if cache is None else cache.extend(k, own, turn)
         call = self._call(q, k, v)._replace(with_stats=with_stats, key_mask=key_mask)
         if cu_seqlens is None:
@@ -117,9 +127,9 @@ class Attention(MixerModule):
 
         return apart(out), None if stats is None else Stats(*(apart(x) for x in stats))
 
-    def _rotated(self, x: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
-        """Each map's part of the head dimension turns by itself."""
+    def _by_map(self, x: Tensor, apply: Callable[[Tensor], Tensor]) -> Tensor:
+        """Each map's part of the head dimension is normalised, and turns, by itself."""
         if self.normaliser.maps == 1:
-            return rotate(x)
+            return apply(x)
         parts = x.unflatten(-1, (self.normaliser.maps, -1)).transpose(2, 3)  # [B, H, maps, L, D / maps]
-        return rotate(parts).transpose(2, 3).flatten(-2)
+        return apply(parts).transpose(2, 3).flatten(-2)

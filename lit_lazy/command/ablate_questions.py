@@ -36,7 +36,7 @@ def ablate_questions(options: Namespace, overrides: list[str]) -> int:
     """`lit-lazy ablate questions`"""
     import torch
 
-    from lit_lazy.grid.work.progress import clock
+    from lit_lazy.support.console import clock
 
     names, waiting = questions()
     torch.set_num_threads(options.threads)  # those that a worker has

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lit_lazy.grid.question import Question
     from lit_lazy.grid.work.launch import Grid
     from lit_lazy.table.question import Declaration
+    from lit_lazy.table.records import Table
 
 
 def add_to(commands: Commands) -> None:
@@ -51,6 +52,7 @@ def add_running(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="list the cells and an estimate; create nothing")
     parser.add_argument("--fresh", action="store_true", help="move the former results away and start again")
     parser.add_argument("--keep-checkpoint", action="store_true", help="keep each cell's trained model, final.ckpt")
+    parser.add_argument("--brief", action="store_true", help="end in one sentence and the table's path, without it")
     parser.add_argument(
         "--retry-failed",
         metavar="N",
@@ -109,8 +111,17 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         )
         console = plain_console()
         table, finished = run_grid(grid, launch, console, partial(publish, console=console))
-    print_results(markdown(table), grid.folder, options.runs)
+    if options.brief:
+        print(f"\n{sentence(grid.id, table)}\n{grid.folder / 'table.md'}")
+    else:
+        print_results(markdown(table), grid.folder, options.runs)
     return 0 if finished else 1
+
+
+def sentence(grid: str, table: "Table") -> str:
+    """How far a grid has come."""
+    done, cells = sum(row.n for row in table.rows), sum(len(row.seeds) for row in table.rows)
+    return f"{done} of {cells} cells of {grid} are trained; their table, figures and report are made."
 
 
 class _Asked(NamedTuple):

@@ -21,8 +21,10 @@ from lit_lazy.command import (
     bench_grid,
     bench_step,
     bench_watching,
+    completion,
     dashboard,
     diagnose,
+    doctor,
     evaluate,
     export,
     fields,
@@ -110,4 +112,6 @@ def make_parser() -> Parser:
         part.add_to(of_bench)
     report.add_to(commands)
     dashboard.add_to(commands)
+    doctor.add_to(commands)
+    completion.add_to(commands)
     return parser

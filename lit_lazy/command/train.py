@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+from typing import TYPE_CHECKING
 
 from lit_lazy.command.options import (
     Commands,
@@ -15,6 +16,9 @@ from lit_lazy.command.options import (
     with_init,
 )
 
+if TYPE_CHECKING:
+    from lit_lazy.tracking.tracked import Trained
+
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
@@ -25,6 +29,16 @@ def add_to(commands: Commands) -> None:
         "--keep-checkpoint", action="store_true", help="keep the trained model, final.ckpt in the run folder"
     )
     parser.add_argument("--dry-run", action="store_true", help="print what it will take; create nothing")
+    parser.add_argument("--verbose", action="store_true", help="print all metrics in the end, not a few")
+    parser.add_argument(
+        "--logger",
+        metavar="KIND",
+        dest="loggers",
+        action="append",
+        choices=("csv", "tensorboard", "wandb"),
+        default=[],
+        help="log to csv, tensorboard or wandb too, in the run folder; may be given again (MLflow is always there)",
+    )
     add_runs(parser)
     add_init_from(parser)
     add_execution(parser)
@@ -54,6 +68,50 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
         take_part(group)
         return 0
-    result = train_tracked(cfg, path.stem, options.runs, options.threads, options.keep_checkpoint, execution)
-    print_metrics(result.metrics)
+    trained = train_tracked(
+        cfg, path.stem, options.runs, options.threads, options.keep_checkpoint, execution, options.loggers
+    )
+    print(f"{trained.name}: {steps(trained)}\n")
+    if options.verbose:
+        print_metrics(trained.metrics)
+    else:
+        print("\n".join(summary(trained.metrics)))
+    print(f"\n{places(trained)}")
     return 0
+
+
+def steps(trained: "Trained") -> str:
+    """How many, and which of them now."""
+    if trained.first_step == trained.steps:
+        return f"all {trained.steps} steps were trained before; nothing was done"
+    begun = f"resumed at step {trained.first_step}" if trained.first_step else "from the beginning"
+    return f"{trained.steps} steps, {begun}"
+
+
+def summary(metrics: dict[str, float]) -> list[str]:
+    """The metrics that tables plot, as they show them, beside those of the untrained model."""
+    from lit_lazy.table.columns import COLUMNS
+
+    shown = [column for column in COLUMNS if column.plotted and column.key in metrics]
+    if not shown:  # of a user's own data, for instance
+        return [f"validation loss (nats)  {metrics['loss/val']:.4f}, untrained {metrics['init/loss/val']:.4f}"]
+    lines = {}
+    for column in shown:
+        before = metrics.get(f"init/{column.key}")
+        untrained = "" if before is None else f", untrained {column.format(before)}"
+        lines.setdefault(column.heading, f"{column.format(metrics[column.key])}{untrained}")
+    width = max(map(len, lines))
+    return [f"{heading:{width}}  {text}" for heading, text in lines.items()]
+
+
+def places(trained: "Trained") -> str:
+    """Where everything is."""
+    from lit_lazy.training.result import FINAL_CHECKPOINT
+
+    kept = trained.folder / FINAL_CHECKPOINT
+    lines = {
+        "run": trained.folder,
+        "checkpoint": kept if kept.exists() else "not kept; --keep-checkpoint keeps that of a run that is trained",
+        "dashboard": trained.dashboard,
+    }
+    return "\n".join(f"{name + ':':12}{place}" for name, place in lines.items())

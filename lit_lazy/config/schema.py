@@ -11,6 +11,7 @@ from lit_lazy.attention import Attention, AttentionSpec, LayerShape, Mixer, Mixe
 from lit_lazy.config.canonical import leaves
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
+from lit_lazy.optim import AdamW, Cosine, Optimiser, Schedule
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.kinds import fits, is_exchangeable, is_part, wanted
 
@@ -45,6 +46,8 @@ class ModelConfig:
     """Implementation of attention; auto picks the fastest and changes nothing beyond rounding."""
     mixer: Mixer = field(default_factory=SelfAttention)
     """What mixes the tokens: attention, or a layer that keeps a state in its place."""
+    residual_dropout: float = 0.0
+    """Share of what mixers and SwiGLUs add to the residual stream that is dropped in training (arXiv 1706.03762)."""
 
     def __post_init__(self) -> None:
         for name in ("d_model", "n_layers", "n_heads", "d_ff"):
@@ -73,6 +76,12 @@ class ModelConfig:
             "model.embedding_init_std",
             own,
             "must be finite and above 0, or None for model.init_std",
+        )
+        require(
+            0 <= self.residual_dropout < 1,
+            "model.residual_dropout",
+            self.residual_dropout,
+            "must be at least 0, below 1",
         )
         allowed = typing.get_args(Backend)
         require(self.backend in allowed, "model.backend", self.backend, f"must be one of {', '.join(allowed)}")
@@ -110,22 +119,22 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Optimiser, schedule and logging of one training."""
+    """Optimiser, schedule, loss and logging of one training."""
 
     steps: int = 1200
     """Optimiser steps."""
     batch_size: int = 32
     """Sequences per step."""
     lr: float = 3e-3
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     warmup_steps: int = 50
     """Steps of linear warm-up, the first at 1 / warmup_steps of the peak."""
     final_lr_fraction: float = 0.1
-    """The cosine ends at this fraction of the peak."""
+    """The schedule ends at this fraction of the peak."""
     weight_decay: float = 0.01
     """Decay of weight matrices; norms, tau, biases and embeddings are never decayed."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Adam's moment decays."""
+    """Moment decays of AdamW, and of AdamW's part of Muon."""
     clip_norm: float = 1.0
     """Gradients are clipped to this global norm."""
     precision: Precision = "fp32"
@@ -136,6 +145,14 @@ class TrainConfig:
     """Steps between checkpoints, from which a killed run resumes."""
     log_every: int = 50
     """Steps between logged training metrics."""
+    optimiser: Optimiser = field(default_factory=AdamW)
+    """How gradients become steps."""
+    schedule: Schedule = field(default_factory=Cosine)
+    """The learning rate between warm-up and end."""
+    ema_decay: float = 0.0
+    """Validate, evaluate and keep the exponential moving average of the weights with this decay a step; 0 for none."""
+    z_loss: float = 0.0
+    """Factor of the mean squared log of the softmax's normaliser, added to the loss (arXiv 2204.02311); 0 for none."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "val_every", "checkpoint_every", "log_every"):
@@ -164,6 +181,18 @@ class TrainConfig:
             self.betas,
             "must be two numbers, each at least 0 and below 1",
         )
+        require(0 <= self.ema_decay < 1, "train.ema_decay", self.ema_decay, "must be at least 0 and below 1")
+        require(
+            math.isfinite(self.z_loss) and self.z_loss >= 0, "train.z_loss", self.z_loss, "must be finite and 0 or more"
+        )
+        for name, part, used in (
+            ("betas", "optimiser", self.optimiser.adaptive),
+            ("final_lr_fraction", "schedule", self.schedule.falls),
+        ):
+            value, default = getattr(self, name), getattr(TrainConfig, name)
+            chosen = type(getattr(self, part)).__name__
+            fix = f"has no effect with train.{part}={chosen}; leave it at {default}"
+            require(used or value == default, f"train.{name}", value, fix)
         require(
             self.precision in typing.get_args(Precision),
             "train.precision",

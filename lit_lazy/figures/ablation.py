@@ -3,17 +3,18 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from statistics import fmean, median
+from textwrap import wrap
+from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Bbox
 
-from lit_lazy.figures.common import BETTER, NEUTRAL, WIDTH, in_style, legend_below, log_axis, new_figure
+from lit_lazy.figures.common import BETTER, NEUTRAL, WIDTH, WORSE, in_style, legend_below, log_axis, new_figure
 from lit_lazy.figures.labels import Label, place_labels
 from lit_lazy.table.records import Column, Table, TableRow
 
@@ -26,7 +27,12 @@ LOSSES = ("loss/excess", "loss/bits_per_byte", "loss/val")
 SPARSITY = "sparsity/zero"
 FAR = 10
 """A loss this many times as far above the lowest as the median one would squeeze all others together."""
-DASHES = ("-", "--", ":", "-.")
+COLUMNS = 4
+"""Panels beside each other."""
+Look = Mapping[str, Any]
+"""Of a line."""
+LOOKS: tuple[Look, ...] = ({"color": BETTER}, {"color": WORSE, "linestyle": "--"})
+"""Of the first metric of a panel, and the second."""
 
 
 @in_style()
@@ -73,7 +79,7 @@ def loss_against_sparsity(table: Table) -> Figure | None:
 
 
 @in_style()
-def tau_over_training(histories: Histories) -> Figure | None:
+def tau_over_training(histories: Histories, baseline: str) -> Figure | None:
     """The offset parameter of every variant that has one, mean over layers and heads, from step 0 on."""
 
     def tau(seed: Metrics) -> dict[int, float]:
@@ -84,21 +90,22 @@ def tau_over_training(histories: Histories) -> Figure | None:
                     by_step.setdefault(step, []).append(value)
         return {step: fmean(values) for step, values in by_step.items()}
 
-    return _over_training("τ over training, mean over layers, heads", {"offset parameter τ": tau}, histories)
+    title = "τ over training, mean over layers, heads"
+    return _over_training(title, {"offset parameter τ": tau}, histories, baseline)
 
 
 @in_style()
-def sink_over_training(histories: Histories) -> Figure | None:
+def sink_over_training(histories: Histories, baseline: str) -> Figure | None:
     """The first key's mean weight and its share of the surviving mass, for every variant, from step 0 on."""
 
     def first_key(metric: str) -> Callable[[Metrics], dict[int, float]]:
         return lambda seed: dict(seed.get(metric, ()))
 
-    panels = {
+    lines = {
         "weight on the first key": first_key("watch/first_key_weight"),
         "share of the mass on the first key": first_key("watch/first_key_share"),
     }
-    return _over_training("The first key over training, mean over layers, heads", panels, histories)
+    return _over_training("The first key over training, mean over layers, heads", lines, histories, baseline)
 
 
 @dataclass(frozen=True)
@@ -184,56 +191,65 @@ def _intervals(axes: Axes, x: float, point: _Point, colour: str, least: float) -
     return drawn
 
 
+Curve = Mapping[int, float]
+"""Value by step."""
+
+
 def _over_training(
-    title: str, metrics: Mapping[str, Callable[[Metrics], dict[int, float]]], histories: Histories
+    title: str, metrics: Mapping[str, Callable[[Metrics], Curve]], histories: Histories, baseline: str
 ) -> Figure | None:
-    """A panel per metric with a line per variant over the steps that all its seeds have; the band is their range."""
+    """A panel per variant, with a line per metric over the steps that all its seeds have, and a band for their range.
+
+    The baseline comes first, and is drawn behind the others in grey.
+    """
     curves = {
-        label: {variant: [c for seed in seeds if (c := _kept(read(seed)))] for variant, seeds in histories.items()}
-        for label, read in metrics.items()
+        variant: {label: [c for seed in seeds if (c := _kept(read(seed)))] for label, read in metrics.items()}
+        for variant, seeds in histories.items()
     }
-    curves = {label: panel for label, panel in curves.items() if any(panel.values())}
-    if not curves:
+    variants = sorted((v for v, lines in curves.items() if any(lines.values())), key=lambda v: v != baseline)
+    if not variants:
         return None
-    variants = [variant for variant in histories if any(panel[variant] for panel in curves.values())]
-    counts = {len(seeds) for panel in curves.values() for seeds in panel.values()} - {0}
-    columns = max(1, min(4, int(WIDTH / (0.6 + 0.07 * max(map(len, variants))))))
-    rows = math.ceil(len(variants) / columns)
+    counts = {len(seeds) for variant in variants for seeds in curves[variant].values()} - {0}
+    rows = math.ceil(len(variants) / COLUMNS)
     band = "" if counts == {1} else " (band: range)"
-    figure = new_figure(WIDTH, 3.0 + 0.18 * rows, f"{title} and {_seeds(counts)}{band}")
-    panels = figure.subplots(1, len(curves), squeeze=False)[0]
-    # A variant looks alike in every figure of its ablation, whichever of them it is in.
-    looks = dict(zip(histories, _looks(len(histories)), strict=True))
-    handles = {}
-    for axes, (label, panel) in zip(panels, curves.items(), strict=True):
-        last = 1
-        for variant, seeds in panel.items():
-            steps = sorted(set.intersection(*(set(seed) for seed in seeds))) if seeds else []
-            if not steps:
-                continue
-            values = np.array([[seed[step] for step in steps] for seed in seeds])
-            (handles[variant],) = axes.plot(steps, values.mean(axis=0), label=variant, **looks[variant])
-            axes.fill_between(
-                steps, values.min(axis=0), values.max(axis=0), color=looks[variant]["color"], alpha=0.12, lw=0
-            )
-            last = max(last, steps[-1])
-        log_axis(axes, last, zero=True)
-        axes.set_xlabel("step")
-        axes.set_ylabel(label)
+    figure = new_figure(WIDTH, 0.9 + 1.35 * rows, f"{title} and {_seeds(counts)}{band}")
+    panels = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
+    looks = dict(zip(metrics, LOOKS, strict=False))
+    last = 1
+    for axes, variant in zip(panels, variants, strict=False):
+        for label, look in looks.items():
+            if variant != baseline and baseline in curves:
+                _line(axes, curves[baseline][label], {**look, "color": NEUTRAL, "linewidth": 0.7, "alpha": 0.7})
+            last = max(last, _line(axes, curves[variant][label], {**look, "label": label}, band=True))
+        axes.set_title("\n".join(wrap(variant, 26)), fontsize=8.5, fontweight="bold" if variant == baseline else None)
         axes.grid(axis="y")
-    legend_below(figure, (handles[variant] for variant in variants if variant in handles), columns)
+    log_axis(panels[0], last, zero=True)
+    for number, axes in enumerate(panels):
+        axes.set_axis_off() if number >= len(variants) else None
+        if len(variants) - COLUMNS <= number < len(variants):
+            axes.tick_params(labelbottom=True)
+            axes.set_xlabel("step")
+    handles = [Line2D([], [], **look, label=label) for label, look in looks.items()]
+    if len(variants) > 1 and variants[0] == baseline:
+        handles.append(Line2D([], [], color=NEUTRAL, linewidth=0.7, label=f"{baseline}, the baseline"))
+    legend_below(figure, handles, len(handles))
     return figure
 
 
-def _kept(curve: Mapping[int, float]) -> dict[int, float]:
+def _line(axes: Axes, seeds: Sequence[Curve], look: Look, band: bool = False) -> int:
+    """Draws the mean over seeds, and their range; the last step."""
+    steps = sorted(set.intersection(*(set(seed) for seed in seeds))) if seeds else []
+    if not steps:
+        return 1
+    values = np.array([[seed[step] for step in steps] for seed in seeds])
+    axes.plot(steps, values.mean(axis=0), **look)
+    if band:
+        axes.fill_between(steps, values.min(axis=0), values.max(axis=0), color=look["color"], alpha=0.15, lw=0)
+    return steps[-1]
+
+
+def _kept(curve: Curve) -> Curve:
     return {step: value for step, value in curve.items() if math.isfinite(value)}
-
-
-def _looks(count: int) -> list[dict[str, str]]:
-    """Colour and dashes of every variant: all colours solid, then all dashed."""
-    colours = mpl.rcParams["axes.prop_cycle"].by_key()["color"]
-    looks = [{"color": colour, "linestyle": dash} for dash, colour in product(DASHES, colours)]
-    return [looks[i % len(looks)] for i in range(count)]
 
 
 def _seeds(counts: Iterable[int]) -> str:

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from lit_lazy.figures.common import BETTER, NEUTRAL, WORSE, in_style, legend_below, new_figure
-from lit_lazy.table.records import Column, Table, TableRow
+from lit_lazy.table.records import Column, Measure, Table, TableRow
 
 FAR = 10
 """A point this many times as far out as the next would squeeze all others onto the line at 0."""
@@ -17,9 +17,10 @@ FAR = 10
 def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
     """One panel per column key: every row's difference to the baseline with its 95 % interval.
 
-    Rows are in table order, the baseline is the line at 0. A filled marker differs at p < 0.05 after Holm, a hollow one
-    does not or was not tested. A row without a difference says why in words. An interval that would dwarf every point
-    is cut off at the panel's edge and ends in an arrow; a point that would is put there with its value.
+    The baseline, the line at 0, comes first, the others in table order. A filled marker differs at p < 0.05 after Holm,
+    a hollow one does not or was not tested; where no spread was measured, a dotted line goes from the least to the
+    greatest difference of a seed. A row without a difference says why in words. An interval that would dwarf every
+    point is cut off at the panel's edge and ends in an arrow; a point that would is put there with its value.
     Raises ValueError for a key that is no column of the table.
     """
     known = {column.key: column for column in table.columns}
@@ -30,27 +31,24 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
             raise ValueError(f"columns: {key!r} is not in the table; choose from {', '.join(known)}")
     count = len(table.rows)
     width = 2.2 + 3.0 * len(columns)
-    title = [f"{table.ablation}: difference to {table.baseline}, 95 % CI", *(f"Warning: {w}" for w in table.warnings)]
+    title = [f"{table.ablation}: difference to {table.baseline}", *(f"Warning: {w}" for w in table.warnings)]
+    rows = sorted(table.rows, key=lambda row: row.variant != table.baseline)
     figure = new_figure(width, 1.7 + 0.3 * count, "\n".join(title))
     panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     for axes, key in zip(panels, columns, strict=True):
-        _panel(axes, table, known[key])
-    panels[0].set_yticks(range(count), [row.variant for row in table.rows])
+        _panel(axes, table, rows, known[key])
+    panels[0].set_yticks(range(count), [row.variant for row in rows])
     panels[0].set_ylim(count - 0.4, -0.6)
-    for label, row in zip(panels[0].get_yticklabels(), table.rows, strict=True):
+    for label, row in zip(panels[0].get_yticklabels(), rows, strict=True):
         label.set_fontweight("bold" if row.variant == table.baseline else "normal")
-    legend_below(figure, _legend(), 4 if len(columns) > 2 else 2)
+    legend_below(figure, _legend(), 3 if len(columns) > 2 else 2)
     return figure
 
 
-def _panel(axes: Axes, table: Table, column: Column) -> None:
-    shown = [(y, row, row.metrics[column.key]) for y, row in enumerate(table.rows)]
+def _panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Column) -> None:
+    shown = [(y, row, row.metrics[column.key]) for y, row in enumerate(rows)]
     points = [m.diff * column.scale for _, _, m in shown if m.diff is not None]
-    reach = [
-        (m.diff * column.scale, m.diff_ci95 * column.scale)
-        for _, _, m in shown
-        if m.diff is not None and m.diff_ci95 is not None
-    ]
+    reach = [(m.diff * column.scale, _half(m) * column.scale) for _, _, m in shown if m.diff is not None]
     low, high = _limits(points, reach)
     axes.set_xlim(low, high)
     axes.axvline(0, color=NEUTRAL, linewidth=1, zorder=1)
@@ -72,6 +70,9 @@ def _panel(axes: Axes, table: Table, column: Column) -> None:
             continue
         x = m.diff * column.scale
         colour = _colour(x, column) if m.separated else NEUTRAL
+        if m.test == "saturated" and m.diff_low is not None and m.diff_high is not None:
+            ends = [min(max(end * column.scale, low), high) for end in (m.diff_low, m.diff_high)]
+            axes.plot(ends, [y, y], color=colour, linewidth=1.2, linestyle=":", zorder=2)
         if m.diff_ci95:
             half = m.diff_ci95 * column.scale
             axes.plot([max(x - half, low), min(x + half, high)], [y, y], color=colour, linewidth=1.6, zorder=2)
@@ -90,6 +91,13 @@ def _panel(axes: Axes, table: Table, column: Column) -> None:
     axes.locator_params(axis="x", nbins=5)
     axes.grid(axis="y")
     axes.spines["left"].set_visible(False)
+
+
+def _half(m: Measure) -> float:
+    """How far a difference's interval, or its range where no spread was measured, reaches at most."""
+    if m.diff is None or m.test != "saturated" or m.diff_low is None or m.diff_high is None:
+        return m.diff_ci95 or 0.0
+    return max(m.diff - m.diff_low, m.diff_high - m.diff)
 
 
 def _far_point(axes: Axes, edge: float, y: float, value: str, colour: str, face: str) -> None:
@@ -148,6 +156,8 @@ def _legend() -> list[Line2D]:
     return [
         marker("better, p < 0.05 (Holm)", BETTER, BETTER),
         marker("worse, p < 0.05 (Holm)", WORSE, WORSE),
-        marker("differs, neither better nor worse", NEUTRAL, NEUTRAL),
+        marker("differs, p < 0.05 (Holm)", NEUTRAL, NEUTRAL),
         marker("not separated or not tested", NEUTRAL, "white"),
+        Line2D([], [], color=NEUTRAL, linewidth=1.6, label="95 % interval, not adjusted"),
+        Line2D([], [], color=NEUTRAL, linewidth=1.2, linestyle=":", label="range over seeds, not tested"),
     ]

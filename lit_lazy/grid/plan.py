@@ -117,7 +117,7 @@ def read_plan(tracker: Tracker, parent_id: str) -> Plan:
 def table_from_mlflow(tracker: Tracker, parent_id: str) -> Table:
     """The table of a parent run, from its plan and its child runs alone."""
     plan = read_plan(tracker, parent_id)
-    observations = [_observation(run) for run in _one_per_cell(tracker.children(parent_id))]
+    observations = [_observation(run) for run in one_per_cell(tracker.children(parent_id))]
     measured = {name for observation in observations for name in observation.metrics}
     table = build_table(
         plan.ablation,
@@ -136,7 +136,7 @@ def table_from_mlflow(tracker: Tracker, parent_id: str) -> Table:
     return judged(table, plan.declaration)
 
 
-def _one_per_cell(runs: Sequence[TrackedRun]) -> list[TrackedRun]:
+def one_per_cell(runs: Sequence[TrackedRun]) -> list[TrackedRun]:
     """Of several runs of one cell the complete one, else the newest."""
     chosen: dict[str, TrackedRun] = {}
     for run in runs:

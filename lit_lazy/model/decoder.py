@@ -12,6 +12,7 @@ from flash_lazy import Stats
 from lit_lazy.attention import Attention, Cache, Eviction, MixerModule, StreamingCache
 from lit_lazy.attention.initial import SelfInitialised
 from lit_lazy.config.schema import ModelConfig
+from lit_lazy.model.dropout import dropped
 from lit_lazy.support.errors import one_line
 
 NORM_EPS = 1e-6
@@ -40,6 +41,7 @@ class Block(nn.Module):
         self.attention = cfg.build_mixer(layer, context_length)
         self.mlp_norm = nn.RMSNorm(cfg.d_model, eps=NORM_EPS)
         self.mlp = SwiGLU(cfg.d_model, cfg.d_ff)
+        self.layer, self.residual_dropout = layer, cfg.residual_dropout
 
     def forward(
         self,
@@ -49,11 +51,19 @@ class Block(nn.Module):
         with_stats: bool,
         key_mask: Tensor | None,
         cu_seqlens: Tensor | None,
+        dropout_keys: Tensor | None = None,
     ) -> tuple[Tensor, Stats | None]:
-        """x `[B, L, d_model]`; the same shape back, and the attention's stats where asked."""
+        """x `[B, L, d_model]`; the same shape back, and the attention's stats where asked.
+
+        dropout_keys: int64 `[B]`, what is drawn for each sequence; None where nothing is dropped.
+        """
         mixed, stats = self.attention(self.attention_norm(x), rotate, cache, with_stats, key_mask, cu_seqlens)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), stats
+        x = x + self._dropped(mixed, dropout_keys, 0)
+        return x + self._dropped(self.mlp(self.mlp_norm(x)), dropout_keys, 1), stats
+
+    def _dropped(self, added: Tensor, keys: Tensor | None, part: int) -> Tensor:
+        drops = keys is not None and self.residual_dropout > 0
+        return dropped(added, self.residual_dropout, keys, 2 * self.layer + part) if drops else added
 
 
 class DecoderLM(nn.Module):
@@ -140,9 +150,13 @@ class DecoderLM(nn.Module):
         x = self._hidden(tokens, cache, with_stats=False, key_mask=key_mask, place=place)[0]
         return self.head(x[:, -1:] if last_only else x)
 
-    def hidden(self, tokens: Tensor, place: Tensor | None = None) -> Tensor:
-        """What the head reads, `[B, L, d_model]`: for a loss that never holds all logits (`head_nll`)."""
-        return self._hidden(tokens, None, with_stats=False, place=place)[0]
+    def hidden(self, tokens: Tensor, place: Tensor | None = None, dropout_keys: Tensor | None = None) -> Tensor:
+        """What the head reads, `[B, L, d_model]`: for a loss that never holds all logits (`head_nll`).
+
+        dropout_keys: int64 `[B]`, from which each sequence's dropout is drawn in training (`sequence_keys`); None for
+        none.
+        """
+        return self._hidden(tokens, None, with_stats=False, place=place, dropout_keys=dropout_keys)[0]
 
     def hidden_with_stats(self, tokens: Tensor, place: Tensor | None = None) -> tuple[Tensor, list[Stats]]:
         """The same, and what each layer's attention rows did: one `Stats` of `[B, H, L]` per layer."""
@@ -155,6 +169,7 @@ class DecoderLM(nn.Module):
         with_stats: bool,
         key_mask: Tensor | None = None,
         place: Tensor | None = None,
+        dropout_keys: Tensor | None = None,
     ) -> tuple[Tensor, list[Stats]]:
         """What the head reads, `[B, L, d_model]`, and the stats."""
         new = tokens.shape[1]
@@ -166,15 +181,12 @@ class DecoderLM(nn.Module):
         collected: list[Stats] = []
         for index, block in enumerate(self.blocks):
             layer_cache = cache[index] if cache else None
+            given = x, rotate, layer_cache, with_stats, key_mask, cu_seqlens, dropout_keys
             if self.checkpoint_activations and torch.is_grad_enabled():
-                # Nothing in a block is random.
-                x, stats = checkpoint(
-                    *(block, x, rotate, layer_cache, with_stats, key_mask, cu_seqlens),
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
+                # Nothing in a block depends on the state of a generator.
+                x, stats = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
             else:
-                x, stats = block(x, rotate, layer_cache, with_stats, key_mask, cu_seqlens)
+                x, stats = block(*given)
             if stats is not None:
                 collected.append(stats)
         return self.norm(x), collected

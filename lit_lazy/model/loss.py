@@ -1,5 +1,7 @@
 """The loss of next-token prediction."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,19 +27,39 @@ def head_nll(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     Never more than LOGITS_AT_ONCE logits are in memory, also in the backward pass, which computes them again: tokens
     come in blocks where there are more.
     """
+    return _by_blocks(_nll, hidden, head, targets)
+
+
+def head_nll_and_log_z(hidden: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """`head_nll`, and beside it log Z, the log of the sum of exp over all logits; both `[B, L]`, in the same memory.
+
+    0 where the target is `IGNORED`.
+    """
+    nll, log_z = _by_blocks(_nll_and_log_z, hidden, head, targets)
+    return nll, log_z
+
+
+def _by_blocks(of_logits: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """A function of logits `[N, V]` and targets `[N]` to `[..., N]`, of all tokens: `[..., B, L]`."""
     tokens = max(1, LOGITS_AT_ONCE // head.shape[0])
     if targets.numel() <= tokens:
-        return token_nll(F.linear(hidden, head), targets)
+        return of_logits(F.linear(hidden, head).flatten(0, 1), targets.flatten()).unflatten(-1, targets.shape)
+
+    def of_hidden(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+        return of_logits(F.linear(hidden, head), targets)
+
     blocks = zip(hidden.flatten(0, 1).split(tokens), targets.flatten().split(tokens), strict=True)
-    losses = [
-        checkpoint(_block_nll, block, head, wanted, use_reentrant=False, preserve_rng_state=False)
+    found = [
+        checkpoint(of_hidden, block, head, wanted, use_reentrant=False, preserve_rng_state=False)
         for block, wanted in blocks
     ]
-    return torch.cat(losses).view(targets.shape)
+    return torch.cat(found, -1).unflatten(-1, targets.shape)
 
 
-def _block_nll(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    return _nll(F.linear(hidden, head), targets)
+def _nll_and_log_z(logits: Tensor, targets: Tensor) -> Tensor:
+    nll = _nll(logits, targets)
+    of_target = logits.float().gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    return torch.stack((nll, (nll + of_target).masked_fill(targets == IGNORED, 0)))
 
 
 def _nll(logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Everything about a checkpoint's heads and hidden states, into a folder and an MLflow run: `lit-lazy diagnose`."""
 
 import json
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from lit_lazy.measure.diagnostics import (
     validation_sample,
 )
 from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.support.console import clock
 from lit_lazy.support.disk import writable_folder, write_text
 from lit_lazy.support.errors import UnfinishedError, one_line
 from lit_lazy.support.provenance import environment
@@ -69,12 +71,16 @@ class Request:
     runs: Path = Path("runs")
 
     @property
-    def folder(self) -> Path:
-        """Where the results are written."""
+    def name(self) -> str:
+        """The checkpoint's, and that of other data."""
         path = self.checkpoint.resolve()
         name = path.parent.name if path.name == FINAL_CHECKPOINT else path.stem
-        elsewhere = f"-{Path(self.data).stem}" if self.data else ""
-        return self.out or self.runs / f"diagnose-{name}{elsewhere}"
+        return name + (f"-{Path(self.data).stem}" if self.data else "")
+
+    @property
+    def folder(self) -> Path:
+        """Where the results are written."""
+        return self.out or self.runs / f"diagnose-{self.name}"
 
 
 def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagnostics:
@@ -171,29 +177,52 @@ def measure_all(
     Each takes seconds to minutes, so the console says so before.
     """
     device = training_device()
-    initial = LitLM(**module.hparams)
-    model = module.model.to(device)
-
-    def measured(what: str, model: DecoderLM, source: DataSource, maps: Maps | None = None) -> Diagnostics:
-        sample = validation_sample(source, request.sequences)
+    untrained, model = LitLM(**module.hparams).model.to(device), module.model.to(device)
+    # The model itself comes first: what cannot be measured of it is not measured of the others.
+    order = {"": sources[""], "init/": sources[""], **{prefix: sources[prefix] for prefix in sources if prefix}}
+    samples = {prefix: validation_sample(source, request.sequences) for prefix, source in order.items()}
+    evicting = len(sources) if request.eviction else 0
+    course = Course([sample[0]["tokens"].numel() for sample in samples.values()], evicting, console)
+    parts = {}
+    for prefix, sample in samples.items():
         n, length = sample[0]["tokens"].shape
-        console(f"measuring {what}: {n} sequences of {length} tokens")
-        return Diagnostics(measure(model, sample, maps, request.sequences).arrays | lengths.at_length(model, length))
-
-    trained = measured("the trained model", model, sources[""], request.maps)
-    parts = {
-        "": Diagnostics(trained.arrays | tau_history(taus)),
-        "init/": measured("the untrained model", initial.model.to(device), sources[""]),
-    }
-    for prefix, source in sources.items():
-        if prefix:
-            parts[prefix] = measured("the trained model", model, source)
-        if request.eviction is not None:
-            (batch,) = validation_sample(source, request.sequences)
+        measured = untrained if prefix == "init/" else model
+        what = f"the {'untrained' if measured is untrained else 'trained'} model"
+        course.begin(f"{what}: {n} sequences of {length} tokens")
+        maps = request.maps if not prefix else None
+        found = measure(measured, sample, maps, request.sequences).arrays | lengths.at_length(measured, length)
+        course.end(n * length)
+        if not prefix:
+            found |= tau_history(taus)
+        if request.eviction is not None and measured is model:
             kept = f"the first {request.eviction.first} and {request.eviction.window} newest tokens"
-            console(f"measuring it again with {kept} in its cache, token by token")
-            parts[prefix] = Diagnostics(parts[prefix].arrays | lengths.streamed(model, batch, request.eviction))
+            course.begin(f"it again with {kept} in its cache, token by token")
+            found |= lengths.streamed(model, sample[0], request.eviction)
+        parts[prefix] = Diagnostics(found)
     return Diagnostics.joined(parts)
+
+
+class Course:
+    """Says what is measured next, how fast it went so far, and how long the rest will take."""
+
+    def __init__(self, tokens: Sequence[int], others: int, console: Callable[[str], None]) -> None:
+        """tokens: of each measurement. others: measurements at a speed of their own, of which no rest is reckoned."""
+        self.left, self.of, self.others, self.console = sum(tokens), len(tokens) + others, others, console
+        self.number, self.tokens, self.seconds = 0, 0, 0.0
+        self._begun = time.monotonic()
+
+    def begin(self, what: str) -> None:
+        """Say it."""
+        self.number += 1
+        self._begun = time.monotonic()
+        rest = "" if self.others or not self.tokens else f", {clock(self.left * self.seconds / self.tokens)} left"
+        speed = f" ({self.tokens / self.seconds:,.0f} tokens/s{rest})" if self.tokens else ""
+        self.console(f"measuring {self.number} of {self.of}, {what}{speed}")
+
+    def end(self, tokens: int) -> None:
+        """So many are measured now."""
+        self.tokens, self.left = self.tokens + tokens, self.left - tokens
+        self.seconds += time.monotonic() - self._begun
 
 
 def whole_figures(measured: Diagnostics) -> dict[str, float]:
@@ -242,7 +271,7 @@ def write(
         "versions": environment(),
     }
     write_text(folder / FACTS, json.dumps(facts, indent=1, allow_nan=False) + "\n")
-    figures = run_figures(measured.arrays)
+    figures = run_figures(measured.arrays, request.name)
     for name in FIGURE_NAMES:  # those of an earlier diagnosis would not be of this one's arrays
         for kind in ("png", "svg"):
             (folder / f"{name}.{kind}").unlink(missing_ok=True)

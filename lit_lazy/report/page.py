@@ -208,8 +208,8 @@ def _overall(material: _Material) -> dict[str, Figure]:
     drawn: dict[str, Figure | None] = {
         "effects": figures.effects_figure(table, table.compared) if table.compared else None,
         "loss_against_sparsity": figures.loss_against_sparsity(table),
-        "tau_over_training": figures.tau_over_training(histories),
-        "sink_over_training": figures.sink_over_training(histories),
+        "tau_over_training": figures.tau_over_training(histories, table.baseline),
+        "sink_over_training": figures.sink_over_training(histories, table.baseline),
     }
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
@@ -240,7 +240,8 @@ def _variant_figures(material: _Material) -> str:
             if kept is None:
                 without.append(f"{escape(name)}: {material.id(run.run_id)} holds no {DIAGNOSTICS}")
                 continue
-            body = _figures(figures.run_figures(Diagnostics.load(io.BytesIO(kept)).arrays), name)
+            arrays = Diagnostics.load(io.BytesIO(kept)).arrays
+            body = _figures(figures.run_figures(arrays, name), name)
             summary = f"<summary>{escape(row.variant)} <small>seed {run.tags['seed']}</small></summary>"
             parts.append(f"<details{opened}>{summary}\n{body}</details>")
             break

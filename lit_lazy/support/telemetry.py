@@ -7,6 +7,7 @@ OFF = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_UPDATE_DOWNLOAD_COUNTS": "0",
+    "WANDB_ERROR_REPORTING": "false",
 }
 """Variables that are read on import, and inherited by every process that one of ours starts."""
 

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +35,10 @@ class MetricFile(Logger):
     A resumed run repeats the steps since its checkpoint; what the file holds of them already is not written again.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, others: Sequence[Logger] = ()) -> None:
+        """others: loggers that hear each number once too."""
         super().__init__()
+        self.others = others
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS
         _repair(self.path)
@@ -67,6 +69,8 @@ class MetricFile(Logger):
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 os.fsync(file.fileno())  # a checkpoint that outlives a power cut must not be ahead of its curves
+            for other in self.others:
+                other.log_metrics(new, at)
 
 
 def read_lines(path: Path) -> list[Logged]:
@@ -122,9 +126,9 @@ class Spool:
         self._sent = 0
         self._set_running = False
 
-    def logger(self) -> MetricFile:
-        """Lightning's logger for the run."""
-        return MetricFile(self.folder)
+    def logger(self, others: Sequence[Logger] = ()) -> MetricFile:
+        """Lightning's logger for the run. others: loggers beside it."""
+        return MetricFile(self.folder, others)
 
     def run_id(self) -> str:
         """The run, the one it was begun with where there is one. Raises TrackingError."""

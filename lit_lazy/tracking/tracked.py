@@ -1,9 +1,15 @@
 """One training, tracked in MLflow: what `lit-lazy train` does."""
 
+import logging
+import shlex
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
+import lightning as L
 import torch
+from filelock import AcquireReturnProxy, BaseFileLock, Timeout
 
 from lit_lazy.config.canonical import to_dict
 from lit_lazy.config.key import cell_key
@@ -11,13 +17,63 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.support.disk import writable_folder
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import git_sha
+from lit_lazy.tracking.loggers import check_kinds_of_loggers, loggers_beside
 from lit_lazy.tracking.spool import Card, Spool
 from lit_lazy.tracking.tracker import Tracker, TrackingError, check_store, default_uri
 from lit_lazy.training.cost import cost_of, require_fit
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.prepare import prepare
-from lit_lazy.training.result import RunResult
-from lit_lazy.training.run import finished, run
+from lit_lazy.training.result import FINAL_CHECKPOINT, RunResult
+from lit_lazy.training.run import finished, lock_of, run
+from lit_lazy.training.trainer import AtStart
+
+log = logging.getLogger("lit_lazy.tracking.tracked")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished training, and where everything of it is."""
+
+    name: str
+    """Of its experiment in MLflow."""
+    result: RunResult
+    folder: Path
+    """Of the run, in the runs folder."""
+    runs: Path
+    first_step: int
+    """Finished before it began here: 0 from the beginning, more where it was resumed, all where it was done already."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Final metrics of the whole validation set by name; those of the untrained model begin with `init/`."""
+        return self.result.metrics
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of the whole training."""
+        return self.result.config["train"]["steps"]
+
+    @property
+    def checkpoint(self) -> Path:
+        """The trained model's file. Raises ValueError, in one line, where it was not kept."""
+        path = self.folder / FINAL_CHECKPOINT
+        if not path.exists():
+            raise ValueError(f"{path}: the run was trained without keeping its model; remove its folder to train again")
+        return path
+
+    @property
+    def dashboard(self) -> str:
+        """The command that serves its curves."""
+        return shlex.join(["lit-lazy", "dashboard", self.name, "--runs", str(self.runs)])
+
+
+class _Begin(AtStart):
+    """Notes the step from which a run is trained."""
+
+    step = 0
+
+    def at_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:  # noqa: ARG002
+        self.step = trainer.global_step
 
 
 def train_tracked(
@@ -27,12 +83,15 @@ def train_tracked(
     threads: int | None = None,
     keep_checkpoint: bool = False,
     execution: Execution = ONE_DEVICE,
-) -> RunResult:
+    loggers: Sequence[str] = (),
+) -> Trained:
     """Train in `runs/train-<name>/<key>` under the MLflow experiment `train-<name>`; a finished run is returned.
 
-    A run that was cut off resumes from its checkpoint, in the MLflow run it was begun with. While MLflow is away the
-    metrics are kept in the run folder; the same command sends them later.
+    A run that was cut off resumes from its checkpoint, in the MLflow run it was begun with; one that another process
+    trains is waited for. While MLflow is away the metrics are kept in the run folder; the same command sends them
+    later. loggers: csv, tensorboard or wandb, beside MLflow.
     """
+    check_kinds_of_loggers(loggers)
     if threads is not None:
         torch.set_num_threads(threads)
     source = prepare(cfg, execution)
@@ -41,29 +100,51 @@ def train_tracked(
     writable_folder("--runs", runs)
     uri = default_uri(runs)
     check_store(uri)
-    folder = runs / f"train-{name}" / key
+    experiment = f"train-{name}"
+    folder = runs / experiment / key
     tags = {"kind": "run", "cell": key, "seed": str(cfg.seed), "git_sha": git_sha()}
     card = Card(f"{name} seed {cfg.seed}", tags, {}, to_dict(cfg))
-    spool = Spool(Tracker(uri, runs, f"train-{name}"), folder, card)
-    known = finished(folder)
+    spool = Spool(Tracker(uri, runs, experiment), folder, card)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock, begin = lock_of(folder), _Begin()
+    with _acquired(lock):
+        known = finished(folder)
+        wanted = [kind for kind in loggers if known is None or not (folder / kind).exists()]
+        try:
+            with (
+                loggers_beside(wanted, folder, experiment, card.name, card.config) as others,
+                spool.sending() if known is None else nullcontext(),
+            ):
+                result = known or run(
+                    cfg,
+                    folder,
+                    logger=spool.logger(others),
+                    callbacks=[begin],
+                    show_progress=True,
+                    keep_checkpoint=keep_checkpoint,
+                    execution=execution,
+                    lock=lock,
+                )
+                for other in others:
+                    other.log_metrics(result.metrics, cfg.train.steps)
+        except BaseException as error:
+            spool.fail(repr(error)[:500], "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            raise
+        try:
+            spool.finish(result)
+        except TrackingError as error:
+            raise UnfinishedError(
+                f"trained, but MLflow did not take the result ({error}); it is kept in {folder}, and the same command "
+                "sends it"
+            ) from error
+    return Trained(experiment, result, folder, runs, cfg.train.steps if known else begin.step)
+
+
+def _acquired(lock: BaseFileLock) -> AcquireReturnProxy:
+    """The lock of a run's folder, held; whoever has to wait for it is told so."""
     try:
-        with spool.sending() if known is None else nullcontext():
-            result = known or run(
-                cfg,
-                folder,
-                logger=spool.logger(),
-                show_progress=True,
-                keep_checkpoint=keep_checkpoint,
-                execution=execution,
-            )
-    except BaseException as error:
-        spool.fail(repr(error)[:500], "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
-        raise
-    try:
-        spool.finish(result)
-    except TrackingError as error:
-        raise UnfinishedError(
-            f"trained, but MLflow did not take the result ({error}); it is kept in {folder}, and the same command "
-            "sends it"
-        ) from error
-    return result
+        return lock.acquire(timeout=0)
+    except Timeout:
+        folder = Path(lock.lock_file).parent
+        log.warning("another process trains this run, in %s; waiting for it (Ctrl-C ends the wait)", folder)
+        return lock.acquire()

@@ -68,6 +68,7 @@ class TrackedRun:
     state: Literal["complete", "failed", "running"]
     tags: dict[str, str]
     metrics: dict[str, float]
+    params: dict[str, str]
 
 
 class TrackingError(UnfinishedError):
@@ -444,7 +445,7 @@ def _tracked(run: Run) -> TrackedRun:
         state: Literal["complete", "failed", "running"] = "complete"
     else:
         state = "running" if run.info.status == "RUNNING" and stated != "failed" else "failed"
-    return TrackedRun(run.info.run_id, state, tags, dict(run.data.metrics))
+    return TrackedRun(run.info.run_id, state, tags, dict(run.data.metrics), dict(run.data.params))
 
 
 @dataclass(frozen=True)

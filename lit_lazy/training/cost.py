@@ -11,8 +11,10 @@ from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import Block, DecoderLM, flops_per_token
 from lit_lazy.model.kept import kept_bytes
 from lit_lazy.model.loss import LOGITS_AT_ONCE
+from lit_lazy.optim import Optimiser
 from lit_lazy.support.memory import most_bytes
 from lit_lazy.training.execution import Execution
+from lit_lazy.training.optimiser import block_matrices
 from lit_lazy.training.prepare import outlined
 
 UTILISATION = 0.4
@@ -22,7 +24,7 @@ PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 40
 ASSUMED = "H200"
 """Where there is no GPU."""
 NUMBER = 4
-"""Bytes in fp32, as weights, gradients and both moments are kept whatever the precision."""
+"""Bytes in fp32, as weights, gradients and moments are kept whatever the precision."""
 LOGITS_COPIES = 3
 """The product, its fp32 copy or softmax, and the gradient."""
 LOOKED_AT = 128
@@ -62,16 +64,25 @@ def cost_of(cfg: RunConfig, data: Outline, execution: Execution) -> Cost:
     spread_over = execution.devices if execution.strategy == "fsdp" else 1
     state = NUMBER * parameters // spread_over
     at_a_time = cfg.train.batch_size // execution.devices // parts * data.context_length
+    moments = NUMBER * _moments(model, cfg.train.optimiser)
+    average = {"average": state} if cfg.train.ema_decay else {}
     memory = {
         "weights": state,
         "gradients": state,
-        "optimiser": 2 * state,
+        "optimiser": moments // spread_over,
+        **average,
         "activations": _activations(cfg, data.context_length, at_a_time, execution.checkpoint_activations),
         "logits": LOGITS_COPIES * NUMBER * min(at_a_time * data.vocab_size, max(data.vocab_size, LOGITS_AT_ONCE)),
     }
     tokens = cfg.train.steps * cfg.train.batch_size * data.context_length
     flops = float(tokens) * flops_per_token(model, data.context_length)
-    return Cost(parameters, tokens, flops, memory, parts, disk=2 * 3 * NUMBER * parameters)
+    return Cost(parameters, tokens, flops, memory, parts, disk=2 * (NUMBER * parameters * (1 + len(average)) + moments))
+
+
+def _moments(model: DecoderLM, optimiser: Optimiser) -> int:
+    """Numbers that an optimiser keeps of a model's parameters."""
+    matrices = {id(matrix) for matrix in block_matrices(model)}
+    return sum(p.numel() * optimiser.moments(id(p) in matrices) for p in model.parameters())
 
 
 def _activations(cfg: RunConfig, context_length: int, tokens: int, checkpointed: bool) -> int:
@@ -94,7 +105,7 @@ def kept_by_a_block(cfg: ModelConfig, context_length: int, bf16: bool) -> tuple[
         x = torch.randn(1, length, cfg.d_model, generator=torch.Generator().manual_seed(0), requires_grad=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             return kept_bytes(
-                lambda: block(x, rotation(length, 0), None, False, None, None),
+                lambda: block(x, rotation(length, 0), None, False, None, None, torch.zeros(1, dtype=torch.int64)),
                 chain(block.parameters(), block.buffers()),
             )
 

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from lit_lazy.config.schema import TrainConfig
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checks import require, require_whole
 
@@ -43,6 +44,14 @@ class Execution:
         if self.micro_batch is not None:
             require_whole("--micro-batch", self.micro_batch, 1)
 
+    def check(self, train: TrainConfig) -> None:
+        """Raise ValueError where a training cannot be executed in this way."""
+        if self.strategy == "fsdp":
+            fix = "has not been tried with --strategy fsdp; give --strategy ddp"
+            whole = not train.optimiser.needs_whole_matrices
+            require(whole, "train.optimiser", type(train.optimiser).__name__, fix)
+            require(not train.ema_decay, "train.ema_decay", train.ema_decay, fix)
+
     def accumulation(self, batch_size: int) -> int:
         """Micro-batches of a step on each device. Raises ValueError where a batch cannot be shared out evenly."""
         require(
@@ -65,8 +74,8 @@ class Execution:
         """Sequences to evaluate at a time."""
         return self.micro_batch or batch_size // self.devices
 
-    def hidden(self, model: DecoderLM) -> Callable[[Tensor, Tensor | None], Tensor]:
-        """The forward pass of training, from tokens and places `[B, L]` to the last hidden states `[B, L, d_model]`."""
+    def hidden(self, model: DecoderLM) -> Callable[[Tensor, Tensor | None, Tensor | None], Tensor]:
+        """The forward pass of training, as `DecoderLM.hidden`: tokens, places, dropout's keys to hidden states."""
         model.checkpoint_activations = self.checkpoint_activations
         return torch.compile(model.hidden) if self.compile else model.hidden
 

@@ -1,5 +1,6 @@
 """The LightningModule that trains a decoder language model."""
 
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import lightning as L
@@ -11,13 +12,19 @@ from torch.optim import Optimizer
 from lit_lazy.config.canonical import from_dict, to_dict
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import IGNORED, Batch
+from lit_lazy.data.sampler import Portion
 from lit_lazy.measure import RatioOfSums
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.model.loss import head_nll, mean_nll
+from lit_lazy.model.dropout import sequence_keys
+from lit_lazy.model.loss import head_nll, head_nll_and_log_z, mean_nll
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.spread import whole
+from lit_lazy.training.averaging import Average
 from lit_lazy.training.execution import ONE_DEVICE, Execution
-from lit_lazy.training.optimiser import lr_factor, parameter_groups
+from lit_lazy.training.optimiser import lr_factor, optimizer_of
+
+AVERAGE = "weight_average"
+"""Under which a checkpoint holds the average of the weights."""
 
 
 class DivergedError(UnfinishedError):
@@ -36,6 +43,8 @@ class LitLM(L.LightningModule):
         self.save_hyperparameters()
         self.cfg: RunConfig = from_dict(RunConfig, config)
         self.model = DecoderLM(self.cfg.model, vocab_size, context_length, self.cfg.seed)
+        self.average = Average(self.model, self.cfg.train.ema_decay) if self.cfg.train.ema_decay else None
+        self._validating = ExitStack()
         self.val_loss, self.val_excess = (RatioOfSums(sync_on_compute=False) for _ in range(2))
         self.execute(ONE_DEVICE)
 
@@ -60,11 +69,24 @@ class LitLM(L.LightningModule):
                 register_fsdp_forward_method(self.model, name)
             self._hidden, self._is_spread = self.execution.hidden(self.model), True
 
-    def training_step(self, batch: Batch, _batch_index: int) -> Tensor:
-        hidden = self._hidden(batch["tokens"], batch.get("place"))
-        loss = mean_nll(head_nll(hidden, self.model.head.weight, batch["targets"]), batch["targets"])
+    def training_step(self, batch: Batch, batch_index: int) -> Tensor:
+        targets, z_loss = batch["targets"], self.cfg.train.z_loss
+        hidden = self._hidden(batch["tokens"], batch.get("place"), self._dropout_keys(targets, batch_index))
+        if z_loss:
+            nll, log_z = head_nll_and_log_z(hidden, self.model.head.weight, targets)
+        else:
+            nll, log_z = head_nll(hidden, self.model.head.weight, targets), None
+        loss = mean_nll(nll, targets)
         self._loss = self._loss + loss.detach() / self.parts
-        return loss
+        return loss if log_z is None else loss + z_loss * mean_nll(log_z.square(), targets)
+
+    def _dropout_keys(self, targets: Tensor, batch_index: int) -> Tensor | None:
+        """What is drawn for each sequence of a micro-batch, whichever part of the batch it is."""
+        if not self.cfg.model.residual_dropout:
+            return None
+        share = Portion(self.global_rank, self.trainer.world_size, self.parts)
+        rows = share.own[batch_index % self.parts] + share.n * torch.arange(len(targets), device=targets.device)
+        return sequence_keys(self.cfg.seed, self.global_step, rows)
 
     def configure_gradient_clipping(
         self,
@@ -96,12 +118,42 @@ class LitLM(L.LightningModule):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """And what follows a schedule, so that checkpoints and evaluations at this step have it."""
         super().optimizer_step(*args, **kwargs)
+        if self.average is not None:
+            self.average.update()
         self.at_step(self.global_step + 1)  # Lightning counts the step when it is back
 
     def at_step(self, step: int) -> None:
         """Set what follows a schedule as it is after so many finished steps."""
         for attention in self.model.attentions:
             attention.normaliser.at_progress(step / self.cfg.train.steps)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """The weights that are validated in the place of those that are trained: their average, where one is kept."""
+        return nullcontext() if self.average is None else self.average.in_place()
+
+    def keep_average(self) -> None:
+        """Train no further: the weights are their average from now on, where one is kept."""
+        if self.average is not None:
+            self.average.keep()
+            self.average = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The average, beside the weights that are trained."""
+        if self.average is not None:
+            checkpoint[AVERAGE] = dict(self.average.values)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The average that was kept."""
+        if self.average is not None and AVERAGE in checkpoint:
+            self.average.restore(checkpoint[AVERAGE])
+
+    def on_validation_epoch_start(self) -> None:
+        """Validate the average."""
+        self._validating.enter_context(self.averaged())
+
+    def on_validation_epoch_end(self) -> None:
+        """Train the weights again."""
+        self._validating.close()
 
     def validation_step(self, batch: Batch, _batch_index: int) -> None:
         hidden = self.model.hidden(batch["tokens"], batch.get("place"))
@@ -115,7 +167,6 @@ class LitLM(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         cfg = self.cfg.train
-        groups = parameter_groups(self.model, cfg)
-        optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, fused=self.device.type == "cuda" or None)
+        optimizer = optimizer_of(self.model, cfg)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, cfg))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

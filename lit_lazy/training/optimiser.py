@@ -1,9 +1,9 @@
-"""Parameter groups of AdamW and the learning-rate schedule. Needs torch alone."""
+"""What an optimiser gets of a model: parameter groups, and the learning rate of a step. Needs torch alone."""
 
-import math
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lit_lazy.attention.normaliser import NormaliserModule
 from lit_lazy.config.schema import TrainConfig
@@ -11,17 +11,31 @@ from lit_lazy.model.decoder import DecoderLM
 
 
 def lr_factor(step: int, cfg: TrainConfig) -> float:
-    """Linear warm-up, then a cosine down to `final_lr_fraction`; a factor on the peak learning rate."""
+    """Linear warm-up, then the schedule; a factor on the peak learning rate."""
     if step < cfg.warmup_steps:
         return (step + 1) / cfg.warmup_steps
     progress = (step - cfg.warmup_steps) / (cfg.steps - cfg.warmup_steps)
-    return cfg.final_lr_fraction + (1 - cfg.final_lr_fraction) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    return cfg.schedule.factor(min(progress, 1.0), cfg.final_lr_fraction)
+
+
+def optimizer_of(model: DecoderLM, cfg: TrainConfig) -> torch.optim.Optimizer:
+    """The optimiser of all parameters that are trained."""
+    return cfg.optimiser.build(parameter_groups(model, cfg), block_matrices(model), cfg.betas)
+
+
+def block_matrices(model: DecoderLM) -> list[Tensor]:
+    """Weight matrices of the blocks' linear layers, but for those in positional biases."""
+    return [
+        module.weight
+        for path, module in model.blocks.named_modules()
+        if isinstance(module, nn.Linear) and ".bias" not in path
+    ]
 
 
 def parameter_groups(model: DecoderLM, cfg: TrainConfig) -> list[dict[str, Any]]:
-    """AdamW's groups: weight matrices of the blocks and an untied head decay; everything else does not.
+    """Groups by decay and learning rate: weight matrices of the blocks and an untied head decay; all else does not.
 
-    Everything else is: embeddings (and a head tied to them), norms, tau, and all parameters of positional biases.
+    All else is embeddings (and a head tied to them), norms, tau, and all parameters of positional biases.
     tau has its normaliser's factor on the learning rate.
     """
     decayed = {id(m.weight) for path, m in model.named_modules() if isinstance(m, nn.Linear) and ".bias" not in path}

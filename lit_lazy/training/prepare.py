@@ -22,8 +22,8 @@ from lit_lazy.training.devices import training_device
 from lit_lazy.training.execution import Execution
 
 T = TypeVar("T")
-BYTES_PER_PARAMETER = 16
-"""Weight, gradient and AdamW's two moments."""
+BYTES_PER_NUMBER = 4
+"""In float32, as weights, gradients and moments are."""
 BYTES_PER_LAYER = 2**15
 """Of its modules, however few parameters they have."""
 MISTAKES = (TypeError, AttributeError, LookupError, RuntimeError, AssertionError)
@@ -80,13 +80,20 @@ def _slip(error: BaseException) -> str:
 
 
 def check_size(
-    cfg: ModelConfig, vocab_size: int, context_length: int, sequences: int = 1, checkpointed: bool = True
+    cfg: ModelConfig,
+    vocab_size: int,
+    context_length: int,
+    sequences: int = 1,
+    checkpointed: bool = True,
+    moments: int = 2,
 ) -> None:
     """Raise ValueError where this machine could not hold a model and its training on so many sequences at a time.
 
     A lower bound: parameters with their gradients and moments, logits, and what a layer keeps for its backward pass,
     which is its input alone where activations are checkpointed.
+    moments: numbers that the optimiser keeps beside each weight.
     """
+    per_parameter = BYTES_PER_NUMBER * (2 + moments)  # weight and gradient
     width = (cfg.n_heads + cfg.kv_heads) * (cfg.d_model // cfg.n_heads)
     layer = 2 * cfg.d_model * width + 3 * cfg.d_model * cfg.d_ff
     embeddings = vocab_size * cfg.d_model * (1 if cfg.tie_embeddings else 2)
@@ -101,11 +108,11 @@ def check_size(
         "vocabulary": vocab_size,
         "context length": context_length,
     }
-    needed = BYTES_PER_PARAMETER * (embeddings + cfg.n_layers * layer) + BYTES_PER_LAYER * cfg.n_layers + 2 * kept
+    needed = per_parameter * (embeddings + cfg.n_layers * layer) + BYTES_PER_LAYER * cfg.n_layers + 2 * kept
     require_room(sizes, needed)
     parts = _parameters_of_parts(cfg, context_length)
     part = "model.attention" if cfg.mixer.attends else "model.mixer"
-    require_room(sizes | {part: parts}, needed + BYTES_PER_PARAMETER * cfg.n_layers * parts)
+    require_room(sizes | {part: parts}, needed + per_parameter * cfg.n_layers * parts)
 
 
 def _parameters_of_parts(cfg: ModelConfig, context_length: int) -> int:
@@ -144,12 +151,14 @@ def _check(cfg: RunConfig, data: Outline, execution: Execution | None) -> None:
         cfg.train.batch_size,
         f"must not exceed the {data.sequences} training sequences",
     )
+    moments = cfg.train.optimiser.moments(matrix=True)
     if execution is None:
-        check_size(cfg.model, data.vocab_size, data.context_length)
+        check_size(cfg.model, data.vocab_size, data.context_length, moments=moments)
     else:
+        execution.check(cfg.train)
         execution.accumulation(cfg.train.batch_size)
         at_a_time = execution.evaluation_batch(cfg.train.batch_size), execution.checkpoint_activations
-        check_size(cfg.model, data.vocab_size, data.context_length, *at_a_time)
+        check_size(cfg.model, data.vocab_size, data.context_length, *at_a_time, moments=moments)
     check_model(cfg.model, data.context_length, data.document_mask)
     require(
         cfg.model.mixer.attends or not data.document_mask,

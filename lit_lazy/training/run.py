@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
@@ -48,6 +48,11 @@ class CellBusyError(UnfinishedError):
     """Another process holds the run folder."""
 
 
+def lock_of(folder: Path) -> BaseFileLock:
+    """The lock of a run folder, which one process holds; it ends with its process."""
+    return FileLock(folder / "lock")
+
+
 def run(
     cfg: RunConfig,
     folder: Path,
@@ -58,15 +63,16 @@ def run(
     keep_checkpoint: bool = False,
     expected_key: str | None = None,
     execution: Execution = ONE_DEVICE,
+    lock: BaseFileLock | None = None,
 ) -> RunResult:
     """Train and evaluate `cfg` in `folder`, or resume from the checkpoint that is there, or return the result that is.
 
     The checkpoints to resume from are removed in the end; keep_checkpoint leaves the trained model in `final.ckpt`.
-    execution: how; it is no part of the run's key. The same config, seed, devices and thread count give the same
-    metrics on the same machine bit for bit, also when the run was killed and resumed in between. Raises CellBusyError
-    when another process works in the folder, DivergedError when the loss is no longer finite, ValueError when the
-    folder belongs to another config, or when code or data changed since the cell got its key (expected_key),
-    RankLostError and RankFailedError when another process of the run ended.
+    execution: how; it is no part of the run's key. lock: the folder's, where the caller holds it. The same config,
+    seed, devices and thread count give the same metrics on the same machine bit for bit, also when the run was killed
+    and resumed in between. Raises CellBusyError when another process works in the folder, DivergedError when the loss
+    is no longer finite, ValueError when the folder belongs to another config, or when code or data changed since the
+    cell got its key (expected_key), RankLostError and RankFailedError when another process of the run ended.
     """
     source = prepare(cfg, execution)
     key = cell_key(cfg, source.fingerprint)
@@ -78,7 +84,7 @@ def run(
     )
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(folder / "lock", timeout=0):
+        with (lock or lock_of(folder)).acquire(timeout=0):
             known = finished(folder)
             require(known is None or known.key == key, "folder", str(folder), "holds the result of another config")
             return known or _run(cfg, key, source, folder, logger, callbacks, show_progress, keep_checkpoint, execution)

@@ -24,6 +24,7 @@ from lit_lazy.model.loss import head_nll
 from lit_lazy.training.checkpoints import AtomicCheckpointIO, take_over
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.module import LitLM
+from lit_lazy.training.progress import StepProgress
 from lit_lazy.training.ranks import Group, environment
 from lit_lazy.training.spread import SpreadStrategy
 
@@ -62,6 +63,7 @@ def fit(
     try:
         with nullcontext() if group is None else group.joined():
             trainer.fit(module, batches, validation, ckpt_path=checkpoint, weights_only=True)
+            module.keep_average()
             if final:
                 trainer.save_checkpoint(final)
             return _whole(trainer, module, source)
@@ -128,8 +130,8 @@ def make_trainer(
         deterministic=True,
         logger=logger or False,
         plugins=[AtomicCheckpointIO(), environment(group)],
-        callbacks=[OwnSignals(), checkpoint, *callbacks],
-        enable_progress_bar=show_progress,
+        callbacks=[OwnSignals(), checkpoint, *([StepProgress()] if show_progress else []), *callbacks],
+        enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder / "lightning",
     )
@@ -190,7 +192,7 @@ class MissedValidation(AtStart):
         module.eval()
         for batch in validation_loader(self.source, module.execution.evaluation_batch(module.cfg.train.batch_size)):
             batch = {name: value.to(module.device) for name, value in batch.items()}
-            with trainer.precision_plugin.forward_context():
+            with module.averaged(), trainer.precision_plugin.forward_context():
                 hidden = module.model.hidden(batch["tokens"], batch.get("place"))
                 nll = head_nll(hidden, module.model.head.weight, batch["targets"])
             counted = batch["targets"] != IGNORED

@@ -76,13 +76,14 @@ class Watch(AtStart):
     def _look(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if not isinstance(module, LitLM):
             return
-        if (tau := _by_head(module.model)) is not None:
-            self.taus[trainer.global_step] = tau.cpu()
-        if trainer.logger is not None:
-            with trainer.precision_plugin.forward_context():
-                batch = {name: value.to(module.device) for name, value in self.batch.items()}
-                measured = look(module.model, batch["tokens"], batch.get("place"))
-            trainer.logger.log_metrics(measured, trainer.global_step)
+        with module.averaged():
+            if (tau := _by_head(module.model)) is not None:
+                self.taus[trainer.global_step] = tau.cpu()
+            if trainer.logger is not None:
+                with trainer.precision_plugin.forward_context():
+                    batch = {name: value.to(module.device) for name, value in self.batch.items()}
+                    measured = look(module.model, batch["tokens"], batch.get("place"))
+                trainer.logger.log_metrics(measured, trainer.global_step)
 
 
 def tau_history(taus: Mapping[int, Tensor]) -> dict[str, np.ndarray]:

@@ -30,7 +30,7 @@ def results(folder: Path) -> dict[str, dict]:
 def test_a_training_on_two_devices(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same run as on one that accumulates: its key, its metrics; MLflow shows how it was executed."""
     assert main(["train", "backcopy_tiny", *TWO, "--runs", str(runs)]) == 0
-    assert "loss/val" in capsys.readouterr().out
+    assert "excess loss (nats)" in capsys.readouterr().out
     assert main(["train", "backcopy_tiny", "--micro-batch", "4", "--runs", str(tmp_path / "one")]) == 0
     (two,), (one,) = results(runs).items(), results(tmp_path / "one").items()
     assert two[0] == one[0]

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -150,10 +151,12 @@ def test_the_run_is_found_in_mlflow(diagnosed: tuple[Path, str], monkeypatch: py
 def test_the_scalars_are_told_in_groups(diagnosed: tuple[Path, str]) -> None:
     runs, said = diagnosed
     progress, _, scalars = said.partition("\n\n")
-    assert progress.splitlines() == [
-        "measuring the trained model: 10 sequences of 16 tokens",
-        "measuring the untrained model: 10 sequences of 16 tokens",
-        *(f"measuring the trained model: 10 sequences of {length} tokens" for length in (24, 16, 32)),
+    lines = progress.splitlines()
+    assert all(re.fullmatch(r"measuring .* \([\d,]+ tokens/s, \d+:\d\d left\)", line) for line in lines[1:])
+    assert [line.partition(" (")[0] for line in lines] == [
+        "measuring 1 of 5, the trained model: 10 sequences of 16 tokens",
+        "measuring 2 of 5, the untrained model: 10 sequences of 16 tokens",
+        *(f"measuring {3 + i} of 5, the trained model: 10 sequences of {n} tokens" for i, n in enumerate((24, 16, 32))),
     ]
     lines = scalars.splitlines()
     assert lines[0].split() == ["trained", "init", "L24", "L16", "L32"]
@@ -167,7 +170,7 @@ def test_the_scalars_are_told_in_groups(diagnosed: tuple[Path, str]) -> None:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without figures, which take most of the time."""
-    monkeypatch.setattr("lit_lazy.report.checkpoint.run_figures", lambda _: {})
+    monkeypatch.setattr("lit_lazy.report.checkpoint.run_figures", lambda *_: {})
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -194,7 +197,9 @@ def test_lengths_with_a_cache_that_evicts(trained: Path, runs: Path, capsys: pyt
     options = ["--lengths", "40", "--first", "2", "--window", "10", "--sequences", "6", "--threads", "1"]
     assert main(["diagnose", str(trained), "--runs", str(runs), *options]) == 0
     said = capsys.readouterr().out
-    assert said.count("measuring it again with the first 2 and 10 newest tokens in its cache, token by token\n") == 2
+    again = r"measuring [25] of 5, it again with the first 2 and 10 newest tokens in its cache, token by token \("
+    assert len(re.findall(again, said)) == 2
+    assert " left)" not in said
     arrays = Diagnostics.load(runs / "diagnose-abcdef" / "diagnostics.npz").arrays
     assert arrays["L40/streamed/kept"].tolist() == [2, 10]
     assert arrays["L40/streamed/n"].tolist() == [*range(1, 12), *[12] * 29]

@@ -42,6 +42,7 @@ from lit_lazy.grid.ablation import Ablation
 from lit_lazy.grid.question import load_asked
 from lit_lazy.grid.stages import FirstStageMissing
 from lit_lazy.measure.lengths import Lengths
+from lit_lazy.optim import SGD, WSD, Constant, Muon, Optimiser, Schedule
 
 EXPERIMENTS = {path.stem: load_experiment(path) for path in sorted((PROJECT / "experiments").glob("*.py"))}
 
@@ -124,11 +125,12 @@ class TestRoundTrip:
             "bias": {"class": "LearnedBias", "length": 9, "init_std": 0.0},
             "window": 5,
             "gate": {"class": "NoGate"},
+            "qk_norm": False,
         }
         assert "class" not in plain
         assert "class" not in plain["train"]
 
-    @pytest.mark.parametrize("base", [Normaliser, Bias, Gate, Position, DataConfig])
+    @pytest.mark.parametrize("base", [Normaliser, Bias, Gate, Position, DataConfig, Optimiser, Schedule])
     def test_every_leaf_with_its_defaults(self, base):
         for name, cls in leaves(base).items():
             if cls.__module__.startswith("lit_lazy."):
@@ -189,7 +191,7 @@ def other_value(value, annotation):
         return not value
     if isinstance(value, tuple):
         return tuple(v / 2 for v in value)
-    return value * 2 or 1
+    return value * 2 or 0.5
 
 
 def changed_fields(config, prefix=""):
@@ -213,6 +215,8 @@ class TestCellKey:
         "model.attention.gate": OutputGate(),
         "init_from": __file__,
         "model.mixer": OwnAttention(),
+        "train.optimiser": SGD(),
+        "train.schedule": WSD(),
         "evaluations": (Lengths(),),
     }
 
@@ -317,6 +321,7 @@ MODEL_ERRORS = [
     ({"init_std": math.inf}, "model.init_std=inf: must be finite and above 0"),
     ({"init_std": math.nan}, "model.init_std=nan: must be finite and above 0"),
     ({"backend": "triton2"}, "model.backend='triton2': must be one of auto, "),
+    *(({"residual_dropout": p}, f"model.residual_dropout={p}: must be at least 0, below 1") for p in (-0.1, 1.0)),
 ]
 TRAIN_ERRORS = [
     *(
@@ -343,12 +348,32 @@ TRAIN_ERRORS = [
         for value in ((1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9,), (0.9, 0.9, 0.9))
     ),
     ({"precision": "bf16-true"}, "train.precision='bf16-true': must be fp32 or bf16"),
+    *(({"ema_decay": d}, f"train.ema_decay={d}: must be at least 0 and below 1") for d in (-0.1, 1.0, math.nan)),
+    *(({"z_loss": z}, f"train.z_loss={z}: must be finite and 0 or more") for z in (-1e-4, math.inf, math.nan)),
+    (
+        {"optimiser": SGD(), "betas": (0.9, 0.99)},
+        "train.betas=(0.9, 0.99): has no effect with train.optimiser=SGD; leave it at (0.9, 0.95)",
+    ),
+    (
+        {"schedule": Constant(), "final_lr_fraction": 0.0},
+        "train.final_lr_fraction=0.0: has no effect with train.schedule=Constant; leave it at 0.1",
+    ),
+]
+PART_ERRORS = [
+    (SGD, {"momentum": 1.0}, "SGD.momentum=1.0: must be at least 0 and below 1"),
+    (SGD, {"momentum": 0.0, "nesterov": True}, "SGD.nesterov=True: needs a momentum above 0"),
+    (Muon, {"iterations": 100}, "Muon.iterations=100: must be at most 99"),
+    (Muon, {"lr_scale": 0.0}, "Muon.lr_scale=0.0: must be finite and above 0"),
+    (Muon, {"eps": 0.0}, "Muon.eps=0.0: must be finite and above 0"),
+    (Muon, {"adjustment": "none"}, "Muon.adjustment='none': must be one of match_rms_adamw, original"),
+    (WSD, {"decay_share": 0.0}, "WSD.decay_share=0.0: must be above 0 and at most 1"),
+    (WSD, {"decay": "cosine"}, "WSD.decay='cosine': must be one of linear, sqrt"),
 ]
 
 
 @pytest.mark.parametrize(
     ("cls", "settings", "message"),
-    [*((ModelConfig, *e) for e in MODEL_ERRORS), *((TrainConfig, *e) for e in TRAIN_ERRORS)],
+    [*((ModelConfig, *e) for e in MODEL_ERRORS), *((TrainConfig, *e) for e in TRAIN_ERRORS), *PART_ERRORS],
     ids=str,
 )
 def test_wrong_settings_are_named(cls, settings, message):

@@ -28,6 +28,7 @@ from lit_lazy.data import DataConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.data.text import Text
+from lit_lazy.optim import WSD, Muon
 
 NORMALISER, BIAS, POSITION, DATA = "model.attention.normaliser", "model.attention.bias", "model.position", "data"
 PARTS = {NORMALISER: Normaliser, BIAS: Bias, "model.attention.gate": Gate, POSITION: Position, DATA: DataConfig}
@@ -128,6 +129,9 @@ def test_a_leaf_and_one_of_its_fields(path, cls, name, text, value):
         ("train.steps", "60", 60),
         ("train.betas", "[0.5,0.75]", (0.5, 0.75)),
         ("train.precision", "bf16", "bf16"),
+        ("train.optimiser", "Muon", Muon()),
+        ("train.schedule", "WSD", WSD()),
+        ("train.z_loss", "1e-4", 1e-4),
         ("seed", "4", 4),
     ],
 )
@@ -263,7 +267,8 @@ def test_help_is_the_fields_docstrings():
         "--model.d_model": "Width of the residual stream.",
         "--model.attention.bias": "What is added to the scores by distance and head.",
         "--model.attention.window": "Keys a query can see, itself included; None for all that are not in its future.",
-        "--train.lr": "Peak learning rate of AdamW.",
+        "--train.lr": "Peak learning rate.",
+        "--train.optimiser": "How gradients become steps.",
     }.items():
         assert re.search(rf"{re.escape(path)} [^.]*? {re.escape(help_of_field)}", text), path
     assert re.search(r"--train\.steps STEPS Optimiser steps\. \(type: int, default: 90\)", text)

@@ -63,6 +63,17 @@ def test_rows_without_a_difference_say_why():
     assert not {0, 2, 4} & set(points(axes))
 
 
+def test_the_baseline_is_on_top_and_what_has_no_spread_has_a_range():
+    values = {"a": (1.0, 1.0, 1.0), "b": (2.0, 2.5, 3.0), "base": (0.5, 0.7, 1.0)}
+    seen = [Observation(name, seed, "complete", {"loss": x}) for name in values for seed, x in enumerate(values[name])]
+    rows = [RowInfo(name, "ours", (0, 1, 2), "tiny") for name in values]
+    axes = effects_figure(build_table("study", "tiny", "base", rows, COLUMNS[:1], (), seen, "make"), ["loss"]).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["base", "a", "b"]
+    (ranged,) = (line for line in axes.lines if line.get_linestyle() == ":")
+    assert list(ranged.get_ydata()) == [1, 1]
+    assert list(ranged.get_xdata()) == pytest.approx([0.0, 0.5])
+
+
 def test_wide_intervals_are_cut_with_an_arrow():
     axes = effects_figure(make(n_seeds=2), ["loss"]).axes[0]
     table = make(n_seeds=2)

@@ -94,10 +94,11 @@ def same(found, expected):
 
 
 def test_every_figure_is_there_in_reading_order_and_small_enough_for_a_page():
-    made = run_figures(make())
+    made = run_figures(make(), "lazy, seed 3")
     assert list(made) == NAMES
     for figure in made.values():
         assert figure.get_figwidth() <= WIDTH
+        assert figure.get_suptitle().startswith("lazy, seed 3\n")
 
 
 def test_nothing_is_drawn_of_nothing():
@@ -108,7 +109,7 @@ def test_nothing_is_drawn_of_nothing():
         undefined = {k: np.full(v.shape, np.nan) if v.dtype.kind == "f" else v for k, v in arrays.items()}
         assert draw(undefined) is None
     softmax = {key: value for key, value in arrays.items() if not key.endswith("tau")}
-    assert list(run_figures(softmax)) == [name for name in NAMES if not name.startswith("tau")]
+    assert list(run_figures(softmax, "x")) == [name for name in NAMES if not name.startswith("tau")]
 
 
 def test_a_zero_weight_is_told_from_a_small_one_and_from_a_hidden_key():
@@ -416,6 +417,9 @@ def test_loss_against_sparsity_needs_both_and_takes_the_first_loss():
     assert loss_against_sparsity(build_table("a", "tiny", "lazy", rows, columns[:1], (), seen, "make")) is None
 
 
+BASELINE = VARIANTS[5]
+
+
 def trainings(variants=VARIANTS, n_seeds=2):
     steps = [0, 1, 2, 4, 100]
     made = {}
@@ -432,33 +436,47 @@ def trainings(variants=VARIANTS, n_seeds=2):
     return made
 
 
+def lines_of(figure):
+    """By panel's title, the lines with a label of their own and those behind them."""
+    found = {}
+    for axes in figure.axes:
+        if axes.axison:
+            own = {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
+            found[axes.get_title()] = own, [line for line in axes.lines if line.get_label().startswith("_")]
+    return found
+
+
 def test_trainings_are_means_over_layers_and_seeds_with_their_range():
-    figure = drawn(tau_over_training(trainings()))
-    axes = figure.axes[0]
-    by_name = {line.get_label(): line for line in axes.lines}
-    assert list(by_name) == [name for name in VARIANTS if not name.startswith("softmax")]
-    for name, line in by_name.items():
+    figure = drawn(tau_over_training(trainings(), BASELINE))
+    panels = lines_of(figure)
+    others = [name for name in VARIANTS if not name.startswith("softmax") and name != BASELINE]
+    assert list(panels) == [BASELINE, *others]
+    for name, (own, behind) in panels.items():
+        (line,) = own.values()
         i = VARIANTS.index(name)
         assert list(line.get_xdata()) == [0, 1, 2, 4, 100]
         # Layers at 1 and 2 + i, then seeds that are one apart.
         np.testing.assert_allclose(line.get_ydata(), 1.5 + i / 2 + 0.5)
-    band = axes.collections[0].get_paths()[0].vertices
-    assert (band[:, 1].min(), band[:, 1].max()) == (1.5, 2.5)
-    assert axes.get_xlim() == (0, 100)
+        assert [list(other.get_ydata()) for other in behind] == (
+            [] if name == BASELINE else [list(panels[BASELINE][0]["offset parameter τ"].get_ydata())]
+        )
+    i = VARIANTS.index(BASELINE)
+    band = figure.axes[0].collections[0].get_paths()[0].vertices
+    assert (band[:, 1].min(), band[:, 1].max()) == (1.5 + i / 2, 2.5 + i / 2)
+    assert figure.axes[0].get_xlim() == (0, 100)
     assert "2 seeds (band: range)" in figure.get_suptitle()
 
 
-def test_a_variant_looks_alike_in_every_figure_and_like_no_other():
-    tau, sink = drawn(tau_over_training(trainings())), drawn(sink_over_training(trainings()))
-    weight, share = sink.axes
-    looks = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in weight.lines}
-    assert list(looks) == VARIANTS
-    assert len(set(looks.values())) == 17
-    for axes in (share, tau.axes[0]):
-        assert all(looks[line.get_label()] == (line.get_color(), line.get_linestyle()) for line in axes.lines)
-    assert [text.get_text() for text in sink.legends[0].get_texts()] == VARIANTS
-    same([weight.lines[3].get_ydata()], [3.5 + np.array([0, 1, 2, 4, 100])])
-    same([share.lines[3].get_ydata()], [np.full(5, 6.5)])
+def test_each_panel_has_both_figures_of_the_first_key():
+    figure = drawn(sink_over_training(trainings(), BASELINE))
+    panels = lines_of(figure)
+    assert list(panels) == [BASELINE, *(name for name in VARIANTS if name != BASELINE)]
+    own, behind = panels[VARIANTS[3]]
+    same([own["weight on the first key"].get_ydata()], [3.5 + np.array([0, 1, 2, 4, 100])])
+    same([own["share of the mass on the first key"].get_ydata()], [np.full(5, 6.5)])
+    assert len(behind) == (0 if VARIANTS[3] == BASELINE else 2)
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == [*own, f"{BASELINE}, the baseline"]
 
 
 def test_a_training_that_ended_early_or_was_undefined_shortens_its_line():
@@ -466,14 +484,14 @@ def test_a_training_that_ended_early_or_was_undefined_shortens_its_line():
         "lazy": [{"watch/tau_layer_0": [(0, 1.0), (1, 2.0), (2, 9.0)]}, {"watch/tau_layer_0": [(0, 1.0), (1, 4.0)]}]
     }
     ended["lazy"] += [{}]
-    (line,) = drawn(tau_over_training(ended)).axes[0].lines
+    (line,) = drawn(tau_over_training(ended, "lazy")).axes[0].lines
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([0, 1], [1, 3])
     undefined = {"lazy": [{"watch/first_key_share": [(0, float("nan")), (1, 0.5)]}]}
-    (line,) = drawn(sink_over_training(undefined)).axes[0].lines
+    (line,) = drawn(sink_over_training(undefined, "lazy")).axes[0].lines
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([1], [0.5])
-    assert tau_over_training({"softmax": [{"watch/first_key_weight": [(0, 0.1)]}]}) is None
-    assert sink_over_training({"softmax": [{}], "lazy": []}) is None
-    assert tau_over_training({}) is None
+    assert tau_over_training({"softmax": [{"watch/first_key_weight": [(0, 0.1)]}]}, "lazy") is None
+    assert sink_over_training({"softmax": [{}], "lazy": []}, "lazy") is None
+    assert tau_over_training({}, "lazy") is None
 
 
 EXTREMES = {
@@ -522,7 +540,7 @@ def assert_legible(figure: Figure) -> None:
 def test_all_text_is_inside_and_nothing_warns(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for figure in run_figures(EXTREMES[name]).values():
+        for figure in run_figures(EXTREMES[name], "a variant with a rather long name " * 4).values():
             assert_legible(figure)
 
 
@@ -531,8 +549,8 @@ def test_figures_over_variants_are_legible():
         warnings.simplefilter("error")
         named = [f"a variant with a rather long name {i}" for i in range(17)]
         for made in (trainings(named, 5), trainings(["lazy"], 1)):
-            assert_legible(drawn(tau_over_training(made)))
-            assert_legible(drawn(sink_over_training(made)))
+            assert_legible(drawn(tau_over_training(made, next(iter(made)))))
+            assert_legible(drawn(sink_over_training(made, next(iter(made)))))
         assert_legible(drawn(loss_against_sparsity(study(2))))
         assert_legible(drawn(loss_against_sparsity(study(1, ["lazy"]))))
 

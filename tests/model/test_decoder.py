@@ -38,6 +38,7 @@ VARIANTS = {row.name: replace_at(RunConfig(Backcopy(), SMALL), row.changes).mode
         "learned positions": {"position": LearnedAbsolute(), "attention": AttentionSpec(Elastic(), LearnedBias())},
         "softmax, no positions": {"position": NoPosition()},
         "untied": {"tie_embeddings": False},
+        "normed queries": {"attention": AttentionSpec(Elastic(), LearnedBias(), qk_norm=True)},
         "constant, renormalised, window": {
             "attention": AttentionSpec(Elastic(0.05, "constant", renormalise=True), window=5)
         },

@@ -1,5 +1,6 @@
 """The report: rebuilt from MLflow alone to the byte, honest about what is missing, and read by a real browser."""
 
+import doctest
 import os
 import re
 import shutil
@@ -14,13 +15,14 @@ import pytest
 from chromium import CHROMIUM, Browser
 from two_rows import two_rows
 
+from lit_lazy import results
 from lit_lazy.command.main import main
 from lit_lazy.grid.plan import PLAN, Plan, newest_parent, read_plan, table_from_mlflow
 from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.report.page import report_html, write_report
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.records import RowInfo
-from lit_lazy.table.render import html_parts
+from lit_lazy.table.render import html_parts, markdown
 from lit_lazy.tracking.tracker import Tracker, default_uri
 
 pytestmark = pytest.mark.xdist_group("report")  # one process, one grid
@@ -358,3 +360,48 @@ def test_of_very_many_variants_the_first_have_figures(tracker: Tracker, monkeypa
     page = report_html(tracker, newest_parent(tracker))
     assert page.count("</small></summary>") == 1
     assert f"{escape(ODD)}: beyond the first 1 variants, which are drawn" in page
+
+
+class TestFromPython:
+    """`lit_lazy.results`, and the README's example with it."""
+
+    def test_cells_are_those_of_mlflow(self, store: Path, tracker: Tracker) -> None:
+        found = results(ID, runs=store)
+        parent = newest_parent(tracker)
+        assert found.table == table_from_mlflow(tracker, parent)
+        assert str(found) == found._repr_markdown_() == markdown(found.table)
+        cells = found.cells.set_index(["variant", "seed"])
+        assert sorted(cells.index) == [(ODD, 0), (ODD, 1), ("softmax", 0), ("softmax", 1)]
+        for run in tracker.children(parent):
+            line = cells.loc[(run.tags["variant"], int(run.tags["seed"]))]
+            assert {name: line[name] for name in run.metrics} == run.metrics
+        assert set(cells["status"]) == {"complete"}
+        lazy = cells.loc[(ODD, 1)]
+        assert (lazy["model.attention.normaliser"], lazy["model.attention.normaliser.tau_init"]) == ("Elastic", 1.0)
+        assert (lazy["model.tie_embeddings"], lazy["train.betas"], lazy["model.n_kv_heads"]) == (
+            True,
+            [0.9, 0.95],
+            None,
+        )
+        (row,) = [row for row in found.table.rows if row.variant == ODD]
+        mean = cells.loc[[ODD], "loss/excess"].mean()
+        assert row.metrics["loss/excess"].mean == pytest.approx(mean)
+
+    def test_a_grid_that_is_not_there_is_named(self, store: Path) -> None:
+        with pytest.raises(ValueError, match=rf"results='duo': .* holds no such ablation; it has {ID}; `lit-lazy"):
+            results("duo", runs=store)
+
+    def test_its_example_and_the_readmes_run(self, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """On this grid, and the tiny probe."""
+        monkeypatch.chdir(store.parent)
+        readme = (Path(__file__).parents[2] / "README.md").read_text()
+        (shown,) = re.findall(r"^```python\n(from lit_lazy import .*?)^```", readme, re.M | re.S)
+        assert len([line for line in shown.splitlines() if line]) <= 10
+        shown = shown.replace('"backcopy"', '"backcopy_tiny"').replace("table2-backcopy", ID).replace("17", "7")
+        exec(compile(shown, "README.md", "exec"), {})
+        assert Path("heads.png").is_file()
+        (example,) = [test for test in doctest.DocTestFinder().find(results, globs={}) if test.examples]
+        for line in example.examples:
+            line.source = line.source.replace("table2-backcopy", ID)
+        said: list[str] = []
+        assert doctest.DocTestRunner().run(example, out=said.append).failed == 0, "".join(said)

@@ -96,4 +96,4 @@ def test_a_training_from_weights_says_what_it_took(
     sizes = ["--data.vocab_size=16", "--model.n_layers=2"]
     assert main(["train", "backcopy_tiny", *sizes, "--init-from", str(trained), "--runs", str(runs)]) == 0
     assert "are taken over" in caplog.text
-    assert "loss/val" in capsys.readouterr().out
+    assert "excess loss (nats)" in capsys.readouterr().out

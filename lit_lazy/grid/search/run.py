@@ -15,7 +15,7 @@ from lit_lazy.grid.work.estimate import timed
 from lit_lazy.grid.work.identity import parent_run
 from lit_lazy.grid.work.job import Launch, Work
 from lit_lazy.grid.work.launch import executed, is_finished, opened
-from lit_lazy.grid.work.progress import clock
+from lit_lazy.support.console import clock
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.support.secrets import command_line
 from lit_lazy.tracking.tracker import TrackedRun, Tracker

@@ -11,11 +11,11 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.data.base import Outline
 from lit_lazy.grid.ablation import RowOnBase
 from lit_lazy.grid.work.job import Launch
-from lit_lazy.grid.work.progress import clock
 from lit_lazy.model.loss import token_nll
+from lit_lazy.support.console import clock
 from lit_lazy.training.cost import UTILISATION, cost_of, peak_of_device
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.optimiser import parameter_groups
+from lit_lazy.training.optimiser import optimizer_of
 
 TIMED_STEPS, WARMUP_STEPS = 5, 2
 MOST_FLOPS_OF_A_TIMED_STEP = 3e11
@@ -58,7 +58,7 @@ def timed(config: RunConfig, data: Outline) -> float:
     """Seconds of training, from timed steps on random tokens."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = LitLM.create(replace(config, seed=0), data.vocab_size, data.context_length).model.to(device)
-    optimizer = torch.optim.AdamW(parameter_groups(model, config.train), betas=config.train.betas)
+    optimizer = optimizer_of(model, config.train)
     shape = 2, config.train.batch_size, data.context_length
     tokens, targets = torch.randint(data.vocab_size, shape, device=device)
     started = 0.0

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lit_lazy.grid.queue.queue import FINISHED, Queue, State
+from lit_lazy.support.console import clock
 
 PLAIN_EVERY_SECONDS = 15.0
 MOST_SHOWN = 12
@@ -96,10 +97,3 @@ class Progress:
 
 def _done(counts: Mapping[str, int]) -> int:
     return sum(counts[state] for state in FINISHED)
-
-
-def clock(seconds: float) -> str:
-    """`4:05` or `1:04:05`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from lit_lazy.grid.queue.membership import is_dead
 from lit_lazy.grid.queue.queue import Entry, Queue
-from lit_lazy.grid.work.progress import clock
+from lit_lazy.support.console import clock
 from lit_lazy.support.errors import shown
 
 

@@ -24,7 +24,7 @@ CARRIED = {
 """The parts that the modelling file has, by what they are parts of."""
 FIELDS = {
     *("d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "attention", "position", "tie_embeddings"),
-    *("init_std", "embedding_init_std", "backend"),  # of no use once there are weights
+    *("init_std", "embedding_init_std", "backend", "residual_dropout"),  # of no use once there are weights
     "mixer",  # attention, or refused
 }
 """Of a model's settings, those that an export takes into account."""
@@ -75,6 +75,7 @@ def config(model: DecoderLM, end: int | None, begin: int | None = None) -> dict[
         **{name: attention[name] for name in ("normaliser", "bias", "gate")},
         "position": to_dict(cfg.position),
         "attention_window": cfg.attention.window,
+        "qk_norm": cfg.attention.qk_norm,
         "tie_word_embeddings": cfg.tie_embeddings,
         **tokens(end, begin),
     }

@@ -46,6 +46,7 @@ class LitLazyConfig(PreTrainedConfig):
     gate: dict | None = None
     position: dict | None = None
     attention_window: int | None = None
+    qk_norm: bool = False
     tie_word_embeddings: bool = True
     initializer_range: float = 0.02
     use_cache: bool = True
@@ -348,6 +349,10 @@ class _Attention(nn.Module):
         self.renormalise = normaliser.get("renormalise", False)
         self.bias = BIASES[(config.bias or {"class": "NoBias"})["class"]](config)
         self.gate = _Gate(config)
+        self.qk_norm = config.qk_norm
+        if config.qk_norm:
+            of_map = self.head_dim // self.normaliser.maps
+            self.q_norm, self.k_norm = (nn.RMSNorm(of_map, eps=NORM_EPS) for _ in range(2))
 
     def forward(
         self,
@@ -362,6 +367,10 @@ class _Attention(nn.Module):
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for projection in (self.q, self.k, self.v)
         )
         maps = self.normaliser.maps
+        if self.qk_norm:
+            q, k = (
+                norm(part.unflatten(-1, (maps, -1))).flatten(-2) for part, norm in ((q, self.q_norm), (k, self.k_norm))
+            )
         q, k, v = _turned(q, rotation, maps), _turned(k, rotation, maps), own
         if cache is not None:
             past = cache.get_seq_length(self.layer)

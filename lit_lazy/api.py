@@ -1,0 +1,270 @@
+"""What `import lit_lazy` gives to a notebook: `train`, `load`, `show` and `results`."""
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from lit_lazy.attention import Attention, AttentionCall
+from lit_lazy.config.files import find, load_experiment, load_module, python_file
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.data.prompts import Prompts
+from lit_lazy.figures.heads import attention_maps
+from lit_lazy.grid.plan import newest_parent, one_per_cell, table_from_mlflow
+from lit_lazy.measure.diagnostics import SAMPLE, Diagnostics, at_rest, listening, measure, validation_sample
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.generation import Sampling, generate
+from lit_lazy.support.checks import require
+from lit_lazy.table.records import Table
+from lit_lazy.table.render import markdown
+from lit_lazy.tracking.tracked import Trained, train_tracked
+from lit_lazy.tracking.tracker import TrackedRun, Tracker, check_store, default_uri, experiment_names
+from lit_lazy.training import checkpoints
+from lit_lazy.training.devices import training_device
+
+NAME = "notebook"
+"""Of trainings of a config that comes from no file."""
+
+
+def train(
+    config: RunConfig | str,
+    *,
+    name: str | None = None,
+    runs: str | Path = "runs",
+    threads: int | None = None,
+    loggers: Sequence[str] = (),
+) -> Trained:
+    """Train a config, or the experiment of this name or file, and keep the model: `lit-lazy train --keep-checkpoint`.
+
+    A run that was cut off is resumed, a finished one is returned as it is. name: of the folder in `runs` and of the
+    experiment in MLflow, behind `train-`; that of the file by default, else "notebook". threads: of the CPU. loggers:
+    csv, tensorboard or wandb beside MLflow. Returns `.metrics` (floats by name), `.checkpoint`, `.folder`,
+    `.first_step` and `.dashboard`, the command that serves the curves. Raises ValueError, in one line, for a config
+    that cannot be trained here.
+
+    >>> from lit_lazy import train
+    >>> done = train("backcopy_tiny")
+    >>> done.metrics["loss/val"] < done.metrics["init/loss/val"]
+    True
+    >>> done.checkpoint.name
+    'final.ckpt'
+    """
+    if isinstance(config, str):
+        path = find("experiments", config)
+        config, name = load_experiment(path), name or path.stem
+    return train_tracked(config, name or NAME, Path(runs), threads, keep_checkpoint=True, loggers=loggers)
+
+
+def load(checkpoint: str | Path, imports: Sequence[str] = ()) -> "Model":
+    """The trained model of a `final.ckpt`, on the accelerator if there is one.
+
+    imports: .py files that define custom classes of the model. Raises ValueError, in one line, where it cannot be had.
+
+    >>> from lit_lazy import load, train
+    >>> model = load(train("backcopy_tiny").checkpoint)
+    >>> model.config.model.d_model, model.decoder.attentions[0].n_heads
+    (16, 1)
+    """
+    for file in imports:
+        load_module(python_file("imports", file))
+    return Model(Path(checkpoint))
+
+
+class Model:
+    """A trained language model; `load` makes it.
+
+    `config` is what it was trained with, `decoder` the torch module: tokens `[B, L]` to logits `[B, L, vocabulary]`.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint, self._module = checkpoint, checkpoints.load(checkpoint)
+        self.config: RunConfig = self._module.cfg
+        self.decoder: DecoderLM = self._module.model.to(training_device()).eval()
+
+    @overload
+    def generate(
+        self, prompt: str, tokens: int = 100, *, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0
+    ) -> str: ...
+
+    @overload
+    def generate(
+        self, prompt: Sequence[int], tokens: int = 100, *, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0
+    ) -> list[int]: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        tokens: int = 100,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> str | list[int]:
+        """What continues a prompt, without it: of a text a text, of token numbers token numbers.
+
+        tokens: at most; it ends where the text's documents end. temperature: what logits are divided by, 0 for the most
+        probable token. top_p: draw from the fewest tokens that have this probability together. Raises ValueError, in
+        one line, for what the model cannot read.
+
+        >>> model = load(train("backcopy_tiny").checkpoint)
+        >>> len(model.generate([0, 5, 3], tokens=4))
+        4
+        >>> model.generate("0 5 3", tokens=4, temperature=0).split() == [
+        ...     str(token) for token in model.generate([0, 5, 3], tokens=4, temperature=0)
+        ... ]
+        True
+        """
+        sampling = Sampling(temperature, top_p, seed)
+        given = self._tokens(prompt)
+        (found,) = generate(self.decoder, [given], tokens, sampling, stop=self._prompts.end)
+        return "".join(self._prompts.decode(found, given)) if isinstance(prompt, str) else found
+
+    @torch.no_grad()
+    def weights(self, tokens: str | Sequence[int] | Tensor) -> Tensor:
+        """The attention weights of a text or of L token numbers: float32 `[layers, H, L, L]`, on the CPU.
+
+        Row i, column j: what query i gives key j, as it multiplies the value; 0 for a key that is hidden. All matrices
+        are held at once. Raises ValueError, in one line, for tokens that the model cannot read, and where it has no
+        attention.
+
+        >>> model = load(train("backcopy_tiny").checkpoint)
+        >>> weights = model.weights([0, 5, 3, 5, 9])
+        >>> weights.shape, bool((weights.triu(1) == 0).all())
+        (torch.Size([1, 1, 5, 5]), True)
+        """
+        require(bool(self.decoder.attentions), "weights", type(self.config.model.mixer).__name__, "has no attention")
+        given = torch.tensor([self._tokens(tokens)], device=self.decoder.device)
+        self.decoder.check_length(given.shape[1])
+        found: list[Tensor] = []
+
+        def on_attention(_: int, attention: Attention, call: AttentionCall) -> None:
+            weights = attention.normaliser.weights_of(call)
+            found.append(weights.w.masked_fill(~weights.rows.visible, 0)[0].float().cpu())
+
+        with at_rest(self.decoder), listening(self.decoder, on_attention):
+            self.decoder(given)
+        return torch.stack(found)
+
+    def diagnose(self, sequences: int = SAMPLE) -> Diagnostics:
+        """Sinks, mass, sparsity and collapse of its heads and hidden states, on so many validation sequences at most.
+
+        `.scalars()` are the means over layers and heads by name, `.arrays` all arrays `[layers, H, ...]` behind them.
+        Raises ValueError, in one line, where the data of the training cannot be had.
+
+        >>> model = load(train("backcopy_tiny").checkpoint)
+        >>> found = model.diagnose(sequences=8)
+        >>> found.arrays["sink/weight"].shape
+        (1, 1, 8)
+        >>> 0 <= found.scalars()["sink/rate"] <= 1
+        True
+        """
+        source = checkpoints.data_of_training(self._checkpoint, self._module)
+        return measure(self.decoder, validation_sample(source, sequences), sample=sequences)
+
+    @cached_property
+    def _prompts(self) -> Prompts:
+        return Prompts(self.config.data, self._vocabulary)
+
+    @property
+    def _vocabulary(self) -> int:
+        return self.decoder.embedding.num_embeddings
+
+    def _tokens(self, given: str | Sequence[int] | Tensor) -> list[int]:
+        """The numbers of a text's tokens, or those that are given."""
+        if isinstance(given, str):
+            return self._prompts.encode("text", given.encode())
+        numbers = [int(token) for token in given]
+        readable = bool(numbers) and all(0 <= token < self._vocabulary for token in numbers)
+        require(readable, "tokens", numbers, f"must be at least one number, each from 0 to {self._vocabulary - 1}")
+        return numbers
+
+
+def show(weights: Tensor | np.ndarray) -> Figure:
+    """A figure of attention weights `[L, L]`, `[H, L, L]` or `[layers, H, L, L]`: a map for each head, on a log scale.
+
+    Exact zeros are grey, keys that come later white; the first keys are enlarged below. Choose a few heads of many, as
+    in `weights[:2]`. `savefig` of the figure writes it. Raises ValueError, in one line, for another shape.
+
+    >>> from lit_lazy import load, show, train
+    >>> figure = show(load(train("backcopy_tiny").checkpoint).weights(range(12)))
+    >>> figure.savefig("heads.png")
+    """
+    given = np.asarray(weights, dtype=np.float32)
+    square = 2 <= given.ndim <= 4 and given.shape[-1] == given.shape[-2] and given.size > 0
+    require(square, "weights", list(given.shape), "must have the shape [L, L], [H, L, L] or [layers, H, L, L]")
+    require(
+        bool(np.isfinite(given).all()), "weights", list(given.shape), "must be finite; hidden keys have the weight 0"
+    )
+    by_head = given.reshape(-1, *given.shape[-3:]) if given.ndim > 2 else given[None, None]
+    layers, heads, length, _ = by_head.shape
+    figure = attention_maps(
+        {
+            "maps/weights": by_head.reshape(-1, length, length),
+            "maps/heads": np.array([(layer, head) for layer in range(layers) for head in range(heads)]),
+        }
+    )
+    assert figure is not None  # there are maps
+    return figure
+
+
+@dataclass(frozen=True)
+class Results:
+    """What an ablation has found so far; `results` makes it. A notebook shows its table."""
+
+    table: Table
+    """Rows with means, intervals and tests, and the verdict of a question: what `lit-lazy ablate table` prints."""
+    cells: pd.DataFrame
+    """A line for each cell: variant, seed and status, then params and metrics by name; NaN where one has none."""
+
+    def __str__(self) -> str:
+        return markdown(self.table)
+
+    def _repr_markdown_(self) -> str:
+        return str(self)
+
+
+def results(name: str, runs: str | Path = "runs") -> Results:
+    """What MLflow holds of an ablation on an experiment, such as `table2-backcopy`, finished or not.
+
+    runs: the folder with its results, where no server is named by MLFLOW_TRACKING_URI. Raises ValueError, in one line,
+    where there is none of this name.
+
+    >>> from lit_lazy import results
+    >>> found = results("table2-backcopy")
+    >>> found.table.baseline in set(found.cells["variant"])
+    True
+    >>> means = found.cells.groupby("variant")["loss/val"].mean()
+    >>> bool((means > 0).all())
+    True
+    """
+    folder = Path(runs)
+    uri = default_uri(folder)
+    check_store(uri)
+    known = experiment_names(uri, kind="ablation")
+    there = f"{folder} holds no such ablation; it has {', '.join(known) or 'none'}; `lit-lazy ablate run` makes one"
+    require(name in known, "results", name, there)
+    tracker = Tracker(uri, folder, name)
+    parent = newest_parent(tracker)
+    cells = pd.DataFrame([_line(run) for run in one_per_cell(tracker.children(parent))])
+    return Results(table_from_mlflow(tracker, parent), cells)
+
+
+def _line(run: TrackedRun) -> dict[str, Any]:
+    params = {name: _value(text) for name, text in run.params.items()}
+    return {"variant": run.tags["variant"], "seed": int(run.tags["seed"]), "status": run.state, **params, **run.metrics}
+
+
+def _value(text: str) -> Any:
+    """What MLflow's text of a param was: a number, True, None, a list, or the text itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

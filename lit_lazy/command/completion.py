@@ -1,0 +1,47 @@
+"""`lit-lazy completion`"""
+
+import argparse
+from collections.abc import Iterator
+
+from lit_lazy.command.options import Commands, command, folder, json_file, path
+
+SHELLS = ("bash", "zsh", "tcsh")
+ROOMS = {"EXPERIMENT": "experiments", "NAME": "ablations"}
+"""What stands for the files of which room in the options of all commands."""
+
+
+def add_to(commands: Commands) -> None:
+    """The command and its options."""
+    parser = command(commands, "completion", completion, "print what makes a shell complete commands and options")
+    parser.epilog = (
+        "Keep it where the shell looks for it, for example\n"
+        "  lit-lazy completion bash > ~/.local/share/bash-completion/completions/lit-lazy"
+    )
+    parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or tcsh")
+
+
+def completion(options: argparse.Namespace, _rest: list[str]) -> int:
+    """`lit-lazy completion`"""
+    import shtab
+
+    from lit_lazy.command.main import make_parser
+    from lit_lazy.config.files import available
+
+    parser = make_parser()
+    for action in _actions(parser):
+        if action.type in (path, folder, json_file):
+            action.complete = shtab.DIRECTORY if action.type is folder else shtab.FILE  # type: ignore[attr-defined]
+        elif action.dest in ("experiment", "ablation", "base") and action.metavar in ROOMS:
+            action.choices = available(ROOMS[action.metavar])  # type: ignore[index]
+    print(shtab.complete(parser, options.shell))
+    return 0
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """The options and arguments of a parser and of all below it."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from _actions(below)
+        else:
+            yield action

@@ -1,0 +1,129 @@
+"""`lit-lazy doctor`"""
+
+import argparse
+from collections.abc import Iterator
+
+from lit_lazy.command.options import Commands, add_runs, command
+
+USES = {
+    "postgres": "a queue on PostgreSQL (--storage)",
+    "ray": "grids on a Ray cluster (--launcher ray)",
+    "lm-eval": "the field's benchmarks (lm-eval)",
+    "fla": "RetNet, Mamba2 and Gated DeltaNet",
+    "export": "models for transformers (export)",
+    "tensorboard": "--logger tensorboard",
+    "wandb": "--logger wandb",
+}
+"""What the extras of pyproject.toml are for."""
+TOOLS = {
+    "cc": "--compile, tests of crash points",
+    "chromium": "tests of pages and dashboards",
+    "strace": "tests of what is sent where",
+    "git": "the commit in results",
+}
+"""Programs that some things need."""
+
+
+def add_to(commands: Commands) -> None:
+    """The command and its options."""
+    parser = command(commands, "doctor", doctor, "print versions, devices and backends, and what is missing for what")
+    add_runs(parser)
+
+
+def doctor(options: argparse.Namespace, _rest: list[str]) -> int:
+    """`lit-lazy doctor`: 1 where something that everything needs is missing."""
+    from lit_lazy.support.secrets import redacted
+    from lit_lazy.tracking.tracker import check_store, default_uri
+
+    wrong, missing = [], []
+    print("\n".join(versions()))
+    for name, text, extra in requirements():
+        if extra is None:
+            wrong.append(f"{name}: {text}; pip install -r requirements.txt")
+        else:
+            missing.append(f"{USES.get(extra, extra)}: {name} {text}; pip install 'lit-lazy[{extra}]'")
+    print("\n".join(["", *devices(), *backends()]))
+    uri = default_uri(options.runs)
+    try:
+        check_store(uri)
+        print(f"{'tracking':12} {redacted(uri)}")
+    except ValueError as error:
+        wrong.append(str(error))
+    missing += [f"{use}: the program {name} is not on the PATH" for name, use in TOOLS.items() if not is_there(name)]
+    for title, found in (("wrong", wrong), ("missing, for those who want", missing)):
+        if found:
+            print("\n".join(["", f"{title}:", *(f"  {line}" for line in found)]))
+    if not wrong:
+        print("\nEverything that is needed is there.")
+    return 1 if wrong else 0
+
+
+def versions() -> Iterator[str]:
+    """Of this project, Python and what decides results and their bits."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    from lit_lazy import __version__
+    from lit_lazy.support.provenance import git_sha
+
+    yield f"{'lit-lazy':12} {__version__} at commit {git_sha()}"
+    yield f"{'python':12} {platform.python_version()} on {platform.system()} {platform.machine()}"
+    for name in ("torch", "triton", "lightning", "mlflow", "optuna", "datasets"):
+        try:
+            yield f"{name:12} {version(name)}"
+        except PackageNotFoundError:
+            yield f"{name:12} not installed"
+
+
+def requirements() -> Iterator[tuple[str, str, str | None]]:
+    """Of what this project requires here that which does not fit: package, what it is, and the extra that wants it."""
+    from importlib.metadata import PackageNotFoundError, requires, version
+
+    from packaging.requirements import Requirement
+
+    for requirement in map(Requirement, requires("lit-lazy") or ()):
+        extra = next((name for name in USES if f'extra == "{name}"' in str(requirement.marker)), None)
+        if requirement.marker and not requirement.marker.evaluate({"extra": extra or ""}):
+            continue  # for another system
+        try:
+            there = version(requirement.name)
+        except PackageNotFoundError:
+            yield requirement.name, f"is not installed (wanted: {requirement.specifier})", extra
+            continue
+        if not requirement.specifier.contains(there, prereleases=True):
+            yield requirement.name, f"is {there} (wanted: {requirement.specifier})", extra
+
+
+def devices() -> Iterator[str]:
+    """What trainings run on."""
+    import torch
+
+    from lit_lazy.support.memory import most_bytes
+    from lit_lazy.training.devices import cores
+
+    yield f"{'CPU':12} {cores()} cores, {most_bytes() / 1e9:.1f} GB of memory and swap"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for i in range(count):
+        facts = torch.cuda.get_device_properties(i)
+        yield f"{f'GPU {i}':12} {facts.name}, {facts.total_memory / 1e9:.1f} GB"
+    if not count:
+        yield f"{'GPU':12} none that torch sees"
+
+
+def backends() -> Iterator[str]:
+    """The implementation of attention that a training takes here by itself."""
+    from lit_lazy.attention import Attention, AttentionSpec, Elastic, LearnedBias
+    from lit_lazy.config import ModelConfig
+    from lit_lazy.training.devices import training_device
+
+    shape = ModelConfig().layer_shape(0, context_length=128)
+    for name, spec in (("softmax", AttentionSpec()), ("lazy", AttentionSpec(Elastic(), LearnedBias()))):
+        backend = Attention(spec, shape, "auto").to(training_device()).backend_name()
+        yield f"{name:12} attention runs on {backend}"
+
+
+def is_there(name: str) -> bool:
+    """Whether a program is on the PATH."""
+    import shutil
+
+    return shutil.which(name) is not None

@@ -1,0 +1,6 @@
+"""How weights are moved: optimisers, and the schedules of their learning rate. Needs torch alone."""
+
+from lit_lazy.optim.optimiser import SGD, AdamW, Muon, Optimiser
+from lit_lazy.optim.schedule import WSD, Constant, Cosine, Schedule
+
+__all__ = ["SGD", "WSD", "AdamW", "Constant", "Cosine", "Muon", "Optimiser", "Schedule"]

@@ -1,0 +1,190 @@
+"""Optimisers: settings that make one of torch's for a model's parameter groups."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lit_lazy.support.checks import require, require_whole
+
+Group = dict[str, Any]
+"""As torch takes it: `params`, and the `lr` and `weight_decay` of these."""
+Adjustment = Literal["match_rms_adamw", "original"]
+MOST_ITERATIONS = 99
+
+
+class Optimiser(ABC):
+    """Settings of an optimiser, beside `train.lr`, `train.weight_decay` and `train.betas`, which several share."""
+
+    adaptive: ClassVar[bool] = True
+    """Whether `train.betas` have an effect."""
+    needs_whole_matrices: ClassVar[bool] = False
+    """Whether a step of a matrix is no sum of steps of its numbers, and so wants it on one device."""
+
+    @abstractmethod
+    def build(
+        self, groups: Sequence[Group], matrices: Collection[Tensor], betas: tuple[float, float]
+    ) -> torch.optim.Optimizer:
+        """The optimiser of all parameters in the groups.
+
+        matrices: those of them that are weight matrices of blocks.
+        """
+
+    def moments(self, matrix: bool) -> int:  # noqa: ARG002 (most keep as many of every parameter)
+        """Numbers that it keeps beside each weight. matrix: of a weight matrix of a block."""
+        return 2
+
+
+@dataclass(frozen=True)
+class AdamW(Optimiser):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101), torch's."""
+
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+    def __post_init__(self) -> None:
+        _require_eps(self)
+
+    def build(
+        self,
+        groups: Sequence[Group],
+        matrices: Collection[Tensor],  # noqa: ARG002
+        betas: tuple[float, float],
+    ) -> torch.optim.Optimizer:
+        on_gpu = any(parameter.is_cuda for group in groups for parameter in group["params"])
+        return torch.optim.AdamW(groups, betas=betas, eps=self.eps, fused=on_gpu or None)
+
+
+@dataclass(frozen=True)
+class SGD(Optimiser):
+    """Stochastic gradient descent with momentum (Sutskever et al. 2013), torch's: decay is part of the gradient."""
+
+    momentum: float = 0.9
+    """What stays of the sum of former gradients at each step; 0 for none."""
+    nesterov: bool = False
+    """Look ahead along the momentum (Nesterov)."""
+
+    adaptive = False
+
+    def __post_init__(self) -> None:
+        _require_momentum(self)
+        require(not self.nesterov or self.momentum > 0, "SGD.nesterov", True, "needs a momentum above 0")
+
+    def build(
+        self,
+        groups: Sequence[Group],
+        matrices: Collection[Tensor],  # noqa: ARG002
+        betas: tuple[float, float],  # noqa: ARG002
+    ) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, momentum=self.momentum, nesterov=self.nesterov)
+
+    def moments(self, matrix: bool) -> int:  # noqa: ARG002
+        return 1 if self.momentum else 0
+
+
+@dataclass(frozen=True)
+class Muon(Optimiser):
+    """Orthogonalised momentum for the blocks' matrices, AdamW for all else (Jordan et al. 2024, torch's).
+
+    All else is embeddings, head, norms, tau and biases. The matrices' momentum is made near orthogonal by Newton-Schulz
+    iterations in bfloat16.
+    """
+
+    momentum: float = 0.95
+    """What stays of the mean of former gradients of a matrix at each step."""
+    nesterov: bool = True
+    """Look ahead along the momentum (Nesterov)."""
+    iterations: int = 5
+    """Newton-Schulz iterations."""
+    adjustment: Adjustment = "match_rms_adamw"
+    """Size of a matrix's step: match_rms_adamw, 0.2 sqrt(max(rows, columns)), so that AdamW's learning rates serve (Liu
+    et al., arXiv 2502.16982); original, sqrt(max(1, rows / columns))."""
+    lr_scale: float = 1.0
+    """Learning rate of the matrices, as a multiple of `train.lr`."""
+    eps: float = 1e-8
+    """AdamW's: added to the root of the second moment."""
+
+    needs_whole_matrices = True
+
+    def __post_init__(self) -> None:
+        _require_momentum(self)
+        _require_eps(self)
+        require_whole("Muon.iterations", self.iterations, 1)
+        require(
+            self.iterations <= MOST_ITERATIONS, "Muon.iterations", self.iterations, f"must be at most {MOST_ITERATIONS}"
+        )
+        allowed = get_args(Adjustment)
+        require(self.adjustment in allowed, "Muon.adjustment", self.adjustment, f"must be one of {', '.join(allowed)}")
+        fits = math.isfinite(self.lr_scale) and self.lr_scale > 0
+        require(fits, "Muon.lr_scale", self.lr_scale, "must be finite and above 0")
+
+    def build(
+        self, groups: Sequence[Group], matrices: Collection[Tensor], betas: tuple[float, float]
+    ) -> torch.optim.Optimizer:
+        chosen = set(matrices)
+        others = _having(groups, lambda parameter: parameter not in chosen)
+        own = [{**group, "lr": self.lr_scale * group["lr"]} for group in _having(groups, chosen.__contains__)]
+        muon = torch.optim.Muon(
+            own,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            ns_steps=self.iterations,
+            adjust_lr_fn=self.adjustment,
+        )
+        return Joined(AdamW(self.eps).build(others, matrices, betas), muon)
+
+    def moments(self, matrix: bool) -> int:
+        return 1 if matrix else 2
+
+
+class Joined(torch.optim.Optimizer):
+    """Optimisers of different parameters as one: their groups one after the other, one state, one checkpoint."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let the parts work on the groups and the state of the whole, which schedules and checkpoints know."""
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups = list(islice(groups, len(part.param_groups)))
+            part.state = self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As any optimiser's; torch puts new groups and a new state in place of the former."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """A step of each part; the gradients are computed once."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+
+def _having(groups: Sequence[Group], wanted: Callable[[Tensor], bool]) -> list[Group]:
+    """The groups, of whose parameters some are wanted, with these alone."""
+    parts = [{**group, "params": [*filter(wanted, group["params"])]} for group in groups]
+    return [group for group in parts if group["params"]]
+
+
+def _require_momentum(settings: SGD | Muon) -> None:
+    fits = 0 <= settings.momentum < 1
+    require(fits, f"{type(settings).__name__}.momentum", settings.momentum, "must be at least 0 and below 1")
+
+
+def _require_eps(settings: AdamW | Muon) -> None:
+    fits = math.isfinite(settings.eps) and settings.eps > 0
+    require(fits, f"{type(settings).__name__}.eps", settings.eps, "must be finite and above 0")

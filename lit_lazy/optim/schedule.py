@@ -1,0 +1,63 @@
+"""Schedules of the learning rate after its warm-up.
+
+A schedule is a frozen dataclass (its settings) with one function of the finished share of the steps.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+from lit_lazy.support.checks import require
+
+Decay = Literal["linear", "sqrt"]
+
+
+class Schedule(ABC):
+    """Settings of a schedule."""
+
+    falls: ClassVar[bool] = True
+    """Whether it ends at `train.final_lr_fraction`, which has no effect otherwise."""
+
+    @abstractmethod
+    def factor(self, progress: float, final: float) -> float:
+        """What the peak learning rate is multiplied with.
+
+        progress: share of the steps behind the warm-up that are finished, 0 to 1. final: the factor at the end.
+        """
+
+
+@dataclass(frozen=True)
+class Cosine(Schedule):
+    """Half a cosine from the peak to `train.final_lr_fraction` of it (Loshchilov and Hutter, arXiv 1608.03983)."""
+
+    def factor(self, progress: float, final: float) -> float:
+        return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class WSD(Schedule):
+    """Warm-up, stable, decay: the peak, then a fall to `train.final_lr_fraction` (Hu et al., arXiv 2404.06395)."""
+
+    decay_share: float = 0.2
+    """Share of the steps behind the warm-up in which it falls."""
+    decay: Decay = "sqrt"
+    """How it falls: linear, or sqrt, by 1 - sqrt(u) of the decay's share u (Hägele et al., arXiv 2405.18392)."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.decay_share <= 1, "WSD.decay_share", self.decay_share, "must be above 0 and at most 1")
+        require(self.decay in get_args(Decay), "WSD.decay", self.decay, f"must be one of {', '.join(get_args(Decay))}")
+
+    def factor(self, progress: float, final: float) -> float:
+        fallen = max(0.0, 1 - (1 - progress) / self.decay_share)
+        return 1 - (1 - final) * (math.sqrt(fallen) if self.decay == "sqrt" else fallen)
+
+
+@dataclass(frozen=True)
+class Constant(Schedule):
+    """The peak to the end."""
+
+    falls = False
+
+    def factor(self, progress: float, final: float) -> float:  # noqa: ARG002
+        return 1.0

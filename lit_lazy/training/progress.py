@@ -1,0 +1,63 @@
+"""Live progress of a training: steps, tokens per second, time left, loss."""
+
+import time
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from lit_lazy.support.console import clock, plain_console
+from lit_lazy.training.module import LitLM
+
+PLAIN_EVERY_SECONDS = 15.0
+
+
+class StepProgress(Callback):
+    """A bar on a terminal; elsewhere a line every PLAIN_EVERY_SECONDS."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        """console: where it is shown; standard error by default."""
+        self.console = console or plain_console(stderr=True)
+        self._live: Progress | None = None
+        self._first, self._shown = 0, -1
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Show the step where it begins."""
+        self._first = self._shown = trainer.global_step
+        self._started = self._last = time.monotonic()
+        if self.console.is_terminal:
+            columns = BarColumn(), TextColumn("{task.description}", markup=False)
+            self._live = Progress(*columns, console=self.console, transient=True)
+            self._task = self._live.add_task("beginning", total=trainer.max_steps, completed=self._first)
+            self._live.start()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *_args: object, **_kwargs: object
+    ) -> None:
+        """After each step; a batch may be a part of one."""
+        step, now = trainer.global_step, time.monotonic()
+        if step == self._shown or not isinstance(pl_module, LitLM):
+            return
+        self._shown = step
+        if self._live is not None:
+            self._live.update(self._task, completed=step, description=self.line(trainer, pl_module, now))
+        elif now - self._last >= PLAIN_EVERY_SECONDS:
+            self._last = now
+            self.console.print(self.line(trainer, pl_module, now))
+
+    def line(self, trainer: L.Trainer, module: LitLM, now: float) -> str:
+        """`step 300 of 1200, 45,000 tokens/s, 0:12 left, loss 2.345`."""
+        step, seconds = trainer.global_step, now - self._started
+        per_second = (step - self._first) / seconds
+        tokens = per_second * module.cfg.train.batch_size * module.hparams["context_length"]
+        rest = clock((module.cfg.train.steps - step) / per_second)
+        loss = trainer.callback_metrics.get("train/loss")
+        known = "" if loss is None else f", loss {loss.item():.4g}"
+        return f"step {step} of {module.cfg.train.steps}, {tokens:,.0f} tokens/s, {rest} left{known}"
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
+        """However it ended."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None

@@ -1,0 +1,114 @@
+"""`lit-lazy doctor` and `lit-lazy completion`: what is here, what is missing for what; what a shell completes."""
+
+import contextlib
+import importlib.metadata
+import io
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lit_lazy.command import doctor
+from lit_lazy.command.main import main
+
+
+@pytest.fixture
+def required(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the distribution requires, to be said by a test."""
+    wanted: list[str] = []
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: wanted)
+    return wanted
+
+
+def test_versions_devices_and_backends(runs: Path, required: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    required += ["torch>=2.11", 'absent-for-windows>=1; sys_platform == "win32"']
+    assert main(["doctor", "--runs", str(runs)]) == 0
+    out = capsys.readouterr().out
+    for name in ("lit-lazy", "python", "torch", "triton", "lightning", "mlflow", "optuna", "datasets", "CPU", "GPU"):
+        assert f"\n{name} " in f"\n{out}", name
+    assert f"torch        {importlib.metadata.version('torch')}\n" in out
+    assert "lazy         attention runs on chunked\n" in out
+    assert f"tracking     sqlite:///{runs.resolve()}/mlflow.db\n" in out
+    assert "absent" not in out
+    assert out.endswith("Everything that is needed is there.\n")
+
+
+def test_what_is_missing_is_said_for_what(
+    runs: Path, required: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An extra, or a program, is for those who want it; a requirement is for all."""
+    monkeypatch.setattr(doctor, "is_there", lambda name: name != "chromium")
+    required += ['no-such-package>=3; extra == "wandb"', 'torch<2; extra == "ray"', 'torch>=2; extra == "fla"']
+    assert main(["doctor", "--runs", str(runs)]) == 0
+    out = capsys.readouterr().out
+    assert "  --logger wandb: no-such-package is not installed (wanted: >=3); pip install 'lit-lazy[wandb]'\n" in out
+    there = importlib.metadata.version("torch")
+    assert f"  grids on a Ray cluster (--launcher ray): torch is {there} (wanted: <2); pip install 'lit-laz" in out
+    assert "  tests of pages and dashboards: the program chromium is not on the PATH\n" in out
+    assert "RetNet" not in out
+    required += ["numpy<1"]
+    assert main(["doctor", "--runs", str(runs)]) == 1
+    out = capsys.readouterr().out
+    assert (
+        f"wrong:\n  numpy: is {importlib.metadata.version('numpy')} (wanted: <1); pip install -r requirements.t" in out
+    )
+    assert "Everything" not in out
+
+
+def test_a_store_that_does_not_answer_is_wrong(
+    runs: Path,
+    required: list[str],
+    closed_port: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert required == []
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{closed_port}")
+    assert main(["doctor", "--runs", str(runs)]) == 1
+    assert f"wrong:\n  MLFLOW_TRACKING_URI=http://127.0.0.1:{closed_port}: does not answer" in capsys.readouterr().out
+
+
+def test_every_extra_has_a_use() -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    extras = text.split("[project.optional-dependencies]\n")[1].split("\n\n")[0]
+    assert {line.partition(" = ")[0] for line in extras.splitlines()} == doctor.USES.keys()
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What bash is to read."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert main(["completion", "bash"]) == 0
+    path = tmp_path_factory.mktemp("completion") / "lit-lazy"
+    path.write_text(said.getvalue())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        (["tra"], {"train"}),
+        (["ablate", "ru"], {"run"}),
+        (["train", "backcopy_t"], {"backcopy_tiny"}),
+        (["train", "backcopy", "--keep"], {"--keep-checkpoint"}),
+        (["train", "backcopy", "--logger", "t"], {"tensorboard"}),
+        (["ablate", "run", "table2_"], {"table2_grid"}),
+        (["completion", "z"], {"zsh"}),
+    ],
+    ids=lambda given: " ".join(given),
+)
+def test_bash_completes(typed: list[str], completed: set[str], script: Path) -> None:
+    ask = f"source {script}; COMP_WORDS=(lit-lazy {' '.join(typed)}) COMP_CWORD={len(typed)}; _shtab_lit_lazy"
+    done = subprocess.run(
+        ["bash", "-c", f"{ask}; printf '%s\\n' \"${{COMPREPLY[@]}}\""], capture_output=True, text=True, check=True
+    )
+    assert {word.strip() for word in done.stdout.splitlines()} == completed
+
+
+@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+def test_other_shells_have_a_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    out = capsys.readouterr().out
+    assert "lit-lazy" in out
+    assert "--keep-checkpoint" in out or shell == "tcsh"

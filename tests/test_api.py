@@ -1,0 +1,176 @@
+"""The Python API: instant to import, what it promises and no more, every example run, mistakes in one line."""
+
+import doctest
+import inspect
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from untrained import save
+
+import lit_lazy
+from lit_lazy import api, load, results, show, train
+from lit_lazy.attention import Elastic, RetNet
+from lit_lazy.config import experiment, replace_at
+
+IMPORT = """
+import sys, time
+before = set(sys.modules)
+started = time.perf_counter()
+import lit_lazy
+print(time.perf_counter() - started)
+print(*(set(sys.modules) - before))
+"""
+
+
+def test_the_import_is_instant() -> None:
+    """The best of three, since the machine has other work."""
+    runs = [
+        subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True).stdout.splitlines()
+        for _ in range(3)
+    ]
+    assert min(float(seconds) for seconds, _ in runs) < 0.2
+    assert not {"torch", "numpy", "lightning", "mlflow", "pandas", "matplotlib"} & set(runs[0][1].split())
+
+
+def test_it_is_what_all_says() -> None:
+    assert lit_lazy.__all__ == ["load", "results", "show", "train"]
+    assert set(lit_lazy.__all__) <= set(dir(lit_lazy))
+    public = {name for name, made in vars(api).items() if inspect.isfunction(made) and made.__module__ == api.__name__}
+    assert {name for name in public if not name.startswith("_")} == set(lit_lazy.__all__)
+    with pytest.raises(AttributeError, match="module 'lit_lazy' has no attribute 'sweep'"):
+        _ = lit_lazy.sweep
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[Path]:
+    """The current folder, with a ready store in runs/."""
+    folder = tmp_path_factory.mktemp("api")
+    (folder / "runs").mkdir()
+    shutil.copy(empty_store, folder / "runs" / "mlflow.db")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        patch.chdir(folder)
+        torch.set_num_threads(1)
+        yield folder
+
+
+def examples() -> list[doctest.DocTest]:
+    return [test for test in doctest.DocTestFinder(exclude_empty=False).find(api) if test.docstring]
+
+
+NAMED = [
+    test
+    for test in examples()
+    if test.name.rpartition(".")[2] in (*lit_lazy.__all__, "generate", "weights", "diagnose")
+]
+
+
+@pytest.mark.parametrize(
+    "test", [test for test in NAMED if not test.name.endswith("results")], ids=lambda test: test.name
+)
+@pytest.mark.usefixtures("folder")
+def test_the_example_runs(test: doctest.DocTest) -> None:
+    """That of `results` needs a grid: tests/report/test_report.py."""
+    assert test.examples, "has no example"
+    said: list[str] = []
+    found = doctest.DocTestRunner().run(test, out=said.append)
+    assert found.failed == 0, "".join(said)
+
+
+def test_everything_public_has_an_example() -> None:
+    assert {test.name.rpartition(".")[2] for test in NAMED} == {*lit_lazy.__all__, "generate", "weights", "diagnose"}
+
+
+class TestTrain:
+    def test_a_config_is_trained_once(self, folder: Path) -> None:
+        cfg = replace_at(experiment("backcopy_tiny"), {"seed": 5})
+        first, again = train(cfg), train(cfg)
+        assert first.folder.parent == Path("runs/train-notebook")
+        assert (first.first_step, again.first_step, first.steps) == (0, 6, 6)
+        assert first.result == again.result
+        assert first.dashboard == "lit-lazy dashboard train-notebook --runs runs"
+        (folder / first.checkpoint).unlink()
+        with pytest.raises(ValueError, match="was trained without keeping its model; remove its folder to train again"):
+            _ = again.checkpoint
+
+    @pytest.mark.usefixtures("folder")
+    def test_mistakes(self) -> None:
+        with pytest.raises(ValueError, match="experiment 'bckcopy': unknown"):
+            train("bckcopy")
+        with pytest.raises(ValueError, match="--logger neptune: unknown"):
+            train("backcopy_tiny", loggers=["neptune"])
+
+
+class TestModel:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def model(folder: Path) -> api.Model:
+        changes = {"model.attention.normaliser": Elastic(), "model.n_heads": 2, "model.n_layers": 2}
+        return load(save(folder / "lazy.ckpt", replace_at(experiment("backcopy_tiny"), changes)))
+
+    @torch.no_grad()
+    def test_weights_are_those_that_make_the_output(self, model: api.Model) -> None:
+        """Of every layer and head: times the values they give what attention gives; 0 where a key comes later."""
+        tokens = list(range(1, 13))
+        weights = model.weights(tokens)
+        assert weights.shape == (2, 2, 12, 12)
+        attention, seen = model.decoder.attentions[0], []
+        attention.out.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        x = model.decoder.blocks[0].attention_norm(model.decoder.embedding(torch.tensor([tokens])))
+        model.decoder(torch.tensor([tokens]))
+        v = attention.v(x).unflatten(-1, (2, -1)).transpose(1, 2)[0]
+        torch.testing.assert_close((weights[0] @ v).transpose(0, 1).flatten(1), seen[0][0], rtol=1e-4, atol=1e-6)
+        assert torch.equal(weights, model.weights(torch.tensor(tokens)))
+        assert torch.equal(weights, model.weights(" ".join(map(str, tokens))))
+
+    def test_diagnosis_is_of_the_sequences_that_are_asked_for(self, model: api.Model) -> None:
+        assert model.diagnose(sequences=5).arrays["sample"].tolist() == [5, 16, 2]
+
+    @pytest.mark.parametrize("tokens", [[], [99], [-1]])
+    def test_tokens_that_are_none_are_named(self, model: api.Model, tokens: list[int]) -> None:
+        with pytest.raises(ValueError, match=r"tokens=\[.*\]: must be at least one number, each from 0 to 16"):
+            model.weights(tokens)
+
+    def test_a_model_without_attention_has_no_weights(self, folder: Path) -> None:
+        cfg = replace_at(experiment("backcopy_tiny"), {"model.mixer": RetNet()})
+        model = load(save(folder / "retnet.ckpt", cfg))
+        with pytest.raises(ValueError, match="weights='RetNet': has no attention"):
+            model.weights([1])
+
+
+class TestShow:
+    WEIGHTS = np.tril(np.full((2, 3, 10, 10), 0.1, np.float32))
+
+    @pytest.mark.parametrize(
+        ("weights", "titles"),
+        [
+            (WEIGHTS, [f"layer {layer}, head {head}" for layer in (0, 1) for head in (0, 1, 2)]),
+            (torch.from_numpy(WEIGHTS[1]), [f"layer 0, head {head}" for head in (0, 1, 2)]),
+            (WEIGHTS[0, 0], ["layer 0, head 0"]),
+        ],
+        ids=["layers", "heads", "one"],
+    )
+    def test_a_map_for_each_head(self, weights: object, titles: list[str]) -> None:
+        axes = show(weights).axes  # type: ignore[arg-type]
+        assert [one.get_title() for one in axes if one.get_title()] == titles
+
+    @pytest.mark.parametrize("shape", [(3,), (2, 3), (1, 1, 1, 2, 2), (0, 0)])
+    def test_another_shape_is_refused(self, shape: tuple[int, ...]) -> None:
+        with pytest.raises(ValueError, match=r"weights=\[.*\]: must have the shape \[L, L\]"):
+            show(np.zeros(shape))
+
+    def test_what_is_not_finite_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="must be finite"):
+            show(np.full((3, 3), np.nan))
+
+
+@pytest.mark.usefixtures("folder")
+def test_results_of_what_is_not_there() -> None:
+    with pytest.raises(ValueError, match="results='table9': runs holds no such ablation; it has none"):
+        results("table9")

@@ -1,0 +1,139 @@
+"""Loggers beside MLflow hold each logged number once, whatever was killed in between."""
+
+import csv
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.loggers.logger import Logger
+
+from lit_lazy.tracking import loggers
+from lit_lazy.tracking.loggers import check_kinds_of_loggers, loggers_beside
+from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
+
+CONFIG = {"seed": 3, "model": {"position": {"class": "Rope", "base": 500.0}}}
+Points = dict[tuple[str, int], float]
+
+
+def logged(folder: Path) -> Points:
+    """Of the metric file."""
+    return {(name, line.step): value for line in read_lines(folder / METRICS) for name, value in line.metrics.items()}
+
+
+def of_csv(folder: Path) -> list[tuple[tuple[str, int], float]]:
+    with (folder / "csv" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return [((n, int(row["step"])), float(x)) for row in rows for n, x in row.items() if n != "step" and x]
+
+
+def of_tensorboard(folder: Path) -> list[tuple[tuple[str, int], float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return [((name, e.step), e.value) for name in events.Tags()["scalars"] for e in events.Scalars(name)]
+
+
+def train(folder: Path, kinds: tuple[str, ...], steps: range) -> None:
+    """What a run logs from one step on, as Lightning does; and its end."""
+    with loggers_beside(kinds, folder, "train-x", "x seed 3", CONFIG) as others:
+        logger = MetricFile(folder, others)
+        for step in steps:
+            logger.log_metrics({"train/loss": 1 / (1 + step), "epoch": 0}, step)
+            if step % 2 == 0:
+                logger.log_metrics({"val/loss": math.sqrt(step)}, step)
+        if steps.stop < 8:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("kind", "read"), [("csv", of_csv), ("tensorboard", of_tensorboard)])
+def test_a_resumed_run_is_logged_once_and_whole(kind: str, read, tmp_path: Path) -> None:
+    """Interrupted at step 5, resumed at 3; one run had the logger from the start, one when it was resumed."""
+    for folder, first in ((tmp_path / "always", (kind,)), (tmp_path / "later", ())):
+        with pytest.raises(KeyboardInterrupt):
+            train(folder, first, range(6))
+        train(folder, (kind,), range(3, 8))
+        points, found = logged(folder), read(folder)
+        assert len(points) == 12
+        assert len(found) == len({point for point, _ in found}) == len(points)
+        assert dict(found) == pytest.approx(points)
+
+
+def test_settings_are_logged(tmp_path: Path) -> None:
+    train(tmp_path, ("csv", "tensorboard"), range(8))
+    for kind in ("csv", "tensorboard"):
+        assert "model.position.base: 500.0" in (tmp_path / kind / "hparams.yaml").read_text()
+
+
+class Recorded(Logger):
+    """In the place of Weights and Biases' logger, whose package no test installs."""
+
+    made: list["Recorded"] = []  # noqa: RUF012
+
+    def __init__(self, **given: object) -> None:
+        super().__init__()
+        self.given, self.heard = given, []
+        self.experiment = self
+        self.made.append(self)
+
+    name = version = None  # type: ignore[assignment]
+
+    def log_hyperparams(self, params: object) -> None:
+        self.heard.append(params)
+
+    def log_metrics(self, metrics: object, step: int | None = None) -> None:
+        self.heard.append((step, metrics))
+
+    def finalize(self, status: str) -> None:
+        self.heard.append(status)
+
+    def finish(self) -> None:
+        self.heard.append("finish")
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorded]]:
+    monkeypatch.setattr(loggers, "WandbLogger", Recorded)
+    yield Recorded.made
+    Recorded.made.clear()
+
+
+def test_wandb_resumes_the_run_of_the_folder_and_is_told_its_end(wandb: list[Recorded], tmp_path: Path) -> None:
+    folder = tmp_path / "0123456789ab"
+    with pytest.raises(KeyboardInterrupt):
+        train(folder, ("wandb",), range(6))
+    train(folder, ("wandb",), range(3, 8))
+    first, second = wandb
+    assert first.given == second.given
+    assert {name: first.given[name] for name in ("project", "name", "id", "resume")} == {
+        "project": "train-x", "name": "x seed 3", "id": "0123456789ab", "resume": "allow",
+    }  # fmt: skip
+    assert first.heard[0] == {"seed": 3, "model.position": "Rope", "model.position.base": 500.0}
+    assert (first.heard[-2:], second.heard[-2:]) == (["failed", "finish"], ["success", "finish"])
+    assert [step for step, _ in second.heard[1:-2]] == [6, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        (("neptune",), "--logger neptune: unknown; there are csv, tensorboard, wandb"),
+        (("csv", "csv"), "--logger csv: is given twice; leave one out"),
+        (("csv", "wandb"), r"--logger wandb: needs the package wandb; pip install 'lit-lazy\[wandb\]'"),
+    ],
+)
+def test_a_logger_that_cannot_be_is_named(
+    kinds: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loggers, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=message):
+        check_kinds_of_loggers(kinds)
+
+
+def test_one_that_cannot_begin_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(**_: object) -> None:
+        raise RuntimeError("no API key\nconfigured")
+
+    monkeypatch.setattr(loggers, "WandbLogger", refuse)
+    message = r"--logger wandb: cannot begin \(RuntimeError: no API key configured\); leave it out, or set it up"
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path, ("wandb",), range(8))

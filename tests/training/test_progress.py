@@ -1,0 +1,68 @@
+"""What a training shows meanwhile: steps, tokens per second, the rest, the loss; on a terminal and in a log."""
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from test_run import config
+
+from lit_lazy.training import progress
+from lit_lazy.training.execution import Execution
+from lit_lazy.training.progress import StepProgress
+from lit_lazy.training.trainer import fit, make_trainer, new_module
+
+LINE = re.compile(r"step (\d+) of 12, ([\d,]+) tokens/s, (\d+:\d\d) left(?:, loss (\d\.\d+))?")
+
+
+def shown(folder: Path, terminal: bool) -> str:
+    """Of a training of 12 steps in two micro-batches each, whose loss is logged at step 5 and 10."""
+    file = io.StringIO()
+    cfg, halves = config(steps=12), Execution(micro_batch=4)
+    source = cfg.data.load()
+    watched = StepProgress(Console(file=file, force_terminal=terminal, width=200))
+    trainer = make_trainer(cfg, folder, None, [watched], False, halves)
+    fit(trainer, new_module(cfg, source, halves), cfg, source, None)
+    return file.getvalue()
+
+
+def test_a_log_gets_a_line_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PLAIN_EVERY_SECONDS", 0.0)
+    found = [LINE.fullmatch(line) for line in shown(tmp_path, terminal=False).splitlines()]
+    assert all(found)
+    assert [int(line[1]) for line in found if line] == list(range(1, 13))
+    assert [bool(line[4]) for line in found if line] == [False] * 4 + [True] * 8
+    assert found[-1] is not None
+    assert found[-1][3] == "0:00"
+
+
+def test_one_that_is_soon_over_prints_nothing_to_a_log(tmp_path: Path) -> None:
+    assert shown(tmp_path, terminal=False) == ""
+
+
+def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
+    screen = shown(tmp_path, terminal=True)
+    assert LINE.search(screen)
+    assert "━" in screen
+    assert "Epoch" not in screen
+
+
+@pytest.mark.parametrize(
+    ("first", "step", "seconds", "expected"), [(0, 3, 6.0, (64, 18)), (400, 600, 10.0, (2560, 30))]
+)
+def test_speed_and_rest_are_of_the_steps_since_it_began(
+    first: int, step: int, seconds: float, expected: tuple[int, int]
+) -> None:
+    """128 tokens a step."""
+
+    class Fake:
+        global_step, callback_metrics = step, {}
+
+    cfg = config(steps=12 if not first else 1200)
+    module = new_module(cfg, cfg.data.load(), Execution())
+    watched = StepProgress()
+    watched._first, watched._started = first, 100.0
+    line = watched.line(Fake(), module, 100.0 + seconds)  # type: ignore[arg-type]
+    tokens, rest = expected
+    assert line == f"step {step} of {cfg.train.steps}, {tokens:,} tokens/s, 0:{rest:02d} left"

@@ -1,0 +1,233 @@
+"""What trainers may choose beside the usual recipe: each does what it says, in any run, also a resumed one."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from test_run import LAZY, assert_same_run, config, run_until_killed, weights
+
+from lit_lazy.config.canonical import replace_at
+from lit_lazy.config.files import experiment
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.data import IGNORED
+from lit_lazy.grid.ablation import Ablation, expand, select
+from lit_lazy.measure.evaluation import evaluate
+from lit_lazy.model import loss
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.loss import head_nll, head_nll_and_log_z
+from lit_lazy.optim import SGD, WSD, AdamW, Constant, Cosine, Muon
+from lit_lazy.table.columns import COLUMNS
+from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
+from lit_lazy.training import checkpoints
+from lit_lazy.training.averaging import Average
+from lit_lazy.training.cost import cost_of
+from lit_lazy.training.execution import ONE_DEVICE, Execution
+from lit_lazy.training.prepare import prepare
+from lit_lazy.training.result import FINAL_CHECKPOINT
+from lit_lazy.training.run import run
+from lit_lazy.training.trainer import fit, make_trainer, new_module
+
+EVERYTHING = {
+    "train.optimiser": Muon(),
+    "train.schedule": WSD(0.5),
+    "train.ema_decay": 0.8,
+    "train.z_loss": 1e-2,
+    "model.residual_dropout": 0.1,
+    "model.attention.qk_norm": True,
+}
+
+
+def with_everything() -> RunConfig:
+    return replace_at(config(LAZY), EVERYTHING)
+
+
+def trained(
+    cfg: RunConfig, folder: Path, execution: Execution = ONE_DEVICE, callbacks: Sequence[Callback] = ()
+) -> dict[str, torch.Tensor]:
+    """The weights that a training ends with; nothing is evaluated. Its curves are in the folder."""
+    source = cfg.data.load()
+    trainer = make_trainer(cfg, folder, MetricFile(folder), callbacks, False, execution)
+    return fit(trainer, new_module(cfg, source, execution), cfg, source, None).state_dict()
+
+
+def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
+    cfg = with_everything()
+    run(cfg, tmp_path / "whole", keep_checkpoint=True)
+    run_until_killed(cfg, tmp_path / "killed", 11)
+    run(cfg, tmp_path / "killed", keep_checkpoint=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_each_choice_changes_the_training(tmp_path: Path) -> None:
+    choices = [("seed", 0), ("train.optimiser", SGD()), ("train.schedule", Constant()), *EVERYTHING.items()]
+    ends = [
+        trained(replace_at(config(steps=6), dict([choice])), tmp_path / str(i))["model.head.weight"]
+        for i, choice in enumerate(choices)
+    ]
+    for i, one in enumerate(ends):
+        assert all(not torch.equal(one, other) for other in ends[:i]), choices[i]
+
+
+def test_every_choice_is_an_axis_of_a_grid() -> None:
+    axes = {
+        "train.optimiser": (AdamW(), SGD(), Muon()),
+        "train.schedule": (Cosine(), WSD(), Constant()),
+        **dict.fromkeys(("train.ema_decay", "train.z_loss", "model.residual_dropout"), (0.0, 0.1)),
+        "model.attention.qk_norm": (False, True),
+    }
+    plain = " ".join(
+        ("optimiser=AdamW", "schedule=Cosine", *(f"{name}=0.0" for name in ("ema_decay", "z_loss", "residual_dropout")),
+         "qk_norm=False")
+    )  # fmt: skip
+    made = Ablation("recipe", plain, (0,), COLUMNS, axes=axes)
+    chosen = select(made, [*[row.name for row in made.all_rows][::13], plain], ())
+    cells = expand(chosen, experiment("backcopy_tiny"))
+    assert len({cell.key for cell in cells}) == len(cells) == 12
+    assert {cell.axes["optimiser"] for cell in cells} == {"AdamW", "SGD", "Muon"}
+
+
+class TestAverage:
+    def test_is_the_moving_average_of_the_weights_of_each_step(self) -> None:
+        layer = torch.nn.Linear(3, 2)
+        layer.bias.requires_grad_(False)
+        average, expected = Average(layer, 0.75), None
+        for step in range(5):
+            with torch.no_grad():
+                layer.weight.normal_(generator=torch.Generator().manual_seed(step))
+            average.update()
+            expected = layer.weight.detach().clone() if expected is None else 0.75 * expected + 0.25 * layer.weight
+        assert average.values.keys() == {"weight"}
+        last = layer.weight.detach().clone()
+        with average.in_place():
+            torch.testing.assert_close(layer.weight, expected, rtol=1e-6, atol=1e-7)
+        assert torch.equal(layer.weight, last)
+
+    def test_is_what_is_validated_kept_and_evaluated(self, tmp_path: Path) -> None:
+        """The weights that are trained are those of a run without; their average, made of each step's here, is kept."""
+        cfg = replace_at(config(LAZY), {"train.ema_decay": 0.9})
+        steps = Weights()
+        trained(config(LAZY), tmp_path / "plain", callbacks=[steps])
+        result = run(cfg, tmp_path / "ema", logger=MetricFile(tmp_path / "ema"), keep_checkpoint=True)
+        expected = steps.seen[0]
+        averages = [expected]
+        for seen in steps.seen[1:]:
+            expected = {name: 0.9 * expected[name] + 0.1 * value for name, value in seen.items()}
+            averages.append(expected)
+        for name, value in weights(tmp_path / "ema").items():
+            torch.testing.assert_close(value, averages[-1][name], rtol=1e-5, atol=1e-6)
+        module = checkpoints.load(tmp_path / "ema" / FINAL_CHECKPOINT)
+        source = cfg.data.load()
+        assert evaluate(module.model, source, "fp32", 8)["loss/val"] == result.metrics["loss/val"]
+        curve = {line.step: line.metrics["val/loss"] for line in lines(tmp_path / "ema") if "val/loss" in line.metrics}
+        assert sorted(curve) == [6, 13]
+        for step, logged in curve.items():
+            module.load_state_dict(averages[step])
+            assert evaluate(module.model, source, "fp32", 8)["loss/val"] == pytest.approx(logged, rel=1e-5)
+
+    def test_costs_memory_once(self) -> None:
+        cfg = config()
+        source = prepare(cfg)
+        plain, kept = (cost_of(replace_at(cfg, {"train.ema_decay": d}), source, ONE_DEVICE) for d in (0.0, 0.9))
+        assert kept.device_bytes - plain.device_bytes == 4 * plain.parameters
+
+
+def lines(folder: Path) -> list:
+    return read_lines(folder / METRICS)
+
+
+class Weights(Callback):
+    """What a module holds behind each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, torch.Tensor]] = []
+
+    def on_train_batch_end(self, _trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
+        self.seen.append({name: value.detach().clone() for name, value in module.state_dict().items()})
+
+
+class TestZLoss:
+    @pytest.mark.parametrize("at_once", [2**26, 30 * 7])
+    def test_log_z_is_the_log_of_the_sum_of_exponentials(self, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Values and gradients against the plain formula, whole and in blocks; ignored targets count for nothing."""
+        monkeypatch.setattr(loss, "LOGITS_AT_ONCE", at_once)
+        generator = torch.Generator().manual_seed(0)
+        hidden = (3 * torch.randn(2, 12, 8, generator=generator)).requires_grad_()
+        head = torch.randn(30, 8, generator=generator, requires_grad=True)
+        targets = torch.randint(30, (2, 12), generator=generator)
+        targets[:, ::5] = IGNORED
+        nll, log_z = head_nll_and_log_z(hidden, head, targets)
+        assert torch.equal(nll, head_nll(hidden, head, targets))
+        expected = (hidden.double() @ head.double().T).logsumexp(-1).masked_fill(targets == IGNORED, 0)
+        torch.testing.assert_close(log_z.double(), expected, rtol=1e-5, atol=1e-5)
+        ours = torch.autograd.grad(log_z.square().sum(), (hidden, head))
+        for mine, plain in zip(ours, torch.autograd.grad(expected.square().sum(), (hidden, head)), strict=True):
+            torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-3)
+
+    def test_pulls_the_normaliser_to_one_and_leaves_the_logged_loss_a_cross_entropy(self, tmp_path: Path) -> None:
+        losses, log_zs = [], []
+        for factor in (0.0, 1.0):
+            cfg = config(z_loss=factor, log_every=1, steps=12, lr=1e-2)
+            module, source = new_module(cfg, cfg.data.load(), ONE_DEVICE), cfg.data.load()
+            folder = tmp_path / str(factor)
+            fit(make_trainer(cfg, folder, MetricFile(folder), (), False, ONE_DEVICE), module, cfg, source, None)
+            losses.append([line.metrics["train/loss"] for line in lines(folder) if "train/loss" in line.metrics])
+            with torch.no_grad():
+                log_zs.append(module.model(source.validation.sequences[:8, :-1].long()).logsumexp(-1).abs().mean())
+        assert losses[0][0] == losses[1][0]
+        assert losses[0][1] != losses[1][1]
+        assert log_zs[1] < 0.9 * log_zs[0]
+
+
+@torch.no_grad()
+def test_normed_queries_and_keys_have_the_length_of_their_gain() -> None:
+    """So a score is at most sqrt(D), and the scale of the projections is gone."""
+    cfg = replace_at(config(LAZY), {"model.attention.qk_norm": True, "model.init_std": 0.5}).model
+    model = DecoderLM(cfg, 17, 16, seed=0)
+    tokens = torch.randint(17, (2, 16), generator=torch.Generator().manual_seed(0))
+    before = model(tokens)
+    for attention in model.attentions:
+        assert attention.q_norm.weight.tolist() == [1.0] * 8
+        attention.q.weight.mul_(7)
+        attention.k.weight.mul_(5)
+    torch.testing.assert_close(model(tokens), before, rtol=1e-4, atol=1e-5)
+    for attention in model.attentions:
+        attention.q_norm.weight.mul_(3)
+    assert not torch.allclose(model(tokens), before, rtol=1e-2, atol=1e-2)
+    q = attention.q_norm(attention.q(torch.randn(4, 16, generator=torch.Generator().manual_seed(1))).view(4, 2, 8))
+    torch.testing.assert_close(q.norm(dim=-1), torch.full((4, 2), 3 * math.sqrt(8)), rtol=1e-4, atol=0)
+
+
+def test_micro_batches_drop_what_the_whole_batch_does(tmp_path: Path) -> None:
+    cfg = replace_at(config(LAZY, steps=6), {"model.residual_dropout": 0.3})
+    whole, parts = (trained(cfg, tmp_path / str(e.micro_batch), e) for e in (ONE_DEVICE, Execution(micro_batch=2)))
+    for name, value in whole.items():
+        torch.testing.assert_close(parts[name], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("forked_ranks")
+def test_two_processes_are_one_that_accumulates_bit_for_bit(tmp_path: Path) -> None:
+    one, two = (
+        run(with_everything(), tmp_path / str(e.devices), keep_checkpoint=True, execution=e)
+        for e in (Execution(micro_batch=4), Execution(devices=2))
+    )
+    assert replace(one, timings={}, execution={}) == replace(two, timings={}, execution={})
+    for name, value in weights(tmp_path / "1").items():
+        assert torch.equal(value, weights(tmp_path / "2")[name]), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train.optimiser": Muon()}, "train.optimiser='Muon': has not been tried with --strategy fsdp"),
+        ({"train.ema_decay": 0.9}, "train.ema_decay=0.9: has not been tried with --strategy fsdp"),
+    ],
+)
+def test_what_cannot_be_spread_is_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare(replace_at(config(), changes), Execution(devices=2, strategy="fsdp"))

@@ -10,30 +10,29 @@ ROOMS = {"EXPERIMENT": "experiments", "NAME": "ablations"}
 """What stands for the files of which room in the options of all commands."""
 
 
-def add_to(commands: Commands) -> None:
-    """The command and its options."""
+def add_to(commands: Commands, root: argparse.ArgumentParser) -> None:
+    """The command and its options. root: the parser of all commands."""
     parser = command(commands, "completion", completion, "print what makes a shell complete commands and options")
     parser.epilog = (
         "Keep it where the shell looks for it, for example\n"
         "  lit-lazy completion bash > ~/.local/share/bash-completion/completions/lit-lazy"
     )
     parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or tcsh")
+    parser.set_defaults(root=root)
 
 
 def completion(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy completion`"""
     import shtab
 
-    from lit_lazy.command.main import make_parser
     from lit_lazy.config.files import available
 
-    parser = make_parser()
-    for action in _actions(parser):
+    for action in _actions(options.root):
         if action.type in (path, folder, json_file):
             action.complete = shtab.DIRECTORY if action.type is folder else shtab.FILE  # type: ignore[attr-defined]
         elif action.dest in ("experiment", "ablation", "base") and action.metavar in ROOMS:
             action.choices = available(ROOMS[action.metavar])  # type: ignore[index]
-    print(shtab.complete(parser, options.shell))
+    print(shtab.complete(options.root, options.shell))
     return 0
 
 

@@ -113,5 +113,5 @@ def make_parser() -> Parser:
     report.add_to(commands)
     dashboard.add_to(commands)
     doctor.add_to(commands)
-    completion.add_to(commands)
+    completion.add_to(commands, parser)
     return parser

@@ -182,7 +182,7 @@ def measure_all(
     order = {"": sources[""], "init/": sources[""], **{prefix: sources[prefix] for prefix in sources if prefix}}
     samples = {prefix: validation_sample(source, request.sequences) for prefix, source in order.items()}
     evicting = len(sources) if request.eviction else 0
-    course = Course([sample[0]["tokens"].numel() for sample in samples.values()], evicting, console)
+    course = _Course([sample[0]["tokens"].numel() for sample in samples.values()], evicting, console)
     parts = {}
     for prefix, sample in samples.items():
         n, length = sample[0]["tokens"].shape
@@ -202,7 +202,7 @@ def measure_all(
     return Diagnostics.joined(parts)
 
 
-class Course:
+class _Course:
     """Says what is measured next, how fast it went so far, and how long the rest will take."""
 
     def __init__(self, tokens: Sequence[int], others: int, console: Callable[[str], None]) -> None:

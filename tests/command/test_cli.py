@@ -90,14 +90,3 @@ def test_none_is_understood_as_the_help_says_it(capsys: pytest.CaptureFixture[st
     command = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--dry-run", "--rows", "softmax", "--seeds", "0"]
     assert main([*command, "--model.n_kv_heads=None"]) == 0
     assert "1 cells of table2-backcopy_tiny:" in capsys.readouterr().out
-
-
-def test_train_prints_metrics_and_a_second_time_returns_them(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["train", "backcopy_tiny", "--runs", str(runs), "--threads", "1", "--model.attention.bias=Alibi"]
-    assert main(command) == 0
-    first = capsys.readouterr().out
-    assert "excess loss (nats)" in first
-    assert main(command) == 0
-    again = capsys.readouterr().out
-    assert again.splitlines()[1:] == first.splitlines()[1:]
-    assert len(list((runs / "train-backcopy_tiny").iterdir())) == 1

@@ -191,7 +191,7 @@ def other_value(value, annotation):
         return not value
     if isinstance(value, tuple):
         return tuple(v / 2 for v in value)
-    return value * 2 or 0.5
+    return value * 2 or (0.5 if isinstance(value, float) else 1)
 
 
 def changed_fields(config, prefix=""):

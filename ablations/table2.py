@@ -2,7 +2,7 @@
 
 from lit_lazy.attention import Alibi, Elastic, Fire, KerpleLog, LearnedBias, NoBias, NoPosition, Softmax, T5Bias
 from lit_lazy.grid.ablation import Ablation, Row
-from lit_lazy.table.columns import COLUMNS, LOSS
+from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, LOSS
 from lit_lazy.table.designs import main_effects
 from lit_lazy.table.records import Contrast
 
@@ -25,7 +25,7 @@ ablation = Ablation(
     name="table2",
     baseline="lazy",
     seeds=(0, 1, 2),
-    columns=COLUMNS,
+    columns=(*COLUMNS, *HEAD_COLUMNS),
     primary=LOSS,
     rows=(
         row("softmax", PAPER, Softmax(), NoBias(), FIVE_SEEDS),

@@ -44,6 +44,8 @@ class AttentionCall(NamedTuple):
 
     q `[B, H, Lq, D]`; k, v `[B, Hkv, Lk, D]`; key_mask bool `[B, Lk]`, False hides a key; cu_seqlens int32 `[n + 1]`,
     the boundaries of documents that do not see each other, where B = 1 and Lq = Lk.
+    evicted: None where n counts the keys that a query sees. Otherwise n and position are those of the text, in which so
+    many keys came before k, and hidden ones count too: what a threshold was before anything was forgotten.
     """
 
     q: Tensor
@@ -56,17 +58,19 @@ class AttentionCall(NamedTuple):
     backend: Backend = "auto"
     with_stats: bool = False
     cu_seqlens: Tensor | None = None
+    evicted: int | None = None
 
     @property
     def n_seen(self) -> Tensor:
-        """How many keys each query sees, at least 1: `[B or 1, 1, Lq, 1]`, float32 (float64 for float64 queries)."""
+        """The n of each query, at least 1: `[B or 1, 1, Lq, 1]`, float32 (float64 for float64 queries)."""
         end = torch.arange(self.k.shape[2] - self.q.shape[2], self.k.shape[2], device=self.q.device) + 1
         n = end
         if self.cu_seqlens is not None:
             starts = self.cu_seqlens.long()
             n = end - starts[torch.searchsorted(starts, end) - 1]
+        n = n + (self.evicted or 0)
         n = n if self.window is None else n.clamp(max=self.window)
-        if self.key_mask is not None:
+        if self.key_mask is not None and self.evicted is None:
             counts = pad(self.key_mask.cumsum(-1), (1, 0))
             n = counts[:, end] - counts[:, end - n]
         return n.clamp(min=1).view(-1, 1, len(end), 1).to(compute_dtype(self.q))
@@ -138,7 +142,7 @@ class NormaliserModule(nn.Module, ABC):
     def _attend(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
         """The weighted values by the fastest path."""
         call = call._replace(q=self.queries(call))
-        fused = self.fused(call)
+        fused = self.fused(call) if call.evicted is None else None
         return self.by_rule(call) if fused is None else fused.attend()
 
     def weights_of(self, call: AttentionCall) -> RuleWeights:
@@ -170,15 +174,22 @@ class NormaliserModule(nn.Module, ABC):
 
     def by_rule(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
         """The weighted values of a call whose queries are ready, by `weights` alone."""
+        rule = self.weights if call.evicted is None else partial(self._in_the_text, call.evicted, call.window)
         attend = partial(
             rule_attention,
-            *(self.weights, call.q, call.k, call.v, call.bias.table),
+            *(rule, call.q, call.k, call.v, call.bias.table),
             parameters=[p for p in self.parameters() if p.requires_grad],
             maps=self.maps,
             backend="reference" if self._rule_backend(call) == "reference" else "chunked",
             **_options(call),
         )
         return _as_pair(attend, call.with_stats)
+
+    def _in_the_text(self, evicted: int, window: int | None, scores: Tensor, rows: Rows) -> Tensor:
+        """`weights` of rows whose n and position are those of the text."""
+        position = rows.position + evicted
+        n = position if window is None else position.clamp(max=window)
+        return self.weights(scores, Rows(rows.visible, n.to(rows.n.dtype), position))
 
     def probe(self, heads: int, head_dim: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         """Raise ValueError, in one line with the fix, where the module breaks a promise (`attention/probe.py`)."""

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias
-from lit_lazy.bench.paired import Spread
 from lit_lazy.bench.results import made_by, provenance
 from lit_lazy.config.schema import ModelConfig, TrainConfig
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
+from lit_lazy.support.paired import Spread
 from lit_lazy.training.optimiser import parameter_groups
 
 ATTENTION = {"softmax": AttentionSpec(), "lazy": AttentionSpec(Elastic(), LearnedBias())}

@@ -27,7 +27,7 @@ from lit_lazy.attention import (
     Sparsemax,
     SSMax,
 )  # fmt: skip
-from lit_lazy.bench.paired import Spread, in_a_process, rise, take_turns
+from lit_lazy.support.paired import Spread, in_a_process, rise, take_turns
 
 HEADS, HEAD_DIM, SEED = 4, 64, 0
 BASELINE = "Elastic"

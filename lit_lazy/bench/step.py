@@ -24,13 +24,13 @@ from torch import Tensor, nn
 
 from flash_lazy import lazy_attention
 from lit_lazy.attention import AttentionCall, AttentionSpec, Elastic, LearnedBias
-from lit_lazy.bench.paired import Spread, in_a_process, rise, take_turns
 from lit_lazy.bench.results import made_by, provenance, publish
 from lit_lazy.bench.rules import measure_rules, rules_table
 from lit_lazy.config.canonical import to_dict
 from lit_lazy.config.schema import ModelConfig, TrainConfig
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
+from lit_lazy.support.paired import Spread, in_a_process, rise, take_turns
 from lit_lazy.training.optimiser import parameter_groups
 
 LENGTHS, RULE_LENGTHS, ROUNDS, TOKENS = (128, 512, 2048), (1024, 4096), 10, 4096

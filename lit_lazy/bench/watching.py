@@ -23,12 +23,12 @@ import psutil
 import torch
 
 from lit_lazy.attention import AttentionCall, Elastic, LayerShape, LearnedBias
-from lit_lazy.bench.paired import Spread
 from lit_lazy.bench.results import made_by, provenance, publish
 from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataSource
 from lit_lazy.measure.rows import summarise
+from lit_lazy.support.paired import Spread
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.module import LitLM

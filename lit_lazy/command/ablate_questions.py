@@ -36,16 +36,17 @@ def ablate_questions(options: Namespace, overrides: list[str]) -> int:
     """`lit-lazy ablate questions`"""
     import torch
 
-    from lit_lazy.config.files import available, exported, find
     from lit_lazy.support.console import clock
 
-    names = [name for name in available("ablations") if exported(find("ablations", name), "question") is not None]
+    names, waiting = questions()
     torch.set_num_threads(options.threads)  # those that a worker has
     workers = options.workers or default_workers(options.threads, options.devices or 1)
     prices = {name: _seconds(make_grid(_named(options, name), overrides)) for name in names}
     order = sorted(names, key=lambda name: prices[name])
     for name in order:
         print(f"{name:16} about {clock(prices[name] / workers)} with {workers} workers")
+    for reason in waiting:
+        print(f"not ready: {reason}")
     if options.dry_run:
         print("Nothing was created.")
         return 0
@@ -60,6 +61,26 @@ def ablate_questions(options: Namespace, overrides: list[str]) -> int:
     if left_out:
         print(f"\ndid not fit into the limit: {', '.join(left_out)}; the same command runs them with more time")
     return status
+
+
+def questions() -> tuple[list[str], list[str]]:
+    """The questions that can be run, by name; and of each that waits for another's table what it waits for."""
+    from lit_lazy.config.files import available, exported, find
+    from lit_lazy.grid.question import load_asked
+    from lit_lazy.grid.stages import FirstStageMissing
+
+    ready, waiting = [], []
+    for name in available("ablations"):
+        path = find("ablations", name)
+        if exported(path, "question") is None:
+            continue
+        try:
+            load_asked(path)
+        except FirstStageMissing as error:
+            waiting.append(str(error))
+        else:
+            ready.append(name)
+    return ready, waiting
 
 
 def _named(options: Namespace, name: str) -> Namespace:

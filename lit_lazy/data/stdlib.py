@@ -38,6 +38,8 @@ class Stdlib(DataConfig):
     """Tokens (bytes) in a window."""
     validation_windows: int = 256
     """Validation windows, spread evenly over the validation text."""
+    bos: bool = False
+    """Begin every window with a token that says so: NUL, which is in the text between two files alone."""
 
     def __post_init__(self) -> None:
         require_whole("data.context_length", self.context_length, 2)
@@ -64,8 +66,9 @@ def load_folder(config: Stdlib, root: Path) -> DataSource:
     held_out = {path for path in files if is_validation(path)}
     train = join([text for path, text in files.items() if path not in held_out])
     validation = join([text for path, text in files.items() if path in held_out])
-    train_windows = cut(train, config.context_length)
-    validation_windows = cut(validation, config.context_length)
+    windows = cut_behind_bos if config.bos else cut
+    train_windows = windows(train, config.context_length)
+    validation_windows = windows(validation, config.context_length)
     if len(train_windows) == 0:
         raise ValueError(
             f"data.context_length={config.context_length}: the training text under {str(root)!r} "
@@ -77,7 +80,8 @@ def load_folder(config: Stdlib, root: Path) -> DataSource:
             f"{len(validation_windows)} windows of context_length={config.context_length}; choose fewer or shorter ones"
         )
     chosen = np.arange(config.validation_windows) * len(validation_windows) // config.validation_windows
-    targets = chosen[:, None] * config.context_length + np.arange(1, config.context_length + 1)
+    first_target = 0 if config.bos else 1
+    targets = chosen[:, None] * config.context_length + np.arange(config.context_length) + first_target
     probability = ByteTrigram(train).probability(trigrams(validation)[targets.ravel()])
     return DataSource(
         name="stdlib",
@@ -145,3 +149,13 @@ def cut(text: np.ndarray, length: int) -> torch.Tensor:
     if len(text) <= length:
         return torch.empty(0, length + 1, dtype=torch.uint8)
     return torch.from_numpy(text).unfold(0, length + 1, length)
+
+
+def cut_behind_bos(text: np.ndarray, length: int) -> torch.Tensor:
+    """Windows of NUL, so many bytes less one, and their targets, uint8 `[N, length + 1]`: each byte is a target once.
+
+    What is left over at the end, less than a window, is dropped.
+    """
+    if len(text) < length:
+        return torch.empty(0, length + 1, dtype=torch.uint8)
+    return torch.nn.functional.pad(torch.from_numpy(text).unfold(0, length, length), (1, 0))

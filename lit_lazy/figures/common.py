@@ -20,6 +20,8 @@ BETTER, WORSE, NEUTRAL = "#0072B2", "#D55E00", "#595959"
 """Two of Okabe and Ito's colours, told apart with every common colour blindness, and a grey."""
 WIDTH = 7.3
 """Inches: 1095 pixels at the 150 dpi of a PNG."""
+TITLE_LINE = 0.18
+"""Inches of a line of a figure's title."""
 POINTS = 128
 """A line with more points is drawn as means over bins: no more can be told apart, and an SVG stays small."""
 
@@ -36,11 +38,24 @@ def in_style() -> Iterator[None]:
 
 def new_figure(width: float, height: float, title: str) -> Figure:
     """An empty figure, in inches, under its title, continued in further lines where it is long."""
-    lines = [line for text in title.split("\n") for line in wrap(text, int(11.5 * width))]
-    figure = Figure(figsize=(width, height + 0.18 * len(lines)), layout="constrained")
+    lines = _wrapped(title, width)
+    figure = Figure(figsize=(width, height + TITLE_LINE * len(lines)), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle("\n".join(lines))
     return figure
+
+
+def put_above_title(figure: Figure, text: str) -> None:
+    """More lines before the title, and room for them."""
+    width, height = figure.get_size_inches()
+    lines = _wrapped(text, width)
+    with in_style():
+        figure.suptitle("\n".join([*lines, figure.get_suptitle()]))
+    figure.set_size_inches(width, height + TITLE_LINE * len(lines))
+
+
+def _wrapped(title: str, width: float) -> list[str]:
+    return [line for text in title.split("\n") for line in wrap(text, int(11.5 * width))]
 
 
 def legend_below(figure: Figure, handles: Iterable[Artist], columns: int) -> None:

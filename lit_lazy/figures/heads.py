@@ -33,6 +33,7 @@ from lit_lazy.figures.common import (
     log_bins,
     mean,
     new_figure,
+    put_above_title,
 )
 
 Arrays = Mapping[str, np.ndarray]
@@ -407,10 +408,13 @@ RUN_FIGURES = (
 FIGURE_NAMES = tuple(draw.__name__ for draw in RUN_FIGURES)
 
 
-def run_figures(arrays: Arrays) -> dict[str, Figure]:
-    """Every figure that there is something to draw for, by name and in reading order."""
+def run_figures(arrays: Arrays, run: str) -> dict[str, Figure]:
+    """Every figure that there is something to draw for, by name and in reading order; the run's name in each title."""
     figures = {name: draw(arrays) for name, draw in zip(FIGURE_NAMES, RUN_FIGURES, strict=True)}
-    return {name: figure for name, figure in figures.items() if figure is not None}
+    made = {name: figure for name, figure in figures.items() if figure is not None}
+    for figure in made.values():
+        put_above_title(figure, run)
+    return made
 
 
 def _finite(arrays: Arrays, key: str) -> np.ndarray | None:

@@ -1,7 +1,9 @@
 """A question: an ablation with a declaration, made before it is run, that turns its results into a verdict."""
 
 import hashlib
+import inspect
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,7 +11,9 @@ from lit_lazy.config.files import exported
 from lit_lazy.config.key import code, settings
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid.ablation import Ablation, load_ablation
+from lit_lazy.grid.stages import FirstStageMissing
 from lit_lazy.support.checks import require
+from lit_lazy.support.errors import one_line
 from lit_lazy.support.kinds import check_kinds
 from lit_lazy.support.provenance import committed_at
 from lit_lazy.table.question import Declaration, Rule
@@ -18,7 +22,7 @@ from lit_lazy.table.records import Contrast
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of an ablation. A file in `ablations/` exports it as `question`."""
+    """What is asked of an ablation. A file in `ablations/` exports it as `question`, or a function that makes it."""
 
     ablation: Ablation
     """Its rows and seeds, without contrasts and primary outcome: they are the question's."""
@@ -29,7 +33,7 @@ class Question:
     contrasts: tuple[Contrast, ...]
     """What the rule is applied to, at most five."""
     rule: Rule
-    """What is claimed of every contrast: lower, higher, same or removed (`lit_lazy.table.question.Rule`)."""
+    """What is claimed of every contrast: lower, higher, same, removed or alone (`lit_lazy.table.question.Rule`)."""
     margin: float
     """The largest difference that counts as none, in the metric's unit."""
     source: str
@@ -37,9 +41,9 @@ class Question:
     pilot_seeds: tuple[int, ...] = ()
     """Seeds whose results were seen before; a verdict that uses one is exploratory."""
     removed: float = 0.1
-    """Of the rule `removed`: what is removed lies below it."""
+    """Of the rules `removed` and `alone`: what is removed lies below it."""
     kept: float = 0.3
-    """Of the rule `removed`: what is there lies above it."""
+    """Of the rules `removed` and `alone`: what is there lies above it."""
 
     def __post_init__(self) -> None:
         name = f"question {self.ablation.name!r}"
@@ -89,10 +93,27 @@ class Question:
 
 
 def load_asked(path: Path) -> tuple[Ablation, Question | None]:
-    """The ablation of a file, and the question that it answers where the file exports one."""
+    """The ablation of a file, and the question that it answers where the file exports one.
+
+    A second stage exports a function that makes it. Raises `FirstStageMissing` where it has to wait for the first.
+    """
     question = exported(path, "question")
     if question is None:
         return load_ablation(path), None
+    if inspect.isfunction(question):
+        question = _made(path, question)
     if not isinstance(question, Question):
         raise ValueError(f"{path}: its `question` is a {type(question).__name__}; let it be a Question(...)")
     return question.asked, question
+
+
+def _made(path: Path, make: Callable[[], object]) -> object:
+    """What a file's function returns. Raises ValueError, in one line that names the file, where it fails."""
+    try:
+        return make()
+    except FirstStageMissing as error:
+        raise FirstStageMissing(f"{path.stem}: {error}") from None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ValueError(f"{path}: {one_line(error)}") from error

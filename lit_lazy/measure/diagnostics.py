@@ -1,6 +1,6 @@
 """Everything that is measured of a trained model's heads and hidden states, as arrays: `measure`, `Diagnostics`."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_lazy.attention import Attention, AttentionCall
+from lit_lazy.attention import Attention, AttentionCall, Cache
 from lit_lazy.data.base import IGNORED, Batch, DataSource
 from lit_lazy.data.sampler import evenly
 from lit_lazy.measure.collapse import Collapse, repeated_gap
@@ -30,6 +30,8 @@ MOST_MAPS, MAP_ROWS = 4, 128
 """Weight matrices that are kept where none are chosen, and the most rows and keys of each."""
 EVICTED = 4
 """Keys that are hidden at most, from the first on."""
+N_HELD = -1
+"""The last row of the losses: so many keys are hidden, and count in n all the same."""
 EVICTION_ROW = 9
 """1-based position from which the loss without the first keys is compared: earlier rows see hardly any other key."""
 
@@ -38,6 +40,7 @@ SCALARS = {
     "sink/rate_share": ("sink/rate_share", lambda x: x[..., 0]),
     "sink/value_norm": ("sink/value_norm", lambda x: x[..., 0]),
     "sink/eviction": ("loss/evicted", lambda x: x[-1]),
+    "sink/eviction_n_held": ("loss/evicted_n_held", lambda x: x),
     "mass/empty_rows": ("mass/empty_rows", lambda x: x),
     "mass/dead_heads": ("mass/dead", lambda x: x),
     "sparsity/small": ("sparsity/small", lambda x: x),
@@ -72,7 +75,8 @@ class Diagnostics:
     `watch/tau` `[S, layers, H]`: tau at the S steps `watch/step` (int64) of the training, of per_token the mean over
     positions; absent where there is none, or no training was seen.
     `loss/by_position` `[T]`, nats, NaN where nothing is predicted. `loss/evicted` `[4]`: what the loss rises by over
-    the rows from position 9 on, in nats, when the first 1 to 4 keys are hidden in every layer.
+    the rows from position 9 on, in nats, when the first 1 to 4 keys are hidden in every layer;
+    `loss/evicted_n_held` `[]`: the same of 4 keys where n, and with it theta, stays as it was.
     `maps/weights` float16 `[S, n, n]`: weights of the first sequence (of that with the longest first document), NaN at
     hidden keys, first n = min(T, 128) rows (those of the document);
     `maps/heads` int64 `[S, 2]`: layer and head of each, from 0.
@@ -244,6 +248,24 @@ def at_rest(model: DecoderLM) -> Iterator[None]:
             attention.backend = backend
 
 
+@contextmanager
+def n_of_the_text(model: DecoderLM, cache: Sequence[Cache] | None = None) -> Iterator[None]:
+    """Let n and positions, of which thresholds are made, count keys that are hidden, and those evicted from a cache."""
+
+    def count(layer: int, args: Any) -> tuple[AttentionCall]:
+        return (args[0]._replace(evicted=0 if cache is None else cache[layer].evicted),)
+
+    hooks = [
+        attention.normaliser.register_forward_pre_hook(lambda _, args, layer=layer: count(layer, args))
+        for layer, attention in enumerate(model.attentions)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 OnAttention = Callable[[int, Attention, AttentionCall], None]
 OnHidden = Callable[[int, Tensor], None]
 
@@ -295,7 +317,7 @@ class _Observed:
             metric.to(device)
         wide = {"dtype": torch.float64, "device": device}
         self.gap = torch.zeros(self.n_layers + 1, **wide)
-        self.nll = torch.zeros(1 + self.evicted, length, **wide)
+        self.nll = torch.zeros(2 + self.evicted if self.evicted else 1, length, **wide)
         self.predicted = torch.zeros(length, **wide)
         self.sequences = self.whole = 0
 
@@ -316,19 +338,22 @@ class _Observed:
             last.append(x[:, -2:-1].clone())
 
         with listening(self.model, on_attention, on_hidden):
-            self._add_loss(tokens, targets, 0)
+            self._add_loss(tokens, targets, 0, 0)
         for evicted in range(1, self.evicted + 1):
-            self._add_loss(tokens, targets, evicted)
+            self._add_loss(tokens, targets, evicted, evicted)
+        if self.evicted:
+            with n_of_the_text(self.model):
+                self._add_loss(tokens, targets, self.evicted, N_HELD)
         self._add_repeated(tokens, last, counted.all(1))
 
-    def _add_loss(self, tokens: Tensor, targets: Tensor, evicted: int) -> None:
-        """By position, with the first keys hidden. The implementation is the same with none hidden."""
+    def _add_loss(self, tokens: Tensor, targets: Tensor, evicted: int, row: int) -> None:
+        """By position, with the first keys hidden, to a row of the losses. The implementation is the same for none."""
         seen = None
         if self.evicted:
             seen = torch.ones_like(tokens, dtype=torch.bool)
             seen[:, :evicted] = False
         nll = token_nll(self.model(tokens, key_mask=seen), targets)
-        self.nll[evicted] += nll.double().sum(0)
+        self.nll[row] += nll.double().sum(0)
 
     def _add_repeated(self, tokens: Tensor, last: list[Tensor], whole: Tensor) -> None:
         """The whole sequences without their last token, against themselves with the one before it repeated.
@@ -356,7 +381,8 @@ class _Observed:
         if self.evicted:
             late = by_position[:, EVICTION_ROW - 1 :]
             there = self.predicted[EVICTION_ROW - 1 :] > 0
-            found["loss/evicted"] = (late[1:] - late[0])[:, there].mean(-1)
+            rise = (late[1:] - late[0])[:, there].mean(-1)
+            found["loss/evicted"], found["loss/evicted_n_held"] = rise[:-1], rise[-1]
         found |= self._learned()
         arrays = {name: value.cpu().numpy().astype(np.float32) for name, value in found.items()}
         sample = np.array([self.sequences, self.length, self.n_layers], np.int64)

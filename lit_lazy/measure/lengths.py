@@ -1,7 +1,9 @@
 """What becomes of a model at some length: loss by position, keys seen and thresholds, also with a cache that evicts."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -12,7 +14,14 @@ from lit_lazy.attention import Eviction
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
 from lit_lazy.data.base import IGNORED, Batch, DataSource
-from lit_lazy.measure.diagnostics import SAMPLE, TOKENS_AT_ONCE, at_rest, first_documents, validation_sample
+from lit_lazy.measure.diagnostics import (
+    SAMPLE,
+    TOKENS_AT_ONCE,
+    at_rest,
+    first_documents,
+    n_of_the_text,
+    validation_sample,
+)
 from lit_lazy.measure.evaluation import NATS_PER_BIT
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
@@ -23,19 +32,20 @@ STREAMED = "streamed/"
 
 
 @torch.no_grad()
-def loss_by_position(model: DecoderLM, batch: Batch, eviction: Eviction | None = None) -> Tensor:
+def loss_by_position(model: DecoderLM, batch: Batch, eviction: Eviction | None = None, n_held: bool = False) -> Tensor:
     """Mean loss in nats at each position, float64 `[T]`, of a batch's `tokens` and `targets` `[B, T]`; NaN without any.
 
     Of documents that do not see each other, the first of each sequence counts.
-    Decoded with a cache: whole where there is no eviction, else token by token once it is full. Raises ValueError, in
-    one line, where the model cannot serve that.
+    Decoded with a cache: whole where there is no eviction, else token by token once it is full. n_held: thresholds are
+    those of the tokens' positions in the text, in place of the cache's. Raises ValueError, in one line, where the model
+    cannot serve that.
     """
     tokens, targets = batch["tokens"].to(model.device), first_documents(batch)[1].to(model.device)
     cache = model.new_cache(eviction)
     at_once = max(1, TOKENS_AT_ONCE // len(tokens))
     parts = [piece for part in cache[0].parts(tokens) for piece in part.split(at_once, 1)]
     wanted = targets.split([part.shape[1] for part in parts], 1)
-    with at_rest(model):
+    with at_rest(model), n_of_the_text(model, cache) if n_held else nullcontext():
         nll = [token_nll(model(part, cache), target) for part, target in zip(parts, wanted, strict=True)]
     return torch.cat(nll, 1).double().sum(0) / (targets != IGNORED).sum(0)
 
@@ -143,6 +153,8 @@ class Streaming(Evaluation):
     """Length of the sequences, as a multiple of the training's context."""
     sequences: int = 16
     """Of the validation data, spread evenly over them."""
+    n_held: bool = False
+    """Measure also with thresholds by position in the text, in place of those by the keys in the cache."""
 
     def __post_init__(self) -> None:
         require(len(self.first) > 0, "Streaming.first", self.first, "needs at least one")
@@ -164,17 +176,20 @@ class Streaming(Evaluation):
         check_reach(model, data, length)
 
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
-        """`streaming/4+64/loss` and `loss_excess` over `streaming/whole/loss`, nats; of text bits per byte, too."""
+        """`streaming/4_and_64/loss` and `loss_excess` over `streaming/whole/loss`, nats; of text bits per byte, too.
+
+        With thresholds by position in the text `streaming/4_and_64_n_held/loss` and `loss_excess`.
+        """
         source = data.at_length(self.times * model.context_length).load()
         (batch,) = validation_sample(source, self.sequences)
         after = max(self.first) + self.window
         whole = loss_by_position(model, batch)[after:]
         found = named_losses("streaming/whole/", {"loss": whole}, source)
-        for first in self.first:
-            loss = loss_by_position(model, batch, Eviction(first, self.window))[after:]
-            found |= named_losses(
-                f"streaming/{first}+{self.window}/", {"loss": loss, "loss_excess": loss - whole}, source
-            )
+        ways = {"": False, "_n_held": True} if self.n_held else {"": False}
+        for first, (name, n_held) in product(self.first, ways.items()):
+            loss = loss_by_position(model, batch, Eviction(first, self.window), n_held)[after:]
+            losses = {"loss": loss, "loss_excess": loss - whole}
+            found |= named_losses(f"streaming/{first}_and_{self.window}{name}/", losses, source)
         return found
 
 

@@ -71,12 +71,16 @@ class Request:
     runs: Path = Path("runs")
 
     @property
-    def folder(self) -> Path:
-        """Where the results are written."""
+    def name(self) -> str:
+        """The checkpoint's, and that of other data."""
         path = self.checkpoint.resolve()
         name = path.parent.name if path.name == FINAL_CHECKPOINT else path.stem
-        elsewhere = f"-{Path(self.data).stem}" if self.data else ""
-        return self.out or self.runs / f"diagnose-{name}{elsewhere}"
+        return name + (f"-{Path(self.data).stem}" if self.data else "")
+
+    @property
+    def folder(self) -> Path:
+        """Where the results are written."""
+        return self.out or self.runs / f"diagnose-{self.name}"
 
 
 def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagnostics:
@@ -267,7 +271,7 @@ def write(
         "versions": environment(),
     }
     write_text(folder / FACTS, json.dumps(facts, indent=1, allow_nan=False) + "\n")
-    figures = run_figures(measured.arrays)
+    figures = run_figures(measured.arrays, request.name)
     for name in FIGURE_NAMES:  # those of an earlier diagnosis would not be of this one's arrays
         for kind in ("png", "svg"):
             (folder / f"{name}.{kind}").unlink(missing_ok=True)

@@ -240,7 +240,8 @@ def _variant_figures(material: _Material) -> str:
             if kept is None:
                 without.append(f"{escape(name)}: {material.id(run.run_id)} holds no {DIAGNOSTICS}")
                 continue
-            body = _figures(figures.run_figures(Diagnostics.load(io.BytesIO(kept)).arrays), name)
+            arrays = Diagnostics.load(io.BytesIO(kept)).arrays
+            body = _figures(figures.run_figures(arrays, name), name)
             summary = f"<summary>{escape(row.variant)} <small>seed {run.tags['seed']}</small></summary>"
             parts.append(f"<details{opened}>{summary}\n{body}</details>")
             break

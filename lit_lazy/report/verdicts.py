@@ -13,23 +13,41 @@ from lit_lazy.table.verdicts import lines
 
 REVIEWERS = {
     "R1": ("exact formula, sign and normalisation of the threshold", "docs/method.md, sections 1 and 2; no experiment"),
-    "R2": ("sensitivity to the initial tau", "at larger scale"),
-    "R3": ("renormalising; drift of scale across layers and lengths", "drift by layer and length"),
+    "R2": ("sensitivity to the initial tau", "on text, and at larger scale"),
+    "R3": (
+        "renormalising; drift of scale across layers and lengths",
+        "drift at larger scale; watch/mass_layer_* and watch/mass_quarter_* of any run show it",
+    ),
     "R4": ("mass beside sink and density: what survives, where it sits", "at larger scale"),
-    "R5": ("gain of Elastic-Softmax apart from the bias, over seeds, tested", "at each rule's best learning rate"),
-    "R6": ("sigmoid, sparsemax, entmax on one recipe", "beside the sink; docs/results/rivals-* shows the losses"),
-    "R7": ("time and memory against softmax", "on a GPU; on CPU cores docs/results/bench-step.md"),
-    "R8": ("does sparsity make anything faster", "on models trained for it"),
-    "R9": ("value of RoPE's base, and sensitivity to it", "an axis of its own"),
-    "R10": ("range of the bias, memory at 32k, beyond its range", "an axis of its own"),
+    "R5": (
+        "gain of Elastic-Softmax apart from the bias, over seeds, tested",
+        "beyond 6 million tokens and 130,000 parameters",
+    ),
+    "R6": (
+        "sigmoid, sparsemax, entmax on one recipe",
+        "sparsemax and entmax beside the sink, rivals at their best rates; docs/results/rivals-* shows the losses",
+    ),
+    "R7": (
+        "time and memory against softmax",
+        "on a GPU; peaks and other lengths on CPU cores: docs/results/bench-step.md",
+    ),
+    "R8": ("does sparsity make anything faster", "kernels that skip, on a GPU and on such models' own scores"),
+    "R9": ("value of RoPE's base, and sensitivity to it", "the paper's own value; beyond the training's length"),
+    "R10": (
+        "range of the bias, memory at 32k, beyond its range",
+        "training at 32k; its memory by arithmetic in ablations/q_bias_range.py",
+    ),
     "R11": (
         "gradients through the ReLU: dead heads, instability, remedies",
         "gradients themselves, instability at scale",
     ),
-    "R12": ("a fixed window in its place", "an axis of its own"),
-    "R13": ("length extrapolation", "loss by position at 2 and 4 times the training's length"),
-    "R14": ("a cache that evicts once the sink is gone", "a second stage on trained models"),
-    "R15": ("bytes of the cache and of activations", "by measurement"),
+    "R12": ("a fixed window in its place", "longer contexts; windows in some layers alone"),
+    "R13": ("length extrapolation", "beyond four times the training's length; benchmarks of long context"),
+    "R14": (
+        "a cache that evicts once the sink is gone",
+        "larger models; caches that choose what they keep by its weight",
+    ),
+    "R15": ("bytes of the cache and of activations", "on a GPU, under bf16"),
 }
 """The reviewers' questions (OpenReview, in our words), and what is open of each beside the questions that answer it."""
 

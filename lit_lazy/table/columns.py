@@ -130,6 +130,47 @@ COLUMNS = (
     Column("model/parameters", "parameters", None, ",.0f"),
 )
 
+HEAD_COLUMNS = (
+    Column(
+        "sink/eviction",
+        "loss without 4 keys",
+        "lower",
+        4,
+        "nats",
+        note="what the loss of later rows rises by when keys 1 to 4 are hidden in every layer",
+    ),
+    Column(
+        "sink/eviction_n_held",
+        "loss without 4 keys, n held",
+        "lower",
+        4,
+        "nats",
+        note="the same with thresholds as they were",
+    ),
+    Column(
+        "sparsity/block_64",
+        "empty tiles",
+        None,
+        1,
+        "%",
+        scale=100,
+        note="64 x 64 tiles with a visible key and without a weight, which a kernel could skip",
+        bounds=SHARE,
+    ),
+    Column("mass/empty_rows", "empty rows", None, 1, "%", scale=100, note="rows without any mass", bounds=SHARE),
+    Column(
+        "mass/dead_heads",
+        "dead heads",
+        None,
+        1,
+        "%",
+        scale=100,
+        note="heads without any mass from row 2 on",
+        bounds=SHARE,
+    ),
+)
+"""What the reviewers asked of heads beside sink, mass and sparsity (R8, R11, R14); measured in every run."""
+
 INIT_COLUMNS = (
     Column(
         "init/sink/first_key_weight_non_trigger",

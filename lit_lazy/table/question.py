@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from lit_lazy.support.checks import require
 
-Rule = Literal["lower", "higher", "same", "removed"]
+Rule = Literal["lower", "higher", "same", "removed", "alone"]
 """What is claimed of every contrast.
 
 lower, higher: the weighted sum is below, above 0. Refuted where it is significantly the other way, or equivalent to 0
@@ -14,6 +14,7 @@ within the margin (TOST).
 same: it is equivalent to 0 within the margin. Refuted where its interval lies wholly outside.
 removed: the rows of positive weight lie below `Declaration.removed` where those of negative weight lie above
 `Declaration.kept`. Refuted where both lie above `kept`.
+alone: the same, and refuted too where a row of negative weight lies below `removed` as well.
 """
 Status = Literal["supported", "refuted", "undecided"]
 MOST_CONTRASTS, FEWEST_SEEDS, MOST_SEEDS = 5, 5, 1000

@@ -130,11 +130,20 @@ def _removed(declaration: Declaration, sums: _Sums, level: float, times: float) 
     return "undecided", "between the bounds"
 
 
+def _alone(declaration: Declaration, sums: _Sums, level: float, times: float) -> tuple[Status, str]:
+    removed = declaration.removed
+    without = [row for row in sums.minus if _interval(row, level, times).high < removed]
+    if without:
+        return "refuted", f"{len(without)} of {len(sums.minus)} others are below {removed:g} as well"
+    return _removed(declaration, sums, level, times)
+
+
 _RULES: Mapping[Rule, Callable[[Declaration, _Sums, float, float], tuple[Status, str]]] = {
     "lower": _directed,
     "higher": _directed,
     "same": _same,
     "removed": _removed,
+    "alone": _alone,
 }
 
 

@@ -1,15 +1,15 @@
 """What a training will take: parameters, tokens, FLOPs, memory by part, hours, disk. Nothing of it is trained."""
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
-from torch import nn
 
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import Block, DecoderLM, flops_per_token
+from lit_lazy.model.kept import kept_bytes
 from lit_lazy.model.loss import LOGITS_AT_ONCE
 from lit_lazy.optim import Optimiser
 from lit_lazy.support.memory import most_bytes
@@ -100,35 +100,20 @@ def kept_by_a_block(cfg: ModelConfig, context_length: int, bf16: bool) -> tuple[
     """
     block = Block(dataclasses.replace(cfg, backend="auto"), context_length, layer=0)
     rotation = cfg.position.build(cfg.d_model, block.attention.rotary_dim, context_length).rotation
-    own = {tensor.untyped_storage().data_ptr() for tensor in _tensors(block)}
 
     def kept(length: int) -> int:
         x = torch.randn(1, length, cfg.d_model, generator=torch.Generator().manual_seed(0), requires_grad=True)
-        storages: dict[int, torch.UntypedStorage] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                storages[storage.data_ptr()] = storage
-            return tensor
-
-        with (
-            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-            torch.autocast("cpu", torch.bfloat16, enabled=bf16),
-        ):
-            block(x, rotation(length, 0), None, False, None, None, torch.zeros(1, dtype=torch.int64))
-        return sum(storage.nbytes() for storage in storages.values())
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            return kept_bytes(
+                lambda: block(x, rotation(length, 0), None, False, None, None, torch.zeros(1, dtype=torch.int64)),
+                chain(block.parameters(), block.buffers()),
+            )
 
     long = min(context_length, LOOKED_AT)
     short = (long + 1) // 2
     few, many = kept(short), kept(long)
     per_token = (many - few) / (long - short) if long > short else many
     return max(0.0, many - per_token * long), per_token
-
-
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def require_fit(cost: Cost, execution: Execution) -> None:

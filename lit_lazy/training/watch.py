@@ -1,6 +1,6 @@
 """What the heads do while a model trains: a few cheap figures of a small fixed batch, at steps that show when."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flash_lazy import Stats
 from lit_lazy.data import DataSource
 from lit_lazy.measure import AttentionMetrics
 from lit_lazy.measure.collapse import effective_rank, token_cosine
@@ -118,7 +119,21 @@ def look(model: DecoderLM, tokens: Tensor, place: Tensor | None = None) -> dict[
     measured = {NAMES[name]: value for name, value in attention.compute().items()}
     measured["watch/cosine"] = token_cosine(last).mean().item()
     measured["watch/effective_rank"] = effective_rank(last).mean().item()
-    return measured | _taus(model)
+    return measured | _masses(stats) | _taus(model)
+
+
+def _masses(stats: Sequence[Stats]) -> dict[str, float]:
+    """Where surviving mass drifts to, by layer and by quarter of the positions; rows and heads that have none."""
+    if not stats:
+        return {}
+    mass = torch.stack([layer.mass for layer in stats]).double()  # [layers, B, H, L]
+    dead = (mass[..., 1:] == 0).all(3).all(1)  # row 1 sees one key, whose weight is 1 - tau
+    quarters = {f"watch/mass_quarter_{i}": part.mean() for i, part in enumerate(mass.tensor_split(4, -1), start=1)}
+    layers = {f"watch/mass_layer_{layer}": values.mean() for layer, values in enumerate(mass)}
+    found = (
+        layers | quarters | {"watch/empty_rows": (mass == 0).double().mean(), "watch/dead_heads": dead.double().mean()}
+    )
+    return {name: value.item() for name, value in found.items() if not value.isnan()}
 
 
 def _by_head(model: DecoderLM) -> Tensor | None:

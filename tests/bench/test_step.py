@@ -9,8 +9,8 @@ import torch
 from torch_alone import alone
 
 from lit_lazy.bench import step
-from lit_lazy.bench.paired import Spread
 from lit_lazy.bench.step import QUICK, bench_step
+from lit_lazy.support.paired import Spread
 
 pytestmark = pytest.mark.xdist_group("bench step")  # one process, one benchmark
 ALONE = """

@@ -170,7 +170,7 @@ def test_the_scalars_are_told_in_groups(diagnosed: tuple[Path, str]) -> None:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without figures, which take most of the time."""
-    monkeypatch.setattr("lit_lazy.report.checkpoint.run_figures", lambda _: {})
+    monkeypatch.setattr("lit_lazy.report.checkpoint.run_figures", lambda *_: {})
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -19,13 +19,17 @@ from lit_lazy.config.key import SCHEMA, cell_key, code, settings, settings_key
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.grid.question import load_asked
 from lit_lazy.grid.search.definition import load_search
+from lit_lazy.grid.stages import FirstStageMissing
 
 SHIPPED = Path(__file__).with_name("shipped_keys.json")
 NORMALISER = "model.attention.normaliser"
 
 
 def current() -> dict[str, typing.Any]:
-    """The schema, the defaults of every class of settings, and the key of every shipped row with seed 0."""
+    """The schema, the defaults of every class of settings, and the key of every shipped row with seed 0.
+
+    Of a question that waits for another's table none: its rows are not known yet.
+    """
     keys = {}
     for name in available("ablations"):
         path = find("ablations", name)
@@ -34,7 +38,10 @@ def current() -> dict[str, typing.Any]:
             base = load_experiment(find("experiments", search.base))
             keys[name] = {"": cell_key(replace_at(base, search.common), "data")}
             continue
-        ablation, _ = load_asked(path)
+        try:
+            ablation, _ = load_asked(path)
+        except FirstStageMissing:
+            continue
         base = replace_at(load_experiment(find("experiments", ablation.base)), ablation.common)
         keys[name] = {row.name: cell_key(row.on(base), "data") for row in ablation.all_rows}
     return {"schema": SCHEMA, "defaults": defaults(RunConfig), "keys": keys}

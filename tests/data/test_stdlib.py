@@ -81,6 +81,26 @@ def test_windows_are_shifted_and_lose_nothing(library):
     assert bytes(batch["targets"].flatten().tolist()) == text[1 : n + 1]
 
 
+def test_behind_a_bos_each_byte_is_a_target_once_and_no_byte_is_the_bos(library):
+    config = Stdlib(context_length=16, validation_windows=10, bos=True)
+    source = load_folder(config, library)
+    batch = source.train.__getitems__(list(range(len(source.train))))
+    text = text_of(library, held_out=False)
+    n = len(text) // 16 * 16
+    assert bytes(batch["targets"].flatten().tolist()) == text[:n]
+    assert (batch["tokens"][:, 0] == 0).all()
+    assert torch.equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
+    train, validation = (np.frombuffer(text_of(library, part), np.uint8) for part in (False, True))
+    bits = -np.log2(ByteTrigram(train).probability(trigrams(validation))).reshape(-1)
+    chosen = source.validation.sequences.numpy()[:, 1:].tobytes()
+    windows = [validation.tobytes()[i : i + 16] for i in range(0, len(validation) - 15, 16)]
+    at = [windows.index(chosen[i : i + 16]) for i in range(0, len(chosen), 16)]
+    expected = np.mean([bits[16 * place : 16 * place + 16] for place in at])
+    assert source.info["trigram_bits_per_byte"] == pytest.approx(expected, rel=1e-12)
+    plain = load_folder(CONFIG, library)
+    assert (source.vocab_size, source.fingerprint) == (plain.vocab_size, plain.fingerprint)
+
+
 def test_validation_windows_are_evenly_spread(library):
     chosen, n = places(load_folder(CONFIG, library), text_of(library, held_out=True))
     assert len(chosen) == 10

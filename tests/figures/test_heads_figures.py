@@ -94,10 +94,11 @@ def same(found, expected):
 
 
 def test_every_figure_is_there_in_reading_order_and_small_enough_for_a_page():
-    made = run_figures(make())
+    made = run_figures(make(), "lazy, seed 3")
     assert list(made) == NAMES
     for figure in made.values():
         assert figure.get_figwidth() <= WIDTH
+        assert figure.get_suptitle().startswith("lazy, seed 3\n")
 
 
 def test_nothing_is_drawn_of_nothing():
@@ -108,7 +109,7 @@ def test_nothing_is_drawn_of_nothing():
         undefined = {k: np.full(v.shape, np.nan) if v.dtype.kind == "f" else v for k, v in arrays.items()}
         assert draw(undefined) is None
     softmax = {key: value for key, value in arrays.items() if not key.endswith("tau")}
-    assert list(run_figures(softmax)) == [name for name in NAMES if not name.startswith("tau")]
+    assert list(run_figures(softmax, "x")) == [name for name in NAMES if not name.startswith("tau")]
 
 
 def test_a_zero_weight_is_told_from_a_small_one_and_from_a_hidden_key():
@@ -539,7 +540,7 @@ def assert_legible(figure: Figure) -> None:
 def test_all_text_is_inside_and_nothing_warns(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for figure in run_figures(EXTREMES[name]).values():
+        for figure in run_figures(EXTREMES[name], "a variant with a rather long name " * 4).values():
             assert_legible(figure)
 
 

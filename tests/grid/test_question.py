@@ -8,6 +8,7 @@ from pathlib import Path
 
 import forked
 import pytest
+from first_stage import stand_in
 
 from lit_lazy.attention import Elastic, Softmax
 from lit_lazy.command.main import main
@@ -15,7 +16,7 @@ from lit_lazy.config.files import available, experiment, exported, find
 from lit_lazy.grid.ablation import Ablation, Row, expand, select
 from lit_lazy.grid.question import Question, load_asked
 from lit_lazy.support.provenance import committed_at
-from lit_lazy.table.columns import COLUMNS
+from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, INIT_COLUMNS
 from lit_lazy.table.records import Contrast, Table
 from lit_lazy.tracking.tracker import Tracker, default_uri
 
@@ -23,7 +24,7 @@ SOURCE = """
 from lit_lazy.attention import Elastic, Softmax
 from lit_lazy.grid.ablation import Ablation, Row
 from lit_lazy.grid.question import Question
-from lit_lazy.table.columns import COLUMNS
+from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, INIT_COLUMNS
 from lit_lazy.table.records import Contrast
 
 RULE = "model.attention.normaliser"
@@ -167,7 +168,7 @@ ABLATION = question().ablation
         ({"contrasts": ()}, "question 'q': contrasts=0: must be 1 to 5"),
         ({"contrasts": (Contrast("c - a", {"c": 1, "a": -1}),)}, "'c' is no row of it"),
         ({"margin": 0}, "question 'q': margin=0: must be above 0"),
-        ({"rule": "better"}, "question 'q': rule='better': must be one of lower, higher, same, removed"),
+        ({"rule": "better"}, "question 'q': rule='better': must be one of lower, higher, same, removed, alone"),
         ({"ablation": replace(ABLATION, seeds=(0, 1))}, r"question 'q': seeds=\(0, 1\): needs at least 5"),
         ({"ablation": replace(ABLATION, primary=("loss/excess",))}, r"question 'q': ablation\.primary=.*leave it to"),
         (
@@ -189,12 +190,15 @@ def test_a_question_that_is_none_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_shipped_questions_fit_their_experiment_and_use_no_seed_that_was_seen(name: str) -> None:
-    """Seeds 0 to 4 are those of the tables that were there before."""
+def test_shipped_questions_fit_their_experiment_and_use_no_seed_that_was_seen(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seeds 0 to 4 are those of the tables that were there before, 7 and 20 of pilots."""
+    stand_in(monkeypatch, tmp_path)
     ablation, asked = load_asked(find("ablations", name))
     assert asked is not None
     assert ablation.name == name
-    assert not {*asked.ablation.seeds} & ({0, 1, 2, 3, 4} | {*asked.pilot_seeds})
+    assert not {*asked.ablation.seeds} & ({0, 1, 2, 3, 4, 7, 20} | {*asked.pilot_seeds})
     from lit_lazy.config.canonical import replace_at
 
     base = replace_at(experiment(ablation.base), ablation.common)
@@ -204,11 +208,23 @@ def test_shipped_questions_fit_their_experiment_and_use_no_seed_that_was_seen(na
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_shipped_questions_run_in_a_tiny_form(name: str, runs: Path) -> None:
-    tiny = f"{load_asked(find('ablations', name))[0].base}_tiny"
-    done = forked.run([*RUN, name, "--base", tiny, "--seeds", "10", "--runs", str(runs), "--workers", "2"])
+def test_shipped_questions_run_in_a_tiny_form(
+    name: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch, tmp_path)
+    ablation, _ = load_asked(find("ablations", name))
+    tiny = f"{ablation.base}_tiny"
+    few = ("--train.steps=8", "--train.warmup_steps=2", "--train.val_every=2")
+    done = forked.run([*RUN, name, "--base", tiny, "--seeds", "10", "--runs", str(runs), "--workers", "2", *few])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Not decided yet: " in done.stdout
+    table = Table.from_json(json.loads(next(runs.glob(f"{name}-*/table.json")).read_text()))
+    # The columns that all tables share depend on the data; those of the question are there to be measured.
+    shared = {column.key for column in (*COLUMNS, *HEAD_COLUMNS, *INIT_COLUMNS)}
+    own = {column.key for column in ablation.columns} - shared
+    measured = {column.key for column in table.columns}
+    assert {*ablation.primary, *own} <= measured
+    assert all(row.metrics[ablation.primary[0]].n == 1 for row in table.rows)
 
 
 def test_questions_are_priced_and_what_does_not_fit_is_left_out(
@@ -216,9 +232,11 @@ def test_questions_are_priced_and_what_does_not_fit_is_left_out(
 ) -> None:
     from lit_lazy.command import ablate_questions
 
+    stand_in(monkeypatch, tmp_path / "results")
     ran = []
     prices = {name: 600.0 * (i + 1) for i, name in enumerate(reversed(QUESTIONS))}
-    monkeypatch.setattr(ablate_questions, "_seconds", lambda grid: prices[grid.plan.ablation])
+    monkeypatch.setattr(ablate_questions, "make_grid", lambda options, _: options.ablation)
+    monkeypatch.setattr(ablate_questions, "_seconds", lambda name: prices[name])
     monkeypatch.setattr(ablate_questions, "ablate_run", lambda options, _: ran.append(options.ablation) or 0)
     words = ["ablate", "questions", "--runs", str(tmp_path / "runs"), "--workers", "1"]
     assert main([*words, "--dry-run"]) == 0

@@ -49,7 +49,7 @@ class Mine(Elastic):
 """
 
 MEASURES = """
-from lit_lazy.bench.paired import in_a_process
+from lit_lazy.support.paired import in_a_process
 from lit_lazy.command.main import main
 from lit_lazy.support.errors import one_line
 

@@ -75,9 +75,9 @@ SPECS = {
 class Dense:
     """A model in fp64, written out with whole matrices: what each layer's heads and hidden states are."""
 
-    def __init__(self, module: LitLM, tokens: Tensor, hidden_keys: int = 0) -> None:
+    def __init__(self, module: LitLM, tokens: Tensor, hidden_keys: int = 0, n_held: bool = False) -> None:
         self.model, self.spec = module.model, module.cfg.model.attention
-        self.hidden_keys = hidden_keys
+        self.hidden_keys, self.n_held = hidden_keys, n_held
         self.w: list[Tensor] = []
         self.mass: list[Tensor] = []
         self.scores: list[Tensor] = []
@@ -113,9 +113,11 @@ class Dense:
                 if terms.slopes is not None:
                     scores[:, head, i, j] -= terms.slopes[head] * d
         visible = (distance >= 0) & (distance < (self.spec.window or length))
+        n = visible.sum(-1)
         visible[:, : self.hidden_keys] = False
+        n = n if self.n_held else visible.sum(-1)
         p = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0)
-        theta = self.theta(layer, visible.sum(-1).clamp(min=1), length)
+        theta = self.theta(layer, n.clamp(min=1), length)
         w = (p - theta[..., None]).clamp(min=0) * visible
         mass = w.sum(-1)
         if isinstance(self.spec.normaliser, Elastic) and self.spec.normaliser.renormalise:
@@ -219,6 +221,8 @@ def expected(module: LitLM, batch: Batch) -> dict[str, Tensor]:
             for hidden_keys in range(1, 5)
         ]
     )
+    held = Dense(module, batch["tokens"], 4, n_held=True).nll(batch["targets"])
+    arrays["loss/evicted_n_held"] = (held - nll)[:, 8:].mean()
     return arrays
 
 
@@ -271,6 +275,7 @@ def test_shapes_and_types() -> None:
         ),
         "loss/by_position": (T,),
         "loss/evicted": (4,),
+        "loss/evicted_n_held": (),
         "maps/weights": (2, T, T),
         "maps/heads": (2, 2),
         "sample": (3,),
@@ -312,6 +317,14 @@ def test_hiding_keys_without_weight_changes_the_loss_by_nothing(normaliser: Norm
     blind = measure(module.model, [draw()]).arrays
     assert blind["sink/weight"][..., 0].max() < 1.01 / T  # row 1 sees no other key
     assert (blind["loss/evicted"] == 0).all()
+    assert abs(blind["loss/evicted_n_held"]) < 1e-5  # another implementation
+
+
+def test_only_a_threshold_over_n_feels_whether_n_is_held() -> None:
+    """Of the diagnostics: a softmax has none, that of `constant` has no n, that of `per_query` is lower."""
+    for normaliser, differs in ((Softmax(), False), (Elastic(0.2, "constant"), False), (Elastic(), True)):
+        arrays = measure(make(AttentionSpec(normaliser)).double().model, [draw()]).arrays
+        assert (abs(arrays["loss/evicted_n_held"] - arrays["loss/evicted"][3]) > 1e-6) == differs
 
 
 def test_a_sequence_too_short_to_miss_its_first_keys_has_no_such_loss() -> None:
@@ -478,6 +491,7 @@ def test_scalars_are_made_of_the_arrays() -> None:
             "sink/rate_share": arrays["sink/rate_share"][..., 0].mean(),
             "sink/value_norm": arrays["sink/value_norm"][..., 0].mean(),
             "sink/eviction": arrays["loss/evicted"][3],
+            "sink/eviction_n_held": arrays["loss/evicted_n_held"],
             "mass/empty_rows": arrays["mass/empty_rows"].mean(),
             "mass/dead_heads": arrays["mass/dead"].mean(),
             "sparsity/small": arrays["sparsity/small"].mean(),

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from mlflow.utils.validation import _validate_metric_name
 
 from lit_lazy.attention import AttentionSpec, Elastic, Eviction, LearnedAbsolute
 from lit_lazy.config.canonical import from_dict, to_dict
@@ -90,9 +91,22 @@ def test_streaming_compares_the_same_tokens():
     assert found["streaming/whole/loss"] == pytest.approx(whole)
     for first in (0, 2):
         loss = loss_by_position(model, batch, Eviction(first, 5))[7:].mean().item()
-        assert found[f"streaming/{first}+5/loss"] == pytest.approx(loss)
-        assert found[f"streaming/{first}+5/loss_excess"] == pytest.approx(loss - whole)
+        assert found[f"streaming/{first}_and_5/loss"] == pytest.approx(loss)
+        assert found[f"streaming/{first}_and_5/loss_excess"] == pytest.approx(loss - whole)
         assert loss != whole
+        assert not any("n_held" in name for name in found)
+    held = dataclasses.replace(STREAMING, n_held=True).measure(model, data)
+    assert {name: x for name, x in held.items() if "n_held" not in name} == found
+    for first in (0, 2):
+        loss = loss_by_position(model, batch, Eviction(first, 5), n_held=True)[7:].mean().item()
+        assert held[f"streaming/{first}_and_5_n_held/loss"] == pytest.approx(loss)
+        assert held[f"streaming/{first}_and_5_n_held/loss_excess"] == pytest.approx(loss - whole)
+
+
+def test_mlflow_takes_the_names_of_all_that_is_measured(result):
+    """At the end of a training it is too late to learn that it does not."""
+    for name in result[0].metrics:
+        _validate_metric_name(name)
 
 
 def test_varied_data_are_evaluated_as_the_usual_ones(result):
@@ -111,7 +125,7 @@ def test_of_text_they_are_bits_per_byte_too():
     found = Lengths((1,), sequences=2).measure(model, cfg.data) | Streaming((1,), 8, sequences=2).measure(
         model, cfg.data
     )
-    for name in ("length_1x/loss_last_quarter", "streaming/1+8/loss_excess"):
+    for name in ("length_1x/loss_last_quarter", "streaming/1_and_8/loss_excess"):
         bits = found[name] / np.log(2) / source.info["bytes_per_token"]
         assert found[name.replace("loss", "bits_per_byte")] == pytest.approx(bits)
 

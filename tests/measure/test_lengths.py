@@ -52,6 +52,48 @@ def test_a_cache_that_evicts_is_that_of_decoding_token_by_token(at_once, monkeyp
         loss_by_position(build(position=LearnedAbsolute()), BATCH, eviction)
 
 
+@pytest.mark.parametrize("threshold", ["per_query", "constant"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_with_n_held_theta_is_that_of_the_token_s_place_in_the_text(threshold, window):
+    """theta = tau / min(i, window) is what the cache's m keys give with tau * m / min(i, window)."""
+    spec = AttentionSpec(Elastic(0.4, threshold), LearnedBias(length=7, init_std=1.0), window=window)
+    model, eviction = build(attention=spec), Eviction(2, 9)
+    found = loss_by_position(model, BATCH, eviction, n_held=True)
+    cache, logits = model.new_cache(eviction), []
+    taus = [layer.normaliser.tau for layer in model.attentions]
+    for i, token in enumerate(BATCH["tokens"].split(1, 1), start=1):
+        seen, there = (min(n, window or T) for n in (min(i, eviction.room), i))
+        with torch.no_grad():
+            for tau in taus:
+                tau.fill_(0.4 * (seen / there if threshold == "per_query" else 1))
+            logits.append(model(token, cache))
+    expected = token_nll(torch.cat(logits, 1), BATCH["targets"]).double().mean(0)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    for tau in taus:
+        tau.data.fill_(0.4)
+    by_cache = loss_by_position(model, BATCH, eviction)
+    torch.testing.assert_close(found[: eviction.room], by_cache[: eviction.room], rtol=1e-6, atol=1e-6)
+    # A window within the cache is full in both.
+    differs = threshold == "per_query" and window is None
+    assert ((found - by_cache)[eviction.room :].abs() > 1e-6).any() == differs
+
+
+def test_of_per_token_n_held_is_the_tau_of_the_place_in_the_text():
+    model, eviction = build(attention=AttentionSpec(Elastic(0.4, "per_token"))), Eviction(2, 9)
+    plain = build(attention=AttentionSpec(Elastic(0.4)))
+    plain.load_state_dict({n: x if x.shape == plain.state_dict()[n].shape else plain.state_dict()[n]
+                           for n, x in model.state_dict().items()})  # fmt: skip
+    same = loss_by_position(model, BATCH, eviction, n_held=True)
+    torch.testing.assert_close(same, loss_by_position(plain, BATCH, eviction, n_held=True))
+    for layer in model.attentions:  # of places that the cache never has
+        layer.normaliser.tau.data[:, eviction.room :] = 0.0
+    changed = loss_by_position(model, BATCH, eviction, n_held=True)
+    assert torch.equal(changed[: eviction.room], same[: eviction.room])
+    assert (changed[eviction.room :] != same[eviction.room :]).all()
+    by_cache = loss_by_position(model, BATCH, eviction)
+    torch.testing.assert_close(by_cache, loss_by_position(plain, BATCH, eviction))
+
+
 class TestThresholds:
     EVERY = np.arange(1, T + 1)
 

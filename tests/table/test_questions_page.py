@@ -57,12 +57,14 @@ def test_a_verdict_recomputed_from_the_values_by_hand(path: Path) -> None:
         assert (part["low"], part["high"]) == pytest.approx((low, high), rel=1e-6, abs=1e-9)
         inner = interval(weights, 0.1 / count)
         small = max(map(abs, inner)) < declared["margin"]
-        if declared["rule"] == "removed":
+        if declared["rule"] in ("removed", "alone"):
             plus = [interval({name: 1.0}, 0.05 / count) for name, weight in weights.items() if weight > 0]
             minus = [interval({name: 1.0}, 0.05 / count) for name, weight in weights.items() if weight < 0]
             there = all(x[0] > declared["kept"] for x in minus)
             gone, stays = all(x[1] < declared["removed"] for x in plus), all(x[0] > declared["kept"] for x in plus)
             expected = "supported" if there and gone else "refuted" if there and stays else "undecided"
+            if declared["rule"] == "alone" and any(x[1] < declared["removed"] for x in minus):
+                expected = "refuted"
         elif declared["rule"] == "same":
             outside = low > declared["margin"] or high < -declared["margin"]
             expected = "supported" if small else "refuted" if outside else "undecided"

@@ -87,6 +87,30 @@ def test_what_is_removed_is_seen_in_levels(new, old, status, why):
     assert (found.status, found.parts[0].why) == (status, why)
 
 
+@pytest.mark.parametrize(
+    ("others", "status", "why"),
+    [
+        ({"old": 0.45, "older": 0.6}, "supported", "below 0.1 where it is above 0.3 otherwise"),
+        ({"old": 0.45, "older": 0.02}, "refuted", "1 of 2 others are below 0.1 as well"),
+        ({"old": 0.45, "older": 0.2}, "undecided", "nothing to remove: below 0.3 anyway"),
+    ],
+)
+def test_what_another_removes_too_is_not_removed_alone(others, status, why):
+    rows = {name: around(mean, 0.01) for name, mean in others.items()} | {"new": apart(0.03, 0.01)}
+    weights = {"new": 1.0, "old": -0.5, "older": -0.5}
+    found = judge(dataclasses.replace(DECLARED, rule="alone", contrasts={"all": weights}), table_of(rows))
+    assert found is not None
+    assert (found.status, found.parts[0].why) == (status, why)
+    # A rule of `removed` leaves it open, since there the others are no rivals.
+    found = judge(dataclasses.replace(DECLARED, rule="removed", contrasts={"all": weights}), table_of(rows))
+    assert found is not None
+    assert found.status == ("supported" if status == "supported" else "undecided")
+    refuted = rows | {"new": apart(0.5, 0.01), "older": around(0.6, 0.01)}
+    found = judge(dataclasses.replace(DECLARED, rule="alone", contrasts={"all": weights}), table_of(refuted))
+    assert found is not None
+    assert (found.status, found.parts[0].why) == ("refuted", "above 0.3 as well")
+
+
 def test_the_interval_is_welch_s_at_bonferroni_s_level():
     rng = np.random.default_rng(0)
     rows = {name: rng.normal(size=5).tolist() for name in ("old", "new", "newer")}
@@ -207,7 +231,7 @@ def test_lines_give_the_numbers_as_the_column_does():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rule": "better"}, "rule='better': must be one of lower, higher, same, removed"),
+        ({"rule": "better"}, "rule='better': must be one of lower, higher, same, removed, alone"),
         ({"margin": 0.0}, r"margin=0\.0: must be above 0"),
         ({"seeds": (1, 2, 3)}, r"seeds=\(1, 2, 3\): needs at least 5"),
         ({"contrasts": {}}, "contrasts=0: must be 1 to 5"),

@@ -96,6 +96,33 @@ def test_figures_are_those_of_the_model() -> None:
     assert not module.model.blocks[-1]._forward_hooks
 
 
+@pytest.mark.parametrize("tau", [0.7, 1.4])
+def test_masses_are_those_of_layers_and_quarters_and_dead_ones_are_counted(tau: float) -> None:
+    cfg = config(AttentionSpec(Elastic(tau_init=tau), LearnedBias(init_std=1.0)))
+    source = cfg.data.load()
+    model = LitLM.create(cfg, source.vocab_size, source.context_length).model.double()
+    model.attentions[1].normaliser.tau.data[0] = 100.0
+    tokens = source.validation.sequences[:3, :-1].long()
+    weights = []
+    hooks = [
+        layer.normaliser.register_forward_pre_hook(lambda rule, args: weights.append(rule.weights_of(args[0])))
+        for layer in model.attentions
+    ]
+    found = look(model, tokens)
+    for hook in hooks:
+        hook.remove()
+    mass = torch.stack([layer.mass for layer in weights])
+    for layer in range(2):
+        assert found[f"watch/mass_layer_{layer}"] == pytest.approx(mass[layer].mean().item())
+    for quarter in range(4):
+        part = mass[..., 4 * quarter : 4 * quarter + 4]
+        assert found[f"watch/mass_quarter_{quarter + 1}"] == pytest.approx(part.mean().item())
+    assert found["watch/empty_rows"] == (mass == 0).double().mean().item()
+    least = 0.25 + (0.75 / 16 if tau >= 1 else 0)
+    assert found["watch/empty_rows"] >= least, "one head of four, and row 1, whose weight is 1 - tau"
+    assert found["watch/dead_heads"] == 0.25
+
+
 def test_watching_changes_nothing(tmp_path: Path) -> None:
     """Without a logger nothing is watched: the same weights."""
     cfg = config(AttentionSpec(Elastic(), LearnedBias()))

@@ -1,0 +1,13 @@
+"""The text of the questions: two layers of width 64, context 128 behind a BOS, Python's standard library as bytes."""
+
+from lit_lazy.attention import Rope
+from lit_lazy.config import ModelConfig, RunConfig, TrainConfig
+from lit_lazy.data.stdlib import Stdlib
+
+
+def config() -> RunConfig:
+    return RunConfig(
+        data=Stdlib(context_length=128, validation_windows=256, bos=True),
+        model=ModelConfig(d_model=64, n_layers=2, n_heads=4, d_ff=176, position=Rope(), tie_embeddings=False),
+        train=TrainConfig(steps=600, batch_size=16, lr=5e-3, warmup_steps=60, val_every=150, checkpoint_every=300),
+    )

@@ -1,0 +1,60 @@
+"""Second stages: what a question takes over from the committed table of another ablation."""
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+
+from lit_lazy.config.files import PROJECT
+from lit_lazy.grid.ablation import Row
+from lit_lazy.support.errors import named
+from lit_lazy.table.records import Table
+
+RESULTS = PROJECT / "docs" / "results"
+"""Where finished tables are committed."""
+AT = " at "
+
+
+class FirstStageMissing(ValueError):
+    """The table of the first stage is not there yet."""
+
+
+def at_rate(row: str, rate: float) -> str:
+    """What a row is called at a learning rate: `softmax at 0.005`."""
+    return f"{row}{AT}{rate:g}"
+
+
+def best_rates(folder: str) -> dict[str, float]:
+    """The learning rate of each row, of those in the rows' names, at which the mean primary outcome is the lowest.
+
+    folder: of the first stage's results, such as `q_text_rates-stdlib_small`. A rate at which a seed has failed is not
+    chosen. Raises `FirstStageMissing` where there is no table, ValueError where it says nothing of a row.
+    """
+    path = RESULTS / folder / "table.json"
+    where = f"docs/results/{folder}/table.json"
+    first = folder.partition("-")[0]
+    try:
+        table = Table.from_json(json.loads(path.read_text()))
+    except FileNotFoundError:
+        raise FirstStageMissing(
+            f"needs {where}; run `lit-lazy ablate run {first}` and commit its table there"
+        ) from None
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(f"{where}: is no table.json ({named(error)}); take that of {first}") from None
+    found: dict[str, dict[float, float]] = defaultdict(dict)
+    for row in table.rows:
+        name, _, rate = row.variant.rpartition(AT)
+        means, measured = found[name], row.metrics.get(table.primary or "")
+        if row.status == "complete" and measured is not None and measured.mean is not None:
+            means[float(rate)] = measured.mean
+    if undecided := [name for name, means in found.items() if not means]:
+        raise ValueError(f"{where}: {undecided[0]!r} is finished at no rate; finish `lit-lazy ablate run {first}`")
+    return {name: min(means, key=lambda rate: means[rate]) for name, means in found.items()}
+
+
+def at_best_rate(row: Row, of: str, folder: str) -> Row:
+    """A row at the best learning rate of a row of the first stage (`best_rates`), which its note tells."""
+    rates = best_rates(folder)
+    if of not in rates:
+        raise ValueError(f"docs/results/{folder}/table.json: has no {of!r}; it has {', '.join(rates)}")
+    note = f"learning rate {rates[of]:g}, the best of {of} in {folder}"
+    return replace(row, changes={**row.changes, "train.lr": rates[of]}, note="; ".join(filter(None, (row.note, note))))

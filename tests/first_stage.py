@@ -1,0 +1,42 @@
+"""A stand-in for the committed table of q_text's first stage, for the tests of what reads it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lit_lazy.grid import stages
+from lit_lazy.grid.stages import at_rate
+from lit_lazy.table.build import build_table
+from lit_lazy.table.records import Column, Observation, RowInfo
+
+NAME = "q_text_rates-stdlib_small"
+RATES = (0.002, 0.005, 0.01)
+BEST = {"softmax": 0.005, "softmax + bias": 0.002, "elastic": 0.01, "lazy": 0.005}
+LOSS = Column("loss/bits_per_byte", "loss")
+
+
+def write(results: Path, failed: dict[str, int] | None = None) -> Path:
+    """table.json below a folder of results, where each row is best at `BEST`. failed: a seed that failed, by row."""
+    infos, cells = [], []
+    for name, best in BEST.items():
+        for rate in RATES:
+            row = at_rate(name, rate)
+            infos.append(RowInfo(row, "ours", (10, 11), "stdlib_small"))
+            for seed in (10, 11):
+                loss = 2.0 + 0.01 * seed + abs(rate - best)
+                status = "failed" if (failed or {}).get(row) == seed else "complete"
+                cells.append(Observation(row, seed, status, {LOSS.key: loss}))
+    table = build_table(
+        "q_text_rates", "stdlib_small", infos[0].variant, infos, [LOSS], [], cells, "command", primary=(LOSS.key,)
+    )
+    path = results / NAME / "table.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(table.to_json()))
+    return path
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let second stages read it in place of what is committed."""
+    write(folder)
+    monkeypatch.setattr(stages, "RESULTS", folder)

@@ -1,0 +1,121 @@
+"""A second stage takes its learning rates from the committed table of the first, and waits where there is none."""
+
+from pathlib import Path
+
+import first_stage
+import pytest
+
+from lit_lazy.command.main import main
+from lit_lazy.config.files import available, exported, find
+from lit_lazy.grid import stages
+from lit_lazy.grid.ablation import Row
+from lit_lazy.grid.question import load_asked
+from lit_lazy.grid.stages import FirstStageMissing, at_best_rate, at_rate, best_rates
+
+SECOND = [name for name in available("ablations") if callable(exported(find("ablations", name), "question"))]
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(stages, "RESULTS", tmp_path / "results")
+    return tmp_path / "results"
+
+
+def test_each_row_gets_the_rate_of_its_lowest_mean_loss(results: Path) -> None:
+    first_stage.write(results)
+    assert best_rates(first_stage.NAME) == first_stage.BEST
+
+
+def test_a_rate_at_which_a_seed_failed_is_not_chosen(results: Path) -> None:
+    first_stage.write(results, failed={at_rate("elastic", 0.01): 11})
+    assert best_rates(first_stage.NAME) == first_stage.BEST | {"elastic": 0.005}
+
+
+def test_a_row_that_failed_at_every_rate_is_named(results: Path) -> None:
+    first_stage.write(results, failed={at_rate("lazy", rate): 10 for rate in first_stage.RATES})
+    with pytest.raises(ValueError, match=r"q_text_rates-stdlib_small/table\.json: 'lazy' is finished at no rate"):
+        best_rates(first_stage.NAME)
+
+
+def test_a_row_that_the_first_stage_has_not_is_named(results: Path) -> None:
+    first_stage.write(results)
+    with pytest.raises(ValueError, match="has no 'sigmoid'; it has softmax, softmax"):
+        at_best_rate(Row("a", {}, "ours"), "sigmoid", first_stage.NAME)
+
+
+def test_what_is_no_table_is_named(results: Path) -> None:
+    first_stage.write(results).write_text("[]")
+    with pytest.raises(ValueError, match=r"docs/results/q_text_rates-stdlib_small/table\.json: is no table\.json"):
+        best_rates(first_stage.NAME)
+
+
+def test_the_first_stage_has_the_rows_that_second_stages_ask_for(results: Path) -> None:
+    ablation, _ = load_asked(find("ablations", "q_text_rates"))
+    first_stage.write(results)
+    names = {at_rate(name, rate) for name in best_rates(first_stage.NAME) for rate in first_stage.RATES}
+    assert {row.name for row in ablation.all_rows} == names
+    assert f"{ablation.name}-{ablation.base}" == first_stage.NAME
+    for row in ablation.all_rows:
+        assert row.name == at_rate(row.name.rpartition(" at ")[0], row.changes["train.lr"])
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_a_second_stage_takes_the_rates_over_and_says_so(name: str, results: Path) -> None:
+    first_stage.write(results)
+    ablation, asked = load_asked(find("ablations", name))
+    assert asked is not None
+    first, _ = load_asked(find("ablations", "q_text_rates"))
+    assert not {*ablation.seeds} & {*first.seeds}, "the rates were chosen by these seeds"
+    for row in ablation.all_rows:
+        rate = row.changes["train.lr"]
+        assert rate in first_stage.BEST.values()
+        assert f"learning rate {rate:g}" in row.note
+    before = {row.name: row.changes["train.lr"] for row in ablation.all_rows}
+    first_stage.write(results / "other", failed={at_rate(n, rate): 10 for n, rate in first_stage.BEST.items()})
+    (results / "other" / first_stage.NAME / "table.json").replace(results / first_stage.NAME / "table.json")
+    again, _ = load_asked(find("ablations", name))
+    assert all(row.changes["train.lr"] != before[row.name] for row in again.all_rows)
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_without_the_table_it_waits_in_one_line(name: str, results: Path) -> None:
+    with pytest.raises(FirstStageMissing) as error:
+        load_asked(find("ablations", name))
+    assert str(error.value) == (
+        f"{name}: needs docs/results/{first_stage.NAME}/table.json; run `lit-lazy ablate run q_text_rates` and commit "
+        "its table there"
+    )
+    assert not results.exists()
+
+
+def test_commands_go_on_without_what_waits(
+    results: Path,  # noqa: ARG001
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from lit_lazy.command import ablate_questions
+
+    assert main(["ablate", "list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"\n  {name} " in listed for name in SECOND)
+    monkeypatch.setattr(ablate_questions, "make_grid", lambda *_: None)
+    monkeypatch.setattr(ablate_questions, "_seconds", lambda _: 60.0)
+    assert main(["ablate", "questions", "--dry-run", "--runs", str(tmp_path / "runs"), "--workers", "1"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    waiting = [line for line in printed if line.startswith("not ready: ")]
+    assert [line.split()[2] for line in waiting] == [f"{name}:" for name in SECOND]
+    priced = [line.split()[0] for line in printed if " about " in line]
+    assert "q_text_rates" in priced
+    assert not {*priced} & {*SECOND}
+    assert main(["ablate", "run", SECOND[0], "--runs", str(tmp_path / "runs")]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"lit-lazy: {SECOND[0]}: needs docs/results/")
+    assert len(message.splitlines()) == 1
+
+
+def test_a_question_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "q_wrong.py"
+    path.write_text("def question():\n    return 1 / 0\n")
+    with pytest.raises(ValueError, match=r"q_wrong\.py: division by zero"):
+        load_asked(path)

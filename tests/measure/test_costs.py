@@ -1,0 +1,122 @@
+"""Costs beside a twin with softmax attention: what is compared, what bytes are counted, that nothing is changed."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, OutputGate, RetNet, Softmax
+from lit_lazy.config.files import experiment
+from lit_lazy.measure import costs
+from lit_lazy.measure.costs import Costs, attention_calls, bytes_per_token, decode, median_ratio, prefilled, twin
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.training.prepare import prepare
+
+TINY = experiment("backcopy_tiny")
+LAZY = AttentionSpec(Elastic(), LearnedBias(init_std=1.0), window=5, gate=OutputGate())
+COSTS = Costs(sequences=2, rounds=2, decoded=4)
+IDS = torch.randint(16, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def build(attention=LAZY, **changes) -> DecoderLM:
+    cfg = dataclasses.replace(TINY.model, n_layers=2, attention=attention, **changes)
+    return DecoderLM(cfg, TINY.data.load().vocab_size, 16, seed=1)
+
+
+def test_the_twin_is_the_model_with_softmax_and_its_weights():
+    model = build()
+    other = twin(model)
+    expected = build(AttentionSpec())
+    assert other.cfg == expected.cfg
+    assert torch.equal(other(IDS), expected(IDS)), "of one seed, hence with equal shared weights"
+    assert not torch.equal(other(IDS), model(IDS))
+
+
+def test_attention_is_asked_what_the_model_asks():
+    model = build()
+    outs = []
+    for attention, call in attention_calls(model, IDS):
+        hook = attention.normaliser.register_forward_hook(lambda _, args, out: outs.append((args[0].q, out[0])))
+        with torch.no_grad():
+            model(IDS)
+        hook.remove()
+        layer = model.attentions.index(attention)
+        q, out = outs[0]
+        assert torch.equal(call.q, q)
+        torch.testing.assert_close(attention.normaliser(call)[0], out)
+        assert all(x.requires_grad for x in (call.q, call.k, call.v))
+        outs.clear()
+        assert layer in (0, 1)
+
+
+def test_bytes_of_the_cache_are_two_numbers_a_dimension_key_head_and_layer():
+    for heads in (1, 2):
+        model = build(n_heads=4, n_kv_heads=heads)
+        cache = prefilled(model, IDS)
+        head_dim = TINY.model.d_model // 4
+        assert bytes_per_token(cache, 2) == 2 * 2 * heads * head_dim * 4
+
+
+def test_decoding_leaves_the_cache_as_it_was():
+    model = build().eval()
+    cache = prefilled(model, IDS[:, :12])
+    before = [(layer.k.clone(), layer.v.clone()) for layer in cache]
+    decode(model, cache, IDS[:, 12:])
+    for layer, (k, v) in zip(cache, before, strict=True):
+        assert torch.equal(layer.k, k)
+        assert torch.equal(layer.v, v)
+    with torch.no_grad():
+        logits = torch.cat([model(token, cache) for token in IDS[:, 12:].split(1, 1)], 1)
+    torch.testing.assert_close(logits, model(IDS)[:, 12:])
+
+
+def test_what_is_kept_grows_with_what_a_rule_keeps():
+    batch, specs = {"tokens": IDS, "targets": IDS}, (AttentionSpec(), AttentionSpec(gate=OutputGate()))
+    plain, gated = (costs.kept_per_token(build(spec), batch) for spec in specs)
+    width = TINY.model.d_model
+    # A gate keeps its value and the output it multiplies, in each of two layers; the layer's input is kept anyway.
+    assert 2 * width * 4 <= gated - plain <= 2 * 4 * width * 4
+
+
+def test_rises_follow_from_the_times(monkeypatch):
+    seconds = {"own": [3.0, 2.0, 9.0], "twin": [2.0, 2.0, 3.0]}
+    monkeypatch.setattr(costs, "take_turns", lambda calls, _: {name: seconds[name] for name in calls})
+    found = Costs(sequences=2, rounds=3, decoded=4).measure(build(), TINY.data)
+    assert median_ratio(*seconds.values()) == 1.5
+    assert {name: found[f"cost/{name}_rise"] for name in ("step", "attention", "decode")} == {
+        "step": 0.5, "attention": 0.5, "decode": 0.5,
+    }  # fmt: skip
+    assert found["cost/decode_ms"] == pytest.approx(1e3 * 3 / 4)
+
+
+def test_they_are_measured_and_leave_the_model_as_it_was():
+    model = build().train()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    found = COSTS.measure(model, TINY.data)
+    assert found.keys() == {
+        *(f"cost/{name}_rise" for name in ("step", "attention", "decode", "kept")),
+        "cost/decode_ms", "cost/kept_bytes", "cost/cache_bytes",
+    }  # fmt: skip
+    assert all(found[name] > -1 for name in found if name.endswith("rise"))
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert COSTS.measure(build(AttentionSpec(Softmax())), TINY.data)["cost/kept_rise"] == 0
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "changes", "message"),
+    [
+        (Costs(decoded=16), {}, r"evaluations: Costs: Costs\.decoded=16: must be below the context's 16 tokens"),
+        (Costs(decoded=4), {"mixer": RetNet()}, r"evaluations: Costs: model\.mixer=.*RetNet.*: has no attention"),
+    ],
+)
+def test_what_cannot_be_compared_is_named(evaluation, changes, message):
+    model = dataclasses.replace(TINY.model, **changes)
+    with pytest.raises(ValueError, match=message):
+        prepare(dataclasses.replace(TINY, model=model, evaluations=(evaluation,)))
+
+
+def test_mistakes_in_its_settings_are_named():
+    with pytest.raises(ValueError, match=r"Costs\.rounds=1"):
+        Costs(rounds=1)

@@ -56,8 +56,6 @@ def readme_commands() -> list[str]:
 EXEMPT = {
     "make test",
     "make dashboard",
-    "lit-lazy ablate status table2-backcopy",
-    "lit-lazy report table2",
     "lit-lazy diagnose FINAL.CKPT --lengths 128,256",
 }
 
@@ -96,7 +94,6 @@ LONG = {
     "lit-lazy ablate run my_ablation.py",
     "lit-lazy ablate run rivals --base backcopy",
     "lit-lazy ablate run table1 --base stdlib",
-    "lit-lazy ablate run table2_grid --dry-run",
 }
 
 

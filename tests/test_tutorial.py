@@ -1,17 +1,18 @@
-"""docs/tutorial.md, from its first block to its last, on the tiny model and fewer seeds."""
+"""docs/tutorial.md, from its first block to its last, on the tiny model."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 from torch_alone import ROOT
 
+BIN = Path(sys.executable).parent
 TINY = {
     '"backcopy"': '"backcopy_tiny"',
     "my_question-backcopy": "my_question-backcopy_tiny",
-    "(30, 31, 32, 33, 34)": "(30, 31, 32)",
 }
 
 
@@ -25,7 +26,6 @@ def blocks() -> list[tuple[str, str]]:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("empty_store")
 def test_it_can_be_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -39,12 +39,14 @@ def test_it_can_be_followed(
             exec(compile(code, "tutorial.md", "exec"), names)
         else:
             for line in code.splitlines():
-                done = forked.run(line.split())
+                # A fork would have the classes of the files that were imported here.
+                words = [str(BIN / "lit-lazy"), *line.split()[1:]]
+                done = subprocess.run(words, capture_output=True, text=True, check=False)
                 assert done.returncode == 0, done.stdout + done.stderr
                 print(done.stdout)
     out = capsys.readouterr().out
     verdict = names["found"].table.verdict
-    assert "the question was not committed" in verdict.sentence or verdict.exploratory
+    assert verdict.exploratory  # in no commit before it was run
     assert out.count(verdict.sentence) >= 3  # of the grid, the results, and all verdicts
     assert (tmp_path / "softmax.png").exists()
     assert (tmp_path / "runs" / "my_question-backcopy_tiny" / "report.html").exists()

@@ -23,6 +23,11 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; 
 dt { grid-column: 1; font-weight: 600; }
 dd { grid-column: 2; margin: 0; }
 @media (max-width: 600px) { dl { display: block; } dt { margin-top: .6rem; } }
+.ablation-table .grid { background:
+  linear-gradient(to right, var(--page) 40%, transparent) 0 / 3rem 100% no-repeat local,
+  linear-gradient(to left, var(--page) 40%, transparent) 100% / 3rem 100% no-repeat local,
+  linear-gradient(to right, rgba(128, 128, 128, .4), transparent) 0 / 1rem 100% no-repeat scroll,
+  linear-gradient(to left, rgba(128, 128, 128, .4), transparent) 100% / 1rem 100% no-repeat scroll; }
 .ablation-table .grid tr > :first-child { position: sticky; left: 0; background: var(--page); }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 560px), 1fr)); gap: 1.6rem; }
 figure { min-width: 0; max-width: calc(var(--width) + 2px); margin: 0; }

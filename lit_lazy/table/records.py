@@ -299,9 +299,10 @@ class Table:
 
     @property
     def compared(self) -> list[str]:
-        """Keys of the plotted columns, but for those that the baseline's cells have no value in."""
+        """Keys of the primary and the plotted columns, but for those that the baseline's cells have no value in."""
         known = [row for row in self.rows if row.variant == self.baseline and row.n]
-        plotted = [column.key for column in self.columns if column.plotted]
+        asked = [column for column in self.columns if column.plotted or column.key == self.primary]
+        plotted = [column.key for column in sorted(asked, key=lambda column: column.key != self.primary)]
         return [key for key in plotted if all(row.metrics[key].mean is not None for row in known)]
 
     def to_json(self) -> dict[str, Any]:

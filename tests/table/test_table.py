@@ -341,6 +341,13 @@ def test_the_finding_comes_first():
     )
 
 
+def test_the_primary_outcome_comes_first_among_the_effects():
+    observations = [cell(name, seed, 1.0 + seed, sparsity=0.1 * seed) for name in ("lazy", "b") for seed in range(3)]
+    columns = (replace(LOSS, plotted=True), SPARSITY, PARAMETERS)
+    assert table(rows("lazy", "b"), observations, columns, primary=("sparsity",)).compared == ["sparsity", "loss"]
+    assert table(rows("lazy", "b"), observations, columns).compared == ["loss"]
+
+
 def test_a_table_is_restated_from_its_own_values():
     result = seventeen()
     columns, contrasts = result.columns, [Contrast(c.name, c.weights) for c in result.contrasts]

@@ -381,6 +381,7 @@ def test_a_custom_normaliser_needs_no_more_than_its_weights(trained: Path, runs:
     np.testing.assert_allclose(arrays["entropy/normalised"], 1, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_figures_of_an_earlier_diagnosis_do_not_stay(runs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "there"
     folder.mkdir()

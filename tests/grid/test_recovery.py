@@ -124,6 +124,7 @@ def test_a_queue_that_is_lost_midway_is_filled_again(made: Made) -> None:
     assert again.data.params.items() >= cell.data.params.items()
 
 
+@pytest.mark.long
 def test_fresh_starts_again_where_mlflow_was_lost(made: Made, empty_store: Path, capsys: Any) -> None:
     shutil.copy(empty_store, made.runs / "mlflow.db")
     forget_databases()

@@ -212,6 +212,7 @@ class TestViews:
         assert {"loss/excess", "loss/val", "sink/rate", "watch/first_key_share", "watch/tau_layer_0"} <= set(drawn)
         assert [c["selectedParams"] for c in self.charts(AXES_VIEW, [])] == [["bias", "tau_init"]]
 
+    @pytest.mark.long
     def test_metrics_without_a_chart_stay_folded_below_by_their_groups(self) -> None:
         sections = views([], ["loss/val"], ["loss/val"], [self.SOFTMAX, self.LAZY])[CHARTS_VIEW]["compareRunSections"]
         assert [s["name"] for s in sections if s["display"]] == [

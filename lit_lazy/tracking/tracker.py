@@ -403,9 +403,9 @@ class Tracker:
         self.client.set_terminated(run_id, status)
 
     @_reaching
-    def has_ended(self, run_id: str) -> bool:
-        """Whether a run is no longer running."""
-        return self.client.get_run(run_id).info.status != "RUNNING"
+    def is_finished(self, run_id: str) -> bool:
+        """Whether a run has ended as it should."""
+        return self.client.get_run(run_id).info.status == "FINISHED"
 
     @_reaching
     def keep_views(self, axes: Sequence[str], columns: Sequence[str], main: Sequence[str] | None = None) -> None:

@@ -6,7 +6,7 @@ import warnings
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -32,7 +32,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         del storage_options  # of remote file systems
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(Path(path), lambda file: torch.save(checkpoint, file))
+        write_atomically(Path(path), lambda file: _save(checkpoint, file))
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
@@ -40,6 +40,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Mapped from the file: what is copied from it to model and optimiser is in memory once."""
         del map_location, weights_only
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
+    try:
+        torch.save(checkpoint, file)
+    except RuntimeError as error:
+        # The end of torch's archive raises its own where an interrupt has cut off its beginning.
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise error.__context__ from None
+        raise
 
 
 def read(path: Path) -> dict[str, Any]:

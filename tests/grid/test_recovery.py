@@ -156,6 +156,8 @@ def test_an_interrupted_report_does_not_leave_the_grid_running(made: Made, monke
         patch.setattr(publish, "write_report", interrupted)
         assert made.run() == 130
     assert [run.info.status for run in made.tracked("ablation")] == ["KILLED"]
+    assert made.run() == 0
+    assert [run.info.status for run in made.tracked("ablation")] == ["FINISHED"]
 
 
 KILLED_BEFORE = {

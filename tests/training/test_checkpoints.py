@@ -1,6 +1,7 @@
 """Checkpoints and other files: whole or as they were before, and judged before anything builds on them."""
 
 import errno
+import io
 import os
 import socket
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from lit_lazy.config.canonical import replace_at, to_dict
 from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.support.disk import is_disk_full, write_atomically, write_text
+from lit_lazy.training import checkpoints
 from lit_lazy.training.checkpoints import AtomicCheckpointIO, load, read, resumable_step
 from lit_lazy.training.module import LitLM
 
@@ -227,3 +229,14 @@ def test_a_checkpoint_of_an_earlier_version_loads_and_resumes(tmp_path: Path) ->
     other = replace_at(LAZY, {"model.embedding_init_std": 1.0})
     assert resumable_step(path, other, module_of(other)) == 0
     assert (tmp_path / "last.ckpt.damaged").exists()
+
+
+def test_an_interrupt_while_a_checkpoint_is_written_is_an_interrupt() -> None:
+    """torch's archive would make an error of it, and the cell fail."""
+
+    class Interrupted(io.BytesIO):
+        def write(self, _: object) -> int:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints._save({"x": torch.zeros(9)}, Interrupted())

@@ -119,7 +119,7 @@ def executed(
     added = queue.add_missing(work.cells, recorded)
     states, n = queue.states(), len(work.cells)
     left = sum(states[cell.key] not in FINISHED for cell in work.cells)
-    if not left and tracker.has_ended(parent_id):
+    if not left and tracker.is_finished(parent_id):
         console.print(f"{n} {work.noun}, all finished: nothing to do", highlight=False)
         yield False
         return

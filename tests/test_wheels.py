@@ -1,16 +1,15 @@
 """What `pip install` of both distributions gives where nothing of this clone is: it trains a file of one's own."""
 
 import re
-import shutil
-import subprocess
-import sys
 from importlib.metadata import distribution
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from torch_alone import ROOT, alone, linked
+from torch_alone import ROOT, alone, built_wheel, linked
 
+BESIDE = "runs", "kernels", "docs", "tests"
+"""Folders of the clone that are no part of either distribution, and large."""
 TRAIN = """
 import sys
 import lit_lazy
@@ -30,16 +29,6 @@ def config():
 """
 
 
-def built(source: Path, folder: Path) -> Path:
-    """A wheel of a copy, so that nothing of a former build gets in and none of this one is left."""
-    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "runs", "kernels", "docs", "tests")
-    copied = shutil.copytree(source, folder / "source", ignore=ignored)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", str(folder), str(copied)], check=True)
-    (path,) = folder.glob("*.whl")
-    return path
-
-
 @pytest.mark.long
 def test_both_wheels_hold_their_package_and_train(tmp_path: Path) -> None:
     requirements = [
@@ -50,7 +39,7 @@ def test_both_wheels_hold_their_package_and_train(tmp_path: Path) -> None:
     linked(site, set(), *(name for name in requirements if name != "flash-lazy"))
     for name, source in (("lit_lazy", ROOT), ("flash_lazy", ROOT / "kernels")):
         (folder := tmp_path / name).mkdir()
-        with ZipFile(built(source, folder)) as wheel:
+        with ZipFile(built_wheel(source, folder, *BESIDE)) as wheel:
             held = {entry for entry in wheel.namelist() if ".dist-info/" not in entry}
             wheel.extractall(site)
         package = source / name

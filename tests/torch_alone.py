@@ -1,6 +1,7 @@
 """Processes that find torch, what torch requires, and this project: a machine with a GPU may have nothing else."""
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,6 +40,16 @@ def linked(folder: Path, there: set[Path], *names: str) -> Path:
     for path in there:
         (folder / path.name).symlink_to(path)
     return folder
+
+
+def built_wheel(source: Path, folder: Path, *left_out: str) -> Path:
+    """The wheel of a distribution, from a copy: nothing of a former build gets in, and none of this one is left."""
+    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", *left_out)
+    copied = shutil.copytree(source, folder / "source", ignore=ignored)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", str(folder), str(copied)], check=True)
+    (path,) = folder.glob("*.whl")
+    return path
 
 
 def alone(code: str, site: Path) -> str:

@@ -403,9 +403,9 @@ class Tracker:
         self.client.set_terminated(run_id, status)
 
     @_reaching
-    def is_finished(self, run_id: str) -> bool:
-        """Whether a run has ended as it should."""
-        return self.client.get_run(run_id).info.status == "FINISHED"
+    def was_cut_off(self, run_id: str) -> bool:
+        """Whether a run did not come to its own end: one that did is FINISHED, or FAILED where a cell has."""
+        return self.client.get_run(run_id).info.status in ("RUNNING", "KILLED")
 
     @_reaching
     def keep_views(self, axes: Sequence[str], columns: Sequence[str], main: Sequence[str] | None = None) -> None:

@@ -46,7 +46,7 @@ def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
     try:
         torch.save(checkpoint, file)
     except RuntimeError as error:
-        # The end of torch's archive raises its own where an interrupt has cut off its beginning.
+        # The end of torch's archive raises an error of its own where an interrupt has cut off a write before it.
         if isinstance(error.__context__, KeyboardInterrupt):
             raise error.__context__ from None
         raise

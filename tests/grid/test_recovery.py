@@ -1,5 +1,6 @@
 """What a grid finds again after one of its parts was lost, or its command was killed at an unlucky moment."""
 
+import errno
 import gc
 import json
 import multiprocessing
@@ -146,15 +147,18 @@ def test_a_command_that_died_at_its_report_is_finished_by_the_next(made: Made) -
     assert (made.runs / ID / "report.html").exists()
 
 
-def test_an_interrupted_report_does_not_leave_the_grid_running(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (OSError(errno.ENOSPC, "full"), 1)])
+def test_a_report_that_was_cut_off_is_written_by_the_next(
+    error: BaseException, status: int, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made.client.update_run(made.tracked("ablation")[0].info.run_id, status="RUNNING")
 
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+    def cut_off(*_: object) -> None:
+        raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(publish, "write_report", interrupted)
-        assert made.run() == 130
+        patch.setattr(publish, "write_report", cut_off)
+        assert made.run() == status
     assert [run.info.status for run in made.tracked("ablation")] == ["KILLED"]
     assert made.run() == 0
     assert [run.info.status for run in made.tracked("ablation")] == ["FINISHED"]

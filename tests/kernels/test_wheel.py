@@ -1,13 +1,10 @@
 """The wheel that users install: what is in it, and that it works where torch is all there is."""
 
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from torch_alone import ROOT, alone
+from torch_alone import ROOT, alone, built_wheel
 
 KERNELS = ROOT / "kernels"
 SMOKE = """
@@ -36,14 +33,7 @@ else:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that nothing of a former build gets in and none of this one is left."""
-    folder = tmp_path_factory.mktemp("wheel")
-    ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
-    source = shutil.copytree(KERNELS, folder / "kernels", ignore=ignored)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", str(folder), str(source)], check=True)
-    (path,) = folder.glob("*.whl")
-    return path
+    return built_wheel(KERNELS, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.mark.long

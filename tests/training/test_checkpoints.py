@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -235,8 +235,15 @@ def test_an_interrupt_while_a_checkpoint_is_written_is_an_interrupt() -> None:
     """torch's archive would make an error of it, and the cell fail."""
 
     class Interrupted(io.BytesIO):
-        def write(self, _: object) -> int:
-            raise KeyboardInterrupt
+        writes = 0
 
+        def write(self, data: Any) -> int:
+            self.writes += 1
+            if self.writes == 4:
+                raise KeyboardInterrupt
+            return super().write(data)
+
+    with pytest.raises(RuntimeError, match="unexpected pos"):
+        torch.save({"x": torch.zeros(9)}, Interrupted())
     with pytest.raises(KeyboardInterrupt):
         checkpoints._save({"x": torch.zeros(9)}, Interrupted())

@@ -119,7 +119,7 @@ def executed(
     added = queue.add_missing(work.cells, recorded)
     states, n = queue.states(), len(work.cells)
     left = sum(states[cell.key] not in FINISHED for cell in work.cells)
-    if not left and tracker.is_finished(parent_id):
+    if not left and not tracker.was_cut_off(parent_id):
         console.print(f"{n} {work.noun}, all finished: nothing to do", highlight=False)
         yield False
         return
@@ -133,13 +133,13 @@ def executed(
 
 @contextmanager
 def _running(work: Work, queue: Queue, tracker: Tracker, parent_id: str) -> Iterator[None]:
-    """Show a parent run as running, and then as what its cells have come to."""
+    """Show a parent run as running, and then as what its cells have come to: KILLED if that could not be published."""
     tracker.set_running(parent_id)
     try:
         yield
-    except BaseException as error:
+    except BaseException:
         try:
-            tracker.set_ended(parent_id, "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            tracker.set_ended(parent_id, "KILLED")
         except TrackingError as away:
             log.warning("MLflow is away (%s); it will show the grid as running until the command is given again", away)
         raise

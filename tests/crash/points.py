@@ -231,6 +231,7 @@ def end_all() -> int:
 
 
 VOLATILE = re.compile(r"[0-9a-f]{32}|[0-9a-f]{8}|\d{8}-\d{6}|\d+")
+MOVED_AWAY = ".until-"
 PUBLISHED = ("table.csv", "table.json", "plan.json", "search.json", "config.yaml")
 
 
@@ -245,7 +246,9 @@ class Snapshot:
     runs: list[Any]
     """Of MLflow: kind, cell, status, state, params, and the names of its metrics; curves, without their times."""
     files: list[str]
-    """Without the numbers that differ each time."""
+    """Without the numbers that differ each time, and without what `--fresh` has moved away, as often as it was given."""
+    moved_away: list[str]
+    """The cells that have a result there."""
     published: dict[str, str]
 
     @classmethod
@@ -271,7 +274,8 @@ class Snapshot:
             {key: result["metrics"] for key, result in results.items()},
             sorted([trial.user_attrs["key"], trial.state.name, trial.value] for trial in trials),
             sorted(tracked, key=lambda run: json.dumps(run, sort_keys=True)),
-            sorted(VOLATILE.sub("*", path) for path in _files(runs)),
+            sorted(VOLATILE.sub("*", path) for path in _files(runs) if MOVED_AWAY not in path),
+            sorted({path.parent.name for path in runs.glob(f"{grid}{MOVED_AWAY}*/cells/*/result.json")}),
             {name: (folder / name).read_text() for name in PUBLISHED if (folder / name).exists()},
         )
 

@@ -246,7 +246,7 @@ class Snapshot:
     runs: list[Any]
     """Of MLflow: kind, cell, status, state, params, and the names of its metrics; curves, without their times."""
     files: list[str]
-    """Without the numbers that differ each time, and without what `--fresh` has moved away, as often as it was given."""
+    """Without the numbers that differ each time, and what `--fresh` has moved away, as often as it was given."""
     moved_away: list[str]
     """The cells that have a result there."""
     published: dict[str, str]

@@ -177,7 +177,8 @@ def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
 
     # The baseline has its place in the table, missing or not, also when it is not run now.
     names_chosen = {row.name for row, _ in chosen}
-    in_table = [*chosen, *(() if ablation.baseline in names_chosen else select(ablation, [ablation.baseline], []))]
+    baseline = () if ablation.baseline in names_chosen else select(ablation, [ablation.baseline], options.seeds)
+    in_table = [*chosen, *baseline]
     plan = Plan(
         ablation=ablation.name,
         base=asked.base_name,

@@ -3,9 +3,10 @@
 import sqlite3
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import sqlalchemy
 from sqlalchemy.exc import SQLAlchemyError
@@ -16,6 +17,8 @@ from lit_lazy.support.secrets import redacted, redacted_text
 
 T = TypeVar("T")
 CONNECT_SECONDS = 10
+LOCKED_SECONDS = 60
+"""How long sqlite waits for other writers."""
 GONE_SECONDS = 60
 """A connection whose other end is silent for so long is given up; by default that takes two hours."""
 KEEPALIVES = {"idle": 30, "interval": 10, "count": 3}
@@ -90,6 +93,30 @@ def check_sqlite(named: str, url: str) -> None:
         raise StorageError(f"{named}: has a ?, which begins a query; write %3F for that of a path")
 
 
+def take_along(file: Path, artifacts: str) -> None:
+    """Have the runs of an MLflow database that was moved or copied keep their artifacts in the folder beside it.
+
+    MLflow stores the absolute place of each experiment's and each run's: a copy would write into the original. Raises
+    StorageError.
+    """
+    try:
+        with closing(sqlite3.connect(file, timeout=LOCKED_SECONDS)) as database, database:
+            for name, place in database.execute("SELECT name, artifact_location FROM experiments").fetchall():
+                here = file.resolve().parent / artifacts / name
+                if place.endswith(f"/{artifacts}/{quote(name)}") and place != here.as_uri() and here.exists():
+                    _replace_start(database, place, here.as_uri())
+    except sqlite3.Error as error:
+        raise StorageError(f"{str(file)!r}: cannot be used ({error})") from None
+
+
+def _replace_start(database: sqlite3.Connection, old: str, new: str) -> None:
+    for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
+        database.execute(
+            f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column} || '/', 1, ?) = ?",
+            (new, len(old) + 1, len(old) + 1, f"{old}/"),
+        )
+
+
 @contextmanager
 def new_sqlite_file(file: Path) -> Iterator[Path]:
     """A file to make tables in, which becomes `file` when that is done: one half-made could never be opened again."""
@@ -104,7 +131,7 @@ def new_sqlite_file(file: Path) -> Iterator[Path]:
 def engine_options(url: str) -> dict[str, Any]:
     """How to connect: sqlite waits for other writers, a server has to answer soon and may vanish without a word."""
     if url.startswith("sqlite"):
-        return {"connect_args": {"timeout": 60}}
+        return {"connect_args": {"timeout": LOCKED_SECONDS}}
     silence = {f"keepalives_{name}": number for name, number in KEEPALIVES.items()}
     user_timeout = 1000 * GONE_SECONDS
     connecting = {"connect_timeout": CONNECT_SECONDS, **silence, "tcp_user_timeout": user_timeout}

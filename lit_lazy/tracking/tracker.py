@@ -33,7 +33,15 @@ from lit_lazy.support.disk import writable_folder, write_atomically
 from lit_lazy.support.errors import UnfinishedError, causes, one_line
 from lit_lazy.support.secrets import redacted, without_user
 from lit_lazy.support.waiting import within
-from lit_lazy.tracking.databases import check_sqlite, new_sqlite_file, quoted, reach, sqlite_file, sqlite_url
+from lit_lazy.tracking.databases import (
+    check_sqlite,
+    new_sqlite_file,
+    quoted,
+    reach,
+    sqlite_file,
+    sqlite_url,
+    take_along,
+)
 from lit_lazy.tracking.views import LINKED_VIEWS, TAG_PREFIX, CellRun, run_link, runs_link, saved_view, view_id, views
 
 # MLflow tells of every database it creates, and trips over a deprecation of its own.
@@ -56,6 +64,8 @@ ANSWER_SECONDS = 10.0
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 DATABASES = ("sqlite", "postgresql", "postgresql+psycopg")
 MOST_CELLS_SEEN = 1000
+ARTIFACTS = "mlartifacts"
+"""Folder of a local store's artifacts, in the runs folder."""
 PARENT_PAGES = {"its table": "table.html", "its report": "report.html"}
 """Artifacts of a parent run, by what their links are called."""
 
@@ -202,6 +212,8 @@ def client_of(uri: str) -> MlflowClient:
         os.environ["MLFLOW_TRACKING_USERNAME"] = unquote(address.username or "")
         os.environ["MLFLOW_TRACKING_PASSWORD"] = unquote(address.password)
         uri = without_user(uri)
+    if (file := sqlite_file(uri)) is not None and file.exists():
+        take_along(file, ARTIFACTS)
     _use(uri)
     return MlflowClient(uri)
 
@@ -235,7 +247,7 @@ class Tracker:
         if found is None:
             # A local database would put artifacts under the current folder; a server decides for itself.
             local = sqlite_file(self.uri) is not None
-            location = (self.runs / "mlartifacts" / self.experiment).resolve().as_uri() if local else None
+            location = (self.runs / ARTIFACTS / self.experiment).resolve().as_uri() if local else None
             return self.client.create_experiment(self.experiment, artifact_location=location)
         if found.lifecycle_stage == "deleted":
             self.client.restore_experiment(found.experiment_id)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from lit_lazy.attention import Alibi, Elastic, Fire, LearnedBias, NoBias, Softmax
+from lit_lazy.command.ablate_run import make_grid
+from lit_lazy.command.main import make_parser
 from lit_lazy.config.canonical import from_dict, replace_at
 from lit_lazy.config.files import available, find, load_experiment, load_module
 from lit_lazy.config.schema import RunConfig
@@ -142,3 +144,10 @@ def test_a_file_without_an_ablation_is_refused(tmp_path: Path) -> None:
     path.write_text("x = 1\n")
     with pytest.raises(ValueError, match="defines no `ablation`"):
         load_ablation(path)
+
+
+def test_a_baseline_that_is_not_run_has_the_seeds_that_are() -> None:
+    """Not all of its own: cells that nobody asked for would be missing for good."""
+    grid = make_grid(make_parser().parse_args(["ablate", "run", "table2", "--rows", "softmax", "--seeds", "0,1"]), [])
+    assert {cell.variant for cell in grid.cells} == {"softmax"}
+    assert {row.variant: row.seeds for row in grid.plan.rows} == {"softmax": (0, 1), "lazy": (0, 1)}

@@ -130,7 +130,7 @@ def test_fresh_starts_again_where_mlflow_was_lost(made: Made, empty_store: Path,
     shutil.copy(empty_store, made.runs / "mlflow.db")
     forget_databases()
     assert made.run() == 2
-    assert "does not hold this grid's parent run" in (said := capsys.readouterr().err)
+    assert "no longer holds this grid's parent run" in (said := capsys.readouterr().err)
     assert said.count("\n") == 1
     assert "--fresh" in said
     assert made.run("--fresh") == 0
@@ -145,6 +145,37 @@ def test_a_command_that_died_at_its_report_is_finished_by_the_next(made: Made) -
     assert made.run() == 0
     assert [run.info.status for run in made.tracked("ablation")] == ["FINISHED"]
     assert (made.runs / ID / "report.html").exists()
+
+
+def test_a_runs_folder_that_was_copied_or_moved_has_files_of_its_own(made: Made, tmp_path: Path) -> None:
+    """MLflow's database has their absolute places: a copy's commands would write into the original."""
+    for parent in made.tracked("ablation"):
+        made.client.update_run(parent.info.run_id, status="RUNNING")  # so that all of it is written again
+    copied, moved = tmp_path / "a copy", tmp_path / "moved"
+    shutil.copytree(made.runs, copied)
+    before = {path: path.read_bytes() for path in made.runs.rglob("*") if path.is_file()}
+    again = ["ablate", "run", made.command[2], "--workers", "1", "--rows", "softmax", "--seeds", "0", "--runs"]
+    assert main([*again, str(copied)]) == 0
+    assert {path: path.read_bytes() for path in made.runs.rglob("*") if path.is_file()} == before
+
+    made.runs.rename(moved)
+    made.runs.touch()  # nothing can be made there
+    assert main([*again, str(moved)]) == 0
+    sizes = [(folder / ID / "report.html").stat().st_size for folder in (copied, moved)]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
+    made.runs.unlink()
+    shutil.copytree(made.whole, made.runs)
+    forget_databases()
+    assert made.run() == 0
+    assert (made.runs / ID / "report.html").stat().st_size == pytest.approx(sizes[0], rel=0.01)
+
+
+def test_a_database_that_was_lost_is_said_to_be(made: Made, empty_store: Path, capsys: Any) -> None:
+    shutil.copy(empty_store, made.runs / "mlflow.db")
+    forget_databases()
+    assert made.run() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no longer holds this grid's parent run; put a backup of it back, or start again with --fresh" in line
 
 
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (OSError(errno.ENOSPC, "full"), 1)])

@@ -35,10 +35,10 @@ def parent_run(
         queue.facts = facts = facts | {"grid": grid_id, "kind": kind}
     begun = tracker.find({"grid": grid_id})
     if not begun and (where := facts.get("tracking")):
-        raise ValueError(
-            f"MLflow at {tracker.uri} does not hold this grid's parent run, which was kept at {where}; set "
-            "MLFLOW_TRACKING_URI to that, or start again with --fresh"
-        )
+        there = "no longer holds this grid's parent run; put a backup of it back"
+        elsewhere = f"does not hold this grid's parent run, which was kept at {where}; set MLFLOW_TRACKING_URI to that"
+        said = there if where == tracker.uri else elsewhere
+        raise ValueError(f"MLflow at {tracker.uri} {said}, or start again with --fresh")
     parent_id = begun[0].run_id if begun else tracker.begin(work.id, {**tags, "grid": grid_id})
     queue.facts = facts | {"tracking": tracker.uri}
     if (kept := tracker.read_bytes(parent_id, plan)) is not None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 from textwrap import wrap
 from typing import Any
 
@@ -16,6 +16,7 @@ from matplotlib.transforms import Bbox
 
 from lit_lazy.figures.common import BETTER, NEUTRAL, WIDTH, WORSE, in_style, legend_below, log_axis, new_figure
 from lit_lazy.figures.labels import Label, place_labels
+from lit_lazy.support.far import highest_near
 from lit_lazy.table.records import Column, Table, TableRow
 
 Metrics = Mapping[str, Sequence[tuple[int, float]]]
@@ -25,8 +26,6 @@ Histories = Mapping[str, Sequence[Metrics]]
 
 LOSSES = ("loss/excess", "loss/bits_per_byte", "loss/val")
 SPARSITY = "sparsity/zero"
-FAR = 10
-"""A loss this many times as far above the lowest as the median one would squeeze all others together."""
 COLUMNS = 4
 """Panels beside each other."""
 Look = Mapping[str, Any]
@@ -163,9 +162,8 @@ def _x_axis(axes: Axes, points: Sequence[_Point]) -> tuple[float, float]:
 
 def _y_axis(axes: Axes, points: Sequence[_Point]) -> set[float]:
     """Sets the limits; the losses that are too far up to be shown where they are."""
-    lowest = min(point.y for point in points)
-    reach = FAR * median(point.y - lowest for point in points)
-    far = {point.y for point in points if reach and point.y - lowest > reach}
+    highest = highest_near(point.y for point in points)
+    far = {point.y for point in points if point.y > highest}
     axes.set_ylim(*_range([(point.y, point.y_half) for point in points if point.y not in far]))
     return far
 

@@ -37,7 +37,8 @@ def write_table(tracker: Tracker, parent_id: str, folder: Path) -> Table:
     if table.verdict:
         tracker.tag(parent_id, "verdict", table.verdict.sentence)
     tracker.tag(parent_id, "mlflow.note.content", "\n\n".join([*findings(table), table.command]))
-    save_views(tracker, read_plan(tracker, parent_id).axes, table.columns)
+    ended = all(row.status in ("complete", "failed") for row in table.rows)
+    save_views(tracker, read_plan(tracker, parent_id), table.columns, ended)
     return table
 
 

@@ -2,7 +2,7 @@
 
     .venv/bin/python docs/screenshots.py runs docs/results/dashboards table2-backcopy train-backcopy
 
-The folder of a finished ablation and of some trainings, that of the pictures, the ablation in MLflow, and the trainings.
+The folder of a finished ablation and of some trainings, that of the pictures, the ablation in MLflow and the trainings.
 Needs `chromium`.
 """
 

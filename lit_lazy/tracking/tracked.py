@@ -103,7 +103,7 @@ def train_tracked(
     experiment = f"train-{name}"
     folder = runs / experiment / key
     tags = {"kind": "run", "cell": key, "seed": str(cfg.seed), "git_sha": git_sha()}
-    card = Card(f"{name} seed {cfg.seed}", tags, {}, to_dict(cfg))
+    card = Card(_called(name, cfg), tags, {}, to_dict(cfg))
     tracker = Tracker(uri, runs, experiment)
     spool = Spool(tracker, folder, card)
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,6 +140,12 @@ def train_tracked(
                 "sends it"
             ) from error
     return Trained(experiment, result, folder, runs, cfg.train.steps if known else begin.step)
+
+
+def _called(name: str, cfg: RunConfig) -> str:
+    """A run's name among those of its experiment: what mixes its tokens tells two of one seed apart."""
+    part = cfg.model.attention.normaliser if cfg.model.mixer.attends else cfg.model.mixer
+    return f"{name} {type(part).__name__} seed {cfg.seed}"
 
 
 def _acquired(lock: BaseFileLock) -> AcquireReturnProxy:

@@ -204,14 +204,25 @@ def _overall(material: _Material) -> dict[str, Figure]:
     table = material.table
     if not any(row.n for row in table.rows):
         return {}
-    histories = _histories(material)
+    histories, parts = _histories(material), _parts(material.runs)
     drawn: dict[str, Figure | None] = {
         "effects": figures.effects_figure(table, table.compared) if table.compared else None,
-        "loss_against_sparsity": figures.loss_against_sparsity(table),
-        "tau_over_training": figures.tau_over_training(histories, table.baseline),
-        "sink_over_training": figures.sink_over_training(histories, table.baseline),
+        "loss_against_sparsity": figures.loss_against_sparsity(table, parts),
+        "tau_over_training": figures.tau_over_training(histories, table.baseline, parts),
+        "sink_over_training": figures.sink_over_training(histories, table.baseline, parts),
     }
     return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def _parts(runs: Sequence[TrackedRun]) -> figures.RowParts:
+    """By variant, from the settings that its runs have logged."""
+
+    def parts(params: Mapping[str, str]) -> figures.Parts:
+        mixer = params.get("model.mixer", "SelfAttention")
+        normaliser = params.get("model.attention.normaliser", "") if mixer == "SelfAttention" else mixer
+        return figures.Parts(normaliser, params.get("model.position", ""))
+
+    return {run.tags["variant"]: parts(run.params) for run in runs}
 
 
 def _histories(material: _Material) -> Histories:

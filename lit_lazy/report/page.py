@@ -24,6 +24,7 @@ from lit_lazy.report.captions import ABOUT_READING, CAPTIONS, ONE_SEED, READING
 from lit_lazy.report.style import PAGE, STYLE
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.secrets import redacted
+from lit_lazy.table.blocks import html_row
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import html_parts
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
@@ -284,7 +285,8 @@ def _figure(name: str, figure: Figure, subject: str) -> str:
 
 
 def _runs(material: _Material) -> str:
-    head = "".join(f"<th>{name}</th>" for name in ("Variant", "Seed", "State", "Run", "Commit"))
+    header = ("Variant", "Seed", "State", "Run", "Commit")
+    head = "".join(f"<th>{name}</th>" for name in header)
     order = {row.variant: number for number, row in enumerate(material.table.rows)}
     runs = sorted(material.runs, key=lambda run: (order.get(run.tags["variant"], len(order)), int(run.tags["seed"])))
     lines = []
@@ -296,7 +298,7 @@ def _runs(material: _Material) -> str:
             material.id(run.run_id),
             escape(run.tags.get("git_sha", "")),
         )
-        lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>\n")
+        lines.append(html_row(cells, header, [""] * len(header)) + "\n")
     if not lines:
         return "<p>MLflow holds no run of a cell.</p>"
     return (

@@ -167,6 +167,7 @@ def make_job(work: Work, launch: Launch, at: Opened[Q], parent_id: str) -> Job:
         files=work.files,
         module=work.module,
         execution=launch.execution,
+        loggers=launch.loggers,
     )
 
 

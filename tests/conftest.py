@@ -1,5 +1,7 @@
 """One thread per process (two run side by side), Triton's interpreter without a GPU, and a ready MLflow store."""
 
+import faulthandler
+import gc
 import os
 import shutil
 import signal
@@ -22,6 +24,10 @@ __all__ = ["mlflow_server", "offline", "place", "postgres_server", "task_folder"
 # Triton decides when a kernel is defined whether it will be interpreted, so this comes before flash_lazy is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Forks of a process with threads: nothing that they inherit is to be collected there, and what ends them is to be told.
+os.register_at_fork(after_in_child=gc.freeze)
+os.register_at_fork(after_in_child=lambda: faulthandler.enable(2))
 
 # A shell without job control starts background jobs, and so these tests and all that they start, with Ctrl-C ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lit-lazy: {shown(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the same command resumes", file=sys.stderr)
+        without = " without --fresh" if "--fresh" in words else ""
+        print(f"interrupted; the same command{without} resumes", file=sys.stderr)
         return 130
     except Exception as error:
         if not is_disk_full(error):

@@ -219,6 +219,9 @@ def test_an_interrupt_in_a_users_file_is_an_interrupt(place: Path, capsys: pytes
         assert main(["train", "e.py"]) == 130
         assert capsys.readouterr().err == "interrupted; the same command resumes\n"
         time.sleep(0.01)  # another time of change, or Python takes the compiled file of before
+    (place / "a.py").write_text("raise KeyboardInterrupt")
+    assert main(["ablate", "run", "a.py", "--fresh"]) == 130
+    assert capsys.readouterr().err == "interrupted; the same command without --fresh resumes\n"
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import argparse
 import ctypes
 import itertools
 import json
+import math
 import mmap
 import os
 import platform
@@ -230,6 +231,7 @@ def end_all() -> int:
 
 
 VOLATILE = re.compile(r"[0-9a-f]{32}|[0-9a-f]{8}|\d{8}-\d{6}|\d+")
+MOVED_AWAY = ".until-"
 PUBLISHED = ("table.csv", "table.json", "plan.json", "search.json", "config.yaml")
 
 
@@ -244,7 +246,9 @@ class Snapshot:
     runs: list[Any]
     """Of MLflow: kind, cell, status, state, params, and the names of its metrics; curves, without their times."""
     files: list[str]
-    """Without the numbers that differ each time."""
+    """Without the numbers that differ each time, and what `--fresh` has moved away, as often as it was given."""
+    moved_away: list[str]
+    """The cells that have a result there."""
     published: dict[str, str]
 
     @classmethod
@@ -270,7 +274,8 @@ class Snapshot:
             {key: result["metrics"] for key, result in results.items()},
             sorted([trial.user_attrs["key"], trial.state.name, trial.value] for trial in trials),
             sorted(tracked, key=lambda run: json.dumps(run, sort_keys=True)),
-            sorted(VOLATILE.sub("*", path) for path in _files(runs)),
+            sorted(VOLATILE.sub("*", path) for path in _files(runs) if MOVED_AWAY not in path),
+            sorted({path.parent.name for path in runs.glob(f"{grid}{MOVED_AWAY}*/cells/*/result.json")}),
             {name: (folder / name).read_text() for name in PUBLISHED if (folder / name).exists()},
         )
 
@@ -353,6 +358,13 @@ def main() -> int:
     parser.add_argument("--way", choices=WAYS, action="append", help="only this one; may be given again")
     parser.add_argument("--report", type=Path, metavar="FILE.md", help="write there what came of all that was tried")
     parser.add_argument("--match", metavar="REGEX", action="append", help="only the first effect that matches")
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="only every N-th effect, each way from another one on (default 1)",
+    )
     options = parser.parse_args()
     if "LD_PRELOAD" not in os.environ:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -368,10 +380,7 @@ def main() -> int:
     path = options.out / "outcomes.jsonl"
     for scenario, way in wanted:
         known = [o for o in outcomes(path) if (o.scenario, o.way) == (scenario.name, way.name)]
-        if not all(o.where for o in known):
-            continue  # it was tried to its end
-        done = {o.at for o in known}
-        points = matching(options.match) if options.match else untried(done)
+        points = matching(options.match) if options.match else untried(known, options.every, list(WAYS).index(way.name))
         for outcome in try_all(options.out, scenario, way, points):
             keep(path, outcome)
     if options.report:
@@ -385,7 +394,8 @@ A tiny grid is ended at its k-th effect, for every k, and the same command is gi
 made, written, emptied, renamed or removed below the runs folder by any of its processes; a kill before each of them, in
 the order of the program, covers every state that a kill can leave. In the end every cell has to be complete once, in
 the queue and in MLflow; results, params and every point of every curve equal to the undisturbed grid's, its table byte
-for byte; nothing running, no file and no process left over, exit status 0.
+for byte; nothing running, no file and no process left over, exit status 0. Where fewer were tried than a grid has, each
+way took every N-th effect, from another one on.
 
 A loss of power is replayed from a record of all operations: what was written and not fsynced is gone; names of files
 are kept at once, or with the next fsync of anything. Then the command is given on what is left.
@@ -396,16 +406,16 @@ def report(every: Sequence[Outcome]) -> str:
     """A page on what was tried and what came of it."""
     met = [outcome for outcome in every if outcome.where]
     rows = Counter((outcome.scenario, outcome.way) for outcome in met)
-    ended = {(outcome.scenario, outcome.way) for outcome in every if not outcome.where}
+    effects = {(outcome.scenario, outcome.way): outcome.at - 1 for outcome in every if not outcome.where}
     wrong = Counter((outcome.scenario, outcome.way) for outcome in met if outcome.violations)
     kinds = Counter(outcome.where.partition(" ")[0] for outcome in met)
     commits = Counter(outcome.commit for outcome in every)
     lines = [
         ABOUT,
-        "| grid | ended by | points | to its end | violations |",
-        "| --- | --- | --: | --- | --: |",
+        "| grid | ended by | tried | of about | violations |",
+        "| --- | --- | --: | --: | --: |",
         *(
-            f"| {scenario} | {way} | {n} | {'yes' if (scenario, way) in ended else 'no'} | {wrong[scenario, way]} |"
+            f"| {scenario} | {way} | {n} | {effects.get((scenario, way), '')} | {wrong[scenario, way]} |"
             for (scenario, way), n in rows.items()
         ),
         f"| all | | {len(met)} | | {sum(wrong.values())} |",
@@ -442,9 +452,12 @@ def matching(patterns: Sequence[str]) -> Points:
     return lambda effects: [first(effects, pattern) for pattern in patterns]
 
 
-def untried(done: set[int]) -> Points:
-    """All but these, to the end of the grid, wherever that may be."""
-    return lambda _: (at for at in itertools.count(1) if at not in done)
+def untried(known: Sequence[Outcome], every: int, start: int) -> Points:
+    """Each `every`-th but what is known, to the end of the grid, wherever that may be."""
+    done = {outcome.at for outcome in known}
+    end = min((outcome.at for outcome in known if not outcome.where), default=math.inf)
+    every_one = itertools.takewhile(lambda at: at < end, itertools.count(1 + start % every, every))
+    return lambda _: (at for at in every_one if at not in done)
 
 
 def first(effects: Sequence[str], pattern: str) -> int:

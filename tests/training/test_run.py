@@ -99,8 +99,8 @@ def run_until_killed(cfg: RunConfig, folder: Path, step: int) -> None:
     ("attention", "steps"),
     [
         (LAZY, (11, 19)),
-        (AttentionSpec(Softmax()), (13,)),
-        (AttentionSpec(Elastic(threshold="per_token")), (5,)),
+        pytest.param(AttentionSpec(Softmax()), (13,), marks=pytest.mark.long),
+        pytest.param(AttentionSpec(Elastic(threshold="per_token")), (5,), marks=pytest.mark.long),
         (AttentionSpec(RAMP), (11,)),
     ],
 )

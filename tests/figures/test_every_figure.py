@@ -160,7 +160,7 @@ def test_a_row_s_colour_says_its_normaliser_or_where_all_have_one_its_position()
 
 
 def test_rows_have_the_colours_of_their_normalisers_in_every_figure() -> None:
-    ablation = ablation_of("table2")
+    ablation = ablation_of("q_mask")
     parts = _parts(ablation)
     assert {part.normaliser for part in parts.values()} == {"Softmax", "Elastic"}
     table, trained = made_up(ablation), histories(ablation)
@@ -169,8 +169,8 @@ def test_rows_have_the_colours_of_their_normalisers_in_every_figure() -> None:
     shown = {line.get_color() for line in scatter.axes[0].lines if line.get_marker() in ("o", "D")}
     assert shown == set(expected.values())
     for figure in (
-        figures.tau_over_training(trained, "lazy", parts),
-        figures.sink_over_training(trained, "lazy", parts),
+        figures.tau_over_training(trained, ablation.baseline, parts),
+        figures.sink_over_training(trained, ablation.baseline, parts),
     ):
         for axes in (axes for axes in figure.axes if axes.axison):
             own = [line for line in axes.lines if not line.get_label().startswith("_")]

@@ -1,8 +1,9 @@
 """The pictures of docs/dashboards.md: serves a folder of runs and takes them in headless Chromium.
 
-    .venv/bin/python docs/screenshots.py runs docs/results/dashboards table2-backcopy
+    .venv/bin/python docs/screenshots.py runs docs/results/dashboards table2-backcopy train-backcopy
 
-RUNS is a folder with a finished ablation, OUT the pictures' folder, NAME the experiment in MLflow. Needs `chromium`.
+The folder of a finished ablation and of some trainings, that of the pictures, the ablation in MLflow and the trainings.
+Needs `chromium`.
 """
 
 import os
@@ -47,6 +48,8 @@ PICTURES = {
     "its report": ("report.png", FRAMED),
     "a cell": ("cell.png", DRAWN),
 }
+TRAININGS = {"charts": ("trainings.png", DRAWN)}
+"""The same of an experiment that is no ablation."""
 CURVES = "^(val|watch)/"
 """What is looked for among a cell's charts."""
 FIRST_VISIT = {"mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true"}
@@ -87,12 +90,12 @@ def served_links(runs: Path, *name: str) -> Iterator[dict[str, str]]:
         server.wait(timeout=30)
 
 
-def take(links: Mapping[str, str], out: Path) -> list[Path]:
+def take(links: Mapping[str, str], out: Path, pictures: Mapping[str, tuple[str, str]] = PICTURES) -> list[Path]:
     """Take the pictures of all links that there are; their files."""
     out.mkdir(parents=True, exist_ok=True)
     taken = []
     with tempfile.TemporaryDirectory() as profile, Browser(Path(profile), WIDTH, TALL, FIRST_VISIT) as browser:
-        for label, (name, drawn) in PICTURES.items():
+        for label, (name, drawn) in pictures.items():
             if label in links:
                 browser.resize(WIDTH, TALL)
                 browser.open(links[label])
@@ -131,7 +134,8 @@ def a_cell(browser: Browser) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3:
+    if len(sys.argv) != 5:
         sys.exit(__doc__)
-    with served_links(Path(sys.argv[1]), *sys.argv[3:]) as found:
-        print("\n".join(str(file) for file in take(found, Path(sys.argv[2]))))
+    for name, pictures in zip(sys.argv[3:], (PICTURES, TRAININGS), strict=True):
+        with served_links(Path(sys.argv[1]), name) as found:
+            print("\n".join(str(file) for file in take(found, Path(sys.argv[2]), pictures)))

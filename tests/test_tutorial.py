@@ -1,52 +1,53 @@
-"""docs/tutorial.md, from its first block to its last, on the tiny model."""
+"""docs/tutorial.md, from its first block to its last, on the tiny model; and the notebook that is made of it."""
 
+import json
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch_alone import ROOT
 
-BIN = Path(sys.executable).parent
+from lit_lazy.config.files import load_module
+
+made = load_module(ROOT / "docs" / "notebook.py")
 TINY = {
     '"backcopy"': '"backcopy_tiny"',
     "my_question-backcopy": "my_question-backcopy_tiny",
 }
-
-
-def blocks() -> list[tuple[str, str]]:
-    """Language and text of each block, the tiny model in place of the other."""
-    text = (ROOT / "docs" / "tutorial.md").read_text()
-    for known, tiny in TINY.items():
-        assert known in text
-        text = text.replace(known, tiny)
-    return re.findall(r"^```(python|sh)\n(.*?)^```", text, re.M | re.S)
+MOST_BYTES = 200_000
 
 
 @pytest.mark.long
-def test_it_can_be_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_it_can_be_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    names: dict[str, Any] = {"__name__": "tutorial"}
-    for language, code in blocks():
-        if named := re.match(r"# (my_\w+\.py)", code):
-            (tmp_path / named[1]).write_text(code)
-        elif language == "python":
-            exec(compile(code, "tutorial.md", "exec"), names)
-        else:
-            for line in code.splitlines():
-                # A fork would have the classes of the files that were imported here.
-                words = [str(BIN / "lit-lazy"), *line.split()[1:]]
-                done = subprocess.run(words, capture_output=True, text=True, check=False)
-                assert done.returncode == 0, done.stdout + done.stderr
-                print(done.stdout)
-    out = capsys.readouterr().out
+    text = made.TUTORIAL.read_text()
+    for known, tiny in TINY.items():
+        assert known in text
+        text = text.replace(known, tiny)
+    cells = made.cells_of(text)
+    names = made.execute(cells, tmp_path)
     verdict = names["found"].table.verdict
     assert verdict.exploratory  # in no commit before it was run
+    out = "".join(cell.output for cell in cells)
     assert out.count(verdict.sentence) >= 3  # of the grid, the results, and all verdicts
-    assert (tmp_path / "softmax.png").exists()
+    assert [picture.name for cell in cells for picture in cell.pictures] == ["lazy.png", "softmax.png"]
     assert (tmp_path / "runs" / "my_question-backcopy_tiny" / "report.html").exists()
+    assert all(cell["outputs"] for cell in made.notebook(cells)["cells"] if says(cell))
+
+
+def says(cell: dict) -> bool:
+    """Whether a cell prints something."""
+    source = "".join(cell["source"])
+    return cell["cell_type"] == "code" and ("print(" in source or source.startswith("!"))
+
+
+def test_the_notebook_is_the_tutorial_with_its_output() -> None:
+    kept = json.loads(made.NOTEBOOK.read_text())
+    assert made.NOTEBOOK.stat().st_size < MOST_BYTES
+    todays = made.notebook(made.cells_of(made.TUTORIAL.read_text()))
+    without = [{**cell, "outputs": []} if "outputs" in cell else cell for cell in kept["cells"]]
+    assert {**kept, "cells": without} == todays, "`.venv/bin/python docs/notebook.py` makes it anew"
+    assert all(cell["outputs"] for cell in kept["cells"] if says(cell))
+    assert not re.search(r"/(tmp|home|root|work)/|Traceback", made.NOTEBOOK.read_text())
+    for link in re.findall(r"\]\((?!http)([^)#]+)", "".join("".join(cell["source"]) for cell in kept["cells"])):
+        assert (made.NOTEBOOK.parent / link).exists(), link

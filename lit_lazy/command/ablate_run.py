@@ -15,6 +15,7 @@ from lit_lazy.command.options import (
     add_execution,
     add_init_from,
     add_launcher,
+    add_loggers,
     add_runs,
     add_storage,
     add_workers,
@@ -65,6 +66,7 @@ def add_running(parser: argparse.ArgumentParser) -> None:
     add_storage(parser)
     add_runs(parser)
     add_init_from(parser)
+    add_loggers(parser)
     add_execution(parser)
 
 
@@ -94,7 +96,9 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.grid.work.launch import run_grid
     from lit_lazy.report.publish import publish
     from lit_lazy.table.render import markdown
+    from lit_lazy.tracking.loggers import check_kinds_of_loggers
 
+    check_kinds_of_loggers(options.loggers)
     check_places(options, grid.id)
     with places(options) as (workers, gpus):
         launch = Launch(
@@ -108,6 +112,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             launcher=options.launcher,
             gpus=gpus,
             execution=execution,
+            loggers=tuple(options.loggers),
         )
         console = plain_console()
         table, finished = run_grid(grid, launch, console, partial(publish, console=console))

@@ -92,6 +92,19 @@ def with_init(options: argparse.Namespace, overrides: list[str]) -> list[str]:
     return overrides if options.init_from is None else [*overrides, f"--init_from={options.init_from.resolve()}"]
 
 
+def add_loggers(parser: argparse.ArgumentParser) -> None:
+    """Where to log beside MLflow, as `loggers`."""
+    parser.add_argument(
+        "--logger",
+        metavar="KIND",
+        dest="loggers",
+        action="append",
+        choices=("csv", "tensorboard", "wandb"),
+        default=[],
+        help="log to csv, tensorboard or wandb too, in the run folder; may be given again (MLflow is always there)",
+    )
+
+
 def add_execution(parser: argparse.ArgumentParser) -> None:
     """How a training is executed; `execution_of` reads them."""
     group = parser.add_argument_group("execution", "of one training; results differ by rounding alone")

@@ -8,6 +8,7 @@ from lit_lazy.command.options import (
     Commands,
     add_execution,
     add_init_from,
+    add_loggers,
     add_runs,
     add_threads,
     command,
@@ -30,15 +31,7 @@ def add_to(commands: Commands) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print what it will take; create nothing")
     parser.add_argument("--verbose", action="store_true", help="print all metrics in the end, not a few")
-    parser.add_argument(
-        "--logger",
-        metavar="KIND",
-        dest="loggers",
-        action="append",
-        choices=("csv", "tensorboard", "wandb"),
-        default=[],
-        help="log to csv, tensorboard or wandb too, in the run folder; may be given again (MLflow is always there)",
-    )
+    add_loggers(parser)
     add_runs(parser)
     add_init_from(parser)
     add_execution(parser)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 from textwrap import wrap
 from typing import Any
 
@@ -14,8 +14,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Bbox
 
-from lit_lazy.figures.common import BETTER, NEUTRAL, WIDTH, WORSE, in_style, legend_below, log_axis, new_figure
+from lit_lazy.figures.common import NEUTRAL, WIDTH, in_style, legend_below, log_axis, new_figure
 from lit_lazy.figures.labels import Label, place_labels
+from lit_lazy.figures.meaning import Colours, RowParts
+from lit_lazy.support.far import highest_near
 from lit_lazy.table.records import Column, Table, TableRow
 
 Metrics = Mapping[str, Sequence[tuple[int, float]]]
@@ -25,19 +27,22 @@ Histories = Mapping[str, Sequence[Metrics]]
 
 LOSSES = ("loss/excess", "loss/bits_per_byte", "loss/val")
 SPARSITY = "sparsity/zero"
-FAR = 10
-"""A loss this many times as far above the lowest as the median one would squeeze all others together."""
 COLUMNS = 4
 """Panels beside each other."""
+MOST_NAMED, NAMED_OF_MORE = 24, 10
+"""Of more points than there is room to name, so many of the lowest have a name, and the baseline."""
+NAME_WIDTH = 30
+"""Letters of a line of a point's name."""
 Look = Mapping[str, Any]
 """Of a line."""
-LOOKS: tuple[Look, ...] = ({"color": BETTER}, {"color": WORSE, "linestyle": "--"})
-"""Of the first metric of a panel, and the second."""
+LOOKS: tuple[Look, ...] = ({"linestyle": "-"}, {"linestyle": "--"})
+"""Of the first metric of a panel, and the second; their colour is that of the variant."""
+NO_PARTS: RowParts = {}
 
 
 @in_style()
-def loss_against_sparsity(table: Table) -> Figure | None:
-    """The loss of every variant against its sparsity, both with 95 % intervals over seeds.
+def loss_against_sparsity(table: Table, parts: RowParts = NO_PARTS) -> Figure | None:
+    """The loss of every variant against its sparsity, both with 95 % intervals over seeds, in the colours of its parts.
 
     The loss is the first of excess loss, bits per byte and validation loss that the table has. Variants without a
     sparsity stand apart at the left. A loss that would squeeze all others together is put at the upper edge, with an
@@ -53,8 +58,13 @@ def loss_against_sparsity(table: Table) -> Figure | None:
         return None
     counts = {row.metrics[loss.key].n for row in table.rows} - {0}
     spread = "" if counts == {1} else " with 95 % CI"
-    title = f"{table.ablation}: loss against sparsity, mean over {_seeds(counts)}{spread}"
-    figure = new_figure(WIDTH, 4.2 + 0.06 * len(points), title)
+    named = {point.name for point in points}
+    if len(points) > MOST_NAMED:
+        lowest = sorted(points, key=lambda point: (not point.baseline, point.y))
+        named = {point.name for point in lowest[: NAMED_OF_MORE + 1]}
+    which = "" if len(named) == len(points) else f"; named are the baseline and the {NAMED_OF_MORE} lowest"
+    title = f"{table.ablation}: loss against sparsity, mean over {_seeds(counts)}{spread}{which}"
+    figure = new_figure(WIDTH, 4.2 + 0.06 * min(len(points), MOST_NAMED), title)
     axes = figure.subplots()
     axes.set_xlabel(sparsity.heading)
     axes.set_ylabel(loss.heading)
@@ -63,23 +73,27 @@ def loss_against_sparsity(table: Table) -> Figure | None:
     far = _y_axis(axes, points)
     top = axes.get_ylim()[1]
     labels, bars = [], []
+    colours = Colours(parts, (point.name for point in points))
+    if handles := colours.handles():
+        legend_below(figure, handles, 6)
     for point in points:
         x = apart if math.isnan(point.x) else point.x
-        colour = "black" if point.baseline else BETTER
+        colour = colours[point.name]
         if point.y in far:
             axes.plot(x, top, "^", color=colour, markerfacecolor="white", markersize=7, clip_on=False, zorder=4)
             value = loss.format(point.y / loss.scale)
-            labels.append(Label(f"{point.name}: {value}", x, top, point.baseline))
+            labels.append(Label(_label(f"{point.name}: {value}"), x, top, point.baseline))
             continue
         axes.plot(x, point.y, "D" if point.baseline else "o", color=colour, zorder=4)
-        labels.append(Label(point.name, x, point.y, point.baseline))
+        if point.name in named:
+            labels.append(Label(_label(point.name), x, point.y, point.baseline))
         bars += _intervals(axes, x, point, colour, least)
     place_labels(figure, axes, labels, bars)
     return figure
 
 
 @in_style()
-def tau_over_training(histories: Histories, baseline: str) -> Figure | None:
+def tau_over_training(histories: Histories, baseline: str, parts: RowParts = NO_PARTS) -> Figure | None:
     """The offset parameter of every variant that has one, mean over layers and heads, from step 0 on."""
 
     def tau(seed: Metrics) -> dict[int, float]:
@@ -91,11 +105,11 @@ def tau_over_training(histories: Histories, baseline: str) -> Figure | None:
         return {step: fmean(values) for step, values in by_step.items()}
 
     title = "τ over training, mean over layers, heads"
-    return _over_training(title, {"offset parameter τ": tau}, histories, baseline)
+    return _over_training(title, {"offset parameter τ": tau}, histories, baseline, parts)
 
 
 @in_style()
-def sink_over_training(histories: Histories, baseline: str) -> Figure | None:
+def sink_over_training(histories: Histories, baseline: str, parts: RowParts = NO_PARTS) -> Figure | None:
     """The first key's mean weight and its share of the surviving mass, for every variant, from step 0 on."""
 
     def first_key(metric: str) -> Callable[[Metrics], dict[int, float]]:
@@ -105,7 +119,11 @@ def sink_over_training(histories: Histories, baseline: str) -> Figure | None:
         "weight on the first key": first_key("watch/first_key_weight"),
         "share of the mass on the first key": first_key("watch/first_key_share"),
     }
-    return _over_training("The first key over training, mean over layers, heads", lines, histories, baseline)
+    return _over_training("The first key over training, mean over layers, heads", lines, histories, baseline, parts)
+
+
+def _label(name: str) -> str:
+    return "\n".join(wrap(name, NAME_WIDTH))
 
 
 @dataclass(frozen=True)
@@ -163,9 +181,8 @@ def _x_axis(axes: Axes, points: Sequence[_Point]) -> tuple[float, float]:
 
 def _y_axis(axes: Axes, points: Sequence[_Point]) -> set[float]:
     """Sets the limits; the losses that are too far up to be shown where they are."""
-    lowest = min(point.y for point in points)
-    reach = FAR * median(point.y - lowest for point in points)
-    far = {point.y for point in points if reach and point.y - lowest > reach}
+    highest = highest_near(point.y for point in points)
+    far = {point.y for point in points if point.y > highest}
     axes.set_ylim(*_range([(point.y, point.y_half) for point in points if point.y not in far]))
     return far
 
@@ -196,11 +213,15 @@ Curve = Mapping[int, float]
 
 
 def _over_training(
-    title: str, metrics: Mapping[str, Callable[[Metrics], Curve]], histories: Histories, baseline: str
+    title: str,
+    metrics: Mapping[str, Callable[[Metrics], Curve]],
+    histories: Histories,
+    baseline: str,
+    parts: RowParts,
 ) -> Figure | None:
     """A panel per variant, with a line per metric over the steps that all its seeds have, and a band for their range.
 
-    The baseline comes first, and is drawn behind the others in grey.
+    The baseline comes first, and is drawn behind the others, thin and grey.
     """
     curves = {
         variant: {label: [c for seed in seeds if (c := _kept(read(seed)))] for label, read in metrics.items()}
@@ -215,12 +236,14 @@ def _over_training(
     figure = new_figure(WIDTH, 0.9 + 1.35 * rows, f"{title} and {_seeds(counts)}{band}")
     panels = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
     looks = dict(zip(metrics, LOOKS, strict=False))
+    colours = Colours(parts, variants)
     last = 1
     for axes, variant in zip(panels, variants, strict=False):
         for label, look in looks.items():
             if variant != baseline and baseline in curves:
                 _line(axes, curves[baseline][label], {**look, "color": NEUTRAL, "linewidth": 0.7, "alpha": 0.7})
-            last = max(last, _line(axes, curves[variant][label], {**look, "label": label}, band=True))
+            own = {**look, "color": colours[variant], "label": label}
+            last = max(last, _line(axes, curves[variant][label], own, band=True))
         axes.set_title("\n".join(wrap(variant, 26)), fontsize=8.5, fontweight="bold" if variant == baseline else None)
         axes.grid(axis="y")
     log_axis(panels[0], last, zero=True)
@@ -229,10 +252,11 @@ def _over_training(
         if len(variants) - COLUMNS <= number < len(variants):
             axes.tick_params(labelbottom=True)
             axes.set_xlabel("step")
-    handles = [Line2D([], [], **look, label=label) for label, look in looks.items()]
+    handles = [Line2D([], [], **look, color="black", label=label) for label, look in looks.items()]
     if len(variants) > 1 and variants[0] == baseline:
         handles.append(Line2D([], [], color=NEUTRAL, linewidth=0.7, label=f"{baseline}, the baseline"))
-    legend_below(figure, handles, len(handles))
+    named = colours.handles()
+    legend_below(figure, [*handles, *named], 6 if named else len(handles))
     return figure
 
 

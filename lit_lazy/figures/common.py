@@ -16,8 +16,10 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from lit_lazy.support.disk import write_atomically
 
 STYLE = Path(__file__).with_name("style.mplstyle")
-BETTER, WORSE, NEUTRAL = "#0072B2", "#D55E00", "#595959"
+FIRST, SECOND, NEUTRAL = "#0072B2", "#D55E00", "#595959"
 """Two of Okabe and Ito's colours, told apart with every common colour blindness, and a grey."""
+BETTER, WORSE = "#009E73", "#CC79A7"
+"""Two more, for what is told apart by its marker too: they are the same in grey."""
 WIDTH = 7.3
 """Inches: 1095 pixels at the 150 dpi of a PNG."""
 TITLE_LINE = 0.18
@@ -59,8 +61,13 @@ def _wrapped(title: str, width: float) -> list[str]:
 
 
 def legend_below(figure: Figure, handles: Iterable[Artist], columns: int) -> None:
-    """A legend under all panels."""
-    figure.legend(handles=list(handles), loc="outside lower center", ncols=columns)
+    """A legend under all panels, in at most so many columns as the figure has room for."""
+    shown = list(handles)
+    for ncols in range(min(columns, len(shown)), 0, -1):
+        legend = figure.legend(handles=shown, loc="outside lower center", ncols=ncols)
+        if ncols == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
 
 
 @in_style()

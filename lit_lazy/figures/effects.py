@@ -18,9 +18,10 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
     """One panel per column key: every row's difference to the baseline with its 95 % interval.
 
     The baseline, the line at 0, comes first, the others in table order. A filled marker differs at p < 0.05 after Holm,
-    a hollow one does not or was not tested; where no spread was measured, a dotted line goes from the least to the
-    greatest difference of a seed. A row without a difference says why in words. An interval that would dwarf every
-    point is cut off at the panel's edge and ends in an arrow; a point that would is put there with its value.
+    a square one is worse, a hollow one does not or was not tested; where no spread was measured, a dotted line goes
+    from the least to the greatest difference of a seed. A row without a difference says why in words. An interval that
+    would dwarf every point is cut off at the panel's edge and ends in an arrow; a point that would is put there with
+    its value.
     Raises ValueError for a key that is no column of the table.
     """
     known = {column.key: column for column in table.columns}
@@ -83,7 +84,8 @@ def _panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Column) -
         if not low <= x <= high:
             _far_point(axes, high if x > high else low, y, column.format(m.diff, sign="+"), colour, face)
             continue
-        axes.plot(x, y, "o", color=colour, markerfacecolor=face, markersize=6, markeredgewidth=1.4, zorder=4)
+        shape = "s" if colour == WORSE else "o"
+        axes.plot(x, y, shape, color=colour, markerfacecolor=face, markersize=6, markeredgewidth=1.4, zorder=4)
     seeds = " or ".join(map(str, table.summaries[column.key].seeds))
     axes.set_title(f"{column.title} (n = {seeds})" if seeds else column.title)
     axes.set_xlabel(_axis_label(column))
@@ -150,12 +152,12 @@ def _axis_label(column: Column) -> str:
 
 
 def _legend() -> list[Line2D]:
-    def marker(label: str, colour: str, face: str) -> Line2D:
-        return Line2D([], [], color=colour, marker="o", markerfacecolor=face, markeredgewidth=1.4, label=label)
+    def marker(label: str, colour: str, face: str, shape: str = "o") -> Line2D:
+        return Line2D([], [], color=colour, marker=shape, markerfacecolor=face, markeredgewidth=1.4, label=label)
 
     return [
         marker("better, p < 0.05 (Holm)", BETTER, BETTER),
-        marker("worse, p < 0.05 (Holm)", WORSE, WORSE),
+        marker("worse, p < 0.05 (Holm)", WORSE, WORSE, "s"),
         marker("differs, p < 0.05 (Holm)", NEUTRAL, NEUTRAL),
         marker("not separated or not tested", NEUTRAL, "white"),
         Line2D([], [], color=NEUTRAL, linewidth=1.6, label="95 % interval, not adjusted"),

@@ -22,11 +22,11 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from lit_lazy.figures.common import (
-    BETTER,
+    FIRST,
     NEUTRAL,
     POINTS,
+    SECOND,
     WIDTH,
-    WORSE,
     in_style,
     legend_below,
     log_axis,
@@ -99,7 +99,7 @@ def attention_maps(arrays: Arrays) -> Figure | None:
     if (weights < 0).any():
         handles.append(_patch(to_hex(mpl.colormaps["Reds"](0.7)), "below 0, by size"))
     if len(heights) > 1:
-        handles.append(Patch(facecolor="none", edgecolor=WORSE, label=f"first {FIRST_KEYS} keys, enlarged"))
+        handles.append(Patch(facecolor="none", edgecolor=SECOND, label=f"first {FIRST_KEYS} keys, enlarged"))
     legend_below(figure, handles, 3)
     return figure
 
@@ -171,9 +171,9 @@ def mass_by_position(arrays: Arrays) -> Figure | None:
 def sparsity_by_layer(arrays: Arrays) -> Figure | None:
     """Exact zeros beside the Gaussian null model, and small weights and empty tiles, trained and at init, by layer."""
     lines = {
-        "sparsity/zero": ("exactly 0", BETTER, "o"),
+        "sparsity/zero": ("exactly 0", FIRST, "o"),
         "sparsity/null": ("Gaussian null model", "#000000", "D"),
-        "sparsity/small": ("w ≤ 1e-5", WORSE, "s"),
+        "sparsity/small": ("w ≤ 1e-5", SECOND, "s"),
         "sparsity/block_64": ("64×64 tiles without a weight", "#009E73", "^"),
     }
     states = _states(arrays, *lines)
@@ -222,7 +222,7 @@ def tau_by_layer(arrays: Arrays) -> Figure | None:
     for state in states:
         values = _finite(arrays, state.prefix + "tau")
         if values is not None:
-            _by_layer(axes, mean(values.reshape(layers, heads, -1), axis=2), BETTER, state, "o", points=True)
+            _by_layer(axes, mean(values.reshape(layers, heads, -1), axis=2), FIRST, state, "o", points=True)
     _layer_axis(axes, layers)
     axes.set_ylabel("offset parameter τ")
     legend_below(figure, _layer_handles(states, heads), 3)
@@ -304,7 +304,7 @@ def value_norms(arrays: Arrays) -> Figure | None:
         values = _finite(arrays, state.prefix + "sink/value_norm")
         if values is not None:
             _ordered_lines(panels[0], np.arange(1, keys + 1), mean(values, axis=1), state, marker="o")
-            _by_layer(panels[1], values[..., 0], BETTER, state, "o", points=True)
+            _by_layer(panels[1], values[..., 0], FIRST, state, "o", points=True)
     for axes in panels:
         axes.axhline(1, color=NEUTRAL, linewidth=0.8, zorder=1)
     panels[0].set_title("by key, mean over heads")
@@ -333,7 +333,7 @@ def rank_profile(arrays: Arrays) -> Figure | None:
         for state in states:
             values = _finite(arrays, state.prefix + key)
             if values is not None:
-                _profile(axes, values, BETTER, state)
+                _profile(axes, values, FIRST, state)
         _layer_axis(axes, layers + 1)
         axes.set_xlabel("blocks passed (0: embedding)")
         axes.set_ylabel(label)
@@ -468,8 +468,8 @@ def _draw_maps(stack: np.ndarray, image: np.ndarray) -> None:
         _count_ticks(axes.yaxis, n, first=1)
     stack[-1].set_xlabel("key (position)")
     if len(stack) > 1:
-        stack[0].axvline(FIRST_KEYS + 0.5, color=WORSE, linewidth=0.9)
-        stack[1].spines[:].set(color=WORSE, linewidth=1.2)
+        stack[0].axvline(FIRST_KEYS + 0.5, color=SECOND, linewidth=0.9)
+        stack[1].spines[:].set(color=SECOND, linewidth=1.2)
 
 
 def _write_cells(axes: Axes, values: np.ndarray) -> None:

@@ -6,7 +6,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lit_lazy.figures.common import BETTER, NEUTRAL, WIDTH, WORSE, in_style, new_figure, save_figure
+from lit_lazy.figures.common import NEUTRAL, WIDTH, in_style, new_figure, save_figure
+from lit_lazy.figures.meaning import NORMALISERS
 
 TAU = 1.0
 SPREAD = 0.25
@@ -31,15 +32,15 @@ def mechanism_figure() -> Figure:
     figure = new_figure(WIDTH, 3.6, "What a query does when nothing matches")
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
     for panel, row, scores in zip(panels, ("one key matches", "no key matches"), (matching, flat), strict=True):
-        _bars(panel[0], weights(scores, 0.0), weights(scores, 0.0))
-        panel[0].axhline(TAU / KEYS, color=WORSE, linestyle="--", linewidth=1)
-        _bars(panel[1], weights(scores, TAU), weights(scores, 0.0))
+        _bars(panel[0], weights(scores, 0.0), weights(scores, 0.0), NORMALISERS["Softmax"])
+        panel[0].axhline(TAU / KEYS, color="black", linestyle="--", linewidth=1)
+        _bars(panel[1], weights(scores, TAU), weights(scores, 0.0), NORMALISERS["Elastic"])
         panel[0].set_ylabel(f"{row}\nweight")
     for axes, title in zip(
         panels[0], ("softmax: the weights add up to 1", "Lazy: less θ = τ / n, cut at 0"), strict=True
     ):
         axes.set_title(title)
-    panels[0, 0].text(0.6, 1.25 * TAU / KEYS, "θ", color=WORSE, va="bottom")
+    panels[0, 0].text(0.6, 1.25 * TAU / KEYS, "θ", va="bottom")
     says = "it has to look somewhere: training piles\nthis on the first key, a sink", "it may look at nothing"
     for axes, text in zip(panels[1], says, strict=True):
         axes.set_xlabel("key")
@@ -47,11 +48,11 @@ def mechanism_figure() -> Figure:
     return figure
 
 
-def _bars(axes: Axes, kept: np.ndarray, before: np.ndarray) -> None:
+def _bars(axes: Axes, kept: np.ndarray, before: np.ndarray, colour: str) -> None:
     """The weights of a row; outlined, what they were before."""
     keys = np.arange(1, len(kept) + 1)
     axes.bar(keys, before, color="none", edgecolor=NEUTRAL, linewidth=0.6, alpha=0.6)
-    axes.bar(keys, kept, color=BETTER)
+    axes.bar(keys, kept, color=colour)
     axes.set_xticks(keys)
     axes.text(0.02, 0.94, f"mass {kept.sum():.2f}", transform=axes.transAxes, va="top", fontweight="bold")
 

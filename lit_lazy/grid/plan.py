@@ -177,7 +177,11 @@ def _warnings(plan: Plan, observations: Sequence[Observation]) -> list[str]:
     ]
 
 
-def save_views(tracker: Tracker, axes: Sequence[str], columns: Sequence[Column]) -> None:
-    """Save MLflow's views of an ablation; the plotted columns get charts, or all where none is."""
+def save_views(tracker: Tracker, plan: Plan, columns: Sequence[Column], ended: bool) -> None:
+    """Save MLflow's views of an ablation; the plotted columns get charts, or all where none is.
+
+    ended: whether no cell is to come, so that each row can have its colour.
+    """
     plotted = [column.key for column in columns if column.plotted]
-    tracker.keep_views(axes, [column.key for column in columns], plotted or None)
+    rows = sorted((row.variant for row in plan.rows), key=lambda row: row != plan.baseline) if ended else None
+    tracker.keep_views(plan.axes, [column.key for column in columns], plotted or None, rows)

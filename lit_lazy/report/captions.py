@@ -9,7 +9,7 @@ CAPTIONS = {
     "loss_against_sparsity": (
         "Loss against sparsity",
         "Look for a trend over the variants, and whether the 95 % intervals are small enough to show one: zeros are "
-        "free only where the loss does not rise with them.",
+        "free only where the loss does not rise with them. A colour is a normaliser's, the same in all figures.",
     ),
     "tau_over_training": (
         "Offset parameter over training",

@@ -24,6 +24,7 @@ from lit_lazy.report.captions import ABOUT_READING, CAPTIONS, ONE_SEED, READING
 from lit_lazy.report.style import PAGE, STYLE
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.secrets import redacted
+from lit_lazy.table.blocks import html_row
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import html_parts
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
@@ -204,14 +205,25 @@ def _overall(material: _Material) -> dict[str, Figure]:
     table = material.table
     if not any(row.n for row in table.rows):
         return {}
-    histories = _histories(material)
+    histories, parts = _histories(material), _parts(material.runs)
     drawn: dict[str, Figure | None] = {
         "effects": figures.effects_figure(table, table.compared) if table.compared else None,
-        "loss_against_sparsity": figures.loss_against_sparsity(table),
-        "tau_over_training": figures.tau_over_training(histories, table.baseline),
-        "sink_over_training": figures.sink_over_training(histories, table.baseline),
+        "loss_against_sparsity": figures.loss_against_sparsity(table, parts),
+        "tau_over_training": figures.tau_over_training(histories, table.baseline, parts),
+        "sink_over_training": figures.sink_over_training(histories, table.baseline, parts),
     }
     return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def _parts(runs: Sequence[TrackedRun]) -> figures.RowParts:
+    """By variant, from the settings that its runs have logged."""
+
+    def parts(params: Mapping[str, str]) -> figures.Parts:
+        mixer = params.get("model.mixer", "SelfAttention")
+        normaliser = params.get("model.attention.normaliser", "") if mixer == "SelfAttention" else mixer
+        return figures.Parts(normaliser, params.get("model.position", ""))
+
+    return {run.tags["variant"]: parts(run.params) for run in runs}
 
 
 def _histories(material: _Material) -> Histories:
@@ -273,7 +285,8 @@ def _figure(name: str, figure: Figure, subject: str) -> str:
 
 
 def _runs(material: _Material) -> str:
-    head = "".join(f"<th>{name}</th>" for name in ("Variant", "Seed", "State", "Run", "Commit"))
+    header = ("Variant", "Seed", "State", "Run", "Commit")
+    head = "".join(f"<th>{name}</th>" for name in header)
     order = {row.variant: number for number, row in enumerate(material.table.rows)}
     runs = sorted(material.runs, key=lambda run: (order.get(run.tags["variant"], len(order)), int(run.tags["seed"])))
     lines = []
@@ -285,7 +298,7 @@ def _runs(material: _Material) -> str:
             material.id(run.run_id),
             escape(run.tags.get("git_sha", "")),
         )
-        lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>\n")
+        lines.append(html_row(cells, header, [""] * len(header)) + "\n")
     if not lines:
         return "<p>MLflow holds no run of a cell.</p>"
     return (

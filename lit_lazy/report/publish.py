@@ -37,7 +37,8 @@ def write_table(tracker: Tracker, parent_id: str, folder: Path) -> Table:
     if table.verdict:
         tracker.tag(parent_id, "verdict", table.verdict.sentence)
     tracker.tag(parent_id, "mlflow.note.content", "\n\n".join([*findings(table), table.command]))
-    save_views(tracker, read_plan(tracker, parent_id).axes, table.columns)
+    ended = all(row.status in ("complete", "failed") for row in table.rows)
+    save_views(tracker, read_plan(tracker, parent_id), table.columns, ended)
     return table
 
 
@@ -55,10 +56,22 @@ def restate(path: Path, ablation: Ablation) -> Table:
     if former.ablation != ablation.name:
         raise ValueError(f"--from {str(path)!r}: is a table of {former.ablation!r}, not of {ablation.name!r}")
     save(table, path.with_suffix(""))
-    drawn = {"loss_against_sparsity": figures.loss_against_sparsity(table)}
+    drawn = {"loss_against_sparsity": figures.loss_against_sparsity(table, _parts(ablation))}
     if table.compared:
         drawn["effects"] = figures.effects_figure(table, table.compared)
     for name, figure in drawn.items():
         if figure is not None:
             figures.save_figure(figure, path.parent / name)
     return table
+
+
+def _parts(ablation: Ablation) -> figures.RowParts:
+    """By variant, from what its rows change of the experiment, which a table does not keep."""
+    known = {
+        row.name: [row.changes.get(path) for path in ("model.attention.normaliser", "model.position")]
+        for row in ablation.all_rows
+    }
+    return {
+        variant: figures.Parts(*("" if callable(part) or part is None else type(part).__name__ for part in parts))
+        for variant, parts in known.items()
+    }

@@ -175,7 +175,17 @@ _STYLE = """
 .ablation-table th { text-align: left; border-bottom-width: 2px; }
 .ablation-table .number { text-align: right; }
 .ablation-table .warning { padding: .5em .8em; border-left: 4px solid #d55e00; background: rgba(213, 94, 0, .15); }
+@media screen and (max-width: 600px) {
+  .ablation-table :is(table, tbody, tr) { display: block; white-space: normal; }
+  .ablation-table thead { display: none; }
+  .ablation-table tr { margin-bottom: 1em; border: 1px solid rgba(128, 128, 128, .35); border-radius: 6px; }
+  .ablation-table td { display: flex; justify-content: space-between; gap: 1em; padding: .15em .7em; border: 0; }
+  .ablation-table td + td { text-align: right; }
+  .ablation-table td + td::before { content: attr(data-label); text-align: left; opacity: .75; }
+  .ablation-table td:first-child { padding-block: .4em; font-weight: 600; }
+}
 """
+"""Where a row has no room beside its first column it becomes a card, with a line per column."""
 
 
 def _html_escape(text: str) -> str:
@@ -199,11 +209,15 @@ def _html(block: Block) -> str:
 
 
 def _html_grid(grid: Tabular) -> str:
-    def join(cells: Sequence[str], tag: str) -> str:
-        kinds = ("" if i < grid.words else ' class="number"' for i in range(len(cells)))
-        inner = "".join(f"<{tag}{k}>{_html_escape(c)}</{tag}>" for k, c in zip(kinds, cells, strict=True))
-        return f"<tr>{inner}</tr>"
+    kinds = ["" if i < grid.words else ' class="number"' for i in range(len(grid.header))]
+    head = "".join(f"<th{kind}>{_html_escape(name)}</th>" for kind, name in zip(kinds, grid.header, strict=True))
+    rows = (html_row([_html_escape(cell) for cell in row], grid.header, kinds) for row in grid.rows)
+    body = "\n".join(rows)
+    return f'<div class="grid"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
 
-    body = "\n".join(join(row, "td") for row in grid.rows)
-    head = join(grid.header, "th")
-    return f'<div class="grid"><table>\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
+
+def html_row(cells: Sequence[str], header: Sequence[str], kinds: Sequence[str]) -> str:
+    """A row of cells that are HTML already, each with its column's name, which a narrow page puts before it."""
+    labels = (f' data-label="{_html_escape(name)}"' for name in header)
+    told = zip(kinds, labels, cells, strict=True)
+    return "<tr>" + "".join(f"<td{kind}{label}>{cell}</td>" for kind, label, cell in told) + "</tr>"

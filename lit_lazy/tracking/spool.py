@@ -167,16 +167,21 @@ class Spool:
         self._sent = len(lines)
 
     @contextmanager
-    def sending(self) -> Iterator[None]:
-        """Send every few seconds from a thread of its own; that MLflow is away is logged once."""
+    def sending(self, at_first: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Send every few seconds from a thread of its own; that MLflow is away is logged once.
+
+        at_first: called there once the run has begun.
+        """
         stop = threading.Event()
 
         def loop() -> None:
-            told = False
+            told = begun = False
             while True:
                 try:
                     self.send()
-                    told = False
+                    if not begun:
+                        at_first()
+                    told, begun = False, True
                 except (UnfinishedError, OSError) as error:
                     if not told:
                         log.warning("metrics are kept in %s, MLflow lacks them: %s", self.folder / METRICS, error)

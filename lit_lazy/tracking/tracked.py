@@ -103,8 +103,9 @@ def train_tracked(
     experiment = f"train-{name}"
     folder = runs / experiment / key
     tags = {"kind": "run", "cell": key, "seed": str(cfg.seed), "git_sha": git_sha()}
-    card = Card(f"{name} seed {cfg.seed}", tags, {}, to_dict(cfg))
-    spool = Spool(Tracker(uri, runs, experiment), folder, card)
+    card = Card(_called(name, cfg), tags, {}, to_dict(cfg))
+    tracker = Tracker(uri, runs, experiment)
+    spool = Spool(tracker, folder, card)
     folder.mkdir(parents=True, exist_ok=True)
     lock, begin = lock_of(folder), _Begin()
     with _acquired(lock):
@@ -113,7 +114,7 @@ def train_tracked(
         try:
             with (
                 loggers_beside(wanted, folder, experiment, card.name, card.config) as others,
-                spool.sending() if known is None else nullcontext(),
+                spool.sending(tracker.keep_run_views) if known is None else nullcontext(),
             ):
                 result = known or run(
                     cfg,
@@ -132,12 +133,19 @@ def train_tracked(
             raise
         try:
             spool.finish(result)
+            tracker.keep_run_views()
         except TrackingError as error:
             raise UnfinishedError(
                 f"trained, but MLflow did not take the result ({error}); it is kept in {folder}, and the same command "
                 "sends it"
             ) from error
     return Trained(experiment, result, folder, runs, cfg.train.steps if known else begin.step)
+
+
+def _called(name: str, cfg: RunConfig) -> str:
+    """A run's name among those of its experiment: what mixes its tokens tells two of one seed apart."""
+    part = cfg.model.attention.normaliser if cfg.model.mixer.attends else cfg.model.mixer
+    return f"{name} {type(part).__name__} seed {cfg.seed}"
 
 
 def _acquired(lock: BaseFileLock) -> AcquireReturnProxy:

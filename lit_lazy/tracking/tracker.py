@@ -42,7 +42,23 @@ from lit_lazy.tracking.databases import (
     sqlite_url,
     take_along,
 )
-from lit_lazy.tracking.views import LINKED_VIEWS, TAG_PREFIX, CellRun, run_link, runs_link, saved_view, view_id, views
+from lit_lazy.tracking.views import (
+    CHARTED_TAG,
+    COLOUR_TAG,
+    LINKED_VIEWS,
+    ROW_TAG,
+    TAG_PREFIX,
+    CellRun,
+    colours,
+    far_rows,
+    group_of,
+    run_link,
+    run_views,
+    runs_link,
+    saved_view,
+    view_id,
+    views,
+)
 
 # MLflow tells of every database it creates, and trips over a deprecation of its own.
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
@@ -63,9 +79,9 @@ ANSWER_SECONDS = 10.0
 
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 DATABASES = ("sqlite", "postgresql", "postgresql+psycopg")
-MOST_CELLS_SEEN = 1000
 ARTIFACTS = "mlartifacts"
 """Folder of a local store's artifacts, in the runs folder."""
+MOST_RUNS_SEEN = 1000
 PARENT_PAGES = {"its table": "table.html", "its report": "report.html"}
 """Artifacts of a parent run, by what their links are called."""
 
@@ -420,17 +436,54 @@ class Tracker:
         return self.client.get_run(run_id).info.status in ("RUNNING", "KILLED")
 
     @_reaching
-    def keep_views(self, axes: Sequence[str], columns: Sequence[str], main: Sequence[str] | None = None) -> None:
+    def keep_views(
+        self,
+        axes: Sequence[str],
+        columns: Sequence[str],
+        main: Sequence[str] | None = None,
+        rows: Sequence[str] | None = None,
+    ) -> None:
         """Save the experiment's views, as its cells are now; of very many, the newest are looked at.
 
         axes: params in which cells differ. columns: metrics of its table. main: those of them that charts show, the
-        one that all is held against first; None for all.
+        one that all is held against first; None for all. rows: the variants, the baseline first, once no more cells
+        are to come: each is given a colour.
         """
-        runs = self.client.search_runs(
-            [self.experiment_id], "tags.kind = 'cell'", order_by=["start_time DESC"], max_results=MOST_CELLS_SEEN
+        runs = self._newest("cell")
+        cells = [CellRun(run.data.tags["variant"], run.data.params, run.data.metrics) for run in runs]
+        groups = None
+        if rows is not None and len(runs) < MOST_RUNS_SEEN:
+            chosen = colours(list(dict.fromkeys([*rows, *(cell.variant for cell in cells)])))
+            groups = {row: group_of(row, colour) for row, colour in chosen.items()}
+            far = far_rows(cells)
+            for run, cell in zip(runs, cells, strict=True):
+                row, charted = cell.variant, "no" if cell.variant in far else "yes"
+                self._mark(run, {COLOUR_TAG: chosen[row], ROW_TAG: groups[row], CHARTED_TAG: charted})
+        self._save(views(axes, columns, columns if main is None else main, cells, groups))
+
+    @_reaching
+    def keep_run_views(self) -> None:
+        """Save the views of an experiment whose runs are no cells, as these are now."""
+        runs = self._newest("run")
+        for run, colour in zip(
+            reversed(runs), colours([run.info.run_id for run in reversed(runs)]).values(), strict=True
+        ):
+            self._mark(run, {COLOUR_TAG: colour})
+        self._save(run_views([CellRun(run.info.run_name, run.data.params, run.data.metrics) for run in runs]))
+
+    def _newest(self, kind: str) -> list[Run]:
+        newest = ["start_time DESC"]
+        return self.client.search_runs(
+            [self.experiment_id], f"tags.kind = '{kind}'", order_by=newest, max_results=MOST_RUNS_SEEN
         )
-        cells = [CellRun(run.data.tags["variant"], run.data.params, run.data.metrics.keys()) for run in runs]
-        for name, state in views(axes, columns, columns if main is None else main, cells).items():
+
+    def _mark(self, run: Run, tags: Mapping[str, str]) -> None:
+        new = [RunTag(name, text) for name, text in tags.items() if run.data.tags.get(name) != text]
+        if new:
+            self.client.log_batch(run.info.run_id, tags=new)
+
+    def _save(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        for name, state in states.items():
             self.client.set_experiment_tag(self.experiment_id, *saved_view(name, state))
 
     @_reaching
@@ -481,7 +534,7 @@ def experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
             label: runs_link(ui_url, number, view)
             for label, view in LINKED_VIEWS.items()
             if TAG_PREFIX + view_id(view) in experiment.tags
-        } | {"runs": runs_link(ui_url, number)}
+        }
         query = "tags.ablation LIKE '%' AND tags.kind != 'cell'"  # an ablation's parent run, or a search's
         for parent in client.search_runs([number], query, order_by=["start_time DESC"], max_results=1):
             kept = {artifact.path for artifact in client.list_artifacts(parent.info.run_id)}
@@ -490,7 +543,7 @@ def experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
                 for label, artifact in PARENT_PAGES.items()
                 if artifact in kept
             }
-        links.append(ExperimentLinks(experiment.name, pages))
+        links.append(ExperimentLinks(experiment.name, pages | {"runs": runs_link(ui_url, number)}))
     return links
 
 

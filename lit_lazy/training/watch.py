@@ -129,7 +129,8 @@ def _masses(stats: Sequence[Stats]) -> dict[str, float]:
     mass = torch.stack([layer.mass for layer in stats]).double()  # [layers, B, H, L]
     dead = (mass[..., 1:] == 0).all(3).all(1)  # row 1 sees one key, whose weight is 1 - tau
     quarters = {f"watch/mass_quarter_{i}": part.mean() for i, part in enumerate(mass.tensor_split(4, -1), start=1)}
-    layers = {f"watch/mass_layer_{layer}": values.mean() for layer, values in enumerate(mass)}
+    several = enumerate(mass) if len(mass) > 1 else ()  # the mass of a single layer is `watch/mass`
+    layers = {f"watch/mass_layer_{layer}": values.mean() for layer, values in several}
     found = (
         layers | quarters | {"watch/empty_rows": (mass == 0).double().mean(), "watch/dead_heads": dead.double().mean()}
     )
@@ -147,4 +148,6 @@ def _taus(model: DecoderLM) -> dict[str, float]:
     if tau is None:
         return {}
     means = {f"watch/tau_layer_{layer}": values.mean().item() for layer, values in enumerate(tau)}
+    if tau[0].numel() == 1:  # a layer's tau is its mean, its least and its greatest
+        return means
     return means | {"watch/tau_min": tau.min().item(), "watch/tau_max": tau.max().item()}

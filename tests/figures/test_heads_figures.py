@@ -10,6 +10,7 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 import torch
+from legible import assert_legible
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -505,35 +506,6 @@ EXTREMES = {
         for key, value in make(layers=3).items()
     },
 }
-
-
-def shown_ticks(axis) -> list[Text]:
-    low, high = sorted(axis.get_view_interval())
-    labels = [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
-    return [label for label in labels if label.get_visible() and label.get_text()]
-
-
-def assert_legible(figure: Figure) -> None:
-    """No text leaves the figure, no two labels of an axis meet, and legends cover no panel."""
-    with in_style():
-        figure.draw_without_rendering()
-    panels = [axes for axes in figure.axes if axes.axison]
-    axles = [axis for axes in panels for axis in (axes.xaxis, axes.yaxis)]
-    ticks = [shown_ticks(axis) for axis in axles]
-    texts = [text for axes in panels for text in (axes.title, *axes.texts)] + [axis.label for axis in axles]
-    texts += [text for legend in figure.legends for text in legend.get_texts()] + [figure._suptitle]
-    for text in [*(text for text in texts if text.get_text()), *(text for axis in ticks for text in axis)]:
-        box = Text.get_window_extent(text)
-        assert box.x0 >= -1, text
-        assert box.y0 >= -1, text
-        assert box.x1 <= figure.bbox.x1 + 1, text
-        assert box.y1 <= figure.bbox.y1 + 1, text
-    for axis in ticks:
-        boxes = [Text.get_window_extent(text) for text in axis]
-        assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])], [t.get_text() for t in axis]
-    for legend in figure.legends:
-        box = legend.get_window_extent()
-        assert not [axes for axes in panels if axes.get_tightbbox().overlaps(box)]
 
 
 @pytest.mark.parametrize("name", EXTREMES)

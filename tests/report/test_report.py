@@ -300,6 +300,9 @@ def test_many_variants_are_folded(kept: Kept) -> None:
 
 IMAGES = "[...document.images].map(image => [image.complete, image.naturalWidth, image.alt])"
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+GRIDS = "[...document.querySelectorAll('.ablation-table .grid')]"
+NAMES = "[...document.querySelectorAll('.grid thead tr')].map(row => [...row.cells].map(cell => cell.textContent))"
+LABELS = "[...document.querySelectorAll('.grid tbody tr:first-child')].map(r => [...r.cells].map(c => c.dataset.label))"
 
 
 @pytest.fixture
@@ -330,6 +333,11 @@ def test_a_browser_without_network_shows_all_of_it(browser: Browser, page: str, 
             assert len(images) == page.count("<img ") > 10
             assert all(complete and natural > 0 for complete, natural, _ in images), images
             assert browser.evaluate(OVERFLOW) == 0, f"wider than {width}"
+            assert browser.evaluate(f"{GRIDS}.every(grid => grid.scrollWidth <= grid.clientWidth)") == (width == 360)
+            shown = browser.evaluate(f"{GRIDS}.map(grid => getComputedStyle(grid.querySelector('thead')).display)")
+            assert set(shown) == {"none" if width == 360 else "table-header-group"}
+        named, labelled = browser.evaluate(f"[{NAMES}, {LABELS}]")
+        assert named == labelled, "a card's lines are named after the columns"
         backgrounds.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
         assert (
             browser.evaluate("getComputedStyle(document.querySelector('.scroll')).backgroundColor")

@@ -578,7 +578,11 @@ def test_html_is_a_self_contained_fragment(make):
     tags = {element.tag for element in root.iter()}
     assert tags <= {"section", "style", "h2", "h3", "p", "strong", "div", "table", "thead", "tbody", "tr", "th", "td",
                     "ul", "li", "details", "summary"}  # fmt: skip
-    assert not {name for element in root.iter() for name in element.attrib} - {"class"}
+    assert not {name for element in root.iter() for name in element.attrib} - {"class", "data-label"}
+    for grid in root.iter("table"):
+        names = [cell.text for cell in grid.iter("th")]
+        for row in grid.iter("tr"):
+            assert [cell.get("data-label") for cell in row.iter("td")] in ([], names), "named where a row is a card"
     assert "url(" not in text
     assert "@import" not in text
     first = root.find(".//tbody")

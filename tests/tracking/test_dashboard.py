@@ -1,6 +1,7 @@
 """MLflow's real server and a real browser: the printed links show what they promise, the saved views draw."""
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,24 @@ from chromium import CHROMIUM, Browser
 from lit_lazy.command.main import main
 from lit_lazy.config.files import load_module
 from lit_lazy.tracking.serve import chosen
-from lit_lazy.tracking.tracker import ExperimentLinks, Tracker, default_uri, experiment_links
-from lit_lazy.tracking.views import AXES_VIEW, CELLS_VIEW, CHARTS_VIEW, LINKED_VIEWS, TABLE_VIEW, CellRun, views
+from lit_lazy.tracking.tracker import ExperimentLinks, Logged, Tracker, default_uri, experiment_links
+from lit_lazy.tracking.views import (
+    AXES_VIEW,
+    CELLS_VIEW,
+    CHARTS_VIEW,
+    DISTINCT,
+    LINKED_VIEWS,
+    PALETTE,
+    RUNS_VIEW,
+    TABLE_VIEW,
+    CellRun,
+    checksum,
+    colours,
+    far_rows,
+    group_of,
+    run_views,
+    views,
+)
 
 pytestmark = pytest.mark.xdist_group("browser")  # one grid and one server for all
 screenshots = load_module(Path(__file__).resolve().parents[2] / "docs" / "screenshots.py")
@@ -29,7 +46,7 @@ SECTIONS = f"{HEADERS}.map(header => header.innerText)"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
-    """The runs of three rows with two seeds, and a run of another experiment, which has no views."""
+    """The runs of three rows with two seeds, cells that are made up, and a run of an experiment without views."""
     runs = tmp_path_factory.mktemp("dashboard") / "runs"
     runs.mkdir()
     shutil.copy(empty_store, runs / "mlflow.db")
@@ -37,7 +54,25 @@ def runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
     assert main([*command, "--runs", str(runs), "--workers", "2"]) == 0
     other = Tracker(default_uri(runs), runs, "train-other")
     other.start_run("other", {"kind": "run"}, {}, {})
+    made_up(runs)
     return runs
+
+
+EXCESSES = {"softmax": 0.5, "off by one": 0.25, "a 'quoted' one": 0.125, "lazy": 0.0625, "dead": 400.0}
+"""Of the cells that are made up, and of their curves the last value; the lazy row is the baseline."""
+ON_THE_WAY = {100: 8.0, 200: 2.0, 300: 4.0, 400: 1.0}
+"""Times as much at these steps."""
+
+
+def made_up(runs: Path) -> None:
+    tracker = Tracker(default_uri(runs), runs, "made-up")
+    for row, excess in EXCESSES.items():
+        tags = {"kind": "cell", "variant": row, "seed": "0", "cell": row}
+        run = tracker.start_run(f"{row} seed 0", tags, {"tau_init": "1.0"}, {})
+        curve = [Logged(step, step, {"val/excess": excess * times}) for step, times in ON_THE_WAY.items()]
+        tracker.log(run, curve)
+        tracker.finish(run, {"loss/excess": excess, "loss/val": 2 + excess, "sink/rate": excess}, {}, 400)
+    tracker.keep_views(["tau_init"], ["loss/excess"], None, ["lazy", *(row for row in EXCESSES if row != "lazy")])
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +109,11 @@ def says(text: str) -> str:
 class TestPages:
     def test_the_first_view_shows_a_line_per_variant_and_every_axis_as_a_column(self, links, browser) -> None:
         text = opened(browser, links["by variant"], says("Group: softmax"))
-        assert "Group by: variant" in text
+        assert "Group by: row" in text
         for variant in ROWS:
             assert f"Group: {variant} 2" in text
             assert f"{variant} seed" not in text, "its cells are folded away"
-        for column in ("normaliser", "tau_init", "threshold", "learn_tau", "bias", "loss/excess", "mass/trigger"):
+        for column in ("normaliser", "tau_init", "threshold", "learn_tau", "bias", "loss/excess", "sparsity/zero"):
             assert f" {column} " in text, column
         assert "6 matching runs" in text
 
@@ -88,6 +123,7 @@ class TestPages:
             for seed in (0, 1):
                 assert f"{variant} seed {seed}" in text
         assert "Group: softmax" not in text
+        assert " mass/trigger " in text
         browser.click("document.querySelector('[data-testid=saved-views-trigger]')")
         items = "[...document.querySelectorAll('[role=menuitem]')]"
         assert browser.wait(f"{items}.map(item => item.innerText)")[: len(VIEWS)] == list(VIEWS)
@@ -107,6 +143,23 @@ class TestPages:
         for title, n in {"loss/excess": 3, "sparsity/zero": 2}.items():
             chart = f"{screenshots.CARDS}.find(card => card.innerText.startsWith({title!r}))"
             assert browser.evaluate(f"{chart}.querySelectorAll('.point').length") == n, title
+
+    def test_a_dead_row_flattens_nothing_and_is_named_and_each_row_has_its_colour(self, runs, links, browser) -> None:
+        ui_url = links["runs"].partition("/#")[0]
+        (made,) = [e for e in experiment_links(default_uri(runs), ui_url) if e.name == "made-up"]
+        text = opened(browser, made.pages["charts"], screenshots.DRAWN)
+        assert "4 matching runs" in text
+        assert "Results by variant, without dead" in text
+        listed = browser.evaluate("[...document.querySelectorAll('.ag-row')].map(row => row.innerText).join('\\n')")
+        shown = {name.strip(): colour for colour, name in re.findall(r"(#\w{6})\nGroup: (.*)", listed)}
+        expected = colours(["lazy", *(row for row in EXCESSES if row != "lazy")])
+        assert shown == {row: expected[row] for row in EXCESSES if row != "dead"}
+        card = f"{screenshots.CARDS}.find(card => card.innerText.startsWith('val/excess'))"
+        chart = f"{card}.querySelector('.js-plotly-plot')"
+        drawn = browser.wait(f"(c => c.data && c.data.filter(t => t.y.length == 4).map(t => t.y))({chart})")
+        for excess in (excess for row, excess in EXCESSES.items() if row != "dead"):
+            assert [excess * times for times in ON_THE_WAY.values()] in drawn, "as measured, not smoothed"
+        assert browser.evaluate(f"{chart}.layout.yaxis.type") == "log"
 
     def test_the_fourth_draws_a_line_per_cell_through_the_axes(self, links, browser) -> None:
         opened(browser, links["parallel coordinates"], screenshots.DRAWN)
@@ -145,7 +198,12 @@ class TestPages:
 
 class TestLinks:
     def test_only_those_of_the_named_ablation_are_printed(self, links) -> None:
-        assert list(links)[:6] == [*LINKED_VIEWS, "runs", "its table"]
+        assert list(links) == [
+            *(name for name in LINKED_VIEWS if name != "all runs"),
+            "its table",
+            "its report",
+            "runs",
+        ]
 
     def test_an_experiment_without_views_has_a_plain_link(self, runs) -> None:
         (other,) = [e for e in experiment_links(default_uri(runs), "http://host") if e.name == "train-other"]
@@ -171,8 +229,11 @@ class TestLinks:
         assert not said.out
 
 
-def cell(variant: str, axes: dict[str, str], *metrics: str) -> CellRun:
-    return CellRun(variant, axes, set(metrics))
+def cell(variant: str, axes: dict[str, str], *metrics: str, loss: float = 1.0) -> CellRun:
+    return CellRun(variant, axes, dict.fromkeys(metrics, loss))
+
+
+LOSSES = {"a": 1.0, "b": 1.01, "c": 1.02, "dead": 9.0}
 
 
 class TestViews:
@@ -211,6 +272,48 @@ class TestViews:
         drawn = [c.get("metricKey") for c in self.charts(CHARTS_VIEW, [])]
         assert {"loss/excess", "loss/val", "sink/rate", "watch/first_key_share", "watch/tau_layer_0"} <= set(drawn)
         assert [c["selectedParams"] for c in self.charts(AXES_VIEW, [])] == [["bias", "tau_init"]]
+
+    def test_a_row_far_above_is_drawn_in_no_chart_and_listed_all_the_same(self) -> None:
+        cells = [cell(name, {"tau_init": name}, "loss/val", loss=loss) for name, loss in LOSSES.items()]
+        assert far_rows(cells) == ["dead"]
+        groups = {name: group_of(name, colour) for name, colour in colours(list(LOSSES)).items()}
+        found = views(["tau_init"], ["loss/val"], ["loss/val"], cells, groups)
+        for view in (CHARTS_VIEW, AXES_VIEW):
+            assert found[view]["searchFilter"] == "tags.kind = 'cell' AND tags.charted = 'yes'"
+            assert found[view]["compareRunSections"][0]["name"].endswith(", without dead")
+        for view in (TABLE_VIEW, CELLS_VIEW):
+            assert found[view]["searchFilter"] == "tags.kind = 'cell'"
+        while_it_runs = views(["tau_init"], ["loss/val"], ["loss/val"], cells)
+        assert while_it_runs[CHARTS_VIEW]["searchFilter"] == "tags.kind = 'cell'"
+        assert while_it_runs[CHARTS_VIEW]["groupBy"]["groupByKeys"][0]["groupByData"] == "variant"
+
+    def test_rows_have_colours_of_their_own_and_groups_mlflow_schecksum_of_them(self) -> None:
+        assert sorted(DISTINCT) == list(range(len(PALETTE)))
+        rows = [f"row {i}" for i in range(len(PALETTE))] + ["softmax", "τ = 1", "a 'quoted' one", "𝜏"]
+        chosen = colours(rows)
+        assert len(set(list(chosen.values())[: len(PALETTE)])) == len(PALETTE)
+        for row, colour in chosen.items():
+            group = group_of(row, colour)
+            assert group.rstrip(" ") == row
+            assert PALETTE[checksum(f"tag.row.{group}") % len(PALETTE)] == colour
+        assert checksum("abcde") == 0xC8F0, "the textbook's Fletcher-16"
+
+    def test_curves_are_of_what_was_measured_and_none_is_drawn_twice(self) -> None:
+        drawn = [chart for chart in self.charts(CHARTS_VIEW, [self.SOFTMAX, self.LAZY]) if chart["type"] == "LINE"]
+        assert len({chart["metricKey"] for chart in drawn}) == len(drawn) > 1
+        assert {chart["lineSmoothness"] for chart in drawn} == {0}
+
+    def test_runs_of_an_experiment_have_columns_of_what_they_differ_in(self) -> None:
+        runs = [CellRun(f"run {i}", {"a": "1", "b": str(i)}, {"loss/val": 1.0, "tau/mean": 1.0}) for i in range(2)]
+        found = run_views(runs)
+        assert list(found) == [CHARTS_VIEW, RUNS_VIEW]
+        columns = found[RUNS_VIEW]["selectedColumns"]
+        assert columns == ["metrics.`loss/val`", "params.`b`", "tags.`seed`"]
+        kinds = [(chart["type"], chart["metricKey"]) for chart in found[CHARTS_VIEW]["compareRunCharts"]]
+        assert kinds[0] == ("LINE", "train/loss")
+        assert ("BAR", "loss/val") in kinds
+        assert len(set(kinds)) == len(kinds)
+        assert {view["searchFilter"] for view in found.values()} == {"tags.kind = 'run'"}
 
     @pytest.mark.long
     def test_metrics_without_a_chart_stay_folded_below_by_their_groups(self) -> None:

@@ -1,6 +1,7 @@
 """Loggers beside MLflow hold each logged number once, whatever was killed in between."""
 
 import csv
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.loggers.logger import Logger
 
+from lit_lazy.command.main import main
 from lit_lazy.tracking import loggers
 from lit_lazy.tracking.loggers import check_kinds_of_loggers, loggers_beside
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
@@ -57,6 +59,30 @@ def test_a_resumed_run_is_logged_once_and_whole(kind: str, read, tmp_path: Path)
         assert len(points) == 12
         assert len(found) == len({point for point, _ in found}) == len(points)
         assert dict(found) == pytest.approx(points)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_cheap_grids")
+def test_each_cell_of_a_grid_is_logged_below_its_run_folder(runs: Path) -> None:
+    command = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "lazy", "--seeds", "0", "--brief"]
+    kinds = ["--logger", "csv", "--logger", "tensorboard"]
+    assert main([*command, *kinds, "--runs", str(runs), "--workers", "1"]) == 0
+    (cell,) = (runs / "table2-backcopy_tiny" / "cells").iterdir()
+    result = json.loads((cell / "result.json").read_text())
+    last = result["config"]["train"]["steps"]
+    points = logged(cell) | {(name, last): value for name, value in result["metrics"].items()}
+    for read in (of_csv, of_tensorboard):
+        found = read(cell)
+        assert len(found) == len(points)
+        assert dict(found) == pytest.approx(points)
+
+
+def test_a_grid_refuses_a_logger_that_cannot_be_before_anything_is_created(runs: Path, capsys) -> None:
+    before = sorted(runs.iterdir())
+    command = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--logger", "csv", "--logger", "csv"]
+    assert main([*command, "--runs", str(runs)]) == 2
+    assert "--logger csv: is given twice; leave one out" in capsys.readouterr().err
+    assert sorted(runs.iterdir()) == before
 
 
 def test_settings_are_logged(tmp_path: Path) -> None:

@@ -133,3 +133,14 @@ def test_watching_changes_nothing(tmp_path: Path) -> None:
         torch.load(tmp_path / name / FINAL_CHECKPOINT, weights_only=True)["state_dict"] for name in ("watched", "alone")
     )
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_nothing_is_logged_under_two_names() -> None:
+    """One layer's mass is the mass; a single tau is its own mean, least and greatest."""
+    cfg = config(AttentionSpec(Elastic(tau_init=0.7), LearnedBias()))
+    cfg = replace(cfg, model=replace(cfg.model, n_layers=1, n_heads=1))
+    source = cfg.data.load()
+    module = LitLM.create(cfg, source.vocab_size, source.context_length)
+    found = look(module.model, source.validation.sequences[:3, :-1].long())
+    assert "watch/mass" in found
+    assert [name for name in found if "tau" in name or "layer" in name] == ["watch/tau_layer_0"]

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from lit_lazy.figures.common import BETTER, NEUTRAL, WORSE, in_style, legend_below, new_figure
+from lit_lazy.figures.common import FIRST, NEUTRAL, SECOND, in_style, legend_below, new_figure
 from lit_lazy.grid.search.definition import Definition
 from lit_lazy.grid.search.queue import Point
 
@@ -39,12 +39,12 @@ def history_figure(search_id: str, title: str, points: Sequence[Point]) -> Figur
     axes = figure.subplots()
     complete = [(point.number, point.value) for point in points if point.value is not None]
     best = [min(value for _, value in complete[: i + 1]) for i in range(len(complete))]
-    axes.step([number for number, _ in complete], best, where="post", color=BETTER, linewidth=1.6, zorder=2)
+    axes.step([number for number, _ in complete], best, where="post", color=FIRST, linewidth=1.6, zorder=2)
     _scatter(axes, points, lambda point: float(point.number))
     axes.set_xlabel("point, in the order in which they were taken")
     axes.set_ylabel(title)
     axes.locator_params(axis="x", integer=True)
-    _legend(figure, Line2D([], [], color=BETTER, linewidth=1.6, label="best so far"))
+    _legend(figure, Line2D([], [], color=FIRST, linewidth=1.6, label="best so far"))
     return figure
 
 
@@ -68,7 +68,7 @@ def importance_figure(search_id: str, importances: Mapping[str, float], complete
     figure = new_figure(6.0, 1.4 + 0.35 * len(importances), f"{search_id}: what sets the best points apart")
     axes = figure.subplots()
     shares = [100 * share for share in importances.values()]
-    axes.barh(range(len(shares)), shares, color=BETTER, height=0.6, zorder=2)
+    axes.barh(range(len(shares)), shares, color=FIRST, height=0.6, zorder=2)
     for y, share in enumerate(shares):
         place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
         axes.annotate(f"{share:.0f} %", (share, y), color=NEUTRAL, **place)
@@ -98,7 +98,7 @@ def _scatter(axes: Axes, points: Sequence[Point], x_of: Callable[[Point], float]
     top = quartile + ROOM_ABOVE * (quartile - values[0]) if quartile > values[0] else values[-1]
     best = next((point for point in shown if point.state == "complete"), None)
     for point, value in zip(shown, values, strict=True):
-        colour, face = (BETTER, BETTER) if point.state == "complete" else (WORSE, "white")
+        colour, face = (FIRST, FIRST) if point.state == "complete" else (SECOND, "white")
         marker, size = ("D", 8) if point is best else ("^" if value > top else "o", 5)
         style = {"color": colour, "markerfacecolor": face, "markersize": size, "markeredgewidth": 1.2}
         axes.plot(x_of(point), min(value, top), marker, clip_on=False, zorder=5 if point is best else 4, **style)
@@ -110,9 +110,9 @@ def _legend(figure: Figure, *more: Line2D) -> None:
         return Line2D([], [], linestyle="", color=colour, marker=shape, markerfacecolor=face, label=label)
 
     handles = [
-        marker("complete", "o", BETTER, BETTER),
-        marker("the best", "D", BETTER, BETTER),
-        marker("pruned or diverged, at its last validation", "o", WORSE, "white"),
+        marker("complete", "o", FIRST, FIRST),
+        marker("the best", "D", FIRST, FIRST),
+        marker("pruned or diverged, at its last validation", "o", SECOND, "white"),
         marker("above the plot", "^", NEUTRAL, "white"),
         *more,
     ]

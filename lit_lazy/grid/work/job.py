@@ -51,6 +51,8 @@ class Launch:
     """GPUs of a Ray task."""
     execution: Execution = ONE_DEVICE
     """How each cell is trained."""
+    loggers: tuple[str, ...] = ()
+    """Kinds of loggers beside MLflow."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class Job:
     """What a worker process on this machine runs."""
     execution: Execution = ONE_DEVICE
     """How each cell is trained."""
+    loggers: tuple[str, ...] = ()
+    """Kinds of loggers beside MLflow."""
 
     @property
     def folder(self) -> Path:

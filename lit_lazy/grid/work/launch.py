@@ -167,6 +167,7 @@ def make_job(work: Work, launch: Launch, at: Opened[Q], parent_id: str) -> Job:
         files=work.files,
         module=work.module,
         execution=launch.execution,
+        loggers=launch.loggers,
     )
 
 
@@ -196,7 +197,7 @@ def _parent(grid: Grid, queue: Queue, tracker: Tracker) -> str:
     if former is not None:
         plan = plan.widened(Plan.from_json(former), grid.row_order)
     tracker.keep_text(parent_id, plan.to_json(), PLAN)
-    save_views(tracker, plan.axes, plan.columns)
+    save_views(tracker, plan, plan.columns, ended=False)
     return parent_id
 
 

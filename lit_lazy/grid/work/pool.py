@@ -106,6 +106,7 @@ class LocalPool:
             *(["--command", job.command, "--slot", str(slot)] if job.command else []),
             *("--execution", json.dumps(asdict(job.execution))),
             *(["--keep-checkpoints"] if job.keep_checkpoints else []),
+            *(word for kind in job.loggers for word in ("--logger", kind)),
             *(["--keys", str(self._keys)] if self._keys else []),
             *("--import", *(str(file) for file in job.files)),
         ]

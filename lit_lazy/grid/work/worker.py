@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -29,6 +29,7 @@ from lit_lazy.support.disk import is_disk_full
 from lit_lazy.support.errors import UnfinishedError, named, one_line
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.support.secrets import Redacting
+from lit_lazy.tracking.loggers import loggers_beside
 from lit_lazy.tracking.spool import Card, Spool
 from lit_lazy.tracking.tracker import Tracker, TrackingError
 from lit_lazy.training.execution import ONE_DEVICE, Execution
@@ -80,6 +81,8 @@ class Worker:
     """Its place among the workers of that command."""
     execution: Execution = ONE_DEVICE
     """How each cell is trained."""
+    loggers: Sequence[str] = ()
+    """Kinds of loggers beside MLflow, each below a cell's run folder."""
     _held: list[Held] = field(default_factory=list)
     _interrupts: Interrupts = field(default_factory=Interrupts)
 
@@ -179,16 +182,24 @@ class Worker:
             log.exception("MLflow does not show yet that a run ended: %s", reason)
 
     def _train(self, task: Task, spool: Spool) -> RunResult:
-        with spool.sending(), self._interrupts.allowed():
-            return run(
+        card = spool.card
+        with (
+            loggers_beside(self.loggers, spool.folder, self.queue.name, card.name, card.config) as others,
+            spool.sending(),
+            self._interrupts.allowed(),
+        ):
+            result = run(
                 from_dict(RunConfig, task.cell.config),
                 spool.folder,
-                logger=spool.logger(),
+                logger=spool.logger(others),
                 callbacks=[EndIfInterrupted(self._interrupts), *self._callbacks(task)],
                 keep_checkpoint=self.keep_checkpoints,
                 expected_key=task.cell.key,
                 execution=self.execution,
             )
+            for other in others:
+                other.log_metrics(result.metrics, result.config["train"]["steps"])
+            return result
 
     def _callbacks(self, task: Task) -> list[Callback]:  # noqa: ARG002
         """Lightning callbacks of a cell's training."""
@@ -281,6 +292,7 @@ def make_worker(
         job.command,
         slot,
         job.execution,
+        job.loggers,
     )
 
 
@@ -295,6 +307,7 @@ def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) 
     parser.add_argument("--slot", type=int, default=0)
     parser.add_argument("--execution", type=json.loads, default={})
     parser.add_argument("--keep-checkpoints", action="store_true")
+    parser.add_argument("--logger", dest="loggers", action="append", default=[])
     parser.add_argument("--keys", type=Path, help="file with the keys of the cells to take, one a line")
     parser.add_argument("--import", dest="files", type=Path, nargs="*", default=[])
     options = parser.parse_args()
@@ -315,6 +328,7 @@ def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) 
         keys=frozenset(options.keys.read_text().splitlines()) if options.keys else None,
         files=options.files,
         execution=Execution(**options.execution),
+        loggers=tuple(options.loggers),
     )
     try:
         prepare_process(job)

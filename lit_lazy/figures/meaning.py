@@ -1,0 +1,64 @@
+"""Colours by meaning: a normaliser, or a position, has one colour in every figure."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from matplotlib.lines import Line2D
+
+from lit_lazy.figures.common import FIRST, NEUTRAL, SECOND
+
+NORMALISERS = {
+    "Softmax": SECOND,
+    "Elastic": FIRST,
+    "OffByOne": "#009E73",
+    "SinkLogit": "#CC79A7",
+    "ClippedSoftmax": "#E69F00",
+    "Softpick": "#56B4E9",
+    "Sigmoid": "#882255",
+    "Relu": "#117733",
+    "Entmax15": "#B07AF5",
+    "Sparsemax": "#332288",
+    "SSMax": "#999933",
+    "Differential": "#661100",
+    "RetNet": "#8C6D00",
+    "Mamba2": "#FF6F91",
+    "GatedDeltaNet": "#44AA99",
+}
+"""By class, layers without attention last: Okabe and Ito's colours, then Tol's muted ones, which common colour
+blindnesses tell apart as well."""
+POSITIONS = {"Rope": "#004488", "LearnedAbsolute": "#DDAA33", "NoPosition": "#BB5566"}
+"""Tol's high contrast: dark, light and in between, also in grey."""
+
+
+class Parts(NamedTuple):
+    """What a row's colour says of it: the classes of its normaliser and of its position; empty where it has none."""
+
+    normaliser: str
+    position: str
+
+
+RowParts = Mapping[str, Parts]
+"""By variant."""
+
+
+class Colours:
+    """Of variants: by normaliser; by position where all have one normaliser. What is not known here is grey."""
+
+    def __init__(self, parts: RowParts, variants: Iterable[str]) -> None:
+        of = {variant: parts[variant] for variant in variants if variant in parts}
+        by_position = len({part.normaliser for part in of.values()}) == 1 < len({part.position for part in of.values()})
+        palette = POSITIONS if by_position else NORMALISERS
+        self._names = {variant: part.position if by_position else part.normaliser for variant, part in of.items()}
+        self._colours = {name: palette.get(name, NEUTRAL) for name in self._names.values()}
+
+    def __getitem__(self, variant: str) -> str:
+        return self._colours[self._names[variant]] if variant in self._names else NEUTRAL
+
+    def handles(self) -> list[Line2D]:
+        """Which colour is what, for a legend; nothing where all have the same."""
+        if len(self._colours) < 2:
+            return []
+        return [
+            Line2D([], [], color=c, linestyle="", marker="o", label=name or "no attention")
+            for name, c in self._colours.items()
+        ]

@@ -1,0 +1,187 @@
+"""Every figure that every ablation makes, with numbers of its kind: readable, in colours that mean the same in each."""
+
+import json
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from first_stage import stand_in
+from legible import assert_legible
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+import lit_lazy.attention
+from lit_lazy import figures
+from lit_lazy.attention import Normaliser, Position
+from lit_lazy.config.canonical import replace_at
+from lit_lazy.config.files import available, experiment, exported, find
+from lit_lazy.figures import Parts
+from lit_lazy.figures.ablation import Histories
+from lit_lazy.figures.common import BETTER, FIRST, NEUTRAL, SECOND, WORSE
+from lit_lazy.figures.meaning import NORMALISERS, POSITIONS, Colours
+from lit_lazy.figures.mechanism import mechanism_figure
+from lit_lazy.grid.ablation import Ablation, row_infos, select
+from lit_lazy.grid.question import load_asked
+from lit_lazy.grid.search import figures as search
+from lit_lazy.grid.search.definition import define
+from lit_lazy.grid.search.queue import Point
+from lit_lazy.report.publish import _parts
+from lit_lazy.table.build import build_table
+from lit_lazy.table.records import Observation, Table
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+ABLATIONS = [name for name in available("ablations") if exported(find("ablations", name), "search") is None]
+STEPS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+AMONG_THE_FIRST = ("rivals",)
+"""Ablations whose figures `make test` draws, with the most normalisers; `make test-all` draws all."""
+
+
+def rows_of(ablation: Ablation) -> list[str]:
+    return [row.name for row in ablation.all_rows]
+
+
+def made_up(ablation: Ablation) -> Table:
+    """A table of its rows and columns with numbers between 0 and 1; one row is dead, one has no sparsity."""
+    rng = np.random.default_rng(0)
+    observations = []
+    for i, name in enumerate(rows_of(ablation)):
+        for seed in ablation.seeds:
+            metrics = {column.key: float(rng.random()) for column in ablation.columns}
+            metrics |= {key: 0.01 + 0.001 * float(rng.random()) for key in metrics if key.startswith("loss/")}
+            if i == 1:
+                metrics |= {key: 7.5 for key in metrics if key.startswith("loss/")}
+            if i == 2:
+                metrics |= {key: None for key in metrics if "sparsity" in key}
+            observations.append(Observation(name, seed, "complete", metrics))
+    infos = row_infos(select(ablation, rows_of(ablation), ()), ablation.base)
+    return build_table(
+        *(ablation.name, ablation.base, ablation.baseline, infos, ablation.columns, ablation.contrasts),
+        *(observations, "make", (), (), ablation.primary),
+    )
+
+
+def histories(ablation: Ablation) -> Histories:
+    names = ("watch/first_key_weight", "watch/first_key_share", "watch/tau_layer_0")
+    return {
+        row: [{name: [(step, (i + seed) / (1 + step)) for step in STEPS] for name in names} for seed in ablation.seeds]
+        for i, row in enumerate(rows_of(ablation))
+    }
+
+
+def figures_of(ablation: Ablation) -> Iterator[Figure]:
+    table, trained, parts = made_up(ablation), histories(ablation), _parts(ablation)
+    drawn = [
+        figures.effects_figure(table, table.compared) if table.compared else None,
+        figures.loss_against_sparsity(table, parts),
+        figures.tau_over_training(trained, ablation.baseline, parts),
+        figures.sink_over_training(trained, ablation.baseline, parts),
+    ]
+    yield from (figure for figure in drawn if figure is not None)
+
+
+def ablation_of(name: str) -> Ablation:
+    return load_asked(find("ablations", name))[0]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in AMONG_THE_FIRST else pytest.param(name, marks=pytest.mark.long) for name in ABLATIONS]
+)
+def test_every_figure_of_an_ablation_is_legible(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stand_in(monkeypatch, tmp_path)
+    drawn = list(figures_of(ablation_of(name)))
+    assert len(drawn) >= 2
+    for figure in drawn:
+        assert_legible(figure)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/table.json")), ids=lambda path: path.parent.name)
+def test_every_figure_of_a_committed_table_is_legible(path: Path) -> None:
+    table = Table.from_json(json.loads(path.read_text()))
+    parts = _parts(ablation_of(table.ablation))
+    assert_legible(figures.effects_figure(table, table.compared))
+    if (figure := figures.loss_against_sparsity(table, parts)) is not None:
+        assert_legible(figure)
+
+
+def test_every_figure_of_a_search_is_legible() -> None:
+    asked = exported(find("ablations", "lazy_search"), "search")
+    definition = define(asked, replace_at(experiment("backcopy_tiny"), asked.common))
+    rng = np.random.default_rng(0)
+    axes = definition.axes
+    points = [
+        Point(
+            number=i,
+            run=str(i),
+            params={path: axis.low + (axis.high - axis.low) * rng.random() for path, axis in axes.items()},
+            state="complete",
+            value=float(rng.random()),
+            reports={},
+            reason="",
+        )
+        for i in range(20)
+    ]
+    importances = {path: 1 / len(definition.axes) for path in definition.axes}
+    drawn = search.search_figures("lazy_search-backcopy", definition, points, importances)
+    assert len(drawn) == 3
+    for figure in drawn.values():
+        assert_legible(figure)
+
+
+def subclasses(kind: type) -> set[str]:
+    found = {cls for cls in vars(lit_lazy.attention).values() if isinstance(cls, type) and issubclass(cls, kind)}
+    return {cls.__name__ for cls in found - {kind}}
+
+
+def test_each_normaliser_and_each_position_has_a_colour_of_its_own() -> None:
+    for palette, kind in ((NORMALISERS, Normaliser), (POSITIONS, Position)):
+        assert subclasses(kind) <= palette.keys()
+        for a, b in combinations([*palette.values(), NEUTRAL], 2):
+            assert np.abs(np.subtract(to_rgb(a), to_rgb(b))).sum() > 0.2, (a, b)
+    assert not set(NORMALISERS.values()) & set(POSITIONS.values())
+    assert {NORMALISERS["Elastic"], NORMALISERS["Softmax"]} == {FIRST, SECOND}
+    assert not {BETTER, WORSE} & {FIRST, SECOND}
+
+
+def test_a_row_s_colour_says_its_normaliser_or_where_all_have_one_its_position() -> None:
+    of = {"a": Parts("Softmax", "Rope"), "b": Parts("Elastic", "Rope"), "c": Parts("Elastic", "NoPosition")}
+    by_normaliser = Colours(of, of)
+    assert [by_normaliser[row] for row in of] == [SECOND, FIRST, FIRST]
+    assert [handle.get_label() for handle in by_normaliser.handles()] == ["Softmax", "Elastic"]
+    by_position = Colours(of, ["b", "c"])
+    assert [by_position[row] for row in "bc"] == [POSITIONS["Rope"], POSITIONS["NoPosition"]]
+    assert by_position["a"] == NEUTRAL, "is not in the figure"
+    own = Colours({"x": Parts("MyRule", "Rope")}, ["x"])
+    assert (own["x"], own.handles()) == (NEUTRAL, [])
+    assert Colours({}, ["x"])["x"] == NEUTRAL
+
+
+def test_rows_have_the_colours_of_their_normalisers_in_every_figure() -> None:
+    ablation = ablation_of("q_mask")
+    parts = _parts(ablation)
+    assert {part.normaliser for part in parts.values()} == {"Softmax", "Elastic"}
+    table, trained = made_up(ablation), histories(ablation)
+    expected = {row: NORMALISERS[part.normaliser] for row, part in parts.items()}
+    scatter = figures.loss_against_sparsity(table, parts)
+    shown = {line.get_color() for line in scatter.axes[0].lines if line.get_marker() in ("o", "D")}
+    assert shown == set(expected.values())
+    for figure in (
+        figures.tau_over_training(trained, ablation.baseline, parts),
+        figures.sink_over_training(trained, ablation.baseline, parts),
+    ):
+        for axes in (axes for axes in figure.axes if axes.axison):
+            own = [line for line in axes.lines if not line.get_label().startswith("_")]
+            assert {line.get_color() for line in own} == {expected[axes.get_title().replace("\n", " ")]}
+            assert len({line.get_linestyle() for line in own}) == len(own), "told apart in grey too"
+
+
+def test_a_figure_brings_its_own_page(tmp_path: Path) -> None:
+    """White behind everything, so that it reads on a dark page as on a light one."""
+    png, svg = figures.save_figure(mechanism_figure(), tmp_path / "x")
+    pixels = imread(png)
+    assert pixels.shape[-1] == 3 or (pixels[..., 3] == 1).all()
+    assert (pixels[0, 0, :3] == 1).all()
+    assert 'style="fill: #ffffff"' in svg.read_text()

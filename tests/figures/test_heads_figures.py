@@ -508,7 +508,9 @@ EXTREMES = {
 }
 
 
-@pytest.mark.parametrize("name", EXTREMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "deep" else ()) for name in EXTREMES]
+)
 def test_all_text_is_inside_and_nothing_warns(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -350,7 +350,7 @@ def assert_rows_are_zero(found):
 
 
 @pytest.mark.parametrize("threshold", THRESHOLDS)
-@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
 def test_decode_equals_the_tail_of_the_full_forward(rows, threshold, backend):
     case = draw(19, threshold=threshold, length=21, batch=1, group=2, bias_width=6, renormalise=True)
     case = case.to(widest(backend))
@@ -497,7 +497,10 @@ COMPILED = {
 class TestCompiled:
     """To torch.compile a call is one operator, of which no line is traced."""
 
-    @pytest.mark.parametrize("setting", COMPILED.values(), ids=COMPILED)
+    @pytest.mark.parametrize(
+        "setting",
+        [pytest.param(x, id=name, marks=pytest.mark.long if name == "packed" else ()) for name, x in COMPILED.items()],
+    )
     def test_without_breaks_and_to_the_same_bits(self, setting):
         case = draw(45, length=15, **setting).to(torch.bfloat16)
 

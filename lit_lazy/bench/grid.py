@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lit_lazy.attention import Elastic, LearnedBias
 from lit_lazy.bench.results import made_by, provenance, publish
 from lit_lazy.config.canonical import from_dict, replace_at
@@ -19,9 +17,9 @@ from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.schema import RunConfig, TrainConfig
 from lit_lazy.grid.ablation import Ablation, Cell, definitions, expand, row_infos, select
 from lit_lazy.grid.plan import PLAN, Plan, table_from_mlflow
-from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
-from lit_lazy.grid.work.worker import Worker
+from lit_lazy.grid.work.job import Job
+from lit_lazy.grid.work.worker import Worker, make_worker, prepare_process
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.render import save
 from lit_lazy.tracking.spool import Spool
@@ -30,7 +28,7 @@ from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import RunResult
-from lit_lazy.training.run import evaluate, run
+from lit_lazy.training.run import STRONGEST, measured, run
 from lit_lazy.training.trainer import fit, make_trainer
 
 SIZES, CELL_SECONDS, PAIRS = (100, 1_000, 10_000), 20.0, 5
@@ -72,7 +70,6 @@ def bench_grid(
         raise ValueError(f"--cells {','.join(map(str, sizes))}: each must be a multiple of {SEEDS}, the seeds of a row")
     if pairs < 2:
         raise ValueError(f"pairs={pairs}: must be 2 or more, or there is no spread")
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="lit-lazy-bench-") as folder:
         result = {
             **provenance(out),
@@ -85,16 +82,16 @@ def bench_grid(
 
 def overhead(folder: Path, cell_seconds: float, pairs: int, console: Callable[[str], None]) -> dict[str, Any]:
     """Cells through queue and tracking, taking turns with bare trainings of the same config."""
-    base = _lazy("backcopy")
-    clock = Clock()
+    runs = folder / "runs"
+    runs.mkdir()
+    worker = _worker(runs)
+    base, clock = _lazy("backcopy"), Clock()
     bare(replace(base, train=_steps(base, CALIBRATION_STEPS)), folder / "warm", Clock())
     bare(replace(base, train=_steps(base, CALIBRATION_STEPS)), folder / "calibrate", clock)
     steps = max(CALIBRATION_STEPS, round(CALIBRATION_STEPS * cell_seconds / clock.wall.pop("fit")[0]))
     base, clock = replace(base, train=_steps(base, steps)), Clock()
     cells = expand(select(_ablation(1, pairs), [], []), base)
-    runs = folder / "runs"
-    queue, tracker, parent = _grid(runs, cells)
-    worker = Worker(queue, tracker, parent, runs / "bench")
+    worker.queue.add_missing(cells)
     for number, cell in enumerate(cells):
         console(f"overhead: pair {number + 1} of {pairs}, {steps} steps a cell")
         legs = [
@@ -106,8 +103,8 @@ def overhead(folder: Path, cell_seconds: float, pairs: int, console: Callable[[s
     train = [_result(runs, cell).timings["train_seconds"] for cell in cells]
     by_pair = {
         name: [
-            (whole - evaluation - fitted) / fitted
-            for whole, evaluation, fitted in zip(times["cell"], times["evaluate"], times["fit"], strict=True)
+            (whole - measuring - fitted) / fitted
+            for whole, measuring, fitted in zip(times["cell"], times["measure"], times["fit"], strict=True)
         ]
         for name, times in (("wall", clock.wall), ("cpu", clock.cpu))
     }
@@ -120,19 +117,19 @@ def overhead(folder: Path, cell_seconds: float, pairs: int, console: Callable[[s
 
 
 def bare(cfg: RunConfig, folder: Path, clock: Clock) -> None:
-    """`Trainer.fit` with its checkpoints and without a logger, and the two evaluations that every run makes."""
+    """`Trainer.fit` with its checkpoints and without a logger, and what every run measures before and after."""
     source = prepare(cfg)
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
     trainer = make_trainer(cfg, folder, None, (), show_progress=False, execution=ONE_DEVICE)
-    model = module.model.to(trainer.strategy.root_device)
-    with clock.of("evaluate"):
-        evaluate(model, source, cfg.train.precision, cfg.train.batch_size)
+    module.model.to(trainer.strategy.root_device)
+    with clock.of("measure"):
+        measured(module, source, maps=None)
     with clock.of("fit"):
         fit(trainer, module, cfg, source, None)
     wall, cpu = time.perf_counter(), time.process_time()
-    evaluate(model, source, cfg.train.precision, cfg.train.batch_size)
-    clock.wall["evaluate"][-1] += time.perf_counter() - wall
-    clock.cpu["evaluate"][-1] += time.process_time() - cpu
+    measured(module, source, STRONGEST)
+    clock.wall["measure"][-1] += time.perf_counter() - wall
+    clock.cpu["measure"][-1] += time.process_time() - cpu
 
 
 def _one_cell(worker: Worker, clock: Clock) -> None:
@@ -169,9 +166,8 @@ def per_cell(runs: Path, size: int, console: Callable[[str], None]) -> dict[str,
         cells = expand(chosen, base)
         facts = definitions(ablation, base)
     runs.mkdir(parents=True)
-    tracker = Tracker(default_uri(runs), runs, "bench")
-    parent = tracker.start_run("bench", {"kind": "ablation"}, {}, {})
-    queue = Queue(default_storage(runs), "bench")
+    worker = _worker(runs)
+    queue, tracker, parent = worker.queue, worker.tracker, worker.parent_id
     with of("enqueue"):
         queue.add_missing(cells)
     with of("status"):
@@ -190,7 +186,6 @@ def per_cell(runs: Path, size: int, console: Callable[[str], None]) -> dict[str,
     )
     tracker.keep_text(parent, plan.to_json(), PLAN)
     result = _tiny_result(base)
-    worker = Worker(queue, tracker, parent, runs / "bench")
     console(f"{size} cells: handing out, tracking and completing")
     record, claim = [], []
     for cell in cells:
@@ -221,12 +216,22 @@ def per_cell(runs: Path, size: int, console: Callable[[str], None]) -> dict[str,
     return {"cells": size, "milliseconds": times}
 
 
-def _grid(runs: Path, cells: Sequence[Cell]) -> tuple[Queue, Tracker, str]:
-    runs.mkdir(parents=True)
-    queue, tracker = Queue(default_storage(runs), "bench"), Tracker(default_uri(runs), runs, "bench")
-    parent = tracker.start_run("bench", {"kind": "ablation"}, {}, {})
-    queue.add_missing(cells)
-    return queue, tracker, parent
+def _worker(runs: Path) -> Worker:
+    """A worker of a new grid, in this process as it would be in one of its own."""
+    job = Job(
+        storage=default_storage(runs),
+        study="bench",
+        runs=runs,
+        tracking_uri=default_uri(runs),
+        parent_id=Tracker(default_uri(runs), runs, "bench").start_run("bench", {"kind": "ablation"}, {}, {}),
+        command=None,
+        threads=1,
+        keep_checkpoints=False,
+        keys=None,
+        files=(),
+    )
+    prepare_process(job)
+    return make_worker(job)
 
 
 def _ablation(rows: int, seeds: int) -> Ablation:
@@ -269,7 +274,7 @@ def tables(result: dict[str, Any]) -> str:
             f"| {name} | {_median(over['wall_seconds'][key])} | {_median(over['cpu_seconds'][key])} |"
             for name, key in (
                 ("bare `Trainer.fit`", "fit"),
-                ("the two evaluations", "evaluate"),
+                ("what is measured before and after", "measure"),
                 ("the whole cell, from its claim to its record", "cell"),
             )
         ),

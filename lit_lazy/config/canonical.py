@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from lit_lazy.support.errors import described
+from lit_lazy.support.kinds import field_types
 
 T = TypeVar("T")
 
@@ -19,7 +20,7 @@ T = TypeVar("T")
 def to_dict(value: Any, annotation: Any = None) -> Any:
     """The canonical plain form: dataclasses as dicts, and an exchangeable part (an ABC's leaf) with its class name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        hints = typing.get_type_hints(type(value))
+        hints = field_types(type(value))
         return part_name(value) | {
             field.name: to_dict(getattr(value, field.name), hints[field.name]) for field in dataclasses.fields(value)
         }
@@ -81,7 +82,7 @@ def from_dict(cls: Any, value: Any) -> Any:
     fields = dict(value)
     if isinstance(cls, type) and issubclass(cls, ABC):
         cls = leaf(cls, fields.pop("class", None))
-    hints = typing.get_type_hints(cls)
+    hints = field_types(cls)
     unknown = set(fields) - set(hints)
     if unknown:
         raise ValueError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}")

@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import typing
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,6 +17,7 @@ from lit_lazy.config.canonical import part_name, to_dict
 from lit_lazy.config.files import source_of
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.support.disk import open_file
+from lit_lazy.support.kinds import field_types
 
 SCHEMA = 2
 """Raised when a default, or what a field means, changes: the same key would name another training."""
@@ -63,7 +63,7 @@ def _digest(content: dict[str, Any], digits: int) -> str:
 
 def settings(config: Any) -> dict[str, Any]:
     """The plain form of a dataclass without the fields that are at their default."""
-    hints = typing.get_type_hints(type(config))
+    hints = field_types(type(config))
     kept = part_name(config)
     for field in dataclasses.fields(config):
         value, hint = getattr(config, field.name), hints[field.name]

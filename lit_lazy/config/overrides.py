@@ -15,7 +15,7 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from lit_lazy.config.canonical import leaf, leaves
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.support.kinds import is_exchangeable, wanted
+from lit_lazy.support.kinds import field_types, is_exchangeable, wanted
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -85,7 +85,7 @@ def override_parser(base: RunConfig, given: Mapping[str, str] = MappingProxyType
         add_help=False,
         allow_abbrev=False,
     )
-    hints = typing.get_type_hints(RunConfig)
+    hints = field_types(RunConfig)
     help_of = {field.arg_name: field.description for field in parse_from_object(RunConfig).params}
     for name, default in _defaults(base, "", given).items():
         parser.add_argument(f"--{name}", type=hints[name], default=default, help=help_of[name])
@@ -115,7 +115,7 @@ def _given(arguments: Sequence[str]) -> dict[str, str]:
 def _types(cls: type, config: Any, prefix: str, given: Mapping[str, str]) -> dict[str, Any]:
     """Dotted path -> annotation of every field below a dataclass that is there with the classes that were given."""
     types: dict[str, Any] = {}
-    hints = typing.get_type_hints(cls)
+    hints = field_types(cls)
     for field in dataclasses.fields(cls):
         path, hint, value = f"{prefix}{field.name}", hints[field.name], getattr(config, field.name, None)
         types[path] = hint
@@ -174,7 +174,7 @@ def _meant(name: str, known: Iterable[str]) -> str:
 
 def _defaults(config: Any, prefix: str, given: Mapping[str, str]) -> dict[str, Any]:
     """A dataclass's fields in jsonargparse's form: an exchangeable part with the path of its class."""
-    hints = typing.get_type_hints(type(config))
+    hints = field_types(type(config))
     return {
         field.name: _default(getattr(config, field.name), hints[field.name], f"{prefix}{field.name}", given)
         for field in dataclasses.fields(config)

@@ -13,7 +13,7 @@ from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
 from lit_lazy.optim import AdamW, Cosine, Optimiser, Schedule
 from lit_lazy.support.checks import require, require_whole
-from lit_lazy.support.kinds import fits, is_exchangeable, is_part, wanted
+from lit_lazy.support.kinds import field_types, fits, is_exchangeable, is_part, wanted
 
 Precision = Literal["fp32", "bf16"]
 
@@ -230,7 +230,7 @@ class RunConfig:
 
 def _check_fields(config: Any, prefix: str) -> None:
     """Raise ValueError where a field, or one of a part, does not hold what its annotation says."""
-    hints = typing.get_type_hints(type(config))
+    hints = field_types(type(config))
     for name in (known.name for known in dataclasses.fields(config)):
         value, hint = getattr(config, name), hints[name]
         if not fits(value, hint):

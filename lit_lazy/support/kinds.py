@@ -1,12 +1,14 @@
 """What a field may hold, by its annotation: whether a value does, and how to say what it should be."""
 
 import dataclasses
+import functools
 import math
 import numbers
 import types
 import typing
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 from lit_lazy.support.errors import described
@@ -22,9 +24,15 @@ WORDS: dict[Any, str] = {
 }
 
 
+@functools.cache
+def field_types(cls: type) -> Mapping[str, Any]:
+    """Field -> annotation of a dataclass. Kept: a grid asks for it hundreds of times per cell."""
+    return MappingProxyType(typing.get_type_hints(cls))
+
+
 def check_kinds(what: str, settings: Any) -> None:
     """Raise ValueError, in one line, where a field of a dataclass does not hold what its annotation says."""
-    hints = typing.get_type_hints(type(settings))
+    hints = field_types(type(settings))
     for name in (field.name for field in dataclasses.fields(settings)):
         value = getattr(settings, name)
         if not fits(value, hints[name]):

@@ -107,7 +107,7 @@ def _run(
     module.model.to(device)
     with started(execution.devices) as group:
         untrained = _untrained(
-            folder / CHECKPOINTS / f"untrained-{key}.npz", lambda: _measured(module, source, maps=None)
+            folder / CHECKPOINTS / f"untrained-{key}.npz", lambda: measured(module, source, maps=None)
         )
         last = folder / CHECKPOINTS / "last.ckpt"
         for stray in folder.glob("hpc_ckpt_*.ckpt"):
@@ -125,8 +125,8 @@ def _run(
         module = fit(trainer, module, cfg, source, checkpoint, group, final)
     trained = time.perf_counter()
     model = module.model.to(device)  # Lightning may have moved it to the CPU
-    measured = _measured(module, source, STRONGEST)
-    joined = Diagnostics.joined({"": measured.diagnostics, "init/": untrained.diagnostics})
+    after = measured(module, source, STRONGEST)
+    joined = Diagnostics.joined({"": after.diagnostics, "init/": untrained.diagnostics})
     diagnostics = Diagnostics(joined.arrays | tau_history(watch.taus))
     diagnostics.save(folder / DIAGNOSTICS)
     initial = {f"init/{name}": value for name, value in untrained.metrics.items()}
@@ -138,7 +138,7 @@ def _run(
         key=key,
         config=to_dict(cfg),
         data=source.info,
-        metrics=measured.metrics
+        metrics=after.metrics
         | initial
         | watch.losses_on_the_way(cfg.train.steps)
         | sizes(model)
@@ -166,7 +166,8 @@ class Measured(NamedTuple):
     diagnostics: Diagnostics
 
 
-def _measured(module: LitLM, source: DataSource, maps: Maps | None) -> Measured:
+def measured(module: LitLM, source: DataSource, maps: Maps | None) -> Measured:
+    """Evaluate and diagnose a model. Raises DivergedError where a metric is not finite."""
     train = module.cfg.train
     metrics = evaluate(module.model, source, train.precision, module.execution.evaluation_batch(train.batch_size))
     if not all(math.isfinite(value) for value in metrics.values()):

@@ -69,22 +69,41 @@ class _Room:
     lines: list[Path] = field(default_factory=list)
 
     def take(self, spot: np.ndarray, size: np.ndarray) -> Bbox:
-        place = min(_places(spot, size), key=lambda place: self._cost(place, spot))
+        place = self._cheapest(spot, size)
         self.taken.append(place)
         if _distance(place, spot) > NEAR:
             self.lines.append(Path(np.stack([spot, _edge(place, spot)])))
         return place
 
+    def _cheapest(self, spot: np.ndarray, size: np.ndarray) -> Bbox:
+        """The first place of least cost. Lines are slow to intersect: only of a place that could be it."""
+        places = _places(spot, size)
+        best = next(places)
+        least = self._cost(best, spot) + self._cost_of_lines(best, spot)
+        for place in places:
+            cost = _distance(place, spot)
+            if cost < least:
+                cost = self._cost(place, spot)
+            if cost < least:
+                cost += self._cost_of_lines(place, spot)
+            if cost < least:
+                best, least = place, cost
+        return best
+
     def _cost(self, place: Bbox, spot: np.ndarray) -> float:
-        """Pixels away from the point, and far more for what would be covered or crossed."""
-        line = Path(np.stack([spot, _edge(place, spot)]))
+        """Pixels away from the point, and far more for what would be covered or left."""
         outside = not (self.edges.containsx(place.x0) and self.edges.containsx(place.x1))
         outside = outside or not (self.edges.containsy(place.y0) and self.edges.containsy(place.y1))
+        cost = _distance(place, spot) + 1000 * (place.count_overlaps(self.taken) + outside)
+        return cost + 30 * place.count_overlaps(self.bars)
+
+    def _cost_of_lines(self, place: Bbox, spot: np.ndarray) -> float:
+        """For each thing that the line to the point would cross, and each line that the label would cover."""
+        line = Path(np.stack([spot, _edge(place, spot)]))
         crossed = sum(line.intersects_bbox(other) for other in self.taken if not other.contains(*spot))
         crossed += sum(line.intersects_path(other) for other in self.lines)
         covered = sum(other.intersects_bbox(place) for other in self.lines)
-        cost = _distance(place, spot) + 1000 * (place.count_overlaps(self.taken) + outside)
-        return cost + 300 * (crossed + covered) + 30 * place.count_overlaps(self.bars)
+        return 300.0 * (crossed + covered)
 
 
 def _places(spot: np.ndarray, size: np.ndarray) -> Iterator[Bbox]:

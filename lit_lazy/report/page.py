@@ -54,24 +54,25 @@ def write_report(tracker: Tracker, parent_id: str, folder: Path) -> list[Path]:
     return [path, *(file for name, figure in overall.items() for file in figures.save_figure(figure, folder / name))]
 
 
-def report_html(tracker: Tracker, parent_id: str, ui_url: str | None = None) -> str:
+def report_html(tracker: Tracker, parent_id: str, ui_url: str | None = None, drawn: Sequence[str] = ()) -> str:
     """The report of an ablation's parent run, from MLflow alone: an ASCII page, the same text for the same runs.
 
-    ui_url: address of MLflow's pages; with it each run's id links to its page there.
-    Raises ValueError for a ui_url that is no server's address.
+    ui_url: address of MLflow's pages; with it each run's id links to its page there. drawn: the variants that have
+    figures of their own; none for the first 30. Raises ValueError for a ui_url that is no server's address, and for
+    a name in `drawn` that is no variant's.
     """
-    material = _gathered(tracker, parent_id, ui_url)
+    material = _gathered(tracker, parent_id, ui_url, drawn)
     return _page(material, _overall(material))
 
 
-def _gathered(tracker: Tracker, parent_id: str, ui_url: str | None = None) -> "_Material":
+def _gathered(tracker: Tracker, parent_id: str, ui_url: str | None = None, drawn: Sequence[str] = ()) -> "_Material":
+    address, table = None if ui_url is None else _address(ui_url), table_from_mlflow(tracker, parent_id)
+    variants = [row.variant for row in table.rows]
+    if unknown := set(drawn) - set(variants):
+        raise ValueError(f"--figures {min(unknown)!r}: is no row of this table; there are {', '.join(variants)}")
+    children = tracker.children(parent_id)
     return _Material(
-        tracker,
-        read_plan(tracker, parent_id),
-        table_from_mlflow(tracker, parent_id),
-        parent_id,
-        tracker.children(parent_id),
-        None if ui_url is None else _address(ui_url),
+        tracker, read_plan(tracker, parent_id), table, parent_id, children, address, drawn or variants[:MOST_VARIANTS]
     )
 
 
@@ -127,6 +128,8 @@ class _Material:
     """Every child, oldest first."""
     ui_url: str | None
     """Of MLflow's pages, where runs are to be linked to them."""
+    drawn: Sequence[str]
+    """Variants that have figures of their own."""
 
     def complete(self, variant: str) -> list[TrackedRun]:
         """The complete runs of a variant, one per seed of the table, by seed."""
@@ -238,13 +241,13 @@ def _histories(material: _Material) -> Histories:
 def _variant_figures(material: _Material) -> str:
     """Of each variant the figures of its first complete seed that has diagnostics."""
     parts, without = [], []
-    opened = " open" if len(material.table.rows) <= FEW else ""
-    for number, row in enumerate(material.table.rows):
+    opened = " open" if len(material.drawn) <= FEW else ""
+    for row in material.table.rows:
         complete = material.complete(row.variant)
         if not complete:
             without.append(f"{escape(row.variant)}: no cell is complete")
-        if number >= MOST_VARIANTS:
-            without.append(f"{escape(row.variant)}: beyond the first {MOST_VARIANTS} variants, which are drawn")
+        if row.variant not in material.drawn:
+            without.append(f"{escape(row.variant)}: <code>lit-lazy report --figures</code> draws what it is given")
             continue
         for run in complete:
             kept = material.tracker.read_bytes(run.run_id, DIAGNOSTICS)

@@ -367,7 +367,20 @@ def test_of_very_many_variants_the_first_have_figures(tracker: Tracker, monkeypa
     monkeypatch.setattr("lit_lazy.report.page.MOST_VARIANTS", 1)
     page = report_html(tracker, newest_parent(tracker))
     assert page.count("</small></summary>") == 1
-    assert f"{escape(ODD)}: beyond the first 1 variants, which are drawn" in page
+    assert f"{escape(ODD)}: <code>lit-lazy report --figures</code>" in page
+
+
+def test_the_variants_that_are_asked_for_have_figures(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["report", ID, "--runs", str(store), "--out", str(tmp_path / "report.html"), "--figures"]
+    assert main([*command, ODD]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("</small></summary>") == 1
+    assert "softmax: <code>lit-lazy report --figures</code>" in page
+    assert main([*command, "softmx"]) == 2
+    assert "there are softmax" in capsys.readouterr().err
+    assert (tmp_path / "report.html").read_text() == page
 
 
 class TestFromPython:

@@ -8,6 +8,7 @@ from lit_lazy.command.options import (
     Commands,
     add_base,
     add_init_from,
+    add_loggers,
     add_runs,
     add_storage,
     add_workers,
@@ -36,6 +37,7 @@ def add_to(commands: Commands) -> None:
     add_storage(parser)
     add_runs(parser)
     add_init_from(parser)
+    add_loggers(parser)
 
 
 def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -51,9 +53,19 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.dry_run:
         print_search(work, workers, options.threads, plain_console())
         return 0
+    from lit_lazy.tracking.loggers import check_kinds_of_loggers
+
+    check_kinds_of_loggers(options.loggers)
     check_places(options, work.id)
     # Points beyond those asked for may wait in the queue, from a command that asked for more.
-    launch = Launch(workers, options.threads, options.fresh, storage=options.storage, only_these=True)
+    launch = Launch(
+        workers,
+        options.threads,
+        options.fresh,
+        storage=options.storage,
+        only_these=True,
+        loggers=tuple(options.loggers),
+    )
     report, finished = run_search(work, launch, plain_console())
     print_results(report.markdown(), work.folder, options.runs)
     return 0 if finished else 1

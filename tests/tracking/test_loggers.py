@@ -61,13 +61,21 @@ def test_a_resumed_run_is_logged_once_and_whole(kind: str, read, tmp_path: Path)
         assert dict(found) == pytest.approx(points)
 
 
+COMMANDS = {
+    "table2-backcopy_tiny": ["ablate", "run", "table2", "--rows", "lazy", "--seeds", "0", "--brief"],
+    "search-lazy_search-backcopy_tiny": ["ablate", "search", "lazy_search", "--trials", "1"],
+}
+"""Of one cell each, by the folder below the runs."""
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("_cheap_grids")
-def test_each_cell_of_a_grid_is_logged_below_its_run_folder(runs: Path) -> None:
-    command = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "lazy", "--seeds", "0", "--brief"]
+@pytest.mark.parametrize("grid", COMMANDS)
+def test_each_cell_of_a_grid_is_logged_below_its_run_folder(grid: str, runs: Path) -> None:
     kinds = ["--logger", "csv", "--logger", "tensorboard"]
-    assert main([*command, *kinds, "--runs", str(runs), "--workers", "1"]) == 0
-    (cell,) = (runs / "table2-backcopy_tiny" / "cells").iterdir()
+    where = ["--base", "backcopy_tiny", "--runs", str(runs), "--workers", "1"]
+    assert main([*COMMANDS[grid], *where, *kinds]) == 0
+    (cell,) = (runs / grid / "cells").iterdir()
     result = json.loads((cell / "result.json").read_text())
     last = result["config"]["train"]["steps"]
     points = logged(cell) | {(name, last): value for name, value in result["metrics"].items()}
@@ -77,10 +85,13 @@ def test_each_cell_of_a_grid_is_logged_below_its_run_folder(runs: Path) -> None:
         assert dict(found) == pytest.approx(points)
 
 
-def test_a_grid_refuses_a_logger_that_cannot_be_before_anything_is_created(runs: Path, capsys) -> None:
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_a_grid_refuses_a_logger_that_cannot_be_before_anything_is_created(
+    command: list[str], runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = sorted(runs.iterdir())
-    command = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--logger", "csv", "--logger", "csv"]
-    assert main([*command, "--runs", str(runs)]) == 2
+    twice = ["--logger", "csv", "--logger", "csv"]
+    assert main([*command, "--base", "backcopy_tiny", *twice, "--runs", str(runs)]) == 2
     assert "--logger csv: is given twice; leave one out" in capsys.readouterr().err
     assert sorted(runs.iterdir()) == before
 

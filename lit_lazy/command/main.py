@@ -70,9 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"interrupted; the same command{without} resumes", file=sys.stderr)
         return 130
     except Exception as error:
-        if not is_disk_full(error):
+        if is_disk_full(error):
+            said = "no space left; free some and give the same command again, nothing is lost"
+        elif isinstance(error, OSError) and error.filename is not None:
+            said = shown(f"{str(error.filename2 or error.filename)!r}: cannot be used ({error.strerror})")
+        else:
             raise
-        print("lit-lazy: no space left; free some and give the same command again, nothing is lost", file=sys.stderr)
+        print(f"lit-lazy: {said}", file=sys.stderr)
         return 1
 
 

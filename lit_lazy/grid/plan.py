@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lit_lazy.support.errors import named
+from lit_lazy.support.errors import named, one_line
 from lit_lazy.table.build import build_table
 from lit_lazy.table.question import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table
@@ -60,9 +60,7 @@ class Plan:
                 plan["declaration"] = Declaration.from_json(plan["declaration"])
             return cls(**plan)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise ValueError(
-                f"{PLAN}, kept with the MLflow run, is damaged ({named(error)}); --fresh begins anew"
-            ) from None
+            raise ValueError(f"no plan ({named(error)})") from None
 
     def widened(self, former: "Plan", order: Sequence[str]) -> "Plan":
         """This plan with the rows and seeds of a former one beside its own, rows in the given order.
@@ -110,8 +108,14 @@ def newest_parent(tracker: Tracker) -> str:
 
 
 def read_plan(tracker: Tracker, parent_id: str) -> Plan:
-    """The plan kept with a parent run."""
-    return Plan.from_json(tracker.read_text(parent_id, PLAN))
+    """The plan kept with a parent run. Raises ValueError, in one line, where that is damaged."""
+    try:
+        return Plan.from_json(tracker.read_text(parent_id, PLAN))
+    except ValueError as error:
+        raise ValueError(
+            f"{PLAN}, kept with the MLflow run, is damaged ({one_line(error)}); the command that ran the grid writes "
+            "it anew"
+        ) from None
 
 
 def table_from_mlflow(tracker: Tracker, parent_id: str) -> Table:

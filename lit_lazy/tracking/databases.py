@@ -101,6 +101,8 @@ def take_along(file: Path, artifacts: str) -> None:
     """
     try:
         with closing(sqlite3.connect(file, timeout=LOCKED_SECONDS)) as database, database:
+            if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'experiments'").fetchone():
+                return  # an empty file: MLflow will make its tables
             for name, place in database.execute("SELECT name, artifact_location FROM experiments").fetchall():
                 here = file.resolve().parent / artifacts / name
                 if place.endswith(f"/{artifacts}/{quote(name)}") and place != here.as_uri() and here.exists():

@@ -193,7 +193,7 @@ def _refuses(uri: str) -> str | None:
 
     def ask() -> None:
         # An experiment is always there, the deleted ones included; some other server may answer {} to everything.
-        if not MlflowClient(uri).search_experiments(ViewType.ALL, max_results=1):
+        if not client_of(uri).search_experiments(ViewType.ALL, max_results=1):
             raise MlflowException("it has no experiments, not even MLflow's own")
 
     try:
@@ -252,7 +252,7 @@ class Tracker:
         file = sqlite_file(uri)
         # Two processes must not create the database at once.
         with FileLock(f"{file}.lock") if file else nullcontext():
-            if file is not None and not file.exists():
+            if file is not None and not (file.exists() and file.stat().st_size):
                 _create(file)
             self.client = client_of(uri)
 

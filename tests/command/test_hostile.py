@@ -301,8 +301,16 @@ def test_results_and_plans_that_are_none(content: str, place: Path) -> None:
     (place / RESULT).write_text(content)
     assert RunResult.read(place) is None
     assert (place / f"{RESULT}.damaged").exists()
-    with pytest.raises(ValueError, match=r"^plan.json, kept with the MLflow run, is damaged \([^\n]*\); --fresh"):
+    with pytest.raises(ValueError, match=r"^no plan \([^\n]*\)$"):
         Plan.from_json(content)
+
+
+def test_a_folder_where_a_lock_should_be(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "runs" / "queue.db.lock").mkdir(parents=True)
+    assert main([*RUN, "--runs", "runs"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lit-lazy: ")
+    assert line.endswith("queue.db.lock': cannot be used (Is a directory)")
 
 
 def test_a_message_is_one_line_without_passwords() -> None:

@@ -298,6 +298,13 @@ class Full:
         return ""
 
 
+class Idle(Full):
+    """As above; no disk is full."""
+
+    def reap(self) -> Ended:
+        return Ended()
+
+
 def test_a_disk_that_is_full_and_does_not_look_it_is_tried_ever_less(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +323,22 @@ def test_a_disk_that_is_full_and_does_not_look_it_is_tried_ever_less(
     assert slept == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6], "from POLL_SECONDS on"
     assert pool.started == 8
     assert shown.getvalue().count(f"something finds no space left, and there is some in {grid.folder}") == 7
+
+
+def test_the_last_cell_is_tried_again_by_a_worker_that_is_started_for_it(runs: Path, tmp_path: Path) -> None:
+    """Its former worker has ended already, having found nothing else to do."""
+    command = ["ablate", "run", write(tmp_path), "--runs", str(runs), "--rows", "softmax", "--seeds", "0"]
+    grid = make_grid(make_parser().parse_args(command), [])
+    grid.folder.mkdir()
+    queue, console = Queue(default_storage(runs), ID), Console(file=io.StringIO())
+    queue.add_missing(grid.cells)
+    task = queue.claim({"host": "here", "pid": "0", "lock": "none"})
+    assert task is not None
+    queue.fail(task, "out of memory")
+    supervisor = launch.Supervisor(grid, launch.Launch(workers=1, threads=1, retry_failed=1), queue, console)
+    pool = Idle()
+    assert supervisor._step(pool, Progress(queue, [cell.key for cell in grid.cells], console))
+    assert pool.started == 1
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import forked
 import mlflow.tracking
@@ -170,12 +171,30 @@ def test_a_runs_folder_that_was_copied_or_moved_has_files_of_its_own(made: Made,
     assert (made.runs / ID / "report.html").stat().st_size == pytest.approx(sizes[0], rel=0.01)
 
 
-def test_a_database_that_was_lost_is_said_to_be(made: Made, empty_store: Path, capsys: Any) -> None:
-    shutil.copy(empty_store, made.runs / "mlflow.db")
+@pytest.mark.parametrize("is_made", [True, False])
+def test_a_database_that_was_lost_is_said_to_be(is_made: bool, made: Made, empty_store: Path, capsys: Any) -> None:
+    (made.runs / "mlflow.db").write_bytes(empty_store.read_bytes() if is_made else b"")
     forget_databases()
     assert made.run() == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "no longer holds this grid's parent run; put a backup of it back, or start again with --fresh" in line
+
+
+@pytest.mark.parametrize("content", [b"", b'{"ablation": "pair", "rows', b"\xff\xfe", b"[1]", bytes(30)])
+def test_a_damaged_plan_is_written_anew(content: bytes, made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    table, parent = (made.runs / ID / "table.csv").read_text(), made.tracked("ablation")[0].info
+    plan = Path(urlsplit(parent.artifact_uri).path) / "plan.json"
+    whole = plan.read_text()
+    plan.write_bytes(content)
+    assert main(["ablate", "table", ID, "--runs", str(made.runs)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lit-lazy: plan.json, kept with the MLflow run, is damaged (")
+    assert line.endswith("); the command that ran the grid writes it anew")
+    assert made.run() == 0
+    assert "the old one is now plan.json.damaged" in capsys.readouterr().out
+    assert plan.with_name("plan.json.damaged").exists()
+    assert plan.read_text() == whole
+    assert (made.runs / ID / "table.csv").read_text() == table
 
 
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (OSError(errno.ENOSPC, "full"), 1)])

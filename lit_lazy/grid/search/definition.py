@@ -14,7 +14,7 @@ from lit_lazy.config.key import cell_key, code
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid.ablation import Cell, check_name, require_cells
 from lit_lazy.support.checks import require, require_whole
-from lit_lazy.support.errors import described
+from lit_lazy.support.errors import described, named
 from lit_lazy.support.kinds import check_kinds, fits
 from lit_lazy.training.prepare import prepare
 
@@ -139,8 +139,12 @@ class Definition:
 
     @classmethod
     def from_json(cls, text: str) -> "Definition":
-        values = {"code": []} | json.loads(text)  # searches of the first schema do not say it
-        return cls(**values | {"axes": {path: Real(**axis) for path, axis in values["axes"].items()}})
+        """The definition of a text. Raises ValueError, in one line, for a text that is none."""
+        try:
+            values = {"code": []} | json.loads(text)  # searches of the first schema do not say it
+            return cls(**values | {"axes": {path: Real(**axis) for path, axis in values["axes"].items()}})
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise ValueError(f"no definition of a search ({named(error)})") from None
 
     def differences(self, other: "Definition") -> list[str]:
         """Names of the parts in which two searches differ."""

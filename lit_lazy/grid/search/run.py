@@ -47,7 +47,7 @@ def run_search(work: SearchWork, launch: Launch, console: Console) -> tuple[Repo
     """Execute what is missing of a search; what it found, and whether as many points are finished as were asked for."""
     with opened(work, launch, SearchQueue, console) as at:
         with at.queue.lock():
-            parent_id = _parent(work, at.queue, at.tracker)
+            parent_id = _parent(work, at.queue, at.tracker, console)
         with executed(work, launch, at, parent_id, console, lambda: best_so_far(at.queue)):
             report = _write(work, at.queue, at.tracker, parent_id)
         return report, is_finished(work, at.queue)
@@ -73,14 +73,15 @@ def _report_ends(points: Sequence[Point], runs: Sequence[TrackedRun], tracker: T
             tracker.fail(run.run_id, end.reason if end else "failed; its point was drawn anew")
 
 
-def _parent(work: SearchWork, queue: SearchQueue, tracker: Tracker) -> str:
+def _parent(work: SearchWork, queue: SearchQueue, tracker: Tracker, console: Console) -> str:
     """The parent run of the search, new or resumed. Raises ValueError where the study is another search's."""
     definition = work.definition
-    _refuse_another(work, queue.facts.get("definition"))
+    known = queue.facts.get("definition")
+    _refuse_another(work, None if known is None else Definition.from_json(known))
     tags = {"kind": "search", "ablation": work.id, "git_sha": git_sha(), "mlflow.note.content": command_line()}
     params = {f"axis.{definition.names[path]}": str(axis) for path, axis in definition.axes.items()}
     params |= {"objective": definition.objective, "sampler": f"TPE, seed {definition.seed}"}
-    parent_id, former = parent_run(work, queue, tracker, tags, params, DEFINITION)
+    parent_id, former = parent_run(work, queue, tracker, tags, params, DEFINITION, Definition.from_json, console)
     _refuse_another(work, former)
     if former is None:
         tracker.keep_views(list(definition.names.values()), [definition.objective])
@@ -89,8 +90,8 @@ def _parent(work: SearchWork, queue: SearchQueue, tracker: Tracker) -> str:
     return parent_id
 
 
-def _refuse_another(work: SearchWork, former: str | None) -> None:
-    changed = work.definition.differences(Definition.from_json(former)) if former else []
+def _refuse_another(work: SearchWork, former: Definition | None) -> None:
+    changed = work.definition.differences(former) if former else []
     if changed:
         raise ValueError(
             f"{work.id}: {', '.join(changed)} changed since this search was begun; --fresh moves the former results "

@@ -5,8 +5,9 @@ lost its queue finds parent and cells again, and a command may be killed between
 """
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
+from typing import TypeVar
 
 from rich.console import Console
 
@@ -14,17 +15,27 @@ from lit_lazy.grid.queue.membership import living
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.work.job import Work
 from lit_lazy.support.disk import write_text
+from lit_lazy.support.errors import one_line
 from lit_lazy.tracking.tracker import Tracker
 
 GRID_ID = "grid_id"
+T = TypeVar("T")
 
 
 def parent_run(
-    work: Work, queue: Queue, tracker: Tracker, tags: Mapping[str, str], params: Mapping[str, str], plan: str
-) -> tuple[str, str | None]:
-    """The parent run of a grid, found or begun, and the text of its artifact `plan`; None before that is kept.
+    work: Work,
+    queue: Queue,
+    tracker: Tracker,
+    tags: Mapping[str, str],
+    params: Mapping[str, str],
+    plan: str,
+    read: Callable[[str], T],
+    console: Console,
+) -> tuple[str, T | None]:
+    """The parent run of a grid, found or begun, and its artifact `plan` as read; None before that is kept.
 
-    Hold the queue's lock. Raises ValueError where MLflow has lost the run, or the queue is another kind of work's.
+    A damaged one, of which `read` raises ValueError, is as one that is not there; `console` says so. Hold the queue's
+    lock. Raises ValueError where MLflow has lost the run, or the queue is another kind of work's.
     """
     kind, facts = tags["kind"], queue.facts
     if (known := facts.get("kind", kind)) != kind:
@@ -42,7 +53,14 @@ def parent_run(
     parent_id = begun[0].run_id if begun else tracker.begin(work.id, {**tags, "grid": grid_id})
     queue.facts = facts | {"tracking": tracker.uri}
     if (kept := tracker.read_bytes(parent_id, plan)) is not None:
-        return parent_id, kept.decode()
+        try:
+            return parent_id, read(kept.decode())
+        except ValueError as error:
+            tracker.keep_text(parent_id, kept.decode(errors="replace"), f"{plan}.damaged")
+            console.print(
+                f"{plan}, kept with the MLflow run, is damaged ({one_line(error)}): it is written anew, with what this "
+                f"command asks for; the old one is now {plan}.damaged"
+            )
     tracker.describe(parent_id, params, work.base_config)
     return parent_id, None
 

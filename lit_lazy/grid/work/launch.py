@@ -13,7 +13,7 @@ from rich.console import Console
 
 from lit_lazy.grid.plan import PLAN, Plan, save_views
 from lit_lazy.grid.queue.membership import Membership, Staleness, is_dead, sweep
-from lit_lazy.grid.queue.queue import FINISHED, Entry, Queue
+from lit_lazy.grid.queue.queue import FINISHED, Entry, Queue, State
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.grid.work.identity import parent_run, start_again
 from lit_lazy.grid.work.job import Job, Launch, Work
@@ -72,7 +72,7 @@ def run_grid(grid: Grid, launch: Launch, console: Console, publish: Publish) -> 
     """Execute what is missing of a grid; the table that `publish` made, and whether every cell is complete."""
     with opened(grid, launch, Queue, console) as at:
         with at.queue.lock():
-            parent_id = _parent(grid, at.queue, at.tracker)
+            parent_id = _parent(grid, at.queue, at.tracker, console)
         recorded = _recorded(grid, at.queue, at.tracker, parent_id)
         with executed(grid, launch, at, parent_id, console, recorded=recorded) as something_new:
             _report_failures(at.queue, at.tracker, parent_id)
@@ -189,13 +189,13 @@ def _report_failures(queue: Queue, tracker: Tracker, parent_id: str) -> None:
                 tracker.fail(run.run_id, failed[run.tags["cell"]])
 
 
-def _parent(grid: Grid, queue: Queue, tracker: Tracker) -> str:
+def _parent(grid: Grid, queue: Queue, tracker: Tracker, console: Console) -> str:
     """The parent run of the grid, new or resumed; its plan is brought up to date."""
     plan = grid.plan
     tags = {"kind": "ablation", "ablation": grid.id, "git_sha": git_sha(), "mlflow.note.content": plan.command}
-    parent_id, former = parent_run(grid, queue, tracker, tags, {}, PLAN)
+    parent_id, former = parent_run(grid, queue, tracker, tags, {}, PLAN, Plan.from_json, console)
     if former is not None:
-        plan = plan.widened(Plan.from_json(former), grid.row_order)
+        plan = plan.widened(former, grid.row_order)
     tracker.keep_text(parent_id, plan.to_json(), PLAN)
     save_views(tracker, plan, plan.columns, ended=False)
     return parent_id
@@ -244,9 +244,9 @@ class Supervisor:
             if ended.crashed or ended.disk_full or time.monotonic() - self._looked > LOOK_SECONDS:
                 self.release_dead()
                 progress.show_running([describe(entry) for entry in self.queue.entries("running")])
-            states = {key: state for key, state in self.queue.states().items() if key in self.cells}
-            if self.launch.retry_failed and "failed" in states.values():
-                self._retry()
+            states = self._states()
+            while "failed" in states.values() and self._retry():
+                states = self._states()  # else the last cell would seem to have ended
             progress.update(states)
             counts = Counter[str](states.values())
             self._count_crashes(ended.crashed, counts, pool)
@@ -279,15 +279,19 @@ class Supervisor:
         except FileNotFoundError:
             return ""
 
-    def _retry(self) -> None:
-        """Enqueue failed cells again, each up to `retry_failed` times, but for those that would end alike."""
-        most = self.launch.retry_failed
-        for entry in self.queue.entries("failed"):
+    def _states(self) -> dict[str, State]:
+        return {key: state for key, state in self.queue.states().items() if key in self.cells}
+
+    def _retry(self) -> bool:
+        """Enqueue failed cells again, each up to `retry_failed` times, unless they would end alike; whether any was."""
+        most, before = self.launch.retry_failed, self._retries.total()
+        for entry in self.queue.entries("failed") if most else ():
             if entry.key in self.cells and not entry.final and self._retries[entry.key] < most:
                 self._retries[entry.key] += 1
                 self.queue.add_missing([self.cells[entry.key]])
                 count = f"{self._retries[entry.key]}/{most}"
                 self._say(f"{entry.variant} seed {entry.seed} failed ({entry.reason}); tried again, {count}")
+        return self._retries.total() > before
 
     def _count_crashes(self, crashed: int, counts: Mapping[str, int], pool: Pool) -> None:
         ended = sum(counts[state] for state in (*FINISHED, "failed"))

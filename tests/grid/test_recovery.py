@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -195,6 +196,42 @@ def test_a_damaged_plan_is_written_anew(content: bytes, made: Made, capsys: pyte
     assert plan.with_name("plan.json.damaged").exists()
     assert plan.read_text() == whole
     assert (made.runs / ID / "table.csv").read_text() == table
+
+
+def _in_its_place(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "emptied": lambda path: path.write_bytes(b""),
+    "cut in half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size or 10)),
+    "another text": lambda path: path.write_text("{another text\n"),
+    "no text": lambda path: path.write_bytes(b"\xff\xfe\x80"),
+    "removed": Path.unlink,
+    "a folder in its place": _in_its_place,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_whichever_file_is_damaged_the_table_is_as_it_was_or_one_line_says_why_not(
+    damage: str, made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [path for path in made.runs.rglob("*") if path.is_file() and path.suffix not in (".png", ".svg", ".log")]
+    files, table = sorted(path.relative_to(made.runs) for path in paths), (made.runs / ID / "table.csv").read_text()
+    assert len(files) > 20
+    for file in files:
+        made.restore()
+        DAMAGES[damage](made.runs / file)
+        status, said = made.run(), capsys.readouterr()
+        assert status in (0, 1, 2), file
+        assert "Traceback" not in said.out + said.err, file
+        if status:
+            assert [line for line in said.err.splitlines() if line.startswith("lit-lazy: ")][1:] == [], (file, said.err)
+        else:
+            assert (made.runs / ID / "table.csv").read_text() == table, file
 
 
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (OSError(errno.ENOSPC, "full"), 1)])

@@ -87,6 +87,11 @@ def sqlite_file(url: str) -> Path | None:
     return Path(database) if database else None
 
 
+def is_begun(file: Path) -> bool:
+    """Whether an sqlite file holds anything; to sqlite an empty one is as one that is not there yet."""
+    return file.exists() and file.stat().st_size > 0
+
+
 def check_sqlite(named: str, url: str) -> None:
     """Raise StorageError where an sqlite URL has a query: it is taken for a path that has a question mark."""
     if url.startswith("sqlite:") and "?" in url:
@@ -101,8 +106,6 @@ def take_along(file: Path, artifacts: str) -> None:
     """
     try:
         with closing(sqlite3.connect(file, timeout=LOCKED_SECONDS)) as database, database:
-            if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'experiments'").fetchone():
-                return  # an empty file: MLflow will make its tables
             for name, place in database.execute("SELECT name, artifact_location FROM experiments").fetchall():
                 here = file.resolve().parent / artifacts / name
                 if place.endswith(f"/{artifacts}/{quote(name)}") and place != here.as_uri() and here.exists():

@@ -35,6 +35,7 @@ from lit_lazy.support.secrets import redacted, without_user
 from lit_lazy.support.waiting import within
 from lit_lazy.tracking.databases import (
     check_sqlite,
+    is_begun,
     new_sqlite_file,
     quoted,
     reach,
@@ -228,7 +229,7 @@ def client_of(uri: str) -> MlflowClient:
         os.environ["MLFLOW_TRACKING_USERNAME"] = unquote(address.username or "")
         os.environ["MLFLOW_TRACKING_PASSWORD"] = unquote(address.password)
         uri = without_user(uri)
-    if (file := sqlite_file(uri)) is not None and file.exists():
+    if (file := sqlite_file(uri)) is not None and is_begun(file):
         take_along(file, ARTIFACTS)
     _use(uri)
     return MlflowClient(uri)
@@ -252,7 +253,7 @@ class Tracker:
         file = sqlite_file(uri)
         # Two processes must not create the database at once.
         with FileLock(f"{file}.lock") if file else nullcontext():
-            if file is not None and not (file.exists() and file.stat().st_size):
+            if file is not None and not is_begun(file):
                 _create(file)
             self.client = client_of(uri)
 
@@ -552,7 +553,7 @@ def experiment_names(uri: str, kind: str | None = None) -> list[str]:
 
     kind: only those that hold a run with this tag.
     """
-    if (file := sqlite_file(uri)) is not None and not file.exists():
+    if (file := sqlite_file(uri)) is not None and not is_begun(file):
         return []
     client = client_of(uri)
     try:

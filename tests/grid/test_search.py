@@ -293,6 +293,13 @@ def test_a_search_from_start_to_table_and_on(runs: Path, rates: str, capsys: pyt
     assert time.monotonic() - started < 10
     check_mlflow(runs, rows)
 
+    (kept,) = (runs / "mlartifacts").rglob("search.json")
+    whole = kept.read_text()
+    kept.write_text(whole[:100])
+    assert main(command) == 0
+    assert "the old one is now search.json.damaged" in capsys.readouterr().out
+    assert (kept.read_text(), kept.with_name("search.json.damaged").read_text()) == (whole, whole[:100])
+
     text = Path(rates).read_text()
     other = Path(rates).parent / "other" / "rates.py"
     other.parent.mkdir()

@@ -297,7 +297,7 @@ def test_a_search_from_start_to_table_and_on(runs: Path, rates: str, capsys: pyt
     whole = kept.read_text()
     kept.write_text(whole[:100])
     assert main(command) == 0
-    assert "the old one is now search.json.damaged" in capsys.readouterr().out
+    assert "the old one is now search.json.damaged" in " ".join(capsys.readouterr().out.split())
     assert (kept.read_text(), kept.with_name("search.json.damaged").read_text()) == (whole, whole[:100])
 
     text = Path(rates).read_text()

@@ -4,6 +4,9 @@ RUNS ?= runs
 BIN := .venv/bin
 LIT := $(BIN)/lit-lazy
 
+# Set in many containers: each process would compile anew what it imports, eight seconds of it.
+unexport PYTHONDONTWRITEBYTECODE
+
 ifdef TINY
 SUFFIX := _tiny
 TINY_SEED := --seeds 0 --brief

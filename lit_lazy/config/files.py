@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -84,7 +85,8 @@ def load_module(path: Path) -> ModuleType:
     names = [name, path.stem] if _means(path.stem, path) else [name]
     sys.modules.update(dict.fromkeys(names, module))
     try:
-        spec.loader.exec_module(module)
+        with _uncompiled():
+            spec.loader.exec_module(module)
         for imported, file in _imports_of(_with_local_imports(path, path.parent), path.parent):
             _check_neighbour(imported, file)
     except KeyboardInterrupt:
@@ -94,6 +96,16 @@ def load_module(path: Path) -> ModuleType:
         _forget(names)
         raise ValueError(f"{path}: {_where(error, path)}") from error
     return module
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Let Python keep no compiled copy of a user's file: it would run for an edited one of the same size and time."""
+    former, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = former
 
 
 def imported() -> list[Path]:

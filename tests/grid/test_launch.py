@@ -194,8 +194,6 @@ def forget(path: Path) -> None:
     for name in [name for name, module in sys.modules.items() if getattr(module, "__file__", None) == str(path)]:
         del sys.modules[name]
     importlib.invalidate_caches()
-    for compiled in path.parent.glob("__pycache__/*"):
-        compiled.unlink()
 
 
 def test_a_dry_run_creates_nothing(tmp_path: Path, pair: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """A user's own files: they import the files beside them, in every worker too, and their code decides what is run."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -174,3 +175,24 @@ def test_a_file_that_is_hidden_by_another_module_is_named(mine: Path, tmp_path: 
     with pytest.raises(ValueError, match=r"imports 'twin', which is .*mine.twin\.py and not twin\.py beside it"):
         load_module(other / "uses.py")
     del sys.modules["twin"], sys.modules["through"]
+
+
+def test_a_file_runs_as_it_is_however_alike_its_former_version_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python takes what it compiled before where size and time are the same; results are known by the source."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path, beside = tmp_path / "uses_constant.py", tmp_path / "its_constant.py"
+    path.write_text("from its_constant import x\n\ny = 1\n")
+    beside.write_text("x = 1\n")
+    modules = set(sys.modules)
+    for value in (1, 2):
+        for file in (path, beside):
+            file.write_text(file.read_text().replace("= 1", f"= {value}"))
+            os.utime(file, (0, 0))
+        module = load_module(path)
+        assert (module.x, module.y) == (value, value)
+        for name in set(sys.modules) - modules:
+            del sys.modules[name]
+    assert sorted(tmp_path.iterdir()) == [beside, path]
+    assert not sys.dont_write_bytecode

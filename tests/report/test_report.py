@@ -288,6 +288,30 @@ def test_a_warning_of_the_table_comes_before_all_else(kept: Kept) -> None:
     assert text.index("no softmax row to hold against the byte-trigram baseline") < text.index("What was run")
 
 
+def test_the_best_softmax_row_is_held_against_the_trigram(kept: Kept) -> None:
+    rows = {
+        "softmax at 0.1": ({"model.attention.normaliser": "Softmax"}, (2.5, 2.4)),
+        "softmax at 0.2": ({"model.attention.normaliser": "Softmax", "model.mixer": "SelfAttention"}, (2.2, 2.3)),
+        "elastic": ({"model.attention.normaliser": "Elastic"}, (1.0, 1.0)),
+        "retnet": ({"model.attention.normaliser": "Softmax", "model.mixer": "RetNet"}, (1.1, 1.1)),
+    }
+    infos = tuple(RowInfo(name, "ours", (0, 1), "tiny") for name in rows)
+    plan = replace(kept.plan, baseline="softmax at 0.1", rows=infos)
+    for name, (params, losses) in rows.items():
+        for seed, loss in enumerate(losses):
+            tags = {"kind": "cell", "variant": name, "seed": str(seed), "cell": f"{name}-{seed}"}
+            run_id = kept.tracker.start_run(f"{name} seed {seed}", tags, params, {}, kept.parent)
+            kept.tracker.finish(run_id, {"loss/bits_per_byte": loss}, {}, 1)
+
+    def warnings(trigram: float) -> tuple[str, ...]:
+        kept.keep_plan(replace(plan, facts={"trigram_bits_per_byte": trigram}))
+        return table_from_mlflow(kept.tracker, kept.parent).warnings
+
+    (said,) = warnings(2.5)
+    assert said.startswith("UNDERTRAINED: 'softmax at 0.2' reaches 2.250 bits/byte; 2.200 would be 0.3 below")
+    assert warnings(2.6) == ()
+
+
 def test_many_variants_are_folded(kept: Kept) -> None:
     names = [f"lazy {i}" for i in range(4)]
     kept.keep_plan(replace(kept.plan, rows=tuple(RowInfo(name, "ours", (0,), "tiny") for name in ("softmax", *names))))

@@ -33,7 +33,7 @@ def ablate_verdicts(options: argparse.Namespace, _rest: list[str]) -> int:
             f"{str(options.folder)!r}: holds no question's table.json; `lit-lazy ablate run q_null` makes one"
         )
     if options.out is not None:
-        text = page(found)
+        text = page(found, options.out.parent)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_text(options.out, text)
     print(summary(found))

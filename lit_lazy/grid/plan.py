@@ -14,6 +14,7 @@ from lit_lazy.table.verdicts import judged
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
 
 PLAN = "plan.json"
+SPENT = ("time/train_seconds", "time/evaluate_seconds")
 UNDERTRAINED_BY = 0.3
 """Bits per byte by which the best softmax row has to beat the byte-trigram baseline."""
 
@@ -139,7 +140,12 @@ def table_from_mlflow(tracker: Tracker, parent_id: str) -> Table:
         tuple(_warnings(plan, runs)),
         plan.primary,
     )
-    return judged(table, plan.declaration)
+    return judged(replace(table, seconds=_seconds(runs)), plan.declaration)
+
+
+def _seconds(runs: Sequence[TrackedRun]) -> float | None:
+    spent = [value for run in runs if run.state == "complete" for name, value in run.metrics.items() if name in SPENT]
+    return sum(spent) if spent else None
 
 
 def one_per_cell(runs: Sequence[TrackedRun]) -> list[TrackedRun]:

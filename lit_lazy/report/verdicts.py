@@ -1,11 +1,14 @@
 """The verdicts of questions that were run, from the tables they left: in a terminal, and as docs/questions.md."""
 
 import json
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
+from lit_lazy.support.console import clock
 from lit_lazy.support.errors import named
 from lit_lazy.table.blocks import Block, Heading, List, Paragraph, Tabular, to_markdown
 from lit_lazy.table.records import Table
@@ -80,18 +83,26 @@ def summary(found: Iterable[Decided]) -> str:
     return to_markdown([block for one in found for block in _blocks(one)])
 
 
-def page(found: Sequence[Decided]) -> str:
-    """docs/questions.md."""
-    blocks: list[Block] = [
+def page(found: Sequence[Decided], folder: Path) -> str:
+    """docs/questions.md; folder: the page's, from which its figures are linked."""
+    opening: list[Block] = [
         Heading("Questions", 1),
         Paragraph(_ABOUT),
         _verdicts(found),
         Heading("What the reviewers asked", 2),
         _reviewers(found),
     ]
+    parts = [to_markdown(opening, width=PAGE_WIDTH)]
     for one in found:
-        blocks += _blocks(one)
-    return to_markdown(blocks, width=PAGE_WIDTH)
+        parts += [to_markdown(_blocks(one), width=PAGE_WIDTH), *_figure(one, folder)]
+    return "\n".join(parts)
+
+
+def _figure(one: Decided, folder: Path) -> list[str]:
+    """The Markdown of its figure, if it has one."""
+    file = one.folder / "effects.png"
+    link = quote(os.path.relpath(file, folder))
+    return [f"![Differences in {one.table.ablation}]({link})\n"] if file.exists() else []
 
 
 _ABOUT = (
@@ -133,9 +144,10 @@ def _blocks(one: Decided) -> list[Block]:
     if verdict is None:
         return [*blocks, Paragraph(f"Not decided yet: {declared.claim}")]
     (column,) = (column for column in table.columns if column.key == declared.primary)
+    spent = "" if table.seconds is None else f", trained and measured for {clock(table.seconds)}"
     about = (
         f"Primary outcome {column.title}, rule {declared.rule}, margin {declared.margin:g}, seeds "
         f"{', '.join(map(str, declared.seeds))}; declared in {declared.commit or 'no commit'} ({declared.digest}), run "
-        f"at {table.git_sha}. In {one.folder}. Made by: {table.command}"
+        f"at {table.git_sha}{spent}. In {one.folder}. Made by: {table.command}"
     )
     return [*blocks, Paragraph(verdict.sentence), List(tuple(lines(verdict, column))), Paragraph(about)]

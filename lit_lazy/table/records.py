@@ -291,6 +291,8 @@ class Table:
     """Of the question that the ablation answers, if it does."""
     verdict: Verdict | None = None
     """None, too, while a value is missing that it needs."""
+    seconds: float | None = None
+    """Of training and evaluating, all complete cells together; of a cell that resumed, since then. None: unknown."""
 
     @property
     def git_sha(self) -> str:
@@ -317,6 +319,7 @@ class Table:
             "git_sha": self.git_sha,
             "command": self.command,
             "environment": self.environment,
+            **({} if self.seconds is None else {"seconds": round(self.seconds)}),
             "baseline": self.baseline,
             "primary": self.primary,
             **({} if self.declaration is None else {"declaration": self.declaration.to_json()}),

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lit_lazy.support.console import clock
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.blocks import Block, Folded, Heading, List, Paragraph, Tabular, to_html, to_latex, to_markdown
 from lit_lazy.table.finding import findings
@@ -147,7 +148,8 @@ def _provenance(table: Table) -> str:
         seed_text += f"; {', '.join(map(str, seeds))} in {', '.join(variants[seeds])}"
     about = f"Base: {table.base}. Baseline: {table.baseline}. Seeds: {seed_text}. Commit: {table.git_sha or 'unknown'}."
     made_with = f" With {table.environment}." if table.environment else ""
-    return f"{about}{made_with} Made by: {table.command}"
+    spent = "" if table.seconds is None else f" Trained and measured for {clock(table.seconds)}, all cells together."
+    return f"{about}{made_with}{spent} Made by: {table.command}"
 
 
 def _means(table: Table) -> Tabular:

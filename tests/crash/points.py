@@ -231,6 +231,7 @@ def end_all() -> int:
 
 
 VOLATILE = re.compile(r"[0-9a-f]{32}|[0-9a-f]{8}|\d{8}-\d{6}|\d+")
+TIMED = re.compile(r'"seconds": \d+,')
 MOVED_AWAY = ".until-"
 PUBLISHED = ("table.csv", "table.json", "plan.json", "search.json", "config.yaml")
 
@@ -268,7 +269,7 @@ class Snapshot:
         trials = optuna.load_study(study_name=grid, storage=storage).trials
         client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
         number = client.get_experiment_by_name(grid).experiment_id
-        tracked = [_tracked(client, run) for run in client.search_runs([number], max_results=1000)]
+        tracked = [_tracked(client, run, folder) for run in client.search_runs([number], max_results=1000)]
         results = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("cells/*/result.json")}
         return cls(
             {key: result["metrics"] for key, result in results.items()},
@@ -276,7 +277,7 @@ class Snapshot:
             sorted(tracked, key=lambda run: json.dumps(run, sort_keys=True)),
             sorted(VOLATILE.sub("*", path) for path in _files(runs) if MOVED_AWAY not in path),
             sorted({path.parent.name for path in runs.glob(f"{grid}{MOVED_AWAY}*/cells/*/result.json")}),
-            {name: (folder / name).read_text() for name in PUBLISHED if (folder / name).exists()},
+            {name: TIMED.sub("", (folder / name).read_text()) for name in PUBLISHED if (folder / name).exists()},
         )
 
     def differences(self, runs: Path, grid: str) -> list[str]:
@@ -298,7 +299,7 @@ def _files(runs: Path) -> list[str]:
     return [path for path in every if not path.startswith("mlartifacts")]
 
 
-def _tracked(client: Any, run: Any) -> dict[str, Any]:
+def _tracked(client: Any, run: Any, folder: Path) -> dict[str, Any]:
     tags = {name: value for name, value in run.data.tags.items() if not name.startswith("mlflow.") and name != "grid"}
     curves = {}
     for name in sorted(run.data.metrics):
@@ -306,6 +307,8 @@ def _tracked(client: Any, run: Any) -> dict[str, Any]:
         curves[name] = len(points) if name.startswith("time/") else sorted([p.step, p.value] for p in points)
     artifacts = {artifact.path: artifact.file_size for artifact in client.list_artifacts(run.info.run_id)}
     sizes = {path: size for path, size in artifacts.items() if path in PUBLISHED}
+    if "table.json" in sizes:  # it holds how long the cells took
+        sizes["table.json"] -= (folder / "table.json").stat().st_size
     return {
         "status": run.info.status,
         "tags": tags,

@@ -15,6 +15,7 @@ from lit_lazy.command.main import main
 from lit_lazy.config.files import available, experiment, exported, find
 from lit_lazy.grid.ablation import Ablation, Row, expand, select
 from lit_lazy.grid.question import Question, load_asked
+from lit_lazy.support.console import clock
 from lit_lazy.support.provenance import committed_at
 from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, INIT_COLUMNS
 from lit_lazy.table.records import Contrast, Table
@@ -98,6 +99,12 @@ def test_from_the_declaration_to_the_verdict(mine: Path, runs: Path, capsys: pyt
     text = page.read_text()
     assert "q_mine: supported" in next(line for line in text.splitlines() if line.startswith("| R4"))
     assert table.verdict.sentence in text
+    assert "![Differences in q_mine](q_mine-backcopy_tiny/effects.png)" in text
+    cells = runs.glob("q_mine-backcopy_tiny/cells/*/result.json")
+    times = [json.loads(path.read_text())["timings"] for path in cells]
+    assert table.seconds == round(sum(time["train_seconds"] + time["evaluate_seconds"] for time in times)) > 0
+    assert f"trained and measured for {clock(table.seconds)}." in text
+    assert f"Trained and measured for {clock(table.seconds)}, all cells together." in done.stdout
 
     # The same question again, with another margin: its results were seen before.
     mine.write_text(SOURCE.replace("MARGIN", "0.2"))

@@ -20,7 +20,7 @@ TABLES = [
 def test_the_page_is_made_of_the_committed_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Written by `lit-lazy ablate verdicts docs/results --out docs/questions.md`."""
     monkeypatch.chdir(ROOT)
-    assert (ROOT / "docs" / "questions.md").read_text() == page(answered(Path("docs/results")))
+    assert (ROOT / "docs" / "questions.md").read_text() == page(answered(Path("docs/results")), Path("docs"))
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.parent.name)

@@ -1,6 +1,8 @@
 """What `import lit_lazy` gives to a notebook: `train`, `load`, `show` and `results`."""
 
 import ast
+import operator
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,13 +20,17 @@ from lit_lazy.config.files import find, load_experiment, load_module, python_fil
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data.prompts import Prompts
 from lit_lazy.figures.heads import attention_maps
+from lit_lazy.grid.ablation import check_name
 from lit_lazy.grid.plan import newest_parent, one_per_cell, table_from_mlflow
 from lit_lazy.measure.diagnostics import SAMPLE, Diagnostics, at_rest, listening, measure, validation_sample
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.generation import Sampling, generate
-from lit_lazy.support.checks import require
+from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.errors import described
+from lit_lazy.support.kinds import MOST_THREADS, fits
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import markdown
+from lit_lazy.tracking.loggers import check_kinds_of_loggers
 from lit_lazy.tracking.tracked import Trained, train_tracked
 from lit_lazy.tracking.tracker import TrackedRun, Tracker, check_store, default_uri, experiment_names
 from lit_lazy.training import checkpoints
@@ -57,10 +63,17 @@ def train(
     >>> done.checkpoint.name
     'final.ckpt'
     """
+    if name is not None:
+        check_name("name", name)
+    if threads is not None:
+        require_whole("threads", threads, 1, MOST_THREADS)
+    check_kinds_of_loggers(_several("loggers", loggers), option="loggers")
+    folder = _path("runs", runs)
     if isinstance(config, str):
         path = find("experiments", config)
         config, name = load_experiment(path), name or path.stem
-    return train_tracked(config, name or NAME, Path(runs), threads, keep_checkpoint=True, loggers=loggers)
+    require(isinstance(config, RunConfig), "config", config, "must be a RunConfig, or the name or .py file of one")
+    return train_tracked(config, name or NAME, folder, threads, keep_checkpoint=True, loggers=loggers)
 
 
 def load(checkpoint: str | Path, imports: Sequence[str] = ()) -> "Model":
@@ -73,9 +86,9 @@ def load(checkpoint: str | Path, imports: Sequence[str] = ()) -> "Model":
     >>> model.config.model.d_model, model.decoder.attentions[0].n_heads
     (16, 1)
     """
-    for file in imports:
-        load_module(python_file("imports", file))
-    return Model(Path(checkpoint))
+    for file in _several("imports", imports):
+        load_module(python_file("imports", str(_path("imports", file))))
+    return Model(_path("checkpoint", checkpoint))
 
 
 class Model:
@@ -122,8 +135,9 @@ class Model:
         ... ]
         True
         """
+        require_whole("tokens", tokens, 1)
         sampling = Sampling(temperature, top_p, seed)
-        given = self._tokens(prompt)
+        given = self._tokens("prompt", prompt)
         (found,) = generate(self.decoder, [given], tokens, sampling, stop=self._prompts.end)
         return "".join(self._prompts.decode(found, given)) if isinstance(prompt, str) else found
 
@@ -141,7 +155,7 @@ class Model:
         (torch.Size([1, 1, 5, 5]), True)
         """
         require(bool(self.decoder.attentions), "weights", type(self.config.model.mixer).__name__, "has no attention")
-        given = torch.tensor([self._tokens(tokens)], device=self.decoder.device)
+        given = torch.tensor([self._tokens("tokens", tokens)], device=self.decoder.device)
         self.decoder.check_length(given.shape[1])
         found: list[Tensor] = []
 
@@ -166,6 +180,7 @@ class Model:
         >>> 0 <= found.scalars()["sink/rate"] <= 1
         True
         """
+        require_whole("sequences", sequences, 1)
         source = checkpoints.data_of_training(self._checkpoint, self._module)
         return measure(self.decoder, validation_sample(source, sequences), sample=sequences)
 
@@ -177,14 +192,28 @@ class Model:
     def _vocabulary(self) -> int:
         return self.decoder.embedding.num_embeddings
 
-    def _tokens(self, given: str | Sequence[int] | Tensor) -> list[int]:
+    def _tokens(self, what: str, given: str | Sequence[int] | Tensor) -> list[int]:
         """The numbers of a text's tokens, or those that are given."""
         if isinstance(given, str):
-            return self._prompts.encode("text", given.encode())
-        numbers = [int(token) for token in given]
+            return self._prompts.encode(f"{what}={described(given)}", given.encode())
+        try:
+            numbers = [operator.index(token) for token in given]
+        except TypeError:  # none that can be counted, or not whole
+            numbers = []
         readable = bool(numbers) and all(0 <= token < self._vocabulary for token in numbers)
-        require(readable, "tokens", numbers, f"must be at least one number, each from 0 to {self._vocabulary - 1}")
+        require(readable, what, given, f"must be at least one whole number, each from 0 to {self._vocabulary - 1}")
         return numbers
+
+
+def _path(what: str, given: str | Path) -> Path:
+    require(isinstance(given, str | os.PathLike), what, given, "must be a path")
+    return Path(given)
+
+
+def _several(what: str, given: Sequence[str]) -> Sequence[str]:
+    """What is given, unless it is a text, which would be taken for its letters."""
+    require(fits(given, Sequence[str]), what, given, "must be a list or tuple, also of one name")
+    return given
 
 
 def show(weights: Tensor | np.ndarray) -> Figure:
@@ -245,7 +274,7 @@ def results(name: str, runs: str | Path = "runs") -> Results:
     >>> bool((means > 0).all())
     True
     """
-    folder = Path(runs)
+    folder = _path("runs", runs)
     uri = default_uri(folder)
     check_store(uri)
     known = experiment_names(uri, kind="ablation")

@@ -2,15 +2,18 @@
 
 import doctest
 import inspect
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from mistakes import tree
 from untrained import save
 
 import lit_lazy
@@ -99,12 +102,38 @@ class TestTrain:
         with pytest.raises(ValueError, match="was trained without keeping its model; remove its folder to train again"):
             _ = again.checkpoint
 
-    @pytest.mark.usefixtures("folder")
-    def test_mistakes(self) -> None:
-        with pytest.raises(ValueError, match="experiment 'bckcopy': unknown"):
-            train("bckcopy")
-        with pytest.raises(ValueError, match="--logger neptune: unknown"):
-            train("backcopy_tiny", loggers=["neptune"])
+    @pytest.mark.parametrize(
+        ("config", "options", "said"),
+        [
+            ("bckcopy", {}, "experiment 'bckcopy': unknown; there are "),
+            (3, {}, "config=3: must be a RunConfig, or the name or .py file of one"),
+            ("backcopy_tiny", {"name": "a/b"}, "name 'a/b': its name becomes a folder's; take letters, digits"),
+            ("backcopy_tiny", {"name": ""}, "name '': its name becomes a folder's"),
+            ("backcopy_tiny", {"runs": None}, "runs=None: must be a path"),
+            ("backcopy_tiny", {"threads": 0}, "threads=0: must be a whole number from 1 to 1024"),
+            ("backcopy_tiny", {"threads": 100_000}, "threads=100000: must be a whole number from 1 to 1024"),
+            ("backcopy_tiny", {"threads": 1.5}, "threads=1.5: must be a whole number"),
+            ("backcopy_tiny", {"loggers": "csv"}, "loggers='csv': must be a list or tuple, also of one name"),
+            ("backcopy_tiny", {"loggers": ["neptune"]}, "loggers neptune: unknown; there are csv"),
+            ("backcopy_tiny", {"loggers": [["csv"]]}, "loggers ['csv']: unknown; there are csv"),
+        ],
+    )
+    def test_mistakes(self, config: Any, options: dict[str, Any], said: str, folder: Path) -> None:
+        before = tree(folder)
+        with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+            train(config, **options)
+        assert tree(folder) == before
+
+
+@pytest.mark.parametrize("checkpoint", [3, None])
+def test_a_checkpoint_is_a_path(checkpoint: Any) -> None:
+    with pytest.raises(ValueError, match=f"^checkpoint={checkpoint}: must be a path$"):
+        load(checkpoint)
+
+
+def test_files_to_import_are_a_list() -> None:
+    with pytest.raises(ValueError, match=r"^imports='mine.py': must be a list or tuple, also of one name$"):
+        load("final.ckpt", imports="mine.py")
 
 
 class TestModel:
@@ -132,10 +161,37 @@ class TestModel:
     def test_diagnosis_is_of_the_sequences_that_are_asked_for(self, model: api.Model) -> None:
         assert model.diagnose(sequences=5).arrays["sample"].tolist() == [5, 16, 2]
 
-    @pytest.mark.parametrize("tokens", [[], [99], [-1]])
-    def test_tokens_that_are_none_are_named(self, model: api.Model, tokens: list[int]) -> None:
-        with pytest.raises(ValueError, match=r"tokens=\[.*\]: must be at least one number, each from 0 to 16"):
+    @pytest.mark.parametrize("tokens", [[], [99], [-1], [0.5, 1], [[0, 1]], 5, None, torch.tensor([0.5])])
+    def test_tokens_that_are_none_are_named(self, model: api.Model, tokens: Any) -> None:
+        fix = r"must be at least one whole number, each from 0 to 16$"
+        with pytest.raises(ValueError, match=rf"^tokens={re.escape(str(tokens))}: {fix}"):
             model.weights(tokens)
+        with pytest.raises(ValueError, match=rf"^prompt={re.escape(str(tokens))}: {fix}"):
+            model.generate(tokens)
+
+    @pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+    def test_tokens_may_be_of_any_kind_of_list(self, model: api.Model, kind: Callable[[list[int]], Any]) -> None:
+        assert torch.equal(model.weights(kind([0, 5, 3])), model.weights([0, 5, 3]))
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({"tokens": 0}, "tokens=0: must be a whole number of at least 1"),
+            ({"tokens": 2.5}, "tokens=2.5: must be a whole number of at least 1"),
+            ({"temperature": "1"}, "temperature='1': must be a finite number"),
+            ({"temperature": -1}, "temperature=-1: must be at least 0"),
+            ({"top_p": 0}, "top_p=0: must be above 0 and at most 1"),
+            ({"seed": 0.5}, "seed=0.5: must be a whole number"),
+        ],
+    )
+    def test_what_cannot_be_drawn_is_named(self, model: api.Model, options: dict[str, Any], said: str) -> None:
+        with pytest.raises(ValueError, match=f"{said}$"):
+            model.generate("0 5", **options)
+
+    @pytest.mark.parametrize("sequences", [0, 2.5])
+    def test_sequences_are_counted(self, model: api.Model, sequences: Any) -> None:
+        with pytest.raises(ValueError, match=f"^sequences={sequences}: must be a whole number of at least 1$"):
+            model.diagnose(sequences)
 
     def test_a_model_without_attention_has_no_weights(self, folder: Path) -> None:
         cfg = replace_at(experiment("backcopy_tiny"), {"model.mixer": RetNet()})
@@ -171,6 +227,13 @@ class TestShow:
 
 
 @pytest.mark.usefixtures("folder")
-def test_results_of_what_is_not_there() -> None:
-    with pytest.raises(ValueError, match="results='table9': runs holds no such ablation; it has none"):
-        results("table9")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("table9",), "results='table9': runs holds no such ablation; it has none"),
+        (("table2", None), "runs=None: must be a path"),
+    ],
+)
+def test_results_of_what_is_not_there(arguments: tuple[Any, ...], said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}"):
+        results(*arguments)

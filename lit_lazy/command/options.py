@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from lit_lazy.support.errors import shown
-from lit_lazy.support.kinds import MOST
+from lit_lazy.support.kinds import MOST, MOST_THREADS
 
 if TYPE_CHECKING:
     from lit_lazy.attention import Eviction
@@ -17,7 +17,6 @@ T = TypeVar("T")
 Commands = argparse._SubParsersAction
 """Where a command adds its parser."""
 Action = Callable[[argparse.Namespace, list[str]], int]
-MOST_THREADS = 1024
 LEAST_SHARE = 0.0001
 """Of a GPU: Ray rounds to that."""
 OVERRIDES = """\

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from lit_lazy.attention import Cache, Eviction
 from lit_lazy.model.decoder import DecoderLM, parameter_generator
+from lit_lazy.support.checks import require
+from lit_lazy.support.kinds import check_kinds
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,9 @@ class Sampling:
     """Of the draws; each prompt has a generator of its own."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"Sampling.temperature={self.temperature}: must be 0 or more, and finite")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"Sampling.top_p={self.top_p}: must be above 0 and at most 1")
+        check_kinds("Sampling", self)
+        require(self.temperature >= 0, "Sampling: temperature", self.temperature, "must be at least 0")
+        require(0 < self.top_p <= 1, "Sampling: top_p", self.top_p, "must be above 0 and at most 1")
 
 
 GREEDY = Sampling(temperature=0.0)

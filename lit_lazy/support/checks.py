@@ -9,7 +9,9 @@ def require(holds: bool, field: str, value: object, fix: str) -> None:
         raise ValueError(f"{field}={described(value)}: {fix}")
 
 
-def require_whole(field: str, value: object, minimum: int) -> None:
-    """Require an int (not a bool) of at least `minimum`."""
+def require_whole(field: str, value: object, minimum: int, maximum: int | None = None) -> None:
+    """Require an int (not a bool) of at least `minimum`, and at most `maximum` where there is one."""
     whole = isinstance(value, int) and not isinstance(value, bool)
-    require(whole and value >= minimum, field, value, f"must be a whole number of at least {minimum}")
+    within = whole and value >= minimum and (maximum is None or value <= maximum)
+    wanted = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+    require(within, field, value, f"must be a whole number {wanted}")

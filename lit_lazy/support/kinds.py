@@ -15,6 +15,8 @@ from lit_lazy.support.errors import described
 
 MOST = 2**63 - 1
 """Of a whole number: tensors and databases hold no greater one."""
+MOST_THREADS = 1024
+"""Of the CPU in a process; torch itself dies of ten thousands."""
 WORDS: dict[Any, str] = {
     int: "a whole number",
     float: "a finite number",

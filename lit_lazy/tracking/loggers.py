@@ -18,16 +18,19 @@ KINDS = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb"}
 """By the package that each needs beside what this project requires."""
 
 
-def check_kinds_of_loggers(kinds: Sequence[str]) -> None:
-    """Raise ValueError, in one line, for a logger that is unknown, given twice, or whose package is missing."""
+def check_kinds_of_loggers(kinds: Sequence[str], option: str = "--logger") -> None:
+    """Raise ValueError, in one line, for a logger that is unknown, given twice, or whose package is missing.
+
+    option: by which they were given.
+    """
     for i, kind in enumerate(kinds):
-        if kind not in KINDS:
-            raise ValueError(f"--logger {kind}: unknown; there are {', '.join(KINDS)}")
+        if kind not in list(KINDS):  # a kind may be what no dict takes
+            raise ValueError(f"{option} {kind}: unknown; there are {', '.join(KINDS)}")
         if kind in kinds[:i]:
-            raise ValueError(f"--logger {kind}: is given twice; leave one out")
+            raise ValueError(f"{option} {kind}: is given twice; leave one out")
         package = KINDS[kind]
         if package is not None and find_spec(package) is None:
-            raise ValueError(f"--logger {kind}: needs the package {package}; pip install 'lit-lazy[{kind}]'")
+            raise ValueError(f"{option} {kind}: needs the package {package}; pip install 'lit-lazy[{kind}]'")
 
 
 @contextmanager

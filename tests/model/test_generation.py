@@ -138,7 +138,7 @@ class TestDraws:
         "wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.1}]
     )
     def test_of_no_distribution_are_refused(self, wrong):
-        with pytest.raises(ValueError, match=rf"^Sampling\.{next(iter(wrong))}="):
+        with pytest.raises(ValueError, match=f"^Sampling: {next(iter(wrong))}="):
             Sampling(**wrong)
 
 

@@ -94,7 +94,7 @@ def load_module(path: Path) -> ModuleType:
         raise
     except BaseException as error:
         _forget(names)
-        raise ValueError(f"{path}: {_where(error, path)}") from error
+        raise ValueError(f"{path}: {where(error, path)}") from error
     return module
 
 
@@ -206,7 +206,7 @@ def _defined(node: ast.stmt) -> str | None:
     return target.id if isinstance(target, ast.Name) else None
 
 
-def _where(error: BaseException, path: Path) -> str:
+def where(error: BaseException, path: Path) -> str:
     """`line 3: NameError: ...`: the last line of this file that an exception went through."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
@@ -227,7 +227,7 @@ def exported(path: Path, name: str) -> Any:
     except ValueError:
         raise
     except Exception as error:  # of the file's own __getattr__
-        raise ValueError(f"{path}: {_where(error, path)}") from error
+        raise ValueError(f"{path}: {where(error, path)}") from error
 
 
 def load_experiment(path: Path) -> RunConfig:
@@ -240,7 +240,7 @@ def load_experiment(path: Path) -> RunConfig:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise ValueError(f"{path}: {_where(error, path)}") from error
+        raise ValueError(f"{path}: {where(error, path)}") from error
     if not isinstance(made, RunConfig):
         raise ValueError(f"{path}: config() returned {described(made)}; let it return a RunConfig")
     return made

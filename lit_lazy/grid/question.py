@@ -7,13 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lit_lazy.config.files import exported
+from lit_lazy.config.files import exported, where
 from lit_lazy.config.key import code, settings
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid.ablation import Ablation, load_ablation
 from lit_lazy.grid.stages import FirstStageMissing
 from lit_lazy.support.checks import require
-from lit_lazy.support.errors import one_line
 from lit_lazy.support.kinds import check_kinds
 from lit_lazy.support.provenance import committed_at
 from lit_lazy.table.question import Declaration, Rule
@@ -48,6 +47,7 @@ class Question:
     def __post_init__(self) -> None:
         name = f"question {self.ablation.name!r}"
         check_kinds(name, self)
+        require(bool(self.claim.strip()), f"{name}: claim", self.claim, "must be a sentence, which the verdict judges")
         keys = [column.key for column in self.ablation.columns]
         require(self.primary in keys, f"{name}: primary", self.primary, f"must be a column: {', '.join(keys)}")
         for part in ("contrasts", "primary"):
@@ -108,7 +108,7 @@ def load_asked(path: Path) -> tuple[Ablation, Question | None]:
 
 
 def _made(path: Path, make: Callable[[], object]) -> object:
-    """What a file's function returns. Raises ValueError, in one line that names the file, where it fails."""
+    """What a file's function returns. Raises ValueError, in one line that names file and line, where it fails."""
     try:
         return make()
     except FirstStageMissing as error:
@@ -116,4 +116,4 @@ def _made(path: Path, make: Callable[[], object]) -> object:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise ValueError(f"{path}: {one_line(error)}") from error
+        raise ValueError(f"{path}: {where(error, path)}") from error

@@ -1,6 +1,7 @@
 """A question from its declaration to its verdict: by the command, in MLflow, and what makes it exploratory."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -174,6 +175,7 @@ ABLATION = question().ablation
         ({"primary": "loss/excel"}, r"question 'q': primary='loss/excel': must be a column: loss/excess"),
         ({"contrasts": ()}, "question 'q': contrasts=0: must be 1 to 5"),
         ({"contrasts": (Contrast("c - a", {"c": 1, "a": -1}),)}, "'c' is no row of it"),
+        ({"claim": " "}, r"question 'q': claim=' ': must be a sentence"),
         ({"margin": 0}, "question 'q': margin=0: must be above 0"),
         ({"rule": "better"}, "question 'q': rule='better': must be one of lower, higher, same, removed, alone"),
         ({"ablation": replace(ABLATION, seeds=(0, 1))}, r"question 'q': seeds=\(0, 1\): needs at least 5"),
@@ -193,6 +195,21 @@ def test_a_question_that_is_none_is_named(tmp_path: Path) -> None:
     path = tmp_path / "wrong.py"
     path.write_text("question = 3\n")
     with pytest.raises(ValueError, match=r"wrong\.py: its `question` is a int; let it be a Question"):
+        load_asked(path)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return {}['abc']", "line 2: KeyError: 'abc'"),
+        ("raise ValueError('no table yet')", "line 2: no table yet"),
+        ("raise SystemExit(3)", "line 2: SystemExit: 3"),
+    ],
+)
+def test_a_function_that_fails_is_told_with_line_and_kind(body: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "fails.py"
+    path.write_text(f"def question():\n    {body}\n")
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: {said}')}$"):
         load_asked(path)
 
 

@@ -181,7 +181,10 @@ class Files:
         datasets = quiet_datasets()
         name = glob.escape(str(path))
         try:
-            whole = datasets.load_dataset("parquet", data_files=[name], split="train", streaming=True)
+            # Unless told, it reads as many rows at a time as the row group has, and fails at one without any.
+            whole = datasets.load_dataset(
+                "parquet", data_files=[name], split="train", streaming=True, batch_size=ROWS_AT_ONCE
+            )
             # By row groups: the reader of a whole file decodes it into memory as fast as it can, however slowly its
             # tables are taken.
             yield from tables(whole.reshard())

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -84,6 +86,14 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 
 def write_parquet(path: Path, texts: list[str]) -> Path:
     datasets.Dataset.from_dict(rows(texts)).to_parquet(path, batch_size=200)  # rows of a row group
+    return path
+
+
+def write_groups(path: Path, *groups: list[str]) -> Path:
+    """A parquet file with a row group for each list of texts, however short."""
+    with pq.ParquetWriter(path, pa.schema({"text": pa.string()})) as writer:
+        for group in groups:
+            writer.write_table(pa.table({"text": pa.array(group, pa.string())}))
     return path
 
 
@@ -171,6 +181,14 @@ LOAD = "from lit_lazy.data.text import Text; print(Text({}).load().fingerprint)"
 
 
 # The stream of tokens
+
+
+def test_parquet_files_and_row_groups_without_rows_are_passed_over(tmp_path, corpora):
+    middle = len(DOCUMENTS) // 2
+    write_groups(tmp_path / "0.parquet", [])
+    write_groups(tmp_path / "1.parquet")
+    write_groups(tmp_path / "2.parquet", [], DOCUMENTS[:middle], [], DOCUMENTS[middle:], [])
+    assert small(path=str(tmp_path)).load().fingerprint == small(path=corpora["parquet"]).load().fingerprint
 
 
 @pytest.mark.parametrize("kind", ["txt", "glob", "jsonl", "json", "parquet", "parts"])
@@ -601,6 +619,8 @@ def bad(tmp_path_factory: pytest.TempPathFactory, corpora: dict[str, str]) -> Pa
     (root / "cut.parquet").write_bytes(cut[: len(cut) // 2])
     (root / "damaged.parquet").write_bytes(cut[:1000] + b"\xff" * 50_000 + cut[51_000:])
     write_parquet(root / "good.parquet", DOCUMENTS)
+    write_groups(root / "rowless.parquet", [])
+    write_groups(root / "groupless.parquet")
     (root / "plain.json").write_text('{"not": "a tokenizer"}')
     no_end = Tokenizer(models.BPE())
     no_end.add_tokens(["a"])
@@ -631,6 +651,8 @@ def bad(tmp_path_factory: pytest.TempPathFactory, corpora: dict[str, str]) -> Pa
         ({"path": "broken.parquet"}, r"data\.path='.*broken\.parquet': is not whole, readable parquet \(Parquet magic"),
         ({"path": "cut.parquet"}, r"data\.path='.*cut\.parquet': is not whole, readable parquet \(Parquet magic"),
         ({"path": "damaged.parquet"}, r"data\.path='.*damaged\.parquet': is not whole, readable parquet \("),
+        ({"path": "rowless.parquet"}, r"data\.path='.*rowless\.parquet': holds no text; give files with text"),
+        ({"path": "groupless.parquet"}, r"data\.path='.*groupless\.parquet': holds no text; give files with text"),
         ({"path": "good.parquet", "column": "no"}, r"data\.column='no': data\.path='.*' has only text, id, dump"),
         ({"path": "good.parquet", "column": "int_score"}, r"data\.column='int_score': must hold text; .* is int64"),
         ({"path": "short.txt"}, r"data\.validation_share=0\.2: none of the 1 documents is for training"),

@@ -34,7 +34,7 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
-            raise ValueError(f"AttentionSpec.window={self.window}: must be at least 1, or None for no window")
+            raise ValueError(f"model.attention.window={self.window}: must be at least 1, or None for no window")
 
 
 class Attention(MixerModule):

@@ -1,6 +1,7 @@
 """`lit-lazy diagnose`"""
 
 import argparse
+from functools import partial
 
 from lit_lazy.command.options import (
     Commands,
@@ -33,7 +34,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--lengths",
         metavar="512,1024",
-        type=whole_numbers,
+        type=partial(whole_numbers, least=1),
         default=[],
         help="context lengths to measure at, beside that of the data",
     )

@@ -68,13 +68,13 @@ def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
     if options.out is not None:
         writable_folder("--out", options.out.parent)
     chosen = options.tasks or list(TASKS)
-    manager = find_tasks(chosen, options.task_folder)
+    manager = find_tasks(chosen, options.task_folder, "--tasks")
     module = checkpoints.load(options.checkpoint)
     try:
         tokenizer = tokenizer_of(module.cfg.data, module.hparams["vocab_size"])
     except ValueError as error:
         raise ValueError(f"checkpoint {str(options.checkpoint)!r}: {error}") from None
-    tasks = load_tasks(chosen, manager)
+    tasks = load_tasks(chosen, manager, "--tasks")
     model = module.model.to(training_device())
     precision = torch.autocast(model.device.type, torch.bfloat16, enabled=module.cfg.train.precision == "bf16")
     with progress() as count:

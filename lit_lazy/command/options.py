@@ -304,12 +304,13 @@ def folder(text: str) -> Path:
     return there
 
 
-def whole_numbers(text: str) -> list[int]:
+def whole_numbers(text: str, least: int = 0) -> list[int]:
     """An option that is a list of whole numbers separated by commas."""
-    numbers = [number for part in text.split(",") if (number := whole(part, least=0)) is not None]
+    numbers = [number for part in text.split(",") if (number := whole(part, least)) is not None]
     if len(numbers) < text.count(",") + 1:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: must be whole numbers separated by commas, each from 0 to 2^63 - 1, for example 0,1,2"
+            f"{text!r}: must be whole numbers separated by commas, each from {least} to 2^63 - 1, for example "
+            f"{least},{least + 1},{least + 2}"
         )
     return distinct(text, numbers)
 

@@ -11,7 +11,7 @@ from abc import ABC
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from lit_lazy.support.errors import described
+from lit_lazy.support.errors import described, meant
 from lit_lazy.support.kinds import field_types
 
 T = TypeVar("T")
@@ -107,8 +107,10 @@ def replace_at(config: T, changes: Mapping[str, Any]) -> T:
     below: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():
         name, _, rest = path.partition(".")
-        if not dataclasses.is_dataclass(config) or name not in {f.name for f in dataclasses.fields(config)}:
-            raise ValueError(f"{type(config).__name__} has no field {name!r} (in the change {path!r})")
+        known = [field.name for field in dataclasses.fields(config)] if dataclasses.is_dataclass(config) else []
+        if name not in known:
+            there = f"{meant(name, known)}; it has {', '.join(known) or 'none'}"
+            raise ValueError(f"{type(config).__name__} has no field {name!r}{there}")
         if rest:
             below.setdefault(name, {})[rest] = value
         else:

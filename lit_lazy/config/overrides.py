@@ -1,12 +1,11 @@
 """`--model.d_model=128`: command-line overrides of any field of a RunConfig, by jsonargparse."""
 
 import dataclasses
-import difflib
 import inspect
 import typing
 import warnings
 from abc import ABC
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +14,7 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from lit_lazy.config.canonical import leaf, leaves
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.support.errors import meant
 from lit_lazy.support.kinds import field_types, is_exchangeable, wanted
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -133,7 +133,7 @@ def _chosen(hint: Any, path: str, given: Mapping[str, str]) -> type | None:
     known = leaves(hint)
     if name not in known:
         raise ValueError(
-            f"--{path}={given[path]!r}: unknown{_meant(name, known)}; there are {', '.join(sorted(known))}, and any "
+            f"--{path}={given[path]!r}: unknown{meant(name, known)}; there are {', '.join(sorted(known))}, and any "
             "custom class that the experiment's file defines or imports"
         )
     return known[name]
@@ -156,7 +156,7 @@ def _check_path(path: str, text: str, types: Mapping[str, Any]) -> None:
         raise ValueError(f"--{path}={text!r}: its fields are set one by one, for example --{some}=VALUE")
     if hint is not None:
         return
-    fix = _meant(f"--{path}", [f"--{known}" for known, hint in types.items() if not _is_group(hint)])
+    fix = meant(f"--{path}", [f"--{known}" for known, hint in types.items() if not _is_group(hint)])
     if is_exchangeable(types.get(parent)):
         # Those that define it, not those derived from them.
         owners = [part for part, cls in leaves(types[parent]).items() if name in inspect.get_annotations(cls)]
@@ -165,11 +165,6 @@ def _check_path(path: str, text: str, types: Mapping[str, Any]) -> None:
     raise ValueError(
         f"--{path}={text!r}: no such field{fix}; `lit-lazy fields EXPERIMENT` lists all, --help what else there is"
     )
-
-
-def _meant(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _defaults(config: Any, prefix: str, given: Mapping[str, str]) -> dict[str, Any]:

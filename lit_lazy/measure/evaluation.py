@@ -119,7 +119,8 @@ class Varied(Evaluation):
     def check(self, model: DecoderLM, data: DataConfig) -> None:
         """Raise ValueError where data have no such field or value, or the model cannot read them."""
         fields = sorted(known.name for known in dataclasses.fields(data))  # type: ignore[arg-type]
-        require(self.field in fields, "Varied.field", self.field, f"must be one of {', '.join(fields)}")
+        lacks = f"data={type(data).__name__} has no such field; give other data (an ablation: --base), or one of "
+        require(self.field in fields, "Varied.field", self.field, lacks + ", ".join(fields))
         for value in self.values:
             source = self._source(data, value)
             model.check_length(source.context_length)

@@ -123,10 +123,11 @@ class Benchmarks:
         return {"columns": columns, "average": self.average, "tasks": tasks, **self.facts}
 
 
-def find_tasks(names: Sequence[str], folder: Path | None = None) -> "TaskManager":
+def find_tasks(names: Sequence[str], folder: Path | None = None, option: str = "tasks") -> "TaskManager":
     """A manager that knows these tasks. folder: with task files of the user's, which come before the harness's.
 
-    Raises ValueError, in one line, for a task that does not exist, and where the harness is missing. Loads no data.
+    option: by which they were named, for errors. Raises ValueError, in one line, for a task that does not exist, and
+    where the harness is missing. Loads no data.
     """
     try:
         import lm_eval
@@ -146,12 +147,15 @@ def find_tasks(names: Sequence[str], folder: Path | None = None) -> "TaskManager
         if name not in manager.all_subtasks:
             own = sorted({*manager.all_subtasks} - {*TASKS})
             known = ", ".join([*TASKS, *own])
-            raise ValueError(f"tasks={name!r}: no such task; known are {known}, and those of a task folder")
+            raise ValueError(f"{option}={name!r}: no such task; known are {known}, and those of a task folder")
     return manager
 
 
-def load_tasks(names: Sequence[str], manager: "TaskManager") -> list[Any]:
-    """The tasks with their data, downloaded where the cache lacks them. Raises ValueError, in one line."""
+def load_tasks(names: Sequence[str], manager: "TaskManager", option: str = "tasks") -> list[Any]:
+    """The tasks with their data, downloaded where the cache lacks them. Raises ValueError, in one line.
+
+    option: by which they were named, for errors.
+    """
     quiet_datasets()
     offline_unless_the_hub_answers()
     tasks = []
@@ -161,7 +165,7 @@ def load_tasks(names: Sequence[str], manager: "TaskManager") -> list[Any]:
         except Exception as error:  # of the harness, of datasets, of the network
             why = next((one_line(cause) for cause in causes(error) if isinstance(cause, OSError)), one_line(error))
             raise ValueError(
-                f"tasks={name!r}: its data cannot be had ({why}); check the network, or leave the task out"
+                f"{option}={name!r}: its data cannot be had ({why}); check the network, or leave the task out"
             ) from None
     return tasks
 

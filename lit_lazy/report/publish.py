@@ -47,6 +47,8 @@ def restate(path: Path, ablation: Ablation) -> Table:
 
     Raises ValueError, in one line, for a file that is no table of this ablation.
     """
+    if path.is_dir():
+        raise ValueError(f"--from {str(path)!r}: is a folder; give the table.json in it, --from {path / 'table.json'}")
     try:
         former = Table.from_json(json.loads(path.read_text()))
         table = restated(former, ablation.columns, ablation.contrasts, ablation.primary)

@@ -1,6 +1,7 @@
 """What a command can end with, beside success, and errors in one line. Wrong input is a ValueError: exit status 2."""
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 
 from lit_lazy.support.secrets import redacted_text
 
@@ -38,6 +39,12 @@ def described(value: object) -> str:
         text = ""
     text = text or f"a {type(value).__name__}"
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """The known name that is most like an unknown one, behind which it is said; nothing where none is like it."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def named(error: BaseException) -> str:

@@ -184,5 +184,7 @@ def test_names_its_backend():
 
 @pytest.mark.parametrize("window", [0, -2])
 def test_wrong_window_is_named(window):
-    with pytest.raises(ValueError, match=f"^AttentionSpec.window={window}: must be at least 1, or None for no window"):
+    with pytest.raises(
+        ValueError, match=rf"^model\.attention\.window={window}: must be at least 1, or None for no window"
+    ):
         AttentionSpec(window=window)

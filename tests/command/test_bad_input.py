@@ -27,6 +27,7 @@ from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 TRAIN = ["train", "backcopy_tiny"]
 RUN = ["ablate", "run", "table2", "--base", "backcopy_tiny"]
 CELL = [*RUN, "--rows", "softmax", "--seeds", "0", "--workers", "1"]
+RESULTS = Path(__file__).parents[2] / "docs" / "results" / "rivals-stdlib"
 NORMALISER, BIAS = "--model.attention.normaliser", "--model.attention.bias"
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -74,6 +75,10 @@ OPTIONS = [
         ["ablate", "table", "table2", "--from", "nothing.json"],
         "--from 'nothing.json': is no table.json (FileNotFoundError",
     ),
+    (
+        ["ablate", "table", "table2", "--from", str(RESULTS)],
+        f"--from '{RESULTS}': is a folder; give the table.json in it, --from {RESULTS}/table.json",
+    ),
     (["ablate", "table", "nothing", "--from", "table.json"], "ablation 'nothing': unknown"),
     (["dashboard"], "--runs runs: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` makes some"),
     (["dashboard", "--port", "0"], "argument --port: '0': must be a whole number from 1 to 65535"),
@@ -97,7 +102,7 @@ FIELDS = [
     (["--model.d_model=15", "--model.n_heads=3"], "Rope: the head dimension must be even, got 5; choose another"),
     (["--model.backend=cuda"], "--model.backend='cuda': must be one of auto, reference, chunked"),
     (["--model.init_std=0"], "model.init_std=0.0: must be finite and above 0"),
-    (["--model.attention.window=0"], "AttentionSpec.window=0: must be at least 1, or None for no window"),
+    (["--model.attention.window=0"], "model.attention.window=0: must be at least 1, or None for no window"),
     (["--seed=-1"], "seed=-1: must be a whole number of at least 0"),
     (["--seed=1.5"], "--seed='1.5': must be a whole number"),
     (["--train.lr=0"], "train.lr=0.0: must be finite and above 0"),

@@ -247,8 +247,15 @@ OPTIONS = [
     (["{ckpt}", "--layers", "a"], "argument --layers: 'a': must be whole numbers separated by commas"),
     (["{ckpt}", "--heads", "-1"], "argument --heads"),
     (["{ckpt}", "--heads", "0,0"], "argument --heads: '0,0': has 0 twice; give it once"),
-    (["{ckpt}", "--lengths", "0"], "--lengths 0: data.context_length=0: must be a whole number of at least 3"),
-    (["{ckpt}", "--lengths", "16,long"], "argument --lengths: '16,long': must be whole numbers separated by commas"),
+    (
+        ["{ckpt}", "--lengths", "0"],
+        "argument --lengths: '0': must be whole numbers separated by commas, each from 1 to",
+    ),
+    (["{ckpt}", "--lengths", "2"], "--lengths 2: data.context_length=2: must be a whole number of at least 3"),
+    (
+        ["{ckpt}", "--lengths", "16,long"],
+        "argument --lengths: '16,long': must be whole numbers separated by commas, each from 1",
+    ),
     (["{ckpt}", "--lengths", "1000000000000"], "--lengths 1000000000000: must be at most 131072"),
     (["{ckpt}", "--first", "4"], "--first 4: nothing is evicted without --window; give both"),
     (["{ckpt}", "--window", "0"], "argument --window: '0': must be a whole number of at least 1"),

@@ -285,11 +285,15 @@ class TestReplaceAt:
     @pytest.mark.parametrize(
         ("path", "message"),
         [
-            ("modle.d_model", "RunConfig has no field 'modle' (in the change 'modle.d_model')"),
-            ("model.width", "ModelConfig has no field 'width'"),
+            ("modle.d_model", "RunConfig has no field 'modle' (did you mean model?); it has data, model, train, seed,"),
+            ("model.width", "ModelConfig has no field 'width'; it has d_model, n_layers,"),
+            (
+                "model.attention.nope",
+                "AttentionSpec has no field 'nope'; it has normaliser, bias, window, gate, qk_norm",
+            ),
             ("model.attention.bias.n_buckets", "LearnedBias has no field 'n_buckets'"),
-            ("seed.more", "int has no field 'more'"),
-            ("model.n_kv_heads.more", "NoneType has no field 'more'"),
+            ("seed.more", "int has no field 'more'; it has none"),
+            ("model.n_kv_heads.more", "NoneType has no field 'more'; it has none"),
         ],
     )
     def test_unknown_paths_are_named(self, path, message):

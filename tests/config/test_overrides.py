@@ -246,7 +246,7 @@ def test_an_experiments_own_class_is_found_by_its_name(tmp_path):
         ),
         ([f"--{BIAS}=T5Bias", f"--{BIAS}.n_buckets=1"], ["T5Bias.n_buckets=1: must be at least 2"]),
         (["--train.warmup_steps=9999"], ["train.warmup_steps=9999: must be at least 0 and below train.steps=1200"]),
-        (["--model.attention.window=0"], ["AttentionSpec.window=0"]),
+        (["--model.attention.window=0"], ["model.attention.window=0: must be at least 1"]),
     ],
     ids=" ".join,
 )

@@ -148,7 +148,11 @@ ABSOLUTE = dataclasses.replace(TINY.model, position=LearnedAbsolute(), attention
         (Lengths((1, 2)), {"model": ABSOLUTE}, r"evaluations: Lengths: .*32"),
         (STREAMING, {"model": ABSOLUTE}, r"evaluations: Streaming: model\.position=LearnedAbsolute"),
         (Streaming(window=10**4), {}, r"evaluations: Streaming: Streaming\.window=10000: must evict within"),
-        (Varied("pears", (1,)), {}, r"evaluations: Varied: Varied\.field='pears': must be one of "),
+        (
+            Varied("pears", (1,)),
+            {},
+            r"Varied\.field='pears': data=Backcopy has no such field; give other data \(an ablation: --base\), or",
+        ),
         (Varied("vocab_size", (30,)), {}, r"evaluations: Varied: data\.vocab_size=30: makes another vocabulary"),
         (Varied("context_length", (-1,)), {}, r"evaluations: Varied: data\.context_length=-1: "),
     ],

@@ -38,17 +38,36 @@ def judge(declaration: Declaration, table: Table) -> Verdict | None:
     column = next((column for column in table.columns if column.key == declaration.primary), None)
     if column is None:  # no cell has it yet
         return None
-    rows = {row.variant: row.metrics[column.key].values for row in table.rows}
-    wanted = {variant for weights in declaration.contrasts.values() for variant in weights}
-    seeds = set(map(str, declaration.seeds))
-    if any(not seeds <= rows.get(variant, {}).keys() for variant in wanted):
+    if _missing(declaration, table):
         return None
+    rows = {row.variant: row.metrics[column.key].values for row in table.rows}
+    seeds = set(map(str, declaration.seeds))
     values = {name: {int(s): v for s, v in row.items() if s in seeds} for name, row in rows.items()}
     parts = tuple(_part(declaration, name, values, column) for name in declaration.contrasts)
     statuses = {part.status for part in parts}
     status: Status = "refuted" if "refuted" in statuses else "undecided" if "undecided" in statuses else "supported"
     verdict = Verdict(status, "", len(seeds), parts, declaration.exploratory)
     return Verdict(status, _sentence(declaration, verdict), len(seeds), parts, declaration.exploratory)
+
+
+def still_needed(declaration: Declaration, table: Table) -> str:
+    """What a verdict that is None waits for."""
+    if all(column.key != declaration.primary for column in table.columns):
+        return f"No cell has measured its primary outcome, {declaration.primary}."
+    missing = _missing(declaration, table)
+    row, seeds = next(iter(missing.items()))
+    others = f" ({len(missing)} rows lack some)" if len(missing) > 1 else ""
+    return (
+        f"Its verdict needs each of {len(declaration.seeds)} seeds: {row} lacks {', '.join(map(str, seeds))}{others}."
+    )
+
+
+def _missing(declaration: Declaration, table: Table) -> dict[str, list[int]]:
+    """Declared seeds without a value of the primary outcome, by row of a contrast."""
+    known = {row.variant: row.metrics[declaration.primary].values for row in table.rows}
+    wanted = dict.fromkeys(variant for weights in declaration.contrasts.values() for variant in weights)
+    lacking = {row: [seed for seed in declaration.seeds if str(seed) not in known.get(row, {})] for row in wanted}
+    return {row: seeds for row, seeds in lacking.items() if seeds}
 
 
 class _Sum(NamedTuple):

@@ -268,7 +268,11 @@ def test_a_table_says_its_verdict_first_or_what_it_still_needs():
     assert done[2] == "Supported (n = 5): New is lower than old."
     assert done[4].startswith("- new - old: supported, lower: ")
     open_ = markdown(judged(table, dataclasses.replace(DECLARED, seeds=(*SEEDS, 15)))).splitlines()
-    assert open_[2] == "Not decided yet: New is lower than old. Its verdict needs seeds 10, 11, 12, 13, 14, 15."
+    assert open_[2] == (
+        "Not decided yet: New is lower than old. Its verdict needs each of 6 seeds: new lacks 15 (2 rows lack some)."
+    )
+    other = markdown(judged(table, dataclasses.replace(DECLARED, primary="loss/nope"))).splitlines()
+    assert other[2] == "Not decided yet: New is lower than old. No cell has measured its primary outcome, loss/nope."
 
 
 def test_lines_give_the_numbers_as_the_column_does():

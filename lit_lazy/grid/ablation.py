@@ -13,7 +13,7 @@ from lit_lazy.config.files import LONGEST_NAME, exported
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.support.checks import require
-from lit_lazy.support.errors import described
+from lit_lazy.support.errors import described, named
 from lit_lazy.support.kinds import check_kinds
 from lit_lazy.table.records import Column, Contrast, RowInfo
 from lit_lazy.training.prepare import prepare
@@ -57,8 +57,19 @@ class Row:
 
     def on(self, base: RunConfig) -> RunConfig:
         """The experiment with the row's changes."""
-        made = {path: value(base) if callable(value) else value for path, value in self.changes.items()}
-        return replace_at(base, made)
+        return replace_at(base, {path: _made(path, value, base) for path, value in self.changes.items()})
+
+
+def _made(path: str, value: Any, base: RunConfig) -> Any:
+    """The value of a change; a function's for an experiment. Raises ValueError, in one line, where there is none."""
+    if isinstance(value, type):
+        raise ValueError(f"{path}: is the class {value.__name__}; make one of it, {value.__name__}(...)")
+    try:
+        return value(base) if callable(value) else value
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{path}: its function failed: {named(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -114,6 +125,13 @@ class Ablation:
             raise ValueError(f"ablation {self.name!r}: baseline {self.baseline!r} is not one of its rows")
         if not self.seeds:
             raise ValueError(f"ablation {self.name!r}: needs at least one seed")
+        named_changes = [("common", "the ablation", self.common)]
+        named_changes += [(f"row {row.name!r}", "the row", row.changes) for row in self.all_rows]
+        for what, whose, changes in named_changes:
+            if "seed" in changes:
+                raise ValueError(
+                    f"ablation {self.name!r}: {what} changes seed; give {whose} seeds=({changes['seed']},) instead"
+                )
         for seeds in (self.seeds, *(row.seeds for row in self.rows if row.seeds is not None)):
             if not seeds or len(set(seeds)) < len(seeds) or not all(type(seed) is int and seed >= 0 for seed in seeds):
                 raise ValueError(f"ablation {self.name!r}: seeds={seeds!r}: must be different whole numbers, 0 or more")

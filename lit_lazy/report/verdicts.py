@@ -12,7 +12,7 @@ from lit_lazy.support.console import clock
 from lit_lazy.support.errors import named
 from lit_lazy.table.blocks import Block, Heading, List, Paragraph, Tabular, to_markdown
 from lit_lazy.table.records import Table
-from lit_lazy.table.verdicts import lines
+from lit_lazy.table.verdicts import lines, still_needed
 
 REVIEWERS = {
     "R1": ("exact formula, sign and normalisation of the threshold", "docs/method.md, sections 1 and 2; no experiment"),
@@ -142,7 +142,7 @@ def _blocks(one: Decided) -> list[Block]:
     assert declared is not None
     blocks: list[Block] = [Heading(f"{table.ablation} on {table.base}", 2)]
     if verdict is None:
-        return [*blocks, Paragraph(f"Not decided yet: {declared.claim}")]
+        return [*blocks, Paragraph(f"Not decided yet: {declared.claim} {still_needed(declared, table)}")]
     (column,) = (column for column in table.columns if column.key == declared.primary)
     spent = "" if table.seconds is None else f", trained and measured for {clock(table.seconds)}"
     about = (

@@ -10,7 +10,7 @@ from lit_lazy.table.blocks import Block, Folded, Heading, List, Paragraph, Tabul
 from lit_lazy.table.finding import findings
 from lit_lazy.table.records import UNFINISHED, Column, ContrastMeasure, Table, TableRow
 from lit_lazy.table.statistics import ALPHA, POWER
-from lit_lazy.table.verdicts import lines
+from lit_lazy.table.verdicts import lines, still_needed
 
 NOT_DEFINED = "–"
 
@@ -74,7 +74,7 @@ def _question(table: Table) -> list[Block]:
     if declared is None:
         return []
     if verdict is None:
-        return [Paragraph(f"Not decided yet: {declared.claim} Its verdict needs seeds {_numbers(declared.seeds)}.")]
+        return [Paragraph(f"Not decided yet: {declared.claim} {still_needed(declared, table)}")]
     (column,) = (column for column in table.columns if column.key == declared.primary)
     about = (
         f"Asked by {declared.source}. Primary outcome: {column.title}; rule: {declared.rule}, margin "
@@ -82,10 +82,6 @@ def _question(table: Table) -> list[Block]:
         f"{declared.digest}. All else in this table is exploratory."
     )
     return [Paragraph(verdict.sentence), List(tuple(lines(verdict, column))), Paragraph(about)]
-
-
-def _numbers(seeds: Sequence[int]) -> str:
-    return ", ".join(map(str, seeds))
 
 
 def _tests(table: Table, directed: Sequence[Column], columns: Sequence[Column], level: int) -> list[Block]:

@@ -4,20 +4,22 @@ Everything here is a pure function of the declaration and of the values in a tab
 table.json alone.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from statistics import fmean
 from typing import NamedTuple
 
 from scipy.stats import t
 
 from lit_lazy.table.question import MOST_SEEDS, Declaration, Finding, Rule, Status, Verdict
 from lit_lazy.table.records import Column, Table
-from lit_lazy.table.statistics import ALPHA, Effect, SeedValues, contrast, seed_correlation
+from lit_lazy.table.statistics import ALPHA, Effect, SeedValues, contrast, defined, saturated, seed_correlation
 
 
 class Interval(NamedTuple):
-    """Where a true value lies: an interval of a t distribution, or of values without spread their range."""
+    """Where a true value lies."""
 
     low: float
     high: float
@@ -36,11 +38,10 @@ def judge(declaration: Declaration, table: Table) -> Verdict | None:
     column = next((column for column in table.columns if column.key == declaration.primary), None)
     if column is None:  # no cell has it yet
         return None
-    rows = {row.variant: row.metrics[column.key].values for row in table.rows}
-    wanted = {variant for weights in declaration.contrasts.values() for variant in weights}
-    seeds = set(map(str, declaration.seeds))
-    if any(not seeds <= rows.get(variant, {}).keys() for variant in wanted):
+    if _missing(declaration, table):
         return None
+    rows = {row.variant: row.metrics[column.key].values for row in table.rows}
+    seeds = set(map(str, declaration.seeds))
     values = {name: {int(s): v for s, v in row.items() if s in seeds} for name, row in rows.items()}
     parts = tuple(_part(declaration, name, values, column) for name in declaration.contrasts)
     statuses = {part.status for part in parts}
@@ -49,20 +50,72 @@ def judge(declaration: Declaration, table: Table) -> Verdict | None:
     return Verdict(status, _sentence(declaration, verdict), len(seeds), parts, declaration.exploratory)
 
 
+def still_needed(declaration: Declaration, table: Table) -> str:
+    """What a verdict that is None waits for."""
+    if all(column.key != declaration.primary for column in table.columns):
+        return f"No cell has measured its primary outcome, {declaration.primary}."
+    missing = _missing(declaration, table)
+    row, seeds = next(iter(missing.items()))
+    others = f" ({len(missing)} rows lack some)" if len(missing) > 1 else ""
+    return (
+        f"Its verdict needs each of {len(declaration.seeds)} seeds: {row} lacks {', '.join(map(str, seeds))}{others}."
+    )
+
+
+def _missing(declaration: Declaration, table: Table) -> dict[str, list[int]]:
+    """Declared seeds without a value of the primary outcome, by row of a contrast."""
+    known = {row.variant: row.metrics[declaration.primary].values for row in table.rows}
+    wanted = dict.fromkeys(variant for weights in declaration.contrasts.values() for variant in weights)
+    lacking = {row: [seed for seed in declaration.seeds if str(seed) not in known.get(row, {})] for row in wanted}
+    return {row: seeds for row, seeds in lacking.items() if seeds}
+
+
+class _Sum(NamedTuple):
+    """A weighted sum of rows' means, between whose parts with and without a measured spread is told."""
+
+    mean: float
+    measured: Effect | None
+    """Of the rows whose seeds differ; None where there are none."""
+    low: float
+    high: float
+    """Least and greatest sum of the other rows' values."""
+
+    def interval(self, level: float, times: float = 1.0) -> Interval:
+        """Of the true value, at error rate `level`; with `times` as many seeds, if means and spreads stay as they are.
+
+        Welch's t interval of the rows that have a spread, and the others with their range: what no seed moves is as
+        sure as what seeds hardly move, and no surer.
+        """
+        if self.measured is None or self.measured.mean is None:
+            return Interval(self.low, self.high)
+        mean, half = self.measured.mean, 0.0
+        if self.measured.df is not None and self.measured.se is not None:
+            half = float(t.isf(level / 2, self.measured.df * times)) * self.measured.se / times**0.5
+        return Interval(self.low + mean - half, self.high + mean + half)
+
+
 class _Sums(NamedTuple):
     """What a rule looks at: the contrast, and the means of its rows."""
 
-    whole: Effect
-    plus: tuple[Effect, ...]
-    minus: tuple[Effect, ...]
+    whole: _Sum
+    plus: tuple[_Sum, ...]
+    minus: tuple[_Sum, ...]
 
 
 def _part(declaration: Declaration, name: str, values: Mapping[str, SeedValues], column: Column) -> Finding:
-    weights = declaration.contrasts[name]
+    weights = {row: weight for row, weight in declaration.contrasts[name].items() if weight}
     together = seed_correlation(values, column.bounds)
 
-    def summed(weights: Mapping[str, float]) -> Effect:
-        return contrast(values, weights, column.bounds, together)
+    def summed(weights: Mapping[str, float]) -> _Sum:
+        rows = {row: list(defined(values[row]).values()) for row in weights}
+        still = {row for row, kept in rows.items() if saturated(kept, column.bounds)}
+        moved = {row: weight for row, weight in weights.items() if row not in still}
+        return _Sum(
+            math.fsum(weight * fmean(rows[row]) for row, weight in weights.items()),
+            contrast(values, moved, column.bounds, together) if moved else None,
+            math.fsum(min(weights[row] * value for value in rows[row]) for row in still),
+            math.fsum(max(weights[row] * value for value in rows[row]) for row in still),
+        )
 
     plus, minus = ([row for row, weight in weights.items() if sign * weight > 0] for sign in (1, -1))
     sums = _Sums(summed(weights), tuple(summed({row: 1.0}) for row in plus), tuple(summed({row: 1.0}) for row in minus))
@@ -75,21 +128,8 @@ def _part(declaration: Declaration, name: str, values: Mapping[str, SeedValues],
         more = range(n + 1, MOST_SEEDS + 1)
         first = bisect_left(more, True, key=lambda m: _decided(declaration, sums, level, m / n)[0] != "undecided")
         needed = more[first] if first < len(more) else None
-    interval = _interval(sums.whole, level)
-    return Finding(name, status, why, sums.whole.mean or 0.0, interval.low, interval.high, needed)
-
-
-def _interval(effect: Effect, level: float, times: float = 1.0) -> Interval:
-    """Of a sum's true value, at error rate `level`; with `times` as many seeds, if means and spreads stay as they are.
-
-    Of rows without a measured spread the least and the greatest value of a seed.
-    """
-    if effect.mean is None or effect.low is None or effect.high is None:
-        raise ValueError("no seed has a value")
-    if effect.df is None or effect.se is None:
-        return Interval(effect.low, effect.high)
-    half = float(t.isf(level / 2, effect.df * times)) * effect.se / times**0.5
-    return Interval(effect.mean - half, effect.mean + half)
+    interval = sums.whole.interval(level)
+    return Finding(name, status, why, sums.whole.mean, interval.low, interval.high, needed)
 
 
 def _decided(declaration: Declaration, sums: _Sums, level: float, times: float) -> tuple[Status, str]:
@@ -98,9 +138,9 @@ def _decided(declaration: Declaration, sums: _Sums, level: float, times: float) 
 
 def _directed(declaration: Declaration, sums: _Sums, level: float, times: float) -> tuple[Status, str]:
     # Two one-sided tests, each at `level`, are an interval at twice that.
-    if _interval(sums.whole, 2 * level, times).within(declaration.margin):
+    if sums.whole.interval(2 * level, times).within(declaration.margin):
         return "refuted", f"the same within ±{declaration.margin:g}"
-    low, high = _interval(sums.whole, level, times)
+    low, high = sums.whole.interval(level, times)
     below, above = ("supported", "refuted") if declaration.rule == "lower" else ("refuted", "supported")
     if high < 0:
         return below, "lower"
@@ -109,16 +149,16 @@ def _directed(declaration: Declaration, sums: _Sums, level: float, times: float)
 
 def _same(declaration: Declaration, sums: _Sums, level: float, times: float) -> tuple[Status, str]:
     margin = declaration.margin
-    if _interval(sums.whole, 2 * level, times).within(margin):
+    if sums.whole.interval(2 * level, times).within(margin):
         return "supported", f"the same within ±{margin:g}"
-    low, high = _interval(sums.whole, level, times)
+    low, high = sums.whole.interval(level, times)
     if high < -margin or low > margin:
         return "refuted", f"differs by more than {margin:g}"
     return "undecided", "neither different nor shown to be the same"
 
 
 def _removed(declaration: Declaration, sums: _Sums, level: float, times: float) -> tuple[Status, str]:
-    plus, minus = ([_interval(row, level, times) for row in rows] for rows in (sums.plus, sums.minus))
+    plus, minus = ([row.interval(level, times) for row in rows] for rows in (sums.plus, sums.minus))
     removed, kept = declaration.removed, declaration.kept
     if any(row.high < kept for row in minus):
         return "undecided", f"nothing to remove: below {kept:g} anyway"
@@ -132,7 +172,8 @@ def _removed(declaration: Declaration, sums: _Sums, level: float, times: float) 
 
 def _alone(declaration: Declaration, sums: _Sums, level: float, times: float) -> tuple[Status, str]:
     removed = declaration.removed
-    without = [row for row in sums.minus if _interval(row, level, times).high < removed]
+    share = level / len(sums.minus)  # any of them refutes the claim
+    without = [row for row in sums.minus if row.interval(share, times).high < removed]
     if without:
         return "refuted", f"{len(without)} of {len(sums.minus)} others are below {removed:g} as well"
     return _removed(declaration, sums, level, times)

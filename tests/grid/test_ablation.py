@@ -1,5 +1,6 @@
 """An ablation's cells, expanded and checked before anything is created."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -104,6 +105,9 @@ def test_keys_differ_by_config_and_seed_and_stay_the_same() -> None:
         ({"rows": (ROWS[0], ROWS[0])}, "two rows have the same name"),
         ({"rows": (ROWS[0], replace(ROWS[1], name="a, b"))}, "has a comma in its name"),
         ({"axes": {"train.lr": (1.0,)}}, "give either rows or axes"),
+        ({"rows": (*ROWS, Row("x", {"seed": 3}, "ours"))}, "row 'x' changes seed; give the row seeds=\\(3,\\) instead"),
+        ({"rows": (), "axes": {"seed": (0, 1)}, "baseline": "seed=0"}, "row 'seed=0' changes seed; give"),
+        ({"common": {"seed": 3}}, "common changes seed; give the ablation seeds=\\(3,\\) instead"),
     ],
 )
 def test_a_malformed_ablation_is_refused(changes: dict[str, object], message: str) -> None:
@@ -126,6 +130,20 @@ def test_a_row_that_does_not_fit_the_base_is_named() -> None:
     rows = (ROWS[0], Row("wide", {"model.n_heads": 3}, "ours"))
     with pytest.raises(ValueError, match=r"row 'wide': model.n_heads=3: must divide model.d_model=16"):
         cells_of(ablation(rows=rows))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (Elastic, "row 'mine': model.attention.normaliser: is the class Elastic; make one of it, Elastic(...)"),
+        (Softmax, "row 'mine': model.attention.normaliser: is the class Softmax; make one of it, Softmax(...)"),
+        (lambda _: 1 / 0, "row 'mine': model.attention.normaliser: its function failed: ZeroDivisionError: division"),
+        (lambda: Elastic(), "row 'mine': model.attention.normaliser: its function failed: TypeError: "),
+    ],
+)
+def test_a_row_whose_value_cannot_be_made_is_named(value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        cells_of(ablation(rows=(*ROWS, Row("mine", {NORMALISER: value}, "ours"))))
 
 
 @pytest.mark.parametrize("path", [NORMALISER, f"{NORMALISER}.tau_init"])

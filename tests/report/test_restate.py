@@ -11,18 +11,21 @@ from lit_lazy.config.files import find
 from lit_lazy.grid.question import load_asked
 from lit_lazy.table.build import restated
 from lit_lazy.table.records import Table
-from lit_lazy.table.render import markdown
+from lit_lazy.table.render import save
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 KEPT = sorted(RESULTS.glob("*/table.json"))
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.parent.name)
-def test_committed_tables_say_what_their_values_and_todays_statistics_give(path: Path) -> None:
+def test_committed_tables_say_what_their_values_and_todays_statistics_give(path: Path, tmp_path: Path) -> None:
     table = Table.from_json(json.loads(path.read_text()))
     ablation, _ = load_asked(find("ablations", table.ablation))
     assert restated(table, ablation.columns, ablation.contrasts, ablation.primary) == table
-    assert path.with_suffix(".md").read_text() == markdown(table)
+    for file in save(table, tmp_path / "table"):
+        kept = path.with_name(file.name)
+        assert not kept.exists() or kept.read_text() == file.read_text(), file.name
+    assert path.with_suffix(".md").exists()
     assert table.primary in ablation.primary
 
 

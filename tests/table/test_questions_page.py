@@ -39,9 +39,12 @@ def test_a_verdict_recomputed_from_the_values_by_hand(path: Path) -> None:
     count, n, found = len(declared["contrasts"]), len(seeds), []
 
     def interval(weights: dict[str, float], level: float) -> tuple[float, float]:
-        if any(name not in spread for name in weights):
-            sums = sum(weight * rows[name] for name, weight in weights.items())
-            return min(sums), max(sums)
+        ends = [(weight * rows[name].min(), weight * rows[name].max()) for name, weight in weights.items()]
+        still = [sorted(pair) for pair, name in zip(ends, weights, strict=True) if name not in spread]
+        lowest, highest = sum(low for low, _ in still), sum(high for _, high in still)
+        weights = {name: weight for name, weight in weights.items() if name in spread}
+        if not weights:
+            return lowest, highest
         v = {name: rows[name].var(ddof=1) for name in weights}
         own = {name: weights[name] ** 2 * v[name] / n for name in weights}
         shared = sum(
@@ -50,7 +53,7 @@ def test_a_verdict_recomputed_from_the_values_by_hand(path: Path) -> None:
         df = sum(own.values()) ** 2 / sum(x**2 / (n - 1) for x in own.values())
         half = t.isf(level / 2, df) * math.sqrt(sum(own.values()) + shared)
         mean = sum(weight * rows[name].mean() for name, weight in weights.items())
-        return mean - half, mean + half
+        return lowest + mean - half, highest + mean + half
 
     for part, weights in zip(verdict["parts"], declared["contrasts"].values(), strict=True):
         low, high = interval(weights, 0.05 / count)
@@ -63,8 +66,10 @@ def test_a_verdict_recomputed_from_the_values_by_hand(path: Path) -> None:
             there = all(x[0] > declared["kept"] for x in minus)
             gone, stays = all(x[1] < declared["removed"] for x in plus), all(x[0] > declared["kept"] for x in plus)
             expected = "supported" if there and gone else "refuted" if there and stays else "undecided"
-            if declared["rule"] == "alone" and any(x[1] < declared["removed"] for x in minus):
-                expected = "refuted"
+            if declared["rule"] == "alone":
+                rivals = [name for name, weight in weights.items() if weight < 0]
+                each = [interval({name: 1.0}, 0.05 / count / len(rivals)) for name in rivals]
+                expected = "refuted" if any(x[1] < declared["removed"] for x in each) else expected
         elif declared["rule"] == "same":
             outside = low > declared["margin"] or high < -declared["margin"]
             expected = "supported" if small else "refuted" if outside else "undecided"

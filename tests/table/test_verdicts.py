@@ -127,6 +127,55 @@ def test_the_interval_is_welch_s_at_bonferroni_s_level():
     assert (found.parts[0].low, found.parts[0].high) == pytest.approx((mean - half, mean + half))
 
 
+def test_a_row_that_no_seed_moves_makes_no_claim_stronger():
+    """What five seeds leave at 100 % is at most as sure as what they leave near it."""
+    share = dataclasses.replace(LOSS, bounds=(0.0, 1.0))
+    old = around(0.7, 0.29)
+    found = []
+    for new in ([1.0] * 5, [1.0, 1.0, 1.0, 1.0, 1 - 1e-5]):
+        judged_one = judge(
+            dataclasses.replace(DECLARED, rule="higher"), table_of({"old": old, "new": new}, column=share)
+        )
+        assert judged_one is not None
+        found.append(judged_one.parts[0])
+    assert max(old) < 1
+    assert [part.status for part in found] == ["undecided", "undecided"]
+    low, high = (found[0].low, found[0].high)
+    assert (found[1].low, found[1].high) == pytest.approx((low, high), abs=1e-3)
+    half = t.isf(0.025, 4) * np.std(old, ddof=1) / math.sqrt(5)
+    assert (low, high) == pytest.approx((0.3 - half, 0.3 + half))
+    assert found[0].needed == pytest.approx(found[1].needed, abs=1)
+
+
+def test_a_row_at_either_bound_enters_with_its_range():
+    share = dataclasses.replace(LOSS, bounds=(0.0, 1.0))
+    old, new = around(0.4, 0.01), [1.0, 1.0, 1.0, 1.0, 0.0]
+    found = judge(dataclasses.replace(DECLARED, rule="higher"), table_of({"old": old, "new": new}, column=share))
+    assert found is not None
+    half = t.isf(0.025, 4) * np.std(old, ddof=1) / math.sqrt(5)
+    assert (found.parts[0].low, found.parts[0].high) == pytest.approx((-0.4 - half, 0.6 + half))
+    assert found.parts[0].mean == pytest.approx(0.4)
+    assert (found.status, found.parts[0].needed) == ("undecided", None)
+
+
+def test_rows_without_any_spread_differ_by_their_range():
+    found = verdict("lower", [1.0] * 5, [2.0] * 5)
+    assert (found.status, found.parts[0].low, found.parts[0].high) == ("supported", -1.0, -1.0)
+
+
+def test_each_of_many_rivals_is_tested_at_its_share():
+    """Of seven rivals each may seem to lack the sink by chance; one that does refutes the claim."""
+    half = t.isf(0.025, 4) * np.std(around(0, 1), ddof=1) / math.sqrt(5)
+    near = around(0.1 - 1.01 * half * 0.01, 0.01)  # its own interval lies just below 0.1
+    rows = {"old": near, **{f"old {i}": around(0.5, 0.01) for i in range(6)}, "new": apart(0.03, 0.01)}
+    for others, status in ((1, "refuted"), (7, "undecided")):
+        names = list(rows)[:others]
+        weights = {"new": 1.0, **dict.fromkeys(names, -1 / others)}
+        found = judge(dataclasses.replace(DECLARED, rule="alone", contrasts={"all": weights}), table_of(rows))
+        assert found is not None
+        assert found.status == status
+
+
 def test_one_refuted_contrast_refutes_the_claim_and_one_undecided_leaves_it_open():
     rows = {"old": around(2, 0.1), "good": around(1, 0.1), "bad": around(3, 0.1), "vague": around(1.9, 0.5)}
 
@@ -219,7 +268,11 @@ def test_a_table_says_its_verdict_first_or_what_it_still_needs():
     assert done[2] == "Supported (n = 5): New is lower than old."
     assert done[4].startswith("- new - old: supported, lower: ")
     open_ = markdown(judged(table, dataclasses.replace(DECLARED, seeds=(*SEEDS, 15)))).splitlines()
-    assert open_[2] == "Not decided yet: New is lower than old. Its verdict needs seeds 10, 11, 12, 13, 14, 15."
+    assert open_[2] == (
+        "Not decided yet: New is lower than old. Its verdict needs each of 6 seeds: new lacks 15 (2 rows lack some)."
+    )
+    other = markdown(judged(table, dataclasses.replace(DECLARED, primary="loss/nope"))).splitlines()
+    assert other[2] == "Not decided yet: New is lower than old. No cell has measured its primary outcome, loss/nope."
 
 
 def test_lines_give_the_numbers_as_the_column_does():

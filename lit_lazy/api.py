@@ -53,7 +53,7 @@ def train(
     A run that was cut off is resumed, a finished one is returned as it is. name: of the folder in `runs` and of the
     experiment in MLflow, behind `train-`; that of the file by default, else "notebook". threads: of the CPU. loggers:
     csv, tensorboard or wandb beside MLflow. Returns `.metrics` (floats by name), `.checkpoint`, `.folder`,
-    `.first_step` and `.dashboard`, the command that serves the curves. Raises ValueError, in one line, for a config
+    `.first_step` and `.dashboard`, the command that serves the curves. Raises ValueError, in one line, for a setting
     that cannot be trained here.
 
     >>> from lit_lazy import train
@@ -125,7 +125,7 @@ class Model:
 
         tokens: at most; it ends where the text's documents end. temperature: what logits are divided by, 0 for the most
         probable token. top_p: draw from the fewest tokens that have this probability together. Raises ValueError, in
-        one line, for what the model cannot read.
+        one line, for a prompt that the model cannot read, and for any other value out of range.
 
         >>> model = load(train("backcopy_tiny").checkpoint)
         >>> len(model.generate([0, 5, 3], tokens=4))

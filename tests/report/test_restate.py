@@ -1,5 +1,6 @@
 """The committed tables: restated from their own values by a command, without the runs that they are of."""
 
+import html
 import json
 import shutil
 from pathlib import Path
@@ -27,6 +28,14 @@ def test_committed_tables_say_what_their_values_and_todays_statistics_give(path:
         assert not kept.exists() or kept.read_text() == file.read_text(), file.name
     assert path.with_suffix(".md").exists()
     assert table.primary in ablation.primary
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/report.html")), ids=lambda path: path.parent.name)
+def test_committed_reports_are_small_and_say_the_verdict_of_their_table(path: Path) -> None:
+    assert path.stat().st_size < 1_000_000
+    table = Table.from_json(json.loads(path.with_name("table.json").read_text()))
+    if table.verdict is not None:
+        assert html.escape(table.verdict.sentence) in path.read_text()
 
 
 def test_the_command_writes_every_format_and_figure_in_place(

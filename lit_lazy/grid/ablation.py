@@ -125,12 +125,13 @@ class Ablation:
             raise ValueError(f"ablation {self.name!r}: baseline {self.baseline!r} is not one of its rows")
         if not self.seeds:
             raise ValueError(f"ablation {self.name!r}: needs at least one seed")
-        named_changes = [("common", "the ablation", self.common)]
-        named_changes += [(f"row {row.name!r}", "the row", row.changes) for row in self.all_rows]
-        for what, whose, changes in named_changes:
+        for what, changes in {
+            "common": self.common,
+            **{f"row {row.name!r}": row.changes for row in self.all_rows},
+        }.items():
             if "seed" in changes:
                 raise ValueError(
-                    f"ablation {self.name!r}: {what} changes seed; give {whose} seeds=({changes['seed']},) instead"
+                    f"ablation {self.name!r}: {what} changes seed; give seeds=({changes['seed']},) instead"
                 )
         for seeds in (self.seeds, *(row.seeds for row in self.rows if row.seeds is not None)):
             if not seeds or len(set(seeds)) < len(seeds) or not all(type(seed) is int and seed >= 0 for seed in seeds):

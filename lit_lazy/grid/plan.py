@@ -15,6 +15,7 @@ from lit_lazy.tracking.tracker import TrackedRun, Tracker
 
 PLAN = "plan.json"
 SPENT = ("time/train_seconds", "time/evaluate_seconds")
+"""Metrics that say how long a cell took."""
 UNDERTRAINED_BY = 0.3
 """Bits per byte by which the best softmax row has to beat the byte-trigram baseline."""
 
@@ -188,13 +189,17 @@ def _warnings(plan: Plan, runs: Sequence[TrackedRun]) -> list[str]:
     ]
 
 
+def normaliser_of(run: TrackedRun) -> str:
+    """The class of a run's normaliser, or of its mixer where that does not attend; empty where none is logged."""
+    mixer = run.params.get("model.mixer", "SelfAttention")
+    return run.params.get("model.attention.normaliser", "") if mixer == "SelfAttention" else mixer
+
+
 def _softmax_losses(runs: Sequence[TrackedRun]) -> dict[str, list[float]]:
     """Bits per byte of the complete runs whose normaliser is softmax, by row."""
     losses: dict[str, list[float]] = {}
     for run in runs:
-        attends = run.params.get("model.mixer", "SelfAttention") == "SelfAttention"
-        is_softmax = attends and run.params.get("model.attention.normaliser") == "Softmax"
-        if is_softmax and run.state == "complete" and "loss/bits_per_byte" in run.metrics:
+        if normaliser_of(run) == "Softmax" and run.state == "complete" and "loss/bits_per_byte" in run.metrics:
             losses.setdefault(run.tags["variant"], []).append(run.metrics["loss/bits_per_byte"])
     return losses
 

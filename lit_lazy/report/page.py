@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from lit_lazy import figures
 from lit_lazy.figures.ablation import Histories
 from lit_lazy.figures.common import in_style
-from lit_lazy.grid.plan import Plan, read_plan, table_from_mlflow
+from lit_lazy.grid.plan import Plan, normaliser_of, read_plan, table_from_mlflow
 from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.report.captions import ABOUT_READING, CAPTIONS, ONE_SEED, READING
 from lit_lazy.report.style import PAGE, STYLE
@@ -220,13 +220,9 @@ def _overall(material: _Material) -> dict[str, Figure]:
 
 def _parts(runs: Sequence[TrackedRun]) -> figures.RowParts:
     """By variant, from the settings that its runs have logged."""
-
-    def parts(params: Mapping[str, str]) -> figures.Parts:
-        mixer = params.get("model.mixer", "SelfAttention")
-        normaliser = params.get("model.attention.normaliser", "") if mixer == "SelfAttention" else mixer
-        return figures.Parts(normaliser, params.get("model.position", ""))
-
-    return {run.tags["variant"]: parts(run.params) for run in runs}
+    return {
+        run.tags["variant"]: figures.Parts(normaliser_of(run), run.params.get("model.position", "")) for run in runs
+    }
 
 
 def _histories(material: _Material) -> Histories:

@@ -109,8 +109,8 @@ _ABOUT = (
     "Each question was declared before it was run: one primary outcome, at most five contrasts, a margin and the rule "
     "of its verdict (docs/method.md). Supported: every contrast is as claimed. Refuted: one is significantly the other "
     "way, or the same within the margin. Undecided: neither. All else in a question's table is exploratory. The models "
-    "have some fifty thousand parameters: evidence about the mechanism on these tasks, and none about language models. "
-    "Written by: lit-lazy ablate verdicts docs/results --out docs/questions.md"
+    "have fifty to a hundred and fifty thousand parameters: evidence about the mechanism on these tasks, and none "
+    "about language models. Written by: lit-lazy ablate verdicts docs/results --out docs/questions.md"
 )
 
 

@@ -15,7 +15,7 @@ from scipy.stats import t
 
 from lit_lazy.table.question import MOST_SEEDS, Declaration, Finding, Rule, Status, Verdict
 from lit_lazy.table.records import Column, Table
-from lit_lazy.table.statistics import ALPHA, Effect, SeedValues, contrast, defined, saturated, seed_correlation
+from lit_lazy.table.statistics import ALPHA, Effect, contrast, saturated, seed_correlation
 
 
 class Interval(NamedTuple):
@@ -71,14 +71,14 @@ def _missing(declaration: Declaration, table: Table) -> dict[str, list[int]]:
 
 
 class _Sum(NamedTuple):
-    """A weighted sum of rows' means, between whose parts with and without a measured spread is told."""
+    """A weighted sum of rows' means: of those that have a measured spread, and of the others."""
 
     mean: float
     measured: Effect | None
-    """Of the rows whose seeds differ; None where there are none."""
-    low: float
-    high: float
-    """Least and greatest sum of the other rows' values."""
+    """Of the rows with a spread; None where there are none."""
+    below: float
+    above: float
+    """How far the others' values reach below and above their means, together."""
 
     def interval(self, level: float, times: float = 1.0) -> Interval:
         """Of the true value, at error rate `level`; with `times` as many seeds, if means and spreads stay as they are.
@@ -86,12 +86,10 @@ class _Sum(NamedTuple):
         Welch's t interval of the rows that have a spread, and the others with their range: what no seed moves is as
         sure as what seeds hardly move, and no surer.
         """
-        if self.measured is None or self.measured.mean is None:
-            return Interval(self.low, self.high)
-        mean, half = self.measured.mean, 0.0
-        if self.measured.df is not None and self.measured.se is not None:
+        half = 0.0
+        if self.measured is not None and self.measured.df is not None and self.measured.se is not None:
             half = float(t.isf(level / 2, self.measured.df * times)) * self.measured.se / times**0.5
-        return Interval(self.low + mean - half, self.high + mean + half)
+        return Interval(self.mean - self.below - half, self.mean + self.above + half)
 
 
 class _Sums(NamedTuple):
@@ -102,19 +100,19 @@ class _Sums(NamedTuple):
     minus: tuple[_Sum, ...]
 
 
-def _part(declaration: Declaration, name: str, values: Mapping[str, SeedValues], column: Column) -> Finding:
+def _part(declaration: Declaration, name: str, values: Mapping[str, Mapping[int, float]], column: Column) -> Finding:
     weights = {row: weight for row, weight in declaration.contrasts[name].items() if weight}
     together = seed_correlation(values, column.bounds)
 
     def summed(weights: Mapping[str, float]) -> _Sum:
-        rows = {row: list(defined(values[row]).values()) for row in weights}
-        still = {row for row, kept in rows.items() if saturated(kept, column.bounds)}
+        rows = {row: [weight * value for value in values[row].values()] for row, weight in weights.items()}
+        still = [row for row in rows if saturated(values[row].values(), column.bounds)]
         moved = {row: weight for row, weight in weights.items() if row not in still}
         return _Sum(
-            math.fsum(weight * fmean(rows[row]) for row, weight in weights.items()),
+            math.fsum(map(fmean, rows.values())),
             contrast(values, moved, column.bounds, together) if moved else None,
-            math.fsum(min(weights[row] * value for value in rows[row]) for row in still),
-            math.fsum(max(weights[row] * value for value in rows[row]) for row in still),
+            math.fsum(fmean(rows[row]) - min(rows[row]) for row in still),
+            math.fsum(max(rows[row]) - fmean(rows[row]) for row in still),
         )
 
     plus, minus = ([row for row, weight in weights.items() if sign * weight > 0] for sign in (1, -1))

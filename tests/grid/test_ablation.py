@@ -105,9 +105,9 @@ def test_keys_differ_by_config_and_seed_and_stay_the_same() -> None:
         ({"rows": (ROWS[0], ROWS[0])}, "two rows have the same name"),
         ({"rows": (ROWS[0], replace(ROWS[1], name="a, b"))}, "has a comma in its name"),
         ({"axes": {"train.lr": (1.0,)}}, "give either rows or axes"),
-        ({"rows": (*ROWS, Row("x", {"seed": 3}, "ours"))}, "row 'x' changes seed; give the row seeds=\\(3,\\) instead"),
+        ({"rows": (*ROWS, Row("x", {"seed": 3}, "ours"))}, "row 'x' changes seed; give seeds=\\(3,\\) instead"),
         ({"rows": (), "axes": {"seed": (0, 1)}, "baseline": "seed=0"}, "row 'seed=0' changes seed; give"),
-        ({"common": {"seed": 3}}, "common changes seed; give the ablation seeds=\\(3,\\) instead"),
+        ({"common": {"seed": 3}}, "common changes seed; give seeds=\\(3,\\) instead"),
     ],
 )
 def test_a_malformed_ablation_is_refused(changes: dict[str, object], message: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers import peers
-from bench.points import DECODE, OPERATIONS, BenchPoint
+from bench.points import CLAIMED, DECODE, OPERATIONS, BenchPoint
 from bench.timing import share_of_ceiling
 
 FILE = "bench.json"
@@ -190,7 +190,7 @@ def plots(result: Mapping[str, Any], out: Path) -> str | None:
     product = f"useful products, % of {ceilings['product_tflops']:.0f} TFLOP/s"
     reading = f"keys and values, % of {ceilings['read_bytes'] / 1e12:.2f} TB/s"
     asked = "{0.operation}, D {0.width}, {0.share:.0%} empty"
-    drawn("roofline", lambda p: p.operation != DECODE and p.share in (0.0, 0.6), lambda p, _: p.length,
+    drawn("roofline", lambda p: p.operation != DECODE and p.share in (0.0, CLAIMED), lambda p, _: p.length,
           "L", percent, product, asked)  # fmt: skip
     drawn("sparsity", lambda p: p.operation != DECODE and p.length == 4096, lambda _, r: 100 * r["share"],
           "empty tiles (%), L 4096", milliseconds, "ms", "{0.operation}, D {0.width}")  # fmt: skip

@@ -1,6 +1,9 @@
 """What the kernel benchmark compares and checks: inputs, peers, gate, points."""
 
+import json
 import sys
+from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +15,24 @@ from bench import gate as gate_module
 from bench import peers as peers_module
 from bench.gate import GATE, gate
 from bench.peers import Inputs, draw, draw_with_share, eager, empty_share, peers, set_recency, two_calls
-from bench.points import DECODE, FORWARD, FULL, GUARDS, QUICK, TRAINING, BenchPoint, planned_seconds, red
+from bench.points import (
+    CLAIMED,
+    DECODE,
+    FORWARD,
+    FULL,
+    GUARDS,
+    LARGEST,
+    QUICK,
+    TRAINED,
+    TRAINING,
+    BenchPoint,
+    planned_seconds,
+    red,
+)
 from flash_lazy import lazy_attention
 
 CPU = torch.device("cpu")
+RESULTS = Path(__file__).parents[2] / "docs/results"
 
 
 def peers_named(authors):
@@ -204,17 +221,26 @@ def test_a_red_row_concerns_the_points_that_its_case_stands_for():
         assert any(guards(p) for guards in GUARDS.values())
 
 
+def test_the_shares_of_trained_models_are_the_measured_ones():
+    rows = json.loads((RESULTS / "q_sparsity-stdlib_long/table.json").read_text())["rows"]
+    found = [row["metrics"]["sparsity/block_64"]["values"].values() for row in rows if row["variant"] != "softmax"]
+    shares = [share for values in found for share in values]
+    assert (fmean(shares), max(shares)) == pytest.approx((TRAINED, LARGEST), abs=0.005)
+
+
 def test_the_points_are_the_promised_ones():
     assert len(set(FULL)) == len(FULL)
     assert FULL[: len(QUICK)] == QUICK
     assert planned_seconds(QUICK) < 60 * command.QUICK_MINUTES
+    assert planned_seconds(FULL) < 60 * 2 * 9  # two commands, as the README says
     assert QUICK[0] == BenchPoint(FORWARD, 4, 4096, 16, 16, 128, 512, 0.0)
     for operation in (FORWARD, TRAINING):
         mine = [p for p in FULL if p.operation == operation]
         for width in (64, 128):
             plain = [p for p in mine if (p.width, p.kv_heads, p.reach) == (width, 16, 512)]
             assert {p.length for p in plain} == {1024, 2048, 4096, 8192, 16384}
-            assert {p.share for p in plain if p.length == 4096} == {0.0, 0.3, 0.6, 0.9}
+            trained = {64: {LARGEST}, 128: {TRAINED, LARGEST}}[width]
+            assert {p.share for p in plain if p.length == 4096} == {0.0, CLAIMED, 0.9} | trained
         assert {p.length for p in mine if p.kv_heads == 4} == {1024, 4096, 16384}
         assert {p.reach for p in mine} == {512, 4096}
     decodes = [p for p in FULL if p.operation == DECODE]

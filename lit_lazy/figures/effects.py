@@ -19,9 +19,9 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
 
     The baseline, the line at 0, comes first, the others in table order. A filled marker differs at p < 0.05 after Holm,
     a square one is worse, a hollow one does not or was not tested; where no spread was measured, a dotted line goes
-    from the least to the greatest difference of a seed. A row without a difference says why in words. An interval that
-    would dwarf every point is cut off at the panel's edge and ends in an arrow; a point that would is put there with
-    its value.
+    from the least to the greatest difference of a seed. A row without a difference says why in words. An interval or
+    range that would dwarf every point is cut off at the panel's edge and ends in an arrow; a point that would is put
+    there with its value.
     Raises ValueError for a key that is no column of the table.
     """
     known = {column.key: column for column in table.columns}
@@ -48,9 +48,7 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
 
 def _panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Column) -> None:
     shown = [(y, row, row.metrics[column.key]) for y, row in enumerate(rows)]
-    points = [m.diff * column.scale for _, _, m in shown if m.diff is not None]
-    reach = [(m.diff * column.scale, _half(m) * column.scale) for _, _, m in shown if m.diff is not None]
-    low, high = _limits(points, reach)
+    low, high = _limits([(m.diff * column.scale, *_ends(m, column)) for _, _, m in shown if m.diff is not None])
     axes.set_xlim(low, high)
     axes.axvline(0, color=NEUTRAL, linewidth=1, zorder=1)
     for y, row, m in shown:
@@ -71,13 +69,12 @@ def _panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Column) -
             continue
         x = m.diff * column.scale
         colour = _colour(x, column) if m.separated else NEUTRAL
-        if m.test == "saturated" and m.diff_low is not None and m.diff_high is not None:
-            ends = [min(max(end * column.scale, low), high) for end in (m.diff_low, m.diff_high)]
-            axes.plot(ends, [y, y], color=colour, linewidth=1.2, linestyle=":", zorder=2)
-        if m.diff_ci95:
-            half = m.diff_ci95 * column.scale
-            axes.plot([max(x - half, low), min(x + half, high)], [y, y], color=colour, linewidth=1.6, zorder=2)
-            for edge, cut, marker in ((low, x - half < low, "<"), (high, x + half > high, ">")):
+        left, right = _ends(m, column)
+        if left < right:
+            width, style = (1.2, ":") if m.test == "saturated" else (1.6, "-")
+            seen = [max(left, low), min(right, high)]
+            axes.plot(seen, [y, y], color=colour, linewidth=width, linestyle=style, zorder=2)
+            for edge, cut, marker in ((low, left < low, "<"), (high, right > high, ">")):
                 if cut:
                     axes.plot(edge, y, marker, color=colour, markersize=5, clip_on=False, zorder=3)
         face = colour if m.separated else "white"
@@ -95,11 +92,13 @@ def _panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Column) -
     axes.spines["left"].set_visible(False)
 
 
-def _half(m: Measure) -> float:
-    """How far a difference's interval, or its range where no spread was measured, reaches at most."""
-    if m.diff is None or m.test != "saturated" or m.diff_low is None or m.diff_high is None:
-        return m.diff_ci95 or 0.0
-    return max(m.diff - m.diff_low, m.diff_high - m.diff)
+def _ends(m: Measure, column: Column) -> tuple[float, float]:
+    """The ends of a difference's interval, of its range where no spread was measured, in the column's unit."""
+    assert m.diff is not None
+    if m.test == "saturated" and m.diff_low is not None and m.diff_high is not None:
+        return m.diff_low * column.scale, m.diff_high * column.scale
+    middle, half = m.diff * column.scale, (m.diff_ci95 or 0.0) * column.scale
+    return middle - half, middle + half
 
 
 def _far_point(axes: Axes, edge: float, y: float, value: str, colour: str, face: str) -> None:
@@ -120,14 +119,14 @@ def _near(points: Sequence[float]) -> list[float]:
     return near
 
 
-def _limits(points: Sequence[float], reach: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Room for 0, every point that is not far off, and the intervals within one more span of those points."""
-    points = _near(points)
-    reach = [(x, half) for x, half in reach if x in points]
+def _limits(shown: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Room for 0, every point that is not far off, and what is within one more span of them of its two ends."""
+    points = _near([point for point, _, _ in shown])
+    ends = [(left, right) for point, left, right in shown if point in points]
     low, high = min([0.0, *points]), max([0.0, *points])
-    widest = (high - low) or max((half for _, half in reach), default=0.0) or 1.0
-    left = min([low, *(max(x - half, low - widest) for x, half in reach)])
-    right = max([high, *(min(x + half, high + widest) for x, half in reach)])
+    widest = (high - low) or max((max(abs(left), abs(right)) for left, right in ends), default=0.0) or 1.0
+    left = min([low, *(max(left, low - widest) for left, _ in ends)])
+    right = max([high, *(min(right, high + widest) for _, right in ends)])
     margin = 0.06 * (right - left or widest)
     return left - margin, right + margin
 

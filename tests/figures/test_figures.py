@@ -94,6 +94,18 @@ def test_wide_intervals_are_cut_with_an_arrow():
     assert beyond
 
 
+def test_a_wide_range_is_cut_with_an_arrow_too():
+    values = {"base": (0.0, 0.0, 0.0), "a": (1.0, 1.1, 1.2), "b": (0.2, 0.3, 9.0)}
+    seen = [Observation(name, seed, "complete", {"loss": x}) for name in values for seed, x in enumerate(values[name])]
+    rows = [RowInfo(name, "ours", (0, 1, 2), "tiny") for name in values]
+    axes = effects_figure(build_table("study", "tiny", "base", rows, COLUMNS[:1], (), seen, "make"), ["loss"]).axes[0]
+    low, high = axes.get_xlim()
+    assert high < 9
+    assert low > -0.5, "nothing reaches to the left of 0"
+    (arrow,) = (line for line in axes.lines if line.get_marker() in ("<", ">"))
+    assert (arrow.get_marker(), arrow.get_xdata()[0], arrow.get_ydata()[0]) == (">", high, 2)
+
+
 @pytest.mark.parametrize("keys", [["loss"], ["loss", "recall", "sparsity"]])
 def test_no_text_overlaps_or_leaves_the_figure(keys):
     assert_legible(effects_figure(make(warnings=("Undertrained: the loss still falls. " * 4,)), keys))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lit_lazy.table.records import Column, Table
+from lit_lazy.table.records import Column, Summary, Table
 
 MOST_COLUMNS = 2
 MOST_NAMES = 4
@@ -13,14 +13,26 @@ def findings(table: Table) -> list[str]:
     """The verdict of the question that the table answers; of any other a sentence on each of up to two metrics.
 
     Of the primary one first, then of those that are plotted: which rows differ from the baseline, which are the same,
-    which are undecided, at which n. Nothing where no row can be compared.
+    which are undecided, at which n. Where no row was tested, why not; nothing where there is no other row.
     """
     if table.verdict is not None:
         return [table.verdict.sentence]
     plotted = [column for column in table.columns if column.plotted or column.key == table.primary]
     asked = sorted(plotted, key=lambda column: column.key != table.primary)
     compared = [column for column in asked if table.summaries[column.key].tested]
-    return [_sentence(table, column) for column in compared[:MOST_COLUMNS]]
+    if compared:
+        return [_sentence(table, column) for column in compared[:MOST_COLUMNS]]
+    summaries = [(column, table.summaries[column.key]) for column in asked]
+    return [f"{_head(table, column)}: {why_untested(found)}." for column, found in summaries if found.seeds][:1]
+
+
+def why_untested(summary: Summary) -> str:
+    """Why a metric has no test at all, in a clause."""
+    if not summary.seeds:
+        return "nothing to compare, no row has a value beside the baseline's"
+    if not summary.compared:
+        return f"no test, at most {max(summary.seeds)} seed(s) in a row and the baseline; three are needed"
+    return "no test, no spread was measured in the baseline, or in any row beside it"
 
 
 def _sentence(table: Table, column: Column) -> str:
@@ -40,8 +52,11 @@ def _sentence(table: Table, column: Column) -> str:
     parts = [f"{what}: {_names(names)}" for what, names in groups if names]
     few, many = min(summary.seeds), max(summary.seeds)
     n = f"n = {few}" if few == many else f"n = {few} to {many}"
-    title = column.title[:1].upper() + column.title[1:]
-    return f"{title} against {table.baseline} ({n}): {'; '.join(parts)}."
+    return f"{_head(table, column)} ({n}): {'; '.join(parts)}."
+
+
+def _head(table: Table, column: Column) -> str:
+    return f"{column.title[:1].upper()}{column.title[1:]} against {table.baseline}"
 
 
 def _names(names: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from lit_lazy.support.console import clock
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.blocks import Block, Folded, Heading, List, Paragraph, Tabular, to_html, to_latex, to_markdown
-from lit_lazy.table.finding import findings
+from lit_lazy.table.finding import findings, why_untested
 from lit_lazy.table.records import UNFINISHED, Column, ContrastMeasure, Table, TableRow
 from lit_lazy.table.statistics import ALPHA, POWER
 from lit_lazy.table.verdicts import lines, still_needed
@@ -219,12 +219,8 @@ def _verdict(table: Table, column: Column) -> str:
     head = f"{column.title}: "
     if column.by_construction:
         return f"{head}no test, rows differ by construction ({column.by_construction})."
-    if not s.seeds:
-        return head + "nothing to compare, no row has a value beside the baseline's."
-    if not s.compared:
-        return head + f"no test, at most {max(s.seeds)} seed(s) in a row and the baseline; three are needed."
     if not s.tested:
-        return head + "no test, no spread was measured in the baseline, or in any row beside it."
+        return f"{head}{why_untested(s)}."
     text = f"{head}separates {len(s.separates)} of {s.compared} rows from {table.baseline} (Holm p < {ALPHA})"
     measures = {row.variant: row.metrics[column.key] for row in table.rows}
     above = [name for name in s.separates if (measures[name].diff or 0.0) > 0]

@@ -318,7 +318,7 @@ def test_one_outcome_is_primary_and_the_rest_exploratory():
 
 
 def test_the_finding_comes_first():
-    """Every row is in one group, and a table without a comparison says nothing."""
+    """Every row is in one group; a table without a test says why, and one of a single row says nothing."""
     names = [f"far {i}" for i in range(6)]
     far = [cells(name, 9.0 + i, 9.15 + i, 9.2 + i) for i, name in enumerate(names)]
     near = [
@@ -336,9 +336,11 @@ def test_the_finding_comes_first():
     ]
     text = markdown(result)
     assert text.index("Loss against lazy") < text.index("| Variant") < text.index("### Provenance")
-    assert (
-        findings(table(rows("lazy", "b"), cells("lazy", 1.0) + cells("b", 2.0), (replace(LOSS, plotted=True),))) == []
-    )
+    plotted = (replace(LOSS, plotted=True),)
+    assert findings(table(rows("lazy", "b"), cells("lazy", 1.0) + cells("b", 2.0), plotted)) == [
+        "Loss against lazy: no test, at most 1 seed(s) in a row and the baseline; three are needed."
+    ]
+    assert findings(table(rows("lazy"), cells("lazy", 1.0, 1.1, 1.2), plotted)) == []
 
 
 def test_the_primary_outcome_comes_first_among_the_effects():

@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -151,7 +152,8 @@ class _Asked(NamedTuple):
         """Of the question, on the experiment."""
         if self.question is None:
             return None
-        return self.question.declaration(self.base_name, self.base, self.files[0])
+        declared = self.question.declaration(self.base_name, self.base, self.files)
+        return replace(declared, commit="") if self.overridden else declared  # settings of the command line
 
 
 def _asked(options: argparse.Namespace, overrides: list[str]) -> _Asked:

@@ -30,7 +30,9 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.table.render import markdown
 
     if options.source is not None:
-        print(markdown(restate(options.source, load_asked(find("ablations", options.ablation))[0])))
+        if options.base:
+            raise ValueError(f"--base {options.base}: a table.json names its experiment; leave it out with --from")
+        print(markdown(restate(options.source, *load_asked(find("ablations", options.ablation)))))
         return 0
     tracker = tracked_grid(options)
     writable_folder("--runs", options.runs)

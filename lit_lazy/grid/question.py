@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,7 +57,7 @@ class Question:
         require(not own, f"{name}: seeds of rows", own, "all rows of a question have the ablation's seeds")
         self.asked  # noqa: B018 (its checks)
         try:
-            self._declared()
+            self.declared  # noqa: B018 (its checks)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
@@ -66,18 +66,24 @@ class Question:
         """The ablation with the question's contrasts and primary outcome."""
         return replace(self.ablation, contrasts=self.contrasts, primary=(self.primary,))
 
-    def declaration(self, base_name: str, base: RunConfig, file: Path) -> Declaration:
-        """What is declared on an experiment, and the commit of the file that declares it."""
+    def declaration(self, base_name: str, base: RunConfig, files: Sequence[Path]) -> Declaration:
+        """What is declared on an experiment, and the commit of the first file, the question's.
+
+        files: all that it is declared in. Where one of them is in no commit as it is, no more is the declaration.
+        """
         rows = {}
         for row in self.ablation.all_rows:
             config = row.on(base)
             rows[row.name] = [settings(config), code(config)]
-        declared = self._declared()
+        declared = self.declared
         content = json.dumps([declared.to_json(), base_name, rows], sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:12]
-        return replace(declared, digest=digest, commit=committed_at(file))
+        commits = list(map(committed_at, files))
+        return replace(declared, digest=digest, commit=commits[0] if all(commits) else "")
 
-    def _declared(self) -> Declaration:
+    @property
+    def declared(self) -> Declaration:
+        """All but the experiment, the rows' settings and the commit."""
         return Declaration(
             claim=self.claim,
             source=self.source,

@@ -6,6 +6,7 @@ artifacts, where links are dead.
 
 import base64
 import io
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,19 @@ def report_html(tracker: Tracker, parent_id: str, ui_url: str | None = None, dra
     """
     material = _gathered(tracker, parent_id, ui_url, drawn)
     return _page(material, _overall(material))
+
+
+def with_table(report: Path, table: Table) -> str:
+    """The text of a report with what another table says in the place of its own; its figures stay."""
+    text = report.read_text()
+    parts = [part.rstrip("\n") for part in html_parts(table)]
+    if len(_TABLE.findall(text)) != len(parts):
+        raise ValueError(f"{str(report)!r}: is no report of this version; move it away, `lit-lazy report` draws one")
+    return _TABLE.sub(lambda _: parts.pop(0), text)
+
+
+_TABLE = re.compile(r'<section class="ablation-table">.*?</section>', re.DOTALL)
+"""What `html_parts` gives."""
 
 
 def _gathered(tracker: Tracker, parent_id: str, ui_url: str | None = None, drawn: Sequence[str] = ()) -> "_Material":

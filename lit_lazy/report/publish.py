@@ -8,10 +8,13 @@ from rich.console import Console
 from lit_lazy import figures
 from lit_lazy.grid.ablation import Ablation
 from lit_lazy.grid.plan import read_plan, save_views, table_from_mlflow
-from lit_lazy.report.page import REPORT, write_report
+from lit_lazy.grid.question import Question
+from lit_lazy.report.page import REPORT, with_table, write_report
+from lit_lazy.support.disk import write_text
 from lit_lazy.support.errors import named
 from lit_lazy.table.build import restated
 from lit_lazy.table.finding import findings
+from lit_lazy.table.question import Declaration
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import save
 from lit_lazy.table.verdicts import judged
@@ -42,10 +45,11 @@ def write_table(tracker: Tracker, parent_id: str, folder: Path) -> Table:
     return table
 
 
-def restate(path: Path, ablation: Ablation) -> Table:
+def restate(path: Path, ablation: Ablation, question: Question | None) -> Table:
     """Compute a table.json's statistics anew and write it, its other formats and its figures in their places.
 
-    Raises ValueError, in one line, for a file that is no table of this ablation.
+    A report beside it gets the new table; its own figures are of the runs, and stay. Raises ValueError, in one line,
+    for a file that is no table of this ablation, or that answers another question than the one that is given.
     """
     if path.is_dir():
         raise ValueError(f"--from {str(path)!r}: is a folder; give the table.json in it, --from {path / 'table.json'}")
@@ -57,7 +61,12 @@ def restate(path: Path, ablation: Ablation) -> Table:
         raise ValueError(f"--from {str(path)!r}: is no table.json ({named(error)})") from None
     if former.ablation != ablation.name:
         raise ValueError(f"--from {str(path)!r}: is a table of {former.ablation!r}, not of {ablation.name!r}")
+    _check_declaration(path, former.declaration, question)
+    report = path.with_name(REPORT)
+    page = with_table(report, table) if report.exists() else None
     save(table, path.with_suffix(""))
+    if page is not None:
+        write_text(report, page)
     drawn = {"loss_against_sparsity": figures.loss_against_sparsity(table, _parts(ablation))}
     if table.compared:
         drawn["effects"] = figures.effects_figure(table, table.compared)
@@ -65,6 +74,18 @@ def restate(path: Path, ablation: Ablation) -> Table:
         if figure is not None:
             figures.save_figure(figure, path.parent / name)
     return table
+
+
+def _check_declaration(path: Path, declared: Declaration | None, question: Question | None) -> None:
+    """A verdict is on what was declared before the run, which neither the file nor the question may say otherwise."""
+    if declared is None and question is None:
+        return
+    fix = f"--from {str(path)!r}: {{}}; a verdict is on what was declared before its run, so restore that"
+    if declared is None or question is None:
+        lacking, there = ("table", "question's file") if declared is None else ("question's file", "table")
+        raise ValueError(fix.format(f"the {lacking} declares nothing, the {there} does"))
+    if differing := declared.differing(question.declared):
+        raise ValueError(fix.format(f"the table and the question declare another {', '.join(differing)}"))
 
 
 def _parts(ablation: Ablation) -> figures.RowParts:

@@ -12,7 +12,7 @@ from lit_lazy.support.console import clock
 from lit_lazy.support.errors import named
 from lit_lazy.table.blocks import Block, Heading, List, Paragraph, Tabular, to_markdown
 from lit_lazy.table.records import Table
-from lit_lazy.table.verdicts import lines, still_needed
+from lit_lazy.table.verdicts import bounds, judged, lines, still_needed
 
 REVIEWERS = {
     "R1": ("exact formula, sign and normalisation of the threshold", "docs/method.md, sections 1 and 2; no experiment"),
@@ -66,11 +66,15 @@ class Decided(NamedTuple):
 
 
 def answered(folder: Path) -> list[Decided]:
-    """Every question's table below a folder, by name. Raises ValueError, in one line, for one that cannot be read."""
+    """Every question's table below a folder, by name, with the verdict that its values give.
+
+    Raises ValueError, in one line, for one that cannot be read.
+    """
     found = []
     for path in sorted(folder.glob("*/table.json")):
         try:
             table = Table.from_json(json.loads(path.read_text()))
+            table = judged(table, table.declaration)
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ValueError(f"{str(path)!r}: is no table.json ({named(error)})") from None
         if table.declaration is not None:
@@ -107,10 +111,13 @@ def _figure(one: Decided, folder: Path) -> list[str]:
 
 _ABOUT = (
     "Each question was declared before it was run: one primary outcome, at most five contrasts, a margin and the rule "
-    "of its verdict (docs/method.md). Supported: every contrast is as claimed. Refuted: one is significantly the other "
-    "way, or the same within the margin. Undecided: neither. All else in a question's table is exploratory. The models "
-    "have fifty to a hundred and fifty thousand parameters: evidence about the mechanism on these tasks, and none "
-    "about language models. Written by: lit-lazy ablate verdicts docs/results --out docs/questions.md"
+    "of its verdict (docs/method.md, which has the rules). Supported: every contrast is shown to be as its rule says. "
+    "Refuted: one is shown not to be: it goes the other way, or is the same within the margin where a difference is "
+    "claimed; it differs by more than the margin where none is; or the sink is still there, or others lack it as well. "
+    "Undecided: neither. The seeds that would decide are those at which today's means and spreads would; since both "
+    "move, that is about an even chance. All else in a question's table is exploratory. The models have fifty to a "
+    "hundred and fifty thousand parameters: evidence about the mechanism on these tasks, and none about language "
+    "models. Written by: lit-lazy ablate verdicts docs/results --out docs/questions.md"
 )
 
 
@@ -146,7 +153,7 @@ def _blocks(one: Decided) -> list[Block]:
     (column,) = (column for column in table.columns if column.key == declared.primary)
     spent = "" if table.seconds is None else f", trained and measured for {clock(table.seconds)}"
     about = (
-        f"Primary outcome {column.title}, rule {declared.rule}, margin {declared.margin:g}, seeds "
+        f"Primary outcome {column.title}, rule {declared.rule}, {bounds(declared, column)}, seeds "
         f"{', '.join(map(str, declared.seeds))}; declared in {declared.commit or 'no commit'} ({declared.digest}), run "
         f"at {table.git_sha}{spent}. In {one.folder}. Made by: {table.command}"
     )

@@ -14,7 +14,8 @@ within the margin (TOST).
 same: it is equivalent to 0 within the margin. Refuted where its interval lies wholly outside.
 removed: the rows of positive weight lie below `Declaration.removed` where those of negative weight lie above
 `Declaration.kept`. Refuted where both lie above `kept`.
-alone: the same, and refuted too where a row of negative weight lies below `removed` as well.
+alone: the same of several rows of negative weight, and refuted too where one of them lies below `removed` as well; of a
+single one it is `removed`.
 """
 Status = Literal["supported", "refuted", "undecided"]
 MOST_CONTRASTS, FEWEST_SEEDS, MOST_SEEDS = 5, 5, 1000
@@ -55,16 +56,23 @@ class Declaration:
         require(0 < count <= MOST_CONTRASTS, "contrasts", count, f"must be 1 to {MOST_CONTRASTS}")
         fix = f"needs at least {FEWEST_SEEDS}"
         require(len(self.seeds) >= FEWEST_SEEDS, "seeds", self.seeds, fix)
+        require(len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "each must occur once")
 
     @property
     def exploratory(self) -> tuple[str, ...]:
         """Why a verdict is no test of what was declared before; nothing where it is one."""
         reasons = {
-            "its declaration was not committed before its run": not self.commit,
+            "its declaration, or a setting of its experiment, was in no commit before its run": not self.commit,
             "its declaration changed after its run began": self.changed,
             "some of its seeds were used in a pilot": bool({*self.seeds} & {*self.pilot_seeds}),
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
+
+    def differing(self, other: "Declaration") -> list[str]:
+        """Names of what two declarations say differently, whenever they were made."""
+        made = ("digest", "commit", "changed")
+        ours, theirs = self.to_json(), other.to_json()
+        return [name for name in ours if name not in made and ours[name] != theirs[name]]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {name: list(getattr(self, name)) for name in ("seeds", "pilot_seeds")}
@@ -87,6 +95,8 @@ class Finding:
     high: float
     needed: int | None = None
     """Seeds that would decide it if means and spreads stay; None where it is decided, or no number would."""
+    would: Status | None = None
+    """What so many seeds would make of it."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +110,18 @@ class Verdict:
     exploratory: tuple[str, ...]
 
     @property
-    def needed(self) -> int | None:
-        """Seeds that would decide the contrasts that are undecided; None where there are none, or none would."""
-        undecided = [part.needed for part in self.parts if part.status == "undecided"]
-        return None if not undecided or None in undecided else max(n for n in undecided if n is not None)
+    def would(self) -> tuple[int, Status] | None:
+        """The seeds that would decide the claim, and how; None where it is decided, or no number would.
+
+        One refuted contrast is enough: so the fewest that refute one, else those that support the last.
+        """
+        undecided = [part for part in self.parts if part.status == "undecided"]
+        if self.status != "undecided":
+            return None
+        if refuting := [part.needed for part in undecided if part.needed and part.would == "refuted"]:
+            return min(refuting), "refuted"
+        supporting = [part.needed for part in undecided if part.needed]
+        return (max(supporting), "supported") if len(supporting) == len(undecided) else None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"parts": [asdict(part) for part in self.parts], "exploratory": list(self.exploratory)}

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from lit_lazy.support.checks import require
 from lit_lazy.support.errors import described
 from lit_lazy.support.kinds import check_kinds
 from lit_lazy.table.question import Declaration, Verdict
@@ -333,7 +334,10 @@ class Table:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Table":
-        """Of `to_json`. What a table of an earlier version does not hold is None or empty; `restated` computes it."""
+        """Of `to_json`. What a table of an earlier version does not hold is None or empty; `restated` computes it.
+
+        Raises ValueError where two rows are of one variant.
+        """
 
         def pick(kind: type, values: Mapping[str, Any], **changed: Any) -> Any:
             names = kind.__dataclass_fields__
@@ -348,6 +352,9 @@ class Table:
             )
             for row in data["rows"]
         )
+        variants = [row.variant for row in rows]
+        twice = sorted({variant for variant in variants if variants.count(variant) > 1})
+        require(not twice, "rows", twice, "there twice")
         contrasts = tuple(
             pick(
                 ContrastRow,

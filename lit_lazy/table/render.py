@@ -10,7 +10,7 @@ from lit_lazy.table.blocks import Block, Folded, Heading, List, Paragraph, Tabul
 from lit_lazy.table.finding import findings, why_untested
 from lit_lazy.table.records import UNFINISHED, Column, ContrastMeasure, Table, TableRow
 from lit_lazy.table.statistics import ALPHA, POWER
-from lit_lazy.table.verdicts import lines, still_needed
+from lit_lazy.table.verdicts import bounds, lines, still_needed
 
 NOT_DEFINED = "–"
 
@@ -77,8 +77,8 @@ def _question(table: Table) -> list[Block]:
         return [Paragraph(f"Not decided yet: {declared.claim} {still_needed(declared, table)}")]
     (column,) = (column for column in table.columns if column.key == declared.primary)
     about = (
-        f"Asked by {declared.source}. Primary outcome: {column.title}; rule: {declared.rule}, margin "
-        f"{declared.margin:g}; simultaneous 95 % intervals. Declared in commit {declared.commit or 'none'}, "
+        f"Asked by {declared.source}. Primary outcome: {column.title}; rule: {declared.rule}, "
+        f"{bounds(declared, column)}; simultaneous 95 % intervals. Declared in commit {declared.commit or 'none'}, "
         f"{declared.digest}. All else in this table is exploratory."
     )
     return [Paragraph(verdict.sentence), List(tuple(lines(verdict, column))), Paragraph(about)]

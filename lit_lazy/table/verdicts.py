@@ -30,7 +30,8 @@ class Interval(NamedTuple):
 
 def judged(table: Table, declaration: Declaration | None) -> Table:
     """The table with what it says of a question, if it answers one."""
-    return table if declaration is None else replace(table, declaration=declaration, verdict=judge(declaration, table))
+    verdict = None if declaration is None else judge(declaration, table)
+    return replace(table, declaration=declaration, verdict=verdict)
 
 
 def judge(declaration: Declaration, table: Table) -> Verdict | None:
@@ -79,16 +80,19 @@ class _Sum(NamedTuple):
     below: float
     above: float
     """How far the others' values reach below and above their means, together."""
+    n: int
+    """Seeds of each row."""
 
-    def interval(self, level: float, times: float = 1.0) -> Interval:
-        """Of the true value, at error rate `level`; with `times` as many seeds, if means and spreads stay as they are.
+    def interval(self, level: float, seeds: int) -> Interval:
+        """Of the true value, at error rate `level`; with so many seeds, if means and spreads stay as they are.
 
         Welch's t interval of the rows that have a spread, and the others with their range: what no seed moves is as
         sure as what seeds hardly move, and no surer.
         """
         half = 0.0
         if self.measured is not None and self.measured.df is not None and self.measured.se is not None:
-            half = float(t.isf(level / 2, self.measured.df * times)) * self.measured.se / times**0.5
+            df = self.measured.df * (seeds - 1) / (self.n - 1)  # Satterthwaite's, where all rows have as many
+            half = float(t.isf(level / 2, df)) * self.measured.se * (self.n / seeds) ** 0.5
         return Interval(self.mean - self.below - half, self.mean + self.above + half)
 
 
@@ -103,6 +107,7 @@ class _Sums(NamedTuple):
 def _part(declaration: Declaration, name: str, values: Mapping[str, Mapping[int, float]], column: Column) -> Finding:
     weights = {row: weight for row, weight in declaration.contrasts[name].items() if weight}
     together = seed_correlation(values, column.bounds)
+    n = len(declaration.seeds)
 
     def summed(weights: Mapping[str, float]) -> _Sum:
         rows = {row: [weight * value for value in values[row].values()] for row, weight in weights.items()}
@@ -113,71 +118,73 @@ def _part(declaration: Declaration, name: str, values: Mapping[str, Mapping[int,
             contrast(values, moved, column.bounds, together) if moved else None,
             math.fsum(fmean(rows[row]) - min(rows[row]) for row in still),
             math.fsum(max(rows[row]) - fmean(rows[row]) for row in still),
+            n,
         )
 
     plus, minus = ([row for row, weight in weights.items() if sign * weight > 0] for sign in (1, -1))
     sums = _Sums(summed(weights), tuple(summed({row: 1.0}) for row in plus), tuple(summed({row: 1.0}) for row in minus))
     level = ALPHA / len(declaration.contrasts)  # Bonferroni: a statement on each contrast is to hold
-    n = len(declaration.seeds)
-    status, why = _decided(declaration, sums, level, 1.0)
-    needed = None
+    status, why = _decided(declaration, sums, level, n)
+    needed, would = None, None
     if status == "undecided":
         # Intervals shrink around fixed means, so what decides is decided by any greater number.
         more = range(n + 1, MOST_SEEDS + 1)
-        first = bisect_left(more, True, key=lambda m: _decided(declaration, sums, level, m / n)[0] != "undecided")
-        needed = more[first] if first < len(more) else None
-    interval = sums.whole.interval(level)
-    return Finding(name, status, why, sums.whole.mean, interval.low, interval.high, needed)
+        first = bisect_left(more, True, key=lambda m: _decided(declaration, sums, level, m)[0] != "undecided")
+        if first < len(more):
+            needed, would = more[first], _decided(declaration, sums, level, more[first])[0]
+    low, high = sums.whole.interval(level, n)
+    why = why.format(**{bound: _shown(getattr(declaration, bound), column) for bound in ("margin", "removed", "kept")})
+    return Finding(name, status, why, sums.whole.mean, low, high, needed, would)
 
 
-def _decided(declaration: Declaration, sums: _Sums, level: float, times: float) -> tuple[Status, str]:
-    return _RULES[declaration.rule](declaration, sums, level, times)
+def _decided(declaration: Declaration, sums: _Sums, level: float, seeds: int) -> tuple[Status, str]:
+    """What a rule makes of a contrast at so many seeds, and why, in words with the declaration's bounds by name."""
+    return _RULES[declaration.rule](declaration, sums, level, seeds)
 
 
-def _directed(declaration: Declaration, sums: _Sums, level: float, times: float) -> tuple[Status, str]:
+def _directed(declaration: Declaration, sums: _Sums, level: float, seeds: int) -> tuple[Status, str]:
     # Two one-sided tests, each at `level`, are an interval at twice that.
-    if sums.whole.interval(2 * level, times).within(declaration.margin):
-        return "refuted", f"the same within ±{declaration.margin:g}"
-    low, high = sums.whole.interval(level, times)
+    if sums.whole.interval(2 * level, seeds).within(declaration.margin):
+        return "refuted", "the same within ±{margin}"
+    low, high = sums.whole.interval(level, seeds)
     below, above = ("supported", "refuted") if declaration.rule == "lower" else ("refuted", "supported")
     if high < 0:
         return below, "lower"
     return (above, "higher") if low > 0 else ("undecided", "neither different nor shown to be the same")
 
 
-def _same(declaration: Declaration, sums: _Sums, level: float, times: float) -> tuple[Status, str]:
+def _same(declaration: Declaration, sums: _Sums, level: float, seeds: int) -> tuple[Status, str]:
     margin = declaration.margin
-    if sums.whole.interval(2 * level, times).within(margin):
-        return "supported", f"the same within ±{margin:g}"
-    low, high = sums.whole.interval(level, times)
+    if sums.whole.interval(2 * level, seeds).within(margin):
+        return "supported", "the same within ±{margin}"
+    low, high = sums.whole.interval(level, seeds)
     if high < -margin or low > margin:
-        return "refuted", f"differs by more than {margin:g}"
+        return "refuted", "differs by more than {margin}"
     return "undecided", "neither different nor shown to be the same"
 
 
-def _removed(declaration: Declaration, sums: _Sums, level: float, times: float) -> tuple[Status, str]:
-    plus, minus = ([row.interval(level, times) for row in rows] for rows in (sums.plus, sums.minus))
+def _removed(declaration: Declaration, sums: _Sums, level: float, seeds: int) -> tuple[Status, str]:
+    plus, minus = ([row.interval(level, seeds) for row in rows] for rows in (sums.plus, sums.minus))
     removed, kept = declaration.removed, declaration.kept
     if any(row.high < kept for row in minus):
-        return "undecided", f"nothing to remove: below {kept:g} anyway"
+        return "undecided", "nothing to remove: below {kept} anyway"
     there = all(row.low > kept for row in minus)
     if there and all(row.high < removed for row in plus):
-        return "supported", f"below {removed:g} where it is above {kept:g} otherwise"
+        return "supported", "below {removed} where it is above {kept} otherwise"
     if there and all(row.low > kept for row in plus):
-        return "refuted", f"above {kept:g} as well"
+        return "refuted", "above {kept} as well"
     return "undecided", "between the bounds"
 
 
-def _alone(declaration: Declaration, sums: _Sums, level: float, times: float) -> tuple[Status, str]:
-    removed = declaration.removed
+def _alone(declaration: Declaration, sums: _Sums, level: float, seeds: int) -> tuple[Status, str]:
     share = level / len(sums.minus)  # any of them refutes the claim
-    without = [row for row in sums.minus if row.interval(share, times).high < removed]
-    if without:
-        return "refuted", f"{len(without)} of {len(sums.minus)} others are below {removed:g} as well"
-    return _removed(declaration, sums, level, times)
+    without = [row for row in sums.minus if row.interval(share, seeds).high < declaration.removed]
+    if without and len(sums.minus) > 1:  # where the only other row has no sink, there is none to remove
+        return "refuted", f"{len(without)} of {len(sums.minus)} others are below {{removed}} as well"
+    return _removed(declaration, sums, level, seeds)
 
 
-_RULES: Mapping[Rule, Callable[[Declaration, _Sums, float, float], tuple[Status, str]]] = {
+_RULES: Mapping[Rule, Callable[[Declaration, _Sums, float, int], tuple[Status, str]]] = {
     "lower": _directed,
     "higher": _directed,
     "same": _same,
@@ -192,11 +199,27 @@ def _sentence(declaration: Declaration, verdict: Verdict) -> str:
     count = f", {agreeing} of {len(verdict.parts)} contrasts" if len(verdict.parts) > 1 else ""
     text = f"{verdict.status.capitalize()} (n = {verdict.n}{count}): {declaration.claim}"
     if verdict.status == "undecided":
-        needed = f"{verdict.needed} seeds" if verdict.needed else "no number of seeds up to a thousand"
-        text += f" {needed} would decide it, if means and spreads stay."
+        seeds, how = verdict.would or ("No number of", None)
+        reach = "" if how else f" up to {MOST_SEEDS}"
+        text += f" {seeds} seeds{reach} would {_WOULD[how]} it, if means and spreads stay."
     if verdict.exploratory:
         text += f" Exploratory: {'; '.join(verdict.exploratory)}."
     return text
+
+
+_WOULD: Mapping[Status | None, str] = {"supported": "support", "refuted": "refute", None: "decide"}
+
+
+def _shown(value: float, column: Column) -> str:
+    """A bound as it was declared, in the unit of differences."""
+    return f"{value * column.scale:g}{f' {column.difference_unit}' if column.unit else ''}"
+
+
+def bounds(declaration: Declaration, column: Column) -> str:
+    """What the rule compares with."""
+    if declaration.rule in ("removed", "alone"):
+        return f"removed below {_shown(declaration.removed, column)}, there above {_shown(declaration.kept, column)}"
+    return f"margin {_shown(declaration.margin, column)}"
 
 
 def lines(verdict: Verdict, column: Column) -> list[str]:
@@ -208,6 +231,6 @@ def lines(verdict: Verdict, column: Column) -> list[str]:
     return [
         f"{part.name}: {part.status}, {part.why}: {number(part.mean)} [{number(part.low)}, {number(part.high)}]"
         + (f" {column.difference_unit}" if column.unit else "")
-        + (f"; {part.needed} seeds would decide" if part.needed else "")
+        + (f"; {part.needed} seeds would {_WOULD[part.would]} it" if part.needed else "")
         for part in verdict.parts
     ]

@@ -12,7 +12,8 @@ import pytest
 from first_stage import stand_in
 
 from lit_lazy.attention import Elastic, Softmax
-from lit_lazy.command.main import main
+from lit_lazy.command.ablate_run import make_grid
+from lit_lazy.command.main import main, make_parser
 from lit_lazy.config.files import available, experiment, exported, find
 from lit_lazy.grid.ablation import Ablation, Row, expand, select
 from lit_lazy.grid.question import Question, load_asked
@@ -124,6 +125,14 @@ def test_a_file_counts_as_committed_only_as_it_was_committed(mine: Path, tmp_pat
     assert committed_at(tmp_path / "elsewhere.py") == ""
 
 
+def test_settings_of_the_command_line_were_declared_nowhere(mine: Path) -> None:
+    asked = make_parser().parse_args(["ablate", "run", str(mine)])
+    for overrides, commit in (([], committed_at(mine)), (["--train.lr=0.1"], "")):
+        declared = make_grid(asked, overrides).plan.declaration
+        assert declared is not None
+        assert declared.commit == commit
+
+
 def question(**changes) -> Question:
     rule = "model.attention.normaliser"
     given = {
@@ -146,8 +155,11 @@ def question(**changes) -> Question:
 
 def test_the_digest_is_of_all_that_was_declared(mine: Path) -> None:
     asked = question()
-    digest = asked.declaration("base", BASE, mine).digest
-    assert digest == question().declaration("base", BASE, mine).digest
+    digest = asked.declaration("base", BASE, [mine]).digest
+    assert digest == question().declaration("base", BASE, [mine]).digest
+    assert asked.declaration("base", BASE, [mine]).commit == committed_at(mine)
+    (mine.parent / "base.py").touch()
+    assert asked.declaration("base", BASE, [mine, mine.parent / "base.py"]).commit == "", "its experiment is in none"
     row = Row("b", {"model.attention.normaliser": Elastic(tau_init=0.5)}, "ours")
     others = (
         replace(asked, claim="B is much lower."),
@@ -159,9 +171,9 @@ def test_the_digest_is_of_all_that_was_declared(mine: Path) -> None:
         replace(asked, ablation=replace(asked.ablation, seeds=(8, 9, 10, 11, 12))),
         replace(asked, ablation=replace(asked.ablation, rows=(asked.ablation.rows[0], row))),
     )
-    digests = {other.declaration("base", BASE, mine).digest for other in others}
-    digests |= {asked.declaration("other", BASE, mine).digest}
-    digests |= {asked.declaration("base", replace(BASE, train=replace(BASE.train, lr=0.5)), mine).digest}
+    digests = {other.declaration("base", BASE, [mine]).digest for other in others}
+    digests |= {asked.declaration("other", BASE, [mine]).digest}
+    digests |= {asked.declaration("base", replace(BASE, train=replace(BASE.train, lr=0.5)), [mine]).digest}
     assert len(digests) == len(others) + 2
     assert digest not in digests
 

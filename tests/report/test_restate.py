@@ -10,6 +10,7 @@ import pytest
 from lit_lazy.command.main import main
 from lit_lazy.config.files import find
 from lit_lazy.grid.question import load_asked
+from lit_lazy.report.page import with_table
 from lit_lazy.table.build import restated
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import save
@@ -36,6 +37,7 @@ def test_committed_reports_are_small_and_say_the_verdict_of_their_table(path: Pa
     table = Table.from_json(json.loads(path.with_name("table.json").read_text()))
     if table.verdict is not None:
         assert html.escape(table.verdict.sentence) in path.read_text()
+    assert with_table(path, table) == path.read_text()
 
 
 def test_the_command_writes_every_format_and_figure_in_place(
@@ -60,3 +62,79 @@ def test_a_table_of_another_ablation_is_refused(tmp_path: Path, capsys: pytest.C
     assert main(["ablate", "table", "table2", "--from", str(tmp_path / "table.json")]) == 2
     assert "is a table of 'rivals', not of 'table2'" in capsys.readouterr().err
     assert (tmp_path / "table.json").read_bytes() == before
+
+
+def doctored(tmp_path: Path, **changes: object) -> Path:
+    """A copy of a question's folder whose declaration says something else."""
+    folder = tmp_path / "q_mask-backcopy"
+    shutil.copytree(RESULTS / folder.name, folder)
+    table = json.loads((folder / "table.json").read_text())
+    table["declaration"] |= changes
+    (folder / "table.json").write_text(json.dumps(table))
+    return folder / "table.json"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rule": "lower"}, "the table and the question declare another rule; a verdict is on what was declared"),
+        ({"margin": 9.0, "claim": "Pigs fly."}, "the table and the question declare another claim, margin; a verdict"),
+        ({"seeds": [10] * 5}, "seeds=(10, 10, 10, 10, 10): each must occur once"),
+    ],
+)
+def test_a_verdict_is_on_what_was_declared(
+    changes: dict[str, object], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = doctored(tmp_path, **changes)
+    before = table.read_bytes()
+    assert main(["ablate", "table", "q_mask", "--from", str(table)]) == 2
+    assert said in capsys.readouterr().err
+    assert table.read_bytes() == before
+
+
+def test_a_question_and_its_table_both_declare_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = doctored(tmp_path)
+    table.write_text(json.dumps(json.loads(table.read_text()) | {"declaration": None}))
+    assert main(["ablate", "table", "q_mask", "--from", str(table)]) == 2
+    assert "the table declares nothing, the question's file does" in capsys.readouterr().err
+
+
+def test_verdicts_follow_from_the_values_whatever_a_file_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = doctored(tmp_path)
+    table = json.loads(kept.read_text())
+    was = table["verdict"]["sentence"]
+    table["verdict"] |= {"status": "supported", "sentence": "Supported: fake"}
+    kept.write_text(json.dumps(table))
+    assert main(["ablate", "verdicts", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert was in printed
+    assert "fake" not in printed
+    table["rows"].append(table["rows"][0])
+    kept.write_text(json.dumps(table))
+    assert main(["ablate", "verdicts", str(tmp_path)]) == 2
+    assert "there twice" in capsys.readouterr().err
+
+
+def test_a_report_beside_the_table_gets_the_new_one_and_keeps_its_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "q_tau-backcopy"
+    shutil.copytree(RESULTS / folder.name, folder)
+    report = (folder / "report.html").read_text()
+    table = Table.from_json(json.loads((folder / "table.json").read_text()))
+    assert table.verdict is not None
+    (folder / "report.html").write_text(report.replace(html.escape(table.verdict.sentence), "An older sentence."))
+    assert main(["ablate", "table", "q_tau", "--from", str(folder / "table.json")]) == 0
+    assert (folder / "report.html").read_text() == report
+    (folder / "report.html").write_text("<p>something else</p>")
+    capsys.readouterr()
+    assert main(["ablate", "table", "q_tau", "--from", str(folder / "table.json")]) == 2
+    assert "is no report of this version; move it away" in capsys.readouterr().err
+
+
+def test_an_experiment_beside_a_table_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    table = str(RESULTS / "q_mask-backcopy" / "table.json")
+    assert main(["ablate", "table", "q_mask", "--base", "stdlib", "--from", table]) == 2
+    assert "--base stdlib: a table.json names its experiment" in capsys.readouterr().err

@@ -38,7 +38,7 @@ def test_a_verdict_recomputed_from_the_values_by_hand(path: Path) -> None:
     together = max(0.0, 1 - (1 - np.mean(pairs)) * len(spread) / (len(spread) - 1)) if pairs else 0.0
     count, n, found = len(declared["contrasts"]), len(seeds), []
 
-    def interval(weights: dict[str, float], level: float) -> tuple[float, float]:
+    def interval(weights: dict[str, float], level: float, m: int = n) -> tuple[float, float]:
         ends = [(weight * rows[name].min(), weight * rows[name].max()) for name, weight in weights.items()]
         still = [sorted(pair) for pair, name in zip(ends, weights, strict=True) if name not in spread]
         lowest, highest = sum(low for low, _ in still), sum(high for _, high in still)
@@ -50,34 +50,53 @@ def test_a_verdict_recomputed_from_the_values_by_hand(path: Path) -> None:
         shared = sum(
             weights[a] * weights[b] * together * min(v[a], v[b]) / n for a, b in itertools.permutations(weights, 2)
         )
-        df = sum(own.values()) ** 2 / sum(x**2 / (n - 1) for x in own.values())
-        half = t.isf(level / 2, df) * math.sqrt(sum(own.values()) + shared)
+        df = sum(own.values()) ** 2 / sum(x**2 / (m - 1) for x in own.values())
+        half = t.isf(level / 2, df) * math.sqrt((sum(own.values()) + shared) * n / m)
         mean = sum(weight * rows[name].mean() for name, weight in weights.items())
         return lowest + mean - half, highest + mean + half
 
+    def status(weights: dict[str, float], m: int) -> str:
+        """At m seeds of today's means and spreads."""
+        (low, high), inner = interval(weights, 0.05 / count, m), interval(weights, 0.1 / count, m)
+        small = max(map(abs, inner)) < declared["margin"]
+        if declared["rule"] in ("removed", "alone"):
+            plus = [interval({name: 1.0}, 0.05 / count, m) for name, weight in weights.items() if weight > 0]
+            rivals = [name for name, weight in weights.items() if weight < 0]
+            minus = [interval({name: 1.0}, 0.05 / count, m) for name in rivals]
+            each = [interval({name: 1.0}, 0.05 / count / len(rivals), m) for name in rivals]
+            if declared["rule"] == "alone" and len(rivals) > 1 and any(x[1] < declared["removed"] for x in each):
+                return "refuted"
+            if any(x[1] < declared["kept"] for x in minus) or not all(x[0] > declared["kept"] for x in minus):
+                return "undecided"
+            if all(x[1] < declared["removed"] for x in plus):
+                return "supported"
+            return "refuted" if all(x[0] > declared["kept"] for x in plus) else "undecided"
+        if declared["rule"] == "same":
+            outside = low > declared["margin"] or high < -declared["margin"]
+            return "supported" if small else "refuted" if outside else "undecided"
+        sign = 1 if declared["rule"] == "higher" else -1
+        as_claimed, against = min(sign * low, sign * high) > 0, max(sign * low, sign * high) < 0
+        return "refuted" if small or against else "supported" if as_claimed else "undecided"
+
+    seeds_that_would: dict[str, list[int]] = {"supported": [], "refuted": []}
     for part, weights in zip(verdict["parts"], declared["contrasts"].values(), strict=True):
         low, high = interval(weights, 0.05 / count)
         assert (part["low"], part["high"]) == pytest.approx((low, high), rel=1e-6, abs=1e-9)
-        inner = interval(weights, 0.1 / count)
-        small = max(map(abs, inner)) < declared["margin"]
-        if declared["rule"] in ("removed", "alone"):
-            plus = [interval({name: 1.0}, 0.05 / count) for name, weight in weights.items() if weight > 0]
-            minus = [interval({name: 1.0}, 0.05 / count) for name, weight in weights.items() if weight < 0]
-            there = all(x[0] > declared["kept"] for x in minus)
-            gone, stays = all(x[1] < declared["removed"] for x in plus), all(x[0] > declared["kept"] for x in plus)
-            expected = "supported" if there and gone else "refuted" if there and stays else "undecided"
-            if declared["rule"] == "alone":
-                rivals = [name for name, weight in weights.items() if weight < 0]
-                each = [interval({name: 1.0}, 0.05 / count / len(rivals)) for name in rivals]
-                expected = "refuted" if any(x[1] < declared["removed"] for x in each) else expected
-        elif declared["rule"] == "same":
-            outside = low > declared["margin"] or high < -declared["margin"]
-            expected = "supported" if small else "refuted" if outside else "undecided"
-        else:
-            sign = 1 if declared["rule"] == "higher" else -1
-            as_claimed, against = min(sign * low, sign * high) > 0, max(sign * low, sign * high) < 0
-            expected = "refuted" if small or against else "supported" if as_claimed else "undecided"
-        assert part["status"] == expected
-        found.append(expected)
+        found.append(status(weights, n))
+        assert part["status"] == found[-1]
+        if part["status"] == "undecided":
+            decided = (m for m in range(n + 1, 1001) if status(weights, m) != "undecided")
+            assert part["needed"] == next(decided, None)
+            if part["needed"]:
+                assert part["would"] == status(weights, part["needed"])
+                seeds_that_would[part["would"]].append(part["needed"])
     worst = "refuted" if "refuted" in found else "undecided" if "undecided" in found else "supported"
     assert verdict["status"] == worst
+    if worst == "undecided":
+        refute, support = seeds_that_would["refuted"], seeds_that_would["supported"]
+        if refute:
+            assert f" {min(refute)} seeds would refute it" in verdict["sentence"]
+        elif len(support) == found.count("undecided"):
+            assert f" {max(support)} seeds would support it" in verdict["sentence"]
+        else:
+            assert "No number of seeds up to 1000 would decide it" in verdict["sentence"]

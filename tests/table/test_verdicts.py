@@ -54,13 +54,13 @@ def verdict(rule: str, new: list[float], old: list[float], **changes) -> Verdict
     [
         ("lower", -1.0, 0.1, "supported", "lower"),
         ("lower", 1.0, 0.1, "refuted", "higher"),
-        ("lower", 0.0, 0.01, "refuted", "the same within ±0.1"),
-        ("lower", -0.05, 0.01, "refuted", "the same within ±0.1"),
+        ("lower", 0.0, 0.01, "refuted", "the same within ±0.1 nats"),
+        ("lower", -0.05, 0.01, "refuted", "the same within ±0.1 nats"),
         ("lower", -0.05, 0.3, "undecided", "neither different nor shown to be the same"),
         ("higher", 1.0, 0.1, "supported", "higher"),
         ("higher", -1.0, 0.1, "refuted", "lower"),
-        ("same", 0.0, 0.01, "supported", "the same within ±0.1"),
-        ("same", 0.5, 0.05, "refuted", "differs by more than 0.1"),
+        ("same", 0.0, 0.01, "supported", "the same within ±0.1 nats"),
+        ("same", 0.5, 0.05, "refuted", "differs by more than 0.1 nats"),
         ("same", 0.11, 0.2, "undecided", "neither different nor shown to be the same"),
     ],
 )
@@ -74,11 +74,11 @@ def test_each_rule_has_each_outcome(rule, difference, spread, status, why):
 @pytest.mark.parametrize(
     ("new", "old", "status", "why"),
     [
-        (around(0.01, 0.005), around(0.45, 0.02), "supported", "below 0.1 where it is above 0.3 otherwise"),
-        ([0.0] * 5, around(0.45, 0.02), "supported", "below 0.1 where it is above 0.3 otherwise"),
-        (around(0.5, 0.02), around(0.45, 0.02), "refuted", "above 0.3 as well"),
+        (around(0.01, 0.005), around(0.45, 0.02), "supported", "below 0.1 nats where it is above 0.3 nats otherwise"),
+        ([0.0] * 5, around(0.45, 0.02), "supported", "below 0.1 nats where it is above 0.3 nats otherwise"),
+        (around(0.5, 0.02), around(0.45, 0.02), "refuted", "above 0.3 nats as well"),
         (around(0.2, 0.02), around(0.45, 0.02), "undecided", "between the bounds"),
-        (around(0.01, 0.005), around(0.05, 0.01), "undecided", "nothing to remove: below 0.3 anyway"),
+        (around(0.01, 0.005), around(0.05, 0.01), "undecided", "nothing to remove: below 0.3 nats anyway"),
         (around(0.01, 0.005), around(0.35, 0.2), "undecided", "between the bounds"),
     ],
 )
@@ -90,9 +90,9 @@ def test_what_is_removed_is_seen_in_levels(new, old, status, why):
 @pytest.mark.parametrize(
     ("others", "status", "why"),
     [
-        ({"old": 0.45, "older": 0.6}, "supported", "below 0.1 where it is above 0.3 otherwise"),
-        ({"old": 0.45, "older": 0.02}, "refuted", "1 of 2 others are below 0.1 as well"),
-        ({"old": 0.45, "older": 0.2}, "undecided", "nothing to remove: below 0.3 anyway"),
+        ({"old": 0.45, "older": 0.6}, "supported", "below 0.1 nats where it is above 0.3 nats otherwise"),
+        ({"old": 0.45, "older": 0.02}, "refuted", "1 of 2 others are below 0.1 nats as well"),
+        ({"old": 0.45, "older": 0.2}, "undecided", "nothing to remove: below 0.3 nats anyway"),
     ],
 )
 def test_what_another_removes_too_is_not_removed_alone(others, status, why):
@@ -108,7 +108,7 @@ def test_what_another_removes_too_is_not_removed_alone(others, status, why):
     refuted = rows | {"new": apart(0.5, 0.01), "older": around(0.6, 0.01)}
     found = judge(dataclasses.replace(DECLARED, rule="alone", contrasts={"all": weights}), table_of(refuted))
     assert found is not None
-    assert (found.status, found.parts[0].why) == ("refuted", "above 0.3 as well")
+    assert (found.status, found.parts[0].why) == ("refuted", "above 0.3 nats as well")
 
 
 def test_the_interval_is_welch_s_at_bonferroni_s_level():
@@ -164,11 +164,14 @@ def test_rows_without_any_spread_differ_by_their_range():
 
 
 def test_each_of_many_rivals_is_tested_at_its_share():
-    """Of seven rivals each may seem to lack the sink by chance; one that does refutes the claim."""
-    half = t.isf(0.025, 4) * np.std(around(0, 1), ddof=1) / math.sqrt(5)
-    near = around(0.1 - 1.01 * half * 0.01, 0.01)  # its own interval lies just below 0.1
+    """Of seven rivals each may seem to lack the sink by chance; one that does refutes the claim.
+
+    Of one alone nobody claims that others keep it: without a sink there is none to remove.
+    """
+    half = t.isf(0.0125, 4) * np.std(around(0, 1), ddof=1) / math.sqrt(5)
+    near = around(0.1 - 1.01 * half * 0.01, 0.01)  # its interval at half the level lies just below 0.1
     rows = {"old": near, **{f"old {i}": around(0.5, 0.01) for i in range(6)}, "new": apart(0.03, 0.01)}
-    for others, status in ((1, "refuted"), (7, "undecided")):
+    for others, status in ((1, "undecided"), (2, "refuted"), (7, "undecided")):
         names = list(rows)[:others]
         weights = {"new": 1.0, **dict.fromkeys(names, -1 / others)}
         found = judge(dataclasses.replace(DECLARED, rule="alone", contrasts={"all": weights}), table_of(rows))
@@ -192,9 +195,11 @@ def test_one_refuted_contrast_refutes_the_claim_and_one_undecided_leaves_it_open
 def test_an_undecided_contrast_names_the_seeds_that_would_decide_it():
     found = verdict("lower", apart(1.8, 0.3), around(2, 0.3))
     assert found.status == "undecided"
-    needed = found.needed
-    assert needed is not None
-    assert f"{needed} seeds would decide it" in found.sentence
+    assert found.would is not None
+    needed, how = found.would
+    assert how == "supported"
+    assert f"than old. {needed} seeds would support it, if means and spreads stay." in found.sentence
+    assert f"; {needed} seeds would support it" in lines(found, LOSS)[0]
     # With twice as many seeds of the same means and spreads it is decided, with half as many it is not.
     for n, decided in ((2 * needed // 5, True), (needed // 2 // 5, False)):
         seeds = tuple(range(5 * n))
@@ -205,10 +210,46 @@ def test_an_undecided_contrast_names_the_seeds_that_would_decide_it():
         assert (again.status != "undecided") == decided
 
 
+@pytest.mark.parametrize("rule", ["lower", "same"])
+def test_the_seeds_that_would_decide_are_satterthwaite_s(rule):
+    """One seed fewer leaves it open, by a table of so many seeds with the same means and standard deviations."""
+
+    def of(n: int) -> Verdict:
+        ranks = np.arange(n) - (n - 1) / 2
+        ends = (ranks == ranks.max()).astype(float) + (ranks == ranks.min())  # has no linear trend
+        unlike = ends - ends.mean()
+        rows = {"old": 2 + 0.2 * ranks / ranks.std(ddof=1), "new": 1.9 + 0.1 * unlike / unlike.std(ddof=1)}
+        seeds = tuple(range(n))
+        declared = dataclasses.replace(DECLARED, rule=rule, margin=0.15, seeds=seeds)
+        found = judge(declared, table_of({name: row.tolist() for name, row in rows.items()}, seeds))
+        assert found is not None
+        return found
+
+    assert of(8).would is not None
+    needed, how = of(8).would
+    assert needed > 10
+    assert (of(needed).status, of(needed - 1).status) == (how, "undecided")
+
+
+def test_the_fewest_seeds_that_refute_one_contrast_decide_the_claim():
+    """Though others would take more to be supported, or would never be decided."""
+    rows = {"old": around(2, 0.3), "good": apart(1.75, 0.3), "bad": apart(2.3, 0.3)}
+    contrasts = {name: {name: 1.0, "old": -1.0} for name in ("good", "bad")}
+    found = judge(dataclasses.replace(DECLARED, contrasts=contrasts, margin=0.01), table_of(rows))
+    assert found is not None
+    good, bad = found.parts
+    assert (good.would, bad.would) == ("supported", "refuted")
+    assert good.needed is not None
+    assert bad.needed is not None
+    assert good.needed > bad.needed
+    assert found.would == (bad.needed, "refuted")
+    assert f"{bad.needed} seeds would refute it" in found.sentence
+
+
 def test_an_open_question_that_no_number_of_seeds_decides_says_so():
     found = verdict("removed", around(0.2, 0.001), around(0.45, 0.001))
-    assert found.needed is None
-    assert "no number of seeds up to a thousand" in found.sentence
+    assert found.would is None
+    assert "than old. No number of seeds up to 1000 would decide it" in found.sentence
 
 
 @pytest.mark.parametrize("rule", ["lower", "higher", "same"])
@@ -242,7 +283,7 @@ def test_there_is_no_verdict_while_a_declared_seed_is_missing():
     ("changes", "reasons"),
     [
         ({}, ()),
-        ({"commit": ""}, ("its declaration was not committed before its run",)),
+        ({"commit": ""}, ("its declaration, or a setting of its experiment, was in no commit before its run",)),
         ({"changed": True}, ("its declaration changed after its run began",)),
         ({"pilot_seeds": (3, 12)}, ("some of its seeds were used in a pilot",)),
     ],
@@ -258,7 +299,7 @@ def test_a_judged_table_survives_json_and_is_judged_the_same_from_it_alone():
     again = Table.from_json(json.loads(json.dumps(table.to_json())))
     assert (again.declaration, again.verdict) == (DECLARED, table.verdict)
     assert judge(again.declaration, again) == table.verdict
-    assert judged(table, None) is table
+    assert judged(table, None).verdict is None, "a verdict without a declaration is none"
     assert Table.from_json(table_of({"a": around(1, 1)}).to_json()).verdict is None
 
 
@@ -287,6 +328,7 @@ def test_lines_give_the_numbers_as_the_column_does():
         ({"rule": "better"}, "rule='better': must be one of lower, higher, same, removed, alone"),
         ({"margin": 0.0}, r"margin=0\.0: must be above 0"),
         ({"seeds": (1, 2, 3)}, r"seeds=\(1, 2, 3\): needs at least 5"),
+        ({"seeds": (1, 2, 3, 4, 4)}, r"seeds=\(1, 2, 3, 4, 4\): each must occur once"),
         ({"contrasts": {}}, "contrasts=0: must be 1 to 5"),
         ({"contrasts": {str(i): {"a": 1.0} for i in range(6)}}, "contrasts=6: must be 1 to 5"),
         ({"removed": 0.4}, r"removed=0\.4: must be below kept=0\.3"),

@@ -28,6 +28,8 @@ def ablate_verdicts(options: argparse.Namespace, _rest: list[str]) -> int:
     if options.out is not None:
         writable_file("--out", options.out)
     found = answered(options.folder)
+    if (options.folder / "table.json").exists():
+        raise ValueError(f"{str(options.folder)!r}: is the folder of one table; give the one around it")
     if not found:
         raise ValueError(
             f"{str(options.folder)!r}: holds no question's table.json; `lit-lazy ablate run q_null` makes one"

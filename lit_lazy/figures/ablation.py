@@ -58,11 +58,15 @@ def loss_against_sparsity(table: Table, parts: RowParts = NO_PARTS) -> Figure | 
         return None
     counts = {row.metrics[loss.key].n for row in table.rows} - {0}
     spread = "" if counts == {1} else " with 95 % CI"
-    named = {point.name for point in points}
+    highest = highest_near(point.y for point in points)
+    far = {point.name for point in points if point.y > highest}
+    named, which = {point.name for point in points}, ""
     if len(points) > MOST_NAMED:
         lowest = sorted(points, key=lambda point: (not point.baseline, point.y))
         named = {point.name for point in lowest[: NAMED_OF_MORE + 1]}
-    which = "" if len(named) == len(points) else f"; named are the baseline and the {NAMED_OF_MORE} lowest"
+        which = f"; named are the baseline and the {NAMED_OF_MORE} lowest"
+        if far:
+            which += f", far above lie {len(far)}, up to {loss.format(lowest[-1].y / loss.scale)}"
     title = f"{table.ablation}: loss against sparsity, mean over {_seeds(counts)}{spread}{which}"
     figure = new_figure(WIDTH, 4.2 + 0.06 * min(len(points), MOST_NAMED), title)
     axes = figure.subplots()
@@ -70,7 +74,7 @@ def loss_against_sparsity(table: Table, parts: RowParts = NO_PARTS) -> Figure | 
     axes.set_ylabel(loss.heading)
     axes.grid(True)
     apart, least = _x_axis(axes, points)
-    far = _y_axis(axes, points)
+    axes.set_ylim(*_range([(point.y, point.y_half) for point in points if point.name not in far]))
     top = axes.get_ylim()[1]
     labels, bars = [], []
     colours = Colours(parts, (point.name for point in points))
@@ -79,15 +83,16 @@ def loss_against_sparsity(table: Table, parts: RowParts = NO_PARTS) -> Figure | 
     for point in points:
         x = apart if math.isnan(point.x) else point.x
         colour = colours[point.name]
-        if point.y in far:
-            axes.plot(x, top, "^", color=colour, markerfacecolor="white", markersize=7, clip_on=False, zorder=4)
-            value = loss.format(point.y / loss.scale)
-            labels.append(Label(_label(f"{point.name}: {value}"), x, top, point.baseline))
-            continue
-        axes.plot(x, point.y, "D" if point.baseline else "o", color=colour, zorder=4)
+        label, y = point.name, point.y
+        if point.name in far:
+            y = top
+            axes.plot(x, y, "^", color=colour, markerfacecolor="white", markersize=7, clip_on=False, zorder=4)
+            label += f": {loss.format(point.y / loss.scale)}"
+        else:
+            axes.plot(x, y, "D" if point.baseline else "o", color=colour, zorder=4)
+            bars += _intervals(axes, x, point, colour, least)
         if point.name in named:
-            labels.append(Label(_label(point.name), x, point.y, point.baseline))
-        bars += _intervals(axes, x, point, colour, least)
+            labels.append(Label(_label(label), x, y, point.baseline))
     place_labels(figure, axes, labels, bars)
     return figure
 
@@ -177,14 +182,6 @@ def _x_axis(axes: Axes, points: Sequence[_Point]) -> tuple[float, float]:
         axes.set_xlim(low, high)
     axes.set_xticks(ticks, labels)
     return apart, low
-
-
-def _y_axis(axes: Axes, points: Sequence[_Point]) -> set[float]:
-    """Sets the limits; the losses that are too far up to be shown where they are."""
-    highest = highest_near(point.y for point in points)
-    far = {point.y for point in points if point.y > highest}
-    axes.set_ylim(*_range([(point.y, point.y_half) for point in points if point.y not in far]))
-    return far
 
 
 def _intervals(axes: Axes, x: float, point: _Point, colour: str, least: float) -> list[Bbox]:

@@ -80,6 +80,7 @@ OPTIONS = [
         f"--from '{RESULTS}': is a folder; give the table.json in it, --from {RESULTS}/table.json",
     ),
     (["ablate", "table", "nothing", "--from", "table.json"], "ablation 'nothing': unknown"),
+    (["ablate", "verdicts", str(RESULTS)], f"'{RESULTS}': is the folder of one table; give the one around it"),
     (["dashboard"], "--runs runs: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` makes some"),
     (["dashboard", "--port", "0"], "argument --port: '0': must be a whole number from 1 to 65535"),
     (["dashboard", "--port", "99999"], "argument --port: '99999': must be a whole number from 1 to 65535"),

@@ -27,9 +27,9 @@ def ablate_verdicts(options: argparse.Namespace, _rest: list[str]) -> int:
 
     if options.out is not None:
         writable_file("--out", options.out)
-    found = answered(options.folder)
     if (options.folder / "table.json").exists():
         raise ValueError(f"{str(options.folder)!r}: is the folder of one table; give the one around it")
+    found = answered(options.folder)
     if not found:
         raise ValueError(
             f"{str(options.folder)!r}: holds no question's table.json; `lit-lazy ablate run q_null` makes one"

@@ -46,7 +46,8 @@ def loss_against_sparsity(table: Table, parts: RowParts = NO_PARTS) -> Figure | 
 
     The loss is the first of excess loss, bits per byte and validation loss that the table has. Variants without a
     sparsity stand apart at the left. A loss that would squeeze all others together is put at the upper edge, with an
-    arrow and its value. None without both columns, or where no variant has both.
+    arrow and its value. Of many variants only some are named; of those beyond the edge the title gives the number and
+    the highest. None without both columns, or where no variant has both.
     """
     columns = {column.key: column for column in table.columns}
     loss = next((columns[key] for key in LOSSES if key in columns), None)
@@ -66,7 +67,7 @@ def loss_against_sparsity(table: Table, parts: RowParts = NO_PARTS) -> Figure | 
         named = {point.name for point in lowest[: NAMED_OF_MORE + 1]}
         which = f"; named are the baseline and the {NAMED_OF_MORE} lowest"
         if far:
-            which += f", far above lie {len(far)}, up to {loss.format(lowest[-1].y / loss.scale)}"
+            which += f", far above lie {len(far)}, up to {loss.format(max(point.y for point in points) / loss.scale)}"
     title = f"{table.ablation}: loss against sparsity, mean over {_seeds(counts)}{spread}{which}"
     figure = new_figure(WIDTH, 4.2 + 0.06 * min(len(points), MOST_NAMED), title)
     axes = figure.subplots()

@@ -80,12 +80,16 @@ def _check_declaration(path: Path, declared: Declaration | None, question: Quest
     """A verdict is on what was declared before the run, which neither the file nor the question may say otherwise."""
     if declared is None and question is None:
         return
-    fix = f"--from {str(path)!r}: {{}}; a verdict is on what was declared before its run, so restore that"
     if declared is None or question is None:
         lacking, there = ("table", "question's file") if declared is None else ("question's file", "table")
-        raise ValueError(fix.format(f"the {lacking} declares nothing, the {there} does"))
-    if differing := declared.differing(question.declared):
-        raise ValueError(fix.format(f"the table and the question declare another {', '.join(differing)}"))
+        wrong = f"the {lacking} declares nothing, the {there} does"
+    elif differing := declared.differing(question.declared):
+        wrong = f"the table and the question declare another {', '.join(differing)}"
+    else:
+        return
+    raise ValueError(
+        f"--from {str(path)!r}: {wrong}; a verdict is on what was declared before its run, so restore that"
+    )
 
 
 def _parts(ablation: Ablation) -> figures.RowParts:

@@ -110,7 +110,7 @@ class Verdict:
     exploratory: tuple[str, ...]
 
     @property
-    def would(self) -> tuple[int, Status] | None:
+    def outlook(self) -> tuple[int, Status] | None:
         """The seeds that would decide the claim, and how; None where it is decided, or no number would.
 
         One refuted contrast is enough: so the fewest that refute one, else those that support the last.

@@ -133,8 +133,7 @@ def _part(declaration: Declaration, name: str, values: Mapping[str, Mapping[int,
         if first < len(more):
             needed, would = more[first], _decided(declaration, sums, level, more[first])[0]
     low, high = sums.whole.interval(level, n)
-    why = why.format(**{bound: _shown(getattr(declaration, bound), column) for bound in ("margin", "removed", "kept")})
-    return Finding(name, status, why, sums.whole.mean, low, high, needed, would)
+    return Finding(name, status, why.format(**_bounds(declaration, column)), sums.whole.mean, low, high, needed, would)
 
 
 def _decided(declaration: Declaration, sums: _Sums, level: float, seeds: int) -> tuple[Status, str]:
@@ -199,7 +198,7 @@ def _sentence(declaration: Declaration, verdict: Verdict) -> str:
     count = f", {agreeing} of {len(verdict.parts)} contrasts" if len(verdict.parts) > 1 else ""
     text = f"{verdict.status.capitalize()} (n = {verdict.n}{count}): {declaration.claim}"
     if verdict.status == "undecided":
-        seeds, how = verdict.would or ("No number of", None)
+        seeds, how = verdict.outlook or ("No number of", None)
         reach = "" if how else f" up to {MOST_SEEDS}"
         text += f" {seeds} seeds{reach} would {_WOULD[how]} it, if means and spreads stay."
     if verdict.exploratory:
@@ -210,16 +209,17 @@ def _sentence(declaration: Declaration, verdict: Verdict) -> str:
 _WOULD: Mapping[Status | None, str] = {"supported": "support", "refuted": "refute", None: "decide"}
 
 
-def _shown(value: float, column: Column) -> str:
-    """A bound as it was declared, in the unit of differences."""
-    return f"{value * column.scale:g}{f' {column.difference_unit}' if column.unit else ''}"
+def _bounds(declaration: Declaration, column: Column) -> dict[str, str]:
+    """What rules compare with, by name: a margin as differences are shown, the levels as values are."""
+    units = {"margin": column.difference_unit, "removed": column.unit, "kept": column.unit}
+    return {name: f"{getattr(declaration, name) * column.scale:g} {unit}".rstrip() for name, unit in units.items()}
 
 
 def bounds(declaration: Declaration, column: Column) -> str:
     """What the rule compares with."""
-    if declaration.rule in ("removed", "alone"):
-        return f"removed below {_shown(declaration.removed, column)}, there above {_shown(declaration.kept, column)}"
-    return f"margin {_shown(declaration.margin, column)}"
+    by_level = declaration.rule in ("removed", "alone")
+    text = "removed below {removed}, there above {kept}" if by_level else "margin {margin}"
+    return text.format(**_bounds(declaration, column))
 
 
 def lines(verdict: Verdict, column: Column) -> list[str]:

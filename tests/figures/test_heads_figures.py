@@ -1,5 +1,6 @@
 """Figures of diagnostics and trainings show the numbers they are given, in one style, with all text inside."""
 
+import json
 import subprocess
 import sys
 import warnings
@@ -30,6 +31,8 @@ from lit_lazy.figures.mechanism import mechanism_figure, weights
 from lit_lazy.measure import heads, rows
 from lit_lazy.table.build import build_table
 from lit_lazy.table.records import Column, Observation, RowInfo, Table
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 NAMES = [
     "attention_maps",
@@ -403,6 +406,22 @@ def test_no_label_covers_another_a_marker_or_leaves_the_panel(n_seeds):
         assert box.x1 <= axes.bbox.x1
         assert axes.bbox.y0 <= box.y0
         assert box.y1 <= axes.bbox.y1
+
+
+def test_of_many_variants_only_some_are_named_and_those_far_above_are_counted():
+    """Names of all that lie beyond the edge would cover one another, and the names below them."""
+    table = Table.from_json(json.loads((RESULTS / "q_sink-backcopy" / "table.json").read_text()))
+    figure = drawn(loss_against_sparsity(table))
+    axes = figure.axes[0]
+    far = [line for line in axes.lines if line.get_marker() == "^" and line.get_markersize() == 7]
+    losses = sorted(row.metrics["loss/excess"].mean for row in table.rows)
+    assert len(far) == sum(loss > axes.get_ylim()[1] for loss in losses) > 0
+    title = " ".join(figure.get_suptitle().split())
+    assert title.endswith(f"the 10 lowest, far above lie {len(far)}, up to {losses[-1]:.4f}")
+    names = {" ".join(text.get_text().split()) for text in axes.texts}
+    assert len(names) == 11
+    assert table.baseline in names
+    assert_legible(figure)
 
 
 def test_loss_against_sparsity_needs_both_and_takes_the_first_loss():

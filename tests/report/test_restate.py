@@ -66,7 +66,7 @@ def test_a_table_of_another_ablation_is_refused(tmp_path: Path, capsys: pytest.C
 
 def doctored(tmp_path: Path, **changes: object) -> Path:
     """A copy of a question's folder whose declaration says something else."""
-    folder = tmp_path / "q_mask-backcopy"
+    folder = tmp_path / "{q_mask}" / "q_mask-backcopy"
     shutil.copytree(RESULTS / folder.name, folder)
     table = json.loads((folder / "table.json").read_text())
     table["declaration"] |= changes
@@ -107,13 +107,13 @@ def test_verdicts_follow_from_the_values_whatever_a_file_says(
     was = table["verdict"]["sentence"]
     table["verdict"] |= {"status": "supported", "sentence": "Supported: fake"}
     kept.write_text(json.dumps(table))
-    assert main(["ablate", "verdicts", str(tmp_path)]) == 0
+    assert main(["ablate", "verdicts", str(kept.parents[1])]) == 0
     printed = capsys.readouterr().out
     assert was in printed
     assert "fake" not in printed
     table["rows"].append(table["rows"][0])
     kept.write_text(json.dumps(table))
-    assert main(["ablate", "verdicts", str(tmp_path)]) == 2
+    assert main(["ablate", "verdicts", str(kept.parents[1])]) == 2
     assert "there twice" in capsys.readouterr().err
 
 

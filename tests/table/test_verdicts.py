@@ -12,7 +12,7 @@ from lit_lazy.table.build import build_table
 from lit_lazy.table.question import Declaration, Verdict
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table
 from lit_lazy.table.render import markdown
-from lit_lazy.table.verdicts import judge, judged, lines
+from lit_lazy.table.verdicts import bounds, judge, judged, lines
 
 SEEDS = (10, 11, 12, 13, 14)
 LOSS = Column("loss", "loss", "lower", 3, "nats")
@@ -195,8 +195,8 @@ def test_one_refuted_contrast_refutes_the_claim_and_one_undecided_leaves_it_open
 def test_an_undecided_contrast_names_the_seeds_that_would_decide_it():
     found = verdict("lower", apart(1.8, 0.3), around(2, 0.3))
     assert found.status == "undecided"
-    assert found.would is not None
-    needed, how = found.would
+    assert found.outlook is not None
+    needed, how = found.outlook
     assert how == "supported"
     assert f"than old. {needed} seeds would support it, if means and spreads stay." in found.sentence
     assert f"; {needed} seeds would support it" in lines(found, LOSS)[0]
@@ -225,8 +225,8 @@ def test_the_seeds_that_would_decide_are_satterthwaite_s(rule):
         assert found is not None
         return found
 
-    assert of(8).would is not None
-    needed, how = of(8).would
+    assert of(8).outlook is not None
+    needed, how = of(8).outlook
     assert needed > 10
     assert (of(needed).status, of(needed - 1).status) == (how, "undecided")
 
@@ -242,13 +242,13 @@ def test_the_fewest_seeds_that_refute_one_contrast_decide_the_claim():
     assert good.needed is not None
     assert bad.needed is not None
     assert good.needed > bad.needed
-    assert found.would == (bad.needed, "refuted")
+    assert found.outlook == (bad.needed, "refuted")
     assert f"{bad.needed} seeds would refute it" in found.sentence
 
 
 def test_an_open_question_that_no_number_of_seeds_decides_says_so():
     found = verdict("removed", around(0.2, 0.001), around(0.45, 0.001))
-    assert found.would is None
+    assert found.outlook is None
     assert "than old. No number of seeds up to 1000 would decide it" in found.sentence
 
 
@@ -320,6 +320,13 @@ def test_lines_give_the_numbers_as_the_column_does():
     found = verdict("lower", around(1, 0.1), around(2, 0.1))
     part = found.parts[0]
     assert lines(found, LOSS) == [f"new - old: supported, lower: -1.000 [{part.low:+.3f}, {part.high:+.3f}] nats"]
+
+
+def test_bounds_have_the_unit_of_what_they_are_compared_with():
+    share = dataclasses.replace(LOSS, unit="%", scale=100)
+    assert bounds(DECLARED, share) == "margin 10 points"
+    assert bounds(dataclasses.replace(DECLARED, rule="removed"), share) == "removed below 10 %, there above 30 %"
+    assert bounds(DECLARED, dataclasses.replace(LOSS, unit="")) == "margin 0.1"
 
 
 @pytest.mark.parametrize(

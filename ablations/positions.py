@@ -2,8 +2,9 @@
 
 from lit_lazy.attention import Alibi, Elastic, LearnedAbsolute, NoBias, NoPosition, Rope, Softmax
 from lit_lazy.grid.ablation import Ablation, Row
-from lit_lazy.table.columns import COLUMNS, INIT_COLUMNS
+from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, INIT_COLUMNS
 from lit_lazy.table.designs import main_effects
+from lit_lazy.table.records import Column
 
 NORMALISERS = {
     "softmax": Softmax(),
@@ -17,12 +18,19 @@ POSITIONS = {
     "ALiBi": (NoPosition(), Alibi(slopes=(0.5,))),
     "no position": (NoPosition(), NoBias()),
 }
+VALUE_NORM = Column(
+    "sink/value_norm",
+    "first key's value norm",
+    None,
+    2,
+    note="beside the mean of a sequence's: near 0, its weight adds nothing",
+)
 
 ablation = Ablation(
     name="positions",
     baseline="softmax + RoPE",
     seeds=(0, 1, 2),
-    columns=(*COLUMNS, *INIT_COLUMNS),
+    columns=(*COLUMNS, *HEAD_COLUMNS, VALUE_NORM, *INIT_COLUMNS),
     primary=("sink/first_key_weight_non_trigger", "sink/first_key_weight"),
     contrasts=main_effects(
         {

@@ -84,13 +84,17 @@ def with_table(report: Path, table: Table) -> str:
     parts = [part.rstrip("\n") for part in html_parts(table)]
     if len(_TABLE.findall(text)) != len(parts):
         raise ValueError(f"{str(report)!r}: is no report of this version; move it away, `lit-lazy report` draws one")
-    finding = "".join(section.html for section in _finding(table_figures(table)))
-    return _FINDING.sub(lambda _: finding, _TABLE.sub(lambda _: parts.pop(0), text))
+    text = _TABLE.sub(lambda _: parts.pop(0), text)
+    for section in _finding(table_figures(table)):
+        text = _FINDING.sub(lambda _, new=section: new.html, text)
+        text = _OUTLINED.sub(lambda _, new=section: new.outlined, text)
+    return text
 
 
 _TABLE = re.compile(r'<section class="ablation-table">.*?</section>', re.DOTALL)
 """What `html_parts` gives."""
 _FINDING = re.compile(r'<section id="finding">.*?</section>', re.DOTALL)
+_OUTLINED = re.compile(r'<li><a href="#finding">.*?</li>')
 
 
 def _gathered(tracker: Tracker, parent_id: str, ui_url: str | None = None, drawn: Sequence[str] = ()) -> "_Material":
@@ -125,7 +129,7 @@ def _page(material: "_Material", first: Mapping[str, Figure], overall: Mapping[s
         title=escape(f"{plan.ablation} on {plan.base}"),
         summary=f"{len(table.rows)} variants, {_completeness(table)}",
         opening=opening,
-        outline="".join(f'<li><a href="#{section.id}">{escape(section.title)}</a></li>' for section in sections),
+        outline="".join(section.outlined for section in sections),
         sections="\n".join(section.html for section in sections),
     )
     return page.encode("ascii", "xmlcharrefreplace").decode()
@@ -142,6 +146,11 @@ class _Section:
     id: str
     title: str
     body: str
+
+    @property
+    def outlined(self) -> str:
+        """Its line in the page's contents."""
+        return f'<li><a href="#{self.id}">{escape(self.title)}</a></li>'
 
     @property
     def html(self) -> str:

@@ -36,6 +36,7 @@ figure.wide { grid-column: 1 / -1; }
 img { display: block; width: 100%; min-width: min(var(--width), 32rem); height: auto; }
 figcaption { margin-top: .4rem; font-size: .93em; }
 figcaption b { color: var(--ink); }
+@media (max-width: 34rem) { figcaption::before { content: "\\2194  Scrolls sideways. "; } }
 details { margin: .5rem 0; padding: .4rem .6rem; border: 1px solid var(--line); border-radius: 6px; }
 summary { font-weight: 600; cursor: pointer; }
 details[open] > summary { margin-bottom: .6rem; }

@@ -48,7 +48,7 @@ def train(
     threads: int | None = None,
     loggers: Sequence[str] = (),
 ) -> Trained:
-    """Train a config, or the experiment of this name or file, and keep the model: `lit-lazy train --keep-checkpoint`.
+    """Train a config, or the experiment of this name or file, and keep the model, as `lit-lazy train` does.
 
     A run that was cut off is resumed, a finished one is returned as it is. name: of the folder in `runs` and of the
     experiment in MLflow, behind `train-`; that of the file by default, else "notebook". threads: of the CPU. loggers:
@@ -73,7 +73,7 @@ def train(
         path = find("experiments", config)
         config, name = load_experiment(path), name or path.stem
     require(isinstance(config, RunConfig), "config", config, "must be a RunConfig, or the name or .py file of one")
-    return train_tracked(config, name or NAME, folder, threads, keep_checkpoint=True, loggers=loggers)
+    return train_tracked(config, name or NAME, folder, threads, loggers=loggers)
 
 
 def load(checkpoint: str | Path, imports: Sequence[str] = ()) -> "Model":

@@ -327,7 +327,7 @@ def distinct(text: str, values: list[T]) -> list[T]:
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """The options that name a trained model."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=path, help="a final.ckpt of --keep-checkpoint")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=path, help="the final.ckpt in the folder of a run")
     parser.add_argument(
         "--import",
         metavar="FILE",

@@ -27,7 +27,10 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("experiment", metavar="EXPERIMENT", help="a name in experiments/, or a .py file")
     add_threads(parser)
     parser.add_argument(
-        "--keep-checkpoint", action="store_true", help="keep the trained model, final.ckpt in the run folder"
+        "--keep-checkpoint",
+        action=argparse.BooleanOptionalAction,
+        help="keep the trained model, final.ckpt in the run folder (the default; given, a finished run without it is an "
+        "error)",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what it will take; create nothing")
     parser.add_argument("--verbose", action="store_true", help="print all metrics in the end, not a few")
@@ -62,8 +65,10 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
         take_part(group)
         return 0
     trained = train_tracked(
-        cfg, path.stem, options.runs, options.threads, options.keep_checkpoint, execution, options.loggers
+        cfg, path.stem, options.runs, options.threads, options.keep_checkpoint is not False, execution, options.loggers
     )
+    if options.keep_checkpoint and not trained.kept:
+        raise ValueError(f"--keep-checkpoint: {trained.not_kept}")
     print(f"{trained.name}: {steps(trained)}\n")
     if options.verbose:
         print_metrics(trained.metrics)
@@ -99,12 +104,9 @@ def summary(metrics: dict[str, float]) -> list[str]:
 
 def places(trained: "Trained") -> str:
     """Where everything is."""
-    from lit_lazy.training.result import FINAL_CHECKPOINT
-
-    kept = trained.folder / FINAL_CHECKPOINT
     lines = {
         "run": trained.folder,
-        "checkpoint": kept if kept.exists() else "not kept; --keep-checkpoint keeps that of a run that is trained",
+        "checkpoint": trained.checkpoint if trained.kept else trained.not_kept,
         "dashboard": trained.dashboard,
     }
     return "\n".join(f"{name + ':':12}{place}" for name, place in lines.items())

@@ -56,10 +56,19 @@ class Trained:
     @property
     def checkpoint(self) -> Path:
         """The trained model's file. Raises ValueError, in one line, where it was not kept."""
-        path = self.folder / FINAL_CHECKPOINT
-        if not path.exists():
-            raise ValueError(f"{path}: the run was trained without keeping its model; remove its folder to train again")
-        return path
+        if not self.kept:
+            raise ValueError(self.not_kept)
+        return self.folder / FINAL_CHECKPOINT
+
+    @property
+    def kept(self) -> bool:
+        """Whether the trained model is there."""
+        return (self.folder / FINAL_CHECKPOINT).exists()
+
+    @property
+    def not_kept(self) -> str:
+        """What to do where it is not."""
+        return f"the model of the run in {self.folder} was not kept; remove that folder to train it again"
 
     @property
     def dashboard(self) -> str:
@@ -81,7 +90,7 @@ def train_tracked(
     name: str,
     runs: Path,
     threads: int | None = None,
-    keep_checkpoint: bool = False,
+    keep_checkpoint: bool = True,
     execution: Execution = ONE_DEVICE,
     loggers: Sequence[str] = (),
 ) -> Trained:
@@ -89,7 +98,8 @@ def train_tracked(
 
     A run that was cut off resumes from its checkpoint, in the MLflow run it was begun with; one that another process
     trains is waited for. While MLflow is away the metrics are kept in the run folder; the same command sends them
-    later. loggers: csv, tensorboard or wandb, beside MLflow.
+    later. keep_checkpoint: leave the trained model in `final.ckpt`; a run that was finished without it stays without.
+    loggers: csv, tensorboard or wandb, beside MLflow.
     """
     check_kinds_of_loggers(loggers)
     if threads is not None:

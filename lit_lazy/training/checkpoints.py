@@ -108,7 +108,7 @@ def load(path: Path) -> LitLM:
         content = read(path)
     except ValueError as error:
         raise ValueError(
-            f"{checkpoint}: {error}; give a final.ckpt, which --keep-checkpoint leaves in run folders"
+            f"{checkpoint}: {error}; give a final.ckpt, which `lit-lazy train` leaves in its run folder"
         ) from None
     try:
         module = _made(content)

@@ -1,16 +1,21 @@
 """What `lit-lazy train` says in the end, and meanwhile to whoever gives the command twice."""
 
 import os
+import re
+import shutil
 import sys
 from pathlib import Path
 
 import forked
 import pytest
+from mistakes import tree
 from mlflow.tracking import MlflowClient
 
+from lit_lazy import api
 from lit_lazy.command.main import main
 from lit_lazy.config import experiment, replace_at
 from lit_lazy.config.key import cell_key
+from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.run import lock_of
 from lit_lazy.training.watch import Watch
 
@@ -68,3 +73,24 @@ def test_it_ends_in_a_summary_and_where_all_is(
     found = client.get_experiment_by_name("train-backcopy_tiny")
     assert found is not None
     assert [run.info.status for run in client.search_runs([found.experiment_id])] == ["FINISHED"]
+
+
+def test_a_single_training_keeps_its_model(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a finished run without it, which cannot have it any more, says what to remove."""
+    folder, again = folder_of(runs), "; remove that folder to train it again"
+    assert main(command(runs, "--no-keep-checkpoint")) == 0
+    not_kept = f"the model of the run in {folder} was not kept{again}"
+    assert f"checkpoint: {not_kept}\n" in capsys.readouterr().out
+    assert main(command(runs)) == 0  # asks for its result
+    assert f"checkpoint: {not_kept}\n" in capsys.readouterr().out
+    before = tree(runs)
+    assert main(command(runs, "--keep-checkpoint")) == 2
+    assert capsys.readouterr() == ("", f"lit-lazy: --keep-checkpoint: {not_kept}\n")
+    assert tree(runs) == before
+    with pytest.raises(ValueError, match=re.escape(not_kept)):
+        _ = api.train(CFG, name="backcopy_tiny", runs=runs).checkpoint
+    shutil.rmtree(folder)
+    assert main(command(runs)) == 0
+    assert f"checkpoint: {folder / FINAL_CHECKPOINT}\n" in capsys.readouterr().out
+    assert api.load(api.train(CFG, name="backcopy_tiny", runs=runs).checkpoint).config == CFG
+    assert main(command(runs, "--keep-checkpoint")) == 0

@@ -29,8 +29,8 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--keep-checkpoint",
         action=argparse.BooleanOptionalAction,
-        help="keep the trained model, final.ckpt in the run folder (the default; given, a finished run without it is an "
-        "error)",
+        help="keep the trained model, final.ckpt in the run folder (done by default; given, it is an error "
+        "where a finished run has none)",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what it will take; create nothing")
     parser.add_argument("--verbose", action="store_true", help="print all metrics in the end, not a few")
@@ -53,8 +53,10 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
     execution = execution_of(options)
     if options.dry_run:
+        from lit_lazy.tracking.loggers import check_kinds_of_loggers
         from lit_lazy.training.cost import report
 
+        check_kinds_of_loggers(options.loggers)
         print("\n".join([*report(path.stem, cfg, execution), "Nothing was created."]))
         return 0
     from lit_lazy.training.ranks import launched

@@ -20,6 +20,7 @@ from lit_lazy.support.provenance import git_sha
 from lit_lazy.tracking.loggers import check_kinds_of_loggers, loggers_beside
 from lit_lazy.tracking.spool import Card, Spool
 from lit_lazy.tracking.tracker import Tracker, TrackingError, check_store, default_uri
+from lit_lazy.training.checkpoints import check_start
 from lit_lazy.training.cost import cost_of, require_fit
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.prepare import prepare
@@ -106,6 +107,7 @@ def train_tracked(
         torch.set_num_threads(threads)
     source = prepare(cfg, execution)
     require_fit(cost_of(cfg, source.outline, execution), execution)
+    check_start(cfg, source.outline)
     key = cell_key(cfg, source.fingerprint)
     writable_folder("--runs", runs)
     uri = default_uri(runs)

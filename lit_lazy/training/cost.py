@@ -13,9 +13,10 @@ from lit_lazy.model.kept import kept_bytes
 from lit_lazy.model.loss import LOGITS_AT_ONCE
 from lit_lazy.optim import Optimiser
 from lit_lazy.support.memory import most_bytes
+from lit_lazy.training.checkpoints import check_start
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.optimiser import block_matrices
-from lit_lazy.training.prepare import outlined
+from lit_lazy.training.prepare import planned
 
 UTILISATION = 0.4
 """Of the peak that a training reaches; well-tuned ones of such models reach 0.35 to 0.5."""
@@ -143,8 +144,13 @@ def peak_of_device() -> tuple[str, float]:
 
 
 def report(name: str, cfg: RunConfig, execution: Execution) -> list[str]:
-    """The lines of a dry run. A text that was not tokenised yet is not tokenised for it."""
-    source = outlined(cfg.data)
+    """The lines of a dry run. A text that was not tokenised yet is not tokenised for it.
+
+    Raises ValueError where the training would, but for its devices and what they hold at a time: it may be for others.
+    """
+    source = planned(cfg)
+    execution.check(cfg.train)
+    check_start(cfg, source)
     cost = cost_of(cfg, source, execution)
     step = cfg.train.batch_size * source.context_length
     kind, peak = peak_of_device()

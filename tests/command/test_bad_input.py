@@ -155,6 +155,33 @@ def test_options_and_fields(arguments: list[str], named: str, capsys: pytest.Cap
     assert named in refused(arguments, capsys)
 
 
+REFUSED = [
+    (["--model.d_model=9999998"], "model.d_model=9999998, model.n_layers=1, ", "choose smaller ones"),
+    (["--init-from", "nofile"], "nofile': cannot be read (No such file or directory)", "give a final.ckpt"),
+    (["--init-from", "notes.md"], "notes.md': is no checkpoint, or damaged (", "give a final.ckpt"),
+    (["--logger", "wandb"], "--logger wandb: needs the package wandb", "pip install 'lit-lazy[wandb]'"),
+    (["--devices", "2", "--strategy", "fsdp", "--train.optimiser=Muon"], "train.optimiser='Muon'", "--strategy ddp"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "named", "fix"), REFUSED, ids=lambda value: " ".join(value))
+def test_a_dry_run_refuses_what_the_training_does(
+    arguments: list[str],
+    named: str,
+    fix: str,
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And neither creates anything."""
+    monkeypatch.setattr("lit_lazy.tracking.loggers.find_spec", lambda _package: None)
+    (place / "notes.md").write_text("# Notes\n")
+    for more in ([], ["--dry-run"]):
+        said = refused([*TRAIN, *arguments, *more], capsys)
+        assert named in said
+        assert fix in said
+
+
 EXPERIMENTS = {
     "syntax": ("def config(:\n", "line 1: SyntaxError"),
     "import": ("\nimport nothing_of_this_name\n", "line 2: ModuleNotFoundError: No module named"),

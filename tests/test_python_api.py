@@ -99,7 +99,7 @@ class TestTrain:
         assert first.result == again.result
         assert first.dashboard == "lit-lazy dashboard train-notebook --runs runs"
         (folder / first.checkpoint).unlink()
-        with pytest.raises(ValueError, match="was trained without keeping its model; remove its folder to train again"):
+        with pytest.raises(ValueError, match="was not kept; remove that folder to train it again"):
             _ = again.checkpoint
 
     @pytest.mark.parametrize(

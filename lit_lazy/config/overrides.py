@@ -108,7 +108,9 @@ def _given(arguments: Sequence[str]) -> dict[str, str]:
             raise ValueError(
                 f"{path}={text!r}: must have at most {LONGEST_VALUE} characters, and {DEEPEST_VALUE} brackets of a kind"
             )
-        given[path[2:]] = text
+        if (name := path[2:]) in given:
+            raise ValueError(f"{path}: is given twice, as {given[name]!r} and as {text!r}; leave one out")
+        given[name] = text
     return given
 
 

@@ -8,6 +8,11 @@ def plain_console(stderr: bool = False) -> Console:
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 seed`, `2 seeds`: a noun whose plural ends in s."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def clock(seconds: float) -> str:
     """`4:05` or `1:04:05`."""
     minutes, rest = divmod(round(seconds), 60)

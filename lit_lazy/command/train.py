@@ -89,14 +89,11 @@ def steps(trained: "Trained") -> str:
 
 
 def summary(metrics: dict[str, float]) -> list[str]:
-    """The metrics that tables plot, as they show them, beside those of the untrained model."""
+    """The validation loss and the metrics that tables plot, as they show them, beside those of the untrained model."""
     from lit_lazy.table.columns import COLUMNS
 
-    shown = [column for column in COLUMNS if column.plotted and column.key in metrics]
-    if not shown:  # of a user's own data, for instance
-        return [f"validation loss (nats)  {metrics['loss/val']:.4f}, untrained {metrics['init/loss/val']:.4f}"]
-    lines = {}
-    for column in shown:
+    lines = {"validation loss (nats) ↓": f"{metrics['loss/val']:.4f}, untrained {metrics['init/loss/val']:.4f}"}
+    for column in (column for column in COLUMNS if column.plotted and column.key in metrics):
         before = metrics.get(f"init/{column.key}")
         untrained = "" if before is None else f", untrained {column.format(before)}"
         lines.setdefault(column.heading, f"{column.format(metrics[column.key])}{untrained}")

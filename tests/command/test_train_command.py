@@ -13,6 +13,7 @@ from mlflow.tracking import MlflowClient
 
 from lit_lazy import api
 from lit_lazy.command.main import main
+from lit_lazy.command.train import summary
 from lit_lazy.config import experiment, replace_at
 from lit_lazy.config.key import cell_key
 from lit_lazy.training.result import FINAL_CHECKPOINT
@@ -48,8 +49,9 @@ def test_it_ends_in_a_summary_and_where_all_is(
     lines = capsys.readouterr().out.splitlines()
     folder = folder_of(runs)
     assert lines[0] == "train-backcopy_tiny: 8 steps, resumed at step 3"
-    assert lines[2].startswith("excess loss (nats) ↓  ")
-    assert ", untrained " in lines[2]
+    assert lines[2].startswith("validation loss (nats) ↓  ")
+    assert lines[3].startswith("excess loss (nats) ↓  ")
+    assert ", untrained " in lines[3]
     assert lines[-3:] == [
         f"run:        {folder}",
         f"checkpoint: {folder / 'final.ckpt'}",
@@ -73,6 +75,15 @@ def test_it_ends_in_a_summary_and_where_all_is(
     found = client.get_experiment_by_name("train-backcopy_tiny")
     assert found is not None
     assert [run.info.status for run in client.search_runs([found.experiment_id])] == ["FINISHED"]
+
+
+def test_a_summary_has_a_loss_whatever_the_data_tell() -> None:
+    """Data of one's own have no other loss."""
+    metrics = {"loss/val": 1.25, "init/loss/val": 3.5, "sink/first_key_weight": 0.5, "init/sink/first_key_weight": 0.25}
+    assert summary(metrics) == [
+        "validation loss (nats) ↓  1.2500, untrained 3.5000",
+        "first-key weight          0.500, untrained 0.250",
+    ]
 
 
 def test_a_single_training_keeps_its_model(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

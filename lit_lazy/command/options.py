@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -27,6 +28,10 @@ Any field of the experiment can be overridden, for example
 
 class Parser(argparse.ArgumentParser):
     """Reports a mistake in one line."""
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        sys.stdout.flush()  # of help, while it can be known that nobody reads it
+        super().exit(status, message)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {shown(message)}; see `{self.prog} --help`\n")

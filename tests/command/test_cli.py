@@ -1,14 +1,18 @@
 """The command line: instant help, and what the commands print. tests/test_bad_input.py has the mistakes."""
 
 import argparse
+import errno
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import pytest
 
 from lit_lazy.command.main import main, make_parser
@@ -76,6 +80,25 @@ def test_list_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for name in ("table2", "table2_grid", "backcopy", "stdlib_tiny"):
         assert f"  {name} " in out
+
+
+@pytest.mark.parametrize("words", [["--help"], ["fields", "backcopy"], ["ablate", "list"]], ids=" ".join)
+def test_a_reader_that_ends_early_is_no_failure(words: list[str]) -> None:
+    """As in `lit-lazy fields backcopy | head -1`."""
+    command = [sys.executable, "-m", "lit_lazy.command", *words]
+    with forked.Popen(command, stdout=forked.PIPE, stderr=forked.PIPE, text=True, env=dict(os.environ)) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
+def test_a_pipe_that_breaks_elsewhere_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("lit_lazy.command.main.run_command", broken)
+    with pytest.raises(BrokenPipeError):
+        main(["ablate", "list"])
 
 
 def test_runs_folders_of_one_process_are_kept_apart(tmp_path: Path, empty_store: Path) -> None:

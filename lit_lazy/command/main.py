@@ -4,6 +4,7 @@ What a command needs is imported when it is given, so that help is instant.
 """
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -39,6 +40,8 @@ from lit_lazy.support.disk import is_disk_full
 from lit_lazy.support.errors import UnfinishedError, shown
 from lit_lazy.support.secrets import hide_typed
 
+STDOUT = 1
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; the exit status: 0 done, 1 some cell failed, 2 wrong input, 130 interrupted, 141 nobody reads on."""
@@ -48,18 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _is_unread():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what is still to be flushed
         return 128 + signal.SIGPIPE  # what a shell reports of other programs there, as in `train ... | head`
     return status
 
 
 def _is_unread() -> bool:
     """Whether what reads standard output is gone: a pipe may also break on the way to a server."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return True
-    return False
+    poll = select.poll()
+    poll.register(STDOUT, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def run_command(argv: Sequence[str] | None) -> int:

@@ -48,7 +48,8 @@ def print_estimate(grid: str, variants: Sequence[RowOnBase[Outline]], launch: La
     disk = cells * BYTES_PER_FINISHED_CELL + launch.workers * largest
     console.print(
         f"\n{cells} cells of {grid}: about {clock(total / launch.workers)} of training with "
-        f"{counted(launch.workers, 'worker')} of {counted(launch.threads, 'thread')}, from {by}; memory of each device without libraries; "
+        f"{counted(launch.workers, 'worker')} of "
+        f"{counted(launch.threads, 'thread')}, from {by}; memory of each device without libraries; "
         f"about {disk / 1e6:.0f} MB of disk.\nNothing was created.",
         highlight=False,
     )

@@ -26,7 +26,7 @@ from lit_lazy.measure.diagnostics import SAMPLE, Diagnostics, at_rest, listening
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.generation import Sampling, generate
 from lit_lazy.support.checks import require, require_whole
-from lit_lazy.support.errors import described
+from lit_lazy.support.errors import described, meant
 from lit_lazy.support.kinds import MOST_THREADS, fits
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import markdown
@@ -278,8 +278,8 @@ def results(name: str, runs: str | Path = "runs") -> Results:
     uri = default_uri(folder)
     check_store(uri)
     known = experiment_names(uri, kind="ablation")
-    there = f"{folder} holds no such ablation; it has {', '.join(known) or 'none'}; `lit-lazy ablate run` makes one"
-    require(name in known, "results", name, there)
+    has = f"it has {', '.join(known) or 'none'}; `lit-lazy ablate run` makes one"
+    require(name in known, "results", name, f"{folder} holds no such ablation{meant(str(name), known)}; {has}")
     tracker = Tracker(uri, folder, name)
     parent = newest_parent(tracker)
     cells = pd.DataFrame([_line(run) for run in one_per_cell(tracker.children(parent))])

@@ -105,7 +105,7 @@ class TestTrain:
     @pytest.mark.parametrize(
         ("config", "options", "said"),
         [
-            ("bckcopy", {}, "experiment 'bckcopy': unknown; there are "),
+            ("bckcopy", {}, "experiment 'bckcopy': unknown (did you mean backcopy?); there are "),
             (3, {}, "config=3: must be a RunConfig, or the name or .py file of one"),
             ("backcopy_tiny", {"name": "a/b"}, "name 'a/b': its name becomes a folder's; take letters, digits"),
             ("backcopy_tiny", {"name": ""}, "name '': its name becomes a folder's"),

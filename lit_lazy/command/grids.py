@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lit_lazy.support.errors import meant
+
 if TYPE_CHECKING:
     from lit_lazy.config import RunConfig
     from lit_lazy.grid.ablation import Ablation
@@ -83,7 +85,8 @@ def grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> 
         name = f"{ablation.name}-{Path(options.base or ablation.base).stem}"
     if name not in known:
         raise ValueError(
-            f"ablation {name!r}: {where} holds no such grid; it has {', '.join(known)}; `lit-lazy ablate run` makes it"
+            f"ablation {name!r}: {where} holds no such grid{meant(name, known)}; it has {', '.join(known)}; "
+            "`lit-lazy ablate run` makes it"
         )
     return name
 

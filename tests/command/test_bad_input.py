@@ -36,6 +36,21 @@ OPTIONS = [
     (["train", ""], "experiment '': unknown; there are backcopy"),
     (["train", "nothing.py"], "experiment 'nothing.py': no such file; give the path"),
     (["train", "notes.txt"], "experiment 'notes.txt': unknown; there are backcopy"),
+    (
+        ["train", "backcopy_tniy"],
+        "experiment 'backcopy_tniy': unknown (did you mean backcopy_tiny?); there are backcopy",
+    ),
+    (["ablate", "run", "tabel2"], "ablation 'tabel2': unknown (did you mean table2?); there are "),
+    (
+        [*RUN, "--rows", "softmaxx"],
+        "--rows 'softmaxx': table2 has no such row (did you mean softmax?); it has softmax, ",
+    ),
+    ([*TRAIN, "--logger", "tensorbord"], "'wandb') (did you mean tensorboard?); see `lit-lazy train --help`"),
+    (
+        [*TRAIN, "--train.schedule=Wsd"],
+        "--train.schedule='Wsd': unknown (did you mean WSD?); there are Constant, Cosine",
+    ),
+    (["trian", "backcopy"], "(did you mean train?); see `lit-lazy --help`"),
     (["train"], "the following arguments are required: EXPERIMENT"),
     (["fields", "nothing"], "experiment 'nothing': unknown"),
     (["fields", "backcopy", "extra"], "unknown argument 'extra'; see `lit-lazy fields --help`"),

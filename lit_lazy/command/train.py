@@ -67,10 +67,8 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
         take_part(group)
         return 0
     trained = train_tracked(
-        cfg, path.stem, options.runs, options.threads, options.keep_checkpoint is not False, execution, options.loggers
+        cfg, path.stem, options.runs, options.threads, options.keep_checkpoint, execution, options.loggers
     )
-    if options.keep_checkpoint and not trained.kept:
-        raise ValueError(f"--keep-checkpoint: {trained.not_kept}")
     print(f"{trained.name}: {steps(trained)}\n")
     if options.verbose:
         print_metrics(trained.metrics)
@@ -103,9 +101,9 @@ def summary(metrics: dict[str, float]) -> list[str]:
 
 def places(trained: "Trained") -> str:
     """Where everything is."""
-    lines = {
-        "run": trained.folder,
-        "checkpoint": trained.checkpoint if trained.kept else trained.not_kept,
-        "dashboard": trained.dashboard,
-    }
+    try:
+        checkpoint = str(trained.checkpoint)
+    except ValueError as error:
+        checkpoint = str(error)
+    lines = {"run": trained.folder, "checkpoint": checkpoint, "dashboard": trained.dashboard}
     return "\n".join(f"{name + ':':12}{place}" for name, place in lines.items())

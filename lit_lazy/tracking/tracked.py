@@ -57,24 +57,19 @@ class Trained:
     @property
     def checkpoint(self) -> Path:
         """The trained model's file. Raises ValueError, in one line, where it was not kept."""
-        if not self.kept:
-            raise ValueError(self.not_kept)
+        check_kept(self.folder)
         return self.folder / FINAL_CHECKPOINT
-
-    @property
-    def kept(self) -> bool:
-        """Whether the trained model is there."""
-        return (self.folder / FINAL_CHECKPOINT).exists()
-
-    @property
-    def not_kept(self) -> str:
-        """What to do where it is not."""
-        return f"the model of the run in {self.folder} was not kept; remove that folder to train it again"
 
     @property
     def dashboard(self) -> str:
         """The command that serves its curves."""
         return shlex.join(["lit-lazy", "dashboard", self.name, "--runs", str(self.runs)])
+
+
+def check_kept(folder: Path) -> None:
+    """Raise ValueError, in one line, where a finished run has left no model."""
+    if not (folder / FINAL_CHECKPOINT).exists():
+        raise ValueError(f"the model of the run in {folder} was not kept; remove that folder to train it again")
 
 
 class _Begin(AtStart):
@@ -91,7 +86,7 @@ def train_tracked(
     name: str,
     runs: Path,
     threads: int | None = None,
-    keep_checkpoint: bool = True,
+    keep_checkpoint: bool | None = None,
     execution: Execution = ONE_DEVICE,
     loggers: Sequence[str] = (),
 ) -> Trained:
@@ -99,8 +94,8 @@ def train_tracked(
 
     A run that was cut off resumes from its checkpoint, in the MLflow run it was begun with; one that another process
     trains is waited for. While MLflow is away the metrics are kept in the run folder; the same command sends them
-    later. keep_checkpoint: leave the trained model in `final.ckpt`; a run that was finished without it stays without.
-    loggers: csv, tensorboard or wandb, beside MLflow.
+    later. keep_checkpoint: whether to leave the trained model in `final.ckpt`; True, and not None, raises ValueError
+    where the run was finished without it. loggers: csv, tensorboard or wandb, beside MLflow.
     """
     check_kinds_of_loggers(loggers)
     if threads is not None:
@@ -122,6 +117,8 @@ def train_tracked(
     lock, begin = lock_of(folder), _Begin()
     with _acquired(lock):
         known = finished(folder)
+        if known and keep_checkpoint:
+            check_kept(folder)
         wanted = [kind for kind in loggers if known is None or not (folder / kind).exists()]
         try:
             with (
@@ -134,7 +131,7 @@ def train_tracked(
                     logger=spool.logger(others),
                     callbacks=[begin],
                     show_progress=True,
-                    keep_checkpoint=keep_checkpoint,
+                    keep_checkpoint=keep_checkpoint is not False,
                     execution=execution,
                     lock=lock,
                 )

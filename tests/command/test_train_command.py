@@ -96,7 +96,7 @@ def test_a_single_training_keeps_its_model(runs: Path, capsys: pytest.CaptureFix
     assert f"checkpoint: {not_kept}\n" in capsys.readouterr().out
     before = tree(runs)
     assert main(command(runs, "--keep-checkpoint")) == 2
-    assert capsys.readouterr() == ("", f"lit-lazy: --keep-checkpoint: {not_kept}\n")
+    assert capsys.readouterr() == ("", f"lit-lazy: {not_kept}\n")
     assert tree(runs) == before
     with pytest.raises(ValueError, match=re.escape(not_kept)):
         _ = api.train(CFG, name="backcopy_tiny", runs=runs).checkpoint

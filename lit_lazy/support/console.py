@@ -8,9 +8,9 @@ def plain_console(stderr: bool = False) -> Console:
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 seed`, `2 seeds`: a noun whose plural ends in s."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """`1 seed`, `2 seeds`. plural: that of the noun, where it is not with an s."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def clock(seconds: float) -> str:

@@ -26,6 +26,7 @@ from lit_lazy.measure.diagnostics import SAMPLE, Diagnostics, at_rest, listening
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.generation import Sampling, generate
 from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.console import counted
 from lit_lazy.support.errors import described, meant
 from lit_lazy.support.kinds import MOST_THREADS, fits
 from lit_lazy.table.records import Table
@@ -252,6 +253,12 @@ class Results:
     """Rows with means, intervals and tests, and the verdict of a question: what `lit-lazy ablate table` prints."""
     cells: pd.DataFrame
     """A line for each cell: variant, seed and status, then params and metrics by name; NaN where one has none."""
+
+    def __repr__(self) -> str:
+        rows = self.table.rows
+        done, cells = sum(row.n for row in rows), sum(len(row.seeds) for row in rows)
+        name = f"{self.table.ablation}-{self.table.base}"
+        return f"<{name}: {counted(len(rows), 'variant')}, {done} of {cells} cells finished; print it for its table>"
 
     def __str__(self) -> str:
         return markdown(self.table)

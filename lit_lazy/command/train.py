@@ -69,21 +69,13 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     trained = train_tracked(
         cfg, path.stem, options.runs, options.threads, options.keep_checkpoint, execution, options.loggers
     )
-    print(f"{trained.name}: {steps(trained)}\n")
+    print(f"{trained.name}: {trained.state}\n")
     if options.verbose:
         print_metrics(trained.metrics)
     else:
         print("\n".join(summary(trained.metrics)))
     print(f"\n{places(trained)}")
     return 0
-
-
-def steps(trained: "Trained") -> str:
-    """How many, and which of them now."""
-    if trained.first_step == trained.steps:
-        return f"all {trained.steps} steps were trained before; nothing was done"
-    begun = f"resumed at step {trained.first_step}" if trained.first_step else "from the beginning"
-    return f"{trained.steps} steps, {begun}"
 
 
 def summary(metrics: dict[str, float]) -> list[str]:

@@ -61,6 +61,19 @@ class Trained:
         return self.folder / FINAL_CHECKPOINT
 
     @property
+    def state(self) -> str:
+        """How many steps, and which of them were trained now."""
+        if self.first_step == self.steps:
+            return f"all {self.steps} steps were trained before; nothing was done"
+        begun = f"resumed at step {self.first_step}" if self.first_step else "from the beginning"
+        return f"{self.steps} steps, {begun}"
+
+    def __repr__(self) -> str:
+        """A line: all metrics and settings would be thousands of characters."""
+        loss, kept = self.metrics["loss/val"], self.folder / FINAL_CHECKPOINT
+        return f"<{self.name}: {self.state}; loss/val {loss:.4f}; {kept if kept.exists() else self.folder}>"
+
+    @property
     def dashboard(self) -> str:
         """The command that serves its curves."""
         return shlex.join(["lit-lazy", "dashboard", self.name, "--runs", str(self.runs)])

@@ -98,9 +98,8 @@ class TestTrain:
         assert (first.first_step, again.first_step, first.steps) == (0, 6, 6)
         assert first.result == again.result
         assert first.dashboard == "lit-lazy dashboard train-notebook --runs runs"
-        assert repr(first) == (
-            f"<train-notebook: 6 steps, from the beginning; loss/val {first.metrics['loss/val']:.4f}; {first.checkpoint}>"
-        )
+        loss = f"{first.metrics['loss/val']:.4f}"
+        assert repr(first) == f"<train-notebook: 6 steps, from the beginning; loss/val {loss}; {first.checkpoint}>"
         assert repr(again).startswith("<train-notebook: all 6 steps were trained before; nothing was done; loss/val ")
         (folder / first.checkpoint).unlink()
         assert repr(first).endswith(f"; {first.folder}>")

@@ -104,10 +104,12 @@ def tracked_grid(options: argparse.Namespace) -> "Tracker":
 
 def print_results(table: str, where: Path, runs: Path) -> None:
     """The table, and where it and all else is."""
+    from lit_lazy.support.console import called
+
     print(f"\n{table}\n")
     print(f"table:      {where}/table.* ({', '.join(sorted(path.suffix for path in where.glob('table.*')))})")
     print(f"figures:    {' '.join(str(path) for path in sorted(where.glob('*.png')))}")
     if (report := where / "report.html").exists():
         print(f"report:     {report}")
     print(f"runs:       {where}/cells/, workers' logs {where}/worker-*.log")
-    print(f"dashboard:  {shlex.join(['lit-lazy', 'dashboard', where.name, '--runs', str(runs)])}")
+    print(f"dashboard:  {shlex.join([called(), 'dashboard', where.name, '--runs', str(runs)])}")

@@ -14,6 +14,7 @@ from filelock import AcquireReturnProxy, BaseFileLock, Timeout
 from lit_lazy.config.canonical import to_dict
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.support.console import called
 from lit_lazy.support.disk import writable_folder
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import git_sha
@@ -76,7 +77,7 @@ class Trained:
     @property
     def dashboard(self) -> str:
         """The command that serves its curves."""
-        return shlex.join(["lit-lazy", "dashboard", self.name, "--runs", str(self.runs)])
+        return shlex.join([called(), "dashboard", self.name, "--runs", str(self.runs)])
 
 
 def check_kept(folder: Path) -> None:

@@ -16,6 +16,7 @@ from lit_lazy.command.main import main
 from lit_lazy.command.train import summary
 from lit_lazy.config import experiment, replace_at
 from lit_lazy.config.key import cell_key
+from lit_lazy.support.console import called
 from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.run import lock_of
 from lit_lazy.training.watch import Watch
@@ -75,6 +76,23 @@ def test_it_ends_in_a_summary_and_where_all_is(
     found = client.get_experiment_by_name("train-backcopy_tiny")
     assert found is not None
     assert [run.info.status for run in client.search_runs([found.experiment_id])] == ["FINISHED"]
+
+
+def test_it_names_itself_as_it_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a README's `.venv/bin/lit-lazy` the shell finds nothing, or another, by the name alone."""
+    for folder in ("ours", "others"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "lit-lazy").touch(mode=0o755)
+    ours = str(tmp_path / "ours" / "lit-lazy")
+    for typed, path, shown in (
+        (ours, "", ours),
+        (ours, "others", ours),
+        (ours, "ours", "lit-lazy"),
+        ("pytest", "", "lit-lazy"),
+    ):
+        monkeypatch.setattr(sys, "argv", [typed])
+        monkeypatch.setenv("PATH", str(tmp_path / path) if path else "")
+        assert called() == shown
 
 
 def test_a_summary_has_a_loss_whatever_the_data_tell() -> None:

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from forked import in_a_fork
 from torch_alone import ROOT
 
 from lit_lazy.config.files import load_module
@@ -18,20 +19,23 @@ MOST_BYTES = 200_000
 
 
 @pytest.mark.long
-def test_it_can_be_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_it_can_be_followed(tmp_path: Path) -> None:
     text = made.TUTORIAL.read_text()
     for known, tiny in TINY.items():
         assert known in text
         text = text.replace(known, tiny)
+    in_a_fork(lambda: follow(text, tmp_path))  # its rule has the name of the README's, and one process knows one
+
+
+def follow(text: str, folder: Path) -> None:
     cells = made.cells_of(text)
-    names = made.execute(cells, tmp_path)
+    names = made.execute(cells, folder)
     verdict = names["found"].table.verdict
     assert verdict.exploratory  # in no commit before it was run
     out = "".join(cell.output for cell in cells)
     assert out.count(verdict.sentence) >= 3  # of the grid, the results, and all verdicts
     assert [picture.name for cell in cells for picture in cell.pictures] == ["lazy.png", "softmax.png"]
-    assert (tmp_path / "runs" / "my_question-backcopy_tiny" / "report.html").exists()
+    assert (folder / "runs" / "my_question-backcopy_tiny" / "report.html").exists()
     assert all(cell["outputs"] for cell in made.notebook(cells)["cells"] if says(cell))
 
 

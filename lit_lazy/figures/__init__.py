@@ -5,6 +5,7 @@ from lit_lazy.figures.common import save_figure
 from lit_lazy.figures.effects import effects_figure
 from lit_lazy.figures.heads import FIGURE_NAMES, run_figures
 from lit_lazy.figures.meaning import Parts, RowParts
+from lit_lazy.figures.verdict import verdict_figure
 
 __all__ = [
     "FIGURE_NAMES",
@@ -16,4 +17,5 @@ __all__ = [
     "save_figure",
     "sink_over_training",
     "tau_over_training",
+    "verdict_figure",
 ]

@@ -99,7 +99,7 @@ def loss_against_sparsity(table: Table, parts: RowParts = NO_PARTS) -> Figure | 
 
 
 @in_style()
-def tau_over_training(histories: Histories, baseline: str, parts: RowParts = NO_PARTS) -> Figure | None:
+def tau_over_training(ablation: str, histories: Histories, baseline: str, parts: RowParts = NO_PARTS) -> Figure | None:
     """The offset parameter of every variant that has one, mean over layers and heads, from step 0 on."""
 
     def tau(seed: Metrics) -> dict[int, float]:
@@ -110,12 +110,12 @@ def tau_over_training(histories: Histories, baseline: str, parts: RowParts = NO_
                     by_step.setdefault(step, []).append(value)
         return {step: fmean(values) for step, values in by_step.items()}
 
-    title = "τ over training, mean over layers, heads"
+    title = f"{ablation}: τ over training, mean over layers, heads"
     return _over_training(title, {"offset parameter τ": tau}, histories, baseline, parts)
 
 
 @in_style()
-def sink_over_training(histories: Histories, baseline: str, parts: RowParts = NO_PARTS) -> Figure | None:
+def sink_over_training(ablation: str, histories: Histories, baseline: str, parts: RowParts = NO_PARTS) -> Figure | None:
     """The first key's mean weight and its share of the surviving mass, for every variant, from step 0 on."""
 
     def first_key(metric: str) -> Callable[[Metrics], dict[int, float]]:
@@ -125,7 +125,8 @@ def sink_over_training(histories: Histories, baseline: str, parts: RowParts = NO
         "weight on the first key": first_key("watch/first_key_weight"),
         "share of the mass on the first key": first_key("watch/first_key_share"),
     }
-    return _over_training("The first key over training, mean over layers, heads", lines, histories, baseline, parts)
+    title = f"{ablation}: the first key over training, mean over all rows from position 8, layers, heads"
+    return _over_training(title, lines, histories, baseline, parts)
 
 
 def _label(name: str) -> str:

@@ -57,7 +57,7 @@ def put_above_title(figure: Figure, text: str) -> None:
 
 
 def _wrapped(title: str, width: float) -> list[str]:
-    return [line for text in title.split("\n") for line in wrap(text, int(11.5 * width))]
+    return [line for text in title.split("\n") for line in wrap(text, int(11.5 * width), break_on_hyphens=False)]
 
 
 def legend_below(figure: Figure, handles: Iterable[Artist], columns: int) -> None:

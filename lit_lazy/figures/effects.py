@@ -32,7 +32,8 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
             raise ValueError(f"columns: {key!r} is not in the table; choose from {', '.join(known)}")
     count = len(table.rows)
     width = 2.2 + 3.0 * len(columns)
-    title = [f"{table.ablation}: difference to {table.baseline}", *(f"Warning: {w}" for w in table.warnings)]
+    aside = "" if table.declaration is None else ", exploratory"
+    title = [f"{table.ablation}: difference to {table.baseline}{aside}", *(f"Warning: {w}" for w in table.warnings)]
     rows = sorted(table.rows, key=lambda row: row.variant != table.baseline)
     figure = new_figure(width, 1.7 + 0.3 * count, "\n".join(title))
     panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
@@ -48,7 +49,7 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
 
 def _panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Column) -> None:
     shown = [(y, row, row.metrics[column.key]) for y, row in enumerate(rows)]
-    low, high = _limits([(m.diff * column.scale, *_ends(m, column)) for _, _, m in shown if m.diff is not None])
+    low, high = limits([(m.diff * column.scale, *_ends(m, column)) for _, _, m in shown if m.diff is not None])
     axes.set_xlim(low, high)
     axes.axvline(0, color=NEUTRAL, linewidth=1, zorder=1)
     for y, row, m in shown:
@@ -72,11 +73,7 @@ def _panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Column) -
         left, right = _ends(m, column)
         if left < right:
             width, style = (1.2, ":") if m.test == "saturated" else (1.6, "-")
-            seen = [max(left, low), min(right, high)]
-            axes.plot(seen, [y, y], color=colour, linewidth=width, linestyle=style, zorder=2)
-            for edge, cut, marker in ((low, left < low, "<"), (high, right > high, ">")):
-                if cut:
-                    axes.plot(edge, y, marker, color=colour, markersize=5, clip_on=False, zorder=3)
+            draw_interval(axes, y, left, right, colour, width, style)
         face = colour if m.separated else "white"
         if not low <= x <= high:
             _far_point(axes, high if x > high else low, y, column.format(m.diff, sign="+"), colour, face)
@@ -85,7 +82,7 @@ def _panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Column) -
         axes.plot(x, y, shape, color=colour, markerfacecolor=face, markersize=6, markeredgewidth=1.4, zorder=4)
     seeds = " or ".join(map(str, table.summaries[column.key].seeds))
     axes.set_title(f"{column.title} (n = {seeds})" if seeds else column.title)
-    axes.set_xlabel(_axis_label(column))
+    axes.set_xlabel(axis_label(column))
     axes.tick_params(axis="y", length=0)
     axes.locator_params(axis="x", nbins=5)
     axes.grid(axis="y")
@@ -99,6 +96,18 @@ def _ends(m: Measure, column: Column) -> tuple[float, float]:
         return m.diff_low * column.scale, m.diff_high * column.scale
     middle, half = m.diff * column.scale, (m.diff_ci95 or 0.0) * column.scale
     return middle - half, middle + half
+
+
+def draw_interval(
+    axes: Axes, y: float, left: float, right: float, colour: str, width: float = 1.6, style: str = "-"
+) -> None:
+    """A line between its ends; one beyond the panel ends in an arrow at its edge."""
+    low, high = axes.get_xlim()
+    seen = [max(left, low), min(right, high)]
+    axes.plot(seen, [y, y], color=colour, linewidth=width, linestyle=style, zorder=2)
+    for edge, cut, marker in ((low, left < low, "<"), (high, right > high, ">")):
+        if cut:
+            axes.plot(edge, y, marker, color=colour, markersize=5, clip_on=False, zorder=3)
 
 
 def _far_point(axes: Axes, edge: float, y: float, value: str, colour: str, face: str) -> None:
@@ -119,7 +128,7 @@ def _near(points: Sequence[float]) -> list[float]:
     return near
 
 
-def _limits(shown: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+def limits(shown: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """Room for 0, every point that is not far off, and what is within one more span of them of its two ends."""
     points = _near([point for point, _, _ in shown])
     ends = [(left, right) for point, left, right in shown if point in points]
@@ -145,7 +154,8 @@ def _colour(difference: float, column: Column) -> str:
     return BETTER if (difference < 0) == (column.better == "lower") else WORSE
 
 
-def _axis_label(column: Column) -> str:
+def axis_label(column: Column) -> str:
+    """Of differences, and which way is better."""
     unit = f" ({column.difference_unit})" if column.unit else ""
     return f"Δ{unit}" + {"lower": "   ← better", "higher": "   better →", None: ""}[column.better]
 

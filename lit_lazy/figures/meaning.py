@@ -29,6 +29,20 @@ blindnesses tell apart as well."""
 POSITIONS = {"Rope": "#004488", "LearnedAbsolute": "#DDAA33", "NoPosition": "#BB5566"}
 """Tol's high contrast: dark, light and in between, also in grey."""
 
+SPOKEN = {
+    "OffByOne": "off by one",
+    "SinkLogit": "sink logit",
+    "ClippedSoftmax": "clipped softmax",
+    "Relu": "ReLU/n",
+    "Entmax15": "1.5-entmax",
+    "GatedDeltaNet": "Gated DeltaNet",
+    "Rope": "RoPE",
+    "LearnedAbsolute": "learned absolute",
+    "NoPosition": "no position",
+    "": "no attention",
+}
+"""What a class is called where its own name is not how people write it."""
+
 
 class Parts(NamedTuple):
     """What a row's colour says of it: the classes of its normaliser and of its position; empty where it has none."""
@@ -59,6 +73,6 @@ class Colours:
         if len(self._colours) < 2:
             return []
         return [
-            Line2D([], [], color=c, linestyle="", marker="o", label=name or "no attention")
+            Line2D([], [], color=c, linestyle="", marker="o", label=SPOKEN.get(name, name))
             for name, c in self._colours.items()
         ]

@@ -12,6 +12,7 @@ from lit_lazy.table.question import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table
 from lit_lazy.table.verdicts import judged
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
+from lit_lazy.tracking.views import normaliser_of
 
 PLAN = "plan.json"
 SPENT = ("time/train_seconds", "time/evaluate_seconds")
@@ -189,17 +190,11 @@ def _warnings(plan: Plan, runs: Sequence[TrackedRun]) -> list[str]:
     ]
 
 
-def normaliser_of(run: TrackedRun) -> str:
-    """The class of a run's normaliser, or of its mixer where that does not attend; empty where none is logged."""
-    mixer = run.params.get("model.mixer", "SelfAttention")
-    return run.params.get("model.attention.normaliser", "") if mixer == "SelfAttention" else mixer
-
-
 def _softmax_losses(runs: Sequence[TrackedRun]) -> dict[str, list[float]]:
     """Bits per byte of the complete runs whose normaliser is softmax, by row."""
     losses: dict[str, list[float]] = {}
     for run in runs:
-        if normaliser_of(run) == "Softmax" and run.state == "complete" and "loss/bits_per_byte" in run.metrics:
+        if normaliser_of(run.params) == "Softmax" and run.state == "complete" and "loss/bits_per_byte" in run.metrics:
             losses.setdefault(run.tags["variant"], []).append(run.metrics["loss/bits_per_byte"])
     return losses
 

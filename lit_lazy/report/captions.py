@@ -1,6 +1,11 @@
 """What a report says of its figures and words."""
 
 CAPTIONS = {
+    "verdict": (
+        "What the verdict rests on",
+        "Each declared contrast with the interval that its rule looks at; they hold together. A claimed difference is "
+        "refuted too where it is the same within the margin, which two one-sided tests find by a narrower interval.",
+    ),
     "effects": (
         "Differences to the baseline",
         "A filled marker is a difference that the seeds tell apart from chance; look how wide the others' 95 % "
@@ -17,8 +22,8 @@ CAPTIONS = {
     ),
     "sink_over_training": (
         "First key over training",
-        "Over all rows from position 8 of four validation sequences. Look at step 0 first, for what is there before "
-        "training was not learned; then for a rise.",
+        "Of four validation sequences, whether or not there is something to fetch. Look at step 0 first, for what is "
+        "there before training was not learned; then for a rise.",
     ),
     "attention_maps": (
         "Attention maps",

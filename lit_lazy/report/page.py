@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from lit_lazy import figures
 from lit_lazy.figures.ablation import Histories
 from lit_lazy.figures.common import in_style
-from lit_lazy.grid.plan import Plan, normaliser_of, read_plan, table_from_mlflow
+from lit_lazy.grid.plan import Plan, read_plan, table_from_mlflow
 from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.report.captions import ABOUT_READING, CAPTIONS, ONE_SEED, READING
 from lit_lazy.report.style import PAGE, STYLE
@@ -30,7 +30,7 @@ from lit_lazy.table.blocks import html_row
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import html_parts
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
-from lit_lazy.tracking.views import run_link
+from lit_lazy.tracking.views import normaliser_of, run_link
 from lit_lazy.training.result import DIAGNOSTICS
 
 REPORT = "report.html"
@@ -42,8 +42,6 @@ CSS_DPI, IMAGE_DPI = 96, 120
 """Pixels per inch of the page, and of the images: more, so that they are sharp on a fine screen."""
 WIDE = 800
 """CSS pixels from which a figure takes a line of its own."""
-FIRST = "effects"
-"""The figure that stands before the table."""
 WATCHED = ("watch/tau_layer_", "watch/first_key_")
 """How the names of the metrics begin whose history is drawn."""
 
@@ -51,9 +49,12 @@ WATCHED = ("watch/tau_layer_", "watch/first_key_")
 def write_report(tracker: Tracker, parent_id: str, folder: Path) -> list[Path]:
     """Write the report of an ablation's parent run, and its figures over all variants, into a folder; the paths."""
     material = _gathered(tracker, parent_id)
-    path, overall = folder / REPORT, _overall(material)
-    write_text(path, _page(material, overall))
-    return [path, *(file for name, figure in overall.items() for file in figures.save_figure(figure, folder / name))]
+    path, first, overall = folder / REPORT, table_figures(material.table), _overall(material)
+    write_text(path, _page(material, first, overall))
+    return [
+        path,
+        *(file for name, figure in (first | overall).items() for file in figures.save_figure(figure, folder / name)),
+    ]
 
 
 def report_html(tracker: Tracker, parent_id: str, ui_url: str | None = None, drawn: Sequence[str] = ()) -> str:
@@ -64,20 +65,33 @@ def report_html(tracker: Tracker, parent_id: str, ui_url: str | None = None, dra
     a name in `drawn` that is no variant's.
     """
     material = _gathered(tracker, parent_id, ui_url, drawn)
-    return _page(material, _overall(material))
+    return _page(material, table_figures(material.table), _overall(material))
+
+
+def table_figures(table: Table) -> dict[str, Figure]:
+    """What is drawn of a table alone, by name: what its verdict rests on, if it has one, and differences."""
+    if not any(row.n for row in table.rows):
+        return {}
+    drawn = {
+        "verdict": figures.verdict_figure(table),
+        "effects": figures.effects_figure(table, table.compared) if table.compared else None,
+    }
+    return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
 def with_table(report: Path, table: Table) -> str:
-    """The text of a report with what another table says in the place of its own; its figures stay."""
+    """The text of a report with what another table says, and its figures, in the place of its own."""
     text = report.read_text()
     parts = [part.rstrip("\n") for part in html_parts(table)]
     if len(_TABLE.findall(text)) != len(parts):
         raise ValueError(f"{str(report)!r}: is no report of this version; move it away, `lit-lazy report` draws one")
-    return _TABLE.sub(lambda _: parts.pop(0), text)
+    finding = "".join(section.html for section in _finding(table_figures(table)))
+    return _FINDING.sub(lambda _: finding, _TABLE.sub(lambda _: parts.pop(0), text))
 
 
 _TABLE = re.compile(r'<section class="ablation-table">.*?</section>', re.DOTALL)
 """What `html_parts` gives."""
+_FINDING = re.compile(r'<section id="finding">.*?</section>', re.DOTALL)
 
 
 def _gathered(tracker: Tracker, parent_id: str, ui_url: str | None = None, drawn: Sequence[str] = ()) -> "_Material":
@@ -94,15 +108,13 @@ def _gathered(tracker: Tracker, parent_id: str, ui_url: str | None = None, drawn
     )
 
 
-def _page(material: "_Material", overall: Mapping[str, Figure]) -> str:
+def _page(material: "_Material", first: Mapping[str, Figure], overall: Mapping[str, Figure]) -> str:
     plan, table = material.plan, material.table
-    first = {name: figure for name, figure in overall.items() if name == FIRST}
-    others = {name: figure for name, figure in overall.items() if name != FIRST}
     opening, numbers = html_parts(table)
     sections = [
-        *([_Section("finding", "What differs", _figures(first, "all variants"))] if first else []),
+        *_finding(first),
         _Section("table", f"Results: {table.ablation}", numbers),
-        *([_Section("figures", "Figures over all variants", _figures(others, "all variants"))] if others else []),
+        *([_Section("figures", "Figures over all variants", _figures(overall, "all variants"))] if overall else []),
         _Section("variants", "Figures of each variant", _variant_figures(material)),
         _Section("run", "What was run", _what_was_run(material)),
         _Section(
@@ -121,6 +133,12 @@ def _page(material: "_Material", overall: Mapping[str, Figure]) -> str:
         sections="\n".join(section.html for section in sections),
     )
     return page.encode("ascii", "xmlcharrefreplace").decode()
+
+
+def _finding(drawn: Mapping[str, Figure]) -> list["_Section"]:
+    """The figures that stand before the table."""
+    title = "What the verdict rests on" if "verdict" in drawn else "What differs"
+    return [_Section("finding", title, _figures(drawn, "all variants"))] if drawn else []
 
 
 @dataclass(frozen=True)
@@ -222,16 +240,15 @@ def _definitions(lines: Mapping[str, Sequence[str]]) -> str:
 
 
 def _overall(material: _Material) -> dict[str, Figure]:
-    """Figures over all variants, by name; none while no cell is complete."""
+    """Figures of all variants' trainings, by name; none while no cell is complete."""
     table = material.table
     if not any(row.n for row in table.rows):
         return {}
     histories, parts = _histories(material), _parts(material.runs)
     drawn: dict[str, Figure | None] = {
-        "effects": figures.effects_figure(table, table.compared) if table.compared else None,
         "loss_against_sparsity": figures.loss_against_sparsity(table, parts),
-        "tau_over_training": figures.tau_over_training(histories, table.baseline, parts),
-        "sink_over_training": figures.sink_over_training(histories, table.baseline, parts),
+        "tau_over_training": figures.tau_over_training(table.ablation, histories, table.baseline, parts),
+        "sink_over_training": figures.sink_over_training(table.ablation, histories, table.baseline, parts),
     }
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
@@ -239,7 +256,8 @@ def _overall(material: _Material) -> dict[str, Figure]:
 def _parts(runs: Sequence[TrackedRun]) -> figures.RowParts:
     """By variant, from the settings that its runs have logged."""
     return {
-        run.tags["variant"]: figures.Parts(normaliser_of(run), run.params.get("model.position", "")) for run in runs
+        run.tags["variant"]: figures.Parts(normaliser_of(run.params), run.params.get("model.position", ""))
+        for run in runs
     }
 
 

@@ -9,7 +9,7 @@ from lit_lazy import figures
 from lit_lazy.grid.ablation import Ablation
 from lit_lazy.grid.plan import read_plan, save_views, table_from_mlflow
 from lit_lazy.grid.question import Question
-from lit_lazy.report.page import REPORT, with_table, write_report
+from lit_lazy.report.page import REPORT, table_figures, with_table, write_report
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.errors import named
 from lit_lazy.table.build import restated
@@ -34,8 +34,8 @@ def write_table(tracker: Tracker, parent_id: str, folder: Path) -> Table:
     """Build the table from MLflow, write it with its figure into a folder and onto the parent run."""
     table = table_from_mlflow(tracker, parent_id)
     files = save(table, folder / "table")
-    if table.compared and any(row.n for row in table.rows):
-        files += figures.save_figure(figures.effects_figure(table, table.compared), folder / "effects")
+    for name, figure in table_figures(table).items():
+        files += figures.save_figure(figure, folder / name)
     tracker.keep_files(parent_id, files)
     if table.verdict:
         tracker.tag(parent_id, "verdict", table.verdict.sentence)
@@ -48,8 +48,8 @@ def write_table(tracker: Tracker, parent_id: str, folder: Path) -> Table:
 def restate(path: Path, ablation: Ablation, question: Question | None) -> Table:
     """Compute a table.json's statistics anew and write it, its other formats and its figures in their places.
 
-    A report beside it gets the new table; its own figures are of the runs, and stay. Raises ValueError, in one line,
-    for a file that is no table of this ablation, or that answers another question than the one that is given.
+    A report beside it gets the new table and its figures; those of the runs stay. Raises ValueError, in one line, for a
+    file that is no table of this ablation, or that answers another question than the one that is given.
     """
     if path.is_dir():
         raise ValueError(f"--from {str(path)!r}: is a folder; give the table.json in it, --from {path / 'table.json'}")
@@ -67,12 +67,11 @@ def restate(path: Path, ablation: Ablation, question: Question | None) -> Table:
     save(table, path.with_suffix(""))
     if page is not None:
         write_text(report, page)
-    drawn = {"loss_against_sparsity": figures.loss_against_sparsity(table, _parts(ablation))}
-    if table.compared:
-        drawn["effects"] = figures.effects_figure(table, table.compared)
+    drawn = table_figures(table)
+    if against := figures.loss_against_sparsity(table, _parts(ablation)):
+        drawn["loss_against_sparsity"] = against
     for name, figure in drawn.items():
-        if figure is not None:
-            figures.save_figure(figure, path.parent / name)
+        figures.save_figure(figure, path.parent / name)
     return table
 
 

@@ -104,9 +104,9 @@ def page(found: Sequence[Decided], folder: Path) -> str:
 
 def _figure(one: Decided, folder: Path) -> list[str]:
     """The Markdown of its figure, if it has one."""
-    file = one.folder / "effects.png"
+    file = one.folder / "verdict.png"
     link = quote(os.path.relpath(file, folder))
-    return [f"![Differences in {one.table.ablation}]({link})\n"] if file.exists() else []
+    return [f"![What the verdict on {one.table.ablation} rests on]({link})\n"] if file.exists() else []
 
 
 _ABOUT = (

@@ -41,14 +41,12 @@ def judge(declaration: Declaration, table: Table) -> Verdict | None:
         return None
     if _missing(declaration, table):
         return None
-    rows = {row.variant: row.metrics[column.key].values for row in table.rows}
-    seeds = set(map(str, declaration.seeds))
-    values = {name: {int(s): v for s, v in row.items() if s in seeds} for name, row in rows.items()}
+    _, values = _outcome(declaration, table)
     parts = tuple(_part(declaration, name, values, column) for name in declaration.contrasts)
     statuses = {part.status for part in parts}
     status: Status = "refuted" if "refuted" in statuses else "undecided" if "undecided" in statuses else "supported"
-    verdict = Verdict(status, "", len(seeds), parts, declaration.exploratory)
-    return Verdict(status, _sentence(declaration, verdict), len(seeds), parts, declaration.exploratory)
+    verdict = Verdict(status, "", len(declaration.seeds), parts, declaration.exploratory)
+    return replace(verdict, sentence=_sentence(declaration, verdict))
 
 
 def still_needed(declaration: Declaration, table: Table) -> str:
@@ -97,17 +95,55 @@ class _Sum(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What a rule looks at: the contrast, and the means of its rows."""
+    """What a rule looks at: the contrast, and the mean of each of its rows, by the sign of its weight."""
 
     whole: _Sum
-    plus: tuple[_Sum, ...]
-    minus: tuple[_Sum, ...]
+    plus: Mapping[str, _Sum]
+    minus: Mapping[str, _Sum]
 
 
-def _part(declaration: Declaration, name: str, values: Mapping[str, Mapping[int, float]], column: Column) -> Finding:
+class Level(NamedTuple):
+    """Where a row's own mean lies, as a rule that asks for the rows one by one sees it."""
+
+    row: str
+    claimed: bool
+    """Whether it is claimed to lie below `removed`; the others are to lie above `kept`."""
+    mean: float
+    interval: Interval
+
+
+def levels(declaration: Declaration, table: Table) -> dict[str, list[Level]]:
+    """Of each contrast its rows, the claimed ones first; nothing for a rule that asks for their sum alone.
+
+    The intervals hold together. Those of the others of `alone` are at the level at which one of them refutes the claim.
+    """
+    if declaration.rule not in _BY_LEVEL:
+        return {}
+    column, values = _outcome(declaration, table)
+    level = ALPHA / len(declaration.contrasts)
+    found = {}
+    for name in declaration.contrasts:
+        sums = _sums(declaration, name, values, column)
+        share = level / len(sums.minus) if declaration.rule == "alone" else level
+        found[name] = [
+            Level(row, claimed, one.mean, one.interval(at, len(declaration.seeds)))
+            for rows, claimed, at in ((sums.plus, True, level), (sums.minus, False, share))
+            for row, one in rows.items()
+        ]
+    return found
+
+
+def _outcome(declaration: Declaration, table: Table) -> tuple[Column, dict[str, dict[int, float]]]:
+    """The primary outcome, and its values by row and declared seed."""
+    (column,) = (column for column in table.columns if column.key == declaration.primary)
+    seeds = set(map(str, declaration.seeds))
+    rows = {row.variant: row.metrics[column.key].values for row in table.rows}
+    return column, {name: {int(s): v for s, v in row.items() if s in seeds} for name, row in rows.items()}
+
+
+def _sums(declaration: Declaration, name: str, values: Mapping[str, Mapping[int, float]], column: Column) -> _Sums:
     weights = {row: weight for row, weight in declaration.contrasts[name].items() if weight}
     together = seed_correlation(values, column.bounds)
-    n = len(declaration.seeds)
 
     def summed(weights: Mapping[str, float]) -> _Sum:
         rows = {row: [weight * value for value in values[row].values()] for row, weight in weights.items()}
@@ -118,11 +154,16 @@ def _part(declaration: Declaration, name: str, values: Mapping[str, Mapping[int,
             contrast(values, moved, column.bounds, together) if moved else None,
             math.fsum(fmean(rows[row]) - min(rows[row]) for row in still),
             math.fsum(max(rows[row]) - fmean(rows[row]) for row in still),
-            n,
+            len(declaration.seeds),
         )
 
     plus, minus = ([row for row, weight in weights.items() if sign * weight > 0] for sign in (1, -1))
-    sums = _Sums(summed(weights), tuple(summed({row: 1.0}) for row in plus), tuple(summed({row: 1.0}) for row in minus))
+    return _Sums(summed(weights), {row: summed({row: 1.0}) for row in plus}, {row: summed({row: 1.0}) for row in minus})
+
+
+def _part(declaration: Declaration, name: str, values: Mapping[str, Mapping[int, float]], column: Column) -> Finding:
+    n = len(declaration.seeds)
+    sums = _sums(declaration, name, values, column)
     level = ALPHA / len(declaration.contrasts)  # Bonferroni: a statement on each contrast is to hold
     status, why = _decided(declaration, sums, level, n)
     needed, would = None, None
@@ -163,7 +204,7 @@ def _same(declaration: Declaration, sums: _Sums, level: float, seeds: int) -> tu
 
 
 def _removed(declaration: Declaration, sums: _Sums, level: float, seeds: int) -> tuple[Status, str]:
-    plus, minus = ([row.interval(level, seeds) for row in rows] for rows in (sums.plus, sums.minus))
+    plus, minus = ([row.interval(level, seeds) for row in rows.values()] for rows in (sums.plus, sums.minus))
     removed, kept = declaration.removed, declaration.kept
     if any(row.high < kept for row in minus):
         return "undecided", "nothing to remove: below {kept} anyway"
@@ -177,7 +218,7 @@ def _removed(declaration: Declaration, sums: _Sums, level: float, seeds: int) ->
 
 def _alone(declaration: Declaration, sums: _Sums, level: float, seeds: int) -> tuple[Status, str]:
     share = level / len(sums.minus)  # any of them refutes the claim
-    without = [row for row in sums.minus if row.interval(share, seeds).high < declaration.removed]
+    without = [row for row in sums.minus.values() if row.interval(share, seeds).high < declaration.removed]
     if without and len(sums.minus) > 1:  # where the only other row has no sink, there is none to remove
         return "refuted", f"{len(without)} of {len(sums.minus)} others are below {{removed}} as well"
     return _removed(declaration, sums, level, seeds)
@@ -190,6 +231,8 @@ _RULES: Mapping[Rule, Callable[[Declaration, _Sums, float, int], tuple[Status, s
     "removed": _removed,
     "alone": _alone,
 }
+_BY_LEVEL = ("removed", "alone")
+"""Rules that ask where each row lies."""
 
 
 def _sentence(declaration: Declaration, verdict: Verdict) -> str:
@@ -217,8 +260,7 @@ def _bounds(declaration: Declaration, column: Column) -> dict[str, str]:
 
 def bounds(declaration: Declaration, column: Column) -> str:
     """What the rule compares with."""
-    by_level = declaration.rule in ("removed", "alone")
-    text = "removed below {removed}, there above {kept}" if by_level else "margin {margin}"
+    text = "removed below {removed}, there above {kept}" if declaration.rule in _BY_LEVEL else "margin {margin}"
     return text.format(**_bounds(declaration, column))
 
 

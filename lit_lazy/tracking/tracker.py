@@ -53,6 +53,7 @@ from lit_lazy.tracking.views import (
     colours,
     far_rows,
     group_of,
+    normaliser_of,
     run_link,
     run_views,
     runs_link,
@@ -454,7 +455,8 @@ class Tracker:
         cells = [CellRun(run.data.tags["variant"], run.data.params, run.data.metrics) for run in runs]
         groups = None
         if rows is not None and len(runs) < MOST_RUNS_SEEN:
-            chosen = colours(list(dict.fromkeys([*rows, *(cell.variant for cell in cells)])))
+            normalisers = {cell.variant: normaliser_of(cell.params) for cell in cells}
+            chosen = colours(dict.fromkeys(rows, "") | normalisers)
             groups = {row: group_of(row, colour) for row, colour in chosen.items()}
             far = far_rows(cells)
             for run, cell in zip(runs, cells, strict=True):
@@ -466,10 +468,9 @@ class Tracker:
     def keep_run_views(self) -> None:
         """Save the views of an experiment whose runs are no cells, as these are now."""
         runs = self._newest("run")
-        for run, colour in zip(
-            reversed(runs), colours([run.info.run_id for run in reversed(runs)]).values(), strict=True
-        ):
-            self._mark(run, {COLOUR_TAG: colour})
+        chosen = colours({run.info.run_id: normaliser_of(run.data.params) for run in reversed(runs)})
+        for run in runs:
+            self._mark(run, {COLOUR_TAG: chosen[run.info.run_id]})
         self._save(run_views([CellRun(run.info.run_name, run.data.params, run.data.metrics) for run in runs]))
 
     def _newest(self, kind: str) -> list[Run]:

@@ -68,6 +68,7 @@ DISTINCT = (
 )  # fmt: skip
 """Places of the palette: the figures' blue and vermillion, then always the one that differs most from those before it
 (distances in CIELAB)."""
+AS_IN_FIGURES = {"Elastic": DISTINCT[0], "Softmax": DISTINCT[1]}
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,23 @@ def view_id(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
-def colours(rows: Sequence[str]) -> dict[str, str]:
-    """The colour of each row, as far as the palette reaches all different; the first is blue."""
-    return {row: PALETTE[place] for row, place in zip(rows, cycle(DISTINCT))}
+def normaliser_of(params: Mapping[str, str]) -> str:
+    """The class of a run's normaliser, or of its mixer where that does not attend; empty where none is logged."""
+    mixer = params.get("model.mixer", "SelfAttention")
+    return params.get("model.attention.normaliser", "") if mixer == "SelfAttention" else mixer
+
+
+def colours(rows: Mapping[str, str]) -> dict[str, str]:
+    """The colour of each row, as far as the palette reaches all different. rows: the class of the normaliser by row.
+
+    The first row with Elastic-Softmax and the first with softmax have the colours that these have in the figures.
+    """
+    taken: dict[str, int] = {}
+    for row, normaliser in rows.items():
+        if normaliser in AS_IN_FIGURES and AS_IN_FIGURES[normaliser] not in taken.values():
+            taken[row] = AS_IN_FIGURES[normaliser]
+    others = cycle([place for place in DISTINCT if place not in taken.values()])
+    return {row: PALETTE[taken[row] if row in taken else next(others)] for row in rows}
 
 
 def group_of(row: str, colour: str) -> str:

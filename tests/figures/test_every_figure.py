@@ -24,13 +24,15 @@ from lit_lazy.figures.common import BETTER, FIRST, NEUTRAL, SECOND, WORSE
 from lit_lazy.figures.meaning import NORMALISERS, POSITIONS, Colours
 from lit_lazy.figures.mechanism import mechanism_figure
 from lit_lazy.grid.ablation import Ablation, row_infos, select
-from lit_lazy.grid.question import load_asked
+from lit_lazy.grid.question import Question, load_asked
 from lit_lazy.grid.search import figures as search
 from lit_lazy.grid.search.definition import define
 from lit_lazy.grid.search.queue import Point
+from lit_lazy.report.page import table_figures
 from lit_lazy.report.publish import _parts
 from lit_lazy.table.build import build_table
 from lit_lazy.table.records import Observation, Table
+from lit_lazy.table.verdicts import judged
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 ABLATIONS = [name for name in available("ablations") if exported(find("ablations", name), "search") is None]
@@ -43,7 +45,7 @@ def rows_of(ablation: Ablation) -> list[str]:
     return [row.name for row in ablation.all_rows]
 
 
-def made_up(ablation: Ablation) -> Table:
+def made_up(ablation: Ablation, question: Question | None) -> Table:
     """A table of its rows and columns with numbers between 0 and 1; one row is dead, one has no sparsity."""
     rng = np.random.default_rng(0)
     observations = []
@@ -57,10 +59,11 @@ def made_up(ablation: Ablation) -> Table:
                 metrics |= {key: None for key in metrics if "sparsity" in key}
             observations.append(Observation(name, seed, "complete", metrics))
     infos = row_infos(select(ablation, rows_of(ablation), ()), ablation.base)
-    return build_table(
+    table = build_table(
         *(ablation.name, ablation.base, ablation.baseline, infos, ablation.columns, ablation.contrasts),
         *(observations, "make", (), (), ablation.primary),
     )
+    return judged(table, question and question.declared)
 
 
 def histories(ablation: Ablation) -> Histories:
@@ -71,19 +74,15 @@ def histories(ablation: Ablation) -> Histories:
     }
 
 
-def figures_of(ablation: Ablation) -> Iterator[Figure]:
-    table, trained, parts = made_up(ablation), histories(ablation), _parts(ablation)
+def figures_of(ablation: Ablation, question: Question | None) -> Iterator[Figure]:
+    table, trained, parts = made_up(ablation, question), histories(ablation), _parts(ablation)
     drawn = [
-        figures.effects_figure(table, table.compared) if table.compared else None,
+        *table_figures(table).values(),
         figures.loss_against_sparsity(table, parts),
-        figures.tau_over_training(trained, ablation.baseline, parts),
-        figures.sink_over_training(trained, ablation.baseline, parts),
+        figures.tau_over_training(ablation.name, trained, ablation.baseline, parts),
+        figures.sink_over_training(ablation.name, trained, ablation.baseline, parts),
     ]
     yield from (figure for figure in drawn if figure is not None)
-
-
-def ablation_of(name: str) -> Ablation:
-    return load_asked(find("ablations", name))[0]
 
 
 @pytest.mark.parametrize(
@@ -91,8 +90,9 @@ def ablation_of(name: str) -> Ablation:
 )
 def test_every_figure_of_an_ablation_is_legible(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stand_in(monkeypatch, tmp_path)
-    drawn = list(figures_of(ablation_of(name)))
-    assert len(drawn) >= 2
+    ablation, question = load_asked(find("ablations", name))
+    drawn = list(figures_of(ablation, question))
+    assert len(drawn) >= 2 + (question is not None)
     for figure in drawn:
         assert_legible(figure)
 
@@ -101,8 +101,9 @@ def test_every_figure_of_an_ablation_is_legible(name: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*/table.json")), ids=lambda path: path.parent.name)
 def test_every_figure_of_a_committed_table_is_legible(path: Path) -> None:
     table = Table.from_json(json.loads(path.read_text()))
-    parts = _parts(ablation_of(table.ablation))
-    assert_legible(figures.effects_figure(table, table.compared))
+    parts = _parts(load_asked(find("ablations", table.ablation))[0])
+    for figure in table_figures(table).values():
+        assert_legible(figure)
     if (figure := figures.loss_against_sparsity(table, parts)) is not None:
         assert_legible(figure)
 
@@ -160,17 +161,17 @@ def test_a_row_s_colour_says_its_normaliser_or_where_all_have_one_its_position()
 
 
 def test_rows_have_the_colours_of_their_normalisers_in_every_figure() -> None:
-    ablation = ablation_of("q_mask")
+    ablation, question = load_asked(find("ablations", "q_mask"))
     parts = _parts(ablation)
     assert {part.normaliser for part in parts.values()} == {"Softmax", "Elastic"}
-    table, trained = made_up(ablation), histories(ablation)
+    table, trained = made_up(ablation, question), histories(ablation)
     expected = {row: NORMALISERS[part.normaliser] for row, part in parts.items()}
     scatter = figures.loss_against_sparsity(table, parts)
     shown = {line.get_color() for line in scatter.axes[0].lines if line.get_marker() in ("o", "D")}
     assert shown == set(expected.values())
     for figure in (
-        figures.tau_over_training(trained, ablation.baseline, parts),
-        figures.sink_over_training(trained, ablation.baseline, parts),
+        figures.tau_over_training(ablation.name, trained, ablation.baseline, parts),
+        figures.sink_over_training(ablation.name, trained, ablation.baseline, parts),
     ):
         for axes in (axes for axes in figure.axes if axes.axison):
             own = [line for line in axes.lines if not line.get_label().startswith("_")]

@@ -467,7 +467,7 @@ def lines_of(figure):
 
 
 def test_trainings_are_means_over_layers_and_seeds_with_their_range():
-    figure = drawn(tau_over_training(trainings(), BASELINE))
+    figure = drawn(tau_over_training("study", trainings(), BASELINE))
     panels = lines_of(figure)
     others = [name for name in VARIANTS if not name.startswith("softmax") and name != BASELINE]
     assert list(panels) == [BASELINE, *others]
@@ -484,11 +484,12 @@ def test_trainings_are_means_over_layers_and_seeds_with_their_range():
     band = figure.axes[0].collections[0].get_paths()[0].vertices
     assert (band[:, 1].min(), band[:, 1].max()) == (1.5 + i / 2, 2.5 + i / 2)
     assert figure.axes[0].get_xlim() == (0, 100)
-    assert "2 seeds (band: range)" in figure.get_suptitle()
+    title = " ".join(figure.get_suptitle().split())
+    assert title == "study: τ over training, mean over layers, heads and 2 seeds (band: range)"
 
 
 def test_each_panel_has_both_figures_of_the_first_key():
-    figure = drawn(sink_over_training(trainings(), BASELINE))
+    figure = drawn(sink_over_training("study", trainings(), BASELINE))
     panels = lines_of(figure)
     assert list(panels) == [BASELINE, *(name for name in VARIANTS if name != BASELINE)]
     own, behind = panels[VARIANTS[3]]
@@ -504,14 +505,14 @@ def test_a_training_that_ended_early_or_was_undefined_shortens_its_line():
         "lazy": [{"watch/tau_layer_0": [(0, 1.0), (1, 2.0), (2, 9.0)]}, {"watch/tau_layer_0": [(0, 1.0), (1, 4.0)]}]
     }
     ended["lazy"] += [{}]
-    (line,) = drawn(tau_over_training(ended, "lazy")).axes[0].lines
+    (line,) = drawn(tau_over_training("study", ended, "lazy")).axes[0].lines
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([0, 1], [1, 3])
     undefined = {"lazy": [{"watch/first_key_share": [(0, float("nan")), (1, 0.5)]}]}
-    (line,) = drawn(sink_over_training(undefined, "lazy")).axes[0].lines
+    (line,) = drawn(sink_over_training("study", undefined, "lazy")).axes[0].lines
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([1], [0.5])
-    assert tau_over_training({"softmax": [{"watch/first_key_weight": [(0, 0.1)]}]}, "lazy") is None
-    assert sink_over_training({"softmax": [{}], "lazy": []}, "lazy") is None
-    assert tau_over_training({}, "lazy") is None
+    assert tau_over_training("study", {"softmax": [{"watch/first_key_weight": [(0, 0.1)]}]}, "lazy") is None
+    assert sink_over_training("study", {"softmax": [{}], "lazy": []}, "lazy") is None
+    assert tau_over_training("study", {}, "lazy") is None
 
 
 EXTREMES = {
@@ -542,8 +543,8 @@ def test_figures_over_variants_are_legible():
         warnings.simplefilter("error")
         named = [f"a variant with a rather long name {i}" for i in range(17)]
         for made in (trainings(named, 5), trainings(["lazy"], 1)):
-            assert_legible(drawn(tau_over_training(made, next(iter(made)))))
-            assert_legible(drawn(sink_over_training(made, next(iter(made)))))
+            assert_legible(drawn(tau_over_training("study", made, next(iter(made)))))
+            assert_legible(drawn(sink_over_training("study", made, next(iter(made)))))
         assert_legible(drawn(loss_against_sparsity(study(2))))
         assert_legible(drawn(loss_against_sparsity(study(1, ["lazy"]))))
 

@@ -13,10 +13,11 @@ from lit_lazy.grid.question import load_asked
 from lit_lazy.report.page import with_table
 from lit_lazy.table.build import restated
 from lit_lazy.table.records import Table
-from lit_lazy.table.render import save
+from lit_lazy.table.render import html_parts, save
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 KEPT = sorted(RESULTS.glob("*/table.json"))
+REPORTS = sorted(RESULTS.glob("*/report.html"))
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.parent.name)
@@ -31,13 +32,21 @@ def test_committed_tables_say_what_their_values_and_todays_statistics_give(path:
     assert table.primary in ablation.primary
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/report.html")), ids=lambda path: path.parent.name)
-def test_committed_reports_are_small_and_say_the_verdict_of_their_table(path: Path) -> None:
+@pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.parent.name)
+def test_committed_reports_are_small_and_say_what_their_table_says(path: Path) -> None:
     assert path.stat().st_size < 1_000_000
-    table = Table.from_json(json.loads(path.with_name("table.json").read_text()))
+    table, text = Table.from_json(json.loads(path.with_name("table.json").read_text())), path.read_text()
+    opening, numbers = (part.rstrip("\n") for part in html_parts(table))
+    assert text.index(opening) < text.index('<section id="finding">') < text.index(numbers)
     if table.verdict is not None:
-        assert html.escape(table.verdict.sentence) in path.read_text()
-    assert with_table(path, table) == path.read_text()
+        assert html.escape(table.verdict.sentence) in opening
+        assert "<h2>What the verdict rests on</h2>" in text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.parent.name)
+def test_figures_of_a_table_in_its_committed_report_are_todays(path: Path) -> None:
+    assert with_table(path, Table.from_json(json.loads(path.with_name("table.json").read_text()))) == path.read_text()
 
 
 def test_the_command_writes_every_format_and_figure_in_place(
@@ -54,6 +63,15 @@ def test_the_command_writes_every_format_and_figure_in_place(
     for name in ("table.json", "table.md", "table.csv", "table.tex"):
         assert (tmp_path / name).read_bytes() == (kept / name).read_bytes()
     assert {path.name for path in tmp_path.glob("*.png")} == {"effects.png", "loss_against_sparsity.png"}
+
+
+def test_a_question_s_folder_gets_the_figure_of_its_verdict(tmp_path: Path) -> None:
+    table = doctored(tmp_path)
+    for figure in table.parent.glob("*.png"):
+        figure.unlink()
+    assert main(["ablate", "table", "q_mask", "--from", str(table)]) == 0
+    drawn = {path.name for path in table.parent.glob("*.png")}
+    assert drawn == {"verdict.png", "effects.png", "loss_against_sparsity.png"}
 
 
 def test_a_table_of_another_ablation_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

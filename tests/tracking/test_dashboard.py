@@ -1,5 +1,6 @@
 """MLflow's real server and a real browser: the printed links show what they promise, the saved views draw."""
 
+import colorsys
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from chromium import CHROMIUM, Browser
 
 from lit_lazy.command.main import main
 from lit_lazy.config.files import load_module
+from lit_lazy.figures import meaning
 from lit_lazy.tracking.serve import chosen
 from lit_lazy.tracking.tracker import ExperimentLinks, Logged, Tracker, default_uri, experiment_links
 from lit_lazy.tracking.views import (
@@ -60,6 +62,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
 
 EXCESSES = {"softmax": 0.5, "off by one": 0.25, "a 'quoted' one": 0.125, "lazy": 0.0625, "dead": 400.0}
 """Of the cells that are made up, and of their curves the last value; the lazy row is the baseline."""
+NORMALISERS = {"softmax": "Softmax", "off by one": "OffByOne", "lazy": "Elastic"}
+"""Of those that have one."""
 ON_THE_WAY = {100: 8.0, 200: 2.0, 300: 4.0, 400: 1.0}
 """Times as much at these steps."""
 
@@ -68,7 +72,8 @@ def made_up(runs: Path) -> None:
     tracker = Tracker(default_uri(runs), runs, "made-up")
     for row, excess in EXCESSES.items():
         tags = {"kind": "cell", "variant": row, "seed": "0", "cell": row}
-        run = tracker.start_run(f"{row} seed 0", tags, {"tau_init": "1.0"}, {})
+        params = {"tau_init": "1.0", "model.attention.normaliser": NORMALISERS.get(row, "")}
+        run = tracker.start_run(f"{row} seed 0", tags, params, {})
         curve = [Logged(step, step, {"val/excess": excess * times}) for step, times in ON_THE_WAY.items()]
         tracker.log(run, curve)
         tracker.finish(run, {"loss/excess": excess, "loss/val": 2 + excess, "sink/rate": excess}, {}, 400)
@@ -152,7 +157,8 @@ class TestPages:
         assert "Results by variant, without dead" in text
         listed = browser.evaluate("[...document.querySelectorAll('.ag-row')].map(row => row.innerText).join('\\n')")
         shown = {name.strip(): colour for colour, name in re.findall(r"(#\w{6})\nGroup: (.*)", listed)}
-        expected = colours(["lazy", *(row for row in EXCESSES if row != "lazy")])
+        rows = ["lazy", *(row for row in EXCESSES if row != "lazy")]
+        expected = colours({row: NORMALISERS.get(row, "") for row in rows})
         assert shown == {row: expected[row] for row in EXCESSES if row != "dead"}
         card = f"{screenshots.CARDS}.find(card => card.innerText.startsWith('val/excess'))"
         chart = f"{card}.querySelector('.js-plotly-plot')"
@@ -236,6 +242,11 @@ def cell(variant: str, axes: dict[str, str], *metrics: str, loss: float = 1.0) -
 LOSSES = {"a": 1.0, "b": 1.01, "c": 1.02, "dead": 9.0}
 
 
+def hue(colour: str) -> float:
+    """In degrees."""
+    return 360 * colorsys.rgb_to_hsv(*(int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)))[0]
+
+
 class TestViews:
     SOFTMAX = cell("softmax", {"bias": "NoBias"}, "loss/val", "sink/rate", "val/loss")
     LAZY = cell("lazy", {"bias": "Alibi", "tau_init": "1.0"}, "loss/val", "watch/tau_layer_0", "watch/tau_layer_11")
@@ -276,7 +287,7 @@ class TestViews:
     def test_a_row_far_above_is_drawn_in_no_chart_and_listed_all_the_same(self) -> None:
         cells = [cell(name, {"tau_init": name}, "loss/val", loss=loss) for name, loss in LOSSES.items()]
         assert far_rows(cells) == ["dead"]
-        groups = {name: group_of(name, colour) for name, colour in colours(list(LOSSES)).items()}
+        groups = {name: group_of(name, colour) for name, colour in colours(dict.fromkeys(LOSSES, "")).items()}
         found = views(["tau_init"], ["loss/val"], ["loss/val"], cells, groups)
         for view in (CHARTS_VIEW, AXES_VIEW):
             assert found[view]["searchFilter"] == "tags.kind = 'cell' AND tags.charted = 'yes'"
@@ -287,10 +298,19 @@ class TestViews:
         assert while_it_runs[CHARTS_VIEW]["searchFilter"] == "tags.kind = 'cell'"
         assert while_it_runs[CHARTS_VIEW]["groupBy"]["groupByKeys"][0]["groupByData"] == "variant"
 
+    @pytest.mark.parametrize("order", [["a", "b", "c", "d", "e"], ["e", "d", "c", "b", "a"]])
+    def test_softmax_and_elastic_have_the_colours_that_they_have_in_the_figures(self, order: list[str]) -> None:
+        of = {"a": "Elastic", "b": "Softmax", "c": "Relu", "d": "Elastic", "e": "Softmax"}
+        chosen = colours({row: of[row] for row in order})
+        assert len(set(chosen.values())) == len(of)
+        for name in ("Elastic", "Softmax"):
+            first = next(row for row in order if of[row] == name)
+            assert abs(hue(chosen[first]) - hue(meaning.NORMALISERS[name])) < 10
+
     def test_rows_have_colours_of_their_own_and_groups_mlflow_schecksum_of_them(self) -> None:
         assert sorted(DISTINCT) == list(range(len(PALETTE)))
         rows = [f"row {i}" for i in range(len(PALETTE))] + ["softmax", "τ = 1", "a 'quoted' one", "𝜏"]
-        chosen = colours(rows)
+        chosen = colours(dict.fromkeys(rows, "Relu"))
         assert len(set(list(chosen.values())[: len(PALETTE)])) == len(PALETTE)
         for row, colour in chosen.items():
             group = group_of(row, colour)

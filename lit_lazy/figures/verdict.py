@@ -1,0 +1,136 @@
+"""What the verdict of a question rests on: its declared contrasts, with the intervals that its rule looks at."""
+
+from textwrap import wrap
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from lit_lazy.figures.common import BETTER, NEUTRAL, WIDTH, WORSE, in_style, legend_below, new_figure
+from lit_lazy.figures.effects import axis_label, draw_interval, limits
+from lit_lazy.table.question import Declaration, Verdict
+from lit_lazy.table.records import Column, Table
+from lit_lazy.table.verdicts import bounds, levels
+
+NAME_WIDTH = 40
+"""Letters of a line of a contrast's name."""
+INTERVAL = "simultaneous 95 % interval"
+
+
+class _Look(NamedTuple):
+    colour: str
+    marker: str
+    face: str
+
+
+class _Line(NamedTuple):
+    """A contrast or a row of one, in the column's unit; without an interval it is a heading."""
+
+    name: str
+    look: _Look | None = None
+    mean: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    bold: bool = False
+
+
+GOOD, BAD, OPEN = _Look(BETTER, "o", BETTER), _Look(WORSE, "s", WORSE), _Look(NEUTRAL, "o", "white")
+STATUS = {"supported": GOOD, "refuted": BAD, "undecided": OPEN}
+
+
+@in_style()
+def verdict_figure(table: Table) -> Figure | None:
+    """The verdict in words over what it was found by; None while there is none.
+
+    For a rule that asks for differences, each contrast beside the declared margin; for one that asks whether
+    something is left, each row of each contrast beside the bounds of "removed" and "there", the row that is claimed
+    to lack it in bold.
+    """
+    declared, verdict = table.declaration, table.verdict
+    if declared is None or verdict is None:
+        return None
+    (column,) = (column for column in table.columns if column.key == declared.primary)
+    rows = levels(declared, table)
+    shown = _levels(declared, verdict, table, column) if rows else _differences(verdict, column)
+    shown = [line._replace(name="\n".join(wrap(line.name, NAME_WIDTH))) for line in shown]
+    height = 0.9 + sum(0.12 + 0.16 * (1 + line.name.count("\n")) for line in shown)
+    figure = new_figure(WIDTH, height, f"{table.ablation} on {table.base}. {verdict.sentence}")
+    axes = figure.subplots()
+    marks = [bound * column.scale for bound in (declared.removed, declared.kept)] if rows else [0.0]
+    drawn = [line for line in shown if line.look]
+    low, high = limits([*((mark, mark, mark) for mark in marks), *((x.mean, x.low, x.high) for x in drawn)])
+    axes.set_xlim(low, high)
+    handles = _bounds(declared, column) if rows else _margin(declared, column)
+    if rows:
+        for mark, style in zip(marks, ("--", ":"), strict=True):
+            axes.axvline(mark, color=NEUTRAL, linewidth=1, linestyle=style, zorder=1)
+    else:
+        margin = declared.margin * column.scale
+        axes.axvspan(max(-margin, low), min(margin, high), color=NEUTRAL, alpha=0.15, linewidth=0, zorder=0)
+        axes.axvline(0, color=NEUTRAL, linewidth=1, zorder=1)
+    for y, line in enumerate(shown):
+        if line.look:
+            draw_interval(axes, y, line.low, line.high, line.look.colour)
+            face, style = line.look.face, {"markersize": 6, "markeredgewidth": 1.4, "zorder": 4}
+            axes.plot(line.mean, y, line.look.marker, color=line.look.colour, markerfacecolor=face, **style)
+    axes.set_yticks(range(len(shown)), [line.name for line in shown])
+    for label, line in zip(axes.get_yticklabels(), shown, strict=True):
+        label.set_fontweight("bold" if line.bold else "normal")
+        if line.look is None:
+            label.set_color(NEUTRAL)
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    axes.set_title(f"{column.title} (n = {verdict.n})")
+    axes.set_xlabel(column.heading if rows else axis_label(column))
+    axes.tick_params(axis="y", length=0)
+    axes.locator_params(axis="x", nbins=7)
+    axes.grid(axis="y")
+    axes.spines["left"].set_visible(False)
+    legend_below(figure, handles, 3)
+    return figure
+
+
+def _differences(verdict: Verdict, column: Column) -> list[_Line]:
+    scale = column.scale
+    return [
+        _Line(part.name, STATUS[part.status], part.mean * scale, part.low * scale, part.high * scale)
+        for part in verdict.parts
+    ]
+
+
+def _levels(declared: Declaration, verdict: Verdict, table: Table, column: Column) -> list[_Line]:
+    """Under a heading per contrast its rows."""
+    shown, rows = [], levels(declared, table)
+    for part in verdict.parts:
+        shown.append(_Line(f"{part.name}: {part.status}"))
+        for one in rows[part.name]:
+            look = GOOD if one.interval.high < declared.removed else BAD if one.interval.low > declared.kept else OPEN
+            ends = (end * column.scale for end in one.interval)
+            shown.append(_Line(one.row, look, one.mean * column.scale, *ends, bold=one.claimed))
+    return shown
+
+
+def _margin(declared: Declaration, column: Column) -> list[Line2D | Patch]:
+    band = Patch(color=NEUTRAL, alpha=0.15, linewidth=0, label=bounds(declared, column))
+    return [*(_marker(look, status) for status, look in STATUS.items()), _interval(), band]
+
+
+def _bounds(declared: Declaration, column: Column) -> list[Line2D | Patch]:
+    removed, there = bounds(declared, column).split(", ")
+    return [
+        _marker(GOOD, "shown to be removed"),
+        _marker(BAD, "shown to be there"),
+        _marker(OPEN, "neither"),
+        Line2D([], [], color=NEUTRAL, linewidth=1, linestyle="--", label=removed),
+        Line2D([], [], color=NEUTRAL, linewidth=1, linestyle=":", label=there),
+        _interval(),
+    ]
+
+
+def _interval() -> Line2D:
+    return Line2D([], [], color=NEUTRAL, linewidth=1.6, label=INTERVAL)
+
+
+def _marker(look: _Look, label: str) -> Line2D:
+    style = {"marker": look.marker, "markerfacecolor": look.face, "markeredgewidth": 1.4}
+    return Line2D([], [], color=look.colour, linestyle="", label=label, **style)

@@ -26,7 +26,8 @@ from lit_lazy.measure.diagnostics import SAMPLE, Diagnostics, at_rest, listening
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.generation import Sampling, generate
 from lit_lazy.support.checks import require, require_whole
-from lit_lazy.support.errors import described
+from lit_lazy.support.console import counted
+from lit_lazy.support.errors import described, meant
 from lit_lazy.support.kinds import MOST_THREADS, fits
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import markdown
@@ -48,7 +49,7 @@ def train(
     threads: int | None = None,
     loggers: Sequence[str] = (),
 ) -> Trained:
-    """Train a config, or the experiment of this name or file, and keep the model: `lit-lazy train --keep-checkpoint`.
+    """Train a config, or the experiment of this name or file, and keep the model, as `lit-lazy train` does.
 
     A run that was cut off is resumed, a finished one is returned as it is. name: of the folder in `runs` and of the
     experiment in MLflow, behind `train-`; that of the file by default, else "notebook". threads: of the CPU. loggers:
@@ -73,7 +74,7 @@ def train(
         path = find("experiments", config)
         config, name = load_experiment(path), name or path.stem
     require(isinstance(config, RunConfig), "config", config, "must be a RunConfig, or the name or .py file of one")
-    return train_tracked(config, name or NAME, folder, threads, keep_checkpoint=True, loggers=loggers)
+    return train_tracked(config, name or NAME, folder, threads, loggers=loggers)
 
 
 def load(checkpoint: str | Path, imports: Sequence[str] = ()) -> "Model":
@@ -253,6 +254,12 @@ class Results:
     cells: pd.DataFrame
     """A line for each cell: variant, seed and status, then params and metrics by name; NaN where one has none."""
 
+    def __repr__(self) -> str:
+        rows = self.table.rows
+        done, cells = sum(row.n for row in rows), sum(len(row.seeds) for row in rows)
+        name = f"{self.table.ablation}-{self.table.base}"
+        return f"<{name}: {counted(len(rows), 'variant')}, {done} of {cells} cells finished; print it for its table>"
+
     def __str__(self) -> str:
         return markdown(self.table)
 
@@ -278,8 +285,8 @@ def results(name: str, runs: str | Path = "runs") -> Results:
     uri = default_uri(folder)
     check_store(uri)
     known = experiment_names(uri, kind="ablation")
-    there = f"{folder} holds no such ablation; it has {', '.join(known) or 'none'}; `lit-lazy ablate run` makes one"
-    require(name in known, "results", name, there)
+    has = f"it has {', '.join(known) or 'none'}; `lit-lazy ablate run` makes one"
+    require(name in known, "results", name, f"{folder} holds no such ablation{meant(str(name), known)}; {has}")
     tracker = Tracker(uri, folder, name)
     parent = newest_parent(tracker)
     cells = pd.DataFrame([_line(run) for run in one_per_cell(tracker.children(parent))])

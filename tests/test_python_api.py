@@ -98,14 +98,18 @@ class TestTrain:
         assert (first.first_step, again.first_step, first.steps) == (0, 6, 6)
         assert first.result == again.result
         assert first.dashboard == "lit-lazy dashboard train-notebook --runs runs"
+        loss = f"{first.metrics['loss/val']:.4f}"
+        assert repr(first) == f"<train-notebook: 6 steps, from the beginning; loss/val {loss}; {first.checkpoint}>"
+        assert repr(again).startswith("<train-notebook: all 6 steps were trained before; nothing was done; loss/val ")
         (folder / first.checkpoint).unlink()
-        with pytest.raises(ValueError, match="was trained without keeping its model; remove its folder to train again"):
+        assert repr(first).endswith(f"; {first.folder}>")
+        with pytest.raises(ValueError, match="was not kept; remove that folder to train it again"):
             _ = again.checkpoint
 
     @pytest.mark.parametrize(
         ("config", "options", "said"),
         [
-            ("bckcopy", {}, "experiment 'bckcopy': unknown; there are "),
+            ("bckcopy", {}, "experiment 'bckcopy': unknown (did you mean backcopy?); there are "),
             (3, {}, "config=3: must be a RunConfig, or the name or .py file of one"),
             ("backcopy_tiny", {"name": "a/b"}, "name 'a/b': its name becomes a folder's; take letters, digits"),
             ("backcopy_tiny", {"name": ""}, "name '': its name becomes a folder's"),

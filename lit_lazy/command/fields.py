@@ -7,14 +7,16 @@ from lit_lazy.command.options import Commands, command
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    parser = command(commands, "fields", fields, "list an experiment's fields that can be overridden")
+    parser = command(
+        commands, "fields", fields, "list an experiment's fields that can be overridden, and the classes of its parts"
+    )
     parser.add_argument("experiment", metavar="EXPERIMENT", help="a name in experiments/, or a .py file")
 
 
 def fields(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy fields`"""
     from lit_lazy.config.files import find, load_experiment
-    from lit_lazy.config.overrides import override_parser
+    from lit_lazy.config.listing import listing
 
-    override_parser(load_experiment(find("experiments", options.experiment))).print_help()
+    print("\n".join(listing(load_experiment(find("experiments", options.experiment)))))
     return 0

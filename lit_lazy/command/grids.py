@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lit_lazy.support.errors import meant
+
 if TYPE_CHECKING:
     from lit_lazy.config import RunConfig
     from lit_lazy.grid.ablation import Ablation
@@ -83,7 +85,8 @@ def grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> 
         name = f"{ablation.name}-{Path(options.base or ablation.base).stem}"
     if name not in known:
         raise ValueError(
-            f"ablation {name!r}: {where} holds no such grid; it has {', '.join(known)}; `lit-lazy ablate run` makes it"
+            f"ablation {name!r}: {where} holds no such grid{meant(name, known)}; it has {', '.join(known)}; "
+            "`lit-lazy ablate run` makes it"
         )
     return name
 
@@ -101,10 +104,12 @@ def tracked_grid(options: argparse.Namespace) -> "Tracker":
 
 def print_results(table: str, where: Path, runs: Path) -> None:
     """The table, and where it and all else is."""
+    from lit_lazy.support.console import called
+
     print(f"\n{table}\n")
     print(f"table:      {where}/table.* ({', '.join(sorted(path.suffix for path in where.glob('table.*')))})")
     print(f"figures:    {' '.join(str(path) for path in sorted(where.glob('*.png')))}")
     if (report := where / "report.html").exists():
         print(f"report:     {report}")
     print(f"runs:       {where}/cells/, workers' logs {where}/worker-*.log")
-    print(f"dashboard:  {shlex.join(['lit-lazy', 'dashboard', where.name, '--runs', str(runs)])}")
+    print(f"dashboard:  {shlex.join([called(), 'dashboard', where.name, '--runs', str(runs)])}")

@@ -4,6 +4,7 @@ What a command needs is imported when it is given, so that help is instant.
 """
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -39,9 +40,31 @@ from lit_lazy.support.disk import is_disk_full
 from lit_lazy.support.errors import UnfinishedError, shown
 from lit_lazy.support.secrets import hide_typed
 
+STDOUT = 1
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; the exit status: 0 done, 1 some cell failed, 2 wrong input, 130 interrupted."""
+    """Entry point; the exit status: 0 done, 1 some cell failed, 2 wrong input, 130 interrupted, 141 nobody reads on."""
+    try:
+        status = run_command(argv)
+        sys.stdout.flush()  # Python would report at its end that a reader is gone
+    except BrokenPipeError:
+        if not _is_unread():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what is still to be flushed
+        return 128 + signal.SIGPIPE  # what a shell reports of other programs there, as in `train ... | head`
+    return status
+
+
+def _is_unread() -> bool:
+    """Whether what reads standard output is gone: a pipe may also break on the way to a server."""
+    poll = select.poll()
+    poll.register(STDOUT, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def run_command(argv: Sequence[str] | None) -> int:
+    """Parse a command line and do it; the exit status. Raises what is no mistake of the user's."""
     hide_typed()
     # A queue.py in the current folder is not to take the place of Python's own in a process that this one starts.
     os.environ["PYTHONSAFEPATH"] = "1"

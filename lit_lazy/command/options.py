@@ -2,11 +2,13 @@
 
 import argparse
 import os
+import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from lit_lazy.support.errors import shown
+from lit_lazy.support.errors import meant, shown
 from lit_lazy.support.kinds import MOST, MOST_THREADS
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ T = TypeVar("T")
 Commands = argparse._SubParsersAction
 """Where a command adds its parser."""
 Action = Callable[[argparse.Namespace, list[str]], int]
+CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)$")
+"""What argparse says of a wrong command or value, and those that there are; from 3.14 on it guesses itself."""
 LEAST_SHARE = 0.0001
 """Of a GPU: Ray rounds to that."""
 OVERRIDES = """\
@@ -28,7 +32,13 @@ Any field of the experiment can be overridden, for example
 class Parser(argparse.ArgumentParser):
     """Reports a mistake in one line."""
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        sys.stdout.flush()  # of help, while it can be known that nobody reads it
+        super().exit(status, message)
+
     def error(self, message: str) -> NoReturn:
+        if choice := CHOICE.search(message):
+            message += meant(choice[1], re.findall(r"'(\S+?)'", choice[2]))
         self.exit(2, f"{self.prog}: {shown(message)}; see `{self.prog} --help`\n")
 
 
@@ -327,7 +337,7 @@ def distinct(text: str, values: list[T]) -> list[T]:
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """The options that name a trained model."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=path, help="a final.ckpt of --keep-checkpoint")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=path, help="the final.ckpt in the folder of a run")
     parser.add_argument(
         "--import",
         metavar="FILE",

@@ -27,7 +27,10 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("experiment", metavar="EXPERIMENT", help="a name in experiments/, or a .py file")
     add_threads(parser)
     parser.add_argument(
-        "--keep-checkpoint", action="store_true", help="keep the trained model, final.ckpt in the run folder"
+        "--keep-checkpoint",
+        action=argparse.BooleanOptionalAction,
+        help="keep the trained model, final.ckpt in the run folder (done by default; given, it is an error "
+        "where a finished run has none)",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what it will take; create nothing")
     parser.add_argument("--verbose", action="store_true", help="print all metrics in the end, not a few")
@@ -50,8 +53,10 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
     execution = execution_of(options)
     if options.dry_run:
+        from lit_lazy.tracking.loggers import check_kinds_of_loggers
         from lit_lazy.training.cost import report
 
+        check_kinds_of_loggers(options.loggers)
         print("\n".join([*report(path.stem, cfg, execution), "Nothing was created."]))
         return 0
     from lit_lazy.training.ranks import launched
@@ -64,7 +69,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     trained = train_tracked(
         cfg, path.stem, options.runs, options.threads, options.keep_checkpoint, execution, options.loggers
     )
-    print(f"{trained.name}: {steps(trained)}\n")
+    print(f"{trained.name}: {trained.state}\n")
     if options.verbose:
         print_metrics(trained.metrics)
     else:
@@ -73,23 +78,12 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def steps(trained: "Trained") -> str:
-    """How many, and which of them now."""
-    if trained.first_step == trained.steps:
-        return f"all {trained.steps} steps were trained before; nothing was done"
-    begun = f"resumed at step {trained.first_step}" if trained.first_step else "from the beginning"
-    return f"{trained.steps} steps, {begun}"
-
-
 def summary(metrics: dict[str, float]) -> list[str]:
-    """The metrics that tables plot, as they show them, beside those of the untrained model."""
+    """The validation loss and the metrics that tables plot, as they show them, beside those of the untrained model."""
     from lit_lazy.table.columns import COLUMNS
 
-    shown = [column for column in COLUMNS if column.plotted and column.key in metrics]
-    if not shown:  # of a user's own data, for instance
-        return [f"validation loss (nats)  {metrics['loss/val']:.4f}, untrained {metrics['init/loss/val']:.4f}"]
-    lines = {}
-    for column in shown:
+    lines = {"validation loss (nats) ↓": f"{metrics['loss/val']:.4f}, untrained {metrics['init/loss/val']:.4f}"}
+    for column in (column for column in COLUMNS if column.plotted and column.key in metrics):
         before = metrics.get(f"init/{column.key}")
         untrained = "" if before is None else f", untrained {column.format(before)}"
         lines.setdefault(column.heading, f"{column.format(metrics[column.key])}{untrained}")
@@ -99,12 +93,9 @@ def summary(metrics: dict[str, float]) -> list[str]:
 
 def places(trained: "Trained") -> str:
     """Where everything is."""
-    from lit_lazy.training.result import FINAL_CHECKPOINT
-
-    kept = trained.folder / FINAL_CHECKPOINT
-    lines = {
-        "run": trained.folder,
-        "checkpoint": kept if kept.exists() else "not kept; --keep-checkpoint keeps that of a run that is trained",
-        "dashboard": trained.dashboard,
-    }
+    try:
+        checkpoint = str(trained.checkpoint)
+    except ValueError as error:
+        checkpoint = str(error)
+    lines = {"run": trained.folder, "checkpoint": checkpoint, "dashboard": trained.dashboard}
     return "\n".join(f"{name + ':':12}{place}" for name, place in lines.items())

@@ -62,8 +62,8 @@ def leaf(base: type[T], name: str | None) -> type[T]:
     known = leaves(base)
     if name not in known:
         raise ValueError(
-            f"{base.__name__}={name!r}: unknown; known are {', '.join(sorted(known))}. A custom class is known "
-            "once the file that defines it has been imported"
+            f"{base.__name__}={name!r}: unknown{meant(str(name), known)}; known are {', '.join(sorted(known))}. A "
+            "custom class is known once the file that defines it has been imported"
         )
     return known[name]
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.support.errors import described, named, one_line
+from lit_lazy.support.errors import described, meant, named, one_line
 
 PROJECT = Path(__file__).parents[2]
 Room = Literal["experiments", "ablations"]
@@ -39,8 +39,11 @@ def find(room: Room, name: str) -> Path:
         path = root / room / f"{name}.py"
         if os.path.isfile(path):  # False too for a name that no file can have
             return _named(path.resolve())
-    known = ", ".join(available(room)) or "none outside the project's clone"
-    raise ValueError(f"{room[:-1]} {name!r}: unknown; there are {known}, or give a path to a .py file")
+    known = available(room)
+    there = ", ".join(known) or "none outside the project's clone"
+    raise ValueError(
+        f"{room[:-1]} {name!r}: unknown{meant(name, known)}; there are {there}, or give a path to a .py file"
+    )
 
 
 def python_file(what: str, name: str) -> Path:

@@ -6,16 +6,14 @@ import typing
 import warnings
 from abc import ABC
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
-from docstring_parser import parse_from_object
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from lit_lazy.config.canonical import leaf, leaves
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.support.errors import meant
-from lit_lazy.support.kinds import field_types, is_exchangeable, wanted
+from lit_lazy.support.kinds import field_types, is_exchangeable, is_group, wanted
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -38,7 +36,7 @@ def apply_overrides(base: RunConfig, arguments: Sequence[str]) -> tuple[RunConfi
     types = _types(RunConfig, base, "", given)
     for path, text in given.items():
         _check_path(path, text, types)
-    parser = override_parser(base, given)
+    parser = _parser(base, given)
     try:
         made = _parse(parser, given, types)
     except (OverflowError, TypeError) as error:  # a number, or a kind, that a field's checks cannot take
@@ -74,21 +72,15 @@ def _is_accepted(parser: ArgumentParser, path: str, text: str, types: Mapping[st
     return True
 
 
-def override_parser(base: RunConfig, given: Mapping[str, str] = MappingProxyType({})) -> ArgumentParser:
-    """A parser of every field of a RunConfig, `base` giving the defaults; its help is the fields' docstrings.
+def _parser(base: RunConfig, given: Mapping[str, str]) -> ArgumentParser:
+    """A parser of every field of a RunConfig, `base` giving the defaults.
 
-    given: the text given for each dotted path, where arguments are to be parsed.
+    given: the text given for each dotted path.
     """
-    parser = ArgumentParser(
-        exit_on_error=False,
-        usage="--FIELD=VALUE overrides a field of the experiment",
-        add_help=False,
-        allow_abbrev=False,
-    )
+    parser = ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
     hints = field_types(RunConfig)
-    help_of = {field.arg_name: field.description for field in parse_from_object(RunConfig).params}
     for name, default in _defaults(base, "", given).items():
-        parser.add_argument(f"--{name}", type=hints[name], default=default, help=help_of[name])
+        parser.add_argument(f"--{name}", type=hints[name], default=default)
     return parser
 
 
@@ -108,7 +100,9 @@ def _given(arguments: Sequence[str]) -> dict[str, str]:
             raise ValueError(
                 f"{path}={text!r}: must have at most {LONGEST_VALUE} characters, and {DEEPEST_VALUE} brackets of a kind"
             )
-        given[path[2:]] = text
+        if (name := path[2:]) in given:
+            raise ValueError(f"{path}: is given twice, as {given[name]!r} and as {text!r}; leave one out")
+        given[name] = text
     return given
 
 
@@ -139,11 +133,6 @@ def _chosen(hint: Any, path: str, given: Mapping[str, str]) -> type | None:
     return known[name]
 
 
-def _is_group(hint: Any) -> bool:
-    """Whether a field holds fields that are set one by one; a base of exchangeable parts may be a dataclass itself."""
-    return dataclasses.is_dataclass(hint) and not is_exchangeable(hint)
-
-
 def _check_path(path: str, text: str, types: Mapping[str, Any]) -> None:
     """Raise ValueError unless a path leads to a field that can be set as a whole."""
     parent, _, name = path.rpartition(".")
@@ -151,12 +140,12 @@ def _check_path(path: str, text: str, types: Mapping[str, Any]) -> None:
         leaf(types[parent], text.rpartition(".")[2])  # jsonargparse's own: prints the fields of a class
         return
     hint = types.get(path)
-    if _is_group(hint):
+    if is_group(hint):
         some = next(known for known in types if known.startswith(f"{path}."))
         raise ValueError(f"--{path}={text!r}: its fields are set one by one, for example --{some}=VALUE")
     if hint is not None:
         return
-    fix = meant(f"--{path}", [f"--{known}" for known, hint in types.items() if not _is_group(hint)])
+    fix = meant(f"--{path}", [f"--{known}" for known, hint in types.items() if not is_group(hint)])
     if is_exchangeable(types.get(parent)):
         # Those that define it, not those derived from them.
         owners = [part for part, cls in leaves(types[parent]).items() if name in inspect.get_annotations(cls)]

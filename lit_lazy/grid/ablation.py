@@ -13,7 +13,7 @@ from lit_lazy.config.files import LONGEST_NAME, exported
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.support.checks import require
-from lit_lazy.support.errors import described, named
+from lit_lazy.support.errors import described, meant, named
 from lit_lazy.support.kinds import check_kinds
 from lit_lazy.table.records import Column, Contrast, RowInfo
 from lit_lazy.training.prepare import prepare
@@ -196,7 +196,9 @@ def select(ablation: Ablation, rows: Sequence[str], seeds: Sequence[int]) -> lis
     known = {row.name: row for row in ablation.all_rows}
     for name in rows:
         if name not in known:
-            raise ValueError(f"--rows {name!r}: {ablation.name} has no such row; it has {', '.join(known)}")
+            raise ValueError(
+                f"--rows {name!r}: {ablation.name} has no such row{meant(name, known)}; it has {', '.join(known)}"
+            )
     kept = [row for row in known.values() if not rows or row.name in rows]
     return [(row, tuple(seeds) or row.seeds or ablation.seeds) for row in kept]
 

@@ -24,6 +24,7 @@ from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.report.captions import ABOUT_READING, CAPTIONS, ONE_SEED, READING
 from lit_lazy.report.style import PAGE, STYLE
 from lit_lazy.support.disk import write_text
+from lit_lazy.support.errors import meant
 from lit_lazy.support.secrets import redacted
 from lit_lazy.table.blocks import html_row
 from lit_lazy.table.records import Table
@@ -101,7 +102,10 @@ def _gathered(tracker: Tracker, parent_id: str, ui_url: str | None = None, drawn
     address, table = None if ui_url is None else _address(ui_url), table_from_mlflow(tracker, parent_id)
     variants = [row.variant for row in table.rows]
     if unknown := set(drawn) - set(variants):
-        raise ValueError(f"--figures {min(unknown)!r}: is no row of this table; there are {', '.join(variants)}")
+        name = min(unknown)
+        raise ValueError(
+            f"--figures {name!r}: is no row of this table{meant(name, variants)}; there are {', '.join(variants)}"
+        )
     children = tracker.children(parent_id)
     return _Material(
         tracker, read_plan(tracker, parent_id), table, parent_id, children, address, drawn or variants[:MOST_VARIANTS]

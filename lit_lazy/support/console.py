@@ -1,11 +1,28 @@
 """The terminal, as every command prints to it."""
 
+import shutil
+import sys
+from pathlib import Path
+
 from rich.console import Console
 
 
 def plain_console(stderr: bool = False) -> Console:
     """A console that prints texts as they are: names and reasons may hold what rich takes for markup or an emoji."""
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+
+def called() -> str:
+    """This program as a user can call it again: by its path where the shell would not find it, or find another."""
+    name, typed = "lit-lazy", Path(sys.argv[0])
+    found = shutil.which(name)
+    found_elsewhere = found is None or not typed.exists() or not typed.samefile(found)
+    return str(typed) if typed.name == name and found_elsewhere else name
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """`1 seed`, `2 seeds`. plural: that of the noun, where it is not with an s."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def clock(seconds: float) -> str:

@@ -42,9 +42,13 @@ def described(value: object) -> str:
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """The known name that is most like an unknown one, behind which it is said; nothing where none is like it."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    """The known name that is most like an unknown one, behind which it is said; nothing where none is like it.
+
+    Capitals do not count.
+    """
+    by_letters = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(name.lower(), list(by_letters), n=1)
+    return f" (did you mean {by_letters[close[0]]}?)" if close else ""
 
 
 def named(error: BaseException) -> str:

@@ -83,6 +83,11 @@ def is_exchangeable(hint: Any) -> bool:
     return ABC in getattr(hint, "__mro__", ())  # issubclass would say so of int, which others register with theirs
 
 
+def is_group(hint: Any) -> bool:
+    """Whether a field holds fields that are set one by one; a base of exchangeable parts may be a dataclass itself."""
+    return dataclasses.is_dataclass(hint) and not is_exchangeable(hint)
+
+
 def wanted(hint: Any) -> str:
     """What a value of this kind looks like, in words."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from lit_lazy.support.console import counted
 from lit_lazy.table.records import Column, Summary, Table
 
 MOST_COLUMNS = 2
@@ -31,7 +32,7 @@ def why_untested(summary: Summary) -> str:
     if not summary.seeds:
         return "nothing to compare, no row has a value beside the baseline's"
     if not summary.compared:
-        return f"no test, at most {max(summary.seeds)} seed(s) in a row and the baseline; three are needed"
+        return f"no test, at most {counted(max(summary.seeds), 'seed')} in a row and the baseline; three are needed"
     return "no test, no spread was measured in the baseline, or in any row beside it"
 
 

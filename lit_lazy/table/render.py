@@ -76,9 +76,10 @@ def _question(table: Table) -> list[Block]:
     if verdict is None:
         return [Paragraph(f"Not decided yet: {declared.claim} {still_needed(declared, table)}")]
     (column,) = (column for column in table.columns if column.key == declared.primary)
+    commit = f"commit {declared.commit}" if declared.commit else "no commit"
     about = (
         f"Asked by {declared.source}. Primary outcome: {column.title}; rule: {declared.rule}, "
-        f"{bounds(declared, column)}; simultaneous 95 % intervals. Declared in commit {declared.commit or 'none'}, "
+        f"{bounds(declared, column)}; simultaneous 95 % intervals. Declared in {commit}, "
         f"{declared.digest}. All else in this table is exploratory."
     )
     return [Paragraph(verdict.sentence), List(tuple(lines(verdict, column))), Paragraph(about)]

@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.error import URLError
 
 from lit_lazy.support.disk import private
+from lit_lazy.support.errors import meant
 from lit_lazy.support.secrets import without_user
 from lit_lazy.tracking.tracker import ExperimentLinks, check_store, default_uri, experiment_links, experiment_names
 
@@ -81,8 +82,11 @@ def chosen(links: Sequence[ExperimentLinks], name: str) -> list[ExperimentLinks]
         experiment for experiment in links if experiment.name.startswith((f"{name}-", f"search-{name}-"))
     ]
     if not found:
-        there = ", ".join(experiment.name for experiment in links) or "none"
-        raise ValueError(f"dashboard {name!r}: MLflow holds no experiment or ablation of this name; there are: {there}")
+        known = [experiment.name for experiment in links]
+        raise ValueError(
+            f"dashboard {name!r}: MLflow holds no experiment or ablation of this name{meant(name, known)}; there are: "
+            f"{', '.join(known) or 'none'}"
+        )
     return found
 
 

@@ -14,12 +14,14 @@ from filelock import AcquireReturnProxy, BaseFileLock, Timeout
 from lit_lazy.config.canonical import to_dict
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.support.console import called
 from lit_lazy.support.disk import writable_folder
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.tracking.loggers import check_kinds_of_loggers, loggers_beside
 from lit_lazy.tracking.spool import Card, Spool
 from lit_lazy.tracking.tracker import Tracker, TrackingError, check_store, default_uri
+from lit_lazy.training.checkpoints import check_start
 from lit_lazy.training.cost import cost_of, require_fit
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.prepare import prepare
@@ -56,15 +58,32 @@ class Trained:
     @property
     def checkpoint(self) -> Path:
         """The trained model's file. Raises ValueError, in one line, where it was not kept."""
-        path = self.folder / FINAL_CHECKPOINT
-        if not path.exists():
-            raise ValueError(f"{path}: the run was trained without keeping its model; remove its folder to train again")
-        return path
+        check_kept(self.folder)
+        return self.folder / FINAL_CHECKPOINT
+
+    @property
+    def state(self) -> str:
+        """How many steps, and which of them were trained now."""
+        if self.first_step == self.steps:
+            return f"all {self.steps} steps were trained before; nothing was done"
+        begun = f"resumed at step {self.first_step}" if self.first_step else "from the beginning"
+        return f"{self.steps} steps, {begun}"
+
+    def __repr__(self) -> str:
+        """A line: all metrics and settings would be thousands of characters."""
+        loss, kept = self.metrics["loss/val"], self.folder / FINAL_CHECKPOINT
+        return f"<{self.name}: {self.state}; loss/val {loss:.4f}; {kept if kept.exists() else self.folder}>"
 
     @property
     def dashboard(self) -> str:
         """The command that serves its curves."""
-        return shlex.join(["lit-lazy", "dashboard", self.name, "--runs", str(self.runs)])
+        return shlex.join([called(), "dashboard", self.name, "--runs", str(self.runs)])
+
+
+def check_kept(folder: Path) -> None:
+    """Raise ValueError, in one line, where a finished run has left no model."""
+    if not (folder / FINAL_CHECKPOINT).exists():
+        raise ValueError(f"the model of the run in {folder} was not kept; remove that folder to train it again")
 
 
 class _Begin(AtStart):
@@ -81,7 +100,7 @@ def train_tracked(
     name: str,
     runs: Path,
     threads: int | None = None,
-    keep_checkpoint: bool = False,
+    keep_checkpoint: bool | None = None,
     execution: Execution = ONE_DEVICE,
     loggers: Sequence[str] = (),
 ) -> Trained:
@@ -89,13 +108,15 @@ def train_tracked(
 
     A run that was cut off resumes from its checkpoint, in the MLflow run it was begun with; one that another process
     trains is waited for. While MLflow is away the metrics are kept in the run folder; the same command sends them
-    later. loggers: csv, tensorboard or wandb, beside MLflow.
+    later. keep_checkpoint: whether to leave the trained model in `final.ckpt`; True, and not None, raises ValueError
+    where the run was finished without it. loggers: csv, tensorboard or wandb, beside MLflow.
     """
     check_kinds_of_loggers(loggers)
     if threads is not None:
         torch.set_num_threads(threads)
     source = prepare(cfg, execution)
     require_fit(cost_of(cfg, source.outline, execution), execution)
+    check_start(cfg, source.outline)
     key = cell_key(cfg, source.fingerprint)
     writable_folder("--runs", runs)
     uri = default_uri(runs)
@@ -110,6 +131,8 @@ def train_tracked(
     lock, begin = lock_of(folder), _Begin()
     with _acquired(lock):
         known = finished(folder)
+        if known and keep_checkpoint:
+            check_kept(folder)
         wanted = [kind for kind in loggers if known is None or not (folder / kind).exists()]
         try:
             with (
@@ -122,7 +145,7 @@ def train_tracked(
                     logger=spool.logger(others),
                     callbacks=[begin],
                     show_progress=True,
-                    keep_checkpoint=keep_checkpoint,
+                    keep_checkpoint=keep_checkpoint is not False,
                     execution=execution,
                     lock=lock,
                 )

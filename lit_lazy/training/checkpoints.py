@@ -4,6 +4,7 @@ import json
 import pickle
 import warnings
 import zipfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,6 +15,8 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lit_lazy.config.canonical import from_dict
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataSource
+from lit_lazy.data.base import Outline
+from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checks import require_whole
 from lit_lazy.support.disk import open_file, quarantine, write_atomically
 from lit_lazy.support.errors import named
@@ -108,7 +111,7 @@ def load(path: Path) -> LitLM:
         content = read(path)
     except ValueError as error:
         raise ValueError(
-            f"{checkpoint}: {error}; give a final.ckpt, which --keep-checkpoint leaves in run folders"
+            f"{checkpoint}: {error}; give a final.ckpt, which `lit-lazy train` leaves in its run folder"
         ) from None
     try:
         module = _made(content)
@@ -131,11 +134,7 @@ def take_over(module: LitLM, path: Path) -> str:
     Raises ValueError, in one line, where there is no such model, or none of its weights fits.
     """
     given, own = load(path).model.state_dict(), module.model.state_dict()
-    taken = {name: value for name, value in given.items() if name in own and own[name].shape == value.shape}
-    if not taken:
-        raise ValueError(
-            f"init_from={str(path)!r}: none of its weights has the name and shape of one here; leave it out"
-        )
+    taken = _fitting(path, given, own)
     module.model.load_state_dict(own | taken)
     share = sum(value.numel() for value in taken.values()) / sum(value.numel() for value in own.values())
     new, left = sorted(own.keys() - taken.keys()), sorted(given.keys() - taken.keys())
@@ -143,6 +142,25 @@ def take_over(module: LitLM, path: Path) -> str:
         f"starts from {path}: {len(taken)} of {len(own)} tensors, {share:.1%} of the weights, are taken over; "
         f"new: {_few(new)}; left behind: {_few(left)}"
     )
+
+
+def check_start(cfg: RunConfig, data: Outline) -> None:
+    """Raise ValueError, in one line, where the weights that a run is to start with cannot be had."""
+    if cfg.init_from is not None:
+        with torch.device("meta"):
+            own = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None).state_dict()
+        path = Path(cfg.init_from)
+        _fitting(path, load(path).model.state_dict(), own)
+
+
+def _fitting(path: Path, given: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint with the name and shape of one of a model's. Raises ValueError for none."""
+    taken = {name: value for name, value in given.items() if name in own and own[name].shape == value.shape}
+    if not taken:
+        raise ValueError(
+            f"init_from={str(path)!r}: none of its weights has the name and shape of one here; leave it out"
+        )
+    return taken
 
 
 def _few(names: list[str]) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import torch
+from rich.filesize import decimal
 
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data.base import Outline
@@ -12,10 +13,12 @@ from lit_lazy.model.decoder import Block, DecoderLM, flops_per_token
 from lit_lazy.model.kept import kept_bytes
 from lit_lazy.model.loss import LOGITS_AT_ONCE
 from lit_lazy.optim import Optimiser
+from lit_lazy.support.console import counted
 from lit_lazy.support.memory import most_bytes
+from lit_lazy.training.checkpoints import check_start
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.optimiser import block_matrices
-from lit_lazy.training.prepare import outlined
+from lit_lazy.training.prepare import planned
 
 UTILISATION = 0.4
 """Of the peak that a training reaches; well-tuned ones of such models reach 0.35 to 0.5."""
@@ -130,34 +133,45 @@ def require_fit(cost: Cost, execution: Execution) -> None:
 
 
 def described(cost: Cost) -> str:
-    """The memory by part: `11.4 GB (weights 1.5, gradients 1.5, ...)`."""
-    by_part = ", ".join(f"{name} {size / 1e9:.2g}" for name, size in cost.memory.items())
-    return f"{cost.device_bytes / 1e9:.1f} GB ({by_part})"
+    """The memory by part: `11.4 GB (weights 1.5 GB, gradients 1.5 GB, ...)`."""
+    by_part = ", ".join(f"{name} {decimal(size)}" for name, size in cost.memory.items())
+    return f"{decimal(cost.device_bytes)} ({by_part})"
 
 
 def peak_of_device() -> tuple[str, float]:
     """The GPU that is here, if its data sheet is known, else one that is assumed; and its FLOPs a second."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    known = next((kind for kind in PEAKS if kind in name), ASSUMED)
+    known = _known_device() or ASSUMED
     return known, PEAKS[known]
 
 
+def _known_device() -> str | None:
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((kind for kind in PEAKS if kind in name), None)
+
+
 def report(name: str, cfg: RunConfig, execution: Execution) -> list[str]:
-    """The lines of a dry run. A text that was not tokenised yet is not tokenised for it."""
-    source = outlined(cfg.data)
+    """The lines of a dry run. A text that was not tokenised yet is not tokenised for it.
+
+    Raises ValueError where the training would, but for its devices and what they hold at a time: it may be for others.
+    """
+    source = planned(cfg)
+    execution.check(cfg.train)
+    check_start(cfg, source)
     cost = cost_of(cfg, source, execution)
     step = cfg.train.batch_size * source.context_length
     kind, peak = peak_of_device()
-    shared = f"{cost.parts} micro-batches of {cfg.train.batch_size // execution.devices // cost.parts} sequences"
+    sequences = counted(cfg.train.batch_size // execution.devices // cost.parts, "sequence")
+    where = f"on each of {execution.devices} devices" if execution.devices > 1 else "on 1 device"
+    elsewhere = "" if _known_device() else "; not on this machine, whose speed is not known"
     return [
         f"{name}: {cost.parameters:,} parameters",
         _data(source, cost),
-        f"step:   {step:,} tokens; on each of {execution.devices} devices {shared}",
+        f"step:   {step:,} tokens; {where} {counted(cost.parts, 'micro-batch', 'micro-batches')} of {sequences}",
         f"FLOPs:  {cost.flops / cost.tokens:.3g} a token, {cost.flops:.3g} in all",
         f"memory: {described(cost)} on each device, and about 1 GB of libraries",
         f"time:   {_duration(cost.hours(execution.devices, peak))} on {execution.devices} {kind}, at "
-        f"{UTILISATION:.0%} of {peak / 1e12:.0f} TFLOP/s each",
-        f"disk:   {cost.disk / 1e9:.2g} GB while it runs, for checkpoints",
+        f"{UTILISATION:.0%} of {peak / 1e12:.0f} TFLOP/s each{elsewhere}",
+        f"disk:   {decimal(cost.disk)} while it runs, for checkpoints",
     ]
 
 
@@ -165,7 +179,8 @@ def _data(source: Outline, cost: Cost) -> str:
     if source.sequences is None:
         return f"data:   the training sees {cost.tokens:,} tokens; `lit-lazy tokenise` counts those of {source.name}"
     there = source.sequences * source.context_length
-    passes = f"{cost.tokens / there:.3g} passes"
+    passes = f"{cost.tokens / there:.3g}"
+    passes += " pass" if passes == "1" else " passes"
     return f"data:   {there:,} tokens of {source.name}; the training sees {cost.tokens:,}, so {passes}"
 
 

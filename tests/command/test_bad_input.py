@@ -36,6 +36,21 @@ OPTIONS = [
     (["train", ""], "experiment '': unknown; there are backcopy"),
     (["train", "nothing.py"], "experiment 'nothing.py': no such file; give the path"),
     (["train", "notes.txt"], "experiment 'notes.txt': unknown; there are backcopy"),
+    (
+        ["train", "backcopy_tniy"],
+        "experiment 'backcopy_tniy': unknown (did you mean backcopy_tiny?); there are backcopy",
+    ),
+    (["ablate", "run", "tabel2"], "ablation 'tabel2': unknown (did you mean table2?); there are "),
+    (
+        [*RUN, "--rows", "softmaxx"],
+        "--rows 'softmaxx': table2 has no such row (did you mean softmax?); it has softmax, ",
+    ),
+    ([*TRAIN, "--logger", "tensorbord"], "'wandb') (did you mean tensorboard?); see `lit-lazy train --help`"),
+    (
+        [*TRAIN, "--train.schedule=Wsd"],
+        "--train.schedule='Wsd': unknown (did you mean WSD?); there are Constant, Cosine",
+    ),
+    (["trian", "backcopy"], "(did you mean train?); see `lit-lazy --help`"),
     (["train"], "the following arguments are required: EXPERIMENT"),
     (["fields", "nothing"], "experiment 'nothing': unknown"),
     (["fields", "backcopy", "extra"], "unknown argument 'extra'; see `lit-lazy fields --help`"),
@@ -91,6 +106,8 @@ OPTIONS = [
 FIELDS = [
     (["--model.d_modl=3"], "--model.d_modl='3': no such field (did you mean --model.d_model?); `lit-lazy fields"),
     (["--thread", "2"], "--thread='2': no such field; `lit-lazy fields EXPERIMENT` lists all, --help what else there"),
+    (["--train.steps", "5", "--train.steps=7"], "--train.steps: is given twice, as '5' and as '7'; leave one out"),
+    (["--init_from=a", "--init-from", "b"], "--init_from: is given twice, as 'a' and as '"),
     (["--train.steps"], "--train.steps: has no value; give one as in --train.steps=VALUE"),
     (["steps=5"], "unknown argument 'steps=5'; a field is set by --FIELD=VALUE"),
     (["-x"], "unknown argument '-x'; a field is set by --FIELD=VALUE"),
@@ -153,6 +170,33 @@ def test_a_backend_without_its_device(
 )
 def test_options_and_fields(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert named in refused(arguments, capsys)
+
+
+REFUSED = [
+    (["--model.d_model=9999998"], "model.d_model=9999998, model.n_layers=1, ", "choose smaller ones"),
+    (["--init-from", "nofile"], "nofile': cannot be read (No such file or directory)", "give a final.ckpt"),
+    (["--init-from", "notes.md"], "notes.md': is no checkpoint, or damaged (", "give a final.ckpt"),
+    (["--logger", "wandb"], "--logger wandb: needs the package wandb", "pip install 'lit-lazy[wandb]'"),
+    (["--devices", "2", "--strategy", "fsdp", "--train.optimiser=Muon"], "train.optimiser='Muon'", "--strategy ddp"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "named", "fix"), REFUSED, ids=lambda value: " ".join(value))
+def test_a_dry_run_refuses_what_the_training_does(
+    arguments: list[str],
+    named: str,
+    fix: str,
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And neither creates anything."""
+    monkeypatch.setattr("lit_lazy.tracking.loggers.find_spec", lambda _package: None)
+    (place / "notes.md").write_text("# Notes\n")
+    for more in ([], ["--dry-run"]):
+        said = refused([*TRAIN, *arguments, *more], capsys)
+        assert named in said
+        assert fix in said
 
 
 EXPERIMENTS = {
@@ -523,7 +567,7 @@ def has_other_data(trained: Path, path: Path) -> None:
 
 
 CHECKPOINTS = [
-    (missing, "cannot be read (No such file or directory); give a final.ckpt, which --keep-checkpoint leaves"),
+    (missing, "cannot be read (No such file or directory); give a final.ckpt, which `lit-lazy train` leaves"),
     (is_folder, "cannot be read (Is a directory); give a final.ckpt"),
     (is_empty, "is no checkpoint, or damaged ("),
     (is_text, "is no checkpoint, or damaged ("),

@@ -1,14 +1,18 @@
 """The command line: instant help, and what the commands print. tests/test_bad_input.py has the mistakes."""
 
 import argparse
+import errno
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import pytest
 
 from lit_lazy.command.main import main, make_parser
@@ -69,6 +73,7 @@ def test_fields_lists_every_option_with_its_meaning(capsys: pytest.CaptureFixtur
     assert "--model.d_model" in out
     assert "Width of the residual stream." in out
     assert "Seed of the initial weights and of the batch order." in out
+    assert "--model.attention.normaliser.tau_init=1.0 Initial offset parameter. " in out
 
 
 def test_list_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,6 +81,28 @@ def test_list_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for name in ("table2", "table2_grid", "backcopy", "stdlib_tiny"):
         assert f"  {name} " in out
+
+
+@pytest.mark.parametrize("words", [["--help"], ["fields", "backcopy"], ["ablate", "list"]], ids=" ".join)
+def test_a_reader_that_ends_early_is_no_failure(words: list[str]) -> None:
+    """As in `lit-lazy fields backcopy | head -1`."""
+    command = [sys.executable, "-m", "lit_lazy.command", *words]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with forked.Popen(command, stdout=writer, stderr=forked.PIPE, text=True, env=dict(os.environ)) as process:
+        _, said = process.communicate()
+    os.close(writer)
+    assert said == ""
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
+def test_a_pipe_that_breaks_elsewhere_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("lit_lazy.command.main.run_command", broken)
+    with pytest.raises(BrokenPipeError):
+        main(["ablate", "list"])
 
 
 def test_runs_folders_of_one_process_are_kept_apart(tmp_path: Path, empty_store: Path) -> None:

@@ -290,7 +290,7 @@ def test_checkpoints(trained: Path, place: Path, tmp_path: Path, capsys: pytest.
     (tmp_path / "truncated.ckpt").write_bytes(whole[:-1000])
     torch.save({"state_dict": {"weight": torch.zeros(2)}, "global_step": 3}, tmp_path / "foreign.ckpt")
     for name, named in (
-        ("missing", "cannot be read (No such file or directory); give a final.ckpt, which --keep-checkpoint leaves"),
+        ("missing", "cannot be read (No such file or directory); give a final.ckpt, which `lit-lazy train` leaves"),
         ("truncated", "is no checkpoint, or damaged ("),
         ("foreign", "was not made by this project; give a final.ckpt"),
     ):

@@ -170,6 +170,7 @@ FLAGS = [
     "--dry-run",
     "--fresh",
     "--keep-checkpoint",
+    "--no-keep-checkpoint",
     "--help",
     "--version",
     "-h",

@@ -1,16 +1,23 @@
 """What `lit-lazy train` says in the end, and meanwhile to whoever gives the command twice."""
 
 import os
+import re
+import shutil
 import sys
 from pathlib import Path
 
 import forked
 import pytest
+from mistakes import tree
 from mlflow.tracking import MlflowClient
 
+from lit_lazy import api
 from lit_lazy.command.main import main
+from lit_lazy.command.train import summary
 from lit_lazy.config import experiment, replace_at
 from lit_lazy.config.key import cell_key
+from lit_lazy.support.console import called
+from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.run import lock_of
 from lit_lazy.training.watch import Watch
 
@@ -43,8 +50,9 @@ def test_it_ends_in_a_summary_and_where_all_is(
     lines = capsys.readouterr().out.splitlines()
     folder = folder_of(runs)
     assert lines[0] == "train-backcopy_tiny: 8 steps, resumed at step 3"
-    assert lines[2].startswith("excess loss (nats) ↓  ")
-    assert ", untrained " in lines[2]
+    assert lines[2].startswith("validation loss (nats) ↓  ")
+    assert lines[3].startswith("excess loss (nats) ↓  ")
+    assert ", untrained " in lines[3]
     assert lines[-3:] == [
         f"run:        {folder}",
         f"checkpoint: {folder / 'final.ckpt'}",
@@ -68,3 +76,50 @@ def test_it_ends_in_a_summary_and_where_all_is(
     found = client.get_experiment_by_name("train-backcopy_tiny")
     assert found is not None
     assert [run.info.status for run in client.search_runs([found.experiment_id])] == ["FINISHED"]
+
+
+def test_it_names_itself_as_it_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a README's `.venv/bin/lit-lazy` the shell finds nothing, or another, by the name alone."""
+    for folder in ("ours", "others"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "lit-lazy").touch(mode=0o755)
+    ours = str(tmp_path / "ours" / "lit-lazy")
+    for typed, path, shown in (
+        (ours, "", ours),
+        (ours, "others", ours),
+        (ours, "ours", "lit-lazy"),
+        ("pytest", "", "lit-lazy"),
+    ):
+        monkeypatch.setattr(sys, "argv", [typed])
+        monkeypatch.setenv("PATH", str(tmp_path / path) if path else "")
+        assert called() == shown
+
+
+def test_a_summary_has_a_loss_whatever_the_data_tell() -> None:
+    """Data of one's own have no other loss."""
+    metrics = {"loss/val": 1.25, "init/loss/val": 3.5, "sink/first_key_weight": 0.5, "init/sink/first_key_weight": 0.25}
+    assert summary(metrics) == [
+        "validation loss (nats) ↓  1.2500, untrained 3.5000",
+        "first-key weight          0.500, untrained 0.250",
+    ]
+
+
+def test_a_single_training_keeps_its_model(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a finished run without it, which cannot have it any more, says what to remove."""
+    folder, again = folder_of(runs), "; remove that folder to train it again"
+    assert main(command(runs, "--no-keep-checkpoint")) == 0
+    not_kept = f"the model of the run in {folder} was not kept{again}"
+    assert f"checkpoint: {not_kept}\n" in capsys.readouterr().out
+    assert main(command(runs)) == 0  # asks for its result
+    assert f"checkpoint: {not_kept}\n" in capsys.readouterr().out
+    before = tree(runs)
+    assert main(command(runs, "--keep-checkpoint")) == 2
+    assert capsys.readouterr() == ("", f"lit-lazy: {not_kept}\n")
+    assert tree(runs) == before
+    with pytest.raises(ValueError, match=re.escape(not_kept)):
+        _ = api.train(CFG, name="backcopy_tiny", runs=runs).checkpoint
+    shutil.rmtree(folder)
+    assert main(command(runs)) == 0
+    assert f"checkpoint: {folder / FINAL_CHECKPOINT}\n" in capsys.readouterr().out
+    assert api.load(api.train(CFG, name="backcopy_tiny", runs=runs).checkpoint).config == CFG
+    assert main(command(runs, "--keep-checkpoint")) == 0

@@ -22,7 +22,8 @@ from lit_lazy.attention import (
 )
 from lit_lazy.config.canonical import leaves, replace_at
 from lit_lazy.config.files import load_experiment
-from lit_lazy.config.overrides import apply_overrides, override_parser
+from lit_lazy.config.listing import listing
+from lit_lazy.config.overrides import apply_overrides
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.data import DataConfig
 from lit_lazy.data.backcopy import Backcopy
@@ -260,7 +261,7 @@ def test_what_is_wrong_is_named_in_one_line(arguments, named):
 
 
 def test_help_is_the_fields_docstrings():
-    text = " ".join(override_parser(SET).format_help().split())
+    text = " ".join("\n".join(listing(SET)).split())
     for path, help_of_field in {
         "--data": "What it trains on.",
         "--seed": "Seed of the initial weights and of the batch order.",
@@ -270,8 +271,22 @@ def test_help_is_the_fields_docstrings():
         "--train.lr": "Peak learning rate.",
         "--train.optimiser": "How gradients become steps.",
     }.items():
-        assert re.search(rf"{re.escape(path)} [^.]*? {re.escape(help_of_field)}", text), path
-    assert re.search(r"--train\.steps STEPS Optimiser steps\. \(type: int, default: 90\)", text)
+        assert re.search(rf"{re.escape(path)}=[^ ]* {re.escape(help_of_field)}", text), path
+    assert "--train.steps=90 Optimiser steps. (a whole number)" in text
+    assert "--model.tie_embeddings=true Use the embedding matrix as the output head. (true or false)" in text
+    assert "--model.attention.normaliser=Elastic How scores become weights. (one of " in text
+    assert "--model.attention.normaliser.tau_init=0.25 Initial offset parameter." in text  # the config's own
+    assert "--model.attention.bias.n_buckets=" in text  # of a class that it has not
+    assert "--train.optimiser=Muon " in text
+    assert not re.search(r"<class|class_path|configuration file|\.help|typing|MISSING", text)
+
+
+def test_what_is_listed_can_be_given():
+    """The fields of groups all at once leave a config as it is."""
+    lines = [line.strip() for line in listing(SET) if line.startswith("  --")]
+    flat = [line for line in lines if re.match(r"--((model|train)\.)?[a-z_]+=", line)]
+    assert len(flat) > 25
+    assert apply_overrides(SET, flat)[0] == SET
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,9 @@ def test_a_malformed_ablation_is_refused(changes: dict[str, object], message: st
 
 
 def test_an_unknown_row_names_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"--rows 'sofmax': a has no such row; it has softmax, elastic"):
+    with pytest.raises(
+        ValueError, match=r"--rows 'sofmax': a has no such row \(did you mean softmax\?\); it has softmax, elastic"
+    ):
         select(ablation(), ["sofmax"], [])
 
 

@@ -415,6 +415,7 @@ class TestFromPython:
         parent = newest_parent(tracker)
         assert found.table == table_from_mlflow(tracker, parent)
         assert str(found) == found._repr_markdown_() == markdown(found.table)
+        assert repr(found) == f"<{ID}: 2 variants, 4 of 4 cells finished; print it for its table>"
         cells = found.cells.set_index(["variant", "seed"])
         assert sorted(cells.index) == [(ODD, 0), (ODD, 1), ("softmax", 0), ("softmax", 1)]
         for run in tracker.children(parent):

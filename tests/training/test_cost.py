@@ -73,9 +73,7 @@ def test_what_cannot_fit_is_refused_with_its_parts() -> None:
     cfg = config()
     cost = cost_of(cfg, prepare(cfg).outline, ONE_DEVICE)
     cost = replace(cost, memory={"weights": 10**15, "activations": 2 * 10**15})
-    with pytest.raises(
-        ValueError, match=r"--micro-batch=None: needs 3000000.0 GB \(weights 1e\+06, activations 2e\+06\)"
-    ):
+    with pytest.raises(ValueError, match=r"--micro-batch=None: needs 3.0 PB \(weights 1.0 PB, activations 2.0 PB\)"):
         require_fit(cost, ONE_DEVICE)
 
 
@@ -85,9 +83,19 @@ def test_a_dry_run_creates_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(command) == 0
     out = capsys.readouterr().out
     assert "2,880 parameters" in out
-    assert "on each of 8 devices 1 micro-batches of 1 sequences" in out
+    assert "on each of 8 devices 1 micro-batch of 1 sequence" in out
     assert out.endswith("Nothing was created.\n")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="knows the speed of its GPU")
+def test_a_small_training_is_priced_in_units_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "backcopy_tiny", "--dry-run"]) == 0
+    lines = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines() if ":" in line)
+    assert "on 1 device 1 micro-batch of " in lines["step"]
+    assert "weights 11.5 kB, " in lines["memory"]
+    assert lines["disk"] == "   69.1 kB while it runs, for checkpoints"  # two of weights and two moments
+    assert lines["time"].endswith(" of 989 TFLOP/s each; not on this machine, whose speed is not known")
 
 
 def test_340m_is_priced_without_a_network(

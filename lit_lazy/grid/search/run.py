@@ -15,7 +15,7 @@ from lit_lazy.grid.work.estimate import timed
 from lit_lazy.grid.work.identity import parent_run
 from lit_lazy.grid.work.job import Launch, Work
 from lit_lazy.grid.work.launch import executed, is_finished, opened
-from lit_lazy.support.console import clock
+from lit_lazy.support.console import clock, counted
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.support.secrets import command_line
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
@@ -119,7 +119,7 @@ def print_search(work: SearchWork, workers: int, threads: int, console: Console)
         f"Sampler: TPE, seed {definition.seed}, {definition.startup} random points first. Pruning from step "
         f"{definition.min_steps} of {definition.steps}, {when}.",
         f"About {clock(seconds)} per point, at most {clock(seconds * len(work.cells) / workers)} of training with "
-        f"{workers} workers of {threads} thread(s); pruned points take less.",
+        f"{counted(workers, 'worker')} of {counted(threads, 'thread')}; pruned points take less.",
         "Nothing was created.",
     ]
     console.print("\n".join(lines), highlight=False)

@@ -12,7 +12,7 @@ from lit_lazy.data.base import Outline
 from lit_lazy.grid.ablation import RowOnBase
 from lit_lazy.grid.work.job import Launch
 from lit_lazy.model.loss import token_nll
-from lit_lazy.support.console import clock
+from lit_lazy.support.console import clock, counted
 from lit_lazy.training.cost import UTILISATION, cost_of, peak_of_device
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.optimiser import optimizer_of
@@ -48,7 +48,8 @@ def print_estimate(grid: str, variants: Sequence[RowOnBase[Outline]], launch: La
     disk = cells * BYTES_PER_FINISHED_CELL + launch.workers * largest
     console.print(
         f"\n{cells} cells of {grid}: about {clock(total / launch.workers)} of training with "
-        f"{launch.workers} workers of {launch.threads} thread(s), from {by}; memory of each device without libraries; "
+        f"{counted(launch.workers, 'worker')} of "
+        f"{counted(launch.threads, 'thread')}, from {by}; memory of each device without libraries; "
         f"about {disk / 1e6:.0f} MB of disk.\nNothing was created.",
         highlight=False,
     )

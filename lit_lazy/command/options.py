@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from lit_lazy.support.errors import meant, shown
 from lit_lazy.support.kinds import MOST, MOST_THREADS
@@ -35,6 +35,12 @@ class Parser(argparse.ArgumentParser):
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         sys.stdout.flush()  # of help, while it can be known that nobody reads it
         super().exit(status, message)
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # Without this `export -- CHECKPOINT --` has an empty list for its folder: Python takes every `--` away.
+        if action.nargs is None and arg_strings == ["--"]:
+            self.error(f"{action.metavar}: is missing behind '--'")
+        return super()._get_values(action, arg_strings)
 
     def error(self, message: str) -> NoReturn:
         if choice := CHOICE.search(message):

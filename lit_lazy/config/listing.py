@@ -2,10 +2,10 @@
 
 import dataclasses
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from docstring_parser import parse_from_object
+from docstring_parser import DocstringParam, parse_from_object
 
 from lit_lazy.config.canonical import leaves
 from lit_lazy.config.schema import RunConfig
@@ -78,8 +78,15 @@ def _typed(value: Any) -> str:
 
 def _meanings(cls: type) -> dict[str, str]:
     """Field -> its docstring, those of the classes that it comes from too."""
-    found = (parse_from_object(base).params for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base))
+    found = (_documented(base) for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base))
     return {field.arg_name: " ".join((field.description or "").split()) for fields in found for field in fields}
+
+
+def _documented(cls: type) -> Sequence[DocstringParam]:
+    try:
+        return parse_from_object(cls).params
+    except TypeError:  # of a class that came from no file, inspect says that it is built in
+        return ()
 
 
 def _about(cls: type) -> str:

@@ -152,9 +152,9 @@ def _known_device() -> str | None:
 def report(name: str, cfg: RunConfig, execution: Execution) -> list[str]:
     """The lines of a dry run. A text that was not tokenised yet is not tokenised for it.
 
-    Raises ValueError where the training would, but for its devices and what they hold at a time: it may be for others.
+    Raises ValueError where the training would, but for what this machine holds and runs: it may be for another.
     """
-    source = planned(cfg)
+    source = planned(cfg, elsewhere=True)
     execution.check(cfg.train)
     check_start(cfg, source)
     cost = cost_of(cfg, source, execution)

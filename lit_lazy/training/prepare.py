@@ -32,13 +32,17 @@ LOOKED_AT = 64
 """Sequences whose tokens are looked at; a corpus may be larger than the memory."""
 
 
-def check_model(cfg: ModelConfig, context_length: int, documents: bool = False) -> None:
+def check_model(cfg: ModelConfig, context_length: int, documents: bool = False, elsewhere: bool = False) -> None:
     """Raise ValueError where a part of the model cannot serve a context of this length, or this machine its backend.
 
-    documents: whether attention is kept within them.
+    documents: whether attention is kept within them. elsewhere: whether another machine may be meant.
     """
+    # The first layer is built, whatever machine is meant.
+    require_room({"model.d_model": cfg.d_model}, BYTES_PER_NUMBER * 2 * cfg.d_model * _width(cfg))
     mixer = _attention(cfg, context_length) if cfg.mixer.attends else _other_mixer(cfg, context_length)
     cfg.position.build(cfg.d_model, mixer.rotary_dim, context_length)
+    if elsewhere:
+        return
     try:
         mixer.to(training_device()).backend_name(documents)
     except ValueError as error:
@@ -94,8 +98,7 @@ def check_size(
     moments: numbers that the optimiser keeps beside each weight.
     """
     per_parameter = BYTES_PER_NUMBER * (2 + moments)  # weight and gradient
-    width = (cfg.n_heads + cfg.kv_heads) * (cfg.d_model // cfg.n_heads)
-    layer = 2 * cfg.d_model * width + 3 * cfg.d_model * cfg.d_ff
+    layer = 2 * cfg.d_model * _width(cfg) + 3 * cfg.d_model * cfg.d_ff
     embeddings = vocab_size * cfg.d_model * (1 if cfg.tie_embeddings else 2)
     tokens = sequences * context_length
     kept = min(tokens * vocab_size, LOGITS_AT_ONCE)
@@ -115,6 +118,11 @@ def check_size(
     require_room(sizes | {part: parts}, needed + per_parameter * cfg.n_layers * parts)
 
 
+def _width(cfg: ModelConfig) -> int:
+    """Of the projections of queries and keys together; those of values and outputs are as wide."""
+    return (cfg.n_heads + cfg.kv_heads) * (cfg.d_model // cfg.n_heads)
+
+
 def _parameters_of_parts(cfg: ModelConfig, context_length: int) -> int:
     """Parameters that mixer and position have beside the projections that `check_size` counts; none is allocated."""
     count = 0
@@ -122,7 +130,7 @@ def _parameters_of_parts(cfg: ModelConfig, context_length: int) -> int:
     with suppress(Exception), torch.device("meta"):
         mixer = cfg.build_mixer(0, context_length)
         position = cfg.position.build(cfg.d_model, mixer.rotary_dim, context_length)
-        counted = 2 * cfg.d_model * (cfg.n_heads + cfg.kv_heads) * (cfg.d_model // cfg.n_heads)
+        counted = 2 * cfg.d_model * _width(cfg)
         count = sum(parameter.numel() for part in (mixer, position) for parameter in part.parameters()) - counted
     return count
 
@@ -137,14 +145,17 @@ def prepare(cfg: RunConfig, execution: Execution | None = None) -> DataSource:
     return source
 
 
-def planned(cfg: RunConfig, execution: Execution | None = None) -> Outline:
-    """The same checks where data that cost much to make may be missing still: what those alone tell is not checked."""
+def planned(cfg: RunConfig, execution: Execution | None = None, elsewhere: bool = False) -> Outline:
+    """The same checks where data that cost much to make may be missing still: what those alone tell is not checked.
+
+    elsewhere: another machine may be meant, so neither is what this one can hold, nor whether it has the backend.
+    """
     data = outlined(cfg.data)
-    _check(cfg, data, execution)
+    _check(cfg, data, execution, elsewhere)
     return data
 
 
-def _check(cfg: RunConfig, data: Outline, execution: Execution | None) -> None:
+def _check(cfg: RunConfig, data: Outline, execution: Execution | None, elsewhere: bool = False) -> None:
     require(
         data.sequences is None or cfg.train.batch_size <= data.sequences,
         "train.batch_size",
@@ -152,14 +163,14 @@ def _check(cfg: RunConfig, data: Outline, execution: Execution | None) -> None:
         f"must not exceed the {data.sequences} training sequences",
     )
     moments = cfg.train.optimiser.moments(matrix=True)
-    if execution is None:
+    if execution is None and not elsewhere:
         check_size(cfg.model, data.vocab_size, data.context_length, moments=moments)
-    else:
+    if execution is not None:
         execution.check(cfg.train)
         execution.accumulation(cfg.train.batch_size)
         at_a_time = execution.evaluation_batch(cfg.train.batch_size), execution.checkpoint_activations
         check_size(cfg.model, data.vocab_size, data.context_length, *at_a_time, moments=moments)
-    check_model(cfg.model, data.context_length, data.document_mask)
+    check_model(cfg.model, data.context_length, data.document_mask, elsewhere)
     require(
         cfg.model.mixer.attends or not data.document_mask,
         "data.document_mask",

@@ -35,7 +35,7 @@ OPTIONS = [
     (["train", "nothing"], "experiment 'nothing': unknown; there are backcopy"),
     (["train", ""], "experiment '': unknown; there are backcopy"),
     (["train", "nothing.py"], "experiment 'nothing.py': no such file; give the path"),
-    (["train", "notes.txt"], "experiment 'notes.txt': unknown; there are backcopy"),
+    (["train", "notes.txt"], "experiment 'notes.txt': unknown (did you mean text?); there are backcopy"),
     (
         ["train", "backcopy_tniy"],
         "experiment 'backcopy_tniy': unknown (did you mean backcopy_tiny?); there are backcopy",
@@ -52,6 +52,7 @@ OPTIONS = [
     ),
     (["trian", "backcopy"], "(did you mean train?); see `lit-lazy --help`"),
     (["train"], "the following arguments are required: EXPERIMENT"),
+    (["export", "--", "model.ckpt", "--"], "OUT: is missing behind '--'; see `lit-lazy export --help`"),
     (["fields", "nothing"], "experiment 'nothing': unknown"),
     (["fields", "backcopy", "extra"], "unknown argument 'extra'; see `lit-lazy fields --help`"),
     (["trian", "backcopy"], "invalid choice: 'trian' (choose from 'tokenise', 'train'"),
@@ -173,7 +174,7 @@ def test_options_and_fields(arguments: list[str], named: str, capsys: pytest.Cap
 
 
 REFUSED = [
-    (["--model.d_model=9999998"], "model.d_model=9999998, model.n_layers=1, ", "choose smaller ones"),
+    (["--model.d_model=9999998"], "model.d_model=9999998", "choose smaller ones"),
     (["--init-from", "nofile"], "nofile': cannot be read (No such file or directory)", "give a final.ckpt"),
     (["--init-from", "notes.md"], "notes.md': is no checkpoint, or damaged (", "give a final.ckpt"),
     (["--logger", "wandb"], "--logger wandb: needs the package wandb", "pip install 'lit-lazy[wandb]'"),

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import typing
 
+import forked
 import pytest
 
 from lit_lazy.attention import (
@@ -279,6 +280,27 @@ def test_help_is_the_fields_docstrings():
     assert "--model.attention.bias.n_buckets=" in text  # of a class that it has not
     assert "--train.optimiser=Muon " in text
     assert not re.search(r"<class|class_path|configuration file|\.help|typing|MISSING", text)
+
+
+TYPED = """
+from dataclasses import dataclass
+from lit_lazy.attention import Normaliser
+
+@dataclass(frozen=True)
+class Typed(Normaliser):
+    strength: float = 2.0
+"""
+
+
+def test_a_class_that_came_from_no_file_is_listed_too():
+    def listed() -> list[str]:
+        names = {"__name__": "typed_at_a_prompt"}
+        exec(TYPED, names)
+        return listing(SET)
+
+    lines = forked.in_a_fork(listed)  # this process is not to know it
+    assert "--model.attention.normaliser=Typed" in lines
+    assert "  --model.attention.normaliser.strength=2.0" in lines
 
 
 def test_what_is_listed_can_be_given():

@@ -170,7 +170,8 @@ class TestPages:
     def test_the_fourth_draws_a_line_per_cell_through_the_axes(self, links, browser) -> None:
         opened(browser, links["parallel coordinates"], screenshots.DRAWN)
         titles = "[...chart.querySelectorAll('.dimension .label')].map(title => title.textContent)"
-        drawn = browser.evaluate(f"[...document.querySelectorAll('.parcoords')].map(chart => {titles})")
+        named = f"[...document.querySelectorAll('.parcoords')].map(chart => {titles})"
+        drawn = browser.wait(f"(found => found.length && found)({named})")
         assert drawn == [["normaliser", "bias", "loss/excess"]]
         assert browser.evaluate(SECTIONS)[0].startswith("Every cell")
 

@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         # Without this `export -- CHECKPOINT --` has an empty list for its folder: Python takes every `--` away.
         if action.nargs is None and arg_strings == ["--"]:
-            self.error(f"{action.metavar}: is missing behind '--'")
+            raise argparse.ArgumentError(action, "is missing behind '--'")
         return super()._get_values(action, arg_strings)
 
     def error(self, message: str) -> NoReturn:

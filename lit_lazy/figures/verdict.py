@@ -1,5 +1,6 @@
 """What the verdict of a question rests on: its declared contrasts, with the intervals that its rule looks at."""
 
+from collections.abc import Mapping, Sequence
 from textwrap import wrap
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from lit_lazy.figures.common import BETTER, NEUTRAL, WIDTH, WORSE, in_style, leg
 from lit_lazy.figures.effects import axis_label, draw_interval, limits
 from lit_lazy.table.question import Declaration, Verdict
 from lit_lazy.table.records import Column, Table
-from lit_lazy.table.verdicts import bounds, levels
+from lit_lazy.table.verdicts import Level, bounds, levels
 
 NAME_WIDTH = 40
 """Letters of a line of a contrast's name."""
@@ -52,7 +53,7 @@ def verdict_figure(table: Table) -> Figure | None:
         return None
     (column,) = (column for column in table.columns if column.key == declared.primary)
     rows = levels(declared, table)
-    shown = _levels(declared, verdict, table, column) if rows else _differences(verdict, column)
+    shown = _levels(declared, verdict, rows, column) if rows else _differences(verdict, column)
     shown = [line._replace(name="\n".join(wrap(line.name, NAME_WIDTH))) for line in shown]
     height = 0.9 + sum(0.12 + 0.16 * (1 + line.name.count("\n")) for line in shown)
     figure = new_figure(WIDTH, height, f"{table.ablation} on {table.base}. {verdict.sentence}")
@@ -98,9 +99,11 @@ def _differences(verdict: Verdict, column: Column) -> list[_Line]:
     ]
 
 
-def _levels(declared: Declaration, verdict: Verdict, table: Table, column: Column) -> list[_Line]:
+def _levels(
+    declared: Declaration, verdict: Verdict, rows: Mapping[str, Sequence[Level]], column: Column
+) -> list[_Line]:
     """Under a heading per contrast its rows."""
-    shown, rows = [], levels(declared, table)
+    shown = []
     for part in verdict.parts:
         shown.append(_Line(f"{part.name}: {part.status}"))
         for one in rows[part.name]:
@@ -111,12 +114,13 @@ def _levels(declared: Declaration, verdict: Verdict, table: Table, column: Colum
 
 
 def _margin(declared: Declaration, column: Column) -> list[Line2D | Patch]:
-    band = Patch(color=NEUTRAL, alpha=0.15, linewidth=0, label=bounds(declared, column))
+    (margin,) = bounds(declared, column)
+    band = Patch(color=NEUTRAL, alpha=0.15, linewidth=0, label=margin)
     return [*(_marker(look, status) for status, look in STATUS.items()), _interval(), band]
 
 
 def _bounds(declared: Declaration, column: Column) -> list[Line2D | Patch]:
-    removed, there = bounds(declared, column).split(", ")
+    removed, there = bounds(declared, column)
     return [
         _marker(GOOD, "shown to be removed"),
         _marker(BAD, "shown to be there"),

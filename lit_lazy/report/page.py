@@ -79,14 +79,14 @@ def table_figures(table: Table) -> dict[str, Figure]:
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def with_table(report: Path, table: Table) -> str:
-    """The text of a report with what another table says, and its figures, in the place of its own."""
+def with_table(report: Path, table: Table, drawn: Mapping[str, Figure]) -> str:
+    """The text of a report with what another table says, and what is drawn of it, in the place of its own."""
     text = report.read_text()
     parts = [part.rstrip("\n") for part in html_parts(table)]
     if len(_TABLE.findall(text)) != len(parts):
         raise ValueError(f"{str(report)!r}: is no report of this version; move it away, `lit-lazy report` draws one")
     text = _TABLE.sub(lambda _: parts.pop(0), text)
-    for section in _finding(table_figures(table)):
+    for section in _finding(drawn):
         text = _FINDING.sub(lambda _, new=section: new.html, text)
         text = _OUTLINED.sub(lambda _, new=section: new.outlined, text)
     return text

@@ -63,11 +63,11 @@ def restate(path: Path, ablation: Ablation, question: Question | None) -> Table:
         raise ValueError(f"--from {str(path)!r}: is a table of {former.ablation!r}, not of {ablation.name!r}")
     _check_declaration(path, former.declaration, question)
     report = path.with_name(REPORT)
-    page = with_table(report, table) if report.exists() else None
+    drawn = table_figures(table)
+    page = with_table(report, table, drawn) if report.exists() else None
     save(table, path.with_suffix(""))
     if page is not None:
         write_text(report, page)
-    drawn = table_figures(table)
     if against := figures.loss_against_sparsity(table, _parts(ablation)):
         drawn["loss_against_sparsity"] = against
     for name, figure in drawn.items():

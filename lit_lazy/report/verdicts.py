@@ -153,7 +153,7 @@ def _blocks(one: Decided) -> list[Block]:
     (column,) = (column for column in table.columns if column.key == declared.primary)
     spent = "" if table.seconds is None else f", trained and measured for {clock(table.seconds)}"
     about = (
-        f"Primary outcome {column.title}, rule {declared.rule}, {bounds(declared, column)}, seeds "
+        f"Primary outcome {column.title}, rule {declared.rule}, {', '.join(bounds(declared, column))}, seeds "
         f"{', '.join(map(str, declared.seeds))}; declared in {declared.commit or 'no commit'} ({declared.digest}), run "
         f"at {table.git_sha}{spent}. In {one.folder}. Made by: {table.command}"
     )

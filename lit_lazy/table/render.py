@@ -79,7 +79,7 @@ def _question(table: Table) -> list[Block]:
     commit = f"commit {declared.commit}" if declared.commit else "no commit"
     about = (
         f"Asked by {declared.source}. Primary outcome: {column.title}; rule: {declared.rule}, "
-        f"{bounds(declared, column)}; simultaneous 95 % intervals. Declared in {commit}, "
+        f"{', '.join(bounds(declared, column))}; simultaneous 95 % intervals. Declared in {commit}, "
         f"{declared.digest}. All else in this table is exploratory."
     )
     return [Paragraph(verdict.sentence), List(tuple(lines(verdict, column))), Paragraph(about)]

@@ -258,10 +258,10 @@ def _bounds(declaration: Declaration, column: Column) -> dict[str, str]:
     return {name: f"{getattr(declaration, name) * column.scale:g} {unit}".rstrip() for name, unit in units.items()}
 
 
-def bounds(declaration: Declaration, column: Column) -> str:
+def bounds(declaration: Declaration, column: Column) -> tuple[str, ...]:
     """What the rule compares with."""
-    text = "removed below {removed}, there above {kept}" if declaration.rule in _BY_LEVEL else "margin {margin}"
-    return text.format(**_bounds(declaration, column))
+    texts = ("removed below {removed}", "there above {kept}") if declaration.rule in _BY_LEVEL else ("margin {margin}",)
+    return tuple(text.format(**_bounds(declaration, column)) for text in texts)
 
 
 def lines(verdict: Verdict, column: Column) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 from lit_lazy.command.main import main
 from lit_lazy.config.files import find
 from lit_lazy.grid.question import load_asked
-from lit_lazy.report.page import with_table
+from lit_lazy.report.page import table_figures, with_table
 from lit_lazy.table.build import restated
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import html_parts, save
@@ -46,7 +46,8 @@ def test_committed_reports_are_small_and_say_what_their_table_says(path: Path) -
 @pytest.mark.long
 @pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.parent.name)
 def test_figures_of_a_table_in_its_committed_report_are_todays(path: Path) -> None:
-    assert with_table(path, Table.from_json(json.loads(path.with_name("table.json").read_text()))) == path.read_text()
+    table = Table.from_json(json.loads(path.with_name("table.json").read_text()))
+    assert with_table(path, table, table_figures(table)) == path.read_text()
 
 
 def test_the_command_writes_every_format_and_figure_in_place(

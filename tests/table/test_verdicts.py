@@ -326,9 +326,9 @@ def test_lines_give_the_numbers_as_the_column_does():
 
 def test_bounds_have_the_unit_of_what_they_are_compared_with():
     share = dataclasses.replace(LOSS, unit="%", scale=100)
-    assert bounds(DECLARED, share) == "margin 10 points"
-    assert bounds(dataclasses.replace(DECLARED, rule="removed"), share) == "removed below 10 %, there above 30 %"
-    assert bounds(DECLARED, dataclasses.replace(LOSS, unit="")) == "margin 0.1"
+    assert bounds(DECLARED, share) == ("margin 10 points",)
+    assert bounds(dataclasses.replace(DECLARED, rule="removed"), share) == ("removed below 10 %", "there above 30 %")
+    assert bounds(DECLARED, dataclasses.replace(LOSS, unit="")) == ("margin 0.1",)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_a_dry_run_creates_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="knows the speed of its GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU: the speed of one is known")
 def test_a_small_training_is_priced_in_units_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "backcopy_tiny", "--dry-run"]) == 0
     lines = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines() if ":" in line)

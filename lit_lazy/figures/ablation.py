@@ -16,9 +16,9 @@ from matplotlib.transforms import Bbox
 
 from lit_lazy.figures.common import NEUTRAL, WIDTH, in_style, legend_below, log_axis, new_figure
 from lit_lazy.figures.labels import Label, place_labels
-from lit_lazy.figures.meaning import Colours, RowParts
+from lit_lazy.figures.meaning import Colours
 from lit_lazy.support.far import highest_near
-from lit_lazy.table.records import Column, Table, TableRow
+from lit_lazy.table.records import Column, Measure, Table, TableRow
 
 Metrics = Mapping[str, Sequence[tuple[int, float]]]
 """One seed's (step, value) by metric."""
@@ -37,12 +37,11 @@ Look = Mapping[str, Any]
 """Of a line."""
 LOOKS: tuple[Look, ...] = ({"linestyle": "-"}, {"linestyle": "--"})
 """Of the first metric of a panel, and the second; their colour is that of the variant."""
-NO_PARTS: RowParts = {}
 
 
 @in_style()
-def loss_against_sparsity(table: Table, parts: RowParts = NO_PARTS) -> Figure | None:
-    """The loss of every variant against its sparsity, both with 95 % intervals over seeds, in the colours of its parts.
+def loss_against_sparsity(table: Table) -> Figure | None:
+    """The loss of every variant against its sparsity, both with 95 % intervals over seeds.
 
     The loss is the first of excess loss, bits per byte and validation loss that the table has. Variants without a
     sparsity stand apart at the left. A loss that would squeeze all others together is put at the upper edge, with an
@@ -75,10 +74,10 @@ def loss_against_sparsity(table: Table, parts: RowParts = NO_PARTS) -> Figure | 
     axes.set_ylabel(loss.heading)
     axes.grid(True)
     apart, least = _x_axis(axes, points)
-    axes.set_ylim(*_range([(point.y, point.y_half) for point in points if point.name not in far]))
+    axes.set_ylim(*_range([(point.y, point.y_ends) for point in points if point.name not in far]))
     top = axes.get_ylim()[1]
     labels, bars = [], []
-    colours = Colours(parts, (point.name for point in points))
+    colours = Colours(table, (point.name for point in points))
     if handles := colours.handles():
         legend_below(figure, handles, 6)
     for point in points:
@@ -99,7 +98,7 @@ def loss_against_sparsity(table: Table, parts: RowParts = NO_PARTS) -> Figure | 
 
 
 @in_style()
-def tau_over_training(ablation: str, histories: Histories, baseline: str, parts: RowParts = NO_PARTS) -> Figure | None:
+def tau_over_training(table: Table, histories: Histories) -> Figure | None:
     """The offset parameter of every variant that has one, mean over layers and heads, from step 0 on."""
 
     def tau(seed: Metrics) -> dict[int, float]:
@@ -110,12 +109,11 @@ def tau_over_training(ablation: str, histories: Histories, baseline: str, parts:
                     by_step.setdefault(step, []).append(value)
         return {step: fmean(values) for step, values in by_step.items()}
 
-    title = f"{ablation}: τ over training, mean over layers, heads"
-    return _over_training(title, {"offset parameter τ": tau}, histories, baseline, parts)
+    return _over_training("τ over training, mean over layers, heads", {"offset parameter τ": tau}, histories, table)
 
 
 @in_style()
-def sink_over_training(ablation: str, histories: Histories, baseline: str, parts: RowParts = NO_PARTS) -> Figure | None:
+def sink_over_training(table: Table, histories: Histories) -> Figure | None:
     """The first key's mean weight and its share of the surviving mass, for every variant, from step 0 on."""
 
     def first_key(metric: str) -> Callable[[Metrics], dict[int, float]]:
@@ -125,8 +123,8 @@ def sink_over_training(ablation: str, histories: Histories, baseline: str, parts
         "weight on the first key": first_key("watch/first_key_weight"),
         "share of the mass on the first key": first_key("watch/first_key_share"),
     }
-    title = f"{ablation}: the first key over training, mean over all rows from position 8, layers, heads"
-    return _over_training(title, lines, histories, baseline, parts)
+    title = "the first key over training, mean over all rows from position 8, layers, heads"
+    return _over_training(title, lines, histories, table)
 
 
 def _label(name: str) -> str:
@@ -135,14 +133,14 @@ def _label(name: str) -> str:
 
 @dataclass(frozen=True)
 class _Point:
-    """A variant in the units shown; x is NaN without a sparsity, a half-width 0 without an interval."""
+    """A variant in the units shown; x is NaN without a sparsity. An interval ends at what its metric cannot pass."""
 
     name: str
     baseline: bool
     x: float
-    x_half: float
+    x_ends: tuple[float, float]
     y: float
-    y_half: float
+    y_ends: tuple[float, float]
 
 
 def _point(row: TableRow, table: Table, loss: Column, sparsity: Column) -> _Point | None:
@@ -153,25 +151,32 @@ def _point(row: TableRow, table: Table, loss: Column, sparsity: Column) -> _Poin
         row.variant,
         row.variant == table.baseline,
         math.nan if x.mean is None else x.mean * sparsity.scale,
-        (x.ci95 or 0.0) * sparsity.scale,
+        _ends(x, sparsity),
         y.mean * loss.scale,
-        (y.ci95 or 0.0) * loss.scale,
+        _ends(y, loss),
     )
 
 
-def _range(values: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Room for every (value, half-width), as far as the intervals reach no farther than one more span of the values."""
+def _ends(measure: Measure, column: Column) -> tuple[float, float]:
+    mean, half = (math.nan if measure.mean is None else measure.mean), measure.ci95 or 0.0
+    low = max([mean - half, *(bound for bound in column.bounds if bound <= mean)])
+    high = min([mean + half, *(bound for bound in column.bounds if bound >= mean)])
+    return low * column.scale, high * column.scale
+
+
+def _range(values: Sequence[tuple[float, tuple[float, float]]]) -> tuple[float, float]:
+    """Room for every value and its interval, as far as that reaches no farther than one more span of the values."""
     low, high = min(value for value, _ in values), max(value for value, _ in values)
-    span = (high - low) or max(half for _, half in values) or 1.0
-    low = min(max(value - half, low - span) for value, half in values)
-    high = max(min(value + half, high + span) for value, half in values)
+    span = (high - low) or max(upper - lower for _, (lower, upper) in values) / 2 or 1.0
+    low = min(max(lower, low - span) for _, (lower, _) in values)
+    high = max(min(upper, high + span) for _, (_, upper) in values)
     margin = 0.06 * (high - low or span)
     return low - margin, high + margin
 
 
 def _x_axis(axes: Axes, points: Sequence[_Point]) -> tuple[float, float]:
     """Sets the limits and ticks; the x of variants without a sparsity, and where the axis of the others begins."""
-    low, high = _range([(point.x, point.x_half) for point in points if not math.isnan(point.x)])
+    low, high = _range([(point.x, point.x_ends) for point in points if not math.isnan(point.x)])
     span = high - low
     apart = low - 0.1 * span
     ticks = [tick for tick in MaxNLocator(6).tick_values(low, high) if low <= tick <= high]
@@ -194,10 +199,10 @@ def _intervals(axes: Axes, x: float, point: _Point, colour: str, least: float) -
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     left = left if math.isnan(point.x) else least
     drawn = []
-    for half_x, half_y, ends in ((point.x_half, 0.0, "<>"), (0.0, point.y_half, "v^")):
-        if not (half_x or half_y):
+    level, upright = ((end, point.y) for end in point.x_ends), ((x, end) for end in point.y_ends)
+    for (low, high), ends in ((level, "<>"), (upright, "v^")):
+        if low == high or math.isnan(low[0]):
             continue
-        low, high = (x - half_x, point.y - half_y), (x + half_x, point.y + half_y)
         cut = Bbox([(max(low[0], left), max(low[1], bottom)), (min(high[0], right), min(high[1], top))])
         axes.plot(cut.intervalx, cut.intervaly, color=colour, linewidth=1.0, alpha=0.6, zorder=2)
         for end, edge, arrow in zip((low, high), cut.get_points(), ends, strict=True):
@@ -215,13 +220,13 @@ def _over_training(
     title: str,
     metrics: Mapping[str, Callable[[Metrics], Curve]],
     histories: Histories,
-    baseline: str,
-    parts: RowParts,
+    table: Table,
 ) -> Figure | None:
     """A panel per variant, with a line per metric over the steps that all its seeds have, and a band for their range.
 
     The baseline comes first, and is drawn behind the others, thin and grey.
     """
+    baseline = table.baseline
     curves = {
         variant: {label: [c for seed in seeds if (c := _kept(read(seed)))] for label, read in metrics.items()}
         for variant, seeds in histories.items()
@@ -232,10 +237,10 @@ def _over_training(
     counts = {len(seeds) for variant in variants for seeds in curves[variant].values()} - {0}
     rows = math.ceil(len(variants) / COLUMNS)
     band = "" if counts == {1} else " (band: range)"
-    figure = new_figure(WIDTH, 0.9 + 1.35 * rows, f"{title} and {_seeds(counts)}{band}")
+    figure = new_figure(WIDTH, 0.9 + 1.35 * rows, f"{table.ablation}: {title} and {_seeds(counts)}{band}")
     panels = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
     looks = dict(zip(metrics, LOOKS, strict=False))
-    colours = Colours(parts, variants)
+    colours = Colours(table, variants)
     last = 1
     for axes, variant in zip(panels, variants, strict=False):
         for label, look in looks.items():

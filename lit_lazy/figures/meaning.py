@@ -1,11 +1,11 @@
 """Colours by meaning: a normaliser, or a position, has one colour in every figure."""
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from matplotlib.lines import Line2D
 
 from lit_lazy.figures.common import FIRST, NEUTRAL, SECOND
+from lit_lazy.table.records import Table
 
 NORMALISERS = {
     "Softmax": SECOND,
@@ -44,25 +44,15 @@ SPOKEN = {
 """What a class is called where its own name is not how people write it."""
 
 
-class Parts(NamedTuple):
-    """What a row's colour says of it: the classes of its normaliser and of its position; empty where it has none."""
-
-    normaliser: str
-    position: str
-
-
-RowParts = Mapping[str, Parts]
-"""By variant."""
-
-
 class Colours:
-    """Of variants: by normaliser; by position where all have one normaliser. What is not known here is grey."""
+    """Of a table's variants: by normaliser; by position where all have one normaliser. What is not known is grey."""
 
-    def __init__(self, parts: RowParts, variants: Iterable[str]) -> None:
-        of = {variant: parts[variant] for variant in variants if variant in parts}
-        by_position = len({part.normaliser for part in of.values()}) == 1 < len({part.position for part in of.values()})
+    def __init__(self, table: Table, variants: Iterable[str]) -> None:
+        shown = set(variants)
+        rows = [row for row in table.rows if row.variant in shown and row.normaliser]
+        by_position = len({row.normaliser for row in rows}) == 1 < len({row.position for row in rows})
         palette = POSITIONS if by_position else NORMALISERS
-        self._names = {variant: part.position if by_position else part.normaliser for variant, part in of.items()}
+        self._names = {row.variant: row.position if by_position else row.normaliser for row in rows}
         self._colours = {name: palette.get(name, NEUTRAL) for name in self._names.values()}
 
     def __getitem__(self, variant: str) -> str:

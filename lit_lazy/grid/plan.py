@@ -167,6 +167,8 @@ def _observation(run: TrackedRun) -> Observation:
         status=run.state,
         metrics=run.metrics,
         labels={"backend": run.tags["backend"]} if "backend" in run.tags else {},
+        normaliser=normaliser_of(run.params),
+        position=run.params.get("model.position", ""),
         git_sha=run.tags.get("git_sha", ""),
         environment=run.tags.get("environment", ""),
         reason=run.tags.get("reason", ""),

@@ -30,7 +30,7 @@ from lit_lazy.table.blocks import html_row
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import html_parts
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
-from lit_lazy.tracking.views import normaliser_of, run_link
+from lit_lazy.tracking.views import run_link
 from lit_lazy.training.result import DIAGNOSTICS
 
 REPORT = "report.html"
@@ -42,6 +42,10 @@ CSS_DPI, IMAGE_DPI = 96, 120
 """Pixels per inch of the page, and of the images: more, so that they are sharp on a fine screen."""
 WIDE = 800
 """CSS pixels from which a figure takes a line of its own."""
+FINDING = ("verdict", "effects")
+"""Figures that stand before the table; the others of a table, and of all trainings, come behind it."""
+ALL = "all variants"
+"""What these are of."""
 WATCHED = ("watch/tau_layer_", "watch/first_key_")
 """How the names of the metrics begin whose history is drawn."""
 
@@ -49,12 +53,9 @@ WATCHED = ("watch/tau_layer_", "watch/first_key_")
 def write_report(tracker: Tracker, parent_id: str, folder: Path) -> list[Path]:
     """Write the report of an ablation's parent run, and its figures over all variants, into a folder; the paths."""
     material = _gathered(tracker, parent_id)
-    path, first, overall = folder / REPORT, table_figures(material.table), _overall(material)
-    write_text(path, _page(material, first, overall))
-    return [
-        path,
-        *(file for name, figure in (first | overall).items() for file in figures.save_figure(figure, folder / name)),
-    ]
+    path, drawn = folder / REPORT, _drawn(material)
+    write_text(path, _page(material, drawn))
+    return [path, *(file for name, figure in drawn.items() for file in figures.save_figure(figure, folder / name))]
 
 
 def report_html(tracker: Tracker, parent_id: str, ui_url: str | None = None, drawn: Sequence[str] = ()) -> str:
@@ -65,16 +66,17 @@ def report_html(tracker: Tracker, parent_id: str, ui_url: str | None = None, dra
     a name in `drawn` that is no variant's.
     """
     material = _gathered(tracker, parent_id, ui_url, drawn)
-    return _page(material, table_figures(material.table), _overall(material))
+    return _page(material, _drawn(material))
 
 
 def table_figures(table: Table) -> dict[str, Figure]:
-    """What is drawn of a table alone, by name: what its verdict rests on, if it has one, and differences."""
+    """What is drawn of a table alone, by name: what its verdict rests on, if it has one; differences; and losses."""
     if not any(row.n for row in table.rows):
         return {}
     drawn = {
         "verdict": figures.verdict_figure(table),
         "effects": figures.effects_figure(table, table.compared) if table.compared else None,
+        "loss_against_sparsity": figures.loss_against_sparsity(table),
     }
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
@@ -89,9 +91,12 @@ def with_table(report: Path, table: Table, drawn: Mapping[str, Figure]) -> str:
     for section in _finding(drawn):
         text = _FINDING.sub(lambda _, new=section: new.html, text)
         text = _OUTLINED.sub(lambda _, new=section: new.outlined, text)
+    for name in drawn.keys() - set(FINDING):
+        text = re.sub(_FIGURE.format(escape(CAPTIONS[name][0])), _figure(name, drawn[name], ALL), text)
     return text
 
 
+_FIGURE = '<figure[^>]*><div class="scroll"><img [^>]*alt="{}: all variants"[^>]*>.*?</figure>\n'
 _TABLE = re.compile(r'<section class="ablation-table">.*?</section>', re.DOTALL)
 """What `html_parts` gives."""
 _FINDING = re.compile(r'<section id="finding">.*?</section>', re.DOTALL)
@@ -112,13 +117,14 @@ def _gathered(tracker: Tracker, parent_id: str, ui_url: str | None = None, drawn
     )
 
 
-def _page(material: "_Material", first: Mapping[str, Figure], overall: Mapping[str, Figure]) -> str:
+def _page(material: "_Material", drawn: Mapping[str, Figure]) -> str:
     plan, table = material.plan, material.table
     opening, numbers = html_parts(table)
+    overall = {name: figure for name, figure in drawn.items() if name not in FINDING}
     sections = [
-        *_finding(first),
+        *_finding(drawn),
         _Section("table", f"Results: {table.ablation}", numbers),
-        *([_Section("figures", "Figures over all variants", _figures(overall, "all variants"))] if overall else []),
+        *([_Section("figures", "Figures over all variants", _figures(overall, ALL))] if overall else []),
         _Section("variants", "Figures of each variant", _variant_figures(material)),
         _Section("run", "What was run", _what_was_run(material)),
         _Section(
@@ -141,8 +147,9 @@ def _page(material: "_Material", first: Mapping[str, Figure], overall: Mapping[s
 
 def _finding(drawn: Mapping[str, Figure]) -> list["_Section"]:
     """The figures that stand before the table."""
-    title = "What the verdict rests on" if "verdict" in drawn else "What differs"
-    return [_Section("finding", title, _figures(drawn, "all variants"))] if drawn else []
+    first = {name: drawn[name] for name in FINDING if name in drawn}
+    title = "What the verdict rests on" if "verdict" in first else "What differs"
+    return [_Section("finding", title, _figures(first, ALL))] if first else []
 
 
 @dataclass(frozen=True)
@@ -248,26 +255,14 @@ def _definitions(lines: Mapping[str, Sequence[str]]) -> str:
     return f"<dl>{''.join(items)}</dl>"
 
 
-def _overall(material: _Material) -> dict[str, Figure]:
-    """Figures of all variants' trainings, by name; none while no cell is complete."""
-    table = material.table
-    if not any(row.n for row in table.rows):
-        return {}
-    histories, parts = _histories(material), _parts(material.runs)
-    drawn: dict[str, Figure | None] = {
-        "loss_against_sparsity": figures.loss_against_sparsity(table, parts),
-        "tau_over_training": figures.tau_over_training(table.ablation, histories, table.baseline, parts),
-        "sink_over_training": figures.sink_over_training(table.ablation, histories, table.baseline, parts),
+def _drawn(material: _Material) -> dict[str, Figure]:
+    """Figures of the table and of all variants' trainings, by name; none while no cell is complete."""
+    table, histories = material.table, _histories(material)
+    over_training = {
+        "tau_over_training": figures.tau_over_training(table, histories),
+        "sink_over_training": figures.sink_over_training(table, histories),
     }
-    return {name: figure for name, figure in drawn.items() if figure is not None}
-
-
-def _parts(runs: Sequence[TrackedRun]) -> figures.RowParts:
-    """By variant, from the settings that its runs have logged."""
-    return {
-        run.tags["variant"]: figures.Parts(normaliser_of(run.params), run.params.get("model.position", ""))
-        for run in runs
-    }
+    return table_figures(table) | {name: figure for name, figure in over_training.items() if figure is not None}
 
 
 def _histories(material: _Material) -> Histories:

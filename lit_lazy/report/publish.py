@@ -68,8 +68,6 @@ def restate(path: Path, ablation: Ablation, question: Question | None) -> Table:
     save(table, path.with_suffix(""))
     if page is not None:
         write_text(report, page)
-    if against := figures.loss_against_sparsity(table, _parts(ablation)):
-        drawn["loss_against_sparsity"] = against
     for name, figure in drawn.items():
         figures.save_figure(figure, path.parent / name)
     return table
@@ -89,15 +87,3 @@ def _check_declaration(path: Path, declared: Declaration | None, question: Quest
     raise ValueError(
         f"--from {str(path)!r}: {wrong}; a verdict is on what was declared before its run, so restore that"
     )
-
-
-def _parts(ablation: Ablation) -> figures.RowParts:
-    """By variant, from what its rows change of the experiment, which a table does not keep."""
-    known = {
-        row.name: [row.changes.get(path) for path in ("model.attention.normaliser", "model.position")]
-        for row in ablation.all_rows
-    }
-    return {
-        variant: figures.Parts(*("" if callable(part) or part is None else type(part).__name__ for part in parts))
-        for variant, parts in known.items()
-    }

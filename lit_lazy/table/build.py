@@ -269,6 +269,8 @@ def _row(info: RowInfo, cells: Sequence[Observation], measures: dict[str, Measur
         labels={label: one_or_mixed({o.labels[label] for o in complete if label in o.labels}) for label in labels},
         note=info.note,
         metrics=measures,
+        normaliser=one_or_mixed({o.normaliser for o in complete}),
+        position=one_or_mixed({o.position for o in complete}),
     )
 
 

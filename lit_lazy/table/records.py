@@ -136,7 +136,8 @@ class Contrast:
 class Observation:
     """What is known of one cell. `metrics` counts only when `status` is "complete".
 
-    `environment` says in a line with which versions and on which machine it was trained.
+    `environment` says in a line with which versions and on which machine it was trained, `normaliser` and `position`
+    are the classes of these, as in `TableRow`.
     """
 
     variant: str
@@ -147,6 +148,8 @@ class Observation:
     git_sha: str = ""
     environment: str = ""
     reason: str = ""
+    normaliser: str = ""
+    position: str = ""
 
 
 @dataclass(frozen=True)
@@ -226,6 +229,10 @@ class TableRow:
     labels: dict[str, str]
     note: str
     metrics: dict[str, Measure]
+    normaliser: str = ""
+    """The class of its normaliser, or of its mixer where that does not attend; empty where no cell is complete."""
+    position: str = ""
+    """The class of its position; empty where it has none."""
 
     @property
     def seeds(self) -> list[int]:
@@ -346,7 +353,7 @@ class Table:
         rows = tuple(
             pick(
                 TableRow,
-                row,
+                {"normaliser": "", "position": ""} | row,
                 git_shas=tuple(row["git_shas"]),
                 metrics={key: pick(Measure, measure) for key, measure in row["metrics"].items()},
             )

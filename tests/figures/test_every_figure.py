@@ -18,7 +18,6 @@ from lit_lazy import figures
 from lit_lazy.attention import Normaliser, Position
 from lit_lazy.config.canonical import replace_at
 from lit_lazy.config.files import available, experiment, exported, find
-from lit_lazy.figures import Parts
 from lit_lazy.figures.ablation import Histories
 from lit_lazy.figures.common import BETTER, FIRST, NEUTRAL, SECOND, WORSE
 from lit_lazy.figures.meaning import NORMALISERS, POSITIONS, Colours
@@ -29,9 +28,8 @@ from lit_lazy.grid.search import figures as search
 from lit_lazy.grid.search.definition import define
 from lit_lazy.grid.search.queue import Point
 from lit_lazy.report.page import table_figures
-from lit_lazy.report.publish import _parts
 from lit_lazy.table.build import build_table
-from lit_lazy.table.records import Observation, Table
+from lit_lazy.table.records import Column, Observation, RowInfo, Table
 from lit_lazy.table.verdicts import judged
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -49,7 +47,10 @@ def made_up(ablation: Ablation, question: Question | None) -> Table:
     """A table of its rows and columns with numbers between 0 and 1; one row is dead, one has no sparsity."""
     rng = np.random.default_rng(0)
     observations = []
-    for i, name in enumerate(rows_of(ablation)):
+    for i, row in enumerate(ablation.all_rows):
+        name, config = row.name, row.on(experiment(ablation.base))
+        part = config.model.attention.normaliser if config.model.mixer.attends else config.model.mixer
+        parts = {"normaliser": type(part).__name__, "position": type(config.model.position).__name__}
         for seed in ablation.seeds:
             metrics = {column.key: float(rng.random()) for column in ablation.columns}
             metrics |= {key: 0.01 + 0.001 * float(rng.random()) for key in metrics if key.startswith("loss/")}
@@ -57,7 +58,7 @@ def made_up(ablation: Ablation, question: Question | None) -> Table:
                 metrics |= {key: 7.5 for key in metrics if key.startswith("loss/")}
             if i == 2:
                 metrics |= {key: None for key in metrics if "sparsity" in key}
-            observations.append(Observation(name, seed, "complete", metrics))
+            observations.append(Observation(name, seed, "complete", metrics, **parts))
     infos = row_infos(select(ablation, rows_of(ablation), ()), ablation.base)
     table = build_table(
         *(ablation.name, ablation.base, ablation.baseline, infos, ablation.columns, ablation.contrasts),
@@ -75,12 +76,11 @@ def histories(ablation: Ablation) -> Histories:
 
 
 def figures_of(ablation: Ablation, question: Question | None) -> Iterator[Figure]:
-    table, trained, parts = made_up(ablation, question), histories(ablation), _parts(ablation)
+    table, trained = made_up(ablation, question), histories(ablation)
     drawn = [
         *table_figures(table).values(),
-        figures.loss_against_sparsity(table, parts),
-        figures.tau_over_training(ablation.name, trained, ablation.baseline, parts),
-        figures.sink_over_training(ablation.name, trained, ablation.baseline, parts),
+        figures.tau_over_training(table, trained),
+        figures.sink_over_training(table, trained),
     ]
     yield from (figure for figure in drawn if figure is not None)
 
@@ -101,10 +101,7 @@ def test_every_figure_of_an_ablation_is_legible(name: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*/table.json")), ids=lambda path: path.parent.name)
 def test_every_figure_of_a_committed_table_is_legible(path: Path) -> None:
     table = Table.from_json(json.loads(path.read_text()))
-    parts = _parts(load_asked(find("ablations", table.ablation))[0])
     for figure in table_figures(table).values():
-        assert_legible(figure)
-    if (figure := figures.loss_against_sparsity(table, parts)) is not None:
         assert_legible(figure)
 
 
@@ -147,31 +144,41 @@ def test_each_normaliser_and_each_position_has_a_colour_of_its_own() -> None:
     assert not {BETTER, WORSE} & {FIRST, SECOND}
 
 
+def of_parts(**parts: tuple[str, str]) -> Table:
+    """A table whose rows have normalisers and positions of these classes."""
+    seen = [
+        Observation(name, 0, "complete", {"loss/val": 1.0}, normaliser=normaliser, position=position)
+        for name, (normaliser, position) in parts.items()
+    ]
+    rows = [RowInfo(name, "ours", (0,), "tiny") for name in parts]
+    return build_table("study", "tiny", next(iter(parts)), rows, (Column("loss/val", "loss"),), (), seen, "make")
+
+
 def test_a_row_s_colour_says_its_normaliser_or_where_all_have_one_its_position() -> None:
-    of = {"a": Parts("Softmax", "Rope"), "b": Parts("Elastic", "Rope"), "c": Parts("Elastic", "NoPosition")}
-    by_normaliser = Colours(of, of)
-    assert [by_normaliser[row] for row in of] == [SECOND, FIRST, FIRST]
+    table = of_parts(a=("Softmax", "Rope"), b=("Elastic", "Rope"), c=("Elastic", "NoPosition"))
+    by_normaliser = Colours(table, "abc")
+    assert [by_normaliser[row] for row in "abc"] == [SECOND, FIRST, FIRST]
     assert [handle.get_label() for handle in by_normaliser.handles()] == ["Softmax", "Elastic"]
-    by_position = Colours(of, ["b", "c"])
+    by_position = Colours(table, "bc")
     assert [by_position[row] for row in "bc"] == [POSITIONS["Rope"], POSITIONS["NoPosition"]]
     assert by_position["a"] == NEUTRAL, "is not in the figure"
-    own = Colours({"x": Parts("MyRule", "Rope")}, ["x"])
+    own = Colours(of_parts(x=("MyRule", "Rope")), "x")
     assert (own["x"], own.handles()) == (NEUTRAL, [])
-    assert Colours({}, ["x"])["x"] == NEUTRAL
+    unknown = Colours(of_parts(x=("", "")), "x")
+    assert (unknown["x"], unknown.handles()) == (NEUTRAL, [])
 
 
 def test_rows_have_the_colours_of_their_normalisers_in_every_figure() -> None:
     ablation, question = load_asked(find("ablations", "q_mask"))
-    parts = _parts(ablation)
-    assert {part.normaliser for part in parts.values()} == {"Softmax", "Elastic"}
     table, trained = made_up(ablation, question), histories(ablation)
-    expected = {row: NORMALISERS[part.normaliser] for row, part in parts.items()}
-    scatter = figures.loss_against_sparsity(table, parts)
+    assert {row.normaliser for row in table.rows} == {"Softmax", "Elastic"}
+    expected = {row.variant: NORMALISERS[row.normaliser] for row in table.rows}
+    scatter = figures.loss_against_sparsity(table)
     shown = {line.get_color() for line in scatter.axes[0].lines if line.get_marker() in ("o", "D")}
     assert shown == set(expected.values())
     for figure in (
-        figures.tau_over_training(ablation.name, trained, ablation.baseline, parts),
-        figures.sink_over_training(ablation.name, trained, ablation.baseline, parts),
+        figures.tau_over_training(table, trained),
+        figures.sink_over_training(table, trained),
     ):
         for axes in (axes for axes in figure.axes if axes.axison):
             own = [line for line in axes.lines if not line.get_label().startswith("_")]

@@ -334,7 +334,7 @@ VARIANTS = [
 ]
 
 
-def study(n_seeds=3, variants=VARIANTS, loss="loss/excess") -> Table:
+def study(n_seeds=3, variants=VARIANTS, loss="loss/excess", baseline="lazy") -> Table:
     rng = np.random.default_rng(1)
     observations = []
     for name in variants:
@@ -351,7 +351,7 @@ def study(n_seeds=3, variants=VARIANTS, loss="loss/excess") -> Table:
         Column(loss, "excess loss", "lower", unit="nats"),
         Column("sparsity/zero", "sparsity", digits=1, unit="%", scale=100),
     )
-    return build_table("study", "tiny", "lazy", rows, columns, (), observations, "make")
+    return build_table("study", "tiny", baseline, rows, columns, (), observations, "make")
 
 
 def test_loss_against_sparsity_shows_the_tables_means_and_intervals():
@@ -379,6 +379,26 @@ def test_loss_against_sparsity_shows_the_tables_means_and_intervals():
             assert ((100 * x.mean, 100 * x.mean), pytest.approx((y.mean - y.ci95, y.mean + y.ci95))) in bars
     assert len(shown) == len(table.rows)
     assert axes.get_xticklabels()[0].get_text() == "no\nsparsity"
+
+
+def test_an_interval_ends_at_what_its_metric_cannot_pass():
+    columns = (
+        Column("loss/excess", "excess loss", "lower", unit="nats"),
+        Column("sparsity/zero", "sparsity", unit="%", scale=100, bounds=(0.0, 1.0)),
+    )
+    values = {"lazy": (0.2, 0.9, 0.99), "low": (0.01, 0.1, 0.7)}
+    seen = [
+        Observation(name, seed, "complete", {"loss/excess": 0.01 + 0.001 * seed, "sparsity/zero": value})
+        for name, of in values.items()
+        for seed, value in enumerate(of)
+    ]
+    rows = [RowInfo(name, "ours", (0, 1, 2), "tiny") for name in values]
+    table = build_table("study", "tiny", "lazy", rows, columns, (), seen, "make")
+    assert all(row.metrics["sparsity/zero"].ci95 > 0.7 for row in table.rows)
+    axes = drawn(loss_against_sparsity(table)).axes[0]
+    level = [line for line in axes.lines if line.get_linewidth() == 1 and len(set(line.get_ydata())) == 1]
+    assert [tuple(line.get_xdata()) for line in level] == [(0, 100), (0, 100)]
+    assert not [line for line in axes.lines if line.get_marker() in ("<", ">")], "a bound is no edge of the panel"
 
 
 def test_no_interval_reaches_in_among_the_variants_without_a_threshold():
@@ -467,7 +487,7 @@ def lines_of(figure):
 
 
 def test_trainings_are_means_over_layers_and_seeds_with_their_range():
-    figure = drawn(tau_over_training("study", trainings(), BASELINE))
+    figure = drawn(tau_over_training(study(baseline=BASELINE), trainings()))
     panels = lines_of(figure)
     others = [name for name in VARIANTS if not name.startswith("softmax") and name != BASELINE]
     assert list(panels) == [BASELINE, *others]
@@ -489,7 +509,7 @@ def test_trainings_are_means_over_layers_and_seeds_with_their_range():
 
 
 def test_each_panel_has_both_figures_of_the_first_key():
-    figure = drawn(sink_over_training("study", trainings(), BASELINE))
+    figure = drawn(sink_over_training(study(baseline=BASELINE), trainings()))
     panels = lines_of(figure)
     assert list(panels) == [BASELINE, *(name for name in VARIANTS if name != BASELINE)]
     own, behind = panels[VARIANTS[3]]
@@ -505,14 +525,14 @@ def test_a_training_that_ended_early_or_was_undefined_shortens_its_line():
         "lazy": [{"watch/tau_layer_0": [(0, 1.0), (1, 2.0), (2, 9.0)]}, {"watch/tau_layer_0": [(0, 1.0), (1, 4.0)]}]
     }
     ended["lazy"] += [{}]
-    (line,) = drawn(tau_over_training("study", ended, "lazy")).axes[0].lines
+    (line,) = drawn(tau_over_training(study(), ended)).axes[0].lines
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([0, 1], [1, 3])
     undefined = {"lazy": [{"watch/first_key_share": [(0, float("nan")), (1, 0.5)]}]}
-    (line,) = drawn(sink_over_training("study", undefined, "lazy")).axes[0].lines
+    (line,) = drawn(sink_over_training(study(), undefined)).axes[0].lines
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([1], [0.5])
-    assert tau_over_training("study", {"softmax": [{"watch/first_key_weight": [(0, 0.1)]}]}, "lazy") is None
-    assert sink_over_training("study", {"softmax": [{}], "lazy": []}, "lazy") is None
-    assert tau_over_training("study", {}, "lazy") is None
+    assert tau_over_training(study(), {"softmax": [{"watch/first_key_weight": [(0, 0.1)]}]}) is None
+    assert sink_over_training(study(), {"softmax": [{}], "lazy": []}) is None
+    assert tau_over_training(study(), {}) is None
 
 
 EXTREMES = {
@@ -543,8 +563,9 @@ def test_figures_over_variants_are_legible():
         warnings.simplefilter("error")
         named = [f"a variant with a rather long name {i}" for i in range(17)]
         for made in (trainings(named, 5), trainings(["lazy"], 1)):
-            assert_legible(drawn(tau_over_training("study", made, next(iter(made)))))
-            assert_legible(drawn(sink_over_training("study", made, next(iter(made)))))
+            table = study(1, list(made), baseline=next(iter(made)))
+            assert_legible(drawn(tau_over_training(table, made)))
+            assert_legible(drawn(sink_over_training(table, made)))
         assert_legible(drawn(loss_against_sparsity(study(2))))
         assert_legible(drawn(loss_against_sparsity(study(1, ["lazy"]))))
 

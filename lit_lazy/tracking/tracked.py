@@ -11,6 +11,7 @@ import lightning as L
 import torch
 from filelock import AcquireReturnProxy, BaseFileLock, Timeout
 
+from lit_lazy.attention import NoBias
 from lit_lazy.config.canonical import to_dict
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
@@ -124,7 +125,7 @@ def train_tracked(
     experiment = f"train-{name}"
     folder = runs / experiment / key
     tags = {"kind": "run", "cell": key, "seed": str(cfg.seed), "git_sha": git_sha()}
-    card = Card(_called(name, cfg), tags, {}, to_dict(cfg))
+    card = Card(run_name(name, cfg), tags, {}, to_dict(cfg))
     tracker = Tracker(uri, runs, experiment)
     spool = Spool(tracker, folder, card)
     folder.mkdir(parents=True, exist_ok=True)
@@ -165,10 +166,12 @@ def train_tracked(
     return Trained(experiment, result, folder, runs, cfg.train.steps if known else begin.step)
 
 
-def _called(name: str, cfg: RunConfig) -> str:
+def run_name(name: str, cfg: RunConfig) -> str:
     """A run's name among those of its experiment: what mixes its tokens tells two of one seed apart."""
-    part = cfg.model.attention.normaliser if cfg.model.mixer.attends else cfg.model.mixer
-    return f"{name} {type(part).__name__} seed {cfg.seed}"
+    attention, mixer = cfg.model.attention, cfg.model.mixer
+    parts = [attention.normaliser, attention.bias] if mixer.attends else [mixer]
+    named = " + ".join(type(part).__name__ for part in parts if part != NoBias())
+    return f"{name} {named} seed {cfg.seed}"
 
 
 def _acquired(lock: BaseFileLock) -> AcquireReturnProxy:

@@ -12,11 +12,13 @@ from mistakes import tree
 from mlflow.tracking import MlflowClient
 
 from lit_lazy import api
+from lit_lazy.attention import Elastic, LearnedBias
 from lit_lazy.command.main import main
 from lit_lazy.command.train import summary
 from lit_lazy.config import experiment, replace_at
 from lit_lazy.config.key import cell_key
 from lit_lazy.support.console import called
+from lit_lazy.tracking.tracked import run_name
 from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.run import lock_of
 from lit_lazy.training.watch import Watch
@@ -93,6 +95,19 @@ def test_it_names_itself_as_it_was_called(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(sys, "argv", [typed])
         monkeypatch.setenv("PATH", str(tmp_path / path) if path else "")
         assert called() == shown
+
+
+def test_trainings_of_one_experiment_have_names_that_tell_them_apart() -> None:
+    softmax = experiment("backcopy_tiny")
+    elastic = replace_at(softmax, {"model.attention.normaliser": Elastic()})
+    lazy = replace_at(elastic, {"model.attention.bias": LearnedBias()})
+    names = [run_name("backcopy_tiny", cfg) for cfg in (softmax, elastic, lazy, replace_at(lazy, {"seed": 3}))]
+    assert names == [
+        "backcopy_tiny Softmax seed 0",
+        "backcopy_tiny Elastic seed 0",
+        "backcopy_tiny Elastic + LearnedBias seed 0",
+        "backcopy_tiny Elastic + LearnedBias seed 3",
+    ]
 
 
 def test_a_summary_has_a_loss_whatever_the_data_tell() -> None:

@@ -343,6 +343,28 @@ def test_the_finding_comes_first():
     assert findings(table(rows("lazy"), cells("lazy", 1.0, 1.1, 1.2), plotted)) == []
 
 
+def test_rows_beyond_a_baseline_that_never_varies_are_named_without_a_test():
+    """As of Table 2's first key, on which `lazy` has no weight in any seed."""
+    plotted = replace(LOSS, plotted=True, bounds=(0.0,))
+    observations = sum(
+        [
+            cells("a", 0.1, 0.2, 0.4),
+            cells("b", 0.0, 0.3, 0.9),
+            *(cells(f"far {i}", 0.5, 0.6, 0.7 + i) for i in range(6)),
+        ],
+        cells("lazy", 0.0, 0.0, 0.0),
+    )
+    asked = rows("lazy", "a", "b", *(f"far {i}" for i in range(6)))
+    assert findings(table(asked, observations, (plotted,))) == [
+        "Loss against lazy (n = 3), which has 0.000 nats in every seed, so without a test; beyond it in every seed: "
+        "far 5 (0.500 to 5.700), far 4 (0.500 to 4.700), far 3 (0.500 to 3.700), far 2 (0.500 to 2.700) and 3 others."
+    ]
+    same = [*cells("lazy", 0.0, 0.0, 0.0), *cells("a", 0.0, 0.0, 0.0)]
+    assert findings(table(rows("lazy", "a"), same, (plotted,))) == [
+        "Loss against lazy: no test, no spread was measured in the baseline, or in any row beside it."
+    ]
+
+
 def test_the_primary_outcome_comes_first_among_the_effects():
     observations = [cell(name, seed, 1.0 + seed, sparsity=0.1 * seed) for name in ("lazy", "b") for seed in range(3)]
     columns = (replace(LOSS, plotted=True), SPARSITY, PARAMETERS)

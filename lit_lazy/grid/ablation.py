@@ -12,10 +12,12 @@ from lit_lazy.config.canonical import flatten, replace_at, to_dict
 from lit_lazy.config.files import LONGEST_NAME, exported
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.data import DataSource
 from lit_lazy.support.checks import require
 from lit_lazy.support.errors import described, meant, named
 from lit_lazy.support.kinds import check_kinds
 from lit_lazy.table.records import Column, Contrast, RowInfo
+from lit_lazy.training.checkpoints import check_start
 from lit_lazy.training.prepare import prepare
 
 T = TypeVar("T")
@@ -248,7 +250,7 @@ def expand(
     chosen: Sequence[tuple[Row, tuple[int, ...]]], base: RunConfig, overridden: Sequence[str] = ()
 ) -> list[Cell]:
     """The cells of chosen rows on a base experiment, each validated on its data."""
-    variants = on_base(chosen, base, overridden, prepare)
+    variants = on_base(chosen, base, overridden, _ready)
     cells = [(variant, replace(variant.config, seed=seed)) for variant in variants for seed in variant.seeds]
     axes = _axes([to_dict(config) for _, config in cells])
     return [
@@ -262,6 +264,13 @@ def expand(
         )
         for (variant, config), cell_axes in zip(cells, axes, strict=True)
     ]
+
+
+def _ready(config: RunConfig) -> DataSource:
+    """The data of a training that can be begun. Raises ValueError, in one line, for one that cannot."""
+    source = prepare(config)
+    check_start(config, source.outline)
+    return source
 
 
 def definitions(ablation: Ablation, base: RunConfig) -> dict[str, str]:

@@ -236,9 +236,9 @@ _BY_LEVEL = ("removed", "alone")
 
 
 def _sentence(declaration: Declaration, verdict: Verdict) -> str:
-    """`Supported (n = 5, 3 of 4 contrasts): claim`, and what would decide it."""
+    """`Undecided (n = 5, 3 of 4 contrasts undecided): claim`, and what would decide it."""
     agreeing = sum(part.status == verdict.status for part in verdict.parts)
-    count = f", {agreeing} of {len(verdict.parts)} contrasts" if len(verdict.parts) > 1 else ""
+    count = f", {agreeing} of {len(verdict.parts)} contrasts {verdict.status}" if len(verdict.parts) > 1 else ""
     text = f"{verdict.status.capitalize()} (n = {verdict.n}{count}): {declaration.claim}"
     if verdict.status == "undecided":
         seeds, how = verdict.outlook or ("No number of", None)

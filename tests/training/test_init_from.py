@@ -78,16 +78,30 @@ def test_a_run_from_weights_resumes_also_when_they_have_moved(trained: Path, tmp
 
 
 @pytest.mark.parametrize(
-    "command", [["train", "backcopy_tiny"], ["ablate", "run", "table2", "--base", "backcopy_tiny"]]
+    "command",
+    [
+        ["train", "backcopy_tiny"],
+        ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "lazy"],
+        ["ablate", "search", "lazy_search", "--base", "backcopy_tiny"],
+    ],
+    ids=lambda command: " ".join(command[:2]),
 )
-def test_what_is_no_checkpoint_is_one_line(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_weights_that_cannot_be_had_are_one_line(
+    command: list[str], trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*command, "--init-from", str(tmp_path / "none.ckpt"), "--runs", str(tmp_path / "runs")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "init_from=" in line
-    assert "give a final.ckpt" in line
-    assert not (tmp_path / "runs").exists()
+    (tmp_path / "text.ckpt").write_text("no weights\n")
+    given = {
+        tmp_path / "none.ckpt": "give a final.ckpt",
+        tmp_path / "text.ckpt": "give a final.ckpt",
+        trained: "none of its weights has the name and shape of one here; leave it out",
+    }
+    for path, fix in given.items():
+        wide = ["--model.d_model=48", "--init-from", str(path), "--runs", str(tmp_path / "runs")]
+        assert main([*command, *wide]) == 2, path
+        (line,) = capsys.readouterr().err.splitlines()
+        assert repr(str(path)) in line
+        assert fix in line
+        assert not (tmp_path / "runs").exists()
 
 
 def test_a_training_from_weights_says_what_it_took(

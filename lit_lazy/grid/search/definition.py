@@ -16,6 +16,7 @@ from lit_lazy.grid.ablation import Cell, check_name, require_cells
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.errors import described, named
 from lit_lazy.support.kinds import check_kinds, fits
+from lit_lazy.training.checkpoints import check_start
 from lit_lazy.training.prepare import prepare
 
 MOST_SEED = 2**31 - 1
@@ -178,6 +179,7 @@ def define(search: Search, base: RunConfig, overridden: Sequence[str] = ()) -> D
                 raise ValueError(f"--{given}: search {search.name!r} looks for it itself; leave the override out")
         _check_field(search.name, path, base)
     source = prepare(base)
+    check_start(base, source.outline)
     for corner in itertools.product(*((axis.low, axis.high) for axis in search.axes.values())):
         point = dict(zip(search.axes, corner, strict=True))
         try:

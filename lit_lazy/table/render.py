@@ -31,12 +31,13 @@ def html(table: Table) -> str:
 
 
 def html_parts(table: Table) -> tuple[str, str]:
-    """The same in two: what the table has come to, and the numbers."""
-    return to_html(_opening(table)), to_html([Heading(f"Results: {table.ablation}", 2), *_numbers_of(table)])
+    """The same in two: what the table has come to, and the numbers, of which those that are drawn are unfolded."""
+    numbers = [Heading(f"Results: {table.ablation}", 2), *_few_means(table), *_tests_of(table)]
+    return to_html(_opening(table)), to_html(numbers)
 
 
 def _blocks(table: Table) -> list[Block]:
-    return [Heading(table.ablation, 2), *_opening(table), *_numbers_of(table)]
+    return [Heading(table.ablation, 2), *_opening(table), _means(table), *_tests_of(table)]
 
 
 def _opening(table: Table) -> list[Block]:
@@ -45,9 +46,9 @@ def _opening(table: Table) -> list[Block]:
     return [*found, *(Paragraph(text, warning=True) for text in (*table.warnings, *_incomplete(table)))]
 
 
-def _numbers_of(table: Table) -> list[Block]:
-    """Means, tests, and where they come from."""
-    blocks: list[Block] = [_means(table), Paragraph(_LEGEND)]
+def _tests_of(table: Table) -> list[Block]:
+    """How to read the means, their tests, and where all comes from."""
+    blocks: list[Block] = [Paragraph(_LEGEND)]
     for reason in dict.fromkeys(column.by_construction for column in table.columns if column.by_construction):
         titles = "; ".join(column.title for column in table.columns if column.by_construction == reason)
         blocks.append(Paragraph(f"Not tested, since rows differ there by construction ({reason}): {titles}."))
@@ -149,6 +150,16 @@ def _provenance(table: Table) -> str:
     return f"{about}{made_with}{spent} Made by: {table.command}"
 
 
+def _few_means(table: Table) -> list[Block]:
+    """The columns that are compared first, all of them folded; or all, where none is, or each."""
+    few = [column for column in table.columns if column.key in table.compared]
+    if len(few) in (0, len(table.columns)):
+        return [_means(table)]
+    rows = [(row.variant, _n(row), *(_mean(row, column) for column in few)) for row in table.rows]
+    short = Tabular(("Variant", "n", *(column.heading for column in few)), tuple(rows), 1)
+    return [short, Folded(Heading(f"All {len(table.columns)} columns", 3), (_means(table),))]
+
+
 def _means(table: Table) -> Tabular:
     labels = list(table.rows[0].labels)
     bases = ["Base"] if any(row.base != table.base for row in table.rows) else []
@@ -158,13 +169,17 @@ def _means(table: Table) -> Tabular:
             row.source,
             *(row.base for _ in bases),
             *(row.labels[label] for label in labels),
-            str(row.n) if row.n == len(row.seeds) else f"{row.n}/{len(row.seeds)}",
+            _n(row),
             *(_mean(row, column) for column in table.columns),
         )
         for row in table.rows
     ]
     header = ("Variant", "Source", *bases, *labels, "n", *(column.heading for column in table.columns))
     return Tabular(header, tuple(rows), 2 + len(bases) + len(labels))
+
+
+def _n(row: TableRow) -> str:
+    return str(row.n) if row.n == len(row.seeds) else f"{row.n}/{len(row.seeds)}"
 
 
 def _mean(row: TableRow, column: Column) -> str:

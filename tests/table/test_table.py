@@ -18,7 +18,7 @@ from scipy import stats
 from lit_lazy.table.build import build_table, restated
 from lit_lazy.table.finding import findings
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, csv_text
-from lit_lazy.table.render import html, latex, markdown
+from lit_lazy.table.render import html, html_parts, latex, markdown
 from lit_lazy.table.statistics import contrast, minimum_detectable_effect, tost
 
 LOSS = Column("loss", "loss", "lower", unit="nats")
@@ -613,6 +613,25 @@ def test_html_is_a_self_contained_fragment(make):
     assert [line.find("td").text for line in first] == [r.variant for r in result.rows]
     for grid in root.iter("table"):
         assert len({len(line) for line in grid.iter("tr")}) == 1
+
+
+def test_a_report_shows_the_columns_that_are_drawn_and_folds_the_others():
+    observations = [cell(name, seed, 1.0 + seed, sparsity=0.1 * seed) for name in ("lazy", "b") for seed in range(3)]
+
+    def heads_of(columns, **more):
+        _, numbers = html_parts(table(rows("lazy", "b"), observations, columns, **more))
+        root = ElementTree.fromstring(numbers)
+        folded = {head for fold in root.iter("details") for head in fold.iter("thead")}
+        return [
+            ([cell.text for cell in head.iter("th")], head in folded)
+            for head in root.iter("thead")
+            if not head.find(".//th[2]").text.startswith("Δ")
+        ]
+
+    whole = ["Variant", "Source", "n", "loss (nats) ↓", "sparsity (%)"]
+    assert heads_of((LOSS, SPARSITY), primary=("loss",)) == [(["Variant", "n", "loss (nats) ↓"], False), (whole, True)]
+    assert heads_of((LOSS, SPARSITY)) == [(whole, False)], "nothing says which are the few"
+    assert heads_of((LOSS,), primary=("loss",)) == [(whole[:-1], False)], "all are few"
 
 
 def test_the_formats_show_the_same_cells():

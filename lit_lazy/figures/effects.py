@@ -120,11 +120,12 @@ def _far_point(axes: Axes, edge: float, y: float, value: str, colour: str, face:
 
 
 def _near(points: Sequence[float]) -> list[float]:
-    """The points without those, at most two, that lie over ten times as far out as the next one."""
+    """The points without those, at most two or a fifth of them, that lie over ten times as far out as all others."""
     near = sorted(points, key=abs)
-    for _ in range(2):
-        if len(near) > 2 and near[-2] and abs(near[-1]) > FAR * abs(near[-2]):
-            near.pop()
+    for count in range(max(2, len(near) // 5), 0, -1):
+        kept, far = near[:-count], near[-count:]
+        if len(kept) > 1 and kept[-1] and abs(far[0]) > FAR * abs(kept[-1]):
+            return kept
     return near
 
 

@@ -8,6 +8,7 @@ import pytest
 from legible import assert_legible
 
 from lit_lazy.figures import effects_figure, save_figure
+from lit_lazy.figures.effects import limits
 from lit_lazy.table.build import build_table
 from lit_lazy.table.records import Column, Observation, RowInfo
 
@@ -104,6 +105,22 @@ def test_a_wide_range_is_cut_with_an_arrow_too():
     assert low > -0.5, "nothing reaches to the left of 0"
     (arrow,) = (line for line in axes.lines if line.get_marker() in ("<", ">"))
     assert (arrow.get_marker(), arrow.get_xdata()[0], arrow.get_ydata()[0]) == (">", high, 2)
+
+
+@pytest.mark.parametrize(
+    ("others", "far"),
+    [
+        ((0.1, 0.2, -0.3), (9.0, -12.0)),
+        ((0.3, 0.2) * 6, (9.0, 80.0, 700.0)),  # a fifth, as of the rivals, each within ten times of the next
+        ((0.1, 0.2, 0.9, 8.0), ()),
+        ((*(0.3, 0.2) * 4, 9.0, 80.0, 700.0), ()),  # too many to be left out
+        ((0.0, 0.0, 0.0, 9.0), ()),  # nothing to be far from
+    ],
+)
+def test_few_rows_that_are_far_off_do_not_flatten_the_others(others, far):
+    low, high = limits([(point, point - 0.1, point + 0.1) for point in (*others, *far)])
+    assert all(low < point < high for point in others)
+    assert not any(low < point < high for point in far)
 
 
 @pytest.mark.parametrize("keys", [["loss"], ["loss", "recall", "sparsity"]])

@@ -48,7 +48,7 @@ def made_up(ablation: Ablation, question: Question | None) -> Table:
     rng = np.random.default_rng(0)
     observations = []
     for i, row in enumerate(ablation.all_rows):
-        name, config = row.name, row.on(experiment(ablation.base))
+        name, config = row.name, row.on(replace_at(experiment(ablation.base), ablation.common))
         part = config.model.attention.normaliser if config.model.mixer.attends else config.model.mixer
         parts = {"normaliser": type(part).__name__, "position": type(config.model.position).__name__}
         for seed in ablation.seeds:

@@ -2,7 +2,7 @@
 
     .venv/bin/python docs/notebook.py
 
-Runs every block in an empty folder, as a reader would, which takes some fifteen minutes of two cores.
+Runs every block in an empty folder, as a reader would, which takes seven to fifteen minutes of two cores.
 """
 
 import base64

@@ -82,12 +82,11 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.grid.work.job import Launch
 
     if options.dry_run:
-        from lit_lazy.grid.ablation import on_base
+        from lit_lazy.grid.ablation import foreseen, on_base
         from lit_lazy.grid.work.estimate import print_estimate
-        from lit_lazy.training.prepare import planned
 
         asked = _asked(options, overrides)
-        variants = on_base(asked.chosen, asked.base, asked.overridden, partial(planned, execution=execution))
+        variants = on_base(asked.chosen, asked.base, asked.overridden, partial(foreseen, execution=execution))
         workers = options.workers or default_workers(options.threads, execution.devices)
         print_estimate(asked.grid, variants, Launch(workers, options.threads, execution=execution), plain_console())
         return 0

@@ -9,8 +9,9 @@ from matplotlib.lines import Line2D
 from lit_lazy.figures.common import BETTER, NEUTRAL, WORSE, in_style, legend_below, new_figure
 from lit_lazy.table.records import Column, Measure, Table, TableRow
 
-FAR = 10
-"""A point this many times as far out as the next would squeeze all others onto the line at 0."""
+FAR, ROUNDING = 10, 1e6
+"""Points this many times as far out as all others would squeeze these onto the line at 0; so many times, and these are
+rounding."""
 
 
 @in_style()
@@ -120,19 +121,26 @@ def _far_point(axes: Axes, edge: float, y: float, value: str, colour: str, face:
 
 
 def _near(points: Sequence[float]) -> list[float]:
-    """The points without those, at most two or a fifth of them, that lie over ten times as far out as all others."""
+    """The points without those, at most a fifth of them or one, that lie over ten times as far out as all others.
+
+    Others a million times nearer than these are no scale, but rounding.
+    """
     near = sorted(points, key=abs)
-    for count in range(max(2, len(near) // 5), 0, -1):
+    for count in range(max(1, len(near) // 5), 0, -1):
         kept, far = near[:-count], near[-count:]
-        if len(kept) > 1 and kept[-1] and abs(far[0]) > FAR * abs(kept[-1]):
+        if len(kept) > 1 and FAR * abs(kept[-1]) < abs(far[0]) < ROUNDING * abs(kept[-1]):
             return kept
     return near
 
 
 def limits(shown: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Room for 0, every point that is not far off, and what is within one more span of them of its two ends."""
+    """Room for the points that are not far off."""
     points = _near([point for point, _, _ in shown])
-    ends = [(left, right) for point, left, right in shown if point in points]
+    return room(points, [(left, right) for point, left, right in shown if point in points])
+
+
+def room(points: Sequence[float], ends: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """For 0, every point, and what of their intervals is within one more span of the points of its two ends."""
     low, high = min([0.0, *points]), max([0.0, *points])
     widest = (high - low) or max((max(abs(left), abs(right)) for left, right in ends), default=0.0) or 1.0
     left = min([low, *(max(left, low - widest) for left, _ in ends)])

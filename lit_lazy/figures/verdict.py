@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from lit_lazy.figures.common import BETTER, NEUTRAL, WIDTH, WORSE, in_style, legend_below, new_figure
-from lit_lazy.figures.effects import axis_label, draw_interval, limits
+from lit_lazy.figures.effects import axis_label, draw_interval, room
 from lit_lazy.table.question import Declaration, Verdict
 from lit_lazy.table.records import Column, Table
 from lit_lazy.table.verdicts import Level, bounds, levels
@@ -60,7 +60,7 @@ def verdict_figure(table: Table) -> Figure | None:
     axes = figure.subplots()
     marks = [bound * column.scale for bound in (declared.removed, declared.kept)] if rows else [0.0]
     drawn = [line for line in shown if line.look]
-    low, high = limits([*((mark, mark, mark) for mark in marks), *((x.mean, x.low, x.high) for x in drawn)])
+    low, high = room([*marks, *(x.mean for x in drawn)], [(x.low, x.high) for x in drawn])
     axes.set_xlim(low, high)
     handles = _bounds(declared, column) if rows else _margin(declared, column)
     if rows:

@@ -13,12 +13,14 @@ from lit_lazy.config.files import LONGEST_NAME, exported
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataSource
+from lit_lazy.data.base import Outline
 from lit_lazy.support.checks import require
 from lit_lazy.support.errors import described, meant, named
 from lit_lazy.support.kinds import check_kinds
 from lit_lazy.table.records import Column, Contrast, RowInfo
 from lit_lazy.training.checkpoints import check_start
-from lit_lazy.training.prepare import prepare
+from lit_lazy.training.execution import Execution
+from lit_lazy.training.prepare import planned, prepare
 
 T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -271,6 +273,13 @@ def _ready(config: RunConfig) -> DataSource:
     source = prepare(config)
     check_start(config, source.outline)
     return source
+
+
+def foreseen(config: RunConfig, execution: Execution) -> Outline:
+    """The same of data that cost much to make and may be missing still."""
+    outline = planned(config, execution)
+    check_start(config, outline)
+    return outline
 
 
 def definitions(ablation: Ablation, base: RunConfig) -> dict[str, str]:

@@ -85,18 +85,24 @@ def with_table(report: Path, table: Table, drawn: Mapping[str, Figure]) -> str:
     """The text of a report with what another table says, and what is drawn of it, in the place of its own."""
     text = report.read_text()
     parts = [part.rstrip("\n") for part in html_parts(table)]
-    if len(_TABLE.findall(text)) != len(parts):
-        raise ValueError(f"{str(report)!r}: is no report of this version; move it away, `lit-lazy report` draws one")
-    text = _TABLE.sub(lambda _: parts.pop(0), text)
-    for section in _finding(drawn):
-        text = _FINDING.sub(lambda _, new=section: new.html, text)
-        text = _OUTLINED.sub(lambda _, new=section: new.outlined, text)
-    for name in drawn.keys() - set(FINDING):
-        text = re.sub(_FIGURE.format(escape(CAPTIONS[name][0])), _figure(name, drawn[name], ALL), text)
+    news = [(_TABLE, parts), *((_FINDING, [section.html]) for section in _finding(drawn))]
+    news += [(_OUTLINED, [section.outlined]) for section in _finding(drawn)]
+    news += [(_place(name), [_figure(name, figure, ALL)]) for name, figure in drawn.items() if name not in FINDING]
+    for place, texts in news:
+        if len(place.findall(text)) != len(texts):
+            raise ValueError(
+                f"{str(report)!r}: is no report of this version; move it away, `lit-lazy report` draws one"
+            )
+        text = place.sub(lambda _, texts=texts: texts.pop(0), text)
     return text
 
 
-_FIGURE = '<figure[^>]*><div class="scroll"><img [^>]*alt="{}: all variants"[^>]*>.*?</figure>\n'
+def _place(name: str) -> re.Pattern[str]:
+    """Where the report has a figure of all variants."""
+    alt = re.escape(f'alt="{escape(CAPTIONS[name][0])}: {ALL}"')
+    return re.compile(rf'<figure[^>]*><div class="scroll"><img [^>]*{alt}[^>]*>.*?</figure>\n', re.DOTALL)
+
+
 _TABLE = re.compile(r'<section class="ablation-table">.*?</section>', re.DOTALL)
 """What `html_parts` gives."""
 _FINDING = re.compile(r'<section id="finding">.*?</section>', re.DOTALL)

@@ -1,9 +1,11 @@
 """What a table has come to, in a sentence or two: the first thing that anybody reads of an ablation."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from lit_lazy.support.console import counted
-from lit_lazy.table.records import Column, Summary, Table
+from lit_lazy.table.records import Column, Measure, Summary, Table
+from lit_lazy.table.statistics import FEWEST_SEEDS
 
 MOST_COLUMNS = 2
 MOST_NAMES = 4
@@ -14,8 +16,9 @@ def findings(table: Table) -> list[str]:
     """The verdict of the question that the table answers; of any other a sentence on each of up to two metrics.
 
     Of the primary one first, then of those that are plotted: which rows differ from the baseline, which are the same,
-    which are undecided, at which n. Where the baseline never varies there is no test, but rows that lie beyond it in
-    every seed are named. Where nothing can be said, why not; nothing where there is no other row.
+    which are undecided, at which n. Where the baseline or a row never varies there is no test between them, but rows
+    that lie above or below it in every seed are named. Where nothing can be said, why not; nothing where no other row
+    has a value.
     """
     if table.verdict is not None:
         return [table.verdict.sentence]
@@ -49,11 +52,20 @@ def _tested(table: Table, column: Column) -> str:
     same = [name for name in measures if name in summary.same and name not in separated]
     rest = [name for name in measures if name != table.baseline and name not in (*separated, *same)]
     undecided = [name for name in rest if measures[name].p_adj is not None]
-    untested = [name for name in rest if measures[name].p_adj is None]
+    apart = _apart(table, column, [name for name in rest if measures[name].p_adj is None])
+    untested = [name for name in rest if measures[name].p_adj is None and name not in (*apart.above, *apart.below)]
     words = {"lower": ("worse", "better"), "higher": ("better", "worse"), None: ("higher", "lower")}[column.better]
     unit = f" {column.difference_unit}" if column.unit else ""
     within = "" if column.margin is None else f"the same within ±{column.format(column.margin)}{unit}"
-    groups = [(words[0], above), (words[1], below), (within, same), ("undecided", undecided), ("not tested", untested)]
+    groups = [
+        (words[0], above),
+        (words[1], below),
+        (within, same),
+        ("undecided", undecided),
+        ("without a test, but above it in every seed", apart.above),
+        ("without a test, but below it in every seed", apart.below),
+        ("not tested", untested),
+    ]
     parts = [f"{what}: {_names(names)}" for what, names in groups if names]
     return f"{_head(table, column)} ({_n(summary)}): {'; '.join(parts)}."
 
@@ -61,23 +73,46 @@ def _tested(table: Table, column: Column) -> str:
 def _beyond(table: Table, column: Column) -> str:
     """Of a baseline that is the same in every seed, which rows are not, in any of theirs; empty where none is."""
     measures = {row.variant: row.metrics[column.key] for row in table.rows}
-    summary, levels = table.summaries[column.key], {*measures[table.baseline].values.values()}
-    if not summary.compared or column.by_construction or len(levels) != 1:
+    levels = {*measures[table.baseline].values.values()}
+    apart = _apart(table, column, list(measures))
+    if column.by_construction or len(levels) != 1 or not (apart.above or apart.below):
         return ""
-    (level,) = levels
-    beyond = {}
-    for name, measure in measures.items():
-        low, high = min(measure.values.values(), default=level), max(measure.values.values(), default=level)
-        if low > level or high < level:
-            beyond[name] = f"{name} ({column.format(low)} to {column.format(high)})"
-    if not beyond:
-        return ""
-    far = sorted(beyond, key=lambda name: -abs(measures[name].diff or 0.0))
     unit = f" {column.unit}" if column.unit else ""
-    return (
-        f"{_head(table, column)} ({_n(summary)}), which has {column.format(level)}{unit} in every seed, so without a "
-        f"test; beyond it in every seed: {_names([beyond[name] for name in far])}."
-    )
+    level = f"{table.baseline} has {column.format(levels.pop())}{unit} in every seed, so there is no test"
+    groups = [("above it in every seed", apart.above), ("below it in every seed", apart.below)]
+    parts = [
+        f"{what}: {_names([f'{name} {_range(measures[name], column)}' for name in far])}" for what, far in groups if far
+    ]
+    return f"{_title(column)} ({_n(table.summaries[column.key])}): {level}; {'; '.join(parts)}."
+
+
+class _Apart(NamedTuple):
+    """Rows whose every value lies above, or below, every value of the baseline; the farthest first."""
+
+    above: list[str]
+    below: list[str]
+
+
+def _apart(table: Table, column: Column, names: Sequence[str]) -> _Apart:
+    """Of rows that have a value in each of three complete cells or more, as the baseline has; by what is shown."""
+    measures = {row.variant: row.metrics[column.key] for row in table.rows}
+    baseline = measures[table.baseline]
+    whole = [name for name in names if all(m.n >= FEWEST_SEEDS and not m.undefined for m in (measures[name], baseline))]
+    far = sorted(whole, key=lambda name: -abs(measures[name].diff or 0.0))
+    shown = {name: [_shown(value, column) for value in measures[name].values.values()] for name in measures}
+    least, most = min(shown[table.baseline], default=0.0), max(shown[table.baseline], default=0.0)
+    return _Apart([name for name in far if min(shown[name]) > most], [name for name in far if max(shown[name]) < least])
+
+
+def _shown(value: float, column: Column) -> float:
+    """At the column's digits: what differs in further ones alone is not told apart."""
+    digits = f".{column.digits}f" if isinstance(column.digits, int) else column.digits
+    return float(format(value * column.scale, digits).replace(",", ""))
+
+
+def _range(measure: Measure, column: Column) -> str:
+    low, high = column.format(min(measure.values.values())), column.format(max(measure.values.values()))
+    return f"({low})" if low == high else f"({low} to {high})"
 
 
 def _n(summary: Summary) -> str:
@@ -86,7 +121,11 @@ def _n(summary: Summary) -> str:
 
 
 def _head(table: Table, column: Column) -> str:
-    return f"{column.title[:1].upper()}{column.title[1:]} against {table.baseline}"
+    return f"{_title(column)} against {table.baseline}"
+
+
+def _title(column: Column) -> str:
+    return column.title[:1].upper() + column.title[1:]
 
 
 def _names(names: Sequence[str]) -> str:

@@ -110,9 +110,10 @@ def test_a_wide_range_is_cut_with_an_arrow_too():
 @pytest.mark.parametrize(
     ("others", "far"),
     [
-        ((0.1, 0.2, -0.3), (9.0, -12.0)),
+        ((0.1, 0.2, -0.3), (9.0,)),
         ((0.3, 0.2) * 6, (9.0, 80.0, 700.0)),  # a fifth, as of the rivals, each within ten times of the next
-        ((0.1, 0.2, 0.9, 8.0), ()),
+        ((0.1, 0.2, 9.0, 12.0), ()),
+        ((*(1e-16,) * 10, 0.5, 0.6), ()),  # rounding is no scale
         ((*(0.3, 0.2) * 4, 9.0, 80.0, 700.0), ()),  # too many to be left out
         ((0.0, 0.0, 0.0, 9.0), ()),  # nothing to be far from
     ],

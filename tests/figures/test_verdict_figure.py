@@ -91,6 +91,19 @@ def test_the_rivals_that_refute_a_claim_are_in_it() -> None:
     assert removed == {f"{rival} RoPE std 0.02" for rival in rivals}
 
 
+def test_every_contrast_is_in_the_panel_however_far_from_the_others() -> None:
+    """A contrast beyond the edge, as a row among many may be, would leave an arrow without a value."""
+    table = table_of("q_position-distractors")
+    assert table.verdict is not None
+    means = (0.009, 0.01, 0.6, 0.343)
+    parts = [replace(p, mean=m, low=m - 0.01, high=m + 0.01) for p, m in zip(table.verdict.parts, means, strict=True)]
+    axes = axes_of(replace(table, verdict=replace(table.verdict, parts=tuple(parts))))
+    low, high = axes.get_xlim()
+    assert sorted(x for x, _ in points(axes).values()) == pytest.approx(sorted(100 * m for m in means))
+    assert low < 0.9
+    assert high > 60
+
+
 def test_there_is_none_without_a_verdict() -> None:
     assert verdict_figure(table_of("table2-backcopy")) is None
     assert verdict_figure(replace(table_of("q_mask-backcopy"), verdict=None)) is None

@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -147,10 +148,18 @@ def test_a_report_beside_the_table_gets_the_new_one_and_keeps_its_figures(
     (folder / "report.html").write_text(report.replace(html.escape(table.verdict.sentence), "An older sentence."))
     assert main(["ablate", "table", "q_tau", "--from", str(folder / "table.json")]) == 0
     assert (folder / "report.html").read_text() == report
-    (folder / "report.html").write_text("<p>something else</p>")
-    capsys.readouterr()
-    assert main(["ablate", "table", "q_tau", "--from", str(folder / "table.json")]) == 2
-    assert "is no report of this version; move it away" in capsys.readouterr().err
+    (against,) = re.findall(
+        r'<figure[^>]*><div class="scroll"><img [^>]*alt="Loss against sparsity: .*?</figure>', report
+    )
+    (folder / "report.html").write_text(report.replace(against, against.replace("base64,", "base64,AAAA")))
+    assert main(["ablate", "table", "q_tau", "--from", str(folder / "table.json")]) == 0
+    assert (folder / "report.html").read_text() == report, "what is drawn of the table is drawn anew"
+    for other in ("<p>something else</p>", report.replace(against, "")):
+        (folder / "report.html").write_text(other)
+        capsys.readouterr()
+        assert main(["ablate", "table", "q_tau", "--from", str(folder / "table.json")]) == 2
+        assert "is no report of this version; move it away" in capsys.readouterr().err
+        assert (folder / "report.html").read_text() == other
 
 
 def test_an_experiment_beside_a_table_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -356,12 +356,25 @@ def test_rows_beyond_a_baseline_that_never_varies_are_named_without_a_test():
     )
     asked = rows("lazy", "a", "b", *(f"far {i}" for i in range(6)))
     assert findings(table(asked, observations, (plotted,))) == [
-        "Loss against lazy (n = 3), which has 0.000 nats in every seed, so without a test; beyond it in every seed: "
+        "Loss (n = 3): lazy has 0.000 nats in every seed, so there is no test; above it in every seed: "
         "far 5 (0.500 to 5.700), far 4 (0.500 to 4.700), far 3 (0.500 to 3.700), far 2 (0.500 to 2.700) and 3 others."
     ]
-    same = [*cells("lazy", 0.0, 0.0, 0.0), *cells("a", 0.0, 0.0, 0.0)]
-    assert findings(table(rows("lazy", "a"), same, (plotted,))) == [
-        "Loss against lazy: no test, no spread was measured in the baseline, or in any row beside it."
+    nothing = ["Loss against lazy: no test, no spread was measured in the baseline, or in any row beside it."]
+    for values in ((0.0, 0.0, 0.0), (1e-9, 2e-9, 3e-4)):
+        close = [*cells("lazy", 0.0, 0.0, 0.0), *cells("a", *values)]
+        assert findings(table(rows("lazy", "a"), close, (plotted,))) == nothing, "alike as shown"
+    few = [*cells("lazy", 0.0, 0.0, 0.0), *cells("a", 1.0, float("nan"), None), *cells("b", 0.0, 0.0, 0.0)]
+    assert findings(table(rows("lazy", "a", "b"), few, (plotted,))) == nothing, "not in every seed"
+
+
+def test_a_row_that_never_varies_is_named_where_it_lies_beyond_the_baseline():
+    """As of the rivals' first key: softmax varies, `lazy` has none in any seed."""
+    plotted = replace(LOSS, plotted=True, bounds=(0.0,))
+    values = {"base": (0.3, 0.4, 0.5), "a": (0.0, 0.0, 0.0), "b": (0.31, 0.39, 0.5), "c": (0.6, 0.6, 0.6)}
+    observations = [one for name, of in values.items() for one in cells(name, *of)]
+    assert findings(table(rows(*values), observations, (plotted,), baseline="base")) == [
+        "Loss against base (n = 3): undecided: b; without a test, but above it in every seed: c; without a test, but "
+        "below it in every seed: a."
     ]
 
 

@@ -81,10 +81,12 @@ def test_a_run_from_weights_resumes_also_when_they_have_moved(trained: Path, tmp
     "command",
     [
         ["train", "backcopy_tiny"],
+        ["train", "backcopy_tiny", "--dry-run"],
         ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "lazy"],
+        ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "lazy", "--dry-run"],
         ["ablate", "search", "lazy_search", "--base", "backcopy_tiny"],
     ],
-    ids=lambda command: " ".join(command[:2]),
+    ids=" ".join,
 )
 def test_weights_that_cannot_be_had_are_one_line(
     command: list[str], trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -51,6 +51,10 @@ def test_figures_of_a_table_in_its_committed_report_are_todays(path: Path) -> No
     assert with_table(path, table, table_figures(table)) == path.read_text()
 
 
+def test_every_committed_table_has_a_report() -> None:
+    assert [path.parent for path in REPORTS] == [path.parent for path in sorted(RESULTS.glob("*/table.json"))]
+
+
 def test_the_command_writes_every_format_and_figure_in_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -400,7 +400,7 @@ def test_interrupt_and_resume(runs: Path, rates: str) -> None:
     process = start(runs, rates)
     queue = wait_for_reports(runs, process)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=180)
     assert process.returncode == 130, out
     assert "the same command resumes" in out
     stopped = {point.number: point.params for point in queue.points() if point.params}

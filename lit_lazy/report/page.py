@@ -85,8 +85,9 @@ def with_table(report: Path, table: Table, drawn: Mapping[str, Figure]) -> str:
     """The text of a report with what another table says, and what is drawn of it, in the place of its own."""
     text = report.read_text()
     parts = [part.rstrip("\n") for part in html_parts(table)]
-    news = [(_TABLE, parts), *((_FINDING, [section.html]) for section in _finding(drawn))]
-    news += [(_OUTLINED, [section.outlined]) for section in _finding(drawn)]
+    news = [(_TABLE, parts)]
+    for section in _finding(drawn):
+        news += [(_FINDING, [section.html]), (_OUTLINED, [section.outlined])]
     news += [(_place(name), [_figure(name, figure, ALL)]) for name, figure in drawn.items() if name not in FINDING]
     for place, texts in news:
         if len(place.findall(text)) != len(texts):

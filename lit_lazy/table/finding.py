@@ -99,15 +99,9 @@ def _apart(table: Table, column: Column, names: Sequence[str]) -> _Apart:
     baseline = measures[table.baseline]
     whole = [name for name in names if all(m.n >= FEWEST_SEEDS and not m.undefined for m in (measures[name], baseline))]
     far = sorted(whole, key=lambda name: -abs(measures[name].diff or 0.0))
-    shown = {name: [_shown(value, column) for value in measures[name].values.values()] for name in measures}
+    shown = {name: [*map(column.rounded, measures[name].values.values())] for name in measures}
     least, most = min(shown[table.baseline], default=0.0), max(shown[table.baseline], default=0.0)
     return _Apart([name for name in far if min(shown[name]) > most], [name for name in far if max(shown[name]) < least])
-
-
-def _shown(value: float, column: Column) -> float:
-    """At the column's digits: what differs in further ones alone is not told apart."""
-    digits = f".{column.digits}f" if isinstance(column.digits, int) else column.digits
-    return float(format(value * column.scale, digits).replace(",", ""))
 
 
 def _range(measure: Measure, column: Column) -> str:

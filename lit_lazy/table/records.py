@@ -82,8 +82,16 @@ class Column:
     def format(self, value: float, sign: str = "") -> str:
         """The value as shown; one that would be rounded to 0 is given one significant digit."""
         shown = value * self.scale
-        text = format(shown, sign + (f".{self.digits}f" if isinstance(self.digits, int) else self.digits))
+        text = format(shown, sign + self._spec)
         return format(shown, sign + ".0e") if shown and not float(text.replace(",", "")) else text
+
+    def rounded(self, value: float) -> float:
+        """The value in the unit shown, to the digits shown: what differs in further ones alone is not told apart."""
+        return float(format(value * self.scale, self._spec).replace(",", ""))
+
+    @property
+    def _spec(self) -> str:
+        return f".{self.digits}f" if isinstance(self.digits, int) else self.digits
 
     @property
     def heading(self) -> str:

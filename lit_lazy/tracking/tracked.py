@@ -167,7 +167,7 @@ def train_tracked(
 
 
 def run_name(name: str, cfg: RunConfig) -> str:
-    """A run's name among those of its experiment: what mixes its tokens tells two of one seed apart."""
+    """A run's name among those of its experiment: what mixes its tokens, and its bias, tell two of one seed apart."""
     attention, mixer = cfg.model.attention, cfg.model.mixer
     parts = [attention.normaliser, attention.bias] if mixer.attends else [mixer]
     named = " + ".join(type(part).__name__ for part in parts if part != NoBias())

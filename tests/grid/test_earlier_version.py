@@ -1,0 +1,58 @@
+"""A runs folder of commit 3b7b986, killed amid its second cell: today's code resumes it to the results of that commit.
+
+Made there by `lit-lazy ablate run table2` with the options of `COMMAND`. The archive holds both databases, the plan, a
+finished cell, and a cell with a checkpoint; `results-3b7b986.json` holds the metrics that 3b7b986 itself ended with.
+"""
+
+import json
+import platform
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_lazy.command.main import main
+
+HERE = Path(__file__).parent
+ID = "table2-backcopy_tiny-5b1867"
+FINISHED, INTERRUPTED = "97ddc175291a", "c1f153737e11"
+COMMAND = (
+    *("ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "lazy,softmax", "--seeds", "0"),
+    *("--workers", "1", "--threads", "1"),
+    *("--train.steps=60", "--train.checkpoint_every=7", "--train.val_every=20", "--train.log_every=20"),
+)
+
+
+def machine() -> str:
+    """What decides how a matrix product is rounded: the processor's family and the instructions that torch uses."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    found = dict(line.split(":", 1) for line in lines if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in found.items()}
+    family = f"{fields.get('vendor_id', platform.machine())} family {fields.get('cpu family', '?')}"
+    return f"{family} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def test_a_grid_of_an_earlier_version_resumes_to_its_results(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with tarfile.open(HERE / "runs-3b7b986.tar.xz") as archive:
+        archive.extractall(runs.parent, filter="data")
+    cells = runs / ID / "cells"
+    finished = (cells / FINISHED / "result.json").read_bytes()
+    assert (cells / INTERRUPTED / "checkpoints" / "last.ckpt").exists()
+
+    assert main([*COMMAND, "--runs", str(runs)]) == 0
+    assert "2 cells, 1 already finished" in capsys.readouterr().out
+    assert (cells / FINISHED / "result.json").read_bytes() == finished
+    assert {path.name for path in cells.iterdir()} == {FINISHED, INTERRUPTED}  # keys as they were
+    log = "".join(path.read_text() for path in (runs / ID).glob("worker-*.log"))
+    assert "resumes at step" in log
+    assert "quarantine" not in log
+    assert not list(cells.rglob("*.damaged"))
+
+    expected = json.loads((HERE / "results-3b7b986.json").read_text())
+    metrics = json.loads((cells / INTERRUPTED / "result.json").read_text())["metrics"]
+    if machine() == expected["machine"]:
+        assert metrics == expected["cells"][INTERRUPTED]
+    else:  # another processor rounds in another order
+        assert metrics == pytest.approx(expected["cells"][INTERRUPTED], rel=1e-3, abs=1e-4)

@@ -16,26 +16,26 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from lit_lazy.attention import Attention, AttentionCall
-from lit_lazy.config.files import find, load_experiment, load_module, python_file
+from lit_lazy.config.files import find, find_python_file, load_experiment, load_module
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data.prompts import Prompts
 from lit_lazy.figures.heads import attention_maps
 from lit_lazy.grid.ablation import check_name
-from lit_lazy.grid.plan import newest_parent, one_per_cell, table_from_mlflow
-from lit_lazy.measure.diagnostics import SAMPLE, Diagnostics, at_rest, listening, measure, validation_sample
+from lit_lazy.grid.plan import build_table_from_mlflow, find_newest_parent, select_one_per_cell
+from lit_lazy.measure.diagnostics import SAMPLE, Diagnostics, evaluation_mode, hook_layers, measure, sample_validation
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.generation import Sampling, generate
 from lit_lazy.support.checks import require, require_whole
-from lit_lazy.support.console import counted
-from lit_lazy.support.errors import described, meant
+from lit_lazy.support.console import format_count
+from lit_lazy.support.errors import did_you_mean, short_repr
 from lit_lazy.support.kinds import MOST_THREADS, fits
 from lit_lazy.table.records import Table
-from lit_lazy.table.render import markdown
-from lit_lazy.tracking.loggers import check_kinds_of_loggers
-from lit_lazy.tracking.tracked import Trained, train_tracked
-from lit_lazy.tracking.tracker import TrackedRun, Tracker, check_store, default_uri, experiment_names
+from lit_lazy.table.render import render_markdown
+from lit_lazy.tracking.loggers import check_logger_kinds
+from lit_lazy.tracking.tracked import FinishedTraining, train_tracked
+from lit_lazy.tracking.tracker import TrackedRun, Tracker, check_store, default_uri, list_experiment_names
 from lit_lazy.training import checkpoints
-from lit_lazy.training.devices import training_device
+from lit_lazy.training.devices import select_training_device
 
 NAME = "notebook"
 """Of trainings of a config that comes from no file."""
@@ -48,7 +48,7 @@ def train(
     runs: str | Path = "runs",
     threads: int | None = None,
     loggers: Sequence[str] = (),
-) -> Trained:
+) -> FinishedTraining:
     """Train a config, or the experiment of this name or file, and keep the model, as `lit-lazy train` does.
 
     A run that was cut off is resumed, a finished one is returned as it is. name: of the folder in `runs` and of the
@@ -68,8 +68,8 @@ def train(
         check_name("name", name)
     if threads is not None:
         require_whole("threads", threads, 1, MOST_THREADS)
-    check_kinds_of_loggers(_several("loggers", loggers), option="loggers")
-    folder = _path("runs", runs)
+    check_logger_kinds(_require_sequence("loggers", loggers), option="loggers")
+    folder = _require_path("runs", runs)
     if isinstance(config, str):
         path = find("experiments", config)
         config, name = load_experiment(path), name or path.stem
@@ -87,9 +87,9 @@ def load(checkpoint: str | Path, imports: Sequence[str] = ()) -> "Model":
     >>> model.config.model.d_model, model.decoder.attentions[0].n_heads
     (16, 1)
     """
-    for file in _several("imports", imports):
-        load_module(python_file("imports", str(_path("imports", file))))
-    return Model(_path("checkpoint", checkpoint))
+    for file in _require_sequence("imports", imports):
+        load_module(find_python_file("imports", str(_require_path("imports", file))))
+    return Model(_require_path("checkpoint", checkpoint))
 
 
 class Model:
@@ -101,7 +101,7 @@ class Model:
     def __init__(self, checkpoint: Path) -> None:
         self._checkpoint, self._module = checkpoint, checkpoints.load(checkpoint)
         self.config: RunConfig = self._module.cfg
-        self.decoder: DecoderLM = self._module.model.to(training_device()).eval()
+        self.decoder: DecoderLM = self._module.model.to(select_training_device()).eval()
 
     @overload
     def generate(
@@ -138,7 +138,7 @@ class Model:
         """
         require_whole("tokens", tokens, 1)
         sampling = Sampling(temperature, top_p, seed)
-        given = self._tokens("prompt", prompt)
+        given = self._encode("prompt", prompt)
         (found,) = generate(self.decoder, [given], tokens, sampling, stop=self._prompts.end)
         return "".join(self._prompts.decode(found, given)) if isinstance(prompt, str) else found
 
@@ -156,15 +156,15 @@ class Model:
         (torch.Size([1, 1, 5, 5]), True)
         """
         require(bool(self.decoder.attentions), "weights", type(self.config.model.mixer).__name__, "has no attention")
-        given = torch.tensor([self._tokens("tokens", tokens)], device=self.decoder.device)
+        given = torch.tensor([self._encode("tokens", tokens)], device=self.decoder.device)
         self.decoder.check_length(given.shape[1])
         found: list[Tensor] = []
 
         def on_attention(_: int, attention: Attention, call: AttentionCall) -> None:
-            weights = attention.normaliser.weights_of(call)
+            weights = attention.normaliser.compute_weights(call)
             found.append(weights.w.masked_fill(~weights.rows.visible, 0)[0].float().cpu())
 
-        with at_rest(self.decoder), listening(self.decoder, on_attention):
+        with evaluation_mode(self.decoder), hook_layers(self.decoder, on_attention):
             self.decoder(given)
         return torch.stack(found)
 
@@ -182,8 +182,8 @@ class Model:
         True
         """
         require_whole("sequences", sequences, 1)
-        source = checkpoints.data_of_training(self._checkpoint, self._module)
-        return measure(self.decoder, validation_sample(source, sequences), sample=sequences)
+        source = checkpoints.load_training_data(self._checkpoint, self._module)
+        return measure(self.decoder, sample_validation(source, sequences), sample=sequences)
 
     @cached_property
     def _prompts(self) -> Prompts:
@@ -193,10 +193,10 @@ class Model:
     def _vocabulary(self) -> int:
         return self.decoder.embedding.num_embeddings
 
-    def _tokens(self, what: str, given: str | Sequence[int] | Tensor) -> list[int]:
+    def _encode(self, what: str, given: str | Sequence[int] | Tensor) -> list[int]:
         """The numbers of a text's tokens, or those that are given."""
         if isinstance(given, str):
-            return self._prompts.encode(f"{what}={described(given)}", given.encode())
+            return self._prompts.encode(f"{what}={short_repr(given)}", given.encode())
         try:
             numbers = [operator.index(token) for token in given]
         except TypeError:  # none that can be counted, or not whole
@@ -206,12 +206,12 @@ class Model:
         return numbers
 
 
-def _path(what: str, given: str | Path) -> Path:
+def _require_path(what: str, given: str | Path) -> Path:
     require(isinstance(given, str | os.PathLike), what, given, "must be a path")
     return Path(given)
 
 
-def _several(what: str, given: Sequence[str]) -> Sequence[str]:
+def _require_sequence(what: str, given: Sequence[str]) -> Sequence[str]:
     """What is given, unless it is a text, which would be taken for its letters."""
     require(fits(given, Sequence[str]), what, given, "must be a list or tuple, also of one name")
     return given
@@ -258,10 +258,12 @@ class Results:
         rows = self.table.rows
         done, cells = sum(row.n for row in rows), sum(len(row.seeds) for row in rows)
         name = f"{self.table.ablation}-{self.table.base}"
-        return f"<{name}: {counted(len(rows), 'variant')}, {done} of {cells} cells finished; print it for its table>"
+        return (
+            f"<{name}: {format_count(len(rows), 'variant')}, {done} of {cells} cells finished; print it for its table>"
+        )
 
     def __str__(self) -> str:
-        return markdown(self.table)
+        return render_markdown(self.table)
 
     def _repr_markdown_(self) -> str:
         return str(self)
@@ -281,24 +283,24 @@ def results(name: str, runs: str | Path = "runs") -> Results:
     >>> bool((means > 0).all())
     True
     """
-    folder = _path("runs", runs)
+    folder = _require_path("runs", runs)
     uri = default_uri(folder)
     check_store(uri)
-    known = experiment_names(uri, kind="ablation")
+    known = list_experiment_names(uri, kind="ablation")
     has = f"it has {', '.join(known) or 'none'}; `lit-lazy ablate run` makes one"
-    require(name in known, "results", name, f"{folder} holds no such ablation{meant(str(name), known)}; {has}")
+    require(name in known, "results", name, f"{folder} holds no such ablation{did_you_mean(str(name), known)}; {has}")
     tracker = Tracker(uri, folder, name)
-    parent = newest_parent(tracker)
-    cells = pd.DataFrame([_line(run) for run in one_per_cell(tracker.children(parent))])
-    return Results(table_from_mlflow(tracker, parent), cells)
+    parent = find_newest_parent(tracker)
+    cells = pd.DataFrame([_make_cell_record(run) for run in select_one_per_cell(tracker.find_children(parent))])
+    return Results(build_table_from_mlflow(tracker, parent), cells)
 
 
-def _line(run: TrackedRun) -> dict[str, Any]:
-    params = {name: _value(text) for name, text in run.params.items()}
+def _make_cell_record(run: TrackedRun) -> dict[str, Any]:
+    params = {name: _parse_value(text) for name, text in run.params.items()}
     return {"variant": run.tags["variant"], "seed": int(run.tags["seed"]), "status": run.state, **params, **run.metrics}
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     """What MLflow's text of a param was: a number, True, None, a list, or the text itself."""
     try:
         return ast.literal_eval(text)

@@ -31,7 +31,7 @@ def check_normaliser(normaliser: Normaliser, formula: Formula | None = None) -> 
     """
     checks: tuple[Callable[[Normaliser], None], ...] = (
         *(_keeps_its_promises, partial(_has_its_formula, formula), _is_causal, _blocks_equal_the_whole),
-        *(_fused_equals_the_rule, _decodes, _passes_gradcheck, _leaves_rows_without_keys_zero, _lets_nan_through),
+        *(_matches_the_rule_when_fused, _decodes, _passes_gradcheck, _leaves_rows_without_keys_zero, _lets_nan_through),
         _rounds_as_eager_does,
     )
     if not isinstance(normaliser, Normaliser):
@@ -45,7 +45,7 @@ def check_normaliser(normaliser: Normaliser, formula: Formula | None = None) -> 
             raise AssertionError(f"{type(normaliser).__name__}: {name.strip('_')} fails: {message}") from error
 
 
-def _module(normaliser: Normaliser, dtype: torch.dtype = torch.float64) -> NormaliserModule:
+def _build_module(normaliser: Normaliser, dtype: torch.dtype = torch.float64) -> NormaliserModule:
     """Parameters that were drawn, and moved off their initial value: some formulas are degenerate there."""
     module = normaliser.build(SHAPE)
     if isinstance(module, SelfInitialised):
@@ -57,7 +57,7 @@ def _module(normaliser: Normaliser, dtype: torch.dtype = torch.float64) -> Norma
     return module.to(dtype)
 
 
-def _call(
+def _make_call(
     normaliser: Normaliser, dtype: torch.dtype = torch.float64, rows: int = LENGTH, batch: int = 2, **changes: Any
 ) -> AttentionCall:
     """A call with a table and slopes, the same in every dtype but for rounding."""
@@ -77,7 +77,7 @@ def _call(
     return AttentionCall(q.to(dtype), k.to(dtype), v.to(dtype), bias, renormalise=normaliser.renormalise, **changes)
 
 
-def _leaves(call: AttentionCall, module: NormaliserModule) -> tuple[AttentionCall, dict[str, Tensor]]:
+def _make_leaves(call: AttentionCall, module: NormaliserModule) -> tuple[AttentionCall, dict[str, Tensor]]:
     """The call with leaves in it, and these and the trained parameters by name."""
     q, k, v = (x.detach().requires_grad_() for x in call[:3])
     bias = BiasTerms(*(None if x is None else x.detach().requires_grad_() for x in call.bias))
@@ -86,18 +86,18 @@ def _leaves(call: AttentionCall, module: NormaliserModule) -> tuple[AttentionCal
     return call._replace(q=q, k=k, v=v, bias=bias), {name: x for name, x in found.items() if x is not None}
 
 
-def _run(module: NormaliserModule, call: AttentionCall, by_rule: bool = False) -> dict[str, Tensor]:
+def _run_with_gradients(module: NormaliserModule, call: AttentionCall, by_rule: bool = False) -> dict[str, Tensor]:
     """Output and gradients for a gradient of the output that is always the same."""
-    call, leaves = _leaves(call, module)
-    out = _by_rule(module, call) if by_rule else module(call)[0]
+    call, leaves = _make_leaves(call, module)
+    out = _run_rule(module, call) if by_rule else module(call)[0]
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(SEED + 1)).to(out.dtype)
     found = torch.autograd.grad(out, list(leaves.values()), grad)
     return {"output": out.detach()} | {f"gradient of {name}": x for name, x in zip(leaves, found, strict=True)}
 
 
-def _by_rule(module: NormaliserModule, call: AttentionCall) -> Tensor:
+def _run_rule(module: NormaliserModule, call: AttentionCall) -> Tensor:
     """What the module gives without its fused path."""
-    return module.output(module.by_rule(call._replace(q=module.queries(call)))[0])
+    return module.output(module.attend_by_rule(call._replace(q=module.queries(call)))[0])
 
 
 def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -106,14 +106,14 @@ def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 
 @contextmanager
-def small_blocks() -> Iterator[None]:
+def use_small_blocks() -> Iterator[None]:
     """Blocks of a few rows, so that short sequences have several."""
     with patch.multiple(blocks, BLOCK_ELEMENTS_CPU=200, FULL_ROWS=3):
         yield
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def _use_default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -123,7 +123,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _keeps_its_promises(normaliser: Normaliser) -> None:
-    module = _module(normaliser, torch.float32)
+    module = _build_module(normaliser, torch.float32)
     module.probe(HEADS, WIDTH, torch.device("cpu"))
     assert not (module.signed and normaliser.renormalise), "signed weights cannot be renormalised"
 
@@ -131,12 +131,12 @@ def _keeps_its_promises(normaliser: Normaliser) -> None:
 def _has_its_formula(formula: Formula | None, normaliser: Normaliser) -> None:
     if formula is None:
         return
-    with _default_dtype(torch.float64):
+    with _use_default_dtype(torch.float64):
         module = normaliser.build(SHAPE)
     # A parameter that is float32 all the same is off by its rounding.
     close = 1e-6 if any(p.dtype == torch.float32 for p in module.parameters()) else 1e-10
     module = module.double()
-    weights = module.weights_of(_call(normaliser, window=6))
+    weights = module.compute_weights(_make_call(normaliser, window=6))
     for row, seen in enumerate(weights.rows.visible[0, 0]):
         for scores, found in zip(weights.scores[:, 0], weights.w[:, 0], strict=True):
             expected = formula(scores[..., row, seen])
@@ -146,9 +146,9 @@ def _has_its_formula(formula: Formula | None, normaliser: Normaliser) -> None:
 
 def _blocks_equal_the_whole(normaliser: Normaliser) -> None:
     """Whatever hides keys; also what no layer asks for: packed documents and ragged lengths."""
-    module = _module(normaliser)
+    module = _build_module(normaliser)
     hidden = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(SEED)) < 0.6
-    whole, one, few = _call(normaliser), _call(normaliser, batch=1), _call(normaliser, rows=5)
+    whole, one, few = _make_call(normaliser), _make_call(normaliser, batch=1), _make_call(normaliser, rows=5)
     cases: list[tuple[AttentionCall, RuleSettings]] = [
         (whole, {}),
         (whole, {"window": 4}),
@@ -158,16 +158,16 @@ def _blocks_equal_the_whole(normaliser: Normaliser) -> None:
         (few, {"kv_lengths": torch.tensor([3, 0])}),
     ]
     for call, settings in cases:
-        expected = _by_blocks(module, call, {**settings, "backend": "reference"})
-        with small_blocks():
-            found = _by_blocks(module, call, settings)
+        expected = _run_blocks(module, call, {**settings, "backend": "reference"})
+        with use_small_blocks():
+            found = _run_blocks(module, call, settings)
         assert expected.keys() == found.keys(), f"gradients differ: {expected.keys() ^ found.keys()}"
         _assert_close(found, expected)
 
 
-def _by_blocks(module: NormaliserModule, call: AttentionCall, settings: RuleSettings) -> dict[str, Tensor]:
+def _run_blocks(module: NormaliserModule, call: AttentionCall, settings: RuleSettings) -> dict[str, Tensor]:
     """Output, stats, and the gradients of what the rule's attention depends on."""
-    call, leaves = _leaves(call, module)
+    call, leaves = _make_leaves(call, module)
     given: RuleSettings = {
         "slopes": call.bias.slopes,
         "maps": module.maps,
@@ -183,15 +183,17 @@ def _by_blocks(module: NormaliserModule, call: AttentionCall, settings: RuleSett
     }
 
 
-def _fused_equals_the_rule(normaliser: Normaliser) -> None:
-    module, call = _module(normaliser), _call(normaliser)
+def _matches_the_rule_when_fused(normaliser: Normaliser) -> None:
+    module, call = _build_module(normaliser), _make_call(normaliser)
     for each in (call, call._replace(window=4), call._replace(bias=BiasTerms())):
         if module.fused(each) is None:
             continue
-        _assert_close(_run(module, each), _run(module, each, by_rule=True))
+        _assert_close(_run_with_gradients(module, each), _run_with_gradients(module, each, by_rule=True))
         asked = each._replace(q=module.queries(each), with_stats=True)
         with torch.no_grad():
-            stats, expected = (found[1] for found in (module(each._replace(with_stats=True)), module.by_rule(asked)))
+            stats, expected = (
+                found[1] for found in (module(each._replace(with_stats=True)), module.attend_by_rule(asked))
+            )
         assert stats is not None
         assert expected is not None
         wanted = {f"stats' {name}": x for name, x in expected._asdict().items() if name != "zeros" or module.can_zero}
@@ -200,64 +202,64 @@ def _fused_equals_the_rule(normaliser: Normaliser) -> None:
 
 def _decodes(normaliser: Normaliser) -> None:
     """The last rows alone, as with a cache; and with the statistics asked for."""
-    module = _module(normaliser)
-    whole = module(_call(normaliser))[0]
+    module = _build_module(normaliser)
+    whole = module(_make_call(normaliser))[0]
     for rows in (1, 3):
         for with_stats in (False, True):
-            last = module(_call(normaliser, rows=rows, with_stats=with_stats))[0]
+            last = module(_make_call(normaliser, rows=rows, with_stats=with_stats))[0]
             torch.testing.assert_close(last, whole[:, :, -rows:], rtol=1e-9, atol=1e-10)
 
 
 def _is_causal(normaliser: Normaliser) -> None:
     """Bit for bit: what stands later changes nothing before it."""
-    module, call, token = _module(normaliser, torch.float32), _call(normaliser, torch.float32), 7
+    module, call, token = _build_module(normaliser, torch.float32), _make_call(normaliser, torch.float32), 7
     changed = {name: getattr(call, name).clone() for name in "qkv"}
     for x in changed.values():
         x[:, :, token] = 1 - 3 * x[:, :, token]
     for by_rule in (False, True):
         before, after = (
-            _by_rule(module, each) if by_rule else module(each)[0] for each in (call, call._replace(**changed))
+            _run_rule(module, each) if by_rule else module(each)[0] for each in (call, call._replace(**changed))
         )
         assert torch.equal(before[:, :, :token], after[:, :, :token]), "a later token changes an earlier row"
         assert not torch.equal(before[:, :, token:], after[:, :, token:]), "a token changes nothing"
 
 
 def _passes_gradcheck(normaliser: Normaliser) -> None:
-    module = _module(normaliser)
-    small = _call(normaliser, rows=4, batch=1)
-    call, leaves = _leaves(small._replace(k=small.k[:, :, -6:], v=small.v[:, :, -6:]), module)
-    with small_blocks():
-        assert torch.autograd.gradcheck(lambda *_: _by_rule(module, call), list(leaves.values()))
+    module = _build_module(normaliser)
+    small = _make_call(normaliser, rows=4, batch=1)
+    call, leaves = _make_leaves(small._replace(k=small.k[:, :, -6:], v=small.v[:, :, -6:]), module)
+    with use_small_blocks():
+        assert torch.autograd.gradcheck(lambda *_: _run_rule(module, call), list(leaves.values()))
 
 
 def _leaves_rows_without_keys_zero(normaliser: Normaliser) -> None:
-    module = _module(normaliser)
+    module = _build_module(normaliser)
     seen = torch.arange(LENGTH) >= torch.tensor([[4], [0]])
-    call = _call(normaliser, key_mask=seen, with_stats=True)
+    call = _make_call(normaliser, key_mask=seen, with_stats=True)
     out, stats = module(call)
     assert not out[0, :, :4].any(), "a row that sees no key has an output"
     assert out[0, :, 4:].any(), "rows that see keys have no output"
     assert stats is not None
     assert not stats.mass[0, :, :4].any(), "a row that sees no key has mass"
-    for name, x in _run(module, call._replace(with_stats=False)).items():
+    for name, x in _run_with_gradients(module, call._replace(with_stats=False)).items():
         assert x.isfinite().all(), f"{name} is not finite where a row sees no key"
 
 
 def _lets_nan_through(normaliser: Normaliser) -> None:
     """A diverged model is not to look like one without attention."""
-    module, call = _module(normaliser, torch.float32), _call(normaliser, torch.float32)
+    module, call = _build_module(normaliser, torch.float32), _make_call(normaliser, torch.float32)
     for name, at in (("q", 6), ("k", LENGTH - 1), ("v", LENGTH - 1)):
         poisoned = getattr(call, name).clone()
         poisoned[0, :, at] = torch.nan
         for by_rule in (False, True):
             given = call._replace(**{name: poisoned})
-            out = _by_rule(module, given) if by_rule else module(given)[0]
+            out = _run_rule(module, given) if by_rule else module(given)[0]
             assert out[0, :, at].isnan().all(), f"NaN in {name} gives a row without NaN"
 
 
 def _rounds_as_eager_does(normaliser: Normaliser) -> None:
-    exact = _module(normaliser)(_call(normaliser))[0]
-    module, call = _module(normaliser, torch.float32), _call(normaliser, torch.bfloat16)
+    exact = _build_module(normaliser)(_make_call(normaliser))[0]
+    module, call = _build_module(normaliser, torch.float32), _make_call(normaliser, torch.bfloat16)
     mine = module(call)[0]
     # Whole matrices; of two maps on the fused path each is rounded, here as there.
     eager = module(call._replace(backend="reference"))[0]

@@ -61,7 +61,9 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     from lit_lazy.training import ranks, run
 
     monkeypatch.setattr(ranks, "subprocess", forked)
-    monkeypatch.setattr(run, "imported", list)  # a fork has the classes of users' files; imported again, they are twice
+    monkeypatch.setattr(
+        run, "list_imported_files", list
+    )  # a fork has the classes of users' files; imported again, they are twice
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +92,7 @@ def runs(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def postgres_storage(postgres_server: postgres.Server) -> str:
     """An empty database on a real PostgreSQL server."""
-    return postgres.database(postgres_server, "queue")
+    return postgres.create_database(postgres_server, "queue")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ BEST = {"softmax": 0.005, "softmax + bias": 0.002, "elastic": 0.01, "lazy": 0.00
 LOSS = Column("loss/bits_per_byte", "loss")
 
 
-def write(results: Path, failed: dict[str, int] | None = None) -> Path:
+def write_table(results: Path, failed: dict[str, int] | None = None) -> Path:
     """table.json below a folder of results, where each row is best at `BEST`. failed: a seed that failed, by row."""
     infos, cells = [], []
     for name, best in BEST.items():
@@ -36,7 +36,7 @@ def write(results: Path, failed: dict[str, int] | None = None) -> Path:
     return path
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def use_stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let second stages read it in place of what is committed."""
-    write(folder)
+    write_table(folder)
     monkeypatch.setattr(stages, "RESULTS", folder)

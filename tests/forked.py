@@ -25,7 +25,7 @@ import torch
 
 from lit_lazy.config.files import USER
 
-__all__ = ["DEVNULL", "PIPE", "STDOUT", "Popen", "Process", "TimeoutExpired", "in_a_fork", "make_cheap", "run"]
+__all__ = ["DEVNULL", "PIPE", "STDOUT", "Popen", "Process", "TimeoutExpired", "make_cheap", "run", "run_in_fork"]
 
 T = TypeVar("T")
 PR_SET_NAME = 15
@@ -70,13 +70,13 @@ def make_cheap() -> None:
 
     torch.set_num_threads(1)
     pool.subprocess = ranks.subprocess = sys.modules[__name__]  # type: ignore[attr-defined]
-    training.imported = list  # a fork has the classes of users' files; imported again, they are twice
+    training.list_imported_files = list  # a fork has the classes of users' files; imported again, they are twice
     launch.POLL_SECONDS = 0.1
     launch.LOOK_SECONDS = 1.0
     page.MOST_VARIANTS = 0
 
 
-def in_a_fork(work: Callable[[], T]) -> T:
+def run_in_fork(work: Callable[[], T]) -> T:
     """What `work` gives in a fork of this process. Raises RuntimeError for whatever it raises.
 
     For what opens a database: what sqlite knows of a file would pass to forks that open it as well.

@@ -25,24 +25,24 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def tree(folder: Path) -> dict[Path, tuple[int, int] | None]:
+def snapshot_tree(folder: Path) -> dict[Path, tuple[int, int] | None]:
     """Everything below a folder: files with the time of their last change and their size."""
     return {
         path: (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None for path in folder.rglob("*")
     }
 
 
-def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+def expect_refusal(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What a wrong command prints, which has to end as it should."""
     capsys.readouterr()
-    before, started = tree(Path.cwd()), time.monotonic()
+    before, started = snapshot_tree(Path.cwd()), time.monotonic()
     try:
         status = main(arguments)
     except SystemExit as stopped:  # argparse ends a process itself
         status = stopped.code
     printed = capsys.readouterr()
     assert time.monotonic() - started < MOST_SECONDS
-    assert tree(Path.cwd()) == before
+    assert snapshot_tree(Path.cwd()) == before
     assert status == 2
     assert printed.out == ""
     assert re.fullmatch(r"lit-lazy[^\n]*: [^\n]+\n", printed.err), printed.err

@@ -32,7 +32,7 @@ SETTINGS = {
 }
 
 
-def _programs() -> Path | None:
+def _find_programs() -> Path | None:
     """The folder of PostgreSQL's programs, which Debian keeps off the PATH; None where there is no server."""
     if found := shutil.which("postgres"):
         return Path(found).resolve().parent
@@ -40,7 +40,7 @@ def _programs() -> Path | None:
     return max(installed, key=lambda path: int(path.parent.name), default=None)
 
 
-def _user() -> dict[str, Any]:
+def _user_options() -> dict[str, Any]:
     """Options of `subprocess` that run a program as the package's user in root's place, whom PostgreSQL refuses."""
     return {"user": "postgres", "group": "postgres", "extra_groups": []} if os.geteuid() == 0 else {}
 
@@ -66,7 +66,7 @@ class Server:
         """Make an empty cluster."""
         options = ["--username=postgres", "--auth=trust", "--encoding=UTF8", "--no-locale", "--no-sync"]
         command = [self.programs / "initdb", "--pgdata", self.folder / "data", *options]
-        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, **_user())
+        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, **_user_options())
         if done.returncode:
             raise RuntimeError(f"initdb failed: {done.stderr}")
 
@@ -82,7 +82,7 @@ class Server:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for the tests; they stop the server in the end.
-                **_user(),
+                **_user_options(),
             )
         until = time.monotonic() + START_SECONDS
         while True:
@@ -102,7 +102,7 @@ class Server:
 
 
 @contextmanager
-def serving(programs: Path) -> Generator[Server]:
+def run_server(programs: Path) -> Generator[Server]:
     """A running server with an empty cluster; both are gone afterwards."""
     # Not below pytest's folders: those are closed to the user that the server runs as.
     folder = Path(tempfile.mkdtemp(prefix="lit-lazy-postgres-"))
@@ -124,15 +124,15 @@ def serving(programs: Path) -> Generator[Server]:
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[Server]:
     """One running server per test process."""
-    programs = _programs()
+    programs = _find_programs()
     if programs is None:
         assert not os.environ.get("LIT_LAZY_REQUIRE_POSTGRES"), "PostgreSQL is missing, and must not be here"
         pytest.skip("needs PostgreSQL's server (Debian: apt-get install postgresql)")
-    with serving(programs) as server:
+    with run_server(programs) as server:
         yield server
 
 
-def database(server: Server, name: str) -> str:
+def create_database(server: Server, name: str) -> str:
     """The URL of a new, empty database; an older one of that name is dropped."""
     with psycopg.connect(server.url(), autocommit=True) as connection:
         connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))

@@ -62,7 +62,7 @@ def module_name(path: Path) -> str:
 
 
 @cache
-def imported(path: Path) -> set[str]:
+def read_imports(path: Path) -> set[str]:
     """Dotted names that a file's import statements may mean, wherever in the file they stand."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -80,7 +80,7 @@ def graph() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for module, path in known.items():
         found[module] = set()
-        for name in imported(path):
+        for name in read_imports(path):
             while name and name not in known:
                 name = name.rpartition(".")[0]
             if name and name != module:
@@ -108,7 +108,7 @@ def arrows() -> dict[str, set[str]]:
     return found
 
 
-def drawn() -> dict[str, set[str]]:
+def read_drawn_arrows() -> dict[str, set[str]]:
     """The arrows of the page's picture."""
     picture = re.search(r"```mermaid\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert picture, "the page has no picture"
@@ -118,7 +118,7 @@ def drawn() -> dict[str, set[str]]:
     return found
 
 
-def needed(whole: dict[str, set[str]]) -> dict[str, set[str]]:
+def transitive_reduction(whole: dict[str, set[str]]) -> dict[str, set[str]]:
     """The arrows that no chain of other arrows stands for."""
 
     def reach(start: str) -> set[str]:
@@ -163,7 +163,7 @@ def test_packages_are_imported_where_they_belong(package: str) -> None:
     users = {
         str(path.relative_to(ROOT))
         for path in files().values()
-        if any(name.partition(".")[0] == package for name in imported(path))
+        if any(name.partition(".")[0] == package for name in read_imports(path))
     }
     assert users, f"nothing imports {package}: drop it from ONLY"
     assert not [user for user in users if not user.startswith(ONLY[package])]
@@ -188,9 +188,9 @@ def test_one_meaning_per_name() -> None:
 
 
 def test_the_picture_shows_the_imports() -> None:
-    wanted = needed(arrows())
+    wanted = transitive_reduction(arrows())
     lines = [f"  {here} --> {' & '.join(sorted(wanted[here]))}" for here in reversed(ROOMS) if wanted.get(here)]
-    assert drawn() == wanted, "docs/architecture.md should draw:\n" + "\n".join(lines)
+    assert read_drawn_arrows() == wanted, "docs/architecture.md should draw:\n" + "\n".join(lines)
 
 
 def ways() -> dict[str, tuple[int, list[str]]]:

@@ -64,7 +64,7 @@ def test_the_readme_has_the_commands_that_are_tested() -> None:
     assert len(readme_commands()) >= 9
 
 
-def tiny(command: str, runs: Path) -> list[str]:
+def shrink_command(command: str, runs: Path) -> list[str]:
     """The same command on a tiny experiment, its results in `runs`."""
     words = shlex.split(command)
     if words[0] == "make":
@@ -79,7 +79,7 @@ def tiny(command: str, runs: Path) -> list[str]:
     return [str(BIN / words[0]), *words[1:], *(["--runs", str(runs)] if takes_runs else [])]
 
 
-def made(words: list[str]) -> list[str]:
+def expand_make(words: list[str]) -> list[str]:
     """The one command that `make` would run: it starts real processes."""
     (line,) = subprocess.run(
         [*words, "--dry-run", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -102,18 +102,18 @@ LONG = {
 )
 def test_readme_command(command: str, runs: Path, tmp_path: Path) -> None:
     write_examples(tmp_path)
-    words = tiny(command, runs)
+    words = shrink_command(command, runs)
     where = ROOT if words[0] == "make" else tmp_path
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if command in LONG and words[0] == "make":
         done = subprocess.run(words, cwd=where, capture_output=True, text=True, check=False, env=environment)
     else:
-        done = forked.run(made(words) if words[0] == "make" else words, cwd=where, env=environment)
+        done = forked.run(expand_make(words) if words[0] == "make" else words, cwd=where, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     if command == "make table2":
         table = runs / "table2-backcopy_tiny" / "table.md"
         first = table.read_text()
-        again = forked.run(made(words), cwd=where, env=environment)
+        again = forked.run(expand_make(words), cwd=where, env=environment)
         assert again.returncode == 0, again.stderr
         assert "17 cells, all finished: nothing to do" in again.stdout
         end = (
@@ -172,7 +172,7 @@ def test_the_readme_normaliser_is_short_and_does_everything(tmp_path: Path) -> N
     sparsity = {row["variant"]: row["metrics"]["sparsity/zero"]["mean"] for row in table["rows"]}
     assert 0.1 < sparsity["mine"] < 0.9
     assert sparsity["softmax"] is None
-    forked.in_a_fork(lambda: check_the_readme_normaliser(tmp_path / "my_softpick.py"))
+    forked.run_in_fork(lambda: check_the_readme_normaliser(tmp_path / "my_softpick.py"))
 
 
 def check_the_readme_normaliser(file: Path) -> None:

@@ -93,27 +93,27 @@ def watch(folder: Path, *command: str, **environment: str) -> Watched:
     )
     lines = log.read_text().splitlines()
     audited = [line for line in lines if not line.endswith(" begins") and not is_here(line.split("'")[1::2])]
-    traced = [line for line in trace.read_text().splitlines() if leaves(line)] if STRACE else None
+    traced = [line for line in trace.read_text().splitlines() if leaves_machine(line)] if STRACE else None
     return Watched(done, sum(line.endswith(" begins") for line in lines), audited, traced)
 
 
 def is_here(places: list[str]) -> bool:
     """Whether a place is an address of this machine, or a file that is a socket."""
-    return all(place.startswith("/") or place == "localhost" or loopback(place) for place in places)
+    return all(place.startswith("/") or place == "localhost" or is_loopback(place) for place in places)
 
 
-def loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
 
 
-def leaves(call: str) -> bool:
+def leaves_machine(call: str) -> bool:
     """Whether a line of strace's resolves a name or speaks to another machine."""
     addresses = re.findall(r'inet_(?:addr\(|pton\(AF_INET6, )"([^"]+)"', call)
     asks = "htons(53)" in call or re.search(r'sun_path="[^"]*(nscd|resolve|avahi)', call)
-    return bool(asks) or not all(loopback(address) for address in addresses)
+    return bool(asks) or not all(is_loopback(address) for address in addresses)
 
 
 def check(watched: Watched) -> None:

@@ -4,7 +4,7 @@ from typing import LiteralString
 
 import psycopg
 import pytest
-from postgres import Server, database
+from postgres import Server, create_database
 
 pytestmark = pytest.mark.xdist_group("postgres")
 
@@ -16,7 +16,7 @@ def ask(url: str, statement: LiteralString) -> list[tuple[object, ...]]:
 
 
 def test_two_databases_are_separate(postgres_server: Server) -> None:
-    one, other = database(postgres_server, "one"), database(postgres_server, "other")
+    one, other = create_database(postgres_server, "one"), create_database(postgres_server, "other")
     ask(one, "CREATE TABLE cells (key text)")
     assert ask(one, "SELECT count(*) FROM cells") == [(0,)]
     with pytest.raises(psycopg.errors.UndefinedTable):
@@ -24,10 +24,10 @@ def test_two_databases_are_separate(postgres_server: Server) -> None:
 
 
 def test_a_database_of_a_known_name_is_new_though_someone_is_connected(postgres_server: Server) -> None:
-    url = database(postgres_server, "again")
+    url = create_database(postgres_server, "again")
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute("CREATE TABLE cells (key text)")
-        assert database(postgres_server, "again") == url
+        assert create_database(postgres_server, "again") == url
         with pytest.raises(psycopg.OperationalError):
             connection.execute("SELECT 1")
     with pytest.raises(psycopg.errors.UndefinedTable):
@@ -35,7 +35,7 @@ def test_a_database_of_a_known_name_is_new_though_someone_is_connected(postgres_
 
 
 def test_the_server_goes_away_and_comes_back_with_its_data(postgres_server: Server) -> None:
-    url = database(postgres_server, "kept")
+    url = create_database(postgres_server, "kept")
     ask(url, "CREATE TABLE cells AS SELECT 7 AS seed")
     postgres_server.stop()
     with pytest.raises(psycopg.OperationalError):

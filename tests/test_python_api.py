@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mistakes import tree
+from mistakes import snapshot_tree
 from untrained import save
 
 import lit_lazy
@@ -123,10 +123,10 @@ class TestTrain:
         ],
     )
     def test_mistakes(self, config: Any, options: dict[str, Any], said: str, folder: Path) -> None:
-        before = tree(folder)
+        before = snapshot_tree(folder)
         with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
             train(config, **options)
-        assert tree(folder) == before
+        assert snapshot_tree(folder) == before
 
 
 @pytest.mark.parametrize("checkpoint", [3, None])

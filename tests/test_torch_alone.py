@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from torch_alone import alone
+from torch_alone import run_alone
 
 TRAINS = """
 import torch
@@ -11,11 +11,11 @@ from lit_lazy.config import ModelConfig, TrainConfig
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.generation import generate
 from lit_lazy.model.loss import token_nll
-from lit_lazy.training.optimiser import parameter_groups
+from lit_lazy.training.optimiser import build_parameter_groups
 
 cfg = ModelConfig(d_model=16, n_heads=2, d_ff=32, attention=AttentionSpec(Elastic(), LearnedBias()))
 model, train = DecoderLM(cfg, vocab_size=8, context_length=8, seed=0), TrainConfig(steps=60, warmup_steps=2)
-optimiser = torch.optim.AdamW(parameter_groups(model, train), lr=1e-2)
+optimiser = torch.optim.AdamW(build_parameter_groups(model, train), lr=1e-2)
 ids = torch.arange(36).view(4, 9) % 8
 losses = []
 for step in range(60):
@@ -32,8 +32,8 @@ assert generate(model, [[1, 2], [3]], 3) == [[3, 4, 5], [4, 5, 6]]
 def test_nothing_else_is_there(torch_site: Path) -> None:
     names = ("numpy", "lightning", "torchmetrics", "mlflow", "optuna", "datasets", "jsonargparse", "entmax", "triton")
     find = f"import importlib.util; print(*[name for name in {names} if importlib.util.find_spec(name)])"
-    assert alone(find, torch_site) == "\n"
+    assert run_alone(find, torch_site) == "\n"
 
 
 def test_a_model_trains(torch_site: Path) -> None:
-    alone(TRAINS, torch_site)
+    run_alone(TRAINS, torch_site)

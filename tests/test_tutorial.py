@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from forked import in_a_fork
+from forked import run_in_fork
 from torch_alone import ROOT
 
 from lit_lazy.config.files import load_module
@@ -24,7 +24,7 @@ def test_it_can_be_followed(tmp_path: Path) -> None:
     for known, tiny in TINY.items():
         assert known in text
         text = text.replace(known, tiny)
-    in_a_fork(lambda: follow(text, tmp_path))  # its rule has the name of the README's, and one process knows one
+    run_in_fork(lambda: follow(text, tmp_path))  # its rule has the name of the README's, and one process knows one
 
 
 def follow(text: str, folder: Path) -> None:
@@ -36,10 +36,10 @@ def follow(text: str, folder: Path) -> None:
     assert out.count(verdict.sentence) >= 3  # of the grid, the results, and all verdicts
     assert [picture.name for cell in cells for picture in cell.pictures] == ["lazy.png", "softmax.png"]
     assert (folder / "runs" / "my_question-backcopy_tiny" / "report.html").exists()
-    assert all(cell["outputs"] for cell in made.notebook(cells)["cells"] if says(cell))
+    assert all(cell["outputs"] for cell in made.notebook(cells)["cells"] if prints_output(cell))
 
 
-def says(cell: dict) -> bool:
+def prints_output(cell: dict) -> bool:
     """Whether a cell prints something."""
     source = "".join(cell["source"])
     return cell["cell_type"] == "code" and ("print(" in source or source.startswith("!"))
@@ -51,7 +51,7 @@ def test_the_notebook_is_the_tutorial_with_its_output() -> None:
     todays = made.notebook(made.cells_of(made.TUTORIAL.read_text()))
     without = [{**cell, "outputs": []} if "outputs" in cell else cell for cell in kept["cells"]]
     assert {**kept, "cells": without} == todays, "`.venv/bin/python docs/notebook.py` makes it anew"
-    assert all(cell["outputs"] for cell in kept["cells"] if says(cell))
+    assert all(cell["outputs"] for cell in kept["cells"] if prints_output(cell))
     assert not re.search(r"/(tmp|home|root|work)/|Traceback", made.NOTEBOOK.read_text())
     for link in re.findall(r"\]\((?!http)([^)#]+)", "".join("".join(cell["source"]) for cell in kept["cells"])):
         assert (made.NOTEBOOK.parent / link).exists(), link

@@ -6,7 +6,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from torch_alone import ROOT, alone, built_wheel, linked
+from torch_alone import ROOT, build_wheel, link_packages, run_alone
 
 BESIDE = "runs", "kernels", "docs", "tests"
 """Folders of the clone that are no part of either distribution, and large."""
@@ -36,10 +36,10 @@ def test_both_wheels_hold_their_package_and_train(tmp_path: Path) -> None:
     ]
     site = tmp_path / "site"
     site.mkdir()
-    linked(site, set(), *(name for name in requirements if name != "flash-lazy"))
+    link_packages(site, set(), *(name for name in requirements if name != "flash-lazy"))
     for name, source in (("lit_lazy", ROOT), ("flash_lazy", ROOT / "kernels")):
         (folder := tmp_path / name).mkdir()
-        with ZipFile(built_wheel(source, folder, *BESIDE)) as wheel:
+        with ZipFile(build_wheel(source, folder, *BESIDE)) as wheel:
             held = {entry for entry in wheel.namelist() if ".dist-info/" not in entry}
             wheel.extractall(site)
         package = source / name
@@ -47,5 +47,5 @@ def test_both_wheels_hold_their_package_and_train(tmp_path: Path) -> None:
         assert held == {str(path.relative_to(source)) for path in wanted}
     (tmp_path / "mine.py").write_text(MINE)
     argv = ["train", str(tmp_path / "mine.py"), "--runs", str(tmp_path / "runs")]
-    alone(TRAIN.format(site=str(site), argv=argv), site)
+    run_alone(TRAIN.format(site=str(site), argv=argv), site)
     assert list((tmp_path / "runs").rglob("result.json"))

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-def needed(name: str) -> Iterator[str]:
+def find_requirements(name: str) -> Iterator[str]:
     """A distribution and all that it requires here, but for triton, which only some machines have."""
     requirements = distribution(name).requires or ()
     yield name
@@ -21,7 +21,7 @@ def needed(name: str) -> Iterator[str]:
         other = re.match(r"[\w.-]+", requirement)[0]  # type: ignore[index]
         if "extra ==" not in requirement and other != "triton":
             try:
-                yield from needed(other)
+                yield from find_requirements(other)
             except PackageNotFoundError:
                 continue  # for another system, or version of Python
 
@@ -29,12 +29,12 @@ def needed(name: str) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def torch_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of packages with torch, what torch requires, and this project."""
-    return linked(tmp_path_factory.mktemp("site"), {ROOT / "lit_lazy", ROOT / "kernels" / "flash_lazy"}, "torch")
+    return link_packages(tmp_path_factory.mktemp("site"), {ROOT / "lit_lazy", ROOT / "kernels" / "flash_lazy"}, "torch")
 
 
-def linked(folder: Path, there: set[Path], *names: str) -> Path:
+def link_packages(folder: Path, there: set[Path], *names: str) -> Path:
     """A folder with links to some packages, and to distributions with all that they require."""
-    for name in {name for whole in names for name in needed(whole)}:
+    for name in {name for whole in names for name in find_requirements(whole)}:
         files = distribution(name).files or ()
         there |= {Path(distribution(name).locate_file(file.parts[0])) for file in files if file.parts[0] != ".."}
     for path in there:
@@ -42,7 +42,7 @@ def linked(folder: Path, there: set[Path], *names: str) -> Path:
     return folder
 
 
-def built_wheel(source: Path, folder: Path, *left_out: str) -> Path:
+def build_wheel(source: Path, folder: Path, *left_out: str) -> Path:
     """The wheel of a distribution, from a copy: nothing of a former build gets in, and none of this one is left."""
     ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", *left_out)
     copied = shutil.copytree(source, folder / "source", ignore=ignored)
@@ -52,7 +52,7 @@ def built_wheel(source: Path, folder: Path, *left_out: str) -> Path:
     return path
 
 
-def alone(code: str, site: Path) -> str:
+def run_alone(code: str, site: Path) -> str:
     """Standard output of code in a process with these packages and Python's own library."""
     command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({str(site)!r})\n{code}"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -30,9 +30,9 @@ import torch
 
 from bench import compiled
 from bench.course import Course
-from bench.points import FULL, QUICK, planned_seconds
-from bench.provenance import made_with
-from bench.results import Refused
+from bench.points import FULL, QUICK, plan_seconds
+from bench.provenance import collect_provenance
+from bench.results import RefusedError
 from flash_lazy.fused import configurations
 
 WIDTHS, QUICK_MINUTES, BACKEND = (64, 128), 8.0, "triton"
@@ -46,12 +46,12 @@ def _publish(out: Path | None, name: str, result: Mapping[str, Any], text: str) 
         (out / f"{name}.md").write_text(text)
 
 
-def on_paper(options: argparse.Namespace) -> int:
+def run_on_paper(options: argparse.Namespace) -> int:
     """Cost model and compile-only table; the exit status."""
     if configurations.INTERPRETED:
         print("TRITON_INTERPRET=1: nothing is compiled where triton interprets; unset it", file=sys.stderr)
         return 2
-    made = made_with("bench")
+    made = collect_provenance("bench")
     rows = compiled.report(options.widths or WIDTHS, options.all_configurations)
     text = "\n".join([
         "# Kernels without a GPU",
@@ -60,17 +60,17 @@ def on_paper(options: argparse.Namespace) -> int:
         "",
         ", ".join(f"{name} {value}" for name, value in made.items()) + ".",
         "",
-        compiled.cost_model(),
+        compiled.format_cost_model(),
         "## Compiled",
         "",
-        compiled.table(rows),
-        compiled.schedule(rows),
+        compiled.format_table(rows),
+        compiled.format_schedule(rows),
     ])  # fmt: skip
     _publish(options.out, "compiled", {"made": made, "rows": rows}, text)
     return 0
 
 
-def on_gpu(options: argparse.Namespace) -> int:
+def run_on_gpu(options: argparse.Namespace) -> int:
     """Gate and measurements; the exit status."""
     if options.out is None:
         print("--out is missing: give the folder where results are written after every point", file=sys.stderr)
@@ -80,7 +80,7 @@ def on_gpu(options: argparse.Namespace) -> int:
     course = Course(options.out, points, BACKEND, options.authors, minutes, options.time_anyway)
     try:
         return course.run(options.fresh)
-    except Refused as refused:
+    except RefusedError as refused:
         print(refused, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -95,7 +95,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
 
-def _numbers(name: str, wanted: str, fits: Callable[[int], bool]) -> Callable[[str], tuple[int, ...]]:
+def _make_numbers_parser(name: str, wanted: str, fits: Callable[[int], bool]) -> Callable[[str], tuple[int, ...]]:
     def parse(text: str) -> tuple[int, ...]:
         parts = text.split(",")
         if not all(part.isdecimal() and fits(int(part)) for part in parts):
@@ -105,7 +105,7 @@ def _numbers(name: str, wanted: str, fits: Callable[[int], bool]) -> Callable[[s
     return parse
 
 
-def _minutes(text: str) -> float:
+def _parse_minutes(text: str) -> float:
     try:
         minutes = float(text)
     except ValueError:
@@ -115,7 +115,7 @@ def _minutes(text: str) -> float:
     return minutes
 
 
-def _checkout(text: str) -> Path:
+def _parse_checkout(text: str) -> Path:
     if not (Path(text) / "lazy_attention_triton.py").is_file():
         raise argparse.ArgumentTypeError(
             f"no lazy_attention_triton.py in {text!r}; give a checkout of their repository"
@@ -123,7 +123,7 @@ def _checkout(text: str) -> Path:
     return Path(text)
 
 
-def _folder(text: str) -> Path:
+def _parse_folder(text: str) -> Path:
     existing = next(path for path in (Path(text), *Path(text).absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise argparse.ArgumentTypeError(
@@ -140,22 +140,22 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     text = "folder for tables, figures (JSON) and plots; needed on a GPU, elsewhere they may just be printed"
-    parser.add_argument("--out", type=_folder, metavar="FOLDER", help=text)
+    parser.add_argument("--out", type=_parse_folder, metavar="FOLDER", help=text)
     text = (
         f"{len(QUICK)} of the {len(FULL)} points: L 4096 at D 128 and 64, GQA, L 16384, decoding; about "
-        f"{planned_seconds(QUICK) / 60:.0f} minutes by plan instead of {planned_seconds(FULL) / 60:.0f}, and at most "
+        f"{plan_seconds(QUICK) / 60:.0f} minutes by plan instead of {plan_seconds(FULL) / 60:.0f}, and at most "
         f"{QUICK_MINUTES:.0f} (or --minutes)"
     )
     parser.add_argument("--quick", action="store_true", help=text)
     text = "starts no new measurement after M minutes, and ends the one under way soon after"
-    parser.add_argument("--minutes", type=_minutes, metavar="M", help=text)
+    parser.add_argument("--minutes", type=_parse_minutes, metavar="M", help=text)
     text = "times also what the gate found wrong, and marks it in tables and plots"
     parser.add_argument("--time-anyway", action="store_true", help=text)
     parser.add_argument("--fresh", action="store_true", help="begins again: what FOLDER holds is replaced")
     text = "checkout of github.com/Fzkuji/flash-lazy-attention, to be measured too"
-    parser.add_argument("--authors", type=_checkout, metavar="PATH", help=text)
+    parser.add_argument("--authors", type=_parse_checkout, metavar="PATH", help=text)
     text = "without a GPU: widths D of a head to compile for (default: 64,128)"
-    widths = _numbers("it", "whole numbers from 16 to 256, with commas between", lambda x: 16 <= x <= 256)
+    widths = _make_numbers_parser("it", "whole numbers from 16 to 256, with commas between", lambda x: 16 <= x <= 256)
     parser.add_argument("--widths", type=widths, metavar="D,..", help=text)
     text = "without a GPU: compiles every configuration, not only the default ones"
     parser.add_argument("--all-configurations", action="store_true", help=text)
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             else "nothing is timed without a GPU"
         )
         print(f"{', '.join(given)} ignored: {why}", file=sys.stderr)
-    return on_gpu(options) if gpu else on_paper(options)
+    return run_on_gpu(options) if gpu else run_on_paper(options)
 
 
 if __name__ == "__main__":

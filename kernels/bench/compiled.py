@@ -109,7 +109,7 @@ class Loop(NamedTuple):
     """Spill loads and stores."""
 
 
-class Compiled(NamedTuple):
+class CompiledKernel(NamedTuple):
     """What a kernel needs and holds."""
 
     shared: int
@@ -133,7 +133,7 @@ def compile_kernel(
     dtype: str = "bf16",
     width: int = 64,
     variant: Variant = Variant(),  # noqa: B008 - immutable
-) -> Compiled:
+) -> CompiledKernel:
     """Compiles one of KERNELS for a compute capability (80, 90, 100) and reads the result.
 
     blocks: None for the kernels of DECODING, which have their own. Raises RuntimeError in a process with
@@ -152,15 +152,15 @@ def compile_kernel(
         knobs.cache.dir, knobs.nvidia.dump_ptxas_log = folder, True
         with contextlib.redirect_stdout(log):  # where triton prints what `ptxas -v` says
             binary = triton.compile(
-                ASTSource(kernel, *_specialised(kernel, arguments)),
+                ASTSource(kernel, *_specialise(kernel, arguments)),
                 target=GPUTarget("cuda", target, 32),
                 options={"num_warps": warps, "num_stages": stages},
             )
-    return Compiled(
+    return CompiledKernel(
         shared=binary.metadata.shared,
-        registers=_number(r"Used (\d+) registers", log.getvalue()),
-        spilled=_number(r"(\d+) bytes spill stores", log.getvalue()),
-        loops=tuple(loop._asdict() for loop in product_loops(_disassembled(binary.asm["cubin"]))),
+        registers=_parse_number(r"Used (\d+) registers", log.getvalue()),
+        spilled=_parse_number(r"(\d+) bytes spill stores", log.getvalue()),
+        loops=tuple(loop._asdict() for loop in product_loops(_disassemble(binary.asm["cubin"]))),
         instructions=tuple(name for name, text in _INSTRUCTIONS.items() if text in binary.asm["ptx"]),
         serialised="wgmma.mma_async instructions are serialized" in log.getvalue(),
     )
@@ -224,7 +224,7 @@ def launch_arguments(
     return recorders[name].arguments
 
 
-def _specialised(
+def _specialise(
     kernel: Any, arguments: dict[str, Any]
 ) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], list[list[Any]]]]:
     """Signature, constants and attributes, as the runtime derives them: 1 and None are compiled in, 16 divides."""
@@ -247,14 +247,14 @@ def _specialised(
     return signature, constants, attributes
 
 
-def _number(pattern: str, text: str) -> int:
+def _parse_number(pattern: str, text: str) -> int:
     found = re.search(pattern, text)
     if found is None:
         raise RuntimeError(f"ptxas printed nothing that reads {pattern!r}: {text.strip()[:200]!r}")
     return int(found[1])
 
 
-def _disassembled(cubin: bytes) -> str:
+def _disassemble(cubin: bytes) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
@@ -292,7 +292,7 @@ def report(
 ) -> list[dict[str, Any]]:
     """One row per kernel, type, width, target and configuration: the default ones, or all.
 
-    A row holds the fields of `Compiled`, or "failed" with the reason. Works in processes of its own, one per CPU core.
+    A row holds the fields of `CompiledKernel`, or "failed" with the reason. Compiles in one process per CPU core.
     """
     jobs = [
         (name, blocks, target, dtype, width, variant)
@@ -304,7 +304,7 @@ def report(
     ]
     workers = min(os.cpu_count() or 1, len(jobs))
     with ProcessPoolExecutor(workers, get_context("spawn"), _silence) as pool:
-        return list(pool.map(_row, jobs))
+        return list(pool.map(_compile_row, jobs))
 
 
 def _choices(name: str, dtype: str, width: int) -> Sequence[Blocks | None]:
@@ -318,7 +318,7 @@ def _silence() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def _row(job: tuple[str, Blocks | None, int, str, int, Variant]) -> dict[str, Any]:
+def _compile_row(job: tuple[str, Blocks | None, int, str, int, Variant]) -> dict[str, Any]:
     name, blocks, target, dtype, width, _ = job
     row = {"kernel": name, "dtype": dtype, "width": width, "target": target, "blocks": blocks and blocks._asdict()}
     try:
@@ -327,12 +327,12 @@ def _row(job: tuple[str, Blocks | None, int, str, int, Variant]) -> dict[str, An
         return row | {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
 
 
-def looped_spills(row: dict[str, Any]) -> int:
+def count_loop_spills(row: dict[str, Any]) -> int:
     """Spill loads and stores in the product loops of a report's row."""
     return sum(loop["spills"] for loop in row["loops"])
 
 
-def table(rows: Iterable[dict[str, Any]]) -> str:
+def format_table(rows: Iterable[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     head = ["kernel", "type", "D", "target", "blocks M x N, warps, stages", "shared (KiB)", "limit (KiB)"]
     head += ["fits 99 KiB", "registers", "spilled (bytes)", "spills in product loops", "instruction"]
@@ -349,19 +349,19 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
             cells += [f"{row['shared'] / 1024:.1f}" + (" (over)" if row["shared"] > limit else ""), str(limit // 1024)]
             cells += ["yes" if row["shared"] <= CONSUMER_LIMIT else "no", str(row["registers"]), str(row["spilled"])]
             instructions = ", ".join(row["instructions"]) or "none"
-            cells += [str(looped_spills(row)), instructions + (" (serialised)" if row["serialised"] else "")]
+            cells += [str(count_loop_spills(row)), instructions + (" (serialised)" if row["serialised"] else "")]
             cells += [", ".join(f"{loop['instructions']} ({loop['barriers']})" for loop in row["loops"])]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def products(operation: str, kind: str, alive: float) -> float:
+def count_products(operation: str, kind: str, alive: float) -> float:
     """Matrix products of a tile, on average where a share `alive` of the tiles has a surviving weight."""
     fixed, more = PRODUCTS[operation][kind]
     return fixed + more * alive
 
 
-def cost_model() -> str:
+def format_cost_model() -> str:
     """Products, bytes and buffers of the kernels as written, as Markdown."""
     kinds = {"softmax": "softmax", "lazy": "flash_lazy", "authors": "the authors' kernel"}
     shares = (1.0, 0.7, 0.4, 0.1, 0.0)
@@ -370,7 +370,7 @@ def cost_model() -> str:
     lines += ["|:---|:---|:---|" + "---:|" * len(shares)]
     for operation, counts in PRODUCTS.items():
         for kind, (fixed, more) in counts.items():
-            values = "".join(f" {products(operation, kind, share):.3g} |" for share in shares)
+            values = "".join(f" {count_products(operation, kind, share):.3g} |" for share in shares)
             formula = f"{fixed} + {more} f" if more else str(fixed)
             lines.append(f"| {operation} | {kinds[kind]} | {formula} |{values}")
     shape = f"B {BATCH}, H {HEADS}, L {LENGTH}, W {REACH}"
@@ -384,11 +384,11 @@ def cost_model() -> str:
         "|:---|:---|---:|---:|",
     ]
     for name, (tensors, rows) in MOVED.items():
-        sizes = [moved_bytes(name, width) for width in (64, 128)]
-        lines.append(f"| {name} reads and writes | {tensors} T + {rows} R |" + _mebibytes(sizes))
+        sizes = [count_moved_bytes(name, width) for width in (64, 128)]
+        lines.append(f"| {name} reads and writes | {tensors} T + {rows} R |" + _format_mebibytes(sizes))
     buffers = [buffer_bytes(width) for width in (64, 128)]
     for name, formula in BUFFERS.items():
-        lines.append(f"| {name} | {formula} |" + _mebibytes([sizes[name] for sizes in buffers]))
+        lines.append(f"| {name} | {formula} |" + _format_mebibytes([sizes[name] for sizes in buffers]))
     lines += ["", f"P = {RESIDENT} programs at a time, as on an H100 or H200; M, N: the blocks that need most."]
     lines += [
         "Softmax attention keeps out and lse for the backward pass, T + R; these kernels a row's maximum and sum, 2 R.",
@@ -397,7 +397,7 @@ def cost_model() -> str:
     return "\n".join(lines)
 
 
-def schedule(rows: Iterable[dict[str, Any]]) -> str:
+def format_schedule(rows: Iterable[dict[str, Any]]) -> str:
     """Milliseconds of the example call by the counts of a report's rows for sm_90 in bfloat16, as Markdown.
 
     Between all overlapping (the longest of products, exponentials and issue) and none (products, then the rest).
@@ -458,7 +458,7 @@ def tile_counts(name: str, m: int, n: int) -> tuple[int, int]:
     return plain, near
 
 
-def moved_bytes(name: str, width: int) -> int:
+def count_moved_bytes(name: str, width: int) -> int:
     """Bytes that a kernel moves at least in the example call, in bfloat16: MOVED evaluated."""
     tensors, rows = MOVED[name]
     return BATCH * HEADS * LENGTH * (2 * tensors * width + 4 * rows)
@@ -471,5 +471,5 @@ def buffer_bytes(width: int) -> dict[str, int]:
     return {name: given[name].numel() * given[name].element_size() for name in BUFFERS}
 
 
-def _mebibytes(sizes: Iterable[int]) -> str:
+def _format_mebibytes(sizes: Iterable[int]) -> str:
     return "".join(f" {size / 2**20:.2f} |" for size in sizes)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from bench import results, timing
-from bench.gate import GATE, gate
-from bench.points import GUARDS, BenchPoint, planned_seconds, red
-from bench.provenance import made_with
+from bench.gate import GATE, run_gate
+from bench.points import GUARDS, BenchPoint, find_gate_failures, plan_seconds
+from bench.provenance import collect_provenance
 from bench.timing import compile_choice, measure, measure_ceilings
-from bench.worker import GpuWorker, side_by_side
+from bench.worker import GpuWorker, run_in_parallel
 from flash_lazy.fused import configurations
 
 PEER_SECONDS, POINT_SECONDS, STAGE_SECONDS, GRACE_SECONDS = 60.0, 240.0, 240.0, 45.0
@@ -55,69 +55,73 @@ class Course:
         Raises results.Refused before anything is written where the folder holds other results.
         """
         with GpuWorker(self.setup) as worker:
-            found = worker.run(partial(made_with, "bench"), STAGE_SECONDS)
+            found = worker.run(partial(collect_provenance, "bench"), STAGE_SECONDS)
         if found.failed:
             print(f"the GPU cannot be used: {found.failed}")
             return 1
-        self.result = results.opened(self.out, found.value, fresh)
+        self.result = results.open_results(self.out, found.value, fresh)
         self.out.mkdir(parents=True, exist_ok=True)
-        todo = self.todo()
-        planned = f", about {planned_seconds(todo) / 60:.0f} minutes by plan" if todo else ""
+        todo = self.list_missing_points()
+        planned = f", about {plan_seconds(todo) / 60:.0f} minutes by plan" if todo else ""
         print(f"{len(todo)} of {len(self.points)} points to measure{planned}", flush=True)
-        self.check([name for name in GUARDS if any(GUARDS[name](point) for point in todo)])
-        self.compile_ahead([point for point in todo if self.time_anyway or not self.red(point)])
+        self.check_cases([name for name in GUARDS if any(GUARDS[name](point) for point in todo)])
+        self.compile_ahead([point for point in todo if self.time_anyway or not self.find_failures(point)])
         with GpuWorker(self.setup, self.log) as worker:
             if todo and self.result["ceilings"] is None:
-                ceilings = worker.run(measure_ceilings, self.allowed(STAGE_SECONDS))
+                ceilings = worker.run(measure_ceilings, self.limit_seconds(STAGE_SECONDS))
                 self.result["ceilings"] = ceilings.value
-                self.say(f"ceilings: {ceilings.failed or ceilings.value}")
+                self.write_and_print(f"ceilings: {ceilings.failed or ceilings.value}")
             for number, point in enumerate(todo, 1):
-                if not self.over():
+                if not self.is_over():
                     self.measure(worker, point, f"[{number}/{len(todo)}] {point}")
-        if not self.over():
-            self.check(list(GATE))
+        if not self.is_over():
+            self.check_cases(list(GATE))
         self.write()
-        if left_out := results.plots(self.result, self.out):
+        if left_out := results.write_plots(self.result, self.out):
             print(left_out)
         wrong = [row for row in self.result["gate"] if not row["passed"]]
         print(f"{len(wrong)} of {len(self.result['gate'])} results of the gate are wrong; all is in {self.out}")
         return 1 if wrong else 0
 
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return time.monotonic() > self.end
 
-    def allowed(self, seconds: float) -> float:
+    def limit_seconds(self, seconds: float) -> float:
         """Seconds that a worker gets."""
         return max(1.0, min(seconds, self.end + GRACE_SECONDS - time.monotonic()))
 
-    def todo(self) -> list[BenchPoint]:
+    def list_missing_points(self) -> list[BenchPoint]:
         """The points to measure: first those without a record, then those that were lost."""
         records = self.result["points"]
         new = [point for point in self.points if str(point) not in records or "blocked" in records[str(point)]]
         return new + [point for point in self.points if "lost" in records.get(str(point), {})]
 
-    def red(self, point: BenchPoint) -> list[str]:
-        return red(point, self.result["gate"])
+    def find_failures(self, point: BenchPoint) -> list[str]:
+        return find_gate_failures(point, self.result["gate"])
 
     def write(self) -> None:
         results.write(self.out, self.result, self.points)
 
-    def say(self, text: str) -> None:
+    def write_and_print(self, text: str) -> None:
         """Writes the results, then prints a line."""
         self.write()
         print(text, flush=True)
 
-    def check(self, cases: Sequence[str]) -> None:
+    def check_cases(self, cases: Sequence[str]) -> None:
         """The gate's cases that have no rows yet, side by side: compiling their kernels takes the time."""
         checked = {row["case"] for row in self.result["gate"]}
-        tasks = {name: partial(gate, self.backend, [name]) for name in cases if name not in checked}
-        for name, outcome in side_by_side(tasks, workers(), partial(self.allowed, STAGE_SECONDS), self.setup, self.log):
-            if outcome.late and self.over():
+        tasks = {name: partial(run_gate, self.backend, [name]) for name in cases if name not in checked}
+        for name, outcome in run_in_parallel(
+            tasks, count_workers(), partial(self.limit_seconds, STAGE_SECONDS), self.setup, self.log
+        ):
+            if outcome.late and self.is_over():
                 continue
             rows = outcome.value or [{"case": name, "passed": False, "failed": outcome.failed}]
             self.result["gate"] += rows
             wrong = [row for row in rows if not row["passed"]]
-            self.say("\n".join(f"wrong: {results.wrong_line(row)}" for row in wrong) or f"right: {name}")
+            self.write_and_print(
+                "\n".join(f"wrong: {results.format_wrong_row(row)}" for row in wrong) or f"right: {name}"
+            )
 
     def compile_ahead(self, points: Sequence[BenchPoint]) -> None:
         """Every configuration of our kernels, side by side, so that the points' tuning finds them on disk."""
@@ -125,32 +129,34 @@ class Course:
         tasks = {
             (key, index, skip): partial(compile_choice, point, self.backend, index, skip)
             for key, point in first.items()
-            for index in range(_configurations())
+            for index in range(_count_configurations())
             for skip in (True, False)
         }
-        if self.over() or not tasks:
+        if self.is_over() or not tasks:
             return
-        outcomes = side_by_side(tasks, workers(), partial(self.allowed, STAGE_SECONDS), self.setup, self.log)
+        outcomes = run_in_parallel(
+            tasks, count_workers(), partial(self.limit_seconds, STAGE_SECONDS), self.setup, self.log
+        )
         failed = [outcome.failed for _, outcome in outcomes if outcome.failed]
-        self.say(
+        self.write_and_print(
             f"compiled ahead: {len(tasks) - len(failed)} of {len(tasks)} choices"
             + "".join(f"; {f}" for f in failed[:1])
         )
 
     def measure(self, worker: GpuWorker, point: BenchPoint, title: str) -> None:
         """Records the point: its figures, or why there are none. A peer that ends the process is left out, and why."""
-        wrong, started = self.red(point), time.monotonic()
+        wrong, started = self.find_failures(point), time.monotonic()
         record: dict[str, Any] = {"point": point._asdict()}
         self.result["points"].pop(str(point), None)
         if wrong and not self.time_anyway:
             self.result["points"][str(point)] = record | {"blocked": wrong}
-            self.say(f"{title}: blocked by the gate: {', '.join(wrong)}")
+            self.write_and_print(f"{title}: blocked by the gate: {', '.join(wrong)}")
             return
-        left_out, ended = self.struck(point.operation), {}
+        left_out, ended = self.find_struck_peers(point.operation), {}
         while True:
             task = partial(measure, point, self.backend, self.authors, left_out | ended)
-            outcome = worker.run(task, self.allowed(POINT_SECONDS), PEER_SECONDS)
-            if self.over() and outcome.late:
+            outcome = worker.run(task, self.limit_seconds(POINT_SECONDS), PEER_SECONDS)
+            if self.is_over() and outcome.late:
                 print(f"{title}: the time was used up (--minutes)", flush=True)
                 return
             if not outcome.ended or outcome.doing not in results.KINDS or outcome.doing in ended:
@@ -161,22 +167,25 @@ class Course:
         else:
             record |= outcome.value | {"red": wrong, "ended": list(ended)}
         self.result["points"][str(point)] = record
-        self.say(f"{title}: {_summary(record)} ({time.monotonic() - started:.0f} s)")
+        self.write_and_print(f"{title}: {_format_summary(record)} ({time.monotonic() - started:.0f} s)")
 
-    def struck(self, operation: str) -> dict[str, str]:
+    def find_struck_peers(self, operation: str) -> dict[str, str]:
         """The peers that have ended processes of this operation often enough."""
         ends = [
-            name for p, record in results.measured(self.result) if p.operation == operation for name in record["ended"]
+            name
+            for p, record in results.list_measured(self.result)
+            if p.operation == operation
+            for name in record["ended"]
         ]
         why = f"it ended the process at {STRIKES} other points"
         return {name: why for name in ends if ends.count(name) >= STRIKES}
 
 
-def workers() -> int:
+def count_workers() -> int:
     return min(os.cpu_count() or 1, MOST_WORKERS)
 
 
-def _configurations() -> int:
+def _count_configurations() -> int:
     """The length of the longest list that the points' widths choose from."""
     if not configurations.AUTOTUNE:
         return 1
@@ -184,7 +193,7 @@ def _configurations() -> int:
     return max(len(configurations.choices(kernel, q)) for kernel in configurations.CONFIGURATIONS)
 
 
-def _summary(record: dict[str, Any]) -> str:
+def _format_summary(record: dict[str, Any]) -> str:
     if "lost" in record:
         return f"lost: {record['lost']}"
     times = {name: cell["milliseconds"]["median"] for name, cell in record["cells"].items() if "milliseconds" in cell}

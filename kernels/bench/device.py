@@ -10,7 +10,7 @@ ROUND_TRIP = 3
 """A round over all copies of the inputs reads this many times the L2 cache, so that none is found there again."""
 
 
-def mark() -> torch.cuda.Event:
+def record_event() -> torch.cuda.Event:
     """A moment in the device's queue."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
@@ -26,7 +26,7 @@ def wait() -> None:
     torch.cuda.synchronize()
 
 
-def peak(step: Callable[[], Any]) -> int:
+def measure_peak_bytes(step: Callable[[], Any]) -> int:
     """Bytes by which a call raises the peak of what is allocated, its results included."""
     wait()
     torch.cuda.reset_peak_memory_stats()
@@ -36,7 +36,7 @@ def peak(step: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def as_graph(step: Callable[[], Any]) -> Callable[[], Any]:
+def capture_graph(step: Callable[[], Any]) -> Callable[[], Any]:
     """The step as a CUDA graph: a decoding step is shorter than its launch."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -44,7 +44,7 @@ def as_graph(step: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def copies(size: int) -> int:
+def count_copies(size: int) -> int:
     """How many inputs of `size` bytes leave the L2 cache behind; at most what half the free memory holds."""
     cache, (free, _) = torch.cuda.get_device_properties(DEVICE).L2_cache_size, torch.cuda.mem_get_info()
     return max(1, min(-(-ROUND_TRIP * cache // size), free // 2 // size))
@@ -55,7 +55,7 @@ def release() -> None:
     torch.cuda.empty_cache()
 
 
-def broken() -> bool:
+def is_broken() -> bool:
     """Whether an earlier error has made this process's CUDA context useless: then the least operation fails."""
     try:
         torch.zeros(1, device=DEVICE).item()

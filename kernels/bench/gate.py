@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from bench import device
-from bench.peers import eager, without_skipping
-from bench.worker import reason
+from bench.peers import eager_attention, without_skipping
+from bench.worker import format_reason
 from flash_lazy import lazy_attention
 from flash_lazy.fused import configurations
 
@@ -44,7 +44,7 @@ GATE: dict[str, dict[str, Any]] = {
 """Cases by name, as changes of `_case`'s arguments."""
 
 
-def _case(
+def _make_case(
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
     batch: int = 2,
@@ -81,7 +81,7 @@ def _case(
     return leaves, options, gradients
 
 
-def _results(
+def _compute_results(
     attend: Callable[..., Tensor], leaves: Mapping[str, Tensor], options: Mapping[str, Any], gradients: bool
 ) -> dict[str, Tensor]:
     """The output computed without gradients, and where asked for the gradient of every leaf."""
@@ -96,7 +96,7 @@ def _results(
     return results
 
 
-def gate(backend: str, names: Sequence[str]) -> list[dict[str, Any]]:
+def run_gate(backend: str, names: Sequence[str]) -> list[dict[str, Any]]:
     """Errors ||x - ref|| / ||ref|| of every result against `reference` in float64, and whether they pass.
 
     The bound is twice the error of `eager` in the same precision. A result that is not bit-identical on a second call,
@@ -105,22 +105,22 @@ def gate(backend: str, names: Sequence[str]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with patch.object(configurations, "AUTOTUNE", False):
         for name in names:
-            rows += _checked(name, backend)
+            rows += _check_case(name, backend)
     return rows
 
 
-def _checked(name: str, backend: str) -> list[dict[str, Any]]:
-    leaves, options, gradients = _case(device.DEVICE, **GATE[name])
-    call = partial(_results, leaves=leaves, options=options, gradients=gradients)
+def _check_case(name: str, backend: str) -> list[dict[str, Any]]:
+    leaves, options, gradients = _make_case(device.DEVICE, **GATE[name])
+    call = partial(_compute_results, leaves=leaves, options=options, gradients=gradients)
     exact = {key: x.double() for key, x in leaves.items()}
-    expected = _results(partial(lazy_attention, backend="reference"), exact, options, gradients)
+    expected = _compute_results(partial(lazy_attention, backend="reference"), exact, options, gradients)
     try:
         found = call(partial(lazy_attention, backend=backend))
         with without_skipping():
             again = call(partial(lazy_attention, backend=backend))
     except Exception as error:
-        return [{"case": name, "passed": False, "failed": reason(error)}]
-    plain = call(eager)
+        return [{"case": name, "passed": False, "failed": format_reason(error)}]
+    plain = call(eager_attention)
     rows = []
     for key, x in found.items():
         error, bound = relative_error(x, expected[key]), 2 * relative_error(plain[key], expected[key])

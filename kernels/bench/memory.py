@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from bench.provenance import made_with
+from bench.provenance import collect_provenance
 from flash_lazy import Backend, lazy_attention
 
 HEADS, WIDTH = 4, 64
@@ -80,7 +80,9 @@ def main() -> None:
         found = [row["rise_bytes"] for row in rows if row["length"] == length]
         print(f"| {length} | " + " | ".join("-" if x is None else f"{x / 2**20:.0f}" for x in found) + " |")
     if args.json:
-        args.json.write_text(json.dumps(made_with("bench.memory") | {"threads": 1, "rows": rows}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps(collect_provenance("bench.memory") | {"threads": 1, "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

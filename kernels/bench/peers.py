@@ -110,7 +110,7 @@ def draw_with_share(
     return inputs, found, recency
 
 
-def eager(
+def eager_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -157,7 +157,7 @@ def eager(
     return w.to(v.dtype) @ v
 
 
-def two_calls(
+def two_call_attention(
     q: Tensor, k: Tensor, v: Tensor, tau: Tensor, bias: Tensor, block_mask: Any, attention: Callable[..., Any]
 ) -> Tensor:
     """The function (`per_query`) by FlexAttention: a call for the log-sum-exp, and one whose scores are log weights.
@@ -168,16 +168,16 @@ def two_calls(
 
     shift, reach = k.shape[2] - q.shape[2], bias.shape[1]
 
-    def biased(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+    def add_bias(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
         distance = row + shift - key
         return score + torch.where(distance < reach, bias[head, distance.clamp(0, reach - 1)], 0.0)
 
     shared = {"block_mask": block_mask, "return_aux": AuxRequest(lse=True), "enable_gqa": q.shape[1] > k.shape[1]}
     call = partial(attention, q, k, **shared)
-    lse = call(v[..., :16], score_mod=biased)[1].lse
+    lse = call(v[..., :16], score_mod=add_bias)[1].lse
 
     def log_weight(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        p = torch.exp(biased(score, batch, head, row, key) - lse[batch, head, row])
+        p = torch.exp(add_bias(score, batch, head, row, key) - lse[batch, head, row])
         w = p - tau[head] / (row + shift + 1)
         return torch.where(w > 0, torch.log(torch.where(w > 0, w, 1.0)), -torch.inf)
 
@@ -205,9 +205,9 @@ def peers(backend: str, authors: Path | None) -> list[Peer]:
             Peer(f"SDPA {name}", _softmax, "softmax", False, partial(sdpa_kernel, getattr(SDPBackend, name)))
             for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
         ),
-        Peer("SDPA MATH", _small(_softmax), "softmax", False, partial(sdpa_kernel, SDPBackend.MATH)),
+        Peer("SDPA MATH", _limit_scores(_softmax), "softmax", False, partial(sdpa_kernel, SDPBackend.MATH)),
         Peer("FlexAttention, two calls", _flex, "lazy"),
-        Peer("eager", _small(eager), "lazy"),
+        Peer("eager", _limit_scores(eager_attention), "lazy"),
         Peer("AdaSplash", _adasplash, None, False),
         Peer("the authors' kernel", partial(_authors, authors), "authors"),
     ]
@@ -223,7 +223,7 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=grouped)
 
 
-def _small(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _limit_scores(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The function, which keeps all scores, for calls of at most MOST_SCORES of them."""
 
     def checked(q: Tensor, k: Tensor, *others: Tensor) -> Tensor:
@@ -236,15 +236,15 @@ def _small(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, tau: Tensor, bias: Tensor) -> Tensor:
-    return _compiled_flex()(q, k, v, tau, bias, _causal_mask(q.shape[2], q.device.type))
+    return _compile_flex()(q, k, v, tau, bias, _causal_mask(q.shape[2], q.device.type))
 
 
 @cache
-def _compiled_flex() -> Callable[..., Tensor]:
+def _compile_flex() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     def attend(*arguments: Any) -> Tensor:
-        return two_calls(*arguments, attention=flex_attention)
+        return two_call_attention(*arguments, attention=flex_attention)
 
     return torch.compile(attend, dynamic=False)
 
@@ -261,7 +261,7 @@ def _causal_mask(rows: int, device: str) -> Any:
 
 
 def _adasplash(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
-    _only_training_shapes(q, k)
+    _require_training_shapes(q, k)
     import adasplash  # pyrefly: ignore [missing-import]
 
     return adasplash.adasplash(q, k, v, is_causal=True)
@@ -271,11 +271,11 @@ def _authors(checkout: Path | None, q: Tensor, k: Tensor, v: Tensor, tau: Tensor
     """github.com/Fzkuji/flash-lazy-attention, which adds tau where this package subtracts it."""
     if checkout is None:
         raise FileNotFoundError("no checkout was given (--authors)")
-    _only_training_shapes(q, k)
-    return _module(checkout).lazy_attention_triton(q, k, v, bias, -tau)
+    _require_training_shapes(q, k)
+    return _load_module(checkout).lazy_attention_triton(q, k, v, bias, -tau)
 
 
-def _only_training_shapes(q: Tensor, k: Tensor) -> None:
+def _require_training_shapes(q: Tensor, k: Tensor) -> None:
     if q.shape[2] < k.shape[2]:
         raise NotImplementedError("it has no decoding")
     if q.shape[1] > k.shape[1]:
@@ -283,7 +283,7 @@ def _only_training_shapes(q: Tensor, k: Tensor) -> None:
 
 
 @cache
-def _module(checkout: Path) -> Any:
+def _load_module(checkout: Path) -> Any:
     path = checkout / "lazy_attention_triton.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

@@ -50,7 +50,7 @@ class BenchPoint(NamedTuple):
         return f"{self.title}, {self.share:.0%} asked"
 
 
-def _prefill(
+def _make_prefill_points(
     length: int, width: int, shares: Iterable[float], kv_heads: int = HEADS, reach: int = 512
 ) -> list[BenchPoint]:
     """Both operations at every share; TOKENS tokens to a batch."""
@@ -58,39 +58,43 @@ def _prefill(
     return [BenchPoint(operation, *shape, share) for operation in (FORWARD, TRAINING) for share in shares]
 
 
-def _decode(batch: int, width: int, shares: Iterable[float], kv_heads: int = HEADS) -> list[BenchPoint]:
+def _make_decode_points(batch: int, width: int, shares: Iterable[float], kv_heads: int = HEADS) -> list[BenchPoint]:
     return [BenchPoint(DECODE, batch, CONTEXT, HEADS, kv_heads, width, 512, share) for share in shares]
 
 
 QUICK: tuple[BenchPoint, ...] = (
-    *_prefill(4096, 128, (0.0, TRAINED, CLAIMED)),
-    *_prefill(4096, 64, (0.0, CLAIMED)),
-    *_decode(8, 128, (0.0, CLAIMED)),
-    *_prefill(4096, 128, (LARGEST, 0.9)),
-    *_decode(8, 128, (CLAIMED,), kv_heads=4),
-    *_decode(1, 128, (CLAIMED,)),
-    *_prefill(4096, 128, (CLAIMED,), kv_heads=4),
-    *_prefill(16384, 128, (CLAIMED,)),
+    *_make_prefill_points(4096, 128, (0.0, TRAINED, CLAIMED)),
+    *_make_prefill_points(4096, 64, (0.0, CLAIMED)),
+    *_make_decode_points(8, 128, (0.0, CLAIMED)),
+    *_make_prefill_points(4096, 128, (LARGEST, 0.9)),
+    *_make_decode_points(8, 128, (CLAIMED,), kv_heads=4),
+    *_make_decode_points(1, 128, (CLAIMED,)),
+    *_make_prefill_points(4096, 128, (CLAIMED,), kv_heads=4),
+    *_make_prefill_points(16384, 128, (CLAIMED,)),
 )
 FULL: tuple[BenchPoint, ...] = tuple(dict.fromkeys([
     *QUICK,
-    *_prefill(4096, 64, (LARGEST, 0.9)),
-    *(point for batch in (1, 64) for point in _decode(batch, 128, (0.0, CLAIMED))),
-    *_decode(8, 128, (0.0,), kv_heads=4),
-    *(point for length in (1024, 16384, 2048, 8192) for point in _prefill(length, 128, (0.0, CLAIMED))),
-    *(point for length in (4096, 1024, 16384) for point in _prefill(length, 128, (0.0, CLAIMED), kv_heads=4)),
-    *_prefill(8192, 128, (0.0, CLAIMED), reach=4096),
-    *(point for length in (1024, 16384, 2048, 8192) for point in _prefill(length, 64, (0.0, CLAIMED))),
-    *_decode(8, 64, (0.0, CLAIMED)),
+    *_make_prefill_points(4096, 64, (LARGEST, 0.9)),
+    *(point for batch in (1, 64) for point in _make_decode_points(batch, 128, (0.0, CLAIMED))),
+    *_make_decode_points(8, 128, (0.0,), kv_heads=4),
+    *(point for length in (1024, 16384, 2048, 8192) for point in _make_prefill_points(length, 128, (0.0, CLAIMED))),
+    *(
+        point
+        for length in (4096, 1024, 16384)
+        for point in _make_prefill_points(length, 128, (0.0, CLAIMED), kv_heads=4)
+    ),
+    *_make_prefill_points(8192, 128, (0.0, CLAIMED), reach=4096),
+    *(point for length in (1024, 16384, 2048, 8192) for point in _make_prefill_points(length, 64, (0.0, CLAIMED))),
+    *_make_decode_points(8, 64, (0.0, CLAIMED)),
 ]))  # fmt: skip
 
 
-def planned_seconds(points: Sequence[BenchPoint]) -> float:
+def plan_seconds(points: Sequence[BenchPoint]) -> float:
     """What measuring the points should take, the stages before them included."""
     return STAGES_SECONDS + POINT_SECONDS * len(points) + SHAPE_SECONDS * len({point.shape for point in points})
 
 
-def _of_width(width: int) -> Callable[[BenchPoint], bool]:
+def _has_width(width: int) -> Callable[[BenchPoint], bool]:
     return lambda point: point.rows > 1 and point.width == width
 
 
@@ -99,7 +103,7 @@ def _decodes_width(width: int) -> Callable[[BenchPoint], bool]:
 
 
 GUARDS: dict[str, Callable[[BenchPoint], bool]] = {
-    **{f"bf16, D = {width}": _of_width(width) for width in (64, 128)},
+    **{f"bf16, D = {width}": _has_width(width) for width in (64, 128)},
     **{f"decode, D = {width}": _decodes_width(width) for width in (64, 128)},
     "more blocks than programs": lambda point: point.rows > 1,
     "most tiles empty": lambda point: point.rows > 1 and point.share > 0,
@@ -110,7 +114,7 @@ GUARDS: dict[str, Callable[[BenchPoint], bool]] = {
 """Which points a case of the gate stands for. A case that is not named is about an option that no point uses."""
 
 
-def red(point: BenchPoint, rows: Iterable[Mapping[str, Any]]) -> list[str]:
+def find_gate_failures(point: BenchPoint, rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """The failed rows of the gate that concern a point: of a case that stands for it, gradients in training alone."""
     return [
         ": ".join(filter(None, (row["case"], row.get("result"))))

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 
-def made_with(module: str) -> dict[str, str]:
+def collect_provenance(module: str) -> dict[str, str]:
     """Command (a module that was run, with this process's arguments), date, commit, versions and machine.
 
     `source` is a hash of the files of this folder and of flash_lazy. It tells apart what a commit's name does not:
@@ -21,7 +21,7 @@ def made_with(module: str) -> dict[str, str]:
     made = {
         "command": " ".join([f"python3 -m {module}", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": _printed("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
+        "commit": _read_first_line("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
         "source": _source(Path(__file__).parents[1]),
         "torch": torch.__version__,
         "triton": _version("triton"),
@@ -31,7 +31,7 @@ def made_with(module: str) -> dict[str, str]:
     if torch.cuda.is_available():
         made |= {
             "GPU": torch.cuda.get_device_name(),
-            "driver": _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "driver": _read_first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
             "CUDA": str(torch.version.cuda),
         }
     return made
@@ -44,7 +44,7 @@ def _source(kernels: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _printed(*command: str) -> str:
+def _read_first_line(*command: str) -> str:
     """The first line that a command prints, or "unknown"."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -16,11 +16,11 @@ DECISIVE = ("source", "machine", "GPU", "driver", "CUDA", "torch", "triton", "py
 KINDS = {peer.name: peer.kind for peer in peers("triton", None)}
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """The folder holds results that this command must not continue; one line, with the fix."""
 
 
-def opened(out: Path, made: Mapping[str, str], fresh: bool) -> dict[str, Any]:
+def open_results(out: Path, made: Mapping[str, str], fresh: bool) -> dict[str, Any]:
     """The results in a folder, to be continued; empty ones where there are none, or fresh ones are wanted.
 
     Keys: made, ceilings, gate (rows), points (records), by title of the point. Raises Refused where those in the folder
@@ -34,28 +34,28 @@ def opened(out: Path, made: Mapping[str, str], fresh: bool) -> dict[str, Any]:
         result = json.loads(path.read_text())
         before = {name: result["made"].get(name, "none") for name in DECISIVE}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Refused(f"{path} is no result of this command ({type(error).__name__}); {fix}") from None
+        raise RefusedError(f"{path} is no result of this command ({type(error).__name__}); {fix}") from None
     for name in DECISIVE:
         if before[name] != made.get(name, "none"):
             was = f"{name} {before[name]}; now it is {made.get(name, 'none')}"
-            raise Refused(f"{path} was made with {was}: {fix}")
+            raise RefusedError(f"{path} was made with {was}: {fix}")
     return result
 
 
 def write(out: Path, result: Mapping[str, Any], plan: Sequence[BenchPoint]) -> None:
     """The file and its tables (bench.md), each replaced whole."""
-    for name, text in ((FILE, json.dumps(result, indent=1) + "\n"), ("bench.md", tables(result, plan))):
+    for name, text in ((FILE, json.dumps(result, indent=1) + "\n"), ("bench.md", format_tables(result, plan))):
         draft = out / f"{name}.new"
         draft.write_text(text)
         os.replace(draft, out / name)
 
 
-def measured(result: Mapping[str, Any]) -> list[tuple[BenchPoint, dict[str, Any]]]:
+def list_measured(result: Mapping[str, Any]) -> list[tuple[BenchPoint, dict[str, Any]]]:
     """The points that have figures, and their records."""
     return [(BenchPoint(**r["point"]), r) for r in result["points"].values() if "cells" in r]
 
 
-def tables(result: Mapping[str, Any], plan: Sequence[BenchPoint]) -> str:
+def format_tables(result: Mapping[str, Any], plan: Sequence[BenchPoint]) -> str:
     """The result as Markdown: a table per shape, peers by share of empty tiles; then what is missing, and why."""
     lines = [
         "# Kernels on a GPU",
@@ -69,7 +69,7 @@ def tables(result: Mapping[str, Any], plan: Sequence[BenchPoint]) -> str:
         "",
         ", ".join(f"{name} {value}" for name, value in result["made"].items()) + ".",
         "",
-        *_gate_lines(result["gate"]),
+        *_format_gate(result["gate"]),
         "",
     ]
     ceilings = result["ceilings"]
@@ -80,29 +80,29 @@ def tables(result: Mapping[str, Any], plan: Sequence[BenchPoint]) -> str:
             f"the best bfloat16 product {ceilings['product_tflops']:.0f} TFLOP/s.",
             "",
         ]
-    for points, records in _by_shape(measured(result)):
-        lines += _table(points, records, ceilings)
-    missing = list(_missing(result, plan))
+    for points, records in _group_by_shape(list_measured(result)):
+        lines += _format_table(points, records, ceilings)
+    missing = list(_list_missing(result, plan))
     lines += ["## Not run", "", *dict.fromkeys(missing), ""] if missing else []
-    chosen = list(_chosen(result))
+    chosen = list(_list_chosen_blocks(result))
     head = ["## Blocks", "", "| point | peer | kernel | blocks |", "|:---|:---|:---|:---|"]
     lines += [*head, *chosen, ""] if chosen else []
     return "\n".join(lines)
 
 
-def _gate_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _format_gate(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     wrong = [row for row in rows if not row["passed"]]
     cases = len({row["case"] for row in rows})
     lines = [f"Gate: {len(rows) - len(wrong)} of {len(rows)} results of {cases} cases are right."]
-    return [*lines, "", *(f"- wrong: {wrong_line(row)}" for row in wrong)] if wrong else lines
+    return [*lines, "", *(f"- wrong: {format_wrong_row(row)}" for row in wrong)] if wrong else lines
 
 
-def wrong_line(row: Mapping[str, Any]) -> str:
+def format_wrong_row(row: Mapping[str, Any]) -> str:
     figures = row.get("failed") or f"{row['result']}: error {row['error']:.2e}, bound {row['bound']:.2e}"
     return f"{row['case']}: {figures}"
 
 
-def _by_shape(
+def _group_by_shape(
     found: Sequence[tuple[BenchPoint, dict[str, Any]]],
 ) -> Iterator[tuple[list[BenchPoint], list[dict[str, Any]]]]:
     """The points that differ in the share alone, by operation."""
@@ -112,7 +112,7 @@ def _by_shape(
         yield [point for point, _ in of_shape], [record for _, record in of_shape]
 
 
-def _table(
+def _format_table(
     points: Sequence[BenchPoint], records: Sequence[Mapping[str, Any]], ceilings: Mapping[str, float] | None
 ) -> list[str]:
     shares = [f"{record['share']:.0%} empty" + (", RED" if record["red"] else "") for record in records]
@@ -120,7 +120,7 @@ def _table(
     lines.append("|:---|" + "---:|" * (len(points) + 2))
     for name in records[0]["cells"]:
         cells = [record["cells"][name] for record in records]
-        times = [_cell(name, *each, ceilings) for each in zip(points, records, strict=True)]
+        times = [_format_cell(name, *each, ceilings) for each in zip(points, records, strict=True)]
         peaks = [cell["peak_bytes"] for cell in cells if "peak_bytes" in cell]
         peak = f"{max(peaks) / 2**20:.0f}" if peaks else "not run"
         difference = f"{cells[0]['difference']:.1e}" if "difference" in cells[0] else "-"
@@ -129,7 +129,7 @@ def _table(
     return [*lines, "", *([f"RED: timed although the gate is wrong in {', '.join(wrong)}.", ""] if wrong else [])]
 
 
-def _cell(name: str, point: BenchPoint, record: Mapping[str, Any], ceilings: Mapping[str, float] | None) -> str:
+def _format_cell(name: str, point: BenchPoint, record: Mapping[str, Any], ceilings: Mapping[str, float] | None) -> str:
     cell = record["cells"][name]
     if "not_run" in cell:
         return "not run"
@@ -139,7 +139,7 @@ def _cell(name: str, point: BenchPoint, record: Mapping[str, Any], ceilings: Map
     return f"{text} {reached:.0%}" if reached else text
 
 
-def _missing(result: Mapping[str, Any], plan: Sequence[BenchPoint]) -> Iterator[str]:
+def _list_missing(result: Mapping[str, Any], plan: Sequence[BenchPoint]) -> Iterator[str]:
     """Points without figures, then peers without, each with its reason."""
     for point in plan:
         record = result["points"].get(str(point))
@@ -149,28 +149,28 @@ def _missing(result: Mapping[str, Any], plan: Sequence[BenchPoint]) -> Iterator[
             yield f"- {point}: lost: {record['lost']}"
         elif "blocked" in record:
             yield f"- {point}: blocked by the gate: {', '.join(record['blocked'])}"
-    for points, records in _by_shape(measured(result)):
+    for points, records in _group_by_shape(list_measured(result)):
         for record in records:
             for name, cell in record["cells"].items():
                 if "not_run" in cell:
                     yield f"- {points[0].title}: {name}: {cell['not_run']}"
 
 
-def _chosen(result: Mapping[str, Any]) -> Iterator[str]:
-    for point, record in measured(result):
+def _list_chosen_blocks(result: Mapping[str, Any]) -> Iterator[str]:
+    for point, record in list_measured(result):
         for name, cell in record["cells"].items():
             for kernel, choice in cell.get("blocks", {}).items():
                 yield f"| {point.title}, {record['share']:.0%} empty | {name} | {kernel} | {choice['blocks']} |"
 
 
-def plots(result: Mapping[str, Any], out: Path) -> str | None:
+def write_plots(result: Mapping[str, Any], out: Path) -> str | None:
     """Writes roofline.png, sparsity.png and decode.png; why not, where they were left out."""
     try:
         import matplotlib
     except ImportError:
         return "the plots were left out: matplotlib is not installed"
     matplotlib.use("Agg")
-    plain = [(p, r) for p, r in measured(result) if p.kv_heads == p.heads and p.reach == 512]
+    plain = [(p, r) for p, r in list_measured(result) if p.kv_heads == p.heads and p.reach == 512]
     if not plain or result["ceilings"] is None:
         return "the plots were left out: nothing that they show was measured"
     ceilings = result["ceilings"]
@@ -182,24 +182,24 @@ def plots(result: Mapping[str, Any], out: Path) -> str | None:
     def milliseconds(point: BenchPoint, record: Mapping[str, Any], name: str) -> float | None:  # noqa: ARG001
         return record["cells"][name].get("milliseconds", {}).get("median")
 
-    def drawn(name: str, chosen: Callable[[BenchPoint], bool], x: Callable[..., float], *others: Any) -> None:
+    def draw_if_found(name: str, chosen: Callable[[BenchPoint], bool], x: Callable[..., float], *others: Any) -> None:
         found = [(p, r) for p, r in plain if chosen(p)]
         if found:
-            _draw(out / f"{name}.png", found, x, *others)
+            _draw_figure(out / f"{name}.png", found, x, *others)
 
     product = f"useful products, % of {ceilings['product_tflops']:.0f} TFLOP/s"
     reading = f"keys and values, % of {ceilings['read_bytes'] / 1e12:.2f} TB/s"
     asked = "{0.operation}, D {0.width}, {0.share:.0%} empty"
-    drawn("roofline", lambda p: p.operation != DECODE and p.share in (0.0, CLAIMED), lambda p, _: p.length,
+    draw_if_found("roofline", lambda p: p.operation != DECODE and p.share in (0.0, CLAIMED), lambda p, _: p.length,
           "L", percent, product, asked)  # fmt: skip
-    drawn("sparsity", lambda p: p.operation != DECODE and p.length == 4096, lambda _, r: 100 * r["share"],
+    draw_if_found("sparsity", lambda p: p.operation != DECODE and p.length == 4096, lambda _, r: 100 * r["share"],
           "empty tiles (%), L 4096", milliseconds, "ms", "{0.operation}, D {0.width}")  # fmt: skip
-    drawn("decode", lambda p: p.operation == DECODE, lambda p, _: p.batch,
+    draw_if_found("decode", lambda p: p.operation == DECODE, lambda p, _: p.batch,
           "sequences, L 32768", percent, reading, asked)  # fmt: skip
     return None
 
 
-def _draw(
+def _draw_figure(
     path: Path,
     found: Sequence[tuple[BenchPoint, Mapping[str, Any]]],
     x: Callable[[BenchPoint, Mapping[str, Any]], float],

@@ -16,7 +16,7 @@ from bench import compiled, device, tuning
 from bench.gate import relative_error
 from bench.peers import Inputs, Peer, draw, draw_with_share, peers, without_skipping
 from bench.points import DECODE, TRAINING, BenchPoint
-from bench.worker import doing, reason
+from bench.worker import announce, format_reason
 
 ROUNDS = 20
 COPIED_BYTES, READ_BYTES, PRODUCT_SIZES = 2**32, 2**31, (4096, 8192, 16384)
@@ -45,11 +45,11 @@ def take_turns(
         for name in sorted(steps, reverse=bool(index % 2)):
             if name not in failed:
                 try:
-                    start = device.mark()
+                    start = device.record_event()
                     steps[name][index % len(steps[name])]()
-                    marks[name].append((start, device.mark()))
+                    marks[name].append((start, device.record_event()))
                 except Exception as error:
-                    failed[name] = _survived(error)
+                    failed[name] = _reason_or_raise(error)
     device.wait()
     times = {
         name: [device.milliseconds(*pair) for pair in marks[name][unmeasured:]] for name in steps if name not in failed
@@ -57,11 +57,11 @@ def take_turns(
     return times, failed
 
 
-def _survived(error: Exception) -> str:
+def _reason_or_raise(error: Exception) -> str:
     """The reason of an error after which the device still works; raises it where it does not."""
-    if device.broken():
+    if device.is_broken():
         raise error
-    return reason(error)
+    return format_reason(error)
 
 
 def _step(peer: Peer, operation: str, inputs: Inputs) -> Callable[[], Any]:
@@ -94,7 +94,7 @@ def measure(
     inputs, share, recency = draw_with_share(point, device.DEVICE)
     touched = (inputs.q, inputs.k, inputs.v, *([inputs.q] if point.operation == TRAINING else []))
     copies = [inputs] + [
-        Inputs(*(x.clone() for x in inputs)) for _ in range(device.copies(sum(x.nbytes for x in touched)) - 1)
+        Inputs(*(x.clone() for x in inputs)) for _ in range(device.count_copies(sum(x.nbytes for x in touched)) - 1)
     ]
     cells: dict[str, dict[str, Any]] = {}
     steps: dict[str, list[Callable[[], Any]]] = {}
@@ -104,23 +104,23 @@ def measure(
         if peer.name in left_out:
             cells[peer.name] = {"not_run": left_out[peer.name]}
             continue
-        doing(peer.name)
+        announce(peer.name)
         tuning.watch()
         try:
             calls = [_step(peer, point.operation, each) for each in copies]
             out = calls[0]()  # compiles and tunes
-            cell: dict[str, Any] = {"peak_bytes": device.peak(calls[0])}
+            cell: dict[str, Any] = {"peak_bytes": device.measure_peak_bytes(calls[0])}
             if point.operation != TRAINING and peer.same:
                 first = out.double() if first is None else first
                 cell["difference"] = relative_error(out, first)
-            if blocks := tuning.chosen():
+            if blocks := tuning.list_chosen_blocks():
                 cell["blocks"] = blocks
-            steps[peer.name] = [device.as_graph(call) for call in calls] if point.operation == DECODE else calls
+            steps[peer.name] = [device.capture_graph(call) for call in calls] if point.operation == DECODE else calls
             cells[peer.name] = cell
             del out
         except Exception as error:
-            cells[peer.name] = {"not_run": _survived(error)}
-    doing("taking turns")
+            cells[peer.name] = {"not_run": _reason_or_raise(error)}
+    announce("taking turns")
     times, failed = take_turns(steps, rounds)
     for name, values in times.items():
         lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
@@ -138,7 +138,7 @@ def compile_choice(point: BenchPoint, backend: str, index: int, skip: bool) -> N
     """
     ours = peers(backend, None)[0]
     peer = ours if skip else ours._replace(around=without_skipping)
-    with tuning.choice(index):
+    with tuning.use_choice(index):
         _step(peer, point.operation, draw(point, device.DEVICE))()
     device.wait()
 
@@ -193,5 +193,5 @@ def share_of_ceiling(
     if kind is None:
         return None
     entries = point.batch * point.heads * point.length * (point.length + 1) / 2
-    products = compiled.products(point.operation, kind, 1 - share)
+    products = compiled.count_products(point.operation, kind, 1 - share)
     return products * 2 * point.width * entries / seconds / 1e12 / ceilings["product_tflops"]

@@ -45,14 +45,14 @@ def watch() -> None:
     _running.clear()
 
 
-def chosen() -> dict[str, dict[str, Any]]:
+def list_chosen_blocks() -> dict[str, dict[str, Any]]:
     """By kernel that has run since `watch`: the best configuration, and every one's milliseconds.
 
     None is the time of a configuration that does not fit into the device.
     """
     found = {}
     for tuner in _running:
-        times = {_text(config): times[0] for config, times in getattr(tuner, "configs_timings", {}).items()}
+        times = {_format_config(config): times[0] for config, times in getattr(tuner, "configs_timings", {}).items()}
         if times:  # else there was nothing to choose
             finite = {text: time if time < float("inf") else None for text, time in times.items()}
             best = min(times, key=times.__getitem__)
@@ -60,13 +60,13 @@ def chosen() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _text(config: Config) -> str:
+def _format_config(config: Config) -> str:
     constants = ", ".join(f"{name} {value}" for name, value in config.kwargs.items())
     return f"{constants}, {config.num_warps} warps, {config.num_stages} stages"
 
 
 @contextmanager
-def choice(index: int) -> Iterator[None]:
+def use_choice(index: int) -> Iterator[None]:
     """Inside, every kernel takes one of its list (the index counts round and round), and nothing is timed."""
     given = configurations.choices
 

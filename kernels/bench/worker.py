@@ -26,7 +26,7 @@ _parent: Connection | None = None
 _patience = 0.0
 
 
-class Outcome(NamedTuple):
+class TaskOutcome(NamedTuple):
     """What came of a function."""
 
     value: Any = None
@@ -56,7 +56,7 @@ class GpuWorker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.end()
 
-    def run(self, task: Callable[[], Any], seconds: float, silent: float = float("inf")) -> Outcome:
+    def run(self, task: Callable[[], Any], seconds: float, silent: float = float("inf")) -> TaskOutcome:
         """task: picklable, as its result.
 
         The process is killed after `seconds`, its start included, or after `silent` seconds without a word of `doing`.
@@ -73,7 +73,7 @@ class GpuWorker:
                 message = connection.recv()
             except (EOFError, ConnectionResetError):
                 break
-            if isinstance(message, Outcome):
+            if isinstance(message, TaskOutcome):
                 if message.ended:
                     self.end()
                 return message._replace(doing=doing)
@@ -84,7 +84,7 @@ class GpuWorker:
         else:
             failed = f"took longer than {patience:.0f} s and was killed"
         self.end()
-        return Outcome(None, failed, doing, ended=True, late=not ready)
+        return TaskOutcome(None, failed, doing, ended=True, late=not ready)
 
     def _start(self) -> tuple[Any, Connection]:
         ours, theirs = _CONTEXT.Pipe()
@@ -103,7 +103,7 @@ class GpuWorker:
             self._live = None
 
 
-def doing(what: str) -> None:
+def announce(what: str) -> None:
     """Lets the process that asked know what is done now, so that it knows what was when this one ends."""
     if _parent is not None:
         _parent.send(what)
@@ -115,19 +115,19 @@ def _trace_hang() -> None:
     faulthandler.dump_traceback_later(0.9 * _patience)
 
 
-def reason(error: Exception) -> str:
+def format_reason(error: Exception) -> str:
     """An exception in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200] if lines else 'without a message'}"
 
 
-def side_by_side(
+def run_in_parallel(
     tasks: Mapping[Any, Callable[[], Any]],
     count: int,
     seconds: Callable[[], float],
     setup: Callable[[], None],
     log: Path | None = None,
-) -> Iterator[tuple[Any, Outcome]]:
+) -> Iterator[tuple[Any, TaskOutcome]]:
     """The outcomes of tasks by their keys, as they come, from at most `count` workers.
 
     seconds: asked when a task starts, as all of them start late where there are many.
@@ -137,7 +137,7 @@ def side_by_side(
     for worker in workers:
         idle.put(worker)
 
-    def run(key: Any) -> tuple[Any, Outcome]:
+    def run(key: Any) -> tuple[Any, TaskOutcome]:
         worker = idle.get()
         try:
             return key, worker.run(tasks[key], seconds())
@@ -168,12 +168,12 @@ def _serve(connection: Connection, setup: Callable[[], None], log: Path | None) 
         task, _patience = connection.recv()
         _trace_hang()
         try:
-            outcome = Outcome(task())
+            outcome = TaskOutcome(task())
         except Exception as error:
             sys.excepthook(type(error), error, error.__traceback__)
-            outcome = Outcome(failed=reason(error))
+            outcome = TaskOutcome(failed=format_reason(error))
         faulthandler.cancel_dump_traceback_later()
-        connection.send(outcome._replace(ended=device.broken()))
+        connection.send(outcome._replace(ended=device.is_broken()))
 
 
 def _end_with_parent() -> None:

@@ -27,7 +27,7 @@ from transformers.masking_utils import causal_mask_function
 from flash_lazy import lazy_attention
 
 
-def lazy(
+def lazy_attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
     """An attention function of transformers: query `[B, H, Lq, D]`, key and value `[B, Hkv, Lk, D]`, mask `[B, Lk]`."""
@@ -35,7 +35,7 @@ def lazy(
     return out.transpose(1, 2), None
 
 
-def padding(
+def make_padding_mask(
     *,
     q_length: int,
     kv_length: int,
@@ -50,8 +50,8 @@ def padding(
     return None if attention_mask is None or attention_mask.all() else attention_mask.bool()
 
 
-AttentionInterface.register("lazy", lazy)
-AttentionMaskInterface.register("lazy", padding)
+AttentionInterface.register("lazy", lazy_attention_forward)
+AttentionMaskInterface.register("lazy", make_padding_mask)
 
 
 class LazyLlamaConfig(LlamaConfig):

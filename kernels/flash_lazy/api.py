@@ -9,17 +9,17 @@ from torch import Tensor
 from typing_extensions import TypedDict, Unpack
 
 from flash_lazy.chunked import chunked_attention
-from flash_lazy.fused.ops import fused_attention, obstacle
+from flash_lazy.fused.ops import find_obstacle, fused_attention
 from flash_lazy.inputs import (
     Call,
     Stats,
     Threshold,
     Weights,
+    cast_for_autocast,
     check,
     check_flag,
     check_type,
     check_types,
-    under_autocast,
 )
 from flash_lazy.reference import reference_attention, reference_weights
 
@@ -222,7 +222,7 @@ def _attend(call: Call, backend: Backend, with_stats: bool) -> tuple[Tensor, Sta
     """Checks a call and runs it, under autocast in its precision."""
     check_types(call)
     check_flag("return_stats", with_stats)
-    call = under_autocast(call)
+    call = cast_for_autocast(call)
     check(call)
     attend = _BACKENDS[resolve_backend(backend, call.q, call.key_mask)]
     # The backends state their own precision; autocast would round their matrix products.
@@ -270,11 +270,11 @@ def resolve_backend(backend: Backend, q: Tensor, key_mask: Tensor | None = None)
     if backend == "auto":
         if q.device.type != "cuda":
             return "chunked"
-        if (why := obstacle(q, key_mask)) is None:
+        if (why := find_obstacle(q, key_mask)) is None:
             return "triton"
         _warn_of_a_slower_backend(why)
         return "chunked"
-    if backend == "triton" and (why := obstacle(q, key_mask)):
+    if backend == "triton" and (why := find_obstacle(q, key_mask)):
         raise ValueError(why)
     return backend
 

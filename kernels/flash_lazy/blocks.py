@@ -16,7 +16,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from flash_lazy.inputs import Call, compute_dtype, documents, rows_in_documents
+from flash_lazy.inputs import Call, compute_dtype, rows_in_documents, slice_documents
 
 # Scores of one block, B * H * R * C. Small enough for a CPU's cache, large enough on a GPU that launching kernels does
 # not dominate.
@@ -37,7 +37,7 @@ class Part:
     def shape(self) -> tuple[int, int]:
         return self.batch.stop - self.batch.start, self.heads.stop - self.heads.start
 
-    def of(self, x: Tensor) -> Tensor:
+    def select(self, x: Tensor) -> Tensor:
         """A part of `[B or 1, Hkv or 1, ...]` as `[b * h, ...]`: a view where the strides allow it."""
         x = x[self.batch if x.shape[0] > 1 else slice(None), self.heads if x.shape[1] > 1 else slice(None)]
         return x.expand(*self.shape, *x.shape[2:]).flatten(0, 1)
@@ -77,12 +77,12 @@ class Sweep:
 
         shape = self.batch, self.kv_heads, self.group
         self.block_rows, self.parts, self.blocks = make_blocks(
-            shape, documents(call), call.window, self.device.type, whole_heads
+            shape, slice_documents(call), call.window, self.device.type, whole_heads
         )
         self.block_columns = max(block.shape[1] for block in self.blocks)
         self._place_rows_and_keys()
 
-        self.q, self.k, self.v = self.by_group(q.to(self.dtype)), k.to(self.dtype), v.to(self.dtype)
+        self.q, self.k, self.v = self.group_heads(q.to(self.dtype)), k.to(self.dtype), v.to(self.dtype)
         if self.shift is not None:
             self.k, self.v = (roll(x, self.shift) for x in (self.k, self.v))
         if self.hidden is not None:  # what nobody sees may hold NaN, and 0 * NaN is NaN
@@ -91,7 +91,7 @@ class Sweep:
             self.q = self.q.masked_fill(self.blind, 0)
         self._build_strip()
 
-    def by_group(self, x: Tensor) -> Tensor:
+    def group_heads(self, x: Tensor) -> Tensor:
         """`[B, H, Lq, D]` as a view `[B, Hkv, G, Lq, D]`."""
         return x.unflatten(1, (self.kv_heads, self.group))
 
@@ -173,7 +173,7 @@ class Sweep:
 
     def fill_scores(self, s: Tensor, q: Tensor, k: Tensor, part: Part, block: RowBlock) -> None:
         """Writes the scores of a block into s `[b * h, G, R, C]`; q `[b * h, G * R, D]`, k `[b * h, C, D]`."""
-        strip = self._strip_of(self.strip, part, block)
+        strip = self._cut_strip(self.strip, part, block)
         left = s.shape[-1] - strip.shape[-1]
         flat, k = s.flatten(1, 2), k.transpose(1, 2)
         # Scaling q instead would be as cheap and round D times as often.
@@ -189,7 +189,7 @@ class Sweep:
         if self.hidden is not None:
             x.unflatten(0, part.shape).masked_fill_(self.hidden[part.batch, None, None, None, block.keys], value)
 
-    def first_of(self, w: Tensor, part: Part, block: RowBlock) -> Tensor:
+    def read_first_weight(self, w: Tensor, part: Part, block: RowBlock) -> Tensor:
         """The weight on the document's first key, `[b, h, G, R]`, of w `[b, h, G, R, C]`; 0 where it is not in C."""
         if self.shift is None:
             first = block.first - block.keys.start
@@ -199,14 +199,14 @@ class Sweep:
         index = first.clamp(0, w.shape[-1] - 1).expand(*w.shape[:-1], 1)
         return w.gather(-1, index).masked_fill(~inside, 0).squeeze(-1)
 
-    def _strip_of(self, strip: Tensor, part: Part, block: RowBlock) -> Tensor:
+    def _cut_strip(self, strip: Tensor, part: Part, block: RowBlock) -> Tensor:
         rows, columns = block.shape
         heads = part.heads if strip.shape[0] > 1 else slice(None)
         return strip[heads, :, -rows:, -min(columns, strip.shape[-1]) :]
 
     def add_to_strip(self, dstrip: Tensor, ds: Tensor, part: Part, block: RowBlock) -> None:
         """Adds the gradient of a block's scores `[b * h, G, R, C]` to that of the strip."""
-        strip = self._strip_of(dstrip, part, block)
+        strip = self._cut_strip(dstrip, part, block)
         band = ds[..., ds.shape[-1] - strip.shape[-1] :].unflatten(0, part.shape)
         strip.add_(band[0] if len(band) == 1 else band.sum(0))  # sum would copy the one sequence
 

@@ -29,7 +29,7 @@ def chunked_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | Non
     """Output `[B, H, Lq, D]` in q's dtype, and the row statistics where asked for. Shapes as in `lazy_attention`."""
     # torch.compile sees operators and traces no line of them. Eagerly their dispatch would cost a training step of 128
     # tokens a tenth.
-    attend = _forward if torch.compiler.is_compiling() else _Chunked.apply
+    attend = _forward if torch.compiler.is_compiling() else _ChunkedFunction.apply
     out, *stats = attend(*call, with_stats)
     if not with_stats:
         return out, None
@@ -40,7 +40,7 @@ def chunked_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | Non
 def _outputs(*arguments: Any) -> tuple[Tensor, ...]:
     """Output, and where asked for the fields of `Stats`."""
     *call, with_stats = arguments
-    return _Lazy(Call(*call)).forward(with_stats)
+    return _LazySweep(Call(*call)).forward(with_stats)
 
 
 def _gradients(*arguments: Any) -> tuple[Tensor, ...]:
@@ -48,10 +48,10 @@ def _gradients(*arguments: Any) -> tuple[Tensor, ...]:
     *call, grad, dlse, with_bias = arguments
     # The engine calls back under the caller's autocast, which would round the matrix products.
     with torch.autocast(grad.device.type, enabled=False):
-        return _Lazy(Call(*call)).backward(grad, dlse, with_bias)
+        return _LazySweep(Call(*call)).backward(grad, dlse, with_bias)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG001 - torch's signature
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG001 - torch's signature
     ctx.save_for_backward(*inputs[:TENSORS])
     ctx.settings = inputs[TENSORS:-1]
     ctx.set_materialize_grads(False)
@@ -72,10 +72,10 @@ def _leaf_gradients(
     return *leaves, *[None] * (len(needed) - LEAVES)
 
 
-class _Chunked(torch.autograd.Function):
+class _ChunkedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        _keep(ctx, args, ())
+        _setup_context(ctx, args, ())
         return _outputs(*args)
 
     @staticmethod
@@ -91,7 +91,7 @@ class _Chunked(torch.autograd.Function):
     schema=f"({CALL_SCHEMA}, bool stats) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
-    return _five(*_outputs(*arguments))
+    return _pad_to_five(*_outputs(*arguments))
 
 
 _backward = torch.library.custom_op(
@@ -101,16 +101,16 @@ _backward = torch.library.custom_op(
     schema=f"({CALL_SCHEMA}, Tensor grad, Tensor? dlse, bool with_bias) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-_forward.register_autograd(partial(_leaf_gradients, _backward), setup_context=_keep)
+_forward.register_autograd(partial(_leaf_gradients, _backward), setup_context=_setup_context)
 
 
 @_forward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     *call, with_stats = arguments
-    return _five(*_forward_buffers(Call(*call), with_stats))
+    return _pad_to_five(*_forward_buffers(Call(*call), with_stats))
 
 
-def _five(out: Tensor, *stats: Tensor) -> tuple[Tensor, ...]:
+def _pad_to_five(out: Tensor, *stats: Tensor) -> tuple[Tensor, ...]:
     """An operator has one number of outputs: stats that are not asked for are empty."""
     return out, *(stats or [out.new_empty(0) for _ in Stats._fields])
 
@@ -126,7 +126,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return torch.empty_like(call.q), *others, *head
 
 
-class _Lazy(Sweep):
+class _LazySweep(Sweep):
     """The two passes over the blocks, scores in base 2: its power is the cheaper one."""
 
     def __init__(self, call: Call) -> None:
@@ -144,7 +144,7 @@ class _Lazy(Sweep):
         self.lifts_hidden = self.device.type != "cpu" or bool((self.theta < 0).any())
         self.triangle = self.visible.to(self.dtype)
 
-    def _exponentials(self, q: Tensor, k: Tensor, part: Part, block: RowBlock, e: Tensor) -> tuple[Tensor, Tensor]:
+    def _fill_exponentials(self, q: Tensor, k: Tensor, part: Part, block: RowBlock, e: Tensor) -> tuple[Tensor, Tensor]:
         """Fills e with exp(score - row maximum); the maxima in base 2, and the row sums: e / sum is the softmax.
 
         A row that sees no key has e = 0 and the sum 1.
@@ -154,7 +154,7 @@ class _Lazy(Sweep):
         e.sub_(top.clamp(min=torch.finfo(self.dtype).min)).exp2_()
         return top, e.sum(-1, keepdim=True).clamp_(min=1)
 
-    def _threshold(self, e: Tensor, theta: Tensor, part: Part, block: RowBlock, out: Tensor) -> Tensor:
+    def _apply_threshold(self, e: Tensor, theta: Tensor, part: Part, block: RowBlock, out: Tensor) -> Tensor:
         """max(e - theta, 0) in `out`, which may be e; exactly 0 where the key is hidden."""
         w = torch.sub(e, theta, out=out).relu_()
         if self.lifts_hidden:
@@ -166,25 +166,25 @@ class _Lazy(Sweep):
 
     def forward(self, with_stats: bool) -> tuple[Tensor, ...]:
         buffers = _forward_buffers(self.call, with_stats)
-        result = self.by_group(buffers[0])
-        stats = Stats(*map(self.by_group, buffers[1:])) if with_stats else None
+        result = self.group_heads(buffers[0])
+        stats = Stats(*map(self.group_heads, buffers[1:])) if with_stats else None
         scratch = self.scratch(1)
         for part in self.parts:
-            q, k, v, theta = (part.of(x) for x in (self.q, self.k, self.v, self.theta))
+            q, k, v, theta = (part.select(x) for x in (self.q, self.k, self.v, self.theta))
             for block in self.blocks:
                 (e,) = self.matrices(scratch, part, block)
                 q_rows, k_keys, v_keys = q[:, :, block.rows].flatten(1, 2), k[:, block.keys], v[:, block.keys]
-                top, total = self._exponentials(q_rows, k_keys, part, block, e)
-                w = self._threshold(e, theta[:, :, block.rows] * total, part, block, out=e)
-                divisor = _or_one(w.sum(-1, keepdim=True)) if self.call.renormalise else total
+                top, total = self._fill_exponentials(q_rows, k_keys, part, block, e)
+                w = self._apply_threshold(e, theta[:, :, block.rows] * total, part, block, out=e)
+                divisor = _replace_zero_mass(w.sum(-1, keepdim=True)) if self.call.renormalise else total
                 out = _value_product(w.flatten(1, 2), v_keys).view(*w.shape[:-1], self.width).div_(divisor)
                 place = part.batch, part.heads, slice(None), block.rows
                 result[place] = out.unflatten(0, part.shape)
                 if stats is not None:
-                    self._describe(Stats(*(x[place] for x in stats)), w, top, total, divisor, part, block)
+                    self._write_stats(Stats(*(x[place] for x in stats)), w, top, total, divisor, part, block)
         return buffers
 
-    def _describe(
+    def _write_stats(
         self, stats: Stats, w: Tensor, top: Tensor, total: Tensor, divisor: Tensor, part: Part, block: RowBlock
     ) -> None:
         """Writes the stats of a block's rows, each `[b, h, G, R]`."""
@@ -192,7 +192,7 @@ class _Lazy(Sweep):
         n = self.n[part.batch if len(self.n) > 1 else slice(None), :, :, block.rows]
         stats.lse[:] = (top / LOG2E + total.log()).squeeze(-1)
         stats.mass[:] = (w.sum(-1, keepdim=True) / total).squeeze(-1)
-        stats.first_weight[:] = self.first_of(w, part, block) / divisor.squeeze(-1)
+        stats.first_weight[:] = self.read_first_weight(w, part, block) / divisor.squeeze(-1)
         stats.zeros[:] = n - (w > 0).sum(-1)
 
     def backward(self, grad: Tensor, dlse: Tensor | None, with_bias: bool) -> tuple[Tensor, ...]:
@@ -201,27 +201,27 @@ class _Lazy(Sweep):
         grad, dlse: of the output `[B, H, Lq, D]` and of the log-sum-exp `[B, H, Lq]`. lse_i grows by p_ij with each
         score, so its gradient joins the row's delta.
         """
-        grad = self.by_group(grad.to(self.dtype))
+        grad = self.group_heads(grad.to(self.dtype))
         if self.blind is not None:
             grad = grad.masked_fill(self.blind, 0)
-        dq = self.by_group(torch.empty_like(self.call.q, dtype=self.dtype))
+        dq = self.group_heads(torch.empty_like(self.call.q, dtype=self.dtype))
         # Contiguous, so that a part of them is a view to add to: sequences are split before heads.
         dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (self.k, self.v))
         survivors = torch.empty(self.q.shape[:-1], dtype=self.dtype, device=self.device)  # sum_j m_ij dp_ij
         dstrip = torch.zeros_like(self.strip) if with_bias else None
         scratch, scale = self.scratch(3), self.call.factor
         if dlse is not None:
-            dlse = self.by_group(dlse)[..., None]
+            dlse = self.group_heads(dlse)[..., None]
             dlse = dlse if self.blind is None else dlse.masked_fill(self.blind, 0)
         for part in self.parts:
-            q, k, v, do, theta = (part.of(x) for x in (self.q, self.k, self.v, grad, self.theta))
-            dk_part, dv_part = part.of(dk), part.of(dv)
+            q, k, v, do, theta = (part.select(x) for x in (self.q, self.k, self.v, grad, self.theta))
+            dk_part, dv_part = part.select(dk), part.select(dv)
             for block in self.blocks:
                 e, w, dp = self.matrices(scratch, part, block)
                 q_rows, k_keys, v_keys = q[:, :, block.rows].flatten(1, 2), k[:, block.keys], v[:, block.keys]
-                _, total = self._exponentials(q_rows, k_keys, part, block, e)
-                self._threshold(e, theta[:, :, block.rows] * total, part, block, out=w)
-                divisor = _or_one(w.sum(-1, keepdim=True)) if self.call.renormalise else total
+                _, total = self._fill_exponentials(q_rows, k_keys, part, block, e)
+                self._apply_threshold(e, theta[:, :, block.rows] * total, part, block, out=w)
+                divisor = _replace_zero_mass(w.sum(-1, keepdim=True)) if self.call.renormalise else total
                 # w, e and dp stand for weights, softmax and gradient times, times and over `total` (`divisor`).
                 do_rows = (do[:, :, block.rows] / divisor).flatten(1, 2)
                 _value_gradients(w.flatten(1, 2), do_rows, v_keys, dp.flatten(1, 2), dv_part[:, block.keys])
@@ -256,7 +256,7 @@ def _forward_buffers(call: Call, with_stats: bool) -> tuple[Tensor, ...]:
     return torch.empty_like(q), *stats
 
 
-def _tiles(w: Tensor) -> list[tuple[slice, bool]]:
+def _split_tiles(w: Tensor) -> list[tuple[slice, bool]]:
     """The columns of weights `[b * h, G * R, C]` in tiles, and whether any weight of the tile survives.
 
     The last tile is taken to be alive: it holds the queries' own keys. Devices other than the CPU have one tile and are
@@ -273,7 +273,7 @@ def _tiles(w: Tensor) -> list[tuple[slice, bool]]:
 
 def _value_product(w: Tensor, v: Tensor) -> Tensor:
     """`w @ v` for w `[b * h, G * R, C]`; tiles without a surviving weight are left out, which changes no bit."""
-    tiles = _tiles(w)
+    tiles = _split_tiles(w)
     if len(tiles) == 1:
         return torch.bmm(w, v)
     out = v.new_zeros(*w.shape[:2], v.shape[2])
@@ -285,7 +285,7 @@ def _value_product(w: Tensor, v: Tensor) -> Tensor:
 
 def _value_gradients(w: Tensor, do: Tensor, v: Tensor, dp: Tensor, dv: Tensor) -> None:
     """Adds `w.T @ do` to dv and writes `do @ v.T` into dp, 0 in tiles without a surviving weight."""
-    for tile, alive in _tiles(w):
+    for tile, alive in _split_tiles(w):
         if alive:
             torch.bmm(do, v[:, tile].transpose(1, 2), out=dp[..., tile])
             dv[:, tile].baddbmm_(w[..., tile].transpose(1, 2), do)
@@ -293,6 +293,6 @@ def _value_gradients(w: Tensor, do: Tensor, v: Tensor, dp: Tensor, dv: Tensor) -
             dp[..., tile] = 0
 
 
-def _or_one(mass: Tensor) -> Tensor:
+def _replace_zero_mass(mass: Tensor) -> Tensor:
     """Row sums, and 1 for a row whose weights are all zero, so that it stays zero when divided."""
     return torch.where(mass > 0, mass, 1)

@@ -94,7 +94,7 @@ def compute_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def documents(call: Call) -> list[tuple[slice, slice]]:
+def slice_documents(call: Call) -> list[tuple[slice, slice]]:
     """Rows and keys of each document, of a call without boundaries all of them; the boundaries are read."""
     if call.cu_seqlens is None:
         return [(slice(0, call.q.shape[2]), slice(0, call.k.shape[2]))]
@@ -138,7 +138,7 @@ def tau_gradient(survivors: Tensor, entry: Tensor | None, tau: Tensor) -> Tensor
     return total.index_put_((entry,), per_row, accumulate=True).T.to(tau.dtype).contiguous()
 
 
-def under_autocast(call: Call) -> Call:
+def cast_for_autocast(call: Call) -> Call:
     """A call with q, k and v in autocast's dtype where it is on, as for torch's own attention."""
     device = call.q.device.type
     if not torch.is_autocast_enabled(device) or call.q.dtype == torch.float64:
@@ -273,7 +273,7 @@ def _check_documents(call: Call, cu_seqlens: Tensor) -> None:
 def _check_boundaries(name: str, x: Tensor, last: str, total: int) -> None:
     if x.dtype != torch.int32 or x.dim() != 1:
         raise ValueError(f"{name} is {x.dtype} of shape {_shape(x)}; give int32 [n + 1]")
-    if _may_be_read(x):
+    if _can_read(x):
         cuts = x.tolist()
         if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != total or cuts != sorted(cuts):
             raise ValueError(f"{name} is {cuts}; give boundaries that rise from 0 to {last}")
@@ -283,7 +283,7 @@ def _check_pairs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
     counts = len(cu_seqlens_q) - 1, len(cu_seqlens_k) - 1
     if counts[0] != counts[1]:
         raise ValueError(f"cu_seqlens_k has {counts[1]} documents and cu_seqlens_q {counts[0]}; give both the same")
-    if not (_may_be_read(cu_seqlens_q) and _may_be_read(cu_seqlens_k)):
+    if not (_can_read(cu_seqlens_q) and _can_read(cu_seqlens_k)):
         return
     lengths = zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True)
     for document, (rows, keys) in enumerate(lengths):
@@ -305,7 +305,7 @@ def _check_lengths(kv_lengths: Tensor, q: Tensor, k: Tensor) -> None:
             "and those of a padded batch would shift; leave it out for right padding, at which causal attention never "
             "looks, or give a key_mask for left padding"
         )
-    if _may_be_read(kv_lengths) and not 0 <= int(kv_lengths.min()) <= int(kv_lengths.max()) <= keys:
+    if _can_read(kv_lengths) and not 0 <= int(kv_lengths.min()) <= int(kv_lengths.max()) <= keys:
         raise ValueError(f"kv_lengths is {kv_lengths.tolist()}; give values from 0 to Lk = {keys}")
 
 
@@ -314,7 +314,7 @@ def _check_device(name: str, x: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"{name} is on {x.device} and q on {q.device}; move them to one device")
 
 
-def _may_be_read(x: Tensor) -> bool:
+def _can_read(x: Tensor) -> bool:
     """Whether looking at a tensor's values waits for no device and breaks no graph."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 

@@ -7,31 +7,31 @@ inputs are float64 and in float32 otherwise.
 import torch
 from torch import Tensor
 
-from flash_lazy.inputs import Call, Stats, Weights, compute_dtype, documents
-from flash_lazy.scores import eager_scores, place
+from flash_lazy.inputs import Call, Stats, Weights, compute_dtype, slice_documents
+from flash_lazy.scores import eager_scores, locate_queries
 
 
 def reference_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]:
     """Output `[B, H, Lq, D]` in q's dtype, and the row statistics where asked for. Shapes as in `lazy_attention`."""
-    out, stats = _sequences(call) if call.cu_seqlens is None else _documents(call)
+    out, stats = _attend_sequences(call) if call.cu_seqlens is None else _attend_documents(call)
     return out, stats if with_stats else None
 
 
-def _documents(call: Call) -> tuple[Tensor, Stats]:
+def _attend_documents(call: Call) -> tuple[Tensor, Stats]:
     """Documents are sequences of their own."""
     outs, stats = [], []
-    for rows, keys in documents(call):
+    for rows, keys in slice_documents(call):
         if rows.start == rows.stop:
             continue
         q, k, v = call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys]
         mask = None if call.key_mask is None else call.key_mask[:, keys]
-        out, stat = _sequences(call._replace(q=q, k=k, v=v, cu_seqlens=None, cu_seqlens_k=None, key_mask=mask))
+        out, stat = _attend_sequences(call._replace(q=q, k=k, v=v, cu_seqlens=None, cu_seqlens_k=None, key_mask=mask))
         outs.append(out)
         stats.append(stat)
     return torch.cat(outs, 2), Stats(*(torch.cat(field, 2) for field in zip(*stats, strict=True)))
 
 
-def _sequences(call: Call) -> tuple[Tensor, Stats]:
+def _attend_sequences(call: Call) -> tuple[Tensor, Stats]:
     rows = reference_weights(call)
     unseen = ~rows.visible.any(2)[..., None]
     v = call.v.to(rows.w.dtype).masked_fill(unseen, 0).repeat_interleave(call.q.shape[1] // call.v.shape[1], 1)
@@ -48,7 +48,7 @@ def _sequences(call: Call) -> tuple[Tensor, Stats]:
 
 def reference_weights(call: Call) -> Weights:
     """The weight matrix of queries aligned to the end of the keys; not for packed documents."""
-    own, visible = place(call)
+    own, visible = locate_queries(call)
     blind = ~visible.any(2)[:, None, :, None]
     hidden = ~visible[:, None]
     scores = eager_scores(call, own, visible).masked_fill(hidden, -torch.inf)

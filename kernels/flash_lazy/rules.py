@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import TypedDict, Unpack
 
 from flash_lazy.blocks import Part, RowBlock, Sweep, roll
-from flash_lazy.inputs import TENSORS, Call, Stats, check, check_types, documents, under_autocast
-from flash_lazy.scores import eager_scores, place
+from flash_lazy.inputs import TENSORS, Call, Stats, cast_for_autocast, check, check_types, slice_documents
+from flash_lazy.scores import eager_scores, locate_queries
 
 HIDDEN = -1e30
 """The score of a hidden key: finite, because -inf times 0 is NaN, and so far down that every exponential of it is 0."""
@@ -143,10 +143,10 @@ def rule_attention(
         TypeError, ValueError: an argument, or what the rule returns, does not fit.
     """
     tensors = q, k, v, bias, slopes, cu_seqlens, kv_lengths, key_mask
-    call = _checked(tensors, maps, renormalise=renormalise, scale=scale, window=window)
+    call = _make_call(tensors, maps, renormalise=renormalise, scale=scale, window=window)
     if wrong := [x for x in parameters if not isinstance(x, Tensor)]:
         raise TypeError(f"parameters has {wrong[0]!r}, a {type(wrong[0]).__name__}; give tensors")
-    attend = {"reference": _reference, "chunked": _chunked}.get(backend)
+    attend = {"reference": _attend_reference, "chunked": _attend_chunked}.get(backend)
     if attend is None:
         raise ValueError(f"backend is {backend!r}; rules run on reference, chunked")
     with torch.autocast(q.device.type, enabled=False):
@@ -174,12 +174,12 @@ def rule_weights(
     `k[:, :, :b]`, so a long sequence can be looked at in blocks.
     """
     tensors = q, k, k, bias, slopes, None, kv_lengths, key_mask
-    call = _checked(tensors, maps, renormalise=renormalise, scale=scale, window=window)
+    call = _make_call(tensors, maps, renormalise=renormalise, scale=scale, window=window)
     with torch.autocast(q.device.type, enabled=False):
         return _eager_weights(rule, call, maps)
 
 
-def _checked(tensors: tuple[Tensor | None, ...], maps: int, **settings: Any) -> Call:
+def _make_call(tensors: tuple[Tensor | None, ...], maps: int, **settings: Any) -> Call:
     """The arguments as a `Call` at tau = 0, after autocast, with a scale of its own."""
     q, k, v, *rest = tensors
     if not isinstance(maps, int) or maps < 1:
@@ -194,7 +194,7 @@ def _checked(tensors: tuple[Tensor | None, ...], maps: int, **settings: Any) -> 
         tau = torch.zeros(1)
     call = Call(q, k, v, tau, *rest, **settings)  # type: ignore[arg-type]
     check_types(call)
-    call = under_autocast(call)
+    call = cast_for_autocast(call)
     check(call)
     return call
 
@@ -206,7 +206,7 @@ def rule_name(rule: Rule) -> str:
     return own if owner is None else f"{type(owner).__name__}.{own}"
 
 
-def called(rule: Rule, scores: Tensor, rows: Rows) -> Tensor:
+def call_rule(rule: Rule, scores: Tensor, rows: Rows) -> Tensor:
     """What a rule returns: weights `[B, H, R, C]`. Raises ValueError, with the fix, where they are something else."""
     version = None if scores.is_inference() else scores._version
     w = rule(scores, rows)
@@ -232,24 +232,24 @@ def _apply(rule: Rule, scores: Tensor, rows: Rows, blind: Tensor | None, renorma
     if blind is not None:
         scores = scores.masked_fill(blind if scores.dim() == 4 else blind.unsqueeze(2), 0)
         shown = Rows(rows.visible | blind, rows.n, rows.position)
-    w = called(rule, scores, shown if scores.dim() == 4 else shown.with_maps()).masked_fill(~rows.visible, 0)
+    w = call_rule(rule, scores, shown if scores.dim() == 4 else shown.with_maps()).masked_fill(~rows.visible, 0)
     mass = w.sum(-1, keepdim=True)
     return (w / torch.where(mass > 0, mass, 1) if renormalise else w), mass
 
 
-def _reference(
+def _attend_reference(
     rule: Rule, call: Call, maps: int, _: tuple[Tensor, ...], with_stats: bool
 ) -> tuple[Tensor, Stats | None]:
     """Whole matrices, gradients by autograd: the specification of `_chunked`."""
     if call.cu_seqlens is not None:
         parts = []
-        for rows, keys in documents(call):
+        for rows, keys in slice_documents(call):
             if rows.start == rows.stop:
                 continue
             q, k, v = call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys]
             mask = None if call.key_mask is None else call.key_mask[:, keys]
             alone = call._replace(q=q, k=k, v=v, cu_seqlens=None, key_mask=mask)
-            parts.append(_reference(rule, alone, maps, (), with_stats))
+            parts.append(_attend_reference(rule, alone, maps, (), with_stats))
         outs, stats = zip(*parts, strict=True)
         joined = Stats(*(torch.cat(field, 2) for field in zip(*stats, strict=True))) if with_stats else None
         return torch.cat(outs, 2), joined
@@ -266,8 +266,8 @@ def _reference(
 
 
 def _eager_weights(rule: Rule, call: Call, maps: int) -> RuleWeights:
-    own, visible = place(call)
-    scores = torch.stack([eager_scores(part, own, visible) for part in _cut(call, maps)], 2)
+    own, visible = locate_queries(call)
+    scores = torch.stack([eager_scores(part, own, visible) for part in _split_maps(call, maps)], 2)
     seen = visible[:, None]
     scores = scores.masked_fill(~seen[:, :, None], HIDDEN)
     scores = scores if maps > 1 else scores.squeeze(2)
@@ -278,7 +278,7 @@ def _eager_weights(rule: Rule, call: Call, maps: int) -> RuleWeights:
     return RuleWeights(scores, w, mass.squeeze(-1), rows)
 
 
-def _cut(call: Call, maps: int) -> list[Call]:
+def _split_maps(call: Call, maps: int) -> list[Call]:
     """One call per map: q and k in parts along D."""
     pairs = zip(call.q.chunk(maps, -1), call.k.chunk(maps, -1), strict=True)
     return [call._replace(q=q, k=k) for q, k in pairs]
@@ -289,7 +289,7 @@ def _lse(scores: Tensor, blind: Tensor) -> Tensor:
     return (lse.logsumexp(2) if lse.dim() == 4 else lse).masked_fill(blind, -torch.inf)
 
 
-def _chunked(
+def _attend_chunked(
     rule: Rule, call: Call, maps: int, parameters: tuple[Tensor, ...], with_stats: bool
 ) -> tuple[Tensor, Stats | None]:
     """Each map is a head to the blocks; query head (kv head, g) and map m stand at (kv head, m, g)."""
@@ -306,18 +306,18 @@ def _chunked(
             bias=None if call.bias is None else by_map(call.bias),
             slopes=None if call.slopes is None else by_map(call.slopes),
         )
-    out, *stats = _Ruled.apply(rule, maps, with_stats, len(call), *call, *parameters)
+    out, *stats = _RuleFunction.apply(rule, maps, with_stats, len(call), *call, *parameters)
     return out, Stats(*stats) if with_stats else None
 
 
-class _Ruled(torch.autograd.Function):
+class _RuleFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         rule, maps, with_stats, size, *rest = args
         call, parameters = Call(*rest[:size]), rest[size:]
         ctx.save_for_backward(*call[:TENSORS], *parameters)
         ctx.rule, ctx.maps, ctx.settings = rule, maps, call[TENSORS:]
-        outputs = _Blocks(rule, maps, call).forward(with_stats)
+        outputs = _RuleSweep(rule, maps, call).forward(with_stats)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
@@ -328,13 +328,13 @@ class _Ruled(torch.autograd.Function):
         tensors, parameters = ctx.saved_tensors[:TENSORS], ctx.saved_tensors[TENSORS:]
         call = Call(*tensors, *ctx.settings)
         with torch.autocast(call.q.device.type, enabled=False):
-            found = _Blocks(ctx.rule, ctx.maps, call).backward(grad_outputs[0], parameters, ctx.needs_input_grad[4:])
+            found = _RuleSweep(ctx.rule, ctx.maps, call).backward(grad_outputs[0], parameters, ctx.needs_input_grad[4:])
         dq, dk, dv, dbias, dslopes, *dparameters = found
         leaves = dq, dk, dv, None, dbias, dslopes
         return (*[None] * 4, *leaves, *[None] * (len(call) - len(leaves)), *dparameters)
 
 
-class _Blocks(Sweep):
+class _RuleSweep(Sweep):
     """The two passes over the blocks. Every block has all heads, whose parameters a rule holds together."""
 
     def __init__(self, rule: Rule, maps: int, call: Call) -> None:
@@ -363,7 +363,7 @@ class _Blocks(Sweep):
         by_map = s.view(part.shape[0], -1, self.maps, *s.shape[1:])  # [b, Hkv, maps, G, R, C]
         return by_map.transpose(2, 3).flatten(1, 2) if self.maps > 1 else by_map.flatten(1, 3)
 
-    def _flat(self, w: Tensor) -> Tensor:
+    def _flatten_heads(self, w: Tensor) -> Tensor:
         """`[b, H, R, C]` as `[b * Hkv, G * R, C]`, for products with values."""
         return w.reshape(w.shape[0] * self.value_heads, -1, w.shape[-1])
 
@@ -376,21 +376,21 @@ class _Blocks(Sweep):
         stats = Stats(*empty) if with_stats else None
         scratch = self.scratch(1)
         for part in self.parts:
-            q, k, v = part.of(self.q), part.of(self.k), self.v[part.batch].flatten(0, 1)
+            q, k, v = part.select(self.q), part.select(self.k), self.v[part.batch].flatten(0, 1)
             for block in self.blocks:
                 (s,) = self.matrices(scratch, part, block)
                 rows, blind = self._rows(part, block)
                 scores = self._scores(s, q, k, part, block)
                 w, mass = _apply(self.rule, scores, rows, blind, self.call.renormalise)
                 place = part.batch, slice(None), block.rows
-                result[place] = torch.bmm(self._flat(w), v[:, block.keys]).view(*w.shape[:3], -1)
+                result[place] = torch.bmm(self._flatten_heads(w), v[:, block.keys]).view(*w.shape[:3], -1)
                 if stats is not None:
                     n = torch.where(blind, 0, rows.n) if blind is not None else rows.n
                     none = torch.zeros((), dtype=torch.bool, device=self.device) if blind is None else blind[..., 0]
                     stats.lse[place] = _lse(scores, none)
                     stats.mass[place] = mass.squeeze(-1)
                     grouped = w.view(len(w), self.value_heads, self.group, *w.shape[2:])
-                    stats.first_weight[place] = self.first_of(grouped, part, block).flatten(1, 2)
+                    stats.first_weight[place] = self.read_first_weight(grouped, part, block).flatten(1, 2)
                     stats.zeros[place] = n.squeeze(-1) - (w != 0).sum(-1)
         return result, *(stats or ())
 
@@ -403,8 +403,8 @@ class _Blocks(Sweep):
         dparameters: list[Tensor | None] = [None] * len(parameters)
         scratch, scale = self.scratch(1), self.call.factor
         for part in self.parts:
-            q, k, v = part.of(self.q), part.of(self.k), self.v[part.batch].flatten(0, 1)
-            dk_part, dv_part = part.of(dk), dv[part.batch].flatten(0, 1)
+            q, k, v = part.select(self.q), part.select(self.k), self.v[part.batch].flatten(0, 1)
+            dk_part, dv_part = part.select(dk), dv[part.batch].flatten(0, 1)
             for block in self.blocks:
                 (s,) = self.matrices(scratch, part, block)
                 rows, blind = self._rows(part, block)
@@ -418,14 +418,14 @@ class _Blocks(Sweep):
                 with torch.enable_grad():
                     w, _ = _apply(self.rule, scores, rows, blind, self.call.renormalise)
                 dw = torch.bmm(do, v[:, block.keys].transpose(1, 2)).view_as(w)
-                dv_part[:, block.keys].baddbmm_(self._flat(w.detach()).transpose(1, 2), do)
+                dv_part[:, block.keys].baddbmm_(self._flatten_heads(w.detach()).transpose(1, 2), do)
                 none = [None] * len(leaves)  # a rule need not depend on anything
                 ds, *found = torch.autograd.grad(w, leaves, dw, allow_unused=True) if w.requires_grad else none
                 for index, gradient in zip(wanted, found, strict=True):
                     if gradient is not None:
                         before = dparameters[index]
                         dparameters[index] = gradient if before is None else before + gradient
-                ds = s.new_zeros(s.shape) if ds is None else self._by_map(ds, s)
+                ds = s.new_zeros(s.shape) if ds is None else self._restore_map_layout(ds, s)
                 if dstrip is not None:
                     self.add_to_strip(dstrip, ds, part, block)
                 ds = ds.flatten(1, 2)
@@ -440,7 +440,7 @@ class _Blocks(Sweep):
         dq, dk, dv = (x.to(self.call.q.dtype) for x in (dq.flatten(1, 2), dk, dv))
         return dq, dk, dv, dbias, dslopes, *dparameters
 
-    def _by_map(self, ds: Tensor, s: Tensor) -> Tensor:
+    def _restore_map_layout(self, ds: Tensor, s: Tensor) -> Tensor:
         """The gradient of what `_scores` gave, in the layout of s `[b * Hkv * maps, G, R, C]`."""
         if self.maps == 1:
             return ds.reshape(s.shape)

@@ -6,7 +6,7 @@ from torch import Tensor
 from flash_lazy.inputs import Call, compute_dtype
 
 
-def place(call: Call) -> tuple[Tensor, Tensor]:
+def locate_queries(call: Call) -> tuple[Tensor, Tensor]:
     """The 0-based index of the key at each query's own position `[B, Lq]`, and which keys it sees `[B, Lq, Lk]`."""
     batch, rows, keys, device = call.q.shape[0], call.q.shape[2], call.k.shape[2], call.q.device
     lengths = torch.full((batch,), keys, device=device) if call.kv_lengths is None else call.kv_lengths.long()

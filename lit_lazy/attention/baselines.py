@@ -176,7 +176,7 @@ class _GatedDeltaNet(RecurrentModule):
         projected = torch.cat([part(x) for part in (self.q, self.k, self.v)], -1)
         convolved = F.silu(self.convolution(projected, cache)).unflatten(-1, (-1, self.key_dim))
         q, k, v = convolved.split((self.n_heads, self.n_heads, 2 * self.n_heads), 2)
-        q, k = (of_length_1(part) for part in (q, k))
+        q, k = (l2_normalise(part) for part in (q, k))
         q, v = q / math.sqrt(self.key_dim), v.flatten(2).unflatten(-1, (self.n_heads, -1))
         _, g = self.decay(self.dt(x))
         out = gated_delta(q, k, v, g, torch.sigmoid(self.beta(x)), cache)
@@ -184,7 +184,7 @@ class _GatedDeltaNet(RecurrentModule):
         return self.out((self.norm(out.to(self.norm.weight.dtype)) * gate).flatten(2))
 
 
-def of_length_1(x: Tensor) -> Tensor:
+def l2_normalise(x: Tensor) -> Tensor:
     """x `[..., D]` over its length, computed in at least float32."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + LENGTH_EPS)).to(x.dtype)

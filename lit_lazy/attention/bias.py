@@ -198,10 +198,13 @@ class _KerpleLog(BiasModule):
 
     def forward(self, n_keys: int) -> BiasTerms:
         distance = torch.arange(n_keys, device=self.r1.device)
-        return BiasTerms(table=-_at_least(self.r1, 0.01) * torch.log1p(_at_least(self.r2, 0.01) * distance))
+        return BiasTerms(
+            table=-_clamp_straight_through(self.r1, 0.01)
+            * torch.log1p(_clamp_straight_through(self.r2, 0.01) * distance)
+        )
 
 
-def _at_least(parameter: Tensor, least: float) -> Tensor:
+def _clamp_straight_through(parameter: Tensor, least: float) -> Tensor:
     """The parameter raised to `least`, with the gradient of the parameter itself, so that it can grow back."""
     return parameter.detach().clamp(min=least) + (parameter - parameter.detach())
 

@@ -26,7 +26,7 @@ class Eviction:
             )
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Tokens in a full cache."""
         return self.first + self.window
 
@@ -59,7 +59,7 @@ class LayerCache:
         """Memory taken, that of tokens to come included."""
         return sum(room.nbytes for room in self._rooms)
 
-    def parts(self, tokens: Tensor) -> Sequence[Tensor]:
+    def split_tokens(self, tokens: Tensor) -> Sequence[Tensor]:
         """Tokens `[B, L]` in the parts that the model is to read them in."""
         return [tokens]
 
@@ -70,11 +70,11 @@ class LayerCache:
     def extend(self, k: Tensor, v: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
         """Append keys, not turned yet, and values; return all to attend to, their keys turned."""
         self._rooms = self._rooms or [k[:, :, :0], v[:, :, :0]]
-        self._rooms = [self._grown(*pair) for pair in zip(self._rooms, (turn(k), v), strict=True)]
+        self._rooms = [self._append(*pair) for pair in zip(self._rooms, (turn(k), v), strict=True)]
         self.length += k.shape[2]
         return self.k, self.v
 
-    def _grown(self, room: Tensor, new: Tensor) -> Tensor:
+    def _append(self, room: Tensor, new: Tensor) -> Tensor:
         if new.requires_grad:  # what a backward pass needs is not to be written to
             return torch.cat((room[:, :, : self.length], new), 2)
         end = self.length + new.shape[2]
@@ -97,27 +97,27 @@ class StreamingCache(LayerCache):
         super().__init__()
         self.eviction = eviction
 
-    def parts(self, tokens: Tensor) -> Sequence[Tensor]:
+    def split_tokens(self, tokens: Tensor) -> Sequence[Tensor]:
         """At once what there is room for, the rest one by one."""
-        room = max(0, self.eviction.room - self.length)
+        room = max(0, self.eviction.capacity - self.length)
         return [part for part in (tokens[:, :room], *tokens[:, room:].split(1, 1)) if part.shape[1]]
 
     def span(self, new: int) -> tuple[int, int]:
-        return min(self.length + new, self.eviction.room), 0
+        return min(self.length + new, self.eviction.capacity), 0
 
     def extend(self, k: Tensor, v: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
-        new, room = k.shape[2], self.eviction.room
+        new, room = k.shape[2], self.eviction.capacity
         evicted = max(0, self.length + new - room)
         if evicted and new > 1:
             raise ValueError(
                 f"{new} tokens at once into a streaming cache of {self.length} of {room}; give them singly"
             )
         self._rooms = self._rooms or [k[:, :, :0], v[:, :, :0]]
-        self._rooms = [self._without(evicted, *pair) for pair in zip(self._rooms, (k, v), strict=True)]
+        self._rooms = [self._evict_and_append(evicted, *pair) for pair in zip(self._rooms, (k, v), strict=True)]
         self.length += new - evicted
         self.evicted += evicted
         return turn(self.k), self.v
 
-    def _without(self, evicted: int, kept: Tensor, new: Tensor) -> Tensor:
+    def _evict_and_append(self, evicted: int, kept: Tensor, new: Tensor) -> Tensor:
         first = self.eviction.first
         return torch.cat((kept[:, :, :first], kept[:, :, first + evicted :], new), 2)

@@ -30,7 +30,7 @@ class Cache(Protocol):
         """Memory taken."""
         ...
 
-    def parts(self, tokens: Tensor) -> Sequence[Tensor]:
+    def split_tokens(self, tokens: Tensor) -> Sequence[Tensor]:
         """Tokens `[B, L]` in parts that can be read at once."""
         ...
 

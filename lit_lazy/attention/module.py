@@ -71,7 +71,7 @@ class Attention(MixerModule):
         """
         q, k = (self.q.weight.new_empty(1, heads, 1, self.head_dim) for heads in (self.n_heads, self.n_kv_heads))
         boundaries = torch.tensor([0, 1], dtype=torch.int32, device=q.device) if documents else None
-        return self.normaliser.backend_name(self._call(q, k, k)._replace(cu_seqlens=boundaries))
+        return self.normaliser.backend_name(self._make_call(q, k, k)._replace(cu_seqlens=boundaries))
 
     def new_cache(self) -> LayerCache:
         """Without keys."""
@@ -81,7 +81,7 @@ class Attention(MixerModule):
         """Those of causal attention's two products: half of the full square (Chowdhery et al., arXiv 2204.02311)."""
         return 6 * context_length * self.n_heads * self.head_dim
 
-    def _call(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
+    def _make_call(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
         bias = self.bias(k.shape[2])
         return AttentionCall(q, k, v, bias, self.window, renormalise=self.renormalise, backend=self.backend)
 
@@ -106,17 +106,17 @@ class Attention(MixerModule):
         )
         if self.qk_norm:
             # Under autocast norms are float32.
-            q, k = (self._by_map(x, norm).to(x.dtype) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
-        turn = partial(self._by_map, apply=rotate)
+            q, k = (self._apply_per_map(x, norm).to(x.dtype) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
+        turn = partial(self._apply_per_map, apply=rotate)
         q, (k, v) = turn(q), (turn(k), own) if cache is None else cache.extend(k, own, turn)
-        call = self._call(q, k, v)._replace(with_stats=with_stats, key_mask=key_mask)
+        call = self._make_call(q, k, v)._replace(with_stats=with_stats, key_mask=key_mask)
         if cu_seqlens is None:
             out, stats = self.normaliser(call)
         else:
-            out, stats = self._by_document(call._replace(cu_seqlens=cu_seqlens))
+            out, stats = self._attend_documents(call._replace(cu_seqlens=cu_seqlens))
         return self.out(self.gate(out, x, own).transpose(1, 2).flatten(2)), stats
 
-    def _by_document(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
+    def _attend_documents(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
         """The sequences laid end to end, as the kernels take documents."""
         batch = call.q.shape[0]
         q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (call.q, call.k, call.v))
@@ -127,7 +127,7 @@ class Attention(MixerModule):
 
         return apart(out), None if stats is None else Stats(*(apart(x) for x in stats))
 
-    def _by_map(self, x: Tensor, apply: Callable[[Tensor], Tensor]) -> Tensor:
+    def _apply_per_map(self, x: Tensor, apply: Callable[[Tensor], Tensor]) -> Tensor:
         """Each map's part of the head dimension is normalised, and turns, by itself."""
         if self.normaliser.maps == 1:
             return apply(x)

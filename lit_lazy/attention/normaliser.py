@@ -143,14 +143,14 @@ class NormaliserModule(nn.Module, ABC):
         """The weighted values by the fastest path."""
         call = call._replace(q=self.queries(call))
         fused = self.fused(call) if call.evicted is None else None
-        return self.by_rule(call) if fused is None else fused.attend()
+        return self.attend_by_rule(call) if fused is None else fused.attend()
 
-    def weights_of(self, call: AttentionCall) -> RuleWeights:
+    def compute_weights(self, call: AttentionCall) -> RuleWeights:
         """The weights of a call, for diagnostics: `[B, H, Lq, Lk]` in memory."""
         table = call.bias.table
         return rule_weights(self.weights, self.queries(call), call.k, table, maps=self.maps, **_settings(call))
 
-    def weight_on(self, call: AttentionCall, key: int) -> Tensor:
+    def compute_key_weight(self, call: AttentionCall, key: int) -> Tensor:
         """What each query gives the key at position `key`, from 1: `[B, H, Lq]`, in memory linear in the length.
 
         It is what attention gives where the value of that key is 1 and all others are 0.
@@ -172,9 +172,13 @@ class NormaliserModule(nn.Module, ABC):
             raise ValueError(f"backend is 'triton', for which {type(self).__name__} has no kernel; choose 'auto'")
         return "reference" if call.backend == "reference" else "rules"
 
-    def by_rule(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
+    def attend_by_rule(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
         """The weighted values of a call whose queries are ready, by `weights` alone."""
-        rule = self.weights if call.evicted is None else partial(self._in_the_text, call.evicted, call.window)
+        rule = (
+            self.weights
+            if call.evicted is None
+            else partial(self._weights_at_text_positions, call.evicted, call.window)
+        )
         attend = partial(
             rule_attention,
             *(rule, call.q, call.k, call.v, call.bias.table),
@@ -183,9 +187,9 @@ class NormaliserModule(nn.Module, ABC):
             backend="reference" if self._rule_backend(call) == "reference" else "chunked",
             **_options(call),
         )
-        return _as_pair(attend, call.with_stats)
+        return _attend_as_pair(attend, call.with_stats)
 
-    def _in_the_text(self, evicted: int, window: int | None, scores: Tensor, rows: Rows) -> Tensor:
+    def _weights_at_text_positions(self, evicted: int, window: int | None, scores: Tensor, rows: Rows) -> Tensor:
         """`weights` of rows whose n and position are those of the text."""
         position = rows.position + evicted
         n = position if window is None else position.clamp(max=window)
@@ -201,7 +205,7 @@ class NormaliserModule(nn.Module, ABC):
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             call = AttentionCall(q, k, v)
-            return self.output(self.by_rule(call._replace(q=self.queries(call)))[0])
+            return self.output(self.attend_by_rule(call._replace(q=self.queries(call)))[0])
 
         trained = {parameter: p for parameter, p in self.named_parameters() if p.requires_grad}
         # Whatever the first call is made under: a rule runs without autocast, and inference mode makes no gradients.
@@ -210,7 +214,7 @@ class NormaliserModule(nn.Module, ABC):
             probe_attention(name, trained, attend, heads, head_dim, device, dtype)
 
 
-def _as_pair(attend: Callable[..., Any], with_stats: bool) -> tuple[Tensor, Stats | None]:
+def _attend_as_pair(attend: Callable[..., Any], with_stats: bool) -> tuple[Tensor, Stats | None]:
     """What `lazy_attention` or `rule_attention` returns, its result always a pair."""
     return attend(return_stats=True) if with_stats else (attend(), None)
 
@@ -288,7 +292,9 @@ def fused_lazy(
         backend=call.backend,
         **_options(call),
     )
-    return Fused(resolve_backend(call.backend, call.q, call.key_mask), partial(_as_pair, attend, call.with_stats))
+    return Fused(
+        resolve_backend(call.backend, call.q, call.key_mask), partial(_attend_as_pair, attend, call.with_stats)
+    )
 
 
 @dataclass(frozen=True)

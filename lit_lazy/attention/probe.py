@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_lazy import Rows, Rule
-from flash_lazy.rules import HIDDEN, called, rule_name
+from flash_lazy.rules import HIDDEN, call_rule, rule_name
 
 ROWS, KEYS, EXTRA = 4, 7, 3
 LARGE = 200.0
@@ -30,14 +30,14 @@ def probe_weights(
     Shape and dtype; no NaN from finite scores; no weight at hidden keys, nor any that depends on how many there are; no
     negative weight unless signed, and no weight of exactly 0 for a small score unless it can be.
     """
-    rows, name = _rows(device, dtype), rule_name(rule)
+    rows, name = _make_rows(device, dtype), rule_name(rule)
     for size in (1.0, LARGE):
         scores = size * torch.randn(2, heads, maps, ROWS, KEYS, generator=torch.Generator().manual_seed(0))
         scores = scores.to(device, dtype)
         scores = scores.masked_fill(~rows.visible[:, :, None], HIDDEN)
         with torch.no_grad():
             w = _weights(rule, scores, rows)
-            wider = _weights(rule, *_widened(scores, rows))[..., EXTRA:]
+            wider = _weights(rule, *_prepend_hidden_keys(scores, rows))[..., EXTRA:]
         seen = rows.visible.expand_as(w)
         if not w[seen].isfinite().all():
             bad = f"is not finite for scores of size {size:g}"
@@ -86,7 +86,7 @@ def probe_attention(
             )
 
 
-def _rows(device: torch.device, dtype: torch.dtype) -> Rows:
+def _make_rows(device: torch.device, dtype: torch.dtype) -> Rows:
     """The last rows of a sequence, and of one whose every third key is masked; every row sees a key."""
     own = torch.arange(KEYS - ROWS, KEYS)
     causal = own[:, None] >= torch.arange(KEYS)
@@ -96,7 +96,7 @@ def _rows(device: torch.device, dtype: torch.dtype) -> Rows:
     return Rows(visible, n, (own + 1).view(1, 1, -1, 1).to(device))
 
 
-def _widened(scores: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
+def _prepend_hidden_keys(scores: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
     """The same with hidden keys before them."""
     more = torch.nn.functional.pad(rows.visible, (EXTRA, 0), value=False)
     return torch.nn.functional.pad(scores, (EXTRA, 0), value=HIDDEN), Rows(more, rows.n, rows.position)
@@ -105,5 +105,5 @@ def _widened(scores: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
 def _weights(rule: Rule, scores: Tensor, rows: Rows) -> Tensor:
     """scores `[B, H, maps, R, C]`, handed over without the axis of a single map."""
     if scores.shape[2] == 1:
-        return called(rule, scores.squeeze(2), rows)
-    return called(rule, scores, rows.with_maps())
+        return call_rule(rule, scores.squeeze(2), rows)
+    return call_rule(rule, scores, rows.with_maps())

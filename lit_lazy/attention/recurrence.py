@@ -55,7 +55,7 @@ class RecurrentCache:
         """How many positions, and from which on, the new tokens have."""
         return new, self.length
 
-    def parts(self, tokens: Tensor) -> list[Tensor]:
+    def split_tokens(self, tokens: Tensor) -> list[Tensor]:
         """All tokens at once."""
         return [tokens]
 
@@ -180,12 +180,12 @@ def _kernels(operation: Operation) -> tuple[Recurrence, Recurrence]:
 
 def _plain_functions(operation: Operation) -> tuple[Recurrence, Recurrence]:
     """For many tokens, and for one; both compute in float32."""
-    functions = _plain(operation)
+    functions = _import_plain_module(operation)
     return getattr(functions, f"naive_chunk_{operation}"), getattr(functions, f"naive_recurrent_{operation}")
 
 
 @functools.cache
-def _plain(operation: Operation) -> ModuleType:
+def _import_plain_module(operation: Operation) -> ModuleType:
     """The file of the plain functions alone: the package's own import takes seconds, of kernels that need a GPU."""
     name = f"fla.ops.{operation}.naive"
     spec = importlib.util.spec_from_file_location(name, fla_file("ops", operation, "naive.py"))

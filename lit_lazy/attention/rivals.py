@@ -258,14 +258,14 @@ class _Differential(NormaliserModule, SelfInitialised):
     def init_parameters(self, generator_of: GeneratorOf) -> None:
         nn.init.normal_(self.vectors, std=0.1, generator=generator_of("vectors"))
 
-    def factor(self) -> Tensor:
+    def compute_lambda(self) -> Tensor:
         """lambda, a scalar."""
         a1, b1, a2, b2 = self.vectors
         return (a1 * b1).sum().exp() - (a2 * b2).sum().exp() + self.lambda_init  # no matmul: autocast would round it
 
     def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
         first, second = scores.softmax(-1).unbind(2)
-        return first - self.factor().to(scores.dtype) * second
+        return first - self.compute_lambda().to(scores.dtype) * second
 
     def fused(self, call: AttentionCall) -> Fused | None:
         """Softmax attention of each map; by halves of the values, whose width is then that of the keys."""
@@ -278,8 +278,8 @@ class _Differential(NormaliserModule, SelfInitialised):
         ]
 
         def attend() -> tuple[Tensor, Stats | None]:
-            (first, one), (second, two) = (self._joined([half.attend() for half in each]) for each in maps)
-            factor = self.factor()
+            (first, one), (second, two) = (self._join_halves([half.attend() for half in each]) for each in maps)
+            factor = self.compute_lambda()
             out = (first - factor * second).to(first.dtype)
             if one is None or two is None:
                 return out, None
@@ -290,7 +290,7 @@ class _Differential(NormaliserModule, SelfInitialised):
         return Fused(maps[0][0].backend, attend)
 
     @staticmethod
-    def _joined(halves: list[tuple[Tensor, Stats | None]]) -> tuple[Tensor, Stats | None]:
+    def _join_halves(halves: list[tuple[Tensor, Stats | None]]) -> tuple[Tensor, Stats | None]:
         """The output of a map from those of its halves, which have the same statistics."""
         return torch.cat([out for out, _ in halves], -1), halves[0][1]
 

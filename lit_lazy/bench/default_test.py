@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import digamma, polygamma, stdtr
 
-from lit_lazy.bench.results import provenance, publish
+from lit_lazy.bench.results import collect_provenance, publish
 from lit_lazy.table.statistics import ALPHA
 
 Array = NDArray[np.float64]
@@ -45,17 +45,17 @@ def differences(y: Array) -> Array:
     return mean[:, 1:] - mean[:, :1]
 
 
-def paired(y: Array) -> Array:
+def paired_t(y: Array) -> Array:
     d = y[:, 1:] - y[:, :1]
     n = y.shape[-1]
     return p_values(d.mean(-1) / np.sqrt(d.var(-1, ddof=1) / n), n - 1)
 
 
-def moderated_paired(y: Array) -> Array:
+def moderated_paired_t(y: Array) -> Array:
     """limma's moderated t over the differences of a table."""
     d = y[:, 1:] - y[:, :1]
     n = y.shape[-1]
-    variance, df = moderated(d.var(-1, ddof=1), n - 1)
+    variance, df = moderate_variances(d.var(-1, ddof=1), n - 1)
     return p_values(d.mean(-1) / np.sqrt(variance / n), df)
 
 
@@ -65,10 +65,10 @@ def welch(y: Array) -> Array:
 
 def moderated_welch(y: Array) -> Array:
     """Welch's, from moderated variances of the rows."""
-    return _satterthwaite(y, *moderated(y.var(-1, ddof=1), y.shape[-1] - 1))
+    return _satterthwaite(y, *moderate_variances(y.var(-1, ddof=1), y.shape[-1] - 1))
 
 
-def common_seeds(y: Array) -> Array:
+def welch_common_seeds(y: Array) -> Array:
     """Welch's, less what rows of a seed have in common: `lit_lazy.table.statistics.contrast`."""
     rows, n = y.shape[1:]
     variance = y.var(-1, ddof=1)
@@ -81,28 +81,28 @@ def common_seeds(y: Array) -> Array:
 
 def block_hc2(y: Array) -> Array:
     """Additive model of rows and seeds, HC2 errors, degrees of freedom of Bell and McCaffrey (2002)."""
-    return _block(y, 1)
+    return _block_model_p_values(y, 1)
 
 
 def block_hc3(y: Array) -> Array:
     """The same with HC3 errors."""
-    return _block(y, 2)
+    return _block_model_p_values(y, 2)
 
 
 def moderated_block(y: Array) -> Array:
     """Additive model of rows and seeds, moderated variances of each row's residuals."""
     rows, n = y.shape[1:]
     df = (n - 1) * (1 - 1 / rows)
-    return _satterthwaite(y, *moderated((_residuals(y) ** 2).sum(-1) / df, df))
+    return _satterthwaite(y, *moderate_variances((_residuals(y) ** 2).sum(-1) / df, df))
 
 
 CANDIDATES: dict[str, Callable[[Array], Array]] = {
-    "paired t": paired,
+    "paired t": paired_t,
     "Welch-Satterthwaite": welch,
-    "Welch-Satterthwaite, seeds in common": common_seeds,
+    "Welch-Satterthwaite, seeds in common": welch_common_seeds,
     "block model, HC2": block_hc2,
     "block model, HC3": block_hc3,
-    "moderated t, paired": moderated_paired,
+    "moderated t, paired": moderated_paired_t,
     "moderated t, rows": moderated_welch,
     "moderated t, block model": moderated_block,
 }
@@ -121,7 +121,7 @@ def _residuals(y: Array) -> Array:
     return y - y.mean(-1, keepdims=True) - y.mean(1, keepdims=True) + y.mean((1, 2), keepdims=True)
 
 
-def _block(y: Array, power: int) -> Array:
+def _block_model_p_values(y: Array, power: int) -> Array:
     rows, n = y.shape[1:]
     leverage = 1 / rows + 1 / n - 1 / (rows * n)
     squares = (_residuals(y) ** 2).sum(-1)
@@ -130,7 +130,7 @@ def _block(y: Array, power: int) -> Array:
     return p_values(differences(y) / np.sqrt(variance), df)
 
 
-def moderated(variance: Array, df: float) -> tuple[Array, Array]:
+def moderate_variances(variance: Array, df: float) -> tuple[Array, Array]:
     """Variances of a table, each with `df` degrees of freedom, squeezed towards each other; and theirs after it.
 
     Their prior, a scaled inverse chi^2, is fitted to the moments of their logarithms; the degrees of freedom are at
@@ -158,7 +158,7 @@ def trigamma_inverse(value: Array) -> Array:
     return x
 
 
-def found(p: Array) -> Array:
+def reject_by_holm(p: Array) -> Array:
     """Which hypotheses Holm rejects."""
     order = np.argsort(p, -1)
     factors = np.arange(p.shape[-1], 0, -1)
@@ -184,7 +184,7 @@ class Setting:
     correlation: float
 
 
-def settings() -> Iterator[Setting]:
+def make_settings() -> Iterator[Setting]:
     tables = [*itertools.product(ASKED, (4, 16)), *((spread, 2) for spread in ASKED)]
     tables += itertools.product(("e^1.5", "loud row", "quiet baseline"), (4, 16))
     for (spread, rows), n in itertools.product(tables, (3, 5, 8)):
@@ -207,7 +207,7 @@ def draw(setting: Setting, draws: int, random: np.random.Generator) -> Array:
     return np.exp(scale) * (seed + own) if setting.seeds == "scaled" else seed + np.exp(scale) * own
 
 
-def measured(setting: Setting, draws: int, random: np.random.Generator) -> dict[str, dict[str, float]]:
+def measure_rates(setting: Setting, draws: int, random: np.random.Generator) -> dict[str, dict[str, float]]:
     """By candidate: rates of wrong findings in a family of all differences and in one of a single contrast, and power.
 
     The family's is the larger of two: where no row differs, and where half of them do.
@@ -218,25 +218,25 @@ def measured(setting: Setting, draws: int, random: np.random.Generator) -> dict[
     apart[:, -differing:] += EFFECT
     rates = {}
     for name, test in CANDIDATES.items():
-        p, with_effects = test(null), found(test(apart))
+        p, with_effects = test(null), reject_by_holm(test(apart))
         rates[name] = {
-            "family": max(found(p).any(-1).mean().item(), with_effects[:, :-differing].any(-1).mean().item()),
+            "family": max(reject_by_holm(p).any(-1).mean().item(), with_effects[:, :-differing].any(-1).mean().item()),
             "single": (p[:, 0] < ALPHA).mean().item(),
             "power": with_effects[:, -differing:].mean().item(),
         }
     return rates
 
 
-def is_asked(setting: Mapping[str, Any]) -> bool:
+def is_in_scope(setting: Mapping[str, Any]) -> bool:
     return setting["spread"] in ASKED and setting["rows"] > 2
 
 
 def simulate(draws: int, out: Path | None) -> dict[str, Any]:
     """Every setting; printed, and written to `out` (.json) with its table beside it (.md)."""
     words = shlex.join(["python", "-m", "lit_lazy.bench.default_test", *sys.argv[1:]])
-    made = provenance(out) | {"command": words}
+    made = collect_provenance(out) | {"command": words}
     random = np.random.default_rng(0)
-    rows = [asdict(setting) | {"rates": measured(setting, draws, random)} for setting in settings()]
+    rows = [asdict(setting) | {"rates": measure_rates(setting, draws, random)} for setting in make_settings()]
     result = made | {
         "packages": {name: version(name) for name in ("numpy", "scipy")},
         "draws": draws,
@@ -244,11 +244,11 @@ def simulate(draws: int, out: Path | None) -> dict[str, Any]:
         "chosen": CHOSEN,
         "settings": rows,
     }
-    publish(result, markdown(result), out, print)
+    publish(result, format_markdown(result), out, print)
     return result
 
 
-def worst(rows: Sequence[Mapping[str, Any]], name: str, rate: str) -> float:
+def worst_rate(rows: Sequence[Mapping[str, Any]], name: str, rate: str) -> float:
     return max(row["rates"][name][rate] for row in rows)
 
 
@@ -256,28 +256,30 @@ def mean_power(rows: Sequence[Mapping[str, Any]], name: str) -> float:
     return float(np.mean([row["rates"][name]["power"] for row in rows]))
 
 
-def eligible(result: Mapping[str, Any]) -> list[str]:
+def find_eligible(result: Mapping[str, Any]) -> list[str]:
     """Candidates within the limit in all settings asked for, the most powerful at n = 5 first."""
-    rows = [row for row in result["settings"] if is_asked(row)]
-    kept = [n for n in CANDIDATES if max(worst(rows, n, "family"), worst(rows, n, "single")) <= result["limit"]]
+    rows = [row for row in result["settings"] if is_in_scope(row)]
+    kept = [
+        n for n in CANDIDATES if max(worst_rate(rows, n, "family"), worst_rate(rows, n, "single")) <= result["limit"]
+    ]
     at_n = [row for row in rows if row["n"] == N_FOR_POWER]
     return sorted(kept, key=lambda name: -mean_power(at_n, name))
 
 
-def missing_by_single(result: Mapping[str, Any]) -> list[str]:
+def find_failing_single(result: Mapping[str, Any]) -> list[str]:
     """Candidates whose family-wise error is within the limit, and whose error of a single contrast is not."""
-    rows = [row for row in result["settings"] if is_asked(row)]
-    return [n for n in CANDIDATES if worst(rows, n, "family") <= result["limit"] < worst(rows, n, "single")]
+    rows = [row for row in result["settings"] if is_in_scope(row)]
+    return [n for n in CANDIDATES if worst_rate(rows, n, "family") <= result["limit"] < worst_rate(rows, n, "single")]
 
 
-def markdown(result: Mapping[str, Any]) -> str:
+def format_markdown(result: Mapping[str, Any]) -> str:
     rows = result["settings"]
-    asked = [row for row in rows if is_asked(row)]
-    beyond = [row for row in rows if row["rows"] > 2 and not is_asked(row)]
+    asked = [row for row in rows if is_in_scope(row)]
+    beyond = [row for row in rows if row["rows"] > 2 and not is_in_scope(row)]
     two = [row for row in rows if row["rows"] == 2]
 
     def wrong(some: Sequence[Mapping[str, Any]], name: str) -> str:
-        return f"{worst(some, name, 'family'):.3f} / {worst(some, name, 'single'):.3f}"
+        return f"{worst_rate(some, name, 'family'):.3f} / {worst_rate(some, name, 'single'):.3f}"
 
     def power(some: Sequence[Mapping[str, Any]], name: str, n: int, of: int) -> str:
         return f"{mean_power([row for row in some if row['n'] == n and row['rows'] == of], name):.2f}"
@@ -293,7 +295,8 @@ def markdown(result: Mapping[str, Any]) -> str:
     each = [
         [spread, str(of), str(n)]
         + [
-            f"{worst(some, name, 'family'):.3f} / {worst(some, name, 'single'):.3f}, {mean_power(some, name):.2f}"
+            f"{worst_rate(some, name, 'family'):.3f} / {worst_rate(some, name, 'single'):.3f}, "
+            f"{mean_power(some, name):.2f}"
             for name in CANDIDATES
         ]
         for spread, of, n in groups
@@ -316,18 +319,18 @@ def markdown(result: Mapping[str, Any]) -> str:
             "- **Beyond**: spreads that differ by e^1.5, one row e^1.5 times as loud, a baseline e^1.5 times as quiet. "
             "**Two rows**: a table of two, spreads equal or differing by e^0.5.",
             "",
-            *_grid(header, lines),
+            *_format_table(header, lines),
             "",
             f"Within the limit where asked, the most powerful at n = {N_FOR_POWER} first: "
-            f"{'; '.join(eligible(result))}. Within it but for a single contrast: "
-            f"{'; '.join(missing_by_single(result)) or 'none'}. Tables use: {result['chosen']}. Reasons: "
+            f"{'; '.join(find_eligible(result))}. Within it but for a single contrast: "
+            f"{'; '.join(find_failing_single(result)) or 'none'}. Tables use: {result['chosen']}. Reasons: "
             "[decisions.md](../decisions.md).",
             "",
             "## By spread, rows and seeds",
             "",
             "Wrong findings, worst over the kinds of seed effect / of a single contrast, and mean power.",
             "",
-            *_grid(["spread", "rows", "n", *CANDIDATES], each),
+            *_format_table(["spread", "rows", "n", *CANDIDATES], each),
             "",
             f"`{result['command']}`, {result['date']}, commit {made['git_sha']}, numpy {packages['numpy']}, scipy "
             f"{packages['scipy']}, Python {made['python']}, {made['machine']}, {made['cpu']}.",
@@ -336,7 +339,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     )
 
 
-def _grid(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+def _format_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *lines)]
 
 

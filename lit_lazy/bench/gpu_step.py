@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias
-from lit_lazy.bench.results import made_by, provenance
+from lit_lazy.bench.results import collect_provenance, format_provenance
 from lit_lazy.config.schema import ModelConfig, TrainConfig
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
-from lit_lazy.support.paired import Spread
-from lit_lazy.training.optimiser import parameter_groups
+from lit_lazy.support.paired import Quartiles
+from lit_lazy.training.optimiser import build_parameter_groups
 
 ATTENTION = {"softmax": AttentionSpec(), "lazy": AttentionSpec(Elastic(), LearnedBias())}
 PROGRAM = "lit_lazy.bench.gpu_step"
@@ -66,19 +66,19 @@ class Case(NamedTuple):
 
 def measure(case: Case, sizes: Sizes, device: str) -> dict[str, Any]:
     """Seconds of a step (median and quartiles), tokens a second, MFU, and the peak of the device's memory in bytes."""
-    step, parameters = _stepper(case, sizes, device)
+    step, parameters = _make_step(case, sizes, device)
     for _ in range(WARM_UP):
         step()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds = []
     for _ in range(sizes.steps):
-        _wait(device)
+        _synchronise(device)
         started = time.perf_counter()
         step()
-        _wait(device)
+        _synchronise(device)
         seconds.append(time.perf_counter() - started)
-    spread = Spread.of(seconds)
+    spread = Quartiles.of(seconds)
     rate = sizes.tokens / spread.median
     return {
         "parameters": parameters,
@@ -96,14 +96,14 @@ def flops_per_token(parameters: int, length: int, sizes: Sizes) -> float:
     return 6 * (parameters - embeddings) + 6 * sizes.n_layers * sizes.d_model * length
 
 
-def _stepper(case: Case, sizes: Sizes, device: str) -> tuple[Callable[[], None], int]:
+def _make_step(case: Case, sizes: Sizes, device: str) -> tuple[Callable[[], None], int]:
     """A training step on one batch, and how many parameters the model has."""
     config = ModelConfig(
         d_model=sizes.d_model, n_layers=sizes.n_layers, n_heads=sizes.n_heads, d_ff=sizes.d_ff,
         attention=ATTENTION[case.attention], tie_embeddings=False,
     )  # fmt: skip
     model, train = DecoderLM(config, sizes.vocabulary, case.length, SEED).to(device), TrainConfig()
-    optimizer = torch.optim.AdamW(parameter_groups(model, train), betas=train.betas, fused=True)
+    optimizer = torch.optim.AdamW(build_parameter_groups(model, train), betas=train.betas, fused=True)
     generator = torch.Generator().manual_seed(SEED)
     shape = sizes.tokens // case.length, case.length + 1
     ids = torch.randint(sizes.vocabulary, shape, generator=generator).to(device)
@@ -124,12 +124,12 @@ def _stepper(case: Case, sizes: Sizes, device: str) -> tuple[Callable[[], None],
     return step, sum(parameter.numel() for parameter in model.parameters())
 
 
-def _wait(device: str) -> None:
+def _synchronise(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 
 
-def in_its_own_process(case: Case, sizes: Sizes, device: str) -> dict[str, Any]:
+def measure_in_process(case: Case, sizes: Sizes, device: str) -> dict[str, Any]:
     """The case with its figures, or with the reason for which there are none."""
     pool = ProcessPoolExecutor(1, get_context("spawn"))
     try:
@@ -144,7 +144,7 @@ def in_its_own_process(case: Case, sizes: Sizes, device: str) -> dict[str, Any]:
         pool.shutdown()
 
 
-def cases(lengths: Iterable[int]) -> list[Case]:
+def make_cases(lengths: Iterable[int]) -> list[Case]:
     """Both attentions in turn, uncompiled first."""
     return [
         Case(attention, length, compiled) for compiled, length, attention in product((False, True), lengths, ATTENTION)
@@ -155,21 +155,21 @@ def bench_gpu_step(out: Path, sizes: Sizes, device: str, console: Callable[[str]
     """Measures every case; `out`/gpu-step.json and .md hold what there is after each."""
     command = f"python3 -m {PROGRAM} --out {out}"
     rows: list[dict[str, Any]] = []
-    result = {**provenance(out / "gpu-step.json"), "command": command, "sizes": sizes._asdict(), "rows": rows}
+    result = {**collect_provenance(out / "gpu-step.json"), "command": command, "sizes": sizes._asdict(), "rows": rows}
     out.mkdir(parents=True, exist_ok=True)
-    for case in cases(sizes.lengths):
-        row = in_its_own_process(case, sizes, device)
+    for case in make_cases(sizes.lengths):
+        row = measure_in_process(case, sizes, device)
         rows.append(row)
         (out / "gpu-step.json").write_text(json.dumps(result, indent=1) + "\n")
-        (out / "gpu-step.md").write_text(table(result))
-        console(_line(row))
-    console(table(result))
+        (out / "gpu-step.md").write_text(format_table(result))
+        console(_format_row(row))
+    console(format_table(result))
 
 
-def table(result: Mapping[str, Any]) -> str:
+def format_table(result: Mapping[str, Any]) -> str:
     """The result as Markdown."""
     head = "| attention | L | torch.compile | step (ms) | tokens/s | MFU | peak (GiB) |"
-    lines = [head, "|:---|---:|:---|" + "---:|" * 4, *map(_line, result["rows"])]
+    lines = [head, "|:---|---:|:---|" + "---:|" * 4, *map(_format_row, result["rows"])]
     sizes = result["sizes"]
     lines += [
         "",
@@ -177,12 +177,12 @@ def table(result: Mapping[str, Any]) -> str:
         f"median of {sizes['steps']} steps [quartiles]. MFU: of {PEAK_FLOPS / 1e12:.0f} TFLOP/s, with softmax",
         "attention's products for both.",
         "",
-        made_by(result),
+        format_provenance(result),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def _format_row(row: Mapping[str, Any]) -> str:
     cells = [row["attention"], str(row["length"]), "yes" if row["compiled"] else "no"]
     if "not_run" in row:
         cells += [f"not run: {row['not_run'].replace('|', '/')}", "", "", ""]

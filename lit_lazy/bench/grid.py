@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from lit_lazy.attention import Elastic, LearnedBias
-from lit_lazy.bench.results import made_by, provenance, publish
+from lit_lazy.bench.results import collect_provenance, format_provenance, publish
 from lit_lazy.config.canonical import from_dict, replace_at
 from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.schema import RunConfig, TrainConfig
-from lit_lazy.grid.ablation import Ablation, Cell, definitions, expand, row_infos, select
-from lit_lazy.grid.plan import PLAN, Plan, table_from_mlflow
+from lit_lazy.grid.ablation import Ablation, Cell, expand, hash_row_definitions, make_row_infos, select_rows
+from lit_lazy.grid.plan import PLAN, Plan, build_table_from_mlflow
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.grid.work.job import Job
 from lit_lazy.grid.work.worker import Worker, make_worker, prepare_process
@@ -28,7 +28,7 @@ from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import RunResult
-from lit_lazy.training.run import STRONGEST, measured, run
+from lit_lazy.training.run import STRONGEST, measure_model, run
 from lit_lazy.training.trainer import fit, make_trainer
 
 SIZES, CELL_SECONDS, PAIRS = (100, 1_000, 10_000), 20.0, 5
@@ -46,7 +46,7 @@ class Clock:
     cpu: dict[str, list[float]] = field(default_factory=dict)
 
     @contextmanager
-    def of(self, name: str) -> Any:
+    def measure(self, name: str) -> Any:
         """Time a piece of work under a name."""
         wall, cpu = time.perf_counter(), time.process_time()
         yield
@@ -72,35 +72,35 @@ def bench_grid(
         raise ValueError(f"pairs={pairs}: must be 2 or more, or there is no spread")
     with tempfile.TemporaryDirectory(prefix="lit-lazy-bench-") as folder:
         result = {
-            **provenance(out),
-            "overhead": overhead(Path(folder), cell_seconds, pairs, console),
-            "per_cell": [per_cell(Path(folder) / str(size), size, console) for size in sizes],
+            **collect_provenance(out),
+            "overhead": measure_overhead(Path(folder), cell_seconds, pairs, console),
+            "per_cell": [measure_per_cell(Path(folder) / str(size), size, console) for size in sizes],
         }
-    publish(result, tables(result), out, console)
+    publish(result, format_tables(result), out, console)
     return result
 
 
-def overhead(folder: Path, cell_seconds: float, pairs: int, console: Callable[[str], None]) -> dict[str, Any]:
+def measure_overhead(folder: Path, cell_seconds: float, pairs: int, console: Callable[[str], None]) -> dict[str, Any]:
     """Cells through queue and tracking, taking turns with bare trainings of the same config."""
     runs = folder / "runs"
     runs.mkdir()
-    worker = _worker(runs)
-    base, clock = _lazy("backcopy"), Clock()
-    bare(replace(base, train=_steps(base, CALIBRATION_STEPS)), folder / "warm", Clock())
-    bare(replace(base, train=_steps(base, CALIBRATION_STEPS)), folder / "calibrate", clock)
+    worker = _make_bench_worker(runs)
+    base, clock = _load_lazy_config("backcopy"), Clock()
+    train_bare(replace(base, train=_set_steps(base, CALIBRATION_STEPS)), folder / "warm", Clock())
+    train_bare(replace(base, train=_set_steps(base, CALIBRATION_STEPS)), folder / "calibrate", clock)
     steps = max(CALIBRATION_STEPS, round(CALIBRATION_STEPS * cell_seconds / clock.wall.pop("fit")[0]))
-    base, clock = replace(base, train=_steps(base, steps)), Clock()
-    cells = expand(select(_ablation(1, pairs), [], []), base)
+    base, clock = replace(base, train=_set_steps(base, steps)), Clock()
+    cells = expand(select_rows(_make_ablation(1, pairs), [], []), base)
     worker.queue.add_missing(cells)
     for number, cell in enumerate(cells):
         console(f"overhead: pair {number + 1} of {pairs}, {steps} steps a cell")
         legs = [
-            lambda cell=cell, number=number: bare(from_dict(RunConfig, cell.config), folder / str(number), clock),
-            lambda: _one_cell(worker, clock),
+            lambda cell=cell, number=number: train_bare(from_dict(RunConfig, cell.config), folder / str(number), clock),
+            lambda: _run_one_cell(worker, clock),
         ]
         for leg in legs if number % 2 else reversed(legs):
             leg()
-    train = [_result(runs, cell).timings["train_seconds"] for cell in cells]
+    train = [_read_result(runs, cell).timings["train_seconds"] for cell in cells]
     by_pair = {
         name: [
             (whole - measuring - fitted) / fitted
@@ -112,80 +112,80 @@ def overhead(folder: Path, cell_seconds: float, pairs: int, console: Callable[[s
         "steps": steps,
         "wall_seconds": clock.wall | {"fit in the cell": train},
         "cpu_seconds": clock.cpu,
-        "overhead": {name: _spread(values) for name, values in by_pair.items()},
+        "overhead": {name: _summarise(values) for name, values in by_pair.items()},
     }
 
 
-def bare(cfg: RunConfig, folder: Path, clock: Clock) -> None:
+def train_bare(cfg: RunConfig, folder: Path, clock: Clock) -> None:
     """`Trainer.fit` with its checkpoints and without a logger, and what every run measures before and after."""
     source = prepare(cfg)
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
     trainer = make_trainer(cfg, folder, None, (), show_progress=False, execution=ONE_DEVICE)
     module.model.to(trainer.strategy.root_device)
-    with clock.of("measure"):
-        measured(module, source, maps=None)
-    with clock.of("fit"):
+    with clock.measure("measure"):
+        measure_model(module, source, maps=None)
+    with clock.measure("fit"):
         fit(trainer, module, cfg, source, None)
     wall, cpu = time.perf_counter(), time.process_time()
-    measured(module, source, STRONGEST)
+    measure_model(module, source, STRONGEST)
     clock.wall["measure"][-1] += time.perf_counter() - wall
     clock.cpu["measure"][-1] += time.process_time() - cpu
 
 
-def _one_cell(worker: Worker, clock: Clock) -> None:
-    with clock.of("cell"):
+def _run_one_cell(worker: Worker, clock: Clock) -> None:
+    with clock.measure("cell"):
         worker.work(most=1)
 
 
-def _result(runs: Path, cell: Cell) -> RunResult:
+def _read_result(runs: Path, cell: Cell) -> RunResult:
     result = RunResult.read(runs / "bench" / "cells" / cell.key)
     if result is None:
         raise RuntimeError(f"{cell.variant} seed {cell.seed} left no result")
     return result
 
 
-def _steps(base: RunConfig, steps: int) -> TrainConfig:
+def _set_steps(base: RunConfig, steps: int) -> TrainConfig:
     return replace(base.train, steps=steps)
 
 
-def per_cell(runs: Path, size: int, console: Callable[[str], None]) -> dict[str, Any]:
+def measure_per_cell(runs: Path, size: int, console: Callable[[str], None]) -> dict[str, Any]:
     """Milliseconds per cell of everything that is done to a grid of `size` cells but its training."""
-    base = _lazy("backcopy_tiny")
-    ablation = _ablation(size // SEEDS, SEEDS)
+    base = _load_lazy_config("backcopy_tiny")
+    ablation = _make_ablation(size // SEEDS, SEEDS)
     times: dict[str, float] = {}
 
     @contextmanager
-    def of(name: str, cells: int = size) -> Any:
+    def measure_time(name: str, cells: int = size) -> Any:
         started = time.perf_counter()
         yield
         times[name] = 1000 * (time.perf_counter() - started) / cells
 
     console(f"{size} cells: expanding and enqueueing")
-    with of("expand"):
-        chosen = select(ablation, [], [])
+    with measure_time("expand"):
+        chosen = select_rows(ablation, [], [])
         cells = expand(chosen, base)
-        facts = definitions(ablation, base)
+        facts = hash_row_definitions(ablation, base)
     runs.mkdir(parents=True)
-    worker = _worker(runs)
+    worker = _make_bench_worker(runs)
     queue, tracker, parent = worker.queue, worker.tracker, worker.parent_id
-    with of("enqueue"):
+    with measure_time("enqueue"):
         queue.add_missing(cells)
-    with of("status"):
+    with measure_time("status"):
         queue.states()
     plan = Plan(
         ablation="bench",
         base="backcopy_tiny",
         baseline=cells[0].variant,
         command="",
-        rows=tuple(row_infos(chosen, "backcopy_tiny")),
+        rows=tuple(make_row_infos(chosen, "backcopy_tiny")),
         columns=COLUMNS,
         contrasts=(),
         axes=tuple(cells[0].axes),
         definitions=facts,
         facts={},
     )
-    tracker.keep_text(parent, plan.to_json(), PLAN)
-    result = _tiny_result(base)
+    tracker.log_text(parent, plan.to_json(), PLAN)
+    result = _run_tiny(base)
     console(f"{size} cells: handing out, tracking and completing")
     record, claim = [], []
     for cell in cells:
@@ -194,7 +194,7 @@ def per_cell(runs: Path, size: int, console: Callable[[str], None]) -> dict[str,
         if task is None:
             raise RuntimeError("the queue is empty too early")
         between = time.perf_counter()
-        spool = Spool(tracker, runs / "bench" / "cells" / cell.key, worker.card(cell))
+        spool = Spool(tracker, runs / "bench" / "cells" / cell.key, worker.make_card(cell))
         (runs / "bench" / "cells" / cell.key).mkdir(parents=True)
         # The loss differs from cell to cell, as it does in life.
         loss = result.metrics["loss/val"] + cell.seed + len(record) % 7
@@ -207,16 +207,16 @@ def per_cell(runs: Path, size: int, console: Callable[[str], None]) -> dict[str,
         first, last = (statistics.median(part) for part in (seconds[:ENDS], seconds[-ENDS:]))
         times[name] = 1000 * statistics.mean(seconds)
         times[f"{name}, first {ENDS}"], times[f"{name}, last {ENDS}"] = 1000 * first, 1000 * last
-    with of("status when done"):
+    with measure_time("status when done"):
         queue.states()
     console(f"{size} cells: table")
-    with of("table"):
-        save(table_from_mlflow(tracker, parent), runs / "table")
+    with measure_time("table"):
+        save(build_table_from_mlflow(tracker, parent), runs / "table")
     shutil.rmtree(runs)
     return {"cells": size, "milliseconds": times}
 
 
-def _worker(runs: Path) -> Worker:
+def _make_bench_worker(runs: Path) -> Worker:
     """A worker of a new grid, in this process as it would be in one of its own."""
     job = Job(
         storage=default_storage(runs),
@@ -234,7 +234,7 @@ def _worker(runs: Path) -> Worker:
     return make_worker(job)
 
 
-def _ablation(rows: int, seeds: int) -> Ablation:
+def _make_ablation(rows: int, seeds: int) -> Ablation:
     """Rows that differ in tau_init."""
     return Ablation(
         name="bench",
@@ -245,33 +245,33 @@ def _ablation(rows: int, seeds: int) -> Ablation:
     )
 
 
-def _lazy(experiment: str) -> RunConfig:
+def _load_lazy_config(experiment: str) -> RunConfig:
     changes = {"model.attention.normaliser": Elastic(), "model.attention.bias": LearnedBias()}
     return replace_at(load_experiment(find("experiments", experiment)), changes)
 
 
-def _tiny_result(base: RunConfig) -> RunResult:
+def _run_tiny(base: RunConfig) -> RunResult:
     """A real result's shape: every metric of a finished run."""
     with tempfile.TemporaryDirectory(prefix="lit-lazy-bench-") as folder:
         return run(base, Path(folder))
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
+def _summarise(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
-def _median(values: Sequence[float]) -> str:
+def _format_median(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.2f}"
 
 
-def tables(result: dict[str, Any]) -> str:
+def format_tables(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     over = result["overhead"]
     lines = [
         "| seconds of a cell, median | wall | CPU |",
         "|:---|---:|---:|",
         *(
-            f"| {name} | {_median(over['wall_seconds'][key])} | {_median(over['cpu_seconds'][key])} |"
+            f"| {name} | {_format_median(over['wall_seconds'][key])} | {_format_median(over['cpu_seconds'][key])} |"
             for name, key in (
                 ("bare `Trainer.fit`", "fit"),
                 ("what is measured before and after", "measure"),
@@ -295,6 +295,6 @@ def tables(result: dict[str, Any]) -> str:
         "|:---|" + "---:|" * len(rows),
         *(f"| {name} | " + " | ".join(f"{row['milliseconds'][name]:.3f}" for row in rows) + " |" for name in names),
         "",
-        f"{made_by(result)} Queue and MLflow on sqlite.",
+        f"{format_provenance(result)} Queue and MLflow on sqlite.",
     ]
     return "\n".join(lines) + "\n"

@@ -9,26 +9,26 @@ from typing import Any
 
 import torch
 
-from lit_lazy.support.disk import writable_folder
-from lit_lazy.support.provenance import environment
-from lit_lazy.support.secrets import command_line
+from lit_lazy.support.disk import check_writable_folder
+from lit_lazy.support.provenance import collect_environment
+from lit_lazy.support.secrets import format_command_line
 
 
-def provenance(out: Path | None) -> dict[str, Any]:
+def collect_provenance(out: Path | None) -> dict[str, Any]:
     """Command, date and machine. Raises ValueError where `out` could not be written in the end."""
     if out is not None:
-        writable_folder("--out", out.parent)
+        check_writable_folder("--out", out.parent)
         for file in (out, out.with_suffix(".md")):
             if file.exists() and not (file.is_file() and os.access(file, os.W_OK)):
                 raise ValueError(f"--out {str(out)!r}: {file.name} is there and cannot be written; name another file")
     return {
-        "command": command_line(),
+        "command": format_command_line(),
         "date": datetime.now(UTC).date().isoformat(),
-        "environment": environment() | {"cpu": _cpu_name()},
+        "environment": collect_environment() | {"cpu": _cpu_name()},
     }
 
 
-def made_by(result: Mapping[str, Any]) -> str:
+def format_provenance(result: Mapping[str, Any]) -> str:
     """The provenance as the last line of a table."""
     made = result["environment"]
     return (

@@ -27,7 +27,7 @@ from lit_lazy.attention import (
     Sparsemax,
     SSMax,
 )  # fmt: skip
-from lit_lazy.support.paired import Spread, in_a_process, rise, take_turns
+from lit_lazy.support.paired import Quartiles, measure_memory_rise, run_in_process, time_in_turns
 
 HEADS, HEAD_DIM, SEED = 4, 64, 0
 BASELINE = "Elastic"
@@ -44,35 +44,41 @@ NORMALISERS: Mapping[str, Normaliser] = {
 def measure_rules(length: int, rounds: int, tokens: int, console: Callable[[str], None]) -> list[dict[str, Any]]:
     """One row per normaliser: its rule, and its fused path where it has one, over lazy attention's fused path."""
     console(f"L = {length}: {rounds} rounds of every normaliser's attention")
-    steppers = {(name, way): _stepper(name, way, length, tokens) for name in NORMALISERS for way in ("rule", "fused")}
+    steppers = {(name, way): _make_step(name, way, length, tokens) for name in NORMALISERS for way in ("rule", "fused")}
     there = {f"{name} {way}": step for (name, way), step in steppers.items() if step is not None}
-    seconds = take_turns(there, rounds)
+    seconds = time_in_turns(there, rounds)
     baseline = seconds[f"{BASELINE} fused"]
-    peaks = in_a_process(__name__, _rises, list(there), length, tokens) or {}
+    peaks = run_in_process(__name__, _measure_peaks, list(there), length, tokens) or {}
 
-    def compared(name: str, way: str) -> dict[str, Any] | None:
+    def compare_to_baseline(name: str, way: str) -> dict[str, Any] | None:
         taken, peak = seconds.get(f"{name} {way}"), peaks.get(f"{name} {way}")
         if taken is None:
             return None
         ratios = [a / b for a, b in zip(taken, baseline, strict=True)]
-        return {"rounds": taken, "ratio": asdict(Spread.of(ratios)), "peak_bytes": peak}
+        return {"rounds": taken, "ratio": asdict(Quartiles.of(ratios)), "peak_bytes": peak}
 
     return [
-        {"length": length, "normaliser": name, "rule": compared(name, "rule"), "fused": compared(name, "fused")}
+        {
+            "length": length,
+            "normaliser": name,
+            "rule": compare_to_baseline(name, "rule"),
+            "fused": compare_to_baseline(name, "fused"),
+        }
         for name in NORMALISERS
     ]
 
 
-def rules_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def format_rules_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Lines of Markdown."""
     head = ["L", "normaliser", "rule / lazy", "fused / lazy", "peak rule (MiB)", "peak fused (MiB)"]
     lines = ["| " + " | ".join(head) + " |", "|---:|:---|" + "---:|" * (len(head) - 2)]
     for row in rows:
         ways = [row["rule"], row["fused"]]
         ratios = [
-            _of(way, "ratio", lambda x: f"{x['median']:.2f} [{x['lower']:.2f}, {x['upper']:.2f}]") for way in ways
+            _format_cell(way, "ratio", lambda x: f"{x['median']:.2f} [{x['lower']:.2f}, {x['upper']:.2f}]")
+            for way in ways
         ]
-        peaks = [_of(way, "peak_bytes", lambda x: f"{x / 2**20:.0f}") for way in ways]
+        peaks = [_format_cell(way, "peak_bytes", lambda x: f"{x / 2**20:.0f}") for way in ways]
         lines.append("| " + " | ".join([str(row["length"]), row["normaliser"], *ratios, *peaks]) + " |")
     slow = statistics.median(row["rule"]["ratio"]["median"] for row in rows)
     return [
@@ -83,11 +89,11 @@ def rules_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _of(way: Mapping[str, Any] | None, name: str, write: Callable[[Any], str]) -> str:
+def _format_cell(way: Mapping[str, Any] | None, name: str, write: Callable[[Any], str]) -> str:
     return "–" if way is None or way[name] is None else write(way[name])
 
 
-def _stepper(name: str, way: str, length: int, tokens: int) -> Callable[[], None] | None:
+def _make_step(name: str, way: str, length: int, tokens: int) -> Callable[[], None] | None:
     """Forward and backward pass, from q, k, v to their gradients; None where there is no fused path."""
     module = NORMALISERS[name].build(LayerShape(HEADS, HEADS, HEAD_DIM, HEADS * HEAD_DIM, length))
     generator = torch.Generator().manual_seed(SEED)
@@ -102,20 +108,20 @@ def _stepper(name: str, way: str, length: int, tokens: int) -> Callable[[], None
 
     def step() -> None:
         ready = call._replace(q=module.queries(call))
-        out = module.by_rule(ready)[0] if way == "rule" else module(call)[0]
+        out = module.attend_by_rule(ready)[0] if way == "rule" else module(call)[0]
         out.backward(grad)
 
     return step
 
 
-def _rises(names: Sequence[str], length: int, tokens: int) -> dict[str, int]:
+def _measure_peaks(names: Sequence[str], length: int, tokens: int) -> dict[str, int]:
     """Bytes by which each raises the resident memory, one after the other in this process."""
     found = {}
     for each in names:
         name, way = each.split()
-        small, step = _stepper(name, way, 16, 16), _stepper(name, way, length, tokens)
+        small, step = _make_step(name, way, 16, 16), _make_step(name, way, length, tokens)
         assert small is not None
         assert step is not None
         small()  # loads the libraries' own buffers
-        found[each] = rise(step)
+        found[each] = measure_memory_rise(step)
     return found

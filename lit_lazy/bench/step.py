@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 from flash_lazy import lazy_attention
 from lit_lazy.attention import AttentionCall, AttentionSpec, Elastic, LearnedBias
-from lit_lazy.bench.results import made_by, provenance, publish
-from lit_lazy.bench.rules import measure_rules, rules_table
+from lit_lazy.bench.results import collect_provenance, format_provenance, publish
+from lit_lazy.bench.rules import format_rules_table, measure_rules
 from lit_lazy.config.canonical import to_dict
 from lit_lazy.config.schema import ModelConfig, TrainConfig
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
-from lit_lazy.support.paired import Spread, in_a_process, rise, take_turns
-from lit_lazy.training.optimiser import parameter_groups
+from lit_lazy.support.paired import Quartiles, measure_memory_rise, run_in_process, time_in_turns
+from lit_lazy.training.optimiser import build_parameter_groups
 
 LENGTHS, RULE_LENGTHS, ROUNDS, TOKENS = (128, 512, 2048), (1024, 4096), 10, 4096
 QUICK: Mapping[str, Any] = {"lengths": (64,), "rule_lengths": (32,), "rounds": 2, "tokens": 128}
@@ -69,13 +69,13 @@ def bench_step(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        made = provenance(out)
+        made = collect_provenance(out)
         rows = [row for length in lengths for row in _measure(length, rounds, tokens, console)]
         fewer = max(2, rounds // 2)  # nineteen paths take turns
         rules = [row for length in rule_lengths for row in measure_rules(length, fewer, tokens, console)]
         result = {
             **made,
-            "model": to_dict(_config("untrained")) | {"vocabulary": VOCABULARY},
+            "model": to_dict(_make_config("untrained")) | {"vocabulary": VOCABULARY},
             "tokens": tokens,
             "rounds": rounds,
             "rows": rows,
@@ -83,11 +83,11 @@ def bench_step(
         }
     finally:
         torch.set_num_threads(threads)
-    publish(result, table(result), out, console)
+    publish(result, format_table(result), out, console)
     return result
 
 
-def table(result: Mapping[str, Any]) -> str:
+def format_table(result: Mapping[str, Any]) -> str:
     """The result as Markdown."""
     head = [
         "L", "state", "step: lazy / softmax", "softmax (ms)", "lazy (ms)", "softmax (tokens/s)", "lazy (tokens/s)",
@@ -100,14 +100,14 @@ def table(result: Mapping[str, Any]) -> str:
         cells = [
             str(row["length"]),
             row["state"],
-            _spread(step["ratio"]),
+            _format_spread(step["ratio"]),
             *(f"{1000 * step['seconds'][name]['median']:.0f}" for name in (SOFTMAX, "lazy")),
             *(f"{row['tokens_per_second'][name]:.0f}" for name in (SOFTMAX, "lazy")),
-            _spread(attention["ratio"]),
+            _format_spread(attention["ratio"]),
             f"{row['entries_cut']:.1%}",
             f"{row['mass_left']:.4f}",
             *(f"{row['empty_tiles'][str(columns)]:.1%}" for columns in TILE_COLUMNS),
-            *(_mebibytes(row["peak_bytes"][name]) for name in (SOFTMAX, "lazy")),
+            *(_format_mebibytes(row["peak_bytes"][name]) for name in (SOFTMAX, "lazy")),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     made = result["environment"]
@@ -117,38 +117,38 @@ def table(result: Mapping[str, Any]) -> str:
         f"{result['rounds']} paired rounds [quartiles]. Peak: rise of the resident memory over model and "
         "optimiser.",
         "",
-        *rules_table(result["rules"]),
-        made_by(result),
+        *format_rules_table(result["rules"]),
+        format_provenance(result),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _spread(spread: Mapping[str, float]) -> str:
+def _format_spread(spread: Mapping[str, float]) -> str:
     return f"{spread['median']:.2f} [{spread['lower']:.2f}, {spread['upper']:.2f}]"
 
 
-def _mebibytes(size: int | None) -> str:
+def _format_mebibytes(size: int | None) -> str:
     return "not measured" if size is None else f"{size / 2**20:.0f}"
 
 
-def _config(variant: str) -> ModelConfig:
+def _make_config(variant: str) -> ModelConfig:
     lazy = AttentionSpec(Elastic(tau_init=1.0, threshold="per_query"), LearnedBias())
     attention = AttentionSpec() if variant == SOFTMAX else lazy
     return ModelConfig(d_model=256, n_layers=4, n_heads=4, d_ff=704, attention=attention, tie_embeddings=False)
 
 
-def _model(variant: str, length: int) -> DecoderLM:
-    model = DecoderLM(_config(variant), VOCABULARY, length, SEED)
+def _make_model(variant: str, length: int) -> DecoderLM:
+    model = DecoderLM(_make_config(variant), VOCABULARY, length, SEED)
     if variant == "local":
         for attention in model.attentions:
             attention.bias.table.data[:] = -torch.arange(length) / LOCAL_REACH  # type: ignore[union-attr]
     return model
 
 
-def _stepper(model: DecoderLM) -> Callable[[Tensor], None]:
+def _make_step(model: DecoderLM) -> Callable[[Tensor], None]:
     """A whole training step on token ids `[B, L + 1]`; the weights stay as they are."""
     train = TrainConfig()
-    optimizer = torch.optim.AdamW(parameter_groups(model, train), betas=train.betas)
+    optimizer = torch.optim.AdamW(build_parameter_groups(model, train), betas=train.betas)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
 
@@ -161,12 +161,12 @@ def _stepper(model: DecoderLM) -> Callable[[Tensor], None]:
     return step
 
 
-def _ids(length: int, tokens: int) -> Tensor:
+def _draw_ids(length: int, tokens: int) -> Tensor:
     generator = torch.Generator().manual_seed(SEED)
     return torch.randint(VOCABULARY, (tokens // length, length + 1), generator=generator)
 
 
-def _attention_inputs(model: DecoderLM, ids: Tensor) -> list[AttentionCall]:
+def _capture_attention_inputs(model: DecoderLM, ids: Tensor) -> list[AttentionCall]:
     """What each layer's normaliser is called with."""
     calls: list[AttentionCall] = []
     hooks = [a.normaliser.register_forward_pre_hook(lambda _, args: calls.append(args[0])) for a in model.attentions]
@@ -177,10 +177,10 @@ def _attention_inputs(model: DecoderLM, ids: Tensor) -> list[AttentionCall]:
     return calls
 
 
-def _attention_stepper(model: DecoderLM, ids: Tensor) -> Callable[[], None]:
+def _make_attention_step(model: DecoderLM, ids: Tensor) -> Callable[[], None]:
     """Forward and backward pass of the first layer's attention alone, from q, k, v to their gradients."""
     normaliser = model.attentions[0].normaliser
-    call = _attention_inputs(model, ids)[0]
+    call = _capture_attention_inputs(model, ids)[0]
     call = call._replace(**{name: getattr(call, name).detach().requires_grad_() for name in "qkv"})
     grad = torch.empty_like(call.v).normal_(generator=torch.Generator().manual_seed(SEED))  # laid out as in the model
 
@@ -192,57 +192,57 @@ def _attention_stepper(model: DecoderLM, ids: Tensor) -> Callable[[], None]:
 
 def _measure(length: int, rounds: int, tokens: int, console: Callable[[str], None]) -> list[dict[str, Any]]:
     """One row per state of lazy attention."""
-    ids = _ids(length, tokens)
-    models = {variant: _model(variant, length) for variant in (SOFTMAX, *STATES)}
+    ids = _draw_ids(length, tokens)
+    models = {variant: _make_model(variant, length) for variant in (SOFTMAX, *STATES)}
     console(f"L = {length}: {rounds} rounds of training steps")
-    steps = take_turns({name: partial(_stepper(model), ids) for name, model in models.items()}, rounds)
+    steps = time_in_turns({name: partial(_make_step(model), ids) for name, model in models.items()}, rounds)
     console(f"L = {length}: {rounds} rounds of attention alone")
-    attention = take_turns({name: _attention_stepper(model, ids) for name, model in models.items()}, rounds)
-    peaks = {variant: _peak_rise(variant, length, tokens) for variant in (SOFTMAX, *STATES)}
+    attention = time_in_turns({name: _make_attention_step(model, ids) for name, model in models.items()}, rounds)
+    peaks = {variant: _measure_peak(variant, length, tokens) for variant in (SOFTMAX, *STATES)}
     return [
         {
             "length": length,
             "batch": tokens // length,
             "state": state,
-            "step": _compared(steps, state),
-            "attention": _compared(attention, state),
+            "step": _compare_to_softmax(steps, state),
+            "attention": _compare_to_softmax(attention, state),
             "tokens_per_second": {
                 name: tokens / statistics.median(steps[variant])
                 for name, variant in ((SOFTMAX, SOFTMAX), ("lazy", state))
             },
-            **_survival(models[state], ids),
+            **_measure_survival(models[state], ids),
             "peak_bytes": {SOFTMAX: peaks[SOFTMAX], "lazy": peaks[state]},
         }
         for state in STATES
     ]
 
 
-def _compared(seconds: Mapping[str, Sequence[float]], state: str) -> dict[str, Any]:
+def _compare_to_softmax(seconds: Mapping[str, Sequence[float]], state: str) -> dict[str, Any]:
     softmax, lazy = seconds[SOFTMAX], seconds[state]
     ratios = [a / b for a, b in zip(lazy, softmax, strict=True)]
     return {
         "rounds": {SOFTMAX: list(softmax), "lazy": list(lazy)},
-        "seconds": {SOFTMAX: asdict(Spread.of(softmax)), "lazy": asdict(Spread.of(lazy))},
-        "ratio": asdict(Spread.of(ratios)),
+        "seconds": {SOFTMAX: asdict(Quartiles.of(softmax)), "lazy": asdict(Quartiles.of(lazy))},
+        "ratio": asdict(Quartiles.of(ratios)),
     }
 
 
-def _survival(model: DecoderLM, ids: Tensor) -> dict[str, Any]:
+def _measure_survival(model: DecoderLM, ids: Tensor) -> dict[str, Any]:
     """Share of visible entries that are cut, mean row mass, and share of tiles without a weight, over all layers.
 
     Tiles are counted per sequence and head, those above the diagonal left out.
     """
     length = ids.shape[1] - 1
     with torch.no_grad():
-        stats = model.hidden_with_stats(ids[:, :-1])[1]
-        calls = zip(_attention_inputs(model, ids), model.attentions, strict=True)
-        masses = torch.cat([_tile_masses(call, layer.normaliser.tau) for call, layer in calls])  # type: ignore[arg-type]
+        stats = model.compute_hidden_with_stats(ids[:, :-1])[1]
+        calls = zip(_capture_attention_inputs(model, ids), model.attentions, strict=True)
+        masses = torch.cat([_compute_tile_masses(call, layer.normaliser.tau) for call, layer in calls])  # type: ignore[arg-type]
     rows = stats[0].zeros.numel() // length
     visible = rows * length * (length + 1) // 2 * len(stats)
     starts = torch.arange(masses.shape[-2]) * TILE_ROWS
     empty = {}
     for columns in TILE_COLUMNS:
-        wide = _pooled(masses, -1, columns // min(TILE_COLUMNS))
+        wide = _sum_neighbours(masses, -1, columns // min(TILE_COLUMNS))
         reached = torch.arange(wide.shape[-1]) * columns < (starts + TILE_ROWS)[:, None]
         empty[str(columns)] = (wide[..., reached] == 0).double().mean().item()
     return {
@@ -252,7 +252,7 @@ def _survival(model: DecoderLM, ids: Tensor) -> dict[str, Any]:
     }
 
 
-def _tile_masses(call: AttentionCall, tau: Tensor) -> Tensor:
+def _compute_tile_masses(call: AttentionCall, tau: Tensor) -> Tensor:
     """Sum of the weights in each tile of TILE_ROWS x min(TILE_COLUMNS), `[B, H, rows, columns]`.
 
     Attention itself sums a row's weights over tiles of columns when key j's value is 1 at j's tile and 0 elsewhere.
@@ -261,23 +261,23 @@ def _tile_masses(call: AttentionCall, tau: Tensor) -> Tensor:
     tile = torch.arange(k.shape[2]) // min(TILE_COLUMNS)
     indicator = nn.functional.one_hot(tile, v.shape[-1]).to(v.dtype).expand(*v.shape[:2], -1, -1)
     by_row = lazy_attention(q, k, indicator, tau, bias.table)[..., : int(tile[-1]) + 1]
-    return _pooled(by_row, -2, TILE_ROWS)
+    return _sum_neighbours(by_row, -2, TILE_ROWS)
 
 
-def _pooled(x: Tensor, dim: int, size: int) -> Tensor:
+def _sum_neighbours(x: Tensor, dim: int, size: int) -> Tensor:
     """Sums of `size` neighbours along `dim`; the last may be fewer."""
     return torch.stack([part.sum(dim) for part in x.split(size, dim)], dim)
 
 
-def _peak_rise(variant: str, length: int, tokens: int) -> int | None:
+def _measure_peak(variant: str, length: int, tokens: int) -> int | None:
     """Bytes by which a step raises the resident memory; None but on Linux (glibc)."""
-    return in_a_process(__name__, _peak_rise_here, variant, length, tokens)
+    return run_in_process(__name__, _measure_peak_here, variant, length, tokens)
 
 
-def _peak_rise_here(variant: str, length: int, tokens: int) -> int:
-    ids = _ids(length, tokens)
-    model = _model(variant, length)
-    step = _stepper(model)
+def _measure_peak_here(variant: str, length: int, tokens: int) -> int:
+    ids = _draw_ids(length, tokens)
+    model = _make_model(variant, length)
+    step = _make_step(model)
     step(ids[:1, :17])  # makes the optimiser's state, and loads the libraries' own buffers
     model.zero_grad()
-    return rise(lambda: step(ids))
+    return measure_memory_rise(lambda: step(ids))

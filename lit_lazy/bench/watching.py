@@ -23,17 +23,17 @@ import psutil
 import torch
 
 from lit_lazy.attention import AttentionCall, Elastic, LayerShape, LearnedBias
-from lit_lazy.bench.results import made_by, provenance, publish
+from lit_lazy.bench.results import collect_provenance, format_provenance, publish
 from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataSource
 from lit_lazy.measure.rows import summarise
-from lit_lazy.support.paired import Spread
+from lit_lazy.support.paired import Quartiles
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.trainer import fit, make_trainer
-from lit_lazy.training.watch import Watch
+from lit_lazy.training.watch import HeadMonitor
 
 LENGTH, HEADS, HEAD_DIM = 8192, 16, 64
 EXPERIMENTS, ROUNDS, SEQUENCES = ("backcopy", "stdlib"), 5, 4
@@ -62,28 +62,29 @@ def bench_diagnostics(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        made = provenance(out)
+        made = collect_provenance(out)
         console(f"summary of {heads} heads at L = {length}: {rounds} rounds")
-        summary = _in_a_process(length, heads, rounds)
+        summary = _measure_in_process(length, heads, rounds)
         result = {
             **made,
             "summary": {"length": length, "heads": heads, "head_dim": HEAD_DIM, **summary},
-            "training": [_training(name, cfg, rounds, console) for name, cfg in configs.items()],
+            "training": [_measure_training(name, cfg, rounds, console) for name, cfg in configs.items()],
         }
     finally:
         torch.set_num_threads(threads)
-    publish(result, table(result), out, console)
+    publish(result, format_table(result), out, console)
     return result
 
 
-def table(result: Mapping[str, Any]) -> str:
+def format_table(result: Mapping[str, Any]) -> str:
     """The result as Markdown."""
     summary, made = result["summary"], result["environment"]
     peak = summary["peak_bytes"]
     lines = [
         "| L | heads | head dimension | summary (s) | peak over the idle process (MB) |",
         "|---:|---:|---:|---:|---:|",
-        f"| {summary['length']} | {summary['heads']} | {summary['head_dim']} | {_spread(summary['seconds'], 1, 2)} | "
+        f"| {summary['length']} | {summary['heads']} | {summary['head_dim']} | "
+        f"{_format_spread(summary['seconds'], 1, 2)} | "
         f"{'not measured' if peak is None else f'{peak / 1e6:.0f}'} |",
         "",
         "| experiment | steps | times it looks | training (s) | inside the callback | with / without - 1 |",
@@ -94,9 +95,9 @@ def table(result: Mapping[str, Any]) -> str:
             row["experiment"],
             str(row["steps"]),
             str(row["looks"]),
-            _spread(row["seconds"], 1, 1),
-            f"{_spread(row['inside'], 100, 2)} %",
-            f"{_spread(row['paired'], 100, 2)} %",
+            _format_spread(row["seconds"], 1, 1),
+            f"{_format_spread(row['inside'], 100, 2)} %",
+            f"{_format_spread(row['paired'], 100, 2)} %",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     lines += [
@@ -104,25 +105,25 @@ def table(result: Mapping[str, Any]) -> str:
         f"Float32 on {made['threads']} thread, with / without in processor time; median [quartiles] of "
         f"{len(summary['rounds'])} rounds. Asked of L = {LENGTH} with {HEADS} heads: a peak below "
         f"{MOST_BYTES / 1e6:.0f} MB; of the callback: at most {MOST_SHARE:.0%} of the training time.",
-        made_by(result),
+        format_provenance(result),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _spread(spread: Mapping[str, float], factor: float, digits: int) -> str:
+def _format_spread(spread: Mapping[str, float], factor: float, digits: int) -> str:
     median, lower, upper = (f"{factor * spread[name]:.{digits}f}" for name in ("median", "lower", "upper"))
     return f"{median} [{lower}, {upper}]"
 
 
-def _in_a_process(length: int, heads: int, rounds: int) -> dict[str, Any]:
+def _measure_in_process(length: int, heads: int, rounds: int) -> dict[str, Any]:
     """Seconds and peak of a summary. The server imports once; its children start from clean memory."""
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(_summary_here, length, heads, rounds).result()
+        return pool.submit(_measure_summary, length, heads, rounds).result()
 
 
-def _summary_here(length: int, heads: int, rounds: int) -> dict[str, Any]:
+def _measure_summary(length: int, heads: int, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     idle = psutil.Process().memory_info().rss
     generator = torch.Generator().manual_seed(SEED)
@@ -135,15 +136,15 @@ def _summary_here(length: int, heads: int, rounds: int) -> dict[str, Any]:
         started = time.perf_counter()
         summarise(normaliser, AttentionCall(q, k, k, bias))
         seconds.append(time.perf_counter() - started)
-    peak = _peak()
+    peak = _read_peak_memory()
     return {
         "rounds": seconds,
-        "seconds": asdict(Spread.of(seconds)),
+        "seconds": asdict(Quartiles.of(seconds)),
         "peak_bytes": None if peak is None else peak - idle,
     }
 
 
-def _peak() -> int | None:
+def _read_peak_memory() -> int | None:
     """Greatest resident memory of this process so far, in bytes; None but on Linux, where it is told in KiB."""
     if sys.platform != "linux":
         return None
@@ -152,7 +153,7 @@ def _peak() -> int | None:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-class Stopwatch(Watch):
+class Stopwatch(HeadMonitor):
     """The callback, and the seconds spent inside it."""
 
     def __init__(self, source: DataSource) -> None:
@@ -160,26 +161,26 @@ class Stopwatch(Watch):
         self.seconds = 0.0
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
+    def _time_inside(self) -> Iterator[None]:
         started = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - started
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        with self._running():
+        with self._time_inside():
             super().on_train_start(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any, **kwargs: Any) -> None:
-        with self._running():
+        with self._time_inside():
             super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        with self._running():
+        with self._time_inside():
             super().on_validation_end(trainer, pl_module)
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingCost:
     """What a training took; `inside` are seconds spent in the callback, `looks` how often it logged."""
 
     seconds: float
@@ -188,13 +189,13 @@ class Training:
     looks: int
 
 
-def _training(name: str, cfg: RunConfig, rounds: int, console: Callable[[str], None]) -> dict[str, Any]:
+def _measure_training(name: str, cfg: RunConfig, rounds: int, console: Callable[[str], None]) -> dict[str, Any]:
     """A row of the table: pairs of trainings, the one that comes first changing from round to round."""
     source = cfg.data.load()
     console(f"{name}: {rounds} pairs of trainings of {cfg.train.steps} steps, after one to warm up")
     _train(cfg, source, None)
-    without: list[Training] = []
-    watched: list[Training] = []
+    without: list[TrainingCost] = []
+    watched: list[TrainingCost] = []
     for index in range(rounds):
         for with_it in (False, True) if index % 2 == 0 else (True, False):
             (watched if with_it else without).append(_train(cfg, source, Stopwatch(source) if with_it else None))
@@ -205,13 +206,13 @@ def _training(name: str, cfg: RunConfig, rounds: int, console: Callable[[str], N
         "steps": cfg.train.steps,
         "looks": watched[0].looks,
         "rounds": {"without": [asdict(x) for x in without], "with": [asdict(x) for x in watched]},
-        "seconds": asdict(Spread.of([training.seconds for training in without])),
-        "inside": asdict(Spread.of(inside)),
-        "paired": asdict(Spread.of(paired)),
+        "seconds": asdict(Quartiles.of([training.seconds for training in without])),
+        "inside": asdict(Quartiles.of(inside)),
+        "paired": asdict(Quartiles.of(paired)),
     }
 
 
-def _train(cfg: RunConfig, source: DataSource, stopwatch: Stopwatch | None) -> Training:
+def _train(cfg: RunConfig, source: DataSource, stopwatch: Stopwatch | None) -> TrainingCost:
     """A whole training, validations and checkpoints included."""
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
     with tempfile.TemporaryDirectory() as place:
@@ -223,4 +224,4 @@ def _train(cfg: RunConfig, source: DataSource, stopwatch: Stopwatch | None) -> T
         seconds, processor_seconds = time.perf_counter() - started, time.process_time() - processor_started
         lines = read_lines(folder / METRICS)
     looks = sum(any(name.startswith("watch/") for name in line.metrics) for line in lines)
-    return Training(seconds, processor_seconds, 0.0 if stopwatch is None else stopwatch.seconds, looks)
+    return TrainingCost(seconds, processor_seconds, 0.0 if stopwatch is None else stopwatch.seconds, looks)

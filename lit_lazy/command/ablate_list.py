@@ -2,27 +2,27 @@
 
 import argparse
 
-from lit_lazy.command.options import Commands, command
+from lit_lazy.command.options import Commands, add_command
 
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    command(commands, "list", ablate_list, "list ablations, questions, searches and experiments")
+    add_command(commands, "list", ablate_list, "list ablations, questions, searches and experiments")
 
 
 def ablate_list(_options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy ablate list`"""
-    from lit_lazy.config.files import available, find, load_module
-    from lit_lazy.support.errors import shown
+    from lit_lazy.config.files import find, list_available, load_module
+    from lit_lazy.support.errors import sanitise
 
     listed: dict[str, list[str]] = {"ablations": [], "questions": [], "searches": [], "experiments": []}
     kinds = {"question": "questions", "search": "searches"}
     for room in ("ablations", "experiments"):
-        for name in available(room):
+        for name in list_available(room):
             module = load_module(find(room, name))
             about = str(module.__doc__ or "").strip().partition("\n")[0]
             kind = next((kind for exports, kind in kinds.items() if hasattr(module, exports)), room)
-            listed[kind].append(f"  {name:16} {shown(about)}")
+            listed[kind].append(f"  {name:16} {sanitise(about)}")
     for kind, lines in listed.items():
         print("\n".join([f"{kind}:", *lines]))
     return 0

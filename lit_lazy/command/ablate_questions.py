@@ -6,9 +6,9 @@ import time
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from lit_lazy.command.ablate_run import ablate_run, add_running, make_grid
+from lit_lazy.command.ablate_run import ablate_run, add_run_options, make_grid
 from lit_lazy.command.grids import default_workers
-from lit_lazy.command.options import Commands, command
+from lit_lazy.command.options import Commands, add_command
 
 if TYPE_CHECKING:
     from lit_lazy.grid.work.launch import Grid
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 def add_to(commands: Commands) -> None:
     """The command and its options."""
     what = "run what is missing of every question, the cheapest first"
-    parser = command(commands, "questions", ablate_questions, what, takes_overrides=True)
+    parser = add_command(commands, "questions", ablate_questions, what, takes_overrides=True)
     parser.add_argument(
         "--limit", metavar="90m", type=duration, help="begin no question that would not end within this time (m or h)"
     )
-    add_running(parser)
+    add_run_options(parser)
 
 
 def duration(text: str) -> float:
@@ -36,15 +36,15 @@ def ablate_questions(options: Namespace, overrides: list[str]) -> int:
     """`lit-lazy ablate questions`"""
     import torch
 
-    from lit_lazy.support.console import clock
+    from lit_lazy.support.console import format_duration
 
-    names, waiting = questions()
+    names, waiting = list_questions()
     torch.set_num_threads(options.threads)  # those that a worker has
     workers = options.workers or default_workers(options.threads, options.devices or 1)
-    prices = {name: _seconds(make_grid(_named(options, name), overrides)) for name in names}
+    prices = {name: _estimate_seconds(make_grid(_make_run_options(options, name), overrides)) for name in names}
     order = sorted(names, key=lambda name: prices[name])
     for name in order:
-        print(f"{name:16} about {clock(prices[name] / workers)} with {workers} workers")
+        print(f"{name:16} about {format_duration(prices[name] / workers)} with {workers} workers")
     for reason in waiting:
         print(f"not ready: {reason}")
     if options.dry_run:
@@ -57,25 +57,25 @@ def ablate_questions(options: Namespace, overrides: list[str]) -> int:
             left_out.append(name)
             continue
         print(f"\n{name}", flush=True)
-        status = max(status, ablate_run(_named(options, name), overrides))
+        status = max(status, ablate_run(_make_run_options(options, name), overrides))
     if left_out:
         print(f"\ndid not fit into the limit: {', '.join(left_out)}; the same command runs them with more time")
     return status
 
 
-def questions() -> tuple[list[str], list[str]]:
+def list_questions() -> tuple[list[str], list[str]]:
     """The questions that can be run, by name; and of each that waits for another's table what it waits for."""
-    from lit_lazy.config.files import available, exported, find
-    from lit_lazy.grid.question import load_asked
+    from lit_lazy.config.files import find, list_available, load_attribute
+    from lit_lazy.grid.question import load_ablation_or_question
     from lit_lazy.grid.stages import FirstStageMissing
 
     ready, waiting = [], []
-    for name in available("ablations"):
+    for name in list_available("ablations"):
         path = find("ablations", name)
-        if exported(path, "question") is None:
+        if load_attribute(path, "question") is None:
             continue
         try:
-            load_asked(path)
+            load_ablation_or_question(path)
         except FirstStageMissing as error:
             waiting.append(str(error))
         else:
@@ -83,21 +83,23 @@ def questions() -> tuple[list[str], list[str]]:
     return ready, waiting
 
 
-def _named(options: Namespace, name: str) -> Namespace:
+def _make_run_options(options: Namespace, name: str) -> Namespace:
     """The options of `ablate run` for a question."""
     return Namespace(**vars(options) | {"ablation": name, "rows": []})
 
 
-def _seconds(grid: "Grid") -> float:
+def _estimate_seconds(grid: "Grid") -> float:
     """Of training on one worker that a grid still lacks, from timed steps."""
     from lit_lazy.config.canonical import from_dict
     from lit_lazy.config.schema import RunConfig
-    from lit_lazy.grid.work.estimate import timed
-    from lit_lazy.training.prepare import outlined
+    from lit_lazy.grid.work.estimate import estimate_training_seconds
+    from lit_lazy.training.prepare import load_outline
     from lit_lazy.training.result import RESULT
 
     missing = [cell for cell in grid.cells if not (grid.folder / "cells" / cell.key / RESULT).exists()]
     variants = {cell.variant: cell for cell in missing}
     configs = {variant: from_dict(RunConfig, cell.config) for variant, cell in variants.items()}
-    each = {variant: timed(config, outlined(config.data)) for variant, config in configs.items()}
+    each = {
+        variant: estimate_training_seconds(config, load_outline(config.data)) for variant, config in configs.items()
+    }
     return sum(each[cell.variant] for cell in missing)

@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lit_lazy.command.grids import check_places, check_workers, default_workers, make_base, print_results
+from lit_lazy.command.grids import check_destinations, check_workers, default_workers, make_base, print_results
 from lit_lazy.command.options import (
     Commands,
     add_base,
+    add_command,
     add_execution,
     add_init_from,
     add_launcher,
@@ -20,12 +21,11 @@ from lit_lazy.command.options import (
     add_runs,
     add_storage,
     add_workers,
-    command,
-    execution_of,
-    names,
-    positive,
-    whole_numbers,
-    with_init,
+    append_init_from,
+    int_list,
+    make_execution,
+    name_list,
+    positive_int,
 )
 
 if TYPE_CHECKING:
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    parser = command(commands, "run", ablate_run, "run what is missing of an ablation", takes_overrides=True)
+    parser = add_command(commands, "run", ablate_run, "run what is missing of an ablation", takes_overrides=True)
     parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, or a .py file")
-    parser.add_argument("--rows", metavar="A,B", type=names, default=[], help="only these rows")
-    add_running(parser)
+    parser.add_argument("--rows", metavar="A,B", type=name_list, default=[], help="only these rows")
+    add_run_options(parser)
 
 
-def add_running(parser: argparse.ArgumentParser) -> None:
+def add_run_options(parser: argparse.ArgumentParser) -> None:
     """On what an ablation is run, with which seeds, and how."""
     add_base(parser)
-    parser.add_argument("--seeds", metavar="0,1", type=whole_numbers, default=[], help="these seeds in every row")
+    parser.add_argument("--seeds", metavar="0,1", type=int_list, default=[], help="these seeds in every row")
     add_workers(parser)
     add_launcher(parser)
     parser.add_argument("--dry-run", action="store_true", help="list the cells and an estimate; create nothing")
@@ -59,7 +59,7 @@ def add_running(parser: argparse.ArgumentParser) -> None:
         "--retry-failed",
         metavar="N",
         nargs="?",
-        type=positive,
+        type=positive_int,
         const=1,
         default=0,
         help="try a cell that fails again at once, up to N times (once without N), unless it diverged",
@@ -76,32 +76,36 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.support.console import plain_console
 
     check_launcher(options)
-    execution = execution_of(options)
+    execution = make_execution(options)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ValueError("torchrun: would start several commands of one grid; start it without, and give --devices")
-    from lit_lazy.grid.work.job import Launch
+    from lit_lazy.grid.work.job import LaunchOptions
 
     if options.dry_run:
-        from lit_lazy.grid.ablation import foreseen, on_base
+        from lit_lazy.grid.ablation import apply_rows, check_and_outline_data
         from lit_lazy.grid.work.estimate import print_estimate
 
-        asked = _asked(options, overrides)
-        variants = on_base(asked.chosen, asked.base, asked.overridden, partial(foreseen, execution=execution))
+        asked = parse_request(options, overrides)
+        variants = apply_rows(
+            asked.chosen, asked.base, asked.overridden, partial(check_and_outline_data, execution=execution)
+        )
         workers = options.workers or default_workers(options.threads, execution.devices)
-        print_estimate(asked.grid, variants, Launch(workers, options.threads, execution=execution), plain_console())
+        print_estimate(
+            asked.grid, variants, LaunchOptions(workers, options.threads, execution=execution), plain_console()
+        )
         return 0
     grid = make_grid(options, overrides)
     for cell in grid.cells:
-        execution.accumulation(cell.config["train"]["batch_size"])
+        execution.accumulation_steps(cell.config["train"]["batch_size"])
     from lit_lazy.grid.work.launch import run_grid
     from lit_lazy.report.publish import publish
-    from lit_lazy.table.render import markdown
-    from lit_lazy.tracking.loggers import check_kinds_of_loggers
+    from lit_lazy.table.render import render_markdown
+    from lit_lazy.tracking.loggers import check_logger_kinds
 
-    check_kinds_of_loggers(options.loggers)
-    check_places(options, grid.id)
-    with places(options) as (workers, gpus):
-        launch = Launch(
+    check_logger_kinds(options.loggers)
+    check_destinations(options, grid.id)
+    with allocate_workers(options) as (workers, gpus):
+        launch = LaunchOptions(
             workers=workers,
             threads=options.threads,
             fresh=options.fresh,
@@ -117,19 +121,19 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         console = plain_console()
         table, finished = run_grid(grid, launch, console, partial(publish, console=console))
     if options.brief:
-        print(f"\n{sentence(grid.id, table)}\n{grid.folder / 'table.md'}")
+        print(f"\n{format_progress(grid.id, table)}\n{grid.folder / 'table.md'}")
     else:
-        print_results(markdown(table), grid.folder, options.runs)
+        print_results(render_markdown(table), grid.folder, options.runs)
     return 0 if finished else 1
 
 
-def sentence(grid: str, table: "Table") -> str:
+def format_progress(grid: str, table: "Table") -> str:
     """How far a grid has come."""
     done, cells = sum(row.n for row in table.rows), sum(len(row.seeds) for row in table.rows)
     return f"{done} of {cells} cells of {grid} are trained; their table, figures and report are made."
 
 
-class _Asked(NamedTuple):
+class GridRequest(NamedTuple):
     """What the options of `ablate run` name."""
 
     files: tuple[Path, Path]
@@ -151,51 +155,51 @@ class _Asked(NamedTuple):
         """Of the question, on the experiment."""
         if self.question is None:
             return None
-        declared = self.question.declaration(self.base_name, self.base, self.files)
+        declared = self.question.declare(self.base_name, self.base, self.files)
         return replace(declared, commit="") if self.overridden else declared  # settings of the command line
 
 
-def _asked(options: argparse.Namespace, overrides: list[str]) -> _Asked:
+def parse_request(options: argparse.Namespace, overrides: list[str]) -> GridRequest:
     from lit_lazy.config.files import find
-    from lit_lazy.grid.ablation import select
-    from lit_lazy.grid.question import load_asked
+    from lit_lazy.grid.ablation import select_rows
+    from lit_lazy.grid.question import load_ablation_or_question
 
     path = find("ablations", options.ablation)
-    ablation, question = load_asked(path)
-    base_path, base_name, base, overridden = make_base(options, ablation, with_init(options, overrides))
-    chosen = select(ablation, options.rows, options.seeds)
-    return _Asked((path, base_path), ablation, question, base_name, base, overridden, chosen)
+    ablation, question = load_ablation_or_question(path)
+    base_path, base_name, base, overridden = make_base(options, ablation, append_init_from(options, overrides))
+    chosen = select_rows(ablation, options.rows, options.seeds)
+    return GridRequest((path, base_path), ablation, question, base_name, base, overridden, chosen)
 
 
 def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
     """The grid that the options of `ablate run` describe, checked whole; nothing is created."""
     from lit_lazy.config.canonical import to_dict
     from lit_lazy.config.key import SCHEMA
-    from lit_lazy.grid.ablation import definitions, expand, row_infos, select
+    from lit_lazy.grid.ablation import expand, hash_row_definitions, make_row_infos, select_rows
 
-    asked = _asked(options, overrides)
+    asked = parse_request(options, overrides)
     ablation, base, chosen = asked.ablation, asked.base, asked.chosen
     cells = expand(chosen, base, asked.overridden)
     from lit_lazy.grid.plan import Plan
     from lit_lazy.grid.work.launch import Grid
-    from lit_lazy.support.secrets import command_line
-    from lit_lazy.training.prepare import loaded
+    from lit_lazy.support.secrets import format_command_line
+    from lit_lazy.training.prepare import load_data
 
     # The baseline has its place in the table, missing or not, also when it is not run now.
     names_chosen = {row.name for row, _ in chosen}
-    baseline = () if ablation.baseline in names_chosen else select(ablation, [ablation.baseline], options.seeds)
+    baseline = () if ablation.baseline in names_chosen else select_rows(ablation, [ablation.baseline], options.seeds)
     in_table = [*chosen, *baseline]
     plan = Plan(
         ablation=ablation.name,
         base=asked.base_name,
         baseline=ablation.baseline,
-        command=command_line(),
-        rows=tuple(row_infos(in_table, asked.base_name)),
+        command=format_command_line(),
+        rows=tuple(make_row_infos(in_table, asked.base_name)),
         columns=ablation.columns,
         contrasts=ablation.contrasts,
         axes=tuple(dict.fromkeys(name for cell in cells for name in cell.axes)),
-        definitions=definitions(ablation, base),
-        facts=loaded(base.data).info,
+        definitions=hash_row_definitions(ablation, base),
+        facts=load_data(base.data).info,
         schema=SCHEMA,
         declaration=asked.declaration,
         primary=ablation.primary,
@@ -226,7 +230,7 @@ def check_launcher(options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def places(options: argparse.Namespace) -> Iterator[tuple[int, float]]:
+def allocate_workers(options: argparse.Namespace) -> Iterator[tuple[int, float]]:
     """How many cells to run at a time, and the GPUs of each; a Ray cluster is joined meanwhile.
 
     Raises ValueError where the cluster cannot be used.
@@ -234,13 +238,13 @@ def places(options: argparse.Namespace) -> Iterator[tuple[int, float]]:
     if options.launcher == "local":
         yield options.workers or default_workers(options.threads, options.devices or 1), 0.0
         return
-    from lit_lazy.grid.work.ray_pool import Share, joined
+    from lit_lazy.grid.work.ray_pool import Share, join_cluster
     from lit_lazy.tracking.tracker import default_uri
 
-    with joined(options.ray_address or os.environ.get("RAY_ADDRESS") or "local") as cluster:
+    with join_cluster(options.ray_address or os.environ.get("RAY_ADDRESS") or "local") as cluster:
         cluster.check_stores(queue=options.storage, tracking=default_uri(options.runs))
         devices = options.devices or 1
         gpus = devices * float(cluster.has_gpus) if options.gpus is None else options.gpus
         share = Share(options.threads * devices, gpus)
-        times = cluster.times(share)
+        times = cluster.count_cells(share)
         yield options.workers or times, share.gpus

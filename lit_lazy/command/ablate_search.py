@@ -3,18 +3,18 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from lit_lazy.command.grids import check_places, check_workers, default_workers, make_base, print_results
+from lit_lazy.command.grids import check_destinations, check_workers, default_workers, make_base, print_results
 from lit_lazy.command.options import (
     Commands,
     add_base,
+    add_command,
     add_init_from,
     add_loggers,
     add_runs,
     add_storage,
     add_workers,
-    command,
-    positive,
-    with_init,
+    append_init_from,
+    positive_int,
 )
 
 if TYPE_CHECKING:
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    parser = command(
+    parser = add_command(
         commands, "search", ablate_search, "look for the best values of continuous options", takes_overrides=True
     )
     parser.add_argument("ablation", metavar="NAME", help="a search in ablations/, or a .py file")
     add_base(parser)
     parser.add_argument(
-        "--trials", metavar="N", type=positive, default=None, help="points to finish (default: the search's own)"
+        "--trials", metavar="N", type=positive_int, default=None, help="points to finish (default: the search's own)"
     )
     add_workers(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what it would do; create nothing")
@@ -48,17 +48,17 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
     work = make_search(options, overrides)
     workers = options.workers or default_workers(options.threads)
     from lit_lazy.grid.search.run import print_search, run_search
-    from lit_lazy.grid.work.job import Launch
+    from lit_lazy.grid.work.job import LaunchOptions
 
     if options.dry_run:
         print_search(work, workers, options.threads, plain_console())
         return 0
-    from lit_lazy.tracking.loggers import check_kinds_of_loggers
+    from lit_lazy.tracking.loggers import check_logger_kinds
 
-    check_kinds_of_loggers(options.loggers)
-    check_places(options, work.id)
+    check_logger_kinds(options.loggers)
+    check_destinations(options, work.id)
     # Points beyond those asked for may wait in the queue, from a command that asked for more.
-    launch = Launch(
+    launch = LaunchOptions(
         workers,
         options.threads,
         options.fresh,
@@ -75,20 +75,20 @@ def make_search(options: argparse.Namespace, overrides: list[str]) -> "SearchWor
     """The search that the options of `ablate search` describe, checked whole; nothing is created."""
     from lit_lazy.config.canonical import to_dict
     from lit_lazy.config.files import find
-    from lit_lazy.grid.ablation import require_cells
+    from lit_lazy.grid.ablation import check_cell_count
     from lit_lazy.grid.search.definition import define, load_search
 
     search_path = find("ablations", options.ablation)
     search = load_search(search_path)
-    base_path, base_name, base, overridden = make_base(options, search, with_init(options, overrides))
+    base_path, base_name, base, overridden = make_base(options, search, append_init_from(options, overrides))
     trials = options.trials or search.trials
-    require_cells("--trials", trials)
+    check_cell_count("--trials", trials)
     definition = define(search, base, overridden)
     from lit_lazy.grid.search.run import SearchWork
 
     return SearchWork(
         id=f"search-{search.name}-{base_name}",
-        cells=[definition.undrawn(number) for number in range(trials)],
+        cells=[definition.make_placeholder(number) for number in range(trials)],
         base_config=to_dict(base),
         runs=options.runs,
         files=(search_path, base_path),

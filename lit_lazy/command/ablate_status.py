@@ -2,13 +2,13 @@
 
 import argparse
 
-from lit_lazy.command.grids import grid_name
-from lit_lazy.command.options import Commands, add_base, add_runs, add_storage, command
+from lit_lazy.command.grids import resolve_grid_name
+from lit_lazy.command.options import Commands, add_base, add_command, add_runs, add_storage
 
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    parser = command(commands, "status", ablate_status, "show what is done, what runs where, what failed and why")
+    parser = add_command(commands, "status", ablate_status, "show what is done, what runs where, what failed and why")
     parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, a .py file, or NAME-EXPERIMENT")
     add_base(parser, "it was run on")
     add_storage(parser)
@@ -18,12 +18,12 @@ def add_to(commands: Commands) -> None:
 def ablate_status(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy ablate status`"""
     from lit_lazy.grid.queue.queue import Queue
-    from lit_lazy.grid.queue.storage import default_storage, grid_names
+    from lit_lazy.grid.queue.storage import default_storage, list_grid_names
     from lit_lazy.grid.work.status import print_status
     from lit_lazy.support.console import plain_console
-    from lit_lazy.support.secrets import redacted
+    from lit_lazy.support.secrets import redact_url
 
     storage = options.storage or default_storage(options.runs)
-    name = grid_name(options, grid_names(storage), redacted(storage))
+    name = resolve_grid_name(options, list_grid_names(storage), redact_url(storage))
     print_status(Queue(storage, name), plain_console())
     return 0

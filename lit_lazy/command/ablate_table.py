@@ -2,13 +2,13 @@
 
 import argparse
 
-from lit_lazy.command.grids import tracked_grid
-from lit_lazy.command.options import Commands, add_base, add_runs, command, path
+from lit_lazy.command.grids import open_tracker
+from lit_lazy.command.options import Commands, add_base, add_command, add_runs, path
 
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    parser = command(
+    parser = add_command(
         commands, "table", ablate_table, "rebuild an ablation's table from MLflow alone, or from a table.json"
     )
     parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, a .py file, or NAME-EXPERIMENT")
@@ -23,20 +23,24 @@ def add_to(commands: Commands) -> None:
 def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy ablate table`"""
     from lit_lazy.config.files import find
-    from lit_lazy.grid.plan import newest_parent
-    from lit_lazy.grid.question import load_asked
-    from lit_lazy.report.publish import restate, write_table
-    from lit_lazy.support.disk import writable_folder
-    from lit_lazy.table.render import markdown
+    from lit_lazy.grid.plan import find_newest_parent
+    from lit_lazy.grid.question import load_ablation_or_question
+    from lit_lazy.report.publish import recompute_table, write_table
+    from lit_lazy.support.disk import check_writable_folder
+    from lit_lazy.table.render import render_markdown
 
     if options.source is not None:
         if options.base:
             raise ValueError(f"--base {options.base}: a table.json names its experiment; leave it out with --from")
-        print(markdown(restate(options.source, *load_asked(find("ablations", options.ablation)))))
+        print(
+            render_markdown(
+                recompute_table(options.source, *load_ablation_or_question(find("ablations", options.ablation)))
+            )
+        )
         return 0
-    tracker = tracked_grid(options)
-    writable_folder("--runs", options.runs)
+    tracker = open_tracker(options)
+    check_writable_folder("--runs", options.runs)
     folder = options.runs / tracker.experiment
     folder.mkdir(parents=True, exist_ok=True)
-    print(markdown(write_table(tracker, newest_parent(tracker), folder)))
+    print(render_markdown(write_table(tracker, find_newest_parent(tracker), folder)))
     return 0

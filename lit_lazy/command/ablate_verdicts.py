@@ -3,12 +3,12 @@
 import argparse
 from pathlib import Path
 
-from lit_lazy.command.options import Commands, command, folder, path
+from lit_lazy.command.options import Commands, add_command, folder, path
 
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    parser = command(commands, "verdicts", ablate_verdicts, "say what the questions that were run have come to")
+    parser = add_command(commands, "verdicts", ablate_verdicts, "say what the questions that were run have come to")
     parser.add_argument(
         "folder",
         metavar="FOLDER",
@@ -22,21 +22,21 @@ def add_to(commands: Commands) -> None:
 
 def ablate_verdicts(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy ablate verdicts`"""
-    from lit_lazy.report.verdicts import answered, page, summary
-    from lit_lazy.support.disk import writable_file, write_text
+    from lit_lazy.report.verdicts import format_page, format_summary, read_questions
+    from lit_lazy.support.disk import check_writable_file, write_text
 
     if options.out is not None:
-        writable_file("--out", options.out)
+        check_writable_file("--out", options.out)
     if (options.folder / "table.json").exists():
         raise ValueError(f"{str(options.folder)!r}: is the folder of one table; give the one around it")
-    found = answered(options.folder)
+    found = read_questions(options.folder)
     if not found:
         raise ValueError(
             f"{str(options.folder)!r}: holds no question's table.json; `lit-lazy ablate run q_null` makes one"
         )
     if options.out is not None:
-        text = page(found, options.out.parent)
+        text = format_page(found, options.out.parent)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_text(options.out, text)
-    print(summary(found))
+    print(format_summary(found))
     return 0

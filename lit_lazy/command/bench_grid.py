@@ -2,14 +2,14 @@
 
 import argparse
 
-from lit_lazy.command.options import Commands, add_out, command, whole_numbers
+from lit_lazy.command.options import Commands, add_command, add_out, int_list
 
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    parser = command(commands, "grid", bench_grid, "measure queue and tracking beside training (half an hour)")
+    parser = add_command(commands, "grid", bench_grid, "measure queue and tracking beside training (half an hour)")
     parser.add_argument(
-        "--cells", type=whole_numbers, default=None, help="sizes of grids, multiples of 5 (default 100,1000,10000)"
+        "--cells", type=int_list, default=None, help="sizes of grids, multiples of 5 (default 100,1000,10000)"
     )
     add_out(parser)
 

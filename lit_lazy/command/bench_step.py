@@ -2,12 +2,14 @@
 
 import argparse
 
-from lit_lazy.command.options import Commands, add_out, command
+from lit_lazy.command.options import Commands, add_command, add_out
 
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    parser = command(commands, "step", bench_step, "time a training step of lazy attention beside softmax (minutes)")
+    parser = add_command(
+        commands, "step", bench_step, "time a training step of lazy attention beside softmax (minutes)"
+    )
     add_out(parser)
 
 

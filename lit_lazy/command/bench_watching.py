@@ -2,12 +2,12 @@
 
 import argparse
 
-from lit_lazy.command.options import Commands, add_out, command
+from lit_lazy.command.options import Commands, add_command, add_out
 
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    parser = command(
+    parser = add_command(
         commands, "diagnostics", bench_diagnostics, "measure memory and time of the diagnostics (half an hour)"
     )
     add_out(parser)

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Iterator
 
-from lit_lazy.command.options import Commands, command, folder, json_file, path
+from lit_lazy.command.options import Commands, add_command, folder, json_file, path
 
 SHELLS = ("bash", "zsh", "tcsh")
 ROOMS = {"EXPERIMENT": "experiments", "NAME": "ablations"}
@@ -12,7 +12,7 @@ ROOMS = {"EXPERIMENT": "experiments", "NAME": "ablations"}
 
 def add_to(commands: Commands, root: argparse.ArgumentParser) -> None:
     """The command and its options. root: the parser of all commands."""
-    parser = command(commands, "completion", completion, "print what makes a shell complete commands and options")
+    parser = add_command(commands, "completion", completion, "print what makes a shell complete commands and options")
     parser.epilog = (
         "Keep it where the shell looks for it, for example\n"
         "  lit-lazy completion bash > ~/.local/share/bash-completion/completions/lit-lazy"
@@ -25,13 +25,13 @@ def completion(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy completion`"""
     import shtab
 
-    from lit_lazy.config.files import available
+    from lit_lazy.config.files import list_available
 
     for action in _actions(options.root):
         if action.type in (path, folder, json_file):
             action.complete = shtab.DIRECTORY if action.type is folder else shtab.FILE  # type: ignore[attr-defined]
         elif action.dest in ("experiment", "ablation", "base") and action.metavar in ROOMS:
-            action.choices = available(ROOMS[action.metavar])  # type: ignore[index]
+            action.choices = list_available(ROOMS[action.metavar])  # type: ignore[index]
     print(shtab.complete(options.root, options.shell))
     return 0
 

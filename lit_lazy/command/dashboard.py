@@ -2,17 +2,17 @@
 
 import argparse
 
-from lit_lazy.command.options import Commands, add_runs, command, not_empty, port
+from lit_lazy.command.options import Commands, add_command, add_runs, non_empty, port
 
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    parser = command(commands, "dashboard", dashboard, "serve MLflow on 127.0.0.1 and print links to the runs")
+    parser = add_command(commands, "dashboard", dashboard, "serve MLflow on 127.0.0.1 and print links to the runs")
     parser.add_argument(
         "experiment",
         metavar="NAME",
         nargs="?",
-        type=not_empty,
+        type=non_empty,
         help="print only the links of this experiment in MLflow, such as table2-backcopy, or of this ablation",
     )
     parser.add_argument("--port", type=port, default=5000, help="port (default 5000)")

@@ -6,35 +6,35 @@ from functools import partial
 from lit_lazy.command.options import (
     Commands,
     add_checkpoint,
+    add_command,
     add_eviction,
     add_runs,
     add_threads,
-    command,
-    eviction,
     folder,
     import_classes,
-    not_empty,
-    positive,
-    whole_numbers,
+    int_list,
+    make_eviction,
+    non_empty,
+    positive_int,
 )
 
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    parser = command(
+    parser = add_command(
         commands, "diagnose", diagnose, "look into a trained model: sinks, mass, sparsity, collapse, with figures"
     )
     add_checkpoint(parser)
     parser.add_argument(
         "--data",
         metavar="EXPERIMENT",
-        type=not_empty,
+        type=non_empty,
         help="experiment whose validation data are measured: a name or a .py file (default: the model's own data)",
     )
     parser.add_argument(
         "--lengths",
         metavar="512,1024",
-        type=partial(whole_numbers, least=1),
+        type=partial(int_list, least=1),
         default=[],
         help="context lengths to measure at, beside that of the data",
     )
@@ -43,14 +43,14 @@ def add_to(commands: Commands) -> None:
         parser.add_argument(
             f"--{part}",
             metavar="0,1",
-            type=whole_numbers,
+            type=int_list,
             default=None,
             help=f"{part} whose attention maps are kept, counted from 0 (default: {what})",
         )
     parser.add_argument(
         "--sequences",
         metavar="N",
-        type=positive,
+        type=positive_int,
         default=64,
         help="validation sequences to measure, at most (default 64)",
     )
@@ -78,7 +78,7 @@ def diagnose(options: argparse.Namespace, _rest: list[str]) -> int:
             checkpoint=options.checkpoint,
             data=options.data,
             lengths=tuple(options.lengths),
-            eviction=eviction(options),
+            eviction=make_eviction(options),
             maps=Maps(layers, heads),
             sequences=options.sequences,
             out=options.out,

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Iterator
 
-from lit_lazy.command.options import Commands, add_runs, command
+from lit_lazy.command.options import Commands, add_command, add_runs
 
 USES = {
     "postgres": "a queue on PostgreSQL (--storage)",
@@ -26,30 +26,32 @@ TOOLS = {
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    parser = command(commands, "doctor", doctor, "print versions, devices and backends, and what is missing for what")
+    parser = add_command(
+        commands, "doctor", doctor, "print versions, devices and backends, and what is missing for what"
+    )
     add_runs(parser)
 
 
 def doctor(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy doctor`: 1 where something that everything needs is missing."""
-    from lit_lazy.support.secrets import redacted
+    from lit_lazy.support.secrets import redact_url
     from lit_lazy.tracking.tracker import check_store, default_uri
 
     wrong, missing = [], []
-    print("\n".join(versions()))
-    for name, text, extra in requirements():
+    print("\n".join(list_versions()))
+    for name, text, extra in find_unmet_requirements():
         if extra is None:
             wrong.append(f"{name}: {text}; pip install -r requirements.txt")
         else:
             missing.append(f"{USES.get(extra, extra)}: {name} {text}; pip install 'lit-lazy[{extra}]'")
-    print("\n".join(["", *devices(), *backends()]))
+    print("\n".join(["", *list_devices(), *list_backends()]))
     uri = default_uri(options.runs)
     try:
         check_store(uri)
-        print(f"{'tracking':12} {redacted(uri)}")
+        print(f"{'tracking':12} {redact_url(uri)}")
     except ValueError as error:
         wrong.append(str(error))
-    missing += [f"{use}: the program {name} is not on the PATH" for name, use in TOOLS.items() if not is_there(name)]
+    missing += [f"{use}: the program {name} is not on the PATH" for name, use in TOOLS.items() if not is_on_path(name)]
     for title, found in (("wrong", wrong), ("missing, for those who want", missing)):
         if found:
             print("\n".join(["", f"{title}:", *(f"  {line}" for line in found)]))
@@ -58,7 +60,7 @@ def doctor(options: argparse.Namespace, _rest: list[str]) -> int:
     return 1 if wrong else 0
 
 
-def versions() -> Iterator[str]:
+def list_versions() -> Iterator[str]:
     """Of this project, Python and what decides results and their bits."""
     import platform
     from importlib.metadata import PackageNotFoundError, version
@@ -75,7 +77,7 @@ def versions() -> Iterator[str]:
             yield f"{name:12} not installed"
 
 
-def requirements() -> Iterator[tuple[str, str, str | None]]:
+def find_unmet_requirements() -> Iterator[tuple[str, str, str | None]]:
     """Of what this project requires here that which does not fit: package, what it is, and the extra that wants it."""
     from importlib.metadata import PackageNotFoundError, requires, version
 
@@ -94,14 +96,14 @@ def requirements() -> Iterator[tuple[str, str, str | None]]:
             yield requirement.name, f"is {there} (wanted: {requirement.specifier})", extra
 
 
-def devices() -> Iterator[str]:
+def list_devices() -> Iterator[str]:
     """What trainings run on."""
     import torch
 
-    from lit_lazy.support.memory import most_bytes
-    from lit_lazy.training.devices import cores
+    from lit_lazy.support.memory import measure_total_memory
+    from lit_lazy.training.devices import count_cores
 
-    yield f"{'CPU':12} {cores()} cores, {most_bytes() / 1e9:.1f} GB of memory and swap"
+    yield f"{'CPU':12} {count_cores()} cores, {measure_total_memory() / 1e9:.1f} GB of memory and swap"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for i in range(count):
         facts = torch.cuda.get_device_properties(i)
@@ -110,19 +112,19 @@ def devices() -> Iterator[str]:
         yield f"{'GPU':12} none that torch sees"
 
 
-def backends() -> Iterator[str]:
+def list_backends() -> Iterator[str]:
     """The implementation of attention that a training takes here by itself."""
     from lit_lazy.attention import Attention, AttentionSpec, Elastic, LearnedBias
     from lit_lazy.config import ModelConfig
-    from lit_lazy.training.devices import training_device
+    from lit_lazy.training.devices import select_training_device
 
     shape = ModelConfig().layer_shape(0, context_length=128)
     for name, spec in (("softmax", AttentionSpec()), ("lazy", AttentionSpec(Elastic(), LearnedBias()))):
-        backend = Attention(spec, shape, "auto").to(training_device()).backend_name()
+        backend = Attention(spec, shape, "auto").to(select_training_device()).backend_name()
         yield f"{name:12} attention runs on {backend}"
 
 
-def is_there(name: str) -> bool:
+def is_on_path(name: str) -> bool:
     """Whether a program is on the PATH."""
     import shutil
 

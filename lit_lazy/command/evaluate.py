@@ -3,12 +3,12 @@
 import argparse
 from pathlib import Path
 
-from lit_lazy.command.options import Commands, add_checkpoint, add_threads, command, import_classes, print_metrics
+from lit_lazy.command.options import Commands, add_checkpoint, add_command, add_threads, import_classes, print_metrics
 
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    parser = command(commands, "evaluate", evaluate_command, "measure a trained model on its own validation data")
+    parser = add_command(commands, "evaluate", evaluate_command, "measure a trained model on its own validation data")
     add_checkpoint(parser)
     add_threads(parser)
 
@@ -27,16 +27,18 @@ def evaluate_checkpoint(path: Path, threads: int | None = None) -> dict[str, flo
     """
     import torch
 
-    from lit_lazy.measure.diagnostics import measure, validation_sample
-    from lit_lazy.measure.evaluation import evaluate, sizes
+    from lit_lazy.measure.diagnostics import measure, sample_validation
+    from lit_lazy.measure.evaluation import compute_size_metrics, evaluate
     from lit_lazy.training import checkpoints
-    from lit_lazy.training.devices import training_device
+    from lit_lazy.training.devices import select_training_device
 
     if threads is not None:
         torch.set_num_threads(threads)
     module = checkpoints.load(path)
-    source = checkpoints.data_of_training(path, module)
-    model = module.model.to(training_device())
+    source = checkpoints.load_training_data(path, module)
+    model = module.model.to(select_training_device())
     train = module.cfg.train
-    diagnostics = measure(model, validation_sample(source), maps=None)
-    return evaluate(model, source, train.precision, train.batch_size) | sizes(model) | diagnostics.scalars()
+    diagnostics = measure(model, sample_validation(source), maps=None)
+    return (
+        evaluate(model, source, train.precision, train.batch_size) | compute_size_metrics(model) | diagnostics.scalars()
+    )

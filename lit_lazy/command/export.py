@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_lazy.command.options import Commands, add_checkpoint, command, folder, import_classes
+from lit_lazy.command.options import Commands, add_checkpoint, add_command, folder, import_classes
 
 if TYPE_CHECKING:
     from lit_lazy.training.module import LitLM
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    parser = command(
+    parser = add_command(
         commands, "export", export, "write a trained model as a folder that transformers loads, without lit-lazy"
     )
     add_checkpoint(parser)
@@ -25,7 +25,7 @@ def export(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy export`"""
     from lit_lazy.data.prompts import Prompts
     from lit_lazy.model.export.folder import check, write
-    from lit_lazy.support.disk import new_folder, writable_folder
+    from lit_lazy.support.disk import check_writable_folder, create_folder_atomically
     from lit_lazy.training import checkpoints
 
     import_classes(options)
@@ -35,16 +35,16 @@ def export(options: argparse.Namespace, _rest: list[str]) -> int:
     check(module.cfg.model)
     prompts = Prompts(module.cfg.data, module.hparams["vocab_size"])
     tokenizer = None if prompts.tokenizer is None else prompts.tokenizer.to_json()
-    text = card(module, result(options.checkpoint), tokenizer is not None)
-    writable_folder("OUT", options.out)
-    with new_folder(options.out.absolute()) as scratch:
+    text = format_model_card(module, read_result(options.checkpoint), tokenizer is not None)
+    check_writable_folder("OUT", options.out)
+    with create_folder_atomically(options.out.absolute()) as scratch:
         write(scratch, module.model, text, tokenizer, prompts.end, prompts.begin)
     without = "" if tokenizer else f"; without a tokenizer, since {prompts.name} has no text"
     print(f"{options.out}: {', '.join(sorted(file.name for file in options.out.iterdir()))}{without}")
     return 0
 
 
-def result(checkpoint: Path) -> Mapping[str, Any] | None:
+def read_result(checkpoint: Path) -> Mapping[str, Any] | None:
     """What the run left beside its checkpoint; None where there is none. Raises ValueError where it is damaged."""
     from lit_lazy.support.kinds import check_kinds
     from lit_lazy.training.result import RESULT, RunResult
@@ -60,7 +60,7 @@ def result(checkpoint: Path) -> Mapping[str, Any] | None:
     return found
 
 
-def card(module: "LitLM", found: Mapping[str, Any] | None, has_text: bool) -> str:
+def format_model_card(module: "LitLM", found: Mapping[str, Any] | None, has_text: bool) -> str:
     """The README of an exported model: what it is, its row of a table, how to use it. No path of this machine."""
     cfg = module.cfg
     attention = cfg.model.attention
@@ -102,7 +102,7 @@ Lazy Attention. tau and biases stay float32 in every dtype.
 |---|---|
 {facts}
 
-{row(found)}
+{format_row(found)}
 
 ```python
 {USE_OF_TEXT if has_text else USE_OF_NUMBERS}```
@@ -124,7 +124,7 @@ print(model.generate(torch.tensor([[0, 1, 2]]), max_new_tokens=50))  # its token
 """
 
 
-def row(found: Mapping[str, Any] | None) -> str:
+def format_row(found: Mapping[str, Any] | None) -> str:
     """The row of a table that the run makes, of one seed."""
     from lit_lazy.table.columns import COLUMNS
 

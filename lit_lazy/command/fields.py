@@ -2,12 +2,12 @@
 
 import argparse
 
-from lit_lazy.command.options import Commands, command
+from lit_lazy.command.options import Commands, add_command
 
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    parser = command(
+    parser = add_command(
         commands, "fields", fields, "list an experiment's fields that can be overridden, and the classes of its parts"
     )
     parser.add_argument("experiment", metavar="EXPERIMENT", help="a name in experiments/, or a .py file")
@@ -16,7 +16,7 @@ def add_to(commands: Commands) -> None:
 def fields(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy fields`"""
     from lit_lazy.config.files import find, load_experiment
-    from lit_lazy.config.listing import listing
+    from lit_lazy.config.listing import list_fields
 
-    print("\n".join(listing(load_experiment(find("experiments", options.experiment)))))
+    print("\n".join(list_fields(load_experiment(find("experiments", options.experiment)))))
     return 0

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from lit_lazy.command.options import (
     Commands,
     add_checkpoint,
+    add_command,
     add_eviction,
     add_threads,
-    command,
-    eviction,
     import_classes,
-    no_less_than_0,
+    make_eviction,
+    non_negative_int,
+    parse_int,
     path,
-    whole,
 )
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ MOST_TOKENS = 10**7
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    parser = command(commands, "generate", generate, "let a trained model continue a text")
+    parser = add_command(commands, "generate", generate, "let a trained model continue a text")
     add_checkpoint(parser)
     parser.add_argument(
         "--prompt", metavar="TEXT", action="append", default=[], help="text to be continued; may be given again"
@@ -49,7 +49,7 @@ def add_to(commands: Commands) -> None:
     )
     parser.add_argument(
         "--temperature",
-        type=at_least_zero,
+        type=non_negative_float,
         default=1.0,
         help="what logits are divided by; 0 takes the most probable token each time (default 1)",
     )
@@ -60,7 +60,7 @@ def add_to(commands: Commands) -> None:
         default=1.0,
         help="draw from the fewest tokens with this probability together (default 1: from all)",
     )
-    parser.add_argument("--seed", metavar="N", type=no_less_than_0, default=0, help="seed of the draws (default 0)")
+    parser.add_argument("--seed", metavar="N", type=non_negative_int, default=0, help="seed of the draws (default 0)")
     add_eviction(parser)
     add_threads(parser)
 
@@ -74,22 +74,22 @@ def prompt_file(text: str) -> Path:
 
 def new_tokens(text: str) -> int:
     """An option that is a number of tokens to draw."""
-    if (number := whole(text, least=1, most=MOST_TOKENS)) is None:
+    if (number := parse_int(text, least=1, most=MOST_TOKENS)) is None:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 1 to {MOST_TOKENS}")
     return number
 
 
-def at_least_zero(text: str) -> float:
+def non_negative_float(text: str) -> float:
     """An option that is a finite number from 0 on."""
-    return _number(text, lambda x: 0 <= x < float("inf"), "a number of at least 0")
+    return _parse_number(text, lambda x: 0 <= x < float("inf"), "a number of at least 0")
 
 
 def probability(text: str) -> float:
     """An option that is a probability above 0."""
-    return _number(text, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
+    return _parse_number(text, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
 
 
-def _number(text: str, fits: Callable[[float], bool], what: str) -> float:
+def _parse_number(text: str, fits: Callable[[float], bool], what: str) -> float:
     try:
         number = float(text)
     except ValueError:
@@ -104,33 +104,33 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     import torch
 
     from lit_lazy.data.prompts import Prompts
-    from lit_lazy.measure.diagnostics import at_rest
+    from lit_lazy.measure.diagnostics import evaluation_mode
     from lit_lazy.model.generation import Generation, Sampling
     from lit_lazy.support.errors import one_line
-    from lit_lazy.support.memory import require_room
+    from lit_lazy.support.memory import require_memory
     from lit_lazy.training import checkpoints
-    from lit_lazy.training.devices import training_device
+    from lit_lazy.training.devices import select_training_device
 
     import_classes(options)
-    evict = eviction(options)
+    evict = make_eviction(options)
     if not options.prompt and not options.prompt_file:
         raise ValueError("--prompt: give a text to be continued, or a file with one by --prompt-file")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     module = checkpoints.load(options.checkpoint)
     prompts = Prompts(module.cfg.data, module.hparams["vocab_size"])
-    texts = given(options)
+    texts = read_prompts(options)
     ids = [prompts.encode(option, text) for option, text in texts]
     sampling = Sampling(options.temperature, options.top_p, options.seed)
-    model = module.model.to(training_device())
+    model = module.model.to(select_training_device())
     try:
         generation = Generation(model, ids, options.tokens, sampling, prompts.end, evict)
     except ValueError as error:
         raise ValueError(f"--tokens {options.tokens}: {one_line(error)}") from None
-    require_room({"--tokens": options.tokens, "prompts": len(ids)}, generation.most_cache_bytes)
+    require_memory({"--tokens": options.tokens, "prompts": len(ids)}, generation.most_cache_bytes)
     try:
-        with at_rest(model):
-            show(generation, prompts, texts)
+        with evaluation_mode(model):
+            print_generation(generation, prompts, texts)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
@@ -139,7 +139,7 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     return 0
 
 
-def given(options: argparse.Namespace) -> list[tuple[str, bytes]]:
+def read_prompts(options: argparse.Namespace) -> list[tuple[str, bytes]]:
     """The texts to be continued, each with the option that it came by. Raises ValueError where one cannot be read."""
     from lit_lazy.support.disk import open_file
 
@@ -159,7 +159,7 @@ def given(options: argparse.Namespace) -> list[tuple[str, bytes]]:
     return texts
 
 
-def show(generation: "Generation", prompts: "Prompts", texts: list[tuple[str, bytes]]) -> None:
+def print_generation(generation: "Generation", prompts: "Prompts", texts: list[tuple[str, bytes]]) -> None:
     """Print the text as it comes, that of several prompts when all are done, and what it took on standard error."""
     started, count = time.perf_counter(), 0
     found: list[list[int]] = [[] for _ in texts]
@@ -172,20 +172,20 @@ def show(generation: "Generation", prompts: "Prompts", texts: list[tuple[str, by
             yield token
 
     if len(texts) == 1:
-        write(prompts.decode(tokens(), generation.prompts[0]))
+        print_pieces(prompts.decode(tokens(), generation.prompts[0]))
     else:
         for _ in tokens():
             pass
         for i, (option, _) in enumerate(texts):
-            write([f"== {option}"])
-            write(prompts.decode(found[i], generation.prompts[i]))
+            print_pieces([f"== {option}"])
+            print_pieces(prompts.decode(found[i], generation.prompts[i]))
     seconds = time.perf_counter() - started
     evicted = f", {generation.evicted} tokens evicted" if generation.eviction else ""
     speed = f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s"
     print(f"{speed}; cache {generation.cache_bytes:,} bytes{evicted}", file=sys.stderr)
 
 
-def write(pieces: "Iterator[str] | list[str]") -> None:
+def print_pieces(pieces: "Iterator[str] | list[str]") -> None:
     """Print the pieces of a text as they come, and a line end; to a terminal no character that would steer it."""
     steers = sys.stdout.isatty()
     for piece in pieces:

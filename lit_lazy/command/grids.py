@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lit_lazy.support.errors import meant
+from lit_lazy.support.errors import did_you_mean
 
 if TYPE_CHECKING:
     from lit_lazy.config import RunConfig
@@ -39,13 +39,13 @@ def make_base(
     return path, path.stem + suffix, base, overridden
 
 
-def check_places(options: argparse.Namespace, grid: str) -> None:
+def check_destinations(options: argparse.Namespace, grid: str) -> None:
     """Raise ValueError, in one line, where results, queue or tracking could not be kept; nothing is created."""
     from lit_lazy.grid.queue.storage import check_storage, default_storage
-    from lit_lazy.support.disk import writable_folder
+    from lit_lazy.support.disk import check_writable_folder
     from lit_lazy.tracking.tracker import check_store, default_uri
 
-    writable_folder("--runs", options.runs)
+    check_writable_folder("--runs", options.runs)
     if options.storage or options.runs.is_dir():
         check_storage(options.storage or default_storage(options.runs), grid)
     check_store(default_uri(options.runs))
@@ -53,10 +53,10 @@ def check_places(options: argparse.Namespace, grid: str) -> None:
 
 def check_workers(options: argparse.Namespace) -> None:
     """Raise ValueError, in one line, where this machine could not even start so many processes."""
-    from lit_lazy.support.memory import require_room
+    from lit_lazy.support.memory import require_memory
 
     if options.workers:
-        require_room({"--workers": options.workers}, options.workers * LEAST_BYTES_PER_WORKER)
+        require_memory({"--workers": options.workers}, options.workers * LEAST_BYTES_PER_WORKER)
 
 
 def default_workers(threads: int, devices: int = 1) -> int:
@@ -64,16 +64,16 @@ def default_workers(threads: int, devices: int = 1) -> int:
     import psutil
     import torch
 
-    from lit_lazy.training.devices import cores
+    from lit_lazy.training.devices import count_cores
 
     memory = psutil.virtual_memory().available // BYTES_PER_WORKER
-    return max(1, (torch.cuda.device_count() or min(cores() // threads, memory)) // devices)
+    return max(1, (torch.cuda.device_count() or min(count_cores() // threads, memory)) // devices)
 
 
-def grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> str:
+def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> str:
     """The grid that NAME and --base mean, one of those known at a place."""
     from lit_lazy.config.files import find
-    from lit_lazy.grid.question import load_asked
+    from lit_lazy.grid.question import load_ablation_or_question
 
     name = options.ablation
     if not known:
@@ -81,30 +81,30 @@ def grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> 
     if name in known and options.base:
         raise ValueError(f"--base {options.base!r}: {name!r} names its experiment already; leave --base out")
     if name not in known:
-        ablation, _ = load_asked(find("ablations", name))
+        ablation, _ = load_ablation_or_question(find("ablations", name))
         name = f"{ablation.name}-{Path(options.base or ablation.base).stem}"
     if name not in known:
         raise ValueError(
-            f"ablation {name!r}: {where} holds no such grid{meant(name, known)}; it has {', '.join(known)}; "
+            f"ablation {name!r}: {where} holds no such grid{did_you_mean(name, known)}; it has {', '.join(known)}; "
             "`lit-lazy ablate run` makes it"
         )
     return name
 
 
-def tracked_grid(options: argparse.Namespace) -> "Tracker":
+def open_tracker(options: argparse.Namespace) -> "Tracker":
     """The MLflow experiment of the grid that NAME and --base mean."""
-    from lit_lazy.support.secrets import redacted
-    from lit_lazy.tracking.tracker import Tracker, check_store, default_uri, experiment_names
+    from lit_lazy.support.secrets import redact_url
+    from lit_lazy.tracking.tracker import Tracker, check_store, default_uri, list_experiment_names
 
     uri = default_uri(options.runs)
     check_store(uri)
-    known = experiment_names(uri, kind="ablation")
-    return Tracker(uri, options.runs, grid_name(options, known, f"MLflow at {redacted(uri)}"))
+    known = list_experiment_names(uri, kind="ablation")
+    return Tracker(uri, options.runs, resolve_grid_name(options, known, f"MLflow at {redact_url(uri)}"))
 
 
 def print_results(table: str, where: Path, runs: Path) -> None:
     """The table, and where it and all else is."""
-    from lit_lazy.support.console import called
+    from lit_lazy.support.console import get_program_name
 
     print(f"\n{table}\n")
     print(f"table:      {where}/table.* ({', '.join(sorted(path.suffix for path in where.glob('table.*')))})")
@@ -112,4 +112,4 @@ def print_results(table: str, where: Path, runs: Path) -> None:
     if (report := where / "report.html").exists():
         print(f"report:     {report}")
     print(f"runs:       {where}/cells/, workers' logs {where}/worker-*.log")
-    print(f"dashboard:  {shlex.join([called(), 'dashboard', where.name, '--runs', str(runs)])}")
+    print(f"dashboard:  {shlex.join([get_program_name(), 'dashboard', where.name, '--runs', str(runs)])}")

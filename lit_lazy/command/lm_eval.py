@@ -8,30 +8,30 @@ from typing import TYPE_CHECKING
 from lit_lazy.command.options import (
     Commands,
     add_checkpoint,
+    add_command,
     add_threads,
-    command,
     folder,
     import_classes,
     json_file,
-    names,
-    positive,
+    name_list,
+    positive_int,
 )
 
 if TYPE_CHECKING:
     from lit_lazy.measure.harness.asked import Count
-    from lit_lazy.measure.lm_eval import Benchmarks
+    from lit_lazy.measure.lm_eval import BenchmarkResults
 
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    parser = command(
+    parser = add_command(
         commands, "lm-eval", lm_eval, "ask a trained model the field's benchmarks, by lm-evaluation-harness"
     )
     add_checkpoint(parser)
     parser.add_argument(
         "--tasks",
         metavar="piqa,boolq",
-        type=names,
+        type=name_list,
         default=None,
         help="tasks of the harness (default: wikitext, lambada_openai, piqa, hellaswag, winogrande, arc_easy, "
         "arc_challenge, social_iqa, boolq)",
@@ -44,7 +44,7 @@ def add_to(commands: Commands) -> None:
         help="folder with task files of the harness, which come before its own of the same name",
     )
     parser.add_argument(
-        "--limit", metavar="N", type=positive, default=None, help="questions of each task, at most: to try it out"
+        "--limit", metavar="N", type=positive_int, default=None, help="questions of each task, at most: to try it out"
     )
     parser.add_argument("--out", metavar="FILE.json", type=json_file, help="write the results there")
     add_threads(parser)
@@ -56,31 +56,31 @@ def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
 
     import torch
 
-    from lit_lazy.measure.lm_eval import TASKS, benchmark, find_tasks, load_tasks, tokenizer_of
-    from lit_lazy.support.disk import writable_folder, write_text
-    from lit_lazy.support.provenance import environment
+    from lit_lazy.measure.lm_eval import TASKS, benchmark, find_tasks, load_tasks, require_tokenizer
+    from lit_lazy.support.disk import check_writable_folder, write_text
+    from lit_lazy.support.provenance import collect_environment
     from lit_lazy.training import checkpoints
-    from lit_lazy.training.devices import training_device
+    from lit_lazy.training.devices import select_training_device
 
     import_classes(options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if options.out is not None:
-        writable_folder("--out", options.out.parent)
+        check_writable_folder("--out", options.out.parent)
     chosen = options.tasks or list(TASKS)
     manager = find_tasks(chosen, options.task_folder, "--tasks")
     module = checkpoints.load(options.checkpoint)
     try:
-        tokenizer = tokenizer_of(module.cfg.data, module.hparams["vocab_size"])
+        tokenizer = require_tokenizer(module.cfg.data, module.hparams["vocab_size"])
     except ValueError as error:
         raise ValueError(f"checkpoint {str(options.checkpoint)!r}: {error}") from None
     tasks = load_tasks(chosen, manager, "--tasks")
-    model = module.model.to(training_device())
+    model = module.model.to(select_training_device())
     precision = torch.autocast(model.device.type, torch.bfloat16, enabled=module.cfg.train.precision == "bf16")
-    with progress() as count:
+    with open_progress_bar() as count:
         found = benchmark(model, tokenizer, tasks, options.limit, precision, count)
-    show(found)
-    result = found.to_json() | {"checkpoint": str(options.checkpoint), "environment": environment()}
+    print_benchmarks(found)
+    result = found.to_json() | {"checkpoint": str(options.checkpoint), "environment": collect_environment()}
     if options.out is not None:
         write_text(options.out, json.dumps(result, indent=1))
     from lit_lazy.tracking.benchmarks import log_benchmarks
@@ -89,9 +89,12 @@ def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
     return 0
 
 
-def show(found: "Benchmarks") -> None:
+def print_benchmarks(found: "BenchmarkResults") -> None:
     """Print a table: the field's columns first, then what else the tasks gave."""
-    rows = [(column.title, column.task, column.metric, value, found.error(column)) for column, value in found.columns()]
+    rows = [
+        (column.title, column.task, column.metric, value, found.standard_error(column))
+        for column, value in found.columns()
+    ]
     known = {(task, metric) for _, task, metric, _, _ in rows}
     rows += [("", *each, value, None) for each, value in sorted(found.scores.items()) if each not in known]
     for title, task, metric, value, error in rows:
@@ -110,7 +113,7 @@ def show(found: "Benchmarks") -> None:
 
 
 @contextmanager
-def progress() -> "Iterator[Count]":
+def open_progress_bar() -> "Iterator[Count]":
     """A bar on a terminal, and what moves it."""
     from rich.progress import Progress
 

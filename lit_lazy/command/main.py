@@ -37,8 +37,8 @@ from lit_lazy.command import (
 )
 from lit_lazy.command.options import Parser
 from lit_lazy.support.disk import is_disk_full
-from lit_lazy.support.errors import UnfinishedError, shown
-from lit_lazy.support.secrets import hide_typed
+from lit_lazy.support.errors import UnfinishedError, sanitise
+from lit_lazy.support.secrets import hide_passwords
 
 STDOUT = 1
 
@@ -49,14 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = run_command(argv)
         sys.stdout.flush()  # Python would report at its end that a reader is gone
     except BrokenPipeError:
-        if not _is_unread():
+        if not _is_stdout_closed():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what is still to be flushed
         return 128 + signal.SIGPIPE  # what a shell reports of other programs there, as in `train ... | head`
     return status
 
 
-def _is_unread() -> bool:
+def _is_stdout_closed() -> bool:
     """Whether what reads standard output is gone: a pipe may also break on the way to a server."""
     poll = select.poll()
     poll.register(STDOUT, 0)
@@ -65,28 +65,30 @@ def _is_unread() -> bool:
 
 def run_command(argv: Sequence[str] | None) -> int:
     """Parse a command line and do it; the exit status. Raises what is no mistake of the user's."""
-    hide_typed()
+    hide_passwords()
     # A queue.py in the current folder is not to take the place of Python's own in a process that this one starts.
     os.environ["PYTHONSAFEPATH"] = "1"
     words = list(sys.argv[1:] if argv is None else argv)
     if empty := [word for word in words if word.startswith("--") and word.endswith("=--")]:
-        return wrong(f"{empty[0]}: has no value; give one as in {empty[0][:-3]}=VALUE")  # argparse gives a list
+        return report_user_error(
+            f"{empty[0]}: has no value; give one as in {empty[0][:-3]}=VALUE"
+        )  # argparse gives a list
     options, rest = make_parser().parse_known_args(words)
     if rest and not options.takes_overrides:
-        return wrong(f"unknown argument {rest[0]!r}; see `{options.name} --help`")
+        return report_user_error(f"unknown argument {rest[0]!r}; see `{options.name} --help`")
     # A batch system ends jobs by SIGTERM: it is to be as orderly as Ctrl-C.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         os.getcwd()
     except OSError as error:
-        return wrong(f"the current folder cannot be used ({error.strerror}); change to another")
+        return report_user_error(f"the current folder cannot be used ({error.strerror}); change to another")
     try:
         return options.command(options, rest)
     except ValueError as error:
-        return wrong(str(error))
+        return report_user_error(str(error))
     except UnfinishedError as error:
-        print(f"lit-lazy: {shown(str(error))}", file=sys.stderr)
+        print(f"lit-lazy: {sanitise(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         without = " without --fresh" if "--fresh" in words else ""
@@ -96,16 +98,16 @@ def run_command(argv: Sequence[str] | None) -> int:
         if is_disk_full(error):
             said = "no space left; free some and give the same command again, nothing is lost"
         elif isinstance(error, OSError) and error.filename is not None:
-            said = shown(f"{str(error.filename2 or error.filename)!r}: cannot be used ({error.strerror})")
+            said = sanitise(f"{str(error.filename2 or error.filename)!r}: cannot be used ({error.strerror})")
         else:
             raise
         print(f"lit-lazy: {said}", file=sys.stderr)
         return 1
 
 
-def wrong(message: str) -> int:
+def report_user_error(message: str) -> int:
     """Report a user's mistake in one line."""
-    print(f"lit-lazy: {shown(message)}", file=sys.stderr)
+    print(f"lit-lazy: {sanitise(message)}", file=sys.stderr)
     return 2
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from lit_lazy.support.errors import meant, shown
+from lit_lazy.support.errors import did_you_mean, sanitise
 from lit_lazy.support.kinds import MOST, MOST_THREADS
 
 if TYPE_CHECKING:
@@ -44,11 +44,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if choice := CHOICE.search(message):
-            message += meant(choice[1], re.findall(r"'(\S+?)'", choice[2]))
-        self.exit(2, f"{self.prog}: {shown(message)}; see `{self.prog} --help`\n")
+            message += did_you_mean(choice[1], re.findall(r"'(\S+?)'", choice[2]))
+        self.exit(2, f"{self.prog}: {sanitise(message)}; see `{self.prog} --help`\n")
 
 
-def command(
+def add_command(
     commands: Commands, name: str, action: Action, text: str, takes_overrides: bool = False
 ) -> argparse.ArgumentParser:
     """A command's parser, without options yet. action: gets the parsed ones and the rest, gives an exit status."""
@@ -65,7 +65,7 @@ def command(
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--threads", type=threads, default=None, help="CPU threads (default: torch's own choice)")
+    parser.add_argument("--threads", type=thread_count, default=None, help="CPU threads (default: torch's own choice)")
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +76,7 @@ def add_base(parser: argparse.ArgumentParser, use: str = "to run on") -> None:
     parser.add_argument(
         "--base",
         metavar="EXPERIMENT",
-        type=not_empty,
+        type=non_empty,
         help=f"experiment {use}: a name or a .py file (default: the ablation's own)",
     )
 
@@ -84,11 +84,11 @@ def add_base(parser: argparse.ArgumentParser, use: str = "to run on") -> None:
 def add_workers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers",
-        type=positive,
+        type=positive_int,
         default=None,
         help="processes (default: one per GPU, else as many as cores and memory carry)",
     )
-    parser.add_argument("--threads", type=threads, default=1, help="CPU threads of each worker (default 1)")
+    parser.add_argument("--threads", type=thread_count, default=1, help="CPU threads of each worker (default 1)")
 
 
 def add_init_from(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +102,7 @@ def add_init_from(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def with_init(options: argparse.Namespace, overrides: list[str]) -> list[str]:
+def append_init_from(options: argparse.Namespace, overrides: list[str]) -> list[str]:
     """The overrides, and that of `--init-from`, which is a field of the experiment."""
     return overrides if options.init_from is None else [*overrides, f"--init_from={options.init_from.resolve()}"]
 
@@ -124,7 +124,7 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
     """How a training is executed; `execution_of` reads them."""
     group = parser.add_argument_group("execution", "of one training; results differ by rounding alone")
     group.add_argument(
-        "--devices", metavar="N", type=positive, default=None, help="GPUs, or CPU processes, that share every batch"
+        "--devices", metavar="N", type=positive_int, default=None, help="GPUs, or CPU processes, that share every batch"
     )
     group.add_argument(
         "--strategy",
@@ -135,7 +135,7 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--micro-batch",
         metavar="N",
-        type=positive,
+        type=positive_int,
         default=None,
         help="sequences in a device's memory at a time; gradients are added up (default: its share of the batch)",
     )
@@ -145,13 +145,13 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def execution_of(options: argparse.Namespace) -> "Execution":
+def make_execution(options: argparse.Namespace) -> "Execution":
     """What the options, or torchrun, say. Raises ValueError where the machine has not the devices to train on."""
     from lit_lazy.training.devices import check_devices
     from lit_lazy.training.execution import Execution
-    from lit_lazy.training.ranks import launched_devices
+    from lit_lazy.training.ranks import read_torchrun_size
 
-    launched = launched_devices()
+    launched = read_torchrun_size()
     devices = options.devices or launched or 1
     if launched is None:
         if not options.dry_run:
@@ -191,7 +191,7 @@ def add_storage(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--storage",
         metavar="URL",
-        type=not_empty,
+        type=non_empty,
         default=os.environ.get("LIT_LAZY_STORAGE") or None,
         help="database of the queue, which all machines share: postgresql://USER:PASSWORD@HOST/DATABASE "
         "(default: $LIT_LAZY_STORAGE, else queue.db in the runs folder)",
@@ -203,16 +203,16 @@ def add_eviction(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--window",
         metavar="W",
-        type=positive,
+        type=positive_int,
         default=None,
         help="evict from the cache what is neither among the W newest tokens nor among the first ones (StreamingLLM)",
     )
     parser.add_argument(
-        "--first", metavar="K", type=no_less_than_0, default=None, help="first tokens that --window keeps (default 4)"
+        "--first", metavar="K", type=non_negative_int, default=None, help="first tokens that --window keeps (default 4)"
     )
 
 
-def eviction(options: argparse.Namespace) -> "Eviction | None":
+def make_eviction(options: argparse.Namespace) -> "Eviction | None":
     """What `--first` and `--window` say."""
     from lit_lazy.attention import Eviction
 
@@ -250,42 +250,42 @@ def json_file(text: str) -> Path:
     return path(text)
 
 
-def whole(text: str, least: int, most: int = MOST) -> int | None:
+def parse_int(text: str, least: int, most: int = MOST) -> int | None:
     """The whole number from `least` to `most` that a text is; None for any other text."""
     digits = text.strip()
     # Python refuses to read thousands of digits.
     return number if digits.isdecimal() and len(digits) < 20 and least <= (number := int(digits)) <= most else None
 
 
-def positive(text: str) -> int:
+def positive_int(text: str) -> int:
     """An option that is a whole number of at least 1."""
-    if (number := whole(text, least=1)) is None:
+    if (number := parse_int(text, least=1)) is None:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1, and below 2^63")
     return number
 
 
-def no_less_than_0(text: str) -> int:
+def non_negative_int(text: str) -> int:
     """An option that is a whole number of at least 0."""
-    if (number := whole(text, least=0)) is None:
+    if (number := parse_int(text, least=0)) is None:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 0 to 2^63 - 1")
     return number
 
 
-def threads(text: str) -> int:
+def thread_count(text: str) -> int:
     """An option that is a number of CPU threads."""
-    if (number := whole(text, least=1, most=MOST_THREADS)) is None:
+    if (number := parse_int(text, least=1, most=MOST_THREADS)) is None:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1, at most {MOST_THREADS}")
     return number
 
 
 def port(text: str) -> int:
     """An option that is the number of a port."""
-    if (number := whole(text, least=1, most=65535)) is None:
+    if (number := parse_int(text, least=1, most=65535)) is None:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 1 to 65535")
     return number
 
 
-def not_empty(text: str) -> str:
+def non_empty(text: str) -> str:
     """An option that is a name."""
     if not text:
         raise argparse.ArgumentTypeError("'': must be a name; leave the option out for the default")
@@ -303,12 +303,12 @@ def gpu_share(text: str) -> float:
     return share
 
 
-def names(text: str) -> list[str]:
+def name_list(text: str) -> list[str]:
     """An option that is a list of names separated by commas."""
     found = [name.strip() for name in text.split(",") if name.strip()]
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r}: must be names separated by commas, for example lazy,softmax")
-    return distinct(text, found)
+    return require_distinct(text, found)
 
 
 def folder(text: str) -> Path:
@@ -320,18 +320,18 @@ def folder(text: str) -> Path:
     return there
 
 
-def whole_numbers(text: str, least: int = 0) -> list[int]:
+def int_list(text: str, least: int = 0) -> list[int]:
     """An option that is a list of whole numbers separated by commas."""
-    numbers = [number for part in text.split(",") if (number := whole(part, least)) is not None]
+    numbers = [number for part in text.split(",") if (number := parse_int(part, least)) is not None]
     if len(numbers) < text.count(",") + 1:
         raise argparse.ArgumentTypeError(
             f"{text!r}: must be whole numbers separated by commas, each from {least} to 2^63 - 1, for example "
             f"{least},{least + 1},{least + 2}"
         )
-    return distinct(text, numbers)
+    return require_distinct(text, numbers)
 
 
-def distinct(text: str, values: list[T]) -> list[T]:
+def require_distinct(text: str, values: list[T]) -> list[T]:
     """The values of an option, none of which may be there twice."""
     seen: set[T] = set()
     for value in values:
@@ -356,10 +356,10 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 def import_classes(options: argparse.Namespace) -> None:
     """Run the files of `--import`."""
-    from lit_lazy.config.files import load_module, python_file
+    from lit_lazy.config.files import find_python_file, load_module
 
     for name in options.imports:
-        load_module(python_file("--import", name))
+        load_module(find_python_file("--import", name))
 
 
 def print_metrics(metrics: Mapping[str, float]) -> None:

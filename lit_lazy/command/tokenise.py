@@ -2,12 +2,12 @@
 
 import argparse
 
-from lit_lazy.command.options import Commands, command, positive
+from lit_lazy.command.options import Commands, add_command, positive_int
 
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    parser = command(
+    parser = add_command(
         commands,
         "tokenise",
         tokenise,
@@ -18,7 +18,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--processes",
         metavar="N",
-        type=positive,
+        type=positive_int,
         default=None,
         help="processes that tokenise files side by side, at most one per file (default: as many as cores; small "
         "corpora are tokenised by the command itself)",
@@ -51,14 +51,14 @@ def tokenise(options: argparse.Namespace, overrides: list[str]) -> int:
         "vocabulary": f"{source.vocab_size:,} tokens, {info['bytes_per_token']:.3f} bytes per token",
         "fingerprint": source.fingerprint,
         "the recipe": f"{cfg.train.steps:,} steps of {per_step:,} x {length:,} see {needed:,} tokens: "
-        f"{passes(needed, windows * length)}",
+        f"{format_passes(needed, windows * length)}",
     }
     for name, text in lines.items():
         print(f"{name:12} {text}")
     return 0
 
 
-def passes(needed: int, there: int) -> str:
+def format_passes(needed: int, there: int) -> str:
     """How often a training goes through the tokens there are."""
     if needed <= there:
         return f"{needed / there:.0%} of what is there"

@@ -6,24 +6,24 @@ from typing import TYPE_CHECKING
 
 from lit_lazy.command.options import (
     Commands,
+    add_command,
     add_execution,
     add_init_from,
     add_loggers,
     add_runs,
     add_threads,
-    command,
-    execution_of,
+    append_init_from,
+    make_execution,
     print_metrics,
-    with_init,
 )
 
 if TYPE_CHECKING:
-    from lit_lazy.tracking.tracked import Trained
+    from lit_lazy.tracking.tracked import FinishedTraining
 
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    parser = command(commands, "train", train, "train one experiment", takes_overrides=True)
+    parser = add_command(commands, "train", train, "train one experiment", takes_overrides=True)
     parser.add_argument("experiment", metavar="EXPERIMENT", help="a name in experiments/, or a .py file")
     add_threads(parser)
     parser.add_argument(
@@ -46,25 +46,25 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.config.overrides import apply_overrides
 
     path = find("experiments", options.experiment)
-    cfg, _ = apply_overrides(load_experiment(path), with_init(options, overrides))
+    cfg, _ = apply_overrides(load_experiment(path), append_init_from(options, overrides))
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("lit_lazy.training").setLevel(logging.INFO)
     from lit_lazy.tracking.tracked import train_tracked
 
-    execution = execution_of(options)
+    execution = make_execution(options)
     if options.dry_run:
-        from lit_lazy.tracking.loggers import check_kinds_of_loggers
-        from lit_lazy.training.cost import report
+        from lit_lazy.tracking.loggers import check_logger_kinds
+        from lit_lazy.training.cost import format_dry_run
 
-        check_kinds_of_loggers(options.loggers)
-        print("\n".join([*report(path.stem, cfg, execution), "Nothing was created."]))
+        check_logger_kinds(options.loggers)
+        print("\n".join([*format_dry_run(path.stem, cfg, execution), "Nothing was created."]))
         return 0
-    from lit_lazy.training.ranks import launched
+    from lit_lazy.training.ranks import join_torchrun
 
-    if (group := launched()) and group.rank:
-        from lit_lazy.training.rank import take_part
+    if (group := join_torchrun()) and group.rank:
+        from lit_lazy.training.rank import join_training
 
-        take_part(group)
+        join_training(group)
         return 0
     trained = train_tracked(
         cfg, path.stem, options.runs, options.threads, options.keep_checkpoint, execution, options.loggers
@@ -73,12 +73,12 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.verbose:
         print_metrics(trained.metrics)
     else:
-        print("\n".join(summary(trained.metrics)))
-    print(f"\n{places(trained)}")
+        print("\n".join(format_summary(trained.metrics)))
+    print(f"\n{format_locations(trained)}")
     return 0
 
 
-def summary(metrics: dict[str, float]) -> list[str]:
+def format_summary(metrics: dict[str, float]) -> list[str]:
     """The validation loss and the metrics that tables plot, as they show them, beside those of the untrained model."""
     from lit_lazy.table.columns import COLUMNS
 
@@ -91,7 +91,7 @@ def summary(metrics: dict[str, float]) -> list[str]:
     return [f"{heading:{width}}  {text}" for heading, text in lines.items()]
 
 
-def places(trained: "Trained") -> str:
+def format_locations(trained: "FinishedTraining") -> str:
     """Where everything is."""
     try:
         checkpoint = str(trained.checkpoint)

@@ -11,7 +11,7 @@ from abc import ABC
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from lit_lazy.support.errors import described, meant
+from lit_lazy.support.errors import did_you_mean, short_repr
 from lit_lazy.support.kinds import field_types
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ def to_dict(value: Any, annotation: Any = None) -> Any:
     """The canonical plain form: dataclasses as dicts, and an exchangeable part (an ABC's leaf) with its class name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         hints = field_types(type(value))
-        return part_name(value) | {
+        return make_class_entry(value) | {
             field.name: to_dict(getattr(value, field.name), hints[field.name]) for field in dataclasses.fields(value)
         }
     # Of `tuple[float, ...] | None` what is in the tuple; of `float | None` float itself.
@@ -32,17 +32,17 @@ def to_dict(value: Any, annotation: Any = None) -> Any:
     return float(value) if float in inner and isinstance(value, numbers.Real) else value
 
 
-def part_name(value: Any) -> dict[str, Any]:
+def make_class_entry(value: Any) -> dict[str, Any]:
     """The class of an exchangeable part, as its plain form holds it; nothing for what is no such part."""
     return {"class": type(value).__name__} if isinstance(value, ABC) else {}
 
 
-def leaves(base: type[T]) -> dict[str, type[T]]:
+def find_leaf_classes(base: type[T]) -> dict[str, type[T]]:
     """All concrete dataclasses under an abstract base, by class name."""
     _import_all_beside(base)
     found: dict[str, type[T]] = {}
     for sub in base.__subclasses__():
-        found.update(leaves(sub))
+        found.update(find_leaf_classes(sub))
         if dataclasses.is_dataclass(sub) and found.setdefault(sub.__name__, sub) is not sub:
             raise ValueError(f"{base.__name__}: two classes are called {sub.__name__}; give yours another name")
     return found
@@ -57,13 +57,13 @@ def _import_all_beside(base: type) -> None:
             importlib.import_module(f"{package}.{module.name}")
 
 
-def leaf(base: type[T], name: str | None) -> type[T]:
+def get_leaf_class(base: type[T], name: str | None) -> type[T]:
     """The concrete dataclass of this name under an abstract base. Raises ValueError that names those there are."""
-    known = leaves(base)
+    known = find_leaf_classes(base)
     if name not in known:
         raise ValueError(
-            f"{base.__name__}={name!r}: unknown{meant(str(name), known)}; known are {', '.join(sorted(known))}. A "
-            "custom class is known once the file that defines it has been imported"
+            f"{base.__name__}={name!r}: unknown{did_you_mean(str(name), known)}; known are {', '.join(sorted(known))}. "
+            "A custom class is known once the file that defines it has been imported"
         )
     return known[name]
 
@@ -81,7 +81,7 @@ def from_dict(cls: Any, value: Any) -> Any:
         return value
     fields = dict(value)
     if isinstance(cls, type) and issubclass(cls, ABC):
-        cls = leaf(cls, fields.pop("class", None))
+        cls = get_leaf_class(cls, fields.pop("class", None))
     hints = field_types(cls)
     unknown = set(fields) - set(hints)
     if unknown:
@@ -109,7 +109,7 @@ def replace_at(config: T, changes: Mapping[str, Any]) -> T:
         name, _, rest = path.partition(".")
         known = [field.name for field in dataclasses.fields(config)] if dataclasses.is_dataclass(config) else []
         if name not in known:
-            there = f"{meant(name, known)}; it has {', '.join(known) or 'none'}"
+            there = f"{did_you_mean(name, known)}; it has {', '.join(known) or 'none'}"
             raise ValueError(f"{type(config).__name__} has no field {name!r}{there}")
         if rest:
             below.setdefault(name, {})[rest] = value
@@ -120,5 +120,5 @@ def replace_at(config: T, changes: Mapping[str, Any]) -> T:
     try:
         return dataclasses.replace(config, **here)  # type: ignore[type-var]
     except (TypeError, OverflowError) as error:  # a value that its checks cannot take
-        given = ", ".join(f"{name}={described(value)}" for name, value in here.items())
+        given = ", ".join(f"{name}={short_repr(value)}" for name, value in here.items())
         raise ValueError(f"{given}: {error}") from None

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.support.errors import described, meant, named, one_line
+from lit_lazy.support.errors import describe_exception, did_you_mean, one_line, short_repr
 
 PROJECT = Path(__file__).parents[2]
 Room = Literal["experiments", "ablations"]
@@ -34,26 +34,26 @@ def find(room: Room, name: str) -> Path:
     Raises ValueError that names what was looked for and what there is.
     """
     if name.endswith(".py"):
-        return python_file(room[:-1], name)
+        return find_python_file(room[:-1], name)
     for root in (Path.cwd(), PROJECT):
         path = root / room / f"{name}.py"
         if os.path.isfile(path):  # False too for a name that no file can have
-            return _named(path.resolve())
-    known = available(room)
+            return _require_usable_name(path.resolve())
+    known = list_available(room)
     there = ", ".join(known) or "none outside the project's clone"
     raise ValueError(
-        f"{room[:-1]} {name!r}: unknown{meant(name, known)}; there are {there}, or give a path to a .py file"
+        f"{room[:-1]} {name!r}: unknown{did_you_mean(name, known)}; there are {there}, or give a path to a .py file"
     )
 
 
-def python_file(what: str, name: str) -> Path:
+def find_python_file(what: str, name: str) -> Path:
     """The file of this name. Raises ValueError that names what it is for."""
     if not os.path.isfile(name):
         raise ValueError(f"{what} {name!r}: no such file; give the path of a .py file that is there")
-    return _named(Path(name).resolve())
+    return _require_usable_name(Path(name).resolve())
 
 
-def _named(path: Path) -> Path:
+def _require_usable_name(path: Path) -> Path:
     """A file, if folders and MLflow's experiments can be called after it. Raises ValueError, in one line."""
     if not path.stem.isprintable() or len(path.stem.encode()) > LONGEST_NAME:
         raise ValueError(
@@ -62,7 +62,7 @@ def _named(path: Path) -> Path:
     return path
 
 
-def available(room: Room) -> list[str]:
+def list_available(room: Room) -> list[str]:
     """Names of the files in `room`, here and in the project."""
     return sorted({path.stem for root in (Path.cwd(), PROJECT) for path in (root / room).glob("*.py")})
 
@@ -85,24 +85,24 @@ def load_module(path: Path) -> ModuleType:
         sys.path.append(str(path.parent))
     # Registered before it runs, because dataclasses look up their own module; under its plain name too where that means
     # this file, or an import of it would define its classes again.
-    names = [name, path.stem] if _means(path.stem, path) else [name]
+    names = [name, path.stem] if _resolves_to(path.stem, path) else [name]
     sys.modules.update(dict.fromkeys(names, module))
     try:
-        with _uncompiled():
+        with _disable_bytecode():
             spec.loader.exec_module(module)
-        for imported, file in _imports_of(_with_local_imports(path, path.parent), path.parent):
+        for imported, file in _iter_imports(_collect_local_files(path, path.parent), path.parent):
             _check_neighbour(imported, file)
     except KeyboardInterrupt:
         _forget(names)
         raise
     except BaseException as error:
         _forget(names)
-        raise ValueError(f"{path}: {where(error, path)}") from error
+        raise ValueError(f"{path}: {locate_error(error, path)}") from error
     return module
 
 
 @contextmanager
-def _uncompiled() -> Iterator[None]:
+def _disable_bytecode() -> Iterator[None]:
     """Let Python keep no compiled copy of a user's file: it would run for an edited one of the same size and time."""
     former, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
@@ -111,7 +111,7 @@ def _uncompiled() -> Iterator[None]:
         sys.dont_write_bytecode = former
 
 
-def imported() -> list[Path]:
+def list_imported_files() -> list[Path]:
     """The users' files that this process has imported."""
     return [Path(str(module.__file__)) for name, module in sys.modules.items() if name.startswith(USER)]
 
@@ -121,7 +121,7 @@ def _forget(names: Iterable[str]) -> None:
         sys.modules.pop(name, None)
 
 
-def _means(name: str, path: Path) -> bool:
+def _resolves_to(name: str, path: Path) -> bool:
     """Whether `import name` would find this file."""
     if name in sys.modules or not name.isidentifier():
         return False
@@ -136,7 +136,7 @@ def _check_neighbour(name: str, file: Path) -> None:
         raise ValueError(f"imports {name!r}, which is {found} and not {file.name} beside it; rename {file.name}")
 
 
-def source_of(cls: type) -> str:
+def read_source(cls: type) -> str:
     """The source behind a user's class: its file and the local files that this imports, at any depth.
 
     Of a file of settings without the statements that only make these. Raises ValueError where it cannot be read.
@@ -150,31 +150,31 @@ def source_of(cls: type) -> str:
     # The folder from which its module is imported.
     root = path.parents[cls.__module__.count(".") + (path.name == "__init__.py")]
     left_out = SETTINGS if cls.__module__.startswith(USER) else ()
-    files = sorted(_with_local_imports(path, root))
-    return "\n\n".join(_statements(file, left_out if file == path else ()) for file in files)
+    files = sorted(_collect_local_files(path, root))
+    return "\n\n".join(_read_statements(file, left_out if file == path else ()) for file in files)
 
 
-def _with_local_imports(path: Path, root: Path) -> set[Path]:
+def _collect_local_files(path: Path, root: Path) -> set[Path]:
     """A file and those below `root` that it imports, themselves or through others."""
     found, ahead = {path}, [path]
     while ahead:
-        new = {file for _, file in _imports_of({ahead.pop()}, root)} - found
+        new = {file for _, file in _iter_imports({ahead.pop()}, root)} - found
         found |= new
         ahead += new
     return found
 
 
-def _imports_of(files: Iterable[Path], root: Path) -> Iterator[tuple[str, Path]]:
+def _iter_imports(files: Iterable[Path], root: Path) -> Iterator[tuple[str, Path]]:
     """Name and file of each module below `root` that files import."""
     for path in files:
-        for name in _imported(path, root):
+        for name in _iter_imported_names(path, root):
             place = root.joinpath(*name.split("."))
             for file in (place.with_suffix(".py"), place / "__init__.py"):
                 if file.is_file() and name.partition(".")[0] not in OWN:
                     yield name, file.resolve()
 
 
-def _imported(path: Path, root: Path) -> Iterator[str]:
+def _iter_imported_names(path: Path, root: Path) -> Iterator[str]:
     """Dotted names, from `root`, of all modules that may be meant by the import statements of a file."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
@@ -190,18 +190,18 @@ def _imported(path: Path, root: Path) -> Iterator[str]:
             yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))
 
 
-def _statements(path: Path, left_out: Sequence[str]) -> str:
+def _read_statements(path: Path, left_out: Sequence[str]) -> str:
     """The top-level statements of a file, but for the definitions of some names: editing a row changes no class."""
     text = path.read_text()
     lines, kept = text.splitlines(), []
     for node in ast.parse(text, str(path)).body:
-        if _defined(node) not in left_out:
+        if _get_defined_name(node) not in left_out:
             first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
             kept += lines[first - 1 : node.end_lineno]
     return "\n".join(kept)
 
 
-def _defined(node: ast.stmt) -> str | None:
+def _get_defined_name(node: ast.stmt) -> str | None:
     """The name that a statement defines, if it is a function or an assignment of one name."""
     if isinstance(node, ast.FunctionDef):
         return node.name
@@ -209,12 +209,12 @@ def _defined(node: ast.stmt) -> str | None:
     return target.id if isinstance(target, ast.Name) else None
 
 
-def where(error: BaseException, path: Path) -> str:
+def locate_error(error: BaseException, path: Path) -> str:
     """`line 3: NameError: ...`: the last line of this file that an exception went through."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
     # This project's own messages are ValueErrors.
-    text = one_line(error) if type(error) is ValueError else named(error)
+    text = one_line(error) if type(error) is ValueError else describe_exception(error)
     return f"line {line}: {text}" if line else text
 
 
@@ -223,19 +223,19 @@ def experiment(name: str) -> RunConfig:
     return load_experiment(find("experiments", name))
 
 
-def exported(path: Path, name: str) -> Any:
+def load_attribute(path: Path, name: str) -> Any:
     """What a file defines under a name, None for nothing. Raises ValueError where it cannot be asked."""
     try:
         return getattr(load_module(path), name, None)
     except ValueError:
         raise
     except Exception as error:  # of the file's own __getattr__
-        raise ValueError(f"{path}: {where(error, path)}") from error
+        raise ValueError(f"{path}: {locate_error(error, path)}") from error
 
 
 def load_experiment(path: Path) -> RunConfig:
     """The config that an experiment file's `config()` returns."""
-    config = exported(path, "config")
+    config = load_attribute(path, "config")
     if not callable(config) or inspect.iscoroutinefunction(config):
         raise ValueError(f"{path}: defines no function config(); give it one that returns a RunConfig")
     try:
@@ -243,7 +243,7 @@ def load_experiment(path: Path) -> RunConfig:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise ValueError(f"{path}: {where(error, path)}") from error
+        raise ValueError(f"{path}: {locate_error(error, path)}") from error
     if not isinstance(made, RunConfig):
-        raise ValueError(f"{path}: config() returned {described(made)}; let it return a RunConfig")
+        raise ValueError(f"{path}: config() returned {short_repr(made)}; let it return a RunConfig")
     return made

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lit_lazy.config.canonical import part_name, to_dict
-from lit_lazy.config.files import source_of
+from lit_lazy.config.canonical import make_class_entry, to_dict
+from lit_lazy.config.files import read_source
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.kinds import field_types
@@ -25,26 +25,26 @@ SCHEMA = 2
 
 def cell_key(config: RunConfig, fingerprint: str) -> str:
     """12 hex digits of the settings, of the user's own code behind them, and of the data's fingerprint."""
-    content = {"schema": SCHEMA, "config": settings(config), "code": code(config), "data": fingerprint}
+    content = {"schema": SCHEMA, "config": to_minimal_dict(config), "code": hash_user_code(config), "data": fingerprint}
     if config.init_from is not None:
         del content["config"]["init_from"]  # the same weights elsewhere make the same run
-        content["init_from"] = content_of(config.init_from)
+        content["init_from"] = hash_file(config.init_from)
     if files := [path for evaluation in config.evaluations for path in evaluation.files()]:
-        content["files"] = [content_of(str(path), "evaluations", "give files that can") for path in files]
+        content["files"] = [hash_file(str(path), "evaluations", "give files that can") for path in files]
     return _digest(content, digits=12)
 
 
-def content_of(path: str, option: str = "init_from", fix: str = "give a final.ckpt") -> str:
+def hash_file(path: str, option: str = "init_from", fix: str = "give a final.ckpt") -> str:
     """The digest of a file that an option names. Raises ValueError, in one line, where it cannot be read."""
     try:
         state = os.stat(path)
-        return _content_of(path, state.st_size, state.st_mtime_ns)
+        return _hash_file(path, state.st_size, state.st_mtime_ns)
     except OSError as error:
         raise ValueError(f"{option}={path!r}: cannot be read ({error.strerror}); {fix}") from None
 
 
 @cache
-def _content_of(path: str, size: int, changed: int) -> str:  # noqa: ARG001 (what tells that it is another file)
+def _hash_file(path: str, size: int, changed: int) -> str:  # noqa: ARG001 (what tells that it is another file)
     digest = hashlib.sha256()
     with open_file(Path(path)) as file:
         while block := file.read(2**20):
@@ -54,29 +54,29 @@ def _content_of(path: str, size: int, changed: int) -> str:  # noqa: ARG001 (wha
 
 def settings_key(config: RunConfig) -> str:
     """6 hex digits of the settings alone, to tell overridden experiments apart in names."""
-    return _digest({"schema": SCHEMA, "config": settings(config)}, digits=6)
+    return _digest({"schema": SCHEMA, "config": to_minimal_dict(config)}, digits=6)
 
 
 def _digest(content: dict[str, Any], digits: int) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:digits]
 
 
-def settings(config: Any) -> dict[str, Any]:
+def to_minimal_dict(config: Any) -> dict[str, Any]:
     """The plain form of a dataclass without the fields that are at their default."""
     hints = field_types(type(config))
-    kept = part_name(config)
+    kept = make_class_entry(config)
     for field in dataclasses.fields(config):
         value, hint = getattr(config, field.name), hints[field.name]
         if to_dict(value, hint) != to_dict(_default(field), hint):
-            kept[field.name] = _plain(value, hint)
+            kept[field.name] = _to_minimal(value, hint)
     return kept
 
 
-def _plain(value: Any, hint: Any) -> Any:
+def _to_minimal(value: Any, hint: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        return settings(value)
+        return to_minimal_dict(value)
     parts = value if isinstance(value, tuple) else ()
-    return [settings(part) for part in parts if dataclasses.is_dataclass(part)] or to_dict(value, hint)
+    return [to_minimal_dict(part) for part in parts if dataclasses.is_dataclass(part)] or to_dict(value, hint)
 
 
 def _default(field: "dataclasses.Field[Any]") -> Any:
@@ -84,17 +84,17 @@ def _default(field: "dataclasses.Field[Any]") -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def code(config: Any) -> list[str]:
+def hash_user_code(config: Any) -> list[str]:
     """A hash of the source behind each class of a config that is not the project's own."""
     own = __name__.partition(".")[0]
-    sources = {source_of(cls) for cls in _classes(config) if cls.__module__.partition(".")[0] != own}
+    sources = {read_source(cls) for cls in _iter_classes(config) if cls.__module__.partition(".")[0] != own}
     return sorted(hashlib.sha256(source.encode()).hexdigest()[:12] for source in sources)
 
 
-def _classes(config: Any) -> Iterator[type]:
+def _iter_classes(config: Any) -> Iterator[type]:
     yield type(config)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         for part in value if isinstance(value, tuple) else (value,):
             if dataclasses.is_dataclass(part):
-                yield from _classes(part)
+                yield from _iter_classes(part)

@@ -10,10 +10,10 @@ from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
-from lit_lazy.config.canonical import leaf, leaves
+from lit_lazy.config.canonical import find_leaf_classes, get_leaf_class
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.support.errors import meant
-from lit_lazy.support.kinds import field_types, is_exchangeable, is_group, wanted
+from lit_lazy.support.errors import did_you_mean
+from lit_lazy.support.kinds import describe_kind, field_types, is_exchangeable, is_group
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -32,24 +32,24 @@ def apply_overrides(base: RunConfig, arguments: Sequence[str]) -> tuple[RunConfi
     """
     if not arguments:
         return base, []
-    given = _given(arguments)
-    types = _types(RunConfig, base, "", given)
+    given = _split_arguments(arguments)
+    types = _collect_types(RunConfig, base, "", given)
     for path, text in given.items():
         _check_path(path, text, types)
-    parser = _parser(base, given)
+    parser = _make_parser(base, given)
     try:
         made = _parse(parser, given, types)
     except (OverflowError, TypeError) as error:  # a number, or a kind, that a field's checks cannot take
-        raise ValueError(f"{_shown(given)}: {error}") from None
+        raise ValueError(f"{_format_arguments(given)}: {error}") from None
     except ArgumentError as error:
         for path, text in given.items():
             if not _is_accepted(parser, path, text, types):
-                raise ValueError(f"--{path}={text!r}: must be {wanted(types[path])}") from None
-        raise ValueError(_one_line(str(error))) from None
+                raise ValueError(f"--{path}={text!r}: must be {describe_kind(types[path])}") from None
+        raise ValueError(_join_lines(str(error))) from None
     return RunConfig(**{field.name: made[field.name] for field in dataclasses.fields(RunConfig)}), list(given)
 
 
-def _shown(given: Mapping[str, str]) -> str:
+def _format_arguments(given: Mapping[str, str]) -> str:
     return " ".join(f"--{path}={text!r}" for path, text in given.items())
 
 
@@ -72,19 +72,19 @@ def _is_accepted(parser: ArgumentParser, path: str, text: str, types: Mapping[st
     return True
 
 
-def _parser(base: RunConfig, given: Mapping[str, str]) -> ArgumentParser:
+def _make_parser(base: RunConfig, given: Mapping[str, str]) -> ArgumentParser:
     """A parser of every field of a RunConfig, `base` giving the defaults.
 
     given: the text given for each dotted path.
     """
     parser = ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
     hints = field_types(RunConfig)
-    for name, default in _defaults(base, "", given).items():
+    for name, default in _collect_defaults(base, "", given).items():
         parser.add_argument(f"--{name}", type=hints[name], default=default)
     return parser
 
 
-def _given(arguments: Sequence[str]) -> dict[str, str]:
+def _split_arguments(arguments: Sequence[str]) -> dict[str, str]:
     """Dotted path -> the text given for it, by `--path=text` or `--path text`."""
     given: dict[str, str] = {}
     left = list(arguments)
@@ -106,29 +106,29 @@ def _given(arguments: Sequence[str]) -> dict[str, str]:
     return given
 
 
-def _types(cls: type, config: Any, prefix: str, given: Mapping[str, str]) -> dict[str, Any]:
+def _collect_types(cls: type, config: Any, prefix: str, given: Mapping[str, str]) -> dict[str, Any]:
     """Dotted path -> annotation of every field below a dataclass that is there with the classes that were given."""
     types: dict[str, Any] = {}
     hints = field_types(cls)
     for field in dataclasses.fields(cls):
         path, hint, value = f"{prefix}{field.name}", hints[field.name], getattr(config, field.name, None)
         types[path] = hint
-        below = _chosen(hint, path, given) or type(value)
+        below = _find_chosen_class(hint, path, given) or type(value)
         if dataclasses.is_dataclass(below):
-            types |= _types(below, value, f"{path}.", given)
+            types |= _collect_types(below, value, f"{path}.", given)
     return types
 
 
-def _chosen(hint: Any, path: str, given: Mapping[str, str]) -> type | None:
+def _find_chosen_class(hint: Any, path: str, given: Mapping[str, str]) -> type | None:
     """The class that was given for an exchangeable part; None where none was, or for another field."""
     if path not in given or not is_exchangeable(hint):
         return None
     name = given[path].rpartition(".")[2]
-    known = leaves(hint)
+    known = find_leaf_classes(hint)
     if name not in known:
         raise ValueError(
-            f"--{path}={given[path]!r}: unknown{meant(name, known)}; there are {', '.join(sorted(known))}, and any "
-            "custom class that the experiment's file defines or imports"
+            f"--{path}={given[path]!r}: unknown{did_you_mean(name, known)}; there are {', '.join(sorted(known))}, and "
+            "any custom class that the experiment's file defines or imports"
         )
     return known[name]
 
@@ -137,7 +137,7 @@ def _check_path(path: str, text: str, types: Mapping[str, Any]) -> None:
     """Raise ValueError unless a path leads to a field that can be set as a whole."""
     parent, _, name = path.rpartition(".")
     if name == "help" and is_exchangeable(types.get(parent)):
-        leaf(types[parent], text.rpartition(".")[2])  # jsonargparse's own: prints the fields of a class
+        get_leaf_class(types[parent], text.rpartition(".")[2])  # jsonargparse's own: prints the fields of a class
         return
     hint = types.get(path)
     if is_group(hint):
@@ -145,10 +145,12 @@ def _check_path(path: str, text: str, types: Mapping[str, Any]) -> None:
         raise ValueError(f"--{path}={text!r}: its fields are set one by one, for example --{some}=VALUE")
     if hint is not None:
         return
-    fix = meant(f"--{path}", [f"--{known}" for known, hint in types.items() if not is_group(hint)])
+    fix = did_you_mean(f"--{path}", [f"--{known}" for known, hint in types.items() if not is_group(hint)])
     if is_exchangeable(types.get(parent)):
         # Those that define it, not those derived from them.
-        owners = [part for part, cls in leaves(types[parent]).items() if name in inspect.get_annotations(cls)]
+        owners = [
+            part for part, cls in find_leaf_classes(types[parent]).items() if name in inspect.get_annotations(cls)
+        ]
         whose = " and ".join(f"{owner}'s" for owner in owners)
         fix = f"; it is {whose}: add --{parent}={owners[0]}" if owners else fix
     raise ValueError(
@@ -156,29 +158,29 @@ def _check_path(path: str, text: str, types: Mapping[str, Any]) -> None:
     )
 
 
-def _defaults(config: Any, prefix: str, given: Mapping[str, str]) -> dict[str, Any]:
+def _collect_defaults(config: Any, prefix: str, given: Mapping[str, str]) -> dict[str, Any]:
     """A dataclass's fields in jsonargparse's form: an exchangeable part with the path of its class."""
     hints = field_types(type(config))
     return {
-        field.name: _default(getattr(config, field.name), hints[field.name], f"{prefix}{field.name}", given)
+        field.name: _convert_default(getattr(config, field.name), hints[field.name], f"{prefix}{field.name}", given)
         for field in dataclasses.fields(config)
     }
 
 
-def _default(value: Any, annotation: Any, path: str, given: Mapping[str, str]) -> Any:
+def _convert_default(value: Any, annotation: Any, path: str, given: Mapping[str, str]) -> Any:
     if not dataclasses.is_dataclass(value):
         return value
-    fields = _defaults(value, f"{path}.", given)
+    fields = _collect_defaults(value, f"{path}.", given)
     if not isinstance(value, ABC):
         return fields
     cls = type(value)
-    chosen = _chosen(annotation, path, given)
+    chosen = _find_chosen_class(annotation, path, given)
     if chosen is not None and chosen is not cls:
         # Another leaf starts from its own defaults; jsonargparse would keep the old leaf's fields of the same name.
         cls, fields = chosen, {}
     return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": fields}
 
 
-def _one_line(message: str) -> str:
+def _join_lines(message: str) -> str:
     lines = [line.strip(" -") for line in message.splitlines() if line.strip(" -")]
     return ": ".join(line.rstrip(":") for line in lines)

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from flash_lazy import Backend
 from lit_lazy.attention import Attention, AttentionSpec, LayerShape, Mixer, MixerModule, Position, Rope, SelfAttention
-from lit_lazy.config.canonical import leaves
+from lit_lazy.config.canonical import find_leaf_classes
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
 from lit_lazy.optim import AdamW, Cosine, Optimiser, Schedule
 from lit_lazy.support.checks import require, require_whole
-from lit_lazy.support.kinds import field_types, fits, is_exchangeable, is_part, wanted
+from lit_lazy.support.kinds import describe_kind, field_types, fits, is_exchangeable, is_part
 
 Precision = Literal["fp32", "bf16"]
 
@@ -234,9 +234,9 @@ def _check_fields(config: Any, prefix: str) -> None:
     for name in (known.name for known in dataclasses.fields(config)):
         value, hint = getattr(config, name), hints[name]
         if not fits(value, hint):
-            example = min(leaves(hint)) if is_exchangeable(hint) else wanted(hint).removeprefix("a ")
+            example = min(find_leaf_classes(hint)) if is_exchangeable(hint) else describe_kind(hint).removeprefix("a ")
             too_great = ", within 64 bits" if type(value) is int else ""
             such_as = f", such as {example}()" if is_part(hint) else too_great
-            require(False, f"{prefix}{name}", value, f"must be {wanted(hint)}{such_as}")
+            require(False, f"{prefix}{name}", value, f"must be {describe_kind(hint)}{such_as}")
         if is_part(hint):
             _check_fields(value, f"{prefix}{name}.")

@@ -15,7 +15,7 @@ import torch
 
 from lit_lazy.data.base import DataConfig, DataSource, TokenDataset, fingerprint
 from lit_lazy.support.checks import require, require_whole
-from lit_lazy.support.memory import require_room
+from lit_lazy.support.memory import require_memory
 
 BYTES_PER_TOKEN = 10
 """The token, the two groups its row may be in, and the oracle's loss."""
@@ -81,7 +81,9 @@ class Backcopy(DataConfig):
     def load(self) -> DataSource:
         names = ("train_sequences", "validation_sequences", "context_length")
         n = self.train_sequences + self.validation_sequences
-        require_room({f"data.{name}": getattr(self, name) for name in names}, BYTES_PER_TOKEN * n * self.context_length)
+        require_memory(
+            {f"data.{name}": getattr(self, name) for name in names}, BYTES_PER_TOKEN * n * self.context_length
+        )
         return _load(self)
 
 
@@ -103,10 +105,10 @@ def make_chain(config: Backcopy, rng: np.random.Generator) -> Chain:
     on_triggers = rng.dirichlet(np.full(k, config.concentration), size=config.vocab_size)
     on_others = rng.dirichlet(np.full(others, config.concentration), size=config.vocab_size)
     transition = np.hstack([config.trigger_mass * on_triggers, (1 - config.trigger_mass) * on_others])
-    return Chain(transition, np.concatenate([np.zeros(k), stationary(on_others[k:])]))
+    return Chain(transition, np.concatenate([np.zeros(k), solve_stationary(on_others[k:])]))
 
 
-def stationary(transition: np.ndarray) -> np.ndarray:
+def solve_stationary(transition: np.ndarray) -> np.ndarray:
     """The row vector p with p @ transition = p and sum 1, for an irreducible chain `[n, n]`."""
     n = len(transition)
     # The balance equations are dependent: the last of them gives way to the sum.

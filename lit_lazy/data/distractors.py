@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from lit_lazy.data.base import DataConfig, DataSource, Outline, fingerprint
-from lit_lazy.data.generated import Answered, both_parts, no_targets, orders
+from lit_lazy.data.generated import AnsweredSequences, draw_both_parts, draw_permutations, make_empty_targets
 from lit_lazy.data.pairs import Pairs
 from lit_lazy.support.checks import require, require_whole
-from lit_lazy.support.memory import require_room
+from lit_lazy.support.memory import require_memory
 
 
 @dataclass(frozen=True)
@@ -72,17 +72,17 @@ class Distractors(DataConfig):
         names = ("train_sequences", "validation_sequences", "lags", "queries", "keys")
         n = self.train_sequences + self.validation_sequences
         needed = n * (4 * self.keys + 30 * self.context_length)
-        require_room({f"data.{name}": getattr(self, name) for name in names}, needed)
+        require_memory({f"data.{name}": getattr(self, name) for name in names}, needed)
         return _load(self)
 
 
-def draw(config: Distractors, n: int, rng: np.random.Generator) -> Answered:
+def draw(config: Distractors, n: int, rng: np.random.Generator) -> AnsweredSequences:
     """n sequences, the groups `distracted` and `alone`."""
     vocabulary, queries, half = config.vocabulary, config.queries, config.queries // 2
     pairs = config.lags * queries
-    asked, each = orders(n, config.keys, rng)[:, :queries], np.arange(queries)
+    asked, each = draw_permutations(n, config.keys, rng)[:, :queries], np.arange(queries)
     # Token b * queries + j is at a lag from query j, and from no other: `holder` is whose key it has, `[n, lags, j]`.
-    chosen = orders(n, queries, rng)  # the first half are distracted
+    chosen = draw_permutations(n, queries, rng)  # the first half are distracted
     rank = chosen.argsort(axis=1)[:, None]
     others = rng.integers(half - (rank < half), size=(n, config.lags, queries))
     holder = np.take_along_axis(chosen, (others + (others >= rank)).reshape(n, pairs), axis=1)
@@ -91,32 +91,32 @@ def draw(config: Distractors, n: int, rng: np.random.Generator) -> Answered:
     values = rng.integers(config.values, size=(n, pairs), dtype=np.int32)
 
     sequences = np.full((n, config.context_length + 1), vocabulary.null, dtype=np.int32)
-    sequences[:, :pairs] = vocabulary.pair(np.take_along_axis(asked, holder, axis=1), values)
-    sequences[:, pairs:-1] = vocabulary.query(asked)
-    targets = no_targets(n, config.context_length)
-    targets[:, pairs:] = vocabulary.answer(np.take_along_axis(values, place, axis=1))
+    sequences[:, :pairs] = vocabulary.encode_pair(np.take_along_axis(asked, holder, axis=1), values)
+    sequences[:, pairs:-1] = vocabulary.encode_query(asked)
+    targets = make_empty_targets(n, config.context_length)
+    targets[:, pairs:] = vocabulary.encode_answer(np.take_along_axis(values, place, axis=1))
     found = np.stack([(holder == query).sum(axis=1) for query in each], axis=1)
     groups = {name: np.zeros(targets.shape, dtype=bool) for name in ("distracted", "alone")}
     groups["distracted"][:, pairs:], groups["alone"][:, pairs:] = found > 1, found == 1
-    return Answered(sequences, targets, groups)
+    return AnsweredSequences(sequences, targets, groups)
 
 
-def content_nats(config: Distractors, drawn: Answered) -> float:
+def content_nats(config: Distractors, drawn: AnsweredSequences) -> float:
     """The loss at distracted queries of who sees which keys and values there are, and not where: the best there is.
 
     Each token of the key may be the one that counts; so the share of the target's value among them is its probability.
     """
     pairs = config.lags * config.queries
     keys, values = np.divmod(drawn.sequences[:, None, :pairs], config.values)
-    asked = drawn.sequences[:, pairs:-1, None] - config.vocabulary.query(0)
-    right = values == drawn.targets[:, pairs:, None] - config.vocabulary.answer(0)
+    asked = drawn.sequences[:, pairs:-1, None] - config.vocabulary.encode_query(0)
+    right = values == drawn.targets[:, pairs:, None] - config.vocabulary.encode_answer(0)
     share = ((keys == asked) & right).sum(-1) / (keys == asked).sum(-1)
     return float(-np.log(share[drawn.groups["distracted"][:, pairs:]]).mean())
 
 
 @functools.cache
 def _load(config: Distractors) -> DataSource:
-    train, validation = both_parts(config, draw)
+    train, validation = draw_both_parts(config, draw)
     return DataSource(
         name="distractors",
         vocab_size=config.vocabulary.vocab_size,

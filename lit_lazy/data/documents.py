@@ -23,7 +23,7 @@ import huggingface_hub
 
 from lit_lazy.support.checks import require
 from lit_lazy.support.errors import one_line
-from lit_lazy.support.waiting import within
+from lit_lazy.support.waiting import call_with_timeout
 
 FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 # A tokeniser needs about a hundred times the memory of a document.
@@ -64,11 +64,11 @@ class Source(Protocol):
         """Bytes of its files."""
         ...
 
-    def parts(self) -> "Sequence[Source]":
+    def split_parts(self) -> "Sequence[Source]":
         """What can be read apart; together, in this order, they are the source."""
         ...
 
-    def state(self) -> list[Any]:
+    def read_state(self) -> list[Any]:
         """What names the content."""
         ...
 
@@ -92,7 +92,7 @@ class Files:
         """Bytes of all files."""
         return sum(path.stat().st_size for path in self.paths)
 
-    def parts(self) -> list["Files"]:
+    def split_parts(self) -> list["Files"]:
         """The files one by one, but for small ones, of which neighbours stay together."""
         groups: list[list[Path]] = []
         room = 0
@@ -105,9 +105,9 @@ class Files:
             room -= size
         return [dataclasses.replace(self, paths=tuple(group)) for group in groups]
 
-    def state(self) -> list[tuple[str, int, int]]:
+    def read_state(self) -> list[tuple[str, int, int]]:
         """What changes when a file does: each one's path, size in bytes and time of change in ns."""
-        return file_states(self.paths)
+        return read_file_states(self.paths)
 
     def documents(self) -> Iterator[bytes]:
         """Every document that is not empty."""
@@ -119,22 +119,22 @@ class Files:
 
     def _read(self, path: Path) -> Iterator[bytes]:
         if path.suffix == ".txt":
-            return self._text(path)
+            return self._read_text(path)
         if path.suffix == ".parquet":
-            return texts(self._parquet(path), self.column, f"{self.field}={str(path)!r}")
-        return self._json_lines(path)
+            return extract_texts(self._read_parquet(path), self.column, f"{self.field}={str(path)!r}")
+        return self._read_json_lines(path)
 
-    def _text(self, path: Path) -> Iterator[bytes]:
+    def _read_text(self, path: Path) -> Iterator[bytes]:
         with path.open("rb") as file:
             ahead = file.read(WHOLE + 1)
             is_whole, offset = len(ahead) <= WHOLE, 0
             while ahead:
-                end = len(ahead) if is_whole else piece_end(ahead)
-                yield self._checked(ahead[:end], path, offset)
+                end = len(ahead) if is_whole else find_piece_end(ahead)
+                yield self._check_text(ahead[:end], path, offset)
                 offset += end
                 ahead = ahead[end:] + file.read(end)
 
-    def _json_lines(self, path: Path) -> Iterator[bytes]:
+    def _read_json_lines(self, path: Path) -> Iterator[bytes]:
         with path.open("rb") as file:
             offset, number = 0, 0
             while line := file.readline(LONGEST_DOCUMENT + 1):
@@ -143,12 +143,12 @@ class Files:
                     raise self._error(
                         path, f"line {number} is longer than {LONGEST_DOCUMENT >> 20} MiB; split that document"
                     )
-                text = self._checked(line, path, offset).strip()
+                text = self._check_text(line, path, offset).strip()
                 if text:
-                    yield self._value(text, path, number)
+                    yield self._parse_json_line(text, path, number)
                 offset += len(line)
 
-    def _value(self, line: bytes, path: Path, number: int) -> bytes:
+    def _parse_json_line(self, line: bytes, path: Path, number: int) -> bytes:
         """The text in one JSON line."""
         where = f"line {number} of {str(path)!r}"
         try:
@@ -163,7 +163,7 @@ class Files:
             self.column in row,
             "data.column",
             self.column,
-            f"{where} has only {few(row)}; name one that holds text",
+            f"{where} has only {format_names(row)}; name one that holds text",
         )
         value = row[self.column]
         require(
@@ -177,8 +177,8 @@ class Files:
         except UnicodeEncodeError as error:
             raise self._error(path, f"line {number} is not text ({one_line(error)}); repair it") from None
 
-    def _parquet(self, path: Path) -> Iterator[Any]:
-        datasets = quiet_datasets()
+    def _read_parquet(self, path: Path) -> Iterator[Any]:
+        datasets = import_datasets_quietly()
         name = glob.escape(str(path))
         try:
             # Unless told, it reads as many rows at a time as the row group has, and fails at one without any.
@@ -191,7 +191,7 @@ class Files:
         except (ValueError, NotImplementedError, OSError) as error:
             raise self._error(path, f"is not whole, readable parquet ({one_line(error)})") from None
 
-    def _checked(self, raw: bytes, path: Path, offset: int) -> bytes:
+    def _check_text(self, raw: bytes, path: Path, offset: int) -> bytes:
         """`raw`, which begins at byte `offset` of the file, if it is text."""
         if (at := raw.find(b"\0")) >= 0:
             raise self._error(path, f"holds a NUL byte at byte {offset + at}, so it is no text; give a text file")
@@ -231,46 +231,46 @@ class Hub:
         """Bytes; of a dataset that is read whole not known, and so great that nothing is called small beside it."""
         return FAR_SIZE
 
-    def parts(self) -> Sequence[Source]:
+    def split_parts(self) -> Sequence[Source]:
         """Its parquet files one by one; what is streamed, or in another format, is read whole by `datasets`."""
         if self.stream:
             return [self]
-        found = self._files()
+        found = self._list_files()
         if not all(path.endswith(".parquet") for path in found):
             return [self]
-        if far := [HubFile.at(path, self.name, self.column) for path in found if path.startswith(HUB_URL)]:
+        if far := [HubFile.from_address(path, self.name, self.column) for path in found if path.startswith(HUB_URL)]:
             return far if len(far) == len(found) else [self]
         return [Files(self.field, self.name, (Path(path),), self.column) for path in found] or [self]
 
-    def _files(self) -> list[str]:
+    def _list_files(self) -> list[str]:
         """Paths or addresses of the files of the split, as the dataset's own listing has them; none where it is
         unknown: then `datasets` says why."""
-        datasets = quiet_datasets()
-        self._reach()
+        datasets = import_datasets_quietly()
+        self._check_hub()
         try:
             builder = datasets.load_dataset_builder(self.name, self.config, revision=self.revision)
         except (OSError, ValueError, NotImplementedError, RuntimeError, datasets.exceptions.DatasetsError):
             return []
         return [str(path) for path in (builder.config.data_files or {}).get(self.split, [])]
 
-    def _reach(self) -> None:
+    def _check_hub(self) -> None:
         if not os.path.isdir(self.name):
-            offline_unless_the_hub_answers()
+            go_offline_unless_hub_answers()
 
-    def state(self) -> list[Any]:
+    def read_state(self) -> list[Any]:
         """What names the content: for a folder its files, otherwise the name alone, which needs no network."""
         paths = (
             sorted(path for path in Path(self.name).rglob("*") if path.is_file()) if os.path.isdir(self.name) else []
         )
-        return [self.name, self.config, self.revision, self.split, file_states(tuple(paths))]
+        return [self.name, self.config, self.revision, self.split, read_file_states(tuple(paths))]
 
     def documents(self) -> Iterator[bytes]:
         """Every document that is not empty."""
-        return filter(None, texts(self._tables(), self.column, f"data.hub={self.name!r}"))
+        return filter(None, extract_texts(self._tables(), self.column, f"data.hub={self.name!r}"))
 
     def _tables(self) -> Iterator[Any]:
-        datasets = quiet_datasets()
-        self._reach()
+        datasets = import_datasets_quietly()
+        self._check_hub()
         try:
             found = datasets.load_dataset(
                 self.name, self.config, split=self.split, revision=self.revision, streaming=self.stream
@@ -278,7 +278,7 @@ class Hub:
             yield from tables(found.to_iterable_dataset() if isinstance(found, datasets.Dataset) else found)
         except (OSError, ValueError, NotImplementedError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             wraps = isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__
-            raise unreadable(self.name, wraps or error) from None
+            raise make_unreadable_error(self.name, wraps or error) from None
 
 
 @dataclass(frozen=True)
@@ -306,16 +306,16 @@ class HubFile:
         return self.name
 
     @classmethod
-    def at(cls, address: str, name: str, column: str) -> "HubFile":
+    def from_address(cls, address: str, name: str, column: str) -> "HubFile":
         """From an address such as hf://datasets/NAME@COMMIT/PATH."""
         commit, _, path = re.sub(f"^{HUB_URL}[^@]*@", "", address).partition("/")
         return cls(name, commit, path, column)
 
-    def parts(self) -> list["HubFile"]:
+    def split_parts(self) -> list["HubFile"]:
         """Itself."""
         return [self]
 
-    def state(self) -> list[Any]:
+    def read_state(self) -> list[Any]:
         """What names the content."""
         return [self.name, self.commit, self.path]
 
@@ -325,11 +325,11 @@ class HubFile:
         try:
             path = huggingface_hub.hf_hub_download(self.name, self.path, repo_type="dataset", revision=self.commit)
         except (OSError, ValueError, RuntimeError) as error:
-            raise unreadable(self.name, error) from None
+            raise make_unreadable_error(self.name, error) from None
         return Files(self.field, self.name, (Path(path),), self.column).documents()
 
 
-def unreadable(name: str, error: BaseException) -> ValueError:
+def make_unreadable_error(name: str, error: BaseException) -> ValueError:
     """What is said of a dataset of the Hub that cannot be had."""
     return ValueError(
         f"data.hub={name!r}: cannot be read ({one_line(error)}); check name, data.hub_config, "
@@ -337,17 +337,19 @@ def unreadable(name: str, error: BaseException) -> ValueError:
     )
 
 
-def offline_unless_the_hub_answers() -> None:
+def go_offline_unless_hub_answers() -> None:
     """Where it does not, its client would try for half a minute; what is in its cache is read all the same."""
-    config = quiet_datasets().config
-    if not (huggingface_hub.constants.HF_HUB_OFFLINE or config.HF_HUB_OFFLINE or hub_answers()):
+    config = import_datasets_quietly().config
+    if not (huggingface_hub.constants.HF_HUB_OFFLINE or config.HF_HUB_OFFLINE or is_hub_reachable()):
         huggingface_hub.constants.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE = True
 
 
-def hub_answers() -> bool:
+def is_hub_reachable() -> bool:
     """Whether the Hub answers within seconds, be it with an error."""
     try:
-        within(HUB_SECONDS, lambda: urllib.request.urlopen(huggingface_hub.constants.ENDPOINT, timeout=HUB_SECONDS))
+        call_with_timeout(
+            HUB_SECONDS, lambda: urllib.request.urlopen(huggingface_hub.constants.ENDPOINT, timeout=HUB_SECONDS)
+        )
     except HTTPError:
         return True
     except OSError:
@@ -355,7 +357,7 @@ def hub_answers() -> bool:
     return True
 
 
-def quiet_datasets() -> Any:
+def import_datasets_quietly() -> Any:
     """The datasets library, imported late because it takes a second."""
     import datasets
 
@@ -372,11 +374,13 @@ def tables(dataset: Any) -> Iterator[Any]:
     return dataset.with_format("arrow").iter(ROWS_AT_ONCE)
 
 
-def texts(found: Iterator[Any], column: str, where: str) -> Iterator[bytes]:
+def extract_texts(found: Iterator[Any], column: str, where: str) -> Iterator[bytes]:
     """The texts in one column of Arrow tables, as UTF-8."""
     for table in found:
         names = table.column_names
-        require(column in names, "data.column", column, f"{where} has only {few(names)}; name one that holds text")
+        require(
+            column in names, "data.column", column, f"{where} has only {format_names(names)}; name one that holds text"
+        )
         kind = str(table.schema.field(column).type)
         require("string" in kind and "<" not in kind, "data.column", column, f"must hold text; in {where} it is {kind}")
         for value in table.column(column).to_pylist():
@@ -388,12 +392,12 @@ def texts(found: Iterator[Any], column: str, where: str) -> Iterator[bytes]:
             yield text
 
 
-def few(names: Collection[str]) -> str:
+def format_names(names: Collection[str]) -> str:
     """Some names, to choose one from."""
     return ", ".join([*itertools.islice(names, MOST_NAMED), *["..."][: len(names) - MOST_NAMED]]) or "no columns"
 
 
-def piece_end(ahead: bytes) -> int:
+def find_piece_end(ahead: bytes) -> int:
     """Where the document at the start of `ahead` ends."""
     if len(ahead) <= PIECE:
         return len(ahead)
@@ -434,6 +438,6 @@ def find_files(field: str, given: str) -> tuple[Path, ...]:
     return tuple(sorted(Path(os.path.abspath(path)) for path in found))
 
 
-def file_states(paths: tuple[Path, ...]) -> list[tuple[str, int, int]]:
+def read_file_states(paths: tuple[Path, ...]) -> list[tuple[str, int, int]]:
     """Path, size in bytes and time of change in ns of each file."""
     return [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths]

@@ -20,7 +20,7 @@ class GeneratedTask(Protocol):
     def task_seed(self) -> int: ...
 
 
-class Answered(NamedTuple):
+class AnsweredSequences(NamedTuple):
     """Sequences `[n, L + 1]`, whose last tokens nobody sees; their targets `[n, L]`; groups of rows, bool `[n, L]`."""
 
     sequences: np.ndarray
@@ -37,19 +37,19 @@ class Answered(NamedTuple):
 AnyTask = TypeVar("AnyTask", bound=GeneratedTask)
 
 
-def both_parts(
-    task: AnyTask, draw: Callable[[AnyTask, int, np.random.Generator], Answered]
-) -> tuple[Answered, Answered]:
+def draw_both_parts(
+    task: AnyTask, draw: Callable[[AnyTask, int, np.random.Generator], AnsweredSequences]
+) -> tuple[AnsweredSequences, AnsweredSequences]:
     """Training and validation, each from a stream of its own: the size of one never changes the other."""
     train, validation = (np.random.default_rng(seed) for seed in np.random.SeedSequence(task.task_seed).spawn(2))
     return draw(task, task.train_sequences, train), draw(task, task.validation_sequences, validation)
 
 
-def no_targets(n: int, length: int) -> np.ndarray:
+def make_empty_targets(n: int, length: int) -> np.ndarray:
     """int32 `[n, length]`: nothing is to be predicted, until somebody writes in it."""
     return np.full((n, length), IGNORED, dtype=np.int32)
 
 
-def orders(n: int, length: int, rng: np.random.Generator) -> np.ndarray:
+def draw_permutations(n: int, length: int, rng: np.random.Generator) -> np.ndarray:
     """n random orders of 0 .. length - 1, int32 `[n, length]`."""
     return rng.permuted(np.tile(np.arange(length, dtype=np.int32), (n, 1)), axis=1)

@@ -17,13 +17,13 @@ def train_loader(
     start_step: asked when the first batch is.
     """
     sampler = StepBatchSampler(len(source.train), batch_size, seed, start_step, share)
-    return DataLoader(source.train, batch_sampler=sampler, collate_fn=_unchanged)
+    return DataLoader(source.train, batch_sampler=sampler, collate_fn=_identity)
 
 
 def validation_loader(source: DataSource, batch_size: int) -> DataLoader[Batch]:
     """The whole validation set in order."""
-    return DataLoader(source.validation, batch_size=batch_size, collate_fn=_unchanged)
+    return DataLoader(source.validation, batch_size=batch_size, collate_fn=_identity)
 
 
-def _unchanged(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch

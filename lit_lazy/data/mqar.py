@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from lit_lazy.data.base import IGNORED, DataConfig, DataSource, Outline, fingerprint
-from lit_lazy.data.generated import Answered, both_parts, no_targets
+from lit_lazy.data.generated import AnsweredSequences, draw_both_parts, make_empty_targets
 from lit_lazy.support.checks import require, require_whole
-from lit_lazy.support.memory import require_room
+from lit_lazy.support.memory import require_memory
 
 
 @dataclass(frozen=True)
@@ -58,28 +58,28 @@ class Mqar(DataConfig):
     def load(self) -> DataSource:
         names = ("train_sequences", "validation_sequences", "context_length")
         n = self.train_sequences + self.validation_sequences
-        require_room({f"data.{name}": getattr(self, name) for name in names}, 16 * n * self.context_length)
+        require_memory({f"data.{name}": getattr(self, name) for name in names}, 16 * n * self.context_length)
         return _load(self)
 
 
-def draw(config: Mqar, n: int, rng: np.random.Generator) -> Answered:
+def draw(config: Mqar, n: int, rng: np.random.Generator) -> AnsweredSequences:
     """n sequences, the group `query`."""
     pairs, first_value, context = config.pairs, config.vocab_size // 2, 2 * config.pairs
-    keys = 1 + distinct(n, first_value - 1, pairs, rng)
-    values = first_value + distinct(n, config.vocab_size - first_value, pairs, rng)
-    place = context + 2 * gaps((config.context_length - context) // 2, config, n, rng)
+    keys = 1 + draw_distinct(n, first_value - 1, pairs, rng)
+    values = first_value + draw_distinct(n, config.vocab_size - first_value, pairs, rng)
+    place = context + 2 * draw_gaps((config.context_length - context) // 2, config, n, rng)
 
     sequences = np.zeros((n, config.context_length + 1), dtype=np.int32)
     if config.random_fillers:
         sequences[:] = rng.integers(config.vocab_size, size=sequences.shape, dtype=np.int32)
     sequences[:, 0:context:2], sequences[:, 1:context:2] = keys, values
     np.put_along_axis(sequences, place, keys, axis=1)
-    targets = no_targets(n, config.context_length)
+    targets = make_empty_targets(n, config.context_length)
     np.put_along_axis(targets, place, values, axis=1)
-    return Answered(sequences, targets, {"query": targets != IGNORED})
+    return AnsweredSequences(sequences, targets, {"query": targets != IGNORED})
 
 
-def distinct(n: int, of: int, count: int, rng: np.random.Generator) -> np.ndarray:
+def draw_distinct(n: int, of: int, count: int, rng: np.random.Generator) -> np.ndarray:
     """n times as many of 0 .. of - 1, none twice, in random order: int32 `[n, count]`."""
     found = np.empty((n, count), dtype=np.int32)
     for row in found:  # numpy draws one row at a time without making the other numbers
@@ -87,7 +87,7 @@ def distinct(n: int, of: int, count: int, rng: np.random.Generator) -> np.ndarra
     return found
 
 
-def gaps(space: int, config: Mqar, n: int, rng: np.random.Generator) -> np.ndarray:
+def draw_gaps(space: int, config: Mqar, n: int, rng: np.random.Generator) -> np.ndarray:
     """n times `pairs` of 0 .. space - 1, drawn one after the other without replacement by the power law, `[n, pairs]`.
 
     The largest of logarithms with Gumbel noise are such a draw (Vieira 2014; Kool et al., arXiv 1903.06059).
@@ -102,7 +102,7 @@ def gaps(space: int, config: Mqar, n: int, rng: np.random.Generator) -> np.ndarr
 
 @functools.cache
 def _load(config: Mqar) -> DataSource:
-    train, validation = both_parts(config, draw)
+    train, validation = draw_both_parts(config, draw)
     return DataSource(
         name="mqar",
         vocab_size=config.vocab_size,

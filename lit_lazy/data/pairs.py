@@ -18,22 +18,22 @@ class Pairs:
     keys: int
     values: int
 
-    def pair(self, key: Ids, value: Ids) -> Ids:
+    def encode_pair(self, key: Ids, value: Ids) -> Ids:
         """The token that holds both."""
         return key * self.values + value
 
-    def query(self, key: Ids) -> Ids:
+    def encode_query(self, key: Ids) -> Ids:
         """The token that asks for the value of a key."""
         return self.keys * self.values + key
 
-    def answer(self, value: Ids) -> Ids:
+    def encode_answer(self, value: Ids) -> Ids:
         """The token that names a value; never in a sequence."""
         return self.keys * (self.values + 1) + value
 
     @property
     def null(self) -> int:
         """The answer that no pair has the key."""
-        return self.answer(self.values)
+        return self.encode_answer(self.values)
 
     @property
     def vocab_size(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from lit_lazy.data.base import DataConfig
 from lit_lazy.data.tokeniser import Tokenizer
 from lit_lazy.support.checks import require
-from lit_lazy.support.errors import named
+from lit_lazy.support.errors import describe_exception
 
 
 class Prompts:
@@ -19,7 +19,7 @@ class Prompts:
         except ValueError:
             raise
         except Exception as error:  # of a user's own class
-            raise ValueError(f"data={self.name}: load_tokenizer() fails: {named(error)}") from error
+            raise ValueError(f"data={self.name}: load_tokenizer() fails: {describe_exception(error)}") from error
         size = vocab_size if self.tokenizer is None else self.tokenizer.vocab_size
         wanted = f"the model reads {vocab_size} tokens; give it the tokenizer of its training"
         require(size == vocab_size, f"data={self.name}: tokens of its tokenizer", size, wanted)
@@ -40,13 +40,13 @@ class Prompts:
         Raises ValueError, in one line that names the option, for what cannot be read.
         """
         if self.tokenizer is None:
-            return self._numbers(option, text.decode(errors="replace"))
+            return self._parse_numbers(option, text.decode(errors="replace"))
         try:
             return self.tokenizer.encode([text])[0].tolist() or [self.tokenizer.separator]
         except UnicodeDecodeError:
             raise ValueError(f"{option}: is no UTF-8 text") from None
 
-    def _numbers(self, option: str, text: str) -> list[int]:
+    def _parse_numbers(self, option: str, text: str) -> list[int]:
         words = text.split()
         numbers = [int(word) for word in words if word.isascii() and word.isdecimal() and len(word) < 20]
         if len(numbers) < len(words) or not all(number < self.vocab_size for number in numbers) or not numbers:

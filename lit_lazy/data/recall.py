@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from lit_lazy.data.base import IGNORED, DataConfig, DataSource, Outline, fingerprint
-from lit_lazy.data.generated import Answered, both_parts, no_targets, orders
+from lit_lazy.data.generated import AnsweredSequences, draw_both_parts, draw_permutations, make_empty_targets
 from lit_lazy.data.pairs import Pairs
 from lit_lazy.support.checks import require, require_whole
-from lit_lazy.support.memory import require_room
+from lit_lazy.support.memory import require_memory
 
 
 @dataclass(frozen=True)
@@ -73,31 +73,31 @@ class Recall(DataConfig):
     def load(self) -> DataSource:
         names = ("train_sequences", "validation_sequences", "pairs", "queries", "keys")
         n = self.train_sequences + self.validation_sequences
-        require_room({f"data.{name}": getattr(self, name) for name in names}, n * (8 * self.keys + 16 * self.queries))
+        require_memory({f"data.{name}": getattr(self, name) for name in names}, n * (8 * self.keys + 16 * self.queries))
         return _load(self)
 
 
-def draw(config: Recall, n: int, rng: np.random.Generator) -> Answered:
+def draw(config: Recall, n: int, rng: np.random.Generator) -> AnsweredSequences:
     """n sequences, the groups `present` and `absent`."""
     vocabulary, pairs, half = config.vocabulary, config.pairs, config.queries // 2
-    keys, values = orders(n, config.keys, rng), rng.integers(config.values, size=(n, pairs), dtype=np.int32)
+    keys, values = draw_permutations(n, config.keys, rng), rng.integers(config.values, size=(n, pairs), dtype=np.int32)
     # Keys are in random order: asked for are the first of those that get a pair, and the first of the others.
     asked = np.concatenate([keys[:, :half], keys[:, pairs : pairs + half]], axis=1)
-    answers = np.concatenate([vocabulary.answer(values[:, :half]), np.full((n, half), vocabulary.null)], axis=1)
-    order, place = orders(n, config.queries, rng), orders(n, pairs, rng)
+    answers = np.concatenate([vocabulary.encode_answer(values[:, :half]), np.full((n, half), vocabulary.null)], axis=1)
+    order, place = draw_permutations(n, config.queries, rng), draw_permutations(n, pairs, rng)
 
     sequences = np.full((n, config.context_length + 1), vocabulary.null, dtype=np.int32)
-    sequences[:, :pairs] = np.take_along_axis(vocabulary.pair(keys[:, :pairs], values), place, axis=1)
-    sequences[:, pairs:-1] = vocabulary.query(np.take_along_axis(asked, order, axis=1))
-    targets = no_targets(n, config.context_length)
+    sequences[:, :pairs] = np.take_along_axis(vocabulary.encode_pair(keys[:, :pairs], values), place, axis=1)
+    sequences[:, pairs:-1] = vocabulary.encode_query(np.take_along_axis(asked, order, axis=1))
+    targets = make_empty_targets(n, config.context_length)
     targets[:, pairs:] = np.take_along_axis(answers, order, axis=1)
     absent = targets == vocabulary.null
-    return Answered(sequences, targets, {"present": (targets != IGNORED) & ~absent, "absent": absent})
+    return AnsweredSequences(sequences, targets, {"present": (targets != IGNORED) & ~absent, "absent": absent})
 
 
 @functools.cache
 def _load(config: Recall) -> DataSource:
-    train, validation = both_parts(config, draw)
+    train, validation = draw_both_parts(config, draw)
     return DataSource(
         name="recall",
         vocab_size=config.vocabulary.vocab_size,

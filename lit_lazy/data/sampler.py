@@ -59,22 +59,22 @@ class StepBatchSampler(Sampler[list[int]]):
 
     def _batches(self, step: int) -> Iterator[list[int]]:
         number, start = divmod(step * self.batch_size, self.n_items)
-        order = self._pass(number)
+        order = self._draw_order(number)
         while True:
             batch = order[start : start + self.batch_size]
             start += self.batch_size
             if start >= self.n_items:
                 number, start = number + 1, start - self.n_items
-                order = self._pass(number)
+                order = self._draw_order(number)
                 batch = np.concatenate([batch, order[:start]])
             yield from (batch[part :: self.share.n].tolist() for part in self.share.own)
 
-    def _pass(self, number: int) -> np.ndarray:
+    def _draw_order(self, number: int) -> np.ndarray:
         """The order of the items in one pass, `[n_items]`."""
         source = np.random.SeedSequence(self.seed, spawn_key=(number,))
         return np.random.default_rng(source).permutation(self.n_items)
 
 
-def evenly(n: int, k: int) -> np.ndarray:
+def pick_evenly(n: int, k: int) -> np.ndarray:
     """k of the numbers 0 .. n - 1, k <= n, evenly spread."""
     return np.arange(k) * n // k

@@ -53,7 +53,7 @@ class FileJob:
     def name(self) -> str:
         """Of its shard."""
         limits = None if self.limit is None else [self.limit, self.share]
-        parts = [self.state, self.source.column, self.tokenizer.digest, self.tokenizer.special, limits]
+        parts = [self.state, self.source.column, self.tokenizer.digest, self.tokenizer.special_tokens, limits]
         return f"shard-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]}"
 
 
@@ -117,7 +117,7 @@ class Piece:
     bytes: np.ndarray
     hashes: np.ndarray
 
-    def where(self, chosen: np.ndarray) -> "Piece":
+    def select(self, chosen: np.ndarray) -> "Piece":
         """The chosen documents, bool `[n]`."""
         of_chosen = np.repeat(chosen, self.lengths)
         return Piece(self.tokens[of_chosen], self.lengths[chosen], self.bytes[chosen], self.hashes[chosen])
@@ -128,12 +128,12 @@ def document_hash(document: bytes) -> int:
     return int.from_bytes(hashlib.sha256(document).digest()[:8])
 
 
-def held_out(hashes: np.ndarray, share: float) -> np.ndarray:
+def select_held_out(hashes: np.ndarray, share: float) -> np.ndarray:
     """Which documents are no training text, bool: decided by each one alone."""
     return hashes < np.uint64(ceil(share * 2**64))  # both exact: share is multiplied by a power of two
 
 
-def made(job: FileJob, folder: Path, count: Count) -> Shard:
+def find_or_make_shard(job: FileJob, folder: Path, count: Count) -> Shard:
     """The shard of a job: the one that is there, or it is made now."""
     with lock(folder / f"{job.name}.lock"):
         return Shard.find(folder, job.name) or _make(job, folder, count)
@@ -151,7 +151,7 @@ def _make(job: FileJob, folder: Path, count: Count) -> Shard:
                 file.write(raw)
                 digest.update(raw)
 
-            for documents, ids in encoded(tokenizer, job.source.documents()):
+            for documents, ids in encode_documents(tokenizer, job.source.documents()):
                 before, counted = size, training
                 for document, own in zip(documents, ids, strict=True):
                     write(own.astype(dtype).tobytes())
@@ -168,7 +168,7 @@ def _make(job: FileJob, folder: Path, count: Count) -> Shard:
             file.flush()
             os.fsync(file.fileno())
         try:
-            unchanged = job.source.state() == job.state
+            unchanged = job.source.read_state() == job.state
         except FileNotFoundError:
             unchanged = False
         require(unchanged, job.source.field, job.source.given, "was changed while it was read; run again")
@@ -186,7 +186,7 @@ def _make(job: FileJob, folder: Path, count: Count) -> Shard:
     return Shard(folder / f"{job.name}.bin", **facts)
 
 
-def clear(job: FileJob, folder: Path) -> None:
+def remove_shard(job: FileJob, folder: Path) -> None:
     """Remove a job's shard, and what a killed process left of it, unless another process is at it."""
     path = folder / f"{job.name}.lock"
     held = FileLock(path)
@@ -196,17 +196,19 @@ def clear(job: FileJob, folder: Path) -> None:
         return
     for kind in ("json", "bin"):
         (folder / f"{job.name}.{kind}").unlink(missing_ok=True)
-    sweep(folder, job.name)
+    remove_leftovers(folder, job.name)
     held.release()
 
 
-def sweep(folder: Path, name: str) -> None:
+def remove_leftovers(folder: Path, name: str) -> None:
     """Remove what a killed process left of a shard beside it."""
     for left in (folder / f"{name}.lock", *folder.glob(f".{name}.*")):
         left.unlink(missing_ok=True)
 
 
-def encoded(tokenizer: Tokenizer, documents: Iterable[bytes]) -> Iterator[tuple[list[bytes], list[np.ndarray]]]:
+def encode_documents(
+    tokenizer: Tokenizer, documents: Iterable[bytes]
+) -> Iterator[tuple[list[bytes], list[np.ndarray]]]:
     """Documents and the tokens of each, those that begin and end it included; a megabyte is encoded at once."""
     batch: list[bytes] = []
     size = 0
@@ -214,13 +216,13 @@ def encoded(tokenizer: Tokenizer, documents: Iterable[bytes]) -> Iterator[tuple[
         batch.append(document)
         size += len(document)
         if size >= BATCH_BYTES:
-            yield batch, [_framed(tokenizer, ids) for ids in tokenizer.encode(batch)]
+            yield batch, [_add_boundary_tokens(tokenizer, ids) for ids in tokenizer.encode(batch)]
             batch, size = [], 0
     if batch:
-        yield batch, [_framed(tokenizer, ids) for ids in tokenizer.encode(batch)]
+        yield batch, [_add_boundary_tokens(tokenizer, ids) for ids in tokenizer.encode(batch)]
 
 
-def _framed(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
+def _add_boundary_tokens(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
     begin = [] if tokenizer.begin is None else [tokenizer.begin]
     tokens = np.empty(len(begin) + len(ids) + 1, np.uint32)
     tokens[: len(begin)], tokens[len(begin) : -1], tokens[-1] = begin, ids, tokenizer.separator

@@ -12,7 +12,7 @@ import torch
 
 from lit_lazy.data.base import DataConfig, DataSource, DocumentDataset, Outline, TokenDataset
 from lit_lazy.data.documents import Files, Hub, Source, find_files
-from lit_lazy.data.sampler import evenly
+from lit_lazy.data.sampler import pick_evenly
 from lit_lazy.data.shards import FileJob
 from lit_lazy.data.stdlib import cut
 from lit_lazy.data.tokeniser import BYTES, Tokenizer, TokenizerSpec
@@ -133,8 +133,8 @@ class Text(DataConfig):
         """Names the tokens by all they depend on, without reading the text: its files by size and time of change."""
         parts = {
             "layout": LAYOUT,
-            "train": train.state(),
-            "validation": validation.state() if validation else self.validation_share,
+            "train": train.read_state(),
+            "validation": validation.read_state() if validation else self.validation_share,
             "column": self.column,
             "tokenizer": self._spec.digest,
             "end_of_text": self.end_of_text,
@@ -152,7 +152,7 @@ class Text(DataConfig):
     ) -> None:
         vocab_size = self._spec.build().vocab_size
         # The first documents are read before anything is created.
-        parts = [not_empty(source) for source in (train, validation) if source]
+        parts = [require_documents(source) for source in (train, validation) if source]
 
         def fill(partial: Path) -> None:
             jobs = [self._jobs(files, 0.0 if validation else self.validation_share) for files in parts]
@@ -172,12 +172,12 @@ class Text(DataConfig):
 
     def _jobs(self, files: Sequence[Source], share: float) -> list[FileJob]:
         limit = None if self.max_tokens is None else self.max_tokens + 1
-        return [FileJob(file, file.state(), self._spec, limit, share) for file in files]
+        return [FileJob(file, file.read_state(), self._spec, limit, share) for file in files]
 
 
-def not_empty(source: Source) -> Sequence[Source]:
+def require_documents(source: Source) -> Sequence[Source]:
     """A source's files. Raises ValueError, at once, where they hold no document or the first cannot be read."""
-    parts = source.parts()
+    parts = source.split_parts()
     if not any(True for part in parts for _ in part.documents()):
         raise ValueError(f"{source.field}={source.given!r}: holds no text; give files with text")
     return parts
@@ -199,7 +199,7 @@ def _load(config: Text, folder: Path) -> DataSource:
             "greater data.validation_share, or give data.validation"
         )
     byte_tokens = config.tokenizer == BYTES
-    chosen = evenly(len(validation), config.validation_windows)
+    chosen = pick_evenly(len(validation), config.validation_windows)
     return DataSource(
         name="text",
         vocab_size=corpus.vocab_size,
@@ -231,7 +231,7 @@ def trigram_bits(train: torch.Tensor, validation: np.ndarray, chosen: np.ndarray
     It is counted on TRIGRAM_BYTES of the training windows `[N, L + 1]`, evenly spread, or on all if they are fewer.
     """
     length = train.shape[1] - 1
-    counted = train[evenly(len(train), min(len(train), max(1, TRIGRAM_BYTES // length)))][:, :-1]
+    counted = train[pick_evenly(len(train), min(len(train), max(1, TRIGRAM_BYTES // length)))][:, :-1]
     # From two bytes before the first target to the last target; before the text there is a NUL.
     places = chosen[:, None] * length + np.arange(-1, length + 1)
     text = np.where(places < 0, 0, validation[places])

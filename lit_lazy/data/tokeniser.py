@@ -51,7 +51,7 @@ class TokenizerSpec:
     end_of_text: str | None = None
 
     @property
-    def special(self) -> list[str | None]:
+    def special_tokens(self) -> list[str | None]:
         """The tokens that begin and end a document, as they were asked for."""
         return [self.begin_of_text, self.end_of_text]
 
@@ -73,7 +73,7 @@ class TokenizerSpec:
 
     def build(self) -> Tokenizer:
         """Raises ValueError, in one line, where there is no such tokeniser."""
-        return ByteTokenizer() if self.name == BYTES else FileTokenizer(self._path, *self.special)
+        return ByteTokenizer() if self.name == BYTES else FileTokenizer(self._path, *self.special_tokens)
 
     @property
     def _path(self) -> Path:

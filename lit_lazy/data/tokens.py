@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from lit_lazy.data.shards import FileJob, Piece, Shard, clear, held_out, lock, made
-from lit_lazy.data.workers import in_order, processes_for
+from lit_lazy.data.shards import FileJob, Piece, Shard, find_or_make_shard, lock, remove_shard, select_held_out
+from lit_lazy.data.workers import choose_process_count, make_shards
 from lit_lazy.support.console import plain_console
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.errors import one_line
@@ -163,22 +163,22 @@ def write_corpus(folder: Path, plan: CorpusPlan, processes: int | None, check: C
     if not (folder / FACTS).exists():
         with _Meter(jobs, shards, plan.max_tokens) as meter:
             facts = _join(folder, plan, shards, processes, meter)
-            if misfit := _misfit(facts, plan):
-                _drop(jobs, shards)
+            if misfit := _explain_misfit(facts, plan):
+                _remove_shards(jobs, shards)
                 raise ValueError(misfit)
         check()
         write_text(folder / FACTS, json.dumps(facts))
         meter.report(sum(facts["tokens"]))
-    _drop(jobs, shards)
+    _remove_shards(jobs, shards)
 
 
-def _drop(jobs: Iterable[FileJob], shards: Path) -> None:
+def _remove_shards(jobs: Iterable[FileJob], shards: Path) -> None:
     """Remove what a corpus was joined of."""
     for job in jobs:
-        clear(job, shards)
+        remove_shard(job, shards)
 
 
-def _misfit(facts: dict[str, Any], plan: CorpusPlan) -> str:
+def _explain_misfit(facts: dict[str, Any], plan: CorpusPlan) -> str:
     """What is wrong with the split; "" where both parts have documents."""
     if all(facts["documents"]):
         return ""
@@ -194,14 +194,14 @@ def _join(folder: Path, plan: CorpusPlan, shards: Path, processes: int | None, m
     dtype, limit = np.min_scalar_type(plan.vocab_size - 1), plan.limit
     share = 0.0 if plan.validation else plan.validation_share
     with (
-        _Part(folder, "train", dtype, limit) as kept,
-        _Part(folder, "validation", dtype, limit if plan.validation else None) as apart,
+        _PartWriter(folder, "train", dtype, limit) as kept,
+        _PartWriter(folder, "validation", dtype, limit if plan.validation else None) as apart,
     ):
         for jobs, part in ((plan.validation, apart), (plan.train, kept)):
-            with closing(in_order(jobs, shards, processes_for(jobs, processes), meter.count)) as found:
+            with closing(make_shards(jobs, shards, choose_process_count(jobs, processes), meter.count)) as found:
                 for job, shard in zip(jobs, found, strict=False):
-                    _append(_whole(shard, job, shards, meter), part, apart, share if part is kept else 0.0)
-                    meter.join(shard)
+                    _append(_ensure_whole(shard, job, shards, meter), part, apart, share if part is kept else 0.0)
+                    meter.count_shard(shard)
                     if part.is_full:
                         break
     digest = hashlib.sha256(f"{plan.vocab_size} {kept.digest.hexdigest()} {apart.digest.hexdigest()}".encode())
@@ -215,34 +215,34 @@ def _join(folder: Path, plan: CorpusPlan, shards: Path, processes: int | None, m
     }
 
 
-def _whole(shard: Shard, job: FileJob, shards: Path, meter: "_Meter") -> Shard:
+def _ensure_whole(shard: Shard, job: FileJob, shards: Path, meter: "_Meter") -> Shard:
     """A shard as it was written: made again where it is damaged, or has gone since."""
     for _ in range(ATTEMPTS):
         if shard.is_whole():
             return shard
         meter.say(f"a shard of {job.source.given} in {shards} is damaged: made again")
         shard.remove()
-        shard = made(job, shards, meter.count)
+        shard = find_or_make_shard(job, shards, meter.count)
     raise OSError(errno.EIO, "what was written is not what is read")
 
 
-def _append(shard: Shard, part: "_Part", apart: "_Part", share: float) -> None:
+def _append(shard: Shard, part: "_PartWriter", apart: "_PartWriter", share: float) -> None:
     """A shard's documents, up to the one that fills the part; those of the share go apart."""
     for piece in shard.pieces():
-        other = held_out(piece.hashes, share)
+        other = select_held_out(piece.hashes, share)
         if part.limit is not None:
             reached = part.tokens + np.cumsum(np.where(other, 0, piece.lengths)) >= part.limit
             read = np.arange(len(other)) <= (int(reached.argmax()) if reached.any() else len(other))
         else:
             read = np.ones(len(other), bool)
-        part.add(piece.where(read & ~other))
+        part.add(piece.select(read & ~other))
         if share:
-            apart.add(piece.where(read & other))
+            apart.add(piece.select(read & other))
         if part.is_full:
             return
 
 
-class _Part:
+class _PartWriter:
     """A file of tokens and one of the documents' ends, and what is counted on the way."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any], limit: int | None) -> None:
@@ -253,7 +253,7 @@ class _Part:
         # Of whole documents, while `tokens` may end inside one.
         self._bytes = self._whole_tokens = 0
 
-    def __enter__(self) -> "_Part":
+    def __enter__(self) -> "_PartWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -311,14 +311,18 @@ class _Meter:
         with self.lock:
             self.bytes, self.tokens = self.bytes + size, self.tokens + tokens
             done = self.bytes + sum(shard.bytes for shard in self.found.values())
-            total = self._expected(done)
-            rest = "" if total is None else f", {_duration((total - done) * self._seconds / max(self.bytes, 1))} left"
+            total = self._estimate_total(done)
+            rest = (
+                ""
+                if total is None
+                else f", {_format_duration((total - done) * self._seconds / max(self.bytes, 1))} left"
+            )
             files = f", {self.joined} of {len(self.sizes)} parts" if len(self.sizes) > 1 else ""
             self.progress.update(
-                self.task, completed=done, total=total, description=f"tokenising, {self._rate()}{files}{rest}"
+                self.task, completed=done, total=total, description=f"tokenising, {self._format_rate()}{files}{rest}"
             )
 
-    def _expected(self, done: int) -> float | None:
+    def _estimate_total(self, done: int) -> float | None:
         """Bytes of text there will be in all, as far as can be told: by the limit, or by the files joined so far."""
         if self.max_tokens is not None and self.tokens:
             return max(done, self.bytes * self.max_tokens / self.tokens)
@@ -327,7 +331,7 @@ class _Meter:
         share = self.joined / len(self.sizes)
         return max(done, self.joined_bytes / share)
 
-    def join(self, shard: Shard) -> None:
+    def count_shard(self, shard: Shard) -> None:
         """Note that a file is done."""
         with self.lock:
             self.joined += 1
@@ -340,18 +344,20 @@ class _Meter:
     def report(self, tokens: int) -> None:
         """Print what was done."""
         kept = f", {len(self.found)} parts were done before" if self.found else ""
-        self.console.print(f"tokenised {self._rate()}, into {tokens} tokens{kept}", highlight=False, soft_wrap=True)
+        self.console.print(
+            f"tokenised {self._format_rate()}, into {tokens} tokens{kept}", highlight=False, soft_wrap=True
+        )
 
     @property
     def _seconds(self) -> float:
         return time.monotonic() - self.started
 
-    def _rate(self) -> str:
+    def _format_rate(self) -> str:
         megabytes = self.bytes / 1e6
         return f"{megabytes:.1f} MB at {megabytes / self._seconds:.1f} MB/s"
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return (
         f"{seconds / 3600:.1f} h"
         if seconds > 5400

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lit_lazy.data.shards import Count, FileJob, Shard, made, sweep
-from lit_lazy.support.errors import UnfinishedError, named
+from lit_lazy.data.shards import Count, FileJob, Shard, find_or_make_shard, remove_leftovers
+from lit_lazy.support.errors import UnfinishedError, describe_exception
 
 WORTH_PROCESSES = 64 * 2**20
 """Bytes of files from which on several processes are worth the seconds that each takes to start."""
@@ -24,22 +24,22 @@ THREADS = "RAYON_NUM_THREADS"
 """Limits the threads of `tokenizers`."""
 
 
-def cores() -> int:
+def count_cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def processes_for(jobs: Sequence[FileJob], asked: int | None) -> int:
+def choose_process_count(jobs: Sequence[FileJob], asked: int | None) -> int:
     """How many processes tokenise these files: as many as are asked for, or there are cores; never more than files.
 
     1 is this process itself: also where the files are so small that starting others would take longer, unless asked.
     """
     small = sum(job.source.size for job in jobs) < WORTH_PROCESSES
-    wished = asked or (1 if small else cores())
+    wished = asked or (1 if small else count_cores())
     return max(1, min(wished, len(jobs)))
 
 
-def in_order(jobs: Sequence[FileJob], folder: Path, processes: int, count: Count) -> Generator[Shard]:
+def make_shards(jobs: Sequence[FileJob], folder: Path, processes: int, count: Count) -> Generator[Shard]:
     """The shards of jobs, in their order, each as soon as it and those before it are there.
 
     The jobs that are not needed any more when the iterator is closed are dropped. Errors are those of `made`.
@@ -47,7 +47,7 @@ def in_order(jobs: Sequence[FileJob], folder: Path, processes: int, count: Count
     """
     if processes == 1:
         for job in jobs:
-            yield made(job, folder, count)
+            yield find_or_make_shard(job, folder, count)
         return
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     workers = [_Worker(processes) for _ in range(processes)]
@@ -78,7 +78,7 @@ class _Worker:
     """The parent's end of a process."""
 
     def __init__(self, processes: int) -> None:
-        threads = os.environ.get(THREADS) or str(max(1, cores() // processes))
+        threads = os.environ.get(THREADS) or str(max(1, count_cores() // processes))
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "lit_lazy.data.workers"],
             stdin=subprocess.PIPE,
@@ -117,7 +117,7 @@ class _Worker:
             except OSError:  # what was not sent any more
                 continue
         for folder, name in self.unfinished:
-            sweep(folder, name)
+            remove_leftovers(folder, name)
 
 
 def _send(file: BinaryIO | Any, message: object) -> None:
@@ -144,11 +144,11 @@ def main() -> None:
     while True:
         job, folder = jobs.get()
         try:
-            answer: Any = made(job, folder, lambda size, tokens: _send(answers, (size, tokens)))
+            answer: Any = find_or_make_shard(job, folder, lambda size, tokens: _send(answers, (size, tokens)))
         except (ValueError, OSError) as error:
             answer = error
         except Exception as error:  # any other may not survive the way
-            answer = RuntimeError(named(error))
+            answer = RuntimeError(describe_exception(error))
         _send(answers, answer)
 
 

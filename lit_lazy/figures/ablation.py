@@ -14,10 +14,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Bbox
 
-from lit_lazy.figures.common import NEUTRAL, WIDTH, in_style, legend_below, log_axis, new_figure
+from lit_lazy.figures.common import NEUTRAL, WIDTH, draw_legend_below, new_figure, set_log_axis, use_style
 from lit_lazy.figures.labels import Label, place_labels
 from lit_lazy.figures.meaning import Colours
-from lit_lazy.support.far import highest_near
+from lit_lazy.support.far import compute_far_limit
 from lit_lazy.table.records import Column, Measure, Table, TableRow
 
 Metrics = Mapping[str, Sequence[tuple[int, float]]]
@@ -39,7 +39,7 @@ LOOKS: tuple[Look, ...] = ({"linestyle": "-"}, {"linestyle": "--"})
 """Of the first metric of a panel, and the second; their colour is that of the variant."""
 
 
-@in_style()
+@use_style()
 def loss_against_sparsity(table: Table) -> Figure | None:
     """The loss of every variant against its sparsity, both with 95 % intervals over seeds.
 
@@ -53,12 +53,12 @@ def loss_against_sparsity(table: Table) -> Figure | None:
     sparsity = columns.get(SPARSITY)
     if loss is None or sparsity is None:
         return None
-    points = [point for row in table.rows if (point := _point(row, table, loss, sparsity))]
+    points = [point for row in table.rows if (point := _build_point(row, table, loss, sparsity))]
     if all(math.isnan(point.x) for point in points):
         return None
     counts = {row.metrics[loss.key].n for row in table.rows} - {0}
     spread = "" if counts == {1} else " with 95 % CI"
-    highest = highest_near(point.y for point in points)
+    highest = compute_far_limit(point.y for point in points)
     far = {point.name for point in points if point.y > highest}
     named, which = {point.name for point in points}, ""
     if len(points) > MOST_NAMED:
@@ -67,19 +67,19 @@ def loss_against_sparsity(table: Table) -> Figure | None:
         which = f"; named are the baseline and the {NAMED_OF_MORE} lowest"
         if far:
             which += f", far above lie {len(far)}, up to {loss.format(max(point.y for point in points) / loss.scale)}"
-    title = f"{table.ablation}: loss against sparsity, mean over {_seeds(counts)}{spread}{which}"
+    title = f"{table.ablation}: loss against sparsity, mean over {_format_seeds(counts)}{spread}{which}"
     figure = new_figure(WIDTH, 4.2 + 0.06 * min(len(points), MOST_NAMED), title)
     axes = figure.subplots()
     axes.set_xlabel(sparsity.heading)
     axes.set_ylabel(loss.heading)
     axes.grid(True)
-    apart, least = _x_axis(axes, points)
-    axes.set_ylim(*_range([(point.y, point.y_ends) for point in points if point.name not in far]))
+    apart, least = _set_x_axis(axes, points)
+    axes.set_ylim(*_fit_limits([(point.y, point.y_ends) for point in points if point.name not in far]))
     top = axes.get_ylim()[1]
     labels, bars = [], []
     colours = Colours(table, (point.name for point in points))
-    if handles := colours.handles():
-        legend_below(figure, handles, 6)
+    if handles := colours.make_legend_handles():
+        draw_legend_below(figure, handles, 6)
     for point in points:
         x = apart if math.isnan(point.x) else point.x
         colour = colours[point.name]
@@ -90,14 +90,14 @@ def loss_against_sparsity(table: Table) -> Figure | None:
             label += f": {loss.format(point.y / loss.scale)}"
         else:
             axes.plot(x, y, "D" if point.baseline else "o", color=colour, zorder=4)
-            bars += _intervals(axes, x, point, colour, least)
+            bars += _draw_intervals(axes, x, point, colour, least)
         if point.name in named:
-            labels.append(Label(_label(label), x, y, point.baseline))
+            labels.append(Label(_wrap_label(label), x, y, point.baseline))
     place_labels(figure, axes, labels, bars)
     return figure
 
 
-@in_style()
+@use_style()
 def tau_over_training(table: Table, histories: Histories) -> Figure | None:
     """The offset parameter of every variant that has one, mean over layers and heads, from step 0 on."""
 
@@ -109,10 +109,12 @@ def tau_over_training(table: Table, histories: Histories) -> Figure | None:
                     by_step.setdefault(step, []).append(value)
         return {step: fmean(values) for step, values in by_step.items()}
 
-    return _over_training("τ over training, mean over layers, heads", {"offset parameter τ": tau}, histories, table)
+    return _draw_over_training(
+        "τ over training, mean over layers, heads", {"offset parameter τ": tau}, histories, table
+    )
 
 
-@in_style()
+@use_style()
 def sink_over_training(table: Table, histories: Histories) -> Figure | None:
     """The first key's mean weight and its share of the surviving mass, for every variant, from step 0 on."""
 
@@ -124,10 +126,10 @@ def sink_over_training(table: Table, histories: Histories) -> Figure | None:
         "share of the mass on the first key": first_key("watch/first_key_share"),
     }
     title = "the first key over training, mean over all rows from position 8, layers, heads"
-    return _over_training(title, lines, histories, table)
+    return _draw_over_training(title, lines, histories, table)
 
 
-def _label(name: str) -> str:
+def _wrap_label(name: str) -> str:
     return "\n".join(wrap(name, NAME_WIDTH))
 
 
@@ -143,7 +145,7 @@ class _Point:
     y_ends: tuple[float, float]
 
 
-def _point(row: TableRow, table: Table, loss: Column, sparsity: Column) -> _Point | None:
+def _build_point(row: TableRow, table: Table, loss: Column, sparsity: Column) -> _Point | None:
     x, y = row.metrics[sparsity.key], row.metrics[loss.key]
     if y.mean is None:
         return None
@@ -151,20 +153,20 @@ def _point(row: TableRow, table: Table, loss: Column, sparsity: Column) -> _Poin
         row.variant,
         row.variant == table.baseline,
         math.nan if x.mean is None else x.mean * sparsity.scale,
-        _ends(x, sparsity),
+        _find_interval_ends(x, sparsity),
         y.mean * loss.scale,
-        _ends(y, loss),
+        _find_interval_ends(y, loss),
     )
 
 
-def _ends(measure: Measure, column: Column) -> tuple[float, float]:
+def _find_interval_ends(measure: Measure, column: Column) -> tuple[float, float]:
     mean, half = (math.nan if measure.mean is None else measure.mean), measure.ci95 or 0.0
     low = max([mean - half, *(bound for bound in column.bounds if bound <= mean)])
     high = min([mean + half, *(bound for bound in column.bounds if bound >= mean)])
     return low * column.scale, high * column.scale
 
 
-def _range(values: Sequence[tuple[float, tuple[float, float]]]) -> tuple[float, float]:
+def _fit_limits(values: Sequence[tuple[float, tuple[float, float]]]) -> tuple[float, float]:
     """Room for every value and its interval, as far as that reaches no farther than one more span of the values."""
     low, high = min(value for value, _ in values), max(value for value, _ in values)
     span = (high - low) or max(upper - lower for _, (lower, upper) in values) / 2 or 1.0
@@ -174,9 +176,9 @@ def _range(values: Sequence[tuple[float, tuple[float, float]]]) -> tuple[float, 
     return low - margin, high + margin
 
 
-def _x_axis(axes: Axes, points: Sequence[_Point]) -> tuple[float, float]:
+def _set_x_axis(axes: Axes, points: Sequence[_Point]) -> tuple[float, float]:
     """Sets the limits and ticks; the x of variants without a sparsity, and where the axis of the others begins."""
-    low, high = _range([(point.x, point.x_ends) for point in points if not math.isnan(point.x)])
+    low, high = _fit_limits([(point.x, point.x_ends) for point in points if not math.isnan(point.x)])
     span = high - low
     apart = low - 0.1 * span
     ticks = [tick for tick in MaxNLocator(6).tick_values(low, high) if low <= tick <= high]
@@ -191,7 +193,7 @@ def _x_axis(axes: Axes, points: Sequence[_Point]) -> tuple[float, float]:
     return apart, low
 
 
-def _intervals(axes: Axes, x: float, point: _Point, colour: str, least: float) -> list[Bbox]:
+def _draw_intervals(axes: Axes, x: float, point: _Point, colour: str, least: float) -> list[Bbox]:
     """Draws both intervals of a point that stands at `x`; one that leaves the panel ends in an arrow at its edge.
 
     least: where the axis of the sparsities begins, beyond which only variants without one stand.
@@ -216,7 +218,7 @@ Curve = Mapping[int, float]
 """Value by step."""
 
 
-def _over_training(
+def _draw_over_training(
     title: str,
     metrics: Mapping[str, Callable[[Metrics], Curve]],
     histories: Histories,
@@ -228,7 +230,9 @@ def _over_training(
     """
     baseline = table.baseline
     curves = {
-        variant: {label: [c for seed in seeds if (c := _kept(read(seed)))] for label, read in metrics.items()}
+        variant: {
+            label: [c for seed in seeds if (c := _drop_non_finite(read(seed)))] for label, read in metrics.items()
+        }
         for variant, seeds in histories.items()
     }
     variants = sorted((v for v, lines in curves.items() if any(lines.values())), key=lambda v: v != baseline)
@@ -237,7 +241,7 @@ def _over_training(
     counts = {len(seeds) for variant in variants for seeds in curves[variant].values()} - {0}
     rows = math.ceil(len(variants) / COLUMNS)
     band = "" if counts == {1} else " (band: range)"
-    figure = new_figure(WIDTH, 0.9 + 1.35 * rows, f"{table.ablation}: {title} and {_seeds(counts)}{band}")
+    figure = new_figure(WIDTH, 0.9 + 1.35 * rows, f"{table.ablation}: {title} and {_format_seeds(counts)}{band}")
     panels = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
     looks = dict(zip(metrics, LOOKS, strict=False))
     colours = Colours(table, variants)
@@ -245,12 +249,12 @@ def _over_training(
     for axes, variant in zip(panels, variants, strict=False):
         for label, look in looks.items():
             if variant != baseline and baseline in curves:
-                _line(axes, curves[baseline][label], {**look, "color": NEUTRAL, "linewidth": 0.7, "alpha": 0.7})
+                _draw_line(axes, curves[baseline][label], {**look, "color": NEUTRAL, "linewidth": 0.7, "alpha": 0.7})
             own = {**look, "color": colours[variant], "label": label}
-            last = max(last, _line(axes, curves[variant][label], own, band=True))
+            last = max(last, _draw_line(axes, curves[variant][label], own, band=True))
         axes.set_title("\n".join(wrap(variant, 26)), fontsize=8.5, fontweight="bold" if variant == baseline else None)
         axes.grid(axis="y")
-    log_axis(panels[0], last, zero=True)
+    set_log_axis(panels[0], last, zero=True)
     for number, axes in enumerate(panels):
         axes.set_axis_off() if number >= len(variants) else None
         if len(variants) - COLUMNS <= number < len(variants):
@@ -259,12 +263,12 @@ def _over_training(
     handles = [Line2D([], [], **look, color="black", label=label) for label, look in looks.items()]
     if len(variants) > 1 and variants[0] == baseline:
         handles.append(Line2D([], [], color=NEUTRAL, linewidth=0.7, label=f"{baseline}, the baseline"))
-    named = colours.handles()
-    legend_below(figure, [*handles, *named], 6 if named else len(handles))
+    named = colours.make_legend_handles()
+    draw_legend_below(figure, [*handles, *named], 6 if named else len(handles))
     return figure
 
 
-def _line(axes: Axes, seeds: Sequence[Curve], look: Look, band: bool = False) -> int:
+def _draw_line(axes: Axes, seeds: Sequence[Curve], look: Look, band: bool = False) -> int:
     """Draws the mean over seeds, and their range; the last step."""
     steps = sorted(set.intersection(*(set(seed) for seed in seeds))) if seeds else []
     if not steps:
@@ -276,10 +280,10 @@ def _line(axes: Axes, seeds: Sequence[Curve], look: Look, band: bool = False) ->
     return steps[-1]
 
 
-def _kept(curve: Curve) -> Curve:
+def _drop_non_finite(curve: Curve) -> Curve:
     return {step: value for step, value in curve.items() if math.isfinite(value)}
 
 
-def _seeds(counts: Iterable[int]) -> str:
+def _format_seeds(counts: Iterable[int]) -> str:
     found = sorted(counts)
     return f"{' or '.join(map(str, found))} seed{'' if found == [1] else 's'}"

@@ -29,7 +29,7 @@ POINTS = 128
 
 
 @contextmanager
-def in_style() -> Iterator[None]:
+def use_style() -> Iterator[None]:
     """The project's style, as a decorator or for a `with` block, whatever a user's own matplotlibrc says.
 
     Ticks are made when they are first drawn, so it has to hold where a figure is made and where it is written.
@@ -40,27 +40,27 @@ def in_style() -> Iterator[None]:
 
 def new_figure(width: float, height: float, title: str) -> Figure:
     """An empty figure, in inches, under its title, continued in further lines where it is long."""
-    lines = _wrapped(title, width)
+    lines = _wrap_title(title, width)
     figure = Figure(figsize=(width, height + TITLE_LINE * len(lines)), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle("\n".join(lines))
     return figure
 
 
-def put_above_title(figure: Figure, text: str) -> None:
+def prepend_title(figure: Figure, text: str) -> None:
     """More lines before the title, and room for them."""
     width, height = figure.get_size_inches()
-    lines = _wrapped(text, width)
-    with in_style():
+    lines = _wrap_title(text, width)
+    with use_style():
         figure.suptitle("\n".join([*lines, figure.get_suptitle()]))
     figure.set_size_inches(width, height + TITLE_LINE * len(lines))
 
 
-def _wrapped(title: str, width: float) -> list[str]:
+def _wrap_title(title: str, width: float) -> list[str]:
     return [line for text in title.split("\n") for line in wrap(text, int(11.5 * width), break_on_hyphens=False)]
 
 
-def legend_below(figure: Figure, handles: Iterable[Artist], columns: int) -> None:
+def draw_legend_below(figure: Figure, handles: Iterable[Artist], columns: int) -> None:
     """A legend under all panels, in at most so many columns as the figure has room for."""
     shown = list(handles)
     for ncols in range(min(columns, len(shown)), 0, -1):
@@ -70,7 +70,7 @@ def legend_below(figure: Figure, handles: Iterable[Artist], columns: int) -> Non
         legend.remove()
 
 
-@in_style()
+@use_style()
 def save_figure(figure: Figure, path_stem: str | Path) -> tuple[Path, Path]:
     """Writes `<path_stem>.png` (150 dpi) and `<path_stem>.svg`, the same bytes for the same figure."""
     png, svg = Path(f"{path_stem}.png"), Path(f"{path_stem}.svg")
@@ -79,7 +79,7 @@ def save_figure(figure: Figure, path_stem: str | Path) -> tuple[Path, Path]:
     return png, svg
 
 
-def log_bins(x: np.ndarray, values: np.ndarray, most: int = POINTS) -> tuple[np.ndarray, np.ndarray]:
+def average_log_bins(x: np.ndarray, values: np.ndarray, most: int = POINTS) -> tuple[np.ndarray, np.ndarray]:
     """`values` [..., n] at x = 1..n: themselves up to `most`, else the means over at most that many bins even in log x.
 
     The x of a bin is the mean of its x; the first bins hold one point each.
@@ -91,12 +91,12 @@ def log_bins(x: np.ndarray, values: np.ndarray, most: int = POINTS) -> tuple[np.
     return np.add.reduceat(x, starts) / counts, np.add.reduceat(values, starts, axis=-1) / counts
 
 
-def mean(values: np.ndarray, axis: int) -> np.ndarray:
+def finite_mean(values: np.ndarray, axis: int) -> np.ndarray:
     """The mean of the finite numbers along an axis, NaN where there is none."""
     return np.ma.masked_invalid(values).mean(axis=axis).filled(np.nan)
 
 
-def log_axis(axes: Axes, last: float, zero: bool = False) -> None:
+def set_log_axis(axes: Axes, last: float, zero: bool = False) -> None:
     """A logarithmic x axis from 1, or with `zero` from 0, to `last`, with plain numbers at its ticks."""
     ticks = [float(step * 10**power) for power in range(7) for step in ((1, 2, 5) if last < 100 else (1,))]
     if zero:

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from lit_lazy.figures.common import BETTER, NEUTRAL, WORSE, in_style, legend_below, new_figure
+from lit_lazy.figures.common import BETTER, NEUTRAL, WORSE, draw_legend_below, new_figure, use_style
 from lit_lazy.table.records import Column, Measure, Table, TableRow
 
 FAR, ROUNDING = 10, 1e6
@@ -14,7 +14,7 @@ FAR, ROUNDING = 10, 1e6
 rounding."""
 
 
-@in_style()
+@use_style()
 def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
     """One panel per column key: every row's difference to the baseline with its 95 % interval.
 
@@ -39,18 +39,20 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
     figure = new_figure(width, 1.7 + 0.3 * count, "\n".join(title))
     panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     for axes, key in zip(panels, columns, strict=True):
-        _panel(axes, table, rows, known[key])
+        _draw_panel(axes, table, rows, known[key])
     panels[0].set_yticks(range(count), [row.variant for row in rows])
     panels[0].set_ylim(count - 0.4, -0.6)
     for label, row in zip(panels[0].get_yticklabels(), rows, strict=True):
         label.set_fontweight("bold" if row.variant == table.baseline else "normal")
-    legend_below(figure, _legend(), 3 if len(columns) > 2 else 2)
+    draw_legend_below(figure, _make_legend_handles(), 3 if len(columns) > 2 else 2)
     return figure
 
 
-def _panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Column) -> None:
+def _draw_panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Column) -> None:
     shown = [(y, row, row.metrics[column.key]) for y, row in enumerate(rows)]
-    low, high = limits([(m.diff * column.scale, *_ends(m, column)) for _, _, m in shown if m.diff is not None])
+    low, high = compute_limits(
+        [(m.diff * column.scale, *_find_interval_ends(m, column)) for _, _, m in shown if m.diff is not None]
+    )
     axes.set_xlim(low, high)
     axes.axvline(0, color=NEUTRAL, linewidth=1, zorder=1)
     for y, row, m in shown:
@@ -58,7 +60,7 @@ def _panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Column) -
             # Beside the line at 0, on the side that has more room.
             side = 1 if high > -low else -1
             axes.annotate(
-                _absence(row, table, column),
+                _explain_absence(row, table, column),
                 (0, y),
                 xytext=(8 * side, 0),
                 textcoords="offset points",
@@ -70,27 +72,27 @@ def _panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Column) -
                 axes.plot(0, y, "D", color="black", markersize=5, zorder=4)
             continue
         x = m.diff * column.scale
-        colour = _colour(x, column) if m.separated else NEUTRAL
-        left, right = _ends(m, column)
+        colour = _choose_colour(x, column) if m.separated else NEUTRAL
+        left, right = _find_interval_ends(m, column)
         if left < right:
             width, style = (1.2, ":") if m.test == "saturated" else (1.6, "-")
             draw_interval(axes, y, left, right, colour, width, style)
         face = colour if m.separated else "white"
         if not low <= x <= high:
-            _far_point(axes, high if x > high else low, y, column.format(m.diff, sign="+"), colour, face)
+            _draw_far_point(axes, high if x > high else low, y, column.format(m.diff, sign="+"), colour, face)
             continue
         shape = "s" if colour == WORSE else "o"
         axes.plot(x, y, shape, color=colour, markerfacecolor=face, markersize=6, markeredgewidth=1.4, zorder=4)
     seeds = " or ".join(map(str, table.summaries[column.key].seeds))
     axes.set_title(f"{column.title} (n = {seeds})" if seeds else column.title)
-    axes.set_xlabel(axis_label(column))
+    axes.set_xlabel(format_axis_label(column))
     axes.tick_params(axis="y", length=0)
     axes.locator_params(axis="x", nbins=5)
     axes.grid(axis="y")
     axes.spines["left"].set_visible(False)
 
 
-def _ends(m: Measure, column: Column) -> tuple[float, float]:
+def _find_interval_ends(m: Measure, column: Column) -> tuple[float, float]:
     """The ends of a difference's interval, of its range where no spread was measured, in the column's unit."""
     assert m.diff is not None
     if m.test == "saturated" and m.diff_low is not None and m.diff_high is not None:
@@ -111,7 +113,7 @@ def draw_interval(
             axes.plot(edge, y, marker, color=colour, markersize=5, clip_on=False, zorder=3)
 
 
-def _far_point(axes: Axes, edge: float, y: float, value: str, colour: str, face: str) -> None:
+def _draw_far_point(axes: Axes, edge: float, y: float, value: str, colour: str, face: str) -> None:
     """A point beyond the panel, at its edge, with an arrow that points to it and its value inside."""
     right = edge == axes.get_xlim()[1]
     axes.plot(edge, y, ">" if right else "<", color=colour, markerfacecolor=face, markersize=7, clip_on=False, zorder=4)
@@ -120,7 +122,7 @@ def _far_point(axes: Axes, edge: float, y: float, value: str, colour: str, face:
     axes.annotate(value, (edge, y), color=colour, **place)
 
 
-def _near(points: Sequence[float]) -> list[float]:
+def _drop_far_points(points: Sequence[float]) -> list[float]:
     """The points without those, at most a fifth of them or one, that lie over ten times as far out as all others.
 
     Others a million times nearer than these are no scale, but rounding.
@@ -133,13 +135,13 @@ def _near(points: Sequence[float]) -> list[float]:
     return near
 
 
-def limits(shown: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+def compute_limits(shown: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """Room for the points that are not far off."""
-    points = _near([point for point, _, _ in shown])
-    return room(points, [(left, right) for point, left, right in shown if point in points])
+    points = _drop_far_points([point for point, _, _ in shown])
+    return fit_limits(points, [(left, right) for point, left, right in shown if point in points])
 
 
-def room(points: Sequence[float], ends: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def fit_limits(points: Sequence[float], ends: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """For 0, every point, and what of their intervals is within one more span of the points of its two ends."""
     low, high = min([0.0, *points]), max([0.0, *points])
     widest = (high - low) or max((max(abs(left), abs(right)) for left, right in ends), default=0.0) or 1.0
@@ -149,7 +151,7 @@ def room(points: Sequence[float], ends: Sequence[tuple[float, float]]) -> tuple[
     return left - margin, right + margin
 
 
-def _absence(row: TableRow, table: Table, column: Column) -> str:
+def _explain_absence(row: TableRow, table: Table, column: Column) -> str:
     if row.variant == table.baseline:
         return "baseline"
     if not row.n:
@@ -157,19 +159,19 @@ def _absence(row: TableRow, table: Table, column: Column) -> str:
     return "not defined" if row.metrics[column.key].mean is None else "no baseline"
 
 
-def _colour(difference: float, column: Column) -> str:
+def _choose_colour(difference: float, column: Column) -> str:
     if column.better is None:
         return NEUTRAL
     return BETTER if (difference < 0) == (column.better == "lower") else WORSE
 
 
-def axis_label(column: Column) -> str:
+def format_axis_label(column: Column) -> str:
     """Of differences, and which way is better."""
     unit = f" ({column.difference_unit})" if column.unit else ""
     return f"Δ{unit}" + {"lower": "   ← better", "higher": "   better →", None: ""}[column.better]
 
 
-def _legend() -> list[Line2D]:
+def _make_legend_handles() -> list[Line2D]:
     def marker(label: str, colour: str, face: str, shape: str = "o") -> Line2D:
         return Line2D([], [], color=colour, marker=shape, markerfacecolor=face, markeredgewidth=1.4, label=label)
 

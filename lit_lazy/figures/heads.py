@@ -27,13 +27,13 @@ from lit_lazy.figures.common import (
     POINTS,
     SECOND,
     WIDTH,
-    in_style,
-    legend_below,
-    log_axis,
-    log_bins,
-    mean,
+    average_log_bins,
+    draw_legend_below,
+    finite_mean,
     new_figure,
-    put_above_title,
+    prepend_title,
+    set_log_axis,
+    use_style,
 )
 
 Arrays = Mapping[str, np.ndarray]
@@ -65,13 +65,13 @@ class _State(NamedTuple):
 TRAINED, INIT = _State("", "trained", "-", None), _State("init/", "at init", "--", "white")
 
 
-@in_style()
+@use_style()
 def attention_maps(arrays: Arrays) -> Figure | None:
     """Weights of the chosen heads in one sequence on a log scale, and below each map its first keys enlarged.
 
     A weight that is exactly 0 and a key that is hidden because it comes later, or is NaN, have colours outside the map.
     """
-    weights = _finite(arrays, "maps/weights")
+    weights = _read_finite(arrays, "maps/weights")
     if weights is None:
         return None
     count, n = len(weights), weights.shape[-1]
@@ -79,7 +79,7 @@ def attention_maps(arrays: Arrays) -> Figure | None:
     bands = math.ceil(count / columns)
     heights = [1.0, 0.8] if n > FIRST_KEYS else [1.0]
     side = min(2.6, (WIDTH - 1.4) / columns)
-    title = f"Attention weights of {_many(count, 'head')} in one sequence, first {n} positions"
+    title = f"Attention weights of {_pluralise(count, 'head')} in one sequence, first {n} positions"
     height = 0.5 + bands * sum(side * height + 0.45 for height in heights)
     figure = new_figure(max(4.8, side * columns + 1.4), height, title)
     grid = figure.subplots(bands * len(heights), columns, squeeze=False, height_ratios=heights * bands)
@@ -87,7 +87,7 @@ def attention_maps(arrays: Arrays) -> Figure | None:
     stacks = grid.reshape(bands, len(heights), columns).transpose(0, 2, 1).reshape(-1, len(heights))
     colours, norm = mpl.colormaps["viridis"], LogNorm(SMALL_WEIGHT, 1)
     for i, (stack, head, matrix) in enumerate(zip(stacks, arrays["maps/heads"], weights, strict=False)):
-        _draw_maps(stack, _coloured_weights(matrix, colours, norm))
+        _draw_maps(stack, _colour_weights(matrix, colours, norm))
         stack[0].set_title(f"layer {head[0]}, head {head[1]}")
         if i % columns == 0:
             for axes in stack:
@@ -95,31 +95,31 @@ def attention_maps(arrays: Arrays) -> Figure | None:
     for axes in stacks[count:].flat:
         axes.set_axis_off()
     figure.colorbar(ScalarMappable(norm, colours), ax=grid, extend="min", label="weight", aspect=10 * height)
-    handles = [_patch(ZERO, "exactly 0"), _patch(HIDDEN, "hidden from the query")]
+    handles = [_make_legend_patch(ZERO, "exactly 0"), _make_legend_patch(HIDDEN, "hidden from the query")]
     if (weights < 0).any():
-        handles.append(_patch(to_hex(mpl.colormaps["Reds"](0.7)), "below 0, by size"))
+        handles.append(_make_legend_patch(to_hex(mpl.colormaps["Reds"](0.7)), "below 0, by size"))
     if len(heights) > 1:
         handles.append(Patch(facecolor="none", edgecolor=SECOND, label=f"first {FIRST_KEYS} keys, enlarged"))
-    legend_below(figure, handles, 3)
+    draw_legend_below(figure, handles, 3)
     return figure
 
 
-@in_style()
+@use_style()
 def sink_heatmap(arrays: Arrays) -> Figure | None:
     """Mean weight on the first key by layer and head, raw and as a share of the mass; the untrained model below."""
     kinds = {"sink/weight": "weight", "sink/share": "share of the mass"}
-    states = _states(arrays, *kinds)
+    states = _find_states(arrays, *kinds)
     if not states:
         return None
-    layers, heads = _shape(arrays, *kinds)[:2]
-    title = f"Weight on the first key by layer and head, mean over {_sample(arrays)}"
+    layers, heads = _find_shape(arrays, *kinds)[:2]
+    title = f"Weight on the first key by layer and head, mean over {_describe_sample(arrays)}"
     figure = new_figure(WIDTH, max(2.4, 0.6 + len(states) * (0.7 + min(3.2, 0.28 * max(layers, 2)))), title)
     panels = figure.subplots(len(states), len(kinds), squeeze=False, sharex=True, sharey=True)
     colours, norm = mpl.colormaps["viridis"].with_extremes(bad=ZERO), Normalize(0, 1)
     absent = False
     for row, state in zip(panels, states, strict=True):
         for axes, (key, name) in zip(row, kinds.items(), strict=True):
-            found = _finite(arrays, state.prefix + key)
+            found = _read_finite(arrays, state.prefix + key)
             values = np.full((layers, heads), np.nan) if found is None else found[..., 0]
             absent = absent or bool(np.isnan(values).any())
             extent = (-0.5, heads - 0.5, -0.5, layers - 0.5)
@@ -127,8 +127,8 @@ def sink_heatmap(arrays: Arrays) -> Figure | None:
             axes.set_title(f"{name}, {state.label}")
             if values.size <= MOST_WRITTEN:
                 _write_cells(axes, values)
-            _count_ticks(axes.xaxis, heads)
-            _count_ticks(axes.yaxis, layers)
+            _set_count_ticks(axes.xaxis, heads)
+            _set_count_ticks(axes.yaxis, layers)
             axes.spines[:].set_visible(False)
         row[0].set_ylabel("layer")
     for axes in panels[-1]:
@@ -138,36 +138,36 @@ def sink_heatmap(arrays: Arrays) -> Figure | None:
     )
     bar.ax.axhline(SINK_WEIGHT, color="white", linewidth=1.5)
     if absent:
-        legend_below(figure, [_patch(ZERO, "not defined: no mass to share, or signed weights")], 1)
+        draw_legend_below(figure, [_make_legend_patch(ZERO, "not defined: no mass to share, or signed weights")], 1)
     return figure
 
 
-@in_style()
+@use_style()
 def mass_by_position(arrays: Arrays) -> Figure | None:
     """Surviving mass of a row and its part on the first key by position, mean over heads, a line per layer."""
     kinds = {"mass/row": "on all keys", "mass/first_key": "on the first key"}
-    states = _states(arrays, *kinds)
+    states = _find_states(arrays, *kinds)
     if not states:
         return None
-    layers, _, length = _shape(arrays, *kinds)
-    title = f"Surviving mass by position, mean over heads and {_sample(arrays)}"
+    layers, _, length = _find_shape(arrays, *kinds)
+    title = f"Surviving mass by position, mean over heads and {_describe_sample(arrays)}"
     figure = new_figure(WIDTH, 3.1, title)
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (key, name) in zip(panels, kinds.items(), strict=True):
         for state in states:
-            values = _finite(arrays, state.prefix + key)
+            values = _read_finite(arrays, state.prefix + key)
             if values is not None:
-                positions, by_layer = log_bins(np.arange(1, length + 1), mean(values, axis=1))
-                _ordered_lines(axes, positions, by_layer, state)
-        _position_axis(axes, length)
+                positions, by_layer = average_log_bins(np.arange(1, length + 1), finite_mean(values, axis=1))
+                _draw_ordered_lines(axes, positions, by_layer, state)
+        _set_position_axis(axes, length)
         axes.set_title(name)
     panels[0].set_ylabel("mass (sum of weights)")
     _begin_at_zero(panels[0])
-    _ordered_key(figure, panels, layers, "layer", _state_handles(states))
+    _draw_colour_key(figure, panels, layers, "layer", _state_handles(states))
     return figure
 
 
-@in_style()
+@use_style()
 def sparsity_by_layer(arrays: Arrays) -> Figure | None:
     """Exact zeros beside the Gaussian null model, and small weights and empty tiles, trained and at init, by layer."""
     lines = {
@@ -176,83 +176,83 @@ def sparsity_by_layer(arrays: Arrays) -> Figure | None:
         "sparsity/small": ("w ≤ 1e-5", SECOND, "s"),
         "sparsity/block_64": ("64×64 tiles without a weight", "#009E73", "^"),
     }
-    states = _states(arrays, *lines)
+    states = _find_states(arrays, *lines)
     if not states:
         return None
-    layers, heads = _shape(arrays, *lines)
-    figure = new_figure(WIDTH, 3.4, f"Sparsity by layer, mean over heads and {_sample(arrays)}")
+    layers, heads = _find_shape(arrays, *lines)
+    figure = new_figure(WIDTH, 3.4, f"Sparsity by layer, mean over heads and {_describe_sample(arrays)}")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, keys in zip(panels, (list(lines)[:2], list(lines)[2:]), strict=True):
         for key in keys:
             _, colour, marker = lines[key]
             for state in states:
-                values = _finite(arrays, state.prefix + key)
+                values = _read_finite(arrays, state.prefix + key)
                 if values is not None:
-                    _by_layer(axes, 100 * values, colour, state, marker, points=key == "sparsity/zero")
-        _layer_axis(axes, layers)
+                    _draw_by_layer(axes, 100 * values, colour, state, marker, points=key == "sparsity/zero")
+        _set_layer_axis(axes, layers)
     panels[0].set_title("exact zeros")
     panels[1].set_title("small weights, and empty tiles")
     panels[0].set_ylabel("share of visible keys or tiles (%)")
     panels[0].set_ylim(-4, 104)
-    if not _states(arrays, "sparsity/zero"):
-        _remark(panels[0], "no sparsity: no weight can be exactly 0, or weights are signed")
-    elif not _states(arrays, "sparsity/null"):
-        _remark(panels[0], "no null model: no threshold, or no row sees eight keys")
-    if not _states(arrays, "sparsity/block_64"):
-        _remark(panels[1], "no tiles: the sequences are shorter than 64")
+    if not _find_states(arrays, "sparsity/zero"):
+        _write_remark(panels[0], "no sparsity: no weight can be exactly 0, or weights are signed")
+    elif not _find_states(arrays, "sparsity/null"):
+        _write_remark(panels[0], "no null model: no threshold, or no row sees eight keys")
+    if not _find_states(arrays, "sparsity/block_64"):
+        _write_remark(panels[1], "no tiles: the sequences are shorter than 64")
     handles = [
         Line2D([], [], color=colour, marker=marker, label=label)
         for key, (label, colour, marker) in lines.items()
-        if _states(arrays, key)
+        if _find_states(arrays, key)
     ]
-    legend_below(figure, [*handles, *_layer_handles(states, heads)], 4)
+    draw_legend_below(figure, [*handles, *_layer_handles(states, heads)], 4)
     return figure
 
 
-@in_style()
+@use_style()
 def tau_by_layer(arrays: Arrays) -> Figure | None:
     """The offset parameter by layer, mean over heads, each head a point; `per_token` as its mean over positions."""
-    states = _states(arrays, "tau")
+    states = _find_states(arrays, "tau")
     if not states:
         return None
-    layers, heads, *positions = _shape(arrays, "tau")
-    title = f"τ by layer, mean over {_many(heads, 'head')}" + (" and positions" if positions else "")
+    layers, heads, *positions = _find_shape(arrays, "tau")
+    title = f"τ by layer, mean over {_pluralise(heads, 'head')}" + (" and positions" if positions else "")
     figure = new_figure(5.6, 3.0, title)
     axes = figure.subplots()
     for state in states:
-        values = _finite(arrays, state.prefix + "tau")
+        values = _read_finite(arrays, state.prefix + "tau")
         if values is not None:
-            _by_layer(axes, mean(values.reshape(layers, heads, -1), axis=2), FIRST, state, "o", points=True)
-    _layer_axis(axes, layers)
+            _draw_by_layer(axes, finite_mean(values.reshape(layers, heads, -1), axis=2), FIRST, state, "o", points=True)
+    _set_layer_axis(axes, layers)
     axes.set_ylabel("offset parameter τ")
-    legend_below(figure, _layer_handles(states, heads), 3)
+    draw_legend_below(figure, _layer_handles(states, heads), 3)
     return figure
 
 
-@in_style()
+@use_style()
 def tau_by_head(arrays: Arrays) -> Figure | None:
     """The offset parameter of every head over training, a line per head in the colour of its layer."""
-    values = _finite(arrays, "watch/tau")
+    values = _read_finite(arrays, "watch/tau")
     if values is None:
         return None
     steps = arrays["watch/step"]
     _, layers, heads = values.shape
-    figure = new_figure(5.6, 3.0, f"τ over training, {_many(heads, 'head')} in each layer")
+    figure = new_figure(5.6, 3.0, f"τ over training, {_pluralise(heads, 'head')} in each layer")
     axes = figure.subplots()
-    for layer, colour in enumerate(_ordered_colours(layers)):
+    for layer, colour in enumerate(_make_sequential_colours(layers)):
         axes.plot(steps, values[:, layer], color=colour, linewidth=1.0)
-    log_axis(axes, max(1, steps[-1]), zero=True)
+    set_log_axis(axes, max(1, steps[-1]), zero=True)
     axes.set_xlabel("step")
     axes.set_ylabel("offset parameter τ")
     axes.grid(axis="y")
-    _ordered_key(figure, np.array([axes]), layers, "layer", [])
+    _draw_colour_key(figure, np.array([axes]), layers, "layer", [])
     return figure
 
 
-@in_style()
+@use_style()
 def bias_curves(arrays: Arrays) -> Figure | None:
     """The bias of every head by distance, a panel per layer; beside few heads the best ALiBi line of each."""
-    curves = _finite(arrays, "bias/curve")
+    curves = _read_finite(arrays, "bias/curve")
     if curves is None:
         return None
     layers, heads, length = curves.shape
@@ -261,22 +261,22 @@ def bias_curves(arrays: Arrays) -> Figure | None:
     figure = new_figure(
         WIDTH if columns > 1 else 5.6,
         1.0 + rows * (2.2 if rows < 3 else 1.4),
-        f"Bias added to the scores by distance, {_many(heads, 'head')} in each layer",
+        f"Bias added to the scores by distance, {_pluralise(heads, 'head')} in each layer",
     )
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    slopes = _finite(arrays, "bias/alibi_slope") if heads <= MOST_FITTED else None
+    slopes = _read_finite(arrays, "bias/alibi_slope") if heads <= MOST_FITTED else None
     distances = np.arange(length)
     fit = _State("", "best ALiBi line (c − m · distance)", "--", None)
     for layer, axes in enumerate(panels.flat[:layers]):
-        positions, drawn = log_bins(distances + 1, curves[layer])
-        _ordered_lines(axes, positions - 1, drawn, TRAINED)
+        positions, drawn = average_log_bins(distances + 1, curves[layer])
+        _draw_ordered_lines(axes, positions - 1, drawn, TRAINED)
         if slopes is not None:
             # The least-squares line goes through the middle of the curve.
             line = curves[layer].mean(axis=1, keepdims=True) - slopes[layer, :, None] * (distances - distances.mean())
-            positions, drawn = log_bins(distances + 1, line)
-            _ordered_lines(axes, positions - 1, drawn, fit)
+            positions, drawn = average_log_bins(distances + 1, line)
+            _draw_ordered_lines(axes, positions - 1, drawn, fit)
         axes.set_title(f"layer {layer}")
-        log_axis(axes, length - 1, zero=True)
+        set_log_axis(axes, length - 1, zero=True)
         axes.grid(axis="y")
     for axes in panels.flat[layers:]:
         axes.set_axis_off()
@@ -286,25 +286,25 @@ def bias_curves(arrays: Arrays) -> Figure | None:
         axes.set_xlabel("distance (tokens)")
         axes.tick_params(labelbottom=True)
     more = [Line2D([], [], color=NEUTRAL, linestyle=fit.line, label=fit.label)] if slopes is not None else []
-    _ordered_key(figure, panels, heads, "head", more)
+    _draw_colour_key(figure, panels, heads, "head", more)
     return figure
 
 
-@in_style()
+@use_style()
 def value_norms(arrays: Arrays) -> Figure | None:
     """The length of the first keys' values against the mean value: by key with a line per layer, and by layer."""
-    states = _states(arrays, "sink/value_norm")
+    states = _find_states(arrays, "sink/value_norm")
     if not states:
         return None
-    layers, heads, keys = _shape(arrays, "sink/value_norm")
-    title = f"Value norms of the first keys, mean over {_sample(arrays)}"
+    layers, heads, keys = _find_shape(arrays, "sink/value_norm")
+    title = f"Value norms of the first keys, mean over {_describe_sample(arrays)}"
     figure = new_figure(WIDTH, 3.3, title)
     panels = figure.subplots(1, 2, sharey=True)
     for state in states:
-        values = _finite(arrays, state.prefix + "sink/value_norm")
+        values = _read_finite(arrays, state.prefix + "sink/value_norm")
         if values is not None:
-            _ordered_lines(panels[0], np.arange(1, keys + 1), mean(values, axis=1), state, marker="o")
-            _by_layer(panels[1], values[..., 0], FIRST, state, "o", points=True)
+            _draw_ordered_lines(panels[0], np.arange(1, keys + 1), finite_mean(values, axis=1), state, marker="o")
+            _draw_by_layer(panels[1], values[..., 0], FIRST, state, "o", points=True)
     for axes in panels:
         axes.axhline(1, color=NEUTRAL, linewidth=0.8, zorder=1)
     panels[0].set_title("by key, mean over heads")
@@ -312,64 +312,64 @@ def value_norms(arrays: Arrays) -> Figure | None:
     panels[0].set_ylabel("value norm / mean value norm")
     _begin_at_zero(panels[0])
     panels[0].grid(axis="y")
-    _count_ticks(panels[0].xaxis, keys, first=1)
+    _set_count_ticks(panels[0].xaxis, keys, first=1)
     panels[1].set_title("first key by layer")
-    _layer_axis(panels[1], layers)
-    _ordered_key(figure, panels, layers, "layer", _layer_handles(states, heads))
+    _set_layer_axis(panels[1], layers)
+    _draw_colour_key(figure, panels, layers, "layer", _layer_handles(states, heads))
     return figure
 
 
-@in_style()
+@use_style()
 def rank_profile(arrays: Arrays) -> Figure | None:
     """Effective rank and token cosine of the residual stream after each layer, trained and at init."""
     kinds = {"hidden/effective_rank": "effective rank (directions)", "hidden/cosine": "mean cosine of two tokens"}
-    states = _states(arrays, *kinds)
+    states = _find_states(arrays, *kinds)
     if not states:
         return None
-    layers = _shape(arrays, *kinds)[0] - 1
-    figure = new_figure(WIDTH, 3.0, f"Residual stream after each layer, over {_sample(arrays)}")
+    layers = _find_shape(arrays, *kinds)[0] - 1
+    figure = new_figure(WIDTH, 3.0, f"Residual stream after each layer, over {_describe_sample(arrays)}")
     panels = figure.subplots(1, 2)
     for axes, (key, label) in zip(panels, kinds.items(), strict=True):
         for state in states:
-            values = _finite(arrays, state.prefix + key)
+            values = _read_finite(arrays, state.prefix + key)
             if values is not None:
-                _profile(axes, values, FIRST, state)
-        _layer_axis(axes, layers + 1)
+                _draw_profile(axes, values, FIRST, state)
+        _set_layer_axis(axes, layers + 1)
         axes.set_xlabel("blocks passed (0: embedding)")
         axes.set_ylabel(label)
     _begin_at_zero(panels[0])
-    legend_below(figure, _state_handles(states, marker="o"), 2)
+    draw_legend_below(figure, _state_handles(states, marker="o"), 2)
     return figure
 
 
-@in_style()
+@use_style()
 def loss_by_length(arrays: Arrays) -> Figure | None:
     """Loss by position in the context that the model was trained with, and in each other length that was measured.
 
     With a cache that evicts, where that was measured, dashed; below them the thresholds at each position.
     """
     prefixes = sorted((key.removesuffix("sample") for key in arrays if re.fullmatch(r"(L\d+/)?sample", key)), key=len)
-    found = {prefix: _finite(arrays, f"{prefix}loss/by_position") for prefix in prefixes}
+    found = {prefix: _read_finite(arrays, f"{prefix}loss/by_position") for prefix in prefixes}
     # The length of the training is measured once more where it is among those asked for.
     by_length = {len(curve): (prefix, curve) for prefix, curve in reversed(found.items()) if curve is not None}
     if not by_length:
         return None
     curves = [(length, *by_length[length]) for length in sorted(by_length)]
     several, longest = len(curves) > 1, curves[-1][0]
-    of_all = _many_sequences(arrays[f"{curves[0][1]}sample"])
+    of_all = _format_sample_size(arrays[f"{curves[0][1]}sample"])
     which = f"in sequences of {len(curves)} lengths" if several else f"mean over {of_all}"
-    thetas = {length: _finite(arrays, f"{prefix}length/theta") for length, prefix, _ in curves}
+    thetas = {length: _read_finite(arrays, f"{prefix}length/theta") for length, prefix, _ in curves}
     panels = 2 if several and any(theta is not None for theta in thetas.values()) else 1
     figure = new_figure(5.6, 1.2 + 2.0 * panels, f"Loss by position, {which}")
     axes, *below = figure.subplots(panels, squeeze=False, sharex=True)[:, 0]
-    for (length, prefix, curve), colour in zip(curves, _ordered_colours(len(curves)), strict=True):
-        positions, values = log_bins(np.arange(1, length + 1), curve, most=64)
-        axes.plot(positions, values, color=colour, label=_many_sequences(arrays[f"{prefix}sample"]))
-        if (streamed := _finite(arrays, f"{prefix}streamed/loss")) is not None:
-            axes.plot(*log_bins(np.arange(1, length + 1), streamed, most=64), color=colour, linestyle="--")
+    for (length, prefix, curve), colour in zip(curves, _make_sequential_colours(len(curves)), strict=True):
+        positions, values = average_log_bins(np.arange(1, length + 1), curve, most=64)
+        axes.plot(positions, values, color=colour, label=_format_sample_size(arrays[f"{prefix}sample"]))
+        if (streamed := _read_finite(arrays, f"{prefix}streamed/loss")) is not None:
+            axes.plot(*average_log_bins(np.arange(1, length + 1), streamed, most=64), color=colour, linestyle="--")
         for key, dash in (("length/theta", "-"), ("streamed/theta", "--")) if below else ():
-            if (theta := _finite(arrays, prefix + key)) is not None:
-                mean_theta = log_bins(np.arange(1, length + 1), theta.mean((0, 1)), most=64)
+            if (theta := _read_finite(arrays, prefix + key)) is not None:
+                mean_theta = average_log_bins(np.arange(1, length + 1), theta.mean((0, 1)), most=64)
                 below[0].plot(*mean_theta, color=colour, linestyle=dash)
     kept = next(
         (arrays[f"{prefix}streamed/kept"] for _, prefix, _ in curves if f"{prefix}streamed/kept" in arrays), None
@@ -386,9 +386,9 @@ def loss_by_length(arrays: Arrays) -> Figure | None:
         if all(theta is None or np.nanmin(theta) > 0 for theta in thetas.values()):
             panel.set_yscale("log")
         panel.set_ylabel("threshold, mean over heads")
-    _position_axis((below or [axes])[-1], longest, most=64)
+    _set_position_axis((below or [axes])[-1], longest, most=64)
     if len(axes.lines) > 1:
-        legend_below(figure, axes.get_legend_handles_labels()[0], 2)
+        draw_legend_below(figure, axes.get_legend_handles_labels()[0], 2)
     return figure
 
 
@@ -408,16 +408,16 @@ RUN_FIGURES = (
 FIGURE_NAMES = tuple(draw.__name__ for draw in RUN_FIGURES)
 
 
-def run_figures(arrays: Arrays, run: str) -> dict[str, Figure]:
+def draw_run_figures(arrays: Arrays, run: str) -> dict[str, Figure]:
     """Every figure that there is something to draw for, by name and in reading order; the run's name in each title."""
     figures = {name: draw(arrays) for name, draw in zip(FIGURE_NAMES, RUN_FIGURES, strict=True)}
     made = {name: figure for name, figure in figures.items() if figure is not None}
     for figure in made.values():
-        put_above_title(figure, run)
+        prepend_title(figure, run)
     return made
 
 
-def _finite(arrays: Arrays, key: str) -> np.ndarray | None:
+def _read_finite(arrays: Arrays, key: str) -> np.ndarray | None:
     """The array in fp64 with NaN for what is not finite; None where it is absent or has no finite number."""
     if key not in arrays:
         return None
@@ -426,28 +426,28 @@ def _finite(arrays: Arrays, key: str) -> np.ndarray | None:
     return None if np.isnan(values).all() else values
 
 
-def _states(arrays: Arrays, *keys: str) -> list[_State]:
+def _find_states(arrays: Arrays, *keys: str) -> list[_State]:
     """Those of trained and untrained that have something to draw under one of the keys."""
-    return [s for s in (TRAINED, INIT) if any(_finite(arrays, s.prefix + key) is not None for key in keys)]
+    return [s for s in (TRAINED, INIT) if any(_read_finite(arrays, s.prefix + key) is not None for key in keys)]
 
 
-def _shape(arrays: Arrays, *keys: str) -> tuple[int, ...]:
+def _find_shape(arrays: Arrays, *keys: str) -> tuple[int, ...]:
     return next(arrays[s.prefix + key].shape for s in (TRAINED, INIT) for key in keys if s.prefix + key in arrays)
 
 
-def _many(count: int, thing: str) -> str:
+def _pluralise(count: int, thing: str) -> str:
     return f"{count} {thing}" + ("s" if count > 1 else "")
 
 
-def _many_sequences(sample: np.ndarray) -> str:
-    return f"{_many(int(sample[0]), 'sequence')} of {_many(int(sample[1]), 'token')}"
+def _format_sample_size(sample: np.ndarray) -> str:
+    return f"{_pluralise(int(sample[0]), 'sequence')} of {_pluralise(int(sample[1]), 'token')}"
 
 
-def _sample(arrays: Arrays) -> str:
-    return _many_sequences(arrays["sample"])
+def _describe_sample(arrays: Arrays) -> str:
+    return _format_sample_size(arrays["sample"])
 
 
-def _coloured_weights(matrix: np.ndarray, colours: Colormap, norm: LogNorm) -> np.ndarray:
+def _colour_weights(matrix: np.ndarray, colours: Colormap, norm: LogNorm) -> np.ndarray:
     """RGBA [n, n] of a causal weight matrix; one below 0 by its size in reds, one that is NaN counts as hidden."""
     image = colours(norm(np.clip(matrix, norm.vmin, norm.vmax)))
     below = mpl.colormaps["Reds"](norm(np.clip(-matrix, norm.vmin, norm.vmax)))
@@ -464,8 +464,8 @@ def _draw_maps(stack: np.ndarray, image: np.ndarray) -> None:
         extent = (0.5, keys + 0.5, n + 0.5, 0.5)
         axes.imshow(image[:, :keys], aspect="auto", interpolation="nearest", extent=extent)
         axes.spines[:].set(visible=True, color=NEUTRAL, linewidth=0.6)
-        _count_ticks(axes.xaxis, keys, first=1)
-        _count_ticks(axes.yaxis, n, first=1)
+        _set_count_ticks(axes.xaxis, keys, first=1)
+        _set_count_ticks(axes.yaxis, n, first=1)
     stack[-1].set_xlabel("key (position)")
     if len(stack) > 1:
         stack[0].axvline(FIRST_KEYS + 0.5, color=SECOND, linewidth=0.9)
@@ -481,46 +481,46 @@ def _write_cells(axes: Axes, values: np.ndarray) -> None:
             axes.text(head, layer, text, ha="center", va="center", fontsize=7.5, color=colour)
 
 
-def _ordered_colours(count: int) -> np.ndarray:
+def _make_sequential_colours(count: int) -> np.ndarray:
     """RGBA [count, 4] from dark to light, without the end that is lost on white."""
     return mpl.colormaps["viridis"](np.linspace(0, 0.88, count))
 
 
-def _ordered_lines(axes: Axes, x: np.ndarray, values: np.ndarray, state: _State, marker: str = "") -> None:
+def _draw_ordered_lines(axes: Axes, x: np.ndarray, values: np.ndarray, state: _State, marker: str = "") -> None:
     """A line per row of `values` [lines, len(x)], coloured by its place."""
     thickness = 1.4 if state is TRAINED else 1.0
-    for colour, line in zip(_ordered_colours(len(values)), values, strict=True):
+    for colour, line in zip(_make_sequential_colours(len(values)), values, strict=True):
         look = {"marker": marker, "markersize": 3, "markerfacecolor": state.face or colour}
         axes.plot(x, line, color=colour, linestyle=state.line, linewidth=thickness, **look)
 
 
-def _ordered_key(figure: Figure, panels: np.ndarray, count: int, thing: str, more: Sequence[Artist]) -> None:
+def _draw_colour_key(figure: Figure, panels: np.ndarray, count: int, thing: str, more: Sequence[Artist]) -> None:
     """Which colour is which layer or head: a legend, or a colour bar where they are many; `more` goes below."""
-    colours = _ordered_colours(count)
+    colours = _make_sequential_colours(count)
     if count <= MOST_NAMED:
         named = [Line2D([], [], color=colour, label=f"{thing} {i}") for i, colour in enumerate(colours)]
-        legend_below(figure, [*named, *more], 6 if len(named) + len(more) > 4 else 4)
+        draw_legend_below(figure, [*named, *more], 6 if len(named) + len(more) > 4 else 4)
         return
     norm = BoundaryNorm(np.arange(count + 1) - 0.5, count)
     bar = figure.colorbar(
         ScalarMappable(norm, ListedColormap(colours)), ax=panels, label=thing, aspect=10 * figure.get_figheight()
     )
-    _count_ticks(bar.ax.yaxis, count)
+    _set_count_ticks(bar.ax.yaxis, count)
     bar.ax.minorticks_off()
     if more:
-        legend_below(figure, more, 4)
+        draw_legend_below(figure, more, 4)
 
 
-def _by_layer(axes: Axes, values: np.ndarray, colour: str, state: _State, marker: str, points: bool) -> None:
+def _draw_by_layer(axes: Axes, values: np.ndarray, colour: str, state: _State, marker: str, points: bool) -> None:
     """The mean over heads of `values` [layers, heads] as a line; with `points` each head of the trained model too."""
     layers, heads = values.shape
     if points and state is TRAINED and heads > 1:
         x = np.arange(layers)[:, None] + np.linspace(-0.18, 0.18, heads)
         axes.plot(x.ravel(), values.ravel(), ".", color=colour, alpha=0.45, markersize=4)
-    _profile(axes, mean(values, axis=1), colour, state, marker)
+    _draw_profile(axes, finite_mean(values, axis=1), colour, state, marker)
 
 
-def _profile(axes: Axes, values: np.ndarray, colour: str, state: _State, marker: str = "o") -> None:
+def _draw_profile(axes: Axes, values: np.ndarray, colour: str, state: _State, marker: str = "o") -> None:
     """A line over layers, with markers where they have room."""
     shape = marker if len(values) <= MOST_MARKED else ""
     axes.plot(
@@ -539,26 +539,26 @@ def _begin_at_zero(axes: Axes) -> None:
     axes.set_ylim(min(0, low), max(0, high) if low < 0 else high or 1)
 
 
-def _layer_axis(axes: Axes, layers: int) -> None:
+def _set_layer_axis(axes: Axes, layers: int) -> None:
     axes.set_xlim(-0.5, layers - 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlabel("layer")
     axes.grid(axis="y")
 
 
-def _position_axis(axes: Axes, length: int, most: int = POINTS) -> None:
-    log_axis(axes, length)
+def _set_position_axis(axes: Axes, length: int, most: int = POINTS) -> None:
+    set_log_axis(axes, length)
     axes.set_xlabel("position (tokens" + ("; means over bins)" if length > most else ")"))
     axes.grid(axis="y")
 
 
-def _count_ticks(axis: Axis, count: int, first: int = 0) -> None:
+def _set_count_ticks(axis: Axis, count: int, first: int = 0) -> None:
     """Ticks at `count` whole numbers from `first` on: all of them up to 8, else the first and the quarters."""
     last = first + count - 1
     axis.set_ticks(range(first, last + 1) if count <= 8 else [first, *(round(last * part / 4) for part in range(1, 5))])
 
 
-def _remark(axes: Axes, text: str) -> None:
+def _write_remark(axes: Axes, text: str) -> None:
     """What a panel does not show: in its middle where it is empty, else under its axis."""
     if axes.lines:
         axes.set_xlabel(f"{axes.get_xlabel()}\n({text})")
@@ -580,5 +580,5 @@ def _layer_handles(states: Sequence[_State], heads: int) -> list[Line2D]:
     return _state_handles(states, marker="o") + [point] * (heads > 1 and TRAINED in states)
 
 
-def _patch(colour: str, label: str) -> Patch:
+def _make_legend_patch(colour: str, label: str) -> Patch:
     return Patch(facecolor=colour, edgecolor=NEUTRAL, linewidth=0.6, label=label)

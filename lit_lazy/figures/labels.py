@@ -36,7 +36,7 @@ def place_labels(figure: Figure, axes: Axes, labels: Sequence[Label], bars: Sequ
     figure.draw_without_rendering()
     spots = axes.transData.transform([(label.x, label.y) for label in labels])
     markers = [Bbox([spot - MARKER, spot + MARKER]) for spot in spots]
-    room = _Room(axes.bbox, markers, [bar.transformed(axes.transData) for bar in bars])
+    room = _LabelLayout(axes.bbox, markers, [bar.transformed(axes.transData) for bar in bars])
     for i in sorted(range(len(labels)), key=lambda i: (spots[i][1], spots[i][0])):
         label, spot = labels[i], spots[i]
         text = axes.annotate(
@@ -51,16 +51,16 @@ def place_labels(figure: Figure, axes: Axes, labels: Sequence[Label], bars: Sequ
             path_effects=[withStroke(linewidth=2.5, foreground="white", alpha=0.8)],
             zorder=5,
         )
-        place = room.take(spot, np.array(text.get_window_extent().size) + 4)
-        offset = _middle(place) - spot
+        place = room.place_label(spot, np.array(text.get_window_extent().size) + 4)
+        offset = _find_centre(place) - spot
         text.set_position((offset[0] * 72 / figure.dpi, offset[1] * 72 / figure.dpi))
         if _distance(place, spot) > NEAR:
-            start = axes.transData.inverted().transform(_edge(place, spot))
+            start = axes.transData.inverted().transform(_find_nearest_point(place, spot))
             axes.plot([start[0], label.x], [start[1], label.y], color=NEUTRAL, linewidth=0.6, zorder=3)
 
 
 @dataclass
-class _Room:
+class _LabelLayout:
     """What is in a panel, in pixels: its edges, markers and labels, error bars, and lines from labels to points."""
 
     edges: Bbox
@@ -68,16 +68,16 @@ class _Room:
     bars: list[Bbox]
     lines: list[Path] = field(default_factory=list)
 
-    def take(self, spot: np.ndarray, size: np.ndarray) -> Bbox:
-        place = self._cheapest(spot, size)
+    def place_label(self, spot: np.ndarray, size: np.ndarray) -> Bbox:
+        place = self._find_cheapest(spot, size)
         self.taken.append(place)
         if _distance(place, spot) > NEAR:
-            self.lines.append(Path(np.stack([spot, _edge(place, spot)])))
+            self.lines.append(Path(np.stack([spot, _find_nearest_point(place, spot)])))
         return place
 
-    def _cheapest(self, spot: np.ndarray, size: np.ndarray) -> Bbox:
+    def _find_cheapest(self, spot: np.ndarray, size: np.ndarray) -> Bbox:
         """The first place of least cost. Lines are slow to intersect: only of a place that could be it."""
-        places = _places(spot, size)
+        places = _list_candidate_boxes(spot, size)
         best = next(places)
         least = self._cost(best, spot) + self._cost_of_lines(best, spot)
         for place in places:
@@ -99,14 +99,14 @@ class _Room:
 
     def _cost_of_lines(self, place: Bbox, spot: np.ndarray) -> float:
         """For each thing that the line to the point would cross, and each line that the label would cover."""
-        line = Path(np.stack([spot, _edge(place, spot)]))
+        line = Path(np.stack([spot, _find_nearest_point(place, spot)]))
         crossed = sum(line.intersects_bbox(other) for other in self.taken if not other.contains(*spot))
         crossed += sum(line.intersects_path(other) for other in self.lines)
         covered = sum(other.intersects_bbox(place) for other in self.lines)
         return 300.0 * (crossed + covered)
 
 
-def _places(spot: np.ndarray, size: np.ndarray) -> Iterator[Bbox]:
+def _list_candidate_boxes(spot: np.ndarray, size: np.ndarray) -> Iterator[Bbox]:
     """Boxes of a size around a spot, nearest first."""
     for radius, angle in product((9, 14, 22, 34, 50, 75, 110, 150, 200, 260), range(16)):
         direction = np.array([math.cos(angle * math.pi / 8), math.sin(angle * math.pi / 8)])
@@ -114,15 +114,15 @@ def _places(spot: np.ndarray, size: np.ndarray) -> Iterator[Bbox]:
         yield Bbox([middle - size / 2, middle + size / 2])
 
 
-def _middle(box: Bbox) -> np.ndarray:
+def _find_centre(box: Bbox) -> np.ndarray:
     return box.get_points().mean(axis=0)
 
 
-def _edge(box: Bbox, spot: np.ndarray) -> np.ndarray:
+def _find_nearest_point(box: Bbox, spot: np.ndarray) -> np.ndarray:
     """The point of a box nearest to a spot."""
     low, high = box.get_points()
     return np.clip(spot, low, high)
 
 
 def _distance(box: Bbox, spot: np.ndarray) -> float:
-    return float(np.linalg.norm(_edge(box, spot) - spot))
+    return float(np.linalg.norm(_find_nearest_point(box, spot) - spot))

@@ -58,7 +58,7 @@ class Colours:
     def __getitem__(self, variant: str) -> str:
         return self._colours[self._names[variant]] if variant in self._names else NEUTRAL
 
-    def handles(self) -> list[Line2D]:
+    def make_legend_handles(self) -> list[Line2D]:
         """Which colour is what, for a legend; nothing where all have the same."""
         if len(self._colours) < 2:
             return []

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lit_lazy.figures.common import NEUTRAL, WIDTH, in_style, new_figure, save_figure
+from lit_lazy.figures.common import NEUTRAL, WIDTH, new_figure, save_figure, use_style
 from lit_lazy.figures.meaning import NORMALISERS
 
 TAU = 1.0
@@ -23,7 +23,7 @@ def weights(scores: np.ndarray, tau: float) -> np.ndarray:
     return np.maximum(p / p.sum() - tau / len(scores), 0)
 
 
-@in_style()
+@use_style()
 def mechanism_figure() -> Figure:
     """A row in which one key matches, and one in which none does: under softmax, and less tau / n, cut at 0."""
     flat = SPREAD * np.random.default_rng(0).normal(size=KEYS)
@@ -32,9 +32,9 @@ def mechanism_figure() -> Figure:
     figure = new_figure(WIDTH, 3.6, "What a query does when nothing matches")
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
     for panel, row, scores in zip(panels, ("one key matches", "no key matches"), (matching, flat), strict=True):
-        _bars(panel[0], weights(scores, 0.0), weights(scores, 0.0), NORMALISERS["Softmax"])
+        _draw_bars(panel[0], weights(scores, 0.0), weights(scores, 0.0), NORMALISERS["Softmax"])
         panel[0].axhline(TAU / KEYS, color="black", linestyle="--", linewidth=1)
-        _bars(panel[1], weights(scores, TAU), weights(scores, 0.0), NORMALISERS["Elastic"])
+        _draw_bars(panel[1], weights(scores, TAU), weights(scores, 0.0), NORMALISERS["Elastic"])
         panel[0].set_ylabel(f"{row}\nweight")
     for axes, title in zip(
         panels[0], ("softmax: the weights add up to 1", "Lazy: less θ = τ / n, cut at 0"), strict=True
@@ -48,7 +48,7 @@ def mechanism_figure() -> Figure:
     return figure
 
 
-def _bars(axes: Axes, kept: np.ndarray, before: np.ndarray, colour: str) -> None:
+def _draw_bars(axes: Axes, kept: np.ndarray, before: np.ndarray, colour: str) -> None:
     """The weights of a row; outlined, what they were before."""
     keys = np.arange(1, len(kept) + 1)
     axes.bar(keys, before, color="none", edgecolor=NEUTRAL, linewidth=0.6, alpha=0.6)

@@ -8,11 +8,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from lit_lazy.figures.common import BETTER, NEUTRAL, WIDTH, WORSE, in_style, legend_below, new_figure
-from lit_lazy.figures.effects import axis_label, draw_interval, room
+from lit_lazy.figures.common import BETTER, NEUTRAL, WIDTH, WORSE, draw_legend_below, new_figure, use_style
+from lit_lazy.figures.effects import draw_interval, fit_limits, format_axis_label
 from lit_lazy.table.question import Declaration, Verdict
 from lit_lazy.table.records import Column, Table
-from lit_lazy.table.verdicts import Level, bounds, levels
+from lit_lazy.table.verdicts import Level, compute_levels, describe_bounds
 
 NAME_WIDTH = 40
 """Letters of a line of a contrast's name."""
@@ -40,7 +40,7 @@ GOOD, BAD, OPEN = _Look(BETTER, "o", BETTER), _Look(WORSE, "s", WORSE), _Look(NE
 STATUS = {"supported": GOOD, "refuted": BAD, "undecided": OPEN}
 
 
-@in_style()
+@use_style()
 def verdict_figure(table: Table) -> Figure | None:
     """The verdict in words over what it was found by; None while there is none.
 
@@ -52,17 +52,17 @@ def verdict_figure(table: Table) -> Figure | None:
     if declared is None or verdict is None:
         return None
     (column,) = (column for column in table.columns if column.key == declared.primary)
-    rows = levels(declared, table)
-    shown = _levels(declared, verdict, rows, column) if rows else _differences(verdict, column)
+    rows = compute_levels(declared, table)
+    shown = _make_level_lines(declared, verdict, rows, column) if rows else _make_difference_lines(verdict, column)
     shown = [line._replace(name="\n".join(wrap(line.name, NAME_WIDTH))) for line in shown]
     height = 0.9 + sum(0.12 + 0.16 * (1 + line.name.count("\n")) for line in shown)
     figure = new_figure(WIDTH, height, f"{table.ablation} on {table.base}. {verdict.sentence}")
     axes = figure.subplots()
     marks = [bound * column.scale for bound in (declared.removed, declared.kept)] if rows else [0.0]
     drawn = [line for line in shown if line.look]
-    low, high = room([*marks, *(x.mean for x in drawn)], [(x.low, x.high) for x in drawn])
+    low, high = fit_limits([*marks, *(x.mean for x in drawn)], [(x.low, x.high) for x in drawn])
     axes.set_xlim(low, high)
-    handles = _bounds(declared, column) if rows else _margin(declared, column)
+    handles = _make_bound_handles(declared, column) if rows else _make_margin_handles(declared, column)
     if rows:
         for mark, style in zip(marks, ("--", ":"), strict=True):
             axes.axvline(mark, color=NEUTRAL, linewidth=1, linestyle=style, zorder=1)
@@ -82,16 +82,16 @@ def verdict_figure(table: Table) -> Figure | None:
             label.set_color(NEUTRAL)
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_title(f"{column.title} (n = {verdict.n})")
-    axes.set_xlabel(column.heading if rows else axis_label(column))
+    axes.set_xlabel(column.heading if rows else format_axis_label(column))
     axes.tick_params(axis="y", length=0)
     axes.locator_params(axis="x", nbins=7)
     axes.grid(axis="y")
     axes.spines["left"].set_visible(False)
-    legend_below(figure, handles, 3)
+    draw_legend_below(figure, handles, 3)
     return figure
 
 
-def _differences(verdict: Verdict, column: Column) -> list[_Line]:
+def _make_difference_lines(verdict: Verdict, column: Column) -> list[_Line]:
     scale = column.scale
     return [
         _Line(part.name, STATUS[part.status], part.mean * scale, part.low * scale, part.high * scale)
@@ -99,7 +99,7 @@ def _differences(verdict: Verdict, column: Column) -> list[_Line]:
     ]
 
 
-def _levels(
+def _make_level_lines(
     declared: Declaration, verdict: Verdict, rows: Mapping[str, Sequence[Level]], column: Column
 ) -> list[_Line]:
     """Under a heading per contrast its rows."""
@@ -113,28 +113,28 @@ def _levels(
     return shown
 
 
-def _margin(declared: Declaration, column: Column) -> list[Line2D | Patch]:
-    (margin,) = bounds(declared, column)
+def _make_margin_handles(declared: Declaration, column: Column) -> list[Line2D | Patch]:
+    (margin,) = describe_bounds(declared, column)
     band = Patch(color=NEUTRAL, alpha=0.15, linewidth=0, label=margin)
-    return [*(_marker(look, status) for status, look in STATUS.items()), _interval(), band]
+    return [*(_make_marker_handle(look, status) for status, look in STATUS.items()), _make_interval_handle(), band]
 
 
-def _bounds(declared: Declaration, column: Column) -> list[Line2D | Patch]:
-    removed, there = bounds(declared, column)
+def _make_bound_handles(declared: Declaration, column: Column) -> list[Line2D | Patch]:
+    removed, there = describe_bounds(declared, column)
     return [
-        _marker(GOOD, "shown to be removed"),
-        _marker(BAD, "shown to be there"),
-        _marker(OPEN, "neither"),
+        _make_marker_handle(GOOD, "shown to be removed"),
+        _make_marker_handle(BAD, "shown to be there"),
+        _make_marker_handle(OPEN, "neither"),
         Line2D([], [], color=NEUTRAL, linewidth=1, linestyle="--", label=removed),
         Line2D([], [], color=NEUTRAL, linewidth=1, linestyle=":", label=there),
-        _interval(),
+        _make_interval_handle(),
     ]
 
 
-def _interval() -> Line2D:
+def _make_interval_handle() -> Line2D:
     return Line2D([], [], color=NEUTRAL, linewidth=1.6, label=INTERVAL)
 
 
-def _marker(look: _Look, label: str) -> Line2D:
+def _make_marker_handle(look: _Look, label: str) -> Line2D:
     style = {"marker": look.marker, "markerfacecolor": look.face, "markeredgewidth": 1.4}
     return Line2D([], [], color=look.colour, linestyle="", label=label, **style)

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from lit_lazy.config.canonical import flatten, replace_at, to_dict
-from lit_lazy.config.files import LONGEST_NAME, exported
+from lit_lazy.config.files import LONGEST_NAME, load_attribute
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataSource
 from lit_lazy.data.base import Outline
 from lit_lazy.support.checks import require
-from lit_lazy.support.errors import described, meant, named
+from lit_lazy.support.errors import describe_exception, did_you_mean, short_repr
 from lit_lazy.support.kinds import check_kinds
 from lit_lazy.table.records import Column, Contrast, RowInfo
-from lit_lazy.training.checkpoints import check_start
+from lit_lazy.training.checkpoints import check_init_from
 from lit_lazy.training.execution import Execution
-from lit_lazy.training.prepare import planned, prepare
+from lit_lazy.training.prepare import prepare, prepare_outline
 
 T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -33,12 +33,12 @@ def check_name(what: str, name: object) -> None:
     """Raise ValueError, in one line, unless a folder can be called by this name."""
     if not isinstance(name, str) or not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
         raise ValueError(
-            f"{what} {described(name)}: its name becomes a folder's; take letters, digits, _, - and ., the first a "
+            f"{what} {short_repr(name)}: its name becomes a folder's; take letters, digits, _, - and ., the first a "
             f"letter or a digit, at most {LONGEST_NAME}"
         )
 
 
-def require_cells(field: str, count: int) -> None:
+def check_cell_count(field: str, count: int) -> None:
     """Raise ValueError, in one line, where a grid or a search would be larger than can be held."""
     require(count <= MOST_CELLS, field, count, f"must be at most {MOST_CELLS}; divide it into several")
 
@@ -57,14 +57,14 @@ class Row:
     note: str = ""
 
     def __post_init__(self) -> None:
-        check_kinds(f"row {described(self.name)}", self)
+        check_kinds(f"row {short_repr(self.name)}", self)
 
-    def on(self, base: RunConfig) -> RunConfig:
+    def apply_to(self, base: RunConfig) -> RunConfig:
         """The experiment with the row's changes."""
-        return replace_at(base, {path: _made(path, value, base) for path, value in self.changes.items()})
+        return replace_at(base, {path: _resolve_value(path, value, base) for path, value in self.changes.items()})
 
 
-def _made(path: str, value: Any, base: RunConfig) -> Any:
+def _resolve_value(path: str, value: Any, base: RunConfig) -> Any:
     """The value of a change; a function's for an experiment. Raises ValueError, in one line, where there is none."""
     if isinstance(value, type):
         raise ValueError(f"{path}: is the class {value.__name__}; make one of it, {value.__name__}(...)")
@@ -73,7 +73,7 @@ def _made(path: str, value: Any, base: RunConfig) -> Any:
     except ValueError:
         raise
     except Exception as error:
-        raise ValueError(f"{path}: its function failed: {named(error)}") from error
+        raise ValueError(f"{path}: its function failed: {describe_exception(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,13 @@ class Ablation:
         check_kinds(f"ablation {self.name!r}", self)
         if bool(self.rows) == bool(self.axes):
             raise ValueError(f"ablation {self.name!r}: give either rows or axes")
-        require_cells(f"ablation {self.name!r}: points of its axes", math.prod(map(len, self.axes.values())))
+        check_cell_count(f"ablation {self.name!r}: points of its axes", math.prod(map(len, self.axes.values())))
         names = [row.name for row in self.all_rows]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"ablation {self.name!r}: two rows have the same name {twice[0]!r}; rename one")
         if odd := [name for name in names if not _can_be_shown(name)]:
             raise ValueError(
-                f"ablation {self.name!r}: row {described(odd[0])} has no name that can be shown; give it another"
+                f"ablation {self.name!r}: row {short_repr(odd[0])} has no name that can be shown; give it another"
             )
         if commas := [name for name in names if "," in name]:
             raise ValueError(f"ablation {self.name!r}: row {commas[0]!r} has a comma in its name, which separates rows")
@@ -187,27 +187,28 @@ class Cell:
 
 def load_ablation(path: Path) -> Ablation:
     """The `ablation` that a file defines."""
-    ablation = exported(path, "ablation")
-    if ablation is None and exported(path, "search") is not None:
+    ablation = load_attribute(path, "ablation")
+    if ablation is None and load_attribute(path, "search") is not None:
         raise ValueError(f"{path}: defines a search, not an ablation; `lit-lazy ablate search {path.stem}` runs it")
     if not isinstance(ablation, Ablation):
         raise ValueError(f"{path}: defines no `ablation`; give it one, an Ablation(...)")
     return ablation
 
 
-def select(ablation: Ablation, rows: Sequence[str], seeds: Sequence[int]) -> list[tuple[Row, tuple[int, ...]]]:
+def select_rows(ablation: Ablation, rows: Sequence[str], seeds: Sequence[int]) -> list[tuple[Row, tuple[int, ...]]]:
     """Rows with their seeds, restricted where `rows` or `seeds` are not empty."""
     known = {row.name: row for row in ablation.all_rows}
     for name in rows:
         if name not in known:
             raise ValueError(
-                f"--rows {name!r}: {ablation.name} has no such row{meant(name, known)}; it has {', '.join(known)}"
+                f"--rows {name!r}: {ablation.name} has no such row{did_you_mean(name, known)}; it has "
+                f"{', '.join(known)}"
             )
     kept = [row for row in known.values() if not rows or row.name in rows]
     return [(row, tuple(seeds) or row.seeds or ablation.seeds) for row in kept]
 
 
-class RowOnBase(NamedTuple, Generic[T]):
+class ConfiguredRow(NamedTuple, Generic[T]):
     """A row on an experiment."""
 
     row: Row
@@ -218,12 +219,12 @@ class RowOnBase(NamedTuple, Generic[T]):
     """What is known of its data."""
 
 
-def on_base(
+def apply_rows(
     chosen: Sequence[tuple[Row, tuple[int, ...]]],
     base: RunConfig,
     overridden: Sequence[str],
     look: Callable[[RunConfig], T],
-) -> list[RowOnBase[T]]:
+) -> list[ConfiguredRow[T]]:
     """Chosen rows on a base experiment, no two the same training.
 
     overridden: dotted paths that the user set on the base; one that a row sets as well would be lost, and is refused.
@@ -236,15 +237,15 @@ def on_base(
                 raise ValueError(f"--{clash[0]}: row {row.name!r} sets {path} itself; leave one of the two out")
     if "seed" in overridden:
         raise ValueError("--seed: an ablation's seeds are given by --seeds")
-    require_cells("cells of the grid", sum(len(seeds) for _, seeds in chosen))
+    check_cell_count("cells of the grid", sum(len(seeds) for _, seeds in chosen))
     variants = []
     for row, seeds in chosen:
         try:
-            config = row.on(base)
-            variants.append(RowOnBase(row, seeds, config, look(config)))
+            config = row.apply_to(base)
+            variants.append(ConfiguredRow(row, seeds, config, look(config)))
         except ValueError as error:
             raise ValueError(f"row {row.name!r}: {error}") from None
-    _refuse_twins(variants)
+    _reject_duplicates(variants)
     return variants
 
 
@@ -252,9 +253,9 @@ def expand(
     chosen: Sequence[tuple[Row, tuple[int, ...]]], base: RunConfig, overridden: Sequence[str] = ()
 ) -> list[Cell]:
     """The cells of chosen rows on a base experiment, each validated on its data."""
-    variants = on_base(chosen, base, overridden, _ready)
+    variants = apply_rows(chosen, base, overridden, _check_and_load_data)
     cells = [(variant, replace(variant.config, seed=seed)) for variant in variants for seed in variant.seeds]
-    axes = _axes([to_dict(config) for _, config in cells])
+    axes = _find_axes([to_dict(config) for _, config in cells])
     return [
         Cell(
             key=cell_key(config, variant.data.fingerprint),
@@ -268,33 +269,33 @@ def expand(
     ]
 
 
-def _ready(config: RunConfig) -> DataSource:
+def _check_and_load_data(config: RunConfig) -> DataSource:
     """The data of a training that can be begun. Raises ValueError, in one line, for one that cannot."""
     source = prepare(config)
-    check_start(config, source.outline)
+    check_init_from(config, source.outline)
     return source
 
 
-def foreseen(config: RunConfig, execution: Execution) -> Outline:
+def check_and_outline_data(config: RunConfig, execution: Execution) -> Outline:
     """The same of data that cost much to make and may be missing still."""
-    outline = planned(config, execution)
-    check_start(config, outline)
+    outline = prepare_outline(config, execution)
+    check_init_from(config, outline)
     return outline
 
 
-def definitions(ablation: Ablation, base: RunConfig) -> dict[str, str]:
+def hash_row_definitions(ablation: Ablation, base: RunConfig) -> dict[str, str]:
     """A hash of what each row trains, by name; a row that does not fit the base has none."""
     found = {}
     for row in ablation.all_rows:
         try:
-            config = replace(row.on(base), seed=0)
+            config = replace(row.apply_to(base), seed=0)
             found[row.name] = cell_key(config, prepare(config).fingerprint)
         except ValueError:
             continue
     return found
 
 
-def _refuse_twins(variants: Sequence[RowOnBase[Any]]) -> None:
+def _reject_duplicates(variants: Sequence[ConfiguredRow[Any]]) -> None:
     first: dict[tuple[str, int], str] = {}
     for variant in variants:
         settings = cell_key(variant.config, fingerprint="")  # equal settings have equal data
@@ -307,7 +308,7 @@ def _refuse_twins(variants: Sequence[RowOnBase[Any]]) -> None:
                 )
 
 
-def _axes(configs: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+def _find_axes(configs: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     """Per config, the flattened fields that are not the same in all, under their shortest unambiguous names."""
     flat = [flatten(config) for config in configs]
     paths = list(dict.fromkeys(path for config in flat for path in config))
@@ -318,7 +319,7 @@ def _axes(configs: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     return [{names[path]: str(config[path]) for path in varying if path in config} for config in flat]
 
 
-def row_infos(chosen: Sequence[tuple[Row, tuple[int, ...]]], base_name: str) -> list[RowInfo]:
+def make_row_infos(chosen: Sequence[tuple[Row, tuple[int, ...]]], base_name: str) -> list[RowInfo]:
     """What the table has to know of the rows."""
     return [
         RowInfo(variant=row.name, source=row.source, seeds=seeds, base=base_name, note=row.note)

@@ -4,7 +4,7 @@ from lit_lazy.measure.lm_eval import COLUMNS, BenchmarkColumn
 from lit_lazy.table.records import Column
 
 
-def _column(of: BenchmarkColumn) -> Column:
+def _make_column(of: BenchmarkColumn) -> Column:
     key, note = f"lm-eval/{of.task}/{of.metric}", f"{of.metric} of {of.task}, lm-evaluation-harness"
     if not of.is_accuracy:
         return Column(key, of.title, "lower", 2, note=note)
@@ -12,7 +12,7 @@ def _column(of: BenchmarkColumn) -> Column:
 
 
 BENCHMARK_COLUMNS = (
-    *map(_column, COLUMNS),
+    *map(_make_column, COLUMNS),
     Column(
         "lm-eval/average", "average", "higher", 2, "%", scale=100, note="mean of the eight accuracies", plotted=True
     ),

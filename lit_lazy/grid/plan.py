@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass, replace
 from statistics import mean
 from typing import Any
 
-from lit_lazy.support.errors import named, one_line
+from lit_lazy.support.errors import describe_exception, one_line
 from lit_lazy.table.build import build_table
 from lit_lazy.table.question import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table
-from lit_lazy.table.verdicts import judged
+from lit_lazy.table.verdicts import add_verdict
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
-from lit_lazy.tracking.views import normaliser_of
+from lit_lazy.tracking.views import get_normaliser_name
 
 PLAN = "plan.json"
 SPENT = ("time/train_seconds", "time/evaluate_seconds")
@@ -64,9 +64,9 @@ class Plan:
                 plan["declaration"] = Declaration.from_json(plan["declaration"])
             return cls(**plan)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise ValueError(f"no plan ({named(error)})") from None
+            raise ValueError(f"no plan ({describe_exception(error)})") from None
 
-    def widened(self, former: "Plan", order: Sequence[str]) -> "Plan":
+    def merge(self, former: "Plan", order: Sequence[str]) -> "Plan":
         """This plan with the rows and seeds of a former one beside its own, rows in the given order.
 
         Raises ValueError where a row has become another training since: one table never holds both.
@@ -91,10 +91,10 @@ class Plan:
             self,
             rows=tuple(rows[name] for name in order if name in rows),
             axes=axes,
-            declaration=self._declared_since(former.declaration),
+            declaration=self._merge_declaration(former.declaration),
         )
 
-    def _declared_since(self, former: Declaration | None) -> Declaration | None:
+    def _merge_declaration(self, former: Declaration | None) -> Declaration | None:
         """The declaration with the commit that it had when the grid was begun, or marked as changed since."""
         if self.declaration is None:
             return None
@@ -103,7 +103,7 @@ class Plan:
         return replace(self.declaration, changed=True)
 
 
-def newest_parent(tracker: Tracker) -> str:
+def find_newest_parent(tracker: Tracker) -> str:
     """Id of the newest ablation run of an experiment. Raises ValueError where there is none."""
     parents = tracker.find({"kind": "ablation"})
     if not parents:
@@ -122,11 +122,11 @@ def read_plan(tracker: Tracker, parent_id: str) -> Plan:
         ) from None
 
 
-def table_from_mlflow(tracker: Tracker, parent_id: str) -> Table:
+def build_table_from_mlflow(tracker: Tracker, parent_id: str) -> Table:
     """The table of a parent run, from its plan and its child runs alone."""
     plan = read_plan(tracker, parent_id)
-    runs = one_per_cell(tracker.children(parent_id))
-    observations = [_observation(run) for run in runs]
+    runs = select_one_per_cell(tracker.find_children(parent_id))
+    observations = [_make_observation(run) for run in runs]
     measured = {name for observation in observations for name in observation.metrics}
     table = build_table(
         plan.ablation,
@@ -139,18 +139,18 @@ def table_from_mlflow(tracker: Tracker, parent_id: str) -> Table:
         observations,
         plan.command,
         ("backend",),
-        tuple(_warnings(plan, runs)),
+        tuple(_make_warnings(plan, runs)),
         plan.primary,
     )
-    return judged(replace(table, seconds=_seconds(runs)), plan.declaration)
+    return add_verdict(replace(table, seconds=_sum_seconds(runs)), plan.declaration)
 
 
-def _seconds(runs: Sequence[TrackedRun]) -> float | None:
+def _sum_seconds(runs: Sequence[TrackedRun]) -> float | None:
     spent = [value for run in runs if run.state == "complete" for name, value in run.metrics.items() if name in SPENT]
     return sum(spent) if spent else None
 
 
-def one_per_cell(runs: Sequence[TrackedRun]) -> list[TrackedRun]:
+def select_one_per_cell(runs: Sequence[TrackedRun]) -> list[TrackedRun]:
     """Of several runs of one cell the complete one, else the newest."""
     chosen: dict[str, TrackedRun] = {}
     for run in runs:
@@ -160,14 +160,14 @@ def one_per_cell(runs: Sequence[TrackedRun]) -> list[TrackedRun]:
     return list(chosen.values())
 
 
-def _observation(run: TrackedRun) -> Observation:
+def _make_observation(run: TrackedRun) -> Observation:
     return Observation(
         variant=run.tags["variant"],
         seed=int(run.tags["seed"]),
         status=run.state,
         metrics=run.metrics,
         labels={"backend": run.tags["backend"]} if "backend" in run.tags else {},
-        normaliser=normaliser_of(run.params),
+        normaliser=get_normaliser_name(run.params),
         position=run.params.get("model.position", ""),
         git_sha=run.tags.get("git_sha", ""),
         environment=run.tags.get("environment", ""),
@@ -175,11 +175,11 @@ def _observation(run: TrackedRun) -> Observation:
     )
 
 
-def _warnings(plan: Plan, runs: Sequence[TrackedRun]) -> list[str]:
+def _make_warnings(plan: Plan, runs: Sequence[TrackedRun]) -> list[str]:
     """A table whose best softmax row does not clearly beat the trigram baseline says that it is undertrained."""
     if "trigram_bits_per_byte" not in plan.facts:
         return []
-    trigram, losses = float(plan.facts["trigram_bits_per_byte"]), _softmax_losses(runs)
+    trigram, losses = float(plan.facts["trigram_bits_per_byte"]), _collect_softmax_losses(runs)
     if not losses:
         return [f"no softmax row to hold against the byte-trigram baseline of {trigram:.3f} bits/byte"]
     reached, row = min((mean(values), row) for row, values in losses.items())
@@ -192,11 +192,15 @@ def _warnings(plan: Plan, runs: Sequence[TrackedRun]) -> list[str]:
     ]
 
 
-def _softmax_losses(runs: Sequence[TrackedRun]) -> dict[str, list[float]]:
+def _collect_softmax_losses(runs: Sequence[TrackedRun]) -> dict[str, list[float]]:
     """Bits per byte of the complete runs whose normaliser is softmax, by row."""
     losses: dict[str, list[float]] = {}
     for run in runs:
-        if normaliser_of(run.params) == "Softmax" and run.state == "complete" and "loss/bits_per_byte" in run.metrics:
+        if (
+            get_normaliser_name(run.params) == "Softmax"
+            and run.state == "complete"
+            and "loss/bits_per_byte" in run.metrics
+        ):
             losses.setdefault(run.tags["variant"], []).append(run.metrics["loss/bits_per_byte"])
     return losses
 
@@ -208,4 +212,4 @@ def save_views(tracker: Tracker, plan: Plan, columns: Sequence[Column], ended: b
     """
     plotted = [column.key for column in columns if column.plotted]
     rows = sorted((row.variant for row in plan.rows), key=lambda row: row != plan.baseline) if ended else None
-    tracker.keep_views(plan.axes, [column.key for column in columns], plotted or None, rows)
+    tracker.save_views(plan.axes, [column.key for column in columns], plotted or None, rows)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lit_lazy.config.files import exported, where
-from lit_lazy.config.key import code, settings
+from lit_lazy.config.files import load_attribute, locate_error
+from lit_lazy.config.key import hash_user_code, to_minimal_dict
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid.ablation import Ablation, load_ablation
 from lit_lazy.grid.stages import FirstStageMissing
 from lit_lazy.support.checks import require
 from lit_lazy.support.kinds import check_kinds
-from lit_lazy.support.provenance import committed_at
+from lit_lazy.support.provenance import find_last_commit
 from lit_lazy.table.question import Declaration, Rule
 from lit_lazy.table.records import Contrast
 
@@ -55,34 +55,34 @@ class Question:
             require(not given, f"{name}: ablation.{part}", given, "leave it to the question")
         own = [row.name for row in self.ablation.all_rows if row.seeds is not None]
         require(not own, f"{name}: seeds of rows", own, "all rows of a question have the ablation's seeds")
-        self.asked  # noqa: B018 (its checks)
+        self.full_ablation  # noqa: B018 (its checks)
         try:
-            self.declared  # noqa: B018 (its checks)
+            self.partial_declaration  # noqa: B018 (its checks)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
     @property
-    def asked(self) -> Ablation:
+    def full_ablation(self) -> Ablation:
         """The ablation with the question's contrasts and primary outcome."""
         return replace(self.ablation, contrasts=self.contrasts, primary=(self.primary,))
 
-    def declaration(self, base_name: str, base: RunConfig, files: Sequence[Path]) -> Declaration:
+    def declare(self, base_name: str, base: RunConfig, files: Sequence[Path]) -> Declaration:
         """What is declared on an experiment, and the commit of the first file, the question's.
 
         files: all that it is declared in. Where one of them is in no commit as it is, no more is the declaration.
         """
         rows = {}
         for row in self.ablation.all_rows:
-            config = row.on(base)
-            rows[row.name] = [settings(config), code(config)]
-        declared = self.declared
+            config = row.apply_to(base)
+            rows[row.name] = [to_minimal_dict(config), hash_user_code(config)]
+        declared = self.partial_declaration
         content = json.dumps([declared.to_json(), base_name, rows], sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:12]
-        commits = list(map(committed_at, files))
+        commits = list(map(find_last_commit, files))
         return replace(declared, digest=digest, commit=commits[0] if all(commits) else "")
 
     @property
-    def declared(self) -> Declaration:
+    def partial_declaration(self) -> Declaration:
         """All but the experiment, the rows' settings and the commit."""
         return Declaration(
             claim=self.claim,
@@ -98,22 +98,22 @@ class Question:
         )
 
 
-def load_asked(path: Path) -> tuple[Ablation, Question | None]:
+def load_ablation_or_question(path: Path) -> tuple[Ablation, Question | None]:
     """The ablation of a file, and the question that it answers where the file exports one.
 
     A second stage exports a function that makes it. Raises `FirstStageMissing` where it has to wait for the first.
     """
-    question = exported(path, "question")
+    question = load_attribute(path, "question")
     if question is None:
         return load_ablation(path), None
     if inspect.isfunction(question):
-        question = _made(path, question)
+        question = _make_question(path, question)
     if not isinstance(question, Question):
         raise ValueError(f"{path}: its `question` is a {type(question).__name__}; let it be a Question(...)")
-    return question.asked, question
+    return question.full_ablation, question
 
 
-def _made(path: Path, make: Callable[[], object]) -> object:
+def _make_question(path: Path, make: Callable[[], object]) -> object:
     """What a file's function returns. Raises ValueError, in one line that names file and line, where it fails."""
     try:
         return make()
@@ -122,4 +122,4 @@ def _made(path: Path, make: Callable[[], object]) -> object:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise ValueError(f"{path}: {where(error, path)}") from error
+        raise ValueError(f"{path}: {locate_error(error, path)}") from error

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lit_lazy.config.files import PROJECT
 from lit_lazy.grid.ablation import Row
-from lit_lazy.support.errors import named
+from lit_lazy.support.errors import describe_exception
 from lit_lazy.table.records import Table
 
 RESULTS = PROJECT / "docs" / "results"
@@ -23,7 +23,7 @@ def at_rate(row: str, rate: float) -> str:
     return f"{row}{AT}{rate:g}"
 
 
-def best_rates(folder: str) -> dict[str, float]:
+def find_best_rates(folder: str) -> dict[str, float]:
     """The learning rate of each row, of those in the rows' names, at which the mean primary outcome is the lowest.
 
     folder: of the first stage's results, such as `q_text_rates-stdlib_small`. A rate at which a seed has failed is not
@@ -39,7 +39,7 @@ def best_rates(folder: str) -> dict[str, float]:
             f"needs {where}; run `lit-lazy ablate run {first}` and commit its table there"
         ) from None
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ValueError(f"{where}: is no table.json ({named(error)}); take that of {first}") from None
+        raise ValueError(f"{where}: is no table.json ({describe_exception(error)}); take that of {first}") from None
     found: dict[str, dict[float, float]] = defaultdict(dict)
     for row in table.rows:
         name, _, rate = row.variant.rpartition(AT)
@@ -53,7 +53,7 @@ def best_rates(folder: str) -> dict[str, float]:
 
 def at_best_rate(row: Row, of: str, folder: str) -> Row:
     """A row at the best learning rate of a row of the first stage (`best_rates`), which its note tells."""
-    rates = best_rates(folder)
+    rates = find_best_rates(folder)
     if of not in rates:
         raise ValueError(f"docs/results/{folder}/table.json: has no {of!r}; it has {', '.join(rates)}")
     note = f"learning rate {rates[of]:g}, the best of {of} in {folder}"

@@ -81,7 +81,7 @@ class AttentionMetrics:
                 seen = own + 1 if self.window is None else (own + 1).clamp(max=self.window)
                 self.ratios["sparsity/zero"].update(layer.zeros, seen[:, None].expand_as(layer.zeros))
 
-    def watch(self, weights: Sequence[Tensor], key: int, rows: Mapping[str, Tensor]) -> None:
+    def update_watched_key(self, weights: Sequence[Tensor], key: int, rows: Mapping[str, Tensor]) -> None:
         """Add a batch's weights on the key at position `key`, from 1: `[B, H, L]` per layer, rows as in `update`."""
         for layer in weights:
             position = torch.arange(1, layer.shape[-1] + 1, device=layer.device)

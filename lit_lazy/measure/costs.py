@@ -13,12 +13,12 @@ from torch import Tensor
 from lit_lazy.attention import Attention, AttentionCall, AttentionSpec, LayerCache
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import Batch, DataConfig
-from lit_lazy.measure.diagnostics import at_rest, listening, validation_sample
+from lit_lazy.measure.diagnostics import evaluation_mode, hook_layers, sample_validation
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.model.kept import kept_bytes
+from lit_lazy.model.kept import measure_saved_bytes
 from lit_lazy.model.loss import token_nll
 from lit_lazy.support.checks import require, require_whole
-from lit_lazy.support.paired import take_turns
+from lit_lazy.support.paired import time_in_turns
 
 Attended = tuple[Attention, AttentionCall]
 """A layer, and what it asks of its normaliser."""
@@ -57,20 +57,20 @@ class Costs(Evaluation):
         model's own queries and keys, `cost/decode_rise` of decoding, which takes `cost/decode_ms` a token of all
         sequences; `cost/kept_bytes` for the backward pass, and `cost/kept_rise`; `cost/cache_bytes` of all layers.
         """
-        (batch,) = validation_sample(data.load(), self.sequences)
+        (batch,) = sample_validation(data.load(), self.sequences)
         batch = {name: batch[name].to(model.device) for name in ("tokens", "targets")}
-        pair = model, twin(model)
-        asked = attention_calls(model, batch["tokens"])
+        pair = model, make_twin(model)
+        asked = record_attention_calls(model, batch["tokens"])
         bare = [AttentionCall(call.q, call.k, call.v) for _, call in asked]
         plain = [*zip(pair[1].attentions, bare, strict=True)]
-        caches = [prefilled(each, batch["tokens"][:, : -self.decoded]) for each in pair]
+        caches = [prefill(each, batch["tokens"][:, : -self.decoded]) for each in pair]
         last = batch["tokens"][:, -self.decoded :]
-        with at_rest(model), at_rest(pair[1]):
-            kept = [kept_per_token(each, batch) for each in pair]
-            decoding = self._seconds(*(partial(decode, *each, last) for each in zip(pair, caches, strict=True)))
+        with evaluation_mode(model), evaluation_mode(pair[1]):
+            kept = [measure_kept_per_token(each, batch) for each in pair]
+            decoding = self._time_both(*(partial(decode, *each, last) for each in zip(pair, caches, strict=True)))
             times = {
-                "step": self._seconds(*(partial(step, each, batch) for each in pair)),
-                "attention": self._seconds(partial(attend, asked), partial(attend, plain)),
+                "step": self._time_both(*(partial(step, each, batch) for each in pair)),
+                "attention": self._time_both(partial(attend, asked), partial(attend, plain)),
                 "decode": decoding,
             }
         rises = {f"cost/{name}_rise": median_ratio(*seconds) - 1 for name, seconds in times.items()}
@@ -78,11 +78,11 @@ class Costs(Evaluation):
             "cost/decode_ms": 1e3 * statistics.median(decoding[0]) / self.decoded,
             "cost/kept_bytes": kept[0],
             "cost/kept_rise": kept[0] / kept[1] - 1,
-            "cost/cache_bytes": bytes_per_token(caches[0], len(last)),
+            "cost/cache_bytes": cache_bytes_per_token(caches[0], len(last)),
         }
 
-    def _seconds(self, own: Callable[[], None], others: Callable[[], None]) -> tuple[list[float], list[float]]:
-        found = take_turns({"own": own, "twin": others}, self.rounds)
+    def _time_both(self, own: Callable[[], None], others: Callable[[], None]) -> tuple[list[float], list[float]]:
+        found = time_in_turns({"own": own, "twin": others}, self.rounds)
         return found["own"], found["twin"]
 
 
@@ -91,7 +91,7 @@ def median_ratio(own: Sequence[float], others: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(own, others, strict=True))
 
 
-def twin(model: DecoderLM) -> DecoderLM:
+def make_twin(model: DecoderLM) -> DecoderLM:
     """A model of the same sizes and weights with softmax attention over all keys, and neither bias nor gate."""
     cfg = dataclasses.replace(model.cfg, attention=AttentionSpec())
     other = DecoderLM(cfg, model.embedding.num_embeddings, model.context_length, seed=None)
@@ -100,10 +100,10 @@ def twin(model: DecoderLM) -> DecoderLM:
 
 
 @torch.no_grad()
-def attention_calls(model: DecoderLM, tokens: Tensor) -> list[Attended]:
+def record_attention_calls(model: DecoderLM, tokens: Tensor) -> list[Attended]:
     """What each layer asks of its normaliser for tokens `[B, T]`, ready for a backward pass."""
     found: list[Attended] = []
-    with at_rest(model), listening(model, lambda _, attention, call: found.append((attention, call))):
+    with evaluation_mode(model), hook_layers(model, lambda _, attention, call: found.append((attention, call))):
         model(tokens)
     return [
         (attention, call._replace(**{name: getattr(call, name).requires_grad_() for name in ("q", "k", "v")}))
@@ -120,24 +120,24 @@ def attend(calls: Sequence[Attended]) -> None:
 
 def step(model: DecoderLM, batch: Batch) -> None:
     """Forward and backward pass; gradients are not kept."""
-    torch.autograd.grad(_loss(model, batch), [p for p in model.parameters() if p.requires_grad])
+    torch.autograd.grad(_compute_loss(model, batch), [p for p in model.parameters() if p.requires_grad])
 
 
-def kept_per_token(model: DecoderLM, batch: Batch) -> float:
+def measure_kept_per_token(model: DecoderLM, batch: Batch) -> float:
     """Bytes that a forward pass keeps for the backward pass."""
     own = chain(model.parameters(), model.buffers(), batch.values())
-    return kept_bytes(lambda: _loss(model, batch), own) / batch["tokens"].numel()
+    return measure_saved_bytes(lambda: _compute_loss(model, batch), own) / batch["tokens"].numel()
 
 
-def _loss(model: DecoderLM, batch: Batch) -> Tensor:
+def _compute_loss(model: DecoderLM, batch: Batch) -> Tensor:
     return token_nll(model(batch["tokens"]), batch["targets"]).mean()
 
 
 @torch.no_grad()
-def prefilled(model: DecoderLM, tokens: Tensor) -> list[LayerCache]:
+def prefill(model: DecoderLM, tokens: Tensor) -> list[LayerCache]:
     """A cache that holds tokens `[B, T]`."""
     cache = [attention.new_cache() for attention in model.attentions]
-    with at_rest(model):
+    with evaluation_mode(model):
         model(tokens, cache, last_only=True)
     return cache
 
@@ -151,6 +151,6 @@ def decode(model: DecoderLM, cache: Sequence[LayerCache], tokens: Tensor) -> Non
         layer.length -= tokens.shape[1]
 
 
-def bytes_per_token(cache: Sequence[LayerCache], sequences: int) -> float:
+def cache_bytes_per_token(cache: Sequence[LayerCache], sequences: int) -> float:
     """Of the keys and values of all layers, as they are kept for one token of one sequence."""
     return sum((layer.k.nbytes + layer.v.nbytes) / (sequences * layer.length) for layer in cache)

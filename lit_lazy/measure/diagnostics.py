@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lit_lazy.attention import Attention, AttentionCall, Cache
 from lit_lazy.data.base import IGNORED, Batch, DataSource
-from lit_lazy.data.sampler import evenly
+from lit_lazy.data.sampler import pick_evenly
 from lit_lazy.measure.collapse import Collapse, repeated_gap
 from lit_lazy.measure.heads import Entropy, GaussianNull, Mass, ScoreSpread, Sink, Sparsity, ValueNorms
-from lit_lazy.measure.offsets import alibi_fit, bias_curves, taus
+from lit_lazy.measure.offsets import collect_taus, compute_bias_curves, fit_alibi
 from lit_lazy.measure.rows import summarise
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
@@ -88,7 +88,7 @@ class Diagnostics:
     arrays: dict[str, np.ndarray]
 
     @classmethod
-    def joined(cls, parts: Mapping[str, "Diagnostics"]) -> "Diagnostics":
+    def merge(cls, parts: Mapping[str, "Diagnostics"]) -> "Diagnostics":
         """Several measurements as one: the arrays of each with its prefix before their names."""
         return cls({prefix + name: x for prefix, part in parts.items() for name, x in part.arrays.items()})
 
@@ -115,11 +115,11 @@ class Diagnostics:
         for prefix in self.prefixes:
             for name, (source, part) in SCALARS.items():
                 if (array := self.arrays.get(prefix + source)) is not None:
-                    found[prefix + name] = _mean(part(array))
+                    found[prefix + name] = _nanmean(part(array))
         return {name: value for name, value in found.items() if np.isfinite(value)}
 
 
-def _mean(values: np.ndarray) -> float:
+def _nanmean(values: np.ndarray) -> float:
     """In fp64, over the heads where it is defined; NaN where there is none."""
     defined = np.asarray(values, np.float64)[~np.isnan(values)]
     return float(defined.mean()) if defined.size else float("nan")
@@ -165,10 +165,10 @@ STRONGEST = Maps()
 """In up to four layers, the head with the strongest first key."""
 
 
-def validation_sample(source: DataSource, sequences: int = SAMPLE) -> list[Batch]:
+def sample_validation(source: DataSource, sequences: int = SAMPLE) -> list[Batch]:
     """Validation sequences, evenly spread, or all where there are no more."""
     there = len(source.validation)
-    return [source.validation.__getitems__(evenly(there, min(sequences, there)).tolist())]
+    return [source.validation.__getitems__(pick_evenly(there, min(sequences, there)).tolist())]
 
 
 @torch.no_grad()
@@ -184,11 +184,11 @@ def measure(
     """
     if maps is not None:
         maps.check(model)
-    batch = {name: part.to(model.device) for name, part in _first(batches, sample).items()}
-    tokens, (counted, targets) = batch["tokens"], first_documents(batch)
+    batch = {name: part.to(model.device) for name, part in _take_sequences(batches, sample).items()}
+    tokens, (counted, targets) = batch["tokens"], select_first_documents(batch)
     n, length = tokens.shape
-    observed = _Observed(model, length)
-    with at_rest(model):
+    observed = _Accumulator(model, length)
+    with evaluation_mode(model):
         for at in range(0, n, max(1, TOKENS_AT_ONCE // length)):
             part = slice(at, at + max(1, TOKENS_AT_ONCE // length))
             observed.add(tokens[part], targets[part], counted[part])
@@ -199,11 +199,13 @@ def measure(
             arrays["maps/heads"] = np.array(chosen, np.int64)
             rows = counted.sum(1).tolist()
             longest = rows.index(max(rows))
-            arrays["maps/weights"] = _weights(model, tokens[[longest], : min(rows[longest], MAP_ROWS)], chosen)
+            arrays["maps/weights"] = _compute_weight_maps(
+                model, tokens[[longest], : min(rows[longest], MAP_ROWS)], chosen
+            )
     return Diagnostics(arrays)
 
 
-def first_documents(batch: Batch) -> tuple[Tensor, Tensor]:
+def select_first_documents(batch: Batch) -> tuple[Tensor, Tensor]:
     """Which tokens are of the document that begins their sequence, bool `[B, T]`, and the targets `[B, T]` of these.
 
     All where documents are not told apart. Nothing before such a token is hidden from it, and what comes after it
@@ -216,7 +218,7 @@ def first_documents(batch: Batch) -> tuple[Tensor, Tensor]:
     return counted, targets.masked_fill(~counted, IGNORED)
 
 
-def _first(batches: Iterable[Batch], sample: int) -> Batch:
+def _take_sequences(batches: Iterable[Batch], sample: int) -> Batch:
     """What is measured of the first sequences, `[n, T]`."""
     kept: list[Batch] = []
     missing = sample
@@ -231,7 +233,7 @@ def _first(batches: Iterable[Batch], sample: int) -> Batch:
 
 
 @contextmanager
-def at_rest(model: DecoderLM) -> Iterator[None]:
+def evaluation_mode(model: DecoderLM) -> Iterator[None]:
     """Evaluation mode, fp32, and the backend that takes a key mask; everything as it was in the end."""
     modes = [(part, part.training) for part in model.modules()]
     backends = [(attention, attention.backend) for attention in model.attentions]
@@ -249,7 +251,7 @@ def at_rest(model: DecoderLM) -> Iterator[None]:
 
 
 @contextmanager
-def n_of_the_text(model: DecoderLM, cache: Sequence[Cache] | None = None) -> Iterator[None]:
+def include_evicted_keys(model: DecoderLM, cache: Sequence[Cache] | None = None) -> Iterator[None]:
     """Let n and positions, of which thresholds are made, count keys that are hidden, and those evicted from a cache."""
 
     def count(layer: int, args: Any) -> tuple[AttentionCall]:
@@ -271,7 +273,7 @@ OnHidden = Callable[[int, Tensor], None]
 
 
 @contextmanager
-def listening(
+def hook_layers(
     model: DecoderLM, on_attention: OnAttention | None = None, on_hidden: OnHidden | None = None
 ) -> Iterator[None]:
     """Report what each layer asks of its normaliser, and the residual stream `[B, T, d]`, until the end or an error.
@@ -300,7 +302,7 @@ def listening(
             hook.remove()
 
 
-class _Observed:
+class _Accumulator:
     """What is added up over the sequences of a sample, each of T tokens."""
 
     def __init__(self, model: DecoderLM, length: int) -> None:
@@ -337,14 +339,14 @@ class _Observed:
             self.hidden[index].update(x, counted)
             last.append(x[:, -2:-1].clone())
 
-        with listening(self.model, on_attention, on_hidden):
+        with hook_layers(self.model, on_attention, on_hidden):
             self._add_loss(tokens, targets, 0, 0)
         for evicted in range(1, self.evicted + 1):
             self._add_loss(tokens, targets, evicted, evicted)
         if self.evicted:
-            with n_of_the_text(self.model):
+            with include_evicted_keys(self.model):
                 self._add_loss(tokens, targets, self.evicted, N_HELD)
-        self._add_repeated(tokens, last, counted.all(1))
+        self._add_repeated_gap(tokens, last, counted.all(1))
 
     def _add_loss(self, tokens: Tensor, targets: Tensor, evicted: int, row: int) -> None:
         """By position, with the first keys hidden, to a row of the losses. The implementation is the same for none."""
@@ -355,7 +357,7 @@ class _Observed:
         nll = token_nll(self.model(tokens, key_mask=seen), targets)
         self.nll[row] += nll.double().sum(0)
 
-    def _add_repeated(self, tokens: Tensor, last: list[Tensor], whole: Tensor) -> None:
+    def _add_repeated_gap(self, tokens: Tensor, last: list[Tensor], whole: Tensor) -> None:
         """The whole sequences without their last token, against themselves with the one before it repeated.
 
         whole: bool `[B]`. Positions and biases need to serve no more than T tokens.
@@ -365,7 +367,7 @@ class _Observed:
         def on_hidden(index: int, x: Tensor) -> None:
             self.gap[index] += repeated_gap(last[index], x[:, -2:])[whole].sum()
 
-        with listening(self.model, on_hidden=on_hidden):
+        with hook_layers(self.model, on_hidden=on_hidden):
             self.model(torch.cat((tokens[:, :-1], tokens[:, -2:-1]), 1))
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -383,33 +385,33 @@ class _Observed:
             there = self.predicted[EVICTION_ROW - 1 :] > 0
             rise = (late[1:] - late[0])[:, there].mean(-1)
             found["loss/evicted"], found["loss/evicted_n_held"] = rise[:-1], rise[-1]
-        found |= self._learned()
+        found |= self._collect_learned()
         arrays = {name: value.cpu().numpy().astype(np.float32) for name, value in found.items()}
         sample = np.array([self.sequences, self.length, self.n_layers], np.int64)
         return arrays | {"sample": sample, "context": np.array(self.model.context_length, np.int64)}
 
-    def _learned(self) -> dict[str, Tensor]:
+    def _collect_learned(self) -> dict[str, Tensor]:
         """Offset parameters and biases, where there are any."""
         found = {}
-        if (tau := taus(self.model)) is not None:
+        if (tau := collect_taus(self.model)) is not None:
             found["tau"] = tau
-        if (curves := bias_curves(self.model, self.length)) is not None:
+        if (curves := compute_bias_curves(self.model, self.length)) is not None:
             found["bias/curve"] = curves
-            found["bias/alibi_slope"], found["bias/alibi_distance"] = alibi_fit(curves)
+            found["bias/alibi_slope"], found["bias/alibi_distance"] = fit_alibi(curves)
         return found
 
 
-def _weights(model: DecoderLM, tokens: Tensor, chosen: list[tuple[int, int]]) -> np.ndarray:
+def _compute_weight_maps(model: DecoderLM, tokens: Tensor, chosen: list[tuple[int, int]]) -> np.ndarray:
     """The weight matrices of one sequence `[1, n]`, float16 `[maps, n, n]`; NaN where a key is hidden."""
     found: dict[tuple[int, int], Tensor] = {}
 
     def on_attention(layer: int, attention: Attention, call: AttentionCall) -> None:
         if any(layer == at for at, _ in chosen):
-            weights = attention.normaliser.weights_of(call)
+            weights = attention.normaliser.compute_weights(call)
             w = weights.w.masked_fill(~weights.rows.visible, torch.nan)[0]
             found.update({(layer, head): w[head] for at, head in chosen if at == layer})
 
-    with listening(model, on_attention):
+    with hook_layers(model, on_attention):
         model(tokens)
     kept = torch.stack([found[place] for place in chosen]).cpu().numpy()
     # A weight too small for float16 is not to become one that was cut.

@@ -14,7 +14,7 @@ from lit_lazy.config.schema import Precision
 from lit_lazy.data import IGNORED, Batch, DataConfig, DataSource
 from lit_lazy.data.loader import validation_loader
 from lit_lazy.measure.attention import AttentionMetrics
-from lit_lazy.measure.diagnostics import listening
+from lit_lazy.measure.diagnostics import hook_layers
 from lit_lazy.measure.ratio import RatioOfSums
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
 from lit_lazy.model.loss import head_nll
@@ -35,8 +35,8 @@ def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_s
     for batch in validation_loader(source, batch_size):
         batch = {name: value.to(model.device) for name, value in batch.items()}
         autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16")
-        with autocast, _watching(model, source.watched_key) as on_key:
-            hidden, stats = model.hidden_with_stats(batch["tokens"], batch.get("place"))
+        with autocast, _record_key_weights(model, source.watched_key) as on_key:
+            hidden, stats = model.compute_hidden_with_stats(batch["tokens"], batch.get("place"))
             nll = head_nll(hidden, model.head.weight, batch["targets"])
             logits = model.head(hidden) if "oracle_nll" in batch else None
         _add_losses(losses, nll, logits, batch, source.row_groups)
@@ -44,7 +44,7 @@ def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_s
         rows = rows or {"all": torch.ones_like(batch["tokens"], dtype=torch.bool)}
         attention.update(stats, rows, batch.get("place"))
         if source.watched_key is not None:
-            attention.watch(on_key, source.watched_key, rows)
+            attention.update_watched_key(on_key, source.watched_key, rows)
     model.train(was_training)
     measured = {name: metric.compute().item() for name, metric in losses.items()}
     if "bytes_per_token" in source.info:
@@ -53,19 +53,19 @@ def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_s
     if source.row_contrast is not None and model.attentions:
         one, other = source.row_contrast
         measured[f"mass/{one}_minus_{other}"] = measured[f"mass/{one}"] - measured[f"mass/{other}"]
-    return measured | tau_metrics(model)
+    return measured | compute_tau_metrics(model)
 
 
 @contextmanager
-def _watching(model: DecoderLM, key: int | None) -> Iterator[list[Tensor]]:
+def _record_key_weights(model: DecoderLM, key: int | None) -> Iterator[list[Tensor]]:
     """What each layer gives the key at this position, `[B, H, L]`, when the model has run; nothing without a key."""
     found: list[Tensor] = []
 
     def on_attention(_: int, attention: Attention, call: AttentionCall) -> None:
         if key is not None:
-            found.append(attention.normaliser.weight_on(call, key))
+            found.append(attention.normaliser.compute_key_weight(call, key))
 
-    with listening(model, on_attention):
+    with hook_layers(model, on_attention):
         yield found
 
 
@@ -89,7 +89,7 @@ def _add_losses(
         add(f"accuracy/{group}", hit, batch[group])
 
 
-def tau_metrics(model: DecoderLM) -> dict[str, float]:
+def compute_tau_metrics(model: DecoderLM) -> dict[str, float]:
     """Mean, least and greatest offset parameter over layers, heads (and positions), where there is one."""
     found = [p.detach().flatten() for name, p in model.named_parameters() if name.endswith("normaliser.tau")]
     if not found:
@@ -98,7 +98,7 @@ def tau_metrics(model: DecoderLM) -> dict[str, float]:
     return {"tau/mean": tau.mean().item(), "tau/min": tau.min().item(), "tau/max": tau.max().item()}
 
 
-def sizes(model: DecoderLM) -> dict[str, float]:
+def compute_size_metrics(model: DecoderLM) -> dict[str, float]:
     """Learned parameters, and training FLOPs per token."""
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return {
@@ -122,7 +122,7 @@ class Varied(Evaluation):
         lacks = f"data={type(data).__name__} has no such field; give other data (an ablation: --base), or one of "
         require(self.field in fields, "Varied.field", self.field, lacks + ", ".join(fields))
         for value in self.values:
-            source = self._source(data, value)
+            source = self._load_source(data, value)
             model.check_length(source.context_length)
             vocab_size = model.embedding.num_embeddings
             require(
@@ -136,9 +136,9 @@ class Varied(Evaluation):
         """`pairs_64/loss/val` and so on, every metric of `evaluate` behind the field and its value."""
         found = {}
         for value in self.values:
-            measured = evaluate(model, self._source(data, value), "fp32", VARIED_BATCH)
+            measured = evaluate(model, self._load_source(data, value), "fp32", VARIED_BATCH)
             found |= {f"{self.field}_{value}/{name}": x for name, x in measured.items()}
         return found
 
-    def _source(self, data: DataConfig, value: int) -> DataSource:
+    def _load_source(self, data: DataConfig, value: int) -> DataSource:
         return dataclasses.replace(data, **{self.field: value}).load()  # type: ignore[type-var]

@@ -83,9 +83,9 @@ class Sink(_PositionMetric):
         length = summary.total.shape[-1]
         self._check_length(length)
         keys = min(self.first_keys, length)
-        rows = _from_here(summary.counted.double())[:, None, :keys]
+        rows = _reverse_cumsum(summary.counted.double())[:, None, :keys]
         weight = summary.first.double().sum(2)
-        total = _from_here(summary.total.double())[..., :keys] * (not summary.signed)
+        total = _reverse_cumsum(summary.total.double())[..., :keys] * (not summary.signed)
         alpha = weight / rows.clamp(min=1)
         share = torch.where(total / rows.clamp(min=1) < MIN_MASS, 0, weight / total)
 
@@ -99,16 +99,16 @@ class Sink(_PositionMetric):
         self.rows[:length] += summary.counted.sum(0)
 
     def compute(self) -> dict[str, Tensor]:
-        rows = _from_here(self.rows)
+        rows = _reverse_cumsum(self.rows)
         first_rows = rows[: self.first_keys]
         half = max(1, int((rows > 0).sum()) // 2)
         alpha, key = (self.columns[:, :half] / rows[:half]).max(-1)
         return {
             "sink/weight": self.weight / first_rows,
-            "sink/share": _where(self.total / first_rows >= MIN_MASS, self.weight / self.total),
+            "sink/share": _mask_undefined(self.total / first_rows >= MIN_MASS, self.weight / self.total),
             "sink/rate": self.sinks / self.sequences,
             "sink/rate_share": self.share_sinks / self.shares,
-            "sink/position": _where(alpha > 0, (key + 1).double()),
+            "sink/position": _mask_undefined(alpha > 0, (key + 1).double()),
         }
 
 
@@ -147,7 +147,7 @@ class Mass(_PositionMetric):
             "mass/row": self.mass / self.rows,
             "mass/first_key": self.first / self.rows,
             "mass/empty_rows": 1 - self.alive.sum(-1) / self.rows.sum(),
-            "mass/dead": _where(self.rows[1:].sum() > 0, dead),
+            "mass/dead": _mask_undefined(self.rows[1:].sum() > 0, dead),
         }
 
 
@@ -185,7 +185,7 @@ class Sparsity(_HeadMetric):
     def compute(self) -> dict[str, Tensor]:
         empty = 1 - self.alive_tiles / self.tiles
         return {
-            "sparsity/zero": _where(self.can_zero > 0, self.zeros / self.visible),
+            "sparsity/zero": _mask_undefined(self.can_zero > 0, self.zeros / self.visible),
             "sparsity/small": self.small / self.visible,
             **{f"sparsity/block_{tile}": empty[:, index] for index, tile in enumerate(TILES)},
         }
@@ -215,10 +215,10 @@ class Entropy(_HeadMetric):
         alive = (summary.total > 0) & (not summary.signed)
         wide = alive & (summary.visible >= 2)
         entropy, log_visible = summary.entropy.double(), summary.visible.double().log()
-        self.nats += _sum(entropy, alive)
-        self.normalised += _sum(entropy / log_visible, wide)
-        self.keys += _sum(entropy.exp(), alive)
-        self.participation += _sum(1 / summary.squares.double(), alive)
+        self.nats += _sum_rows(entropy, alive)
+        self.normalised += _sum_rows(entropy / log_visible, wide)
+        self.keys += _sum_rows(entropy.exp(), alive)
+        self.participation += _sum_rows(1 / summary.squares.double(), alive)
         self.rows += alive.sum((0, 2))
         self.wide_rows += wide.sum((0, 2))
 
@@ -246,7 +246,7 @@ class ScoreSpread(_HeadMetric):
 
     def update(self, summary: RowSummary) -> None:
         wide = summary.counted & (summary.visible >= SPREAD_MIN_KEYS)
-        self.variance += _sum(summary.score_variance.double(), wide[:, None])
+        self.variance += _sum_rows(summary.score_variance.double(), wide[:, None])
         self.rows += wide.sum()
 
     def compute(self) -> dict[str, Tensor]:
@@ -276,19 +276,19 @@ class GaussianNull(_HeadMetric):
     def update(self, summary: RowSummary) -> None:
         wide = summary.counted & (summary.visible >= SPREAD_MIN_KEYS)
         sparsity, mass = null_sparsity(summary.score_variance.double().sqrt(), summary.theta * summary.visible)
-        self.null += _sum(sparsity * summary.visible, wide[:, None])
-        self.zeros += _sum(summary.zeros.double(), wide[:, None])
+        self.null += _sum_rows(sparsity * summary.visible, wide[:, None])
+        self.zeros += _sum_rows(summary.zeros.double(), wide[:, None])
         self.visible += (summary.visible * wide).sum()
-        self.mass += _sum(mass, wide[:, None])
+        self.mass += _sum_rows(mass, wide[:, None])
         self.rows += wide.sum()
         self.thresholded += summary.thresholded
 
     def compute(self) -> dict[str, Tensor]:
         defined = self.thresholded > 0
         return {
-            "sparsity/null": _where(defined, self.null / self.visible),
-            "sparsity/over_null": _where(defined, (self.zeros - self.null) / self.visible),
-            "sparsity/null_mass": _where(defined, self.mass / self.rows),
+            "sparsity/null": _mask_undefined(defined, self.null / self.visible),
+            "sparsity/over_null": _mask_undefined(defined, (self.zeros - self.null) / self.visible),
+            "sparsity/null_mass": _mask_undefined(defined, self.mass / self.rows),
         }
 
 
@@ -338,15 +338,15 @@ def null_sparsity(spread: Tensor, strike: Tensor) -> tuple[Tensor, Tensor]:
     return sparsity, mass
 
 
-def _from_here(x: Tensor) -> Tensor:
+def _reverse_cumsum(x: Tensor) -> Tensor:
     """Sum over the last dimension from each position to the end."""
     return x.flip(-1).cumsum(-1).flip(-1)
 
 
-def _sum(x: Tensor, rows: Tensor) -> Tensor:
+def _sum_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Sum of x `[B, H, T]` over the chosen rows, `[H]`."""
     return torch.where(rows, x, 0).sum((0, 2))
 
 
-def _where(defined: Tensor, x: Tensor) -> Tensor:
+def _mask_undefined(defined: Tensor, x: Tensor) -> Tensor:
     return torch.where(defined, x, torch.nan)

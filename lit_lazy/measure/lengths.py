@@ -17,10 +17,10 @@ from lit_lazy.data.base import IGNORED, Batch, DataSource
 from lit_lazy.measure.diagnostics import (
     SAMPLE,
     TOKENS_AT_ONCE,
-    at_rest,
-    first_documents,
-    n_of_the_text,
-    validation_sample,
+    evaluation_mode,
+    include_evicted_keys,
+    sample_validation,
+    select_first_documents,
 )
 from lit_lazy.measure.evaluation import NATS_PER_BIT
 from lit_lazy.model.decoder import DecoderLM
@@ -40,24 +40,26 @@ def loss_by_position(model: DecoderLM, batch: Batch, eviction: Eviction | None =
     those of the tokens' positions in the text, in place of the cache's. Raises ValueError, in one line, where the model
     cannot serve that.
     """
-    tokens, targets = batch["tokens"].to(model.device), first_documents(batch)[1].to(model.device)
+    tokens, targets = batch["tokens"].to(model.device), select_first_documents(batch)[1].to(model.device)
     cache = model.new_cache(eviction)
     at_once = max(1, TOKENS_AT_ONCE // len(tokens))
-    parts = [piece for part in cache[0].parts(tokens) for piece in part.split(at_once, 1)]
+    parts = [piece for part in cache[0].split_tokens(tokens) for piece in part.split(at_once, 1)]
     wanted = targets.split([part.shape[1] for part in parts], 1)
-    with at_rest(model), n_of_the_text(model, cache) if n_held else nullcontext():
+    with evaluation_mode(model), include_evicted_keys(model, cache) if n_held else nullcontext():
         nll = [token_nll(model(part, cache), target) for part, target in zip(parts, wanted, strict=True)]
     return torch.cat(nll, 1).double().sum(0) / (targets != IGNORED).sum(0)
 
 
 @torch.no_grad()
-def keys_and_thresholds(model: DecoderLM, length: int, eviction: Eviction | None = None) -> dict[str, np.ndarray]:
+def compute_keys_and_thresholds(
+    model: DecoderLM, length: int, eviction: Eviction | None = None
+) -> dict[str, np.ndarray]:
     """`n`, the keys that the row at each position sees, int64 `[T]`, and its `theta`, float32 `[layers, H, T]`, if any.
 
     With a cache that evicts both are those within the cache.
     """
     place = torch.arange(1, length + 1, device=model.device)
-    place = place if eviction is None else place.clamp(max=eviction.room)
+    place = place if eviction is None else place.clamp(max=eviction.capacity)
     n = place if model.cfg.attention.window is None else place.clamp(max=model.cfg.attention.window)
     shape = 1, 1, length, 1
     rows = Rows(torch.ones(shape, dtype=torch.bool, device=model.device), n.view(shape).float(), place.view(shape))
@@ -66,24 +68,24 @@ def keys_and_thresholds(model: DecoderLM, length: int, eviction: Eviction | None
     return {"n": n.cpu().numpy()} | ({"theta": torch.stack(thetas).float().cpu().numpy()} if thetas else {})
 
 
-def at_length(model: DecoderLM, length: int) -> dict[str, np.ndarray]:
+def compute_length_arrays(model: DecoderLM, length: int) -> dict[str, np.ndarray]:
     """The arrays `length/n` and `length/theta`."""
-    return {f"length/{name}": x for name, x in keys_and_thresholds(model, length).items()}
+    return {f"length/{name}": x for name, x in compute_keys_and_thresholds(model, length).items()}
 
 
-def streamed(model: DecoderLM, batch: Batch, eviction: Eviction) -> dict[str, np.ndarray]:
+def compute_streaming_arrays(model: DecoderLM, batch: Batch, eviction: Eviction) -> dict[str, np.ndarray]:
     """The arrays `streamed/loss` float32 `[T]`, nats; `streamed/n`, `streamed/theta`; `streamed/kept` int64 `[2]`.
 
     kept: the first and the newest tokens in the cache.
     """
     loss = loss_by_position(model, batch, eviction)
-    of_rows = keys_and_thresholds(model, len(loss), eviction)
+    of_rows = compute_keys_and_thresholds(model, len(loss), eviction)
     kept = np.array([eviction.first, eviction.window], np.int64)
     arrays = {"loss": loss.float().cpu().numpy(), "kept": kept} | of_rows
     return {STREAMED + name: x for name, x in arrays.items()}
 
 
-def scalars(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
+def compute_length_metrics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
     """The metrics that are made of one measurement's arrays, `loss/by_position` among them.
 
     Of all positions together the perplexity; of those beyond the trained context `perplexity_beyond`, of those that
@@ -130,10 +132,10 @@ class Lengths(Evaluation):
         found = {}
         for times in self.times:
             source = data.at_length(times * model.context_length).load()
-            (batch,) = validation_sample(source, self.sequences)
+            (batch,) = sample_validation(source, self.sequences)
             loss = loss_by_position(model, batch)
             parts = {"loss": loss, "loss_last_quarter": loss[3 * len(loss) // 4 :]}
-            found |= named_losses(f"length_{times}x/", parts, source)
+            found |= make_loss_metrics(f"length_{times}x/", parts, source)
         return found
 
 
@@ -181,15 +183,15 @@ class Streaming(Evaluation):
         With thresholds by position in the text `streaming/4_and_64_n_held/loss` and `loss_excess`.
         """
         source = data.at_length(self.times * model.context_length).load()
-        (batch,) = validation_sample(source, self.sequences)
+        (batch,) = sample_validation(source, self.sequences)
         after = max(self.first) + self.window
         whole = loss_by_position(model, batch)[after:]
-        found = named_losses("streaming/whole/", {"loss": whole}, source)
+        found = make_loss_metrics("streaming/whole/", {"loss": whole}, source)
         ways = {"": False, "_n_held": True} if self.n_held else {"": False}
         for first, (name, n_held) in product(self.first, ways.items()):
             loss = loss_by_position(model, batch, Eviction(first, self.window), n_held)[after:]
             losses = {"loss": loss, "loss_excess": loss - whole}
-            found |= named_losses(f"streaming/{first}_and_{self.window}{name}/", losses, source)
+            found |= make_loss_metrics(f"streaming/{first}_and_{self.window}{name}/", losses, source)
         return found
 
 
@@ -199,7 +201,7 @@ def check_reach(model: DecoderLM, data: DataConfig, length: int) -> None:
     data.at_length(length).load()
 
 
-def named_losses(prefix: str, losses: Mapping[str, Tensor], source: DataSource) -> dict[str, float]:
+def make_loss_metrics(prefix: str, losses: Mapping[str, Tensor], source: DataSource) -> dict[str, float]:
     """Means of losses by position, nats; where the data are text also in bits per byte."""
     found = {prefix + name: loss.nanmean().item() for name, loss in losses.items()}
     if "bytes_per_token" in source.info:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
-from lit_lazy.data.documents import offline_unless_the_hub_answers, quiet_datasets
+from lit_lazy.data.documents import go_offline_unless_hub_answers, import_datasets_quietly
 from lit_lazy.data.tokeniser import Tokenizer
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checks import require, require_whole
-from lit_lazy.support.errors import causes, one_line
+from lit_lazy.support.errors import iter_causes, one_line
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -66,14 +66,14 @@ COLUMNS = (
 """In their usual order. Perplexities are by word: of WikiText per word of the text, of LAMBADA of the last word."""
 
 
-def average(scores: Mapping[tuple[str, str], float]) -> float | None:
+def average_accuracy(scores: Mapping[tuple[str, str], float]) -> float | None:
     """Mean of the eight accuracies, by task and metric; None where one is missing."""
     wanted = [(column.task, column.metric) for column in COLUMNS if column.is_accuracy]
     return sum(scores[each] for each in wanted) / len(wanted) if all(each in scores for each in wanted) else None
 
 
 @dataclass(frozen=True)
-class Benchmarks:
+class BenchmarkResults:
     """What some tasks gave."""
 
     scores: dict[tuple[str, str], float]
@@ -88,9 +88,9 @@ class Benchmarks:
     @property
     def average(self) -> float | None:
         """Mean of the eight accuracies; None unless all were measured."""
-        return average(self.scores)
+        return average_accuracy(self.scores)
 
-    def error(self, column: BenchmarkColumn) -> float | None:
+    def standard_error(self, column: BenchmarkColumn) -> float | None:
         """Standard error of an accuracy by the number of its questions; of a perplexity none is given."""
         n, p = self.samples.get(column.task, 0), self.scores.get((column.task, column.metric))
         return math.sqrt(p * (1 - p) / (n - 1)) if column.is_accuracy and p is not None and n > 1 else None
@@ -117,7 +117,7 @@ class Benchmarks:
         }
         columns = [
             {"title": column.title, "task": column.task, "metric": column.metric, "value": value}
-            | {"standard_error": self.error(column)}
+            | {"standard_error": self.standard_error(column)}
             for column, value in self.columns()
         ]
         return {"columns": columns, "average": self.average, "tasks": tasks, **self.facts}
@@ -156,14 +156,14 @@ def load_tasks(names: Sequence[str], manager: "TaskManager", option: str = "task
 
     option: by which they were named, for errors.
     """
-    quiet_datasets()
-    offline_unless_the_hub_answers()
+    import_datasets_quietly()
+    go_offline_unless_hub_answers()
     tasks = []
     for name in names:
         try:
             tasks.append(manager.load([name])["tasks"][name])
         except Exception as error:  # of the harness, of datasets, of the network
-            why = next((one_line(cause) for cause in causes(error) if isinstance(cause, OSError)), one_line(error))
+            why = next((one_line(cause) for cause in iter_causes(error) if isinstance(cause, OSError)), one_line(error))
             raise ValueError(
                 f"{option}={name!r}: its data cannot be had ({why}); check the network, or leave the task out"
             ) from None
@@ -177,16 +177,16 @@ def benchmark(
     limit: int | None = None,
     autocast: AbstractContextManager[object] | None = None,
     count: "Count" = lambda _done, _total: None,
-) -> Benchmarks:
+) -> BenchmarkResults:
     """The tasks' metrics of a model, where it is. limit: questions of each task, at most.
 
     autocast: the precision of the model's passes.
     """
     import lm_eval
 
-    from lit_lazy.measure.harness.asked import Asked
+    from lit_lazy.measure.harness.asked import LmEvalAdapter
 
-    asked = Asked(model, tokenizer, autocast, count)
+    asked = LmEvalAdapter(model, tokenizer, autocast, count)
     by_name = {task.config.task: task for task in tasks}
     for task in tasks:
         task.set_config(key="num_fewshot", value=0)
@@ -213,7 +213,7 @@ def benchmark(
         "requests": asked.requests,
         "requests_cut_on_the_left": asked.cut,
     }
-    return Benchmarks(
+    return BenchmarkResults(
         scores,
         {task: counts["effective"] for task, counts in found["n-samples"].items()},
         {task: str(found["versions"][task]) for task in by_name},
@@ -221,7 +221,7 @@ def benchmark(
     )
 
 
-def tokenizer_of(data: DataConfig, vocab_size: int) -> Tokenizer:
+def require_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer:
     """What turns text into the tokens of a model of these data. Raises ValueError where that is not to be had."""
     tokenizer = data.load_tokenizer()
     if tokenizer is None:
@@ -262,21 +262,21 @@ class LmEval(Evaluation):
 
     def check(self, model: DecoderLM, data: DataConfig) -> None:
         """Raise ValueError where data are no text, or harness, a task or its data are missing; these are downloaded."""
-        tokenizer_of(data, model.embedding.num_embeddings)
+        require_tokenizer(data, model.embedding.num_embeddings)
         folder = self.task_folder
         require(folder is None or Path(folder).is_dir(), "LmEval.task_folder", folder, "is no folder; give one")
-        self._loaded()
+        self._load_tasks()
 
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
         """`lm-eval/piqa/acc` and so on; of all eight accuracies `lm-eval/average`, too."""
-        tokenizer = tokenizer_of(data, model.embedding.num_embeddings)
-        return benchmark(model, tokenizer, self._loaded(), self.limit).metrics()
+        tokenizer = require_tokenizer(data, model.embedding.num_embeddings)
+        return benchmark(model, tokenizer, self._load_tasks(), self.limit).metrics()
 
-    def _loaded(self) -> list[Any]:
-        return _loaded_once(self.tasks, self.task_folder)
+    def _load_tasks(self) -> list[Any]:
+        return _load_tasks_once(self.tasks, self.task_folder)
 
 
 @functools.cache
-def _loaded_once(names: tuple[str, ...], folder: str | None) -> list[Any]:
+def _load_tasks_once(names: tuple[str, ...], folder: str | None) -> list[Any]:
     """Every row of an ablation is checked, with the same tasks."""
     return load_tasks(names, find_tasks(names, Path(folder) if folder is not None else None))

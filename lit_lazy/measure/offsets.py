@@ -5,10 +5,10 @@ from torch import Tensor
 
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.support.spread import whole
+from lit_lazy.support.spread import gather_full_tensor
 
 
-def taus(model: DecoderLM) -> Tensor | None:
+def collect_taus(model: DecoderLM) -> Tensor | None:
     """A copy of the offset parameters, `[layers, H]`, or `[layers, H, N]` for the threshold per_token.
 
     None where the normaliser has no parameter of that name by head.
@@ -17,12 +17,12 @@ def taus(model: DecoderLM) -> Tensor | None:
     for layer in model.attentions:
         tau = dict(layer.normaliser.named_parameters()).get("tau")
         if tau is not None and tau.dim() in (1, 2) and len(tau) == layer.n_heads:
-            found.append(whole(tau.detach()))
+            found.append(gather_full_tensor(tau.detach()))
     return torch.stack(found) if found else None
 
 
 @torch.no_grad()
-def bias_curves(model: DecoderLM, length: int) -> Tensor | None:
+def compute_bias_curves(model: DecoderLM, length: int) -> Tensor | None:
     """What is added to the scores at the distances 0..length-1, `[layers, H, length]`; None without a bias.
 
     The table, zero beyond its end, minus slope times distance. Raises ValueError where the bias cannot serve so many
@@ -32,10 +32,10 @@ def bias_curves(model: DecoderLM, length: int) -> Tensor | None:
     if all(term == BiasTerms() for term in terms):
         return None
     flat = model.attentions[0].q.weight.new_zeros(model.attentions[0].n_heads, length)
-    return torch.stack([_added(term, flat) for term in terms])
+    return torch.stack([_compute_bias_curve(term, flat) for term in terms])
 
 
-def _added(terms: BiasTerms, flat: Tensor) -> Tensor:
+def _compute_bias_curve(terms: BiasTerms, flat: Tensor) -> Tensor:
     """flat: zeros `[H, length]`."""
     curve = flat.clone()
     if terms.table is not None:
@@ -46,7 +46,7 @@ def _added(terms: BiasTerms, flat: Tensor) -> Tensor:
     return curve
 
 
-def alibi_fit(curves: Tensor) -> tuple[Tensor, Tensor]:
+def fit_alibi(curves: Tensor) -> tuple[Tensor, Tensor]:
     """The least squares fit `c - slope * d` of curves `[..., length]` over the distances d = 0..length-1, in fp64.
 
     Returns the slope (negative where a curve rises) and the distance to that line: the norm of the residual over the

@@ -82,18 +82,18 @@ def summarise(
     columns = torch.zeros(batch, heads, length, dtype=dtype, device=q.device)
     # Rows of each tile with a weight in it, and in the last place of the heads those with a visible key.
     touched = torch.zeros(batch, heads + 1, n_tiles, n_tiles, dtype=torch.int32, device=q.device)
-    by_row = torch.zeros(len(_Rows._fields), batch, heads, length, dtype=dtype, device=q.device)
+    by_row = torch.zeros(len(_RowStatistics._fields), batch, heads, length, dtype=dtype, device=q.device)
     first = torch.zeros(batch, heads, length, min(FIRST_KEYS, length), dtype=dtype, device=q.device)
     thresholded, theta = False, None
-    for sequences, rows in _blocks(batch, heads * normaliser.maps, length, most_scores):
+    for sequences, rows in _split_into_blocks(batch, heads * normaliser.maps, length, most_scores):
         keys = k[sequences, :, : rows.stop]
-        block = normaliser.weights_of(call._replace(q=q[sequences, :, rows], k=keys, v=keys))
+        block = normaliser.compute_weights(call._replace(q=q[sequences, :, rows], k=keys, v=keys))
         theta = normaliser.theta(block.rows)
         counts = counted[sequences, None, rows]
         block = block._replace(w=block.w.masked_fill(~counts[..., None], 0))
         seen = block.rows.visible & counts[..., None]
 
-        by_row[:, sequences, :, rows] = torch.stack(_rows(block, theta, seen, counts))
+        by_row[:, sequences, :, rows] = torch.stack(_summarise_rows(block, theta, seen, counts))
         first[sequences, :, rows, : rows.stop] = block.w[..., : first.shape[-1]]
         columns[sequences, :, : rows.stop] += block.w.sum(2)
         used = torch.cat([block.w != 0, seen], 1)
@@ -102,11 +102,11 @@ def summarise(
         touched[sequences, :, :, : used.shape[-1]].index_add_(2, tile_rows, used)
         thresholded = thresholded or (theta is not None and bool((theta != 0).any()))
 
-    alive = {tile: _count(touched, tile, counted) for tile in TILES}
+    alive = {tile: _count_touched(touched, tile, counted) for tile in TILES}
     return RowSummary(
-        **_Rows(*by_row)._asdict(),
+        **_RowStatistics(*by_row)._asdict(),
         first=first,
-        visible=_visible(length, call.window, q.device),
+        visible=_count_visible(length, call.window, q.device),
         columns=columns,
         alive_tiles={tile: number[:, :-1] for tile, number in alive.items()},
         tiles={tile: number[:, -1] for tile, number in alive.items()},
@@ -117,7 +117,7 @@ def summarise(
     )
 
 
-class _Rows(NamedTuple):
+class _RowStatistics(NamedTuple):
     """The fields of `RowSummary` that are `[B, H, T]`, here of some rows; all but the columns."""
 
     mass: Tensor
@@ -130,7 +130,7 @@ class _Rows(NamedTuple):
     score_variance: Tensor
 
 
-def _rows(block: RuleWeights, theta: Tensor | None, seen: Tensor, counts: Tensor) -> _Rows:
+def _summarise_rows(block: RuleWeights, theta: Tensor | None, seen: Tensor, counts: Tensor) -> _RowStatistics:
     """seen: bool `[B, 1, Lq, Lk]`, visible keys of rows that count; counts: bool `[B, 1, Lq]`."""
     w, n = block.w, seen.sum(-1)
     total = w.sum(-1)
@@ -141,7 +141,7 @@ def _rows(block: RuleWeights, theta: Tensor | None, seen: Tensor, counts: Tensor
     deviation = (scores - mean).masked_fill_(~seen[:, :, None], 0)
     variance = deviation.square_().sum(-1) / (n - 1).clamp(min=1)[:, :, None]
     flat = torch.zeros_like(total)
-    return _Rows(
+    return _RowStatistics(
         mass=torch.where(counts, block.mass, 0),
         total=total,
         theta=flat if theta is None else torch.where(counts, theta.squeeze(-1), 0).expand_as(flat),
@@ -153,25 +153,25 @@ def _rows(block: RuleWeights, theta: Tensor | None, seen: Tensor, counts: Tensor
     )
 
 
-def _blocks(batch: int, heads: int, length: int, most_scores: int) -> list[tuple[slice, slice]]:
+def _split_into_blocks(batch: int, heads: int, length: int, most_scores: int) -> list[tuple[slice, slice]]:
     """Slices of sequences and of rows. A normaliser holds the offsets of all its heads, so these stay together.
 
     The last rows come first: they have the largest matrices, into whose freed memory those of the others fit.
     """
     n_rows = min(BLOCK_ROWS, max(1, most_scores // (heads * length)))
     n_sequences = max(1, most_scores // (heads * length * n_rows))
-    return list(product(_slices(batch, n_sequences), reversed(_slices(length, n_rows))))
+    return list(product(_make_slices(batch, n_sequences), reversed(_make_slices(length, n_rows))))
 
 
-def _slices(end: int, step: int) -> list[slice]:
+def _make_slices(end: int, step: int) -> list[slice]:
     return [slice(start, min(start + step, end)) for start in range(0, end, step)]
 
 
-def _count(touched: Tensor, tile: int, counted: Tensor) -> Tensor:
+def _count_touched(touched: Tensor, tile: int, counted: Tensor) -> Tensor:
     """Number of tiles that are touched, `[B, H + 1]`, in sequences of at least one tile."""
     merged = max_pool2d(touched.float(), tile // TILES[0], ceil_mode=True) > 0
     return merged.sum((2, 3)) * (counted.sum(1) >= tile)[:, None]
 
 
-def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
+def _count_visible(length: int, window: int | None, device: torch.device) -> Tensor:
     return torch.arange(1, length + 1, device=device).clamp(max=window or length)

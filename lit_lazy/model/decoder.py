@@ -12,7 +12,7 @@ from flash_lazy import Stats
 from lit_lazy.attention import Attention, Cache, Eviction, MixerModule, StreamingCache
 from lit_lazy.attention.initial import SelfInitialised
 from lit_lazy.config.schema import ModelConfig
-from lit_lazy.model.dropout import dropped
+from lit_lazy.model.dropout import apply_dropout
 from lit_lazy.support.errors import one_line
 
 NORM_EPS = 1e-6
@@ -58,12 +58,12 @@ class Block(nn.Module):
         dropout_keys: int64 `[B]`, what is drawn for each sequence; None where nothing is dropped.
         """
         mixed, stats = self.attention(self.attention_norm(x), rotate, cache, with_stats, key_mask, cu_seqlens)
-        x = x + self._dropped(mixed, dropout_keys, 0)
-        return x + self._dropped(self.mlp(self.mlp_norm(x)), dropout_keys, 1), stats
+        x = x + self._apply_dropout(mixed, dropout_keys, 0)
+        return x + self._apply_dropout(self.mlp(self.mlp_norm(x)), dropout_keys, 1), stats
 
-    def _dropped(self, added: Tensor, keys: Tensor | None, part: int) -> Tensor:
+    def _apply_dropout(self, added: Tensor, keys: Tensor | None, part: int) -> Tensor:
         drops = keys is not None and self.residual_dropout > 0
-        return dropped(added, self.residual_dropout, keys, 2 * self.layer + part) if drops else added
+        return apply_dropout(added, self.residual_dropout, keys, 2 * self.layer + part) if drops else added
 
 
 class DecoderLM(nn.Module):
@@ -147,22 +147,22 @@ class DecoderLM(nn.Module):
         of the last token alone; those of a long prompt may not fit into memory. place: int64 `[B, L]`, where each
         token stands in its document, from 0: then it sees that document alone; without a cache and a key mask.
         """
-        x = self._hidden(tokens, cache, with_stats=False, key_mask=key_mask, place=place)[0]
+        x = self._compute_hidden(tokens, cache, with_stats=False, key_mask=key_mask, place=place)[0]
         return self.head(x[:, -1:] if last_only else x)
 
-    def hidden(self, tokens: Tensor, place: Tensor | None = None, dropout_keys: Tensor | None = None) -> Tensor:
+    def compute_hidden(self, tokens: Tensor, place: Tensor | None = None, dropout_keys: Tensor | None = None) -> Tensor:
         """What the head reads, `[B, L, d_model]`: for a loss that never holds all logits (`head_nll`).
 
         dropout_keys: int64 `[B]`, from which each sequence's dropout is drawn in training (`sequence_keys`); None for
         none.
         """
-        return self._hidden(tokens, None, with_stats=False, place=place, dropout_keys=dropout_keys)[0]
+        return self._compute_hidden(tokens, None, with_stats=False, place=place, dropout_keys=dropout_keys)[0]
 
-    def hidden_with_stats(self, tokens: Tensor, place: Tensor | None = None) -> tuple[Tensor, list[Stats]]:
+    def compute_hidden_with_stats(self, tokens: Tensor, place: Tensor | None = None) -> tuple[Tensor, list[Stats]]:
         """The same, and what each layer's attention rows did: one `Stats` of `[B, H, L]` per layer."""
-        return self._hidden(tokens, None, with_stats=True, place=place)
+        return self._compute_hidden(tokens, None, with_stats=True, place=place)
 
-    def _hidden(
+    def _compute_hidden(
         self,
         tokens: Tensor,
         cache: Sequence[Cache] | None,
@@ -177,7 +177,7 @@ class DecoderLM(nn.Module):
         places = () if place is None else (place,)
         x = self.position.embed(self.embedding(tokens), offset + span - new, *places)
         rotate = self.position.rotation(span, offset, *places)
-        cu_seqlens = None if place is None else boundaries(place)
+        cu_seqlens = None if place is None else find_boundaries(place)
         collected: list[Stats] = []
         for index, block in enumerate(self.blocks):
             layer_cache = cache[index] if cache else None
@@ -192,7 +192,7 @@ class DecoderLM(nn.Module):
         return self.norm(x), collected
 
 
-def boundaries(place: Tensor) -> Tensor:
+def find_boundaries(place: Tensor) -> Tensor:
     """Where documents begin among the tokens of all sequences, and their number at last: int32 `[n + 1]`.
 
     place: int64 `[B, L]`, 0 where a document begins, and at the first token of every sequence.

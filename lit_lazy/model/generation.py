@@ -34,7 +34,7 @@ class Sampling:
 GREEDY = Sampling(temperature=0.0)
 
 
-class Drawn(NamedTuple):
+class GeneratedToken(NamedTuple):
     """A token, and which of the prompts it continues, from 0."""
 
     prompt: int
@@ -73,7 +73,7 @@ class Generation:
         self.sampling, self.stop, self.eviction = sampling, stop, eviction
         self.batches = list(self._batches())
         model.new_cache(eviction)
-        model.check_length(max((self._keys(batch) for batch in self.batches), default=0))
+        model.check_length(max((self._count_keys(batch) for batch in self.batches), default=0))
         self.cache_bytes = 0
         """Of the largest cache so far, all layers."""
         self.evicted = 0
@@ -83,10 +83,10 @@ class Generation:
         """The prompts that are decoded together."""
         order = sorted(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
         yield from (
-            [order] if self._may_pad() else [list(same) for _, same in groupby(order, lambda i: len(self.prompts[i]))]
+            [order] if self._can_pad() else [list(same) for _, same in groupby(order, lambda i: len(self.prompts[i]))]
         )
 
-    def _may_pad(self) -> bool:
+    def _can_pad(self) -> bool:
         """Whether padding on the left changes nothing; the fused kernels take no mask for it."""
         layers = self.model.attentions
         if not layers:
@@ -98,19 +98,19 @@ class Generation:
     def most_cache_bytes(self) -> int:
         """What caches may take at most, without memory for tokens that never come."""
         width = sum(layer.n_kv_heads * layer.head_dim for layer in self.model.attentions)
-        keys = max((len(batch) * self._keys(batch) for batch in self.batches), default=0)
+        keys = max((len(batch) * self._count_keys(batch) for batch in self.batches), default=0)
         return 2 * width * keys * self.model.norm.weight.element_size()
 
-    def _keys(self, batch: list[int]) -> int:
+    def _count_keys(self, batch: list[int]) -> int:
         # The last token that is drawn is not read.
         longest = max((len(self.prompts[i]) for i in batch), default=0) + self.tokens - 1
-        return longest if self.eviction is None else min(longest, self.eviction.room)
+        return longest if self.eviction is None else min(longest, self.eviction.capacity)
 
-    def __iter__(self) -> Iterator[Drawn]:
+    def __iter__(self) -> Iterator[GeneratedToken]:
         for batch in self.batches:
-            yield from self._decoded(batch)
+            yield from self._decode_batch(batch)
 
-    def _decoded(self, batch: list[int]) -> Iterator[Drawn]:
+    def _decode_batch(self, batch: list[int]) -> Iterator[GeneratedToken]:
         # No mode of torch is on while a token is handed out: it would be the caller's, too.
         prompts = [self.prompts[i] for i in batch]
         longest = max(map(len, prompts))
@@ -121,12 +121,12 @@ class Generation:
         generators = [parameter_generator(self.sampling.seed, f"prompt {i}") for i in batch]
         unfinished = dict(enumerate(batch))
         for _ in range(self.tokens):
-            found = draw(self._read(tokens, cache, mask), self.sampling, generators)
+            found = draw(self._compute_logits(tokens, cache, mask), self.sampling, generators)
             for row, prompt in list(unfinished.items()):
                 if (token := int(found[row])) == self.stop:
                     del unfinished[row]
                 else:
-                    yield Drawn(prompt, token)
+                    yield GeneratedToken(prompt, token)
             if not unfinished:
                 break
             tokens = found[:, None]
@@ -135,11 +135,11 @@ class Generation:
         self.cache_bytes = max(self.cache_bytes, sum(layer.nbytes for layer in cache))
 
     @torch.no_grad()
-    def _read(self, tokens: Tensor, cache: list[Cache], mask: Tensor | None) -> Tensor:
+    def _compute_logits(self, tokens: Tensor, cache: list[Cache], mask: Tensor | None) -> Tensor:
         """The logits `[B, V]` behind tokens `[B, L]`."""
         device = self.model.device
         mask = None if mask is None else mask.to(device)
-        *_, last = (self.model(part.to(device), cache, mask, last_only=True) for part in cache[0].parts(tokens))
+        *_, last = (self.model(part.to(device), cache, mask, last_only=True) for part in cache[0].split_tokens(tokens))
         return last[:, -1]
 
 

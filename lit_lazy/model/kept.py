@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def kept_bytes(call: Callable[[], object], own: Iterable[Tensor]) -> int:
+def measure_saved_bytes(call: Callable[[], object], own: Iterable[Tensor]) -> int:
     """Bytes of the storages that a call keeps for its backward pass; `own`, such as parameters, do not count."""
     known = {tensor.untyped_storage().data_ptr() for tensor in own}
     storages: dict[int, torch.UntypedStorage] = {}

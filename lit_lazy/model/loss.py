@@ -27,7 +27,7 @@ def head_nll(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     Never more than LOGITS_AT_ONCE logits are in memory, also in the backward pass, which computes them again: tokens
     come in blocks where there are more.
     """
-    return _by_blocks(_nll, hidden, head, targets)
+    return _apply_in_blocks(_nll, hidden, head, targets)
 
 
 def head_nll_and_log_z(hidden: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,11 +35,13 @@ def head_nll_and_log_z(hidden: Tensor, head: Tensor, targets: Tensor) -> tuple[T
 
     0 where the target is `IGNORED`.
     """
-    nll, log_z = _by_blocks(_nll_and_log_z, hidden, head, targets)
+    nll, log_z = _apply_in_blocks(_nll_and_log_z, hidden, head, targets)
     return nll, log_z
 
 
-def _by_blocks(of_logits: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+def _apply_in_blocks(
+    of_logits: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, head: Tensor, targets: Tensor
+) -> Tensor:
     """A function of logits `[N, V]` and targets `[N]` to `[..., N]`, of all tokens: `[..., B, L]`."""
     tokens = max(1, LOGITS_AT_ONCE // head.shape[0])
     if targets.numel() <= tokens:

@@ -16,7 +16,7 @@ def matching_d_ff(cfg: ModelConfig, like: ModelConfig) -> int:
     Parameters that grow with the context length are not counted. Nothing is allocated. Raises ValueError where the
     mixer alone has more.
     """
-    mixer, other = (_parameters_of_mixer(each) for each in (cfg, like))
+    mixer, other = (_count_mixer_parameters(each) for each in (cfg, like))
     per_width = 3 * cfg.d_model
     block = other + 3 * like.d_model * like.d_ff
     exact = (block - mixer) / per_width
@@ -32,6 +32,6 @@ def matching_d_ff(cfg: ModelConfig, like: ModelConfig) -> int:
     )
 
 
-def _parameters_of_mixer(cfg: ModelConfig) -> int:
+def _count_mixer_parameters(cfg: ModelConfig) -> int:
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in cfg.build_mixer(layer=0, context_length=1).parameters())

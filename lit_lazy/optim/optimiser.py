@@ -127,8 +127,10 @@ class Muon(Optimiser):
         self, groups: Sequence[Group], matrices: Collection[Tensor], betas: tuple[float, float]
     ) -> torch.optim.Optimizer:
         chosen = set(matrices)
-        others = _having(groups, lambda parameter: parameter not in chosen)
-        own = [{**group, "lr": self.lr_scale * group["lr"]} for group in _having(groups, chosen.__contains__)]
+        others = _select_parameters(groups, lambda parameter: parameter not in chosen)
+        own = [
+            {**group, "lr": self.lr_scale * group["lr"]} for group in _select_parameters(groups, chosen.__contains__)
+        ]
         muon = torch.optim.Muon(
             own,
             momentum=self.momentum,
@@ -136,21 +138,21 @@ class Muon(Optimiser):
             ns_steps=self.iterations,
             adjust_lr_fn=self.adjustment,
         )
-        return Joined(AdamW(self.eps).build(others, matrices, betas), muon)
+        return CombinedOptimizer(AdamW(self.eps).build(others, matrices, betas), muon)
 
     def moments(self, matrix: bool) -> int:
         return 1 if matrix else 2
 
 
-class Joined(torch.optim.Optimizer):
+class CombinedOptimizer(torch.optim.Optimizer):
     """Optimisers of different parameters as one: their groups one after the other, one state, one checkpoint."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
         super().__init__([group for part in parts for group in part.param_groups], {})
-        self._share()
+        self._share_state()
 
-    def _share(self) -> None:
+    def _share_state(self) -> None:
         """Let the parts work on the groups and the state of the whole, which schedules and checkpoints know."""
         groups = iter(self.param_groups)
         for part in self.parts:
@@ -160,7 +162,7 @@ class Joined(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As any optimiser's; torch puts new groups and a new state in place of the former."""
         super().load_state_dict(state_dict)
-        self._share()
+        self._share_state()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -174,7 +176,7 @@ class Joined(torch.optim.Optimizer):
         return loss
 
 
-def _having(groups: Sequence[Group], wanted: Callable[[Tensor], bool]) -> list[Group]:
+def _select_parameters(groups: Sequence[Group], wanted: Callable[[Tensor], bool]) -> list[Group]:
     """The groups, of whose parameters some are wanted, with these alone."""
     parts = [{**group, "params": [*filter(wanted, group["params"])]} for group in groups]
     return [group for group in parts if group["params"]]

@@ -14,7 +14,7 @@ from lit_lazy.config.canonical import to_dict
 from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataConfig, DataSource
-from lit_lazy.figures import FIGURE_NAMES, run_figures, save_figure
+from lit_lazy.figures import FIGURE_NAMES, draw_run_figures, save_figure
 from lit_lazy.measure import lengths
 from lit_lazy.measure.diagnostics import (
     SAMPLE,
@@ -22,21 +22,21 @@ from lit_lazy.measure.diagnostics import (
     Diagnostics,
     Maps,
     measure,
-    validation_sample,
+    sample_validation,
 )
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.support.console import clock
-from lit_lazy.support.disk import writable_folder, write_text
+from lit_lazy.support.console import format_duration
+from lit_lazy.support.disk import check_writable_folder, write_text
 from lit_lazy.support.errors import UnfinishedError, one_line
-from lit_lazy.support.provenance import environment
-from lit_lazy.support.secrets import command_line
+from lit_lazy.support.provenance import collect_environment
+from lit_lazy.support.secrets import format_command_line
 from lit_lazy.tracking.tracker import Tracker, TrackingError, check_store, default_uri
 from lit_lazy.training import checkpoints
-from lit_lazy.training.devices import training_device
+from lit_lazy.training.devices import select_training_device
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.prepare import loaded
+from lit_lazy.training.prepare import load_data
 from lit_lazy.training.result import FINAL_CHECKPOINT
-from lit_lazy.training.watch import Watch, tau_history
+from lit_lazy.training.watch import STATE_KEY, tau_history
 
 EXPERIMENT = "diagnose"
 """Of MLflow."""
@@ -92,25 +92,25 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
     module = checkpoints.load(request.checkpoint)
     request.maps.check(module.model, "--")
     module.model.new_cache(request.eviction)
-    taus = watched_taus(request.checkpoint)
+    taus = read_taus(request.checkpoint)
     sources = load_sources(request, module)
-    writable_folder("--runs", request.runs)
-    writable_folder("--out", request.folder)
+    check_writable_folder("--runs", request.runs)
+    check_writable_folder("--out", request.folder)
     uri = default_uri(request.runs)
     check_store(uri)
 
     measured = measure_all(module, sources, taus, request, console)
-    metrics = measured.scalars() | whole_figures(measured)
-    files = write(measured, metrics, sources, request)
-    console(f"\n{table(metrics, measured.prefixes)}")
+    metrics = measured.scalars() | compute_metrics(measured)
+    files = write_results(measured, metrics, sources, request)
+    console(f"\n{format_table(metrics, measured.prefixes)}")
     console(f"\nfiles: {request.folder} ({', '.join(file.name for file in files)})")
     track(Tracker(uri, request.runs, EXPERIMENT), module.cfg, metrics, files, sources[""], request)
     return measured
 
 
-def watched_taus(checkpoint: Path) -> dict[int, torch.Tensor]:
+def read_taus(checkpoint: Path) -> dict[int, torch.Tensor]:
     """The taus `[layers, H]` that were kept during training, by step. Raises ValueError, in one line, for any other."""
-    taus = checkpoints.callback_state(checkpoint, Watch.__name__).get("taus", {})
+    taus = checkpoints.read_callback_state(checkpoint, STATE_KEY).get("taus", {})
     shapes = {getattr(tau, "shape", None) for tau in taus.values()} if isinstance(taus, dict) else {None}
     if (
         not all(len(shape or ()) == 2 for shape in shapes)
@@ -128,21 +128,21 @@ def load_sources(request: Request, module: LitLM) -> dict[str, DataSource]:
     """
     if request.data is None:
         config, named = module.cfg.data, f"checkpoint {str(request.checkpoint)!r}"
-        source = checkpoints.data_of_training(request.checkpoint, module)
+        source = checkpoints.load_training_data(request.checkpoint, module)
     else:
         config, named = load_experiment(find("experiments", request.data)).data, f"--data {request.data!r}"
-        source = loaded(config)
+        source = load_data(config)
         if source.vocab_size != module.hparams["vocab_size"]:
             raise ValueError(
                 f"{named}: the model reads a vocabulary of {module.hparams['vocab_size']} tokens, these data have "
                 f"{source.vocab_size}; name an experiment whose data agree"
             )
     check_length(module.model, source.context_length, named)
-    longer = {f"L{length}/": at_length(config, length, source, module.model) for length in request.lengths}
+    longer = {f"L{length}/": load_at_length(config, length, source, module.model) for length in request.lengths}
     return {"": source, **longer}
 
 
-def at_length(config: DataConfig, length: int, source: DataSource, model: DecoderLM) -> DataSource:
+def load_at_length(config: DataConfig, length: int, source: DataSource, model: DecoderLM) -> DataSource:
     """The same data in sequences of another length. Raises ValueError, in one line, where that cannot be."""
     option = f"--lengths {length}"
     if length == source.context_length:
@@ -152,7 +152,7 @@ def at_length(config: DataConfig, length: int, source: DataSource, model: Decode
     try:
         longer = config.at_length(length)
         model.check_length(length)
-        return loaded(longer)
+        return load_data(longer)
     except ValueError as error:
         raise ValueError(f"{option}: {one_line(error)}") from None
 
@@ -176,13 +176,13 @@ def measure_all(
 
     Each takes seconds to minutes, so the console says so before.
     """
-    device = training_device()
+    device = select_training_device()
     untrained, model = LitLM(**module.hparams).model.to(device), module.model.to(device)
     # The model itself comes first: what cannot be measured of it is not measured of the others.
     order = {"": sources[""], "init/": sources[""], **{prefix: sources[prefix] for prefix in sources if prefix}}
-    samples = {prefix: validation_sample(source, request.sequences) for prefix, source in order.items()}
+    samples = {prefix: sample_validation(source, request.sequences) for prefix, source in order.items()}
     evicting = len(sources) if request.eviction else 0
-    course = _Course([sample[0]["tokens"].numel() for sample in samples.values()], evicting, console)
+    course = _Progress([sample[0]["tokens"].numel() for sample in samples.values()], evicting, console)
     parts = {}
     for prefix, sample in samples.items():
         n, length = sample[0]["tokens"].shape
@@ -190,19 +190,21 @@ def measure_all(
         what = f"the {'untrained' if measured is untrained else 'trained'} model"
         course.begin(f"{what}: {n} sequences of {length} tokens")
         maps = request.maps if not prefix else None
-        found = measure(measured, sample, maps, request.sequences).arrays | lengths.at_length(measured, length)
+        found = measure(measured, sample, maps, request.sequences).arrays | lengths.compute_length_arrays(
+            measured, length
+        )
         course.end(n * length)
         if not prefix:
             found |= tau_history(taus)
         if request.eviction is not None and measured is model:
             kept = f"the first {request.eviction.first} and {request.eviction.window} newest tokens"
             course.begin(f"it again with {kept} in its cache, token by token")
-            found |= lengths.streamed(model, sample[0], request.eviction)
+            found |= lengths.compute_streaming_arrays(model, sample[0], request.eviction)
         parts[prefix] = Diagnostics(found)
-    return Diagnostics.joined(parts)
+    return Diagnostics.merge(parts)
 
 
-class _Course:
+class _Progress:
     """Says what is measured next, how fast it went so far, and how long the rest will take."""
 
     def __init__(self, tokens: Sequence[int], others: int, console: Callable[[str], None]) -> None:
@@ -215,7 +217,11 @@ class _Course:
         """Say it."""
         self.number += 1
         self._begun = time.monotonic()
-        rest = "" if self.others or not self.tokens else f", {clock(self.left * self.seconds / self.tokens)} left"
+        rest = (
+            ""
+            if self.others or not self.tokens
+            else f", {format_duration(self.left * self.seconds / self.tokens)} left"
+        )
         speed = f" ({self.tokens / self.seconds:,.0f} tokens/s{rest})" if self.tokens else ""
         self.console(f"measuring {self.number} of {self.of}, {what}{speed}")
 
@@ -225,7 +231,7 @@ class _Course:
         self.seconds += time.monotonic() - self._begun
 
 
-def whole_figures(measured: Diagnostics) -> dict[str, float]:
+def compute_metrics(measured: Diagnostics) -> dict[str, float]:
     """What a run measures of its whole validation set, of this sample, under each measurement's prefix.
 
     Means over layers, heads and positions; what is undefined is left out.
@@ -238,7 +244,7 @@ def whole_figures(measured: Diagnostics) -> dict[str, float]:
     }
     for prefix in measured.prefixes:
         own = {name.removeprefix(prefix): x for name, x in measured.arrays.items() if name.startswith(prefix)}
-        found |= {prefix + name: value for name, value in lengths.scalars(own).items()}
+        found |= {prefix + name: value for name, value in lengths.compute_length_metrics(own).items()}
         for name in ("weight", "share"):
             first = measured.arrays.get(f"{prefix}sink/{name}")
             if first is not None and np.isfinite(first[..., 0]).any():
@@ -246,7 +252,7 @@ def whole_figures(measured: Diagnostics) -> dict[str, float]:
     return found
 
 
-def write(
+def write_results(
     measured: Diagnostics, metrics: Mapping[str, float], sources: Mapping[str, DataSource], request: Request
 ) -> list[Path]:
     """The files of a diagnosis: arrays, facts, and each figure as PNG and SVG."""
@@ -255,7 +261,7 @@ def write(
     measured.save(folder / ARRAYS)
     facts = {
         "checkpoint": str(request.checkpoint),
-        "command": command_line(),
+        "command": format_command_line(),
         "data": {
             prefix or "trained": {
                 "name": source.name,
@@ -268,10 +274,10 @@ def write(
         "sequences": int(measured.arrays["sample"][0]),
         "maps": measured.arrays.get("maps/heads", np.empty(0)).tolist(),
         "metrics": dict(metrics),
-        "versions": environment(),
+        "versions": collect_environment(),
     }
     write_text(folder / FACTS, json.dumps(facts, indent=1, allow_nan=False) + "\n")
-    figures = run_figures(measured.arrays, request.name)
+    figures = draw_run_figures(measured.arrays, request.name)
     for name in FIGURE_NAMES:  # those of an earlier diagnosis would not be of this one's arrays
         for kind in ("png", "svg"):
             (folder / f"{name}.{kind}").unlink(missing_ok=True)
@@ -290,7 +296,7 @@ def track(
     """Log a diagnosis as a run of the MLflow experiment `diagnose`."""
     mixer, attention = cfg.model.mixer, cfg.model.attention
     parts = {"normaliser": attention.normaliser, "bias": attention.bias} if mixer.attends else {"mixer": mixer}
-    versions = environment()
+    versions = collect_environment()
     tags = {
         "kind": "diagnose",
         "checkpoint": str(request.checkpoint),
@@ -307,7 +313,7 @@ def track(
     }
     try:
         run_id = tracker.start_run(request.folder.name, tags, asked, to_dict(cfg))
-        tracker.keep_files(run_id, files)
+        tracker.log_files(run_id, files)
         tracker.finish(run_id, metrics, {}, step=cfg.train.steps)
     except TrackingError as error:
         raise UnfinishedError(
@@ -315,9 +321,9 @@ def track(
         ) from error
 
 
-def table(metrics: Mapping[str, float], prefixes: list[str]) -> str:
+def format_table(metrics: Mapping[str, float], prefixes: list[str]) -> str:
     """The metrics in groups, one a line, with a column for each measurement."""
-    names = sorted({name.removeprefix(_prefix(name, prefixes)) for name in metrics})
+    names = sorted({name.removeprefix(_find_prefix(name, prefixes)) for name in metrics})
     head = ["trained", *(prefix.removesuffix("/") for prefix in prefixes if prefix)]
     lines = ["".join([" " * 28, *(f"{title:>12}" for title in head)])]
     group = ""
@@ -331,5 +337,5 @@ def table(metrics: Mapping[str, float], prefixes: list[str]) -> str:
     return "\n".join(lines)
 
 
-def _prefix(name: str, prefixes: list[str]) -> str:
+def _find_prefix(name: str, prefixes: list[str]) -> str:
     return next((prefix for prefix in prefixes if prefix and name.startswith(prefix)), "")

@@ -18,17 +18,17 @@ from matplotlib.figure import Figure
 
 from lit_lazy import figures
 from lit_lazy.figures.ablation import Histories
-from lit_lazy.figures.common import in_style
-from lit_lazy.grid.plan import Plan, read_plan, table_from_mlflow
+from lit_lazy.figures.common import use_style
+from lit_lazy.grid.plan import Plan, build_table_from_mlflow, read_plan
 from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.report.captions import ABOUT_READING, CAPTIONS, ONE_SEED, READING
 from lit_lazy.report.style import PAGE, STYLE
 from lit_lazy.support.disk import write_text
-from lit_lazy.support.errors import meant
-from lit_lazy.support.secrets import redacted
-from lit_lazy.table.blocks import html_row
+from lit_lazy.support.errors import did_you_mean
+from lit_lazy.support.secrets import redact_url
+from lit_lazy.table.blocks import format_html_row
 from lit_lazy.table.records import Table
-from lit_lazy.table.render import html_parts
+from lit_lazy.table.render import render_html_parts
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
 from lit_lazy.tracking.views import run_link
 from lit_lazy.training.result import DIAGNOSTICS
@@ -52,24 +52,24 @@ WATCHED = ("watch/tau_layer_", "watch/first_key_")
 
 def write_report(tracker: Tracker, parent_id: str, folder: Path) -> list[Path]:
     """Write the report of an ablation's parent run, and its figures over all variants, into a folder; the paths."""
-    material = _gathered(tracker, parent_id)
-    path, drawn = folder / REPORT, _drawn(material)
-    write_text(path, _page(material, drawn))
+    material = _gather_material(tracker, parent_id)
+    path, drawn = folder / REPORT, _draw_figures(material)
+    write_text(path, _render_page(material, drawn))
     return [path, *(file for name, figure in drawn.items() for file in figures.save_figure(figure, folder / name))]
 
 
-def report_html(tracker: Tracker, parent_id: str, ui_url: str | None = None, drawn: Sequence[str] = ()) -> str:
+def render_report(tracker: Tracker, parent_id: str, ui_url: str | None = None, drawn: Sequence[str] = ()) -> str:
     """The report of an ablation's parent run, from MLflow alone: an ASCII page, the same text for the same runs.
 
     ui_url: address of MLflow's pages; with it each run's id links to its page there. drawn: the variants that have
     figures of their own; none for the first 30. Raises ValueError for a ui_url that is no server's address, and for
     a name in `drawn` that is no variant's.
     """
-    material = _gathered(tracker, parent_id, ui_url, drawn)
-    return _page(material, _drawn(material))
+    material = _gather_material(tracker, parent_id, ui_url, drawn)
+    return _render_page(material, _draw_figures(material))
 
 
-def table_figures(table: Table) -> dict[str, Figure]:
+def draw_table_figures(table: Table) -> dict[str, Figure]:
     """What is drawn of a table alone, by name: what its verdict rests on, if it has one; differences; and losses."""
     if not any(row.n for row in table.rows):
         return {}
@@ -81,14 +81,18 @@ def table_figures(table: Table) -> dict[str, Figure]:
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def with_table(report: Path, table: Table, drawn: Mapping[str, Figure]) -> str:
+def replace_table(report: Path, table: Table, drawn: Mapping[str, Figure]) -> str:
     """The text of a report with what another table says, and what is drawn of it, in the place of its own."""
     text = report.read_text()
-    parts = [part.rstrip("\n") for part in html_parts(table)]
+    parts = [part.rstrip("\n") for part in render_html_parts(table)]
     news = [(_TABLE, parts)]
-    for section in _finding(drawn):
-        news += [(_FINDING, [section.html]), (_OUTLINED, [section.outlined])]
-    news += [(_place(name), [_figure(name, figure, ALL)]) for name, figure in drawn.items() if name not in FINDING]
+    for section in _make_finding_sections(drawn):
+        news += [(_FINDING, [section.html]), (_OUTLINED, [section.outline_entry])]
+    news += [
+        (_make_figure_pattern(name), [_render_figure(name, figure, ALL)])
+        for name, figure in drawn.items()
+        if name not in FINDING
+    ]
     for place, texts in news:
         if len(place.findall(text)) != len(texts):
             raise ValueError(
@@ -98,7 +102,7 @@ def with_table(report: Path, table: Table, drawn: Mapping[str, Figure]) -> str:
     return text
 
 
-def _place(name: str) -> re.Pattern[str]:
+def _make_figure_pattern(name: str) -> re.Pattern[str]:
     """Where the report has a figure of all variants."""
     alt = re.escape(f'alt="{escape(CAPTIONS[name][0])}: {ALL}"')
     return re.compile(rf'<figure[^>]*><div class="scroll"><img [^>]*{alt}[^>]*>.*?</figure>\n', re.DOTALL)
@@ -110,53 +114,58 @@ _FINDING = re.compile(r'<section id="finding">.*?</section>', re.DOTALL)
 _OUTLINED = re.compile(r'<li><a href="#finding">.*?</li>')
 
 
-def _gathered(tracker: Tracker, parent_id: str, ui_url: str | None = None, drawn: Sequence[str] = ()) -> "_Material":
-    address, table = None if ui_url is None else _address(ui_url), table_from_mlflow(tracker, parent_id)
+def _gather_material(
+    tracker: Tracker, parent_id: str, ui_url: str | None = None, drawn: Sequence[str] = ()
+) -> "_Material":
+    address, table = None if ui_url is None else _parse_ui_url(ui_url), build_table_from_mlflow(tracker, parent_id)
     variants = [row.variant for row in table.rows]
     if unknown := set(drawn) - set(variants):
         name = min(unknown)
         raise ValueError(
-            f"--figures {name!r}: is no row of this table{meant(name, variants)}; there are {', '.join(variants)}"
+            f"--figures {name!r}: is no row of this table{did_you_mean(name, variants)}; there are "
+            f"{', '.join(variants)}"
         )
-    children = tracker.children(parent_id)
+    children = tracker.find_children(parent_id)
     return _Material(
         tracker, read_plan(tracker, parent_id), table, parent_id, children, address, drawn or variants[:MOST_VARIANTS]
     )
 
 
-def _page(material: "_Material", drawn: Mapping[str, Figure]) -> str:
+def _render_page(material: "_Material", drawn: Mapping[str, Figure]) -> str:
     plan, table = material.plan, material.table
-    opening, numbers = html_parts(table)
+    opening, numbers = render_html_parts(table)
     overall = {name: figure for name, figure in drawn.items() if name not in FINDING}
     sections = [
-        *_finding(drawn),
+        *_make_finding_sections(drawn),
         _Section("table", f"Results: {table.ablation}", numbers),
-        *([_Section("figures", "Figures over all variants", _figures(overall, ALL))] if overall else []),
-        _Section("variants", "Figures of each variant", _variant_figures(material)),
-        _Section("run", "What was run", _what_was_run(material)),
+        *([_Section("figures", "Figures over all variants", _render_figures(overall, ALL))] if overall else []),
+        _Section("variants", "Figures of each variant", _render_variant_figures(material)),
+        _Section("run", "What was run", _render_run_facts(material)),
         _Section(
             "reading",
             "How to read this",
-            f"<p>{ABOUT_READING}</p>{_definitions(READING)}",
+            f"<p>{ABOUT_READING}</p>{_render_definitions(READING)}",
         ),
-        _Section("runs", "Runs", f"<details><summary>All {len(material.runs)}</summary>{_runs(material)}</details>"),
+        _Section(
+            "runs", "Runs", f"<details><summary>All {len(material.runs)}</summary>{_render_runs(material)}</details>"
+        ),
     ]
     page = PAGE.format(
         style=STYLE,
         title=escape(f"{plan.ablation} on {plan.base}"),
-        summary=f"{len(table.rows)} variants, {_completeness(table)}",
+        summary=f"{len(table.rows)} variants, {_format_completeness(table)}",
         opening=opening,
-        outline="".join(section.outlined for section in sections),
+        outline="".join(section.outline_entry for section in sections),
         sections="\n".join(section.html for section in sections),
     )
     return page.encode("ascii", "xmlcharrefreplace").decode()
 
 
-def _finding(drawn: Mapping[str, Figure]) -> list["_Section"]:
+def _make_finding_sections(drawn: Mapping[str, Figure]) -> list["_Section"]:
     """The figures that stand before the table."""
     first = {name: drawn[name] for name in FINDING if name in drawn}
     title = "What the verdict rests on" if "verdict" in first else "What differs"
-    return [_Section("finding", title, _figures(first, ALL))] if first else []
+    return [_Section("finding", title, _render_figures(first, ALL))] if first else []
 
 
 @dataclass(frozen=True)
@@ -166,7 +175,7 @@ class _Section:
     body: str
 
     @property
-    def outlined(self) -> str:
+    def outline_entry(self) -> str:
         """Its line in the page's contents."""
         return f'<li><a href="#{self.id}">{escape(self.title)}</a></li>'
 
@@ -190,13 +199,13 @@ class _Material:
     drawn: Sequence[str]
     """Variants that have figures of their own."""
 
-    def complete(self, variant: str) -> list[TrackedRun]:
+    def complete_runs(self, variant: str) -> list[TrackedRun]:
         """The complete runs of a variant, one per seed of the table, by seed."""
         runs = {int(run.tags["seed"]): run for run in reversed(self.runs) if _is_complete(run, variant)}
         seeds = next(row.seeds for row in self.table.rows if row.variant == variant)
         return [runs[seed] for seed in seeds if seed in runs]
 
-    def id(self, run_id: str) -> str:
+    def format_run_id(self, run_id: str) -> str:
         """A run's id, with a link where there is somewhere to link to."""
         shown = f"<code>{escape(run_id)}</code>"
         if self.ui_url is None:
@@ -208,7 +217,7 @@ def _is_complete(run: TrackedRun, variant: str) -> bool:
     return run.state == "complete" and run.tags["variant"] == variant
 
 
-def _address(ui_url: str) -> str:
+def _parse_ui_url(ui_url: str) -> str:
     """A server's address without a slash at its end."""
     try:
         parts = urlsplit(ui_url)
@@ -217,19 +226,19 @@ def _address(ui_url: str) -> str:
         valid = False
     if not valid or "@" in ui_url or "?" in ui_url or "#" in ui_url or not ui_url.isprintable() or " " in ui_url:
         raise ValueError(
-            f"--ui-url {redacted(ui_url)!r}: must be http://HOST:PORT or https://HOST, where MLflow's pages are"
+            f"--ui-url {redact_url(ui_url)!r}: must be http://HOST:PORT or https://HOST, where MLflow's pages are"
         )
     return ui_url.rstrip("/")
 
 
-def _completeness(table: Table) -> str:
+def _format_completeness(table: Table) -> str:
     done, total = sum(row.n for row in table.rows), sum(len(row.seeds) for row in table.rows)
     return f"{done} of {total} cells complete"
 
 
-def _what_was_run(material: _Material) -> str:
+def _render_run_facts(material: _Material) -> str:
     plan, table = material.plan, material.table
-    complete = [run for row in table.rows for run in material.complete(row.variant)]
+    complete = [run for row in table.rows for run in material.complete_runs(row.variant)]
     seeds: dict[tuple[int, ...], list[str]] = {}
     for row in table.rows:
         seeds.setdefault(tuple(row.seeds), []).append(row.variant)
@@ -238,55 +247,57 @@ def _what_was_run(material: _Material) -> str:
         "Ablation": [escape(plan.ablation)],
         "Experiment": [escape(plan.base)],
         "Seeds": [escape(f"{', '.join(map(str, some))}: {', '.join(names)}") for some, names in seeds.items()],
-        "Cells": [_completeness(table)],
+        "Cells": [_format_completeness(table)],
         "Baseline": [escape(table.baseline)],
-        "Data": [escape(", ".join(f"{name} {_number(value)}" for name, value in plan.facts.items()))],
-        "Made with": _counted(run.tags.get("environment", "unknown") for run in complete),
-        "Commit": _counted(run.tags.get("git_sha", "unknown") for run in complete),
-        "Parent run": [material.id(material.parent_id)],
+        "Data": [escape(", ".join(f"{name} {_format_number(value)}" for name, value in plan.facts.items()))],
+        "Made with": _count_cells(run.tags.get("environment", "unknown") for run in complete),
+        "Commit": _count_cells(run.tags.get("git_sha", "unknown") for run in complete),
+        "Parent run": [material.format_run_id(material.parent_id)],
     }
-    return _definitions({term: texts for term, texts in lines.items() if any(texts)})
+    return _render_definitions({term: texts for term, texts in lines.items() if any(texts)})
 
 
-def _number(value: str | int | float) -> str:
+def _format_number(value: str | int | float) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def _counted(values: Iterable[str]) -> list[str]:
+def _count_cells(values: Iterable[str]) -> list[str]:
     return [escape(f"{value} ({n} cell{'s' if n > 1 else ''})") for value, n in sorted(Counter(values).items())]
 
 
-def _definitions(lines: Mapping[str, Sequence[str]]) -> str:
+def _render_definitions(lines: Mapping[str, Sequence[str]]) -> str:
     """A list of terms, each with its texts, which are HTML."""
     items = (f"<dt>{term}</dt>" + "".join(f"<dd>{text}</dd>" for text in texts) for term, texts in lines.items())
     return f"<dl>{''.join(items)}</dl>"
 
 
-def _drawn(material: _Material) -> dict[str, Figure]:
+def _draw_figures(material: _Material) -> dict[str, Figure]:
     """Figures of the table and of all variants' trainings, by name; none while no cell is complete."""
-    table, histories = material.table, _histories(material)
+    table, histories = material.table, _read_histories(material)
     over_training = {
         "tau_over_training": figures.tau_over_training(table, histories),
         "sink_over_training": figures.sink_over_training(table, histories),
     }
-    return table_figures(table) | {name: figure for name, figure in over_training.items() if figure is not None}
+    return draw_table_figures(table) | {name: figure for name, figure in over_training.items() if figure is not None}
 
 
-def _histories(material: _Material) -> Histories:
+def _read_histories(material: _Material) -> Histories:
     """What was watched during training, by variant, of each complete seed."""
 
     def history(run: TrackedRun) -> dict[str, list[tuple[int, float]]]:
-        return material.tracker.history(run.run_id, sorted(name for name in run.metrics if name.startswith(WATCHED)))
+        return material.tracker.read_history(
+            run.run_id, sorted(name for name in run.metrics if name.startswith(WATCHED))
+        )
 
-    return {row.variant: [history(run) for run in material.complete(row.variant)] for row in material.table.rows}
+    return {row.variant: [history(run) for run in material.complete_runs(row.variant)] for row in material.table.rows}
 
 
-def _variant_figures(material: _Material) -> str:
+def _render_variant_figures(material: _Material) -> str:
     """Of each variant the figures of its first complete seed that has diagnostics."""
     parts, without = [], []
     opened = " open" if len(material.drawn) <= FEW else ""
     for row in material.table.rows:
-        complete = material.complete(row.variant)
+        complete = material.complete_runs(row.variant)
         if not complete:
             without.append(f"{escape(row.variant)}: no cell is complete")
         if row.variant not in material.drawn:
@@ -296,10 +307,10 @@ def _variant_figures(material: _Material) -> str:
             kept = material.tracker.read_bytes(run.run_id, DIAGNOSTICS)
             name = f"{row.variant}, seed {run.tags['seed']}"
             if kept is None:
-                without.append(f"{escape(name)}: {material.id(run.run_id)} holds no {DIAGNOSTICS}")
+                without.append(f"{escape(name)}: {material.format_run_id(run.run_id)} holds no {DIAGNOSTICS}")
                 continue
             arrays = Diagnostics.load(io.BytesIO(kept)).arrays
-            body = _figures(figures.run_figures(arrays, name), name)
+            body = _render_figures(figures.draw_run_figures(arrays, name), name)
             summary = f"<summary>{escape(row.variant)} <small>seed {run.tags['seed']}</small></summary>"
             parts.append(f"<details{opened}>{summary}\n{body}</details>")
             break
@@ -310,12 +321,13 @@ def _variant_figures(material: _Material) -> str:
     return "\n".join(parts)
 
 
-def _figures(drawn: Mapping[str, Figure], subject: str) -> str:
-    return f'<div class="figures">\n{"".join(_figure(name, figure, subject) for name, figure in drawn.items())}</div>\n'
+def _render_figures(drawn: Mapping[str, Figure], subject: str) -> str:
+    figures = "".join(_render_figure(name, figure, subject) for name, figure in drawn.items())
+    return f'<div class="figures">\n{figures}</div>\n'
 
 
-@in_style()
-def _figure(name: str, figure: Figure, subject: str) -> str:
+@use_style()
+def _render_figure(name: str, figure: Figure, subject: str) -> str:
     title, look = CAPTIONS[name]
     data = io.BytesIO()
     # Lossless, and smaller than a PNG or an SVG with its text as outlines.
@@ -330,7 +342,7 @@ def _figure(name: str, figure: Figure, subject: str) -> str:
     )
 
 
-def _runs(material: _Material) -> str:
+def _render_runs(material: _Material) -> str:
     header = ("Variant", "Seed", "State", "Run", "Commit")
     head = "".join(f"<th>{name}</th>" for name in header)
     order = {row.variant: number for number, row in enumerate(material.table.rows)}
@@ -341,10 +353,10 @@ def _runs(material: _Material) -> str:
             escape(run.tags["variant"]),
             escape(run.tags["seed"]),
             run.state,
-            material.id(run.run_id),
+            material.format_run_id(run.run_id),
             escape(run.tags.get("git_sha", "")),
         )
-        lines.append(html_row(cells, header, [""] * len(header)) + "\n")
+        lines.append(format_html_row(cells, header, [""] * len(header)) + "\n")
     if not lines:
         return "<p>MLflow holds no run of a cell.</p>"
     return (

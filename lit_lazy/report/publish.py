@@ -7,17 +7,17 @@ from rich.console import Console
 
 from lit_lazy import figures
 from lit_lazy.grid.ablation import Ablation
-from lit_lazy.grid.plan import read_plan, save_views, table_from_mlflow
+from lit_lazy.grid.plan import build_table_from_mlflow, read_plan, save_views
 from lit_lazy.grid.question import Question
-from lit_lazy.report.page import REPORT, table_figures, with_table, write_report
+from lit_lazy.report.page import REPORT, draw_table_figures, replace_table, write_report
 from lit_lazy.support.disk import write_text
-from lit_lazy.support.errors import named
-from lit_lazy.table.build import restated
-from lit_lazy.table.finding import findings
+from lit_lazy.support.errors import describe_exception
+from lit_lazy.table.build import recompute_statistics
+from lit_lazy.table.finding import describe_findings
 from lit_lazy.table.question import Declaration
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import save
-from lit_lazy.table.verdicts import judged
+from lit_lazy.table.verdicts import add_verdict
 from lit_lazy.tracking.tracker import Tracker
 
 
@@ -26,26 +26,26 @@ def publish(tracker: Tracker, parent_id: str, folder: Path, is_new: bool, consol
     table = write_table(tracker, parent_id, folder)
     if is_new or not (folder / REPORT).exists():
         console.print("drawing the report", highlight=False)
-        tracker.keep_files(parent_id, write_report(tracker, parent_id, folder))
+        tracker.log_files(parent_id, write_report(tracker, parent_id, folder))
     return table
 
 
 def write_table(tracker: Tracker, parent_id: str, folder: Path) -> Table:
     """Build the table from MLflow, write it with its figure into a folder and onto the parent run."""
-    table = table_from_mlflow(tracker, parent_id)
+    table = build_table_from_mlflow(tracker, parent_id)
     files = save(table, folder / "table")
-    for name, figure in table_figures(table).items():
+    for name, figure in draw_table_figures(table).items():
         files += figures.save_figure(figure, folder / name)
-    tracker.keep_files(parent_id, files)
+    tracker.log_files(parent_id, files)
     if table.verdict:
         tracker.tag(parent_id, "verdict", table.verdict.sentence)
-    tracker.tag(parent_id, "mlflow.note.content", "\n\n".join([*findings(table), table.command]))
+    tracker.tag(parent_id, "mlflow.note.content", "\n\n".join([*describe_findings(table), table.command]))
     ended = all(row.status in ("complete", "failed") for row in table.rows)
     save_views(tracker, read_plan(tracker, parent_id), table.columns, ended)
     return table
 
 
-def restate(path: Path, ablation: Ablation, question: Question | None) -> Table:
+def recompute_table(path: Path, ablation: Ablation, question: Question | None) -> Table:
     """Compute a table.json's statistics anew and write it, its other formats and its figures in their places.
 
     A report beside it gets the new table and its figures; those of the runs stay. Raises ValueError, in one line, for a
@@ -55,16 +55,16 @@ def restate(path: Path, ablation: Ablation, question: Question | None) -> Table:
         raise ValueError(f"--from {str(path)!r}: is a folder; give the table.json in it, --from {path / 'table.json'}")
     try:
         former = Table.from_json(json.loads(path.read_text()))
-        table = restated(former, ablation.columns, ablation.contrasts, ablation.primary)
-        table = judged(table, former.declaration)
+        table = recompute_statistics(former, ablation.columns, ablation.contrasts, ablation.primary)
+        table = add_verdict(table, former.declaration)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ValueError(f"--from {str(path)!r}: is no table.json ({named(error)})") from None
+        raise ValueError(f"--from {str(path)!r}: is no table.json ({describe_exception(error)})") from None
     if former.ablation != ablation.name:
         raise ValueError(f"--from {str(path)!r}: is a table of {former.ablation!r}, not of {ablation.name!r}")
     _check_declaration(path, former.declaration, question)
     report = path.with_name(REPORT)
-    drawn = table_figures(table)
-    page = with_table(report, table, drawn) if report.exists() else None
+    drawn = draw_table_figures(table)
+    page = replace_table(report, table, drawn) if report.exists() else None
     save(table, path.with_suffix(""))
     if page is not None:
         write_text(report, page)
@@ -80,7 +80,7 @@ def _check_declaration(path: Path, declared: Declaration | None, question: Quest
     if declared is None or question is None:
         lacking, there = ("table", "question's file") if declared is None else ("question's file", "table")
         wrong = f"the {lacking} declares nothing, the {there} does"
-    elif differing := declared.differing(question.declared):
+    elif differing := declared.differing_fields(question.partial_declaration):
         wrong = f"the table and the question declare another {', '.join(differing)}"
     else:
         return

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from lit_lazy.support.console import clock
-from lit_lazy.support.errors import named
-from lit_lazy.table.blocks import Block, Heading, List, Paragraph, Tabular, to_markdown
+from lit_lazy.support.console import format_duration
+from lit_lazy.support.errors import describe_exception
+from lit_lazy.table.blocks import Block, BulletList, Heading, Paragraph, Tabular, to_markdown
 from lit_lazy.table.records import Table
-from lit_lazy.table.verdicts import bounds, judged, lines, still_needed
+from lit_lazy.table.verdicts import add_verdict, describe_bounds, describe_contrasts, describe_missing
 
 REVIEWERS = {
     "R1": ("exact formula, sign and normalisation of the threshold", "docs/method.md, sections 1 and 2; no experiment"),
@@ -58,14 +58,14 @@ PAGE_WIDTH = 1000
 """Characters of a page's tables, which a browser lays out."""
 
 
-class Decided(NamedTuple):
+class QuestionResult(NamedTuple):
     """The table of a question, and the folder that holds it."""
 
     folder: Path
     table: Table
 
 
-def answered(folder: Path) -> list[Decided]:
+def read_questions(folder: Path) -> list[QuestionResult]:
     """Every question's table below a folder, by name, with the verdict that its values give.
 
     Raises ValueError, in one line, for one that cannot be read.
@@ -74,35 +74,35 @@ def answered(folder: Path) -> list[Decided]:
     for path in sorted(folder.glob("*/table.json")):
         try:
             table = Table.from_json(json.loads(path.read_text()))
-            table = judged(table, table.declaration)
+            table = add_verdict(table, table.declaration)
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{str(path)!r}: is no table.json ({named(error)})") from None
+            raise ValueError(f"{str(path)!r}: is no table.json ({describe_exception(error)})") from None
         if table.declaration is not None:
-            found.append(Decided(path.parent, table))
+            found.append(QuestionResult(path.parent, table))
     return found
 
 
-def summary(found: Iterable[Decided]) -> str:
+def format_summary(found: Iterable[QuestionResult]) -> str:
     """Each verdict with its contrasts, seeds, commits and command, for a terminal."""
-    return to_markdown([block for one in found for block in _blocks(one)])
+    return to_markdown([block for one in found for block in _build_blocks(one)])
 
 
-def page(found: Sequence[Decided], folder: Path) -> str:
+def format_page(found: Sequence[QuestionResult], folder: Path) -> str:
     """docs/questions.md; folder: the page's, from which its figures are linked."""
     opening: list[Block] = [
         Heading("Questions", 1),
         Paragraph(_ABOUT),
-        _verdicts(found),
+        _build_verdict_table(found),
         Heading("What the reviewers asked", 2),
-        _reviewers(found),
+        _build_reviewer_table(found),
     ]
     parts = [to_markdown(opening, width=PAGE_WIDTH)]
     for one in found:
-        parts += [to_markdown(_blocks(one), width=PAGE_WIDTH), *_figure(one, folder)]
+        parts += [to_markdown(_build_blocks(one), width=PAGE_WIDTH), *_link_figure(one, folder)]
     return "\n".join(parts)
 
 
-def _figure(one: Decided, folder: Path) -> list[str]:
+def _link_figure(one: QuestionResult, folder: Path) -> list[str]:
     """The Markdown of its figure, if it has one."""
     file = one.folder / "verdict.png"
     link = quote(os.path.relpath(file, folder))
@@ -121,7 +121,7 @@ _ABOUT = (
 )
 
 
-def _verdicts(found: Sequence[Decided]) -> Tabular:
+def _build_verdict_table(found: Sequence[QuestionResult]) -> Tabular:
     rows = []
     for _, table in found:
         declared, verdict = table.declaration, table.verdict
@@ -132,7 +132,7 @@ def _verdicts(found: Sequence[Decided]) -> Tabular:
     return Tabular(("Question", "Claim", "Asked by", "Verdict", "n"), tuple(rows), 4)
 
 
-def _reviewers(found: Sequence[Decided]) -> Tabular:
+def _build_reviewer_table(found: Sequence[QuestionResult]) -> Tabular:
     asked: dict[str, list[str]] = {number: [] for number in REVIEWERS}
     for _, table in found:
         assert table.declaration is not None
@@ -143,18 +143,23 @@ def _reviewers(found: Sequence[Decided]) -> Tabular:
     return Tabular(("", "Asked", "Decided by", "Open"), rows, 4)
 
 
-def _blocks(one: Decided) -> list[Block]:
+def _build_blocks(one: QuestionResult) -> list[Block]:
     table = one.table
     declared, verdict = table.declaration, table.verdict
     assert declared is not None
     blocks: list[Block] = [Heading(f"{table.ablation} on {table.base}", 2)]
     if verdict is None:
-        return [*blocks, Paragraph(f"Not decided yet: {declared.claim} {still_needed(declared, table)}")]
+        return [*blocks, Paragraph(f"Not decided yet: {declared.claim} {describe_missing(declared, table)}")]
     (column,) = (column for column in table.columns if column.key == declared.primary)
-    spent = "" if table.seconds is None else f", trained and measured for {clock(table.seconds)}"
+    spent = "" if table.seconds is None else f", trained and measured for {format_duration(table.seconds)}"
     about = (
-        f"Primary outcome {column.title}, rule {declared.rule}, {', '.join(bounds(declared, column))}, seeds "
+        f"Primary outcome {column.title}, rule {declared.rule}, {', '.join(describe_bounds(declared, column))}, seeds "
         f"{', '.join(map(str, declared.seeds))}; declared in {declared.commit or 'no commit'} ({declared.digest}), run "
         f"at {table.git_sha}{spent}. In {one.folder}. Made by: {table.command}"
     )
-    return [*blocks, Paragraph(verdict.sentence), List(tuple(lines(verdict, column))), Paragraph(about)]
+    return [
+        *blocks,
+        Paragraph(verdict.sentence),
+        BulletList(tuple(describe_contrasts(verdict, column))),
+        Paragraph(about),
+    ]

@@ -1,12 +1,12 @@
 """Checks of settings, each failing in one line."""
 
-from lit_lazy.support.errors import described
+from lit_lazy.support.errors import short_repr
 
 
 def require(holds: bool, field: str, value: object, fix: str) -> None:
     """Raise a one-line ValueError that names the field, its value and the fix, unless the condition holds."""
     if not holds:
-        raise ValueError(f"{field}={described(value)}: {fix}")
+        raise ValueError(f"{field}={short_repr(value)}: {fix}")
 
 
 def require_whole(field: str, value: object, minimum: int, maximum: int | None = None) -> None:

@@ -12,7 +12,7 @@ def plain_console(stderr: bool = False) -> Console:
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
-def called() -> str:
+def get_program_name() -> str:
     """This program as a user can call it again: by its path where the shell would not find it, or find another."""
     name, typed = "lit-lazy", Path(sys.argv[0])
     found = shutil.which(name)
@@ -20,12 +20,12 @@ def called() -> str:
     return str(typed) if typed.name == name and found_elsewhere else name
 
 
-def counted(number: int, noun: str, plural: str = "") -> str:
+def format_count(number: int, noun: str, plural: str = "") -> str:
     """`1 seed`, `2 seeds`. plural: that of the noun, where it is not with an s."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`4:05` or `1:04:05`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
 
-from lit_lazy.support.errors import causes
+from lit_lazy.support.errors import iter_causes
 
 PATHS_BELOW = 600
 """Bytes that the paths of files take below a folder of results, at most."""
@@ -70,7 +70,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def create_folder_atomically(path: Path) -> Iterator[Path]:
     """A folder to be filled; in the end it is there whole under `path`, or not at all.
 
     `path` may be an empty folder. Raises OSError where it is anything else by then.
@@ -103,7 +103,7 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
-def private(path: str, flags: int) -> int:
+def open_private(path: str, flags: int) -> int:
     """An opener: what it creates only its user may read."""
     return os.open(path, flags, PRIVATE)
 
@@ -117,7 +117,7 @@ def quarantine(path: Path, why: str) -> None:
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether an exception, or one that it came from, says that there is no space left."""
-    for cause in causes(error):
+    for cause in iter_causes(error):
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
         if "disk is full" in str(cause) or "No space left on device" in str(cause):  # sqlite, PostgreSQL, torch
@@ -125,7 +125,7 @@ def is_disk_full(error: BaseException) -> bool:
     return False
 
 
-def lacking(folder: Path, size: int) -> str:
+def describe_shortage(folder: Path, size: int) -> str:
     """What a disk lacks to hold `size` more bytes in a few files of a folder; "" where it has all that.
 
     A few bytes are really written: a quota shows in no statistics.
@@ -145,15 +145,15 @@ def lacking(folder: Path, size: int) -> str:
     return ""
 
 
-def writable_file(option: str, file: Path) -> None:
+def check_writable_file(option: str, file: Path) -> None:
     """Raise ValueError, in one line, unless a file can be made or replaced; its folder may be yet to make."""
     if file.exists() and not file.is_file():
         fix = "a folder; name a file in it" if file.is_dir() else "no file; name another"
         raise ValueError(f"{option} {str(file)!r}: is {fix}")
-    writable_folder(option, file.parent)
+    check_writable_folder(option, file.parent)
 
 
-def writable_folder(option: str, folder: Path) -> None:
+def check_writable_folder(option: str, folder: Path) -> None:
     """Raise ValueError, in one line, unless files can be made in a folder, or in the one it would be made in."""
     whole = folder.resolve()
     there = next(parent for parent in (whole, *whole.parents) if os.path.exists(parent))

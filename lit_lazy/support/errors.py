@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable, Iterator
 
-from lit_lazy.support.secrets import redacted_text
+from lit_lazy.support.secrets import redact_text
 
 LONGEST_MESSAGE = 1200
 """Characters of a message; a longer one keeps its beginning, which names the value, and its end, the fix."""
@@ -13,9 +13,9 @@ class UnfinishedError(RuntimeError):
     """Work that could not be finished, for a reason outside the input: one line, exit status 1."""
 
 
-def shown(message: str) -> str:
+def sanitise(message: str) -> str:
     """A message as a terminal may show it: one line of moderate length, without control characters and passwords."""
-    line = " ".join(redacted_text(message).split())
+    line = " ".join(redact_text(message).split())
     if len(line) > LONGEST_MESSAGE:
         line = f"{line[: 3 * LONGEST_MESSAGE // 4]} ... {line[-LONGEST_MESSAGE // 4 :]}"
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
@@ -24,14 +24,14 @@ def shown(message: str) -> str:
 def one_line(error: BaseException) -> str:
     """What an exception says, on one line of moderate length, without passwords; its type where it says nothing."""
     try:
-        text = redacted_text(" ".join(str(error).split()))
+        text = redact_text(" ".join(str(error).split()))
     except Exception:  # a user's own class may fail at this too
         text = ""
     text = text or type(error).__name__
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
-def described(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value of a user's on one line of moderate length; its type where it cannot be shown."""
     try:
         text = " ".join(repr(value).split())
@@ -41,7 +41,7 @@ def described(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def meant(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The known name that is most like an unknown one, behind which it is said; nothing where none is like it.
 
     Capitals do not count.
@@ -51,13 +51,13 @@ def meant(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {by_letters[close[0]]}?)" if close else ""
 
 
-def named(error: BaseException) -> str:
+def describe_exception(error: BaseException) -> str:
     """Type and text of an exception, on one line."""
     name, text = type(error).__name__, one_line(error)
     return name if text == name else f"{name}: {text}"
 
 
-def causes(error: BaseException) -> Iterator[BaseException]:
+def iter_causes(error: BaseException) -> Iterator[BaseException]:
     """An exception, the one that it came from, and so on."""
     seen: set[int] = set()
     cause: BaseException | None = error

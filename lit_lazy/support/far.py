@@ -8,7 +8,7 @@ FAR = 10
 """Times as far above the least value as the median one is."""
 
 
-def highest_near(values: Iterable[float]) -> float:
+def compute_far_limit(values: Iterable[float]) -> float:
     """The highest that a value can be before it is far; infinity where the values, or most of them, are alike."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:

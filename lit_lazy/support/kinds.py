@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
-from lit_lazy.support.errors import described
+from lit_lazy.support.errors import short_repr
 
 MOST = 2**63 - 1
 """Of a whole number: tensors and databases hold no greater one."""
@@ -38,7 +38,7 @@ def check_kinds(what: str, settings: Any) -> None:
     for name in (field.name for field in dataclasses.fields(settings)):
         value = getattr(settings, name)
         if not fits(value, hints[name]):
-            raise ValueError(f"{what}: {name}={described(value)}: must be {wanted(hints[name])}")
+            raise ValueError(f"{what}: {name}={short_repr(value)}: must be {describe_kind(hints[name])}")
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -88,7 +88,7 @@ def is_group(hint: Any) -> bool:
     return dataclasses.is_dataclass(hint) and not is_exchangeable(hint)
 
 
-def wanted(hint: Any) -> str:
+def describe_kind(hint: Any) -> str:
     """What a value of this kind looks like, in words."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint in WORDS:
@@ -96,15 +96,15 @@ def wanted(hint: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(str, parts))}"
     if origin is tuple and parts[1:] == (Ellipsis,):
-        return f"a tuple, each item {wanted(parts[0])}"
+        return f"a tuple, each item {describe_kind(parts[0])}"
     if origin is tuple:
         return f"{len(parts)} numbers in brackets, for example [{','.join('0.5' for _ in parts)}]"
     if origin in (Mapping, dict):
-        return f"a dict, each key {wanted(parts[0])}, each value {wanted(parts[1])}"
+        return f"a dict, each key {describe_kind(parts[0])}, each value {describe_kind(parts[1])}"
     if origin is Sequence:
         return "a list"
     if origin is Callable:
         return "a function"
     if parts:
-        return " or ".join(wanted(part) for part in parts)
+        return " or ".join(describe_kind(part) for part in parts)
     return f"a {hint.__name__}" if isinstance(hint, type) else "anything"

@@ -20,7 +20,7 @@ M_MMAP_THRESHOLD = -3
 
 
 @dataclass(frozen=True)
-class Spread:
+class Quartiles:
     """Median and quartiles over the rounds."""
 
     median: float
@@ -28,12 +28,12 @@ class Spread:
     upper: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
+    def of(cls, values: Sequence[float]) -> "Quartiles":
         lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, lower, upper)
 
 
-def take_turns(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+def time_in_turns(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
     """Seconds of a call, by name and round. A round is there and back (A B C C B A), so that a drift cancels."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for index in range(rounds + 1):
@@ -48,7 +48,7 @@ def take_turns(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str
     return seconds
 
 
-def in_a_process(module: str, measure: Callable[..., T], *arguments: Any) -> T | None:
+def run_in_process(module: str, measure: Callable[..., T], *arguments: Any) -> T | None:
     """What `measure(*arguments)` of a module returns in a process of one thread; None but on Linux (glibc).
 
     Every tensor has pages of its own there, which leave with it, and none in room that importing left: the peak is what
@@ -68,15 +68,15 @@ def _prepare() -> None:
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
 
 
-def rise(call: Callable[[], object]) -> int:
+def measure_memory_rise(call: Callable[[], object]) -> int:
     """Bytes by which a call raises the resident memory of this process."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = _resident("VmRSS")
+    before = _read_memory("VmRSS")
     call()
-    return _resident("VmHWM") - before
+    return _read_memory("VmHWM") - before
 
 
-def _resident(name: str) -> int:
+def _read_memory(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

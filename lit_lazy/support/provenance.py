@@ -11,7 +11,7 @@ from subprocess import DEVNULL
 import torch
 
 
-def environment() -> dict[str, str]:
+def collect_environment() -> dict[str, str]:
     """Where and with what a result was made."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
     return {
@@ -40,7 +40,7 @@ def git_sha() -> str:
     return described.stdout.strip()
 
 
-def committed_at(file: Path) -> str:
+def find_last_commit(file: Path) -> str:
     """The short commit that last changed a file; "" where it has changed since, or is in no checkout."""
     try:
         changed, commit = (

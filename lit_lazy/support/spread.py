@@ -4,6 +4,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_full_tensor(tensor: Tensor) -> Tensor:
     """A tensor as it is without devices that share it; they all have to ask for it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -7,7 +7,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def within(seconds: float, ask: Callable[[], T]) -> T:
+def call_with_timeout(seconds: float, ask: Callable[[], T]) -> T:
     """What `ask` gives or raises; TimeoutError where it has not ended after so many seconds.
 
     The timeouts of sockets are of each read: a server that sends a byte now and then would pass them for ever. What is

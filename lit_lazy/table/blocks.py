@@ -23,7 +23,7 @@ class Paragraph:
 
 
 @dataclass(frozen=True)
-class List:
+class BulletList:
     """Points of a list."""
 
     items: tuple[str, ...]
@@ -56,34 +56,34 @@ class Tabular:
 
 
 @dataclass(frozen=True)
-class Folded:
+class Collapsible:
     """Blocks under a title, which a page shows when they are asked for."""
 
     title: Heading
     blocks: "tuple[Block, ...]"
 
 
-Block = Heading | Paragraph | List | Tabular | Folded
+Block = Heading | Paragraph | BulletList | Tabular | Collapsible
 
 
 def to_markdown(blocks: Sequence[Block], width: int = 120) -> str:
     """Aligned in a terminal, valid on GitHub; a grid wider than `width` is continued in a further one."""
-    return "\n\n".join(_markdown(block, width) for block in blocks) + "\n"
+    return "\n\n".join(_format_markdown(block, width) for block in blocks) + "\n"
 
 
 def to_latex(blocks: Sequence[Block], width: int = 120) -> str:
     """Paragraphs and `tabular`s for \\input, with \\usepackage{booktabs}; split like Markdown."""
-    return "\n\n".join(_latex(block, width) for block in blocks) + "\n"
+    return "\n\n".join(_format_latex(block, width) for block in blocks) + "\n"
 
 
 def to_html(blocks: Sequence[Block]) -> str:
     """One ASCII `<section>` that carries its style."""
-    body = "\n".join(_html(block) for block in blocks)
+    body = "\n".join(_format_html(block) for block in blocks)
     text = f'<section class="ablation-table">\n<style>{_STYLE}</style>\n{body}\n</section>\n'
     return text.encode("ascii", "xmlcharrefreplace").decode()
 
 
-def _markdown_escape(text: str) -> str:
+def _escape_markdown(text: str) -> str:
     """Escapes only what would open markup, so that `p<0.001` and snake_case stay readable in a terminal."""
     text = re.sub(r"\s+", " ", text)
     text = re.sub(r"&(?=#?\w+;)", "&amp;", text)
@@ -93,22 +93,22 @@ def _markdown_escape(text: str) -> str:
     return re.sub(r"\*(?=\S)", r"\\*", text)
 
 
-def _markdown(block: Block, width: int) -> str:
+def _format_markdown(block: Block, width: int) -> str:
     match block:
         case Heading(text, level):
-            return "#" * level + " " + _markdown_escape(text)
+            return "#" * level + " " + _escape_markdown(text)
         case Paragraph(text, warning):
-            return f"> **Warning:** {_markdown_escape(text)}" if warning else _markdown_escape(text)
-        case List(items):
-            return "\n".join(f"- {_markdown_escape(item)}" for item in items)
+            return f"> **Warning:** {_escape_markdown(text)}" if warning else _escape_markdown(text)
+        case BulletList(items):
+            return "\n".join(f"- {_escape_markdown(item)}" for item in items)
         case Tabular():
-            return "\n\n".join(_markdown_grid(part) for part in block.split(width))
-        case Folded(title, blocks):
-            return "\n\n".join(_markdown(part, width) for part in (title, *blocks))
+            return "\n\n".join(_format_markdown_table(part) for part in block.split(width))
+        case Collapsible(title, blocks):
+            return "\n\n".join(_format_markdown(part, width) for part in (title, *blocks))
 
 
-def _markdown_grid(grid: Tabular) -> str:
-    lines = [[_markdown_escape(cell) for cell in line] for line in (grid.header, *grid.rows)]
+def _format_markdown_table(grid: Tabular) -> str:
+    lines = [[_escape_markdown(cell) for cell in line] for line in (grid.header, *grid.rows)]
     for i in range(grid.words, len(grid.header)):
         # A marker at the end of some numbers must not push their digits out of line.
         if any(line[i].endswith("*") for line in lines):
@@ -134,30 +134,30 @@ _LATEX = {
 }  # fmt: skip
 
 
-def _latex_escape(text: str) -> str:
+def _escape_latex(text: str) -> str:
     text = re.sub(r"\s+", " ", text)
     escaped = "".join(_LATEX.get(character, character) for character in text)
     return re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)
 
 
-def _latex(block: Block, width: int) -> str:
+def _format_latex(block: Block, width: int) -> str:
     match block:
         case Heading(text, _):
-            return rf"\paragraph*{{{_latex_escape(text)}}}"
+            return rf"\paragraph*{{{_escape_latex(text)}}}"
         case Paragraph(text, warning):
-            return rf"\textbf{{Warning: {_latex_escape(text)}}}\par" if warning else _latex_escape(text) + r"\par"
-        case List(items):
-            body = "\n".join(rf"  \item {_latex_escape(item)}" for item in items)
+            return rf"\textbf{{Warning: {_escape_latex(text)}}}\par" if warning else _escape_latex(text) + r"\par"
+        case BulletList(items):
+            body = "\n".join(rf"  \item {_escape_latex(item)}" for item in items)
             return f"\\begin{{itemize}}\n{body}\n\\end{{itemize}}"
         case Tabular():
-            return "\n\n".join(_latex_grid(part) for part in block.split(width))
-        case Folded(title, blocks):
-            return "\n\n".join(_latex(part, width) for part in (title, *blocks))
+            return "\n\n".join(_format_latex_table(part) for part in block.split(width))
+        case Collapsible(title, blocks):
+            return "\n\n".join(_format_latex(part, width) for part in (title, *blocks))
 
 
-def _latex_grid(grid: Tabular) -> str:
+def _format_latex_table(grid: Tabular) -> str:
     def join(cells: Sequence[str]) -> str:
-        return "  " + " & ".join(map(_latex_escape, cells)) + r" \\"
+        return "  " + " & ".join(map(_escape_latex, cells)) + r" \\"
 
     form = "l" * grid.words + "r" * (len(grid.header) - grid.words)
     lines = [rf"\begin{{tabular}}{{{form}}}", r"  \toprule", join(grid.header), r"  \midrule"]
@@ -188,36 +188,36 @@ _STYLE = """
 """Where a row has no room beside its first column it becomes a card, with a line per column."""
 
 
-def _html_escape(text: str) -> str:
+def _escape_html(text: str) -> str:
     return html_text.escape(re.sub(r"\s+", " ", text))
 
 
-def _html(block: Block) -> str:
+def _format_html(block: Block) -> str:
     match block:
         case Heading(text, level):
-            return f"<h{level}>{_html_escape(text)}</h{level}>"
+            return f"<h{level}>{_escape_html(text)}</h{level}>"
         case Paragraph(text, warning):
-            body = _html_escape(text)
+            body = _escape_html(text)
             return f'<p class="warning"><strong>Warning:</strong> {body}</p>' if warning else f"<p>{body}</p>"
-        case List(items):
-            return "<ul>" + "".join(f"<li>{_html_escape(item)}</li>" for item in items) + "</ul>"
+        case BulletList(items):
+            return "<ul>" + "".join(f"<li>{_escape_html(item)}</li>" for item in items) + "</ul>"
         case Tabular():
-            return _html_grid(block)
-        case Folded(title, blocks):
-            body = "\n".join(map(_html, blocks))
-            return f"<details><summary>{_html_escape(title.text)}</summary>\n{body}\n</details>"
+            return _format_html_table(block)
+        case Collapsible(title, blocks):
+            body = "\n".join(map(_format_html, blocks))
+            return f"<details><summary>{_escape_html(title.text)}</summary>\n{body}\n</details>"
 
 
-def _html_grid(grid: Tabular) -> str:
+def _format_html_table(grid: Tabular) -> str:
     kinds = ["" if i < grid.words else ' class="number"' for i in range(len(grid.header))]
-    head = "".join(f"<th{kind}>{_html_escape(name)}</th>" for kind, name in zip(kinds, grid.header, strict=True))
-    rows = (html_row([_html_escape(cell) for cell in row], grid.header, kinds) for row in grid.rows)
+    head = "".join(f"<th{kind}>{_escape_html(name)}</th>" for kind, name in zip(kinds, grid.header, strict=True))
+    rows = (format_html_row([_escape_html(cell) for cell in row], grid.header, kinds) for row in grid.rows)
     body = "\n".join(rows)
     return f'<div class="grid"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
 
 
-def html_row(cells: Sequence[str], header: Sequence[str], kinds: Sequence[str]) -> str:
+def format_html_row(cells: Sequence[str], header: Sequence[str], kinds: Sequence[str]) -> str:
     """A row of cells that are HTML already, each with its column's name, which a narrow page puts before it."""
-    labels = (f' data-label="{_html_escape(name)}"' for name in header)
+    labels = (f' data-label="{_escape_html(name)}"' for name in header)
     told = zip(kinds, labels, cells, strict=True)
     return "<tr>" + "".join(f"<td{kind}{label}>{cell}</td>" for kind, label, cell in told) + "</tr>"

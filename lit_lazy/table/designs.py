@@ -14,7 +14,7 @@ def main_effects(design: Mapping[str, Mapping[str, str]]) -> tuple[Contrast, ...
     """
     contrasts = []
     for factor in next(iter(design.values()), {}):
-        rows = {(levels[factor], _others(levels, factor)): row for row, levels in design.items()}
+        rows = {(levels[factor], _drop_factor(levels, factor)): row for row, levels in design.items()}
         first, *further = dict.fromkeys(levels[factor] for levels in design.values())
         for level in further:
             shared = [others for at, others in rows if at == level and (first, others) in rows]
@@ -25,5 +25,5 @@ def main_effects(design: Mapping[str, Mapping[str, str]]) -> tuple[Contrast, ...
     return tuple(contrasts)
 
 
-def _others(levels: Mapping[str, str], factor: str) -> tuple[tuple[str, str], ...]:
+def _drop_factor(levels: Mapping[str, str], factor: str) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((name, level) for name, level in levels.items() if name != factor))

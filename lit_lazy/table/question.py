@@ -68,7 +68,7 @@ class Declaration:
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
 
-    def differing(self, other: "Declaration") -> list[str]:
+    def differing_fields(self, other: "Declaration") -> list[str]:
         """Names of what two declarations say differently, whenever they were made."""
         made = ("digest", "commit", "changed")
         ours, theirs = self.to_json(), other.to_json()

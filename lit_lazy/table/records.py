@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from lit_lazy.support.checks import require
-from lit_lazy.support.errors import described
+from lit_lazy.support.errors import short_repr
 from lit_lazy.support.kinds import check_kinds
 from lit_lazy.table.question import Declaration, Verdict
 from lit_lazy.table.statistics import ALPHA, Test
@@ -54,9 +54,9 @@ class Column:
     def __post_init__(self) -> None:
         if self.better not in ("lower", "higher", None):
             raise ValueError(f"better: {self.better!r} of column {self.key!r}; use 'lower', 'higher' or None")
-        check_kinds(f"column {described(self.key)}", self)
+        check_kinds(f"column {short_repr(self.key)}", self)
         for what, text in (("key", self.key), ("title", self.title), ("unit", self.unit or "1")):
-            if not _is_shown(text):
+            if not _is_printable(text):
                 raise ValueError(
                     f"{what}: {text!r} of column {self.key!r}; use 1 to {LONGEST_TEXT} printable characters"
                 )
@@ -85,7 +85,7 @@ class Column:
         text = format(shown, sign + self._spec)
         return format(shown, sign + ".0e") if shown and not float(text.replace(",", "")) else text
 
-    def rounded(self, value: float) -> float:
+    def round_value(self, value: float) -> float:
         """The value in the unit shown, to the digits shown: what differs in further ones alone is not told apart."""
         return float(format(value * self.scale, self._spec).replace(",", ""))
 
@@ -95,22 +95,22 @@ class Column:
 
     @property
     def heading(self) -> str:
-        return self.title + self._signs(self.unit)
+        return self.title + self._format_suffix(self.unit)
 
     @property
     def difference_heading(self) -> str:
-        return f"Δ {self.title}{self._signs(self.difference_unit)}"
+        return f"Δ {self.title}{self._format_suffix(self.difference_unit)}"
 
     @property
     def difference_unit(self) -> str:
         """Two percentages differ by points."""
         return "points" if self.unit == "%" else self.unit
 
-    def _signs(self, unit: str) -> str:
+    def _format_suffix(self, unit: str) -> str:
         return (f" ({unit})" if unit else "") + {"lower": " ↓", "higher": " ↑", None: ""}[self.better]
 
 
-def _is_shown(text: str) -> bool:
+def _is_printable(text: str) -> bool:
     return 0 < len(text) <= LONGEST_TEXT and text.isprintable()
 
 
@@ -133,8 +133,8 @@ class Contrast:
     weights: dict[str, float]
 
     def __post_init__(self) -> None:
-        check_kinds(f"contrast {described(self.name)}", self)
-        if not _is_shown(self.name):
+        check_kinds(f"contrast {short_repr(self.name)}", self)
+        if not _is_printable(self.name):
             raise ValueError(f"name: {self.name!r} of a contrast; use 1 to {LONGEST_TEXT} printable characters")
         if abs(math.fsum(self.weights.values())) > 1e-9 or not any(self.weights.values()):
             raise ValueError(f"weights: {self.weights} of contrast {self.name!r}; give weights that add up to zero")
@@ -313,7 +313,7 @@ class Table:
     @property
     def git_sha(self) -> str:
         """The commit of all complete cells, or "mixed: a, b"."""
-        return one_or_mixed({sha for row in self.rows for sha in row.git_shas})
+        return join_or_mixed({sha for row in self.rows for sha in row.git_shas})
 
     @property
     def compared(self) -> list[str]:
@@ -328,7 +328,7 @@ class Table:
         columns = []
         for column in self.columns:
             summary = self.summaries[column.key]
-            columns.append(_lists(asdict(column) | asdict(summary)))
+            columns.append(_tuples_to_lists(asdict(column) | asdict(summary)))
         return {
             "ablation": self.ablation,
             "base": self.base,
@@ -399,7 +399,7 @@ class Table:
             verdict=Verdict.from_json(data["verdict"]) if data.get("verdict") else None,
         )
 
-    def csv(self) -> str:
+    def to_csv(self) -> str:
         """Tidy: one line per variant and metric, raw values, empty where there is none.
 
         `pandas.read_csv(...).pivot(index="variant", columns="metric", values="mean")` is the wide form.
@@ -410,32 +410,32 @@ class Table:
         lines: list[list[object]] = [[*about, *labels, "metric", "better", *measure]]
         for row in self.rows:
             about = [self.ablation, self.baseline, row.variant, row.base, row.source, row.status]
-            about += [len(row.seeds), row.n, one_or_mixed(row.git_shas), *row.labels.values()]
+            about += [len(row.seeds), row.n, join_or_mixed(row.git_shas), *row.labels.values()]
             for column in self.columns:
                 values = [getattr(row.metrics[column.key], name) for name in measure]
                 lines.append([*about, column.key, column.better, *values])
-        return csv_text(lines)
+        return format_csv(lines)
 
 
-def _lists(data: Mapping[str, Any]) -> dict[str, Any]:
+def _tuples_to_lists(data: Mapping[str, Any]) -> dict[str, Any]:
     """As it comes back from JSON, which has no tuples."""
     return {key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}
 
 
-def csv_text(lines: Iterable[Sequence[object]]) -> str:
+def format_csv(lines: Iterable[Sequence[object]]) -> str:
     """CSV of cells; a text that a spreadsheet would take for a formula gets an apostrophe before it."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for line in lines:
-        writer.writerow(_cell(value) if isinstance(value, str) else value for value in line)
+        writer.writerow(_escape_formula(value) if isinstance(value, str) else value for value in line)
     return out.getvalue()
 
 
-def _cell(text: str) -> str:
+def _escape_formula(text: str) -> str:
     line = text.replace("\r", " ")  # which a writer of lines that end in \n does not quote
     return f"'{line}" if line.startswith(FORMULA) else line
 
 
-def one_or_mixed(values: Iterable[str]) -> str:
+def join_or_mixed(values: Iterable[str]) -> str:
     found = sorted(values)
     return f"mixed: {', '.join(found)}" if len(found) > 1 else "".join(found)

@@ -4,49 +4,63 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lit_lazy.support.console import clock
+from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import write_text
-from lit_lazy.table.blocks import Block, Folded, Heading, List, Paragraph, Tabular, to_html, to_latex, to_markdown
-from lit_lazy.table.finding import findings, why_untested
+from lit_lazy.table.blocks import (
+    Block,
+    BulletList,
+    Collapsible,
+    Heading,
+    Paragraph,
+    Tabular,
+    to_html,
+    to_latex,
+    to_markdown,
+)
+from lit_lazy.table.finding import describe_findings, explain_untested
 from lit_lazy.table.records import UNFINISHED, Column, ContrastMeasure, Table, TableRow
 from lit_lazy.table.statistics import ALPHA, POWER
-from lit_lazy.table.verdicts import bounds, lines, still_needed
+from lit_lazy.table.verdicts import describe_bounds, describe_contrasts, describe_missing
 
 NOT_DEFINED = "–"
 
 
-def markdown(table: Table, width: int = 120) -> str:
+def render_markdown(table: Table, width: int = 120) -> str:
     """Aligned in a terminal, valid on GitHub. A grid wider than `width` characters is split into several."""
-    return to_markdown(_blocks(table), width)
+    return to_markdown(_build_blocks(table), width)
 
 
-def latex(table: Table, width: int = 120) -> str:
+def render_latex(table: Table, width: int = 120) -> str:
     """Paragraphs and `tabular`s for \\input, with \\usepackage{booktabs}; split like `markdown`."""
-    return to_latex(_blocks(table), width)
+    return to_latex(_build_blocks(table), width)
 
 
-def html(table: Table) -> str:
+def render_html(table: Table) -> str:
     """One ASCII `<section>` that carries its style: no script, no link; takes its colours from the page around."""
-    return to_html(_blocks(table))
+    return to_html(_build_blocks(table))
 
 
-def html_parts(table: Table) -> tuple[str, str]:
+def render_html_parts(table: Table) -> tuple[str, str]:
     """The same in two: what the table has come to, and the numbers, of which those that are drawn are unfolded."""
-    numbers = [Heading(f"Results: {table.ablation}", 2), *_few_means(table), *_tests_of(table)]
-    return to_html(_opening(table)), to_html(numbers)
+    numbers = [Heading(f"Results: {table.ablation}", 2), *_build_compared_means(table), *_build_tests_section(table)]
+    return to_html(_build_opening(table)), to_html(numbers)
 
 
-def _blocks(table: Table) -> list[Block]:
-    return [Heading(table.ablation, 2), *_opening(table), _means(table), *_tests_of(table)]
+def _build_blocks(table: Table) -> list[Block]:
+    return [Heading(table.ablation, 2), *_build_opening(table), _build_means_table(table), *_build_tests_section(table)]
 
 
-def _opening(table: Table) -> list[Block]:
+def _build_opening(table: Table) -> list[Block]:
     """The finding, and the warnings."""
-    found = [Paragraph(text) for text in findings(table)] if table.declaration is None else _question(table)
-    return [*found, *(Paragraph(text, warning=True) for text in (*table.warnings, *_incomplete(table)))]
+    found = (
+        [Paragraph(text) for text in describe_findings(table)]
+        if table.declaration is None
+        else _build_verdict_blocks(table)
+    )
+    return [*found, *(Paragraph(text, warning=True) for text in (*table.warnings, *_warn_incomplete(table)))]
 
 
-def _tests_of(table: Table) -> list[Block]:
+def _build_tests_section(table: Table) -> list[Block]:
     """How to read the means, their tests, and where all comes from."""
     blocks: list[Block] = [Paragraph(_LEGEND)]
     for reason in dict.fromkeys(column.by_construction for column in table.columns if column.by_construction):
@@ -56,51 +70,51 @@ def _tests_of(table: Table) -> list[Block]:
     others = [column for column in table.columns if column not in primary]
     if primary:
         blocks.append(Paragraph(f"Primary outcome: {primary[0].title}. All other columns are exploratory."))
-        blocks += _tests(table, primary, primary, 3)
-    tests = _tests(table, [column for column in others if column.better], others, 4 if primary else 3)
+        blocks += _build_test_blocks(table, primary, primary, 3)
+    tests = _build_test_blocks(table, [column for column in others if column.better], others, 4 if primary else 3)
     if primary:
-        tests = [Folded(Heading("Exploratory", 3), (Paragraph(_EXPLORATORY), *tests))]
+        tests = [Collapsible(Heading("Exploratory", 3), (Paragraph(_EXPLORATORY), *tests))]
     blocks += [*tests, Paragraph(_DIFFERENCE_LEGEND), Paragraph(_MDE_LEGEND)]
-    for title, items in (("Cells without a result", _unfinished(table)), ("Notes", list(table.notes))):
+    for title, items in (("Cells without a result", _list_unfinished(table)), ("Notes", list(table.notes))):
         if items:
-            blocks += [Heading(title, 3), List(tuple(items))]
-    commits = [List(tuple(items)) for items in [_commits(table)] if items]
-    blocks.append(Folded(Heading("Provenance", 3), (Paragraph(_provenance(table)), *commits)))
+            blocks += [Heading(title, 3), BulletList(tuple(items))]
+    commits = [BulletList(tuple(items)) for items in [_list_commits(table)] if items]
+    blocks.append(Collapsible(Heading("Provenance", 3), (Paragraph(_describe_provenance(table)), *commits)))
     return blocks
 
 
-def _question(table: Table) -> list[Block]:
+def _build_verdict_blocks(table: Table) -> list[Block]:
     """The verdict, or what is still asked."""
     declared, verdict = table.declaration, table.verdict
     if declared is None:
         return []
     if verdict is None:
-        return [Paragraph(f"Not decided yet: {declared.claim} {still_needed(declared, table)}")]
+        return [Paragraph(f"Not decided yet: {declared.claim} {describe_missing(declared, table)}")]
     (column,) = (column for column in table.columns if column.key == declared.primary)
     commit = f"commit {declared.commit}" if declared.commit else "no commit"
     about = (
         f"Asked by {declared.source}. Primary outcome: {column.title}; rule: {declared.rule}, "
-        f"{', '.join(bounds(declared, column))}; simultaneous 95 % intervals. Declared in {commit}, "
+        f"{', '.join(describe_bounds(declared, column))}; simultaneous 95 % intervals. Declared in {commit}, "
         f"{declared.digest}. All else in this table is exploratory."
     )
-    return [Paragraph(verdict.sentence), List(tuple(lines(verdict, column))), Paragraph(about)]
+    return [Paragraph(verdict.sentence), BulletList(tuple(describe_contrasts(verdict, column))), Paragraph(about)]
 
 
-def _tests(table: Table, directed: Sequence[Column], columns: Sequence[Column], level: int) -> list[Block]:
+def _build_test_blocks(table: Table, directed: Sequence[Column], columns: Sequence[Column], level: int) -> list[Block]:
     """Differences and contrasts of the directed columns, and what each of `columns` can separate."""
     blocks: list[Block] = []
     rows = [row for row in table.rows if row.variant != table.baseline]
     if directed and rows:
-        cells = [(row.variant, *(_difference(row, column) for column in directed)) for row in rows]
-        blocks += [Heading(f"Differences to {table.baseline}", level), _effects("Variant", directed, cells)]
+        cells = [(row.variant, *(_format_difference(row, column) for column in directed)) for row in rows]
+        blocks += [Heading(f"Differences to {table.baseline}", level), _build_effects_table("Variant", directed, cells)]
     if directed and table.contrasts:
-        cells = [(row.name, *(_effect(row.metrics[c.key], c) for c in directed)) for row in table.contrasts]
-        blocks += [Heading("Contrasts", level), _effects("Contrast", directed, cells)]
+        cells = [(row.name, *(_format_effect(row.metrics[c.key], c) for c in directed)) for row in table.contrasts]
+        blocks += [Heading("Contrasts", level), _build_effects_table("Contrast", directed, cells)]
         if columns[0].key == (table.primary or columns[0].key):  # once
-            blocks.append(List(tuple(f"{row.name} = {_weights(row.weights)}" for row in table.contrasts)))
+            blocks.append(BulletList(tuple(f"{row.name} = {_format_weights(row.weights)}" for row in table.contrasts)))
     if columns:
         blocks.append(Heading("What each column can separate at this scale", level))
-        blocks.append(List(tuple(_verdict(table, column) for column in columns)))
+        blocks.append(BulletList(tuple(_describe_column(table, column) for column in columns)))
     return blocks
 
 
@@ -126,7 +140,7 @@ _MDE_LEGEND = (
 )
 
 
-def _incomplete(table: Table) -> list[str]:
+def _warn_incomplete(table: Table) -> list[str]:
     total = sum(len(row.seeds) for row in table.rows)
     done = sum(row.n for row in table.rows)
     if done == total:
@@ -136,7 +150,7 @@ def _incomplete(table: Table) -> list[str]:
     return [f"Not complete: {done} of {total} cells have a result ({rest})."]
 
 
-def _provenance(table: Table) -> str:
+def _describe_provenance(table: Table) -> str:
     variants: dict[tuple[int, ...], list[str]] = {}
     for row in table.rows:
         variants.setdefault(tuple(row.seeds), []).append(row.variant)
@@ -146,21 +160,25 @@ def _provenance(table: Table) -> str:
         seed_text += f"; {', '.join(map(str, seeds))} in {', '.join(variants[seeds])}"
     about = f"Base: {table.base}. Baseline: {table.baseline}. Seeds: {seed_text}. Commit: {table.git_sha or 'unknown'}."
     made_with = f" With {table.environment}." if table.environment else ""
-    spent = "" if table.seconds is None else f" Trained and measured for {clock(table.seconds)}, all cells together."
+    spent = (
+        ""
+        if table.seconds is None
+        else f" Trained and measured for {format_duration(table.seconds)}, all cells together."
+    )
     return f"{about}{made_with}{spent} Made by: {table.command}"
 
 
-def _few_means(table: Table) -> list[Block]:
+def _build_compared_means(table: Table) -> list[Block]:
     """The columns that are compared first, all of them folded; or all, where none is, or each."""
     few = [column for column in table.columns if column.key in table.compared]
     if len(few) in (0, len(table.columns)):
-        return [_means(table)]
-    rows = [(row.variant, _n(row), *(_mean(row, column) for column in few)) for row in table.rows]
+        return [_build_means_table(table)]
+    rows = [(row.variant, _format_n(row), *(_format_mean(row, column) for column in few)) for row in table.rows]
     short = Tabular(("Variant", "n", *(column.heading for column in few)), tuple(rows), 1)
-    return [short, Folded(Heading(f"All {len(table.columns)} columns", 3), (_means(table),))]
+    return [short, Collapsible(Heading(f"All {len(table.columns)} columns", 3), (_build_means_table(table),))]
 
 
-def _means(table: Table) -> Tabular:
+def _build_means_table(table: Table) -> Tabular:
     labels = list(table.rows[0].labels)
     bases = ["Base"] if any(row.base != table.base for row in table.rows) else []
     rows = [
@@ -169,8 +187,8 @@ def _means(table: Table) -> Tabular:
             row.source,
             *(row.base for _ in bases),
             *(row.labels[label] for label in labels),
-            _n(row),
-            *(_mean(row, column) for column in table.columns),
+            _format_n(row),
+            *(_format_mean(row, column) for column in table.columns),
         )
         for row in table.rows
     ]
@@ -178,11 +196,11 @@ def _means(table: Table) -> Tabular:
     return Tabular(header, tuple(rows), 2 + len(bases) + len(labels))
 
 
-def _n(row: TableRow) -> str:
+def _format_n(row: TableRow) -> str:
     return str(row.n) if row.n == len(row.seeds) else f"{row.n}/{len(row.seeds)}"
 
 
-def _mean(row: TableRow, column: Column) -> str:
+def _format_mean(row: TableRow, column: Column) -> str:
     m = row.metrics[column.key]
     if m.mean is None:
         return NOT_DEFINED if row.n else row.status
@@ -196,15 +214,15 @@ def _mean(row: TableRow, column: Column) -> str:
     return text + "*" * m.separated
 
 
-def _effects(first: str, columns: Sequence[Column], cells: Sequence[tuple[str, ...]]) -> Tabular:
+def _build_effects_table(first: str, columns: Sequence[Column], cells: Sequence[tuple[str, ...]]) -> Tabular:
     return Tabular((first, *(column.difference_heading for column in columns)), tuple(cells), 1)
 
 
-def _difference(row: TableRow, column: Column) -> str:
-    return _effect(row.metrics[column.key].difference, column) if row.n else row.status
+def _format_difference(row: TableRow, column: Column) -> str:
+    return _format_effect(row.metrics[column.key].difference, column) if row.n else row.status
 
 
-def _effect(m: ContrastMeasure, column: Column) -> str:
+def _format_effect(m: ContrastMeasure, column: Column) -> str:
     if m.mean is None:
         return NOT_DEFINED
     if m.test == "tie":
@@ -215,28 +233,28 @@ def _effect(m: ContrastMeasure, column: Column) -> str:
     if m.ci95 is not None:
         text += " =" if m.test == "constant" else f" ±{column.format(m.ci95)}"
     if m.p_adj is not None:
-        text += f", {_p(m.p_adj)}" + "*" * (m.p_adj < ALPHA)
+        text += f", {_format_p_value(m.p_adj)}" + "*" * (m.p_adj < ALPHA)
     return text
 
 
-def _p(p: float) -> str:
+def _format_p_value(p: float) -> str:
     """Three decimals; a fourth where three would hide on which side of 0.05 it lies."""
     if p < 0.001:
         return "p<0.001"
     return f"p={p:.4f}" if f"{p:.3f}" == f"{ALPHA:.3f}" else f"p={p:.3f}"
 
 
-def _weights(weights: Mapping[str, float]) -> str:
+def _format_weights(weights: Mapping[str, float]) -> str:
     return " ".join(f"{weight:+g} {variant}" for variant, weight in weights.items())
 
 
-def _verdict(table: Table, column: Column) -> str:
+def _describe_column(table: Table, column: Column) -> str:
     s = table.summaries[column.key]
     head = f"{column.title}: "
     if column.by_construction:
         return f"{head}no test, rows differ by construction ({column.by_construction})."
     if not s.tested:
-        return f"{head}{why_untested(s)}."
+        return f"{head}{explain_untested(s)}."
     text = f"{head}separates {len(s.separates)} of {s.compared} rows from {table.baseline} (Holm p < {ALPHA})"
     measures = {row.variant: row.metrics[column.key] for row in table.rows}
     above = [name for name in s.separates if (measures[name].diff or 0.0) > 0]
@@ -255,7 +273,7 @@ def _verdict(table: Table, column: Column) -> str:
     return text + "."
 
 
-def _unfinished(table: Table) -> list[str]:
+def _list_unfinished(table: Table) -> list[str]:
     items = []
     for row in table.rows:
         for status in UNFINISHED:
@@ -265,7 +283,7 @@ def _unfinished(table: Table) -> list[str]:
     return items
 
 
-def _commits(table: Table) -> list[str]:
+def _list_commits(table: Table) -> list[str]:
     shas = sorted({sha for row in table.rows for sha in row.git_shas})
     dirty = [sha for sha in shas if sha.endswith("-dirty")]
     if len(shas) < 2 and not dirty:
@@ -285,11 +303,11 @@ def _commits(table: Table) -> list[str]:
 def save(table: Table, stem: Path) -> list[Path]:
     """Write table.md, .csv, .tex, .json and .html beside each other; the paths."""
     texts = {
-        "md": markdown(table),
-        "csv": table.csv(),
-        "tex": latex(table),
+        "md": render_markdown(table),
+        "csv": table.to_csv(),
+        "tex": render_latex(table),
         "json": json.dumps(table.to_json(), indent=1, allow_nan=False) + "\n",
-        "html": html(table),
+        "html": render_html(table),
     }
     paths = [stem.with_suffix(f".{ending}") for ending in texts]
     for path, text in zip(paths, texts.values(), strict=True):

@@ -79,12 +79,12 @@ class Effect:
         return float(t.isf((1 - level) / 2, self.df)) * self.se
 
 
-def defined(values: SeedValues) -> dict[int, float]:
+def drop_undefined(values: SeedValues) -> dict[int, float]:
     """The finite values, by ascending seed."""
     return {seed: float(v) for seed, v in sorted(values.items()) if v is not None and math.isfinite(v)}
 
 
-def saturated(values: Collection[float], bounds: Collection[float] = ()) -> bool:
+def is_saturated(values: Collection[float], bounds: Collection[float] = ()) -> bool:
     """Whether values of two or more seeds show no spread: all the same, or each at one of the metric's bounds."""
     if len(values) < 2:
         return False
@@ -94,13 +94,13 @@ def saturated(values: Collection[float], bounds: Collection[float] = ()) -> bool
 
 def estimate(values: SeedValues, bounds: Collection[float] = ()) -> Estimate:
     """Mean and 95 % half-width t(0.975, n - 1) * s / sqrt(n), s the sample standard deviation (n - 1)."""
-    kept = list(defined(values).values())
+    kept = list(drop_undefined(values).values())
     n = len(kept)
     if n == 0:
         return Estimate(None, None, 0, len(values))
     undefined = len(values) - n
-    if saturated(kept, bounds):
-        return Estimate(_mean(kept), 0.0 if saturated(kept) else None, n, undefined, True)
+    if is_saturated(kept, bounds):
+        return Estimate(_mean(kept), 0.0 if is_saturated(kept) else None, n, undefined, True)
     half_width = float(t.isf(ALPHA / 2, n - 1)) * math.sqrt(_variance(kept) / n) if n > 1 else None
     return Estimate(_mean(kept), half_width, n, undefined)
 
@@ -112,7 +112,7 @@ def seed_correlation(values: Mapping[str, SeedValues], bounds: Collection[float]
     What rows do not have in common is raised as in a block model, whose residual has (R - 1) (n - 1) degrees of freedom
     and not R (n - 1). Rows of fewer than three seeds or without spread are left out.
     """
-    rows = {name: defined(row) for name, row in values.items()}
+    rows = {name: drop_undefined(row) for name, row in values.items()}
     kept = {name: row for name, row in rows.items() if _has_spread(row, bounds)}
     if len(kept) < 2:
         return 0.0
@@ -122,7 +122,7 @@ def seed_correlation(values: Mapping[str, SeedValues], bounds: Collection[float]
     return min(max(0.0, 1 - apart), 1 - RESOLUTION)
 
 
-def contrast(
+def compute_contrast(
     values: Mapping[str, SeedValues],
     weights: Mapping[str, float],
     bounds: Collection[float] = (),
@@ -135,7 +135,7 @@ def contrast(
     order and initial weights: two of them covary by `correlation` (by default `seed_correlation` of all rows) times the
     smaller of their variances. The degrees of freedom are Welch and Satterthwaite's.
     """
-    kept = {variant: defined(values[variant]) for variant, weight in weights.items() if weight}
+    kept = {variant: drop_undefined(values[variant]) for variant, weight in weights.items() if weight}
     n = min(map(len, kept.values()))
     if n == 0:
         return Effect(None, None, 0)
@@ -149,7 +149,7 @@ def contrast(
     if len(sums) > 1 and max(sums) - min(sums) <= 4 * math.ulp(max(abs(term) for row in terms for term in row)):
         return Effect(_mean(sums), 0.0, n, 0.0, test="constant", **ends)
     mean = math.fsum(weights[variant] * _mean(list(row.values())) for variant, row in kept.items())
-    if any(saturated(row.values(), bounds) for row in kept.values()):
+    if any(is_saturated(row.values(), bounds) for row in kept.values()):
         return Effect(mean, None, n, test="saturated", **ends)
     if n < 2:
         return Effect(mean, None, n, **ends)
@@ -207,7 +207,7 @@ def minimum_detectable_effect(effect: Effect, alpha: float = ALPHA, power: float
 
 
 def _has_spread(row: Mapping[int, float], bounds: Collection[float]) -> bool:
-    return len(row) >= FEWEST_SEEDS and not saturated(row.values(), bounds)
+    return len(row) >= FEWEST_SEEDS and not is_saturated(row.values(), bounds)
 
 
 def _standard_error(

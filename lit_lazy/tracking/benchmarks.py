@@ -32,10 +32,10 @@ def log_benchmarks(checkpoint: Path, metrics: Mapping[str, float], result: Mappi
         return f"not logged to MLflow: {os.fspath(file)} is not there; set MLFLOW_TRACKING_URI"
     try:
         tracker = Tracker(uri, runs, folder.parent.name)
-        if not tracker.holds(run_id):
+        if not tracker.has_run(run_id):
             return f"not logged to MLflow: it has no run {run_id}"
-        tracker.add(run_id, metrics)
-        tracker.keep_text(run_id, json.dumps(result, indent=1), ARTIFACT)
+        tracker.log_after_end(run_id, metrics)
+        tracker.log_text(run_id, json.dumps(result, indent=1), ARTIFACT)
     except TrackingError as error:
         return f"not logged to MLflow: {error}"
     return f"logged to MLflow with run {run_id}"

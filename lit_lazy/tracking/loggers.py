@@ -11,14 +11,14 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import Logger
 
 from lit_lazy.config.canonical import flatten
-from lit_lazy.support.errors import named
+from lit_lazy.support.errors import describe_exception
 from lit_lazy.tracking.spool import METRICS, read_lines
 
 KINDS = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb"}
 """By the package that each needs beside what this project requires."""
 
 
-def check_kinds_of_loggers(kinds: Sequence[str], option: str = "--logger") -> None:
+def check_logger_kinds(kinds: Sequence[str], option: str = "--logger") -> None:
     """Raise ValueError, in one line, for a logger that is unknown, given twice, or whose package is missing.
 
     option: by which they were given.
@@ -34,7 +34,7 @@ def check_kinds_of_loggers(kinds: Sequence[str], option: str = "--logger") -> No
 
 
 @contextmanager
-def loggers_beside(
+def open_loggers(
     kinds: Sequence[str], folder: Path, project: str, name: str, config: Mapping[str, Any]
 ) -> Iterator[list[Logger]]:
     """Loggers that write below a run's folder, each in one of its name, and know what the run has logged so far.
@@ -45,7 +45,7 @@ def loggers_beside(
     status = "failed"
     try:
         for kind in kinds:
-            made.append(_begun(kind, folder, project, name, config))
+            made.append(_start_logger(kind, folder, project, name, config))
         yield made
         status = "success"
     finally:
@@ -55,22 +55,24 @@ def loggers_beside(
                 logger.experiment.finish()  # else the process's next run is taken for the same
 
 
-def _begun(kind: str, folder: Path, project: str, name: str, config: Mapping[str, Any]) -> Logger:
+def _start_logger(kind: str, folder: Path, project: str, name: str, config: Mapping[str, Any]) -> Logger:
     if kind == "csv":
         shutil.rmtree(folder / kind, ignore_errors=True)  # Lightning's begins anew, and would warn
     is_new = not (folder / kind).exists()
     try:
-        logger = _made(kind, folder, project, name)
+        logger = _make_logger(kind, folder, project, name)
         logger.log_hyperparams(flatten(config))
         if is_new:
             for line in read_lines(folder / METRICS):
                 logger.log_metrics(dict(line.metrics), line.step)
     except Exception as error:  # a package of others', on its own account or server
-        raise ValueError(f"--logger {kind}: cannot begin ({named(error)}); leave it out, or set it up") from error
+        raise ValueError(
+            f"--logger {kind}: cannot begin ({describe_exception(error)}); leave it out, or set it up"
+        ) from error
     return logger
 
 
-def _made(kind: str, folder: Path, project: str, name: str) -> Logger:
+def _make_logger(kind: str, folder: Path, project: str, name: str) -> Logger:
     if kind == "csv":
         return CSVLogger(folder, name="", version=kind, flush_logs_every_n_steps=1)
     if kind == "tensorboard":

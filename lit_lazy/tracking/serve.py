@@ -12,10 +12,16 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.error import URLError
 
-from lit_lazy.support.disk import private
-from lit_lazy.support.errors import meant
-from lit_lazy.support.secrets import without_user
-from lit_lazy.tracking.tracker import ExperimentLinks, check_store, default_uri, experiment_links, experiment_names
+from lit_lazy.support.disk import open_private
+from lit_lazy.support.errors import did_you_mean
+from lit_lazy.support.secrets import strip_user
+from lit_lazy.tracking.tracker import (
+    ExperimentLinks,
+    check_store,
+    default_uri,
+    find_experiment_links,
+    list_experiment_names,
+)
 
 HOST = "127.0.0.1"
 READY_SECONDS = 120
@@ -29,12 +35,12 @@ def serve(runs: Path, port: int, name: str | None = None) -> int:
     """
     uri = default_uri(runs)
     check_store(uri)
-    if not experiment_names(uri):
+    if not list_experiment_names(uri):
         raise ValueError(f"--runs {runs}: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` makes some")
-    url = without_user(uri) if uri.startswith("http") else f"http://{HOST}:{port}"
-    links = experiment_links(uri, url)
+    url = strip_user(uri) if uri.startswith("http") else f"http://{HOST}:{port}"
+    links = find_experiment_links(uri, url)
     if name is not None:
-        links = chosen(links, name)
+        links = select_links(links, name)
     if uri.startswith("http"):
         print_links(links)
         return 0
@@ -47,7 +53,7 @@ def serve(runs: Path, port: int, name: str | None = None) -> int:
         "MLFLOW_BACKEND_STORE_URI": uri,  # not in the list of processes: it may hold a password
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # nothing here queues jobs on the server
     }
-    with open(log, "w", opener=private) as output:
+    with open(log, "w", opener=open_private) as output:
         # A session of its own, so that the helpers it starts end with it.
         server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
     try:
@@ -76,7 +82,7 @@ def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, log: Path) -> 
     raise ValueError(f"MLflow's server did not come up on {url}; see {log}")
 
 
-def chosen(links: Sequence[ExperimentLinks], name: str) -> list[ExperimentLinks]:
+def select_links(links: Sequence[ExperimentLinks], name: str) -> list[ExperimentLinks]:
     """Those of an experiment, or of all experiments of an ablation or a search. Raises ValueError for none."""
     found = [experiment for experiment in links if experiment.name == name] or [
         experiment for experiment in links if experiment.name.startswith((f"{name}-", f"search-{name}-"))
@@ -84,8 +90,8 @@ def chosen(links: Sequence[ExperimentLinks], name: str) -> list[ExperimentLinks]
     if not found:
         known = [experiment.name for experiment in links]
         raise ValueError(
-            f"dashboard {name!r}: MLflow holds no experiment or ablation of this name{meant(name, known)}; there are: "
-            f"{', '.join(known) or 'none'}"
+            f"dashboard {name!r}: MLflow holds no experiment or ablation of this name{did_you_mean(name, known)}; "
+            f"there are: {', '.join(known) or 'none'}"
         )
     return found
 

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import Logger
 
 from lit_lazy.support.disk import write_atomically, write_text
 from lit_lazy.support.errors import UnfinishedError
-from lit_lazy.tracking.tracker import Logged, Tracker, TrackingError
+from lit_lazy.tracking.tracker import MetricRecord, Tracker, TrackingError
 from lit_lazy.training.result import DIAGNOSTICS, RunResult
 
 METRICS, RUN_ID = "metrics.jsonl", "mlflow_run_id"
@@ -73,16 +73,16 @@ class MetricFile(Logger):
                 other.log_metrics(new, at)
 
 
-def read_lines(path: Path) -> list[Logged]:
+def read_lines(path: Path) -> list[MetricRecord]:
     """What a metric file holds, but for a line that is being written, and for damaged ones."""
     if not path.exists():
         return []
-    return [logged for line in path.read_bytes().split(b"\n")[:-1] if (logged := _logged(line))]
+    return [logged for line in path.read_bytes().split(b"\n")[:-1] if (logged := _parse_line(line))]
 
 
-def _logged(line: bytes) -> Logged | None:
+def _parse_line(line: bytes) -> MetricRecord | None:
     try:
-        return Logged(**json.loads(line))
+        return MetricRecord(**json.loads(line))
     except (ValueError, TypeError):
         return None
 
@@ -93,7 +93,7 @@ def _repair(path: Path) -> None:
         return
     content = path.read_bytes()
     *lines, torn = content.split(b"\n")
-    whole = [line for line in lines if _logged(line)]
+    whole = [line for line in lines if _parse_line(line)]
     if damaged := len(lines) - len(whole):
         aside = path.with_name(f"{path.name}.damaged")
         write_atomically(aside, lambda file: file.write(content))
@@ -103,7 +103,7 @@ def _repair(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Card:
+class RunCard:
     """How a run presents itself in MLflow."""
 
     name: str
@@ -118,7 +118,9 @@ class Card:
 class Spool:
     """Sends one run folder to one MLflow run."""
 
-    def __init__(self, tracker: Tracker, folder: Path, card: Card, is_ours: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, tracker: Tracker, folder: Path, card: RunCard, is_ours: Callable[[], bool] = lambda: True
+    ) -> None:
         """is_ours: asked before a run is begun, which retires another's of the same cell."""
         self.tracker, self.folder, self.card = tracker, folder, card
         self._is_ours = is_ours
@@ -126,19 +128,19 @@ class Spool:
         self._sent = 0
         self._set_running = False
 
-    def logger(self, others: Sequence[Logger] = ()) -> MetricFile:
+    def make_logger(self, others: Sequence[Logger] = ()) -> MetricFile:
         """Lightning's logger for the run. others: loggers beside it."""
         return MetricFile(self.folder, others)
 
-    def run_id(self) -> str:
+    def get_run_id(self) -> str:
         """The run, the one it was begun with where there is one. Raises TrackingError."""
         if self._run_id is None:
             known = self.folder / RUN_ID
             begun = known.read_text() if known.exists() else ""
-            self._run_id = begun if begun and self.tracker.holds(begun) else self._begin(known)
+            self._run_id = begun if begun and self.tracker.has_run(begun) else self._start_run(known)
         return self._run_id
 
-    def _begin(self, known: Path) -> str:
+    def _start_run(self, known: Path) -> str:
         """A new run, in place of one that was begun elsewhere: its curves would stand there twice.
 
         Where it was begun its metrics were measured at other times. Or it was cut off before it was described.
@@ -158,7 +160,7 @@ class Spool:
 
     def send(self) -> None:
         """Send what was not sent yet. Raises TrackingError."""
-        run_id = self.run_id()
+        run_id = self.get_run_id()
         if not self._set_running:
             self.tracker.set_running(run_id)
             self._set_running = True
@@ -167,7 +169,7 @@ class Spool:
         self._sent = len(lines)
 
     @contextmanager
-    def sending(self, at_first: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def send_in_background(self, at_first: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Send every few seconds from a thread of its own; that MLflow is away is logged once.
 
         at_first: called there once the run has begun.
@@ -203,19 +205,21 @@ class Spool:
         self._set_running = True
         self.send()
         if (kept := self.folder / DIAGNOSTICS).exists():
-            self.tracker.keep_files(self.run_id(), [kept])
+            self.tracker.log_files(self.get_run_id(), [kept])
         timings = {f"time/{name}": value for name, value in result.timings.items()}
         made_in = dict(result.environment)
         tags = {**result.labels, "git_sha": made_in.pop("git_sha")}
         tags["environment"] = ", ".join(f"{name} {value}" for name, value in sorted(made_in.items()))
         if result.execution:
             tags["execution"] = ", ".join(f"{name} {value}" for name, value in sorted(result.execution.items()))
-        self.tracker.finish(self.run_id(), {**result.metrics, **timings}, tags, step=result.config["train"]["steps"])
+        self.tracker.finish(
+            self.get_run_id(), {**result.metrics, **timings}, tags, step=result.config["train"]["steps"]
+        )
 
     def fail(self, reason: str, status: Literal["FAILED", "KILLED"]) -> None:
         """Mark the run failed (KILLED: interrupted), where MLflow can be reached; the queue knows it anyway."""
         try:
             self.send()
-            self.tracker.fail(self.run_id(), reason, status)
+            self.tracker.fail(self.get_run_id(), reason, status)
         except TrackingError as error:
             log.warning("MLflow is away (%s); it will not show that this run has failed: %s", error, reason)

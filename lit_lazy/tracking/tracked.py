@@ -15,26 +15,26 @@ from lit_lazy.attention import NoBias
 from lit_lazy.config.canonical import to_dict
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.support.console import called
-from lit_lazy.support.disk import writable_folder
+from lit_lazy.support.console import get_program_name
+from lit_lazy.support.disk import check_writable_folder
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import git_sha
-from lit_lazy.tracking.loggers import check_kinds_of_loggers, loggers_beside
-from lit_lazy.tracking.spool import Card, Spool
+from lit_lazy.tracking.loggers import check_logger_kinds, open_loggers
+from lit_lazy.tracking.spool import RunCard, Spool
 from lit_lazy.tracking.tracker import Tracker, TrackingError, check_store, default_uri
-from lit_lazy.training.checkpoints import check_start
-from lit_lazy.training.cost import cost_of, require_fit
+from lit_lazy.training.checkpoints import check_init_from
+from lit_lazy.training.cost import estimate_cost, require_fit
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import FINAL_CHECKPOINT, RunResult
-from lit_lazy.training.run import finished, lock_of, run
+from lit_lazy.training.run import make_lock, read_finished, run
 from lit_lazy.training.trainer import AtStart
 
 log = logging.getLogger("lit_lazy.tracking.tracked")
 
 
 @dataclass(frozen=True)
-class Trained:
+class FinishedTraining:
     """A finished training, and where everything of it is."""
 
     name: str
@@ -59,7 +59,7 @@ class Trained:
     @property
     def checkpoint(self) -> Path:
         """The trained model's file. Raises ValueError, in one line, where it was not kept."""
-        check_kept(self.folder)
+        require_checkpoint(self.folder)
         return self.folder / FINAL_CHECKPOINT
 
     @property
@@ -78,10 +78,10 @@ class Trained:
     @property
     def dashboard(self) -> str:
         """The command that serves its curves."""
-        return shlex.join([called(), "dashboard", self.name, "--runs", str(self.runs)])
+        return shlex.join([get_program_name(), "dashboard", self.name, "--runs", str(self.runs)])
 
 
-def check_kept(folder: Path) -> None:
+def require_checkpoint(folder: Path) -> None:
     """Raise ValueError, in one line, where a finished run has left no model."""
     if not (folder / FINAL_CHECKPOINT).exists():
         raise ValueError(f"the model of the run in {folder} was not kept; remove that folder to train it again")
@@ -92,7 +92,7 @@ class _Begin(AtStart):
 
     step = 0
 
-    def at_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:  # noqa: ARG002
+    def on_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:  # noqa: ARG002
         self.step = trainer.global_step
 
 
@@ -104,7 +104,7 @@ def train_tracked(
     keep_checkpoint: bool | None = None,
     execution: Execution = ONE_DEVICE,
     loggers: Sequence[str] = (),
-) -> Trained:
+) -> FinishedTraining:
     """Train in `runs/train-<name>/<key>` under the MLflow experiment `train-<name>`; a finished run is returned.
 
     A run that was cut off resumes from its checkpoint, in the MLflow run it was begun with; one that another process
@@ -112,38 +112,38 @@ def train_tracked(
     later. keep_checkpoint: whether to leave the trained model in `final.ckpt`; True, and not None, raises ValueError
     where the run was finished without it. loggers: csv, tensorboard or wandb, beside MLflow.
     """
-    check_kinds_of_loggers(loggers)
+    check_logger_kinds(loggers)
     if threads is not None:
         torch.set_num_threads(threads)
     source = prepare(cfg, execution)
-    require_fit(cost_of(cfg, source.outline, execution), execution)
-    check_start(cfg, source.outline)
+    require_fit(estimate_cost(cfg, source.outline, execution), execution)
+    check_init_from(cfg, source.outline)
     key = cell_key(cfg, source.fingerprint)
-    writable_folder("--runs", runs)
+    check_writable_folder("--runs", runs)
     uri = default_uri(runs)
     check_store(uri)
     experiment = f"train-{name}"
     folder = runs / experiment / key
     tags = {"kind": "run", "cell": key, "seed": str(cfg.seed), "git_sha": git_sha()}
-    card = Card(run_name(name, cfg), tags, {}, to_dict(cfg))
+    card = RunCard(format_run_name(name, cfg), tags, {}, to_dict(cfg))
     tracker = Tracker(uri, runs, experiment)
     spool = Spool(tracker, folder, card)
     folder.mkdir(parents=True, exist_ok=True)
-    lock, begin = lock_of(folder), _Begin()
-    with _acquired(lock):
-        known = finished(folder)
+    lock, begin = make_lock(folder), _Begin()
+    with _acquire(lock):
+        known = read_finished(folder)
         if known and keep_checkpoint:
-            check_kept(folder)
+            require_checkpoint(folder)
         wanted = [kind for kind in loggers if known is None or not (folder / kind).exists()]
         try:
             with (
-                loggers_beside(wanted, folder, experiment, card.name, card.config) as others,
-                spool.sending(tracker.keep_run_views) if known is None else nullcontext(),
+                open_loggers(wanted, folder, experiment, card.name, card.config) as others,
+                spool.send_in_background(tracker.save_run_views) if known is None else nullcontext(),
             ):
                 result = known or run(
                     cfg,
                     folder,
-                    logger=spool.logger(others),
+                    logger=spool.make_logger(others),
                     callbacks=[begin],
                     show_progress=True,
                     keep_checkpoint=keep_checkpoint is not False,
@@ -157,16 +157,16 @@ def train_tracked(
             raise
         try:
             spool.finish(result)
-            tracker.keep_run_views()
+            tracker.save_run_views()
         except TrackingError as error:
             raise UnfinishedError(
                 f"trained, but MLflow did not take the result ({error}); it is kept in {folder}, and the same command "
                 "sends it"
             ) from error
-    return Trained(experiment, result, folder, runs, cfg.train.steps if known else begin.step)
+    return FinishedTraining(experiment, result, folder, runs, cfg.train.steps if known else begin.step)
 
 
-def run_name(name: str, cfg: RunConfig) -> str:
+def format_run_name(name: str, cfg: RunConfig) -> str:
     """A run's name among those of its experiment: what mixes its tokens, and its bias, tell two of one seed apart."""
     attention, mixer = cfg.model.attention, cfg.model.mixer
     parts = [attention.normaliser, attention.bias] if mixer.attends else [mixer]
@@ -174,7 +174,7 @@ def run_name(name: str, cfg: RunConfig) -> str:
     return f"{name} {named} seed {cfg.seed}"
 
 
-def _acquired(lock: BaseFileLock) -> AcquireReturnProxy:
+def _acquire(lock: BaseFileLock) -> AcquireReturnProxy:
     """The lock of a run's folder, held; whoever has to wait for it is told so."""
     try:
         return lock.acquire(timeout=0)

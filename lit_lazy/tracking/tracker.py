@@ -29,19 +29,19 @@ from requests.exceptions import HTTPError, RequestException, RetryError
 from sqlalchemy.exc import OperationalError
 
 from lit_lazy.config.canonical import flatten
-from lit_lazy.support.disk import writable_folder, write_atomically
-from lit_lazy.support.errors import UnfinishedError, causes, one_line
-from lit_lazy.support.secrets import redacted, without_user
-from lit_lazy.support.waiting import within
+from lit_lazy.support.disk import check_writable_folder, write_atomically
+from lit_lazy.support.errors import UnfinishedError, iter_causes, one_line
+from lit_lazy.support.secrets import redact_url, strip_user
+from lit_lazy.support.waiting import call_with_timeout
 from lit_lazy.tracking.databases import (
     check_sqlite,
-    is_begun,
-    new_sqlite_file,
-    quoted,
-    reach,
+    create_sqlite_file,
+    has_content,
+    query_database,
+    quote_path,
+    relocate_artifacts,
     sqlite_file,
     sqlite_url,
-    take_along,
 )
 from lit_lazy.tracking.views import (
     CHARTED_TAG,
@@ -50,16 +50,16 @@ from lit_lazy.tracking.views import (
     ROW_TAG,
     TAG_PREFIX,
     CellRun,
-    colours,
-    far_rows,
-    group_of,
-    normaliser_of,
+    assign_colours,
+    build_run_views,
+    build_views,
+    encode_view,
+    find_outlier_rows,
+    get_normaliser_name,
+    make_group_name,
     run_link,
-    run_views,
     runs_link,
-    saved_view,
     view_id,
-    views,
 )
 
 # MLflow tells of every database it creates, and trips over a deprecation of its own.
@@ -109,7 +109,7 @@ class TrackingError(UnfinishedError):
 
 
 @dataclass(frozen=True)
-class Logged:
+class MetricRecord:
     """Metrics of one step, with the time at which they were measured: logging them twice changes nothing."""
 
     step: int
@@ -118,7 +118,7 @@ class Logged:
     metrics: Mapping[str, float]
 
 
-def _reaching(method: Callable[P, T]) -> Callable[P, T]:
+def _translate_errors(method: Callable[P, T]) -> Callable[P, T]:
     """Turn MLflow's many ways to fail into TrackingError."""
 
     @functools.wraps(method)
@@ -126,18 +126,18 @@ def _reaching(method: Callable[P, T]) -> Callable[P, T]:
         try:
             return method(*args, **kwargs)
         except (MlflowException, RequestException, OSError) as error:
-            raise TrackingError(one_line(error), _is_answer(error)) from error
+            raise TrackingError(one_line(error), _is_refusal(error)) from error
 
     return call
 
 
-def _is_answer(error: BaseException) -> bool:
+def _is_refusal(error: BaseException) -> bool:
     """Whether the store itself said no.
 
     That something listens at its address says little: a tunnel or a gateway does so too while the server is away, and
     one that is overloaded accepts connections for long.
     """
-    for cause in causes(error):
+    for cause in iter_causes(error):
         if isinstance(cause, HTTPError):
             return cause.response.status_code not in GATEWAY_STATUSES
         if isinstance(cause, RetryError):
@@ -149,7 +149,7 @@ def _is_answer(error: BaseException) -> bool:
     return True
 
 
-def answers(uri: str) -> str | None:
+def find_connection_error(uri: str) -> str | None:
     """Why nothing listens at a server's address, or None if something does, or if it is no address."""
     address = urlsplit(uri)
     if address.scheme not in ("http", "https"):
@@ -166,12 +166,12 @@ def answers(uri: str) -> str | None:
 
 def check_store(uri: str) -> None:
     """Raise ValueError, in one line, where the tracking store cannot be used. Nothing is created."""
-    named = f"{URI_VARIABLE}={redacted(uri)}"
-    if why := answers(uri):
+    named = f"{URI_VARIABLE}={redact_url(uri)}"
+    if why := find_connection_error(uri):
         raise ValueError(f"{named}: does not answer ({why}); start the server, or unset the variable")
     scheme, _, rest = uri.partition("://")
     if scheme in ("http", "https"):
-        if why := _refuses(uri):
+        if why := _find_server_error(uri):
             raise ValueError(f"{named}: is no MLflow server, or does not serve us ({why}); name another, or unset it")
         return
     if scheme not in DATABASES or rest in ("", "/", "/:memory:"):
@@ -179,27 +179,29 @@ def check_store(uri: str) -> None:
             f"{named}: must be http://HOST:PORT, sqlite:///FILE or postgresql://...; or unset the variable"
         )
     check_sqlite(named, uri)
-    reach(URI_VARIABLE if os.environ.get(URI_VARIABLE) else "MLflow's database", uri, "experiments", lambda _: None)
+    query_database(
+        URI_VARIABLE if os.environ.get(URI_VARIABLE) else "MLflow's database", uri, "experiments", lambda _: None
+    )
     if (file := sqlite_file(uri)) is not None:
         option = URI_VARIABLE if os.environ.get(URI_VARIABLE) else "--runs"
-        if quoted(file) != str(file):  # it would make a folder of the quoted name
+        if quote_path(file) != str(file):  # it would make a folder of the quoted name
             raise ValueError(
                 f"{option} {str(file.parent)!r}: MLflow keeps no database where a path has a ? or a %; name another "
                 f"folder, or set {URI_VARIABLE} to a server"
             )
-        writable_folder(option, file.parent)
+        check_writable_folder(option, file.parent)
 
 
-def _refuses(uri: str) -> str | None:
+def _find_server_error(uri: str) -> str | None:
     """Why a server does not answer as MLflow's does, within seconds; None if it does."""
 
     def ask() -> None:
         # An experiment is always there, the deleted ones included; some other server may answer {} to everything.
-        if not client_of(uri).search_experiments(ViewType.ALL, max_results=1):
+        if not make_client(uri).search_experiments(ViewType.ALL, max_results=1):
             raise MlflowException("it has no experiments, not even MLflow's own")
 
     try:
-        within(ANSWER_SECONDS, ask)
+        call_with_timeout(ANSWER_SECONDS, ask)
     except Exception as error:  # MLflow's client raises almost anything at what it does not expect
         return one_line(error)
     return None
@@ -210,7 +212,7 @@ def default_uri(runs: Path) -> str:
     return os.environ.get(URI_VARIABLE) or sqlite_url(runs / "mlflow.db")
 
 
-def _use(uri: str) -> None:
+def _set_tracking_uri(uri: str) -> None:
     """Make `uri` MLflow's store without exporting it: `default_uri` would take it for the user's own wish."""
     before = os.environ.get(URI_VARIABLE)
     mlflow.set_tracking_uri(uri)
@@ -220,7 +222,7 @@ def _use(uri: str) -> None:
         os.environ[URI_VARIABLE] = before
 
 
-def client_of(uri: str) -> MlflowClient:
+def make_client(uri: str) -> MlflowClient:
     """MLflow's client of a store, which becomes that of this process.
 
     A server's password becomes a variable: MLflow names the address in its errors, and keeps it where it pleases.
@@ -229,16 +231,16 @@ def client_of(uri: str) -> MlflowClient:
     if address.scheme in ("http", "https") and address.password:
         os.environ["MLFLOW_TRACKING_USERNAME"] = unquote(address.username or "")
         os.environ["MLFLOW_TRACKING_PASSWORD"] = unquote(address.password)
-        uri = without_user(uri)
-    if (file := sqlite_file(uri)) is not None and is_begun(file):
-        take_along(file, ARTIFACTS)
-    _use(uri)
+        uri = strip_user(uri)
+    if (file := sqlite_file(uri)) is not None and has_content(file):
+        relocate_artifacts(file, ARTIFACTS)
+    _set_tracking_uri(uri)
     return MlflowClient(uri)
 
 
-def _create(file: Path) -> None:
+def _create_database(file: Path) -> None:
     """MLflow's database, whole or not at all: one whose creation was killed half-way could never be opened again."""
-    with new_sqlite_file(file) as unfinished:
+    with create_sqlite_file(file) as unfinished:
         store = SqlAlchemyStore(sqlite_url(unfinished), DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
         store.engine.dispose()
 
@@ -250,13 +252,13 @@ class Tracker:
     """
 
     def __init__(self, uri: str, runs: Path, experiment: str) -> None:
-        self.secret_uri, self.uri, self.runs, self.experiment = uri, redacted(uri), runs, experiment
+        self.secret_uri, self.uri, self.runs, self.experiment = uri, redact_url(uri), runs, experiment
         file = sqlite_file(uri)
         # Two processes must not create the database at once.
         with FileLock(f"{file}.lock") if file else nullcontext():
-            if file is not None and not is_begun(file):
-                _create(file)
-            self.client = client_of(uri)
+            if file is not None and not has_content(file):
+                _create_database(file)
+            self.client = make_client(uri)
 
     @functools.cached_property
     def experiment_id(self) -> str:
@@ -271,8 +273,8 @@ class Tracker:
             self.client.restore_experiment(found.experiment_id)
         return found.experiment_id
 
-    @_reaching
-    def begin(self, name: str, tags: Mapping[str, str]) -> str:
+    @_translate_errors
+    def create_run(self, name: str, tags: Mapping[str, str]) -> str:
         """A new run, not described yet; its id."""
         return self.client.create_run(self.experiment_id, run_name=name, tags=dict(tags)).info.run_id
 
@@ -286,19 +288,19 @@ class Tracker:
     ) -> str:
         """A new run with its whole config; its id."""
         linked = {"mlflow.parentRunId": parent_id} if parent_id else {}
-        run_id = self.begin(name, {**tags, **linked})
-        self.describe(run_id, params, config)
+        run_id = self.create_run(name, {**tags, **linked})
+        self.log_config(run_id, params, config)
         return run_id
 
-    @_reaching
-    def describe(self, run_id: str, params: Mapping[str, str], config: Mapping[str, Any]) -> None:
+    @_translate_errors
+    def log_config(self, run_id: str, params: Mapping[str, str], config: Mapping[str, Any]) -> None:
         """Log a run's whole config as params and as an artifact; doing it again changes nothing."""
         every = {path: str(value) for path, value in flatten(config).items()} | dict(params)
         self.client.log_batch(run_id, params=[Param(key, value) for key, value in every.items()])
-        self._keep(run_id, "config.yaml", yaml.safe_dump(dict(config)).encode())
+        self._log_artifact(run_id, "config.yaml", yaml.safe_dump(dict(config)).encode())
 
-    @_reaching
-    def log(self, run_id: str, lines: Sequence[Logged]) -> None:
+    @_translate_errors
+    def log(self, run_id: str, lines: Sequence[MetricRecord]) -> None:
         """Log metrics of several steps. What is there already stays as it is."""
         points = [
             Metric(name, value, line.milliseconds, line.step) for line in lines for name, value in line.metrics.items()
@@ -306,7 +308,7 @@ class Tracker:
         for start in range(0, len(points), METRICS_PER_CALL):
             self.client.log_batch(run_id, metrics=points[start : start + METRICS_PER_CALL])
 
-    @_reaching
+    @_translate_errors
     def finish(self, run_id: str, metrics: Mapping[str, float], tags: Mapping[str, str], step: int) -> None:
         """Log final metrics and mark the run complete. Doing it again changes nothing."""
         run = self.client.get_run(run_id)
@@ -320,31 +322,33 @@ class Tracker:
         self.client.set_tag(run_id, "state", "complete")
         self.client.set_terminated(run_id, "FINISHED")
 
-    @_reaching
-    def add(self, run_id: str, metrics: Mapping[str, float]) -> None:
+    @_translate_errors
+    def log_after_end(self, run_id: str, metrics: Mapping[str, float]) -> None:
         """Log what was measured of a run after its end; doing it again replaces what is shown."""
-        self.client.log_batch(run_id, metrics=[Metric(name, x, _now(), 0) for name, x in metrics.items()])
+        self.client.log_batch(
+            run_id, metrics=[Metric(name, x, _epoch_milliseconds(), 0) for name, x in metrics.items()]
+        )
 
-    @_reaching
+    @_translate_errors
     def tag(self, run_id: str, name: str, text: str) -> None:
         """Set a tag of a run."""
         self.client.set_tag(run_id, name, text)
 
-    @_reaching
+    @_translate_errors
     def fail(self, run_id: str, reason: str, status: Literal["FAILED", "KILLED"] = "FAILED") -> None:
         """Mark a run failed (KILLED: interrupted) with its reason."""
         self.client.set_tag(run_id, "state", "failed")
         self.client.set_tag(run_id, "reason", reason)
         self.client.set_terminated(run_id, status)
 
-    @_reaching
+    @_translate_errors
     def prune(self, run_id: str, reason: str) -> None:
         """Mark a run ended early by a search, and why."""
         for name, value in (("state", "pruned"), ("optuna.state", "PRUNED"), ("reason", reason)):
             self.client.set_tag(run_id, name, value)
         self.client.set_terminated(run_id, "KILLED")
 
-    @_reaching
+    @_translate_errors
     def find(self, tags: Mapping[str, str], deleted: bool = False) -> list[TrackedRun]:
         """All runs with these tags, oldest first; deleted: those that were retired too."""
         query = " AND ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
@@ -358,10 +362,10 @@ class Tracker:
             found += page
             token = page.token
             if not token:
-                return [_tracked(run) for run in found]
+                return [_make_tracked_run(run) for run in found]
 
-    @_reaching
-    def holds(self, run_id: str) -> bool:
+    @_translate_errors
+    def has_run(self, run_id: str) -> bool:
         """Whether a run is there, and not retired."""
         try:
             return self.client.get_run(run_id).info.lifecycle_stage == LifecycleStage.ACTIVE
@@ -370,23 +374,23 @@ class Tracker:
                 return False
             raise
 
-    @_reaching
-    def children(self, parent_id: str) -> list[TrackedRun]:
+    @_translate_errors
+    def find_children(self, parent_id: str) -> list[TrackedRun]:
         """The runs below a parent run, oldest first."""
         return self.find({"mlflow.parentRunId": parent_id})
 
-    @_reaching
-    def keep_text(self, run_id: str, text: str, name: str) -> None:
+    @_translate_errors
+    def log_text(self, run_id: str, text: str, name: str) -> None:
         """Keep a text as an artifact of a run."""
-        self._keep(run_id, name, text.encode())
+        self._log_artifact(run_id, name, text.encode())
 
-    @_reaching
-    def keep_files(self, run_id: str, files: Sequence[Path]) -> None:
+    @_translate_errors
+    def log_files(self, run_id: str, files: Sequence[Path]) -> None:
         """Keep files as artifacts of a run."""
         for file in files:
-            self._keep(run_id, file.name, file.read_bytes())
+            self._log_artifact(run_id, file.name, file.read_bytes())
 
-    def _keep(self, run_id: str, name: str, content: bytes) -> None:
+    def _log_artifact(self, run_id: str, name: str, content: bytes) -> None:
         where = self.client.get_run(run_id).info.artifact_uri
         if where.startswith("file:"):
             # MLflow's own copy into a folder can be cut off half-way, and then passes for the artifact.
@@ -399,13 +403,13 @@ class Tracker:
             file.write_bytes(content)
             self.client.log_artifact(run_id, str(file))
 
-    @_reaching
+    @_translate_errors
     def read_text(self, run_id: str, name: str) -> str:
         """A text artifact of a run."""
         with TemporaryDirectory() as folder:
             return Path(self.client.download_artifacts(run_id, name, folder)).read_text()
 
-    @_reaching
+    @_translate_errors
     def read_bytes(self, run_id: str, name: str) -> bytes | None:
         """An artifact of a run, or None where the run has no such artifact."""
         if name not in {artifact.path for artifact in self.client.list_artifacts(run_id)}:
@@ -413,8 +417,8 @@ class Tracker:
         with TemporaryDirectory() as folder:
             return Path(self.client.download_artifacts(run_id, name, folder)).read_bytes()
 
-    @_reaching
-    def history(self, run_id: str, names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
+    @_translate_errors
+    def read_history(self, run_id: str, names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
         """Steps and values of metrics of a run, in order; what it never logged is left out."""
         found = {}
         for name in names:
@@ -422,23 +426,23 @@ class Tracker:
                 found[name] = sorted((point.step, point.value) for point in points)
         return found
 
-    @_reaching
+    @_translate_errors
     def set_running(self, run_id: str) -> None:
         """Set a run running, again if it had ended."""
         self.client.update_run(run_id, status="RUNNING")
 
-    @_reaching
+    @_translate_errors
     def set_ended(self, run_id: str, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
         """Set a run ended."""
         self.client.set_terminated(run_id, status)
 
-    @_reaching
+    @_translate_errors
     def was_cut_off(self, run_id: str) -> bool:
         """Whether a run did not come to its own end: one that did is FINISHED, or FAILED where a cell has."""
         return self.client.get_run(run_id).info.status in ("RUNNING", "KILLED")
 
-    @_reaching
-    def keep_views(
+    @_translate_errors
+    def save_views(
         self,
         axes: Sequence[str],
         columns: Sequence[str],
@@ -451,61 +455,63 @@ class Tracker:
         one that all is held against first; None for all. rows: the variants, the baseline first, once no more cells
         are to come: each is given a colour.
         """
-        runs = self._newest("cell")
+        runs = self._find_newest("cell")
         cells = [CellRun(run.data.tags["variant"], run.data.params, run.data.metrics) for run in runs]
         groups = None
         if rows is not None and len(runs) < MOST_RUNS_SEEN:
-            normalisers = {cell.variant: normaliser_of(cell.params) for cell in cells}
-            chosen = colours(dict.fromkeys(rows, "") | normalisers)
-            groups = {row: group_of(row, colour) for row, colour in chosen.items()}
-            far = far_rows(cells)
+            normalisers = {cell.variant: get_normaliser_name(cell.params) for cell in cells}
+            chosen = assign_colours(dict.fromkeys(rows, "") | normalisers)
+            groups = {row: make_group_name(row, colour) for row, colour in chosen.items()}
+            far = find_outlier_rows(cells)
             for run, cell in zip(runs, cells, strict=True):
                 row, charted = cell.variant, "no" if cell.variant in far else "yes"
-                self._mark(run, {COLOUR_TAG: chosen[row], ROW_TAG: groups[row], CHARTED_TAG: charted})
-        self._save(views(axes, columns, columns if main is None else main, cells, groups))
+                self._update_tags(run, {COLOUR_TAG: chosen[row], ROW_TAG: groups[row], CHARTED_TAG: charted})
+        self._write_views(build_views(axes, columns, columns if main is None else main, cells, groups))
 
-    @_reaching
-    def keep_run_views(self) -> None:
+    @_translate_errors
+    def save_run_views(self) -> None:
         """Save the views of an experiment whose runs are no cells, as these are now."""
-        runs = self._newest("run")
-        chosen = colours({run.info.run_id: normaliser_of(run.data.params) for run in reversed(runs)})
+        runs = self._find_newest("run")
+        chosen = assign_colours({run.info.run_id: get_normaliser_name(run.data.params) for run in reversed(runs)})
         for run in runs:
-            self._mark(run, {COLOUR_TAG: chosen[run.info.run_id]})
-        self._save(run_views([CellRun(run.info.run_name, run.data.params, run.data.metrics) for run in runs]))
+            self._update_tags(run, {COLOUR_TAG: chosen[run.info.run_id]})
+        self._write_views(
+            build_run_views([CellRun(run.info.run_name, run.data.params, run.data.metrics) for run in runs])
+        )
 
-    def _newest(self, kind: str) -> list[Run]:
+    def _find_newest(self, kind: str) -> list[Run]:
         newest = ["start_time DESC"]
         return self.client.search_runs(
             [self.experiment_id], f"tags.kind = '{kind}'", order_by=newest, max_results=MOST_RUNS_SEEN
         )
 
-    def _mark(self, run: Run, tags: Mapping[str, str]) -> None:
+    def _update_tags(self, run: Run, tags: Mapping[str, str]) -> None:
         new = [RunTag(name, text) for name, text in tags.items() if run.data.tags.get(name) != text]
         if new:
             self.client.log_batch(run.info.run_id, tags=new)
 
-    def _save(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+    def _write_views(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         for name, state in states.items():
-            self.client.set_experiment_tag(self.experiment_id, *saved_view(name, state))
+            self.client.set_experiment_tag(self.experiment_id, *encode_view(name, state))
 
-    @_reaching
+    @_translate_errors
     def retire(self, run_id: str) -> None:
         """Move a run and its children to MLflow's deleted runs, from where they can be restored; the parent first.
 
         A parent that is there is so with all its children, also where this was cut off.
         """
-        children = self.children(run_id)
+        children = self.find_children(run_id)
         self.client.delete_run(run_id)
         for child in children:
             self.client.delete_run(child.run_id)
 
 
-def _now() -> int:
+def _epoch_milliseconds() -> int:
     """In milliseconds since the epoch."""
     return int(1000 * time.time())
 
 
-def _tracked(run: Run) -> TrackedRun:
+def _make_tracked_run(run: Run) -> TrackedRun:
     tags = dict(run.data.tags)
     stated = tags.get("state")
     if stated == "complete":
@@ -523,9 +529,9 @@ class ExperimentLinks:
     pages: dict[str, str]
 
 
-def experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
+def find_experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
     """Links to every experiment of a store that holds training runs, the most recently used first."""
-    client = client_of(uri)
+    client = make_client(uri)
     links = []
     for experiment in client.search_experiments(order_by=["last_update_time DESC"]):
         number = experiment.experiment_id
@@ -549,14 +555,14 @@ def experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
     return links
 
 
-def experiment_names(uri: str, kind: str | None = None) -> list[str]:
+def list_experiment_names(uri: str, kind: str | None = None) -> list[str]:
     """Names of all experiments of a store; none where a local store does not exist, which is not created.
 
     kind: only those that hold a run with this tag.
     """
-    if (file := sqlite_file(uri)) is not None and not is_begun(file):
+    if (file := sqlite_file(uri)) is not None and not has_content(file):
         return []
-    client = client_of(uri)
+    client = make_client(uri)
     try:
         return [
             experiment.name

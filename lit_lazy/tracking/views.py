@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any
 from urllib.parse import quote
 
-from lit_lazy.support.far import highest_near
+from lit_lazy.support.far import compute_far_limit
 
 TAG_PREFIX = "mlflow.sharedViewState."
 TABLE_VIEW, CELLS_VIEW = "Variants (mean over seeds)", "All cells"
@@ -81,7 +81,7 @@ class CellRun:
     """What it has logged, by name: the last value."""
 
 
-def saved_view(name: str, state: Mapping[str, Any]) -> tuple[str, str]:
+def encode_view(name: str, state: Mapping[str, Any]) -> tuple[str, str]:
     """Tag key and value that make a saved view called `name`. The same name gives the same key."""
     packed = "deflate;" + base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
     value = json.dumps({"name": name, "createdAt": 0, "updatedAt": 0, "state": packed})
@@ -93,13 +93,13 @@ def view_id(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
-def normaliser_of(params: Mapping[str, str]) -> str:
+def get_normaliser_name(params: Mapping[str, str]) -> str:
     """The class of a run's normaliser, or of its mixer where that does not attend; empty where none is logged."""
     mixer = params.get("model.mixer", "SelfAttention")
     return params.get("model.attention.normaliser", "") if mixer == "SelfAttention" else mixer
 
 
-def colours(rows: Mapping[str, str]) -> dict[str, str]:
+def assign_colours(rows: Mapping[str, str]) -> dict[str, str]:
     """The colour of each row, as far as the palette reaches all different. rows: the class of the normaliser by row.
 
     The first row with Elastic-Softmax and the first with softmax have the colours that these have in the figures.
@@ -112,7 +112,7 @@ def colours(rows: Mapping[str, str]) -> dict[str, str]:
     return {row: PALETTE[taken[row] if row in taken else next(others)] for row in rows}
 
 
-def group_of(row: str, colour: str) -> str:
+def make_group_name(row: str, colour: str) -> str:
     """A row's name with as many spaces behind it as make MLflow draw the group of that name in a colour.
 
     It keeps no colours of groups where it keeps views, and no one sees the spaces.
@@ -136,7 +136,7 @@ def _group_id(tag: str, value: str) -> str:
     return f"tag.{tag}.{value}"
 
 
-def views(
+def build_views(
     axes: Sequence[str],
     columns: Sequence[str],
     main: Sequence[str],
@@ -152,35 +152,35 @@ def views(
     """
     logged = {name for cell in cells for name in cell.metrics}
 
-    def measured(names: Sequence[str]) -> list[str]:
+    def select_measured(names: Sequence[str]) -> list[str]:
         return [name for name in dict.fromkeys(names) if name in logged or not cells]
 
-    shown = measured([*main, *EXTRA])
+    shown = select_measured([*main, *EXTRA])
     variants = list(dict.fromkeys(cell.variant for cell in cells))
     tag, values = ("variant", {name: name for name in variants}) if groups is None else (ROW_TAG, groups)
-    far = () if groups is None else far_rows(cells)
+    far = () if groups is None else find_outlier_rows(cells)
     near = {} if groups is None else {"searchFilter": f"tags.kind = 'cell' AND tags.{CHARTED_TAG} = 'yes'"}
     without = f", without {', '.join(far)}" if far else ""
     return {
-        TABLE_VIEW: _runs("cell", shown, axes) | _grouped(tag, values),
-        CELLS_VIEW: _runs("cell", measured(columns), axes),
-        CHARTS_VIEW: _runs("cell", shown, axes)
-        | _grouped(tag, values)
+        TABLE_VIEW: _build_run_list("cell", shown, axes) | _build_grouping(tag, values),
+        CELLS_VIEW: _build_run_list("cell", select_measured(columns), axes),
+        CHARTS_VIEW: _build_run_list("cell", shown, axes)
+        | _build_grouping(tag, values)
         | near
         | _sections(
             {
                 RESULTS + without: [_bar(name) for name in shown],
-                TRADE_OFFS: [_scatter(name, shown[0]) for name in measured(EXTRA) if name != shown[0]],
-                TRAINING: [_line(name) for name in _curves(measured, logged)],
+                TRADE_OFFS: [_scatter(name, shown[0]) for name in select_measured(EXTRA) if name != shown[0]],
+                TRAINING: [_line(name) for name in _select_curves(select_measured, logged)],
             },
             logged,
         ),
-        AXES_VIEW: _runs("cell", shown, axes)
+        AXES_VIEW: _build_run_list("cell", shown, axes)
         | near
         | _sections(
             {
                 title + without: [_parallel(title, chosen, shown[0])]
-                for title, chosen in _axis_sets(axes, cells).items()
+                for title, chosen in _find_axis_sets(axes, cells).items()
                 if shown
             },
             logged,
@@ -189,14 +189,14 @@ def views(
     }
 
 
-def run_views(runs: Sequence[CellRun]) -> dict[str, dict[str, Any]]:
+def build_run_views(runs: Sequence[CellRun]) -> dict[str, dict[str, Any]]:
     """The states of the views of an experiment whose runs are no cells, by name: `views` without groups.
 
     Columns are the settings in which the runs differ.
     """
     logged = {name for run in runs for name in run.metrics}
 
-    def measured(names: Sequence[str]) -> list[str]:
+    def select_measured(names: Sequence[str]) -> list[str]:
         return [name for name in dict.fromkeys(names) if name in logged or name in (*LOSS_CURVES, *WATCHED)]
 
     values: dict[str, set[str]] = {}
@@ -204,27 +204,27 @@ def run_views(runs: Sequence[CellRun]) -> dict[str, dict[str, Any]]:
         for name, value in run.params.items():
             values.setdefault(name, set()).add(value)
     settings = [name for name, found in values.items() if len(found) > 1][:MOST_SETTINGS]
-    shown = measured([*LOSSES, *EXTRA])
-    curves = [_line(name) for name in ("train/loss", *_curves(measured, logged))]
+    shown = select_measured([*LOSSES, *EXTRA])
+    curves = [_line(name) for name in ("train/loss", *_select_curves(select_measured, logged))]
     return {
-        CHARTS_VIEW: _runs("run", shown, settings)
+        CHARTS_VIEW: _build_run_list("run", shown, settings)
         | _sections({TRAINING: curves, "Results": [_bar(name) for name in shown]}, logged),
-        RUNS_VIEW: _runs("run", shown, settings),
+        RUNS_VIEW: _build_run_list("run", shown, settings),
     }
 
 
-def far_rows(cells: Sequence[CellRun]) -> list[str]:
+def find_outlier_rows(cells: Sequence[CellRun]) -> list[str]:
     """The variants whose mean loss is so far above that in a chart with them all others would look alike."""
     losses: dict[str, list[float]] = {}
     for cell in cells:
         if LOSS in cell.metrics:
             losses.setdefault(cell.variant, []).append(cell.metrics[LOSS])
     means = {variant: fmean(found) for variant, found in losses.items()}
-    highest = highest_near(means.values())
+    highest = compute_far_limit(means.values())
     return [variant for variant, mean in means.items() if mean > highest]
 
 
-def _runs(kind: str, metrics: Sequence[str], settings: Sequence[str]) -> dict[str, Any]:
+def _build_run_list(kind: str, metrics: Sequence[str], settings: Sequence[str]) -> dict[str, Any]:
     """The runs of a kind as a flat list, each metric and each setting a column.
 
     It is sorted by a metric, because MLflow hides child runs under their parent while a list is sorted by creation.
@@ -251,7 +251,7 @@ def _runs(kind: str, metrics: Sequence[str], settings: Sequence[str]) -> dict[st
     }
 
 
-def _grouped(tag: str, values: Mapping[str, str]) -> dict[str, Any]:
+def _build_grouping(tag: str, values: Mapping[str, str]) -> dict[str, Any]:
     """One row per variant, its mean over seeds; its cells are folded away. values: of the tag, by variant."""
     return {
         "groupBy": {
@@ -263,18 +263,18 @@ def _grouped(tag: str, values: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _curves(measured: Callable[[Sequence[str]], list[str]], logged: Collection[str]) -> list[str]:
+def _select_curves(measured: Callable[[Sequence[str]], list[str]], logged: Collection[str]) -> list[str]:
     """The metrics of a training that are worth a curve; no two of them are the same."""
-    return [*measured(LOSS_CURVES)[:1], *measured([*WATCHED, *_tau_curves(logged)])]
+    return [*measured(LOSS_CURVES)[:1], *measured([*WATCHED, *_select_tau_curves(logged)])]
 
 
-def _tau_curves(logged: Collection[str]) -> list[str]:
+def _select_tau_curves(logged: Collection[str]) -> list[str]:
     """The metrics of the first and the last layer's tau."""
     layers = sorted(int(found[1]) for name in logged if (found := TAU_LAYER.fullmatch(name))) or [0]
     return [f"watch/tau_layer_{layer}" for layer in dict.fromkeys((*layers[:1], *layers[-1:]))]
 
 
-def _axis_sets(axes: Sequence[str], cells: Sequence[CellRun]) -> dict[str, list[str]]:
+def _find_axis_sets(axes: Sequence[str], cells: Sequence[CellRun]) -> dict[str, list[str]]:
     """Titles of sections, and axes that the cells spoken of all have and in which they differ; most cells first.
 
     MLflow's parallel coordinates leave out a cell that lacks one of the params: one chart of all axes would lose most.

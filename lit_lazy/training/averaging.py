@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
-class Average:
+class WeightAverage:
     """m_1 = w_1, m_t = decay m_(t-1) + (1 - decay) w_t over the finished steps t, of what is trained.
 
     What follows a schedule (a ramped tau) is not averaged: it stays what it is at its step.
@@ -36,16 +36,16 @@ class Average:
         self.values = {name: value.clone() for name, value in values.items()}
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def apply(self) -> None:
         """Put the average in the place of the weights, for good."""
         for name, value in self.values.items():
             self._own[name].copy_(value)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swap_in(self) -> Iterator[None]:
         """The average in the place of the weights, for a while."""
         weights = {name: self._own[name].detach().clone() for name in self.values}
-        self.keep()
+        self.apply()
         try:
             yield
         finally:

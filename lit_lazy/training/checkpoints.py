@@ -19,10 +19,10 @@ from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checks import require_whole
 from lit_lazy.support.disk import open_file, quarantine, write_atomically
-from lit_lazy.support.errors import named
+from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.kinds import MOST
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.prepare import check_size, loaded
+from lit_lazy.training.prepare import check_size, load_data
 from lit_lazy.training.result import RESULT
 
 MOST_NAMED = 8
@@ -55,7 +55,7 @@ def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
         raise
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path) -> dict[str, Any]:
     """The content of one of this project's checkpoints. Raises ValueError that says, in one line, why it is none."""
     try:
         with open_file(path) as file:
@@ -71,11 +71,13 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})") from None
     except (MemoryError, RecursionError) as error:
-        raise ValueError(f"is no checkpoint, or one that does not fit into memory ({named(error)})") from None
+        raise ValueError(
+            f"is no checkpoint, or one that does not fit into memory ({describe_exception(error)})"
+        ) from None
     except pickle.UnpicklingError:
         raise ValueError("holds more than weights and numbers, so it is not loaded: it could run code") from None
     except Exception as error:  # a file that is no checkpoint raises almost anything
-        raise ValueError(f"is no checkpoint, or damaged ({named(error)})") from None
+        raise ValueError(f"is no checkpoint, or damaged ({describe_exception(error)})") from None
     if not _is_ours(content):
         raise ValueError("was not made by this project")
     return content
@@ -108,19 +110,19 @@ def load(path: Path) -> LitLM:
     """The trained model of a checkpoint. Raises ValueError, in one line, where there is none to be had."""
     checkpoint = f"checkpoint {str(path)!r}"
     try:
-        content = read(path)
+        content = read_checkpoint(path)
     except ValueError as error:
         raise ValueError(
             f"{checkpoint}: {error}; give a final.ckpt, which `lit-lazy train` leaves in its run folder"
         ) from None
     try:
-        module = _made(content)
+        module = _build_module(content)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError, RuntimeError) as error:
         raise ValueError(
-            f"{checkpoint}: its config is not known here ({named(error)}); --import the file that defines a custom "
-            "class, else train again"
+            f"{checkpoint}: its config is not known here ({describe_exception(error)}); --import the file that defines "
+            "a custom class, else train again"
         ) from None
-    if misfit := _misfit(content, module):
+    if misfit := _find_mismatch(content, module):
         raise ValueError(f"{checkpoint}: {misfit}; train again")
     module.load_state_dict(content["state_dict"])
     if bad := [name for name, value in content["state_dict"].items() if not value.isfinite().all()]:
@@ -128,32 +130,34 @@ def load(path: Path) -> LitLM:
     return module
 
 
-def take_over(module: LitLM, path: Path) -> str:
+def load_matching_weights(module: LitLM, path: Path) -> str:
     """Give a module the weights of a checkpoint that have the same name and shape; what became of which, in a line.
 
     Raises ValueError, in one line, where there is no such model, or none of its weights fits.
     """
     given, own = load(path).model.state_dict(), module.model.state_dict()
-    taken = _fitting(path, given, own)
+    taken = _select_matching(path, given, own)
     module.model.load_state_dict(own | taken)
     share = sum(value.numel() for value in taken.values()) / sum(value.numel() for value in own.values())
     new, left = sorted(own.keys() - taken.keys()), sorted(given.keys() - taken.keys())
     return (
         f"starts from {path}: {len(taken)} of {len(own)} tensors, {share:.1%} of the weights, are taken over; "
-        f"new: {_few(new)}; left behind: {_few(left)}"
+        f"new: {_format_names(new)}; left behind: {_format_names(left)}"
     )
 
 
-def check_start(cfg: RunConfig, data: Outline) -> None:
+def check_init_from(cfg: RunConfig, data: Outline) -> None:
     """Raise ValueError, in one line, where the weights that a run is to start with cannot be had."""
     if cfg.init_from is not None:
         with torch.device("meta"):
             own = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None).state_dict()
         path = Path(cfg.init_from)
-        _fitting(path, load(path).model.state_dict(), own)
+        _select_matching(path, load(path).model.state_dict(), own)
 
 
-def _fitting(path: Path, given: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _select_matching(
+    path: Path, given: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The weights of a checkpoint with the name and shape of one of a model's. Raises ValueError for none."""
     taken = {name: value for name, value in given.items() if name in own and own[name].shape == value.shape}
     if not taken:
@@ -163,12 +167,12 @@ def _fitting(path: Path, given: Mapping[str, torch.Tensor], own: Mapping[str, to
     return taken
 
 
-def _few(names: list[str]) -> str:
+def _format_names(names: list[str]) -> str:
     shown = ", ".join(names[:MOST_NAMED])
     return f"{shown}, ... ({len(names)})" if len(names) > MOST_NAMED else shown or "none"
 
 
-def _made(content: dict[str, Any]) -> LitLM:
+def _build_module(content: dict[str, Any]) -> LitLM:
     """The module that a checkpoint's settings describe, if its weights are of that size: else it may be of any."""
     settings, state = content["hyper_parameters"], content["state_dict"]
     cfg = from_dict(RunConfig, settings["config"])
@@ -184,15 +188,15 @@ def _made(content: dict[str, Any]) -> LitLM:
     return LitLM(**settings)
 
 
-def callback_state(path: Path, name: str) -> dict[str, Any]:
+def read_callback_state(path: Path, name: str) -> dict[str, Any]:
     """What a callback of a class of this name left in a checkpoint; empty where none did. Raises as `read` does."""
-    state = read(path).get("callbacks", {}).get(name, {})
+    state = read_checkpoint(path).get("callbacks", {}).get(name, {})
     if not isinstance(state, dict):
         raise ValueError(f"checkpoint {str(path)!r}: {name} in it is no state of ours; train again")
     return state
 
 
-def resumable_step(path: Path, cfg: RunConfig, module: LitLM) -> int:
+def find_resume_step(path: Path, cfg: RunConfig, module: LitLM) -> int:
     """The step from which a checkpoint resumes this config's module.
 
     0 where there is none, or one that is damaged or another model's: that one is quarantined, with a warning.
@@ -200,20 +204,20 @@ def resumable_step(path: Path, cfg: RunConfig, module: LitLM) -> int:
     if not path.exists():
         return 0
     try:
-        content = read(path)
+        content = read_checkpoint(path)
     except ValueError as error:
         quarantine(path, str(error))
         return 0
-    if not _is_of(content["hyper_parameters"]["config"], cfg):
+    if not _is_same_config(content["hyper_parameters"]["config"], cfg):
         quarantine(path, "made by another config")
         return 0
-    if misfit := _misfit(content, module):
+    if misfit := _find_mismatch(content, module):
         quarantine(path, misfit)
         return 0
     return content["global_step"]
 
 
-def _is_of(config: Any, cfg: RunConfig) -> bool:
+def _is_same_config(config: Any, cfg: RunConfig) -> bool:
     """Whether a checkpoint's plain config is this one; a field that it does not know yet is at its default."""
     try:
         # The weights that it started with are in the run's key, wherever they lie.
@@ -222,10 +226,10 @@ def _is_of(config: Any, cfg: RunConfig) -> bool:
         return False
 
 
-def _misfit(content: dict[str, Any], module: LitLM) -> str:
+def _find_mismatch(content: dict[str, Any], module: LitLM) -> str:
     """How the weights of a checkpoint differ from those of a module in name or shape; "" where they do not."""
     both = content["state_dict"], module.state_dict()
-    found, wanted = ({name: _kind(value) for name, value in state.items()} for state in both)
+    found, wanted = ({name: _format_shape(value) for name, value in state.items()} for state in both)
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
             is_, should = (kinds.get(name, "missing") for kinds in (found, wanted))
@@ -233,18 +237,18 @@ def _misfit(content: dict[str, Any], module: LitLM) -> str:
     return ""
 
 
-def _kind(value: torch.Tensor) -> str:
+def _format_shape(value: torch.Tensor) -> str:
     """Its shape, and its type unless that is the usual one."""
     return f"{tuple(value.shape)}{'' if value.dtype == torch.float32 else f' of {value.dtype}'}"
 
 
-def data_of_training(checkpoint: Path, module: LitLM) -> DataSource:
+def load_training_data(checkpoint: Path, module: LitLM) -> DataSource:
     """The data that a checkpoint's model was trained on.
 
     Raises ValueError, in one line, where they cannot be had or have changed since. The result beside the checkpoint
     tells of contents; where there is none, only another size is noticed.
     """
-    source = loaded(module.cfg.data)
+    source = load_data(module.cfg.data)
     for name in ("vocab_size", "context_length"):
         there, here = module.hparams[name], getattr(source, name)
         if there != here:

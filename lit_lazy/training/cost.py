@@ -10,15 +10,15 @@ from rich.filesize import decimal
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import Block, DecoderLM, flops_per_token
-from lit_lazy.model.kept import kept_bytes
+from lit_lazy.model.kept import measure_saved_bytes
 from lit_lazy.model.loss import LOGITS_AT_ONCE
 from lit_lazy.optim import Optimiser
-from lit_lazy.support.console import counted
-from lit_lazy.support.memory import most_bytes
-from lit_lazy.training.checkpoints import check_start
+from lit_lazy.support.console import format_count
+from lit_lazy.support.memory import measure_total_memory
+from lit_lazy.training.checkpoints import check_init_from
 from lit_lazy.training.execution import Execution
-from lit_lazy.training.optimiser import block_matrices
-from lit_lazy.training.prepare import planned
+from lit_lazy.training.optimiser import find_block_matrices
+from lit_lazy.training.prepare import prepare_outline
 
 UTILISATION = 0.4
 """Of the peak that a training reaches; well-tuned ones of such models reach 0.35 to 0.5."""
@@ -53,28 +53,30 @@ class Cost:
         """On each device."""
         return sum(self.memory.values())
 
-    def hours(self, devices: int, peak: float) -> float:
+    def estimate_hours(self, devices: int, peak: float) -> float:
         """At UTILISATION of the devices' peak, in FLOPs a second."""
         return self.flops / (devices * UTILISATION * peak) / 3600
 
 
-def cost_of(cfg: RunConfig, data: Outline, execution: Execution) -> Cost:
+def estimate_cost(cfg: RunConfig, data: Outline, execution: Execution) -> Cost:
     """What `cfg` will take. Raises ValueError where its batch cannot be shared out."""
-    parts = execution.accumulation(cfg.train.batch_size)
+    parts = execution.accumulation_steps(cfg.train.batch_size)
     with torch.device("meta"):
         model = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     spread_over = execution.devices if execution.strategy == "fsdp" else 1
     state = NUMBER * parameters // spread_over
     at_a_time = cfg.train.batch_size // execution.devices // parts * data.context_length
-    moments = NUMBER * _moments(model, cfg.train.optimiser)
+    moments = NUMBER * _count_moments(model, cfg.train.optimiser)
     average = {"average": state} if cfg.train.ema_decay else {}
     memory = {
         "weights": state,
         "gradients": state,
         "optimiser": moments // spread_over,
         **average,
-        "activations": _activations(cfg, data.context_length, at_a_time, execution.checkpoint_activations),
+        "activations": _estimate_activation_bytes(
+            cfg, data.context_length, at_a_time, execution.checkpoint_activations
+        ),
         "logits": LOGITS_COPIES * NUMBER * min(at_a_time * data.vocab_size, max(data.vocab_size, LOGITS_AT_ONCE)),
     }
     tokens = cfg.train.steps * cfg.train.batch_size * data.context_length
@@ -82,21 +84,21 @@ def cost_of(cfg: RunConfig, data: Outline, execution: Execution) -> Cost:
     return Cost(parameters, tokens, flops, memory, parts, disk=2 * (NUMBER * parameters * (1 + len(average)) + moments))
 
 
-def _moments(model: DecoderLM, optimiser: Optimiser) -> int:
+def _count_moments(model: DecoderLM, optimiser: Optimiser) -> int:
     """Numbers that an optimiser keeps of a model's parameters."""
-    matrices = {id(matrix) for matrix in block_matrices(model)}
+    matrices = {id(matrix) for matrix in find_block_matrices(model)}
     return sum(p.numel() * optimiser.moments(id(p) in matrices) for p in model.parameters())
 
 
-def _activations(cfg: RunConfig, context_length: int, tokens: int, checkpointed: bool) -> int:
+def _estimate_activation_bytes(cfg: RunConfig, context_length: int, tokens: int, checkpointed: bool) -> int:
     """Bytes that are kept for the backward pass of so many tokens."""
-    fixed, per_token = kept_by_a_block(cfg.model, context_length, cfg.train.precision == "bf16")
+    fixed, per_token = measure_block_activations(cfg.model, context_length, cfg.train.precision == "bf16")
     block, stream = fixed + tokens * per_token, tokens * NUMBER * cfg.model.d_model
     layers = cfg.model.n_layers * stream + block if checkpointed else cfg.model.n_layers * block
     return round(layers + 3 * stream)  # the embeddings, and the last norm's input and output
 
 
-def kept_by_a_block(cfg: ModelConfig, context_length: int, bf16: bool) -> tuple[float, float]:
+def measure_block_activations(cfg: ModelConfig, context_length: int, bf16: bool) -> tuple[float, float]:
     """Bytes that one block keeps for its backward pass, and those of each token: measured on the CPU, on few tokens.
 
     Whatever the number of tokens it keeps, under bf16, its matrices in that type.
@@ -104,17 +106,17 @@ def kept_by_a_block(cfg: ModelConfig, context_length: int, bf16: bool) -> tuple[
     block = Block(dataclasses.replace(cfg, backend="auto"), context_length, layer=0)
     rotation = cfg.position.build(cfg.d_model, block.attention.rotary_dim, context_length).rotation
 
-    def kept(length: int) -> int:
+    def measure_bytes(length: int) -> int:
         x = torch.randn(1, length, cfg.d_model, generator=torch.Generator().manual_seed(0), requires_grad=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            return kept_bytes(
+            return measure_saved_bytes(
                 lambda: block(x, rotation(length, 0), None, False, None, None, torch.zeros(1, dtype=torch.int64)),
                 chain(block.parameters(), block.buffers()),
             )
 
     long = min(context_length, LOOKED_AT)
     short = (long + 1) // 2
-    few, many = kept(short), kept(long)
+    few, many = measure_bytes(short), measure_bytes(long)
     per_token = (many - few) / (long - short) if long > short else many
     return max(0.0, many - per_token * long), per_token
 
@@ -122,60 +124,60 @@ def kept_by_a_block(cfg: ModelConfig, context_length: int, bf16: bool) -> tuple[
 def require_fit(cost: Cost, execution: Execution) -> None:
     """Raise ValueError, in one line, where a device of this machine has not the memory."""
     on_gpu = torch.cuda.is_available()
-    there = torch.cuda.get_device_properties(0).total_memory if on_gpu else most_bytes() // execution.devices
+    there = torch.cuda.get_device_properties(0).total_memory if on_gpu else measure_total_memory() // execution.devices
     if cost.device_bytes > there:
         where = "each GPU" if on_gpu else "each of the processes on this machine"
         raise ValueError(
-            f"--micro-batch={execution.micro_batch}: needs {described(cost)} on each device, and {where} has "
+            f"--micro-batch={execution.micro_batch}: needs {format_memory(cost)} on each device, and {where} has "
             f"{there / 1e9:.1f} GB; give a smaller --micro-batch, --checkpoint-activations, or --strategy fsdp on more "
             "devices"
         )
 
 
-def described(cost: Cost) -> str:
+def format_memory(cost: Cost) -> str:
     """The memory by part: `11.4 GB (weights 1.5 GB, gradients 1.5 GB, ...)`."""
     by_part = ", ".join(f"{name} {decimal(size)}" for name, size in cost.memory.items())
     return f"{decimal(cost.device_bytes)} ({by_part})"
 
 
-def peak_of_device() -> tuple[str, float]:
+def find_peak_flops() -> tuple[str, float]:
     """The GPU that is here, if its data sheet is known, else one that is assumed; and its FLOPs a second."""
-    known = _known_device() or ASSUMED
+    known = _find_known_device() or ASSUMED
     return known, PEAKS[known]
 
 
-def _known_device() -> str | None:
+def _find_known_device() -> str | None:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((kind for kind in PEAKS if kind in name), None)
 
 
-def report(name: str, cfg: RunConfig, execution: Execution) -> list[str]:
+def format_dry_run(name: str, cfg: RunConfig, execution: Execution) -> list[str]:
     """The lines of a dry run. A text that was not tokenised yet is not tokenised for it.
 
     Raises ValueError where the training would, but for what this machine holds and runs: it may be for another.
     """
-    source = planned(cfg, elsewhere=True)
+    source = prepare_outline(cfg, elsewhere=True)
     execution.check(cfg.train)
-    check_start(cfg, source)
-    cost = cost_of(cfg, source, execution)
+    check_init_from(cfg, source)
+    cost = estimate_cost(cfg, source, execution)
     step = cfg.train.batch_size * source.context_length
-    kind, peak = peak_of_device()
-    sequences = counted(cfg.train.batch_size // execution.devices // cost.parts, "sequence")
+    kind, peak = find_peak_flops()
+    sequences = format_count(cfg.train.batch_size // execution.devices // cost.parts, "sequence")
     where = f"on each of {execution.devices} devices" if execution.devices > 1 else "on 1 device"
-    elsewhere = "" if _known_device() else "; not on this machine, whose speed is not known"
+    elsewhere = "" if _find_known_device() else "; not on this machine, whose speed is not known"
     return [
         f"{name}: {cost.parameters:,} parameters",
-        _data(source, cost),
-        f"step:   {step:,} tokens; {where} {counted(cost.parts, 'micro-batch', 'micro-batches')} of {sequences}",
+        _format_data(source, cost),
+        f"step:   {step:,} tokens; {where} {format_count(cost.parts, 'micro-batch', 'micro-batches')} of {sequences}",
         f"FLOPs:  {cost.flops / cost.tokens:.3g} a token, {cost.flops:.3g} in all",
-        f"memory: {described(cost)} on each device, and about 1 GB of libraries",
-        f"time:   {_duration(cost.hours(execution.devices, peak))} on {execution.devices} {kind}, at "
+        f"memory: {format_memory(cost)} on each device, and about 1 GB of libraries",
+        f"time:   {_format_duration(cost.estimate_hours(execution.devices, peak))} on {execution.devices} {kind}, at "
         f"{UTILISATION:.0%} of {peak / 1e12:.0f} TFLOP/s each{elsewhere}",
         f"disk:   {decimal(cost.disk)} while it runs, for checkpoints",
     ]
 
 
-def _data(source: Outline, cost: Cost) -> str:
+def _format_data(source: Outline, cost: Cost) -> str:
     if source.sequences is None:
         return f"data:   the training sees {cost.tokens:,} tokens; `lit-lazy tokenise` counts those of {source.name}"
     there = source.sequences * source.context_length
@@ -184,5 +186,5 @@ def _data(source: Outline, cost: Cost) -> str:
     return f"data:   {there:,} tokens of {source.name}; the training sees {cost.tokens:,}, so {passes}"
 
 
-def _duration(hours: float) -> str:
+def _format_duration(hours: float) -> str:
     return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min" if hours >= 1 / 60 else "less than a minute"

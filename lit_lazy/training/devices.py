@@ -7,12 +7,12 @@ import torch
 from lit_lazy.support.checks import require
 
 
-def training_device() -> torch.device:
+def select_training_device() -> torch.device:
     """The accelerator that there is, as Lightning chooses it, or the CPU."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def cores() -> int:
+def count_cores() -> int:
     """CPU cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux only; elsewhere a process may use every core
     return len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -21,5 +21,5 @@ def cores() -> int:
 def check_devices(devices: int) -> None:
     """Raise ValueError where this machine has not so many to share a batch."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    there, kind = (gpus, "GPUs") if gpus else (cores(), "cores")
+    there, kind = (gpus, "GPUs") if gpus else (count_cores(), "cores")
     require(devices <= there, "--devices", devices, f"must be at most the {there} {kind} of this machine")

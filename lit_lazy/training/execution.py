@@ -52,7 +52,7 @@ class Execution:
             require(whole, "train.optimiser", type(train.optimiser).__name__, fix)
             require(not train.ema_decay, "train.ema_decay", train.ema_decay, fix)
 
-    def accumulation(self, batch_size: int) -> int:
+    def accumulation_steps(self, batch_size: int) -> int:
         """Micro-batches of a step on each device. Raises ValueError where a batch cannot be shared out evenly."""
         require(
             batch_size % self.devices == 0,
@@ -70,14 +70,14 @@ class Execution:
         )
         return share // micro
 
-    def evaluation_batch(self, batch_size: int) -> int:
+    def evaluation_batch_size(self, batch_size: int) -> int:
         """Sequences to evaluate at a time."""
         return self.micro_batch or batch_size // self.devices
 
-    def hidden(self, model: DecoderLM) -> Callable[[Tensor, Tensor | None, Tensor | None], Tensor]:
+    def prepare_forward(self, model: DecoderLM) -> Callable[[Tensor, Tensor | None, Tensor | None], Tensor]:
         """The forward pass of training, as `DecoderLM.hidden`: tokens, places, dropout's keys to hidden states."""
         model.checkpoint_activations = self.checkpoint_activations
-        return torch.compile(model.hidden) if self.compile else model.hidden
+        return torch.compile(model.compute_hidden) if self.compile else model.compute_hidden
 
 
 ONE_DEVICE = Execution()

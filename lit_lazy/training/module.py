@@ -18,10 +18,10 @@ from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.dropout import sequence_keys
 from lit_lazy.model.loss import head_nll, head_nll_and_log_z, mean_nll
 from lit_lazy.support.errors import UnfinishedError
-from lit_lazy.support.spread import whole
-from lit_lazy.training.averaging import Average
+from lit_lazy.support.spread import gather_full_tensor
+from lit_lazy.training.averaging import WeightAverage
 from lit_lazy.training.execution import ONE_DEVICE, Execution
-from lit_lazy.training.optimiser import lr_factor, optimizer_of
+from lit_lazy.training.optimiser import build_optimizer, lr_factor
 
 AVERAGE = "weight_average"
 """Under which a checkpoint holds the average of the weights."""
@@ -43,20 +43,20 @@ class LitLM(L.LightningModule):
         self.save_hyperparameters()
         self.cfg: RunConfig = from_dict(RunConfig, config)
         self.model = DecoderLM(self.cfg.model, vocab_size, context_length, self.cfg.seed)
-        self.average = Average(self.model, self.cfg.train.ema_decay) if self.cfg.train.ema_decay else None
+        self.average = WeightAverage(self.model, self.cfg.train.ema_decay) if self.cfg.train.ema_decay else None
         self._validating = ExitStack()
         self.val_loss, self.val_excess = (RatioOfSums(sync_on_compute=False) for _ in range(2))
-        self.execute(ONE_DEVICE)
+        self.set_execution(ONE_DEVICE)
 
     @classmethod
     def create(cls, cfg: RunConfig, vocab_size: int, context_length: int) -> "LitLM":
         """From a config object."""
         return cls(to_dict(cfg), vocab_size, context_length)
 
-    def execute(self, execution: Execution) -> None:
+    def set_execution(self, execution: Execution) -> None:
         """Train in this way from now on."""
-        self.execution, self.parts = execution, execution.accumulation(self.cfg.train.batch_size)
-        self._hidden = execution.hidden(self.model)
+        self.execution, self.parts = execution, execution.accumulation_steps(self.cfg.train.batch_size)
+        self._hidden = execution.prepare_forward(self.model)
         self._loss, self._is_spread = torch.zeros(()), False
 
     def configure_model(self) -> None:
@@ -65,9 +65,12 @@ class LitLM(L.LightningModule):
             mesh = self.device_mesh["data_parallel"]  # type: ignore[index] (the strategy has set it)
             for part in (*self.model.blocks, self.model):
                 fully_shard(part, mesh=mesh)
-            for name in ("hidden", "hidden_with_stats"):  # whoever calls them has to gather the parameters first
+            for name in (
+                "compute_hidden",
+                "compute_hidden_with_stats",
+            ):  # whoever calls them has to gather the parameters first
                 register_fsdp_forward_method(self.model, name)
-            self._hidden, self._is_spread = self.execution.hidden(self.model), True
+            self._hidden, self._is_spread = self.execution.prepare_forward(self.model), True
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:
         targets, z_loss = batch["targets"], self.cfg.train.z_loss
@@ -100,7 +103,7 @@ class LitLM(L.LightningModule):
         curve.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val or torch.inf))
+        norm = gather_full_tensor(torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val or torch.inf))
         if (self.global_step + 1) % self.cfg.train.log_every == 0:
             self._log_step(optimizer, norm)
         self._loss = torch.zeros_like(self._loss)
@@ -120,21 +123,21 @@ class LitLM(L.LightningModule):
         super().optimizer_step(*args, **kwargs)
         if self.average is not None:
             self.average.update()
-        self.at_step(self.global_step + 1)  # Lightning counts the step when it is back
+        self.apply_schedules(self.global_step + 1)  # Lightning counts the step when it is back
 
-    def at_step(self, step: int) -> None:
+    def apply_schedules(self, step: int) -> None:
         """Set what follows a schedule as it is after so many finished steps."""
         for attention in self.model.attentions:
             attention.normaliser.at_progress(step / self.cfg.train.steps)
 
-    def averaged(self) -> AbstractContextManager[None]:
+    def use_average(self) -> AbstractContextManager[None]:
         """The weights that are validated in the place of those that are trained: their average, where one is kept."""
-        return nullcontext() if self.average is None else self.average.in_place()
+        return nullcontext() if self.average is None else self.average.swap_in()
 
-    def keep_average(self) -> None:
+    def apply_average(self) -> None:
         """Train no further: the weights are their average from now on, where one is kept."""
         if self.average is not None:
-            self.average.keep()
+            self.average.apply()
             self.average = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -149,14 +152,14 @@ class LitLM(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Validate the average."""
-        self._validating.enter_context(self.averaged())
+        self._validating.enter_context(self.use_average())
 
     def on_validation_epoch_end(self) -> None:
         """Train the weights again."""
         self._validating.close()
 
     def validation_step(self, batch: Batch, _batch_index: int) -> None:
-        hidden = self.model.hidden(batch["tokens"], batch.get("place"))
+        hidden = self.model.compute_hidden(batch["tokens"], batch.get("place"))
         nll = head_nll(hidden, self.model.head.weight, batch["targets"])
         counted = batch["targets"] != IGNORED
         self.val_loss.update(nll, counted)
@@ -167,6 +170,6 @@ class LitLM(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         cfg = self.cfg.train
-        optimizer = optimizer_of(self.model, cfg)
+        optimizer = build_optimizer(self.model, cfg)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, cfg))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

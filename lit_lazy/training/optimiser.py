@@ -18,12 +18,12 @@ def lr_factor(step: int, cfg: TrainConfig) -> float:
     return cfg.schedule.factor(min(progress, 1.0), cfg.final_lr_fraction)
 
 
-def optimizer_of(model: DecoderLM, cfg: TrainConfig) -> torch.optim.Optimizer:
+def build_optimizer(model: DecoderLM, cfg: TrainConfig) -> torch.optim.Optimizer:
     """The optimiser of all parameters that are trained."""
-    return cfg.optimiser.build(parameter_groups(model, cfg), block_matrices(model), cfg.betas)
+    return cfg.optimiser.build(build_parameter_groups(model, cfg), find_block_matrices(model), cfg.betas)
 
 
-def block_matrices(model: DecoderLM) -> list[Tensor]:
+def find_block_matrices(model: DecoderLM) -> list[Tensor]:
     """Weight matrices of the blocks' linear layers, but for those in positional biases."""
     return [
         module.weight
@@ -32,7 +32,7 @@ def block_matrices(model: DecoderLM) -> list[Tensor]:
     ]
 
 
-def parameter_groups(model: DecoderLM, cfg: TrainConfig) -> list[dict[str, Any]]:
+def build_parameter_groups(model: DecoderLM, cfg: TrainConfig) -> list[dict[str, Any]]:
     """Groups by decay and learning rate: weight matrices of the blocks and an untied head decay; all else does not.
 
     All else is embeddings (and a head tied to them), norms, tau, and all parameters of positional biases.

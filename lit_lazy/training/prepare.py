@@ -9,16 +9,16 @@ from typing import TypeVar
 import torch
 
 from lit_lazy.attention import Attention, MixerModule
-from lit_lazy.config.key import content_of
+from lit_lazy.config.key import hash_file
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data import IGNORED, DataConfig, DataSource, TokenDataset
 from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import LOGITS_AT_ONCE
 from lit_lazy.support.checks import require, require_whole
-from lit_lazy.support.errors import described, named, one_line
-from lit_lazy.support.memory import require_room
-from lit_lazy.training.devices import training_device
+from lit_lazy.support.errors import describe_exception, one_line, short_repr
+from lit_lazy.support.memory import require_memory
+from lit_lazy.training.devices import select_training_device
 from lit_lazy.training.execution import Execution
 
 T = TypeVar("T")
@@ -38,18 +38,18 @@ def check_model(cfg: ModelConfig, context_length: int, documents: bool = False, 
     documents: whether attention is kept within them. elsewhere: whether another machine may be meant.
     """
     # The first layer is built, whatever machine is meant.
-    require_room({"model.d_model": cfg.d_model}, BYTES_PER_NUMBER * 2 * cfg.d_model * _width(cfg))
-    mixer = _attention(cfg, context_length) if cfg.mixer.attends else _other_mixer(cfg, context_length)
+    require_memory({"model.d_model": cfg.d_model}, BYTES_PER_NUMBER * 2 * cfg.d_model * _projection_width(cfg))
+    mixer = _build_attention(cfg, context_length) if cfg.mixer.attends else _build_mixer(cfg, context_length)
     cfg.position.build(cfg.d_model, mixer.rotary_dim, context_length)
     if elsewhere:
         return
     try:
-        mixer.to(training_device()).backend_name(documents)
+        mixer.to(select_training_device()).backend_name(documents)
     except ValueError as error:
         raise ValueError(f"model.backend={cfg.backend!r}: {error}") from None
 
 
-def _attention(cfg: ModelConfig, context_length: int) -> Attention:
+def _build_attention(cfg: ModelConfig, context_length: int) -> Attention:
     """The attention of the first layer. Raises ValueError where that of a layer cannot be."""
     shape = cfg.layer_shape(0, context_length)
     try:
@@ -58,12 +58,12 @@ def _attention(cfg: ModelConfig, context_length: int) -> Attention:
         for layer in range(1, cfg.n_layers):
             cfg.attention.normaliser.build(cfg.layer_shape(layer, context_length))
     except MISTAKES as error:
-        raise ValueError(f"model.attention: {_slip(error)}") from error
+        raise ValueError(f"model.attention: {_describe_user_error(error)}") from error
     attention.bias(context_length)
     return attention
 
 
-def _other_mixer(cfg: ModelConfig, context_length: int) -> MixerModule:
+def _build_mixer(cfg: ModelConfig, context_length: int) -> MixerModule:
     """The mixer of the first layer. Raises ValueError where it cannot be, or does not give what it is to give."""
     name = f"model.mixer={type(cfg.mixer).__name__}"
     two = torch.zeros(1, 2, cfg.d_model)
@@ -71,15 +71,15 @@ def _other_mixer(cfg: ModelConfig, context_length: int) -> MixerModule:
         mixer = cfg.build_mixer(0, context_length)
         found = mixer(two, lambda heads: heads)[0].shape if isinstance(mixer, MixerModule) else type(mixer).__name__
     except MISTAKES as error:
-        raise ValueError(f"{name}: {_slip(error)}") from error
+        raise ValueError(f"{name}: {_describe_user_error(error)}") from error
     require(found == two.shape, name, found, f"let build return a MixerModule that gives {list(two.shape)} here")
     return mixer
 
 
-def _slip(error: BaseException) -> str:
+def _describe_user_error(error: BaseException) -> str:
     """An error in a class of the user's own, for whom the last line of theirs says more than a traceback."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    kind, _, text = named(error).partition(": ")
+    kind, _, text = describe_exception(error).partition(": ")
     return f"{kind} ({Path(last.filename).name}, line {last.lineno}){text and ': '}{text}"
 
 
@@ -98,7 +98,7 @@ def check_size(
     moments: numbers that the optimiser keeps beside each weight.
     """
     per_parameter = BYTES_PER_NUMBER * (2 + moments)  # weight and gradient
-    layer = 2 * cfg.d_model * _width(cfg) + 3 * cfg.d_model * cfg.d_ff
+    layer = 2 * cfg.d_model * _projection_width(cfg) + 3 * cfg.d_model * cfg.d_ff
     embeddings = vocab_size * cfg.d_model * (1 if cfg.tie_embeddings else 2)
     tokens = sequences * context_length
     kept = min(tokens * vocab_size, LOGITS_AT_ONCE)
@@ -112,25 +112,25 @@ def check_size(
         "context length": context_length,
     }
     needed = per_parameter * (embeddings + cfg.n_layers * layer) + BYTES_PER_LAYER * cfg.n_layers + 2 * kept
-    require_room(sizes, needed)
-    parts = _parameters_of_parts(cfg, context_length)
+    require_memory(sizes, needed)
+    parts = _count_mixer_parameters(cfg, context_length)
     part = "model.attention" if cfg.mixer.attends else "model.mixer"
-    require_room(sizes | {part: parts}, needed + per_parameter * cfg.n_layers * parts)
+    require_memory(sizes | {part: parts}, needed + per_parameter * cfg.n_layers * parts)
 
 
-def _width(cfg: ModelConfig) -> int:
+def _projection_width(cfg: ModelConfig) -> int:
     """Of the projections of queries and keys together; those of values and outputs are as wide."""
     return (cfg.n_heads + cfg.kv_heads) * (cfg.d_model // cfg.n_heads)
 
 
-def _parameters_of_parts(cfg: ModelConfig, context_length: int) -> int:
+def _count_mixer_parameters(cfg: ModelConfig, context_length: int) -> int:
     """Parameters that mixer and position have beside the projections that `check_size` counts; none is allocated."""
     count = 0
     # Whatever cannot be built, or not without memory, is reported when it is built.
     with suppress(Exception), torch.device("meta"):
         mixer = cfg.build_mixer(0, context_length)
         position = cfg.position.build(cfg.d_model, mixer.rotary_dim, context_length)
-        counted = 2 * cfg.d_model * _width(cfg)
+        counted = 2 * cfg.d_model * _projection_width(cfg)
         count = sum(parameter.numel() for part in (mixer, position) for parameter in part.parameters()) - counted
     return count
 
@@ -140,22 +140,22 @@ def prepare(cfg: RunConfig, execution: Execution | None = None) -> DataSource:
 
     execution: on this machine; None where it is not known yet. Raises ValueError in one line that names the option.
     """
-    source = loaded(cfg.data)
-    _check(cfg, source.outline, execution)
+    source = load_data(cfg.data)
+    _check_run(cfg, source.outline, execution)
     return source
 
 
-def planned(cfg: RunConfig, execution: Execution | None = None, elsewhere: bool = False) -> Outline:
+def prepare_outline(cfg: RunConfig, execution: Execution | None = None, elsewhere: bool = False) -> Outline:
     """The same checks where data that cost much to make may be missing still: what those alone tell is not checked.
 
     elsewhere: another machine may be meant, so neither is what this one can hold, nor whether it has the backend.
     """
-    data = outlined(cfg.data)
-    _check(cfg, data, execution, elsewhere)
+    data = load_outline(cfg.data)
+    _check_run(cfg, data, execution, elsewhere)
     return data
 
 
-def _check(cfg: RunConfig, data: Outline, execution: Execution | None, elsewhere: bool = False) -> None:
+def _check_run(cfg: RunConfig, data: Outline, execution: Execution | None, elsewhere: bool = False) -> None:
     require(
         data.sequences is None or cfg.train.batch_size <= data.sequences,
         "train.batch_size",
@@ -167,8 +167,8 @@ def _check(cfg: RunConfig, data: Outline, execution: Execution | None, elsewhere
         check_size(cfg.model, data.vocab_size, data.context_length, moments=moments)
     if execution is not None:
         execution.check(cfg.train)
-        execution.accumulation(cfg.train.batch_size)
-        at_a_time = execution.evaluation_batch(cfg.train.batch_size), execution.checkpoint_activations
+        execution.accumulation_steps(cfg.train.batch_size)
+        at_a_time = execution.evaluation_batch_size(cfg.train.batch_size), execution.checkpoint_activations
         check_size(cfg.model, data.vocab_size, data.context_length, *at_a_time, moments=moments)
     check_model(cfg.model, data.context_length, data.document_mask, elsewhere)
     require(
@@ -178,7 +178,7 @@ def _check(cfg: RunConfig, data: Outline, execution: Execution | None, elsewhere
         f"model.mixer={type(cfg.model.mixer).__name__} keeps its state from document to document; leave it False",
     )
     if cfg.init_from is not None:
-        content_of(cfg.init_from)
+        hash_file(cfg.init_from)
     if cfg.evaluations and data.sequences is not None:
         _check_evaluations(cfg, data)
 
@@ -193,28 +193,28 @@ def _check_evaluations(cfg: RunConfig, data: Outline) -> None:
         except ValueError as error:
             raise ValueError(f"evaluations: {type(evaluation).__name__}: {one_line(error)}") from None
         except MISTAKES as error:
-            raise ValueError(f"evaluations: {type(evaluation).__name__}: {_slip(error)}") from error
+            raise ValueError(f"evaluations: {type(evaluation).__name__}: {_describe_user_error(error)}") from error
 
 
-def outlined(config: DataConfig) -> Outline:
+def load_outline(config: DataConfig) -> Outline:
     """What a data config knows of its sequences. Raises ValueError, in one line, where that fails."""
-    return _asked(config, config.outline)
+    return _call_user_code(config, config.outline)
 
 
-def _asked(config: DataConfig, ask: Callable[[], T]) -> T:
+def _call_user_code(config: DataConfig, ask: Callable[[], T]) -> T:
     try:
         return ask()
     except (ValueError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise ValueError(f"data={type(config).__name__}: {_slip(error)}") from error
+        raise ValueError(f"data={type(config).__name__}: {_describe_user_error(error)}") from error
 
 
-def loaded(config: DataConfig) -> DataSource:
+def load_data(config: DataConfig) -> DataSource:
     """What a data config loads. Raises ValueError, in one line, where that fails or is not what it says it is."""
-    name, source = type(config).__name__, _asked(config, config.load)
+    name, source = type(config).__name__, _call_user_code(config, config.load)
     if not isinstance(source, DataSource):
-        raise ValueError(f"data={name}: load() returned {described(source)}; let it return a DataSource")
+        raise ValueError(f"data={name}: load() returned {short_repr(source)}; let it return a DataSource")
     require_whole(f"data={name}: vocab_size", source.vocab_size, 1)
     require_whole(f"data={name}: context_length", source.context_length, 1)
     for attribute in ("name", "fingerprint"):
@@ -230,7 +230,7 @@ def loaded(config: DataConfig) -> DataSource:
 def _check_sequences(part: str, found: object, source: DataSource) -> None:
     """Raise ValueError where they are not tokens of the vocabulary, one more in a sequence than it has targets."""
     if not isinstance(found, TokenDataset):
-        raise ValueError(f"{part}={described(found)}: must be a TokenDataset")
+        raise ValueError(f"{part}={short_repr(found)}: must be a TokenDataset")
     tokens, wanted = found.sequences, source.context_length + 1
     fits = tokens.ndim == 2 and tokens.shape[1] == wanted and not tokens.is_floating_point()
     require(fits, part, f"{tokens.dtype} {list(tokens.shape)}", f"must be whole numbers of shape [N, {wanted}]")

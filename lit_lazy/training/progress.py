@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from lit_lazy.support.console import clock, plain_console
+from lit_lazy.support.console import format_duration, plain_console
 from lit_lazy.training.module import LitLM
 
 PLAIN_EVERY_SECONDS = 15.0
@@ -41,17 +41,17 @@ class StepProgress(Callback):
             return
         self._shown = step
         if self._live is not None:
-            self._live.update(self._task, completed=step, description=self.line(trainer, pl_module, now))
+            self._live.update(self._task, completed=step, description=self.format_line(trainer, pl_module, now))
         elif now - self._last >= PLAIN_EVERY_SECONDS:
             self._last = now
-            self.console.print(self.line(trainer, pl_module, now))
+            self.console.print(self.format_line(trainer, pl_module, now))
 
-    def line(self, trainer: L.Trainer, module: LitLM, now: float) -> str:
+    def format_line(self, trainer: L.Trainer, module: LitLM, now: float) -> str:
         """`step 300 of 1200, 45,000 tokens/s, 0:12 left, loss 2.345`."""
         step, seconds = trainer.global_step, now - self._started
         per_second = (step - self._first) / seconds
         tokens = per_second * module.cfg.train.batch_size * module.hparams["context_length"]
-        rest = clock((module.cfg.train.steps - step) / per_second)
+        rest = format_duration((module.cfg.train.steps - step) / per_second)
         loss = trainer.callback_metrics.get("train/loss")
         known = "" if loss is None else f", loss {loss.item():.4g}"
         return f"step {step} of {module.cfg.train.steps}, {tokens:,.0f} tokens/s, {rest} left{known}"

@@ -25,7 +25,7 @@ import torch
 from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
 from torch import distributed
 
-from lit_lazy.support.errors import UnfinishedError, named
+from lit_lazy.support.errors import UnfinishedError, describe_exception
 
 MODULE = "lit_lazy.training.rank"
 """What the other ranks run."""
@@ -50,7 +50,7 @@ class RankFailedError(UnfinishedError):
 
 
 @dataclass(frozen=True)
-class Orders:
+class RunSpec:
     """What the ranks of a run train, and how."""
 
     config: dict[str, Any]
@@ -67,7 +67,7 @@ class Orders:
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """A process's place among those of a run, and the store that they share."""
 
     store: distributed.Store
@@ -84,7 +84,7 @@ class Group:
         return self.size // self.local_size
 
     @contextmanager
-    def joined(self) -> Iterator[None]:
+    def join(self) -> Iterator[None]:
         """Within, tensors can be exchanged; it begins when all ranks are there.
 
         Raises, in rank 0, RankLostError where another rank died and RankFailedError where one raised.
@@ -93,47 +93,47 @@ class Group:
             torch.cuda.set_device(self.local_rank)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         store = distributed.PrefixStore("group", self.store)
-        self._meet()
+        self._wait_for_ranks()
         distributed.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=PATIENCE)
         try:
             yield
         except Exception as error:  # before the group ends, which would be the others' error
-            self.fail(error) if self.rank else self._explain(error)
+            self.report_failure(error) if self.rank else self._raise_rank_error(error)
             raise
         finally:
             distributed.destroy_process_group()
 
-    def _meet(self) -> None:
+    def _wait_for_ranks(self) -> None:
         """Wait for all ranks, or for the first that cannot come: the group itself would wait for it for hours."""
         self.store.set(f"{HERE}{self.rank}", "")
         there = [f"{HERE}{rank}" for rank in range(self.size)]
         while not self.store.check(there):
-            self._check()
+            self._check_ranks()
             time.sleep(LOOK_SECONDS)
 
-    def tell(self, orders: Orders) -> None:
+    def send_spec(self, orders: RunSpec) -> None:
         """Have the others train."""
         self.store.set(ORDERS, json.dumps(asdict(orders), default=str))
 
-    def orders(self) -> Orders:
+    def receive_spec(self) -> RunSpec:
         """What rank 0 wants to be trained; waits for it."""
         given = json.loads(self.store.get(ORDERS))
         paths = {name: given[name] and Path(given[name]) for name in ("folder", "checkpoint", "final")}
-        return Orders(**given | paths | {"files": [Path(file) for file in given["files"]]})
+        return RunSpec(**given | paths | {"files": [Path(file) for file in given["files"]]})
 
-    def fail(self, error: Exception) -> None:
+    def report_failure(self, error: Exception) -> None:
         """Say why this rank cannot continue. The first that does is heard."""
         with suppress(RuntimeError):  # rank 0 may be the reason
-            self.store.compare_set(FAILURE, "", f"rank {self.rank}: {named(error)}")
+            self.store.compare_set(FAILURE, "", f"rank {self.rank}: {describe_exception(error)}")
 
-    def _explain(self, error: Exception) -> None:
+    def _raise_rank_error(self, error: Exception) -> None:
         """Raise what another rank's end has to do with an error of rank 0, if anything."""
         if isinstance(error, UnfinishedError) or not isinstance(error, RuntimeError):
             return
         time.sleep(2 * LOOK_SECONDS)
-        self._check(error)
+        self._check_ranks(error)
 
-    def _check(self, error: Exception | None = None) -> None:
+    def _check_ranks(self, error: Exception | None = None) -> None:
         if killed := self.lost(True):  # of which the others may have said that they lost it
             raise RankLostError(killed) from error
         if self.store.check([FAILURE]):
@@ -142,13 +142,13 @@ class Group:
             raise RankLostError(lost) from error
 
 
-class Placed(ClusterEnvironment):
+class GroupEnvironment(ClusterEnvironment):
     """Lightning's view of a group that exists already."""
 
     creates_processes_externally = True
     main_address, main_port = LOCAL, 0
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self.group = group
 
     @staticmethod
@@ -174,48 +174,48 @@ class Placed(ClusterEnvironment):
         return self.group.rank // self.group.local_size
 
 
-def environment(group: Group | None) -> ClusterEnvironment:
+def make_environment(group: RankGroup | None) -> ClusterEnvironment:
     """Where Lightning is to believe itself: not in a batch system's job, whatever the variables say."""
-    return LightningEnvironment() if group is None else Placed(group)
+    return LightningEnvironment() if group is None else GroupEnvironment(group)
 
 
-def launched_devices() -> int | None:
+def read_torchrun_size() -> int | None:
     """How many processes torchrun started, on one machine or several; None where this one was started otherwise."""
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 @cache
-def launched() -> Group | None:
+def join_torchrun() -> RankGroup | None:
     """The place that torchrun gave this process."""
-    if launched_devices() is None:
+    if read_torchrun_size() is None:
         return None
     store, rank, size = next(distributed.rendezvous("env://", timeout=PATIENCE))
-    return Group(store, rank, size, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    return RankGroup(store, rank, size, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
 @contextmanager
-def started(devices: int) -> Iterator[Group | None]:
+def start_ranks(devices: int) -> Iterator[RankGroup | None]:
     """The group of a run on this many devices, whose other processes live as long as this. None for one device."""
-    if devices == 1 or launched_devices():
-        yield launched()
+    if devices == 1 or read_torchrun_size():
+        yield join_torchrun()
         return
-    _stay_local()
-    with socket.create_server((LOCAL, 0)) as server, _Others(port := server.getsockname()[1], devices) as others:
+    _use_loopback()
+    with socket.create_server((LOCAL, 0)) as server, _ChildRanks(port := server.getsockname()[1], devices) as others:
         store = distributed.TCPStore(
             LOCAL, port, is_master=True, wait_for_workers=False, timeout=PATIENCE, master_listen_fd=server.detach()
         )
-        yield Group(store, rank=0, size=devices, local_rank=0, local_size=devices, lost=others.lost)
+        yield RankGroup(store, rank=0, size=devices, local_rank=0, local_size=devices, lost=others.find_lost)
 
 
-class _Others:
+class _ChildRanks:
     """The ranks that rank 0 started. They hold nothing, so they may be killed at any time."""
 
     def __init__(self, port: int, size: int) -> None:
         self._ended = threading.Event()
-        self._processes = [_start(port, rank, size) for rank in range(1, size)]
+        self._processes = [_start_rank(port, rank, size) for rank in range(1, size)]
         self._watcher = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> "_Others":
+    def __enter__(self) -> "_ChildRanks":
         self._watcher.start()
         return self
 
@@ -231,7 +231,7 @@ class _Others:
                 process.stdin.close()
         self._watcher.join()
 
-    def lost(self, killed: bool) -> str:
+    def find_lost(self, killed: bool) -> str:
         """Which of them ended, or was killed, and how; "" for none. To be asked while none should end."""
         for rank, process in enumerate(self._processes, 1):
             code = process.poll() or 0
@@ -243,12 +243,12 @@ class _Others:
     def _watch(self) -> None:
         """End this process, as the other one ended, where it does not notice by itself."""
         while not self._ended.wait(LOOK_SECONDS):
-            if (lost := self.lost(False)) and not self._ended.wait(GRACE_SECONDS):
+            if (lost := self.find_lost(False)) and not self._ended.wait(GRACE_SECONDS):
                 log.error("%s", lost)
                 os._exit(1)
 
 
-def _start(port: int, rank: int, size: int) -> "subprocess.Popen[bytes]":
+def _start_rank(port: int, rank: int, size: int) -> "subprocess.Popen[bytes]":
     """A rank that waits for its task, and ends when its input does: with rank 0, whatever ends that."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", MODULE],
@@ -262,22 +262,22 @@ def _start(port: int, rank: int, size: int) -> "subprocess.Popen[bytes]":
     return process
 
 
-def place_of(line: str) -> Group:
+def connect_to_group(line: str) -> RankGroup:
     """The place of a process that was started by `started`."""
-    _stay_local()
+    _use_loopback()
     given = json.loads(line)
     store = distributed.TCPStore(LOCAL, given["port"], is_master=False, timeout=PATIENCE)
-    return Group(store, given["rank"], given["size"], given["rank"], given["size"])
+    return RankGroup(store, given["rank"], given["size"], given["rank"], given["size"])
 
 
-def _stay_local() -> None:
+def _use_loopback() -> None:
     """gloo would listen at the address that the machine's name stands for."""
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
 
 
-def end_with_input(pipe: int) -> None:
+def exit_on_eof(pipe: int) -> None:
     """End this process when a pipe does."""
 
     def wait() -> None:

@@ -18,25 +18,25 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
 from lit_lazy.config.canonical import to_dict
-from lit_lazy.config.files import imported
+from lit_lazy.config.files import list_imported_files
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import DataSource
-from lit_lazy.measure.diagnostics import STRONGEST, Diagnostics, Maps, measure, validation_sample
-from lit_lazy.measure.evaluation import evaluate, sizes
+from lit_lazy.measure.diagnostics import STRONGEST, Diagnostics, Maps, measure, sample_validation
+from lit_lazy.measure.evaluation import compute_size_metrics, evaluate
 from lit_lazy.support.checks import require
 from lit_lazy.support.disk import quarantine, write_text
 from lit_lazy.support.errors import UnfinishedError
-from lit_lazy.support.provenance import environment
-from lit_lazy.training.checkpoints import resumable_step
-from lit_lazy.training.devices import training_device
+from lit_lazy.support.provenance import collect_environment
+from lit_lazy.training.checkpoints import find_resume_step
+from lit_lazy.training.devices import select_training_device
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.prepare import prepare
-from lit_lazy.training.ranks import Orders, started
+from lit_lazy.training.ranks import RunSpec, start_ranks
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult
-from lit_lazy.training.trainer import MissedValidation, fit, make_trainer, new_module
-from lit_lazy.training.watch import Watch, tau_history
+from lit_lazy.training.trainer import MissedValidation, build_module, fit, make_trainer
+from lit_lazy.training.watch import HeadMonitor, tau_history
 
 log = logging.getLogger("lit_lazy.training.run")
 CHECKPOINTS = "checkpoints"
@@ -48,7 +48,7 @@ class CellBusyError(UnfinishedError):
     """Another process holds the run folder."""
 
 
-def lock_of(folder: Path) -> BaseFileLock:
+def make_lock(folder: Path) -> BaseFileLock:
     """The lock of a run folder, which one process holds; it ends with its process."""
     return FileLock(folder / "lock")
 
@@ -84,8 +84,8 @@ def run(
     )
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with (lock or lock_of(folder)).acquire(timeout=0):
-            known = finished(folder)
+        with (lock or make_lock(folder)).acquire(timeout=0):
+            known = read_finished(folder)
             require(known is None or known.key == key, "folder", str(folder), "holds the result of another config")
             return known or _run(cfg, key, source, folder, logger, callbacks, show_progress, keep_checkpoint, execution)
     except Timeout:
@@ -103,30 +103,38 @@ def _run(
     keep_checkpoint: bool,
     execution: Execution,
 ) -> RunResult:
-    module, watch, device = new_module(cfg, source, execution), Watch(source), training_device()
+    module, watch, device = build_module(cfg, source, execution), HeadMonitor(source), select_training_device()
     module.model.to(device)
-    with started(execution.devices) as group:
-        untrained = _untrained(
-            folder / CHECKPOINTS / f"untrained-{key}.npz", lambda: measured(module, source, maps=None)
+    with start_ranks(execution.devices) as group:
+        untrained = _measure_untrained(
+            folder / CHECKPOINTS / f"untrained-{key}.npz", lambda: measure_model(module, source, maps=None)
         )
         last = folder / CHECKPOINTS / "last.ckpt"
         for stray in folder.glob("hpc_ckpt_*.ckpt"):
             quarantine(stray, "left by Lightning's own requeueing")
-        begun, first_step = time.perf_counter(), resumable_step(last, cfg, module)
+        begun, first_step = time.perf_counter(), find_resume_step(last, cfg, module)
         if first_step:
             log.info("resumes at step %d of %d, from %s", first_step, cfg.train.steps, last)
         checkpoint, final = last if first_step else None, folder / FINAL_CHECKPOINT if keep_checkpoint else None
         if group:
-            group.tell(
-                Orders(to_dict(cfg), asdict(execution), imported(), source.fingerprint, folder, checkpoint, final)
+            group.send_spec(
+                RunSpec(
+                    to_dict(cfg),
+                    asdict(execution),
+                    list_imported_files(),
+                    source.fingerprint,
+                    folder,
+                    checkpoint,
+                    final,
+                )
             )
         callbacks = (MissedValidation(source, watch.losses), watch, *callbacks)
         trainer = make_trainer(cfg, folder, logger, callbacks, show_progress, execution, group)
         module = fit(trainer, module, cfg, source, checkpoint, group, final)
     trained = time.perf_counter()
     model = module.model.to(device)  # Lightning may have moved it to the CPU
-    after = measured(module, source, STRONGEST)
-    joined = Diagnostics.joined({"": after.diagnostics, "init/": untrained.diagnostics})
+    after = measure_model(module, source, STRONGEST)
+    joined = Diagnostics.merge({"": after.diagnostics, "init/": untrained.diagnostics})
     diagnostics = Diagnostics(joined.arrays | tau_history(watch.taus))
     diagnostics.save(folder / DIAGNOSTICS)
     initial = {f"init/{name}": value for name, value in untrained.metrics.items()}
@@ -140,8 +148,8 @@ def _run(
         data=source.info,
         metrics=after.metrics
         | initial
-        | watch.losses_on_the_way(cfg.train.steps)
-        | sizes(model)
+        | watch.get_intermediate_losses(cfg.train.steps)
+        | compute_size_metrics(model)
         | diagnostics.scalars()
         | asked,
         labels={"backend": model.mixers[0].backend_name(source.outline.document_mask)},
@@ -150,7 +158,7 @@ def _run(
             "evaluate_seconds": time.perf_counter() - trained,
             "tokens_per_second": tokens / (trained - begun),
         },
-        environment=environment(),
+        environment=collect_environment(),
         fingerprint=source.fingerprint,
         execution=asdict(execution),
     )
@@ -159,28 +167,28 @@ def _run(
     return result
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     """What is known of a model at one moment."""
 
     metrics: dict[str, float]
     diagnostics: Diagnostics
 
 
-def measured(module: LitLM, source: DataSource, maps: Maps | None) -> Measured:
+def measure_model(module: LitLM, source: DataSource, maps: Maps | None) -> Measurement:
     """Evaluate and diagnose a model. Raises DivergedError where a metric is not finite."""
     train = module.cfg.train
-    metrics = evaluate(module.model, source, train.precision, module.execution.evaluation_batch(train.batch_size))
+    metrics = evaluate(module.model, source, train.precision, module.execution.evaluation_batch_size(train.batch_size))
     if not all(math.isfinite(value) for value in metrics.values()):
         raise DivergedError("the model's evaluation is not finite")
-    return Measured(metrics, measure(module.model, validation_sample(source), maps))
+    return Measurement(metrics, measure(module.model, sample_validation(source), maps))
 
 
-def _untrained(path: Path, measured: Callable[[], Measured]) -> Measured:
+def _measure_untrained(path: Path, measured: Callable[[], Measurement]) -> Measurement:
     """What is known of the untrained model. A run that resumes reads what it found when it began."""
     with suppress(OSError, ValueError, KeyError, zipfile.BadZipFile):
         kept = Diagnostics.load(path).arrays
         metrics = {name.removeprefix(METRIC): float(kept.pop(name)) for name in [*kept] if name.startswith(METRIC)}
-        return Measured(metrics, Diagnostics(kept))
+        return Measurement(metrics, Diagnostics(kept))
     found = measured()
     path.parent.mkdir(exist_ok=True)
     metrics = {METRIC + name: np.array(value) for name, value in found.metrics.items()}
@@ -188,7 +196,7 @@ def _untrained(path: Path, measured: Callable[[], Measured]) -> Measured:
     return found
 
 
-def finished(folder: Path) -> RunResult | None:
+def read_finished(folder: Path) -> RunResult | None:
     """The result of a finished run, or None; checkpoints that a kill had left beside it are removed."""
     result = RunResult.read(folder)
     if result is not None:

@@ -21,23 +21,23 @@ from lit_lazy.data.loader import train_loader, validation_loader
 from lit_lazy.data.sampler import Portion
 from lit_lazy.measure import RatioOfSums
 from lit_lazy.model.loss import head_nll
-from lit_lazy.training.checkpoints import AtomicCheckpointIO, take_over
+from lit_lazy.training.checkpoints import AtomicCheckpointIO, load_matching_weights
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.progress import StepProgress
-from lit_lazy.training.ranks import Group, environment
-from lit_lazy.training.spread import SpreadStrategy
+from lit_lazy.training.ranks import RankGroup, make_environment
+from lit_lazy.training.spread import ShardedStrategy
 
 log = logging.getLogger("lit_lazy.training.trainer")
 
 
-def new_module(cfg: RunConfig, source: DataSource, execution: Execution) -> LitLM:
+def build_module(cfg: RunConfig, source: DataSource, execution: Execution) -> LitLM:
     """What is trained, with the weights that it starts with."""
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
     if cfg.init_from is not None:
-        log.info("%s", take_over(module, Path(cfg.init_from)))
-        module.at_step(0)
-    module.execute(execution)
+        log.info("%s", load_matching_weights(module, Path(cfg.init_from)))
+        module.apply_schedules(0)
+    module.set_execution(execution)
     return module
 
 
@@ -47,7 +47,7 @@ def fit(
     cfg: RunConfig,
     source: DataSource,
     checkpoint: Path | None,
-    group: Group | None = None,
+    group: RankGroup | None = None,
     final: Path | None = None,
 ) -> LitLM:
     """Train, from a checkpoint where there is one, together with the other ranks where there are any.
@@ -59,14 +59,14 @@ def fit(
     batch_size, share = cfg.train.batch_size, Portion(trainer.global_rank, trainer.world_size, module.parts)
     # Read when a loader is asked for its first batch, which is after a checkpoint was restored.
     batches = train_loader(source, batch_size, cfg.seed, lambda: module.trainer.global_step, share)
-    validation = validation_loader(source, module.execution.evaluation_batch(batch_size))
+    validation = validation_loader(source, module.execution.evaluation_batch_size(batch_size))
     try:
-        with nullcontext() if group is None else group.joined():
+        with nullcontext() if group is None else group.join():
             trainer.fit(module, batches, validation, ckpt_path=checkpoint, weights_only=True)
-            module.keep_average()
+            module.apply_average()
             if final:
                 trainer.save_checkpoint(final)
-            return _whole(trainer, module, source)
+            return _gather_module(trainer, module, source)
     except SystemExit:
         raise KeyboardInterrupt from None
     finally:
@@ -74,13 +74,13 @@ def fit(
             signal.signal(signal.SIGINT, on_interrupt)
 
 
-def _whole(trainer: L.Trainer, module: LitLM, source: DataSource) -> LitLM:
+def _gather_module(trainer: L.Trainer, module: LitLM, source: DataSource) -> LitLM:
     """A module of which each device has a part, put together on rank 0."""
     if module.execution.strategy == "ddp":
         return module
     state = trainer.strategy.lightning_module_state_dict()
     made = LitLM.create(module.cfg, source.vocab_size, source.context_length)
-    made.execute(module.execution)
+    made.set_execution(module.execution)
     if trainer.is_global_zero:
         made.load_state_dict(state)
     return made
@@ -93,7 +93,7 @@ def make_trainer(
     callbacks: Sequence[Callback],
     show_progress: bool,
     execution: Execution,
-    group: Group | None = None,
+    group: RankGroup | None = None,
 ) -> L.Trainer:
     """Lightning's trainer with everything that decides a result set explicitly.
 
@@ -112,13 +112,13 @@ def make_trainer(
         save_top_k=0,
         every_n_train_steps=cfg.train.checkpoint_every,
     )
-    parts = execution.accumulation(cfg.train.batch_size)
+    parts = execution.accumulation_steps(cfg.train.batch_size)
     return L.Trainer(
         max_steps=cfg.train.steps,
         max_epochs=-1,
         devices=group.local_size if group else 1,
         num_nodes=group.nodes if group else 1,
-        strategy=_strategy(execution) if group else "auto",
+        strategy=_make_strategy(execution) if group else "auto",
         use_distributed_sampler=False,
         accumulate_grad_batches=parts,
         precision="bf16-mixed" if cfg.train.precision == "bf16" else "32-true",
@@ -129,7 +129,7 @@ def make_trainer(
         num_sanity_val_steps=0,
         deterministic=True,
         logger=logger or False,
-        plugins=[AtomicCheckpointIO(), environment(group)],
+        plugins=[AtomicCheckpointIO(), make_environment(group)],
         callbacks=[OwnSignals(), checkpoint, *([StepProgress()] if show_progress else []), *callbacks],
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -137,8 +137,8 @@ def make_trainer(
     )
 
 
-def _strategy(execution: Execution) -> Strategy:
-    return DDPStrategy() if execution.strategy == "ddp" else SpreadStrategy(execution.devices)
+def _make_strategy(execution: Execution) -> Strategy:
+    return DDPStrategy() if execution.strategy == "ddp" else ShardedStrategy(execution.devices)
 
 
 class OwnSignals(Callback):
@@ -158,17 +158,17 @@ class AtStart(Callback, ABC):
     _started = False
 
     @abstractmethod
-    def at_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """What is due; a logger may know it already."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._started = True
-        self.at_start(trainer, pl_module)
+        self.on_start(trainer, pl_module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """A run that resumes at its last step never starts to train."""
         if not self._started:
-            self.at_start(trainer, pl_module)
+            self.on_start(trainer, pl_module)
 
 
 class MissedValidation(AtStart):
@@ -182,7 +182,7 @@ class MissedValidation(AtStart):
         self.source, self.losses = source, losses
 
     @torch.inference_mode()
-    def at_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Log it, if the run resumes at a step of validation."""
         step = trainer.global_step
         if not isinstance(module, LitLM) or not step or step % module.cfg.train.val_every:
@@ -190,10 +190,12 @@ class MissedValidation(AtStart):
         loss, excess = (RatioOfSums(sync_on_compute=False).to(module.device) for _ in range(2))
         measured = {"val/loss": loss}
         module.eval()
-        for batch in validation_loader(self.source, module.execution.evaluation_batch(module.cfg.train.batch_size)):
+        for batch in validation_loader(
+            self.source, module.execution.evaluation_batch_size(module.cfg.train.batch_size)
+        ):
             batch = {name: value.to(module.device) for name, value in batch.items()}
-            with module.averaged(), trainer.precision_plugin.forward_context():
-                hidden = module.model.hidden(batch["tokens"], batch.get("place"))
+            with module.use_average(), trainer.precision_plugin.forward_context():
+                hidden = module.model.compute_hidden(batch["tokens"], batch.get("place"))
                 nll = head_nll(hidden, module.model.head.weight, batch["targets"])
             counted = batch["targets"] != IGNORED
             loss.update(nll, counted)

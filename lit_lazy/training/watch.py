@@ -12,8 +12,8 @@ from flash_lazy import Stats
 from lit_lazy.data import DataSource
 from lit_lazy.measure import AttentionMetrics
 from lit_lazy.measure.collapse import effective_rank, token_cosine
-from lit_lazy.measure.diagnostics import listening
-from lit_lazy.measure.offsets import taus
+from lit_lazy.measure.diagnostics import hook_layers
+from lit_lazy.measure.offsets import collect_taus
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.trainer import AtStart
@@ -26,9 +26,11 @@ NAMES = {
 }
 """Names during training of what `AttentionMetrics` calls otherwise: there a number of the whole validation set."""
 SEQUENCES = 4
+STATE_KEY = "Watch"
+"""Under which checkpoints of every version hold the state of `HeadMonitor`."""
 
 
-class Watch(AtStart):
+class HeadMonitor(AtStart):
     """Logs sink, mass, sparsity, tau and the spread of the last hidden states of some validation sequences.
 
     At steps 0 (the untrained model), 1, 2, 4, 8, ..., and at each validation. Step counts finished optimiser steps.
@@ -42,6 +44,11 @@ class Watch(AtStart):
         self.losses: dict[int, float] = {}
         """Of the validations, nats, by step."""
 
+    @property
+    def state_key(self) -> str:
+        """Constant, so that a renamed class still finds its state."""
+        return STATE_KEY
+
     def state_dict(self) -> dict[str, Any]:
         return {"taus": self.taus, "losses": self.losses}
 
@@ -49,40 +56,40 @@ class Watch(AtStart):
         self.taus = dict(state_dict["taus"])
         self.losses.update(state_dict.get("losses", {}))  # a checkpoint of an earlier version has none
 
-    def losses_on_the_way(self, steps: int) -> dict[str, float]:
+    def get_intermediate_losses(self, steps: int) -> dict[str, float]:
         """`loss/at_25`, `loss/at_50` and `loss/at_75`: after so many percent of the steps, if validated then."""
         at = {f"loss/at_{percent}": self.losses.get(steps * percent // 100) for percent in (25, 50, 75)}
         return {name: loss for name, loss in at.items() if loss is not None}
 
-    def at_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """The untrained model; or, after a kill, what was due at the step of the checkpoint."""
         step = trainer.global_step
         if _is_due(step) or (isinstance(module, LitLM) and step % module.cfg.train.val_every == 0):
-            self._look(trainer, module)
+            self._log_figures(trainer, module)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, *_args: object, **_kwargs: object
     ) -> None:
         """Powers of two."""
         if _is_due(trainer.global_step):
-            self._look(trainer, pl_module)
+            self._log_figures(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Beside the validation's loss, which is kept."""
         self.losses[trainer.global_step] = trainer.callback_metrics["val/loss"].item()
         if not _is_due(trainer.global_step):
-            self._look(trainer, pl_module)
+            self._log_figures(trainer, pl_module)
 
-    def _look(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def _log_figures(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if not isinstance(module, LitLM):
             return
-        with module.averaged():
-            if (tau := _by_head(module.model)) is not None:
+        with module.use_average():
+            if (tau := _compute_tau_by_head(module.model)) is not None:
                 self.taus[trainer.global_step] = tau.cpu()
             if trainer.logger is not None:
                 with trainer.precision_plugin.forward_context():
                     batch = {name: value.to(module.device) for name, value in self.batch.items()}
-                    measured = look(module.model, batch["tokens"], batch.get("place"))
+                    measured = measure_batch(module.model, batch["tokens"], batch.get("place"))
                 trainer.logger.log_metrics(measured, trainer.global_step)
 
 
@@ -101,7 +108,7 @@ def _is_due(step: int) -> bool:
 
 
 @torch.no_grad()
-def look(model: DecoderLM, tokens: Tensor, place: Tensor | None = None) -> dict[str, float]:
+def measure_batch(model: DecoderLM, tokens: Tensor, place: Tensor | None = None) -> dict[str, float]:
     """The figures of a batch of tokens `[B, L]`, by their names under `watch/`; an undefined one is left out.
 
     place: as `DecoderLM.forward` takes it.
@@ -109,8 +116,8 @@ def look(model: DecoderLM, tokens: Tensor, place: Tensor | None = None) -> dict[
     was_training = model.training
     hidden: dict[int, Tensor] = {}
     try:
-        with listening(model, on_hidden=hidden.__setitem__):
-            _, stats = model.eval().hidden_with_stats(tokens, place)
+        with hook_layers(model, on_hidden=hidden.__setitem__):
+            _, stats = model.eval().compute_hidden_with_stats(tokens, place)
     finally:
         model.train(was_training)
     last = hidden[len(model.blocks)].float()
@@ -119,10 +126,10 @@ def look(model: DecoderLM, tokens: Tensor, place: Tensor | None = None) -> dict[
     measured = {NAMES[name]: value for name, value in attention.compute().items()}
     measured["watch/cosine"] = token_cosine(last).mean().item()
     measured["watch/effective_rank"] = effective_rank(last).mean().item()
-    return measured | _masses(stats) | _taus(model)
+    return measured | _compute_mass_metrics(stats) | _compute_tau_metrics(model)
 
 
-def _masses(stats: Sequence[Stats]) -> dict[str, float]:
+def _compute_mass_metrics(stats: Sequence[Stats]) -> dict[str, float]:
     """Where surviving mass drifts to, by layer and by quarter of the positions; rows and heads that have none."""
     if not stats:
         return {}
@@ -137,14 +144,14 @@ def _masses(stats: Sequence[Stats]) -> dict[str, float]:
     return {name: value.item() for name, value in found.items() if not value.isnan()}
 
 
-def _by_head(model: DecoderLM) -> Tensor | None:
+def _compute_tau_by_head(model: DecoderLM) -> Tensor | None:
     """Tau `[layers, H]`, of `per_token` the mean over positions; None without one."""
-    tau = taus(model)
+    tau = collect_taus(model)
     return None if tau is None else tau.reshape(*tau.shape[:2], -1).mean(-1)
 
 
-def _taus(model: DecoderLM) -> dict[str, float]:
-    tau = taus(model)
+def _compute_tau_metrics(model: DecoderLM) -> dict[str, float]:
+    tau = collect_taus(model)
     if tau is None:
         return {}
     means = {f"watch/tau_layer_{layer}": values.mean().item() for layer, values in enumerate(tau)}

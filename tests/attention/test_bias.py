@@ -7,11 +7,11 @@ import torch
 
 from lit_lazy.attention import Alibi, Fire, KerpleLog, LearnedBias, NoBias, T5Bias
 from lit_lazy.attention.bias import alibi_slopes, t5_buckets
-from lit_lazy.config.canonical import leaves
+from lit_lazy.config.canonical import find_leaf_classes
 from lit_lazy.model.decoder import parameter_generator
 
 HEADS, CONTEXT = 4, 24
-LEAVES = [cls() for cls in leaves(T5Bias.__base__).values() if cls.__module__ == "lit_lazy.attention.bias"]
+LEAVES = [cls() for cls in find_leaf_classes(T5Bias.__base__).values() if cls.__module__ == "lit_lazy.attention.bias"]
 
 
 def build(spec, n_heads=HEADS, context_length=CONTEXT, seed=0):

@@ -34,7 +34,7 @@ from lit_lazy.attention import (
 )
 from lit_lazy.attention.rivals import SORTED_FIRST, lambda_init
 from lit_lazy.config import ModelConfig
-from lit_lazy.config.canonical import leaves
+from lit_lazy.config.canonical import find_leaf_classes
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
 from lit_lazy.testing import SHAPE, check_normaliser
@@ -110,7 +110,9 @@ RENORMALISED = [
 
 
 def test_every_normaliser_is_here() -> None:
-    shipped = {cls for cls in leaves(Normaliser).values() if cls.__module__.startswith("lit_lazy.attention.")}
+    shipped = {
+        cls for cls in find_leaf_classes(Normaliser).values() if cls.__module__.startswith("lit_lazy.attention.")
+    }
     assert {type(normaliser) for normaliser in FORMULAS} == shipped
 
 

@@ -24,7 +24,7 @@ from lit_lazy.attention import (
     SSMax,
     T5Bias,
 )
-from lit_lazy.config.canonical import leaves
+from lit_lazy.config.canonical import find_leaf_classes
 from lit_lazy.model.decoder import parameter_generator
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM, CONTEXT = 2, 4, 2, 13, 6, 32
@@ -141,7 +141,9 @@ def test_elastic_at_zero_tau_is_softmax(bias, threshold, window):
 
 
 @pytest.mark.parametrize("renormalise", [False, True])
-@pytest.mark.parametrize("cls", [cls for cls in leaves(Normaliser).values() if cls.__module__.startswith("lit_lazy.")])
+@pytest.mark.parametrize(
+    "cls", [cls for cls in find_leaf_classes(Normaliser).values() if cls.__module__.startswith("lit_lazy.")]
+)
 def test_stats_do_not_change_the_output(cls, renormalise):
     q, k, v = qkv()
     spec = cls(renormalise=renormalise)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from lit_lazy.attention import GatedDeltaNet, LayerShape, Mamba2, Mixer, RetNet, Rope
 from lit_lazy.attention.initial import SelfInitialised
-from lit_lazy.attention.recurrence import RecurrentCache, _plain, decayed_sum, gated_delta
+from lit_lazy.attention.recurrence import RecurrentCache, _import_plain_module, decayed_sum, gated_delta
 
 BATCH, LENGTH, HEADS, KEYS, VALUES = 2, 70, 3, 6, 10
 """More tokens than a chunk of the plain functions has."""
@@ -79,7 +79,7 @@ def test_mixed_precision_does_not_round_a_state(recurrence):
 def test_the_loop_is_that_of_the_library(operation):
     given, beta = inputs()
     given |= {"beta": beta} if operation == "gated_delta_rule" else {}
-    recurrent = getattr(_plain(operation), f"naive_recurrent_{operation}")
+    recurrent = getattr(_import_plain_module(operation), f"naive_recurrent_{operation}")
     found, state = recurrent(**given, scale=1.0, output_final_state=True)
     out, last = loop(**{name: x.double() for name, x in given.items()})
     torch.testing.assert_close(found.double(), out, rtol=1e-5, atol=1e-5)

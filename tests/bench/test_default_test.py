@@ -10,14 +10,14 @@ from lit_lazy.bench.default_test import (
     CHOSEN,
     Setting,
     draw,
-    found,
-    markdown,
-    moderated,
-    settings,
+    format_markdown,
+    make_settings,
+    moderate_variances,
+    reject_by_holm,
     simulate,
     trigamma_inverse,
 )
-from lit_lazy.table.statistics import contrast, holm
+from lit_lazy.table.statistics import compute_contrast, holm
 
 TABLES = draw(Setting("e^0.5", 5, 4, "additive", 0.5), 6, np.random.default_rng(1))
 
@@ -31,7 +31,7 @@ def expected(name, y):
         return stats.ttest_ind(y[1], y[0], equal_var=False).pvalue
     if name == CHOSEN:
         values = {str(i): dict(enumerate(row)) for i, row in enumerate(y.tolist())}
-        return contrast(values, {"1": 1.0, "0": -1.0}).p
+        return compute_contrast(values, {"1": 1.0, "0": -1.0}).p
     # Least squares on dummies of rows and seeds, with the sandwich written out.
     design = np.array([[*np.eye(rows)[i], *np.eye(n)[s][1:]] for i in range(rows) for s in range(n)])
     inverse = np.linalg.inv(design.T @ design)
@@ -59,10 +59,10 @@ def test_variances_are_squeezed_as_far_as_they_agree():
     # A scaled inverse chi^2 prior with d0 = 6 and s0^2 = 2, 4 degrees of freedom each.
     truth = 6 * 2.0 / random.chisquare(6, size=(1, 40_000))
     sample = truth * random.chisquare(4, size=truth.shape) / 4
-    after, df = moderated(sample, 4)
+    after, df = moderate_variances(sample, 4)
     assert df[0, 0] == pytest.approx(10, rel=0.1)
     assert after[0] == pytest.approx((6 * 2.0 + 4 * sample[0]) / 10, rel=0.1)
-    equal, df = moderated(np.full((1, 8), 3.0), 4)
+    equal, df = moderate_variances(np.full((1, 8), 3.0), 4)
     assert equal == pytest.approx(np.full((1, 8), 3.0))
     assert df == pytest.approx(np.full((1, 8), 32.0))
     assert polygamma(1, trigamma_inverse(np.array([0.01, 1.0, 50.0]))) == pytest.approx([0.01, 1.0, 50.0])
@@ -71,7 +71,7 @@ def test_variances_are_squeezed_as_far_as_they_agree():
 def test_holm_is_the_tables():
     p = np.random.default_rng(3).uniform(size=(200, 5)) ** 3
     adjusted = [holm({str(i): v for i, v in enumerate(row)}) for row in p.tolist()]
-    assert found(p).tolist() == [[a[str(i)] < 0.05 for i in range(5)] for a in adjusted]
+    assert reject_by_holm(p).tolist() == [[a[str(i)] < 0.05 for i in range(5)] for a in adjusted]
 
 
 def test_tables_have_the_spread_and_the_correlation_of_their_setting():
@@ -86,9 +86,9 @@ def test_tables_have_the_spread_and_the_correlation_of_their_setting():
 
 def test_the_result_names_every_setting_and_says_how_it_was_made(tmp_path, capsys):
     result = simulate(4, tmp_path / "made.json")
-    assert len(result["settings"]) == len(list(settings())) == 180
+    assert len(result["settings"]) == len(list(make_settings())) == 180
     text = (tmp_path / "made.md").read_text()
-    assert text == markdown(result)
+    assert text == format_markdown(result)
     assert text in capsys.readouterr().out
     for word in (*CANDIDATES, "numpy", "commit"):
         assert word in text

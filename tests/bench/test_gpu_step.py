@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lit_lazy.bench import gpu_step
-from lit_lazy.bench.gpu_step import FULL, TINY, Case, bench_gpu_step, flops_per_token, in_its_own_process, main, measure
+from lit_lazy.bench.gpu_step import FULL, TINY, Case, bench_gpu_step, flops_per_token, main, measure, measure_in_process
 
 pytestmark = pytest.mark.xdist_group("bench step")
 
@@ -37,7 +37,9 @@ def test_flops_are_those_of_the_products():
 @pytest.mark.long
 def test_a_failing_case_costs_itself(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_step, "TINY", TINY._replace(lengths=(32,)))
-    monkeypatch.setattr(gpu_step, "cases", lambda lengths: [Case(n, *lengths, False) for n in ("nonsense", "lazy")])
+    monkeypatch.setattr(
+        gpu_step, "make_cases", lambda lengths: [Case(n, *lengths, False) for n in ("nonsense", "lazy")]
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["--out", str(tmp_path / "new")]) == 0
     result = json.loads((tmp_path / "new" / "gpu-step.json").read_text())
@@ -52,7 +54,7 @@ def test_a_failing_case_costs_itself(tmp_path, monkeypatch, capsys):
 
 def test_a_hang_costs_its_case(monkeypatch):
     monkeypatch.setattr(gpu_step, "SECONDS", 0.01)
-    found = in_its_own_process(Case("lazy", 32, False), TINY, "cpu")
+    found = measure_in_process(Case("lazy", 32, False), TINY, "cpu")
     assert found["not_run"] == "TimeoutError: nothing came within 0 s"
 
 
@@ -72,7 +74,7 @@ def test_each_is_written_as_it_comes(tmp_path, monkeypatch):
             seen.append(len(json.loads(path.read_text())["rows"]))
         return {**case._asdict(), "not_run": "no"}
 
-    monkeypatch.setattr(gpu_step, "in_its_own_process", fake)
+    monkeypatch.setattr(gpu_step, "measure_in_process", fake)
     bench_gpu_step(tmp_path, TINY, "cpu", lambda _: None)
     assert seen == [1, 2, 3, 4, 5, 6, 7]
 

@@ -8,7 +8,7 @@ import forked
 import pytest
 
 from lit_lazy.bench import grid
-from lit_lazy.grid.ablation import expand, select
+from lit_lazy.grid.ablation import expand, select_rows
 from lit_lazy.grid.work.job import Job
 from lit_lazy.grid.work.worker import prepare_process
 from lit_lazy.support import kinds
@@ -16,11 +16,11 @@ from lit_lazy.support import kinds
 
 @pytest.mark.long
 def test_the_benchmark_on_cells_of_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = grid._lazy
-    monkeypatch.setattr(grid, "_lazy", lambda _: whole("backcopy_tiny"))
+    whole = grid._load_lazy_config
+    monkeypatch.setattr(grid, "_load_lazy_config", lambda _: whole("backcopy_tiny"))
     monkeypatch.setattr(grid, "CALIBRATION_STEPS", 20)
     out = tmp_path / "bench.json"
-    result = forked.in_a_fork(lambda: grid.bench_grid((5,), 0.1, 2, out, print))
+    result = forked.run_in_fork(lambda: grid.bench_grid((5,), 0.1, 2, out, print))
     seconds = result["overhead"]["wall_seconds"]
     assert {name: len(times) for name, times in seconds.items()} == dict.fromkeys(
         ("measure", "fit", "cell", "fit in the cell"), 2
@@ -39,13 +39,13 @@ def test_what_is_imported_is_not_looked_through_after_every_cell(tmp_path: Path)
         prepare_process(job)
         return before, len(gc.get_objects())
 
-    before, after = forked.in_a_fork(looked_through)
+    before, after = forked.run_in_fork(looked_through)
     assert after < before / 10
 
 
 def test_types_are_read_once_per_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    base = grid._lazy("backcopy_tiny")
-    chosen = select(grid._ablation(10, 5), [], [])
+    base = grid._load_lazy_config("backcopy_tiny")
+    chosen = select_rows(grid._make_ablation(10, 5), [], [])
     read: list[type] = []
     hints = typing.get_type_hints
     monkeypatch.setattr(typing, "get_type_hints", lambda cls, *rest: read.append(cls) or hints(cls, *rest))

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 import torch
-from torch_alone import alone
+from torch_alone import run_alone
 
 from lit_lazy.bench import step
 from lit_lazy.bench.step import QUICK, bench_step
-from lit_lazy.support.paired import Spread
+from lit_lazy.support.paired import Quartiles
 
 pytestmark = pytest.mark.xdist_group("bench step")  # one process, one benchmark
 ALONE = """
@@ -27,7 +27,7 @@ assert torch.get_num_threads() == 2
 def measured(tmp_path_factory, torch_site):
     """File, result and output of the benchmark in a process that has torch alone, as a machine with a GPU may."""
     path = tmp_path_factory.mktemp("bench") / "new" / "bench-step.json"
-    output = alone(ALONE.format(path=str(path)), torch_site)
+    output = run_alone(ALONE.format(path=str(path)), torch_site)
     return path, json.loads(path.read_text()), output
 
 
@@ -85,22 +85,22 @@ def test_the_table_shows_the_rows(measured):
 def test_empty_tiles_are_counted_per_head(monkeypatch):
     """A bias so steep that a row keeps its own key alone leaves the tiles on the diagonal and no other."""
     monkeypatch.setattr(step, "LOCAL_REACH", 0.01)
-    survival = step._survival(step._model("local", 256), step._ids(256, 256))
+    survival = step._measure_survival(step._make_model("local", 256), step._draw_ids(256, 256))
     assert survival["empty_tiles"] == {"64": pytest.approx(6 / 10), "256": 0}
     # Row i keeps one of i keys; the first row keeps none.
     assert survival["entries_cut"] == pytest.approx(1 - 255 / (256 * 257 / 2), abs=1e-4)
 
 
 def test_the_weights_stay_as_they_are():
-    model = step._model("untrained", 16)
+    model = step._make_model("untrained", 16)
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    step._stepper(model)(step._ids(16, 32))
+    step._make_step(model)(step._draw_ids(16, 32))
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert all(x.grad is not None for x in model.parameters())
 
 
 def test_spread_is_median_and_quartiles():
-    assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(median=3.0, lower=2.0, upper=4.0)
+    assert Quartiles.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Quartiles(median=3.0, lower=2.0, upper=4.0)
 
 
 @pytest.mark.parametrize(

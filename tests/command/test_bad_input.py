@@ -17,11 +17,11 @@ import forked
 import optuna
 import pytest
 import torch
-from mistakes import PASSWORD, refused, tree
+from mistakes import PASSWORD, expect_refusal, snapshot_tree
 
 from lit_lazy.command.main import main
 from lit_lazy.grid.queue.storage import default_storage
-from lit_lazy.training.checkpoints import read
+from lit_lazy.training.checkpoints import read_checkpoint
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 
 TRAIN = ["train", "backcopy_tiny"]
@@ -159,7 +159,7 @@ def test_a_backend_without_its_device(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("flash_lazy.fused.configurations.INTERPRETED", False)
-    said = refused([*command, "--model.backend=triton"], capsys)
+    said = expect_refusal([*command, "--model.backend=triton"], capsys)
     assert "model.backend='triton'" in said
     assert "move q, k and v to a GPU, or choose 'chunked'" in said
 
@@ -170,7 +170,7 @@ def test_a_backend_without_its_device(
     ids=lambda value: " ".join(value).replace(str(Path(__file__).parent), "") if isinstance(value, list) else "",
 )
 def test_options_and_fields(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert named in refused(arguments, capsys)
+    assert named in expect_refusal(arguments, capsys)
 
 
 REFUSED = [
@@ -195,7 +195,7 @@ def test_a_dry_run_refuses_what_the_training_does(
     monkeypatch.setattr("lit_lazy.tracking.loggers.find_spec", lambda _package: None)
     (place / "notes.md").write_text("# Notes\n")
     for more in ([], ["--dry-run"]):
-        said = refused([*TRAIN, *arguments, *more], capsys)
+        said = expect_refusal([*TRAIN, *arguments, *more], capsys)
         assert named in said
         assert fix in said
 
@@ -222,7 +222,7 @@ def test_experiment_files(name: str, place: Path, capsys: pytest.CaptureFixture[
     path = place / f"broken {name}.py"
     path.write_text(content)
     for command in ("train", "fields"):
-        error = refused([command, path.name], capsys) if "<class" not in named else said_of(path, capsys)
+        error = expect_refusal([command, path.name], capsys) if "<class" not in named else said_of(path, capsys)
         assert error.startswith(f"lit-lazy: {path}: ")
         assert named in error
     assert named in error
@@ -312,7 +312,7 @@ ABLATIONS = {
 @pytest.mark.parametrize("settings", ABLATIONS)
 def test_ablation_files(settings: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "mine.py").write_text(ABLATION.format(settings=settings))
-    assert ABLATIONS[settings] in refused(["ablate", "run", "mine.py"], capsys)
+    assert ABLATIONS[settings] in expect_refusal(["ablate", "run", "mine.py"], capsys)
 
 
 SEARCHES = {
@@ -340,13 +340,13 @@ def test_search_files(settings: str, place: Path, capsys: pytest.CaptureFixture[
         "rest = dict(name='mine', axes={'train.lr': Real(1e-4, 1e-2, log=True)}, base='backcopy_tiny')\n"
         f"search = Search(**(rest | dict({settings})))\n"
     )
-    assert SEARCHES[settings] in refused(["ablate", "search", "s.py"], capsys)
+    assert SEARCHES[settings] in expect_refusal(["ablate", "search", "s.py"], capsys)
     assert not list(place.parent.glob("x*"))
 
 
 def test_a_file_without_an_ablation(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "empty.py").write_text("ablation = 3\n")
-    assert "defines no `ablation`; give it one" in refused(["ablate", "run", "empty.py"], capsys)
+    assert "defines no `ablation`; give it one" in expect_refusal(["ablate", "run", "empty.py"], capsys)
 
 
 def random_bytes(path: Path, _store: Path) -> None:
@@ -399,7 +399,7 @@ def test_storages(
     if make is not None:
         make(path, empty_store)
     storage = url.format(path=path, port=closed_port)
-    assert named in refused([*CELL, "--storage", storage], capsys)
+    assert named in expect_refusal([*CELL, "--storage", storage], capsys)
 
 
 @pytest.mark.parametrize("make", [random_bytes, a_folder, mlflows], ids=lambda make: make.__name__)
@@ -409,7 +409,7 @@ def test_a_damaged_queue_in_the_runs_folder(
     (place / "runs").mkdir()
     make(place / "runs" / "queue.db", empty_store)
     for command in (CELL, ["ablate", "status", "table2"]):
-        assert default_storage(place / "runs") in refused(command, capsys)
+        assert default_storage(place / "runs") in expect_refusal(command, capsys)
 
 
 TRACKING = [
@@ -439,14 +439,16 @@ def test_tracking_stores(
     random_bytes(place / "random.db", place)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri.format(place=place, port=closed_port))
     for command in (TRAIN, CELL, ["ablate", "table", "table2"], ["dashboard"]):
-        assert named in refused(command, capsys), command
+        assert named in expect_refusal(command, capsys), command
 
 
 def test_a_damaged_store_in_the_runs_folder(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "runs").mkdir()
     random_bytes(place / "runs" / "mlflow.db", place)
     for command in (TRAIN, CELL, ["ablate", "table", "table2"], ["dashboard"]):
-        assert "mlflow.db': cannot be used (file is not a database); move that file away" in refused(command, capsys)
+        assert "mlflow.db': cannot be used (file is not a database); move that file away" in expect_refusal(
+            command, capsys
+        )
 
 
 def test_a_port_in_use(place: Path, empty_store: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -456,7 +458,7 @@ def test_a_port_in_use(place: Path, empty_store: Path, capsys: pytest.CaptureFix
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        error = refused(["dashboard", "--port", str(port)], capsys)
+        error = expect_refusal(["dashboard", "--port", str(port)], capsys)
     assert f"--port {port}: something already listens there; choose another port" in error
 
 
@@ -474,15 +476,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path
 def test_evaluate_measures_what_the_run_did_and_creates_nothing(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = tree(trained.parent)
+    before = snapshot_tree(trained.parent)
     assert main(["evaluate", str(trained / FINAL_CHECKPOINT), "--threads", "1"]) == 0
     measured = dict(line.split() for line in capsys.readouterr().out.splitlines())
     metrics = json.loads((trained / RESULT).read_text())["metrics"]
     of_the_training = ("init/", "loss/at_")
     assert measured == {name: f"{value:.6g}" for name, value in metrics.items() if not name.startswith(of_the_training)}
     assert {"loss/val", "sparsity/zero", "tau/mean", "model/parameters"} <= measured.keys()
-    assert tree(trained.parent) == before
-    assert tree(Path.cwd()) == {}
+    assert snapshot_tree(trained.parent) == before
+    assert snapshot_tree(Path.cwd()) == {}
 
 
 class Bomb:
@@ -529,7 +531,7 @@ def is_a_pickle_bomb(_trained: Path, path: Path) -> None:
 
 
 def is_a_torch_bomb(trained: Path, path: Path) -> None:
-    torch.save(read(trained / FINAL_CHECKPOINT) | {"extra": Bomb(path.with_name("exploded"))}, path)
+    torch.save(read_checkpoint(trained / FINAL_CHECKPOINT) | {"extra": Bomb(path.with_name("exploded"))}, path)
 
 
 def is_anothers(_trained: Path, path: Path) -> None:
@@ -543,24 +545,26 @@ def is_a_tensor(_trained: Path, path: Path) -> None:
 
 
 def has_other_weights(trained: Path, path: Path) -> None:
-    content = read(trained / FINAL_CHECKPOINT)
+    content = read_checkpoint(trained / FINAL_CHECKPOINT)
     del content["state_dict"]["model.blocks.0.attention.normaliser.tau"]
     torch.save(content, path)
 
 
 def has_an_unknown_class(trained: Path, path: Path) -> None:
-    content = read(trained / FINAL_CHECKPOINT)
+    content = read_checkpoint(trained / FINAL_CHECKPOINT)
     content["hyper_parameters"]["config"]["model"]["attention"]["bias"] = {"class": "NobodysBias"}
     torch.save(content, path)
 
 
 def has_no_config(trained: Path, path: Path) -> None:
-    torch.save(read(trained / FINAL_CHECKPOINT) | {"hyper_parameters": {"config": "x", "vocab_size": 1}}, path)
+    torch.save(
+        read_checkpoint(trained / FINAL_CHECKPOINT) | {"hyper_parameters": {"config": "x", "vocab_size": 1}}, path
+    )
 
 
 def has_other_data(trained: Path, path: Path) -> None:
     """Trained, as it seems, when the same data had another vocabulary."""
-    content = read(trained / FINAL_CHECKPOINT)
+    content = read_checkpoint(trained / FINAL_CHECKPOINT)
     content["hyper_parameters"]["vocab_size"] = 5
     for name in ("model.embedding.weight", "model.head.weight"):
         content["state_dict"][name] = content["state_dict"][name][:5].clone()
@@ -594,7 +598,7 @@ def test_checkpoints(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     make(trained, place / "some.ckpt")
-    error = refused(["evaluate", "some.ckpt"], capsys)
+    error = expect_refusal(["evaluate", "some.ckpt"], capsys)
     assert error.startswith("lit-lazy: checkpoint 'some.ckpt': ")
     assert named in error
     assert not (place / "exploded").exists()
@@ -654,11 +658,11 @@ class MyOwnBias(LearnedBias):
 def test_a_checkpoint_of_ones_own_class_wants_its_file(
     trained: Path, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    content = read(trained / FINAL_CHECKPOINT)
+    content = read_checkpoint(trained / FINAL_CHECKPOINT)
     content["hyper_parameters"]["config"]["model"]["attention"]["bias"]["class"] = "MyOwnBias"
     torch.save(content, place / "own.ckpt")
     (place / "own.py").write_text(OWN_CLASS)
-    error = refused(["evaluate", "own.ckpt"], capsys)
+    error = expect_refusal(["evaluate", "own.ckpt"], capsys)
     assert "Bias='MyOwnBias': unknown" in error
     assert "--import the file that defines a custom class, else train again" in error
     assert main(["evaluate", "own.ckpt", "--threads", "1", "--import", "own.py"]) == 0
@@ -693,12 +697,12 @@ def test_in_a_process_of_its_own(
     closed_port: int,
 ) -> None:
     is_a_torch_bomb(trained, place / "bomb.ckpt")
-    before = tree(place)
+    before = snapshot_tree(place)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW", "LIT_LAZY"))}
     words = [argument.format(port=closed_port) for argument in arguments]
     command = [sys.executable, "-m", "lit_lazy.command", *words]
     done = run(command, cwd=place, env=environment | {"OMP_NUM_THREADS": "1"})
-    assert tree(place) == before
+    assert snapshot_tree(place) == before
     assert done.returncode == 2
     assert done.stdout == ""
     assert re.fullmatch(r"lit-lazy[^\n]*: [^\n]+\n", done.stderr), done.stderr
@@ -707,10 +711,10 @@ def test_in_a_process_of_its_own(
 
 
 def test_passwords_are_not_kept_with_the_command_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lit_lazy.support.secrets import command_line
+    from lit_lazy.support.secrets import format_command_line
 
     url = f"postgresql://me:{PASSWORD}@host/x"
     for words in (["--storage", url], [f"--storage={url}"]):
         monkeypatch.setattr(sys, "argv", ["lit-lazy", "ablate", "run", "table2", *words])
-        assert PASSWORD not in command_line()
-        assert "postgresql://me:***@host/x" in command_line()
+        assert PASSWORD not in format_command_line()
+        assert "postgresql://me:***@host/x" in format_command_line()

@@ -16,7 +16,7 @@ import forked
 import pytest
 
 from lit_lazy.command.main import main, make_parser
-from lit_lazy.tracking.tracker import default_uri, experiment_names
+from lit_lazy.tracking.tracker import default_uri, list_experiment_names
 
 BIN = Path(sys.executable).parent
 
@@ -110,7 +110,7 @@ def test_runs_folders_of_one_process_are_kept_apart(tmp_path: Path, empty_store:
         (tmp_path / name).mkdir()
         shutil.copy(empty_store, tmp_path / name / "mlflow.db")
         assert main(["train", "backcopy_tiny", "--runs", str(tmp_path / name), "--threads", "1"]) == 0
-        assert experiment_names(default_uri(tmp_path / name))[:1] == ["train-backcopy_tiny"]
+        assert list_experiment_names(default_uri(tmp_path / name))[:1] == ["train-backcopy_tiny"]
 
 
 def test_none_is_understood_as_the_help_says_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from lit_lazy.config.files import find, load_experiment
 from lit_lazy.measure.diagnostics import Diagnostics, measure
 from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.tracking.tracker import Tracker, default_uri
-from lit_lazy.training.checkpoints import read
+from lit_lazy.training.checkpoints import read_checkpoint
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
 from lit_lazy.training.run import run
@@ -64,12 +64,12 @@ def test_the_arrays_are_those_of_the_model_its_beginning_and_the_lengths(
 ) -> None:
     found = Diagnostics.load(diagnosed[0] / "diagnose-abcdef" / "diagnostics.npz")
     assert found.prefixes == ["", "init/", "L24/", "L16/", "L32/"]
-    module = LitLM(**read(trained)["hyper_parameters"])
+    module = LitLM(**read_checkpoint(trained)["hyper_parameters"])
     source = CFG.data.load()
     every = [source.validation.__getitems__([3 * i + i // 5 for i in range(10)])]  # 10 of 32, evenly spread
     for name, array in measure(module.model, every, None, 10).arrays.items():
         np.testing.assert_array_equal(found.arrays[f"init/{name}"], array, err_msg=name)
-    module.load_state_dict(read(trained)["state_dict"])
+    module.load_state_dict(read_checkpoint(trained)["state_dict"])
     for name, array in measure(module.model, every, None, 10).arrays.items():
         np.testing.assert_array_equal(found.arrays[name], array, err_msg=name)
         np.testing.assert_array_equal(found.arrays[f"L16/{name}"], array, err_msg=name)
@@ -86,8 +86,8 @@ def test_the_arrays_are_those_of_the_model_its_beginning_and_the_lengths(
 
 
 def test_a_sample_of_all_agrees_with_the_evaluation(trained: Path) -> None:
-    module = LitLM(**read(trained)["hyper_parameters"])
-    module.load_state_dict(read(trained)["state_dict"])
+    module = LitLM(**read_checkpoint(trained)["hyper_parameters"])
+    module.load_state_dict(read_checkpoint(trained)["state_dict"])
     source = CFG.data.load()
     evaluated = evaluate(module.model, source, module.cfg.train.precision, module.cfg.train.batch_size)
     arrays = measure(module.model, [source.validation.__getitems__(list(range(32)))]).arrays
@@ -170,7 +170,7 @@ def test_the_scalars_are_told_in_groups(diagnosed: tuple[Path, str]) -> None:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without figures, which take most of the time."""
-    monkeypatch.setattr("lit_lazy.report.checkpoint.run_figures", lambda *_: {})
+    monkeypatch.setattr("lit_lazy.report.checkpoint.draw_run_figures", lambda *_: {})
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -224,7 +224,7 @@ def test_mlflow_out_of_reach_leaves_the_results(
     def refuse(*_: object, **__: object) -> None:
         raise TrackingError("gone away", reachable=False)
 
-    monkeypatch.setattr(Tracker, "keep_files", refuse)
+    monkeypatch.setattr(Tracker, "log_files", refuse)
     assert main(["diagnose", str(trained), "--runs", str(runs), "--threads", "1"]) == 1
     error = capsys.readouterr().err
     folder = runs / "diagnose-abcdef"
@@ -236,7 +236,7 @@ def test_mlflow_out_of_reach_leaves_the_results(
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What `lit-lazy diagnose` prints of a mistake."""
-    return mistakes.refused(["diagnose", *arguments], capsys)
+    return mistakes.expect_refusal(["diagnose", *arguments], capsys)
 
 
 OPTIONS = [
@@ -378,7 +378,7 @@ class MyOwnUniform(Normaliser):
 @pytest.mark.usefixtures("undrawn")
 def test_a_custom_normaliser_needs_no_more_than_its_weights(trained: Path, runs: Path, tmp_path: Path) -> None:
     (tmp_path / "uniform.py").write_text(OWN_NORMALISER)
-    content = read(trained)
+    content = read_checkpoint(trained)
     content["hyper_parameters"]["config"]["model"]["attention"]["normaliser"] = {"class": "MyOwnUniform"}
     content["state_dict"] = {name: x for name, x in content["state_dict"].items() if not name.endswith("tau")}
     torch.save(content, tmp_path / "uniform.ckpt")

@@ -37,7 +37,7 @@ def test_what_is_missing_is_said_for_what(
     runs: Path, required: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An extra, or a program, is for those who want it; a requirement is for all."""
-    monkeypatch.setattr(doctor, "is_there", lambda name: name != "chromium")
+    monkeypatch.setattr(doctor, "is_on_path", lambda name: name != "chromium")
     required += ['no-such-package>=3; extra == "wandb"', 'torch<2; extra == "ray"', 'torch>=2; extra == "fla"']
     assert main(["doctor", "--runs", str(runs)]) == 0
     out = capsys.readouterr().out

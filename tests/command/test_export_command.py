@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from mistakes import refused
+from mistakes import expect_refusal
 from subwords import bpe
-from torch_alone import alone, linked
+from torch_alone import link_packages, run_alone
 from untrained import save
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -136,10 +136,10 @@ def test_in_a_bare_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """One that finds torch, transformers and what these two require."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     (tmp_path / "site").mkdir()
-    site = linked(tmp_path / "site", set(), "torch", "transformers")
+    site = link_packages(tmp_path / "site", set(), "torch", "transformers")
     checkpoint = save(tmp_path / "bytes.ckpt", BYTES, 256, 32)
     out = exported(checkpoint, tmp_path / "out")
-    found, logits = json.loads(alone(BARE.format(folder=str(out), text=TEXT), site).splitlines()[-1])
+    found, logits = json.loads(run_alone(BARE.format(folder=str(out), text=TEXT), site).splitlines()[-1])
     model, prompts = load(Path(checkpoint)).model.eval(), [[*TEXT.encode()], [*b"x"]]
     assert [[*ids, *[0] * (9 - len(ids))] for ids in generate(model, prompts, 9, stop=0)] == found
     with torch.no_grad():
@@ -155,7 +155,7 @@ class TestFolder:
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(folder, "tokens", full)  # asked for after the weights are written
+            patch.setattr(folder, "make_token_ids", full)  # asked for after the weights are written
             assert main(["export", checkpoint, str(tmp_path / "out")]) == 1
         assert names(tmp_path) == before
         (tmp_path / "out").mkdir()
@@ -190,7 +190,7 @@ def test_mistakes(
         ([entmax, "out"], "model.attention.normaliser=Sparsemax: the exported modelling file has none of that name"),
         ([str(tmp_path / FINAL_CHECKPOINT), "out"], f"{RESULT}': is damaged (JSONDecodeError); remove it"),
     ):
-        assert named in refused(["export", *words], capsys)
+        assert named in expect_refusal(["export", *words], capsys)
     monkeypatch.setattr(folder, "find_spec", lambda _: None)
-    error = refused(["export", str(trained), "out"], capsys)
+    error = expect_refusal(["export", str(trained), "out"], capsys)
     assert error == "lit-lazy: export needs the package safetensors; pip install 'lit-lazy[export]'\n"

@@ -21,12 +21,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mistakes import PASSWORD, tree
+from mistakes import PASSWORD, snapshot_tree
 from two_rows import two_rows
 
 from lit_lazy.attention import Bias, Gate, Normaliser, Position
 from lit_lazy.command.main import main
-from lit_lazy.config.canonical import flatten, leaves, to_dict
+from lit_lazy.config.canonical import find_leaf_classes, flatten, to_dict
 from lit_lazy.config.files import experiment
 from lit_lazy.data import DataConfig, backcopy, documents, text
 from lit_lazy.support.errors import LONGEST_MESSAGE
@@ -241,7 +241,9 @@ def values() -> st.SearchStrategy[str]:
         st.text(max_size=20),
         st.integers().map(str),
         st.floats().map(str),
-        st.sampled_from([name for part in (Normaliser, Bias, Gate, Position, DataConfig) for name in leaves(part)]),
+        st.sampled_from(
+            [name for part in (Normaliser, Bias, Gate, Position, DataConfig) for name in find_leaf_classes(part)]
+        ),
     )
 
 
@@ -315,8 +317,8 @@ def stage(place: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         *("measure.lm_eval.load_tasks", "report.verdicts.page"),
     ):
         monkeypatch.setattr(f"lit_lazy.{where}", accept)
-    monkeypatch.setattr("lit_lazy.support.memory.most_bytes", lambda: 2**28)
-    monkeypatch.setattr(documents, "hub_answers", lambda: False)
+    monkeypatch.setattr("lit_lazy.support.memory.measure_total_memory", lambda: 2**28)
+    monkeypatch.setattr(documents, "is_hub_reachable", lambda: False)
     for module in ("grid.work.estimate", "grid.search.run"):
         monkeypatch.setattr(f"lit_lazy.{module}.timed", lambda *_: 1.0)
     monkeypatch.setenv("LIT_LAZY_CACHE", str(place.parent / "cache"))
@@ -354,7 +356,7 @@ def given_to_main(argv: list[str]) -> tuple[Any, str, str]:
 
 def check(argv: list[str], stage: Path) -> str:
     """Give a command line to `main`; how it ended."""
-    before = tree(stage)
+    before = snapshot_tree(stage)
     try:
         status, _, err = given_to_main(argv)
     finally:
@@ -368,7 +370,7 @@ def check(argv: list[str], stage: Path) -> str:
         assert re.fullmatch(r"lit-lazy[^\n]*: [^\n]+\n", err), err
         assert err[:-1].isprintable()
         assert len(err) < LONGEST_MESSAGE + 200
-    assert tree(stage) == before
+    assert snapshot_tree(stage) == before
     return "accepted" if status is None else f"status {status}"
 
 

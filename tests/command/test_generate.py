@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-from mistakes import refused
+from mistakes import expect_refusal
 from subwords import bpe
 from untrained import save
 
@@ -237,4 +237,4 @@ def test_mistakes(
     arguments: list[str], named: str, files: dict[str, str], place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert place == Path.cwd()
-    assert named in refused(["generate", *(word.format(**files) for word in arguments)], capsys)
+    assert named in expect_refusal(["generate", *(word.format(**files) for word in arguments)], capsys)

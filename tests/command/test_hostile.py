@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from mistakes import refused
+from mistakes import expect_refusal
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lit_lazy.command.main import main
 from lit_lazy.config.files import experiment
 from lit_lazy.grid.plan import Plan
-from lit_lazy.report.checkpoint import watched_taus
-from lit_lazy.support.errors import LONGEST_MESSAGE, shown
+from lit_lazy.report.checkpoint import read_taus
+from lit_lazy.support.errors import LONGEST_MESSAGE, sanitise
 from lit_lazy.training.result import RESULT, RunResult
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -46,7 +46,7 @@ SIZES = [
 
 @pytest.mark.parametrize(("arguments", "named"), SIZES, ids=lambda value: value if isinstance(value, str) else "")
 def test_sizes_are_refused_by_an_estimate(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(arguments, capsys)
+    said = expect_refusal(arguments, capsys)
     assert named in said
     assert MEMORY in said
 
@@ -120,7 +120,7 @@ def traps(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(("arguments", "named"), LIMITS, ids=lambda value: value if isinstance(value, str) else "")
 @pytest.mark.usefixtures("traps")
 def test_limits_and_what_is_no_file(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(arguments, capsys)
+    said = expect_refusal(arguments, capsys)
     assert named in said
     assert len(said) < LONGEST_MESSAGE + 200
 
@@ -201,7 +201,7 @@ LOADS = {
 @pytest.mark.parametrize("body", CONFIGS)
 def test_configs_of_users(body: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "e.py").write_text(f"{BASE}\ndef config():\n    {body}\n")
-    assert CONFIGS[body] in refused(["train", "e.py"], capsys)
+    assert CONFIGS[body] in expect_refusal(["train", "e.py"], capsys)
 
 
 @pytest.mark.parametrize("body", LOADS)
@@ -210,7 +210,7 @@ def test_data_of_users(body: str, place: Path, capsys: pytest.CaptureFixture[str
     mine = f"@dataclasses.dataclass(frozen=True)\nclass {name}(DataConfig):\n    x: int = 1\n    def load(self):\n"
     but = "def but(**changes): return dataclasses.replace(DATA.load(), **changes)\n"
     (place / "e.py").write_text(f"{BASE}\n{but}\n{mine}        {body}\ndef config(): return made(data={name}())\n")
-    assert LOADS[body].replace("Mine", name) in refused(["train", "e.py"], capsys)
+    assert LOADS[body].replace("Mine", name) in expect_refusal(["train", "e.py"], capsys)
 
 
 def test_an_interrupt_in_a_users_file_is_an_interrupt(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,13 +278,13 @@ def test_checkpoints(name: str, checkpoint: dict[str, Any], place: Path, capsys:
     content = torch.load(place / "c.ckpt", weights_only=True)
     change(content)
     torch.save(content, place / "c.ckpt")
-    assert named in refused(["evaluate", "c.ckpt"], capsys)
+    assert named in expect_refusal(["evaluate", "c.ckpt"], capsys)
 
 
 def test_a_compressed_checkpoint_is_not_unpacked(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with zipfile.ZipFile(place / "c.ckpt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"\0" * 2**20)
-    assert "BadZipFile: it is compressed, which torch does not do" in refused(["evaluate", "c.ckpt"], capsys)
+    assert "BadZipFile: it is compressed, which torch does not do" in expect_refusal(["evaluate", "c.ckpt"], capsys)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_a_compressed_checkpoint_is_not_unpacked(place: Path, capsys: pytest.Cap
 def test_taus_that_are_none(taus: Any, checkpoint: dict[str, Any], place: Path) -> None:
     torch.save(checkpoint | {"callbacks": {"Watch": {"taus": taus}}}, place / "c.ckpt")
     with pytest.raises(ValueError, match=r"^checkpoint '.*c.ckpt': the taus kept during training are damaged"):
-        watched_taus(place / "c.ckpt")
+        read_taus(place / "c.ckpt")
 
 
 @pytest.mark.parametrize("content", ["[" * 200_000, "[]", "3", "{}", '{"key": 3}'])
@@ -315,10 +315,10 @@ def test_a_folder_where_a_lock_should_be(place: Path, capsys: pytest.CaptureFixt
 
 def test_a_message_is_one_line_without_passwords() -> None:
     url = "postgresql://me:ge@he/im geheim@host/x?password=geheim&a=b"
-    assert shown(f"--storage '{url}'\n: no") == "--storage 'postgresql://me:***@host/x?password=***&a=b' : no"
-    assert shown("http://127.0.0.1:5000/a me@host").startswith("http://127.0.0.1:")
-    assert shown("write postgresql://USER:PASSWORD@HOST") == "write postgresql://USER:PASSWORD@HOST"
-    long = shown(f"--x='{'y' * 10**6}': fix")
+    assert sanitise(f"--storage '{url}'\n: no") == "--storage 'postgresql://me:***@host/x?password=***&a=b' : no"
+    assert sanitise("http://127.0.0.1:5000/a me@host").startswith("http://127.0.0.1:")
+    assert sanitise("write postgresql://USER:PASSWORD@HOST") == "write postgresql://USER:PASSWORD@HOST"
+    long = sanitise(f"--x='{'y' * 10**6}': fix")
     assert len(long) < LONGEST_MESSAGE + 10
     assert long.startswith("--x='yyy")
     assert long.endswith("': fix")

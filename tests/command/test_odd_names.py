@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from mistakes import refused
+from mistakes import expect_refusal
 from mlflow.tracking import MlflowClient
 
 from lit_lazy.command.main import main
@@ -114,7 +114,7 @@ def test_the_terminal_shows_names_and_reasons_as_they_are(
     print_status(queue, console)
     with Progress(queue, [*names, "c"], console, notes=lambda: ["[/note]"]) as progress:
         progress.show_running(["[/x] by process"])
-        console.print(progress._panel(progress._counts(queue.states())))
+        console.print(progress._build_panel(progress._count_states(queue.states())))
     shown = capsys.readouterr().out
     for text in (*names, r"[/y] \x1b[31m of lazy [/x]", "c [/z] seed 0", "[/h]", "[/note]", "[/x] by process"):
         assert text in shown
@@ -137,7 +137,7 @@ def test_a_folder_that_mlflow_cannot_use(
 ) -> None:
     run = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "softmax", "--seeds", "0"]
     for command in (["train", "backcopy_tiny"], run, ["ablate", "table", "table2"], ["dashboard"]):
-        said = refused([*command, "--runs", name], capsys)
+        said = expect_refusal([*command, "--runs", name], capsys)
         assert f"--runs '{place / name}': MLflow keeps no database where a path has a ? or a %; name another" in said
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{place}/100%25/mlflow.db")
-    assert "MLFLOW_TRACKING_URI" in refused(["train", "backcopy_tiny"], capsys)
+    assert "MLFLOW_TRACKING_URI" in expect_refusal(["train", "backcopy_tiny"], capsys)

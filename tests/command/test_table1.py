@@ -10,7 +10,7 @@ import forked
 import numpy as np
 import pytest
 import torch
-from mistakes import refused
+from mistakes import expect_refusal
 
 from lit_lazy.attention import Mamba2
 from lit_lazy.command.main import main
@@ -60,7 +60,7 @@ def test_a_mistake_is_one_line(
         "from lit_lazy.config import experiment, replace_at\n"
         "def config():\n    return replace_at(experiment('backcopy_tiny'), {'model.d_ff': 2})\n"
     )
-    assert message in refused(arguments, capsys)
+    assert message in expect_refusal(arguments, capsys)
 
 
 @pytest.mark.parametrize("option", ["--heads", "--layers"])
@@ -68,7 +68,7 @@ def test_a_model_without_heads_has_none_to_choose(
     option: str, trained: Path, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copy(trained, place)
-    said = refused(["diagnose", FINAL_CHECKPOINT, option, "0"], capsys)
+    said = expect_refusal(["diagnose", FINAL_CHECKPOINT, option, "0"], capsys)
     assert f"{option} 0: the model has no attention; leave the option out" in said
 
 

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import forked
 import pytest
-from mistakes import tree
+from mistakes import snapshot_tree
 from mlflow.tracking import MlflowClient
 
 from lit_lazy import api
 from lit_lazy.attention import Elastic, LearnedBias
 from lit_lazy.command.main import main
-from lit_lazy.command.train import summary
+from lit_lazy.command.train import format_summary
 from lit_lazy.config import experiment, replace_at
 from lit_lazy.config.key import cell_key
-from lit_lazy.support.console import called
-from lit_lazy.tracking.tracked import run_name
+from lit_lazy.support.console import get_program_name
+from lit_lazy.tracking.tracked import format_run_name
 from lit_lazy.training.result import FINAL_CHECKPOINT
-from lit_lazy.training.run import lock_of
-from lit_lazy.training.watch import Watch
+from lit_lazy.training.run import make_lock
+from lit_lazy.training.watch import HeadMonitor
 
 STEPS = ["--train.steps=8", "--train.checkpoint_every=3"]
 CFG = replace_at(experiment("backcopy_tiny"), {"train.steps": 8, "train.checkpoint_every": 3})
@@ -35,7 +35,7 @@ def folder_of(runs: Path) -> Path:
     return runs / "train-backcopy_tiny" / cell_key(CFG, CFG.data.load().fingerprint)
 
 
-def interrupt_at_four(_self: Watch, trainer, *_: object) -> None:
+def interrupt_at_four(_self: HeadMonitor, trainer, *_: object) -> None:
     if trainer.global_step == 4:
         raise KeyboardInterrupt
 
@@ -45,7 +45,7 @@ def test_it_ends_in_a_summary_and_where_all_is(
 ) -> None:
     """Interrupted at step 4, resumed from the checkpoint at 3; asked for once more while another process holds it."""
     with monkeypatch.context() as patch:
-        patch.setattr(Watch, "on_train_batch_end", interrupt_at_four)
+        patch.setattr(HeadMonitor, "on_train_batch_end", interrupt_at_four)
         assert main(command(runs)) == 130
     capsys.readouterr()
     assert main(command(runs, "--keep-checkpoint", "--logger", "csv")) == 0
@@ -62,7 +62,7 @@ def test_it_ends_in_a_summary_and_where_all_is(
     ]
     assert len(lines) < 12
     assert {"loss/val", "train/loss"} <= set((folder / "csv" / "metrics.csv").read_text().splitlines()[0].split(","))
-    with lock_of(folder):
+    with make_lock(folder):
         words = [sys.executable, "-m", "lit_lazy.command", *command(runs, "--verbose")]
         second = forked.Popen(words, stdout=forked.PIPE, stderr=forked.PIPE, text=True, env=dict(os.environ))
         assert second.stderr is not None
@@ -94,14 +94,14 @@ def test_it_names_itself_as_it_was_called(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         monkeypatch.setattr(sys, "argv", [typed])
         monkeypatch.setenv("PATH", str(tmp_path / path) if path else "")
-        assert called() == shown
+        assert get_program_name() == shown
 
 
 def test_trainings_of_one_experiment_have_names_that_tell_them_apart() -> None:
     softmax = experiment("backcopy_tiny")
     elastic = replace_at(softmax, {"model.attention.normaliser": Elastic()})
     lazy = replace_at(elastic, {"model.attention.bias": LearnedBias()})
-    names = [run_name("backcopy_tiny", cfg) for cfg in (softmax, elastic, lazy, replace_at(lazy, {"seed": 3}))]
+    names = [format_run_name("backcopy_tiny", cfg) for cfg in (softmax, elastic, lazy, replace_at(lazy, {"seed": 3}))]
     assert names == [
         "backcopy_tiny Softmax seed 0",
         "backcopy_tiny Elastic seed 0",
@@ -113,7 +113,7 @@ def test_trainings_of_one_experiment_have_names_that_tell_them_apart() -> None:
 def test_a_summary_has_a_loss_whatever_the_data_tell() -> None:
     """Data of one's own have no other loss."""
     metrics = {"loss/val": 1.25, "init/loss/val": 3.5, "sink/first_key_weight": 0.5, "init/sink/first_key_weight": 0.25}
-    assert summary(metrics) == [
+    assert format_summary(metrics) == [
         "validation loss (nats) ↓  1.2500, untrained 3.5000",
         "first-key weight          0.500, untrained 0.250",
     ]
@@ -127,10 +127,10 @@ def test_a_single_training_keeps_its_model(runs: Path, capsys: pytest.CaptureFix
     assert f"checkpoint: {not_kept}\n" in capsys.readouterr().out
     assert main(command(runs)) == 0  # asks for its result
     assert f"checkpoint: {not_kept}\n" in capsys.readouterr().out
-    before = tree(runs)
+    before = snapshot_tree(runs)
     assert main(command(runs, "--keep-checkpoint")) == 2
     assert capsys.readouterr() == ("", f"lit-lazy: {not_kept}\n")
-    assert tree(runs) == before
+    assert snapshot_tree(runs) == before
     with pytest.raises(ValueError, match=re.escape(not_kept)):
         _ = api.train(CFG, name="backcopy_tiny", runs=runs).checkpoint
     shutil.rmtree(folder)

@@ -31,7 +31,7 @@ from lit_lazy.attention import (
     T5Bias,
 )
 from lit_lazy.attention.bias import BiasModule
-from lit_lazy.config.canonical import flatten, from_dict, leaves, replace_at, to_dict
+from lit_lazy.config.canonical import find_leaf_classes, flatten, from_dict, replace_at, to_dict
 from lit_lazy.config.files import PROJECT, load_experiment, load_module
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
@@ -39,7 +39,7 @@ from lit_lazy.data import DataConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.grid.ablation import Ablation
-from lit_lazy.grid.question import load_asked
+from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.grid.stages import FirstStageMissing
 from lit_lazy.measure.lengths import Lengths
 from lit_lazy.optim import SGD, WSD, Constant, Muon, Optimiser, Schedule
@@ -52,12 +52,12 @@ def shipped_ablations() -> Iterator[Ablation]:
     for path in sorted((PROJECT / "ablations").glob("*.py")):
         if not hasattr(load_module(path), "search"):
             with suppress(FirstStageMissing):
-                yield load_asked(path)[0]
+                yield load_ablation_or_question(path)[0]
 
 
 ABLATIONS = [*shipped_ablations()]
 SHIPPED = EXPERIMENTS | {
-    f"{ablation.name}: {row.name}": row.on(replace_at(EXPERIMENTS[ablation.base], ablation.common))
+    f"{ablation.name}: {row.name}": row.apply_to(replace_at(EXPERIMENTS[ablation.base], ablation.common))
     for ablation in ABLATIONS
     for row in ablation.all_rows
 }
@@ -132,7 +132,7 @@ class TestRoundTrip:
 
     @pytest.mark.parametrize("base", [Normaliser, Bias, Gate, Position, DataConfig, Optimiser, Schedule])
     def test_every_leaf_with_its_defaults(self, base):
-        for name, cls in leaves(base).items():
+        for name, cls in find_leaf_classes(base).items():
             if cls.__module__.startswith("lit_lazy."):
                 assert from_dict(base, {"class": name}) == cls()
 
@@ -171,7 +171,7 @@ class TestOnesOwnClass:
     def test_bias(self):
         cfg = replace_at(BASE, {"model.attention.bias": StepBias(2.5)})
         assert from_dict(RunConfig, json.loads(json.dumps(to_dict(cfg)))) == cfg
-        assert leaves(Bias)["StepBias"] is StepBias
+        assert find_leaf_classes(Bias)["StepBias"] is StepBias
         attention = Attention(cfg.model.attention, layer_shape(2, 8), "auto")
         assert attention.bias(8).table.tolist() == [[2.5], [2.5]]
 
@@ -390,10 +390,12 @@ def test_a_name_is_no_part_and_one_that_can_be_built_is_named():
     message = r"^model\.attention\.normaliser='Elastic': must be a Normaliser, such as (\w+)\(\)$"
     with pytest.raises(ValueError, match=message) as error:
         replace_at(BASE, {"model.attention.normaliser": "Elastic"})
-    assert re.match(message, str(error.value))[1] in leaves(Normaliser)
+    assert re.match(message, str(error.value))[1] in find_leaf_classes(Normaliser)
 
 
 def test_every_part_of_a_config_is_frozen():
-    parts = [part for base in (Normaliser, Bias, Gate, Position, DataConfig) for part in leaves(base).values()]
+    parts = [
+        part for base in (Normaliser, Bias, Gate, Position, DataConfig) for part in find_leaf_classes(base).values()
+    ]
     for cls in (RunConfig, ModelConfig, TrainConfig, AttentionSpec, *parts):
         assert cls.__dataclass_params__.frozen, cls

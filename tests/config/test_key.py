@@ -13,11 +13,11 @@ import pytest
 
 from lit_lazy.attention import Alibi, AttentionSpec, Elastic, LearnedBias, Softmax
 from lit_lazy.config import ModelConfig, RunConfig, replace_at
-from lit_lazy.config.canonical import from_dict, leaves, to_dict
-from lit_lazy.config.files import available, find, load_experiment, load_module
-from lit_lazy.config.key import SCHEMA, cell_key, code, settings, settings_key
+from lit_lazy.config.canonical import find_leaf_classes, from_dict, to_dict
+from lit_lazy.config.files import find, list_available, load_experiment, load_module
+from lit_lazy.config.key import SCHEMA, cell_key, hash_user_code, settings_key, to_minimal_dict
 from lit_lazy.data.backcopy import Backcopy
-from lit_lazy.grid.question import load_asked
+from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.grid.search.definition import load_search
 from lit_lazy.grid.stages import FirstStageMissing
 
@@ -31,7 +31,7 @@ def current() -> dict[str, typing.Any]:
     Of a question that waits for another's table none: its rows are not known yet.
     """
     keys = {}
-    for name in available("ablations"):
+    for name in list_available("ablations"):
         path = find("ablations", name)
         if hasattr(load_module(path), "search"):
             search = load_search(path)
@@ -39,11 +39,11 @@ def current() -> dict[str, typing.Any]:
             keys[name] = {"": cell_key(replace_at(base, search.common), "data")}
             continue
         try:
-            ablation, _ = load_asked(path)
+            ablation, _ = load_ablation_or_question(path)
         except FirstStageMissing:
             continue
         base = replace_at(load_experiment(find("experiments", ablation.base)), ablation.common)
-        keys[name] = {row.name: cell_key(row.on(base), "data") for row in ablation.all_rows}
+        keys[name] = {row.name: cell_key(row.apply_to(base), "data") for row in ablation.all_rows}
     return {"schema": SCHEMA, "defaults": defaults(RunConfig), "keys": keys}
 
 
@@ -57,7 +57,7 @@ def defaults(cls: type) -> dict[str, dict[str, typing.Any]]:
         elif field.default_factory is not dataclasses.MISSING:
             found[cls.__name__][field.name] = to_dict(field.default_factory())
         hint = hints[field.name]
-        parts = leaves(hint).values() if ABC in getattr(hint, "__mro__", ()) else [hint]
+        parts = find_leaf_classes(hint).values() if ABC in getattr(hint, "__mro__", ()) else [hint]
         for part in parts:
             if dataclasses.is_dataclass(part) and part.__module__.startswith("lit_lazy."):
                 found |= defaults(part)
@@ -85,9 +85,9 @@ def test_shipped_keys_and_defaults_are_as_they_were() -> None:
 
 def test_only_what_is_set_is_in_a_key() -> None:
     cfg = RunConfig(data=Backcopy())
-    assert settings(cfg) == {"data": {"class": "Backcopy"}}
+    assert to_minimal_dict(cfg) == {"data": {"class": "Backcopy"}}
     lazy = AttentionSpec(Elastic(tau_init=0.5), LearnedBias())
-    assert settings(replace_at(cfg, {"model.attention": lazy, "seed": 3})) == {
+    assert to_minimal_dict(replace_at(cfg, {"model.attention": lazy, "seed": 3})) == {
         "data": {"class": "Backcopy"},
         "model": {"attention": {"normaliser": {"class": "Elastic", "tau_init": 0.5}, "bias": {"class": "LearnedBias"}}},
         "seed": 3,
@@ -116,7 +116,7 @@ def test_a_new_option_leaves_keys_as_they_were() -> None:
 
         old: float = 1.0
 
-    before = settings(Rule(old=2.0))
+    before = to_minimal_dict(Rule(old=2.0))
 
     @dataclasses.dataclass(frozen=True)
     class Grown(Rule):
@@ -125,8 +125,8 @@ def test_a_new_option_leaves_keys_as_they_were() -> None:
         new: str = "as it was"
 
     Grown.__name__ = "Rule"
-    assert settings(Grown(old=2.0)) == before == {"class": "Rule", "old": 2.0}
-    assert settings(Grown(old=2.0, new="other")) == {"class": "Rule", "old": 2.0, "new": "other"}
+    assert to_minimal_dict(Grown(old=2.0)) == before == {"class": "Rule", "old": 2.0}
+    assert to_minimal_dict(Grown(old=2.0, new="other")) == {"class": "Rule", "old": 2.0, "new": "other"}
 
 
 RULE = """
@@ -168,7 +168,7 @@ def mine(tmp_path: Path) -> Iterator[Path]:
 
 def test_the_users_code_is_in_the_key(mine: Path) -> None:
     cfg = load_experiment(mine)
-    assert len(code(cfg)) == 1
+    assert len(hash_user_code(cfg)) == 1
     first = cell_key(cfg, "x")
 
     def key_after(name: str, old: str, new: str) -> str:
@@ -193,7 +193,7 @@ def test_the_users_code_is_in_the_key(mine: Path) -> None:
         key_after("unrelated.py", "X = 1", "X = 2"),
     ]
     assert set(unchanged) == {first}
-    assert code(load_experiment(find("experiments", "backcopy_tiny"))) == []
+    assert hash_user_code(load_experiment(find("experiments", "backcopy_tiny"))) == []
 
 
 def made(folder: Path, files: dict[str, str], module: str) -> object:
@@ -228,10 +228,10 @@ PACKAGE = {
 def test_files_of_a_package_count_and_the_project_beside_it_does_not(module: str, edited: str, tmp_path: Path) -> None:
     """Relative imports, names from the user's folder, a helper called like a setting; a checkout in the same folder."""
     deep = made(tmp_path, PACKAGE | {"deepuser.py": f"import lit_lazy\n{PACKAGE['deepuser.py']}"}, module)
-    before = code(deep)
+    before = hash_user_code(deep)
     file = tmp_path / edited
     file.write_text(file.read_text().replace("return 1", "return 2"))
-    assert (code(deep) == before) == edited.startswith("lit_lazy")
+    assert (hash_user_code(deep) == before) == edited.startswith("lit_lazy")
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def test_files_of_one_name_in_folders_of_one_name_are_two(tmp_path: Path) -> Non
         path.parent.mkdir(parents=True)
         path.write_text(DEEP + more)
         found.append(load_module(path).Deep())
-    assert len({*code(found[0]), *code(found[1])}) == 2
+    assert len({*hash_user_code(found[0]), *hash_user_code(found[1])}) == 2
 
 
 @pytest.mark.usefixtures("own_modules")
@@ -272,7 +272,7 @@ def test_an_ablation_may_import_the_experiment_that_it_runs_on(tmp_path: Path) -
 def test_a_class_without_a_file_is_refused() -> None:
     made = dataclasses.make_dataclass("Loose", (), namespace={"__module__": "nowhere"})
     with pytest.raises(ValueError, match=r"^Loose: its source cannot be read.*define it in a \.py file$"):
-        code(made())
+        hash_user_code(made())
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from lit_lazy.attention import (
     Softmax,
     T5Bias,
 )
-from lit_lazy.config.canonical import leaves, replace_at
+from lit_lazy.config.canonical import find_leaf_classes, replace_at
 from lit_lazy.config.files import load_experiment
-from lit_lazy.config.listing import listing
+from lit_lazy.config.listing import list_fields
 from lit_lazy.config.overrides import apply_overrides
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.data import DataConfig
@@ -37,7 +37,7 @@ PARTS = {NORMALISER: Normaliser, BIAS: Bias, "model.attention.gate": Gate, POSIT
 LEAVES = [
     (path, cls)
     for path, base in PARTS.items()
-    for cls in leaves(base).values()
+    for cls in find_leaf_classes(base).values()
     if cls.__module__.startswith("lit_lazy.")
 ]
 BASE = RunConfig(Backcopy(context_length=20, task_seed=3))
@@ -262,7 +262,7 @@ def test_what_is_wrong_is_named_in_one_line(arguments, named):
 
 
 def test_help_is_the_fields_docstrings():
-    text = " ".join("\n".join(listing(SET)).split())
+    text = " ".join("\n".join(list_fields(SET)).split())
     for path, help_of_field in {
         "--data": "What it trains on.",
         "--seed": "Seed of the initial weights and of the batch order.",
@@ -296,16 +296,16 @@ def test_a_class_that_came_from_no_file_is_listed_too():
     def listed() -> list[str]:
         names = {"__name__": "typed_at_a_prompt"}
         exec(TYPED, names)
-        return listing(SET)
+        return list_fields(SET)
 
-    lines = forked.in_a_fork(listed)  # this process is not to know it
+    lines = forked.run_in_fork(listed)  # this process is not to know it
     assert "--model.attention.normaliser=Typed" in lines
     assert "  --model.attention.normaliser.strength=2.0" in lines
 
 
 def test_what_is_listed_can_be_given():
     """The fields of groups all at once leave a config as it is."""
-    lines = [line.strip() for line in listing(SET) if line.startswith("  --")]
+    lines = [line.strip() for line in list_fields(SET) if line.startswith("  --")]
     flat = [line for line in lines if re.match(r"--((model|train)\.)?[a-z_]+=", line)]
     assert len(flat) > 25
     assert apply_overrides(SET, flat)[0] == SET

@@ -36,7 +36,7 @@ MOST_SECONDS = 120.0
 """Of a command."""
 
 
-def preloaded(folder: Path) -> dict[str, str]:
+def prepare_preload(folder: Path) -> dict[str, str]:
     """The environment of a process whose effects are counted; compiles what counts them."""
     library = folder / "effects.so"
     subprocess.run(["cc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
@@ -104,7 +104,7 @@ search = Search("tiny", {"train.lr": Real(1e-4, 1e-2, log=True)}, "backcopy_tiny
 
 
 @dataclass(frozen=True)
-class Way:
+class Interruption:
     """How a grid is ended at an effect."""
 
     name: str
@@ -116,15 +116,15 @@ class Way:
 WAYS = {
     way.name: way
     for way in (
-        Way("SIGKILL of the process", signal.SIGKILL),
-        Way("SIGKILL of all", signal.SIGKILL, whole=True),
-        Way("SIGTERM", signal.SIGTERM),
-        Way("SIGTERM twice", signal.SIGTERM, twice=True),
+        Interruption("SIGKILL of the process", signal.SIGKILL),
+        Interruption("SIGKILL of all", signal.SIGKILL, whole=True),
+        Interruption("SIGTERM", signal.SIGTERM),
+        Interruption("SIGTERM twice", signal.SIGTERM, twice=True),
     )
 }
 
 
-class Place:
+class Workspace:
     """A folder with a runs folder that is as often as wanted what it was."""
 
     def __init__(self, folder: Path, scenario: Scenario, store: Path) -> None:
@@ -163,14 +163,14 @@ class Place:
             process.wait()
             return -1
 
-    def undisturbed(self) -> tuple[list[str], "Snapshot"]:
+    def run_undisturbed(self) -> tuple[list[str], "Snapshot"]:
         """The effects of the command, and what it leaves."""
         self.restore()
         self.effects.count(self.runs)
         assert self.command(self.scenario.argv) == 0
         return self.effects.stop(), Snapshot.of(self.runs, self.scenario.grid)
 
-    def attempt(self, at: int, way: Way, wanted: "Snapshot") -> "Outcome":
+    def attempt(self, at: int, way: Interruption, wanted: "Snapshot") -> "AttemptOutcome":
         """End the grid at its effect number `at`, give the command again, compare."""
         self.restore()
         started = time.monotonic()
@@ -185,16 +185,16 @@ class Place:
             status = self.command(self.scenario.argv)
             violations += [] if status == 0 else [f"the command given again ended with {status}: {self.last_line()}"]
             violations += [f"{n} processes left" for n in [end_all()] if n]
-        violations += wanted.differences(self.runs, self.scenario.grid)
+        violations += wanted.find_differences(self.runs, self.scenario.grid)
         seconds = round(time.monotonic() - started, 2)
-        return Outcome(self.scenario.name, way.name, at, where, git_sha(), seconds, violations)
+        return AttemptOutcome(self.scenario.name, way.name, at, where, git_sha(), seconds, violations)
 
     def last_line(self) -> str:
         return (self.folder / "commands.log").read_text().strip().splitlines()[-1][:200]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptOutcome:
     """What came of one attempt."""
 
     scenario: str
@@ -255,12 +255,12 @@ class Snapshot:
     @classmethod
     def of(cls, runs: Path, grid: str) -> "Snapshot":
         """What is there."""
-        from forked import in_a_fork
+        from forked import run_in_fork
 
-        return in_a_fork(lambda: cls._of(runs, grid))
+        return run_in_fork(lambda: cls._read(runs, grid))
 
     @classmethod
-    def _of(cls, runs: Path, grid: str) -> "Snapshot":
+    def _read(cls, runs: Path, grid: str) -> "Snapshot":
         import optuna
         from mlflow.tracking import MlflowClient
 
@@ -269,37 +269,37 @@ class Snapshot:
         trials = optuna.load_study(study_name=grid, storage=storage).trials
         client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
         number = client.get_experiment_by_name(grid).experiment_id
-        tracked = [_tracked(client, run, folder) for run in client.search_runs([number], max_results=1000)]
+        tracked = [_read_tracked_run(client, run, folder) for run in client.search_runs([number], max_results=1000)]
         results = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("cells/*/result.json")}
         return cls(
             {key: result["metrics"] for key, result in results.items()},
             sorted([trial.user_attrs["key"], trial.state.name, trial.value] for trial in trials),
             sorted(tracked, key=lambda run: json.dumps(run, sort_keys=True)),
-            sorted(VOLATILE.sub("*", path) for path in _files(runs) if MOVED_AWAY not in path),
+            sorted(VOLATILE.sub("*", path) for path in _list_files(runs) if MOVED_AWAY not in path),
             sorted({path.parent.name for path in runs.glob(f"{grid}{MOVED_AWAY}*/cells/*/result.json")}),
             {name: TIMED.sub("", (folder / name).read_text()) for name in PUBLISHED if (folder / name).exists()},
         )
 
-    def differences(self, runs: Path, grid: str) -> list[str]:
+    def find_differences(self, runs: Path, grid: str) -> list[str]:
         """How what is there differs from this."""
         try:
             found = Snapshot.of(runs, grid)
         except RuntimeError as error:
             return [f"cannot be read: {error}"]
         return [
-            f"{name}: {_first_difference(wanted, is_)}"
+            f"{name}: {_find_first_difference(wanted, is_)}"
             for name, wanted, is_ in zip(asdict(self), asdict(self).values(), asdict(found).values(), strict=True)
             if wanted != is_
         ]
 
 
-def _files(runs: Path) -> list[str]:
+def _list_files(runs: Path) -> list[str]:
     """Below the runs folder, but for logs, and for artifacts: those of a retired run stay."""
     every = [str(path.relative_to(runs)) for path in runs.rglob("*") if path.suffix != ".log"]
     return [path for path in every if not path.startswith("mlartifacts")]
 
 
-def _tracked(client: Any, run: Any, folder: Path) -> dict[str, Any]:
+def _read_tracked_run(client: Any, run: Any, folder: Path) -> dict[str, Any]:
     tags = {name: value for name, value in run.data.tags.items() if not name.startswith("mlflow.") and name != "grid"}
     curves = {}
     for name in sorted(run.data.metrics):
@@ -319,32 +319,32 @@ def _tracked(client: Any, run: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def _first_difference(wanted: Any, found: Any, at: str = "") -> str:
+def _find_first_difference(wanted: Any, found: Any, at: str = "") -> str:
     """Where two plain values differ first, and how."""
     if isinstance(wanted, dict) and isinstance(found, dict):
         for key in sorted(wanted.keys() | found.keys()):
             if wanted.get(key) != found.get(key):
-                return _first_difference(wanted.get(key), found.get(key), f"{at}/{key}")
+                return _find_first_difference(wanted.get(key), found.get(key), f"{at}/{key}")
     if isinstance(wanted, list) and isinstance(found, list):
         if len(wanted) != len(found):
             extra = [x for x in found if x not in wanted] or [x for x in wanted if x not in found]
             return f"{at}: {len(found)} instead of {len(wanted)}, such as {str(extra[:1])[:300]}"
         for number, (one, other) in enumerate(zip(wanted, found, strict=True)):
             if one != other:
-                return _first_difference(one, other, f"{at}/{number}")
+                return _find_first_difference(one, other, f"{at}/{number}")
     return f"{at}: {str(found)[:150]} instead of {str(wanted)[:150]}"
 
 
 Points = Callable[[list[str]], Iterable[int]]
 
 
-def try_all(folder: Path, scenario: Scenario, way: Way, points: Points) -> Iterable[Outcome]:
+def try_all(folder: Path, scenario: Scenario, way: Interruption, points: Points) -> Iterable[AttemptOutcome]:
     """The outcomes of a scenario, each as soon as it is there. points: which effects to try, given all of them."""
     scratch = folder / "scratch"
     shutil.rmtree(scratch, ignore_errors=True)
-    place = Place(scratch, scenario, folder / "store.db")
-    effects, wanted = place.undisturbed()
-    if differences := wanted.differences(place.runs, scenario.grid):
+    place = Workspace(scratch, scenario, folder / "store.db")
+    effects, wanted = place.run_undisturbed()
+    if differences := wanted.find_differences(place.runs, scenario.grid):
         raise SystemExit(f"{scenario.name}: the undisturbed grid does not equal itself: {differences}")
     for at in points(effects):
         outcome = place.attempt(at, way, wanted)
@@ -371,7 +371,7 @@ def main() -> int:
     options = parser.parse_args()
     if "LD_PRELOAD" not in os.environ:
         options.out.mkdir(parents=True, exist_ok=True)
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | preloaded(options.out))
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | prepare_preload(options.out))
     from forked import make_cheap
 
     make_cheap()
@@ -382,13 +382,17 @@ def main() -> int:
     ]
     path = options.out / "outcomes.jsonl"
     for scenario, way in wanted:
-        known = [o for o in outcomes(path) if (o.scenario, o.way) == (scenario.name, way.name)]
-        points = matching(options.match) if options.match else untried(known, options.every, list(WAYS).index(way.name))
+        known = [o for o in read_outcomes(path) if (o.scenario, o.way) == (scenario.name, way.name)]
+        points = (
+            select_matching(options.match)
+            if options.match
+            else select_untried(known, options.every, list(WAYS).index(way.name))
+        )
         for outcome in try_all(options.out, scenario, way, points):
-            keep(path, outcome)
+            append_outcome(path, outcome)
     if options.report:
-        write_text(options.report, report(outcomes(path)))
-    return int(any(outcome.violations for outcome in outcomes(path)))
+        write_text(options.report, report(read_outcomes(path)))
+    return int(any(outcome.violations for outcome in read_outcomes(path)))
 
 
 ABOUT = """# What a grid survives at every effect on the disk
@@ -405,7 +409,7 @@ are kept at once, or with the next fsync of anything. Then the command is given 
 """
 
 
-def report(every: Sequence[Outcome]) -> str:
+def report(every: Sequence[AttemptOutcome]) -> str:
     """A page on what was tried and what came of it."""
     met = [outcome for outcome in every if outcome.where]
     rows = Counter((outcome.scenario, outcome.way) for outcome in met)
@@ -437,7 +441,7 @@ def report(every: Sequence[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def keep(path: Path, outcome: Outcome) -> None:
+def append_outcome(path: Path, outcome: AttemptOutcome) -> None:
     """Append an outcome to a file, and print it where something is wrong or now and then."""
     with path.open("a") as file:
         file.write(json.dumps(asdict(outcome)) + "\n")
@@ -445,17 +449,17 @@ def keep(path: Path, outcome: Outcome) -> None:
         print(f"{outcome.scenario}, {outcome.way}, {outcome.at}, {outcome.where}: {outcome.violations}", flush=True)
 
 
-def outcomes(path: Path) -> list[Outcome]:
+def read_outcomes(path: Path) -> list[AttemptOutcome]:
     """What a file of outcomes holds."""
-    return [Outcome(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    return [AttemptOutcome(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def matching(patterns: Sequence[str]) -> Points:
+def select_matching(patterns: Sequence[str]) -> Points:
     """For each pattern the first effect that matches."""
-    return lambda effects: [first(effects, pattern) for pattern in patterns]
+    return lambda effects: [find_first(effects, pattern) for pattern in patterns]
 
 
-def untried(known: Sequence[Outcome], every: int, start: int) -> Points:
+def select_untried(known: Sequence[AttemptOutcome], every: int, start: int) -> Points:
     """Each `every`-th but what is known, to the end of the grid, wherever that may be."""
     done = {outcome.at for outcome in known}
     end = min((outcome.at for outcome in known if not outcome.where), default=math.inf)
@@ -463,7 +467,7 @@ def untried(known: Sequence[Outcome], every: int, start: int) -> Points:
     return lambda _: (at for at in every_one if at not in done)
 
 
-def first(effects: Sequence[str], pattern: str) -> int:
+def find_first(effects: Sequence[str], pattern: str) -> int:
     """Number of the first effect that matches."""
     found = (number for number, effect in enumerate(effects, start=1) if re.search(pattern, effect))
     if not (number := next(found, 0)):
@@ -473,11 +477,11 @@ def first(effects: Sequence[str], pattern: str) -> int:
 
 def make_store(path: Path) -> None:
     """An MLflow database without experiments, to be copied."""
-    from forked import in_a_fork
+    from forked import run_in_fork
     from mlflow.tracking import MlflowClient
 
     if not path.exists():
-        in_a_fork(lambda: len(MlflowClient(f"sqlite:///{path}").search_experiments()))
+        run_in_fork(lambda: len(MlflowClient(f"sqlite:///{path}").search_experiments()))
 
 
 if __name__ == "__main__":

@@ -20,15 +20,15 @@ from pathlib import Path
 from points import (
     HERE,
     ONE_CELL,
-    Outcome,
-    Place,
+    AttemptOutcome,
     Snapshot,
+    Workspace,
     adopt_orphans,
+    append_outcome,
     end_all,
-    keep,
     make_store,
-    outcomes,
-    preloaded,
+    prepare_preload,
+    read_outcomes,
     report,
 )
 
@@ -124,7 +124,7 @@ class Disk:
         file.content.extend(bytes(max(0, operation.at - len(file.content))))
         file.content[operation.at : operation.at + len(operation.data)] = operation.data
 
-    def left(self, disk: str) -> dict[str, bytes | None]:
+    def contents_after_loss(self, disk: str) -> dict[str, bytes | None]:
         """Path -> content, of what a loss of power leaves on such a disk."""
         names = self.names if disk == DISKS[0] else self.kept_names
         return {name: None if file is None else file.kept for name, file in names.items()}
@@ -151,18 +151,20 @@ def digest(left: dict[str, bytes | None]) -> str:
     return every.hexdigest()
 
 
-def moments(operations: list[Operation], before: Path, disk: str) -> Iterator[tuple[int, str, dict[str, bytes | None]]]:
+def iterate_moments(
+    operations: list[Operation], before: Path, disk: str
+) -> Iterator[tuple[int, str, dict[str, bytes | None]]]:
     """Number, description and disk of every moment at which a loss of power leaves something else than before it."""
     state, last = Disk(before), ""
     for number, operation in enumerate(operations, start=1):
         state.do(operation)
-        left = state.left(disk)
+        left = state.contents_after_loss(disk)
         if (now := digest(left)) != last:
             last = now
             yield number, f"{KINDS[operation.kind]} {operation.path.removeprefix(str(before))}", left
 
 
-def attempt(place: Place, left: dict[str, bytes | None], wanted: Snapshot) -> list[str]:
+def attempt(place: Workspace, left: dict[str, bytes | None], wanted: Snapshot) -> list[str]:
     """What is wrong after the command was given on what was left."""
     build(left, place.runs)
     status = place.command(place.scenario.argv)
@@ -170,7 +172,7 @@ def attempt(place: Place, left: dict[str, bytes | None], wanted: Snapshot) -> li
     violations += [f"{n} processes left" for n in [end_all()] if n]
     for aside in place.runs.rglob("*.damaged"):
         aside.unlink()  # quarantined, as it should be
-    return violations + wanted.differences(place.runs, place.scenario.grid)
+    return violations + wanted.find_differences(place.runs, place.scenario.grid)
 
 
 def main() -> int:
@@ -184,7 +186,9 @@ def main() -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         record = options.out / "record"
         os.execve(
-            sys.executable, [sys.executable, *sys.argv], os.environ | preloaded(options.out) | {RECORD: str(record)}
+            sys.executable,
+            [sys.executable, *sys.argv],
+            os.environ | prepare_preload(options.out) | {RECORD: str(record)},
         )
     from forked import make_cheap
 
@@ -193,29 +197,33 @@ def main() -> int:
     make_store(options.out / "store.db")
     path = options.out / "outcomes.jsonl"
     shutil.rmtree(options.out / "scratch", ignore_errors=True)
-    place = Place(options.out / "scratch", ONE_CELL, options.out / "store.db")
-    place.undisturbed()
+    place = Workspace(options.out / "scratch", ONE_CELL, options.out / "store.db")
+    place.run_undisturbed()
     os.truncate(os.environ[RECORD], 0)
-    _, wanted = place.undisturbed()
+    _, wanted = place.run_undisturbed()
     operations = list(read_record(Path(os.environ[RECORD])))
     for disk in DISKS:
         place.restore()  # the record begins with what was there before
-        done = {outcome.at for outcome in outcomes(path) if outcome.way == way(disk)}
-        for number, where, left in list(moments(operations, place.runs, disk))[:: options.every]:
+        done = {outcome.at for outcome in read_outcomes(path) if outcome.way == format_way(disk)}
+        for number, where, left in list(iterate_moments(operations, place.runs, disk))[:: options.every]:
             if number in done:
                 continue
             started = time.monotonic()
             violations = attempt(place, left, wanted)
             seconds = round(time.monotonic() - started, 2)
-            keep(path, Outcome(ONE_CELL.name, way(disk), number, where, git_sha(), seconds, violations))
+            append_outcome(
+                path, AttemptOutcome(ONE_CELL.name, format_way(disk), number, where, git_sha(), seconds, violations)
+            )
         if options.every == 1:
-            keep(path, Outcome(ONE_CELL.name, way(disk), len(operations) + 1, "", git_sha(), 0.0, []))
+            append_outcome(
+                path, AttemptOutcome(ONE_CELL.name, format_way(disk), len(operations) + 1, "", git_sha(), 0.0, [])
+            )
     if options.report:
-        write_text(options.report, report(outcomes(path)))
-    return int(any(outcome.violations for outcome in outcomes(path)))
+        write_text(options.report, report(read_outcomes(path)))
+    return int(any(outcome.violations for outcome in read_outcomes(path)))
 
 
-def way(disk: str) -> str:
+def format_way(disk: str) -> str:
     """What ended a grid, as an outcome names it."""
     return f"loss of power, {disk}"
 

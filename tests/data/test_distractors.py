@@ -20,8 +20,8 @@ def read(config, data):
     """The batch; keys and values of the pairs `[n, 1, C]`; keys that are asked for, answers `[n, Q, 1]`; distances."""
     batch = data.__getitems__(list(range(len(data))))
     pairs, queries = batch["tokens"].split([config.lags * config.queries, config.queries], 1)
-    answers = batch["targets"][:, pairs.shape[1] :, None] - config.vocabulary.answer(0)
-    asked = queries[:, :, None] - config.vocabulary.query(0)
+    answers = batch["targets"][:, pairs.shape[1] :, None] - config.vocabulary.encode_answer(0)
+    asked = queries[:, :, None] - config.vocabulary.encode_query(0)
     distance = torch.arange(pairs.shape[1], config.context_length)[:, None] - torch.arange(pairs.shape[1])
     return batch, pairs[:, None] // config.values, pairs[:, None] % config.values, asked, answers, distance
 

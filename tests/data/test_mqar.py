@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lit_lazy.data.base import IGNORED
-from lit_lazy.data.mqar import Mqar, _load, gaps
+from lit_lazy.data.mqar import Mqar, _load, draw_gaps
 
 TINY = Mqar(vocab_size=20, context_length=16, pairs=3, train_sequences=300, validation_sequences=40)
 CONFIGS = [
@@ -57,7 +57,7 @@ def test_keys_and_values_are_all_drawn():
 def test_gaps_are_drawn_one_after_the_other_by_the_power_law(power):
     """The first by the law itself, the second by the law without the first."""
     config, space, n = dataclasses.replace(TINY, pairs=2, power=power), 4, 20_000
-    found = gaps(space, config, n, np.random.default_rng(0))
+    found = draw_gaps(space, config, n, np.random.default_rng(0))
     law = np.arange(1, space + 1) ** (power - 1)
     law /= law.sum()
     second = sum(law[first] * np.where(np.arange(space) == first, 0, law) / (1 - law[first]) for first in range(space))

@@ -37,7 +37,7 @@ def test_rules(config):
             assert (drawn.sort(1).values.diff(dim=1) > 0).all()
         match = asked[:, :, None] == keys[:, None]
         assert (match.any(-1).sum(1) == config.queries // 2).all()
-        answer = v.answer((match * values[:, None]).sum(-1))
+        answer = v.encode_answer((match * values[:, None]).sum(-1))
         expected = torch.where(match.any(-1), answer, v.null)
         assert torch.equal(batch["targets"][:, config.pairs :], expected)
         assert (batch["targets"][:, : config.pairs] == IGNORED).all()

@@ -49,9 +49,9 @@ def test_a_pass_is_drawn_once():
     drawn = []
 
     class Counting(StepBatchSampler):
-        def _pass(self, number):
+        def _draw_order(self, number):
             drawn.append(number)
-            return super()._pass(number)
+            return super()._draw_order(number)
 
     list(islice(Counting(100, 7, 0, lambda: 0), 40))  # 280 items: into the third pass
     assert drawn == [0, 1, 2]

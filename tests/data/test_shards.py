@@ -28,7 +28,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import documents, shards, text, tokens, workers
 from lit_lazy.data.base import DocumentDataset
 from lit_lazy.data.documents import Files, Hub, HubFile
-from lit_lazy.data.shards import FileJob, made
+from lit_lazy.data.shards import FileJob, find_or_make_shard
 from lit_lazy.data.tokeniser import TokenizerSpec
 from lit_lazy.support.errors import UnfinishedError
 
@@ -70,7 +70,7 @@ def corpus(folder: Path) -> dict[str, bytes]:
 
 def plan(config: text.Text) -> list[FileJob]:
     """The jobs of a corpus with a share for validation."""
-    return config._jobs(config._sources()[0].parts(), SHARE)
+    return config._jobs(config._sources()[0].split_parts(), SHARE)
 
 
 @pytest.mark.usefixtures("_forks")
@@ -186,7 +186,7 @@ def test_a_corpus_that_was_killed_before_its_rename_is_taken(parts, cache, monke
 
     config = small(path=str(parts))
     with monkeypatch.context() as patch:
-        patch.setattr(tokens, "_drop", killed)
+        patch.setattr(tokens, "_remove_shards", killed)
         patch.setattr(tokens.shutil, "rmtree", lambda *_, **__: None)  # by SIGKILL
         with pytest.raises(KeyboardInterrupt):
             config.tokenise()
@@ -229,7 +229,7 @@ def damage(path: Path) -> None:
 def test_a_damaged_shard_is_made_again(parts, cache, harm, capfd, monkeypatch):
     config = small(path=str(parts))
     cache.mkdir()
-    finished = [made(job, cache, lambda *_: None) for job in plan(config)]
+    finished = [find_or_make_shard(job, cache, lambda *_: None) for job in plan(config)]
     harm(finished[3].path)
     read = []
     whole = Files.documents
@@ -286,8 +286,8 @@ def test_a_worker_that_dies_is_one_line(parts, cache, monkeypatch):
 
     config = small(path=str(parts))
     sources = config._sources()
-    monkeypatch.setattr(text, "not_empty", lambda source: source.parts())
-    monkeypatch.setattr(shards, "encoded", die)
+    monkeypatch.setattr(text, "require_documents", lambda source: source.split_parts())
+    monkeypatch.setattr(shards, "encode_documents", die)
     with pytest.raises(UnfinishedError, match=r"ended \(status 9\); out of memory, most likely: .* fewer --processes"):
         config._tokenise(cache / config._key(*sources), *sources, 2)
     assert not cache.exists()
@@ -314,28 +314,28 @@ def test_workers_end_with_their_command(parts, tmp_path, cache):
 
 def test_processes_are_as_many_as_the_files_are_worth(parts, monkeypatch):
     jobs = plan(small(path=str(parts)))
-    assert workers.processes_for(jobs, None) == 1  # small
-    assert workers.processes_for(jobs, 3) == 3
-    assert workers.processes_for(jobs, 100) == 7
+    assert workers.choose_process_count(jobs, None) == 1  # small
+    assert workers.choose_process_count(jobs, 3) == 3
+    assert workers.choose_process_count(jobs, 100) == 7
     monkeypatch.setattr(workers, "WORTH_PROCESSES", 1000)
-    monkeypatch.setattr(workers, "cores", lambda: 4)
-    assert workers.processes_for(jobs, None) == 4
-    assert workers.processes_for(jobs, 1) == 1
-    assert workers.processes_for(jobs[:2], None) == 2
+    monkeypatch.setattr(workers, "count_cores", lambda: 4)
+    assert workers.choose_process_count(jobs, None) == 4
+    assert workers.choose_process_count(jobs, 1) == 1
+    assert workers.choose_process_count(jobs[:2], None) == 2
 
 
 def test_small_files_share_a_job(tmp_path):
     for i in range(50):
         (tmp_path / f"{i:02}.txt").write_text("a" * 1000)
     files = documents.Files("data.path", "", tuple(sorted(tmp_path.iterdir())), "text")
-    assert [len(part.paths) for part in files.parts()] == [50]
-    assert sum((part.paths for part in files.parts()), ()) == files.paths
+    assert [len(part.paths) for part in files.split_parts()] == [50]
+    assert sum((part.paths for part in files.split_parts()), ()) == files.paths
 
 
 def test_pieces_of_a_shard_do_not_depend_on_their_size(parts, cache, monkeypatch):
     job = plan(small(path=str(parts)))[0]
     cache.mkdir()
-    shard = made(job, cache, lambda *_: None)
+    shard = find_or_make_shard(job, cache, lambda *_: None)
     (whole,) = shard.pieces()
     monkeypatch.setattr(shards, "CHUNK_TOKENS", 700)
     found = list(shard.pieces())
@@ -348,7 +348,7 @@ def test_pieces_of_a_shard_do_not_depend_on_their_size(parts, cache, monkeypatch
 def test_the_share_is_judged_exactly(share):
     edge = share * 2**64
     hashes = [int(edge) + i for i in (-1, 0, 1) if 0 <= int(edge) + i < 2**64]
-    assert shards.held_out(np.array(hashes, np.uint64), share).tolist() == [number < edge for number in hashes]
+    assert shards.select_held_out(np.array(hashes, np.uint64), share).tolist() == [number < edge for number in hashes]
 
 
 # The Hub
@@ -385,7 +385,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     listing = [f"hf://datasets/someone/text@{'c' * 40}/{i}.parquet" for i in range(3)]
-    monkeypatch.setattr(Hub, "_files", lambda _: listing)
+    monkeypatch.setattr(Hub, "_list_files", lambda _: listing)
     yield asked
     server.shutdown()
     server.server_close()
@@ -406,7 +406,7 @@ def test_files_of_the_hub_are_downloaded_one_by_one_and_once(hub, processes):
 
 def test_a_stream_of_the_hub_is_one_job():
     stream = Hub("someone/text", None, None, "train", "text", stream=True)
-    assert stream.parts() == [stream]
+    assert stream.split_parts() == [stream]
 
 
 @pytest.mark.usefixtures("hub")
@@ -523,5 +523,5 @@ def test_a_core_tokenises_1_8_megabytes_a_second(tmp_path, cache):
     source = Files("data.path", "", (tmp_path / "text.parquet",), "text")
     cache.mkdir()
     started = time.process_time()
-    shard = made(FileJob(source, source.state(), spec, None, 0.1), cache, lambda *_: None)
+    shard = find_or_make_shard(FileJob(source, source.read_state(), spec, None, 0.1), cache, lambda *_: None)
     assert shard.bytes / 1e6 / (time.process_time() - started) > 1.8

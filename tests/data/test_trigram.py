@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from lit_lazy.data.backcopy import stationary
+from lit_lazy.data.backcopy import solve_stationary
 from lit_lazy.data.trigram import ByteTrigram, trigrams
 
 
@@ -59,7 +59,7 @@ def test_reaches_the_entropy_of_a_second_order_chain():
     for a in range(symbols):
         for b in range(symbols):
             pairs[a, b, b] = law[a, b]
-    weight = stationary(pairs.reshape(symbols**2, symbols**2))
+    weight = solve_stationary(pairs.reshape(symbols**2, symbols**2))
     entropy = -weight @ np.sum(law * np.log2(law), axis=-1).ravel()
 
     cumulative, uniform = law.cumsum(axis=-1), rng.random(n)

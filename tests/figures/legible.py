@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from lit_lazy.figures.common import in_style
+from lit_lazy.figures.common import use_style
 
 PIXEL = 1.0
 """By which boxes may meet: they are those of whole glyphs, with the room that these have around them."""
@@ -16,7 +16,7 @@ PIXEL = 1.0
 
 def assert_legible(figure: Figure) -> None:
     """Draws the figure, and looks at the boxes of every text in it, those of ticks included."""
-    with in_style():
+    with use_style():
         figure.draw_without_rendering()
     boxes = [(text.get_text(), _box(text)) for text in _texts(figure) if text.get_text().strip()]
     canvas = figure.bbox.padded(PIXEL)

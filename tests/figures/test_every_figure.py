@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from first_stage import stand_in
+from first_stage import use_stand_in
 from legible import assert_legible
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -17,23 +17,23 @@ import lit_lazy.attention
 from lit_lazy import figures
 from lit_lazy.attention import Normaliser, Position
 from lit_lazy.config.canonical import replace_at
-from lit_lazy.config.files import available, experiment, exported, find
+from lit_lazy.config.files import experiment, find, list_available, load_attribute
 from lit_lazy.figures.ablation import Histories
 from lit_lazy.figures.common import BETTER, FIRST, NEUTRAL, SECOND, WORSE
 from lit_lazy.figures.meaning import NORMALISERS, POSITIONS, Colours
 from lit_lazy.figures.mechanism import mechanism_figure
-from lit_lazy.grid.ablation import Ablation, row_infos, select
-from lit_lazy.grid.question import Question, load_asked
+from lit_lazy.grid.ablation import Ablation, make_row_infos, select_rows
+from lit_lazy.grid.question import Question, load_ablation_or_question
 from lit_lazy.grid.search import figures as search
 from lit_lazy.grid.search.definition import define
 from lit_lazy.grid.search.queue import Point
-from lit_lazy.report.page import table_figures
+from lit_lazy.report.page import draw_table_figures
 from lit_lazy.table.build import build_table
 from lit_lazy.table.records import Column, Observation, RowInfo, Table
-from lit_lazy.table.verdicts import judged
+from lit_lazy.table.verdicts import add_verdict
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-ABLATIONS = [name for name in available("ablations") if exported(find("ablations", name), "search") is None]
+ABLATIONS = [name for name in list_available("ablations") if load_attribute(find("ablations", name), "search") is None]
 STEPS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 AMONG_THE_FIRST = ("rivals",)
 """Ablations whose figures `make test` draws, with the most normalisers; `make test-all` draws all."""
@@ -48,7 +48,7 @@ def made_up(ablation: Ablation, question: Question | None) -> Table:
     rng = np.random.default_rng(0)
     observations = []
     for i, row in enumerate(ablation.all_rows):
-        name, config = row.name, row.on(replace_at(experiment(ablation.base), ablation.common))
+        name, config = row.name, row.apply_to(replace_at(experiment(ablation.base), ablation.common))
         part = config.model.attention.normaliser if config.model.mixer.attends else config.model.mixer
         parts = {"normaliser": type(part).__name__, "position": type(config.model.position).__name__}
         for seed in ablation.seeds:
@@ -59,12 +59,12 @@ def made_up(ablation: Ablation, question: Question | None) -> Table:
             if i == 2:
                 metrics |= {key: None for key in metrics if "sparsity" in key}
             observations.append(Observation(name, seed, "complete", metrics, **parts))
-    infos = row_infos(select(ablation, rows_of(ablation), ()), ablation.base)
+    infos = make_row_infos(select_rows(ablation, rows_of(ablation), ()), ablation.base)
     table = build_table(
         *(ablation.name, ablation.base, ablation.baseline, infos, ablation.columns, ablation.contrasts),
         *(observations, "make", (), (), ablation.primary),
     )
-    return judged(table, question and question.declared)
+    return add_verdict(table, question and question.partial_declaration)
 
 
 def histories(ablation: Ablation) -> Histories:
@@ -78,7 +78,7 @@ def histories(ablation: Ablation) -> Histories:
 def figures_of(ablation: Ablation, question: Question | None) -> Iterator[Figure]:
     table, trained = made_up(ablation, question), histories(ablation)
     drawn = [
-        *table_figures(table).values(),
+        *draw_table_figures(table).values(),
         figures.tau_over_training(table, trained),
         figures.sink_over_training(table, trained),
     ]
@@ -89,8 +89,8 @@ def figures_of(ablation: Ablation, question: Question | None) -> Iterator[Figure
     "name", [name if name in AMONG_THE_FIRST else pytest.param(name, marks=pytest.mark.long) for name in ABLATIONS]
 )
 def test_every_figure_of_an_ablation_is_legible(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    stand_in(monkeypatch, tmp_path)
-    ablation, question = load_asked(find("ablations", name))
+    use_stand_in(monkeypatch, tmp_path)
+    ablation, question = load_ablation_or_question(find("ablations", name))
     drawn = list(figures_of(ablation, question))
     assert len(drawn) >= 2 + (question is not None)
     for figure in drawn:
@@ -101,12 +101,12 @@ def test_every_figure_of_an_ablation_is_legible(name: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*/table.json")), ids=lambda path: path.parent.name)
 def test_every_figure_of_a_committed_table_is_legible(path: Path) -> None:
     table = Table.from_json(json.loads(path.read_text()))
-    for figure in table_figures(table).values():
+    for figure in draw_table_figures(table).values():
         assert_legible(figure)
 
 
 def test_every_figure_of_a_search_is_legible() -> None:
-    asked = exported(find("ablations", "lazy_search"), "search")
+    asked = load_attribute(find("ablations", "lazy_search"), "search")
     definition = define(asked, replace_at(experiment("backcopy_tiny"), asked.common))
     rng = np.random.default_rng(0)
     axes = definition.axes
@@ -123,7 +123,7 @@ def test_every_figure_of_a_search_is_legible() -> None:
         for i in range(20)
     ]
     importances = {path: 1 / len(definition.axes) for path in definition.axes}
-    drawn = search.search_figures("lazy_search-backcopy", definition, points, importances)
+    drawn = search.make_search_figures("lazy_search-backcopy", definition, points, importances)
     assert len(drawn) == 3
     for figure in drawn.values():
         assert_legible(figure)
@@ -158,18 +158,18 @@ def test_a_row_s_colour_says_its_normaliser_or_where_all_have_one_its_position()
     table = of_parts(a=("Softmax", "Rope"), b=("Elastic", "Rope"), c=("Elastic", "NoPosition"))
     by_normaliser = Colours(table, "abc")
     assert [by_normaliser[row] for row in "abc"] == [SECOND, FIRST, FIRST]
-    assert [handle.get_label() for handle in by_normaliser.handles()] == ["Softmax", "Elastic"]
+    assert [handle.get_label() for handle in by_normaliser.make_legend_handles()] == ["Softmax", "Elastic"]
     by_position = Colours(table, "bc")
     assert [by_position[row] for row in "bc"] == [POSITIONS["Rope"], POSITIONS["NoPosition"]]
     assert by_position["a"] == NEUTRAL, "is not in the figure"
     own = Colours(of_parts(x=("MyRule", "Rope")), "x")
-    assert (own["x"], own.handles()) == (NEUTRAL, [])
+    assert (own["x"], own.make_legend_handles()) == (NEUTRAL, [])
     unknown = Colours(of_parts(x=("", "")), "x")
-    assert (unknown["x"], unknown.handles()) == (NEUTRAL, [])
+    assert (unknown["x"], unknown.make_legend_handles()) == (NEUTRAL, [])
 
 
 def test_rows_have_the_colours_of_their_normalisers_in_every_figure() -> None:
-    ablation, question = load_asked(find("ablations", "q_mask"))
+    ablation, question = load_ablation_or_question(find("ablations", "q_mask"))
     table, trained = made_up(ablation, question), histories(ablation)
     assert {row.normaliser for row in table.rows} == {"Softmax", "Elastic"}
     expected = {row.variant: NORMALISERS[row.normaliser] for row in table.rows}

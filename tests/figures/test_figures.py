@@ -8,7 +8,7 @@ import pytest
 from legible import assert_legible
 
 from lit_lazy.figures import effects_figure, save_figure
-from lit_lazy.figures.effects import limits
+from lit_lazy.figures.effects import compute_limits
 from lit_lazy.table.build import build_table
 from lit_lazy.table.records import Column, Observation, RowInfo
 
@@ -119,7 +119,7 @@ def test_a_wide_range_is_cut_with_an_arrow_too():
     ],
 )
 def test_few_rows_that_are_far_off_do_not_flatten_the_others(others, far):
-    low, high = limits([(point, point - 0.1, point + 0.1) for point in (*others, *far)])
+    low, high = compute_limits([(point, point - 0.1, point + 0.1) for point in (*others, *far)])
     assert all(low < point < high for point in others)
     assert not any(low < point < high for point in far)
 

@@ -18,15 +18,15 @@ from matplotlib.text import Text
 
 from flash_lazy import Rows
 from lit_lazy.attention import Elastic, LayerShape
-from lit_lazy.figures import heads as figures
 from lit_lazy.figures import (
+    draw_run_figures,
     loss_against_sparsity,
-    run_figures,
     save_figure,
     sink_over_training,
     tau_over_training,
 )
-from lit_lazy.figures.common import WIDTH, in_style, log_bins
+from lit_lazy.figures import heads as figures
+from lit_lazy.figures.common import WIDTH, average_log_bins, use_style
 from lit_lazy.figures.mechanism import mechanism_figure, weights
 from lit_lazy.measure import heads, rows
 from lit_lazy.table.build import build_table
@@ -98,7 +98,7 @@ def same(found, expected):
 
 
 def test_every_figure_is_there_in_reading_order_and_small_enough_for_a_page():
-    made = run_figures(make(), "lazy, seed 3")
+    made = draw_run_figures(make(), "lazy, seed 3")
     assert list(made) == NAMES
     for figure in made.values():
         assert figure.get_figwidth() <= WIDTH
@@ -113,7 +113,7 @@ def test_nothing_is_drawn_of_nothing():
         undefined = {k: np.full(v.shape, np.nan) if v.dtype.kind == "f" else v for k, v in arrays.items()}
         assert draw(undefined) is None
     softmax = {key: value for key, value in arrays.items() if not key.endswith("tau")}
-    assert list(run_figures(softmax, "x")) == [name for name in NAMES if not name.startswith("tau")]
+    assert list(draw_run_figures(softmax, "x")) == [name for name in NAMES if not name.startswith("tau")]
 
 
 def test_a_zero_weight_is_told_from_a_small_one_and_from_a_hidden_key():
@@ -310,7 +310,7 @@ def test_what_counts_as_small_and_as_a_sink_is_what_the_metrics_say():
 def test_long_lines_are_means_over_bins():
     x = np.arange(1, 1001)
     values = np.random.default_rng(0).random((2, 1000))
-    centres, means = log_bins(x, np.stack([x, *values]), most=50)
+    centres, means = average_log_bins(x, np.stack([x, *values]), most=50)
     np.testing.assert_allclose(means[0], centres)
     assert len(centres) <= 50
     assert list(centres[:3]) == [1, 2, 3]
@@ -321,7 +321,7 @@ def test_long_lines_are_means_over_bins():
     counts = np.diff(ends)
     assert ends[-1] == 1000
     np.testing.assert_allclose((means[1:] * counts).sum(axis=1), values.sum(axis=1))
-    short = log_bins(x[:50], values[:, :50], most=50)
+    short = average_log_bins(x[:50], values[:, :50], most=50)
     np.testing.assert_array_equal(short[1], values[:, :50])
 
 
@@ -412,7 +412,7 @@ def test_no_interval_reaches_in_among_the_variants_without_a_threshold():
 def test_no_label_covers_another_a_marker_or_leaves_the_panel(n_seeds):
     figure = drawn(loss_against_sparsity(study(n_seeds)))
     axes = figure.axes[0]
-    with in_style():
+    with use_style():
         figure.draw_without_rendering()
     boxes = [Text.get_window_extent(text) for text in axes.texts]
     assert len(boxes) == len(VARIANTS)
@@ -554,7 +554,7 @@ EXTREMES = {
 def test_all_text_is_inside_and_nothing_warns(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for figure in run_figures(EXTREMES[name], "a variant with a rather long name " * 4).values():
+        for figure in draw_run_figures(EXTREMES[name], "a variant with a rather long name " * 4).values():
             assert_legible(figure)
 
 

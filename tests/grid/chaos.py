@@ -145,7 +145,7 @@ ablation = Ablation(
 
 
 @dataclass
-class Outcome:
+class SoakOutcome:
     """What happened to a grid on its way to the end, or to several."""
 
     kills: Counter[str] = field(default_factory=Counter)
@@ -156,7 +156,7 @@ class Outcome:
     commits: list[str] = field(default_factory=list)
 
     @classmethod
-    def read(cls, path: Path) -> "Outcome":
+    def read(cls, path: Path) -> "SoakOutcome":
         """What was kept in a file; nothing yet where there is none."""
         if not path.exists():
             return cls()
@@ -166,8 +166,8 @@ class Outcome:
     def write(self, path: Path) -> None:
         write_text(path, json.dumps(vars(self)))
 
-    def __add__(self, other: "Outcome") -> "Outcome":
-        return Outcome(
+    def __add__(self, other: "SoakOutcome") -> "SoakOutcome":
+        return SoakOutcome(
             self.kills + other.kills,
             self.commands + other.commands,
             self.seconds + other.seconds,
@@ -224,19 +224,19 @@ class Chaos:
         kills: int,
         seed: int = 0,
         between: tuple[float, float] = (0.5, 4.0),
-        tell: Callable[[Outcome], None] = lambda _: None,
-    ) -> Outcome:
+        tell: Callable[[SoakOutcome], None] = lambda _: None,
+    ) -> SoakOutcome:
         """Run to the end, killing workers and, one time in six, the command itself on the way.
 
         Goes on counting where it was ended itself. tell: is given what has happened so far, about every second.
         """
-        outcome, folder = Outcome.read(self.kept), self.folder / "traps"
+        outcome, folder = SoakOutcome.read(self.kept), self.folder / "traps"
         for left in self.processes(*MODULES):  # by the one that was ended
             with suppress(psutil.NoSuchProcess):
                 left.kill()
                 left.wait()
         before, started = outcome.seconds, time.monotonic()
-        at_random = outcome.kills - Counter(self._sprung())
+        at_random = outcome.kills - Counter(self._read_sprung_traps())
         chance = random.Random(f"{seed} {outcome.commands}")
         traps = [folder / point for point in POINTS if not list(folder.glob(f"{point}*"))] if kills else []
         chance.shuffle(traps)
@@ -244,7 +244,7 @@ class Chaos:
         parent = self.command(workers)
         outcome.commands += 1
         while True:
-            sprung = self._sprung()
+            sprung = self._read_sprung_traps()
             outcome.kills = at_random + Counter(sprung)
             outcome.seconds = before + time.monotonic() - started
             outcome.write(self.kept)
@@ -262,7 +262,7 @@ class Chaos:
                 self._kill_one(chance, parent, at_random)
         return outcome
 
-    def _sprung(self) -> list[str]:
+    def _read_sprung_traps(self) -> list[str]:
         """The points at which a trap has caught its worker."""
         return [path.name.partition(" by ")[0] for path in (self.folder / "traps").glob("* by *")]
 
@@ -283,7 +283,7 @@ class Chaos:
         """Workers that hold a cell, four times in five; else any, some of which are starting."""
         workers = self.processes("a worker")
         if chance.random() < 4 / 5 and (self.runs / "queue.db").exists():
-            holders = forked.in_a_fork(lambda: {entry.worker["pid"] for entry in self._queue().entries("running")})
+            holders = forked.run_in_fork(lambda: {entry.worker["pid"] for entry in self._queue().entries("running")})
             return [worker for worker in workers if str(worker.pid) in holders]
         return workers
 
@@ -292,7 +292,7 @@ class Chaos:
 
     def states(self) -> dict[str, str]:
         """State of each cell in the queue."""
-        return forked.in_a_fork(lambda: dict(self._queue().states()))
+        return forked.run_in_fork(lambda: dict(self._queue().states()))
 
     def table(self) -> str:
         """The finished table's numbers."""
@@ -309,7 +309,7 @@ class Chaos:
 
     def check(self) -> None:
         """Every cell complete exactly once in the queue and in MLflow, nothing left over, no metric twice."""
-        forked.in_a_fork(self._check)
+        forked.run_in_fork(self._check)
         end = time.monotonic() + END_SECONDS
         while left := self.processes(*MODULES):
             assert time.monotonic() < end, left
@@ -347,25 +347,25 @@ class Soak:
     devices: int = 1
 
 
-def soak(folder: Path, asked: Soak) -> tuple[Outcome, Outcome, int]:
+def soak(folder: Path, asked: Soak) -> tuple[SoakOutcome, SoakOutcome, int]:
     """Run a grid undisturbed, and then again and again under kills until there were enough; check and compare each.
 
     What happened to the first, to all others, and how many those were. All is kept in `folder`.
     """
     peace = Chaos(folder / "peace", asked.steps, devices=asked.devices)
-    undisturbed = _once(peace, lambda: peace.run(asked.workers, kills=0))
-    all_kept, n = Outcome(), 0
+    undisturbed = _run_once(peace, lambda: peace.run(asked.workers, kills=0))
+    all_kept, n = SoakOutcome(), 0
     while all_kept.kills.total() < asked.kills:
         n += 1
         chaos = Chaos(folder / f"grid-{n}", asked.steps, devices=asked.devices)
-        more, teller = asked.kills - all_kept.kills.total(), Teller(all_kept, asked.kills, n)
-        all_kept += _once(chaos, lambda: chaos.run(asked.workers, more, asked.seed + n, BETWEEN, teller), peace)  # noqa: B023
+        more, teller = asked.kills - all_kept.kills.total(), ProgressPrinter(all_kept, asked.kills, n)
+        all_kept += _run_once(chaos, lambda: chaos.run(asked.workers, more, asked.seed + n, BETWEEN, teller), peace)  # noqa: B023
     return undisturbed, all_kept, n
 
 
-def _once(grid: Chaos, run: Callable[[], Outcome], peace: Chaos | None = None) -> Outcome:
+def _run_once(grid: Chaos, run: Callable[[], SoakOutcome], peace: Chaos | None = None) -> SoakOutcome:
     """What happened to a grid, which is checked when it ends, and not run again."""
-    kept = Outcome.read(grid.kept)
+    kept = SoakOutcome.read(grid.kept)
     if kept.ended:
         return kept
     outcome = run()
@@ -378,13 +378,13 @@ def _once(grid: Chaos, run: Callable[[], Outcome], peace: Chaos | None = None) -
     return outcome
 
 
-class Teller:
+class ProgressPrinter:
     """Says now and then how far it is."""
 
-    def __init__(self, before: Outcome, kills: int, grid: int) -> None:
+    def __init__(self, before: SoakOutcome, kills: int, grid: int) -> None:
         self._before, self._kills, self._grid, self._told = before, kills, grid, 0.0
 
-    def __call__(self, outcome: Outcome) -> None:
+    def __call__(self, outcome: SoakOutcome) -> None:
         if time.monotonic() - self._told > TELL_SECONDS:
             self._told = time.monotonic()
             so_far = self._before + outcome

@@ -11,9 +11,9 @@ from lit_lazy.attention import Alibi, Elastic, Fire, LearnedBias, NoBias, Softma
 from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.command.main import make_parser
 from lit_lazy.config.canonical import from_dict, replace_at
-from lit_lazy.config.files import available, find, load_experiment, load_module
+from lit_lazy.config.files import find, list_available, load_experiment, load_module
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.grid.ablation import Ablation, Cell, Row, expand, load_ablation, select
+from lit_lazy.grid.ablation import Ablation, Cell, Row, expand, load_ablation, select_rows
 from lit_lazy.table.columns import COLUMNS
 
 NORMALISER, BIAS = "model.attention.normaliser", "model.attention.bias"
@@ -31,10 +31,10 @@ def tiny() -> RunConfig:
 
 
 def cells_of(made: Ablation, rows: tuple[str, ...] = (), seeds: tuple[int, ...] = ()) -> list[Cell]:
-    return expand(select(made, rows, seeds), replace_at(tiny(), made.common))
+    return expand(select_rows(made, rows, seeds), replace_at(tiny(), made.common))
 
 
-SHIPPED = [name for name in available("ablations") if hasattr(load_module(find("ablations", name)), "ablation")]
+SHIPPED = [name for name in list_available("ablations") if hasattr(load_module(find("ablations", name)), "ablation")]
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -119,7 +119,7 @@ def test_an_unknown_row_names_those_there_are() -> None:
     with pytest.raises(
         ValueError, match=r"--rows 'sofmax': a has no such row \(did you mean softmax\?\); it has softmax, elastic"
     ):
-        select(ablation(), ["sofmax"], [])
+        select_rows(ablation(), ["sofmax"], [])
 
 
 def test_two_rows_that_are_one_training_are_refused() -> None:
@@ -151,12 +151,12 @@ def test_a_row_whose_value_cannot_be_made_is_named(value: object, message: str) 
 @pytest.mark.parametrize("path", [NORMALISER, f"{NORMALISER}.tau_init"])
 def test_an_override_that_a_row_would_undo_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match=r"sets model\.attention\.normaliser itself"):
-        expand(select(ablation(), [], []), tiny(), [path])
+        expand(select_rows(ablation(), [], []), tiny(), [path])
 
 
 def test_an_override_of_the_seed_points_to_seeds() -> None:
     with pytest.raises(ValueError, match="--seeds"):
-        expand(select(ablation(), [], []), tiny(), ["seed"])
+        expand(select_rows(ablation(), [], []), tiny(), ["seed"])
 
 
 def test_a_file_without_an_ablation_is_refused(tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ from lit_lazy.command.main import main, make_parser
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.grid.work import launch
-from lit_lazy.grid.work.pool import Ended
+from lit_lazy.grid.work.pool import ReapResult
 from lit_lazy.grid.work.progress import Progress
 from lit_lazy.support import disk
-from lit_lazy.support.disk import lacking
+from lit_lazy.support.disk import describe_shortage
 from lit_lazy.tracking.spool import read_lines
 from lit_lazy.tracking.tracker import Tracker, TrackingError
 
@@ -265,7 +265,7 @@ def test_a_database_s_own_disk_is_waited_for(which: str, runs: Path, tmp_path: P
 )
 def test_what_a_disk_lacks(options: str, size: int, what: str, tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", options) as folder:
-        assert lacking(folder, size) == what
+        assert describe_shortage(folder, size) == what
         assert list(folder.iterdir()) == []
 
 
@@ -274,7 +274,7 @@ def test_a_quota_shows_when_something_is_written(tmp_path: Path, monkeypatch: py
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(disk, "TemporaryFile", refuse)
-    assert lacking(tmp_path, 1) == "1 MB (Disk quota exceeded)"
+    assert describe_shortage(tmp_path, 1) == "1 MB (Disk quota exceeded)"
 
 
 class Full:
@@ -285,8 +285,8 @@ class Full:
     def __len__(self) -> int:
         return 0
 
-    def reap(self) -> Ended:
-        return Ended(disk_full=1)
+    def reap(self) -> ReapResult:
+        return ReapResult(disk_full=1)
 
     def start(self, most: int) -> None:
         self.started += most > 0
@@ -294,15 +294,15 @@ class Full:
     def stop(self) -> None:
         """Nothing runs."""
 
-    def last_words(self) -> str:
+    def describe_last_failure(self) -> str:
         return ""
 
 
 class Idle(Full):
     """As above; no disk is full."""
 
-    def reap(self) -> Ended:
-        return Ended()
+    def reap(self) -> ReapResult:
+        return ReapResult()
 
 
 def test_a_disk_that_is_full_and_does_not_look_it_is_tried_ever_less(
@@ -313,7 +313,7 @@ def test_a_disk_that_is_full_and_does_not_look_it_is_tried_ever_less(
     queue, shown = Queue(default_storage(runs), ID), io.StringIO()
     queue.add_missing(grid.cells)
     console = Console(file=shown, width=1000)
-    supervisor = launch.Supervisor(grid, launch.Launch(workers=1, threads=1), queue, console)
+    supervisor = launch.Supervisor(grid, launch.LaunchOptions(workers=1, threads=1), queue, console)
     slept: list[float] = []
     monkeypatch.setattr(launch.time, "sleep", slept.append)
     pool = Full()
@@ -335,7 +335,7 @@ def test_the_last_cell_is_tried_again_by_a_worker_that_is_started_for_it(runs: P
     task = queue.claim({"host": "here", "pid": "0", "lock": "none"})
     assert task is not None
     queue.fail(task, "out of memory")
-    supervisor = launch.Supervisor(grid, launch.Launch(workers=1, threads=1, retry_failed=1), queue, console)
+    supervisor = launch.Supervisor(grid, launch.LaunchOptions(workers=1, threads=1, retry_failed=1), queue, console)
     pool = Idle()
     assert supervisor._step(pool, Progress(queue, [cell.key for cell in grid.cells], console))
     assert pool.started == 1

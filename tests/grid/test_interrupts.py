@@ -14,7 +14,7 @@ from lit_lazy.config.canonical import replace_at, to_dict
 from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.key import cell_key
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.queue.membership import Heart
+from lit_lazy.grid.queue.membership import Heartbeat
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.grid.search.definition import Real, Search, define
@@ -33,9 +33,9 @@ CLAIM: dict[str, Moment] = {
     "signed, not taken": (RDBStorage, "set_trial_state_values", "before"),
     "taken in the database": (RDBStorage, "set_trial_state_values", "after"),
     "claimed": (Queue, "claim", "after"),
-    "not held yet": (Heart, "hold", "before"),
-    "held": (Heart, "hold", "after"),
-    "about to start": (Worker, "card", "before"),
+    "not held yet": (Heartbeat, "hold", "before"),
+    "held": (Heartbeat, "hold", "after"),
+    "about to start": (Worker, "make_card", "before"),
     "starting": (Worker, "_train", "before"),
     "in training": (LitLM, "training_step", "before"),
 }
@@ -91,7 +91,7 @@ def two_cells(kind: str, storage: str) -> Queue:
     search = SearchQueue(storage, STUDY)
     definition = define(Search("s", {"train.lr": Real(1e-4, 1e-1, log=True)}, "backcopy_tiny", startup=2), base)
     search.facts = {"definition": definition.to_json()}
-    search.add_missing([definition.undrawn(number) for number in range(2)])
+    search.add_missing([definition.make_placeholder(number) for number in range(2)])
     return search
 
 
@@ -153,7 +153,7 @@ def test_a_cell_is_requeued_whenever_its_worker_is_interrupted(kind: str, moment
 
 
 def test_a_point_is_requeued_when_it_is_being_drawn(runs: Path) -> None:
-    check(interrupted("search", runs, (SearchQueue, "_draw", "after")))
+    check(interrupted("search", runs, (SearchQueue, "_draw_parameters", "after")))
 
 
 @pytest.mark.parametrize(("kind", "moment"), every(REQUEUEING))

@@ -24,7 +24,7 @@ from test_interrupts import STUDY, two_cells
 from two_rows import two_rows
 
 from lit_lazy.command.main import main
-from lit_lazy.grid.queue.membership import Heart, Membership
+from lit_lazy.grid.queue.membership import Heartbeat, Membership
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.grid.work import worker
@@ -47,7 +47,7 @@ def test_a_worker_that_is_separated_from_the_queue_goes_on_when_it_is_back(
     how: str, runs: Path, postgres_server: postgres.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For several of its heartbeats, from the middle of its first training on."""
-    storage = postgres.database(postgres_server, "partition")
+    storage = postgres.create_database(postgres_server, "partition")
     monkeypatch.setattr(worker, "BEAT_SECONDS", 0.1)
     train, separated = Worker._train, []
     with proxy(postgres_server.port) as between:
@@ -71,7 +71,7 @@ def test_a_worker_that_is_separated_from_the_queue_goes_on_when_it_is_back(
 
 def test_the_connection_of_a_lock_notices_that_the_other_end_is_gone(postgres_storage: str) -> None:
     """A machine that vanishes says no farewell: by default a server keeps its lock for two hours, and all wait."""
-    connection = Queue(postgres_storage, STUDY)._locked_connection()
+    connection = Queue(postgres_storage, STUDY)._open_locked_connection()
     names = ("idle", "interval", "count")
     with connection:
         servers = [connection.execute(text(f"SHOW tcp_keepalives_{name}")).scalar() for name in names]
@@ -85,17 +85,17 @@ def test_the_connection_of_a_lock_notices_that_the_other_end_is_gone(postgres_st
 def test_who_has_lost_a_cell_leaves_the_run_of_who_has_it(runs: Path) -> None:
     """It had not begun one of its own yet."""
     queue, tracker = two_cells("local", default_storage(runs)), Tracker(default_uri(runs), runs, STUDY)
-    with Membership(runs / "workers") as member, Heart(queue, 60) as heart:
+    with Membership(runs / "workers") as member, Heartbeat(queue, 60) as heart:
         lost = Worker(queue, tracker, "parent", runs / "one")._claim(member, heart)
         queue.release(queue.entries("running")[0], "", most=3)
         held = Worker(queue, tracker, "parent", runs / "two")._claim(member, heart)
         assert lost
         assert held
         assert lost.task.cell == held.task.cell
-        begun = held.spool.run_id()
+        begun = held.spool.get_run_id()
         with pytest.raises(TrackingError, match="given to another worker"):
             lost.spool.send()
-    assert tracker.holds(begun)
+    assert tracker.has_run(begun)
 
 
 class Answering(http.server.BaseHTTPRequestHandler):
@@ -126,7 +126,7 @@ def test_a_server_that_cannot_be_reached_is_told_from_one_that_refuses(
         if isinstance(what, str):
             getattr(between, what)()
         with pytest.raises(TrackingError) as raised:
-            Tracker(f"http://127.0.0.1:{between.port}", tmp_path, "x").holds("run")
+            Tracker(f"http://127.0.0.1:{between.port}", tmp_path, "x").has_run("run")
         server.shutdown()
     assert raised.value.reachable == (what in (400, 404, 500))
 
@@ -277,7 +277,7 @@ def test_a_grid_outlives_the_loss_of_its_servers(
     what: str, mlflow_server: MlflowServer, postgres_server: postgres.Server, tmp_path: Path, peace: Results
 ) -> None:
     """Of two machines one loses them amid a training, for longer than heartbeats grow old, or both do."""
-    storage = postgres.database(postgres_server, "partition")
+    storage = postgres.create_database(postgres_server, "partition")
     machines = Machines(tmp_path, TRAINS)
     with proxy(postgres_server.port) as to_queue, proxy(mlflow_server.port) as to_mlflow:
         far = machines.start("one", through(storage, to_queue), f"http://127.0.0.1:{to_mlflow.port}", *SEEDS)
@@ -308,7 +308,7 @@ def test_a_worker_that_is_stopped_and_wakes_has_lost_its_cell(
     begun: bool, mlflow_server: MlflowServer, postgres_server: postgres.Server, tmp_path: Path, peace: Results
 ) -> None:
     """It wakes while the other machine trains the cell."""
-    storage = postgres.database(postgres_server, "partition")
+    storage = postgres.create_database(postgres_server, "partition")
     machines = Machines(tmp_path, STOPS.replace("{begun}", str(begun)))
     one_cell = ("--rows", "softmax", "--seeds", "0")
     first = machines.start("one", storage, mlflow_server.url, *one_cell)

@@ -23,10 +23,10 @@ from two_rows import two_rows
 
 from lit_lazy.command.main import main
 from lit_lazy.grid.queue.queue import Queue
-from lit_lazy.grid.queue.storage import default_storage, normalised
+from lit_lazy.grid.queue.storage import default_storage, normalise_url
 from lit_lazy.grid.work.pool import LocalPool
 from lit_lazy.grid.work.worker import Job
-from lit_lazy.support.secrets import redacted_text
+from lit_lazy.support.secrets import redact_text
 from lit_lazy.tracking.tracker import Tracker, TrackingError, check_store, default_uri
 
 PASSWORD = "hunter2:é"
@@ -100,7 +100,7 @@ def process_list(root: psutil.Process) -> set[bytes]:
 
 def content(storage: str) -> str:
     """Everything in a database."""
-    engine = sqlalchemy.create_engine(normalised(storage))
+    engine = sqlalchemy.create_engine(normalise_url(storage))
     tables = sqlalchemy.MetaData()
     tables.reflect(engine)
     with engine.connect() as connection:
@@ -118,7 +118,7 @@ def assert_clean(name: str, shown: bytes) -> None:
 @pytest.mark.long
 def test_a_grid_shows_no_password(guarded: str, postgres_server: postgres.Server, tmp_path: Path) -> None:
     """Real processes; MLflow refuses a few calls, so that errors are logged too; then the same with MLflow gone."""
-    storage = postgres.database(postgres_server, "secret").replace("postgres@", f"postgres:{TYPED}@")
+    storage = postgres.create_database(postgres_server, "secret").replace("postgres@", f"postgres:{TYPED}@")
     ablation, runs = tmp_path / "secret.py", tmp_path / "runs"
     ablation.write_text(two_rows("secret"))
     words = [sys.executable, "-P", "-m", "lit_lazy.command", "ablate", "run", str(ablation), "--seeds", "0"]
@@ -199,14 +199,14 @@ def test_texts_lose_passwords_and_nothing_else() -> None:
     text = (
         "API request to http://me:hunter2@host:5000/api failed, see https://docs/x: a@b and postgresql://u:hunter2@h/x"
     )
-    assert redacted_text(text) == (
+    assert redact_text(text) == (
         "API request to http://me:***@host:5000/api failed, see https://docs/x: a@b and postgresql://u:***@h/x"
     )
 
 
 def test_what_was_typed_leaves_the_list_of_processes() -> None:
     code = (
-        "import sys\nfrom pathlib import Path\nfrom lit_lazy.support.secrets import hide_typed\nhide_typed()\n"
+        "import sys\nfrom pathlib import Path\nfrom lit_lazy.support.secrets import hide_passwords\nhide_passwords()\n"
         "print(Path('/proc/self/cmdline').read_text().split(chr(0))[-3:-1], sys.argv[1:])"
     )
     url = f"postgresql://me:{TYPED}@host/x"

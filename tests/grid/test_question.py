@@ -9,16 +9,16 @@ from pathlib import Path
 
 import forked
 import pytest
-from first_stage import stand_in
+from first_stage import use_stand_in
 
 from lit_lazy.attention import Elastic, Softmax
 from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.command.main import main, make_parser
-from lit_lazy.config.files import available, experiment, exported, find
-from lit_lazy.grid.ablation import Ablation, Row, expand, select
-from lit_lazy.grid.question import Question, load_asked
-from lit_lazy.support.console import clock
-from lit_lazy.support.provenance import committed_at
+from lit_lazy.config.files import experiment, find, list_available, load_attribute
+from lit_lazy.grid.ablation import Ablation, Row, expand, select_rows
+from lit_lazy.grid.question import Question, load_ablation_or_question
+from lit_lazy.support.console import format_duration
+from lit_lazy.support.provenance import find_last_commit
 from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, INIT_COLUMNS
 from lit_lazy.table.records import Contrast, Table
 from lit_lazy.tracking.tracker import Tracker, default_uri
@@ -49,7 +49,9 @@ question = Question(
     source="R4",
 )
 """
-QUESTIONS = [name for name in available("ablations") if exported(find("ablations", name), "question") is not None]
+QUESTIONS = [
+    name for name in list_available("ablations") if load_attribute(find("ablations", name), "question") is not None
+]
 BASE = experiment("backcopy_tiny")
 RUN = (sys.executable, "-P", "-m", "lit_lazy.command", "ablate", "run")
 
@@ -82,7 +84,7 @@ def test_from_the_declaration_to_the_verdict(mine: Path, runs: Path, capsys: pyt
     table = read(runs)
     assert table.declaration is not None
     assert table.verdict is not None
-    assert table.declaration.commit == committed_at(mine) != ""
+    assert table.declaration.commit == find_last_commit(mine) != ""
     assert table.verdict.status == "supported"
     assert (table.primary, table.verdict.exploratory) == ("mass/non_trigger", ())
     lines = [line for line in done.stdout.splitlines() if line.strip()]
@@ -105,8 +107,8 @@ def test_from_the_declaration_to_the_verdict(mine: Path, runs: Path, capsys: pyt
     cells = runs.glob("q_mine-backcopy_tiny/cells/*/result.json")
     times = [json.loads(path.read_text())["timings"] for path in cells]
     assert table.seconds == round(sum(time["train_seconds"] + time["evaluate_seconds"] for time in times)) > 0
-    assert f"trained and measured for {clock(table.seconds)}." in text
-    assert f"Trained and measured for {clock(table.seconds)}, all cells together." in done.stdout
+    assert f"trained and measured for {format_duration(table.seconds)}." in text
+    assert f"Trained and measured for {format_duration(table.seconds)}, all cells together." in done.stdout
 
     # The same question again, with another margin: its results were seen before.
     mine.write_text(SOURCE.replace("MARGIN", "0.2"))
@@ -118,16 +120,16 @@ def test_from_the_declaration_to_the_verdict(mine: Path, runs: Path, capsys: pyt
 
 
 def test_a_file_counts_as_committed_only_as_it_was_committed(mine: Path, tmp_path: Path) -> None:
-    assert committed_at(mine)
+    assert find_last_commit(mine)
     mine.write_text("# changed\n")
-    assert committed_at(mine) == ""
+    assert find_last_commit(mine) == ""
     (tmp_path / "elsewhere.py").touch()
-    assert committed_at(tmp_path / "elsewhere.py") == ""
+    assert find_last_commit(tmp_path / "elsewhere.py") == ""
 
 
 def test_settings_of_the_command_line_were_declared_nowhere(mine: Path) -> None:
     asked = make_parser().parse_args(["ablate", "run", str(mine)])
-    for overrides, commit in (([], committed_at(mine)), (["--train.lr=0.1"], "")):
+    for overrides, commit in (([], find_last_commit(mine)), (["--train.lr=0.1"], "")):
         declared = make_grid(asked, overrides).plan.declaration
         assert declared is not None
         assert declared.commit == commit
@@ -155,11 +157,11 @@ def question(**changes) -> Question:
 
 def test_the_digest_is_of_all_that_was_declared(mine: Path) -> None:
     asked = question()
-    digest = asked.declaration("base", BASE, [mine]).digest
-    assert digest == question().declaration("base", BASE, [mine]).digest
-    assert asked.declaration("base", BASE, [mine]).commit == committed_at(mine)
+    digest = asked.declare("base", BASE, [mine]).digest
+    assert digest == question().declare("base", BASE, [mine]).digest
+    assert asked.declare("base", BASE, [mine]).commit == find_last_commit(mine)
     (mine.parent / "base.py").touch()
-    assert asked.declaration("base", BASE, [mine, mine.parent / "base.py"]).commit == "", "its experiment is in none"
+    assert asked.declare("base", BASE, [mine, mine.parent / "base.py"]).commit == "", "its experiment is in none"
     row = Row("b", {"model.attention.normaliser": Elastic(tau_init=0.5)}, "ours")
     others = (
         replace(asked, claim="B is much lower."),
@@ -171,9 +173,9 @@ def test_the_digest_is_of_all_that_was_declared(mine: Path) -> None:
         replace(asked, ablation=replace(asked.ablation, seeds=(8, 9, 10, 11, 12))),
         replace(asked, ablation=replace(asked.ablation, rows=(asked.ablation.rows[0], row))),
     )
-    digests = {other.declaration("base", BASE, [mine]).digest for other in others}
-    digests |= {asked.declaration("other", BASE, [mine]).digest}
-    digests |= {asked.declaration("base", replace(BASE, train=replace(BASE.train, lr=0.5)), [mine]).digest}
+    digests = {other.declare("base", BASE, [mine]).digest for other in others}
+    digests |= {asked.declare("other", BASE, [mine]).digest}
+    digests |= {asked.declare("base", replace(BASE, train=replace(BASE.train, lr=0.5)), [mine]).digest}
     assert len(digests) == len(others) + 2
     assert digest not in digests
 
@@ -207,7 +209,7 @@ def test_a_question_that_is_none_is_named(tmp_path: Path) -> None:
     path = tmp_path / "wrong.py"
     path.write_text("question = 3\n")
     with pytest.raises(ValueError, match=r"wrong\.py: its `question` is a int; let it be a Question"):
-        load_asked(path)
+        load_ablation_or_question(path)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,7 @@ def test_a_function_that_fails_is_told_with_line_and_kind(body: str, said: str, 
     path = tmp_path / "fails.py"
     path.write_text(f"def question():\n    {body}\n")
     with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: {said}')}$"):
-        load_asked(path)
+        load_ablation_or_question(path)
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
@@ -230,15 +232,15 @@ def test_shipped_questions_fit_their_experiment_and_use_no_seed_that_was_seen(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seeds 0 to 4 are those of the tables that were there before, 7 and 20 of pilots."""
-    stand_in(monkeypatch, tmp_path)
-    ablation, asked = load_asked(find("ablations", name))
+    use_stand_in(monkeypatch, tmp_path)
+    ablation, asked = load_ablation_or_question(find("ablations", name))
     assert asked is not None
     assert ablation.name == name
     assert not {*asked.ablation.seeds} & ({0, 1, 2, 3, 4, 7, 20} | {*asked.pilot_seeds})
     from lit_lazy.config.canonical import replace_at
 
     base = replace_at(experiment(ablation.base), ablation.common)
-    cells = expand(select(ablation, [], [ablation.seeds[0]]), base)
+    cells = expand(select_rows(ablation, [], [ablation.seeds[0]]), base)
     assert len(cells) == len(ablation.all_rows)
 
 
@@ -247,8 +249,8 @@ def test_shipped_questions_fit_their_experiment_and_use_no_seed_that_was_seen(
 def test_shipped_questions_run_in_a_tiny_form(
     name: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in(monkeypatch, tmp_path)
-    ablation, _ = load_asked(find("ablations", name))
+    use_stand_in(monkeypatch, tmp_path)
+    ablation, _ = load_ablation_or_question(find("ablations", name))
     tiny = f"{ablation.base}_tiny"
     few = ("--train.steps=8", "--train.warmup_steps=2", "--train.val_every=2")
     done = forked.run([*RUN, name, "--base", tiny, "--seeds", "10", "--runs", str(runs), "--workers", "2", *few])
@@ -268,11 +270,11 @@ def test_questions_are_priced_and_what_does_not_fit_is_left_out(
 ) -> None:
     from lit_lazy.command import ablate_questions
 
-    stand_in(monkeypatch, tmp_path / "results")
+    use_stand_in(monkeypatch, tmp_path / "results")
     ran = []
     prices = {name: 600.0 * (i + 1) for i, name in enumerate(reversed(QUESTIONS))}
     monkeypatch.setattr(ablate_questions, "make_grid", lambda options, _: options.ablation)
-    monkeypatch.setattr(ablate_questions, "_seconds", lambda name: prices[name])
+    monkeypatch.setattr(ablate_questions, "_estimate_seconds", lambda name: prices[name])
     monkeypatch.setattr(ablate_questions, "ablate_run", lambda options, _: ran.append(options.ablation) or 0)
     words = ["ablate", "questions", "--runs", str(tmp_path / "runs"), "--workers", "1"]
     assert main([*words, "--dry-run"]) == 0

@@ -23,11 +23,11 @@ from rich.console import Console
 
 from lit_lazy.command.main import main
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.queue.membership import Heart, Membership, Staleness, is_dead
-from lit_lazy.grid.queue.queue import LostError, Queue, StorageDamagedError, Task
-from lit_lazy.grid.queue.storage import check_storage, default_storage, grid_names, normalised
+from lit_lazy.grid.queue.membership import Heartbeat, Membership, StalenessDetector, is_dead
+from lit_lazy.grid.queue.queue import CellLostError, Queue, StorageDamagedError, Task
+from lit_lazy.grid.queue.storage import check_storage, default_storage, list_grid_names, normalise_url
 from lit_lazy.grid.work.status import print_status
-from lit_lazy.support.secrets import redacted
+from lit_lazy.support.secrets import redact_url
 from lit_lazy.tracking.databases import StorageError
 
 ME = {"host": "elsewhere", "pid": "1", "lock": "/nowhere"}
@@ -151,11 +151,11 @@ def test_a_worker_that_was_given_up_cannot_book_its_cell(storage: str) -> None:
         lambda: queue.fail(lost, "late"),
         lambda: queue.requeue(lost, "late"),
     ):
-        with pytest.raises(LostError, match="given to another worker"):
+        with pytest.raises(CellLostError, match="given to another worker"):
             book()
     queue.complete(taken_over, 2.0)
     assert queue.states() == {"k0": "complete"}
-    with pytest.raises(LostError):
+    with pytest.raises(CellLostError):
         queue.complete(taken_over, 2.0)
 
 
@@ -198,34 +198,34 @@ def test_the_lock_tells_a_dead_worker_from_a_living_one(tmp_path: Path) -> None:
 
 
 def test_a_beat_that_stops_changing_is_death_by_the_watchers_own_clock() -> None:
-    watch = Staleness(stale_seconds=120)
-    assert watch.stale({1: "12:00:00", 2: "12:00:00"}, now=0) == set()
-    assert watch.stale({1: "12:00:15", 2: "12:00:00"}, now=50) == set()
-    assert watch.stale({1: "12:00:30", 2: "12:00:00"}, now=100) == set()
-    assert watch.stale({1: "12:00:45", 2: "12:00:00"}, now=121) == {2}
+    watch = StalenessDetector(stale_seconds=120)
+    assert watch.find_stale({1: "12:00:00", 2: "12:00:00"}, now=0) == set()
+    assert watch.find_stale({1: "12:00:15", 2: "12:00:00"}, now=50) == set()
+    assert watch.find_stale({1: "12:00:30", 2: "12:00:00"}, now=100) == set()
+    assert watch.find_stale({1: "12:00:45", 2: "12:00:00"}, now=121) == {2}
     # The other machine's clock jumps a day ahead and back: its beats change, so it lives.
-    assert watch.stale({1: "36:00:45"}, now=170) == set()
-    assert watch.stale({1: "12:00:50"}, now=220) == set()
+    assert watch.find_stale({1: "36:00:45"}, now=170) == set()
+    assert watch.find_stale({1: "12:00:50"}, now=220) == set()
     # A trial that never beat is judged alike.
     beats = {1: "None"}
-    assert [bool(watch.stale(beats, now)) for now in (230, 280, 330, 351)] == [False, False, False, True]
+    assert [bool(watch.find_stale(beats, now)) for now in (230, 280, 330, 351)] == [False, False, False, True]
 
 
 def test_after_a_pause_of_its_own_the_watcher_begins_anew() -> None:
     """The database was away, or the machine slept: nobody could beat, or be seen to."""
-    watch = Staleness(stale_seconds=120)
-    watch.stale({1: "a"}, now=0)
-    assert watch.stale({1: "a"}, now=1000) == set()
-    assert watch.stale({1: "a"}, now=1050) == set()
-    assert watch.stale({1: "a"}, now=1100) == set()
-    assert watch.stale({1: "a"}, now=1121) == {1}
+    watch = StalenessDetector(stale_seconds=120)
+    watch.find_stale({1: "a"}, now=0)
+    assert watch.find_stale({1: "a"}, now=1000) == set()
+    assert watch.find_stale({1: "a"}, now=1050) == set()
+    assert watch.find_stale({1: "a"}, now=1100) == set()
+    assert watch.find_stale({1: "a"}, now=1121) == {1}
 
 
 def test_a_heart_beats_for_what_is_held(storage: str) -> None:
     queue = Queue(storage, "study")
     queue.add_missing(cells(2))
     held, dropped = claimed(queue), claimed(queue)
-    with Heart(queue, 0.05) as heart:
+    with Heartbeat(queue, 0.05) as heart:
         heart.hold(held)
         end = time.monotonic() + 10
         while queue.beats()[held.trial_id].startswith("None") and time.monotonic() < end:
@@ -236,13 +236,13 @@ def test_a_heart_beats_for_what_is_held(storage: str) -> None:
 
 def test_who_has_just_taken_a_dead_workers_cell_is_not_dead_for_its_silence(storage: str) -> None:
     """Two machines watch; the one is quicker to release, and its worker has not beaten yet when the other looks."""
-    queue, watch = Queue(storage, "study"), Staleness(stale_seconds=120)
+    queue, watch = Queue(storage, "study"), StalenessDetector(stale_seconds=120)
     queue.add_missing(cells(1))
     queue.beat(claimed(queue))
-    assert [watch.stale(queue.beats(), now) for now in (0, 50, 100)] == [set()] * 3
+    assert [watch.find_stale(queue.beats(), now) for now in (0, 50, 100)] == [set()] * 3
     queue.release(queue.entries("running")[0], progress="", most=3)
     claimed(queue)
-    assert watch.stale(queue.beats(), now=121) == set()
+    assert watch.find_stale(queue.beats(), now=121) == set()
 
 
 def test_who_was_given_up_does_not_beat_for_its_successor(storage: str) -> None:
@@ -264,7 +264,7 @@ def test_who_holds_a_cell_of_a_queue_that_was_cleared_has_lost_it(storage: str) 
     lost, entry = claimed(queue), queue.entries("running")[0]
     Queue(storage, "study").clear()
     queue.beat(lost)
-    with pytest.raises(LostError):
+    with pytest.raises(CellLostError):
         queue.complete(lost, 1.0)
     assert queue.release(entry, progress="", most=3)
     assert queue.claim(ME) is None
@@ -277,18 +277,18 @@ def test_facts_and_cells_survive_reopening_and_are_gone_after_clearing(storage: 
     again = Queue(storage, "study")
     assert again.facts == {"parent": "abc"}
     assert again.states() == {"k0": "waiting"}
-    assert grid_names(storage) == ["study"]
+    assert list_grid_names(storage) == ["study"]
     again.clear()
     assert again.facts == {}
     assert again.states() == {}
 
 
 def test_a_study_of_something_else_is_refused(storage: str) -> None:
-    other = optuna.create_study(storage=normalised(storage), study_name="study")
+    other = optuna.create_study(storage=normalise_url(storage), study_name="study")
     other.add_trial(optuna.create_trial(value=1.0))
     with pytest.raises(StorageError, match="was not made by this version"):
         Queue(storage, "study")
-    assert grid_names(storage) == []
+    assert list_grid_names(storage) == []
 
 
 def test_storages_that_cannot_be_used(tmp_path: Path, closed_port: int) -> None:
@@ -305,7 +305,7 @@ def test_storages_that_cannot_be_used(tmp_path: Path, closed_port: int) -> None:
             check_storage(storage, "study")
         assert "\n" not in str(raised.value)
         assert "secret" not in str(raised.value)
-    assert redacted("postgresql://me:secret@host/x") == "postgresql://me:***@host/x"
+    assert redact_url("postgresql://me:secret@host/x") == "postgresql://me:***@host/x"
     check_storage(default_storage(tmp_path), "study")
     assert not (tmp_path / "queue.db").exists()
 
@@ -348,7 +348,7 @@ def test_a_command_on_a_damaged_database_ends_in_one_line(runs: Path, capsys: py
 def test_a_database_that_goes_away_for_a_while_is_waited_for(
     postgres_server: "postgres.Server", caplog: pytest.LogCaptureFixture
 ) -> None:
-    storage = postgres.database(postgres_server, "away")
+    storage = postgres.create_database(postgres_server, "away")
     queue = Queue(storage, "study")
     queue.add_missing(cells(2))
     task = claimed(queue)
@@ -400,7 +400,7 @@ def begun(storage: str, n: int) -> Queue:
     """A queue of n waiting cells with configs of the usual size, the first of them interrupted once."""
     config = {f"setting_{i}": {"value": i, "name": "x" * 20} for i in range(20)}
     queue = Queue(storage, "study")
-    engine = sqlalchemy.create_engine(normalised(storage))
+    engine = sqlalchemy.create_engine(normalise_url(storage))
     with engine.begin() as connection:  # Optuna's own way takes half an hour for ten thousand
         for i in range(1, n + 1):
             cell = Cell(key=f"k{i}", variant="v", source="ours", seed=i, config=config, axes={})

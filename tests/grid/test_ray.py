@@ -21,13 +21,13 @@ from two_rows import WILD, two_rows
 from lit_lazy.command.main import main
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.work.job import Job
-from lit_lazy.grid.work.pool import Ended
+from lit_lazy.grid.work.pool import ReapResult
 from lit_lazy.grid.work.worker import DISK_FULL
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'lit-lazy[ray]'")
 
 from lit_lazy.grid.work import ray_pool
-from lit_lazy.grid.work.ray_pool import Cluster, RayPool, Share, joined
+from lit_lazy.grid.work.ray_pool import Cluster, RayPool, Share, join_cluster
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -249,7 +249,7 @@ def test_other_machines_need_stores_that_they_can_reach() -> None:
 )
 def test_as_many_cells_run_at_once_as_machines_carry(share: Share, times: int) -> None:
     sizes = [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 2.0}]
-    assert Cluster([{"Resources": resources} for resources in sizes]).times(share) == times
+    assert Cluster([{"Resources": resources} for resources in sizes]).count_cells(share) == times
 
 
 @pytest.fixture
@@ -304,18 +304,18 @@ def test_every_end_of_a_task_is_counted(job: Job, address: str, monkeypatch: pyt
         while not pid.exists() or not pid.read_text():
             time.sleep(0.1)
 
-    def after(turn: str) -> Ended:
+    def after(turn: str) -> ReapResult:
         begin(turn)
-        while (ended := pool.reap()) == Ended() and len(pool):
+        while (ended := pool.reap()) == ReapResult() and len(pool):
             time.sleep(0.1)
         return ended
 
-    with joined(address):
+    with join_cluster(address):
         pool = RayPool(job, 1, 0.0)
-        assert after("well") == Ended()
-        assert after("full disk") == Ended(disk_full=1)
-        assert after("raises") == Ended(crashed=1)
-        assert "ImportError: no module named here" in pool.last_words()
+        assert after("well") == ReapResult()
+        assert after("full disk") == ReapResult(disk_full=1)
+        assert after("raises") == ReapResult(crashed=1)
+        assert "ImportError: no module named here" in pool.describe_last_failure()
 
         begin("swallows")
         pool.stop()
@@ -323,12 +323,12 @@ def test_every_end_of_a_task_is_counted(job: Job, address: str, monkeypatch: pyt
         assert Path("swallowed").exists()
         assert Path("obeyed").exists()
 
-        assert after("dies") == Ended(crashed=1)
-        assert "WorkerCrashedError" in pool.last_words()
+        assert after("dies") == ReapResult(crashed=1)
+        assert "WorkerCrashedError" in pool.describe_last_failure()
 
         monkeypatch.setattr(ray_pool, "ORDERLY_SECONDS", 1.0)
         begin("hangs")
         process = psutil.Process(int(pid.read_text()))
         pool.stop()
         process.wait(timeout=20)
-        assert pool.reap() == Ended(crashed=1)
+        assert pool.reap() == ReapResult(crashed=1)

@@ -30,7 +30,7 @@ from lit_lazy.grid.work.job import Job
 from lit_lazy.grid.work.pool import LocalPool
 from lit_lazy.grid.work.worker import INTERRUPTED, Worker
 from lit_lazy.report import publish
-from lit_lazy.tracking.spool import METRICS, Card, MetricFile, Spool, read_lines
+from lit_lazy.tracking.spool import METRICS, MetricFile, RunCard, Spool, read_lines
 from lit_lazy.tracking.tracker import Tracker, TrackingError, default_uri
 
 ID = "pair-backcopy_tiny"
@@ -255,10 +255,10 @@ def test_a_report_that_was_cut_off_is_written_by_the_next(
 
 KILLED_BEFORE = {
     "the id is in the queue": "Queue.facts = ",
-    "the parent run": "Tracker.begin",
-    "its params": "Tracker.describe",
-    "its plan": "Tracker.keep_text",
-    "its views": "Tracker.keep_views",
+    "the parent run": "Tracker.create_run",
+    "its params": "Tracker.log_config",
+    "its plan": "Tracker.log_text",
+    "its views": "Tracker.save_views",
 }
 
 
@@ -302,7 +302,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def spool(runs: Path, folder: str) -> Spool:
-    card = Card("v seed 0", {"cell": "abc", "kind": "cell"}, {"axis": "1"}, {"train": {"steps": 2}}, "parent")
+    card = RunCard("v seed 0", {"cell": "abc", "kind": "cell"}, {"axis": "1"}, {"train": {"steps": 2}}, "parent")
     (runs / folder).mkdir(exist_ok=True)
     return Spool(Tracker(default_uri(runs), runs, "spooled"), runs / folder, card)
 
@@ -312,15 +312,15 @@ def test_a_cell_that_another_machine_takes_over_has_its_curves_once(runs: Path) 
     first, second = spool(runs, "here"), spool(runs, "there")
     for of, steps in ((first, (1, 2)), (second, (1, 2, 3))):
         for step in steps:
-            of.logger().log_metrics({"train/loss": 1.0 / step}, step)
+            of.make_logger().log_metrics({"train/loss": 1.0 / step}, step)
             time.sleep(0.002)
         of.send()
-    first.logger().log_metrics({"train/loss": 0.25}, 4)
+    first.make_logger().log_metrics({"train/loss": 0.25}, 4)
     with pytest.raises(TrackingError):
         first.send()
     (run,) = first.tracker.find({"cell": "abc"})
-    assert run.run_id == second.run_id()
-    assert first.tracker.history(run.run_id, ["train/loss"]) == {"train/loss": [(1, 1.0), (2, 0.5), (3, 1 / 3)]}
+    assert run.run_id == second.get_run_id()
+    assert first.tracker.read_history(run.run_id, ["train/loss"]) == {"train/loss": [(1, 1.0), (2, 0.5), (3, 1 / 3)]}
 
 
 def test_a_run_that_was_cut_off_before_its_params_gets_them(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,11 +328,11 @@ def test_a_run_that_was_cut_off_before_its_params_gets_them(runs: Path, monkeypa
         raise SystemExit
 
     with monkeypatch.context() as patch:
-        patch.setattr(Tracker, "describe", killed)
+        patch.setattr(Tracker, "log_config", killed)
         with pytest.raises(SystemExit):
-            spool(runs, "here").run_id()
+            spool(runs, "here").get_run_id()
     again = spool(runs, "here")
-    run = again.tracker.client.get_run(again.run_id())
+    run = again.tracker.client.get_run(again.get_run_id())
     assert run.data.params == {"axis": "1", "train.steps": "2"}
     assert len(again.tracker.find({"cell": "abc"})) == 1
 
@@ -349,7 +349,7 @@ DAMAGE = {
 def test_why_an_attempt_ended_is_not_said_of_the_one_that_finished(runs: Path) -> None:
     of = spool(runs, "here")
     of.fail("interrupted", "KILLED")
-    of.tracker.finish(of.run_id(), {"loss/val": 1.0}, {"git_sha": "abc"}, 2)
+    of.tracker.finish(of.get_run_id(), {"loss/val": 1.0}, {"git_sha": "abc"}, 2)
     (run,) = of.tracker.find({"cell": "abc"})
     assert run.state == "complete"
     assert "reason" not in run.tags
@@ -387,7 +387,7 @@ def test_a_command_leaves_the_workers_of_a_dead_one_their_slots(runs: Path, monk
         while len(list(folder.glob("*.lock"))) < 3:
             time.sleep(0.02)
         pool = LocalPool(job(runs, "0000abcd"), 3)
-        monkeypatch.setattr(pool, "_start", lambda slot: started.append(slot) or Sleeping())
+        monkeypatch.setattr(pool, "_start_worker", lambda slot: started.append(slot) or Sleeping())
         pool.start(most=5)
         for worker in workers:
             worker.kill()

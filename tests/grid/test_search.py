@@ -20,11 +20,11 @@ from lit_lazy.config.canonical import replace_at
 from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid.queue.membership import Membership
-from lit_lazy.grid.queue.queue import LostError, Task
+from lit_lazy.grid.queue.queue import CellLostError, Task
 from lit_lazy.grid.search.definition import Definition, Real, Search, define, load_search
-from lit_lazy.grid.search.figures import search_figures
+from lit_lazy.grid.search.figures import make_search_figures
 from lit_lazy.grid.search.queue import Point, SearchQueue
-from lit_lazy.grid.search.report import Report
+from lit_lazy.grid.search.report import SearchReport
 from lit_lazy.grid.search.worker import SearchWorker
 from lit_lazy.tracking.tracker import Tracker, default_uri
 
@@ -148,7 +148,7 @@ def begun(place: Path | str, points: int, changes: Mapping[str, object] | None =
     queue = SearchQueue(place if isinstance(place, str) else f"sqlite:///{place / 'queue.db'}", "search-s")
     definition = define(search(**parts), base(**changes or {}))
     queue.facts = {"parent": "p", "tracking": "t", "definition": definition.to_json()}
-    queue.add_missing([definition.undrawn(number) for number in range(points)])
+    queue.add_missing([definition.make_placeholder(number) for number in range(points)])
     return queue
 
 
@@ -212,24 +212,24 @@ def test_a_hopeless_point_is_told_at_the_step_where_others_are_known(
     with Membership(tmp_path / "workers") as member:
         for curve in ({3: 2.0, 6: 1.0}, {3: 3.0, 6: 2.0}):
             task = take(queue, member)
-            assert not any(queue.is_hopeless(task, step, value) for step, value in curve.items())
+            assert not any(queue.should_prune(task, step, value) for step, value in curve.items())
             queue.complete(task, curve[6])
         good, bad = take(queue, member), take(queue, member)
-        assert not queue.is_hopeless(good, 2, 99.0)  # before half of the steps
-        assert not queue.is_hopeless(good, 3, 2.4)
-        assert not queue.is_hopeless(bad, 2, 99.0)
-        assert queue.is_hopeless(bad, 3, 2.6)  # the median of 2 and 3 is 2.5
+        assert not queue.should_prune(good, 2, 99.0)  # before half of the steps
+        assert not queue.should_prune(good, 3, 2.4)
+        assert not queue.should_prune(bad, 2, 99.0)
+        assert queue.should_prune(bad, 3, 2.6)  # the median of 2 and 3 is 2.5
         # A resumed run comes by the same step again: it is judged again, and what was reported stays.
-        assert queue.is_hopeless(bad, 3, 1.0)
+        assert queue.should_prune(bad, 3, 1.0)
         queue.prune(bad, "worse", diverged=False)
         points = queue.points()
         assert points[3].reports == {2: 99.0, 3: 2.6}
         assert (points[3].state, points[3].value) == ("pruned", None)
-        with pytest.raises(LostError):
-            queue.is_hopeless(bad, 6, 1.0)
-        with pytest.raises(LostError):
+        with pytest.raises(CellLostError):
+            queue.should_prune(bad, 6, 1.0)
+        with pytest.raises(CellLostError):
             queue.prune(bad, "worse again", diverged=False)
-    assert queue.add_missing([queue.definition.undrawn(number) for number in range(4)]) == 0
+    assert queue.add_missing([queue.definition.make_placeholder(number) for number in range(4)]) == 0
 
 
 def test_a_failed_point_is_drawn_anew(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_failed_point_is_drawn_anew(tmp_path: Path) -> None:
     with Membership(tmp_path / "workers") as member:
         first = take(queue, member)
         queue.fail(first, "out of memory")
-        assert queue.add_missing([queue.definition.undrawn(0)]) == 1
+        assert queue.add_missing([queue.definition.make_placeholder(0)]) == 1
         assert take(queue, member).cell.key != first.cell.key
     assert [point.state for point in queue.points()] == ["running"]
 
@@ -428,7 +428,7 @@ def test_a_point_that_diverges_is_finished_and_says_so(runs: Path) -> None:
 # Table and figures
 
 
-def report(importances: dict[str, float]) -> Report:
+def report(importances: dict[str, float]) -> SearchReport:
     points = [
         Point(0, "a", {LR: 0.001, TAU: 0.5}, "complete", 1.25, {3: 1.5, 6: 1.25}, ""),
         Point(1, "b", {LR: 0.002, TAU: 1.5}, "pruned", None, {3: 1.75}, "worse"),
@@ -436,7 +436,7 @@ def report(importances: dict[str, float]) -> Report:
         Point(3, "d", {LR: 0.09, TAU: 1.0}, "diverged", None, {}, "diverged: training loss is nan"),
         Point(4, "", {}, "waiting", None, {}, ""),
     ]
-    return Report("search-s", define(search(), base()), points, importances, ["abc"], "lit-lazy ablate search s")
+    return SearchReport("search-s", define(search(), base()), points, importances, ["abc"], "lit-lazy ablate search s")
 
 
 def test_the_table_ranks_complete_points_and_says_what_it_is_not() -> None:
@@ -463,7 +463,7 @@ def test_the_table_ranks_complete_points_and_says_what_it_is_not() -> None:
 
 def test_figures_show_every_measured_point() -> None:
     made = report({LR: 0.75, TAU: 0.25})
-    figures = search_figures("search-s", made.definition, made.points, made.importances)
+    figures = make_search_figures("search-s", made.definition, made.points, made.importances)
     assert list(figures) == ["history", "slices", "importance"]
     (history,) = figures["history"].axes
     dots = [line for line in history.lines if len(line.get_xdata()) == 1]
@@ -473,7 +473,7 @@ def test_figures_show_every_measured_point() -> None:
     assert list(history.lines[0].get_ydata()) == [1.25, 1.125]
     assert [axes.get_xscale() for axes in figures["slices"].axes] == ["log", "linear"]
     assert [bar.get_width() for bar in figures["importance"].axes[0].patches] == [75, 25]
-    assert list(search_figures("search-s", made.definition, made.points[4:], {})) == []
+    assert list(make_search_figures("search-s", made.definition, made.points[4:], {})) == []
 
 
 def test_the_shipped_search_fits_its_experiment() -> None:
@@ -484,4 +484,4 @@ def test_the_shipped_search_fits_its_experiment() -> None:
     assert Definition.from_json(definition.to_json()) == definition
     old = json.loads(definition.to_json())
     del old["code"], old["base"]["model"]["embedding_init_std"]  # an earlier version's
-    assert definition.differences(Definition.from_json(json.dumps(old))) == ["base"]
+    assert definition.find_differences(Definition.from_json(json.dumps(old))) == ["base"]

@@ -6,13 +6,13 @@ import first_stage
 import pytest
 
 from lit_lazy.command.main import main
-from lit_lazy.config.files import available, exported, find
+from lit_lazy.config.files import find, list_available, load_attribute
 from lit_lazy.grid import stages
 from lit_lazy.grid.ablation import Row
-from lit_lazy.grid.question import load_asked
-from lit_lazy.grid.stages import FirstStageMissing, at_best_rate, at_rate, best_rates
+from lit_lazy.grid.question import load_ablation_or_question
+from lit_lazy.grid.stages import FirstStageMissing, at_best_rate, at_rate, find_best_rates
 
-SECOND = [name for name in available("ablations") if callable(exported(find("ablations", name), "question"))]
+SECOND = [name for name in list_available("ablations") if callable(load_attribute(find("ablations", name), "question"))]
 
 
 @pytest.fixture
@@ -22,37 +22,37 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_each_row_gets_the_rate_of_its_lowest_mean_loss(results: Path) -> None:
-    first_stage.write(results)
-    assert best_rates(first_stage.NAME) == first_stage.BEST
+    first_stage.write_table(results)
+    assert find_best_rates(first_stage.NAME) == first_stage.BEST
 
 
 def test_a_rate_at_which_a_seed_failed_is_not_chosen(results: Path) -> None:
-    first_stage.write(results, failed={at_rate("elastic", 0.01): 11})
-    assert best_rates(first_stage.NAME) == first_stage.BEST | {"elastic": 0.005}
+    first_stage.write_table(results, failed={at_rate("elastic", 0.01): 11})
+    assert find_best_rates(first_stage.NAME) == first_stage.BEST | {"elastic": 0.005}
 
 
 def test_a_row_that_failed_at_every_rate_is_named(results: Path) -> None:
-    first_stage.write(results, failed={at_rate("lazy", rate): 10 for rate in first_stage.RATES})
+    first_stage.write_table(results, failed={at_rate("lazy", rate): 10 for rate in first_stage.RATES})
     with pytest.raises(ValueError, match=r"q_text_rates-stdlib_small/table\.json: 'lazy' is finished at no rate"):
-        best_rates(first_stage.NAME)
+        find_best_rates(first_stage.NAME)
 
 
 def test_a_row_that_the_first_stage_has_not_is_named(results: Path) -> None:
-    first_stage.write(results)
+    first_stage.write_table(results)
     with pytest.raises(ValueError, match="has no 'sigmoid'; it has softmax, softmax"):
         at_best_rate(Row("a", {}, "ours"), "sigmoid", first_stage.NAME)
 
 
 def test_what_is_no_table_is_named(results: Path) -> None:
-    first_stage.write(results).write_text("[]")
+    first_stage.write_table(results).write_text("[]")
     with pytest.raises(ValueError, match=r"docs/results/q_text_rates-stdlib_small/table\.json: is no table\.json"):
-        best_rates(first_stage.NAME)
+        find_best_rates(first_stage.NAME)
 
 
 def test_the_first_stage_has_the_rows_that_second_stages_ask_for(results: Path) -> None:
-    ablation, _ = load_asked(find("ablations", "q_text_rates"))
-    first_stage.write(results)
-    names = {at_rate(name, rate) for name in best_rates(first_stage.NAME) for rate in first_stage.RATES}
+    ablation, _ = load_ablation_or_question(find("ablations", "q_text_rates"))
+    first_stage.write_table(results)
+    names = {at_rate(name, rate) for name in find_best_rates(first_stage.NAME) for rate in first_stage.RATES}
     assert {row.name for row in ablation.all_rows} == names
     assert f"{ablation.name}-{ablation.base}" == first_stage.NAME
     for row in ablation.all_rows:
@@ -61,26 +61,26 @@ def test_the_first_stage_has_the_rows_that_second_stages_ask_for(results: Path) 
 
 @pytest.mark.parametrize("name", SECOND)
 def test_a_second_stage_takes_the_rates_over_and_says_so(name: str, results: Path) -> None:
-    first_stage.write(results)
-    ablation, asked = load_asked(find("ablations", name))
+    first_stage.write_table(results)
+    ablation, asked = load_ablation_or_question(find("ablations", name))
     assert asked is not None
-    first, _ = load_asked(find("ablations", "q_text_rates"))
+    first, _ = load_ablation_or_question(find("ablations", "q_text_rates"))
     assert not {*ablation.seeds} & {*first.seeds}, "the rates were chosen by these seeds"
     for row in ablation.all_rows:
         rate = row.changes["train.lr"]
         assert rate in first_stage.BEST.values()
         assert f"learning rate {rate:g}" in row.note
     before = {row.name: row.changes["train.lr"] for row in ablation.all_rows}
-    first_stage.write(results / "other", failed={at_rate(n, rate): 10 for n, rate in first_stage.BEST.items()})
+    first_stage.write_table(results / "other", failed={at_rate(n, rate): 10 for n, rate in first_stage.BEST.items()})
     (results / "other" / first_stage.NAME / "table.json").replace(results / first_stage.NAME / "table.json")
-    again, _ = load_asked(find("ablations", name))
+    again, _ = load_ablation_or_question(find("ablations", name))
     assert all(row.changes["train.lr"] != before[row.name] for row in again.all_rows)
 
 
 @pytest.mark.parametrize("name", SECOND)
 def test_without_the_table_it_waits_in_one_line(name: str, results: Path) -> None:
     with pytest.raises(FirstStageMissing) as error:
-        load_asked(find("ablations", name))
+        load_ablation_or_question(find("ablations", name))
     assert str(error.value) == (
         f"{name}: needs docs/results/{first_stage.NAME}/table.json; run `lit-lazy ablate run q_text_rates` and commit "
         "its table there"
@@ -100,7 +100,7 @@ def test_commands_go_on_without_what_waits(
     listed = capsys.readouterr().out
     assert all(f"\n  {name} " in listed for name in SECOND)
     monkeypatch.setattr(ablate_questions, "make_grid", lambda *_: None)
-    monkeypatch.setattr(ablate_questions, "_seconds", lambda _: 60.0)
+    monkeypatch.setattr(ablate_questions, "_estimate_seconds", lambda _: 60.0)
     assert main(["ablate", "questions", "--dry-run", "--runs", str(tmp_path / "runs"), "--workers", "1"]) == 0
     printed = capsys.readouterr().out.splitlines()
     waiting = [line for line in printed if line.startswith("not ready: ")]
@@ -118,4 +118,4 @@ def test_a_question_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     path = tmp_path / "q_wrong.py"
     path.write_text("def question():\n    return 1 / 0\n")
     with pytest.raises(ValueError, match=r"q_wrong\.py: line 2: ZeroDivisionError: division by zero$"):
-        load_asked(path)
+        load_ablation_or_question(path)

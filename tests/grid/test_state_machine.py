@@ -19,10 +19,10 @@ from rich.console import Console
 
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.queue import membership
-from lit_lazy.grid.queue.membership import Membership, sweep
-from lit_lazy.grid.queue.queue import STATES, LostError, Queue, Task
+from lit_lazy.grid.queue.membership import Membership, remove_dead_locks
+from lit_lazy.grid.queue.queue import STATES, CellLostError, Queue, Task
 from lit_lazy.grid.work import launch
-from lit_lazy.grid.work.job import Launch, Work
+from lit_lazy.grid.work.job import LaunchOptions, Work
 from lit_lazy.grid.work.launch import MOST_DEATHS, STALE_SECONDS, Supervisor
 
 CELLS = {key: Cell(key, "v", "ours", seed, {}, {}) for seed, key in enumerate(("a", "b", "c"))}
@@ -85,7 +85,7 @@ class Machine(RuleBasedStateMachine):
         work = Work(self.name, (), {}, folder, ())
         queues = [self.opened() for _ in HOSTS]
         self.hosts = {
-            name: Host(name, queue, Supervisor(work, Launch(1, 1), queue, Console(file=io.StringIO())))
+            name: Host(name, queue, Supervisor(work, LaunchOptions(1, 1), queue, Console(file=io.StringIO())))
             for name, queue in zip(HOSTS, queues, strict=True)
         }
         self.trials: list[Trial] = []
@@ -163,7 +163,7 @@ class Machine(RuleBasedStateMachine):
             trial.holder, trial.state, trial.final = None, how.removesuffix(" for good"), how == "failed for good"
             trial.reason = {"complete": trial.reason, "waiting": "interrupted"}.get(how, "why")
         else:
-            with pytest.raises(LostError, match="given to another worker"):
+            with pytest.raises(CellLostError, match="given to another worker"):
                 end()
         self.workers.remove(worker)
 
@@ -240,7 +240,7 @@ class Machine(RuleBasedStateMachine):
     def clean_up(self, host: str) -> None:
         """As a command does in the end."""
         with self.at(host) as at:
-            sweep(self.folder / "workers", {entry.worker["lock"] for entry in at.queue.entries("running")})
+            remove_dead_locks(self.folder / "workers", {entry.worker["lock"] for entry in at.queue.entries("running")})
 
     @precondition(lambda self: self.trials)
     @rule(host=st.sampled_from(HOSTS))

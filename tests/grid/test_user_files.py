@@ -50,13 +50,13 @@ class Mine(Elastic):
 """
 
 MEASURES = """
-from lit_lazy.support.paired import in_a_process
+from lit_lazy.support.paired import run_in_process
 from lit_lazy.command.main import main
 from lit_lazy.support.errors import one_line
 
 if __name__ == "__main__":
     main(["ablate", "list"])
-    assert in_a_process("lit_lazy.support.errors", one_line, ValueError("x")) == "x"
+    assert run_in_process("lit_lazy.support.errors", one_line, ValueError("x")) == "x"
 """
 
 

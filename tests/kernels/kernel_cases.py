@@ -50,18 +50,18 @@ class Case:
         q, k, v = (x.to(dtype) for x in (self.q, self.k, self.v))
         return Case(q, k, v, self.tau.to(own), bias, options)
 
-    def on(self, device: str) -> "Case":
+    def to_device(self, device: str) -> "Case":
         """The same tensors, themselves where they are on the device already."""
         options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.options.items()}
         bias = None if self.bias is None else self.bias.to(device)
         return Case(*(x.to(device) for x in (self.q, self.k, self.v, self.tau)), bias, options)
 
 
-def widest(backend: str) -> torch.dtype:
+def widest_dtype(backend: str) -> torch.dtype:
     return torch.float32 if backend == "triton" else torch.float64
 
 
-def device_of(backend: str) -> str:
+def device_for(backend: str) -> str:
     """The fused kernels run on a GPU where there is one; everything else is tested on the CPU."""
     return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
 
@@ -93,7 +93,7 @@ def draw(
     """
     for attempt in itertools.count():
         case = _draw_once(random.Random(f"{seed}-{attempt}"), locals())
-        if naive(case)[2] > KINK_MARGIN:
+        if naive_attention(case)[2] > KINK_MARGIN:
             return case
         if attempt == 300:
             raise RuntimeError("no draw keeps off the kink; make the case smaller")
@@ -128,19 +128,19 @@ def _draw_once(rng: random.Random, asked: dict[str, Any]) -> Case:
     tau = asked["sign"] * TAU[threshold] * (0.8 + 0.4 * torch.rand(*tau_shape, generator=generator))
     shape = batch, kv_heads, length, width
     q, k, v = normal(batch, heads, rows, width), normal(*shape), normal(*shape) + 0.5
-    q, k, v = (_held_by_halves(x).double() for x in (q, k + asked["mean"], v + asked["mean"]))
+    q, k, v = (_round_to_halves(x).double() for x in (q, k + asked["mean"], v + asked["mean"]))
     bias = None if asked["bias_width"] is None else normal(heads, asked["bias_width"])
     return Case(q, k, v, tau, bias, options)
 
 
-def _held_by_halves(x: Tensor) -> Tensor:
+def _round_to_halves(x: Tensor) -> Tensor:
     """x rounded to values that bfloat16 and float16 both hold."""
     return x.bfloat16().half().float()
 
 
-def noise(case: Case, mean: float = 0.0) -> Tensor:
+def make_noise(case: Case, mean: float = 0.0) -> Tensor:
     """A gradient of the output, always the same."""
-    return _held_by_halves(torch.randn(case.q.shape, generator=torch.Generator().manual_seed(7)) + mean)
+    return _round_to_halves(torch.randn(case.q.shape, generator=torch.Generator().manual_seed(7)) + mean)
 
 
 def run(
@@ -150,8 +150,8 @@ def run(
 
     dlse: gradient of the log-sum-exp `[B, H, Lq]`, none by default.
     """
-    grad = noise(case) if grad is None else grad
-    case = case.on(device_of(backend))
+    grad = make_noise(case) if grad is None else grad
+    case = case.to_device(device_for(backend))
     leaves = {name: x.detach().requires_grad_() for name, x in case.leaves().items()}
     options = {**case.options, **{name: leaves[name] for name in ("slopes",) if name in leaves}}
     out, stats = lazy_attention(
@@ -169,7 +169,7 @@ def run(
     return out.detach().cpu(), Stats(*(x.detach().cpu() for x in stats)), named
 
 
-def everything(case: Case, backend: str, grad: Tensor | None = None, dlse: Tensor | None = None) -> dict[str, Tensor]:
+def run_named(case: Case, backend: str, grad: Tensor | None = None, dlse: Tensor | None = None) -> dict[str, Tensor]:
     """What `run` returns under one name each: out, the stats, dq, dk, ..."""
     out, stats, grads = run(case, backend, grad, dlse)
     return {"out": out, **stats._asdict(), **{f"d{name}": x for name, x in grads.items()}}
@@ -181,7 +181,7 @@ def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         assert torch.equal(a[name], b[name]), name
 
 
-def small_blocks(monkeypatch: pytest.MonkeyPatch, m: int, n: int) -> None:
+def use_small_blocks(monkeypatch: pytest.MonkeyPatch, m: int, n: int) -> None:
     """Lets every Triton kernel work on blocks of m rows and n keys."""
     pytest.importorskip("triton", reason="the fused kernels need triton, which is for Linux")
     blocks = {256: [configurations.Blocks(m, n, 4, 1)]}
@@ -244,14 +244,14 @@ class _FlashSoftmax(torch.autograd.Function):
         return p * (grads[0] - ctx.mode.delta), None
 
 
-def finite(x: Tensor) -> Tensor:
+def replace_infinite(x: Tensor) -> Tensor:
     return x.double().nan_to_num(neginf=0)  # the log-sum-exp of a row without keys is -inf
 
 
-def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Tensor]:
+def max_errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, x in found.items():
         assert torch.equal(x.isinf(), exact[name].isinf()), name
-    return {name: (finite(x) - finite(exact[name])).abs().max() for name, x in found.items()}
+    return {name: (replace_infinite(x) - replace_infinite(exact[name])).abs().max() for name, x in found.items()}
 
 
 def eager_errors(
@@ -266,22 +266,22 @@ def eager_errors(
     One order alone is a matter of luck: it may happen to err by nothing.
     """
     generator, worst = torch.Generator().manual_seed(0), dict.fromkeys(exact, torch.zeros(()))
-    grad = noise(case) if grad is None else grad
+    grad = make_noise(case) if grad is None else grad
     for _ in range(8):
         inner, outer = (torch.randperm(case.q.shape[-1], generator=generator) for _ in range(2))
         turned = replace(case, q=case.q[..., inner], k=case.k[..., inner], v=case.v[..., outer])
         with mode(case.q.dtype) if mode else nullcontext():
-            found = everything(turned, "reference", grad[..., outer], dlse)
+            found = run_named(turned, "reference", grad[..., outer], dlse)
         for name, order in {"out": outer, "dq": inner, "dk": inner, "dv": outer}.items():
             found[name] = found[name][..., order.argsort()]
-        worst = largest(worst, errors(found, exact))
+        worst = elementwise_max(worst, max_errors(found, exact))
     return worst
 
 
 def flash_errors(case: Case, grad: Tensor | None = None) -> dict[str, Tensor]:
     """Largest error of a FlashAttention-style softmax on the case's inputs: tau = 0, not renormalised."""
     case = replace(case, tau=0 * case.tau, options=case.options | {"renormalise": False})
-    exact = everything(case.to(torch.float64), "reference", grad)
+    exact = run_named(case.to(torch.float64), "reference", grad)
     return eager_errors(case, exact, grad, FlashSoftmax)
 
 
@@ -289,12 +289,12 @@ def tolerance(case: Case) -> dict[str, float]:
     """How far apart two outputs of one case may lie: in float32, each may err by twice what the reference does."""
     if case.q.dtype == torch.float64:
         return {"rtol": 1e-12, "atol": 1e-13}
-    exact = everything(case.to(torch.float64), "reference")
+    exact = run_named(case.to(torch.float64), "reference")
     rounding = torch.finfo(case.q.dtype).eps * exact["out"].abs().max()
     return {"rtol": 0, "atol": 4 * float(eager_errors(case, exact)["out"] + rounding)}
 
 
-def largest(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
+def elementwise_max(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.maximum(a[name], b[name]) for name in a}
 
 
@@ -306,8 +306,8 @@ class Errors(NamedTuple):
     rounding: dict[str, Tensor]
     flash: dict[str, Tensor]
 
-    def pooled(self, other: "Errors") -> "Errors":
-        return Errors(*(largest(a, b) for a, b in zip(self, other, strict=True)))
+    def merge(self, other: "Errors") -> "Errors":
+        return Errors(*(elementwise_max(a, b) for a, b in zip(self, other, strict=True)))
 
     def too_large(self) -> list[str]:
         """What errs by more than twice the error of eager and the rounding of the result, or 1.5 times softmax's."""
@@ -320,7 +320,7 @@ class Errors(NamedTuple):
         return found
 
 
-def measured(
+def measure_errors(
     found: dict[str, Tensor],
     exact: dict[str, Tensor],
     eager: dict[str, Tensor],
@@ -329,12 +329,12 @@ def measured(
 ) -> Errors:
     """Errors of results. cancelled: rounding of terms that cancel, where it may be more than that of the result."""
     none = dict.fromkeys(found, torch.zeros(()))
-    rounding = {name: torch.finfo(x.dtype).eps * finite(exact[name]).abs().max() for name, x in found.items()}
-    rounding = largest(rounding, none | (cancelled or {}))
-    return Errors(errors(found, exact), {name: eager[name] for name in found}, rounding, none | (flash or {}))
+    rounding = {name: torch.finfo(x.dtype).eps * replace_infinite(exact[name]).abs().max() for name, x in found.items()}
+    rounding = elementwise_max(rounding, none | (cancelled or {}))
+    return Errors(max_errors(found, exact), {name: eager[name] for name in found}, rounding, none | (flash or {}))
 
 
-def naive(case: Case) -> tuple[np.ndarray, Stats, float]:
+def naive_attention(case: Case) -> tuple[np.ndarray, Stats, float]:
     """Output and stats from loops over rows that see a plain list of keys, and min |p / theta - 1| (inf if none).
 
     Shares nothing with the package: visibility is decided key by key.
@@ -420,7 +420,7 @@ def pairwise_cover(axes: dict[str, list[Any]], seed: int = 0) -> list[dict[str, 
     return cover
 
 
-def without(case: Case, *names: str) -> Case:
+def drop_options(case: Case, *names: str) -> Case:
     return replace(case, options={name: x for name, x in case.options.items() if name not in names})
 
 

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_cases import assert_refused, device_of, widest
+from kernel_cases import assert_refused, device_for, widest_dtype
 
 import flash_lazy
 from flash_lazy import api, lazy_attention, resolve_backend
 from flash_lazy.fused import ops
-from flash_lazy.fused.ops import obstacle
+from flash_lazy.fused.ops import find_obstacle
 from flash_lazy.inputs import Call
 
 BACKENDS = ["reference", "chunked", "triton"]
@@ -176,14 +176,14 @@ def test_valid_calls_are_accepted():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_stats_are_per_row_and_the_log_sum_exp_alone_carries_a_gradient(backend):
-    q, k, tau = (x.to(device_of(backend)) for x in (Q.to(widest(backend)), K.to(widest(backend)), TAU))
+    q, k, tau = (x.to(device_for(backend)) for x in (Q.to(widest_dtype(backend)), K.to(widest_dtype(backend)), TAU))
     q.requires_grad_()
     out, stats = call(q=q, k=k, v=k, tau=tau, backend=backend, return_stats=True)
     assert out.requires_grad
     assert isinstance(stats, flash_lazy.Stats)
     assert stats._fields == ("lse", "mass", "first_weight", "zeros")
     for name, x in stats._asdict().items():
-        assert (x.dtype, x.shape, x.requires_grad) == (widest(backend), Q.shape[:3], name == "lse")
+        assert (x.dtype, x.shape, x.requires_grad) == (widest_dtype(backend), Q.shape[:3], name == "lse")
 
 
 def test_a_padded_batch_is_not_shifted_in_silence():
@@ -198,7 +198,7 @@ def test_a_padded_batch_is_not_shifted_in_silence():
 
 def test_a_fallback_on_a_gpu_is_reported_once():
     on_a_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 1, 4, 64))
-    if obstacle(on_a_gpu, None) is not None:
+    if find_obstacle(on_a_gpu, None) is not None:
         pytest.skip("needs triton, which is not installed")
     api._warn_of_a_slower_backend.cache_clear()
     assert resolve_backend("auto", on_a_gpu) == "triton"
@@ -215,8 +215,8 @@ def test_auto_is_chunked_on_a_cpu():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_scale(backend):
-    generator, dtype = torch.Generator().manual_seed(0), widest(backend)
-    device = device_of(backend)
+    generator, dtype = torch.Generator().manual_seed(0), widest_dtype(backend)
+    device = device_for(backend)
     q, k, v = (torch.randn(x.shape, generator=generator, dtype=dtype).to(device) for x in (Q, K, K))
     same = {"k": k, "v": v, "tau": TAU.to(device), "backend": backend}
     torch.testing.assert_close(call(q=q, scale=0.3, **same), call(q=q * 0.3, scale=1.0, **same))

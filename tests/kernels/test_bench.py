@@ -8,13 +8,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from without_gpu import point
+from without_gpu import make_point
 
 from bench import __main__ as command
 from bench import gate as gate_module
 from bench import peers as peers_module
-from bench.gate import GATE, gate
-from bench.peers import Inputs, draw, draw_with_share, eager, empty_share, peers, set_recency, two_calls
+from bench.gate import GATE, run_gate
+from bench.peers import (
+    Inputs,
+    draw,
+    draw_with_share,
+    eager_attention,
+    empty_share,
+    peers,
+    set_recency,
+    two_call_attention,
+)
 from bench.points import (
     CLAIMED,
     DECODE,
@@ -26,8 +35,8 @@ from bench.points import (
     TRAINED,
     TRAINING,
     BenchPoint,
-    planned_seconds,
-    red,
+    find_gate_failures,
+    plan_seconds,
 )
 from flash_lazy import lazy_attention
 
@@ -40,7 +49,7 @@ def peers_named(authors):
 
 
 def random_inputs(length, recency=20.0, **shape):
-    inputs = draw(point(length=length, batch=2, **shape), CPU, torch.float64)
+    inputs = draw(make_point(length=length, batch=2, **shape), CPU, torch.float64)
     set_recency(inputs, recency)
     return Inputs(*(x.double() for x in inputs))
 
@@ -57,14 +66,14 @@ def tiles_alive(inputs):
 
 @pytest.mark.parametrize(("asked", "length"), [(0.0, 512), (0.3, 1024), (0.6, 1024), (0.9, 2048)])
 def test_the_share_of_empty_tiles_is_set(asked, length):
-    inputs, share, _ = draw_with_share(point(length=length, heads=1, kv_heads=1, width=32, share=asked), CPU)
+    inputs, share, _ = draw_with_share(make_point(length=length, heads=1, kv_heads=1, width=32, share=asked), CPU)
     assert share == pytest.approx(asked, abs=0.03)
     alive, blocks = tiles_alive(inputs)[0, 0].unflatten(0, (-1, 64)).any(1), length // 64
     assert share == pytest.approx(1 - alive.sum().item() / (blocks * (blocks + 1) / 2), abs=0.03)
 
 
 def test_a_decoded_tile_is_empty_where_no_query_of_its_kv_head_needs_it():
-    inputs, share, _ = draw_with_share(point(DECODE, 2, 1024, 4, 2, 32, share=0.5), CPU)
+    inputs, share, _ = draw_with_share(make_point(DECODE, 2, 1024, 4, 2, 32, share=0.5), CPU)
     assert [tuple(x.shape) for x in inputs] == [(2, 4, 1, 32), (2, 2, 1024, 32), (2, 2, 1024, 32), (4,), (4, 512)]
     alive = tiles_alive(inputs)[:, :, 0].unflatten(1, (2, 2)).any(2)
     assert share == pytest.approx(0.5, abs=0.05)
@@ -72,7 +81,7 @@ def test_a_decoded_tile_is_empty_where_no_query_of_its_kv_head_needs_it():
 
 
 def test_a_sample_of_row_blocks_stands_for_all():
-    inputs, _, _ = draw_with_share(point(length=1024, width=32, share=0.6), CPU)
+    inputs, _, _ = draw_with_share(make_point(length=1024, width=32, share=0.6), CPU)
     assert empty_share(inputs, sampled=8) == pytest.approx(empty_share(inputs, sampled=10**6), abs=0.03)
 
 
@@ -89,9 +98,9 @@ def reference(*inputs):
 
 def test_eager_is_the_function():
     inputs = random_inputs(100)
-    for found, expected in zip(gradients(eager, inputs)[1], gradients(reference, inputs)[1], strict=True):
+    for found, expected in zip(gradients(eager_attention, inputs)[1], gradients(reference, inputs)[1], strict=True):
         torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(eager(inputs.q[:, :, -1:], *inputs[1:]), reference(*inputs)[:, :, -1:])
+    torch.testing.assert_close(eager_attention(inputs.q[:, :, -1:], *inputs[1:]), reference(*inputs)[:, :, -1:])
 
 
 def dense_attention(q, k, v, *, score_mod, block_mask, return_aux, enable_gqa):  # noqa: ARG001
@@ -112,7 +121,7 @@ def test_the_two_calls_are_the_function(kv_heads):
     """Gradients included: the logarithm of a weight that is cut must not turn them into NaN."""
     inputs = random_inputs(96, kv_heads=kv_heads)
     causal = torch.ones(96, 96, dtype=torch.bool).tril()
-    found = gradients(lambda *x: two_calls(*x, causal, dense_attention), inputs)
+    found = gradients(lambda *x: two_call_attention(*x, causal, dense_attention), inputs)
     expected = gradients(reference, inputs)
     for a, b in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
         torch.testing.assert_close(a, b)
@@ -130,7 +139,7 @@ def test_flex_attention_takes_the_two_calls(monkeypatch, kv_heads):
     expected = reference(*inputs)
     torch.testing.assert_close(flex(*inputs), expected)
     torch.testing.assert_close(flex(inputs.q[:, :, -1:], *inputs[1:]), expected[:, :, -1:])
-    peers_module._compiled_flex.cache_clear()
+    peers_module._compile_flex.cache_clear()
 
 
 def test_the_authors_kernel_is_loaded_from_a_checkout(tmp_path):
@@ -177,7 +186,7 @@ def test_sdpa_reads_grouped_heads():
 def test_the_gate_passes_a_right_backend():
     decodes = "decode, two kv heads"
     cases = ["bf16, D = 64", "fp32, D = 64", "documents", "a tau per position", "ragged", "window", "renormalised"]
-    rows = gate("chunked", [*cases, "most tiles empty", decodes])
+    rows = run_gate("chunked", [*cases, "most tiles empty", decodes])
     assert all(row["passed"] for row in rows)
     assert {row["result"] for row in rows} == {"out", "out, training", "q", "k", "v", "tau", "bias", "slopes"}
     assert [row["result"] for row in rows if row["case"] == decodes] == ["out"]
@@ -198,7 +207,7 @@ def test_the_gate_fails_a_wrong_one(monkeypatch, fault):
         return out * {"scale": 1.02, "nan": float("nan"), "unsteady": 1 + 0.01 * (len(calls) > 2)}[fault]
 
     monkeypatch.setattr(gate_module, "lazy_attention", wrong)
-    rows = gate("chunked", ["bf16, D = 64"])
+    rows = run_gate("chunked", ["bf16, D = 64"])
     assert not any(row["passed"] for row in rows if row.get("result") in (None, "out"))
     if fault == "raise":
         assert rows == [{"case": "bf16, D = 64", "passed": False, "failed": "RuntimeError: out of resource"}]
@@ -208,7 +217,7 @@ def test_a_red_row_concerns_the_points_that_its_case_stands_for():
     def names(case, result=None):
         row = {"case": case, "passed": False} | ({"result": result} if result else {})
         good = {"case": case, "result": "tau", "passed": True}
-        return [str(p) for p in FULL if red(p, [good, row])]
+        return [str(p) for p in FULL if find_gate_failures(p, [good, row])]
 
     assert set(GUARDS) < set(GATE)
     assert names("documents") == names("fp32, D = 64") == []
@@ -216,7 +225,9 @@ def test_a_red_row_concerns_the_points_that_its_case_stands_for():
     assert names("bf16, D = 64") == [str(p) for p in FULL if p.width == 64 and p.operation != DECODE]
     assert names("decode, D = 128", "out") == [str(p) for p in FULL if p.width == 128 and p.operation == DECODE]
     assert names("one kv head") == [str(p) for p in FULL if p.kv_heads == 4 and p.operation != DECODE]
-    assert red(QUICK[0], [{"case": "bf16, D = 128", "result": "out", "passed": False}]) == ["bf16, D = 128: out"]
+    assert find_gate_failures(QUICK[0], [{"case": "bf16, D = 128", "result": "out", "passed": False}]) == [
+        "bf16, D = 128: out"
+    ]
     for p in FULL:
         assert any(guards(p) for guards in GUARDS.values())
 
@@ -231,8 +242,8 @@ def test_the_shares_of_trained_models_are_the_measured_ones():
 def test_the_points_are_the_promised_ones():
     assert len(set(FULL)) == len(FULL)
     assert FULL[: len(QUICK)] == QUICK
-    assert planned_seconds(QUICK) < 60 * command.QUICK_MINUTES
-    assert planned_seconds(FULL) < 60 * 2 * 9  # two commands, as the README says
+    assert plan_seconds(QUICK) < 60 * command.QUICK_MINUTES
+    assert plan_seconds(FULL) < 60 * 2 * 9  # two commands, as the README says
     assert QUICK[0] == BenchPoint(FORWARD, 4, 4096, 16, 16, 128, 512, 0.0)
     for operation in (FORWARD, TRAINING):
         mine = [p for p in FULL if p.operation == operation]

@@ -12,18 +12,18 @@ from kernel_cases import (
     THRESHOLDS,
     Case,
     assert_same_bits,
-    device_of,
+    device_for,
     draw,
+    drop_options,
     eager_errors,
-    everything,
-    measured,
-    noise,
+    make_noise,
+    measure_errors,
     pairwise_cover,
     run,
-    small_blocks,
+    run_named,
     tolerance,
-    widest,
-    without,
+    use_small_blocks,
+    widest_dtype,
 )
 from torch.library import opcheck
 
@@ -94,7 +94,7 @@ def backend(request, monkeypatch):
     if name == "chunked":
         chunk(monkeypatch, *size)
     if name == "triton":
-        small_blocks(monkeypatch, *size)
+        use_small_blocks(monkeypatch, *size)
     return name
 
 
@@ -109,8 +109,8 @@ def split(setting):
 @pytest.mark.parametrize(("setting", "block"), settings(COVER + LONG), indirect=["block"])
 def test_equals_reference(setting, block):  # noqa: ARG001
     drawn = draw(11, **setting)
-    exact = everything(drawn.to(torch.float64), "reference")
-    mine = everything(drawn.to(torch.float64), "chunked")
+    exact = run_named(drawn.to(torch.float64), "reference")
+    mine = run_named(drawn.to(torch.float64), "chunked")
     for name, expected in exact.items():
         torch.testing.assert_close(
             mine[name], expected, rtol=1e-10, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
@@ -120,7 +120,7 @@ def test_equals_reference(setting, block):  # noqa: ARG001
     # The values survive bfloat16 unrounded, so all three precisions have the same exact answer.
     for dtype in (torch.float32, torch.bfloat16):
         rounded = drawn.to(dtype)
-        assert not measured(everything(rounded, "chunked"), exact, eager_errors(rounded, exact)).too_large()
+        assert not measure_errors(run_named(rounded, "chunked"), exact, eager_errors(rounded, exact)).too_large()
 
 
 def test_chunked_passes_gradcheck(monkeypatch):
@@ -150,17 +150,17 @@ def test_the_log_sum_exp_carries_gradients(setting, monkeypatch):
     chunk(monkeypatch, 150, 4)
     case = draw(41, **{"length": 21} | setting).to(torch.float64)
     dlse = torch.randn(case.q.shape[:3], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    exact, without_it = (everything(case, "reference", dlse=given) for given in (dlse, None))
+    exact, without_it = (run_named(case, "reference", dlse=given) for given in (dlse, None))
     assert not torch.allclose(exact["dq"], without_it["dq"])
-    for name, x in everything(case, "chunked", dlse=dlse).items():
+    for name, x in run_named(case, "chunked", dlse=dlse).items():
         torch.testing.assert_close(x, exact[name], rtol=1e-10, atol=1e-11)
 
 
 @only("reference", "chunked-small", "triton-small")
 def test_the_log_sum_exp_alone_has_the_gradient_of_torch(backend):
     """Its output unused; torch.logsumexp of the masked scores is the closed form."""
-    case = draw(42, length=12, bias_width=4, group=2).to(widest(backend))
-    leaves = [x.detach().to(device_of(backend)).requires_grad_() for x in (case.q, case.k, case.bias)]
+    case = draw(42, length=12, bias_width=4, group=2).to(widest_dtype(backend))
+    leaves = [x.detach().to(device_for(backend)).requires_grad_() for x in (case.q, case.k, case.bias)]
     q, k, bias = leaves
     _, stats = lazy_attention(q, k, case.v.to(q), case.tau.to(q), bias, backend=backend, return_stats=True)
     weights = torch.randn(stats.lse.shape, generator=torch.Generator().manual_seed(5), dtype=stats.lse.dtype).to(q)
@@ -224,11 +224,11 @@ def test_skipping_tiles_changes_no_bit(dtype, renormalise, length, width, tile, 
     q, k, v = torch.randn(3, 1, 2, length, width, dtype=dtype, generator=torch.Generator().manual_seed(27))
     options = {"slopes": torch.full((2,), 0.5, dtype=dtype), "renormalise": renormalise}
     case = Case(q, k, v, torch.ones(2, dtype=dtype), torch.zeros(2, 40, dtype=dtype), options)
-    tiles, found = chunked._tiles, []
-    monkeypatch.setattr(chunked, "_tiles", lambda w: found.extend(tiles(w)) or tiles(w))
-    skipping = everything(case, "chunked")
-    monkeypatch.setattr(chunked, "_tiles", lambda w: [(part, True) for part, _ in tiles(w)])
-    assert_same_bits(skipping, everything(case, "chunked"))
+    tiles, found = chunked._split_tiles, []
+    monkeypatch.setattr(chunked, "_split_tiles", lambda w: found.extend(tiles(w)) or tiles(w))
+    skipping = run_named(case, "chunked")
+    monkeypatch.setattr(chunked, "_split_tiles", lambda w: [(part, True) for part, _ in tiles(w)])
+    assert_same_bits(skipping, run_named(case, "chunked"))
     asked = [alive for part, alive in found if part.stop - part.start == tile]
     assert 0 < sum(not alive for alive in asked) > len(asked) / 3
 
@@ -238,13 +238,13 @@ def test_only_tiles_without_weight_are_skipped(monkeypatch):
     w = torch.zeros(2, 3, 14)
     w[1, 2, 5] = 1e-30
     w[0, 0, 11] = torch.nan
-    assert [(tile.start, tile.stop, bool(alive)) for tile, alive in chunked._tiles(w)] == [
+    assert [(tile.start, tile.stop, bool(alive)) for tile, alive in chunked._split_tiles(w)] == [
         (0, 4, False),
         (4, 8, True),
         (8, 12, True),
         (12, 14, True),  # the last is not asked
     ]
-    assert [tile for tile, _ in chunked._tiles(w[..., :4])] == [slice(0, 4)]
+    assert [tile for tile, _ in chunked._split_tiles(w[..., :4])] == [slice(0, 4)]
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ class TestPoison:
     """What nobody sees may hold NaN or inf, as uninitialised padding does."""
 
     def same(self, clean, poisoned, backend, grad=None, poisoned_grad=None):
-        expected, found = everything(clean, backend, grad), everything(poisoned, backend, poisoned_grad)
+        expected, found = run_named(clean, backend, grad), run_named(poisoned, backend, poisoned_grad)
         assert all(x.isfinite().all() for name, x in found.items() if name != "lse")
         assert_same_bits(expected, found)
 
@@ -318,7 +318,7 @@ class TestPoison:
         for x in (poisoned.q, poisoned.k, poisoned.v):
             x[:, :, 5:14] = poison
         others = [*range(5), *range(14, 24)]
-        expected, found = everything(case, backend), everything(poisoned, backend)
+        expected, found = run_named(case, backend), run_named(poisoned, backend)
         for name in ("out", "dq", "dk", "dv"):
             assert torch.equal(expected[name][:, :, others], found[name][:, :, others])
             assert found[name][:, :, others].isfinite().all()
@@ -329,7 +329,7 @@ class TestPoison:
 def test_rows_whose_keys_are_masked_are_zero(backend, sign):
     case = draw(18, sign=sign, length=12, threshold="constant", batch=2).to(torch.float32)
     case.options["key_mask"] = torch.arange(12).expand(2, -1) >= torch.tensor([[12], [5]])
-    assert_rows_are_zero(everything(case, backend))
+    assert_rows_are_zero(run_named(case, backend))
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -337,7 +337,7 @@ def test_rows_without_keys_are_zero(backend, sign):
     case = draw(18, sign=sign, length=12, threshold="constant", batch=2).to(torch.float32)
     case = replace(case, q=case.q[:, :, 1:])
     case.options["kv_lengths"] = torch.tensor([0, 6])
-    assert_rows_are_zero(everything(case, backend))
+    assert_rows_are_zero(run_named(case, backend))
 
 
 def assert_rows_are_zero(found):
@@ -353,7 +353,7 @@ def assert_rows_are_zero(found):
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
 def test_decode_equals_the_tail_of_the_full_forward(rows, threshold, backend):
     case = draw(19, threshold=threshold, length=21, batch=1, group=2, bias_width=6, renormalise=True)
-    case = case.to(widest(backend))
+    case = case.to(widest_dtype(backend))
     close = tolerance(case)
     full, full_stats, _ = run(case, backend)
     tail, tail_stats, _ = run(replace(case, q=case.q[:, :, -rows:]), backend)
@@ -369,30 +369,30 @@ def test_decode_equals_the_tail_of_the_full_forward(rows, threshold, backend):
 
 def test_packed_documents_equal_documents_alone(backend):
     case = draw(20, layout="packed", threshold="per_token", length=40, bias_width=5, slopes=True)
-    case = case.to(widest(backend))
+    case = case.to(widest_dtype(backend))
     close = tolerance(case)
     packed, _, _ = run(case, backend)
     cuts = case.options["cu_seqlens"].tolist()
     for start, end in pairwise(cuts):
         if start < end:
             parts = (x[:, :, start:end] for x in (case.q, case.k, case.v))
-            alone, _, _ = run(Case(*parts, case.tau, case.bias, without(case, "cu_seqlens").options), backend)
+            alone, _, _ = run(Case(*parts, case.tau, case.bias, drop_options(case, "cu_seqlens").options), backend)
             torch.testing.assert_close(packed[:, :, start:end], alone, **close)
 
 
 def test_expanded_output_gradient(backend):
-    case = draw(21, length=20, bias_width=5, group=2).to(torch.float32).on(device_of(backend))
+    case = draw(21, length=20, bias_width=5, group=2).to(torch.float32).to_device(device_for(backend))
     ones = torch.ones_like(case.q)
     expanded = ones[:1, :1, :1, :1].expand(case.q.shape)
     assert expanded.stride() == (0, 0, 0, 0)
-    assert_same_bits(everything(case, backend, ones), everything(case, backend, expanded))
+    assert_same_bits(run_named(case, backend, ones), run_named(case, backend, expanded))
 
 
 # Small matrix products of the CPU round differently where strides do.
 @only("reference", "chunked", "triton-small", "triton")
 def test_strided_inputs(backend):
     case = draw(22, length=20, bias_width=5, slopes=True, threshold="per_token", group=2, kv_heads=2)
-    case = case.to(torch.float32).on(device_of(backend))
+    case = case.to(torch.float32).to_device(device_for(backend))
     strided = replace(
         case,
         **{name: getattr(case, name).transpose(1, 2).contiguous().transpose(1, 2) for name in "qk"},
@@ -401,14 +401,14 @@ def test_strided_inputs(backend):
         bias=torch.stack([case.bias, case.bias], -1)[..., 0],
     )
     assert not any(x.is_contiguous() for x in (strided.q, strided.k, strided.v, strided.tau, strided.bias))
-    assert_same_bits(everything(case, backend), everything(strided, backend))
+    assert_same_bits(run_named(case, backend), run_named(strided, backend))
 
 
 @only("reference", "chunked", "triton-small")
 def test_expanded_inputs(backend):
     """Heads, sequences and columns of stride 0; fewer columns than a tile, W and window beyond all keys."""
     case = draw(61, length=20, group=2, width=5, bias_width=40, slopes=True, window=99).to(torch.float32)
-    case = case.on(device_of(backend))
+    case = case.to_device(device_for(backend))
 
     def one_for_all(x):
         return x[(slice(0, 1), slice(0, 1), slice(None), slice(0, 1))[: x.dim()]].expand_as(x)
@@ -419,27 +419,27 @@ def test_expanded_inputs(backend):
         for each in (leaves, {name: x.contiguous() for name, x in leaves.items()})
     )
     assert 0 in expanded.k.stride()
-    assert_same_bits(everything(copies, backend), everything(expanded, backend))
+    assert_same_bits(run_named(copies, backend), run_named(expanded, backend))
 
 
 def test_second_call_has_the_same_bits(backend):
     case = draw(23, length=40, bias_width=20, slopes=True, threshold="per_token", group=2, batch=1).to(torch.float32)
-    first = everything(case, backend)
+    first = run_named(case, backend)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)  # accumulation in no fixed order shows only with threads
-        several = [everything(case, backend) for _ in range(5 if backend == "chunked" else 2)]
+        several = [run_named(case, backend) for _ in range(5 if backend == "chunked" else 2)]
     finally:
         torch.set_num_threads(threads)
     for again in several[1:]:
         assert_same_bits(several[0], again)
-    assert_same_bits(first, everything(case, backend))
+    assert_same_bits(first, run_named(case, backend))
 
 
 def test_autocast_casts_q_k_v_alone(backend):
-    drawn, device = draw(24, length=20, bias_width=5), device_of(backend)
-    full, half = (drawn.to(dtype).on(device) for dtype in (torch.float32, torch.bfloat16))
-    expected = everything(half, backend, torch.ones_like(half.q))
+    drawn, device = draw(24, length=20, bias_width=5), device_for(backend)
+    full, half = (drawn.to(dtype).to_device(device) for dtype in (torch.float32, torch.bfloat16))
+    expected = run_named(half, backend, torch.ones_like(half.q))
     leaves = {name: x.requires_grad_() for name, x in full.leaves().items()}
     with torch.autocast(device, dtype=torch.bfloat16):
         out = lazy_attention(**leaves, backend=backend)
@@ -527,7 +527,7 @@ class TestCompiled:
         opcheck(chunked._forward, (*call, False))
         dlse = torch.zeros(case.q.shape[:3])
         for rest in ((None, False), (dlse, case.bias is not None)):
-            opcheck(chunked._backward, (*call, noise(case).to(case.q), *rest))
+            opcheck(chunked._backward, (*call, make_noise(case).to(case.q), *rest))
 
     def test_second_derivatives_are_refused(self):
         case = draw(45, length=15).to(torch.float32)

@@ -51,7 +51,7 @@ def test_default_configurations(tmp_path):
     for row in rows:
         must_hold(row)
         if row["target"] == 90:  # the generation that the defaults are chosen for
-            assert compiled.looped_spills(row) == 0, row
+            assert compiled.count_loop_spills(row) == 0, row
 
 
 @pytest.mark.long
@@ -59,7 +59,7 @@ def test_every_configuration(tmp_path):
     for row in report([64, 80, 256], True, ["bf16", "fp32"], tmp_path):  # a width for each list of configurations
         must_hold(row)
         if row["target"] == 90 and row["dtype"] != "fp32" and row["width"] <= 128 and is_default(row):
-            assert compiled.looped_spills(row) == 0, row
+            assert compiled.count_loop_spills(row) == 0, row
 
 
 @pytest.mark.long
@@ -67,7 +67,9 @@ def test_every_configuration(tmp_path):
 def test_a_renormalised_query_gradient_need_not_spill(width, tmp_path):
     """Its third accumulator is too much for the default blocks; others of the list hold it."""
     rows = report([width], True, ["bf16"], tmp_path, renormalise=True)
-    spills = [compiled.looped_spills(row) for row in rows if (row["kernel"], row["target"]) == ("query_gradient", 90)]
+    spills = [
+        compiled.count_loop_spills(row) for row in rows if (row["kernel"], row["target"]) == ("query_gradient", 90)
+    ]
     assert 0 in spills, spills
 
 
@@ -80,12 +82,14 @@ def is_default(row: dict[str, Any]) -> bool:
 
 
 def test_products_of_a_tile():
-    full, none = ({kind: compiled.products("forward+backward", kind, f) for kind in ("softmax", "lazy", "authors")}
-                  for f in (1, 0))  # fmt: skip
+    full, none = (
+        {kind: compiled.count_products("forward+backward", kind, f) for kind in ("softmax", "lazy", "authors")}
+        for f in (1, 0)
+    )
     assert full == {"softmax": 7, "lazy": 11, "authors": 12}
     assert none == {"softmax": 7, "lazy": 5, "authors": 12}
-    assert compiled.products("forward", "lazy", 0.5) == 2
-    text = compiled.cost_model()
+    assert compiled.count_products("forward", "lazy", 0.5) == 2
+    text = compiled.format_cost_model()
     assert "| forward+backward | flash_lazy | 5 + 6 f | 11 | 9.2 | 7.4 | 5.6 | 5 |" in text
 
 
@@ -96,7 +100,7 @@ def test_bytes_are_those_of_the_launched_tensors(width):
     for name in compiled.MOVED:
         tensors = compiled.launch_arguments(name, torch.bfloat16, width).items()
         sizes = [x.numel() * x.element_size() for key, x in tensors if isinstance(x, torch.Tensor) and key not in small]
-        assert sum(sizes) == compiled.moved_bytes(name, width)
+        assert sum(sizes) == compiled.count_moved_bytes(name, width)
     rows, buffers = 4 * 4 * 16 * 4096, compiled.buffer_bytes(width)
     assert buffers["softmax"] / 2 == buffers["delta"] == buffers["survivors"] == rows
     blocks = configurations.CONFIGURATIONS["forward"][2][width]
@@ -118,7 +122,7 @@ def test_a_default_configuration_compiles_within_its_limits():
     assert 0 < found["shared"] <= compiled.SHARED_LIMITS[90]
     assert 32 <= found["registers"] <= 255
     assert found["instructions"] == ["wgmma"]
-    assert compiled.looped_spills(found) == 0
+    assert compiled.count_loop_spills(found) == 0
 
 
 def test_compiling_needs_a_process_that_does_not_interpret(monkeypatch):
@@ -159,8 +163,8 @@ def test_the_compiled_table_shows_limits_and_failures():
         "blocks": {"m": 128, "n": 64, "warps": 8, "stages": 3},
     }
     loops = compiled.Loop(275, 2, 2, 0)._asdict(), compiled.Loop(524, 40, 2, 3)._asdict()
-    good = row | compiled.Compiled(170 * 1024, 255, 16, loops, ("mma.sync",), False)._asdict()
-    text = compiled.table([good, row | {"target": 100, "failed": "PassError: a | b"}])
+    good = row | compiled.CompiledKernel(170 * 1024, 255, 16, loops, ("mma.sync",), False)._asdict()
+    text = compiled.format_table([good, row | {"target": 100, "failed": "PassError: a | b"}])
     assert "| sm_80 | 128 x 64, 8, 3 | 170.0 (over) | 163 | no | 255 | 16 | 3 | mma.sync | 275 (2), 524 (40) |" in text
     assert "failed" in text.splitlines()[-1]
     assert {line.count("|") for line in text.splitlines()} == {14}
@@ -187,6 +191,6 @@ def test_the_schedule_follows_from_the_counts():
     products = (plain + near) * 4 * 64 * 64 * 64 / 2048 * cycle
     issue = (plain * 400 + near * 800) * cycle
     figures = f"| 1 | {products:.2f} | {(plain + near) * 256 * cycle:.2f} | {issue:.2f} |"
-    text = compiled.schedule([row, row | {"dtype": "fp32"}, row | {"kernel": "decode_values"}])
+    text = compiled.format_schedule([row, row | {"dtype": "fp32"}, row | {"kernel": "decode_values"}])
     assert f"| query_gradient | 64 | 64 x 64, 4 {figures} {issue:.2f} to {products + issue:.2f} |\n" in text
     assert text.count("query_gradient") == 1

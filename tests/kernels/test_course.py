@@ -13,7 +13,7 @@ import pytest
 import torch
 import without_gpu
 from triton.runtime.autotuner import Autotuner, Config
-from without_gpu import POINTS, point
+from without_gpu import POINTS, make_point
 
 from bench import __main__ as command
 from bench import compiled, course, device, provenance, results, timing, tuning
@@ -21,9 +21,9 @@ from bench.__main__ import main
 from bench.course import Course
 from bench.gate import GATE
 from bench.points import DECODE, FORWARD, FULL, GUARDS, QUICK, TRAINING
-from bench.results import plots, tables
+from bench.results import format_tables, write_plots
 from bench.timing import measure, measure_ceilings, share_of_ceiling, take_turns
-from bench.worker import _CONTEXT, GpuWorker, Outcome
+from bench.worker import _CONTEXT, GpuWorker, TaskOutcome
 from flash_lazy.fused import configurations
 
 
@@ -52,25 +52,25 @@ def test_what_breaks_the_device_is_not_survived(monkeypatch):
         monkeypatch.setattr(device, "DEVICE", torch.device("meta"))
         raise RuntimeError("an illegal memory access was encountered")
 
-    assert not device.broken()
+    assert not device.is_broken()
     with pytest.raises(RuntimeError, match="illegal memory access"):
         take_turns({"bad": [breaks]}, 5)
-    assert device.broken()
+    assert device.is_broken()
 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_inputs_are_copied_until_they_leave_the_cache():
-    assert device.copies(1_000_000) == 1
-    assert device.copies(100_000) == 3
-    assert device.copies(99_999) == 4
-    assert device.copies(2**30) == 1  # no more than half the free memory holds
+    assert device.count_copies(1_000_000) == 1
+    assert device.count_copies(100_000) == 3
+    assert device.count_copies(99_999) == 4
+    assert device.count_copies(2**30) == 1  # no more than half the free memory holds
 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_a_point_is_measured(monkeypatch):
     """Every peer has its figures or a reason; what is said of the values is that of the first peer's."""
-    monkeypatch.setattr(tuning, "chosen", lambda: {"forward": "some blocks"})
-    found = measure(point(TRAINING), "chunked", None, {"eager": "why"}, rounds=2)
+    monkeypatch.setattr(tuning, "list_chosen_blocks", lambda: {"forward": "some blocks"})
+    found = measure(make_point(TRAINING), "chunked", None, {"eager": "why"}, rounds=2)
     assert list(found["cells"]) == list(results.KINDS)
     assert found["copies"] == -(-3 * 100_000 // (4 * 2 * 128 * 16 * 2))
     assert found["cells"]["eager"] == {"not_run": "why"}
@@ -79,7 +79,7 @@ def test_a_point_is_measured(monkeypatch):
     assert ours["peak_bytes"] == 2000
     assert ours["blocks"] == {"forward": "some blocks"}
     assert 0 < ours["milliseconds"]["lower"] <= ours["milliseconds"]["median"] <= ours["milliseconds"]["upper"]
-    decoded = measure(point(DECODE), "chunked", None, {}, rounds=2)["cells"]
+    decoded = measure(make_point(DECODE), "chunked", None, {}, rounds=2)["cells"]
     assert decoded["flash_lazy"]["difference"] == 0
     assert 0 < decoded["eager"]["difference"] < 0.01
     assert "difference" not in decoded["SDPA MATH"]
@@ -122,10 +122,10 @@ def test_blocks_are_timed_anew_at_every_point(monkeypatch):
     tuner.run(size=4096)
     names = [f"BLOCK_M {m}, BLOCK_N 32, 8 warps, 2 stages" for m in times]
     found = dict(zip(names, (0.5, 0.25, None), strict=True))
-    assert tuning.chosen() == {"query_gradient": {"blocks": names[1], "milliseconds": found}}
+    assert tuning.list_chosen_blocks() == {"query_gradient": {"blocks": names[1], "milliseconds": found}}
     times[64] = [0.125] * 3
     tuning.watch()
-    assert tuning.chosen() == {}
+    assert tuning.list_chosen_blocks() == {}
     tuner.run(size=4096)  # the next peer of the point, and the turns that all of them take
     tuning.forget()
     tuner.run(size=4096)
@@ -137,7 +137,7 @@ def test_every_choice_of_a_list_can_be_taken():
     given = configurations.choices("forward", q)
     taken = []
     for index in range(4):
-        with tuning.choice(index):
+        with tuning.use_choice(index):
             assert not configurations.AUTOTUNE
             taken.append(configurations.choices("forward", q)[0])
             assert sorted(configurations.choices("forward", q)) == sorted(given)
@@ -228,29 +228,29 @@ def test_a_hang_costs_its_peer(monkeypatch, tmp_path):
 
 def test_what_the_time_does_not_allow_is_left_for_the_next_command(monkeypatch, tmp_path, capsys):
     at = Course(tmp_path, POINTS, "chunked", None, 1.0, False)
-    at.result = results.opened(tmp_path, {}, fresh=False)
-    late = Outcome(None, "took longer than 1 s and was killed", "eager", ended=True, late=True)
+    at.result = results.open_results(tmp_path, {}, fresh=False)
+    late = TaskOutcome(None, "took longer than 1 s and was killed", "eager", ended=True, late=True)
     at.end = time.monotonic() - 2 * course.GRACE_SECONDS
-    assert at.allowed(100.0) == 1.0
+    assert at.limit_seconds(100.0) == 1.0
     at.measure(SimpleNamespace(run=lambda *_: late), POINTS[0], "title")
     assert capsys.readouterr().out == "title: the time was used up (--minutes)\n"
-    monkeypatch.setattr(course, "side_by_side", lambda tasks, *_: [(name, late) for name in tasks])
-    at.check(["bf16, D = 64"])
+    monkeypatch.setattr(course, "run_in_parallel", lambda tasks, *_: [(name, late) for name in tasks])
+    at.check_cases(["bf16, D = 64"])
     at.compile_ahead(POINTS)
-    assert at.result == results.opened(tmp_path, {}, fresh=False)
+    assert at.result == results.open_results(tmp_path, {}, fresh=False)
 
 
 def test_every_configuration_is_compiled_ahead(monkeypatch, tmp_path, capsys):
     def compiled_with(tasks, *_):
         for key, task in tasks.items():
             asked.append((str(task.args[0]), *task.args[2:]))
-            yield key, Outcome(None, "PassError: no" if len(asked) == 3 else None)
+            yield key, TaskOutcome(None, "PassError: no" if len(asked) == 3 else None)
 
     asked = []
     monkeypatch.setattr(configurations, "AUTOTUNE", True)
-    monkeypatch.setattr(course, "side_by_side", compiled_with)
+    monkeypatch.setattr(course, "run_in_parallel", compiled_with)
     at = Course(tmp_path, POINTS, "chunked", None, None, False)
-    at.result = results.opened(tmp_path, {}, fresh=False)
+    at.result = results.open_results(tmp_path, {}, fresh=False)
     at.compile_ahead([*QUICK[:2], *(p for p in QUICK if p.operation == DECODE)])  # decoding has one choice
     assert asked == [(str(QUICK[0]), index, skip) for index in range(4) for skip in (True, False)]
     assert capsys.readouterr().out == "compiled ahead: 7 of 8 choices; PassError: no\n"
@@ -261,18 +261,18 @@ def test_a_peer_that_ended_two_processes_is_left_out(tmp_path):
     ended = {"cells": {}, "ended": ["eager"]}
     decodes = [p for p in FULL if p.operation == DECODE]
     at.result = {"points": {str(p): ended | {"point": p._asdict()} for p in (*decodes[:2], QUICK[0])}}
-    assert at.struck(DECODE) == {"eager": "it ended the process at 2 other points"}
-    assert at.struck(FORWARD) == {}
+    assert at.find_struck_peers(DECODE) == {"eager": "it ended the process at 2 other points"}
+    assert at.find_struck_peers(FORWARD) == {}
 
 
 def test_a_point_that_no_peer_is_to_blame_for_is_lost_and_tried_again_last(tmp_path, capsys):
     at = Course(tmp_path, POINTS, "chunked", None, None, False)
-    at.result = results.opened(tmp_path, {}, fresh=False)
-    outcome = Outcome(None, "the process died with status -11", "taking turns", ended=True)
+    at.result = results.open_results(tmp_path, {}, fresh=False)
+    outcome = TaskOutcome(None, "the process died with status -11", "taking turns", ended=True)
     at.measure(SimpleNamespace(run=lambda *_: outcome), POINTS[0], "title")
     assert at.result["points"][FIRST]["lost"] == "the process died with status -11 (taking turns)"
     assert "title: lost: the process died" in capsys.readouterr().out
-    assert at.todo() == [POINTS[1], POINTS[2], POINTS[0]]
+    assert at.list_missing_points() == [POINTS[1], POINTS[2], POINTS[0]]
     assert f"- {FIRST}: lost: the process died with status -11" in (tmp_path / "bench.md").read_text()
 
 
@@ -321,13 +321,13 @@ def test_results_that_cannot_be_continued_are_refused_in_one_line(tmp_path):
     for text in ("{", "[]", '{"made": 3}', "{}"):
         (tmp_path / "bench.json").write_text(text)
         with pytest.raises(
-            results.Refused, match=r"^.*bench\.json is no result of this command \([^\n]*--fresh[^\n]*$"
+            results.RefusedError, match=r"^.*bench\.json is no result of this command \([^\n]*--fresh[^\n]*$"
         ):
-            results.opened(tmp_path, made, fresh=False)
-    assert results.opened(tmp_path, made, fresh=True)["points"] == {}
+            results.open_results(tmp_path, made, fresh=False)
+    assert results.open_results(tmp_path, made, fresh=True)["points"] == {}
     (tmp_path / "bench.json").write_text(json.dumps({"made": {"source": "a"}}))
-    with pytest.raises(results.Refused, match="was made with GPU none; now it is one"):
-        results.opened(tmp_path, made, fresh=False)
+    with pytest.raises(results.RefusedError, match="was made with GPU none; now it is one"):
+        results.open_results(tmp_path, made, fresh=False)
 
 
 def test_a_gpu_that_cannot_be_used_is_reported(tmp_path, capsys):
@@ -398,7 +398,7 @@ def made_up(points=FULL, red_share=None):
 
 
 def test_the_tables_show_every_cell():
-    text = tables(made_up(), FULL)
+    text = format_tables(made_up(), FULL)
     shapes = len({p.shape for p in FULL})
     assert text.count("\n## ") == shapes + 2  # what was not run, and the blocks
     assert (
@@ -413,15 +413,15 @@ def test_the_tables_show_every_cell():
 
 
 def test_plots_are_drawn(tmp_path):
-    assert plots(made_up(QUICK[1:], red_share=0.6), tmp_path) is None
+    assert write_plots(made_up(QUICK[1:], red_share=0.6), tmp_path) is None
     assert {path.name for path in tmp_path.iterdir()} == {"roofline.png", "sparsity.png", "decode.png"}
 
 
 def test_plots_are_left_out_without_matplotlib_or_points(tmp_path, monkeypatch):
     nothing = made_up() | {"points": {}}
-    assert plots(nothing, tmp_path) == "the plots were left out: nothing that they show was measured"
+    assert write_plots(nothing, tmp_path) == "the plots were left out: nothing that they show was measured"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert plots(made_up(), tmp_path) == "the plots were left out: matplotlib is not installed"
+    assert write_plots(made_up(), tmp_path) == "the plots were left out: matplotlib is not installed"
     assert not list(tmp_path.iterdir())
 
 
@@ -443,7 +443,7 @@ def test_the_share_of_the_ceiling_follows_from_share_and_time():
 def test_on_a_cpu_costs_and_compiled_kernels_are_printed(monkeypatch, capsys, tmp_path):
     blocks = {"m": 64, "n": 64, "warps": 4, "stages": 2}
     row = {"kernel": "forward", "dtype": "bf16", "width": 64, "target": 90, "blocks": blocks}
-    row |= compiled.Compiled(1024, 99, 0, (), ("wgmma",), True)._asdict()
+    row |= compiled.CompiledKernel(1024, 99, 0, (), ("wgmma",), True)._asdict()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     out = tmp_path / "new" / "kernels"
     monkeypatch.setattr(configurations, "INTERPRETED", True)

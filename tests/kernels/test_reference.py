@@ -6,7 +6,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kernel_cases import THRESHOLDS, Case, device_of, draw, naive, pairwise_cover, run, small_blocks, tolerance, widest
+from kernel_cases import (
+    THRESHOLDS,
+    Case,
+    device_for,
+    draw,
+    naive_attention,
+    pairwise_cover,
+    run,
+    tolerance,
+    use_small_blocks,
+    widest_dtype,
+)
 from torch.nn.functional import scaled_dot_product_attention
 
 from flash_lazy import attention_weights, lazy_attention
@@ -33,7 +44,7 @@ COVER = pairwise_cover(
 @pytest.mark.parametrize("setting", COVER, ids=str)
 def test_equals_row_by_row_loops(setting):
     case = draw(1, **setting).to(torch.float64)
-    expected, expected_stats, _ = naive(case)
+    expected, expected_stats, _ = naive_attention(case)
     out, stats, _ = run(case, "reference")
     np.testing.assert_allclose(out, expected, rtol=1e-12, atol=1e-13)
     for name, mine, theirs in zip(stats._fields, stats, expected_stats, strict=True):
@@ -61,7 +72,7 @@ def test_gradcheck(threshold, sign, renormalise, bias):
 @pytest.fixture(params=["reference", "chunked", "triton"])
 def backend(request, monkeypatch):
     if request.param == "triton":
-        small_blocks(monkeypatch, 16, 16)
+        use_small_blocks(monkeypatch, 16, 16)
     return request.param
 
 
@@ -72,7 +83,7 @@ class TestClosedForms:
     @pytest.mark.parametrize("renormalise", [False, True])
     def test_zero_tau_is_softmax_attention(self, backend, threshold, renormalise):
         case = draw(3, threshold=threshold, renormalise=renormalise, group=2, length=17)
-        case = replace(case, tau=0 * case.tau).to(widest(backend))
+        case = replace(case, tau=0 * case.tau).to(widest_dtype(backend))
         out, stats, _ = run(case, backend)
         expected = scaled_dot_product_attention(case.q, case.k, case.v, is_causal=True, enable_gqa=True)
         torch.testing.assert_close(out, expected, **tolerance(case))
@@ -80,7 +91,7 @@ class TestClosedForms:
         assert stats.zeros.count_nonzero() == 0
 
     def test_row_mass_is_the_total_variation_from_uniform(self, backend):
-        case = draw(4, length=40).to(widest(backend))
+        case = draw(4, length=40).to(widest_dtype(backend))
         _, stats, _ = run(Case(case.q, case.k, case.v, torch.ones_like(case.tau), None, case.options), backend)
         scores = (case.q @ case.k.mT / math.sqrt(case.q.shape[-1])).masked_fill(torch.ones(40, 40).triu(1).bool(), -1e9)
         uniform = torch.ones(40, 40).tril() / torch.arange(1, 41)[:, None]
@@ -88,7 +99,7 @@ class TestClosedForms:
         torch.testing.assert_close(stats.mass, distance.to(stats.mass), rtol=1e-6, atol=1e-7)
 
     def test_first_row_at_tau_one_is_zero_and_so_is_its_gradient(self, backend):
-        case = draw(5, length=9).to(widest(backend))
+        case = draw(5, length=9).to(widest_dtype(backend))
         case = Case(case.q, case.k, case.v, torch.ones_like(case.tau), None, case.options)
         first_only = torch.zeros_like(case.q)
         first_only[:, :, 0] = 1
@@ -100,8 +111,10 @@ class TestClosedForms:
     def test_gaussian_scores(self, backend, sigma, monkeypatch):
         keys = 1_000_000
         if backend == "triton":
-            small_blocks(monkeypatch, 16, 16 if torch.cuda.is_available() else 2**14)  # a tile costs milliseconds there
-        k = sigma * torch.randn(1, 1, keys, 1, generator=torch.Generator().manual_seed(0)).to(device_of(backend))
+            use_small_blocks(
+                monkeypatch, 16, 16 if torch.cuda.is_available() else 2**14
+            )  # a tile costs milliseconds there
+        k = sigma * torch.randn(1, 1, keys, 1, generator=torch.Generator().manual_seed(0)).to(device_for(backend))
         one = torch.ones_like(k[:, :, :1])
         _, stats = lazy_attention(one, k, k, one.flatten(), scale=1.0, backend=backend, return_stats=True)
         below = 0.5 * (1 + math.erf(sigma / 2 / math.sqrt(2)))
@@ -120,8 +133,8 @@ class TestClosedForms:
 
 def test_ties_are_zero(backend):
     """Equal scores at tau = 1 put every p on theta: 0 in the reference, a rounding at most elsewhere."""
-    for dtype in {torch.float32, widest(backend)}:
-        v = torch.randn(1, 1, 300, 4, generator=torch.Generator().manual_seed(0)).to(device_of(backend), dtype)
+    for dtype in {torch.float32, widest_dtype(backend)}:
+        v = torch.randn(1, 1, 300, 4, generator=torch.Generator().manual_seed(0)).to(device_for(backend), dtype)
         q, tau = torch.zeros_like(v), torch.ones(1, dtype=dtype, device=v.device)
         bound = 0 if backend == "reference" else 4 * torch.finfo(dtype).eps * v.abs().max()
         assert lazy_attention(q, q, v, tau, backend=backend).abs().max() <= bound

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import device_of
+from kernel_cases import device_for
 
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias
 from lit_lazy.config.canonical import replace_at
@@ -13,7 +13,7 @@ from lit_lazy.training.module import LitLM
 
 pytest.importorskip("triton", reason="the fused kernels need triton, which is for Linux")
 
-DEVICE = device_of("triton")
+DEVICE = device_for("triton")
 VOCABULARY, CONTEXT = 16, 16
 TINY = RunConfig(
     Backcopy(vocab_size=VOCABULARY, context_length=CONTEXT, train_sequences=48, validation_sequences=16),

@@ -14,19 +14,19 @@ from kernel_cases import (
     Case,
     RoundedProducts,
     assert_same_bits,
-    device_of,
+    device_for,
     draw,
+    drop_options,
     eager_errors,
-    everything,
-    finite,
+    elementwise_max,
     flash_errors,
-    largest,
-    measured,
-    noise,
+    make_noise,
+    measure_errors,
     pairwise_cover,
-    small_blocks,
+    replace_infinite,
+    run_named,
     tolerance,
-    without,
+    use_small_blocks,
 )
 from torch.library import opcheck
 
@@ -36,9 +36,9 @@ from flash_lazy.inputs import LEAVES, Call
 
 pytest.importorskip("triton", reason="the fused kernels need triton, which is for Linux")
 from flash_lazy.fused import decode
-from flash_lazy.fused.launch import balanced_programs, makespan
+from flash_lazy.fused.launch import balance_programs, makespan
 
-DEVICE = device_of("triton")
+DEVICE = device_for("triton")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 AXES = {
@@ -93,24 +93,26 @@ def assert_equals_reference(setting, dtype, seed=31, mean=0.0):
     found = errors_of_a_draw(setting, dtype, seed, mean)
     if found.too_large():
         for another in range(4):
-            found = found.pooled(errors_of_a_draw(setting, dtype, 1000 + another, mean))
+            found = found.merge(errors_of_a_draw(setting, dtype, 1000 + another, mean))
     assert not found.too_large(), found.too_large()
 
 
 def errors_of_a_draw(setting, dtype, seed, mean):
     drawn = draw(seed, mean=mean, **setting)
-    grad = noise(drawn, mean)
-    exact = everything(drawn.to(torch.float64), "reference", grad)
-    found = everything(drawn.to(dtype), "triton", grad)
+    grad = make_noise(drawn, mean)
+    exact = run_named(drawn.to(torch.float64), "reference", grad)
+    found = run_named(drawn.to(dtype), "triton", grad)
     eager, flash = allowed(drawn, dtype, exact, grad)
     if setting["length"] < 63 or setting.get("window") == 1:
         # Rows of one or two keys round too seldom, and their gradients cancel: judge them by rows of three.
         more = draw(seed, mean=mean, **setting | {"length": max(63, setting["length"]), "window": 3})
-        more_grad = noise(more, mean)
-        others = allowed(more, dtype, everything(more.to(torch.float64), "reference", more_grad), more_grad)
-        eager, flash = largest(eager, others[0]), largest(flash, others[1])
+        more_grad = make_noise(more, mean)
+        others = allowed(more, dtype, run_named(more.to(torch.float64), "reference", more_grad), more_grad)
+        eager, flash = elementwise_max(eager, others[0]), elementwise_max(flash, others[1])
     cancelled = dtype == torch.float32 or setting.get("window") == 1
-    return measured(found, exact, eager, flash, one_key_rounding(drawn, dtype, exact, grad) if cancelled else None)
+    return measure_errors(
+        found, exact, eager, flash, one_key_rounding(drawn, dtype, exact, grad) if cancelled else None
+    )
 
 
 def one_key_rounding(case, dtype, exact, grad):
@@ -119,10 +121,12 @@ def one_key_rounding(case, dtype, exact, grad):
     In dq p dp k and delta k, rounded for their products; in dk and dbias dp and delta, each computed by a kernel of its
     own; in dv the weight over the mass.
     """
-    level = replace(without(case, "slopes"), q=0 * case.q, bias=None)
-    seen = finite(everything(level.to(torch.float64), "reference")["lse"]).exp().round()  # equal scores: log of a count
+    level = replace(drop_options(case, "slopes"), q=0 * case.q, bias=None)
+    seen = (
+        replace_infinite(run_named(level.to(torch.float64), "reference")["lse"]).exp().round()
+    )  # equal scores: log of a count
     renormalise = case.options["renormalise"]
-    mass = finite(exact["mass"])
+    mass = replace_infinite(exact["mass"])
     alive = (mass > 0) & (seen == 1)
     if not alive.any():
         return None
@@ -145,17 +149,17 @@ def one_key_rounding(case, dtype, exact, grad):
     ids=["plain", "ragged", "packed"],
 )
 def test_gradients_of_the_log_sum_exp(setting, renormalise, monkeypatch):
-    small_blocks(monkeypatch, 32, 16)
+    use_small_blocks(monkeypatch, 32, 16)
     found = None
     for seed in range(31, 36):  # as in `assert_equals_reference`: the largest errors over five draws decide
         drawn = draw(seed, length=65, width=16, batch=1, renormalise=renormalise, **setting)
-        grad, generator = noise(drawn), torch.Generator().manual_seed(seed)
+        grad, generator = make_noise(drawn), torch.Generator().manual_seed(seed)
         dlse = torch.randn(drawn.q.shape[:3], generator=generator)
-        exact = everything(drawn.to(torch.float64), "reference", grad, dlse)
+        exact = run_named(drawn.to(torch.float64), "reference", grad, dlse)
         case = drawn.to(torch.float32)
-        mine = everything(case, "triton", grad, dlse)
-        errors = measured(mine, exact, eager_errors(case, exact, grad, RoundedProducts, dlse))
-        found = errors if found is None else found.pooled(errors)
+        mine = run_named(case, "triton", grad, dlse)
+        errors = measure_errors(mine, exact, eager_errors(case, exact, grad, RoundedProducts, dlse))
+        found = errors if found is None else found.merge(errors)
         if not found.too_large():
             break
     assert not found.too_large(), found.too_large()
@@ -167,7 +171,7 @@ LATER = [pytest.param(setting, marks=pytest.mark.long) for setting in COVER[1::2
 @pytest.mark.parametrize("setting", COVER[::2] + LATER, ids=str)
 def test_equals_reference(setting, monkeypatch):
     rest, block, dtype = split(setting)
-    small_blocks(monkeypatch, *block)
+    use_small_blocks(monkeypatch, *block)
     assert_equals_reference(rest, dtype)
 
 
@@ -175,7 +179,7 @@ def test_equals_reference(setting, monkeypatch):
 @pytest.mark.parametrize("setting", MATRIX, ids=str)
 def test_equals_reference_at_every_length_and_width(setting, monkeypatch):
     rest, block, dtype = split(setting)
-    small_blocks(monkeypatch, *block)
+    use_small_blocks(monkeypatch, *block)
     assert_equals_reference(rest, dtype, seed=32)
 
 
@@ -183,7 +187,7 @@ def test_equals_reference_at_every_length_and_width(setting, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_common_means_cost_no_more_than_in_eager(dtype, renormalise, monkeypatch):
     """Gradients are differences of sums in which k, v and the output's gradient stand with their means."""
-    small_blocks(monkeypatch, 32, 32)
+    use_small_blocks(monkeypatch, 32, 32)
     setting = {"length": 65, "width": 24, "bias_width": 20, "renormalise": renormalise, "batch": 1}
     assert_equals_reference(setting, dtype, mean=3.0)
 
@@ -198,7 +202,7 @@ def sparse(dtype=torch.float32, length=80, rows=None, renormalise=False):
 
 def decoded(case, backend="triton"):
     """The output of a call that needs no gradients and no stats."""
-    on = case.on(device_of(backend))
+    on = case.to_device(device_for(backend))
     with torch.no_grad():
         return lazy_attention(on.q, on.k, on.v, on.tau, on.bias, backend=backend, **on.options).cpu()
 
@@ -220,7 +224,7 @@ def test_rows_of_one_key_are_dead_at_tau_one_in_every_kernel(width, dtype, windo
     case = Case(q, k, v, torch.ones(8), torch.randn(8, 4, generator=generator), {"window": window})
     grad = torch.zeros_like(q)
     grad[:, :, : None if window else 1] = 1  # of the rows that see one key
-    found = everything(case, "triton", grad)
+    found = run_named(case, "triton", grad)
     assert not found["out"][:, :, : None if window else 1].any()
     for name in ("dq", "dk", "dv", "dtau", "dbias"):
         assert not found[name].any(), name
@@ -266,7 +270,7 @@ def test_decoding_takes_three_kernels_and_shares_out_the_keys_that_are_there(mon
 @pytest.mark.parametrize("name", ["q", "k", "tau", "bias", "slopes"])
 def test_nan_comes_through(name, renormalise, decoding, monkeypatch):
     """A model that has diverged is not to pass for one without attention: NaN where the reference has NaN."""
-    small_blocks(monkeypatch, 16, 16)
+    use_small_blocks(monkeypatch, 16, 16)
     case = draw(43, length=40, batch=1, group=2, bias_width=5, slopes=True, renormalise=renormalise).to(torch.float32)
     if decoding:
         case = replace(case, q=case.q[:, :, -3:])
@@ -280,9 +284,9 @@ def test_nan_comes_through(name, renormalise, decoding, monkeypatch):
         tensors = (x.to(DEVICE) for x in (case.q, case.k, case.v, case.tau, case.bias))
         moved = {key: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for key, x in options.items()}
         found = {"out": lazy_attention(*tensors, backend="triton", **moved).cpu()}
-        expected = {"out": everything(case, "reference")["out"]}
+        expected = {"out": run_named(case, "reference")["out"]}
     else:
-        found, expected = (everything(case, backend) for backend in ("triton", "reference"))
+        found, expected = (run_named(case, backend) for backend in ("triton", "reference"))
     assert expected["out"].isnan().any()
     assert decoding or not expected["out"].isnan().all()
     for result in set(expected) & {"out", "mass", "dq", "dk", "dv"}:
@@ -301,7 +305,7 @@ def test_programs_of_the_key_gradient_end_together(length, batches, heads):
     places, block = 264, 64
     costs = tuple(length - at for at in range(0, length, block) for _ in range(batches))
     ideal = max(sum(costs) * heads / places, costs[0])
-    chosen = balanced_programs(places, heads, costs)
+    chosen = balance_programs(places, heads, costs)
     assert makespan(chosen, places, heads, costs) <= 1.125 * ideal
     assert chosen <= max(1, 4 * places / heads)  # each has a partial gradient of the bias
 
@@ -319,36 +323,36 @@ class TestSkipping:
         ],
     )
     def test_changes_no_bit(self, renormalise, dtype, monkeypatch):
-        small_blocks(monkeypatch, 16, 16)
+        use_small_blocks(monkeypatch, 16, 16)
         case, few = sparse(dtype, renormalise=renormalise), sparse(dtype, 400, 2, renormalise)
-        skipping, decoding = everything(case, "triton"), decoded(few)
+        skipping, decoding = run_named(case, "triton"), decoded(few)
         monkeypatch.setattr(configurations, "SKIP_EMPTY_TILES", False)
-        assert_same_bits(skipping, everything(case, "triton"))
+        assert_same_bits(skipping, run_named(case, "triton"))
         assert torch.equal(decoding, decoded(few))
 
     # A NaN among the values shows in the result exactly where their tile is multiplied.
     @pytest.mark.parametrize("rows", [16, 2])
     def test_empty_tiles_are_not_multiplied(self, rows, monkeypatch):
-        small_blocks(monkeypatch, 16, 16)
+        use_small_blocks(monkeypatch, 16, 16)
         case = sparse(length=160, rows=rows)
         poisoned = replace(case, v=case.v.clone())
         poisoned.v[:, :, 64:128] = torch.nan
-        expected, found = everything(case, "triton"), everything(poisoned, "triton")
+        expected, found = run_named(case, "triton"), run_named(poisoned, "triton")
         assert torch.equal(decoded(case), decoded(poisoned))
         assert_same_bits(expected, found)
 
     @pytest.mark.parametrize("rows", [16, 2])
     def test_a_tile_with_one_survivor_is_multiplied(self, rows, monkeypatch):
-        small_blocks(monkeypatch, 16, 16)
+        use_small_blocks(monkeypatch, 16, 16)
         case = sparse(length=160, rows=rows)
         case.k[:, :, 100] = 200 * case.q[:, :, 1] / case.q[:, :, 1].norm(dim=-1, keepdim=True)  # row 1 likes key 100
-        exact = everything(case.to(torch.float64), "reference")["out"]
+        exact = run_named(case.to(torch.float64), "reference")["out"]
         assert (exact[:, :, 1] - case.v[:, :, 100]).abs().max() < 0.1
         torch.testing.assert_close(decoded(case), exact.float(), **tolerance(case))
-        torch.testing.assert_close(everything(case, "triton")["out"], exact.float(), **tolerance(case))
+        torch.testing.assert_close(run_named(case, "triton")["out"], exact.float(), **tolerance(case))
         case.v[:, :, 100] = torch.nan
         assert decoded(case)[:, :, 1].isnan().all()
-        found = everything(case, "triton")
+        found = run_named(case, "triton")
         assert found["out"][:, :, 1].isnan().all()
         assert found["dq"][:, :, 1].isnan().all()
 
@@ -364,16 +368,16 @@ def poisoned_buffers():
 
 @pytest.mark.parametrize("layout", ["plain", "ragged", "packed"])
 def test_buffers_need_no_initial_values(layout, monkeypatch, request):
-    small_blocks(monkeypatch, 16, 32)
+    use_small_blocks(monkeypatch, 16, 32)
     case = draw(33, length=40, width=24, layout=layout, bias_width=9, slopes=True, renormalise=True, window=30)
     case = case.to(torch.float32)
     few = replace(case, q=case.q[:, :, -2:]) if layout != "packed" else case
-    expected, tail = everything(case, "triton"), decoded(few)
+    expected, tail = run_named(case, "triton"), decoded(few)
     request.getfixturevalue("poisoned_buffers")
     assert torch.empty(3).isnan().all()
     assert torch.empty_like(case.q).isnan().all()
     assert case.q.new_empty(3, dtype=torch.int32).min() == torch.iinfo(torch.int32).max
-    assert_same_bits(expected, everything(case, "triton"))
+    assert_same_bits(expected, run_named(case, "triton"))
     assert torch.equal(tail, decoded(few))
 
 
@@ -402,7 +406,7 @@ class TestAddresses:
     @pytest.mark.parametrize("name", ["k", *(pytest.param(x, marks=pytest.mark.long) for x in ("q", "v", "grad"))])
     @pytest.mark.parametrize("axis", STRIDES)
     def test_far_apart(self, axis, name, vast, monkeypatch):
-        small_blocks(monkeypatch, 64, 64)
+        use_small_blocks(monkeypatch, 64, 64)
         shape, strides = STRIDES[axis]
         q, k, v, grad = torch.randn(4, *shape, 16, generator=torch.Generator().manual_seed(1)).half().to(DEVICE)
         case = Case(q, k, v, torch.ones(shape[1]), None, {})
@@ -410,7 +414,7 @@ class TestAddresses:
         far.copy_(grad if name == "grad" else getattr(case, name))
         assert (far.data_ptr() - far[-1, -1, -1].data_ptr()) / 2 <= -(2**31)
         away = (case, far) if name == "grad" else (replace(case, **{name: far}), grad)
-        assert_same_bits(everything(case, "triton", grad), everything(away[0], "triton", away[1]))
+        assert_same_bits(run_named(case, "triton", grad), run_named(away[0], "triton", away[1]))
         if name != "grad":
             few = [replace(x, q=x.q[:, :, -1:]) for x in (case, away[0])]
             assert torch.equal(*map(decoded, few))
@@ -420,14 +424,14 @@ class TestLayouts:
     """Views that share elements, or skip them: the same results as from copies."""
 
     def test_lengths_and_boundaries_with_strides(self, monkeypatch):
-        small_blocks(monkeypatch, 16, 16)
+        use_small_blocks(monkeypatch, 16, 16)
         ragged = draw(36, layout="ragged", length=40, bias_width=5).to(torch.float32)
         packed = draw(37, layout="packed", length=40, bias_width=5).to(torch.float32)
         for case, name in ((ragged, "kv_lengths"), (packed, "cu_seqlens")):
             column = torch.stack([case.options[name], case.options[name] * 0], -1)[:, 0]
             assert not column.is_contiguous()
             strided = replace(case, options=case.options | {name: column})
-            assert_same_bits(everything(case, "triton"), everything(strided, "triton"))
+            assert_same_bits(run_named(case, "triton"), run_named(strided, "triton"))
         same = replace(ragged, q=ragged.q[:, :, -2:], options=ragged.options | {"kv_lengths": torch.tensor([30] * 4)})
         expanded = replace(same, options=same.options | {"kv_lengths": torch.tensor(30).expand(4)})
         assert torch.equal(decoded(same), decoded(expanded))
@@ -435,18 +439,18 @@ class TestLayouts:
     @pytest.mark.parametrize("name", ["q", "k", "v"])
     def test_sliding_views(self, name, monkeypatch):
         """Their rows overlap: stride 1 along both the row and its elements."""
-        small_blocks(monkeypatch, 16, 16)
+        use_small_blocks(monkeypatch, 16, 16)
         view = torch.randn(1, 1, 23, generator=torch.Generator().manual_seed(2)).unfold(-1, 16, 1)
         case = draw(38, length=8, width=16, batch=1).to(torch.float32)
         views, copies = (replace(case, **{name: x}) for x in (view, view.contiguous()))
-        assert_same_bits(everything(copies, "triton"), everything(views, "triton"))
+        assert_same_bits(run_named(copies, "triton"), run_named(views, "triton"))
 
     @pytest.mark.parametrize("window", [2**31 - 1, 2**40])
     def test_a_window_beyond_all_keys_is_none(self, window, monkeypatch):
-        small_blocks(monkeypatch, 16, 16)
+        use_small_blocks(monkeypatch, 16, 16)
         case = draw(39, length=40, bias_width=5, threshold="per_token").to(torch.float32)
         wide = replace(case, options=case.options | {"window": window})
-        expected, found = everything(case, "reference"), everything(wide, "triton")
+        expected, found = run_named(case, "reference"), run_named(wide, "triton")
         for each, x in found.items():
             torch.testing.assert_close(x, expected[each], **tolerance(case), msg=each)
 
@@ -473,8 +477,8 @@ class TestOperators:
         ]
     )
     def case(self, request, monkeypatch):
-        small_blocks(monkeypatch, 16, 16)
-        return draw(34, length=15, batch=1, width=16, **request.param).to(torch.float32).on(DEVICE)
+        use_small_blocks(monkeypatch, 16, 16)
+        return draw(34, length=15, batch=1, width=16, **request.param).to(torch.float32).to_device(DEVICE)
 
     @pytest.mark.parametrize("stats", [False, pytest.param(True, marks=pytest.mark.long)])
     def test_forward_passes_opcheck(self, case, stats):
@@ -485,8 +489,8 @@ class TestOperators:
         out, softmax, mass, *_ = ops.forward(*arguments, True, False)
         kept = out if case.options["renormalise"] else None
         wanted = (case.bias is not None, "slopes" in case.options)
-        opcheck(ops.backward, (*arguments, kept, noise(case).to(out), None, softmax, mass, *wanted))
-        opcheck(ops.backward, (*arguments, kept, noise(case).to(out), softmax[0], softmax, mass, *wanted))
+        opcheck(ops.backward, (*arguments, kept, make_noise(case).to(out), None, softmax, mass, *wanted))
+        opcheck(ops.backward, (*arguments, kept, make_noise(case).to(out), softmax[0], softmax, mass, *wanted))
 
     def test_decode_passes_opcheck(self, case):
         if "cu_seqlens" in case.options:
@@ -567,9 +571,9 @@ def random_setting(seed):
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 200))])
 def test_any_options(seed, monkeypatch):
     setting, block, dtype = random_setting(seed)
-    small_blocks(monkeypatch, *block)
+    use_small_blocks(monkeypatch, *block)
     case = draw(seed, **setting).to(dtype)
-    found, plain = everything(case, "triton"), everything(case, "chunked")
+    found, plain = run_named(case, "triton"), run_named(case, "chunked")
     torch.testing.assert_close(found["out"], plain["out"], **tolerance(case))
     assert all(x.isfinite().all() for name, x in found.items() if name != "lse")
     assert found["out"][found["mass"] == 0].count_nonzero() == 0
@@ -582,7 +586,7 @@ def test_any_options(seed, monkeypatch):
     later = (torch.arange(keys) >= (lengths - rows + row)[:, None])[:, None, :, None]
     k, v = (torch.where(later, 1 - 2 * x, x) for x in (case.k, case.v))
     q = torch.where(torch.arange(rows)[:, None] >= row, 1 - 2 * case.q, case.q)
-    changed = everything(replace(case, q=q, k=k, v=v), "triton")
+    changed = run_named(replace(case, q=q, k=k, v=v), "triton")
     for name in ("out", "lse", "mass", "first_weight", "zeros"):
         assert torch.equal(found[name][:, :, :row], changed[name][:, :, :row]), name
 
@@ -613,7 +617,7 @@ def test_decoding_equals_reference(setting, monkeypatch):
     monkeypatch.setattr(configurations, "INTERPRETED_RESIDENT", 64)
     rest, _, dtype = split({**setting, "length": 1200, "block": None})
     drawn = draw(35, **rest)
-    exact = everything(drawn.to(torch.float64), "reference")
+    exact = run_named(drawn.to(torch.float64), "reference")
     case = drawn.to(dtype)
     eager = eager_errors(case, exact, mode=RoundedProducts)
     # What lies beyond a sequence in its cache is not looked at.
@@ -621,6 +625,6 @@ def test_decoding_equals_reference(setting, monkeypatch):
     beyond = (torch.arange(1200) >= lengths[:, None])[:, None, :, None]
     poisoned = replace(case, k=case.k.masked_fill(beyond, torch.nan), v=case.v.masked_fill(beyond, torch.nan))
     out = {"out": decoded(poisoned)}
-    found = measured(out, exact, eager, {"out": flash_errors(case)["out"]})
+    found = measure_errors(out, exact, eager, {"out": flash_errors(case)["out"]})
     assert not found.too_large(), found.too_large()
     assert torch.equal(out["out"], decoded(poisoned))

@@ -5,7 +5,16 @@ from itertools import pairwise
 
 import pytest
 import torch
-from kernel_cases import KINK_MARGIN, assert_refused, assert_same_bits, device_of, draw, errors, measured, small_blocks
+from kernel_cases import (
+    KINK_MARGIN,
+    assert_refused,
+    assert_same_bits,
+    device_for,
+    draw,
+    max_errors,
+    measure_errors,
+    use_small_blocks,
+)
 from torch.library import opcheck
 
 from flash_lazy import Stats, attention_weights, blocks, chunked, lazy_attention, lazy_attention_varlen
@@ -67,7 +76,7 @@ def noise(case):
 
 def together(case, backend):
     """One call; results in the layout of `alone`."""
-    case, (grad, dlse) = case.on(device_of(backend)), noise(case)
+    case, (grad, dlse) = case.to_device(device_for(backend)), noise(case)
     leaves = {name: x.detach().requires_grad_() for name, x in case.leaves().items()}
     options = case.options | {name: leaves[name] for name in ("slopes",) if name in leaves}
     q, k, v = (leaves[name][0].transpose(0, 1) for name in ("q", "k", "v"))
@@ -81,7 +90,7 @@ def together(case, backend):
 
 def alone(case, backend="reference"):
     """Each document by a call of its own."""
-    case, (grad, dlse) = case.on(device_of(backend)), noise(case)
+    case, (grad, dlse) = case.to_device(device_for(backend)), noise(case)
     leaves = {name: x.detach().requires_grad_() for name, x in case.leaves().items()}
     options = case.options | {name: leaves[name] for name in ("slopes",) if name in leaves}
     outs, stats = [], []
@@ -118,19 +127,19 @@ def test_equals_single_calls(backend, setting, monkeypatch):
 )
 def test_fused_kernels_give_the_bits_of_single_calls(name, dtype, block, monkeypatch):
     """But for sums over documents, whose order differs: these err by twice as much as single calls do, at most."""
-    small_blocks(monkeypatch, *block)
+    use_small_blocks(monkeypatch, *block)
     case = drawn(SETTINGS[name], dtype, width=16)
     found, single = together(case, "triton"), alone(case, "triton")
     sums = [name for name in found if name in ("dtau", "dbias", "dslopes")]
     exact = alone(case.to(torch.float64))
-    assert not measured({name: found[name] for name in sums}, exact, errors(single, exact)).too_large()
+    assert not measure_errors({name: found[name] for name in sums}, exact, max_errors(single, exact)).too_large()
     assert_same_bits(*({name: x for name, x in each.items() if name not in sums} for each in (found, single)))
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked", "triton"])
 def test_documents_are_apart(backend, monkeypatch):
     """NaN in a document, and in keys that have no queries, stays there."""
-    small_blocks(monkeypatch, 16, 16)
+    use_small_blocks(monkeypatch, 16, 16)
     case = drawn({"sign": -1}, torch.float32)
     poisoned = replace(case, **{name: getattr(case, name).clone() for name in "qkv"})
     poisoned.q[:, :, 5:12] = torch.nan
@@ -145,8 +154,8 @@ def test_documents_are_apart(backend, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["reference", "chunked", pytest.param("triton", marks=pytest.mark.long)])
 def test_equal_boundaries_are_packed_documents(backend, monkeypatch):
-    small_blocks(monkeypatch, 16, 16)
-    case = draw(52, layout="packed", length=30, bias_width=5, group=2).to(torch.float32).on(device_of(backend))
+    use_small_blocks(monkeypatch, 16, 16)
+    case = draw(52, layout="packed", length=30, bias_width=5, group=2).to(torch.float32).to_device(device_for(backend))
     cuts = case.options.pop("cu_seqlens")
     packed = lazy_attention(case.q, case.k, case.v, case.tau, case.bias, cu_seqlens=cuts, backend=backend)
     q, k, v = (x[0].transpose(0, 1) for x in (case.q, case.k, case.v))
@@ -171,8 +180,8 @@ class TestOperators:
     @pytest.fixture
     def arguments(self, monkeypatch):
         """Of q, k, v, tau and bias."""
-        small_blocks(monkeypatch, 16, 16)
-        return operator_arguments(drawn({"bias_width": 6}, torch.float32, width=16).on(device_of("triton")))
+        use_small_blocks(monkeypatch, 16, 16)
+        return operator_arguments(drawn({"bias_width": 6}, torch.float32, width=16).to_device(device_for("triton")))
 
     @pytest.mark.long
     def test_of_chunked_pass_opcheck(self, arguments):

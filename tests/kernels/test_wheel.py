@@ -4,7 +4,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from torch_alone import ROOT, alone, built_wheel
+from torch_alone import ROOT, build_wheel, run_alone
 
 KERNELS = ROOT / "kernels"
 SMOKE = """
@@ -33,7 +33,7 @@ else:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return built_wheel(KERNELS, tmp_path_factory.mktemp("wheel"))
+    return build_wheel(KERNELS, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.mark.long
@@ -55,4 +55,4 @@ def test_it_works_with_torch_alone(wheel: Path, torch_site: Path, tmp_path: Path
             (tmp_path / path.name).symlink_to(path.resolve())
     with ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
-    alone(SMOKE.format(site=str(tmp_path)), tmp_path)
+    run_alone(SMOKE.format(site=str(tmp_path)), tmp_path)

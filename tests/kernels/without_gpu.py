@@ -29,7 +29,7 @@ POINTS = (
 MEASURED = ("flash_lazy", "flash_lazy, nothing skipped", "SDPA MATH")
 
 
-def point(operation=FORWARD, batch=1, length=128, heads=2, kv_heads=2, width=16, reach=512, share=0.0):
+def make_point(operation=FORWARD, batch=1, length=128, heads=2, kv_heads=2, width=16, reach=512, share=0.0):
     return BenchPoint(operation, batch, length, heads, kv_heads, width, reach, share)
 
 
@@ -85,16 +85,16 @@ def prepare(faults: Mapping[str, str]) -> None:
     """The first thing in a worker: few peers, and what is to go wrong."""
     install()
     timing.prepare()
-    timing.peers = partial(_peers, faults)  # type: ignore[assignment]
-    gate._checked = partial(_checked, faults, gate._checked)  # type: ignore[assignment]
+    timing.peers = partial(_make_faulty_peers, faults)  # type: ignore[assignment]
+    gate._check_case = partial(_check_with_faults, faults, gate._check_case)  # type: ignore[assignment]
 
 
-def _checked(faults: Mapping[str, str], checked: Callable[..., Any], name: str, backend: str) -> Any:
+def _check_with_faults(faults: Mapping[str, str], checked: Callable[..., Any], name: str, backend: str) -> Any:
     go_wrong(faults.get(name))
     return checked(name, backend)
 
 
-def _peers(faults: Mapping[str, str], backend: str, authors: Path | None) -> list[Peer]:
+def _make_faulty_peers(faults: Mapping[str, str], backend: str, authors: Path | None) -> list[Peer]:
     found = [peer for peer in peers(backend, authors) if peer.name in (*MEASURED, *faults)]
     return [peer._replace(attend=partial(_attend, faults.get(peer.name), peer.attend)) for peer in found]
 

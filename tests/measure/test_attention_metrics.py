@@ -141,14 +141,14 @@ class TestWatchedKey:
         bias = BiasTerms(table=torch.randn(4, 5, dtype=torch.float64, generator=draw))
         rule = normaliser.build(LayerShape(4, 2, 8, 32, LENGTH)).double()
         call = AttentionCall(q, k, v, bias, window=9, renormalise=normaliser.renormalise)
-        weights = rule.weights_of(call).w
-        torch.testing.assert_close(rule.weight_on(call, key), weights[..., key - 1], rtol=1e-12, atol=1e-14)
+        weights = rule.compute_weights(call).w
+        torch.testing.assert_close(rule.compute_key_weight(call, key), weights[..., key - 1], rtol=1e-12, atol=1e-14)
 
     def test_only_rows_that_see_it_count_and_only_from_the_eighth_on(self):
         position = torch.arange(1, LENGTH + 1.0).expand(BATCH, HEADS, LENGTH)
         for key in (2, 11):
             metrics = AttentionMetrics((), can_zero=False, renormalised=False)
-            metrics.watch([position / LENGTH], key, {"all": ALL})
+            metrics.update_watched_key([position / LENGTH], key, {"all": ALL})
             rows = range(max(key, FIRST), LENGTH + 1)
             expected = sum(rows) / len(rows) / LENGTH
             assert metrics.compute() == pytest.approx({"sink/fixed_key_weight": expected})
@@ -215,7 +215,7 @@ def random_stats(cfg, tokens, seed=0):
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     inputs = []
     hooks = [a.normaliser.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for a in model.attentions]
-    _, layers = model.hidden_with_stats(tokens)
+    _, layers = model.compute_hidden_with_stats(tokens)
     for hook in hooks:
         hook.remove()
     return model, inputs, layers

@@ -8,7 +8,15 @@ import torch
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, OutputGate, RetNet, Softmax
 from lit_lazy.config.files import experiment
 from lit_lazy.measure import costs
-from lit_lazy.measure.costs import Costs, attention_calls, bytes_per_token, decode, median_ratio, prefilled, twin
+from lit_lazy.measure.costs import (
+    Costs,
+    cache_bytes_per_token,
+    decode,
+    make_twin,
+    median_ratio,
+    prefill,
+    record_attention_calls,
+)
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.training.prepare import prepare
 
@@ -25,7 +33,7 @@ def build(attention=LAZY, **changes) -> DecoderLM:
 
 def test_the_twin_is_the_model_with_softmax_and_its_weights():
     model = build()
-    other = twin(model)
+    other = make_twin(model)
     expected = build(AttentionSpec())
     assert other.cfg == expected.cfg
     assert torch.equal(other(IDS), expected(IDS)), "of one seed, hence with equal shared weights"
@@ -35,7 +43,7 @@ def test_the_twin_is_the_model_with_softmax_and_its_weights():
 def test_attention_is_asked_what_the_model_asks():
     model = build()
     outs = []
-    for attention, call in attention_calls(model, IDS):
+    for attention, call in record_attention_calls(model, IDS):
         hook = attention.normaliser.register_forward_hook(lambda _, args, out: outs.append((args[0].q, out[0])))
         with torch.no_grad():
             model(IDS)
@@ -52,14 +60,14 @@ def test_attention_is_asked_what_the_model_asks():
 def test_bytes_of_the_cache_are_two_numbers_a_dimension_key_head_and_layer():
     for heads in (1, 2):
         model = build(n_heads=4, n_kv_heads=heads)
-        cache = prefilled(model, IDS)
+        cache = prefill(model, IDS)
         head_dim = TINY.model.d_model // 4
-        assert bytes_per_token(cache, 2) == 2 * 2 * heads * head_dim * 4
+        assert cache_bytes_per_token(cache, 2) == 2 * 2 * heads * head_dim * 4
 
 
 def test_decoding_leaves_the_cache_as_it_was():
     model = build().eval()
-    cache = prefilled(model, IDS[:, :12])
+    cache = prefill(model, IDS[:, :12])
     before = [(layer.k.clone(), layer.v.clone()) for layer in cache]
     decode(model, cache, IDS[:, 12:])
     for layer, (k, v) in zip(cache, before, strict=True):
@@ -72,7 +80,7 @@ def test_decoding_leaves_the_cache_as_it_was():
 
 def test_what_is_kept_grows_with_what_a_rule_keeps():
     batch, specs = {"tokens": IDS, "targets": IDS}, (AttentionSpec(), AttentionSpec(gate=OutputGate()))
-    plain, gated = (costs.kept_per_token(build(spec), batch) for spec in specs)
+    plain, gated = (costs.measure_kept_per_token(build(spec), batch) for spec in specs)
     width = TINY.model.d_model
     # A gate keeps its value and the output it multiplies, in each of two layers; the layer's input is kept anyway.
     assert 2 * width * 4 <= gated - plain <= 2 * 4 * width * 4
@@ -80,7 +88,7 @@ def test_what_is_kept_grows_with_what_a_rule_keeps():
 
 def test_rises_follow_from_the_times(monkeypatch):
     seconds = {"own": [3.0, 2.0, 9.0], "twin": [2.0, 2.0, 3.0]}
-    monkeypatch.setattr(costs, "take_turns", lambda calls, _: {name: seconds[name] for name in calls})
+    monkeypatch.setattr(costs, "time_in_turns", lambda calls, _: {name: seconds[name] for name in calls})
     found = Costs(sequences=2, rounds=3, decoded=4).measure(build(), TINY.data)
     assert median_ratio(*seconds.values()) == 1.5
     assert {name: found[f"cost/{name}_rise"] for name in ("step", "attention", "decode")} == {

@@ -28,7 +28,7 @@ from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.base import Batch
 from lit_lazy.measure import diagnostics
-from lit_lazy.measure.diagnostics import Diagnostics, Maps, measure, validation_sample
+from lit_lazy.measure.diagnostics import Diagnostics, Maps, measure, sample_validation
 from lit_lazy.model.decoder import NORM_EPS, DecoderLM
 from lit_lazy.model.loss import token_nll
 from lit_lazy.training.module import LitLM
@@ -390,7 +390,7 @@ def test_the_module_stays_as_it_was(fails: bool, monkeypatch: pytest.MonkeyPatch
     tensors = {name: x.clone() for name, x in module.state_dict().items()}
     before = state(module)
     if fails:
-        monkeypatch.setattr(type(module.model.attentions[1].normaliser), "weights_of", failing)
+        monkeypatch.setattr(type(module.model.attentions[1].normaliser), "compute_weights", failing)
         with pytest.raises(RuntimeError, match="broken"):
             measure(module.model, [draw()])
     else:
@@ -462,7 +462,7 @@ def test_arrays_survive_the_file(tmp_path: Path) -> None:
         "": measure(module.model, [draw()]),
         "init/": measure(make(AttentionSpec(Softmax()), seed=1).model, [draw()], None),
     }
-    joined = Diagnostics.joined(parts)
+    joined = Diagnostics.merge(parts)
     joined.save(tmp_path / "diagnostics.npz")
     read = Diagnostics.load(tmp_path / "diagnostics.npz")
     assert list(read.arrays) == list(joined.arrays)
@@ -534,10 +534,10 @@ def test_a_head_on_which_a_value_is_undefined_is_left_out_of_the_mean() -> None:
 
 def test_a_sample_is_spread_over_the_validation_set() -> None:
     source = Backcopy(vocab_size=16, context_length=8, train_sequences=1, validation_sequences=30).load()
-    [batch] = validation_sample(source, 3)
+    [batch] = sample_validation(source, 3)
     everything = source.validation.__getitems__(list(range(30)))["tokens"]
     assert torch.equal(batch["tokens"], everything[[0, 10, 20]])
-    [every] = validation_sample(source)
+    [every] = sample_validation(source)
     assert torch.equal(every["tokens"], everything)
 
 

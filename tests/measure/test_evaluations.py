@@ -17,7 +17,7 @@ from lit_lazy.config.files import experiment
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data.backcopy import Backcopy
-from lit_lazy.measure.diagnostics import validation_sample
+from lit_lazy.measure.diagnostics import sample_validation
 from lit_lazy.measure.evaluation import Varied, evaluate
 from lit_lazy.measure.lengths import Lengths, Streaming, loss_by_position
 from lit_lazy.measure.lm_eval import LmEval
@@ -75,7 +75,7 @@ def test_lengths_are_means_of_the_losses_by_position(result):
     data = Backcopy(vocab_size=8, context_length=16, n_triggers=2, train_sequences=4, validation_sequences=8)
     found = LENGTHS.measure(model, data)
     for times in (1, 2):
-        (batch,) = validation_sample(dataclasses.replace(data, context_length=16 * times).load(), 8)
+        (batch,) = sample_validation(dataclasses.replace(data, context_length=16 * times).load(), 8)
         loss = loss_by_position(model, batch)
         assert found[f"length_{times}x/loss"] == pytest.approx(loss.mean().item())
         assert found[f"length_{times}x/loss_last_quarter"] == pytest.approx(loss[-4 * times :].mean().item())
@@ -86,7 +86,7 @@ def test_streaming_compares_the_same_tokens():
     model = DecoderLM(TINY.model, 9, 16, seed=1).double()
     data = Backcopy(vocab_size=8, context_length=16, n_triggers=2, train_sequences=4, validation_sequences=8)
     found = STREAMING.measure(model, data)
-    (batch,) = validation_sample(dataclasses.replace(data, context_length=32).load(), 4)
+    (batch,) = sample_validation(dataclasses.replace(data, context_length=32).load(), 4)
     whole = loss_by_position(model, batch)[7:].mean().item()
     assert found["streaming/whole/loss"] == pytest.approx(whole)
     for first in (0, 2):

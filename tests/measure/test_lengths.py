@@ -9,7 +9,12 @@ import torch
 from lit_lazy.attention import AttentionSpec, Elastic, Eviction, LearnedAbsolute, LearnedBias, Softmax
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.measure import lengths
-from lit_lazy.measure.lengths import keys_and_thresholds, loss_by_position, scalars, streamed
+from lit_lazy.measure.lengths import (
+    compute_keys_and_thresholds,
+    compute_length_metrics,
+    compute_streaming_arrays,
+    loss_by_position,
+)
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
 
@@ -41,7 +46,7 @@ def test_a_cache_that_evicts_is_that_of_decoding_token_by_token(at_once, monkeyp
     with torch.no_grad():
         logits = torch.cat([model(token, cache) for token in BATCH["tokens"].split(1, 1)], 1)
     expected = token_nll(logits, BATCH["targets"]).double().mean(0)
-    arrays = streamed(model, BATCH, eviction)
+    arrays = compute_streaming_arrays(model, BATCH, eviction)
     np.testing.assert_allclose(arrays["streamed/loss"], expected, rtol=1e-5)
     assert model.training  # left as it was
     whole = loss_by_position(model, BATCH)
@@ -62,7 +67,7 @@ def test_with_n_held_theta_is_that_of_the_token_s_place_in_the_text(threshold, w
     cache, logits = model.new_cache(eviction), []
     taus = [layer.normaliser.tau for layer in model.attentions]
     for i, token in enumerate(BATCH["tokens"].split(1, 1), start=1):
-        seen, there = (min(n, window or T) for n in (min(i, eviction.room), i))
+        seen, there = (min(n, window or T) for n in (min(i, eviction.capacity), i))
         with torch.no_grad():
             for tau in taus:
                 tau.fill_(0.4 * (seen / there if threshold == "per_query" else 1))
@@ -72,10 +77,10 @@ def test_with_n_held_theta_is_that_of_the_token_s_place_in_the_text(threshold, w
     for tau in taus:
         tau.data.fill_(0.4)
     by_cache = loss_by_position(model, BATCH, eviction)
-    torch.testing.assert_close(found[: eviction.room], by_cache[: eviction.room], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[: eviction.capacity], by_cache[: eviction.capacity], rtol=1e-6, atol=1e-6)
     # A window within the cache is full in both.
     differs = threshold == "per_query" and window is None
-    assert ((found - by_cache)[eviction.room :].abs() > 1e-6).any() == differs
+    assert ((found - by_cache)[eviction.capacity :].abs() > 1e-6).any() == differs
 
 
 def test_of_per_token_n_held_is_the_tau_of_the_place_in_the_text():
@@ -86,10 +91,10 @@ def test_of_per_token_n_held_is_the_tau_of_the_place_in_the_text():
     same = loss_by_position(model, BATCH, eviction, n_held=True)
     torch.testing.assert_close(same, loss_by_position(plain, BATCH, eviction, n_held=True))
     for layer in model.attentions:  # of places that the cache never has
-        layer.normaliser.tau.data[:, eviction.room :] = 0.0
+        layer.normaliser.tau.data[:, eviction.capacity :] = 0.0
     changed = loss_by_position(model, BATCH, eviction, n_held=True)
-    assert torch.equal(changed[: eviction.room], same[: eviction.room])
-    assert (changed[eviction.room :] != same[eviction.room :]).all()
+    assert torch.equal(changed[: eviction.capacity], same[: eviction.capacity])
+    assert (changed[eviction.capacity :] != same[eviction.capacity :]).all()
     by_cache = loss_by_position(model, BATCH, eviction)
     torch.testing.assert_close(by_cache, loss_by_position(plain, BATCH, eviction))
 
@@ -103,7 +108,7 @@ class TestThresholds:
             tau = layer.normaliser.tau
             tau.data += torch.arange(tau.numel()).view(tau.shape) * 0.01 + i
         taus = torch.stack([layer.normaliser.tau.detach() for layer in model.attentions]).numpy()
-        return taus, keys_and_thresholds(model, T, eviction)
+        return taus, compute_keys_and_thresholds(model, T, eviction)
 
     @pytest.mark.parametrize(("eviction", "room"), [(None, T), (Eviction(3, 9), 12)])
     def test_are_those_of_the_rows(self, eviction, room):
@@ -120,7 +125,7 @@ class TestThresholds:
         taus, found = self.of("per_query", window=5)
         assert found["n"].tolist() == self.EVERY.clip(max=5).tolist()
         np.testing.assert_allclose(found["theta"], taus[..., None] / self.EVERY.clip(max=5), rtol=1e-6)
-        assert keys_and_thresholds(build(attention=AttentionSpec(Softmax())), T).keys() == {"n"}
+        assert compute_keys_and_thresholds(build(attention=AttentionSpec(Softmax())), T).keys() == {"n"}
 
     def test_are_those_that_a_forward_pass_has(self):
         """Kept weights are p - theta."""
@@ -130,10 +135,10 @@ class TestThresholds:
         with torch.no_grad():
             model(BATCH["tokens"])
         hook.remove()
-        weights = model.attentions[1].normaliser.weights_of(seen[0])
+        weights = model.attentions[1].normaliser.compute_weights(seen[0])
         p = weights.scores.softmax(-1)
         theta = torch.where(weights.w > 0, p - weights.w, torch.nan).nanmean((0, 3)).detach()
-        found = torch.from_numpy(keys_and_thresholds(model, T)["theta"][1]).double()
+        found = torch.from_numpy(compute_keys_and_thresholds(model, T)["theta"][1]).double()
         torch.testing.assert_close(theta[:, 1:], found[:, 1:], rtol=1e-5, atol=1e-7)
 
 
@@ -149,7 +154,7 @@ def test_scalars_are_perplexities_of_parts_and_the_last_row():
         "streamed/theta": np.tile(np.array([0.25, 0.5])[:, None, None], (1, 2, T)),
     }
     e = {name: np.exp(part.mean()) for name, part in {"all": loss, "beyond": loss[16:], "evicted": loss[24:]}.items()}
-    assert scalars(arrays) == pytest.approx(
+    assert compute_length_metrics(arrays) == pytest.approx(
         {
             "length/perplexity": e["all"],
             "length/perplexity_beyond": e["beyond"],
@@ -163,4 +168,4 @@ def test_scalars_are_perplexities_of_parts_and_the_last_row():
         rel=1e-5,
     )
     short = {"context": np.array(T), "loss/by_position": loss, "length/n": np.arange(1, T + 1)}
-    assert scalars(short).keys() == {"length/perplexity", "length/n"}
+    assert compute_length_metrics(short).keys() == {"length/perplexity", "length/n"}

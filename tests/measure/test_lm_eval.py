@@ -27,8 +27,8 @@ from lit_lazy.data.text import Text
 from lit_lazy.data.tokeniser import ByteTokenizer
 from lit_lazy.grid.benchmarks import BENCHMARK_COLUMNS
 from lit_lazy.measure.harness import asked as asked_module
-from lit_lazy.measure.harness.asked import Asked, batches
-from lit_lazy.measure.lm_eval import COLUMNS, TASKS, LmEval, average, benchmark, find_tasks, load_tasks
+from lit_lazy.measure.harness.asked import LmEvalAdapter, make_batches
+from lit_lazy.measure.lm_eval import COLUMNS, TASKS, LmEval, average_accuracy, benchmark, find_tasks, load_tasks
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.tracking.tracker import Tracker, default_uri
 from lit_lazy.training import checkpoints
@@ -95,7 +95,7 @@ def test_log_likelihoods_are_those_of_a_plain_sum(model):
         for _ in range(60)
     ] + [(b"", b"x"), (b"a" * 300, b"b"), (b"a", b"b" * 96), (b"a", b"b" * 130)]
     counted = []
-    asked = Asked(model.eval(), ByteTokenizer(), count=lambda *count: counted.append(count))
+    asked = LmEvalAdapter(model.eval(), ByteTokenizer(), count=lambda *count: counted.append(count))
     found = asked.loglikelihood([request(c.decode(), t.decode()) for c, t in pairs])
     for (context, continuation), (value, greedy) in zip(pairs, found, strict=True):
         wanted, is_greedy = plain(model, context, continuation)
@@ -109,17 +109,17 @@ def test_log_likelihoods_are_those_of_a_plain_sum(model):
 def test_how_requests_are_batched_changes_nothing(model, monkeypatch):
     rng = random.Random(1)
     requests = [request("a" * rng.randint(1, 60), "b" * rng.randint(1, 9)) for _ in range(30)]
-    found = Asked(model.eval(), ByteTokenizer()).loglikelihood(requests)
-    monkeypatch.setattr(asked_module, "batches", lambda lengths: [[i] for i in range(len(lengths))])
-    alone = Asked(model, ByteTokenizer()).loglikelihood(requests)
+    found = LmEvalAdapter(model.eval(), ByteTokenizer()).loglikelihood(requests)
+    monkeypatch.setattr(asked_module, "make_batches", lambda lengths: [[i] for i in range(len(lengths))])
+    alone = LmEvalAdapter(model, ByteTokenizer()).loglikelihood(requests)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in alone]
     assert [value for value, _ in found] == pytest.approx([value for value, _ in alone], abs=1e-3)
 
 
 def test_batches_are_full_and_the_longest_come_first():
     lengths = [3, 50, 2, 40, 41, 7, 200]
-    assert batches(lengths, 100) == [[6], [1, 4], [3, 5], [0, 2]]
-    assert sorted(i for batch in batches(lengths) for i in batch) == list(range(7))
+    assert make_batches(lengths, 100) == [[6], [1, 4], [3, 5], [0, 2]]
+    assert sorted(i for batch in make_batches(lengths) for i in batch) == list(range(7))
 
 
 @torch.no_grad()
@@ -132,7 +132,7 @@ def greedy_text(model: DecoderLM, context: bytes, n: int) -> bytes:
 
 def test_the_greedy_flag_and_greedy_texts(model):
     text = greedy_text(model.eval(), b"weights", 12)
-    asked = Asked(model, ByteTokenizer())
+    asked = LmEvalAdapter(model, ByteTokenizer())
     shown = text.decode(errors="replace")
     if "\ufffd" not in shown:
         (_, greedy), (_, other) = asked.loglikelihood([request("weights", shown), request("weights", shown[:-1] + "~")])
@@ -162,7 +162,7 @@ def rolling(model: DecoderLM, text: bytes) -> float:
 @pytest.mark.parametrize("length", [0, 1, CONTEXT - 1, CONTEXT, CONTEXT + 1, 3 * CONTEXT + 5])
 def test_rolling_windows_count_each_token_once(model, length):
     text = bytes(random.Random(length).choices(range(97, 123), k=length))
-    (found,) = Asked(model.eval(), ByteTokenizer()).loglikelihood_rolling([request(text.decode())])
+    (found,) = LmEvalAdapter(model.eval(), ByteTokenizer()).loglikelihood_rolling([request(text.decode())])
     wanted = rolling(model, text)
     assert found == pytest.approx(wanted, abs=1e-3)
 
@@ -171,7 +171,7 @@ def test_the_prefix_token_is_the_one_that_begins_documents(model):
     class Begun(ByteTokenizer):
         begin = 1
 
-    asked = Asked(model.eval(), Begun())
+    asked = LmEvalAdapter(model.eval(), Begun())
     assert (asked.prefix_token_id, asked.eot_token_id) == (1, 0)
     (found,) = asked.loglikelihood([request("", "x")])
     with torch.no_grad():
@@ -220,7 +220,7 @@ def test_the_nine_tasks_with_their_real_prompts(model, task_folder):
         sum(scores[column.task, column.metric] for column in COLUMNS if column.is_accuracy) / 8
     )
     assert found.metrics()["lm-eval/average"] == found.average
-    assert found.error(COLUMNS[-1]) == pytest.approx(
+    assert found.standard_error(COLUMNS[-1]) == pytest.approx(
         math.sqrt(scores["boolq", "acc"] * (1 - scores["boolq", "acc"]) / 2)
     )
     assert benchmark(model, ByteTokenizer(), tasks, limit=1).samples["boolq"] == 1
@@ -239,10 +239,10 @@ def test_the_nine_tasks_with_their_real_prompts(model, task_folder):
 def test_the_average_is_that_of_the_published_tables(row, mean):
     wanted = [(column.task, column.metric) for column in COLUMNS if column.is_accuracy]
     scores = dict(zip(wanted, map(float, row.split()), strict=True))
-    found = average(scores)
+    found = average_accuracy(scores)
     assert found is not None
     assert abs(found - mean) <= 0.00501
-    assert average(dict.fromkeys(wanted[1:], 1.0)) is None
+    assert average_accuracy(dict.fromkeys(wanted[1:], 1.0)) is None
 
 
 # The command
@@ -254,7 +254,7 @@ def checkpoint(runs: Path) -> Iterator[Path]:
     run_folder = runs / "train-x" / "abc"
     run_folder.mkdir(parents=True)
     tracker = Tracker(default_uri(runs), runs, "train-x")
-    (run_folder / "mlflow_run_id").write_text(tracker.begin("x", {"kind": "run", "cell": "abc"}))
+    (run_folder / "mlflow_run_id").write_text(tracker.create_run("x", {"kind": "run", "cell": "abc"}))
     return save(config(), run_folder / "final.ckpt")
 
 
@@ -379,7 +379,7 @@ def test_of_an_exported_model_the_harness_itself_says_the_same(begin, bpe, task_
     accuracies, sums = answers(theirs, tasks)
     assert accuracies == {task: ours[task]["acc"] for task in ("boolq", "lambada_openai")}
     model = checkpoints.load(checkpoint).model.eval()
-    again, wanted = answers(Asked(model, tokenizer), tasks)
+    again, wanted = answers(LmEvalAdapter(model, tokenizer), tasks)
     assert again == accuracies
     assert len(wanted) == len(sums) == 2 * 3 + 2 + 1
     assert sums == pytest.approx(wanted, rel=1e-4)

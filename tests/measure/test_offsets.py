@@ -18,7 +18,7 @@ from lit_lazy.attention import (
 )
 from lit_lazy.attention.bias import BiasModule, BiasTerms, alibi_slopes
 from lit_lazy.config.schema import ModelConfig
-from lit_lazy.measure.offsets import alibi_fit, bias_curves, taus
+from lit_lazy.measure.offsets import collect_taus, compute_bias_curves, fit_alibi
 from lit_lazy.model.decoder import DecoderLM
 
 LAYERS, HEADS, CONTEXT = 3, 4, 24
@@ -40,7 +40,7 @@ class TestTaus:
         other = model()
         for layer in other.attentions:
             layer.normaliser.tau = torch.nn.Parameter(torch.ones(shape))
-        assert taus(other) is None
+        assert collect_taus(other) is None
 
     @pytest.mark.parametrize(
         ("normaliser", "shape"),
@@ -52,22 +52,22 @@ class TestTaus:
     )
     def test_of_each_layer_and_head(self, normaliser, shape):
         elastic = model(normaliser)
-        before = taus(elastic)
+        before = collect_taus(elastic)
         values = normal(*shape)
         with torch.no_grad():
             for layer, value in zip(elastic.attentions, values, strict=True):
                 layer.normaliser.tau.copy_(value)
-        assert torch.equal(taus(elastic), values)
-        assert not taus(elastic).requires_grad
+        assert torch.equal(collect_taus(elastic), values)
+        assert not collect_taus(elastic).requires_grad
         assert torch.equal(before, torch.full(shape, 0.5))
 
     def test_a_softmax_has_none(self):
-        assert taus(model(Softmax())) is None
+        assert collect_taus(model(Softmax())) is None
 
 
 class TestBiasCurves:
     def test_alibi(self):
-        curves = bias_curves(model(bias=Alibi()), CONTEXT)
+        curves = compute_bias_curves(model(bias=Alibi()), CONTEXT)
         expected = -torch.tensor(alibi_slopes(HEADS))[:, None] * torch.arange(CONTEXT)
         assert torch.equal(curves, expected.expand(LAYERS, -1, -1))
 
@@ -78,7 +78,7 @@ class TestBiasCurves:
         with torch.no_grad():
             for layer, value in zip(learned.attentions, values, strict=True):
                 layer.bias.table.copy_(value)
-        curves = bias_curves(learned, length)
+        curves = compute_bias_curves(learned, length)
         assert curves.shape == (LAYERS, HEADS, length)
         assert torch.equal(curves[..., :table], values[..., :length])
         assert not curves[..., table:].any()
@@ -95,7 +95,7 @@ class TestBiasCurves:
         for layer in long.attentions:
             layer.bias = Whole()
         expected = normal(HEADS, 9)[:, :5] - torch.arange(5)
-        assert torch.equal(bias_curves(long, 5), expected.expand(LAYERS, -1, -1))
+        assert torch.equal(compute_bias_curves(long, 5), expected.expand(LAYERS, -1, -1))
 
     @pytest.mark.parametrize("bias", [Alibi(), LearnedBias(length=6), T5Bias(8, 20), KerpleLog(), Fire()])
     def test_is_what_attention_adds_to_the_scores(self, bias):
@@ -105,27 +105,29 @@ class TestBiasCurves:
             for parameter in biased.attentions[-1].bias.parameters():
                 parameter.copy_(normal(*parameter.shape))
         zeros = torch.zeros(1, HEADS, CONTEXT, 4)
-        curves = bias_curves(biased, CONTEXT)
+        curves = compute_bias_curves(biased, CONTEXT)
         distance = torch.arange(CONTEXT)[:, None] - torch.arange(CONTEXT)
         visible = distance >= 0
         with torch.no_grad():
             for layer, curve in zip(biased.attentions, curves, strict=True):
-                scores = layer.normaliser.weights_of(AttentionCall(zeros, zeros, zeros, layer.bias(CONTEXT))).scores[0]
+                scores = layer.normaliser.compute_weights(
+                    AttentionCall(zeros, zeros, zeros, layer.bias(CONTEXT))
+                ).scores[0]
                 expected = curve[:, distance.clamp(min=0)]
                 torch.testing.assert_close(scores[:, visible], expected[:, visible], rtol=1e-5, atol=1e-6)
 
     def test_none_without_a_bias(self):
-        assert bias_curves(model(), CONTEXT) is None
+        assert compute_bias_curves(model(), CONTEXT) is None
 
     def test_fire_refuses_what_is_beyond_its_length(self):
-        assert bias_curves(model(bias=Fire(length=10)), 10).shape == (LAYERS, HEADS, 10)
+        assert compute_bias_curves(model(bias=Fire(length=10)), 10).shape == (LAYERS, HEADS, 10)
         with pytest.raises(ValueError, match=r"Fire\.length=10: cannot serve 11 keys"):
-            bias_curves(model(bias=Fire(length=10)), 11)
+            compute_bias_curves(model(bias=Fire(length=10)), 11)
 
 
 class TestAlibiFit:
     def test_alibi_is_its_own_fit(self):
-        slope, distance = alibi_fit(bias_curves(model(bias=Alibi()), CONTEXT))
+        slope, distance = fit_alibi(compute_bias_curves(model(bias=Alibi()), CONTEXT))
         assert slope.shape == distance.shape == (LAYERS, HEADS)
         np.testing.assert_allclose(slope, np.tile(alibi_slopes(HEADS), (LAYERS, 1)), rtol=1e-12)
         assert distance.max().item() < 1e-12
@@ -138,13 +140,13 @@ class TestAlibiFit:
         with torch.no_grad():
             for layer in learned.attentions:
                 layer.bias.table.copy_(constant - slopes[:, None] * torch.arange(CONTEXT))
-        slope, distance = alibi_fit(bias_curves(learned, CONTEXT))
+        slope, distance = fit_alibi(compute_bias_curves(learned, CONTEXT))
         np.testing.assert_allclose(slope, slopes.expand(LAYERS, -1), atol=1e-5)
         assert distance.max().item() < 1e-3
 
     def test_equals_numpys_least_squares(self):
         curves = normal(LAYERS, HEADS, CONTEXT)
-        slope, distance = alibi_fit(curves)
+        slope, distance = fit_alibi(curves)
         d = np.arange(CONTEXT)
         for index in np.ndindex(LAYERS, HEADS):
             curve = curves[index].double().numpy()
@@ -156,19 +158,19 @@ class TestAlibiFit:
 
     def test_distance_does_not_depend_on_scale(self):
         curves = normal(LAYERS, HEADS, CONTEXT)
-        torch.testing.assert_close(alibi_fit(1000 * curves)[1], alibi_fit(curves)[1], rtol=1e-6, atol=0)
+        torch.testing.assert_close(fit_alibi(1000 * curves)[1], fit_alibi(curves)[1], rtol=1e-6, atol=0)
 
     def test_a_curve_no_slope_helps(self):
         """Even about its middle: the best line is flat, and all of the curve is residual."""
-        slope, distance = alibi_fit((torch.arange(9.0) - 4).square())
+        slope, distance = fit_alibi((torch.arange(9.0) - 4).square())
         assert slope.item() == pytest.approx(0, abs=1e-12)
         assert distance.item() == pytest.approx(1, rel=1e-12)
 
     @pytest.mark.parametrize("level", [0.0, 0.1, -7.3])
     def test_a_flat_curve_has_no_distance(self, level):
-        slope, distance = alibi_fit(torch.full((2, 11), level, dtype=torch.float64))
+        slope, distance = fit_alibi(torch.full((2, 11), level, dtype=torch.float64))
         np.testing.assert_allclose(slope, 0, atol=1e-12)
         assert distance.isnan().all()
 
     def test_a_single_distance_has_neither(self):
-        assert torch.stack(alibi_fit(torch.ones(2, 1))).isnan().all()
+        assert torch.stack(fit_alibi(torch.ones(2, 1))).isnan().all()

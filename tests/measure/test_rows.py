@@ -48,7 +48,7 @@ def draw(length=LENGTH, batch=BATCH, dtype=torch.float64):
 
 def naive(module, call, counted):
     """The same summary from the whole matrix, one row at a time."""
-    whole, (q, window) = module.weights_of(call), (call.q, call.window)
+    whole, (q, window) = module.compute_weights(call), (call.q, call.window)
     batch, heads, length, _ = q.shape
     theta = module.theta(whole.rows)
     thresholded = theta is not None and bool((theta != 0).any())

@@ -37,7 +37,7 @@ def measured(normaliser: Normaliser) -> tuple[dict[str, float], Diagnostics]:
     made = model(normaliser)
     metrics = AttentionMetrics.of(made.attentions)
     with torch.no_grad():
-        metrics.update(made.hidden_with_stats(TOKENS)[1], {"all": torch.ones_like(TOKENS, dtype=torch.bool)})
+        metrics.update(made.compute_hidden_with_stats(TOKENS)[1], {"all": torch.ones_like(TOKENS, dtype=torch.bool)})
     return metrics.compute(), measure(made, [BATCH])
 
 
@@ -56,9 +56,9 @@ def test_signed_weights_have_no_shares_entropy_or_sparsity():
 def test_the_mass_of_a_differential_head_is_one_less_lambda():
     made = model(Differential())
     with torch.no_grad():
-        stats = made.hidden_with_stats(TOKENS)[1]
+        stats = made.compute_hidden_with_stats(TOKENS)[1]
         for layer, found in zip(made.attentions, stats, strict=True):
-            torch.testing.assert_close(found.mass, (1 - layer.normaliser.factor()).expand_as(found.mass))
+            torch.testing.assert_close(found.mass, (1 - layer.normaliser.compute_lambda()).expand_as(found.mass))
 
 
 @pytest.mark.parametrize("normaliser", [Softpick(), Relu(), ClippedSoftmax()], ids=repr)
@@ -69,7 +69,7 @@ def test_a_rule_that_cuts_has_a_sparsity_and_no_null_model(normaliser):
 
         def count(module, args):
             nonlocal zeros, visible
-            found = module.weights_of(args[0])
+            found = module.compute_weights(args[0])
             zeros += ((found.w == 0) & found.rows.visible).sum().item()
             visible += found.rows.visible.expand_as(found.w).sum().item()
 

@@ -141,8 +141,8 @@ def test_rows_without_mass_add_nothing(cfg):
 @every_variant
 def test_stats_change_neither_hidden_states_nor_logits(cfg):
     model, x = build(cfg).double(), tokens()
-    hidden, stats = model.hidden_with_stats(x)
-    torch.testing.assert_close(hidden, model.hidden(x), rtol=1e-10, atol=1e-11)
+    hidden, stats = model.compute_hidden_with_stats(x)
+    torch.testing.assert_close(hidden, model.compute_hidden(x), rtol=1e-10, atol=1e-11)
     torch.testing.assert_close(model.head(hidden), model(x), rtol=1e-10, atol=1e-11)
     assert len(stats) == cfg.n_layers
     assert {field.shape for layer in stats for field in layer} == {(2, cfg.n_heads, LENGTH)}
@@ -153,7 +153,7 @@ def test_first_layer_row_mass_is_the_total_variation_from_uniform():
     model, x = build(dataclasses.replace(SMALL, attention=AttentionSpec(Elastic(tau_init=1.0)))).double(), tokens()
     seen = []
     hook = model.attentions[0].normaliser.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    _, stats = model.hidden_with_stats(x)
+    _, stats = model.compute_hidden_with_stats(x)
     hook.remove()
     q, k = seen[0].q, seen[0].k
     p = torch.softmax((q @ k.mT / 8**0.5).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf), -1)

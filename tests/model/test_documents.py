@@ -29,7 +29,7 @@ from lit_lazy.data.text import Text
 from lit_lazy.measure.diagnostics import measure
 from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.measure.lengths import loss_by_position
-from lit_lazy.model.decoder import DecoderLM, boundaries
+from lit_lazy.model.decoder import DecoderLM, find_boundaries
 from lit_lazy.model.loss import token_nll
 from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.module import LitLM
@@ -71,7 +71,7 @@ def alone(made: DecoderLM, sequences: torch.Tensor):
     """Logits `[B, L, V]` and stats, each document by itself."""
     logits, stats = [], []
     for row, lengths in zip(sequences, LENGTHS, strict=True):
-        parts = [made.hidden_with_stats(document[None]) for document in row.split(lengths)]
+        parts = [made.compute_hidden_with_stats(document[None]) for document in row.split(lengths)]
         logits.append(torch.cat([found for found, _ in parts], 1))
         stats.append(
             [
@@ -89,7 +89,7 @@ def test_packed_with_a_mask_is_each_document_alone(name):
     expected, by_row = alone(made, sequences)
     found = made(sequences, place=places())
     assert (found - expected).abs().max() < 1e-12
-    again, stats = made.hidden_with_stats(sequences, places())
+    again, stats = made.compute_hidden_with_stats(sequences, places())
     assert (made.head(again) - expected).abs().max() < 1e-12
     for layer, found_stats in enumerate(stats):
         for row, wanted in enumerate(by_row):
@@ -112,8 +112,8 @@ def test_one_document_a_window_changes_no_bit():
 
 
 def test_boundaries():
-    assert boundaries(places()).tolist() == [0, 5, 6, 24, 48, 49, 51, 54, 58, 72]
-    assert boundaries(places()).dtype == torch.int32
+    assert find_boundaries(places()).tolist() == [0, 5, 6, 24, 48, 49, 51, 54, 58, 72]
+    assert find_boundaries(places()).dtype == torch.int32
 
 
 def source() -> DataSource:
@@ -142,7 +142,7 @@ def test_evaluation_and_training_use_the_mask():
     cfg = RunConfig(Text(), ModelConfig(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=48), train)
     module = LitLM.create(cfg, VOCABULARY, L)
     module.model = made
-    module.execute(ONE_DEVICE)
+    module.set_execution(ONE_DEVICE)
     module._trainer = SimpleNamespace(global_step=0)
     assert module.training_step(batch, 0).item() == pytest.approx(nll.mean().item(), rel=1e-6)
 

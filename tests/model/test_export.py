@@ -41,7 +41,7 @@ from lit_lazy.attention import (
     ValueGate,
 )
 from lit_lazy.attention.rivals import ClippedSoftmax, Differential, OffByOne, Softpick
-from lit_lazy.config.canonical import leaves
+from lit_lazy.config.canonical import find_leaf_classes
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.export import modeling_lit_lazy as modelling
@@ -223,7 +223,7 @@ def test_the_parts_are_those_of_the_modelling_file() -> None:
         "position": list(modelling.POSITIONS),
     } == CARRIED
     ours = {
-        name: {kind for kind, cls in leaves(base).items() if cls.__module__.startswith("lit_lazy.")}
+        name: {kind for kind, cls in find_leaf_classes(base).items() if cls.__module__.startswith("lit_lazy.")}
         for name, base in {"normaliser": Normaliser, "bias": Bias, "gate": Gate, "position": Position}.items()
     }
     assert {name: found - {*CARRIED[name]} for name, found in ours.items()} == {

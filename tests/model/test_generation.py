@@ -22,10 +22,10 @@ from lit_lazy.attention import (
     Softmax,
     T5Bias,
 )
-from lit_lazy.config.canonical import leaves
+from lit_lazy.config.canonical import find_leaf_classes
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.model.generation import GREEDY, Drawn, Generation, Sampling, draw, generate
+from lit_lazy.model.generation import GREEDY, GeneratedToken, Generation, Sampling, draw, generate
 
 VOCABULARY, CONTEXT = 23, 16
 SMALL = ModelConfig(d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24, init_std=0.5)
@@ -54,7 +54,7 @@ ALIKE = {
     "per token": (AttentionSpec(Elastic(0.7, "per_token"), Fire()), {}),
 } | {
     name: (AttentionSpec(kind(), Alibi()), {})
-    for name, kind in leaves(Normaliser).items()
+    for name, kind in find_leaf_classes(Normaliser).items()
     if kind.__module__.startswith("lit_lazy.")
 }
 
@@ -96,7 +96,7 @@ def test_the_end_of_a_text_ends_it_and_no_other():
     assert ended == [text[: text.index(stop)] if stop in text else text for text in free]
     assert len(ended[0]) <= 4
     order = list(Generation(model, PROMPTS, 2))
-    assert order[0] == Drawn(2, free[2][0])  # as they come, not text by text
+    assert order[0] == GeneratedToken(2, free[2][0])  # as they come, not text by text
     assert [drawn.prompt for drawn in order] == [2, 1, 4, 0, 3] * 2
 
 
@@ -237,7 +237,7 @@ class TestEviction:
         model, eviction = build(attention), Eviction(*kept)
         cache = model.new_cache(eviction)
         tokens = torch.tensor([self.TOKENS])
-        found = torch.cat([model(part, cache) for part in cache[0].parts(tokens)], 1)
+        found = torch.cat([model(part, cache) for part in cache[0].split_tokens(tokens)], 1)
         torch.testing.assert_close(found[0], streamed(model, self.TOKENS, eviction))
         assert cache[0].evicted == max(0, 40 - sum(kept))
         assert cache[0].length == min(40, sum(kept))

@@ -20,14 +20,14 @@ from lit_lazy.attention import (
     Softmax,
 )
 from lit_lazy.config import ModelConfig, TrainConfig
-from lit_lazy.config.files import available, find, load_experiment
+from lit_lazy.config.files import find, list_available, load_experiment
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid.ablation import load_ablation
 from lit_lazy.measure.diagnostics import Maps, measure
 from lit_lazy.model.decoder import Block, DecoderLM, flops_per_token
 from lit_lazy.model.loss import token_nll
 from lit_lazy.model.match import matching_d_ff
-from lit_lazy.training.optimiser import parameter_groups
+from lit_lazy.training.optimiser import build_parameter_groups
 from lit_lazy.training.prepare import check_model
 
 VOCAB, CONTEXT, LENGTH = 11, 16, 70
@@ -154,7 +154,7 @@ def test_only_matrices_decay(cfg):
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decayed = [
         names[id(p)]
-        for group in parameter_groups(model, TrainConfig())
+        for group in build_parameter_groups(model, TrainConfig())
         if group["weight_decay"]
         for p in group["params"]
     ]
@@ -191,14 +191,14 @@ class TestSize:
         linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
         assert flops_per_token(model, 6) == flops_per_token(model, 600) == 6 * (linear + 2 * products)
 
-    @pytest.mark.parametrize("name", [name for name in available("experiments") if "tiny" not in name])
+    @pytest.mark.parametrize("name", [name for name in list_available("experiments") if "tiny" not in name])
     def test_the_rows_of_table1_have_as_many_parameters_on_any_base(self, name):
         """Whole models, of which no weight is made; of a block within 1 %, but for what grows with the context."""
         base = load_experiment(find("experiments", name))
         vocabulary, context = 257, getattr(base.data, "context_length", 512)
         found = {}
         for row in TABLE1.all_rows:
-            cfg = row.on(base).model
+            cfg = row.apply_to(base).model
             with torch.device("meta"):
                 parameters = Block(cfg, context, 0).named_parameters()
             # Bias tables grow with the context: 8,192 of the 58,500 parameters of a lazy block of stdlib_long.
@@ -241,7 +241,7 @@ class TestSize:
 def test_a_model_learns(mixer, precision):
     cfg = ModelConfig(d_model=16, n_heads=2, d_ff=32, mixer=mixer)
     model, train = DecoderLM(cfg, 8, 8, 0), TrainConfig(steps=40, warmup_steps=2, lr=1e-2)
-    optimiser = torch.optim.AdamW(parameter_groups(model, train), lr=1e-2)
+    optimiser = torch.optim.AdamW(build_parameter_groups(model, train), lr=1e-2)
     ids = torch.arange(36).view(4, 9) % 8
     losses = []
     for _ in range(40):
@@ -315,7 +315,7 @@ def test_rows_of_table1_keep_what_the_base_says():
         model=ModelConfig(d_model=64, n_heads=4, n_kv_heads=2, d_ff=256, backend="chunked"),
     )
     assert isinstance(base, RunConfig)
-    rows = {row.name: row.on(base).model for row in TABLE1.all_rows}
+    rows = {row.name: row.apply_to(base).model for row in TABLE1.all_rows}
     assert rows["softmax"].n_kv_heads == rows["lazy"].n_kv_heads == 2
     assert all(rows[name].n_kv_heads is None for name in ("RetNet", "Mamba2", "Gated DeltaNet"))
     assert {cfg.d_model for cfg in rows.values()} == {64}

@@ -12,7 +12,7 @@ from lit_lazy.attention import AttentionSpec, Elastic, Fire, LearnedBias, Output
 from lit_lazy.config.schema import ModelConfig, TrainConfig
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.optim import SGD, Muon, Optimiser
-from lit_lazy.training.optimiser import block_matrices, lr_factor, optimizer_of, parameter_groups
+from lit_lazy.training.optimiser import build_optimizer, build_parameter_groups, find_block_matrices, lr_factor
 
 VOCAB, CONTEXT = 11, 8
 MATRICES = {
@@ -55,7 +55,7 @@ def equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 def test_muon_has_the_blocks_matrices_and_adamw_all_else(attention: AttentionSpec, tied: bool) -> None:
     model = small(attention, tied)
     names = {id(p): name for name, p in model.named_parameters()}
-    groups = optimizer_of(model, recipe(Muon())).param_groups
+    groups = build_optimizer(model, recipe(Muon())).param_groups
     by = {rule: {names[id(p)] for g in groups if (rule in g) for p in g["params"]} for rule in ("ns_steps", "betas")}
     assert by["ns_steps"] == {f"blocks.{layer}.{name}" for layer in (0, 1) for name in MATRICES} & set(names.values())
     assert by["betas"] == set(names.values()) - by["ns_steps"]
@@ -67,13 +67,13 @@ def test_muon_joined_with_adamw_steps_as_the_two_do_by_themselves() -> None:
     """Learning rates of the schedule, decay, and tau's factor included."""
     settings = Muon(momentum=0.8, lr_scale=2.0, eps=1e-6)
     cfg, ours, theirs = recipe(settings), small(), small()
-    joined = optimizer_of(ours, cfg)
+    joined = build_optimizer(ours, cfg)
     schedule = torch.optim.lr_scheduler.LambdaLR(joined, lambda step: lr_factor(step, cfg))
-    matrices = block_matrices(theirs)
+    matrices = find_block_matrices(theirs)
     chosen = {id(matrix) for matrix in matrices}
     others = [
         {**group, "params": [p for p in group["params"] if id(p) not in chosen]}
-        for group in parameter_groups(theirs, cfg)
+        for group in build_parameter_groups(theirs, cfg)
     ]
     muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1, momentum=0.8, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(others, betas=cfg.betas, eps=1e-6)
@@ -95,7 +95,7 @@ def test_a_muon_step_of_a_matrix_is_near_orthogonal() -> None:
     """Its singular values are alike, of the size that AdamW's steps have: 0.2 sqrt(max(rows, columns)) times lr."""
     model = small()
     before = model.blocks[0].mlp.up.weight.detach().clone()
-    train(model, optimizer_of(model, recipe(Muon(), weight_decay=0.0)), range(1))
+    train(model, build_optimizer(model, recipe(Muon(), weight_decay=0.0)), range(1))
     step = (before - model.blocks[0].mlp.up.weight.detach()) / (0.01 * 0.2 * 12**0.5)
     values = torch.linalg.svdvals(step)
     assert 0.5 < values.min() < values.max() < 1.5
@@ -105,13 +105,13 @@ def test_a_muon_step_of_a_matrix_is_near_orthogonal() -> None:
 @pytest.mark.parametrize("optimiser", [Muon(), SGD(), SGD(momentum=0.0)], ids=repr)
 def test_a_saved_state_goes_on_bit_for_bit(optimiser: Optimiser) -> None:
     whole, cut = small(), small()
-    train(whole, optimizer_of(whole, recipe(optimiser)), range(6))
-    first = optimizer_of(cut, recipe(optimiser))
+    train(whole, build_optimizer(whole, recipe(optimiser)), range(6))
+    first = build_optimizer(cut, recipe(optimiser))
     train(cut, first, range(3))
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
     again = copy.deepcopy(cut)
-    second = optimizer_of(again, recipe(optimiser))
+    second = build_optimizer(again, recipe(optimiser))
     second.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
     train(again, second, range(3, 6))
     assert equal(again.state_dict(), whole.state_dict())
@@ -120,7 +120,7 @@ def test_a_saved_state_goes_on_bit_for_bit(optimiser: Optimiser) -> None:
 def test_joined_counts_a_closure_once() -> None:
     model, calls = small(), []
     set_gradients(model, 0)
-    assert optimizer_of(model, recipe(Muon())).step(lambda: calls.append(torch.is_grad_enabled()) or 1.5) == 1.5
+    assert build_optimizer(model, recipe(Muon())).step(lambda: calls.append(torch.is_grad_enabled()) or 1.5) == 1.5
     assert calls == [True]
 
 
@@ -128,7 +128,7 @@ def test_sgd_is_heavy_ball_momentum() -> None:
     model = small()
     weight = model.blocks[1].mlp.down.weight
     expected, momentum = weight.detach().clone(), torch.zeros_like(weight)
-    optimiser = optimizer_of(model, recipe(SGD(momentum=0.7)))
+    optimiser = build_optimizer(model, recipe(SGD(momentum=0.7)))
     for step in range(3):
         set_gradients(model, step)
         momentum = 0.7 * momentum + weight.grad + 0.1 * expected
@@ -140,9 +140,9 @@ def test_sgd_is_heavy_ball_momentum() -> None:
 @pytest.mark.parametrize("optimiser", [Muon(), SGD(), SGD(momentum=0.0)], ids=repr)
 def test_moments_are_what_is_kept(optimiser: Optimiser) -> None:
     model = small()
-    made = optimizer_of(model, recipe(optimiser))
+    made = build_optimizer(model, recipe(optimiser))
     train(model, made, range(1))
-    matrices = {id(matrix) for matrix in block_matrices(model)}
+    matrices = {id(matrix) for matrix in find_block_matrices(model)}
     for parameter in model.parameters():
         kept = [x for x in made.state[parameter].values() if isinstance(x, Tensor) and x.shape == parameter.shape]
         if parameter.ndim:  # a number has the shape of a count of steps

@@ -17,12 +17,12 @@ from two_rows import two_rows
 
 from lit_lazy import results
 from lit_lazy.command.main import main
-from lit_lazy.grid.plan import PLAN, Plan, newest_parent, read_plan, table_from_mlflow
+from lit_lazy.grid.plan import PLAN, Plan, build_table_from_mlflow, find_newest_parent, read_plan
 from lit_lazy.measure.diagnostics import Diagnostics
-from lit_lazy.report.page import report_html, write_report
+from lit_lazy.report.page import render_report, write_report
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.records import RowInfo
-from lit_lazy.table.render import html_parts, markdown
+from lit_lazy.table.render import render_html_parts, render_markdown
 from lit_lazy.tracking.tracker import Tracker, default_uri
 
 pytestmark = pytest.mark.xdist_group("report")  # one process, one grid
@@ -65,7 +65,7 @@ def tracker(store: Path, monkeypatch: pytest.MonkeyPatch) -> Tracker:
 def page(store: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     tracker = Tracker(default_uri(store), store, ID)
     folder = tmp_path_factory.mktemp("page")
-    page, *drawn = write_report(tracker, newest_parent(tracker), folder)
+    page, *drawn = write_report(tracker, find_newest_parent(tracker), folder)
     assert page == folder / "report.html"
     names = ("effects", "loss_against_sparsity", "tau_over_training", "sink_over_training")
     assert drawn == [folder / f"{name}.{kind}" for name in names for kind in ("png", "svg")]
@@ -99,11 +99,11 @@ class Reader(HTMLParser):
 
 
 def test_it_holds_table_command_runs_versions_and_commit(tracker: Tracker, page: str) -> None:
-    parent = newest_parent(tracker)
-    opening, numbers = html_parts(table_from_mlflow(tracker, parent))
+    parent = find_newest_parent(tracker)
+    opening, numbers = render_html_parts(build_table_from_mlflow(tracker, parent))
     assert page.index(opening) < page.index("<figure") < page.index(numbers)
     text = Reader(page).text
-    children = tracker.children(parent)
+    children = tracker.find_children(parent)
     assert len(children) == 4
     for run in children:
         assert run.run_id in text
@@ -169,8 +169,8 @@ def test_ui_url_links_every_run(tracker: Tracker, store: Path, page: str, tmp_pa
     assert main(["report", ID, "--runs", str(store), "--ui-url", f"{UI}/", "--out", str(file)]) == 0
     linked = file.read_text()
     found = [link for link in Reader(linked).links if not link.startswith("#")]
-    parent = newest_parent(tracker)
-    ids = [parent, *(run.run_id for run in tracker.children(parent))]
+    parent = find_newest_parent(tracker)
+    ids = [parent, *(run.run_id for run in tracker.find_children(parent))]
     assert {
         f"{UI}/#/experiments/{tracker.experiment_id}/runs/{run_id}?workflowType=machine_learning" for run_id in ids
     } == set(found)
@@ -231,14 +231,14 @@ class Kept:
         self.keep_plan(self.plan)
 
     def keep_plan(self, plan: Plan) -> None:
-        self.tracker.keep_text(self.parent, plan.to_json(), PLAN)
+        self.tracker.log_text(self.parent, plan.to_json(), PLAN)
 
     def cell(self, variant: str, seed: int, diagnostics: Diagnostics | None, complete: bool = True) -> str:
         tags = {"kind": "cell", "variant": variant, "seed": str(seed), "cell": f"{variant}-{seed}"}
         run_id = self.tracker.start_run(f"{variant} seed {seed}", tags, {}, {}, self.parent)
         if diagnostics is not None:
             diagnostics.save(self.file)
-            self.tracker.keep_files(run_id, [self.file])
+            self.tracker.log_files(run_id, [self.file])
         if complete:
             self.tracker.finish(run_id, {"loss/val": 1.0 + seed}, {}, 1)
         else:
@@ -246,7 +246,7 @@ class Kept:
         return run_id
 
     def report(self) -> Reader:
-        return Reader(report_html(self.tracker, self.parent))
+        return Reader(render_report(self.tracker, self.parent))
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def test_the_best_softmax_row_is_held_against_the_trigram(kept: Kept) -> None:
 
     def warnings(trigram: float) -> tuple[str, ...]:
         kept.keep_plan(replace(plan, facts={"trigram_bits_per_byte": trigram}))
-        return table_from_mlflow(kept.tracker, kept.parent).warnings
+        return build_table_from_mlflow(kept.tracker, kept.parent).warnings
 
     (said,) = warnings(2.5)
     assert said.startswith("UNDERTRAINED: 'softmax at 0.2' reaches 2.250 bits/byte; 2.200 would be 0.3 below")
@@ -317,7 +317,7 @@ def test_many_variants_are_folded(kept: Kept) -> None:
     kept.keep_plan(replace(kept.plan, rows=tuple(RowInfo(name, "ours", (0,), "tiny") for name in ("softmax", *names))))
     for name in names:
         kept.cell(name, 0, TAU)
-    page = report_html(kept.tracker, kept.parent)
+    page = render_report(kept.tracker, kept.parent)
     assert page.count("<small>seed 0</small></summary>") == 4
     assert "<details open>" not in page
 
@@ -389,7 +389,7 @@ def test_the_frame_of_mlflows_artifact_view_shows_it_too(browser: Browser, page:
 
 def test_of_very_many_variants_the_first_have_figures(tracker: Tracker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lit_lazy.report.page.MOST_VARIANTS", 1)
-    page = report_html(tracker, newest_parent(tracker))
+    page = render_report(tracker, find_newest_parent(tracker))
     assert page.count("</small></summary>") == 1
     assert f"{escape(ODD)}: <code>lit-lazy report --figures</code>" in page
 
@@ -412,13 +412,13 @@ class TestFromPython:
 
     def test_cells_are_those_of_mlflow(self, store: Path, tracker: Tracker) -> None:
         found = results(ID, runs=store)
-        parent = newest_parent(tracker)
-        assert found.table == table_from_mlflow(tracker, parent)
-        assert str(found) == found._repr_markdown_() == markdown(found.table)
+        parent = find_newest_parent(tracker)
+        assert found.table == build_table_from_mlflow(tracker, parent)
+        assert str(found) == found._repr_markdown_() == render_markdown(found.table)
         assert repr(found) == f"<{ID}: 2 variants, 4 of 4 cells finished; print it for its table>"
         cells = found.cells.set_index(["variant", "seed"])
         assert sorted(cells.index) == [(ODD, 0), (ODD, 1), ("softmax", 0), ("softmax", 1)]
-        for run in tracker.children(parent):
+        for run in tracker.find_children(parent):
             line = cells.loc[(run.tags["variant"], int(run.tags["seed"]))]
             assert {name: line[name] for name in run.metrics} == run.metrics
         assert set(cells["status"]) == {"complete"}

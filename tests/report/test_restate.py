@@ -10,11 +10,11 @@ import pytest
 
 from lit_lazy.command.main import main
 from lit_lazy.config.files import find
-from lit_lazy.grid.question import load_asked
-from lit_lazy.report.page import table_figures, with_table
-from lit_lazy.table.build import restated
+from lit_lazy.grid.question import load_ablation_or_question
+from lit_lazy.report.page import draw_table_figures, replace_table
+from lit_lazy.table.build import recompute_statistics
 from lit_lazy.table.records import Table
-from lit_lazy.table.render import html_parts, save
+from lit_lazy.table.render import render_html_parts, save
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 KEPT = sorted(RESULTS.glob("*/table.json"))
@@ -24,8 +24,8 @@ REPORTS = sorted(RESULTS.glob("*/report.html"))
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.parent.name)
 def test_committed_tables_say_what_their_values_and_todays_statistics_give(path: Path, tmp_path: Path) -> None:
     table = Table.from_json(json.loads(path.read_text()))
-    ablation, _ = load_asked(find("ablations", table.ablation))
-    assert restated(table, ablation.columns, ablation.contrasts, ablation.primary) == table
+    ablation, _ = load_ablation_or_question(find("ablations", table.ablation))
+    assert recompute_statistics(table, ablation.columns, ablation.contrasts, ablation.primary) == table
     for file in save(table, tmp_path / "table"):
         kept = path.with_name(file.name)
         assert not kept.exists() or kept.read_text() == file.read_text(), file.name
@@ -37,7 +37,7 @@ def test_committed_tables_say_what_their_values_and_todays_statistics_give(path:
 def test_committed_reports_are_small_and_say_what_their_table_says(path: Path) -> None:
     assert path.stat().st_size < 1_000_000
     table, text = Table.from_json(json.loads(path.with_name("table.json").read_text())), path.read_text()
-    opening, numbers = (part.rstrip("\n") for part in html_parts(table))
+    opening, numbers = (part.rstrip("\n") for part in render_html_parts(table))
     assert text.index(opening) < text.index('<section id="finding">') < text.index(numbers)
     if table.verdict is not None:
         assert html.escape(table.verdict.sentence) in opening
@@ -48,7 +48,7 @@ def test_committed_reports_are_small_and_say_what_their_table_says(path: Path) -
 @pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.parent.name)
 def test_figures_of_a_table_in_its_committed_report_are_todays(path: Path) -> None:
     table = Table.from_json(json.loads(path.with_name("table.json").read_text()))
-    assert with_table(path, table, table_figures(table)) == path.read_text()
+    assert replace_table(path, table, draw_table_figures(table)) == path.read_text()
 
 
 def test_every_committed_table_has_a_report() -> None:

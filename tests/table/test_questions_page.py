@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import t
 
-from lit_lazy.report.verdicts import answered, page
+from lit_lazy.report.verdicts import format_page, read_questions
 
 ROOT = Path(__file__).parents[2]
 TABLES = [
@@ -20,7 +20,9 @@ TABLES = [
 def test_the_page_is_made_of_the_committed_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Written by `lit-lazy ablate verdicts docs/results --out docs/questions.md`."""
     monkeypatch.chdir(ROOT)
-    assert (ROOT / "docs" / "questions.md").read_text() == page(answered(Path("docs/results")), Path("docs"))
+    assert (ROOT / "docs" / "questions.md").read_text() == format_page(
+        read_questions(Path("docs/results")), Path("docs")
+    )
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.parent.name)

@@ -15,11 +15,11 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from lit_lazy.table.build import build_table, restated
-from lit_lazy.table.finding import findings
-from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, csv_text
-from lit_lazy.table.render import html, html_parts, latex, markdown
-from lit_lazy.table.statistics import contrast, minimum_detectable_effect, tost
+from lit_lazy.table.build import build_table, recompute_statistics
+from lit_lazy.table.finding import describe_findings
+from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, format_csv
+from lit_lazy.table.render import render_html, render_html_parts, render_latex, render_markdown
+from lit_lazy.table.statistics import compute_contrast, minimum_detectable_effect, tost
 
 LOSS = Column("loss", "loss", "lower", unit="nats")
 SPARSITY = Column("sparsity", "sparsity", None, digits=1, unit="%", scale=100)
@@ -48,7 +48,7 @@ def table(row_infos, observations, columns=(LOSS,), baseline="lazy", **more):
 def effect(row, baseline, **others):
     """As in a table whose rows have these values by seed."""
     values = {name: dict(enumerate(v)) for name, v in {"row": row, "baseline": baseline, **others}.items()}
-    return contrast(values, {"row": 1.0, "baseline": -1.0})
+    return compute_contrast(values, {"row": 1.0, "baseline": -1.0})
 
 
 def row(result, variant):
@@ -118,7 +118,7 @@ def test_holm_counts_ties_and_keeps_metrics_apart():
     assert row(result, "b")["metrics"]["loss"]["p_adj"] == pytest.approx(2 * effect(b, a, tied=a).p)
     tied = row(result, "tied")["metrics"]["loss"]
     assert (tied["test"], tied["diff"], tied["p_adj"]) == ("tie", 0.0, None)
-    assert re.search(r"\| tied +\| +tie +\|", markdown(result))
+    assert re.search(r"\| tied +\| +tie +\|", render_markdown(result))
 
 
 def test_each_column_says_what_it_can_separate_at_each_n():
@@ -134,7 +134,7 @@ def test_each_column_says_what_it_can_separate_at_each_n():
     for key, alpha in (("mde", 0.05), ("mde_holm", 0.05 / 3)):
         assert three[key] == pytest.approx(np.median([minimum_detectable_effect(e, alpha) for e in tested]))
     assert (column["separates"], column["compared"], column["tested"]) == (["b"], 3, 3)
-    text = markdown(result)
+    text = render_markdown(result)
     assert "loss: separates 1 of 3 rows from lazy (Holm p < 0.05); better: b. " in text
     assert f"Detectable at n = 3: {three['mde']:.3f} nats; at Holm's first step: {three['mde_holm']:.3f} nats." in text
     infos[0] = replace(infos[0], seeds=(0, 1, 2, 3))
@@ -150,13 +150,13 @@ def test_below_three_seeds_there_is_no_p_and_at_one_no_interval():
     measure = row(two, "b")["metrics"]["loss"]
     assert measure["p"] is measure["p_adj"] is measure["mde"] is None
     assert measure["diff_ci95"] > 0
-    assert "p=" not in markdown(two)
-    assert "loss: no test, at most 2 seeds in a row and the baseline" in markdown(two)
+    assert "p=" not in render_markdown(two)
+    assert "loss: no test, at most 2 seeds in a row and the baseline" in render_markdown(two)
     one = table(rows("lazy", "b", seeds=(0,)), cells("lazy", 2.0) + cells("b", 1.0))
     measure = row(one, "b")["metrics"]["loss"]
     assert (measure["mean"], measure["ci95"], measure["diff"], measure["diff_ci95"]) == (1.0, None, -1.0, None)
-    assert re.search(r"\| b +\| ours +\| +1 \| +1\.000 \|", markdown(one))
-    assert re.search(r"\| b +\| +-1\.000 \|", markdown(one))
+    assert re.search(r"\| b +\| ours +\| +1 \| +1\.000 \|", render_markdown(one))
+    assert re.search(r"\| b +\| +-1\.000 \|", render_markdown(one))
 
 
 def test_each_row_is_compared_by_its_own_seeds():
@@ -164,10 +164,10 @@ def test_each_row_is_compared_by_its_own_seeds():
     lazy, values = [2.0, 2.3, 2.1, 2.4, 2.2], {0: 1.0, 2: 1.3, 4: 1.1}
     result = table(infos, cells("lazy", *lazy) + [cell("b", s, v) for s, v in values.items()])
     measure = row(result, "b")["metrics"]["loss"]
-    expected = contrast({"b": values, "lazy": dict(enumerate(lazy))}, {"b": 1.0, "lazy": -1.0})
+    expected = compute_contrast({"b": values, "lazy": dict(enumerate(lazy))}, {"b": 1.0, "lazy": -1.0})
     assert (measure["diff_n"], measure["diff"]) == (3, pytest.approx(3.4 / 3 - 2.2))
     assert measure["p"] == pytest.approx(expected.p)
-    assert "Seeds: 0, 1, 2, 3, 4; 0, 2, 4 in b." in markdown(result)
+    assert "Seeds: 0, 1, 2, 3, 4; 0, 2, 4 in b." in render_markdown(result)
 
 
 def test_missing_failed_and_running_cells_are_shown_as_such():
@@ -183,7 +183,7 @@ def test_missing_failed_and_running_cells_are_shown_as_such():
         ("lazy", 3, "complete"), ("half", 1, "failed"), ("busy", 0, "running"), ("queued", 0, "waiting"),
         ("never", 0, "missing"),
     ]  # fmt: skip
-    text = markdown(result)
+    text = render_markdown(result)
     assert "**Warning:** Not complete: 4 of 15 cells have a result (1 failed, 4 missing, 3 waiting, 3 running)" in text
     assert "- half, seed 1: failed (CUDA out of memory)" in text
     assert "- half, seed 2: missing" in text
@@ -195,8 +195,8 @@ def test_missing_failed_and_running_cells_are_shown_as_such():
 def test_without_a_baseline_there_is_nothing_to_compare():
     result = table(rows("lazy", "b"), cells("b", 1.0, 1.1, 1.3))
     assert row(result, "b")["metrics"]["loss"]["diff"] is None
-    assert re.search(r"\| b +\| +– \|", markdown(result))
-    assert "loss: nothing to compare" in markdown(result)
+    assert re.search(r"\| b +\| +– \|", render_markdown(result))
+    assert "loss: nothing to compare" in render_markdown(result)
 
 
 def test_no_number_that_was_not_measured():
@@ -204,11 +204,11 @@ def test_no_number_that_was_not_measured():
     measures = [r["metrics"]["loss"] for r in empty.to_json()["rows"] + empty.to_json()["contrasts"]]
     for measure in measures:
         assert {v for k, v in measure.items() if k != "values"} <= {None, 0}
-    grid = [line for line in markdown(empty).splitlines() if line.startswith("| ")]
+    grid = [line for line in render_markdown(empty).splitlines() if line.startswith("| ")]
     assert {number for line in grid for number in re.findall(r"\d+", line)} == {"0", "3"}  # "0/3"
 
     single = table(rows("lazy", "b", seeds=(0,)), [cell("lazy", 0, 7.125), cell("b", 0, 9.375)])
-    grid = "".join(line for line in markdown(single).splitlines() if line.startswith("| "))
+    grid = "".join(line for line in render_markdown(single).splitlines() if line.startswith("| "))
     assert set(re.findall(r"[-+]?\d[\d.]*", grid)) == {"1", "7.125", "9.375", "+2.250"}
 
 
@@ -222,10 +222,10 @@ def test_undefined_metrics_are_a_dash_and_counted():
         assert row(result, name)["metrics"]["sparsity"]["undefined"] == undefined
     assert result.to_json()["columns"][1]["undefined"] == 7
     for name in ("softmax", "absent"):
-        assert re.search(rf"\| {name} +\| ours +\| +3 \|[^|]+\| +– +\|", markdown(result))
-    assert "61.0 = (n=2)" in markdown(result)
+        assert re.search(rf"\| {name} +\| ours +\| +3 \|[^|]+\| +– +\|", render_markdown(result))
+    assert "61.0 = (n=2)" in render_markdown(result)
     everywhere = table(rows("lazy"), cells("lazy", 1.0, 2.0, 3.0), (LOSS, Column("typo", "typo")))
-    assert "typo: no cell reports the metric 'typo'." in markdown(everywhere)
+    assert "typo: no cell reports the metric 'typo'." in render_markdown(everywhere)
 
 
 def test_deterministic_columns_are_not_tested():
@@ -234,8 +234,10 @@ def test_deterministic_columns_are_not_tested():
     result = table(rows("lazy", "b"), observations, (LOSS, PARAMETERS))
     measure = row(result, "b")["metrics"]["parameters"]
     assert (measure["diff"], measure["test"], measure["p"], measure["p_adj"]) == (544.0, "constant", None, None)
-    assert "124,000 =" in markdown(result)
-    assert "parameters: no test, no spread was measured in the baseline, or in any row beside it." in markdown(result)
+    assert "124,000 =" in render_markdown(result)
+    assert "parameters: no test, no spread was measured in the baseline, or in any row beside it." in render_markdown(
+        result
+    )
 
 
 def test_a_row_at_its_bound_has_a_range_and_no_test():
@@ -248,14 +250,14 @@ def test_a_row_at_its_bound_has_a_range_and_no_test():
     assert {name: m["test"] for name, m in measures.items()} == {"lazy": None} | dict.fromkeys(
         ("some", "both", "too"), "saturated"
     )
-    text = markdown(result)
+    text = render_markdown(result)
     assert re.search(r"\| lazy +\|.*\| +0\.0 = \|", text)
     assert re.search(r"\| both +\|.*\| +66\.7 \(0\.0 to 100\.0\) \|", text)
     assert re.search(r"\| some +\| +\+50\.0 \(\+20\.0 to \+90\.0\) \|", text)
     assert "sink rate: no test, no spread was measured in the baseline, or in any row beside it." in text
     other = table(rows(*values), observations, (rate,), baseline="too")
     assert row(other, "some")["metrics"]["rate"]["test"] == "t"
-    assert "; 2 not tested, without a measured spread" in markdown(other)
+    assert "; 2 not tested, without a measured spread" in render_markdown(other)
 
 
 def test_what_holds_by_construction_is_named_and_not_tested():
@@ -266,7 +268,7 @@ def test_what_holds_by_construction_is_named_and_not_tested():
     measure = row(result, "b")["metrics"]["tau"]
     assert (measure["test"], measure["p"], measure["p_adj"], measure["mde"]) == ("construction", None, None, None)
     assert measure["diff_ci95"] > 0
-    text = markdown(result)
+    text = render_markdown(result)
     assert "Not tested, since rows differ there by construction (the rows differ in where it starts): tau." in text
     assert "- tau: no test, rows differ by construction (the rows differ in where it starts)." in text
     assert "*" not in "".join(line for line in text.splitlines() if line.startswith("| b "))
@@ -280,11 +282,11 @@ def test_the_same_is_said_with_its_margin_alone():
     p = tost(effect(near, [2.0, 2.1, 2.2], far=far), 0.5)
     assert row(result, "near")["metrics"]["loss"]["p_same"] == pytest.approx(2 * p)
     assert result.to_json()["columns"][0]["same"] == ["near"]
-    assert "; the same within ±0.500 nats: near. " in markdown(result)
-    assert "; the same within ±0.001 nats: none. " in markdown(
+    assert "; the same within ±0.500 nats: near. " in render_markdown(result)
+    assert "; the same within ±0.001 nats: none. " in render_markdown(
         table(rows("lazy", "near", "far"), observations, (replace(LOSS, margin=0.001),))
     )
-    assert "the same within" not in markdown(table(rows("lazy", "near", "far"), observations))
+    assert "the same within" not in render_markdown(table(rows("lazy", "near", "far"), observations))
 
 
 def test_one_outcome_is_primary_and_the_rest_exploratory():
@@ -299,7 +301,7 @@ def test_one_outcome_is_primary_and_the_rest_exploratory():
     settings = {"columns": (other, SPARSITY, LOSS), "contrasts": contrasts}
     result = table(rows("lazy", "b"), observations, primary=("absent", "loss"), **settings)
     assert result.primary == result.to_json()["primary"] == "loss"
-    before, after = markdown(result).split("### Exploratory")
+    before, after = render_markdown(result).split("### Exploratory")
     assert "Primary outcome: loss. All other columns are exploratory." in before
     assert re.search(r"\| Variant +\| +Δ loss", before)
     assert re.search(r"\| Contrast +\| +Δ loss", before)
@@ -308,13 +310,13 @@ def test_one_outcome_is_primary_and_the_rest_exploratory():
     assert re.search(r"\| Variant +\| +Δ other loss", after)
     assert re.search(r"\| Contrast +\| +Δ other loss", after)
     assert "- sparsity: " in after
-    assert markdown(result).count("- c = +1 b -1 lazy") == 1
+    assert render_markdown(result).count("- c = +1 b -1 lazy") == 1
     assert "Δ loss" not in after
-    undirected = markdown(table(rows("lazy", "b"), observations, primary=("sparsity",), **settings))
+    undirected = render_markdown(table(rows("lazy", "b"), observations, primary=("sparsity",), **settings))
     assert re.search(r"\| Variant +\| +Δ sparsity", undirected)
     nothing = table(rows("lazy", "b"), observations, primary=("absent",), **settings)
     assert nothing.primary is None
-    assert "xploratory" not in markdown(nothing)
+    assert "xploratory" not in render_markdown(nothing)
 
 
 def test_the_finding_comes_first():
@@ -330,17 +332,17 @@ def test_the_finding_comes_first():
     observations = sum([*far, *(cells(name, *values) for name, values in near)], cells("lazy", 1.0, 1.1, 1.2))
     asked = rows("lazy", *names, *(name for name, _ in near))
     result = table(asked, observations, (replace(LOSS, plotted=True, margin=0.5),))
-    assert findings(result) == [
+    assert describe_findings(result) == [
         "Loss against lazy (n = 3): worse: far 0, far 1, far 2, far 3 and 2 others; better: good; the same within "
         "±0.500 nats: near; undecided: wide; not tested: flat."
     ]
-    text = markdown(result)
+    text = render_markdown(result)
     assert text.index("Loss against lazy") < text.index("| Variant") < text.index("### Provenance")
     plotted = (replace(LOSS, plotted=True),)
-    assert findings(table(rows("lazy", "b"), cells("lazy", 1.0) + cells("b", 2.0), plotted)) == [
+    assert describe_findings(table(rows("lazy", "b"), cells("lazy", 1.0) + cells("b", 2.0), plotted)) == [
         "Loss against lazy: no test, at most 1 seed in a row and the baseline; three are needed."
     ]
-    assert findings(table(rows("lazy"), cells("lazy", 1.0, 1.1, 1.2), plotted)) == []
+    assert describe_findings(table(rows("lazy"), cells("lazy", 1.0, 1.1, 1.2), plotted)) == []
 
 
 def test_rows_beyond_a_baseline_that_never_varies_are_named_without_a_test():
@@ -355,16 +357,16 @@ def test_rows_beyond_a_baseline_that_never_varies_are_named_without_a_test():
         cells("lazy", 0.0, 0.0, 0.0),
     )
     asked = rows("lazy", "a", "b", *(f"far {i}" for i in range(6)))
-    assert findings(table(asked, observations, (plotted,))) == [
+    assert describe_findings(table(asked, observations, (plotted,))) == [
         "Loss (n = 3): lazy has 0.000 nats in every seed, so there is no test; above it in every seed: "
         "far 5 (0.500 to 5.700), far 4 (0.500 to 4.700), far 3 (0.500 to 3.700), far 2 (0.500 to 2.700) and 3 others."
     ]
     nothing = ["Loss against lazy: no test, no spread was measured in the baseline, or in any row beside it."]
     for values in ((0.0, 0.0, 0.0), (1e-9, 2e-9, 3e-4)):
         close = [*cells("lazy", 0.0, 0.0, 0.0), *cells("a", *values)]
-        assert findings(table(rows("lazy", "a"), close, (plotted,))) == nothing, "alike as shown"
+        assert describe_findings(table(rows("lazy", "a"), close, (plotted,))) == nothing, "alike as shown"
     few = [*cells("lazy", 0.0, 0.0, 0.0), *cells("a", 1.0, float("nan"), None), *cells("b", 0.0, 0.0, 0.0)]
-    assert findings(table(rows("lazy", "a", "b"), few, (plotted,))) == nothing, "not in every seed"
+    assert describe_findings(table(rows("lazy", "a", "b"), few, (plotted,))) == nothing, "not in every seed"
 
 
 def test_a_row_that_never_varies_is_named_where_it_lies_beyond_the_baseline():
@@ -372,7 +374,7 @@ def test_a_row_that_never_varies_is_named_where_it_lies_beyond_the_baseline():
     plotted = replace(LOSS, plotted=True, bounds=(0.0,))
     values = {"base": (0.3, 0.4, 0.5), "a": (0.0, 0.0, 0.0), "b": (0.31, 0.39, 0.5), "c": (0.6, 0.6, 0.6)}
     observations = [one for name, of in values.items() for one in cells(name, *of)]
-    assert findings(table(rows(*values), observations, (plotted,), baseline="base")) == [
+    assert describe_findings(table(rows(*values), observations, (plotted,), baseline="base")) == [
         "Loss against base (n = 3): undecided: b; without a test, but above it in every seed: c; without a test, but "
         "below it in every seed: a."
     ]
@@ -388,7 +390,7 @@ def test_the_primary_outcome_comes_first_among_the_effects():
 def test_a_table_is_restated_from_its_own_values():
     result = seventeen()
     columns, contrasts = result.columns, [Contrast(c.name, c.weights) for c in result.contrasts]
-    assert restated(result, columns, contrasts, ()) == result
+    assert recompute_statistics(result, columns, contrasts, ()) == result
     former = result.to_json()  # of a version that knew less
     for measure in [m for r in former["rows"] + former["contrasts"] for m in r["metrics"].values()]:
         for key in ("diff_se", "diff_df", "diff_low", "diff_high", "p_same", "se", "df", "low", "high"):
@@ -396,8 +398,8 @@ def test_a_table_is_restated_from_its_own_values():
     for column in former["columns"]:
         for key in ("bounds", "by_construction", "margin", "seeds", "same", "detectable"):
             del column[key]
-    assert restated(Table.from_json(former), columns, contrasts, ()) == result
-    now = restated(
+    assert recompute_statistics(Table.from_json(former), columns, contrasts, ()) == result
+    now = recompute_statistics(
         result, [replace(columns[1], margin=3.0)], [*contrasts, Contrast("x", {"absent": 1, "lazy": -1})], ("m1",)
     )
     assert now.primary == "m1"
@@ -420,7 +422,7 @@ def test_percentages_differ_by_points():
         for variant, value, shift in (("lazy", 0.5, 0), ("b", 0.6, 1))
         for seed in range(3)
     ]
-    text = markdown(table(rows("lazy", "b"), observations, columns=(LOSS, accuracy)))
+    text = render_markdown(table(rows("lazy", "b"), observations, columns=(LOSS, accuracy)))
     assert "accuracy (%) ↑ |" in text
     assert "Δ loss (nats) ↓ | Δ accuracy (points) ↑ |" in text
     assert re.search(
@@ -437,10 +439,10 @@ def test_mixed_and_dirty_commits_and_labels_are_named():
     result = table(rows("lazy", "b"), observations, labels=("backend",))
     assert result.to_json()["git_sha"] == f"mixed: {SHA}, 77aa01e-dirty"
     assert row(result, "b")["labels"] == {"backend": "mixed: chunked, triton"}
-    text = markdown(result)
+    text = render_markdown(result)
     assert f"- {SHA}: lazy, b\n" in text
     assert "- 77aa01e-dirty: b (with uncommitted changes)" in text
-    assert "### Commits" not in markdown(table(rows("lazy"), cells("lazy", 2.0, 2.1, 2.2)))
+    assert "### Commits" not in render_markdown(table(rows("lazy"), cells("lazy", 2.0, 2.1, 2.2)))
 
 
 def test_contrasts_are_tested_with_holm_over_the_contrasts():
@@ -452,11 +454,11 @@ def test_contrasts_are_tested_with_holm_over_the_contrasts():
     contrasts = [Contrast("interaction", first), Contrast("main", second)]
     result = table(rows(*values, seeds=range(4)), observations, contrasts=contrasts)
     by_seed = {name: dict(enumerate(v.tolist())) for name, v in values.items()}
-    p = [contrast(by_seed, c.weights).p for c in contrasts]
+    p = [compute_contrast(by_seed, c.weights).p for c in contrasts]
     got = [c["metrics"]["loss"] for c in result.to_json()["contrasts"]]
     assert [c["p"] for c in got] == pytest.approx(p)
     assert min(c["p_adj"] for c in got) == pytest.approx(2 * min(p))
-    assert "interaction = +1 lazy -1 b -1 c +1 d" in markdown(result)
+    assert "interaction = +1 lazy -1 b -1 c +1 d" in render_markdown(result)
     with pytest.raises(ValueError, match=r"weights: .* of contrast 'c'; give weights that add up to zero"):
         Contrast("c", {"lazy": 1.0, "b": -0.5})
 
@@ -469,14 +471,14 @@ def test_the_order_of_the_observations_does_not_matter():
         random.Random(seed).shuffle(observations)
         again = table(rows("lazy", "b", "c", "d"), iter(observations))
         assert json.dumps(again.to_json()) == json.dumps(reference.to_json())
-        assert markdown(again) == markdown(reference)
+        assert render_markdown(again) == render_markdown(reference)
 
 
 def test_cells_that_were_not_asked_for_are_left_out_and_named():
     observations = [*cells("lazy", 2.0, 2.1, 2.2), *cells("b", 1.0, 1.5, 1.1, 4711.0), *cells("old", 3.0)]
     result = table(rows("lazy", "b"), observations)
     assert row(result, "b")["n"] == 3
-    assert "Left out, because the ablation does not ask for them: b seed 3, old seed 0." in markdown(result)
+    assert "Left out, because the ablation does not ask for them: b seed 3, old seed 0." in render_markdown(result)
     assert "4711" not in json.dumps(result.to_json())
 
 
@@ -506,26 +508,26 @@ def test_json_is_strict_and_comes_back_whole():
     result = seventeen()
     text = json.dumps(result.to_json(), allow_nan=False)
     assert Table.from_json(json.loads(text)) == result
-    assert markdown(Table.from_json(json.loads(text))) == markdown(result)
+    assert render_markdown(Table.from_json(json.loads(text))) == render_markdown(result)
 
 
 @pytest.mark.parametrize("sign", ["=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠"])
 def test_csv_holds_no_formula(sign):
     """Spreadsheets would run it; numbers, negative ones too, are not texts."""
-    lines = list(csv.reader(io.StringIO(csv_text([[f"{sign}1+1", f"a{sign}b", -1.5, "", None]]), newline="")))
+    lines = list(csv.reader(io.StringIO(format_csv([[f"{sign}1+1", f"a{sign}b", -1.5, "", None]]), newline="")))
     assert lines == [[f"'{sign}1+1", f"a{sign}b", "-1.5", "", ""]]
 
 
 def test_csv_is_tidy_and_exact():
     result = seventeen()
-    lines = {(line["variant"], line["metric"]): line for line in csv.DictReader(io.StringIO(result.csv()))}
+    lines = {(line["variant"], line["metric"]): line for line in csv.DictReader(io.StringIO(result.to_csv()))}
     assert len(lines) == 17 * 12
     for r in result.to_json()["rows"]:
         for key, measure in r["metrics"].items():
             for name in ("mean", "ci95", "diff", "diff_ci95", "p", "p_adj", "mde"):
                 shown = lines[r["variant"], key][name]
                 assert (float(shown) if shown else None) == measure[name]
-    frame = pd.read_csv(io.StringIO(result.csv()))
+    frame = pd.read_csv(io.StringIO(result.to_csv()))
     wide = frame.pivot(index="variant", columns="metric", values="mean")
     assert wide.shape == (17, 12)
 
@@ -547,7 +549,7 @@ def markdown_grids(text):
 
 @pytest.mark.parametrize("make", [seventeen, hostile])
 def test_markdown_is_rectangular_and_aligned(make):
-    text = markdown(make())
+    text = render_markdown(make())
     for block in [b.splitlines() for b in text.split("\n\n") if b.startswith("| ")]:
         assert len({len(line) for line in block}) == 1
         assert max(map(len, block)) <= 120 or make is hostile
@@ -558,20 +560,20 @@ def test_markdown_is_rectangular_and_aligned(make):
 
 def test_markdown_shows_every_row_and_column_in_order():
     result = seventeen()
-    grids = markdown_grids(markdown(result))
+    grids = markdown_grids(render_markdown(result))
     means = [g for g in grids if g[0][0] == "Variant" and not g[0][1].startswith("Δ")]
     assert len(means) > 1
     for grid in means:
         assert [line[0] for line in grid[2:]] == [r.variant for r in result.rows]
     headings = [h for g in means for h in g[0][1:]]
     assert headings == ["Source", "backend", "n", *(c.heading for c in result.columns)]
-    assert markdown(result).index("Undertrained") < markdown(result).index("| Variant")
-    assert "variant_07" in markdown(result)
-    assert "mixed: chunked, reference" in markdown(result)
+    assert render_markdown(result).index("Undertrained") < render_markdown(result).index("| Variant")
+    assert "variant_07" in render_markdown(result)
+    assert "mixed: chunked, reference" in render_markdown(result)
 
 
 def test_markdown_escapes_what_would_open_markup():
-    text = markdown(hostile())
+    text = render_markdown(hostile())
     assert r"a\|b_c 50% & &lt;b>x&lt;/b>" in text
     assert r"\*em* \`code\` \[l\](u)" in text
     assert r"100% & \_more\_" in text
@@ -600,15 +602,15 @@ def latex_parse(text):
 @pytest.mark.parametrize("make", [seventeen, hostile])
 def test_latex_is_well_formed(make):
     result = make()
-    grids = latex_parse(latex(result))
-    assert len(grids) == len(markdown_grids(markdown(result)))
+    grids = latex_parse(render_latex(result))
+    assert len(grids) == len(markdown_grids(render_markdown(result)))
     assert all(len(grid) in (1 + len(result.rows), len(result.rows), 2) for grid in grids)
 
 
 @pytest.mark.parametrize("make", [seventeen, hostile])
 def test_html_is_a_self_contained_fragment(make):
     result = make()
-    text = html(result)
+    text = render_html(result)
     assert text.isascii()
     root = ElementTree.fromstring(text)
     assert root.tag == "section"
@@ -632,7 +634,7 @@ def test_a_report_shows_the_columns_that_are_drawn_and_folds_the_others():
     observations = [cell(name, seed, 1.0 + seed, sparsity=0.1 * seed) for name in ("lazy", "b") for seed in range(3)]
 
     def heads_of(columns, **more):
-        _, numbers = html_parts(table(rows("lazy", "b"), observations, columns, **more))
+        _, numbers = render_html_parts(table(rows("lazy", "b"), observations, columns, **more))
         root = ElementTree.fromstring(numbers)
         folded = {head for fold in root.iter("details") for head in fold.iter("thead")}
         return [
@@ -649,19 +651,19 @@ def test_a_report_shows_the_columns_that_are_drawn_and_folds_the_others():
 
 def test_the_formats_show_the_same_cells():
     result = seventeen()
-    root = ElementTree.fromstring(html(result))
+    root = ElementTree.fromstring(render_html(result))
     first = root.find(".//table")
     shown = [["".join(c.itertext()) for c in line] for line in first.iter("tr")]
-    grids = [g for g in markdown_grids(markdown(result)) if g[0][0] == "Variant" and not g[0][1].startswith("Δ")]
+    grids = [g for g in markdown_grids(render_markdown(result)) if g[0][0] == "Variant" and not g[0][1].startswith("Δ")]
     joined = [sum((g[i][1:] for g in grids[1:]), grids[0][i]) for i in range(len(grids[0])) if i != 1]
     assert shown == joined
 
 
 def test_the_environment_is_named_and_mixed_ones_are_told():
     made = [replace(cell("lazy", seed, 1.0 + seed), environment="torch 2.13.0") for seed in range(2)]
-    assert "With torch 2.13.0." in markdown(table(rows("lazy", seeds=range(2)), made))
+    assert "With torch 2.13.0." in render_markdown(table(rows("lazy", seeds=range(2)), made))
     mixed = [made[0], replace(made[1], environment="torch 2.14.0")]
-    assert "With mixed: torch 2.13.0, torch 2.14.0." in markdown(table(rows("lazy", seeds=range(2)), mixed))
+    assert "With mixed: torch 2.13.0, torch 2.14.0." in render_markdown(table(rows("lazy", seeds=range(2)), mixed))
 
 
 @pytest.mark.parametrize(("name", "there"), [("rivals-backcopy", False), ("table2-backcopy", True)])

@@ -11,8 +11,8 @@ from scipy.stats import t
 from lit_lazy.table.build import build_table
 from lit_lazy.table.question import Declaration, Verdict
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table
-from lit_lazy.table.render import markdown
-from lit_lazy.table.verdicts import bounds, judge, judged, lines
+from lit_lazy.table.render import render_markdown
+from lit_lazy.table.verdicts import add_verdict, describe_bounds, describe_contrasts, judge
 
 SEEDS = (10, 11, 12, 13, 14)
 LOSS = Column("loss", "loss", "lower", 3, "nats")
@@ -199,7 +199,7 @@ def test_an_undecided_contrast_names_the_seeds_that_would_decide_it():
     needed, how = found.outlook
     assert how == "supported"
     assert f"than old. {needed} seeds would support it, if means and spreads stay." in found.sentence
-    assert f"; {needed} seeds would support it" in lines(found, LOSS)[0]
+    assert f"; {needed} seeds would support it" in describe_contrasts(found, LOSS)[0]
     # With twice as many seeds of the same means and spreads it is decided, with half as many it is not.
     for n, decided in ((2 * needed // 5, True), (needed // 2 // 5, False)):
         seeds = tuple(range(5 * n))
@@ -295,40 +295,45 @@ def test_what_was_not_declared_before_is_exploratory(changes, reasons):
 
 
 def test_a_judged_table_survives_json_and_is_judged_the_same_from_it_alone():
-    table = judged(table_of({"old": around(2, 0.1), "new": around(1, 0.1)}), DECLARED)
+    table = add_verdict(table_of({"old": around(2, 0.1), "new": around(1, 0.1)}), DECLARED)
     again = Table.from_json(json.loads(json.dumps(table.to_json())))
     assert (again.declaration, again.verdict) == (DECLARED, table.verdict)
     assert judge(again.declaration, again) == table.verdict
-    assert judged(table, None).verdict is None, "a verdict without a declaration is none"
+    assert add_verdict(table, None).verdict is None, "a verdict without a declaration is none"
     assert Table.from_json(table_of({"a": around(1, 1)}).to_json()).verdict is None
 
 
 def test_a_table_says_its_verdict_first_or_what_it_still_needs():
     table = table_of({"old": around(2, 0.1), "new": around(1, 0.1)})
     for commit, where in (("abc", "Declared in commit abc, "), ("", "Declared in no commit, ")):
-        assert where in markdown(judged(table, dataclasses.replace(DECLARED, commit=commit)))
-    done = markdown(judged(table, DECLARED)).splitlines()
+        assert where in render_markdown(add_verdict(table, dataclasses.replace(DECLARED, commit=commit)))
+    done = render_markdown(add_verdict(table, DECLARED)).splitlines()
     assert done[2] == "Supported (n = 5): New is lower than old."
     assert done[4].startswith("- new - old: supported, lower: ")
-    open_ = markdown(judged(table, dataclasses.replace(DECLARED, seeds=(*SEEDS, 15)))).splitlines()
+    open_ = render_markdown(add_verdict(table, dataclasses.replace(DECLARED, seeds=(*SEEDS, 15)))).splitlines()
     assert open_[2] == (
         "Not decided yet: New is lower than old. Its verdict needs each of 6 seeds: new lacks 15 (2 rows lack some)."
     )
-    other = markdown(judged(table, dataclasses.replace(DECLARED, primary="loss/nope"))).splitlines()
+    other = render_markdown(add_verdict(table, dataclasses.replace(DECLARED, primary="loss/nope"))).splitlines()
     assert other[2] == "Not decided yet: New is lower than old. No cell has measured its primary outcome, loss/nope."
 
 
 def test_lines_give_the_numbers_as_the_column_does():
     found = verdict("lower", around(1, 0.1), around(2, 0.1))
     part = found.parts[0]
-    assert lines(found, LOSS) == [f"new - old: supported, lower: -1.000 [{part.low:+.3f}, {part.high:+.3f}] nats"]
+    assert describe_contrasts(found, LOSS) == [
+        f"new - old: supported, lower: -1.000 [{part.low:+.3f}, {part.high:+.3f}] nats"
+    ]
 
 
 def test_bounds_have_the_unit_of_what_they_are_compared_with():
     share = dataclasses.replace(LOSS, unit="%", scale=100)
-    assert bounds(DECLARED, share) == ("margin 10 points",)
-    assert bounds(dataclasses.replace(DECLARED, rule="removed"), share) == ("removed below 10 %", "there above 30 %")
-    assert bounds(DECLARED, dataclasses.replace(LOSS, unit="")) == ("margin 0.1",)
+    assert describe_bounds(DECLARED, share) == ("margin 10 points",)
+    assert describe_bounds(dataclasses.replace(DECLARED, rule="removed"), share) == (
+        "removed below 10 %",
+        "there above 30 %",
+    )
+    assert describe_bounds(DECLARED, dataclasses.replace(LOSS, unit="")) == ("margin 0.1",)
 
 
 @pytest.mark.parametrize(

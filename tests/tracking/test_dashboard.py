@@ -14,8 +14,8 @@ from chromium import CHROMIUM, Browser
 from lit_lazy.command.main import main
 from lit_lazy.config.files import load_module
 from lit_lazy.figures import meaning
-from lit_lazy.tracking.serve import chosen
-from lit_lazy.tracking.tracker import ExperimentLinks, Logged, Tracker, default_uri, experiment_links
+from lit_lazy.tracking.serve import select_links
+from lit_lazy.tracking.tracker import ExperimentLinks, MetricRecord, Tracker, default_uri, find_experiment_links
 from lit_lazy.tracking.views import (
     AXES_VIEW,
     CELLS_VIEW,
@@ -26,12 +26,12 @@ from lit_lazy.tracking.views import (
     RUNS_VIEW,
     TABLE_VIEW,
     CellRun,
+    assign_colours,
+    build_run_views,
+    build_views,
     checksum,
-    colours,
-    far_rows,
-    group_of,
-    run_views,
-    views,
+    find_outlier_rows,
+    make_group_name,
 )
 
 pytestmark = pytest.mark.xdist_group("browser")  # one grid and one server for all
@@ -74,10 +74,10 @@ def made_up(runs: Path) -> None:
         tags = {"kind": "cell", "variant": row, "seed": "0", "cell": row}
         params = {"tau_init": "1.0", "model.attention.normaliser": NORMALISERS.get(row, "")}
         run = tracker.start_run(f"{row} seed 0", tags, params, {})
-        curve = [Logged(step, step, {"val/excess": excess * times}) for step, times in ON_THE_WAY.items()]
+        curve = [MetricRecord(step, step, {"val/excess": excess * times}) for step, times in ON_THE_WAY.items()]
         tracker.log(run, curve)
         tracker.finish(run, {"loss/excess": excess, "loss/val": 2 + excess, "sink/rate": excess}, {}, 400)
-    tracker.keep_views(["tau_init"], ["loss/excess"], None, ["lazy", *(row for row in EXCESSES if row != "lazy")])
+    tracker.save_views(["tau_init"], ["loss/excess"], None, ["lazy", *(row for row in EXCESSES if row != "lazy")])
 
 
 @pytest.fixture(scope="module")
@@ -151,14 +151,14 @@ class TestPages:
 
     def test_a_dead_row_flattens_nothing_and_is_named_and_each_row_has_its_colour(self, runs, links, browser) -> None:
         ui_url = links["runs"].partition("/#")[0]
-        (made,) = [e for e in experiment_links(default_uri(runs), ui_url) if e.name == "made-up"]
+        (made,) = [e for e in find_experiment_links(default_uri(runs), ui_url) if e.name == "made-up"]
         text = opened(browser, made.pages["charts"], screenshots.DRAWN)
         assert "4 matching runs" in text
         assert "Results by variant, without dead" in text
         listed = browser.evaluate("[...document.querySelectorAll('.ag-row')].map(row => row.innerText).join('\\n')")
         shown = {name.strip(): colour for colour, name in re.findall(r"(#\w{6})\nGroup: (.*)", listed)}
         rows = ["lazy", *(row for row in EXCESSES if row != "lazy")]
-        expected = colours({row: NORMALISERS.get(row, "") for row in rows})
+        expected = assign_colours({row: NORMALISERS.get(row, "") for row in rows})
         assert shown == {row: expected[row] for row in EXCESSES if row != "dead"}
         card = f"{screenshots.CARDS}.find(card => card.innerText.startsWith('val/excess'))"
         chart = f"{card}.querySelector('.js-plotly-plot')"
@@ -213,16 +213,16 @@ class TestLinks:
         ]
 
     def test_an_experiment_without_views_has_a_plain_link(self, runs) -> None:
-        (other,) = [e for e in experiment_links(default_uri(runs), "http://host") if e.name == "train-other"]
+        (other,) = [e for e in find_experiment_links(default_uri(runs), "http://host") if e.name == "train-other"]
         assert list(other.pages) == ["runs"]
         assert other.pages["runs"].endswith("/runs?workflowType=machine_learning")
 
     def test_a_name_is_an_experiment_s_or_all_that_an_ablation_or_a_search_has(self) -> None:
         names = ["a", "a-x", "a-y", "ab-x", "search-a-x", "search-b-x"]
         links = [ExperimentLinks(name, {}) for name in names]
-        assert [e.name for e in chosen(links, "a")] == ["a"]
-        assert [e.name for e in chosen(links[1:], "a")] == ["a-x", "a-y", "search-a-x"]
-        assert [e.name for e in chosen(links, "b")] == ["search-b-x"]
+        assert [e.name for e in select_links(links, "a")] == ["a"]
+        assert [e.name for e in select_links(links[1:], "a")] == ["a-x", "a-y", "search-a-x"]
+        assert [e.name for e in select_links(links, "b")] == ["search-b-x"]
 
     def test_an_unknown_name_is_told_in_a_line_and_nothing_is_served(self, runs, capsys) -> None:
         assert main(["dashboard", "table3", "--runs", str(runs)]) == 2
@@ -256,7 +256,7 @@ class TestViews:
     def charts(
         self, name: str, cells: list[CellRun], main: tuple[str, ...] = ("loss/excess", "loss/val")
     ) -> list[dict]:
-        return views(["bias", "tau_init"], ["loss/excess", "loss/val"], main, cells)[name]["compareRunCharts"]
+        return build_views(["bias", "tau_init"], ["loss/excess", "loss/val"], main, cells)[name]["compareRunCharts"]
 
     def test_only_what_cells_have_is_drawn(self) -> None:
         drawn = self.charts(CHARTS_VIEW, [self.SOFTMAX])
@@ -268,7 +268,7 @@ class TestViews:
         ]
         assert [c["type"] for c in drawn] == ["BAR", "BAR", "SCATTER", "LINE"]
         assert drawn[2]["yaxis"]["key"] == "loss/val"
-        columns = views([], ["loss/excess", "loss/val"], [], [self.SOFTMAX])[CELLS_VIEW]["selectedColumns"]
+        columns = build_views([], ["loss/excess", "loss/val"], [], [self.SOFTMAX])[CELLS_VIEW]["selectedColumns"]
         assert [column for column in columns if "metrics" in column] == ["metrics.`loss/val`"]
 
     def test_tau_of_the_first_and_the_last_layer_is_drawn(self) -> None:
@@ -287,22 +287,24 @@ class TestViews:
 
     def test_a_row_far_above_is_drawn_in_no_chart_and_listed_all_the_same(self) -> None:
         cells = [cell(name, {"tau_init": name}, "loss/val", loss=loss) for name, loss in LOSSES.items()]
-        assert far_rows(cells) == ["dead"]
-        groups = {name: group_of(name, colour) for name, colour in colours(dict.fromkeys(LOSSES, "")).items()}
-        found = views(["tau_init"], ["loss/val"], ["loss/val"], cells, groups)
+        assert find_outlier_rows(cells) == ["dead"]
+        groups = {
+            name: make_group_name(name, colour) for name, colour in assign_colours(dict.fromkeys(LOSSES, "")).items()
+        }
+        found = build_views(["tau_init"], ["loss/val"], ["loss/val"], cells, groups)
         for view in (CHARTS_VIEW, AXES_VIEW):
             assert found[view]["searchFilter"] == "tags.kind = 'cell' AND tags.charted = 'yes'"
             assert found[view]["compareRunSections"][0]["name"].endswith(", without dead")
         for view in (TABLE_VIEW, CELLS_VIEW):
             assert found[view]["searchFilter"] == "tags.kind = 'cell'"
-        while_it_runs = views(["tau_init"], ["loss/val"], ["loss/val"], cells)
+        while_it_runs = build_views(["tau_init"], ["loss/val"], ["loss/val"], cells)
         assert while_it_runs[CHARTS_VIEW]["searchFilter"] == "tags.kind = 'cell'"
         assert while_it_runs[CHARTS_VIEW]["groupBy"]["groupByKeys"][0]["groupByData"] == "variant"
 
     @pytest.mark.parametrize("order", [["a", "b", "c", "d", "e"], ["e", "d", "c", "b", "a"]])
     def test_softmax_and_elastic_have_the_colours_that_they_have_in_the_figures(self, order: list[str]) -> None:
         of = {"a": "Elastic", "b": "Softmax", "c": "Relu", "d": "Elastic", "e": "Softmax"}
-        chosen = colours({row: of[row] for row in order})
+        chosen = assign_colours({row: of[row] for row in order})
         assert len(set(chosen.values())) == len(of)
         for name in ("Elastic", "Softmax"):
             first = next(row for row in order if of[row] == name)
@@ -311,10 +313,10 @@ class TestViews:
     def test_rows_have_colours_of_their_own_and_groups_mlflow_schecksum_of_them(self) -> None:
         assert sorted(DISTINCT) == list(range(len(PALETTE)))
         rows = [f"row {i}" for i in range(len(PALETTE))] + ["softmax", "τ = 1", "a 'quoted' one", "𝜏"]
-        chosen = colours(dict.fromkeys(rows, "Relu"))
+        chosen = assign_colours(dict.fromkeys(rows, "Relu"))
         assert len(set(list(chosen.values())[: len(PALETTE)])) == len(PALETTE)
         for row, colour in chosen.items():
-            group = group_of(row, colour)
+            group = make_group_name(row, colour)
             assert group.rstrip(" ") == row
             assert PALETTE[checksum(f"tag.row.{group}") % len(PALETTE)] == colour
         assert checksum("abcde") == 0xC8F0, "the textbook's Fletcher-16"
@@ -326,7 +328,7 @@ class TestViews:
 
     def test_runs_of_an_experiment_have_columns_of_what_they_differ_in(self) -> None:
         runs = [CellRun(f"run {i}", {"a": "1", "b": str(i)}, {"loss/val": 1.0, "tau/mean": 1.0}) for i in range(2)]
-        found = run_views(runs)
+        found = build_run_views(runs)
         assert list(found) == [CHARTS_VIEW, RUNS_VIEW]
         columns = found[RUNS_VIEW]["selectedColumns"]
         assert columns == ["metrics.`loss/val`", "params.`b`", "tags.`seed`"]
@@ -338,12 +340,14 @@ class TestViews:
 
     @pytest.mark.long
     def test_metrics_without_a_chart_stay_folded_below_by_their_groups(self) -> None:
-        sections = views([], ["loss/val"], ["loss/val"], [self.SOFTMAX, self.LAZY])[CHARTS_VIEW]["compareRunSections"]
+        sections = build_views([], ["loss/val"], ["loss/val"], [self.SOFTMAX, self.LAZY])[CHARTS_VIEW][
+            "compareRunSections"
+        ]
         assert [s["name"] for s in sections if s["display"]] == [
             "Results by variant",
             "Loss against what attention does",
             "During training",
         ]
         other = cell("other", {}, "loss/val", "mass/all", "init/mass/all", "epoch")
-        sections = views([], ["loss/val"], ["loss/val"], [other])[CHARTS_VIEW]["compareRunSections"]
+        sections = build_views([], ["loss/val"], ["loss/val"], [other])[CHARTS_VIEW]["compareRunSections"]
         assert [s["name"] for s in sections if not s["display"]] == ["Model metrics", "init/mass", "mass"]

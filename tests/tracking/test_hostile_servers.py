@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
-from mistakes import PASSWORD, refused
+from mistakes import PASSWORD, expect_refusal
 
 from lit_lazy.data import documents
-from lit_lazy.support.waiting import within
+from lit_lazy.support.waiting import call_with_timeout
 from lit_lazy.tracking import tracker
 
 COMMANDS = [
@@ -89,7 +89,7 @@ def test_another_server(
 
     serve(treat)
     for command in COMMANDS if answer == "a page" else COMMANDS[:1]:
-        said = refused(command, capsys)
+        said = expect_refusal(command, capsys)
         assert "is no MLflow server, or does not serve us (" in said
         assert said.endswith("); name another, or unset it\n")
 
@@ -103,7 +103,7 @@ def test_a_server_that_never_answers(
 ) -> None:
     serve(treat)
     started = time.monotonic()
-    assert "does not serve us (no answer in 0.7 s)" in refused(COMMANDS[0], capsys)
+    assert "does not serve us (no answer in 0.7 s)" in expect_refusal(COMMANDS[0], capsys)
     assert time.monotonic() - started < 5
 
 
@@ -126,14 +126,14 @@ def test_a_hub_out_of_reach(
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
         started = time.monotonic()
-        said = refused(["train", "backcopy_tiny", "--data=Text", "--data.hub=nobody/nothing"], capsys)
+        said = expect_refusal(["train", "backcopy_tiny", "--data=Text", "--data.hub=nobody/nothing"], capsys)
         assert "data.hub='nobody/nothing': cannot be read (" in said
         assert time.monotonic() - started < 5
 
 
 def test_within_gives_what_is_given_and_raises_what_is_raised() -> None:
-    assert within(5, lambda: 3) == 3
+    assert call_with_timeout(5, lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
-        within(5, lambda: 1 / 0)
+        call_with_timeout(5, lambda: 1 / 0)
     with pytest.raises(TimeoutError, match=r"^no answer in 0.1 s$"):
-        within(0.1, lambda: time.sleep(1))
+        call_with_timeout(0.1, lambda: time.sleep(1))

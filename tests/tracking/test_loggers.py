@@ -11,7 +11,7 @@ from lightning.pytorch.loggers.logger import Logger
 
 from lit_lazy.command.main import main
 from lit_lazy.tracking import loggers
-from lit_lazy.tracking.loggers import check_kinds_of_loggers, loggers_beside
+from lit_lazy.tracking.loggers import check_logger_kinds, open_loggers
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 
 CONFIG = {"seed": 3, "model": {"position": {"class": "Rope", "base": 500.0}}}
@@ -38,7 +38,7 @@ def of_tensorboard(folder: Path) -> list[tuple[tuple[str, int], float]]:
 
 def train(folder: Path, kinds: tuple[str, ...], steps: range) -> None:
     """What a run logs from one step on, as Lightning does; and its end."""
-    with loggers_beside(kinds, folder, "train-x", "x seed 3", CONFIG) as others:
+    with open_loggers(kinds, folder, "train-x", "x seed 3", CONFIG) as others:
         logger = MetricFile(folder, others)
         for step in steps:
             logger.log_metrics({"train/loss": 1 / (1 + step), "epoch": 0}, step)
@@ -163,7 +163,7 @@ def test_a_logger_that_cannot_be_is_named(
 ) -> None:
     monkeypatch.setattr(loggers, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=message):
-        check_kinds_of_loggers(kinds)
+        check_logger_kinds(kinds)
 
 
 def test_one_that_cannot_begin_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import IGNORED, DataSource
 from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.measure.evaluation import evaluate
-from lit_lazy.measure.lengths import loss_by_position, scalars
+from lit_lazy.measure.lengths import compute_length_metrics, loss_by_position
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import mean_nll, token_nll
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
@@ -106,7 +106,7 @@ def test_a_run_measures_the_targets_that_count(name: str, tmp_path: Path) -> Non
     np.testing.assert_allclose(by_position[there.numpy()], sums.numpy(), rtol=1e-5)
     decoded = loss_by_position(model, batch)
     np.testing.assert_allclose(decoded.numpy(), by_position, rtol=1e-4)
-    lengths = scalars(arrays | {"length/n": np.ones(1, np.int64)})
+    lengths = compute_length_metrics(arrays | {"length/n": np.ones(1, np.int64)})
     assert lengths["length/perplexity"] == pytest.approx(sums.mean().exp().item(), rel=1e-4)
     assert np.isfinite(metrics["sink/eviction"])
 

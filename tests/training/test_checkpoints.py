@@ -19,7 +19,7 @@ from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.support.disk import is_disk_full, write_atomically, write_text
 from lit_lazy.training import checkpoints
-from lit_lazy.training.checkpoints import AtomicCheckpointIO, load, read, resumable_step
+from lit_lazy.training.checkpoints import AtomicCheckpointIO, find_resume_step, load, read_checkpoint
 from lit_lazy.training.module import LitLM
 
 LAZY = replace_at(
@@ -64,7 +64,7 @@ class TestWriting:
     def test_a_checkpoint_comes_back(self, tmp_path: Path) -> None:
         path = tmp_path / "new" / "last.ckpt"
         save(path, checkpoint())
-        content = read(path)
+        content = read_checkpoint(path)
         assert content["global_step"] == 3
         assert all(torch.equal(value, content["state_dict"][name]) for name, value in module_of().state_dict().items())
         assert os.listdir(path.parent) == ["last.ckpt"]
@@ -83,7 +83,7 @@ class TestWriting:
         assert is_disk_full(failed.value)
         assert path.read_bytes() == former
         assert os.listdir(tmp_path) == ["last.ckpt"]
-        assert resumable_step(path, LAZY, module_of()) == 3
+        assert find_resume_step(path, LAZY, module_of()) == 3
 
     def test_the_systems_own_full_disk(self, tmp_path: Path) -> None:
         """Linux's /dev/full refuses every write as a full disk does."""
@@ -159,8 +159,8 @@ class TestReading:
         spoil(content)
         torch.save(content, tmp_path / "last.ckpt")
         with pytest.raises(ValueError, match="was not made by this project"):
-            read(tmp_path / "last.ckpt")
-        assert resumable_step(tmp_path / "last.ckpt", LAZY, module_of()) == 0
+            read_checkpoint(tmp_path / "last.ckpt")
+        assert find_resume_step(tmp_path / "last.ckpt", LAZY, module_of()) == 0
         assert (tmp_path / "last.ckpt.damaged").exists()
 
     def test_every_byte_of_a_weight_is_checked(self, tmp_path: Path) -> None:
@@ -179,17 +179,17 @@ class TestReading:
                 torch.load(path, weights_only=True)["state_dict"]["model.blocks.0.mlp.up.weight"], weight
             )
             with pytest.raises(ValueError, match="bad checksum"):
-                read(path)
+                read_checkpoint(path)
 
 
 class TestResuming:
     def test_from_a_whole_one(self, tmp_path: Path) -> None:
         save(tmp_path / "last.ckpt", checkpoint())
-        assert resumable_step(tmp_path / "last.ckpt", LAZY, module_of()) == 3
+        assert find_resume_step(tmp_path / "last.ckpt", LAZY, module_of()) == 3
         assert os.listdir(tmp_path) == ["last.ckpt"]
 
     def test_from_none(self, tmp_path: Path) -> None:
-        assert resumable_step(tmp_path / "last.ckpt", LAZY, module_of()) == 0
+        assert find_resume_step(tmp_path / "last.ckpt", LAZY, module_of()) == 0
         assert os.listdir(tmp_path) == []
 
     @pytest.mark.parametrize("size", [0, 1, 1000, -1000, -1])
@@ -198,7 +198,7 @@ class TestResuming:
         save(path, checkpoint())
         left = path.read_bytes()[:size]
         path.write_bytes(left)
-        assert resumable_step(path, LAZY, module_of()) == 0
+        assert find_resume_step(path, LAZY, module_of()) == 0
         assert os.listdir(tmp_path) == ["last.ckpt.damaged"]
         assert (tmp_path / "last.ckpt.damaged").read_bytes() == left
         (record,) = caplog.records
@@ -206,7 +206,7 @@ class TestResuming:
 
     def test_from_another_configs(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         save(tmp_path / "last.ckpt", checkpoint(replace(LAZY, seed=1)))
-        assert resumable_step(tmp_path / "last.ckpt", LAZY, module_of()) == 0
+        assert find_resume_step(tmp_path / "last.ckpt", LAZY, module_of()) == 0
         assert "made by another config" in caplog.text
 
     def test_from_another_architectures(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -214,7 +214,7 @@ class TestResuming:
         module = module_of()
         module.model.blocks[0].mlp.down = nn.Linear(32, 8, bias=False)
         save(tmp_path / "last.ckpt", checkpoint() | {"state_dict": module.state_dict()})
-        assert resumable_step(tmp_path / "last.ckpt", LAZY, module_of()) == 0
+        assert find_resume_step(tmp_path / "last.ckpt", LAZY, module_of()) == 0
         assert "mlp.down.weight is (8, 32), should be (16, 32)" in caplog.text
 
 
@@ -225,9 +225,9 @@ def test_a_checkpoint_of_an_earlier_version_loads_and_resumes(tmp_path: Path) ->
     del content["hyper_parameters"]["config"]["model"]["embedding_init_std"]  # type: ignore[index]
     save(path, content)
     assert load(path).cfg == LAZY
-    assert resumable_step(path, LAZY, module_of()) == 3
+    assert find_resume_step(path, LAZY, module_of()) == 3
     other = replace_at(LAZY, {"model.embedding_init_std": 1.0})
-    assert resumable_step(path, other, module_of(other)) == 0
+    assert find_resume_step(path, other, module_of(other)) == 0
     assert (tmp_path / "last.ckpt.damaged").exists()
 
 

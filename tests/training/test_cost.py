@@ -18,7 +18,7 @@ from lit_lazy.config.files import experiment
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll
-from lit_lazy.training.cost import cost_of, require_fit
+from lit_lazy.training.cost import estimate_cost, require_fit
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.prepare import prepare
 
@@ -26,13 +26,13 @@ from lit_lazy.training.prepare import prepare
 def test_counts_are_those_of_the_run() -> None:
     cfg = config()
     source = prepare(cfg)
-    cost = cost_of(cfg, source.outline, Execution(devices=2, micro_batch=2))
+    cost = estimate_cost(cfg, source.outline, Execution(devices=2, micro_batch=2))
     model = DecoderLM(cfg.model, source.vocab_size, source.context_length, seed=0)
     assert cost.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert cost.tokens == 20 * 8 * 16
     assert cost.parts == 2
     assert cost.memory["weights"] == cost.memory["gradients"] == cost.memory["optimiser"] // 2 == 4 * cost.parameters
-    spread = cost_of(cfg, source.outline, Execution(devices=2, strategy="fsdp"))
+    spread = estimate_cost(cfg, source.outline, Execution(devices=2, strategy="fsdp"))
     assert spread.memory["weights"] == 2 * cost.parameters
 
 
@@ -49,7 +49,7 @@ def kept(model: DecoderLM, tokens: torch.Tensor, bf16: bool) -> int:
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=bf16),
     ):
-        head_nll(model.hidden(tokens[:, :-1]), model.head.weight, tokens[:, 1:]).mean()
+        head_nll(model.compute_hidden(tokens[:, :-1]), model.head.weight, tokens[:, 1:]).mean()
     return sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in own)
 
 
@@ -61,7 +61,7 @@ def test_the_activations_of_a_whole_model(attention: AttentionSpec, precision: s
     cfg = replace(config(precision=precision), model=model)
     cfg = replace(cfg, data=replace(cfg.data, context_length=256, validation_sequences=4))
     source = prepare(cfg)
-    predicted = cost_of(cfg, source.outline, ONE_DEVICE).memory
+    predicted = estimate_cost(cfg, source.outline, ONE_DEVICE).memory
     made = DecoderLM(model, source.vocab_size, source.context_length, seed=0)
     batch = source.train.__getitems__(list(range(8)))
     tokens = torch.cat((batch["tokens"], batch["targets"][:, -1:]), 1)
@@ -71,7 +71,7 @@ def test_the_activations_of_a_whole_model(attention: AttentionSpec, precision: s
 
 def test_what_cannot_fit_is_refused_with_its_parts() -> None:
     cfg = config()
-    cost = cost_of(cfg, prepare(cfg).outline, ONE_DEVICE)
+    cost = estimate_cost(cfg, prepare(cfg).outline, ONE_DEVICE)
     cost = replace(cost, memory={"weights": 10**15, "activations": 2 * 10**15})
     with pytest.raises(ValueError, match=r"--micro-batch=None: needs 3.0 PB \(weights 1.0 PB, activations 2.0 PB\)"):
         require_fit(cost, ONE_DEVICE)
@@ -130,7 +130,7 @@ from lit_lazy.config.canonical import from_dict
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.prepare import prepare
-from lit_lazy.training.trainer import fit, make_trainer, new_module
+from lit_lazy.training.trainer import fit, make_trainer, build_module
 torch.set_num_threads(2)
 cfg = from_dict(RunConfig, json.loads(sys.argv[1]))
 source, execution = prepare(cfg), Execution(micro_batch=1)
@@ -138,7 +138,7 @@ def peak():  # of this program alone: ru_maxrss would begin with that of the pro
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 before = peak()
-module = new_module(cfg, source, execution)
+module = build_module(cfg, source, execution)
 trainer = make_trainer(cfg, Path(sys.argv[2]), None, (), False, execution)
 fit(trainer, module, cfg, source, None)
 print(json.dumps({"bytes": peak() - before, "step": trainer.global_step}))
@@ -156,7 +156,7 @@ def test_two_steps_of_340m(attention: AttentionSpec, tmp_path: Path) -> None:
     data = replace(base.data, context_length=512, validation_windows=1)
     train = replace(base.train, steps=2, warmup_steps=1, batch_size=2, val_every=100, checkpoint_every=100)
     cfg = replace(base, model=model, data=data, train=train)
-    predicted = cost_of(cfg, prepare(cfg).outline, Execution(micro_batch=1)).device_bytes
+    predicted = estimate_cost(cfg, prepare(cfg).outline, Execution(micro_batch=1)).device_bytes
     command = [sys.executable, "-c", STEPS, json.dumps(to_dict(cfg)), str(tmp_path)]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "2"}
@@ -170,7 +170,7 @@ def test_a_dry_run_prices_what_another_machine_would_train(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Here there is neither the memory nor, without a GPU, the backend."""
-    monkeypatch.setattr("lit_lazy.support.memory.most_bytes", lambda: 10**9)
+    monkeypatch.setattr("lit_lazy.support.memory.measure_total_memory", lambda: 10**9)
     large = ["--model.d_model=4096", "--model.n_layers=80", "--model.n_heads=32", "--model.backend=triton"]
     assert main(["train", "backcopy_tiny", *large, "--dry-run"]) == 0
     assert "backcopy_tiny: 5,400,895,488 parameters" in capsys.readouterr().out

@@ -17,7 +17,7 @@ from test_run import RAMP, assert_same_run, config, weights
 
 from lit_lazy.attention import AttentionSpec
 from lit_lazy.config.canonical import replace_at
-from lit_lazy.config.files import imported
+from lit_lazy.config.files import list_imported_files
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.model import loss
 from lit_lazy.model.decoder import DecoderLM
@@ -117,7 +117,7 @@ def test_no_more_than_rounding_changes(tmp_path: Path, execution: Execution) -> 
 def _real(monkeypatch: pytest.MonkeyPatch, forked_ranks: None) -> None:  # noqa: ARG001 (it comes after that)
     """The other ranks are new processes: a fork would inherit what torch remembers of rank 0's part of a tensor."""
     monkeypatch.setattr(ranks, "subprocess", subprocess)
-    monkeypatch.setattr("lit_lazy.training.run.imported", imported)
+    monkeypatch.setattr("lit_lazy.training.run.list_imported_files", list_imported_files)
 
 
 @pytest.mark.long
@@ -207,7 +207,7 @@ def test_a_rank_that_cannot_begin_is_reported(tmp_path: Path, monkeypatch: pytes
     def unreadable(_config: object) -> None:
         raise ValueError("data.path='gone': cannot be read")
 
-    monkeypatch.setattr(rank, "loaded", unreadable)
+    monkeypatch.setattr(rank, "load_data", unreadable)
     monkeypatch.setattr(runpy, "run_module", lambda *_args, **_kwargs: sys.exit(rank.main()))
     with pytest.raises(RankFailedError, match=r"rank 1: ValueError: data\.path='gone': cannot be read"):
         train(tmp_path, TWO)
@@ -269,7 +269,7 @@ def test_the_gradient_norm_is_logged(tmp_path: Path) -> None:
 )
 def test_batches_that_cannot_be_shared_out(execution: Execution, batch: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        execution.accumulation(batch)
+        execution.accumulation_steps(batch)
 
 
 class TestHeadNll:
@@ -319,7 +319,7 @@ def test_checkpointed_blocks_have_the_same_gradients() -> None:
     for kept in (False, True):
         model = DecoderLM(cfg, 20, 12, seed=0)
         model.checkpoint_activations = kept
-        model.hidden(tokens).square().sum().backward()
+        model.compute_hidden(tokens).square().sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 

@@ -32,9 +32,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_variant_starts_with_what_it_shares(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
     cfg = replace(config(LAZY), init_from=str(trained))
     with caplog.at_level(logging.INFO):
-        module = trainer.new_module(cfg, prepare(cfg), Execution())
+        module = trainer.build_module(cfg, prepare(cfg), Execution())
     taken = torch.load(trained, weights_only=True)["state_dict"]
-    fresh = trainer.new_module(config(LAZY), prepare(cfg), Execution()).state_dict()
+    fresh = trainer.build_module(config(LAZY), prepare(cfg), Execution()).state_dict()
     own = module.state_dict()
     assert all(torch.equal(own[name], value) for name, value in taken.items())
     new = own.keys() - taken.keys()
@@ -48,7 +48,7 @@ def test_a_ramp_starts_at_its_own_beginning(tmp_path: Path) -> None:
     """Not at the tau that the trained model ended with."""
     run(config(LAZY, steps=3), tmp_path, keep_checkpoint=True)
     cfg = replace(config(AttentionSpec(RAMP, LearnedBias())), init_from=str(tmp_path / FINAL_CHECKPOINT))
-    module = trainer.new_module(cfg, prepare(cfg), Execution())
+    module = trainer.build_module(cfg, prepare(cfg), Execution())
     assert [attention.normaliser.tau.tolist() for attention in module.model.attentions] == [[0.0, 0.0]] * 2
     own, taken = module.state_dict(), torch.load(tmp_path / FINAL_CHECKPOINT, weights_only=True)["state_dict"]
     assert {name.rsplit(".", 1)[-1] for name in own if not torch.equal(own[name], taken[name])} == {"tau"}

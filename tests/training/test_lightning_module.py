@@ -16,7 +16,7 @@ from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
 from lit_lazy.training.module import DivergedError, LitLM
-from lit_lazy.training.optimiser import lr_factor, parameter_groups
+from lit_lazy.training.optimiser import build_parameter_groups, lr_factor
 
 VOCAB, CONTEXT = 11, 12
 BASE = RunConfig(
@@ -50,7 +50,7 @@ def module(cfg=BASE):
 def test_parameter_groups(cfg):
     """Every trainable parameter once; decay on the blocks' matrices and an untied head and on nothing else."""
     model = DecoderLM(cfg, VOCAB, CONTEXT, 0)
-    groups = parameter_groups(model, BASE.train)
+    groups = build_parameter_groups(model, BASE.train)
     names = {id(p): name for name, p in model.named_parameters()}
     grouped = [names[id(p)] for group in groups for p in group["params"]]
     assert sorted(grouped) == sorted(name for name, p in model.named_parameters() if p.requires_grad)
@@ -69,7 +69,7 @@ def test_parameter_groups(cfg):
 def test_frozen_tau_is_in_no_group():
     model = module(replace_at(BASE, {"model.attention.normaliser": Elastic(learn_tau=False)})).model
     frozen = {id(a.normaliser.tau) for a in model.attentions}
-    assert not frozen & {id(p) for group in parameter_groups(model, BASE.train) for p in group["params"]}
+    assert not frozen & {id(p) for group in build_parameter_groups(model, BASE.train) for p in group["params"]}
 
 
 def test_tau_keeps_its_ratio_through_the_schedule():

@@ -11,7 +11,7 @@ from test_run import config
 from lit_lazy.training import progress
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.progress import StepProgress
-from lit_lazy.training.trainer import fit, make_trainer, new_module
+from lit_lazy.training.trainer import build_module, fit, make_trainer
 
 LINE = re.compile(r"step (\d+) of 12, ([\d,]+) tokens/s, (\d+:\d\d) left(?:, loss (\d\.\d+))?")
 
@@ -23,7 +23,7 @@ def shown(folder: Path, terminal: bool) -> str:
     source = cfg.data.load()
     watched = StepProgress(Console(file=file, force_terminal=terminal, width=200))
     trainer = make_trainer(cfg, folder, None, [watched], False, halves)
-    fit(trainer, new_module(cfg, source, halves), cfg, source, None)
+    fit(trainer, build_module(cfg, source, halves), cfg, source, None)
     return file.getvalue()
 
 
@@ -60,9 +60,9 @@ def test_speed_and_rest_are_of_the_steps_since_it_began(
         global_step, callback_metrics = step, {}
 
     cfg = config(steps=12 if not first else 1200)
-    module = new_module(cfg, cfg.data.load(), Execution())
+    module = build_module(cfg, cfg.data.load(), Execution())
     watched = StepProgress()
     watched._first, watched._started = first, 100.0
-    line = watched.line(Fake(), module, 100.0 + seconds)  # type: ignore[arg-type]
+    line = watched.format_line(Fake(), module, 100.0 + seconds)  # type: ignore[arg-type]
     tokens, rest = expected
     assert line == f"step {step} of {cfg.train.steps}, {tokens:,} tokens/s, 0:{rest:02d} left"

@@ -15,7 +15,7 @@ from lit_lazy.config.canonical import replace_at
 from lit_lazy.config.files import experiment
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import IGNORED
-from lit_lazy.grid.ablation import Ablation, expand, select
+from lit_lazy.grid.ablation import Ablation, expand, select_rows
 from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.model import loss
 from lit_lazy.model.decoder import DecoderLM
@@ -24,13 +24,13 @@ from lit_lazy.optim import SGD, WSD, AdamW, Constant, Cosine, Muon
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.training import checkpoints
-from lit_lazy.training.averaging import Average
-from lit_lazy.training.cost import cost_of
+from lit_lazy.training.averaging import WeightAverage
+from lit_lazy.training.cost import estimate_cost
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.run import run
-from lit_lazy.training.trainer import fit, make_trainer, new_module
+from lit_lazy.training.trainer import build_module, fit, make_trainer
 
 EVERYTHING = {
     "train.optimiser": Muon(),
@@ -52,7 +52,7 @@ def trained(
     """The weights that a training ends with; nothing is evaluated. Its curves are in the folder."""
     source = cfg.data.load()
     trainer = make_trainer(cfg, folder, MetricFile(folder), callbacks, False, execution)
-    return fit(trainer, new_module(cfg, source, execution), cfg, source, None).state_dict()
+    return fit(trainer, build_module(cfg, source, execution), cfg, source, None).state_dict()
 
 
 def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_every_choice_is_an_axis_of_a_grid() -> None:
          "qk_norm=False")
     )  # fmt: skip
     made = Ablation("recipe", plain, (0,), COLUMNS, axes=axes)
-    chosen = select(made, [*[row.name for row in made.all_rows][::13], plain], ())
+    chosen = select_rows(made, [*[row.name for row in made.all_rows][::13], plain], ())
     cells = expand(chosen, experiment("backcopy_tiny"))
     assert len({cell.key for cell in cells}) == len(cells) == 12
     assert {cell.axes["optimiser"] for cell in cells} == {"AdamW", "SGD", "Muon"}
@@ -95,7 +95,7 @@ class TestAverage:
     def test_is_the_moving_average_of_the_weights_of_each_step(self) -> None:
         layer = torch.nn.Linear(3, 2)
         layer.bias.requires_grad_(False)
-        average, expected = Average(layer, 0.75), None
+        average, expected = WeightAverage(layer, 0.75), None
         for step in range(5):
             with torch.no_grad():
                 layer.weight.normal_(generator=torch.Generator().manual_seed(step))
@@ -103,7 +103,7 @@ class TestAverage:
             expected = layer.weight.detach().clone() if expected is None else 0.75 * expected + 0.25 * layer.weight
         assert average.values.keys() == {"weight"}
         last = layer.weight.detach().clone()
-        with average.in_place():
+        with average.swap_in():
             torch.testing.assert_close(layer.weight, expected, rtol=1e-6, atol=1e-7)
         assert torch.equal(layer.weight, last)
 
@@ -132,7 +132,7 @@ class TestAverage:
     def test_costs_memory_once(self) -> None:
         cfg = config()
         source = prepare(cfg)
-        plain, kept = (cost_of(replace_at(cfg, {"train.ema_decay": d}), source, ONE_DEVICE) for d in (0.0, 0.9))
+        plain, kept = (estimate_cost(replace_at(cfg, {"train.ema_decay": d}), source, ONE_DEVICE) for d in (0.0, 0.9))
         assert kept.device_bytes - plain.device_bytes == 4 * plain.parameters
 
 
@@ -172,7 +172,7 @@ class TestZLoss:
         losses, log_zs = [], []
         for factor in (0.0, 1.0):
             cfg = config(z_loss=factor, log_every=1, steps=12, lr=1e-2)
-            module, source = new_module(cfg, cfg.data.load(), ONE_DEVICE), cfg.data.load()
+            module, source = build_module(cfg, cfg.data.load(), ONE_DEVICE), cfg.data.load()
             folder = tmp_path / str(factor)
             fit(make_trainer(cfg, folder, MetricFile(folder), (), False, ONE_DEVICE), module, cfg, source, None)
             losses.append([line.metrics["train/loss"] for line in lines(folder) if "train/loss" in line.metrics])

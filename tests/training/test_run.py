@@ -22,7 +22,7 @@ from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult
-from lit_lazy.training.run import CellBusyError, finished, run
+from lit_lazy.training.run import CellBusyError, read_finished, run
 
 LAZY = AttentionSpec(Elastic(), LearnedBias())
 RAMP = Elastic(tau_init=0.0, tau_ramp=0.75, tau_final=1.5)
@@ -324,7 +324,7 @@ def test_checkpoints_that_a_kill_left_beside_the_result_are_removed(tmp_path: Pa
     (tmp_path / "checkpoints").mkdir()
     for name in ("last.ckpt", "last.ckpt.damaged"):
         (tmp_path / "checkpoints" / name).touch()
-    assert finished(tmp_path) == result
+    assert read_finished(tmp_path) == result
     assert not (tmp_path / "checkpoints").exists()
     assert (tmp_path / "last.ckpt.damaged").exists()
 

@@ -14,7 +14,7 @@ from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT
 from lit_lazy.training.run import run
-from lit_lazy.training.watch import look
+from lit_lazy.training.watch import measure_batch
 
 HEADS = ("watch/first_key_weight", "watch/mass", "watch/cosine", "watch/effective_rank")
 TAUS = ("watch/tau_layer_0", "watch/tau_layer_1", "watch/tau_min", "watch/tau_max")
@@ -54,7 +54,7 @@ def test_steps_and_figures(tmp_path: Path, attention: AttentionSpec) -> None:
     source = cfg.data.load()
     untrained = LitLM.create(cfg, source.vocab_size, source.context_length)
     tokens = source.validation.sequences[:4, :-1].long()
-    assert look(untrained.model, tokens) == {name: values[0] for name, values in found.items() if 0 in values}
+    assert measure_batch(untrained.model, tokens) == {name: values[0] for name, values in found.items() if 0 in values}
     kept = Diagnostics.load(tmp_path / DIAGNOSTICS).arrays
     assert ("watch/tau" in kept) == elastic
     if elastic:
@@ -80,10 +80,10 @@ def test_figures_are_those_of_the_model() -> None:
     weights = []
 
     def write_out(normaliser, inputs):
-        weights.append(normaliser.weights_of(inputs[0]))
+        weights.append(normaliser.compute_weights(inputs[0]))
 
     hooks = [layer.normaliser.register_forward_pre_hook(write_out) for layer in module.model.attentions]
-    found = look(module.model, tokens)
+    found = measure_batch(module.model, tokens)
     for hook in hooks:
         hook.remove()
     mass = torch.stack([layer.mass for layer in weights])
@@ -105,10 +105,10 @@ def test_masses_are_those_of_layers_and_quarters_and_dead_ones_are_counted(tau: 
     tokens = source.validation.sequences[:3, :-1].long()
     weights = []
     hooks = [
-        layer.normaliser.register_forward_pre_hook(lambda rule, args: weights.append(rule.weights_of(args[0])))
+        layer.normaliser.register_forward_pre_hook(lambda rule, args: weights.append(rule.compute_weights(args[0])))
         for layer in model.attentions
     ]
-    found = look(model, tokens)
+    found = measure_batch(model, tokens)
     for hook in hooks:
         hook.remove()
     mass = torch.stack([layer.mass for layer in weights])
@@ -141,6 +141,6 @@ def test_nothing_is_logged_under_two_names() -> None:
     cfg = replace(cfg, model=replace(cfg.model, n_layers=1, n_heads=1))
     source = cfg.data.load()
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
-    found = look(module.model, source.validation.sequences[:3, :-1].long())
+    found = measure_batch(module.model, source.validation.sequences[:3, :-1].long())
     assert "watch/mass" in found
     assert [name for name in found if "tau" in name or "layer" in name] == ["watch/tau_layer_0"]

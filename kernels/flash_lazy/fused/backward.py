@@ -9,15 +9,15 @@ from torch import Tensor
 
 from flash_lazy.fused import configurations
 from flash_lazy.fused.launch import (
-    balanced_programs,
+    allocate_like,
+    balance_programs,
     block_count,
+    collect_shared_arguments,
+    ensure_32bit_offsets,
     launch,
-    like,
-    near,
+    none_if_empty,
     resident_programs,
-    shared_arguments,
     strides,
-    unless_empty,
 )
 from flash_lazy.fused.tiles import (
     EDGE,
@@ -457,23 +457,23 @@ def backward(
     grad, dlse: of the output, and of the rows' log-sum-exp `[B, H, Lq]`, contiguous, where it is used.
     """
     dq, dk, dv, survivors, dbias, dslopes = backward_buffers(call, bias_gradient, slopes_gradient)
-    grad = near(grad)
+    grad = ensure_32bit_offsets(grad)
     shared = {
-        **shared_arguments(call),
+        **collect_shared_arguments(call),
         "grad": grad,
         "softmax": softmax,
-        "mass": unless_empty(mass),
+        "mass": none_if_empty(mass),
         "delta": torch.empty_like(survivors),
         "correction": torch.empty_like(survivors) if call.renormalise else None,
         **strides("g", grad),
         "natural_scale": call.factor,
     }
-    _query_gradient(call, shared, grad if out is None else out, dlse, dq, survivors)
-    _key_gradient(call, shared, dk, dv, dbias, dslopes)
+    _launch_query_gradient(call, shared, grad if out is None else out, dlse, dq, survivors)
+    _launch_key_gradient(call, shared, dk, dv, dbias, dslopes)
     return dq, dk, dv, survivors, dbias, dslopes
 
 
-def _query_gradient(
+def _launch_query_gradient(
     call: Call, shared: dict[str, Any], out: Tensor, dlse: Tensor | None, dq: Tensor, survivors: Tensor
 ) -> None:
     """Fills dq, survivors, and of the shared arguments delta and correction. out is read to renormalise alone."""
@@ -495,11 +495,13 @@ def _query_gradient(
     launch(query_gradient_kernel, call, grid, arguments)
 
 
-def _key_gradient(call: Call, shared: dict[str, Any], dk: Tensor, dv: Tensor, dbias: Tensor, dslopes: Tensor) -> None:
+def _launch_key_gradient(
+    call: Call, shared: dict[str, Any], dk: Tensor, dv: Tensor, dbias: Tensor, dslopes: Tensor
+) -> None:
     """Fills dk and dv, and dbias and dslopes where they are not empty."""
     q, kv_heads = call.q, call.k.shape[1]
     block = configurations.choices("key_gradient", q)[0].n
-    programs = balanced_programs(resident_programs(q), kv_heads, _costs(call, block))
+    programs = balance_programs(resident_programs(q), kv_heads, _costs(call, block))
     # Sums of each program, added up afterwards in a fixed order.
     partial_bias, partial_slopes = (x.new_empty(programs, *x.shape) if x.numel() else None for x in (dbias, dslopes))
     arguments = {
@@ -535,4 +537,4 @@ def backward_buffers(
     survivors = q.new_empty(q.shape[:3], dtype=torch.float32)
     dbias = q.new_empty(bias.shape if bias is not None and bias_gradient else 0, dtype=torch.float32)
     dslopes = q.new_empty(q.shape[1] if slopes_gradient else 0, dtype=torch.float32)
-    return like(q), like(call.k), like(call.v), survivors, dbias, dslopes
+    return allocate_like(q), allocate_like(call.k), allocate_like(call.v), survivors, dbias, dslopes

@@ -8,7 +8,16 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_lazy.fused import configurations
-from flash_lazy.fused.launch import LOG2E, ceil, like, on, power, resident_programs, shared_arguments, strides
+from flash_lazy.fused.launch import (
+    LOG2E,
+    allocate_like,
+    ceil_div,
+    collect_shared_arguments,
+    next_power_of_2,
+    resident_programs,
+    strides,
+    use_device,
+)
 from flash_lazy.fused.tiles import NEAR, any_alive, is_positive, load_rows, thresholds
 from flash_lazy.inputs import Call
 
@@ -18,7 +27,7 @@ KEYS_OF_A_SPLIT = 256
 
 
 @triton.jit
-def _decode_keys(split, splits, batch, rows, keys, kv_lengths, window, BLOCK_N: tl.constexpr):
+def _locate_split(split, splits, batch, rows, keys, kv_lengths, window, BLOCK_N: tl.constexpr):
     """Keys of a split: first and end, and own - row.
 
     A sequence's keys from the first that any row sees to the last valid one, however many the cache could hold, fall on
@@ -72,7 +81,7 @@ def decode_scores_kernel(
     The block's lines are the rows of every query head of the group.
     """
     split, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, end, shift = _decode_keys(split, splits, batch, rows, keys, kv_lengths, window, BLOCK_N)
+    first, end, shift = _locate_split(split, splits, batch, rows, keys, kv_lengths, window, BLOCK_N)
     line = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_N)
     there = line < group * rows
@@ -146,7 +155,7 @@ def decode_values_kernel(
 ):
     """One split's share of the outputs and of the row masses. Values in whose tile no weight survives are not read."""
     split, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, end, shift = _decode_keys(split, splits, batch, rows, keys, kv_lengths, window, BLOCK_N)
+    first, end, shift = _locate_split(split, splits, batch, rows, keys, kv_lengths, window, BLOCK_N)
     line = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_N)
     there = line < group * rows
@@ -221,11 +230,11 @@ def decode(call: Call) -> Tensor:
     q, (batches, kv_heads, keys, _) = call.q, call.k.shape
     _, heads, rows, width = q.shape
     seen = keys if call.window is None else min(keys, call.window + rows - 1)
-    splits = min(ceil(seen, KEYS_OF_A_SPLIT), ceil(2 * resident_programs(q), batches * kv_heads))
+    splits = min(ceil_div(seen, KEYS_OF_A_SPLIT), ceil_div(2 * resident_programs(q), batches * kv_heads))
     tops, totals, masses = (q.new_empty(batches, heads, rows, splits, dtype=torch.float32) for _ in range(3))
-    out = like(q)
+    out = allocate_like(q)
     arguments = {
-        **shared_arguments(call._replace(bias=None, slopes=None)),
+        **collect_shared_arguments(call._replace(bias=None, slopes=None)),
         "bias": None if call.bias is None else call.bias.contiguous(),
         "slopes": None if call.slopes is None else call.slopes.contiguous(),
         "reach": 0 if call.bias is None else call.bias.shape[1],
@@ -238,8 +247,8 @@ def decode(call: Call) -> Tensor:
         **strides("o", out, with_columns=False),
         "heads": heads,
         "splits": splits,
-        "SPLITS": power(splits),
-        "BLOCK_M": max(16, power(rows * heads // kv_heads)),
+        "SPLITS": next_power_of_2(splits),
+        "BLOCK_M": max(16, next_power_of_2(rows * heads // kv_heads)),
         "BLOCK_N": configurations.DECODE_BLOCK,
     }
     grid = (splits, kv_heads, batches)
@@ -248,7 +257,7 @@ def decode(call: Call) -> Tensor:
         (decode_values_kernel, grid),
         (decode_sum_kernel, (batches * heads * rows,)),
     )
-    with on(q):
+    with use_device(q):
         for kernel, programs in launches:
             chosen = {argument: arguments[argument] for argument in kernel.arg_names}
             kernel[programs](**chosen, num_warps=4, num_stages=2)

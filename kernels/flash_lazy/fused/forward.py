@@ -7,14 +7,14 @@ from torch import Tensor
 
 from flash_lazy.fused import configurations
 from flash_lazy.fused.launch import (
+    allocate_like,
     block_count,
-    ceil,
+    ceil_div,
+    collect_shared_arguments,
     launch,
-    like,
+    none_if_empty,
     resident_programs,
-    shared_arguments,
     strides,
-    unless_empty,
 )
 from flash_lazy.fused.tiles import (
     EDGE,
@@ -261,17 +261,17 @@ def forward(call: Call, training: bool, stats: bool) -> tuple[Tensor, Tensor, Te
     columns = call.k.shape[2]
     if call.window is not None:
         columns = min(columns, call.window + max(blocks.m for blocks in choices))
-    alive_row = max(ceil(columns, blocks.n) for blocks in choices)
-    maxima_row = max(ceil(columns, blocks.n) * blocks.m for blocks in choices)
+    alive_row = max(ceil_div(columns, blocks.n) for blocks in choices)
+    maxima_row = max(ceil_div(columns, blocks.n) * blocks.m for blocks in choices)
     most = max(block_count(call, rows, blocks.m) for blocks in choices) * batches * heads
     resident = min(resident_programs(q), most)
     arguments = {
-        **shared_arguments(call),
+        **collect_shared_arguments(call),
         "out": out,
-        "softmax": unless_empty(softmax),
-        "mass": unless_empty(mass),
-        "first_weight": unless_empty(first_weight),
-        "zeros": unless_empty(zeros),
+        "softmax": none_if_empty(softmax),
+        "mass": none_if_empty(mass),
+        "first_weight": none_if_empty(first_weight),
+        "zeros": none_if_empty(zeros),
         "maxima": q.new_empty(resident * maxima_row, dtype=torch.float32),
         "alive_tiles": q.new_empty(resident * alive_row, dtype=torch.int32),
         **strides("o", out, with_columns=False),
@@ -292,4 +292,4 @@ def forward_buffers(call: Call, training: bool, stats: bool) -> tuple[Tensor, Te
         return q.new_empty(q.shape[:3] if wanted else 0, dtype=torch.float32)
 
     softmax = q.new_empty((2, *q.shape[:3]) if training or stats else 0, dtype=torch.float32)
-    return like(q), softmax, rows(stats or (training and call.renormalise)), rows(stats), rows(stats)
+    return allocate_like(q), softmax, rows(stats or (training and call.renormalise)), rows(stats), rows(stats)

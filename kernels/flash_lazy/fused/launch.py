@@ -19,9 +19,9 @@ from flash_lazy.inputs import Call
 LOG2E = 1.4426950408889634
 
 
-def shared_arguments(call: Call) -> dict[str, Any]:
+def collect_shared_arguments(call: Call) -> dict[str, Any]:
     """Kernel arguments that forward and backward have in common."""
-    q, k, v = (near(x) for x in (call.q, call.k, call.v))
+    q, k, v = (ensure_32bit_offsets(x) for x in (call.q, call.k, call.v))
     batches, heads, rows, width = q.shape
     keys = k.shape[2]
     reach = 0 if call.bias is None else call.bias.shape[1]
@@ -54,7 +54,7 @@ def shared_arguments(call: Call) -> dict[str, Any]:
         "RENORMALISE": call.renormalise,
         "SKIP": configurations.SKIP_EMPTY_TILES,
         "WIDTH": width,
-        "BLOCK_D": max(16, power(width)),
+        "BLOCK_D": max(16, next_power_of_2(width)),
         "UPCAST": configurations.INTERPRETED and q.dtype == torch.bfloat16,
     }
 
@@ -64,9 +64,9 @@ def launch(
 ) -> None:
     """Runs a kernel with the blocks that its list, and the first call's timing, hold best."""
     choices = configurations.choices(kernel.__name__.removesuffix("_kernel"), call.q)
-    with on(call.q):
+    with use_device(call.q):
         if configurations.AUTOTUNE:
-            _autotuned(kernel, tuple(choices))[grid](**arguments, size=power(call.k.shape[2]))
+            _autotune(kernel, tuple(choices))[grid](**arguments, size=next_power_of_2(call.k.shape[2]))
         else:
             blocks = choices[0]
             meta = {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n}
@@ -75,7 +75,7 @@ def launch(
 
 
 @cache
-def _autotuned(kernel: Any, choices: tuple[Blocks, ...]) -> Any:
+def _autotune(kernel: Any, choices: tuple[Blocks, ...]) -> Any:
     configs = [
         triton.Config({"BLOCK_M": blocks.m, "BLOCK_N": blocks.n}, num_warps=blocks.warps, num_stages=blocks.stages)
         for blocks in choices
@@ -92,14 +92,14 @@ def _document_count(call: Call) -> int:
 def block_count(call: Call, length: int, block: int) -> int:
     if call.cu_seqlens is not None:
         return length // block + _document_count(call)
-    return ceil(length, block)
+    return ceil_div(length, block)
 
 
-def ceil(length: int, block: int) -> int:
+def ceil_div(length: int, block: int) -> int:
     return -(-length // block)
 
 
-def power(length: int) -> int:
+def next_power_of_2(length: int) -> int:
     """The least power of two that is not below."""
     return 1 << (length - 1).bit_length()
 
@@ -112,7 +112,7 @@ def resident_programs(x: Tensor) -> int:
     return configurations.RESIDENT_PER_PROCESSOR * processors
 
 
-def balanced_programs(places: int, kv_heads: int, costs: tuple[int, ...]) -> int:
+def balance_programs(places: int, kv_heads: int, costs: tuple[int, ...]) -> int:
     """How many programs a kv head gets, so that items of these costs are done soonest on a device of so many places.
 
     A program takes every n-th item. As many programs as places, rounded down or up to the heads, or some times as many:
@@ -151,7 +151,7 @@ def strides(name: str, x: Tensor, with_columns: bool = True) -> dict[str, int]:
     return {f"stride_{name}{letter}": x.stride(axis) for axis, letter in enumerate(letters)}
 
 
-def near(x: Tensor) -> Tensor:
+def ensure_32bit_offsets(x: Tensor) -> Tensor:
     """x, or a copy where the rows of a tile lie too far apart for the kernels' offsets of 32 bits within a tile.
 
     Where a tile begins is always computed in 64 bits.
@@ -159,17 +159,17 @@ def near(x: Tensor) -> Tensor:
     return x.contiguous() if max(x.stride()[2:]) * configurations.MOST_ROWS >= 2**31 else x
 
 
-def like(x: Tensor) -> Tensor:
+def allocate_like(x: Tensor) -> Tensor:
     """An empty tensor in the layout of x where the kernels can write it: contiguous rows, not too far apart."""
     result = torch.empty_like(x)
-    if result.stride(-1) == 1 and near(result) is result:
+    if result.stride(-1) == 1 and ensure_32bit_offsets(result) is result:
         return result
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def unless_empty(x: Tensor) -> Tensor | None:
+def none_if_empty(x: Tensor) -> Tensor | None:
     return x if x.numel() else None
 
 
-def on(x: Tensor) -> AbstractContextManager[Any]:
+def use_device(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()

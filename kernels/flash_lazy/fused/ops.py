@@ -36,13 +36,13 @@ def fused_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]
     return out, Stats(lse, mass, first_weight.detach(), zeros.detach())
 
 
-def obstacle(q: Tensor, key_mask: Tensor | None) -> str | None:
+def find_obstacle(q: Tensor, key_mask: Tensor | None) -> str | None:
     """Why the Triton kernels cannot take a call, naming the argument and the fix; None where they can."""
     if not INSTALLED:
         return "backend is 'triton', which is not installed; pip install triton (Linux), or choose 'chunked'"
     if q.device.type != "cuda" and not configurations.INTERPRETED:
         return f"backend is 'triton' and q on {q.device}; move q, k and v to a GPU, or choose 'chunked'"
-    if why := _unfit(q.device):
+    if why := _find_machine_obstacle(q.device):
         return f"backend is 'triton', which {why}; choose 'chunked'"
     if key_mask is not None:
         return "backend is 'triton', which takes no key_mask; use kv_lengths or cu_seqlens, or choose 'chunked'"
@@ -55,10 +55,10 @@ def obstacle(q: Tensor, key_mask: Tensor | None) -> str | None:
 
 
 @torch.compiler.assume_constant_result  # a question to the device would break a graph
-def _unfit(device: torch.device) -> str | None:
+def _find_machine_obstacle(device: torch.device) -> str | None:
     """Why a machine cannot run the kernels."""
     if (version := _triton_version()) < OLDEST_TRITON:
-        return f"needs triton {_dotted(OLDEST_TRITON)}, and {_dotted(version)} is installed"
+        return f"needs triton {_format_version(OLDEST_TRITON)}, and {_format_version(version)} is installed"
     if device.type == "cuda" and torch.version.hip is not None:
         return f"is tested on NVIDIA GPUs alone, and {device} is an AMD one"
     if device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) < (8, 0):
@@ -73,7 +73,7 @@ def _triton_version() -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
 
 
-def _dotted(version: tuple[int, ...]) -> str:
+def _format_version(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
@@ -140,12 +140,12 @@ def decode(*arguments: Any) -> Tensor:
 
 @decode.register_fake
 def _(*arguments: Any) -> Tensor:
-    from flash_lazy.fused.launch import like
+    from flash_lazy.fused.launch import allocate_like
 
-    return like(Call(*arguments).q)
+    return allocate_like(Call(*arguments).q)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Inputs and two numbers a row; to renormalise, the output and one number more."""
     *arguments, _training, _stats = inputs
     call = Call(*arguments)
@@ -168,7 +168,7 @@ def _gradients(ctx: Any, grad: Tensor | None, dsoftmax: Tensor | None, *_: None)
     return *leaves, *[None] * (len(needed) - LEAVES)
 
 
-forward.register_autograd(_gradients, setup_context=_keep)
+forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
 def _tau_gradient(call: Call, survivors: Tensor) -> Tensor:

@@ -59,26 +59,26 @@ class Membership:
             Path(self.identity["lock"]).unlink(missing_ok=True)
 
 
-def living(folder: Path) -> list[Member]:
+def find_living(folder: Path) -> list[Member]:
     """The processes of this machine that are at a grid, from the folder of its lock files."""
-    return [member for path, member in _members(folder) if _is_held(path)]
+    return [member for path, member in _read_members(folder) if _is_held(path)]
 
 
-def survivors(folder: Path) -> set[int]:
+def find_orphaned_slots(folder: Path) -> set[int]:
     """The slots of workers of this machine whose command has died."""
-    members = living(folder)
+    members = find_living(folder)
     commands = {member.token for member in members}
     return {member.slot for member in members if member.slot is not None and member.command not in commands}
 
 
-def sweep(folder: Path, in_use: Collection[str]) -> None:
+def remove_dead_locks(folder: Path, in_use: Collection[str]) -> None:
     """Remove what dead processes of this machine left; in_use: lock files that cells are to be released by."""
-    for path, _ in _members(folder):
+    for path, _ in _read_members(folder):
         if str(path.resolve()) not in in_use and not _is_held(path):
             path.unlink(missing_ok=True)
 
 
-def _members(folder: Path) -> Iterator[tuple[Path, Member]]:
+def _read_members(folder: Path) -> Iterator[tuple[Path, Member]]:
     """This machine's lock files, and whose they are."""
     for path in sorted(folder.glob("*.lock")):
         named = NAME.fullmatch(path.name)
@@ -105,7 +105,7 @@ def is_dead(worker: Mapping[str, str]) -> bool | None:
     return not _is_held(path)
 
 
-class Staleness:
+class StalenessDetector:
     """Judges by heartbeats: a worker whose beat has not changed for long enough is dead.
 
     Time is the watcher's own monotonic clock, and beats are only compared with each other: clocks that differ between
@@ -117,7 +117,7 @@ class Staleness:
         self._changed: dict[int, tuple[str, float]] = {}
         self._looked = 0.0
 
-    def stale(self, beats: Mapping[int, str], now: float) -> set[int]:
+    def find_stale(self, beats: Mapping[int, str], now: float) -> set[int]:
         """The trials of dead workers. Call it several times within the stale time."""
         if now - self._looked > self.stale_seconds / 2:
             self._changed = {}  # it has not looked for a while: who died in between cannot be told from who beat
@@ -130,7 +130,7 @@ class Staleness:
         return {trial_id for trial_id, (_, since) in self._changed.items() if now - since > self.stale_seconds}
 
 
-class Heart:
+class Heartbeat:
     """A thread that beats for the cells a worker holds."""
 
     def __init__(self, queue: Queue, every_seconds: float) -> None:
@@ -147,7 +147,7 @@ class Heart:
         """No longer beat for this cell."""
         self._held.pop(task.trial_id, None)
 
-    def __enter__(self) -> "Heart":
+    def __enter__(self) -> "Heartbeat":
         self._thread.start()
         return self
 

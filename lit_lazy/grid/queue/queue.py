@@ -23,11 +23,24 @@ from optuna.trial import TrialState, create_trial
 from sqlalchemy import DateTime, Executable, Integer, String, bindparam, text
 
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.queue.storage import MADE_BY, create, foreign_error, formatted, is_foreign, normalised
+from lit_lazy.grid.queue.storage import (
+    MADE_BY,
+    create_tables,
+    escape_braces,
+    is_foreign,
+    make_foreign_error,
+    normalise_url,
+)
 from lit_lazy.support.disk import is_disk_full
 from lit_lazy.support.errors import UnfinishedError
-from lit_lazy.support.secrets import redacted
-from lit_lazy.tracking.databases import KEEPALIVES, damage, engine_options, first_line, sqlite_file
+from lit_lazy.support.secrets import redact_url
+from lit_lazy.tracking.databases import (
+    KEEPALIVES,
+    find_corruption,
+    format_database_error,
+    make_engine_options,
+    sqlite_file,
+)
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -67,7 +80,7 @@ class StorageDamagedError(UnfinishedError):
     """The database is an sqlite file that cannot be read any more."""
 
 
-class LostError(RuntimeError):
+class CellLostError(RuntimeError):
     """The cell was given to another worker meanwhile, because this one seemed dead."""
 
 
@@ -107,25 +120,25 @@ class Queue:
 
     def __init__(self, storage: str, name: str) -> None:
         """Open the study `name`, created if it is not there. Raises StorageError where that name is another's."""
-        self.url, self.name = normalised(storage), name
-        self._engine = sqlalchemy.create_engine(self.url, **engine_options(self.url))
+        self.url, self.name = normalise_url(storage), name
+        self._engine = sqlalchemy.create_engine(self.url, **make_engine_options(self.url))
         with self.lock():  # processes that start together must not create the tables together
             if (file := sqlite_file(self.url)) is not None and not file.exists():
-                create(file)
-            self._storage = self._persist(
-                lambda: optuna.storages.RDBStorage(formatted(self.url), engine_kwargs=engine_options(self.url))
+                create_tables(file)
+            self._storage = self._retry(
+                lambda: optuna.storages.RDBStorage(escape_braces(self.url), engine_kwargs=make_engine_options(self.url))
             )
-            self._study_id = self._persist(self._open)
+            self._study_id = self._retry(self._open_study)
         self._key_of: dict[int, str] = {}
 
-    def _open(self) -> int:
+    def _open_study(self) -> int:
         try:
             study_id = self._storage.get_study_id_from_name(self.name)
         except KeyError:
             study_id = self._storage.create_new_study([StudyDirection.MINIMIZE], self.name)
         made_by = self._storage.get_study_user_attrs(study_id).get("made_by")
         if is_foreign(made_by, made_by is None and bool(self._storage.get_all_trials(study_id, deepcopy=False))):
-            raise foreign_error(self.url, self.name)
+            raise make_foreign_error(self.url, self.name)
         if made_by is None:
             self._storage.set_study_user_attr(study_id, "made_by", MADE_BY)
         return study_id
@@ -133,7 +146,7 @@ class Queue:
     def clear(self) -> None:
         """Forget all cells."""
         self._storage.delete_study(self._study_id)
-        self._study_id = self._open()
+        self._study_id = self._open_study()
         self._key_of.clear()
 
     @contextmanager
@@ -145,7 +158,7 @@ class Queue:
             with FileLock(f"{file}.lock"):
                 yield
             return
-        connection = self._persist(self._locked_connection)
+        connection = self._retry(self._open_locked_connection)
         try:
             yield
         finally:
@@ -153,7 +166,7 @@ class Queue:
                 connection.rollback()
             connection.close()
 
-    def _locked_connection(self) -> sqlalchemy.Connection:
+    def _open_locked_connection(self) -> sqlalchemy.Connection:
         connection = self._engine.connect()
         # Else the server would keep the lock for two hours when this machine vanishes.
         silence = [f"set_config('tcp_keepalives_{name}', '{number}', true)" for name, number in KEEPALIVES.items()]
@@ -162,7 +175,7 @@ class Queue:
         connection.execute(text(lock), {"number": ADVISORY_LOCK})
         return connection
 
-    def _persist(self, work: Callable[[], T]) -> T:
+    def _retry(self, work: Callable[[], T]) -> T:
         """Do something to the database, again and again while it does not answer, which is logged once.
 
         Raises StorageDamagedError at once for an sqlite file that is damaged.
@@ -173,48 +186,51 @@ class Queue:
             try:
                 return work()
             except (sqlalchemy.exc.DatabaseError, optuna.exceptions.StorageInternalError) as error:
-                if why := damage(error):
+                if why := find_corruption(error):
                     raise StorageDamagedError(
                         f"the queue's database {sqlite_file(self.url)} is damaged ({why}); move it away and give the "
                         "same command again: it finds the results of finished cells"
                     ) from error
                 if is_disk_full(error) or not isinstance(error, MAY_PASS):
                     raise
-                away = f"the queue's database {redacted(self.url)} has not answered"
+                away = f"the queue's database {redact_url(self.url)} has not answered"
                 if time.monotonic() > give_up:
                     raise StorageAwayError(
-                        f"{away} for {PATIENCE_SECONDS / 60:.0f} minutes ({first_line(error)}); nothing is lost, the "
-                        "same command resumes"
+                        f"{away} for {PATIENCE_SECONDS / 60:.0f} minutes ({format_database_error(error)}); nothing is "
+                        "lost, the same command resumes"
                     ) from error
                 if not told:
                     told = True
                     log.warning(
-                        "%s (%s); it is asked again for %.0f minutes", away, first_line(error), PATIENCE_SECONDS / 60
+                        "%s (%s); it is asked again for %.0f minutes",
+                        away,
+                        format_database_error(error),
+                        PATIENCE_SECONDS / 60,
                     )
             time.sleep(pause)
             pause = min(2 * pause, 15.0)
 
-    def _rows(self, query: str | Executable, **values: Any) -> list[Any]:
+    def _query_rows(self, query: str | Executable, **values: Any) -> list[Any]:
         statement = text(query) if isinstance(query, str) else query
 
         def ask() -> list[Any]:
             with self._engine.connect() as connection:
                 return list(connection.execute(statement, {"study": self._study_id, **values}))
 
-        return self._persist(ask)
+        return self._retry(ask)
 
     @property
     def facts(self) -> dict[str, str]:
         """What all processes of the grid have to know beside the cells."""
-        return self._persist(lambda: self._storage.get_study_user_attrs(self._study_id)).get("facts", {})
+        return self._retry(lambda: self._storage.get_study_user_attrs(self._study_id)).get("facts", {})
 
     @facts.setter
     def facts(self, facts: Mapping[str, str]) -> None:
-        self._persist(lambda: self._storage.set_study_user_attr(self._study_id, "facts", dict(facts)))
+        self._retry(lambda: self._storage.set_study_user_attr(self._study_id, "facts", dict(facts)))
 
     def states(self) -> dict[str, State]:
         """State of every cell by key: complete if it ever completed, else that of its newest trial."""
-        rows = self._rows("SELECT trial_id, state FROM trials WHERE study_id = :study ORDER BY trial_id")
+        rows = self._query_rows("SELECT trial_id, state FROM trials WHERE study_id = :study ORDER BY trial_id")
         if any(trial_id not in self._key_of for trial_id, _ in rows):
             self._read_keys()
         states: dict[str, State] = {}
@@ -228,7 +244,7 @@ class Queue:
     def _read_keys(self) -> None:
         """Learn the keys of the trials that are new since last asked."""
         newest = max(self._key_of, default=0)
-        rows = self._rows(
+        rows = self._query_rows(
             "SELECT t.trial_id, a.value_json FROM trials t JOIN trial_user_attributes a ON a.trial_id = t.trial_id "
             "AND a.key = 'key' WHERE t.study_id = :study AND t.trial_id > :newest",
             newest=newest,
@@ -241,10 +257,10 @@ class Queue:
         newest = {key: trial_id for trial_id, key in sorted(self._key_of.items())}
         found: dict[int, tuple[State, datetime | None, dict[str, str]]] = {}
         names = [name for name, state in STATES.items() if state in states]
-        for trial_id, state, since, name, value in self._rows(OF_TRIALS, states=names):
+        for trial_id, state, since, name, value in self._query_rows(OF_TRIALS, states=names):
             found.setdefault(trial_id, (STATES[state], since, {}))[2][name] = value
         entries = [
-            _entry(trial_id, *known)
+            _make_entry(trial_id, *known)
             for trial_id, known in found.items()
             if newest.get(self._key_of.get(trial_id, "")) == trial_id
         ]
@@ -265,7 +281,7 @@ class Queue:
                     value=value,
                     user_attrs={"key": cell.key, "cell": asdict(cell)},
                 )
-                self._persist(lambda trial=trial: self._storage.create_new_trial(self._study_id, trial))
+                self._retry(lambda trial=trial: self._storage.create_new_trial(self._study_id, trial))
         return values.count(None)
 
     def claim(self, worker: Mapping[str, str], keys: Set[str] | None = None) -> Task | None:
@@ -276,28 +292,30 @@ class Queue:
             if trial_id is None:
                 return None
             # Signed before it is taken: a process killed in between leaves a trial that still waits.
-            self._set(trial_id, "worker", {**worker, "token": token})
-            self._persist(lambda: self._storage.set_trial_state_values(trial_id, TrialState.RUNNING))
-        attrs = self._persist(lambda: self._storage.get_trial(trial_id)).user_attrs
+            self._set_attribute(trial_id, "worker", {**worker, "token": token})
+            self._retry(lambda: self._storage.set_trial_state_values(trial_id, TrialState.RUNNING))
+        attrs = self._retry(lambda: self._storage.get_trial(trial_id)).user_attrs
         return Task(Cell(**attrs["cell"]), trial_id, token)
 
     def _first_waiting(self, keys: Set[str] | None) -> int | None:
         if keys is None:
             query = "SELECT min(trial_id) FROM trials WHERE study_id = :study AND state = 'WAITING'"
-            return self._rows(query)[0][0]
+            return self._query_rows(query)[0][0]
         self._read_keys()
-        rows = self._rows("SELECT trial_id FROM trials WHERE study_id = :study AND state = 'WAITING' ORDER BY trial_id")
+        rows = self._query_rows(
+            "SELECT trial_id FROM trials WHERE study_id = :study AND state = 'WAITING' ORDER BY trial_id"
+        )
         return next((trial_id for (trial_id,) in rows if self._key_of.get(trial_id) in keys), None)
 
-    def _set(self, trial_id: int, name: str, value: object) -> None:
-        self._persist(lambda: self._storage.set_trial_user_attr(trial_id, name, value))
+    def _set_attribute(self, trial_id: int, name: str, value: object) -> None:
+        self._retry(lambda: self._storage.set_trial_user_attr(trial_id, name, value))
 
     def beat(self, task: Task) -> None:
         """Say that the holder of a cell lives. Raises the database's error at once: the next beat is soon.
 
         Who has lost the cell says nothing: that would hide the death of who has it now.
         """
-        if self._holds(task.trial_id, task.token):
+        if self._is_holder(task.trial_id, task.token):
             self._storage.record_heartbeat(task.trial_id)
 
     def beats(self) -> dict[int, str]:
@@ -305,7 +323,7 @@ class Queue:
 
         The holder belongs to it, since one that has just taken the cell of a dead one has not beaten yet.
         """
-        rows = self._rows(
+        rows = self._query_rows(
             "SELECT t.trial_id, h.heartbeat, a.value_json FROM trials t "
             "LEFT JOIN trial_heartbeats h ON h.trial_id = t.trial_id "
             "LEFT JOIN trial_user_attributes a ON a.trial_id = t.trial_id AND a.key = 'worker' "
@@ -315,9 +333,9 @@ class Queue:
 
     def is_held(self, task: Task) -> bool:
         """Whether a cell is still in the hands of the worker that claimed it."""
-        return self._persist(lambda: self._holds(task.trial_id, task.token))
+        return self._retry(lambda: self._is_holder(task.trial_id, task.token))
 
-    def _holds(self, trial_id: int, token: str) -> bool:
+    def _is_holder(self, trial_id: int, token: str) -> bool:
         try:
             trial = self._storage.get_trial(trial_id)
         except KeyError:  # the queue was cleared
@@ -327,27 +345,27 @@ class Queue:
     def check_held(self, task: Task) -> None:
         """Raise LostError where another worker has a cell by now."""
         if not self.is_held(task):
-            raise LostError(f"{task.cell.variant} seed {task.cell.seed} was given to another worker meanwhile")
+            raise CellLostError(f"{task.cell.variant} seed {task.cell.seed} was given to another worker meanwhile")
 
     def complete(self, task: Task, value: float) -> None:
         """Record that a cell is done; `value` is its validation loss. Raises LostError if another worker has it."""
-        self._end(task, TrialState.COMPLETE, value=value)
+        self._end_attempt(task, TrialState.COMPLETE, value=value)
 
     def fail(self, task: Task, reason: str, final: bool = False) -> None:
         """Record that a cell failed, and why; final: that trying again would end alike."""
-        self._end(task, TrialState.FAIL, reason=reason, final=final)
+        self._end_attempt(task, TrialState.FAIL, reason=reason, final=final)
 
     def requeue(self, task: Task, reason: str) -> None:
         """Let a cell wait again; it resumes from its checkpoint."""
-        self._end(task, TrialState.WAITING, reason=reason)
+        self._end_attempt(task, TrialState.WAITING, reason=reason)
 
-    def _end(self, task: Task, state: TrialState, value: float | None = None, **attributes: object) -> None:
+    def _end_attempt(self, task: Task, state: TrialState, value: float | None = None, **attributes: object) -> None:
         with self.lock():
             self.check_held(task)
             for name, attribute in attributes.items():
-                self._set(task.trial_id, name, attribute)
+                self._set_attribute(task.trial_id, name, attribute)
             values = None if value is None else [value]
-            self._persist(lambda: self._storage.set_trial_state_values(task.trial_id, state, values))
+            self._retry(lambda: self._storage.set_trial_state_values(task.trial_id, state, values))
 
     def release(self, entry: Entry, progress: str, most: int) -> bool:
         """Let the cell of a dead worker wait again, or fail it when workers keep dying of it; whether it waits.
@@ -355,21 +373,21 @@ class Queue:
         progress: anything that changes when the cell gets ahead. After `most` deaths without that it has failed.
         """
         with self.lock():
-            if not self._persist(lambda: self._holds(entry.trial_id, entry.worker["token"])):
+            if not self._retry(lambda: self._is_holder(entry.trial_id, entry.worker["token"])):
                 return True  # another process was quicker
-            attrs = self._persist(lambda: self._storage.get_trial(entry.trial_id)).user_attrs
+            attrs = self._retry(lambda: self._storage.get_trial(entry.trial_id)).user_attrs
             deaths, at = attrs.get("deaths", (0, progress))
             deaths = deaths + 1 if at == progress else 1
             waits = deaths < most
             died = "its worker died" if deaths == 1 else f"its worker died {deaths} times without getting ahead"
-            self._set(entry.trial_id, "deaths", (deaths, progress))
-            self._set(entry.trial_id, "reason", died if waits else f"{died} (out of memory?)")
+            self._set_attribute(entry.trial_id, "deaths", (deaths, progress))
+            self._set_attribute(entry.trial_id, "reason", died if waits else f"{died} (out of memory?)")
             state = TrialState.WAITING if waits else TrialState.FAIL
-            self._persist(lambda: self._storage.set_trial_state_values(entry.trial_id, state))
+            self._retry(lambda: self._storage.set_trial_state_values(entry.trial_id, state))
         return waits
 
 
-def _entry(trial_id: int, state: State, since: datetime | None, attributes: Mapping[str, str]) -> Entry:
+def _make_entry(trial_id: int, state: State, since: datetime | None, attributes: Mapping[str, str]) -> Entry:
     """attributes: of the trial, as JSON by name."""
     cell = json.loads(attributes["cell"])
     return Entry(

@@ -9,14 +9,14 @@ import optuna
 import sqlalchemy
 from sqlalchemy import text
 
-from lit_lazy.support.disk import writable_folder
-from lit_lazy.support.secrets import redacted
+from lit_lazy.support.disk import check_writable_folder
+from lit_lazy.support.secrets import redact_url
 from lit_lazy.tracking.databases import (
     StorageError,
     check_sqlite,
-    engine_options,
-    new_sqlite_file,
-    reach,
+    create_sqlite_file,
+    make_engine_options,
+    query_database,
     sqlite_file,
     sqlite_url,
 )
@@ -25,7 +25,7 @@ T = TypeVar("T")
 MADE_BY = "lit-lazy ablate run, queue 3"
 
 
-def normalised(storage: str) -> str:
+def normalise_url(storage: str) -> str:
     """A storage URL with the driver that this project installs.
 
     Raises StorageError for a URL that is neither PostgreSQL's nor that of an sqlite file.
@@ -34,10 +34,10 @@ def normalised(storage: str) -> str:
     known = scheme in ("sqlite", "postgresql", "postgresql+psycopg")
     if not known or rest in ("", "/", "/:memory:") or (scheme == "sqlite" and not rest.startswith("/")):
         raise StorageError(
-            f"--storage {redacted(storage)!r}: must be sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE"
+            f"--storage {redact_url(storage)!r}: must be sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE"
         )
     if rest.count("@") > 1:
-        raise StorageError(f"--storage {redacted(storage)!r}: has more than one @; write %40 for that of a password")
+        raise StorageError(f"--storage {redact_url(storage)!r}: has more than one @; write %40 for that of a password")
     check_sqlite(f"--storage {storage!r}", storage)
     return storage.replace("postgresql://", "postgresql+psycopg://", 1)
 
@@ -47,27 +47,27 @@ def default_storage(runs: Path) -> str:
     return sqlite_url(runs / "queue.db")
 
 
-def create(file: Path) -> None:
+def create_tables(file: Path) -> None:
     """Optuna's tables in a new file, all of them or none: half of them could never be opened again."""
-    with new_sqlite_file(file) as unfinished:
+    with create_sqlite_file(file) as unfinished:
         url = sqlite_url(unfinished)
-        optuna.storages.RDBStorage(formatted(url), engine_kwargs=engine_options(url)).engine.dispose()
+        optuna.storages.RDBStorage(escape_braces(url), engine_kwargs=make_engine_options(url)).engine.dispose()
 
 
-def formatted(url: str) -> str:
+def escape_braces(url: str) -> str:
     """A URL as Optuna wants it: it formats what it is given."""
     return url.replace("{", "{{").replace("}", "}}")
 
 
 def check_storage(storage: str, grid: str) -> None:
     """Raise StorageError, in one line, where a storage cannot hold a grid's queue. Nothing is created."""
-    url = normalised(storage)
+    url = normalise_url(storage)
     if (file := sqlite_file(url)) is not None:
         if not file.parent.is_dir():
             raise StorageError(
                 f"--storage {storage!r}: there is no folder {str(file.parent)!r}; make it, or name another file"
             )
-        writable_folder("--storage", file.parent)
+        check_writable_folder("--storage", file.parent)
 
     def ask(connection: sqlalchemy.Connection) -> None:
         query = (
@@ -77,9 +77,9 @@ def check_storage(storage: str, grid: str) -> None:
         )
         for made_by, has_trials in connection.execute(text(query), {"grid": grid}):
             if is_foreign(json.loads(made_by or "null"), has_trials):
-                raise foreign_error(storage, grid)
+                raise make_foreign_error(storage, grid)
 
-    _reach(storage, ask)
+    _query_storage(storage, ask)
 
 
 def is_foreign(made_by: str | None, has_trials: bool) -> bool:
@@ -87,14 +87,14 @@ def is_foreign(made_by: str | None, has_trials: bool) -> bool:
     return made_by != MADE_BY and (made_by is not None or has_trials)
 
 
-def foreign_error(storage: str, name: str) -> StorageError:
+def make_foreign_error(storage: str, name: str) -> StorageError:
     return StorageError(
-        f"--storage {redacted(storage)!r}: its study {name!r} was not made by this version of "
+        f"--storage {redact_url(storage)!r}: its study {name!r} was not made by this version of "
         "`lit-lazy ablate run`; name another storage, or another --runs folder"
     )
 
 
-def grid_names(storage: str) -> list[str]:
+def list_grid_names(storage: str) -> list[str]:
     """Names of the grids that a storage holds. Raises StorageError where it cannot be reached; creates nothing."""
 
     def ask(connection: sqlalchemy.Connection) -> list[str]:
@@ -104,9 +104,9 @@ def grid_names(storage: str) -> list[str]:
         )
         return [name for (name,) in connection.execute(text(query), {"made_by": json.dumps(MADE_BY)})]
 
-    return _reach(storage, ask) or []
+    return _query_storage(storage, ask) or []
 
 
-def _reach(storage: str, ask: Callable[[sqlalchemy.Connection], T]) -> T | None:
-    normalised(storage)
-    return reach("--storage", storage, "studies", ask)
+def _query_storage(storage: str, ask: Callable[[sqlalchemy.Connection], T]) -> T | None:
+    normalise_url(storage)
+    return query_database("--storage", storage, "studies", ask)

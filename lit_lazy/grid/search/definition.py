@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lit_lazy.config.canonical import flatten, from_dict, replace_at, to_dict
-from lit_lazy.config.files import exported
-from lit_lazy.config.key import cell_key, code
+from lit_lazy.config.files import load_attribute
+from lit_lazy.config.key import cell_key, hash_user_code
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.grid.ablation import Cell, check_name, require_cells
+from lit_lazy.grid.ablation import Cell, check_cell_count, check_name
 from lit_lazy.support.checks import require, require_whole
-from lit_lazy.support.errors import described, named
+from lit_lazy.support.errors import describe_exception, short_repr
 from lit_lazy.support.kinds import check_kinds, fits
-from lit_lazy.training.checkpoints import check_start
+from lit_lazy.training.checkpoints import check_init_from
 from lit_lazy.training.prepare import prepare
 
 MOST_SEED = 2**31 - 1
@@ -37,7 +37,7 @@ class Real:
     log: bool = False
 
     def __post_init__(self) -> None:
-        ends = f"Real({described(self.low)}, {described(self.high)})"
+        ends = f"Real({short_repr(self.low)}, {short_repr(self.high)})"
         if not (fits(self.low, float) and fits(self.high, float) and self.low < self.high):
             raise ValueError(f"{ends}: needs two finite numbers, the lower one first")
         check_kinds(ends, self)
@@ -76,7 +76,7 @@ class Search:
         objectives = get_args(Objective)
         require(self.objective in objectives, f"{where}objective", self.objective, f"choose {' or '.join(objectives)}")
         check_kinds(where.removesuffix(": "), self)
-        require_cells(f"{where}trials", self.trials)
+        check_cell_count(f"{where}trials", self.trials)
         require(self.seed <= MOST_SEED, f"{where}seed", self.seed, f"must be at most {MOST_SEED}")
         require(bool(self.axes), f"{where}axes", dict(self.axes), "needs at least one")
         require(len(self.axes) <= MOST_AXES, f"{where}axes", list(self.axes), f"must be at most {MOST_AXES}")
@@ -119,7 +119,7 @@ class Definition:
         clashing = [name for name in last.values() if list(last.values()).count(name) > 1]
         return {path: ".".join(path.split(".")[-2:]) if name in clashing else name for path, name in last.items()}
 
-    def cell(self, number: int, point: Mapping[str, float]) -> Cell:
+    def make_cell(self, number: int, point: Mapping[str, float]) -> Cell:
         """The training of a point; `number` is its place in the search."""
         config = replace_at(from_dict(RunConfig, self.base), point)
         return Cell(
@@ -131,7 +131,7 @@ class Definition:
             axes={self.names[path]: repr(value) for path, value in point.items()},
         )
 
-    def undrawn(self, number: int) -> Cell:
+    def make_placeholder(self, number: int) -> Cell:
         """A point before it is known where it lies."""
         return Cell(point_name(number), point_name(number), "ours", self.base["seed"], {}, {})
 
@@ -145,9 +145,9 @@ class Definition:
             values = {"code": []} | json.loads(text)  # searches of the first schema do not say it
             return cls(**values | {"axes": {path: Real(**axis) for path, axis in values["axes"].items()}})
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise ValueError(f"no definition of a search ({named(error)})") from None
+            raise ValueError(f"no definition of a search ({describe_exception(error)})") from None
 
-    def differences(self, other: "Definition") -> list[str]:
+    def find_differences(self, other: "Definition") -> list[str]:
         """Names of the parts in which two searches differ."""
         return [name for name, value in asdict(self).items() if value != asdict(other)[name]]
 
@@ -159,8 +159,8 @@ def point_name(number: int) -> str:
 
 def load_search(path: Path) -> Search:
     """The `search` that a file defines. Raises ValueError in one line where there is none."""
-    search = exported(path, "search")
-    if search is None and exported(path, "ablation") is not None:
+    search = load_attribute(path, "search")
+    if search is None and load_attribute(path, "ablation") is not None:
         raise ValueError(f"{path}: defines an ablation, not a search; `lit-lazy ablate run {path.stem}` runs it")
     if not isinstance(search, Search):
         raise ValueError(f"{path}: defines no `search` of type Search")
@@ -179,7 +179,7 @@ def define(search: Search, base: RunConfig, overridden: Sequence[str] = ()) -> D
                 raise ValueError(f"--{given}: search {search.name!r} looks for it itself; leave the override out")
         _check_field(search.name, path, base)
     source = prepare(base)
-    check_start(base, source.outline)
+    check_init_from(base, source.outline)
     for corner in itertools.product(*((axis.low, axis.high) for axis in search.axes.values())):
         point = dict(zip(search.axes, corner, strict=True))
         try:
@@ -196,7 +196,7 @@ def define(search: Search, base: RunConfig, overridden: Sequence[str] = ()) -> D
     return Definition(
         base=to_dict(base),
         data=source.fingerprint,
-        code=code(base),
+        code=hash_user_code(base),
         axes=dict(search.axes),
         objective=search.objective,
         startup=search.startup,

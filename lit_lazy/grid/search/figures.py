@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from lit_lazy.figures.common import FIRST, NEUTRAL, SECOND, in_style, legend_below, new_figure
+from lit_lazy.figures.common import FIRST, NEUTRAL, SECOND, draw_legend_below, new_figure, use_style
 from lit_lazy.grid.search.definition import Definition
 from lit_lazy.grid.search.queue import Point
 
@@ -16,13 +16,13 @@ ROOM_ABOVE = 1.5
 """How far a plot reaches above the upper quartile, in distances from the best point to that quartile."""
 
 
-@in_style()
-def search_figures(
+@use_style()
+def make_search_figures(
     search_id: str, definition: Definition, points: Sequence[Point], importances: Mapping[str, float]
 ) -> dict[str, Figure]:
     """By file name: history and slices once a point was measured, importance where it is known."""
     made: dict[str, Figure] = {}
-    if any(_is_shown(point) for point in points):
+    if any(_is_plotted(point) for point in points):
         title = TITLES[definition.objective]
         made["history"] = history_figure(search_id, title, points)
         made["slices"] = slices_figure(search_id, title, definition, points)
@@ -44,7 +44,7 @@ def history_figure(search_id: str, title: str, points: Sequence[Point]) -> Figur
     axes.set_xlabel("point, in the order in which they were taken")
     axes.set_ylabel(title)
     axes.locator_params(axis="x", integer=True)
-    _legend(figure, Line2D([], [], color=FIRST, linewidth=1.6, label="best so far"))
+    _add_legend(figure, Line2D([], [], color=FIRST, linewidth=1.6, label="best so far"))
     return figure
 
 
@@ -59,7 +59,7 @@ def slices_figure(search_id: str, title: str, definition: Definition, points: Se
         axes.set_xlim(axis.low, axis.high)
         axes.set_xlabel(definition.names[path])
     panels[0].set_ylabel(title)
-    _legend(figure)
+    _add_legend(figure)
     return figure
 
 
@@ -80,19 +80,19 @@ def importance_figure(search_id: str, importances: Mapping[str, float], complete
     return figure
 
 
-def _shown(point: Point) -> float:
+def _find_last_objective(point: Point) -> float:
     """The objective at the end, else at the last validation; NaN where there is neither."""
     return point.value if point.value is not None else point.reports.get(point.last_step, math.nan)
 
 
-def _is_shown(point: Point) -> bool:
-    return point.state in ("complete", "pruned", "diverged") and math.isfinite(_shown(point))
+def _is_plotted(point: Point) -> bool:
+    return point.state in ("complete", "pruned", "diverged") and math.isfinite(_find_last_objective(point))
 
 
 def _scatter(axes: Axes, points: Sequence[Point], x_of: Callable[[Point], float]) -> None:
     """Complete points filled, the best a diamond; others hollow; those beyond the top as triangles at the edge."""
-    shown = sorted((point for point in points if _is_shown(point)), key=_shown)
-    values = [_shown(point) for point in shown]
+    shown = sorted((point for point in points if _is_plotted(point)), key=_find_last_objective)
+    values = [_find_last_objective(point) for point in shown]
     quartile = values[3 * (len(values) - 1) // 4]
     # One hopeless point must not press all others onto a line.
     top = quartile + ROOM_ABOVE * (quartile - values[0]) if quartile > values[0] else values[-1]
@@ -105,7 +105,7 @@ def _scatter(axes: Axes, points: Sequence[Point], x_of: Callable[[Point], float]
     axes.grid(axis="y")
 
 
-def _legend(figure: Figure, *more: Line2D) -> None:
+def _add_legend(figure: Figure, *more: Line2D) -> None:
     def marker(label: str, shape: str, colour: str, face: str) -> Line2D:
         return Line2D([], [], linestyle="", color=colour, marker=shape, markerfacecolor=face, label=label)
 
@@ -116,4 +116,4 @@ def _legend(figure: Figure, *more: Line2D) -> None:
         marker("above the plot", "^", NEUTRAL, "white"),
         *more,
     ]
-    legend_below(figure, handles, 2)
+    draw_legend_below(figure, handles, 2)

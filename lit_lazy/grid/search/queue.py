@@ -57,18 +57,18 @@ class SearchQueue(Queue):
     def claim(self, worker: Mapping[str, str], keys: Set[str] | None = None) -> Task | None:
         """Take a waiting point. One that was taken before lies where it lay; any other is drawn now."""
         task = super().claim(worker, keys)
-        return self._drawn(task) if task and not task.cell.config else task
+        return self._draw_cell(task) if task and not task.cell.config else task
 
-    def _drawn(self, task: Task) -> Task:
+    def _draw_cell(self, task: Task) -> Task:
         # One at a time: each draw has to know of the points that others are at.
         with self.lock():
-            self._persist(lambda: self._draw(task.trial_id))
-            trial = self._persist(lambda: self._storage.get_trial(task.trial_id))
-            cell = self.definition.cell(_number(trial), trial.params)
-            self._set(task.trial_id, "cell", asdict(cell))
+            self._retry(lambda: self._draw_parameters(task.trial_id))
+            trial = self._retry(lambda: self._storage.get_trial(task.trial_id))
+            cell = self.definition.make_cell(_parse_number(trial), trial.params)
+            self._set_attribute(task.trial_id, "cell", asdict(cell))
         return Task(cell, task.trial_id, task.token)
 
-    def _draw(self, trial_id: int) -> None:
+    def _draw_parameters(self, trial_id: int) -> None:
         """Give a trial its parameters; doing it again changes nothing.
 
         Drawn in a copy of the study, by a sampler whose seed is the trial's number: the same finished points give the
@@ -92,7 +92,7 @@ class SearchQueue(Queue):
             if path not in trial.params:
                 self._storage.set_trial_param(trial_id, path, drawn[path], distribution)
 
-    def is_hopeless(self, task: Task, step: int, value: float) -> bool:
+    def should_prune(self, task: Task, step: int, value: float) -> bool:
         """Report the objective at a validation; whether the point is worse than the median of the complete ones there.
 
         A step that was reported before the run was resumed is not reported again. Raises LostError if another worker
@@ -104,28 +104,28 @@ class SearchQueue(Queue):
         def ask() -> bool:
             if step not in self._storage.get_trial(task.trial_id).intermediate_values:
                 self._storage.set_trial_intermediate_value(task.trial_id, step, value)
-            return pruner.prune(self._study(), self._storage.get_trial(task.trial_id))
+            return pruner.prune(self._load_study(), self._storage.get_trial(task.trial_id))
 
-        return self._persist(ask)
+        return self._retry(ask)
 
     def prune(self, task: Task, reason: str, diverged: bool) -> None:
         """Record that a point was ended early, or by itself. Raises LostError if another worker has it."""
-        reports = self._persist(lambda: self._storage.get_trial(task.trial_id)).intermediate_values
+        reports = self._retry(lambda: self._storage.get_trial(task.trial_id)).intermediate_values
         last = reports[max(reports)] if reports else math.nan
         # As Optuna does it: the value of a pruned trial is its last report.
         value = None if math.isnan(last) else last
-        self._end(task, TrialState.PRUNED, value, reason=reason, diverged=diverged)
+        self._end_attempt(task, TrialState.PRUNED, value, reason=reason, diverged=diverged)
 
     def points(self) -> list[Point]:
         """Every point, as its newest trial has it."""
-        trials = self._persist(lambda: self._storage.get_all_trials(self._study_id, deepcopy=False))
-        newest = {_number(trial): self._point(trial) for trial in trials if "key" in trial.user_attrs}
+        trials = self._retry(lambda: self._storage.get_all_trials(self._study_id, deepcopy=False))
+        newest = {_parse_number(trial): self._make_point(trial) for trial in trials if "key" in trial.user_attrs}
         return [newest[number] for number in sorted(newest)]
 
     def best(self) -> Point | None:
         """The complete point of the least objective."""
         try:
-            return self._point(self._persist(lambda: self._storage.get_best_trial(self._study_id)))
+            return self._make_point(self._retry(lambda: self._storage.get_best_trial(self._study_id)))
         except ValueError:  # none is complete
             return None
 
@@ -135,18 +135,18 @@ class SearchQueue(Queue):
         How far the density of the best quarter of the complete points differs from that of all of them, per axis, as
         shares of 1.
         """
-        study = self._study()
+        study = self._load_study()
         if len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))) < FEWEST_FOR_IMPORTANCE:
             return {}
         evaluator = PedAnovaImportanceEvaluator(target_quantile=GOOD_SHARE)
         return {path: float(share) for path, share in get_param_importances(study, evaluator=evaluator).items()}
 
-    def _point(self, trial: FrozenTrial) -> Point:
+    def _make_point(self, trial: FrozenTrial) -> Point:
         attrs: dict[str, Any] = trial.user_attrs
         complete = trial.state == TrialState.COMPLETE
         diverged = trial.state == TrialState.PRUNED and attrs["diverged"]
         return Point(
-            number=_number(trial),
+            number=_parse_number(trial),
             run=attrs["cell"]["key"] if attrs["cell"]["config"] else "",
             params={path: trial.params[path] for path in self.definition.axes if path in trial.params},
             state="diverged" if diverged else STATES[trial.state.name],
@@ -155,9 +155,9 @@ class SearchQueue(Queue):
             reason="" if complete else attrs.get("reason", ""),
         )
 
-    def _study(self) -> optuna.Study:
+    def _load_study(self) -> optuna.Study:
         return optuna.load_study(study_name=self.name, storage=self._storage)
 
 
-def _number(trial: FrozenTrial) -> int:
+def _parse_number(trial: FrozenTrial) -> int:
     return int(trial.user_attrs["key"].removeprefix("point "))

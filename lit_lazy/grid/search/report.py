@@ -7,11 +7,11 @@ from pathlib import Path
 
 from lit_lazy.figures import save_figure
 from lit_lazy.grid.search.definition import Definition
-from lit_lazy.grid.search.figures import TITLES, search_figures
+from lit_lazy.grid.search.figures import TITLES, make_search_figures
 from lit_lazy.grid.search.queue import FEWEST_FOR_IMPORTANCE, GOOD_SHARE, Point
 from lit_lazy.support.disk import write_text
-from lit_lazy.table.blocks import Block, Heading, List, Paragraph, Tabular, to_html, to_markdown
-from lit_lazy.table.records import csv_text
+from lit_lazy.table.blocks import Block, BulletList, Heading, Paragraph, Tabular, to_html, to_markdown
+from lit_lazy.table.records import format_csv
 from lit_lazy.table.render import NOT_DEFINED
 
 SHOWN = 20
@@ -20,7 +20,7 @@ STATE_ORDER = ("complete", "pruned", "diverged", "failed", "running", "waiting")
 
 
 @dataclass(frozen=True)
-class Report:
+class SearchReport:
     """A search's points, and what to say with them."""
 
     id: str
@@ -32,7 +32,7 @@ class Report:
     command: str
 
     @property
-    def ranked(self) -> list[Point]:
+    def ranking(self) -> list[Point]:
         """Complete points from the best on, then the others, those that came farthest first."""
 
         def rank(point: Point) -> tuple[float, ...]:
@@ -44,50 +44,56 @@ class Report:
     def save(self, folder: Path) -> list[Path]:
         """Write table.md, .csv, .json and .html, and the figures that there are points for; the paths."""
         texts = {
-            "md": to_markdown(self.blocks()),
-            "csv": self.csv(),
+            "md": to_markdown(self.to_blocks()),
+            "csv": self.to_csv(),
             "json": json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n",
-            "html": to_html(self.blocks()),
+            "html": to_html(self.to_blocks()),
         }
         paths = [folder / f"table.{ending}" for ending in texts]
         for path, text in zip(paths, texts.values(), strict=True):
             write_text(path, text)
-        for name, figure in search_figures(self.id, self.definition, self.points, self.importances).items():
+        for name, figure in make_search_figures(self.id, self.definition, self.points, self.importances).items():
             paths += save_figure(figure, folder / name)
         return paths
 
     def markdown(self) -> str:
         """The table for a terminal and for GitHub."""
-        return to_markdown(self.blocks())
+        return to_markdown(self.to_blocks())
 
     def to_json(self) -> dict[str, object]:
         """Strict JSON; points from the best on."""
         return {
             "search": self.id,
             "definition": asdict(self.definition),
-            "points": [asdict(point) for point in self.ranked],
+            "points": [asdict(point) for point in self.ranking],
             "importances": dict(self.importances),
             "commits": list(self.commits),
             "command": self.command,
         }
 
-    def csv(self) -> str:
+    def to_csv(self) -> str:
         """One line per point from the best on, its values in full; empty where there is none."""
         axes = list(self.definition.axes)
         head = [self.definition.objective, "steps", "last_validation", "state", "n", "run", "reason"]
         lines: list[list[object]] = [["point", *axes, *head]]
-        for point in self.ranked:
+        for point in self.ranking:
             params = [point.params.get(path) for path in axes]
-            measured = [point.value, self._steps(point), point.reports.get(point.last_step), point.state, _n(point)]
+            measured = [
+                point.value,
+                self._count_steps(point),
+                point.reports.get(point.last_step),
+                point.state,
+                _count_seeds(point),
+            ]
             lines.append([point.number, *params, *measured, point.run, point.reason])
-        return csv_text(lines)
+        return format_csv(lines)
 
-    def blocks(self) -> list[Block]:
+    def to_blocks(self) -> list[Block]:
         """The table's parts."""
         made = [
             Heading(self.id, 2),
-            Paragraph(self._about()),
-            self._grid(),
+            Paragraph(self._describe_search()),
+            self._build_grid(),
             Paragraph(
                 "Every line is one training with one seed (n = 1), or none that was trained to its end (n = 0). Last: "
                 "the objective at the last validation, after the steps beside it."
@@ -95,9 +101,9 @@ class Report:
         ]
         if len(self.points) > SHOWN:
             made.append(Paragraph(f"The first {SHOWN} of {len(self.points)} points; table.csv has all."))
-        return [*made, Heading("How to read this", 3), List(tuple(self._notes()))]
+        return [*made, Heading("How to read this", 3), BulletList(tuple(self._make_notes()))]
 
-    def _about(self) -> str:
+    def _describe_search(self) -> str:
         counts = {state: sum(point.state == state for point in self.points) for state in STATE_ORDER}
         told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
         names = self.definition.names
@@ -105,7 +111,7 @@ class Report:
         made = f"Seed: {self.definition.base['seed']}. Commit: {' and '.join(self.commits) or 'unknown'}."
         return f"{told}. Axes: {axes}. {made} Made by: {self.command}"
 
-    def _grid(self) -> Tabular:
+    def _build_grid(self) -> Tabular:
         axes = self.definition.axes
         header = (
             "Point",
@@ -121,19 +127,19 @@ class Report:
                 str(point.number),
                 *(f"{point.params[path]:.4g}" if path in point.params else NOT_DEFINED for path in axes),
                 NOT_DEFINED if point.value is None else f"{point.value:.5f}",
-                str(self._steps(point)),
+                str(self._count_steps(point)),
                 f"{point.reports[point.last_step]:.5f}" if point.reports else NOT_DEFINED,
                 point.state,
-                str(_n(point)),
+                str(_count_seeds(point)),
             )
-            for point in self.ranked[:SHOWN]
+            for point in self.ranking[:SHOWN]
         ]
         return Tabular(header, tuple(rows), 1)
 
-    def _steps(self, point: Point) -> int:
+    def _count_steps(self, point: Point) -> int:
         return self.definition.steps if point.state == "complete" else point.last_step
 
-    def _notes(self) -> list[str]:
+    def _make_notes(self) -> list[str]:
         search = self.definition
         complete = sum(point.state == "complete" for point in self.points)
         notes = [
@@ -166,5 +172,5 @@ class Report:
         return notes
 
 
-def _n(point: Point) -> int:
+def _count_seeds(point: Point) -> int:
     return int(point.state == "complete")

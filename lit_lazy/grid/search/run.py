@@ -10,16 +10,16 @@ from lit_lazy.config.canonical import from_dict
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid.search.definition import Definition
 from lit_lazy.grid.search.queue import Point, SearchQueue
-from lit_lazy.grid.search.report import Report
-from lit_lazy.grid.work.estimate import timed
-from lit_lazy.grid.work.identity import parent_run
-from lit_lazy.grid.work.job import Launch, Work
-from lit_lazy.grid.work.launch import executed, is_finished, opened
-from lit_lazy.support.console import clock, counted
+from lit_lazy.grid.search.report import SearchReport
+from lit_lazy.grid.work.estimate import estimate_training_seconds
+from lit_lazy.grid.work.identity import open_parent_run
+from lit_lazy.grid.work.job import LaunchOptions, Work
+from lit_lazy.grid.work.launch import execute_cells, is_finished, open_grid
+from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.provenance import git_sha
-from lit_lazy.support.secrets import command_line
+from lit_lazy.support.secrets import format_command_line
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
-from lit_lazy.training.prepare import outlined
+from lit_lazy.training.prepare import load_outline
 
 DEFINITION = "search.json"
 
@@ -33,7 +33,7 @@ class SearchWork(Work):
     module: ClassVar[str] = "lit_lazy.grid.search.worker"
 
 
-def best_so_far(queue: SearchQueue) -> list[str]:
+def format_best(queue: SearchQueue) -> list[str]:
     """`best 0.0099 at point 7 (tau_init 0.5, lr 0.003)`, once a point is complete."""
     best = queue.best()
     if best is None:
@@ -43,22 +43,22 @@ def best_so_far(queue: SearchQueue) -> list[str]:
     return [f"best {best.value:.4f} at point {best.number} ({values})"]
 
 
-def run_search(work: SearchWork, launch: Launch, console: Console) -> tuple[Report, bool]:
+def run_search(work: SearchWork, launch: LaunchOptions, console: Console) -> tuple[SearchReport, bool]:
     """Execute what is missing of a search; what it found, and whether as many points are finished as were asked for."""
-    with opened(work, launch, SearchQueue, console) as at:
+    with open_grid(work, launch, SearchQueue, console) as at:
         with at.queue.lock():
-            parent_id = _parent(work, at.queue, at.tracker, console)
-        with executed(work, launch, at, parent_id, console, lambda: best_so_far(at.queue)):
-            report = _write(work, at.queue, at.tracker, parent_id)
+            parent_id = _ensure_parent(work, at.queue, at.tracker, console)
+        with execute_cells(work, launch, at, parent_id, console, lambda: format_best(at.queue)):
+            report = _write_report(work, at.queue, at.tracker, parent_id)
         return report, is_finished(work, at.queue)
 
 
-def _write(work: SearchWork, queue: SearchQueue, tracker: Tracker, parent_id: str) -> Report:
-    points, runs = queue.points(), tracker.children(parent_id)
+def _write_report(work: SearchWork, queue: SearchQueue, tracker: Tracker, parent_id: str) -> SearchReport:
+    points, runs = queue.points(), tracker.find_children(parent_id)
     _report_ends(points, runs, tracker)
     shas = {run.tags["git_sha"] for run in runs if run.state != "running"}
-    report = Report(work.id, work.definition, points, queue.importances(), sorted(shas), command_line())
-    tracker.keep_files(parent_id, report.save(work.folder))
+    report = SearchReport(work.id, work.definition, points, queue.importances(), sorted(shas), format_command_line())
+    tracker.log_files(parent_id, report.save(work.folder))
     return report
 
 
@@ -73,25 +73,25 @@ def _report_ends(points: Sequence[Point], runs: Sequence[TrackedRun], tracker: T
             tracker.fail(run.run_id, end.reason if end else "failed; its point was drawn anew")
 
 
-def _parent(work: SearchWork, queue: SearchQueue, tracker: Tracker, console: Console) -> str:
+def _ensure_parent(work: SearchWork, queue: SearchQueue, tracker: Tracker, console: Console) -> str:
     """The parent run of the search, new or resumed. Raises ValueError where the study is another search's."""
     definition = work.definition
     known = queue.facts.get("definition")
-    _refuse_another(work, None if known is None else Definition.from_json(known))
-    tags = {"kind": "search", "ablation": work.id, "git_sha": git_sha(), "mlflow.note.content": command_line()}
+    _reject_changed(work, None if known is None else Definition.from_json(known))
+    tags = {"kind": "search", "ablation": work.id, "git_sha": git_sha(), "mlflow.note.content": format_command_line()}
     params = {f"axis.{definition.names[path]}": str(axis) for path, axis in definition.axes.items()}
     params |= {"objective": definition.objective, "sampler": f"TPE, seed {definition.seed}"}
-    parent_id, former = parent_run(work, queue, tracker, tags, params, DEFINITION, Definition.from_json, console)
-    _refuse_another(work, former)
+    parent_id, former = open_parent_run(work, queue, tracker, tags, params, DEFINITION, Definition.from_json, console)
+    _reject_changed(work, former)
     if former is None:
-        tracker.keep_views(list(definition.names.values()), [definition.objective])
-        tracker.keep_text(parent_id, definition.to_json(), DEFINITION)
+        tracker.save_views(list(definition.names.values()), [definition.objective])
+        tracker.log_text(parent_id, definition.to_json(), DEFINITION)
     queue.facts = queue.facts | {"definition": definition.to_json()}
     return parent_id
 
 
-def _refuse_another(work: SearchWork, former: Definition | None) -> None:
-    changed = work.definition.differences(former) if former else []
+def _reject_changed(work: SearchWork, former: Definition | None) -> None:
+    changed = work.definition.find_differences(former) if former else []
     if changed:
         raise ValueError(
             f"{work.id}: {', '.join(changed)} changed since this search was begun; --fresh moves the former results "
@@ -106,7 +106,7 @@ def print_search(work: SearchWork, workers: int, threads: int, console: Console)
     torch.set_num_threads(threads)
     definition = work.definition
     config = from_dict(RunConfig, definition.base)
-    seconds = timed(config, outlined(config.data))
+    seconds = estimate_training_seconds(config, load_outline(config.data))
     lines = [f"{definition.names[path]:12} {axis}   ({path})" for path, axis in definition.axes.items()]
     every = definition.base["train"]["val_every"]
     judged = range(every, definition.steps, every)
@@ -118,8 +118,9 @@ def print_search(work: SearchWork, workers: int, threads: int, console: Console)
         f"{definition.objective}.",
         f"Sampler: TPE, seed {definition.seed}, {definition.startup} random points first. Pruning from step "
         f"{definition.min_steps} of {definition.steps}, {when}.",
-        f"About {clock(seconds)} per point, at most {clock(seconds * len(work.cells) / workers)} of training with "
-        f"{counted(workers, 'worker')} of {counted(threads, 'thread')}; pruned points take less.",
+        f"About {format_duration(seconds)} per point, at most "
+        f"{format_duration(seconds * len(work.cells) / workers)} of training with "
+        f"{format_count(workers, 'worker')} of {format_count(threads, 'thread')}; pruned points take less.",
         "Nothing was created.",
     ]
     console.print("\n".join(lines), highlight=False)

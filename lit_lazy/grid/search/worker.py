@@ -9,7 +9,7 @@ from typing import cast
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 
-from lit_lazy.grid.queue.queue import LostError, Task
+from lit_lazy.grid.queue.queue import CellLostError, Task
 from lit_lazy.grid.search.definition import MONITORED
 from lit_lazy.grid.search.queue import SearchQueue
 from lit_lazy.grid.work.worker import Worker, main
@@ -46,21 +46,21 @@ class SearchWorker(Worker):
         """The queue."""
         return cast(SearchQueue, self.queue)
 
-    def _callbacks(self, task: Task) -> list[Callback]:
+    def _make_callbacks(self, task: Task) -> list[Callback]:
         metric = MONITORED[self.search.definition.objective]
-        return [Pruning(metric, lambda step, value: self.search.is_hopeless(task, step, value))]
+        return [Pruning(metric, lambda step, value: self.search.should_prune(task, step, value))]
 
-    def _value(self, result: RunResult) -> float:
+    def _get_objective(self, result: RunResult) -> float:
         return result.metrics[self.search.definition.objective]
 
-    def _end_early(self, task: Task, spool: Spool, error: Exception) -> None:
+    def _handle_failure(self, task: Task, spool: Spool, error: Exception) -> None:
         """A point that diverged is pruned too: a failed one would tell the sampler nothing, and be tried again."""
-        if isinstance(error, LostError):
+        if isinstance(error, CellLostError):
             log.warning("%s", error)
         elif isinstance(error, PrunedError | DivergedError):
             self._prune(task, spool, error)
         else:
-            super()._end_early(task, spool, error)
+            super()._handle_failure(task, spool, error)
 
     def _prune(self, task: Task, spool: Spool, error: PrunedError | DivergedError) -> None:
         diverged = isinstance(error, DivergedError)
@@ -68,13 +68,13 @@ class SearchWorker(Worker):
         log.info("pruned %s: %s", task.cell.variant, reason)
         try:
             spool.send()
-            self.tracker.prune(spool.run_id(), reason)
+            self.tracker.prune(spool.get_run_id(), reason)
         except TrackingError as away:
             log.warning("MLflow is away (%s); `lit-lazy ablate search` reports it in the end", away)
         try:
             self.search.prune(task, reason, diverged)
             shutil.rmtree(self.folder / "cells" / task.cell.key / "checkpoints", ignore_errors=True)
-        except LostError as lost:
+        except CellLostError as lost:
             log.warning("%s", lost)
 
 

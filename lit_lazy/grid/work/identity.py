@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from lit_lazy.grid.queue.membership import living
+from lit_lazy.grid.queue.membership import find_living
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.work.job import Work
 from lit_lazy.support.disk import write_text
@@ -22,7 +22,7 @@ GRID_ID = "grid_id"
 T = TypeVar("T")
 
 
-def parent_run(
+def open_parent_run(
     work: Work,
     queue: Queue,
     tracker: Tracker,
@@ -40,7 +40,7 @@ def parent_run(
     kind, facts = tags["kind"], queue.facts
     if (known := facts.get("kind", kind)) != kind:
         raise ValueError(f"{work.id}: the queue holds another kind of work, a {known}, under this name; rename one")
-    grid_id = _known_id(work, facts) or uuid.uuid4().hex
+    grid_id = _find_grid_id(work, facts) or uuid.uuid4().hex
     write_text(work.folder / GRID_ID, grid_id)
     if "grid" not in facts:
         queue.facts = facts = facts | {"grid": grid_id, "kind": kind}
@@ -50,35 +50,35 @@ def parent_run(
         elsewhere = f"does not hold this grid's parent run, which was kept at {where}; set MLFLOW_TRACKING_URI to that"
         said = there if where == tracker.uri else elsewhere
         raise ValueError(f"MLflow at {tracker.uri} {said}, or start again with --fresh")
-    parent_id = begun[0].run_id if begun else tracker.begin(work.id, {**tags, "grid": grid_id})
+    parent_id = begun[0].run_id if begun else tracker.create_run(work.id, {**tags, "grid": grid_id})
     queue.facts = facts | {"tracking": tracker.uri}
     if (kept := tracker.read_bytes(parent_id, plan)) is not None:
         try:
             return parent_id, read(kept.decode())
         except ValueError as error:
-            tracker.keep_text(parent_id, kept.decode(errors="replace"), f"{plan}.damaged")
+            tracker.log_text(parent_id, kept.decode(errors="replace"), f"{plan}.damaged")
             console.print(
                 f"{plan}, kept with the MLflow run, is damaged ({one_line(error)}): it is written anew, with what this "
                 f"command asks for; the old one is now {plan}.damaged"
             )
-    tracker.describe(parent_id, params, work.base_config)
+    tracker.log_config(parent_id, params, work.base_config)
     return parent_id, None
 
 
-def _known_id(work: Work, facts: Mapping[str, str]) -> str | None:
+def _find_grid_id(work: Work, facts: Mapping[str, str]) -> str | None:
     kept = work.folder / GRID_ID
     return facts.get("grid") or (kept.read_text() if kept.exists() else None)
 
 
-def start_again(work: Work, queue: Queue, tracker: Tracker, console: Console) -> None:
+def reset_grid(work: Work, queue: Queue, tracker: Tracker, console: Console) -> None:
     """Start again, and lose nothing: the folder is renamed, MLflow's runs go to its deleted ones.
 
     Killed on the way, it is finished by the same command; another one is refused, since the parent run goes first.
     """
-    if alive := living(work.folder / "workers"):
+    if alive := find_living(work.folder / "workers"):
         processes = ", ".join(sorted(member.pid for member in alive))
         raise ValueError(f"--fresh: {work.id} is being run here (by process {processes}); end that first")
-    if grid_id := _known_id(work, queue.facts):
+    if grid_id := _find_grid_id(work, queue.facts):
         for run in tracker.find({"grid": grid_id}, deleted=True):
             tracker.retire(run.run_id)
     if (work.folder / "cells").exists():

@@ -20,7 +20,9 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         self._arrived = False
-        self._former = {number: signal.signal(number, self._arrive) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._former = {
+            number: signal.signal(number, self._handle_signal) for number in (signal.SIGINT, signal.SIGTERM)
+        }
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -31,7 +33,7 @@ class Interrupts:
             self.check()
 
     @contextmanager
-    def allowed(self) -> Iterator[None]:
+    def allow(self) -> Iterator[None]:
         """Within, an interrupt is raised when it arrives, or at once if it has arrived before."""
         try:
             self._allowed = True
@@ -45,7 +47,7 @@ class Interrupts:
         if self._arrived:
             raise KeyboardInterrupt
 
-    def _arrive(self, _number: int, _frame: FrameType | None) -> None:
+    def _handle_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._arrived = True
         if self._allowed:
             self._allowed = False

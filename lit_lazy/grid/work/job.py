@@ -32,7 +32,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchOptions:
     """How to run a grid."""
 
     workers: int

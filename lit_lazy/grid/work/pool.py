@@ -13,14 +13,14 @@ from typing import Protocol
 
 import torch
 
-from lit_lazy.grid.queue.membership import survivors
+from lit_lazy.grid.queue.membership import find_orphaned_slots
 from lit_lazy.grid.work.job import Job
 from lit_lazy.grid.work.worker import DISK_FULL, INTERRUPTED, STORAGE_VARIABLE, TRACKING_VARIABLE
-from lit_lazy.support.disk import private, write_text
+from lit_lazy.support.disk import open_private, write_text
 
 
 @dataclass(frozen=True)
-class Ended:
+class ReapResult:
     """How many workers have ended since last asked, and how."""
 
     crashed: int = 0
@@ -34,7 +34,7 @@ class Pool(Protocol):
         """How many are at work."""
         ...
 
-    def reap(self) -> Ended:
+    def reap(self) -> ReapResult:
         """Forget the workers that have ended."""
         ...
 
@@ -46,7 +46,7 @@ class Pool(Protocol):
         """Have the workers requeue or record their cells, and wait for them. A second Ctrl-C kills them."""
         ...
 
-    def last_words(self) -> str:
+    def describe_last_failure(self) -> str:
         """The last line that a worker logged, and where."""
         ...
 
@@ -57,26 +57,26 @@ class LocalPool:
     def __init__(self, job: Job, size: int) -> None:
         self.job, self.size = job, size
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
-        self._keys = _keys_file(job)
+        self._keys = _write_keys_file(job)
 
     def __len__(self) -> int:
         return len(self._workers)
 
-    def reap(self) -> Ended:
+    def reap(self) -> ReapResult:
         """Forget the workers that have ended."""
         codes = {slot: worker.poll() for slot, worker in self._workers.items()}
         self._workers = {slot: worker for slot, worker in self._workers.items() if codes[slot] is None}
         full = sum(code == DISK_FULL for code in codes.values())
         crashed = sum(code not in (None, 0, INTERRUPTED, DISK_FULL) for code in codes.values())
-        return Ended(crashed=crashed, disk_full=full)
+        return ReapResult(crashed=crashed, disk_full=full)
 
     def start(self, most: int) -> None:
         """Start up to `most` workers in free slots; those of a command that died have theirs until they end."""
         if most and len(self._workers) < self.size:
-            left = survivors(self.job.folder / "workers")
+            left = find_orphaned_slots(self.job.folder / "workers")
             free = [slot for slot in range(self.size) if slot not in self._workers and slot not in left]
             for slot in free[: max(0, min(most, self.size - len(self._workers) - len(left)))]:
-                self._workers[slot] = self._start(slot)
+                self._workers[slot] = self._start_worker(slot)
 
     def stop(self) -> None:
         """Have the workers requeue or record their cells, and wait for them. A second Ctrl-C kills them."""
@@ -91,11 +91,11 @@ class LocalPool:
                 worker.wait()
             raise
 
-    def last_words(self) -> str:
+    def describe_last_failure(self) -> str:
         """The last line of the log that was written to last, and which log that is."""
-        return last_log_line(self.job.folder)
+        return read_last_log_line(self.job.folder)
 
-    def _start(self, slot: int) -> subprocess.Popen[bytes]:
+    def _start_worker(self, slot: int) -> subprocess.Popen[bytes]:
         job = self.job
         command = [
             *(sys.executable, "-P", "-m", job.module),
@@ -112,18 +112,18 @@ class LocalPool:
         ]
         addresses = {STORAGE_VARIABLE: job.storage, TRACKING_VARIABLE: job.tracking_uri}
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(job.threads))
-        with open(job.folder / f"worker-{socket.gethostname()}-{slot}.log", "ab", opener=private) as log:
+        with open(job.folder / f"worker-{socket.gethostname()}-{slot}.log", "ab", opener=open_private) as log:
             return subprocess.Popen(
                 command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=os.environ | threads | addresses | _own_gpus(slot, job.execution.devices),
+                env=os.environ | threads | addresses | _assign_gpus(slot, job.execution.devices),
                 start_new_session=True,
             )
 
 
-def last_log_line(folder: Path) -> str:
+def read_last_log_line(folder: Path) -> str:
     """The last line of the workers' log in a grid's folder that was written to last, and which log that is."""
     logs = sorted(folder.glob("worker-*.log"), key=lambda path: path.stat().st_mtime)
     if not logs:
@@ -132,7 +132,7 @@ def last_log_line(folder: Path) -> str:
     return f"{lines[-1] if lines else 'nothing'} ({logs[-1]})"
 
 
-def _keys_file(job: Job) -> Path | None:
+def _write_keys_file(job: Job) -> Path | None:
     """A file with the keys of the cells to take, one a line: they may be too many for a command line."""
     if job.keys is None:
         return None
@@ -144,7 +144,7 @@ def _keys_file(job: Job) -> Path | None:
     return path.resolve()
 
 
-def _own_gpus(slot: int, devices: int) -> dict[str, str]:
+def _assign_gpus(slot: int, devices: int) -> dict[str, str]:
     """The environment that gives a worker GPUs of its own, where there are any."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lit_lazy.grid.queue.queue import FINISHED, Queue, State
-from lit_lazy.support.console import clock
+from lit_lazy.support.console import format_duration
 
 PLAIN_EVERY_SECONDS = 15.0
 MOST_SHOWN = 12
@@ -28,7 +28,7 @@ class Progress:
         self.queue, self.keys, self.console, self.notes = queue, set(keys), console, notes
         self._running: list[str] = []
         self.started = time.monotonic()
-        self.done_before = _done(self._counts(queue.states()))
+        self.done_before = _count_finished(self._count_states(queue.states()))
         self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self._last_line, self._last_told = 0.0, (-1, False)
 
@@ -43,15 +43,15 @@ class Progress:
         if self.live:
             self.live.stop()
         else:
-            self._print_line(self._counts(self.queue.states()))
+            self._print_line(self._count_states(self.queue.states()))
 
     def update(self, states: Mapping[str, State]) -> None:
         """Show these states of the queue's cells."""
-        counts = self._counts(states)
+        counts = self._count_states(states)
         if self.live:
-            self.live.update(self._panel(counts))
+            self.live.update(self._build_panel(counts))
             return
-        told, now = (_done(counts) + counts["failed"], counts["running"] > 0), time.monotonic()
+        told, now = (_count_finished(counts) + counts["failed"], counts["running"] > 0), time.monotonic()
         if told != self._last_told and (
             now - self._last_line >= PLAIN_EVERY_SECONDS or told == (self._last_told[0], True)
         ):
@@ -63,37 +63,41 @@ class Progress:
         rest = [f"and {len(names) - MOST_SHOWN} more"] if len(names) > MOST_SHOWN else []
         self._running = [*names[:MOST_SHOWN], *rest]
 
-    def _counts(self, states: Mapping[str, State]) -> Counter[str]:
+    def _count_states(self, states: Mapping[str, State]) -> Counter[str]:
         return Counter(states.get(key, "waiting") for key in self.keys)
 
-    def _summary(self, counts: Counter[str]) -> str:
-        parts = [f"{_done(counts)}/{len(self.keys)} cells done", f"{counts['running']} running"]
+    def _format_summary(self, counts: Counter[str]) -> str:
+        parts = [f"{_count_finished(counts)}/{len(self.keys)} cells done", f"{counts['running']} running"]
         parts += [f"{counts[state]} {state}" for state in ("pruned", "failed") if counts[state]]
         elapsed = time.monotonic() - self.started
-        return ", ".join([*parts, f"{clock(elapsed)} elapsed", self._rest(counts, elapsed), *self.notes()])
+        return ", ".join(
+            [*parts, f"{format_duration(elapsed)} elapsed", self._format_remaining(counts, elapsed), *self.notes()]
+        )
 
-    def _rest(self, counts: Counter[str], elapsed: float) -> str:
-        done = _done(counts) - self.done_before
+    def _format_remaining(self, counts: Counter[str], elapsed: float) -> str:
+        done = _count_finished(counts) - self.done_before
         left = counts["waiting"] + counts["running"]
         if not left:
             return "nothing left"
         # Running cells are about half done, on average.
         progressed = done + 0.5 * min(counts["running"], left)
         return (
-            f"about {clock(elapsed / progressed * (left - 0.5 * counts['running']))} left"
+            f"about {format_duration(elapsed / progressed * (left - 0.5 * counts['running']))} left"
             if done
             else "estimating the rest"
         )
 
     def _print_line(self, counts: Counter[str]) -> None:
-        self.console.print(self._summary(counts), highlight=False)
+        self.console.print(self._format_summary(counts), highlight=False)
 
-    def _panel(self, counts: Counter[str]) -> Group:
+    def _build_panel(self, counts: Counter[str]) -> Group:
         bar = Table.grid(padding=(0, 1))
-        bar.add_row(ProgressBar(total=len(self.keys), completed=_done(counts), width=40), self._summary(counts))
+        bar.add_row(
+            ProgressBar(total=len(self.keys), completed=_count_finished(counts), width=40), self._format_summary(counts)
+        )
         names = [Text(f"  {name}", style="dim") for name in self._running]
         return Group(bar, *names)
 
 
-def _done(counts: Mapping[str, int]) -> int:
+def _count_finished(counts: Mapping[str, int]) -> int:
     return sum(counts[state] for state in FINISHED)

@@ -22,12 +22,12 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from lit_lazy.grid.work.job import Job
-from lit_lazy.grid.work.pool import Ended, last_log_line
+from lit_lazy.grid.work.pool import ReapResult, read_last_log_line
 from lit_lazy.grid.work.worker import DISK_FULL, make_worker, prepare_process
 from lit_lazy.support.disk import PRIVATE, is_disk_full
-from lit_lazy.support.errors import named
-from lit_lazy.support.secrets import Redacting
-from lit_lazy.training.devices import cores
+from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.secrets import RedactingFormatter
+from lit_lazy.training.devices import count_cores
 
 CONNECT_SECONDS, JOIN_SECONDS = 5.0, 30.0
 ORDERLY_SECONDS = 60.0
@@ -52,7 +52,7 @@ class Share:
     def __str__(self) -> str:
         return f"{self.cpus} CPU{'s' * (self.cpus != 1)} and {self.gpus:g} GPU{'s' * (self.gpus != 1)}"
 
-    def times_in(self, cpus: float, gpus: float) -> int:
+    def count_cells_in(self, cpus: float, gpus: float) -> int:
         """How many cells of this share fit a machine. A fraction lies within one GPU."""
         times = int(cpus // self.cpus)
         if self.gpus == 0:
@@ -73,7 +73,7 @@ class Cluster:
         return any(gpus >= 1 for _, gpus in self._sizes)
 
     @property
-    def elsewhere(self) -> list[str]:
+    def other_machines(self) -> list[str]:
         """Names of the machines beside this one."""
         return sorted({machine["NodeManagerHostname"] for machine in self.machines} - {socket.gethostname()})
 
@@ -82,9 +82,9 @@ class Cluster:
         found = [machine["Resources"] for machine in self.machines]
         return [(resources.get("CPU", 0.0), resources.get("GPU", 0.0)) for resources in found]
 
-    def times(self, share: Share) -> int:
+    def count_cells(self, share: Share) -> int:
         """How many cells run at once. Raises ValueError where that is none: they would wait for ever."""
-        times = sum(share.times_in(cpus, gpus) for cpus, gpus in self._sizes)
+        times = sum(share.count_cells_in(cpus, gpus) for cpus, gpus in self._sizes)
         if not times:
             sizes = ", ".join(dict.fromkeys(f"{cpus:g} CPUs and {gpus:g} GPUs" for cpus, gpus in self._sizes))
             raise ValueError(
@@ -96,16 +96,16 @@ class Cluster:
     def check_stores(self, **urls: str | None) -> None:
         """Raise ValueError where machines beside this one could not reach a store: an sqlite file, or none given."""
         local = [name for name, url in urls.items() if url is None or url.startswith("sqlite")]
-        if local and self.elsewhere:
+        if local and self.other_machines:
             raise ValueError(
-                f"--launcher ray: the cluster has other machines ({', '.join(self.elsewhere)}), which cannot use "
+                f"--launcher ray: the cluster has other machines ({', '.join(self.other_machines)}), which cannot use "
                 f"sqlite files of this one (here for {' and '.join(local)}); give --storage postgresql://... and set "
                 "MLFLOW_TRACKING_URI=http://..."
             )
 
 
 @contextmanager
-def joined(address: str) -> Iterator[Cluster]:
+def join_cluster(address: str) -> Iterator[Cluster]:
     """Join the cluster at `HOST:PORT` or `auto`; for `local` start a Ray that ends with the block.
 
     Raises ValueError, in one line, where that fails.
@@ -115,7 +115,7 @@ def joined(address: str) -> Iterator[Cluster]:
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         if address == "local":
-            size = {"num_cpus": cores(), "object_store_memory": OBJECT_STORE_BYTES}
+            size = {"num_cpus": count_cores(), "object_store_memory": OBJECT_STORE_BYTES}
             ray.init("local", include_dashboard=False, **size, **quiet)
         else:
             _check_address(address)
@@ -172,13 +172,13 @@ class RayPool:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def reap(self) -> Ended:
+    def reap(self) -> ReapResult:
         """Forget the tasks that have ended."""
         if not self._tasks:
-            return Ended()
+            return ReapResult()
         ended, self._tasks = ray.wait(self._tasks, num_returns=len(self._tasks), timeout=0)
-        codes = [self._code(task) for task in ended]
-        return Ended(crashed=codes.count(None), disk_full=codes.count(DISK_FULL))
+        codes = [self._get_exit_code(task) for task in ended]
+        return ReapResult(crashed=codes.count(None), disk_full=codes.count(DISK_FULL))
 
     def start(self, most: int) -> None:
         """Submit up to `most` tasks, as far as there is room for them."""
@@ -203,16 +203,16 @@ class RayPool:
             if self._tasks:
                 ray.wait(self._tasks, num_returns=len(self._tasks), timeout=FORCED_SECONDS)
 
-    def last_words(self) -> str:
+    def describe_last_failure(self) -> str:
         """How the last task died, and the last line of the log of this machine's tasks."""
-        return f"{self._died}; {last_log_line(self.job.folder)}"
+        return f"{self._died}; {read_last_log_line(self.job.folder)}"
 
-    def _code(self, task: Any) -> int | None:
+    def _get_exit_code(self, task: Any) -> int | None:
         try:
             return ray.get(task)
         except RayError as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
-            self._died = named(cause)
+            self._died = describe_exception(cause)
             return None
 
 
@@ -225,7 +225,7 @@ def execute(job: Job, folder: str) -> int:
     # Ray cancels by SIGINT, which a cluster that was started in the background would have every process ignore.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with _logging(job):
+        with _log_to_file(job):
             prepare_process(job)
             make_worker(job).work(most=1)
     except SystemExit as stop:
@@ -240,13 +240,13 @@ def execute(job: Job, folder: str) -> int:
 
 
 @contextmanager
-def _logging(job: Job) -> Iterator[None]:
+def _log_to_file(job: Job) -> Iterator[None]:
     """Log into one file for all tasks of a grid on a machine."""
     job.folder.mkdir(parents=True, exist_ok=True)
     path = job.folder / f"worker-{socket.gethostname()}-ray.log"
     path.touch(mode=PRIVATE)
     handler = logging.FileHandler(path)
-    handler.setFormatter(Redacting("%(asctime)s %(process)d %(name)s %(message)s"))
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(process)d %(name)s %(message)s"))
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     root.addHandler(handler)

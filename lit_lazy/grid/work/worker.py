@@ -21,22 +21,22 @@ from lit_lazy.config.canonical import from_dict
 from lit_lazy.config.files import load_module
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.queue.membership import Heart, Membership, living
-from lit_lazy.grid.queue.queue import LostError, Queue, Task
+from lit_lazy.grid.queue.membership import Heartbeat, Membership, find_living
+from lit_lazy.grid.queue.queue import CellLostError, Queue, Task
 from lit_lazy.grid.work.interrupts import EndIfInterrupted, Interrupts
 from lit_lazy.grid.work.job import Job
 from lit_lazy.support.disk import is_disk_full
-from lit_lazy.support.errors import UnfinishedError, named, one_line
+from lit_lazy.support.errors import UnfinishedError, describe_exception, one_line
 from lit_lazy.support.provenance import git_sha
-from lit_lazy.support.secrets import Redacting
-from lit_lazy.tracking.loggers import loggers_beside
-from lit_lazy.tracking.spool import Card, Spool
+from lit_lazy.support.secrets import RedactingFormatter
+from lit_lazy.tracking.loggers import open_loggers
+from lit_lazy.tracking.spool import RunCard, Spool
 from lit_lazy.tracking.tracker import Tracker, TrackingError
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.ranks import RankLostError
 from lit_lazy.training.result import RunResult
-from lit_lazy.training.run import CellBusyError, finished, run
+from lit_lazy.training.run import CellBusyError, read_finished, run
 
 STORAGE_VARIABLE, TRACKING_VARIABLE = "LIT_LAZY_STORAGE", "LIT_LAZY_TRACKING"
 """Addresses that may hold passwords, and so are no arguments, which every user of a machine can read."""
@@ -53,7 +53,7 @@ log = logging.getLogger("lit_lazy.worker")
 
 
 @dataclass
-class Held:
+class HeldCell:
     """A cell that this worker has claimed, and that the queue does not know the end of yet."""
 
     task: Task
@@ -83,7 +83,7 @@ class Worker:
     """How each cell is trained."""
     loggers: Sequence[str] = ()
     """Kinds of loggers beside MLflow, each below a cell's run folder."""
-    _held: list[Held] = field(default_factory=list)
+    _held: list[HeldCell] = field(default_factory=list)
     _interrupts: Interrupts = field(default_factory=Interrupts)
 
     def work(self, most: int | None = None) -> None:
@@ -96,11 +96,13 @@ class Worker:
         with (
             self._interrupts,
             Membership(self.folder / "workers", self.command, self.slot) as membership,
-            Heart(self.queue, BEAT_SECONDS) as heart,
+            Heartbeat(self.queue, BEAT_SECONDS) as heart,
         ):
             try:
                 done = 0
-                if self.command and self.command not in {member.token for member in living(self.folder / "workers")}:
+                if self.command and self.command not in {
+                    member.token for member in find_living(self.folder / "workers")
+                }:
                     return  # it died before its successor could know of this worker
                 while (most is None or done < most) and (held := self._claim(membership, heart)):
                     self._execute(held, heart)
@@ -118,28 +120,28 @@ class Worker:
                     raise SystemExit(DISK_FULL) from error
                 raise
 
-    def _claim(self, membership: Membership, heart: Heart) -> Held | None:
+    def _claim(self, membership: Membership, heart: Heartbeat) -> HeldCell | None:
         self._interrupts.check()
         task = self.queue.claim(membership.identity, self.keys)
         if task is None:
             return None
         heart.hold(task)
         folder = self.folder / "cells" / task.cell.key
-        held = Held(task, Spool(self.tracker, folder, self.card(task.cell), lambda: self.queue.is_held(task)))
+        held = HeldCell(task, Spool(self.tracker, folder, self.make_card(task.cell), lambda: self.queue.is_held(task)))
         self._held.append(held)
         return held
 
-    def _drop(self, held: Held, heart: Heart) -> None:
+    def _drop(self, held: HeldCell, heart: Heartbeat) -> None:
         self._held.remove(held)
         heart.drop(held.task)
 
-    def _execute(self, held: Held, heart: Heart) -> None:
+    def _execute(self, held: HeldCell, heart: Heartbeat) -> None:
         """Train a cell, which is held until its result is recorded."""
         task, spool = held.task, held.spool
         log.info("start %s seed %d (%s)", task.cell.variant, task.cell.seed, task.cell.key)
         try:
             # A finished cell only lacks its record.
-            held.result = finished(spool.folder) or self._train(task, spool)
+            held.result = read_finished(spool.folder) or self._train(task, spool)
         except RankLostError as error:  # as if this process had died: so it is counted, and the cell resumes
             log.error("%s", error)
             raise SystemExit(1) from error
@@ -150,31 +152,31 @@ class Worker:
         except Exception as error:
             if is_disk_full(error):
                 raise
-            self._end_early(task, spool, error)
+            self._handle_failure(task, spool, error)
             self._drop(held, heart)
         finally:
             _free_memory()
 
     def _pause(self) -> None:
-        with self._interrupts.allowed():
+        with self._interrupts.allow():
             time.sleep(BUSY_SECONDS)
 
-    def _requeue_held(self, heart: Heart) -> None:
+    def _requeue_held(self, heart: Heartbeat) -> None:
         """What an interrupt leaves to others. The queue comes first: MLflow may take long to answer."""
         untrained = [held for held in self._held if held.result is None]
         for held in list(self._held):
             self._requeue(held.task, "interrupted" if held in untrained else "trained, and not logged yet")
             self._drop(held, heart)
         for held in untrained:
-            self._report(held.spool, "interrupted", "KILLED")
+            self._report_failure(held.spool, "interrupted", "KILLED")
 
-    def _end_early(self, task: Task, spool: Spool, error: Exception) -> None:
+    def _handle_failure(self, task: Task, spool: Spool, error: Exception) -> None:
         """A cell may fail in any way: its reason is kept, and the rest of the grid is executed."""
         log.error("%s seed %d failed\n%s", task.cell.variant, task.cell.seed, traceback.format_exc())
-        self._report(spool, reason_of(error), "FAILED")
-        self._fail(task, reason_of(error), final=isinstance(error, DivergedError))
+        self._report_failure(spool, format_reason(error), "FAILED")
+        self._fail(task, format_reason(error), final=isinstance(error, DivergedError))
 
-    def _report(self, spool: Spool, reason: str, status: Literal["FAILED", "KILLED"]) -> None:
+    def _report_failure(self, spool: Spool, reason: str, status: Literal["FAILED", "KILLED"]) -> None:
         """Whatever goes wrong with it: the queue knows of the end, and the command has MLflow show it later."""
         try:
             spool.fail(reason, status)
@@ -184,15 +186,15 @@ class Worker:
     def _train(self, task: Task, spool: Spool) -> RunResult:
         card = spool.card
         with (
-            loggers_beside(self.loggers, spool.folder, self.queue.name, card.name, card.config) as others,
-            spool.sending(),
-            self._interrupts.allowed(),
+            open_loggers(self.loggers, spool.folder, self.queue.name, card.name, card.config) as others,
+            spool.send_in_background(),
+            self._interrupts.allow(),
         ):
             result = run(
                 from_dict(RunConfig, task.cell.config),
                 spool.folder,
-                logger=spool.logger(others),
-                callbacks=[EndIfInterrupted(self._interrupts), *self._callbacks(task)],
+                logger=spool.make_logger(others),
+                callbacks=[EndIfInterrupted(self._interrupts), *self._make_callbacks(task)],
                 keep_checkpoint=self.keep_checkpoints,
                 expected_key=task.cell.key,
                 execution=self.execution,
@@ -201,22 +203,22 @@ class Worker:
                 other.log_metrics(result.metrics, result.config["train"]["steps"])
             return result
 
-    def _callbacks(self, task: Task) -> list[Callback]:  # noqa: ARG002
+    def _make_callbacks(self, task: Task) -> list[Callback]:  # noqa: ARG002
         """Lightning callbacks of a cell's training."""
         return []
 
-    def _value(self, result: RunResult) -> float:
+    def _get_objective(self, result: RunResult) -> float:
         """What the queue keeps of a result."""
         return result.metrics["loss/val"]
 
-    def _record(self, heart: Heart) -> None:
+    def _record(self, heart: Heartbeat) -> None:
         """Finish what was trained, in this order: result.json (there already), MLflow, the queue."""
         for held, result in [(held, held.result) for held in self._held if held.result]:
             task = held.task
             try:
                 self.queue.check_held(task)
                 held.spool.finish(result)
-                self.queue.complete(task, self._value(result))
+                self.queue.complete(task, self._get_objective(result))
                 log.info("done %s seed %d", task.cell.variant, task.cell.seed)
             except TrackingError as error:
                 if is_disk_full(error):
@@ -225,24 +227,24 @@ class Worker:
                 log.warning("%s seed %d is not recorded yet: %s", task.cell.variant, task.cell.seed, error)
                 if held.refusals < MOST_REFUSALS:
                     continue
-                self._fail(task, reason_of(error))
-            except LostError as error:
+                self._fail(task, format_reason(error))
+            except CellLostError as error:
                 log.warning("%s", error)
             self._drop(held, heart)
 
     def _requeue(self, task: Task, reason: str) -> None:
         try:
             self.queue.requeue(task, reason)
-        except LostError as error:
+        except CellLostError as error:
             log.warning("%s", error)
 
     def _fail(self, task: Task, reason: str, final: bool = False) -> None:
         try:
             self.queue.fail(task, reason, final)
-        except LostError as error:
+        except CellLostError as error:
             log.warning("%s", error)
 
-    def card(self, cell: Cell) -> Card:
+    def make_card(self, cell: Cell) -> RunCard:
         """How a cell presents itself in MLflow."""
         tags = {
             "kind": "cell",
@@ -253,14 +255,14 @@ class Worker:
             "cell": cell.key,
             "git_sha": git_sha(),
         }
-        return Card(f"{cell.variant} seed {cell.seed}", tags, cell.axes, cell.config, self.parent_id)
+        return RunCard(f"{cell.variant} seed {cell.seed}", tags, cell.axes, cell.config, self.parent_id)
 
 
-def reason_of(error: BaseException) -> str:
+def format_reason(error: BaseException) -> str:
     """Why a cell failed; running out of memory by one name, whatever raised it."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return f"out of memory: {one_line(error)}"
-    return named(error)
+    return describe_exception(error)
 
 
 def _free_memory() -> None:
@@ -314,7 +316,7 @@ def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) 
     parser.add_argument("--import", dest="files", type=Path, nargs="*", default=[])
     options = parser.parse_args()
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(Redacting("%(asctime)s %(name)s %(message)s"))
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(name)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 

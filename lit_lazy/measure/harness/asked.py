@@ -25,7 +25,7 @@ Count = Callable[[int, int], object]
 """Takes note of progress: requests that are answered, and requests in all, of a task's kind of request."""
 
 
-class Asked(TemplateLM):
+class LmEvalAdapter(TemplateLM):
     """A model as the harness asks it."""
 
     def __init__(
@@ -66,12 +66,12 @@ class Asked(TemplateLM):
         self.cut += sum(len(tokens) > self.max_length + 1 for tokens in whole)
         found: list[tuple[float, bool]] = [(0.0, True)] * len(kept)
         done = 0
-        for batch in batches([len(tokens) - 1 for tokens in kept]):
-            logits = self._logits([kept[i][:-1] for i in batch])
+        for batch in make_batches([len(tokens) - 1 for tokens in kept]):
+            logits = self._compute_logits([kept[i][:-1] for i in batch])
             for row, i in enumerate(batch):
                 end, scored = len(kept[i]) - 1, min(len(requests[i][2]), len(kept[i]) - 1)
                 if scored:
-                    found[i] = _scored(logits[row, end - scored : end], kept[i][-scored:])
+                    found[i] = _score(logits[row, end - scored : end], kept[i][-scored:])
             done += len(batch)
             self.count(done, len(kept))
         return found
@@ -104,11 +104,11 @@ class Asked(TemplateLM):
             whole = self.tok_encode(context) or [self.prefix_token_id]
             kept = whole[-(self.max_length - most) :]
             self.requests, self.cut = self.requests + 1, self.cut + (len(kept) < len(whole))
-            texts.append(self._continued(kept, stops, most))
+            texts.append(self._continue_greedily(kept, stops, most))
             self.count(len(texts), len(requests))
         return texts
 
-    def _continued(self, context: list[int], stops: Iterable[str], most: int) -> str:
+    def _continue_greedily(self, context: list[int], stops: Iterable[str], most: int) -> str:
         cache, given, drawn, text = self.model.new_cache(), context, [], ""
         while len(drawn) < most and not any(stop in text for stop in stops):
             tokens = torch.tensor([given], device=self.model.device)
@@ -122,7 +122,7 @@ class Asked(TemplateLM):
         return text[: min(ends)] if ends else text
 
     @torch.no_grad()
-    def _logits(self, rows: list[list[int]]) -> Tensor:
+    def _compute_logits(self, rows: list[list[int]]) -> Tensor:
         """`[n, longest, vocab]`; the rows are padded on their right, at which no token looks."""
         longest = max(map(len, rows))
         tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=self.model.device)
@@ -130,14 +130,14 @@ class Asked(TemplateLM):
             return self.model(tokens)
 
 
-def _scored(logits: Tensor, targets: list[int]) -> tuple[float, bool]:
+def _score(logits: Tensor, targets: list[int]) -> tuple[float, bool]:
     """The sum of the targets' log-probabilities, logits `[n, vocab]`, and whether each target is the most probable."""
     wanted = torch.tensor(targets, device=logits.device)
     chosen = logits.float().log_softmax(-1).gather(-1, wanted[:, None])
     return chosen.double().sum().item(), bool((logits.argmax(-1) == wanted).all())
 
 
-def batches(lengths: Sequence[int], most: int = TOKENS_AT_ONCE) -> list[list[int]]:
+def make_batches(lengths: Sequence[int], most: int = TOKENS_AT_ONCE) -> list[list[int]]:
     """Numbers of sequences, the longest first, so many at a time that they hold `most` tokens, padding included."""
     found: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -53,7 +53,7 @@ def check(cfg: ModelConfig) -> None:
             )
 
 
-def config(model: DecoderLM, end: int | None, begin: int | None = None) -> dict[str, Any]:
+def make_config(model: DecoderLM, end: int | None, begin: int | None = None) -> dict[str, Any]:
     """config.json. end, begin: the tokens that end and begin a text."""
     cfg = model.cfg
     attention = to_dict(cfg.attention)
@@ -77,11 +77,11 @@ def config(model: DecoderLM, end: int | None, begin: int | None = None) -> dict[
         "attention_window": cfg.attention.window,
         "qk_norm": cfg.attention.qk_norm,
         "tie_word_embeddings": cfg.tie_embeddings,
-        **tokens(end, begin),
+        **make_token_ids(end, begin),
     }
 
 
-def tokens(end: int | None, begin: int | None) -> dict[str, int]:
+def make_token_ids(end: int | None, begin: int | None) -> dict[str, int]:
     """The tokens that begin and end a text, of which the latter pads too, as transformers names them."""
     named = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": end}
     return {name: token for name, token in named.items() if token is not None}
@@ -103,19 +103,19 @@ def write(
         del state["head.weight"]
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     files: dict[str, Mapping[str, Any]] = {
-        "config.json": config(model, end, begin),
-        "generation_config.json": tokens(end, begin),
+        "config.json": make_config(model, end, begin),
+        "generation_config.json": make_token_ids(end, begin),
     }
     if tokenizer is not None and end is not None:
         (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-        files["tokenizer_config.json"] = tokenizer_config(tokenizer, end, begin, model.context_length)
+        files["tokenizer_config.json"] = make_tokenizer_config(tokenizer, end, begin, model.context_length)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     (folder / MODELLING.name).write_text(MODELLING.read_text(encoding="utf-8"), encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def tokenizer_config(tokenizer: str, end: int, begin: int | None, context_length: int) -> dict[str, Any]:
+def make_tokenizer_config(tokenizer: str, end: int, begin: int | None, context_length: int) -> dict[str, Any]:
     """tokenizer_config.json: nothing is added to a text; what began documents in the training is named."""
     content = json.loads(tokenizer)
     vocabulary = content["model"]["vocab"]

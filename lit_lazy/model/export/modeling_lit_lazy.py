@@ -60,11 +60,11 @@ class _Float32(nn.Module):
     """Parameters that no cast makes narrower than float32; they move between devices as others do."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        def kept(x: Tensor) -> Tensor:
+        def keep_float32(x: Tensor) -> Tensor:
             moved = fn(x)
             return x.to(moved.device) if moved.dtype in NARROW and x.dtype not in NARROW else moved
 
-        return super()._apply(kept, recurse)
+        return super()._apply(keep_float32, recurse)
 
 
 # Rules: weights `[B, H, R, C]` of scores `[B, H, R, C]` (with two maps `[B, H, 2, R, C]`). n: keys that a row sees, at
@@ -324,7 +324,7 @@ class _Position(nn.Module):
 POSITIONS = ("NoPosition", "Rope", "LearnedAbsolute")
 
 
-def _turned(x: Tensor, rotation: tuple[Tensor, Tensor] | None, maps: int) -> Tensor:
+def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor] | None, maps: int) -> Tensor:
     """x `[B, H, L, D]`, each map's part of D by itself."""
     if rotation is None:
         return x
@@ -371,7 +371,7 @@ class _Attention(nn.Module):
             q, k = (
                 norm(part.unflatten(-1, (maps, -1))).flatten(-2) for part, norm in ((q, self.q_norm), (k, self.k_norm))
             )
-        q, k, v = _turned(q, rotation, maps), _turned(k, rotation, maps), own
+        q, k, v = _rotate(q, rotation, maps), _rotate(k, rotation, maps), own
         if cache is not None:
             past = cache.get_seq_length(self.layer)
             k, v = cache.update(k, v, self.layer)
@@ -388,9 +388,9 @@ class _Attention(nn.Module):
         if lazy_attention is not None and type(rule) is _Elastic and (mask is None or rule.threshold != "per_token"):
             length = rule.context_length if rule.threshold == "seq_len" else None
             options = {"threshold": rule.threshold, "context_length": length, "renormalise": self.renormalise}
-            return self._fused(q, k, v, rule.tau, table, slopes, mask, options)
+            return self._attend_fused(q, k, v, rule.tau, table, slopes, mask, options)
         if lazy_attention is not None and type(rule) is _Softmax:
-            return self._fused(q, k, v, torch.zeros(self.n_heads, device=q.device), table, slopes, mask, {})
+            return self._attend_fused(q, k, v, torch.zeros(self.n_heads, device=q.device), table, slopes, mask, {})
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         rows, keys, maps = q.shape[2], k.shape[2], rule.maps
         distance = torch.arange(keys - rows, keys, device=q.device)[:, None] - torch.arange(keys, device=q.device)
@@ -419,7 +419,7 @@ class _Attention(nn.Module):
             w = w / torch.where(mass > 0, mass, 1)
         return rule.output((w @ v.to(wide).repeat_interleave(group, 1)).to(v.dtype))
 
-    def _fused(
+    def _attend_fused(
         self,
         q: Tensor,
         k: Tensor,

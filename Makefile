@@ -62,12 +62,12 @@ lint: .venv/.complete-test
 bench: .venv/.complete
 	$(BIN)/python3 -m bench --out docs/results/kernels
 	$(BIN)/python3 -m bench.memory --json docs/results/kernels/chunked-memory.json
-	$(LIT) bench step --out docs/results/bench-step.json
-	$(LIT) bench diagnostics --out docs/results/bench-diagnostics.json
-	$(BIN)/python3 -m lit_lazy.bench.default_test --out docs/results/default-test.json
+	$(BIN)/python3 -m timings step --out docs/results/bench-step.json
+	$(BIN)/python3 -m timings diagnostics --out docs/results/bench-diagnostics.json
+	$(BIN)/python3 -m timings.default_test --out docs/results/default-test.json
 
 bench-grid: .venv/.complete
-	$(LIT) bench grid --out docs/results/bench-grid.json
+	$(BIN)/python3 -m timings grid --out docs/results/bench-grid.json
 
 # Hours, resumed by the same command; the report is of what was tried so far.
 crash-points: .venv/.complete-test

@@ -19,7 +19,7 @@ from lit_lazy.attention import (
 )
 from lit_lazy.config import RunConfig, replace_at
 from lit_lazy.grid.ablation import Ablation, Row
-from lit_lazy.model.match import matching_d_ff
+from lit_lazy.model.parameter_matching import matching_d_ff
 from lit_lazy.table.columns import COLUMNS, LOSS
 
 PAPER, AUTHORS = "paper (via review)", "authors' code"

@@ -6,8 +6,8 @@ times what sample-10BT holds, hence the first 32 billion of sample-100BT. All el
 """
 
 from lit_lazy.config import RunConfig
-from lit_lazy.config.canonical import replace_at
 from lit_lazy.config.files import experiment
+from lit_lazy.config.serialisation import replace_at
 
 
 def config() -> RunConfig:

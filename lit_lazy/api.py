@@ -28,7 +28,7 @@ from lit_lazy.model.generation import Sampling, generate
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.console import format_count
 from lit_lazy.support.errors import did_you_mean, short_repr
-from lit_lazy.support.kinds import MOST_THREADS, fits
+from lit_lazy.support.typecheck import MOST_THREADS, fits
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_markdown
 from lit_lazy.tracking.loggers import check_logger_kinds

@@ -9,10 +9,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from flash_lazy import blocks, rule_attention
+from flash_lazy import rule_attention, tiling
 from flash_lazy.rules import RuleSettings
 from lit_lazy.attention import AttentionCall, BiasTerms, LayerShape, Normaliser, NormaliserModule
-from lit_lazy.attention.initial import SelfInitialised
+from lit_lazy.attention.initialisation import SelfInitialised
 
 HEADS, KV_HEADS, WIDTH, LENGTH = 4, 2, 8, 13
 SHAPE = LayerShape(HEADS, KV_HEADS, WIDTH, HEADS * WIDTH, context_length=16, layer=1, n_layers=2)
@@ -108,7 +108,7 @@ def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 @contextmanager
 def use_small_blocks() -> Iterator[None]:
     """Blocks of a few rows, so that short sequences have several."""
-    with patch.multiple(blocks, BLOCK_ELEMENTS_CPU=200, FULL_ROWS=3):
+    with patch.multiple(tiling, BLOCK_ELEMENTS_CPU=200, FULL_ROWS=3):
         yield
 
 

@@ -43,7 +43,7 @@ def _cheap_grids() -> Iterator[None]:
     """Workers that this process starts are forks, looked after often; reports draw the figures of no variant."""
     import forked
 
-    from lit_lazy.grid.work import launch, pool
+    from lit_lazy.grid.jobs import launch, pool
     from lit_lazy.report import page
 
     with pytest.MonkeyPatch.context() as patch:
@@ -58,9 +58,10 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks of a run are forks of this process, which has imported what they need."""
     import forked
 
-    from lit_lazy.training import ranks, run
+    from lit_lazy.training import run
+    from lit_lazy.training.distributed import process_group
 
-    monkeypatch.setattr(ranks, "subprocess", forked)
+    monkeypatch.setattr(process_group, "subprocess", forked)
     monkeypatch.setattr(
         run, "list_imported_files", list
     )  # a fork has the classes of users' files; imported again, they are twice

@@ -62,14 +62,17 @@ def make_cheap() -> None:
 
     A report draws the figures of no variant. To be called by a program, not in a test, which has fixtures for it.
     """
+    from lit_lazy.grid.jobs import launch, pool
     from lit_lazy.grid.search import run, worker  # noqa: F401  what the forks are to have imported
-    from lit_lazy.grid.work import launch, pool
     from lit_lazy.report import page, publish  # noqa: F401
-    from lit_lazy.training import rank, ranks  # noqa: F401
     from lit_lazy.training import run as training
+    from lit_lazy.training.distributed import (
+        process_group,
+        rank_process,  # noqa: F401
+    )
 
     torch.set_num_threads(1)
-    pool.subprocess = ranks.subprocess = sys.modules[__name__]  # type: ignore[attr-defined]
+    pool.subprocess = process_group.subprocess = sys.modules[__name__]  # type: ignore[attr-defined]
     training.list_imported_files = list  # a fork has the classes of users' files; imported again, they are twice
     launch.POLL_SECONDS = 0.1
     launch.LOOK_SECONDS = 1.0

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from lit_lazy.config.canonical import to_dict
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import to_dict
 from lit_lazy.training.checkpoints import AtomicCheckpointIO
 from lit_lazy.training.module import LitLM
 

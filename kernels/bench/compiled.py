@@ -26,9 +26,9 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from flash_lazy.call import Call
 from flash_lazy.fused import backward, configurations, decode, forward
 from flash_lazy.fused.configurations import Blocks
-from flash_lazy.inputs import Call
 
 KERNELS: dict[str, ModuleType] = {
     "forward": forward,

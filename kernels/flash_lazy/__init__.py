@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from flash_lazy.api import Backend, attention_weights, lazy_attention, lazy_attention_varlen, resolve_backend
-from flash_lazy.inputs import Stats, Weights
+from flash_lazy.call import Stats, Weights
 from flash_lazy.rules import Rows, Rule, RuleWeights, rule_attention, rule_weights
 
 try:

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict, Unpack
 
-from flash_lazy.chunked import chunked_attention
-from flash_lazy.fused.ops import find_obstacle, fused_attention
-from flash_lazy.inputs import (
+from flash_lazy.call import (
     Call,
     Stats,
     Threshold,
@@ -21,6 +19,8 @@ from flash_lazy.inputs import (
     check_type,
     check_types,
 )
+from flash_lazy.chunked import chunked_attention
+from flash_lazy.fused.ops import find_obstacle, fused_attention
 from flash_lazy.reference import reference_attention, reference_weights
 
 Backend = Literal["auto", "reference", "chunked", "triton"]

@@ -1,6 +1,6 @@
 """Lazy Attention over blocks of queries with a backward pass of its own: memory linear in the length.
 
-Only a block's scores exist at a time (`flash_lazy.blocks`), and the backward pass computes them again from the inputs,
+Only a block's scores exist at a time (`flash_lazy.tiling`), and the backward pass computes them again from the inputs,
 which are all that is kept. Whole rows are at hand in both passes, so no running maximum is needed and the gradients are
 the formulas of the method term by term. Softmax is never divided out over a block: with e = exp(score - row maximum)
 and its row sum, weights are max(e - theta * sum, 0), and the division falls on the rows of the output, or of its
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flash_lazy.blocks import Part, RowBlock, Sweep, roll
-from flash_lazy.inputs import CALL_SCHEMA, LEAVES, TENSORS, Call, Stats, compute_dtype, tau_divisor, tau_gradient
+from flash_lazy.call import CALL_SCHEMA, LEAVES, TENSORS, Call, Stats, compute_dtype, tau_divisor, tau_gradient
+from flash_lazy.tiling import Part, RowBlock, Sweep, roll
 
 # Columns of weights that are skipped together where none survives. Narrower ones would be skipped more often, and cost
 # where nothing can be.

@@ -7,7 +7,7 @@ inputs are float64 and in float32 otherwise.
 import torch
 from torch import Tensor
 
-from flash_lazy.inputs import Call, Stats, Weights, compute_dtype, slice_documents
+from flash_lazy.call import Call, Stats, Weights, compute_dtype, slice_documents
 from flash_lazy.scores import eager_scores, locate_queries
 
 

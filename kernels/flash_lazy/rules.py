@@ -2,7 +2,7 @@
 
 A rule is a function of scores and of where their rows stand. Everything else is done here: causality, windows, masks,
 packed documents, ragged lengths, grouped heads, biases, decoding, renormalising, statistics, and gradients, for which
-blocks of rows are computed again in the backward pass (`flash_lazy.blocks`).
+blocks of rows are computed again in the backward pass (`flash_lazy.tiling`).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import TypedDict, Unpack
 
-from flash_lazy.blocks import Part, RowBlock, Sweep, roll
-from flash_lazy.inputs import TENSORS, Call, Stats, cast_for_autocast, check, check_types, slice_documents
+from flash_lazy.call import TENSORS, Call, Stats, cast_for_autocast, check, check_types, slice_documents
 from flash_lazy.scores import eager_scores, locate_queries
+from flash_lazy.tiling import Part, RowBlock, Sweep, roll
 
 HIDDEN = -1e30
 """The score of a hidden key: finite, because -inf times 0 is NaN, and so far down that every exponential of it is 0."""

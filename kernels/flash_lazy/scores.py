@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flash_lazy.inputs import Call, compute_dtype
+from flash_lazy.call import Call, compute_dtype
 
 
 def locate_queries(call: Call) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,8 @@ from lit_lazy.attention.baselines import GatedDeltaNet, Mamba2, RetNet
 from lit_lazy.attention.bias import Alibi, Bias, BiasTerms, Fire, KerpleLog, LearnedBias, NoBias, T5Bias
 from lit_lazy.attention.cache import Eviction, LayerCache, StreamingCache
 from lit_lazy.attention.gate import Gate, NoGate, OutputGate, ValueGate
+from lit_lazy.attention.layer import Attention, AttentionSpec
 from lit_lazy.attention.mixer import Cache, Mixer, MixerModule, SelfAttention
-from lit_lazy.attention.module import Attention, AttentionSpec
 from lit_lazy.attention.normaliser import AttentionCall, Elastic, LayerShape, Normaliser, NormaliserModule, Softmax
 from lit_lazy.attention.position import LearnedAbsolute, NoPosition, Position, Rope
 from lit_lazy.attention.rivals import (

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lit_lazy.attention.initial import GeneratorOf, SelfInitialised
+from lit_lazy.attention.initialisation import GeneratorOf, SelfInitialised
 
 
 class BiasTerms(NamedTuple):

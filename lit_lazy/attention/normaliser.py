@@ -18,9 +18,9 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from flash_lazy import Backend, Rows, RuleWeights, Stats, lazy_attention, resolve_backend, rule_attention, rule_weights
-from flash_lazy.inputs import compute_dtype
+from flash_lazy.call import compute_dtype
 from lit_lazy.attention.bias import BiasTerms
-from lit_lazy.attention.probe import probe_attention, probe_weights
+from lit_lazy.attention.rule_checks import probe_attention, probe_weights
 
 Threshold = Literal["per_query", "seq_len", "per_token", "constant"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lit_lazy.attention.initial import GeneratorOf, SelfInitialised
+from lit_lazy.attention.initialisation import GeneratorOf, SelfInitialised
 
 
 class PositionModule(nn.Module):

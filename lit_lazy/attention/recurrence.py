@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flash_lazy import Stats
-from lit_lazy.attention.initial import GeneratorOf, SelfInitialised
+from lit_lazy.attention.initialisation import GeneratorOf, SelfInitialised
 from lit_lazy.attention.mixer import MixerModule
 
 DECAY_RATES = 1.0, 16.0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_lazy import Rows, Stats
-from lit_lazy.attention.initial import GeneratorOf, SelfInitialised
+from lit_lazy.attention.initialisation import GeneratorOf, SelfInitialised
 from lit_lazy.attention.normaliser import (
     AttentionCall,
     Fused,

@@ -11,7 +11,7 @@ from lit_lazy.command.grids import default_workers
 from lit_lazy.command.options import Commands, add_command
 
 if TYPE_CHECKING:
-    from lit_lazy.grid.work.launch import Grid
+    from lit_lazy.grid.jobs.launch import Grid
 
 
 def add_to(commands: Commands) -> None:
@@ -90,9 +90,9 @@ def _make_run_options(options: Namespace, name: str) -> Namespace:
 
 def _estimate_seconds(grid: "Grid") -> float:
     """Of training on one worker that a grid still lacks, from timed steps."""
-    from lit_lazy.config.canonical import from_dict
     from lit_lazy.config.schema import RunConfig
-    from lit_lazy.grid.work.estimate import estimate_training_seconds
+    from lit_lazy.config.serialisation import from_dict
+    from lit_lazy.grid.jobs.estimate import estimate_training_seconds
     from lit_lazy.training.prepare import load_outline
     from lit_lazy.training.result import RESULT
 

@@ -31,8 +31,8 @@ from lit_lazy.command.options import (
 if TYPE_CHECKING:
     from lit_lazy.config import RunConfig
     from lit_lazy.grid.ablation import Ablation, Row
+    from lit_lazy.grid.jobs.launch import Grid
     from lit_lazy.grid.question import Question
-    from lit_lazy.grid.work.launch import Grid
     from lit_lazy.table.question import Declaration
     from lit_lazy.table.records import Table
 
@@ -79,11 +79,11 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     execution = make_execution(options)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ValueError("torchrun: would start several commands of one grid; start it without, and give --devices")
-    from lit_lazy.grid.work.job import LaunchOptions
+    from lit_lazy.grid.jobs.job import LaunchOptions
 
     if options.dry_run:
         from lit_lazy.grid.ablation import apply_rows, check_and_outline_data
-        from lit_lazy.grid.work.estimate import print_estimate
+        from lit_lazy.grid.jobs.estimate import print_estimate
 
         asked = parse_request(options, overrides)
         variants = apply_rows(
@@ -97,7 +97,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     grid = make_grid(options, overrides)
     for cell in grid.cells:
         execution.accumulation_steps(cell.config["train"]["batch_size"])
-    from lit_lazy.grid.work.launch import run_grid
+    from lit_lazy.grid.jobs.launch import run_grid
     from lit_lazy.report.publish import publish
     from lit_lazy.table.render import render_markdown
     from lit_lazy.tracking.loggers import check_logger_kinds
@@ -173,15 +173,15 @@ def parse_request(options: argparse.Namespace, overrides: list[str]) -> GridRequ
 
 def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
     """The grid that the options of `ablate run` describe, checked whole; nothing is created."""
-    from lit_lazy.config.canonical import to_dict
     from lit_lazy.config.key import SCHEMA
+    from lit_lazy.config.serialisation import to_dict
     from lit_lazy.grid.ablation import expand, hash_row_definitions, make_row_infos, select_rows
 
     asked = parse_request(options, overrides)
     ablation, base, chosen = asked.ablation, asked.base, asked.chosen
     cells = expand(chosen, base, asked.overridden)
+    from lit_lazy.grid.jobs.launch import Grid
     from lit_lazy.grid.plan import Plan
-    from lit_lazy.grid.work.launch import Grid
     from lit_lazy.support.secrets import format_command_line
     from lit_lazy.training.prepare import load_data
 
@@ -238,7 +238,7 @@ def allocate_workers(options: argparse.Namespace) -> Iterator[tuple[int, float]]
     if options.launcher == "local":
         yield options.workers or default_workers(options.threads, options.devices or 1), 0.0
         return
-    from lit_lazy.grid.work.ray_pool import Share, join_cluster
+    from lit_lazy.grid.jobs.ray_pool import Share, join_cluster
     from lit_lazy.tracking.tracker import default_uri
 
     with join_cluster(options.ray_address or os.environ.get("RAY_ADDRESS") or "local") as cluster:

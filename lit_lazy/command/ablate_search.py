@@ -47,12 +47,13 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
     check_workers(options)
     work = make_search(options, overrides)
     workers = options.workers or default_workers(options.threads)
+    from lit_lazy.grid.jobs.job import LaunchOptions
     from lit_lazy.grid.search.run import print_search, run_search
-    from lit_lazy.grid.work.job import LaunchOptions
 
     if options.dry_run:
         print_search(work, workers, options.threads, plain_console())
         return 0
+    from lit_lazy.report.search import publish_search
     from lit_lazy.tracking.loggers import check_logger_kinds
 
     check_logger_kinds(options.loggers)
@@ -66,15 +67,15 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
         only_these=True,
         loggers=tuple(options.loggers),
     )
-    report, finished = run_search(work, launch, plain_console())
+    report, finished = run_search(work, launch, plain_console(), publish_search)
     print_results(report.markdown(), work.folder, options.runs)
     return 0 if finished else 1
 
 
 def make_search(options: argparse.Namespace, overrides: list[str]) -> "SearchWork":
     """The search that the options of `ablate search` describe, checked whole; nothing is created."""
-    from lit_lazy.config.canonical import to_dict
     from lit_lazy.config.files import find
+    from lit_lazy.config.serialisation import to_dict
     from lit_lazy.grid.ablation import check_cell_count
     from lit_lazy.grid.search.definition import define, load_search
 

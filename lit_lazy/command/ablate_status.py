@@ -17,9 +17,9 @@ def add_to(commands: Commands) -> None:
 
 def ablate_status(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy ablate status`"""
+    from lit_lazy.grid.jobs.status import print_status
     from lit_lazy.grid.queue.queue import Queue
     from lit_lazy.grid.queue.storage import default_storage, list_grid_names
-    from lit_lazy.grid.work.status import print_status
     from lit_lazy.support.console import plain_console
     from lit_lazy.support.secrets import redact_url
 

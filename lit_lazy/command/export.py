@@ -46,7 +46,7 @@ def export(options: argparse.Namespace, _rest: list[str]) -> int:
 
 def read_result(checkpoint: Path) -> Mapping[str, Any] | None:
     """What the run left beside its checkpoint; None where there is none. Raises ValueError where it is damaged."""
-    from lit_lazy.support.kinds import check_kinds
+    from lit_lazy.support.typecheck import check_kinds
     from lit_lazy.training.result import RESULT, RunResult
 
     path = checkpoint.parent / RESULT

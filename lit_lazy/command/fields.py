@@ -15,8 +15,8 @@ def add_to(commands: Commands) -> None:
 
 def fields(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy fields`"""
+    from lit_lazy.config.field_docs import list_fields
     from lit_lazy.config.files import find, load_experiment
-    from lit_lazy.config.listing import list_fields
 
     print("\n".join(list_fields(load_experiment(find("experiments", options.experiment)))))
     return 0

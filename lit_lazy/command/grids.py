@@ -27,10 +27,10 @@ def make_base(
 
     A short hash in the name keeps an overridden experiment's results apart from the experiment's own.
     """
-    from lit_lazy.config.canonical import replace_at
     from lit_lazy.config.files import find, load_experiment
     from lit_lazy.config.key import settings_key
     from lit_lazy.config.overrides import apply_overrides
+    from lit_lazy.config.serialisation import replace_at
 
     path = find("experiments", options.base or definition.base)
     experiment = replace_at(load_experiment(path), definition.common)

@@ -18,7 +18,7 @@ from lit_lazy.command.options import (
 )
 
 if TYPE_CHECKING:
-    from lit_lazy.measure.harness.asked import Count
+    from lit_lazy.measure.harness.lm_eval_adapter import Count
     from lit_lazy.measure.lm_eval import BenchmarkResults
 
 

@@ -8,7 +8,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lit_lazy import __version__
 from lit_lazy.command import (
@@ -19,9 +19,6 @@ from lit_lazy.command import (
     ablate_status,
     ablate_table,
     ablate_verdicts,
-    bench_grid,
-    bench_step,
-    bench_watching,
     completion,
     dashboard,
     diagnose,
@@ -43,10 +40,42 @@ from lit_lazy.support.secrets import hide_passwords
 STDOUT = 1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def make_parser() -> Parser:
+    """All commands and their options."""
+    parser = Parser(prog="lit-lazy", description="Reference laboratory for Lazy Attention.")
+    parser.add_argument("--version", action="version", version=f"lit-lazy {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    tokenise.add_to(commands)
+    train.add_to(commands)
+    evaluate.add_to(commands)
+    diagnose.add_to(commands)
+    lm_eval.add_to(commands)
+    generate.add_to(commands)
+    export.add_to(commands)
+    fields.add_to(commands)
+    ablate = commands.add_parser("ablate", help="run ablations, build their tables")
+    of_ablate = ablate.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for part in (
+        ablate_run,
+        ablate_questions,
+        ablate_search,
+        ablate_status,
+        ablate_table,
+        ablate_verdicts,
+        ablate_list,
+    ):
+        part.add_to(of_ablate)
+    report.add_to(commands)
+    dashboard.add_to(commands)
+    doctor.add_to(commands)
+    completion.add_to(commands, parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] = make_parser) -> int:
     """Entry point; the exit status: 0 done, 1 some cell failed, 2 wrong input, 130 interrupted, 141 nobody reads on."""
     try:
-        status = run_command(argv)
+        status = run_command(argv, make_parser)
         sys.stdout.flush()  # Python would report at its end that a reader is gone
     except BrokenPipeError:
         if not _is_stdout_closed():
@@ -63,7 +92,7 @@ def _is_stdout_closed() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def run_command(argv: Sequence[str] | None) -> int:
+def run_command(argv: Sequence[str] | None, make_parser: Callable[[], Parser]) -> int:
     """Parse a command line and do it; the exit status. Raises what is no mistake of the user's."""
     hide_passwords()
     # A queue.py in the current folder is not to take the place of Python's own in a process that this one starts.
@@ -109,39 +138,3 @@ def report_user_error(message: str) -> int:
     """Report a user's mistake in one line."""
     print(f"lit-lazy: {sanitise(message)}", file=sys.stderr)
     return 2
-
-
-def make_parser() -> Parser:
-    """All commands and their options."""
-    parser = Parser(prog="lit-lazy", description="Reference laboratory for Lazy Attention.")
-    parser.add_argument("--version", action="version", version=f"lit-lazy {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    tokenise.add_to(commands)
-    train.add_to(commands)
-    evaluate.add_to(commands)
-    diagnose.add_to(commands)
-    lm_eval.add_to(commands)
-    generate.add_to(commands)
-    export.add_to(commands)
-    fields.add_to(commands)
-    ablate = commands.add_parser("ablate", help="run ablations, build their tables")
-    of_ablate = ablate.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for part in (
-        ablate_run,
-        ablate_questions,
-        ablate_search,
-        ablate_status,
-        ablate_table,
-        ablate_verdicts,
-        ablate_list,
-    ):
-        part.add_to(of_ablate)
-    bench = commands.add_parser("bench", help="measure what things cost on this machine")
-    of_bench = bench.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for part in (bench_step, bench_grid, bench_watching):
-        part.add_to(of_bench)
-    report.add_to(commands)
-    dashboard.add_to(commands)
-    doctor.add_to(commands)
-    completion.add_to(commands, parser)
-    return parser

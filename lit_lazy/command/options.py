@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from lit_lazy.support.errors import did_you_mean, sanitise
-from lit_lazy.support.kinds import MOST, MOST_THREADS
+from lit_lazy.support.typecheck import MOST, MOST_THREADS
 
 if TYPE_CHECKING:
     from lit_lazy.attention import Eviction
@@ -148,8 +148,8 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
 def make_execution(options: argparse.Namespace) -> "Execution":
     """What the options, or torchrun, say. Raises ValueError where the machine has not the devices to train on."""
     from lit_lazy.training.devices import check_devices
+    from lit_lazy.training.distributed.process_group import read_torchrun_size
     from lit_lazy.training.execution import Execution
-    from lit_lazy.training.ranks import read_torchrun_size
 
     launched = read_torchrun_size()
     devices = options.devices or launched or 1

@@ -59,10 +59,10 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
         check_logger_kinds(options.loggers)
         print("\n".join([*format_dry_run(path.stem, cfg, execution), "Nothing was created."]))
         return 0
-    from lit_lazy.training.ranks import join_torchrun
+    from lit_lazy.training.distributed.process_group import join_torchrun
 
     if (group := join_torchrun()) and group.rank:
-        from lit_lazy.training.rank import join_training
+        from lit_lazy.training.distributed.rank_process import join_training
 
         join_training(group)
         return 0

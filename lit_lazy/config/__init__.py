@@ -1,7 +1,7 @@
 """The settings of a run: frozen dataclasses, overrides from the command line, experiment and ablation files."""
 
-from lit_lazy.config.canonical import replace_at
 from lit_lazy.config.files import experiment
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
+from lit_lazy.config.serialisation import replace_at
 
 __all__ = ["ModelConfig", "RunConfig", "TrainConfig", "experiment", "replace_at"]

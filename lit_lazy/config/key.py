@@ -13,11 +13,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lit_lazy.config.canonical import make_class_entry, to_dict
 from lit_lazy.config.files import read_source
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import make_class_entry, to_dict
 from lit_lazy.support.disk import open_file
-from lit_lazy.support.kinds import field_types
+from lit_lazy.support.typecheck import field_types
 
 SCHEMA = 2
 """Raised when a default, or what a field means, changes: the same key would name another training."""

@@ -10,10 +10,10 @@ from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
-from lit_lazy.config.canonical import find_leaf_classes, get_leaf_class
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import find_leaf_classes, get_leaf_class
 from lit_lazy.support.errors import did_you_mean
-from lit_lazy.support.kinds import describe_kind, field_types, is_exchangeable, is_group
+from lit_lazy.support.typecheck import describe_kind, field_types, is_exchangeable, is_group
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from flash_lazy import Backend
 from lit_lazy.attention import Attention, AttentionSpec, LayerShape, Mixer, MixerModule, Position, Rope, SelfAttention
-from lit_lazy.config.canonical import find_leaf_classes
 from lit_lazy.config.evaluation import Evaluation
+from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.data import DataConfig
 from lit_lazy.optim import AdamW, Cosine, Optimiser, Schedule
 from lit_lazy.support.checks import require, require_whole
-from lit_lazy.support.kinds import describe_kind, field_types, fits, is_exchangeable, is_part
+from lit_lazy.support.typecheck import describe_kind, field_types, fits, is_exchangeable, is_part
 
 Precision = Literal["fp32", "bf16"]
 

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 if TYPE_CHECKING:
     import numpy as np
 
-    from lit_lazy.data.tokeniser import Tokenizer
+    from lit_lazy.data.pipeline.tokeniser import Tokenizer
 
 Batch = dict[str, Tensor]
 IGNORED = -100

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from lit_lazy.data.base import DataConfig
-from lit_lazy.data.tokeniser import Tokenizer
+from lit_lazy.data.pipeline.tokeniser import Tokenizer
 from lit_lazy.support.checks import require
 from lit_lazy.support.errors import describe_exception
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lit_lazy.data.base import DataConfig, DataSource, TokenDataset, fingerprint
-from lit_lazy.data.tokeniser import ByteTokenizer
+from lit_lazy.data.pipeline.tokeniser import ByteTokenizer
 from lit_lazy.data.trigram import ByteTrigram, trigrams
 from lit_lazy.support.checks import require_whole
 

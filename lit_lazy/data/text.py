@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from lit_lazy.data.base import DataConfig, DataSource, DocumentDataset, Outline, TokenDataset
-from lit_lazy.data.documents import Files, Hub, Source, find_files
+from lit_lazy.data.pipeline.documents import Files, Hub, Source, find_files
+from lit_lazy.data.pipeline.shards import FileJob
+from lit_lazy.data.pipeline.tokeniser import BYTES, Tokenizer, TokenizerSpec
+from lit_lazy.data.pipeline.tokens import Corpus, CorpusPlan, cache_folder, make_once, open_corpus, write_corpus
 from lit_lazy.data.sampler import pick_evenly
-from lit_lazy.data.shards import FileJob
 from lit_lazy.data.stdlib import cut
-from lit_lazy.data.tokeniser import BYTES, Tokenizer, TokenizerSpec
-from lit_lazy.data.tokens import Corpus, CorpusPlan, cache_folder, make_once, open_corpus, write_corpus
 from lit_lazy.data.trigram import ByteTrigram, trigrams
 from lit_lazy.support.checks import require, require_whole
 

@@ -1,7 +1,7 @@
 """Figures: what a finished table, its trainings and a run's diagnostics show, drawn in one style."""
 
 from lit_lazy.figures.ablation import loss_against_sparsity, sink_over_training, tau_over_training
-from lit_lazy.figures.common import save_figure
+from lit_lazy.figures.canvas import save_figure
 from lit_lazy.figures.effects import effects_figure
 from lit_lazy.figures.heads import FIGURE_NAMES, draw_run_figures
 from lit_lazy.figures.verdict import verdict_figure

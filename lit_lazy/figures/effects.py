@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from lit_lazy.figures.common import BETTER, NEUTRAL, WORSE, draw_legend_below, new_figure, use_style
+from lit_lazy.figures.canvas import BETTER, NEUTRAL, WORSE, draw_legend_below, new_figure, use_style
 from lit_lazy.table.records import Column, Measure, Table, TableRow
 
 FAR, ROUNDING = 10, 1e6

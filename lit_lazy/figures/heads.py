@@ -21,7 +21,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from lit_lazy.figures.common import (
+from lit_lazy.figures.canvas import (
     FIRST,
     NEUTRAL,
     POINTS,

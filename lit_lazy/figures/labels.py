@@ -12,7 +12,7 @@ from matplotlib.path import Path
 from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 
-from lit_lazy.figures.common import NEUTRAL
+from lit_lazy.figures.canvas import NEUTRAL
 
 MARKER = 7
 """Pixels from the middle of a marker to the edge of what it keeps free."""

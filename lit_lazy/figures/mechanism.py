@@ -6,8 +6,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lit_lazy.figures.common import NEUTRAL, WIDTH, new_figure, save_figure, use_style
-from lit_lazy.figures.meaning import NORMALISERS
+from lit_lazy.figures.canvas import NEUTRAL, WIDTH, new_figure, save_figure, use_style
+from lit_lazy.figures.palette import NORMALISERS
 
 TAU = 1.0
 SPREAD = 0.25

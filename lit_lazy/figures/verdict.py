@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from lit_lazy.figures.common import BETTER, NEUTRAL, WIDTH, WORSE, draw_legend_below, new_figure, use_style
+from lit_lazy.figures.canvas import BETTER, NEUTRAL, WIDTH, WORSE, draw_legend_below, new_figure, use_style
 from lit_lazy.figures.effects import draw_interval, fit_limits, format_axis_label
 from lit_lazy.table.question import Declaration, Verdict
 from lit_lazy.table.records import Column, Table

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from lit_lazy.config.canonical import flatten, replace_at, to_dict
 from lit_lazy.config.files import LONGEST_NAME, load_attribute
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import flatten, replace_at, to_dict
 from lit_lazy.data import DataSource
 from lit_lazy.data.base import Outline
 from lit_lazy.support.checks import require
 from lit_lazy.support.errors import describe_exception, did_you_mean, short_repr
-from lit_lazy.support.kinds import check_kinds
+from lit_lazy.support.typecheck import check_kinds
 from lit_lazy.table.records import Column, Contrast, RowInfo
 from lit_lazy.training.checkpoints import check_init_from
 from lit_lazy.training.execution import Execution

@@ -13,8 +13,8 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid.ablation import Ablation, load_ablation
 from lit_lazy.grid.stages import FirstStageMissing
 from lit_lazy.support.checks import require
-from lit_lazy.support.kinds import check_kinds
 from lit_lazy.support.provenance import find_last_commit
+from lit_lazy.support.typecheck import check_kinds
 from lit_lazy.table.question import Declaration, Rule
 from lit_lazy.table.records import Contrast
 

@@ -15,10 +15,10 @@ from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import Batch, DataConfig
 from lit_lazy.measure.diagnostics import evaluation_mode, hook_layers, sample_validation
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.model.kept import measure_saved_bytes
 from lit_lazy.model.loss import token_nll
+from lit_lazy.model.saved_memory import measure_saved_bytes
 from lit_lazy.support.checks import require, require_whole
-from lit_lazy.support.paired import time_in_turns
+from lit_lazy.support.timing import time_in_turns
 
 Attended = tuple[Attention, AttentionCall]
 """A layer, and what it asks of its normaliser."""

@@ -15,9 +15,9 @@ from lit_lazy.attention import Attention, AttentionCall, Cache
 from lit_lazy.data.base import IGNORED, Batch, DataSource
 from lit_lazy.data.sampler import pick_evenly
 from lit_lazy.measure.collapse import Collapse, repeated_gap
-from lit_lazy.measure.heads import Entropy, GaussianNull, Mass, ScoreSpread, Sink, Sparsity, ValueNorms
-from lit_lazy.measure.offsets import collect_taus, compute_bias_curves, fit_alibi
-from lit_lazy.measure.rows import summarise
+from lit_lazy.measure.head_metrics import Entropy, GaussianNull, Mass, ScoreSpread, Sink, Sparsity, ValueNorms
+from lit_lazy.measure.learned_parameters import collect_taus, compute_bias_curves, fit_alibi
+from lit_lazy.measure.row_statistics import summarise
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
 from lit_lazy.support.disk import write_atomically

@@ -13,9 +13,9 @@ from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.schema import Precision
 from lit_lazy.data import IGNORED, Batch, DataConfig, DataSource
 from lit_lazy.data.loader import validation_loader
-from lit_lazy.measure.attention import AttentionMetrics
+from lit_lazy.measure.attention_metrics import AttentionMetrics
 from lit_lazy.measure.diagnostics import hook_layers
-from lit_lazy.measure.ratio import RatioOfSums
+from lit_lazy.measure.ratio_of_sums import RatioOfSums
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
 from lit_lazy.model.loss import head_nll
 from lit_lazy.support.checks import require

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
-from lit_lazy.data.documents import go_offline_unless_hub_answers, import_datasets_quietly
-from lit_lazy.data.tokeniser import Tokenizer
+from lit_lazy.data.pipeline.documents import go_offline_unless_hub_answers, import_datasets_quietly
+from lit_lazy.data.pipeline.tokeniser import Tokenizer
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.errors import iter_causes, one_line
@@ -25,7 +25,7 @@ from lit_lazy.support.errors import iter_causes, one_line
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-    from lit_lazy.measure.harness.asked import Count
+    from lit_lazy.measure.harness.lm_eval_adapter import Count
 
 TASKS = {
     "wikitext": "wikitext",
@@ -184,7 +184,7 @@ def benchmark(
     """
     import lm_eval
 
-    from lit_lazy.measure.harness.asked import LmEvalAdapter
+    from lit_lazy.measure.harness.lm_eval_adapter import LmEvalAdapter
 
     asked = LmEvalAdapter(model, tokenizer, autocast, count)
     by_name = {task.config.task: task for task in tasks}

@@ -11,7 +11,7 @@ from torch import Tensor
 from lit_lazy.attention import Cache, Eviction
 from lit_lazy.model.decoder import DecoderLM, parameter_generator
 from lit_lazy.support.checks import require
-from lit_lazy.support.kinds import check_kinds
+from lit_lazy.support.typecheck import check_kinds
 
 
 @dataclass(frozen=True)

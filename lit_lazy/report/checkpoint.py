@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from lit_lazy.attention import Eviction
-from lit_lazy.config.canonical import to_dict
 from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import to_dict
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.figures import FIGURE_NAMES, draw_run_figures, save_figure
 from lit_lazy.measure import lengths
@@ -33,10 +33,10 @@ from lit_lazy.support.secrets import format_command_line
 from lit_lazy.tracking.tracker import Tracker, TrackingError, check_store, default_uri
 from lit_lazy.training import checkpoints
 from lit_lazy.training.devices import select_training_device
+from lit_lazy.training.head_monitor import STATE_KEY, tau_history
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import load_data
 from lit_lazy.training.result import FINAL_CHECKPOINT
-from lit_lazy.training.watch import STATE_KEY, tau_history
 
 EXPERIMENT = "diagnose"
 """Of MLflow."""

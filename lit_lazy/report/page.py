@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from lit_lazy import figures
 from lit_lazy.figures.ablation import Histories
-from lit_lazy.figures.common import use_style
+from lit_lazy.figures.canvas import use_style
 from lit_lazy.grid.plan import Plan, build_table_from_mlflow, read_plan
 from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.report.captions import ABOUT_READING, CAPTIONS, ONE_SEED, READING
@@ -26,7 +26,7 @@ from lit_lazy.report.style import PAGE, STYLE
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.secrets import redact_url
-from lit_lazy.table.blocks import format_html_row
+from lit_lazy.table.document import format_html_row
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_html_parts
 from lit_lazy.tracking.tracker import TrackedRun, Tracker

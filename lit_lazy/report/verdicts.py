@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.errors import describe_exception
-from lit_lazy.table.blocks import Block, BulletList, Heading, Paragraph, Tabular, to_markdown
+from lit_lazy.table.document import Block, BulletList, Heading, Paragraph, Tabular, to_markdown
 from lit_lazy.table.records import Table
 from lit_lazy.table.verdicts import add_verdict, describe_bounds, describe_contrasts, describe_missing
 

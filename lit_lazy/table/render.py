@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import write_text
-from lit_lazy.table.blocks import (
+from lit_lazy.table.document import (
     Block,
     BulletList,
     Collapsible,

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import Logger
 
-from lit_lazy.config.canonical import flatten
+from lit_lazy.config.serialisation import flatten
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.tracking.spool import METRICS, read_lines
 

@@ -12,9 +12,9 @@ import torch
 from filelock import AcquireReturnProxy, BaseFileLock, Timeout
 
 from lit_lazy.attention import NoBias
-from lit_lazy.config.canonical import to_dict
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import to_dict
 from lit_lazy.support.console import get_program_name
 from lit_lazy.support.disk import check_writable_folder
 from lit_lazy.support.errors import UnfinishedError

@@ -28,11 +28,11 @@ from mlflow.utils.file_utils import local_file_uri_to_path
 from requests.exceptions import HTTPError, RequestException, RetryError
 from sqlalchemy.exc import OperationalError
 
-from lit_lazy.config.canonical import flatten
+from lit_lazy.config.serialisation import flatten
 from lit_lazy.support.disk import check_writable_folder, write_atomically
 from lit_lazy.support.errors import UnfinishedError, iter_causes, one_line
 from lit_lazy.support.secrets import redact_url, strip_user
-from lit_lazy.support.waiting import call_with_timeout
+from lit_lazy.support.timeout import call_with_timeout
 from lit_lazy.tracking.databases import (
     check_sqlite,
     create_sqlite_file,

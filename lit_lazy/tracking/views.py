@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any
 from urllib.parse import quote
 
-from lit_lazy.support.far import compute_far_limit
+from lit_lazy.support.outliers import compute_far_limit
 
 TAG_PREFIX = "mlflow.sharedViewState."
 TABLE_VIEW, CELLS_VIEW = "Variants (mean over seeds)", "All cells"

@@ -12,15 +12,15 @@ from typing import Any, BinaryIO
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from lit_lazy.config.canonical import from_dict
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import from_dict
 from lit_lazy.data import DataSource
 from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checks import require_whole
 from lit_lazy.support.disk import open_file, quarantine, write_atomically
 from lit_lazy.support.errors import describe_exception
-from lit_lazy.support.kinds import MOST
+from lit_lazy.support.typecheck import MOST
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import check_size, load_data
 from lit_lazy.training.result import RESULT

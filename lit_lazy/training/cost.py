@@ -10,8 +10,8 @@ from rich.filesize import decimal
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import Block, DecoderLM, flops_per_token
-from lit_lazy.model.kept import measure_saved_bytes
 from lit_lazy.model.loss import LOGITS_AT_ONCE
+from lit_lazy.model.saved_memory import measure_saved_bytes
 from lit_lazy.optim import Optimiser
 from lit_lazy.support.console import format_count
 from lit_lazy.support.memory import measure_total_memory

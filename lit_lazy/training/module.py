@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from lit_lazy.config.canonical import from_dict, to_dict
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import from_dict, to_dict
 from lit_lazy.data import IGNORED, Batch
 from lit_lazy.data.sampler import Portion
 from lit_lazy.measure import RatioOfSums
@@ -18,7 +18,7 @@ from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.dropout import sequence_keys
 from lit_lazy.model.loss import head_nll, head_nll_and_log_z, mean_nll
 from lit_lazy.support.errors import UnfinishedError
-from lit_lazy.support.spread import gather_full_tensor
+from lit_lazy.support.sharding import gather_full_tensor
 from lit_lazy.training.averaging import WeightAverage
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.optimiser import build_optimizer, lr_factor

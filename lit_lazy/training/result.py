@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_lazy.support.disk import quarantine
-from lit_lazy.support.kinds import check_kinds
+from lit_lazy.support.typecheck import check_kinds
 
 RESULT, FINAL_CHECKPOINT, DIAGNOSTICS = "result.json", "final.ckpt", "diagnostics.npz"
 

@@ -17,10 +17,10 @@ from filelock import BaseFileLock, FileLock, Timeout
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
-from lit_lazy.config.canonical import to_dict
 from lit_lazy.config.files import list_imported_files
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import to_dict
 from lit_lazy.data import DataSource
 from lit_lazy.measure.diagnostics import STRONGEST, Diagnostics, Maps, measure, sample_validation
 from lit_lazy.measure.evaluation import compute_size_metrics, evaluate
@@ -30,13 +30,13 @@ from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.training.checkpoints import find_resume_step
 from lit_lazy.training.devices import select_training_device
+from lit_lazy.training.distributed.process_group import RunSpec, start_ranks
 from lit_lazy.training.execution import ONE_DEVICE, Execution
+from lit_lazy.training.head_monitor import HeadMonitor, tau_history
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.prepare import prepare
-from lit_lazy.training.ranks import RunSpec, start_ranks
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult
 from lit_lazy.training.trainer import MissedValidation, build_module, fit, make_trainer
-from lit_lazy.training.watch import HeadMonitor, tau_history
 
 log = logging.getLogger("lit_lazy.training.run")
 CHECKPOINTS = "checkpoints"

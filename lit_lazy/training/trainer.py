@@ -22,11 +22,11 @@ from lit_lazy.data.sampler import Portion
 from lit_lazy.measure import RatioOfSums
 from lit_lazy.model.loss import head_nll
 from lit_lazy.training.checkpoints import AtomicCheckpointIO, load_matching_weights
+from lit_lazy.training.distributed.fsdp import ShardedStrategy
+from lit_lazy.training.distributed.process_group import RankGroup, make_environment
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.progress import StepProgress
-from lit_lazy.training.ranks import RankGroup, make_environment
-from lit_lazy.training.spread import ShardedStrategy
 
 log = logging.getLogger("lit_lazy.training.trainer")
 

@@ -7,7 +7,7 @@ import torch
 
 from lit_lazy.attention import Alibi, Fire, KerpleLog, LearnedBias, NoBias, T5Bias
 from lit_lazy.attention.bias import alibi_slopes, t5_buckets
-from lit_lazy.config.canonical import find_leaf_classes
+from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.model.decoder import parameter_generator
 
 HEADS, CONTEXT = 4, 24

@@ -34,7 +34,7 @@ from lit_lazy.attention import (
 )
 from lit_lazy.attention.rivals import SORTED_FIRST, lambda_init
 from lit_lazy.config import ModelConfig
-from lit_lazy.config.canonical import find_leaf_classes
+from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
 from lit_lazy.testing import SHAPE, check_normaliser

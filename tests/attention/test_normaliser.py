@@ -24,7 +24,7 @@ from lit_lazy.attention import (
     SSMax,
     T5Bias,
 )
-from lit_lazy.config.canonical import find_leaf_classes
+from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.model.decoder import parameter_generator
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM, CONTEXT = 2, 4, 2, 13, 6, 32

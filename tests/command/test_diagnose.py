@@ -15,8 +15,8 @@ from untrained import save
 
 from lit_lazy.attention import Elastic, Fire, LearnedAbsolute, LearnedBias, NoBias, Softmax
 from lit_lazy.command.main import main
-from lit_lazy.config.canonical import replace_at
 from lit_lazy.config.files import find, load_experiment
+from lit_lazy.config.serialisation import replace_at
 from lit_lazy.measure.diagnostics import Diagnostics, measure
 from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.tracking.tracker import Tracker, default_uri

@@ -26,9 +26,10 @@ from two_rows import two_rows
 
 from lit_lazy.attention import Bias, Gate, Normaliser, Position
 from lit_lazy.command.main import main
-from lit_lazy.config.canonical import find_leaf_classes, flatten, to_dict
 from lit_lazy.config.files import experiment
-from lit_lazy.data import DataConfig, backcopy, documents, text
+from lit_lazy.config.serialisation import find_leaf_classes, flatten, to_dict
+from lit_lazy.data import DataConfig, backcopy, text
+from lit_lazy.data.pipeline import documents
 from lit_lazy.support.errors import LONGEST_MESSAGE
 
 SECONDS = 15
@@ -178,11 +179,10 @@ FLAGS = [
     "--",
 ]
 COMMANDS = [
-    *(["train"], ["fields"], ["evaluate"], ["diagnose"], ["report"], ["dashboard"], ["ablate"], ["bench"], []),
+    *(["train"], ["fields"], ["evaluate"], ["diagnose"], ["report"], ["dashboard"], ["ablate"], []),
     *(["generate"], ["export"]),
     *(["lm-eval"], ["tokenise"]),
     *(["ablate", name] for name in ("run", "search", "status", "table", "list", "verdicts", "questions", "rum")),
-    *(["bench", name] for name in ("step", "grid", "diagnostics")),
 ]
 ROOT = Path(__file__).resolve().parents[2]
 ANSWERED = "q_null-recall"
@@ -209,8 +209,6 @@ GOOD = [
     (["export", "final.ckpt"], ["--import"]),
     (["lm-eval", "final.ckpt"], ["--tasks", "--task-folder", "--limit", "--out", "--threads"]),
     (["tokenise", "e.py"], ["--processes", ""]),
-    (["bench", "grid"], ["--cells", "--out"]),
-    (["bench", "step"], ["--out"]),
 ]
 """Accepted commands, and options of theirs; "" for an override."""
 SEARCH = """
@@ -307,20 +305,14 @@ def stage(place: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     (place / "loop").symlink_to("loop")
     for where in (
         *("tracking.tracked.Tracker", "grid.work.launch.run_grid", "grid.search.run.run_search"),
-        *(
-            "report.checkpoint.measure_all",
-            "bench.step._measure",
-            "bench.grid.overhead",
-            "bench.watching._in_a_process",
-        ),
-        *("tracking.serve.subprocess.Popen", "command.generate.show", "support.disk.new_folder"),
-        *("measure.lm_eval.load_tasks", "report.verdicts.page"),
+        *("report.checkpoint.measure_all", "tracking.serve.subprocess.Popen", "command.generate.print_generation"),
+        *("support.disk.create_folder_atomically", "measure.lm_eval.load_tasks", "report.verdicts.format_page"),
     ):
         monkeypatch.setattr(f"lit_lazy.{where}", accept)
     monkeypatch.setattr("lit_lazy.support.memory.measure_total_memory", lambda: 2**28)
     monkeypatch.setattr(documents, "is_hub_reachable", lambda: False)
     for module in ("grid.work.estimate", "grid.search.run"):
-        monkeypatch.setattr(f"lit_lazy.{module}.timed", lambda *_: 1.0)
+        monkeypatch.setattr(f"lit_lazy.{module}.estimate_training_seconds", lambda *_: 1.0)
     monkeypatch.setenv("LIT_LAZY_CACHE", str(place.parent / "cache"))
     return place
 

@@ -11,10 +11,10 @@ from mlflow.tracking import MlflowClient
 
 from lit_lazy.command.main import main
 from lit_lazy.config.files import find
+from lit_lazy.grid.jobs.progress import Progress
+from lit_lazy.grid.jobs.status import print_status
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
-from lit_lazy.grid.work.progress import Progress
-from lit_lazy.grid.work.status import print_status
 from lit_lazy.support.console import plain_console
 from lit_lazy.tracking.databases import sqlite_file, sqlite_url
 from lit_lazy.tracking.tracker import Tracker, default_uri

@@ -21,11 +21,11 @@ from lit_lazy.attention import (
     Softmax,
     T5Bias,
 )
-from lit_lazy.config.canonical import find_leaf_classes, replace_at
+from lit_lazy.config.field_docs import list_fields
 from lit_lazy.config.files import load_experiment
-from lit_lazy.config.listing import list_fields
 from lit_lazy.config.overrides import apply_overrides
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
+from lit_lazy.config.serialisation import find_leaf_classes, replace_at
 from lit_lazy.data import DataConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.stdlib import Stdlib

@@ -25,11 +25,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from lit_lazy.command.main import main
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.data import documents, shards, text, tokens, workers
+from lit_lazy.data import text
 from lit_lazy.data.base import DocumentDataset
-from lit_lazy.data.documents import Files, Hub, HubFile
-from lit_lazy.data.shards import FileJob, find_or_make_shard
-from lit_lazy.data.tokeniser import TokenizerSpec
+from lit_lazy.data.pipeline import documents, shards, tokens, workers
+from lit_lazy.data.pipeline.documents import Files, Hub, HubFile
+from lit_lazy.data.pipeline.shards import FileJob, find_or_make_shard
+from lit_lazy.data.pipeline.tokeniser import TokenizerSpec
 from lit_lazy.support.errors import UnfinishedError
 
 __all__ = ["bpe", "cache"]

@@ -16,7 +16,7 @@ CONFIG = Stdlib(context_length=16, validation_windows=10)
 WANTED = [f"package/module{i}.py" for i in range(60)] + ["top.py", "testing.py", "unittest/case.py"]
 UNWANTED = [
     "test/test_top.py",
-    "package/tests/test_module.py",
+    "package/tests/test_layer.py",
     "idlelib/idle_test/mock.py",
     "lib2to3/tests/pytree.py",
     "site-packages/other.py",

@@ -20,11 +20,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lit_lazy.command.main import main
-from lit_lazy.config.canonical import replace_at
 from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
-from lit_lazy.data import documents, text, tokens
+from lit_lazy.config.serialisation import replace_at
+from lit_lazy.data import text
+from lit_lazy.data.pipeline import documents, tokens
 from lit_lazy.data.text import Text, trigram_bits
 from lit_lazy.data.trigram import ByteTrigram, trigrams
 from lit_lazy.training.prepare import prepare

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from lit_lazy.figures.common import use_style
+from lit_lazy.figures.canvas import use_style
 
 PIXEL = 1.0
 """By which boxes may meet: they are those of whole glyphs, with the room that these have around them."""

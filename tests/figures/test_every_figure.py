@@ -16,20 +16,20 @@ from matplotlib.image import imread
 import lit_lazy.attention
 from lit_lazy import figures
 from lit_lazy.attention import Normaliser, Position
-from lit_lazy.config.canonical import replace_at
 from lit_lazy.config.files import experiment, find, list_available, load_attribute
+from lit_lazy.config.serialisation import replace_at
 from lit_lazy.figures.ablation import Histories
-from lit_lazy.figures.common import BETTER, FIRST, NEUTRAL, SECOND, WORSE
-from lit_lazy.figures.meaning import NORMALISERS, POSITIONS, Colours
+from lit_lazy.figures.canvas import BETTER, FIRST, NEUTRAL, SECOND, WORSE
 from lit_lazy.figures.mechanism import mechanism_figure
+from lit_lazy.figures.palette import NORMALISERS, POSITIONS, Colours
 from lit_lazy.grid.ablation import Ablation, make_row_infos, select_rows
 from lit_lazy.grid.question import Question, load_ablation_or_question
-from lit_lazy.grid.search import figures as search
 from lit_lazy.grid.search.definition import define
-from lit_lazy.grid.search.queue import Point
 from lit_lazy.report.page import draw_table_figures
+from lit_lazy.report.search import SearchReport
 from lit_lazy.table.build import build_table
 from lit_lazy.table.records import Column, Observation, RowInfo, Table
+from lit_lazy.table.search_points import Point
 from lit_lazy.table.verdicts import add_verdict
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -123,7 +123,7 @@ def test_every_figure_of_a_search_is_legible() -> None:
         for i in range(20)
     ]
     importances = {path: 1 / len(definition.axes) for path in definition.axes}
-    drawn = search.make_search_figures("lazy_search-backcopy", definition, points, importances)
+    drawn = SearchReport("lazy_search-backcopy", definition, points, importances, [], "").draw_figures()
     assert len(drawn) == 3
     for figure in drawn.values():
         assert_legible(figure)

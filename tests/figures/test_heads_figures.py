@@ -26,9 +26,9 @@ from lit_lazy.figures import (
     tau_over_training,
 )
 from lit_lazy.figures import heads as figures
-from lit_lazy.figures.common import WIDTH, average_log_bins, use_style
+from lit_lazy.figures.canvas import WIDTH, average_log_bins, use_style
 from lit_lazy.figures.mechanism import mechanism_figure, weights
-from lit_lazy.measure import heads, rows
+from lit_lazy.measure import head_metrics, row_statistics
 from lit_lazy.table.build import build_table
 from lit_lazy.table.records import Column, Observation, RowInfo, Table
 
@@ -304,7 +304,7 @@ def test_lengths_have_dashed_curves_with_a_cache_that_evicts_and_thresholds_belo
 
 def test_what_counts_as_small_and_as_a_sink_is_what_the_metrics_say():
     own = figures.SMALL_WEIGHT, figures.SINK_WEIGHT, figures.FIRST_KEYS
-    assert own == (rows.SMALL_WEIGHT, heads.SINK_WEIGHT, rows.FIRST_KEYS)
+    assert own == (row_statistics.SMALL_WEIGHT, head_metrics.SINK_WEIGHT, row_statistics.FIRST_KEYS)
 
 
 def test_long_lines_are_means_over_bins():

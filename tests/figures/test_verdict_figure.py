@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from scipy.stats import t
 
 from lit_lazy.figures import verdict_figure
-from lit_lazy.figures.common import BETTER, NEUTRAL, WORSE
+from lit_lazy.figures.canvas import BETTER, NEUTRAL, WORSE
 from lit_lazy.table.records import Table
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

@@ -40,8 +40,8 @@ END_SECONDS = 30.0
 """In which the processes of a grid end that has."""
 MODULES = {
     "the command": "lit_lazy.command",
-    "a worker": "lit_lazy.grid.work.worker",
-    "a rank": "lit_lazy.training.rank",
+    "a worker": "lit_lazy.grid.jobs.worker",
+    "a rank": "lit_lazy.training.distributed.rank_process",
 }
 """What the processes of a grid run."""
 POINTS = ("training", "checkpoint write", "result write", "between result and MLflow", "between MLflow and queue")

@@ -28,11 +28,11 @@ from two_rows import two_rows
 
 from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.command.main import main, make_parser
+from lit_lazy.grid.jobs import launch
+from lit_lazy.grid.jobs.pool import ReapResult
+from lit_lazy.grid.jobs.progress import Progress
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
-from lit_lazy.grid.work import launch
-from lit_lazy.grid.work.pool import ReapResult
-from lit_lazy.grid.work.progress import Progress
 from lit_lazy.support import disk
 from lit_lazy.support.disk import describe_shortage
 from lit_lazy.tracking.spool import read_lines

@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 from optuna.storages import RDBStorage
 
-from lit_lazy.config.canonical import replace_at, to_dict
 from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.key import cell_key
+from lit_lazy.config.serialisation import replace_at, to_dict
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.queue.membership import Heartbeat
+from lit_lazy.grid.jobs import ray_pool, worker
+from lit_lazy.grid.jobs.job import Job
+from lit_lazy.grid.jobs.worker import STORAGE_VARIABLE, TRACKING_VARIABLE, Worker
+from lit_lazy.grid.queue.liveness import Heartbeat
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.grid.search.definition import Real, Search, define
 from lit_lazy.grid.search.queue import SearchQueue
 from lit_lazy.grid.search.worker import SearchWorker
-from lit_lazy.grid.work import ray_pool, worker
-from lit_lazy.grid.work.job import Job
-from lit_lazy.grid.work.worker import STORAGE_VARIABLE, TRACKING_VARIABLE, Worker
 from lit_lazy.tracking.spool import Spool
 from lit_lazy.tracking.tracker import default_uri
 from lit_lazy.training.module import LitLM

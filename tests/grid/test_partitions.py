@@ -24,11 +24,11 @@ from test_interrupts import STUDY, two_cells
 from two_rows import two_rows
 
 from lit_lazy.command.main import main
-from lit_lazy.grid.queue.membership import Heartbeat, Membership
+from lit_lazy.grid.jobs import worker
+from lit_lazy.grid.jobs.worker import Worker
+from lit_lazy.grid.queue.liveness import Heartbeat, Membership
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
-from lit_lazy.grid.work import worker
-from lit_lazy.grid.work.worker import Worker
 from lit_lazy.tracking.tracker import Tracker, TrackingError, default_uri
 
 pytestmark = pytest.mark.xdist_group("faults")
@@ -142,7 +142,7 @@ import time
 
 import __main__
 
-from lit_lazy.grid.work import launch
+from lit_lazy.grid.jobs import launch
 from lit_lazy.training.module import LitLM
 
 HERE = Path(__file__).parent

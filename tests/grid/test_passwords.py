@@ -22,10 +22,10 @@ from mlflow_server import MlflowServer
 from two_rows import two_rows
 
 from lit_lazy.command.main import main
+from lit_lazy.grid.jobs.pool import LocalPool
+from lit_lazy.grid.jobs.worker import Job
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage, normalise_url
-from lit_lazy.grid.work.pool import LocalPool
-from lit_lazy.grid.work.worker import Job
 from lit_lazy.support.secrets import redact_text
 from lit_lazy.tracking.tracker import Tracker, TrackingError, check_store, default_uri
 
@@ -133,7 +133,7 @@ def test_a_grid_shows_no_password(guarded: str, postgres_server: postgres.Server
         shown |= process_list(watched)
         time.sleep(0.2)
     assert grid.returncode == 0, (tmp_path / "out").read_text()
-    assert any(b"lit_lazy.grid.work.worker" in line for line in shown)
+    assert any(b"lit_lazy.grid.jobs.worker" in line for line in shown)
     table = subprocess.run([*words[:4], "ablate", "table", "secret-backcopy_tiny", "--runs", str(runs)],
                            capture_output=True, env=given)  # fmt: skip
     away = subprocess.run(
@@ -153,7 +153,7 @@ def test_a_grid_shows_no_password(guarded: str, postgres_server: postgres.Server
 def test_a_worker_is_told_its_addresses_in_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: started.append((command, options["env"])))
-    monkeypatch.setattr("lit_lazy.grid.work.pool.subprocess", subprocess)
+    monkeypatch.setattr("lit_lazy.grid.jobs.pool.subprocess", subprocess)
     storage, tracking = f"postgresql://me:{TYPED}@host/x", f"http://me:{TYPED}@host"
     job = Job(storage, "study", tmp_path, tracking, "parent", None, 1, False, None, ())
     job.folder.mkdir()

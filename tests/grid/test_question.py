@@ -237,7 +237,7 @@ def test_shipped_questions_fit_their_experiment_and_use_no_seed_that_was_seen(
     assert asked is not None
     assert ablation.name == name
     assert not {*asked.ablation.seeds} & ({0, 1, 2, 3, 4, 7, 20} | {*asked.pilot_seeds})
-    from lit_lazy.config.canonical import replace_at
+    from lit_lazy.config.serialisation import replace_at
 
     base = replace_at(experiment(ablation.base), ablation.common)
     cells = expand(select_rows(ablation, [], [ablation.seeds[0]]), base)

@@ -23,10 +23,10 @@ from rich.console import Console
 
 from lit_lazy.command.main import main
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.queue.membership import Heartbeat, Membership, StalenessDetector, is_dead
+from lit_lazy.grid.jobs.status import print_status
+from lit_lazy.grid.queue.liveness import Heartbeat, Membership, StalenessDetector, is_dead
 from lit_lazy.grid.queue.queue import CellLostError, Queue, StorageDamagedError, Task
 from lit_lazy.grid.queue.storage import check_storage, default_storage, list_grid_names, normalise_url
-from lit_lazy.grid.work.status import print_status
 from lit_lazy.support.secrets import redact_url
 from lit_lazy.tracking.databases import StorageError
 

@@ -19,15 +19,15 @@ import pytest
 from two_rows import WILD, two_rows
 
 from lit_lazy.command.main import main
+from lit_lazy.grid.jobs.job import Job
+from lit_lazy.grid.jobs.pool import ReapResult
+from lit_lazy.grid.jobs.worker import DISK_FULL
 from lit_lazy.grid.queue.queue import Queue
-from lit_lazy.grid.work.job import Job
-from lit_lazy.grid.work.pool import ReapResult
-from lit_lazy.grid.work.worker import DISK_FULL
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'lit-lazy[ray]'")
 
-from lit_lazy.grid.work import ray_pool
-from lit_lazy.grid.work.ray_pool import Cluster, RayPool, Share, join_cluster
+from lit_lazy.grid.jobs import ray_pool
+from lit_lazy.grid.jobs.ray_pool import Cluster, RayPool, Share, join_cluster
 
 pytestmark = pytest.mark.xdist_group("ray")
 

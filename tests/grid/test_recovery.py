@@ -23,12 +23,12 @@ from test_interrupts import STUDY, two_cells
 from two_rows import two_rows
 
 from lit_lazy.command.main import main
-from lit_lazy.grid.queue.membership import Membership
+from lit_lazy.grid.jobs.job import Job
+from lit_lazy.grid.jobs.pool import LocalPool
+from lit_lazy.grid.jobs.worker import INTERRUPTED, Worker
+from lit_lazy.grid.queue.liveness import Membership
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
-from lit_lazy.grid.work.job import Job
-from lit_lazy.grid.work.pool import LocalPool
-from lit_lazy.grid.work.worker import INTERRUPTED, Worker
 from lit_lazy.report import publish
 from lit_lazy.tracking.spool import METRICS, MetricFile, RunCard, Spool, read_lines
 from lit_lazy.tracking.tracker import Tracker, TrackingError, default_uri

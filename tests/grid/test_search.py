@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import forked
@@ -16,16 +17,16 @@ from mlflow.tracking import MlflowClient
 
 from lit_lazy.attention import Elastic, Softmax
 from lit_lazy.command.main import main
-from lit_lazy.config.canonical import replace_at
 from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.grid.queue.membership import Membership
+from lit_lazy.config.serialisation import replace_at
+from lit_lazy.grid.queue.liveness import Membership
 from lit_lazy.grid.queue.queue import CellLostError, Task
 from lit_lazy.grid.search.definition import Definition, Real, Search, define, load_search
-from lit_lazy.grid.search.figures import make_search_figures
-from lit_lazy.grid.search.queue import Point, SearchQueue
-from lit_lazy.grid.search.report import SearchReport
+from lit_lazy.grid.search.queue import SearchQueue
 from lit_lazy.grid.search.worker import SearchWorker
+from lit_lazy.report.search import SearchReport
+from lit_lazy.table.search_points import Point
 from lit_lazy.tracking.tracker import Tracker, default_uri
 
 TAU, LR, BASE = "model.attention.normaliser.tau_init", "train.lr", "model.position.base"
@@ -463,7 +464,7 @@ def test_the_table_ranks_complete_points_and_says_what_it_is_not() -> None:
 
 def test_figures_show_every_measured_point() -> None:
     made = report({LR: 0.75, TAU: 0.25})
-    figures = make_search_figures("search-s", made.definition, made.points, made.importances)
+    figures = made.draw_figures()
     assert list(figures) == ["history", "slices", "importance"]
     (history,) = figures["history"].axes
     dots = [line for line in history.lines if len(line.get_xdata()) == 1]
@@ -473,7 +474,7 @@ def test_figures_show_every_measured_point() -> None:
     assert list(history.lines[0].get_ydata()) == [1.25, 1.125]
     assert [axes.get_xscale() for axes in figures["slices"].axes] == ["log", "linear"]
     assert [bar.get_width() for bar in figures["importance"].axes[0].patches] == [75, 25]
-    assert list(make_search_figures("search-s", made.definition, made.points[4:], {})) == []
+    assert replace(made, points=made.points[4:], importances={}).draw_figures() == {}
 
 
 def test_the_shipped_search_fits_its_experiment() -> None:

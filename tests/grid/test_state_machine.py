@@ -18,12 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from rich.console import Console
 
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.queue import membership
-from lit_lazy.grid.queue.membership import Membership, remove_dead_locks
+from lit_lazy.grid.jobs import launch
+from lit_lazy.grid.jobs.job import LaunchOptions, Work
+from lit_lazy.grid.jobs.launch import MOST_DEATHS, STALE_SECONDS, Supervisor
+from lit_lazy.grid.queue import liveness
+from lit_lazy.grid.queue.liveness import Membership, remove_dead_locks
 from lit_lazy.grid.queue.queue import STATES, CellLostError, Queue, Task
-from lit_lazy.grid.work import launch
-from lit_lazy.grid.work.job import LaunchOptions, Work
-from lit_lazy.grid.work.launch import MOST_DEATHS, STALE_SECONDS, Supervisor
 
 CELLS = {key: Cell(key, "v", "ours", seed, {}, {}) for seed, key in enumerate(("a", "b", "c"))}
 HOSTS = ("one", "two")
@@ -81,7 +81,7 @@ class Machine(RuleBasedStateMachine):
         self.now, self.host_name, self.ticks = 1000.0, "", itertools.count()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.patch.setattr(membership, "socket", SimpleNamespace(gethostname=lambda: self.host_name))
+        self.patch.setattr(liveness, "socket", SimpleNamespace(gethostname=lambda: self.host_name))
         work = Work(self.name, (), {}, folder, ())
         queues = [self.opened() for _ in HOSTS]
         self.hosts = {

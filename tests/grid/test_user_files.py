@@ -50,7 +50,7 @@ class Mine(Elastic):
 """
 
 MEASURES = """
-from lit_lazy.support.paired import run_in_process
+from lit_lazy.support.timing import run_in_process
 from lit_lazy.command.main import main
 from lit_lazy.support.errors import one_line
 

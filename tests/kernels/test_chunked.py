@@ -27,8 +27,8 @@ from kernel_cases import (
 )
 from torch.library import opcheck
 
-from flash_lazy import blocks, chunked, lazy_attention
-from flash_lazy.inputs import LEAVES, Call
+from flash_lazy import chunked, lazy_attention, tiling
+from flash_lazy.call import LEAVES, Call
 
 ONE_BLOCK = (2**30, 64)
 
@@ -78,8 +78,8 @@ takes_a_mask = only("reference", "chunked-small", "chunked")
 
 def chunk(monkeypatch, elements, rows):
     """Sets the scores of a block and the rows it prefers to keep."""
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS_CPU", elements)
-    monkeypatch.setattr(blocks, "FULL_ROWS", rows)
+    monkeypatch.setattr(tiling, "BLOCK_ELEMENTS_CPU", elements)
+    monkeypatch.setattr(tiling, "FULL_ROWS", rows)
 
 
 @pytest.fixture
@@ -124,8 +124,8 @@ def test_equals_reference(setting, block):  # noqa: ARG001
 
 
 def test_chunked_passes_gradcheck(monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS_CPU", 20)
-    monkeypatch.setattr(blocks, "FULL_ROWS", 2)
+    monkeypatch.setattr(tiling, "BLOCK_ELEMENTS_CPU", 20)
+    monkeypatch.setattr(tiling, "FULL_ROWS", 2)
     case = draw(12, length=7, batch=1, group=2, bias_width=3, slopes=True, renormalise=True, width=3).to(torch.float64)
     leaves = [x.detach().requires_grad_() for x in case.leaves().values()]
 
@@ -177,7 +177,7 @@ def test_the_log_sum_exp_alone_has_the_gradient_of_torch(backend):
 
 
 def test_blocks_cover_every_visible_pair_once_within_the_budget(monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS_CPU", 500)
+    monkeypatch.setattr(tiling, "BLOCK_ELEMENTS_CPU", 500)
     for own_cuts, cuts, window in [
         ([0, 90], [0, 90], None),
         ([0, 31], [0, 90], 13),
@@ -186,7 +186,7 @@ def test_blocks_cover_every_visible_pair_once_within_the_budget(monkeypatch):
     ]:
         queries = own_cuts[-1]
         documents = [(slice(*own), slice(*keys)) for own, keys in zip(*map(pairwise, (own_cuts, cuts)), strict=True)]
-        rows, parts, found = blocks.make_blocks((3, 2, 2), documents, window, "cpu", whole_heads=False)
+        rows, parts, found = tiling.make_blocks((3, 2, 2), documents, window, "cpu", whole_heads=False)
         seen = torch.zeros(3, 2, queries, 90, dtype=torch.int)
         for part, block in product(parts, found):
             area = seen[part.batch, part.heads, block.rows, block.keys]
@@ -206,7 +206,7 @@ def test_blocks_cover_every_visible_pair_once_within_the_budget(monkeypatch):
 def test_blocks_skip_keys_nobody_sees():
     def sizes(window):
         return [
-            b.shape for b in blocks.make_blocks((1, 1, 1), [(slice(0, 4096), slice(0, 4096))], window, "cpu", False)[2]
+            b.shape for b in tiling.make_blocks((1, 1, 1), [(slice(0, 4096), slice(0, 4096))], window, "cpu", False)[2]
         ]
 
     assert sum(rows * columns for rows, columns in sizes(None)) < 0.53 * 4096**2

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_lazy import blocks, lazy_attention, rule_attention, rule_weights
+from flash_lazy import lazy_attention, rule_attention, rule_weights, tiling
 from flash_lazy.rules import HIDDEN, Rows
 
 PARTS = {"maps": 2, "scale": 1.0}
@@ -62,8 +62,8 @@ def test_maps_are_parts_of_the_width(backend):
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_the_rows_say_where_they_stand(backend, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS_CPU", 40)
-    monkeypatch.setattr(blocks, "FULL_ROWS", 2)
+    monkeypatch.setattr(tiling, "BLOCK_ELEMENTS_CPU", 40)
+    monkeypatch.setattr(tiling, "FULL_ROWS", 2)
     seen = []
 
     def note(scores: Tensor, rows: Rows) -> Tensor:
@@ -107,7 +107,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(length):
     q, k, v = (draw(1, 2, length, 8, dtype=torch.float32).requires_grad_() for _ in range(3))
     with Largest() as largest:
         rule_attention(softmax, q, k, v, torch.zeros(2, 64)).sum().backward()
-    assert largest.elements <= max(blocks.BLOCK_ELEMENTS_CPU, q.numel())
+    assert largest.elements <= max(tiling.BLOCK_ELEMENTS_CPU, q.numel())
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])

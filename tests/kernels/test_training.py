@@ -5,8 +5,8 @@ import torch
 from kernel_cases import device_for
 
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias
-from lit_lazy.config.canonical import replace_at
 from lit_lazy.config.schema import ModelConfig, RunConfig
+from lit_lazy.config.serialisation import replace_at
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.model.loss import token_nll
 from lit_lazy.training.module import LitLM

@@ -31,8 +31,8 @@ from kernel_cases import (
 from torch.library import opcheck
 
 from flash_lazy import lazy_attention, resolve_backend
+from flash_lazy.call import LEAVES, Call
 from flash_lazy.fused import configurations, ops
-from flash_lazy.inputs import LEAVES, Call
 
 pytest.importorskip("triton", reason="the fused kernels need triton, which is for Linux")
 from flash_lazy.fused import decode

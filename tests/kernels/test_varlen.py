@@ -17,9 +17,9 @@ from kernel_cases import (
 )
 from torch.library import opcheck
 
-from flash_lazy import Stats, attention_weights, blocks, chunked, lazy_attention, lazy_attention_varlen
+from flash_lazy import Stats, attention_weights, chunked, lazy_attention, lazy_attention_varlen, tiling
+from flash_lazy.call import Call
 from flash_lazy.fused import ops
-from flash_lazy.inputs import Call
 
 # Chunks of prompts: all of one, the end of one, a document without queries, an empty one, one query, one token.
 ROWS = [0, 5, 12, 12, 12, 13, 14]
@@ -107,8 +107,8 @@ def alone(case, backend="reference"):
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_equals_single_calls(backend, setting, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS_CPU", 100)
-    monkeypatch.setattr(blocks, "FULL_ROWS", 4)
+    monkeypatch.setattr(tiling, "BLOCK_ELEMENTS_CPU", 100)
+    monkeypatch.setattr(tiling, "FULL_ROWS", 4)
     case = drawn(setting, torch.float64)
     found = together(case, backend)
     for name, x in alone(case).items():

@@ -11,11 +11,11 @@ import torch
 from mlflow.utils.validation import _validate_metric_name
 
 from lit_lazy.attention import AttentionSpec, Elastic, Eviction, LearnedAbsolute
-from lit_lazy.config.canonical import from_dict, to_dict
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.files import experiment
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import from_dict, to_dict
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.measure.diagnostics import sample_validation
 from lit_lazy.measure.evaluation import Varied, evaluate
@@ -62,7 +62,7 @@ def test_they_come_back_from_json_in_a_process_that_has_imported_neither_them_no
     assert from_dict(RunConfig, json.loads(text)) == cfg
     code = (
         "import json, sys; sys.modules['lm_eval'] = None;"
-        "from lit_lazy.config.canonical import from_dict;"
+        "from lit_lazy.config.serialisation import from_dict;"
         "from lit_lazy.config.schema import RunConfig;"
         "print([type(e).__name__ for e in from_dict(RunConfig, json.load(sys.stdin)).evaluations])"
     )

@@ -22,12 +22,12 @@ from lit_lazy.config import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.files import experiment
 from lit_lazy.config.key import cell_key
 from lit_lazy.data.backcopy import Backcopy
+from lit_lazy.data.pipeline.tokeniser import ByteTokenizer
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.data.text import Text
-from lit_lazy.data.tokeniser import ByteTokenizer
 from lit_lazy.grid.benchmarks import BENCHMARK_COLUMNS
-from lit_lazy.measure.harness import asked as asked_module
-from lit_lazy.measure.harness.asked import LmEvalAdapter, make_batches
+from lit_lazy.measure.harness import lm_eval_adapter as asked_module
+from lit_lazy.measure.harness.lm_eval_adapter import LmEvalAdapter, make_batches
 from lit_lazy.measure.lm_eval import COLUMNS, TASKS, LmEval, average_accuracy, benchmark, find_tasks, load_tasks
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.tracking.tracker import Tracker, default_uri

@@ -41,8 +41,8 @@ from lit_lazy.attention import (
     ValueGate,
 )
 from lit_lazy.attention.rivals import ClippedSoftmax, Differential, OffByOne, Softpick
-from lit_lazy.config.canonical import find_leaf_classes
 from lit_lazy.config.schema import ModelConfig
+from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.export import modeling_lit_lazy as modelling
 from lit_lazy.model.export.folder import CARRIED, check, write

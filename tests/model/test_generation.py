@@ -22,8 +22,8 @@ from lit_lazy.attention import (
     Softmax,
     T5Bias,
 )
-from lit_lazy.config.canonical import find_leaf_classes
 from lit_lazy.config.schema import ModelConfig
+from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.generation import GREEDY, GeneratedToken, Generation, Sampling, draw, generate
 

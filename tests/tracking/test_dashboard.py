@@ -13,7 +13,7 @@ from chromium import CHROMIUM, Browser
 
 from lit_lazy.command.main import main
 from lit_lazy.config.files import load_module
-from lit_lazy.figures import meaning
+from lit_lazy.figures import palette
 from lit_lazy.tracking.serve import select_links
 from lit_lazy.tracking.tracker import ExperimentLinks, MetricRecord, Tracker, default_uri, find_experiment_links
 from lit_lazy.tracking.views import (
@@ -308,7 +308,7 @@ class TestViews:
         assert len(set(chosen.values())) == len(of)
         for name in ("Elastic", "Softmax"):
             first = next(row for row in order if of[row] == name)
-            assert abs(hue(chosen[first]) - hue(meaning.NORMALISERS[name])) < 10
+            assert abs(hue(chosen[first]) - hue(palette.NORMALISERS[name])) < 10
 
     def test_rows_have_colours_of_their_own_and_groups_mlflow_schecksum_of_them(self) -> None:
         assert sorted(DISTINCT) == list(range(len(PALETTE)))

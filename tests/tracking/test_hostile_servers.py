@@ -9,8 +9,8 @@ from contextlib import suppress
 import pytest
 from mistakes import PASSWORD, expect_refusal
 
-from lit_lazy.data import documents
-from lit_lazy.support.waiting import call_with_timeout
+from lit_lazy.data.pipeline import documents
+from lit_lazy.support.timeout import call_with_timeout
 from lit_lazy.tracking import tracker
 
 COMMANDS = [

@@ -126,7 +126,7 @@ import json, sys
 from pathlib import Path
 from dataclasses import replace
 import torch
-from lit_lazy.config.canonical import from_dict
+from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.prepare import prepare
@@ -149,7 +149,7 @@ print(json.dumps({"bytes": peak() - before, "step": trainer.global_step}))
 @pytest.mark.parametrize("attention", [AttentionSpec(Softmax()), LAZY], ids=["softmax", "lazy"])
 def test_two_steps_of_340m(attention: AttentionSpec, tmp_path: Path) -> None:
     """At a context of 512, in fp32: the memory that was predicted, within 15 %."""
-    from lit_lazy.config.canonical import to_dict
+    from lit_lazy.config.serialisation import to_dict
 
     base = experiment("stdlib")
     model = replace(base.model, d_model=1024, n_layers=24, n_heads=16, d_ff=2816, attention=attention)

@@ -16,17 +16,17 @@ from lightning.pytorch.callbacks import Callback
 from test_run import RAMP, assert_same_run, config, weights
 
 from lit_lazy.attention import AttentionSpec
-from lit_lazy.config.canonical import replace_at
 from lit_lazy.config.files import list_imported_files
 from lit_lazy.config.schema import ModelConfig
+from lit_lazy.config.serialisation import replace_at
 from lit_lazy.model import loss
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, token_nll
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
-from lit_lazy.training import ranks
+from lit_lazy.training.distributed import process_group
+from lit_lazy.training.distributed.process_group import RankFailedError, RankLostError
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.module import DivergedError
-from lit_lazy.training.ranks import RankFailedError, RankLostError
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run import run
 
@@ -116,7 +116,7 @@ def test_no_more_than_rounding_changes(tmp_path: Path, execution: Execution) -> 
 @pytest.fixture
 def _real(monkeypatch: pytest.MonkeyPatch, forked_ranks: None) -> None:  # noqa: ARG001 (it comes after that)
     """The other ranks are new processes: a fork would inherit what torch remembers of rank 0's part of a tensor."""
-    monkeypatch.setattr(ranks, "subprocess", subprocess)
+    monkeypatch.setattr(process_group, "subprocess", subprocess)
     monkeypatch.setattr("lit_lazy.training.run.list_imported_files", list_imported_files)
 
 
@@ -202,13 +202,13 @@ def test_what_another_rank_raises_is_reported(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.usefixtures("none_left")
 def test_a_rank_that_cannot_begin_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lit_lazy.training import rank
+    from lit_lazy.training.distributed import rank_process
 
     def unreadable(_config: object) -> None:
         raise ValueError("data.path='gone': cannot be read")
 
-    monkeypatch.setattr(rank, "load_data", unreadable)
-    monkeypatch.setattr(runpy, "run_module", lambda *_args, **_kwargs: sys.exit(rank.main()))
+    monkeypatch.setattr(rank_process, "load_data", unreadable)
+    monkeypatch.setattr(runpy, "run_module", lambda *_args, **_kwargs: sys.exit(rank_process.main()))
     with pytest.raises(RankFailedError, match=r"rank 1: ValueError: data\.path='gone': cannot be read"):
         train(tmp_path, TWO)
 

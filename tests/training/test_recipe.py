@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from test_run import LAZY, assert_same_run, config, run_until_killed, weights
 
-from lit_lazy.config.canonical import replace_at
 from lit_lazy.config.files import experiment
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import replace_at
 from lit_lazy.data import IGNORED
 from lit_lazy.grid.ablation import Ablation, expand, select_rows
 from lit_lazy.measure.evaluation import evaluate

@@ -14,8 +14,8 @@ from filelock import FileLock
 from lightning.pytorch.callbacks import Callback
 
 from lit_lazy.attention import AttentionSpec, Elastic, GatedDeltaNet, LearnedBias, Mamba2, Mixer, RetNet, Softmax
-from lit_lazy.config.canonical import replace_at
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
+from lit_lazy.config.serialisation import replace_at
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines

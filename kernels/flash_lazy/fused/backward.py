@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_lazy.call import Call
 from flash_lazy.fused import configurations
 from flash_lazy.fused.launch import (
     allocate_like,
@@ -36,7 +37,6 @@ from flash_lazy.fused.tiles import (
     thresholds,
     tile_scores,
 )
-from flash_lazy.inputs import Call
 
 
 @triton.jit(do_not_specialize=["size"])

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_lazy.call import Call
 from flash_lazy.fused import configurations
 from flash_lazy.fused.launch import (
     LOG2E,
@@ -19,7 +20,6 @@ from flash_lazy.fused.launch import (
     use_device,
 )
 from flash_lazy.fused.tiles import NEAR, any_alive, is_positive, load_rows, thresholds
-from flash_lazy.inputs import Call
 
 TO_BASE_2 = tl.constexpr(LOG2E)
 KEYS_OF_A_SPLIT = 256

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_lazy.call import Call
 from flash_lazy.fused import configurations
 from flash_lazy.fused.launch import (
     allocate_like,
@@ -29,7 +30,6 @@ from flash_lazy.fused.tiles import (
     thresholds,
     tile_scores,
 )
-from flash_lazy.inputs import Call
 
 LISTED_TOGETHER = tl.constexpr(16)
 ROUNDING = tl.constexpr(2.0**-18)

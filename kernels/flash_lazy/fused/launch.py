@@ -11,10 +11,10 @@ import torch
 import triton
 from torch import Tensor
 
+from flash_lazy.call import Call
 from flash_lazy.fused import configurations
 from flash_lazy.fused.configurations import Blocks
 from flash_lazy.fused.tiles import STRIP_PAD
-from flash_lazy.inputs import Call
 
 LOG2E = 1.4426950408889634
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_lazy.call import CALL_SCHEMA, LEAVES, TENSORS, Call, Stats, rows_in_documents, tau_divisor, tau_gradient
 from flash_lazy.fused import configurations
-from flash_lazy.inputs import CALL_SCHEMA, LEAVES, TENSORS, Call, Stats, rows_in_documents, tau_divisor, tau_gradient
 
 LN2 = 0.6931471805599453
 INSTALLED = importlib.util.find_spec("triton") is not None

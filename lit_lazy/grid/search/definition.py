@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lit_lazy.config.canonical import flatten, from_dict, replace_at, to_dict
 from lit_lazy.config.files import load_attribute
 from lit_lazy.config.key import cell_key, hash_user_code
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import flatten, from_dict, replace_at, to_dict
 from lit_lazy.grid.ablation import Cell, check_cell_count, check_name
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.errors import describe_exception, short_repr
-from lit_lazy.support.kinds import check_kinds, fits
+from lit_lazy.support.typecheck import check_kinds, fits
 from lit_lazy.training.checkpoints import check_init_from
 from lit_lazy.training.prepare import prepare
 

@@ -7,8 +7,8 @@ only where a point lies is decided late, from what the finished ones have shown.
 import functools
 import math
 from collections.abc import Mapping, Set
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import optuna
@@ -18,32 +18,11 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lit_lazy.grid.queue.queue import STATES, Queue, Task
 from lit_lazy.grid.search.definition import Definition
+from lit_lazy.table.search_points import Point
 
 GOOD_SHARE = 0.25
 """Importance asks what sets this best share of the complete points apart."""
 FEWEST_FOR_IMPORTANCE = 5
-
-
-@dataclass(frozen=True)
-class Point:
-    """What the queue knows of a point."""
-
-    number: int
-    run: str
-    """Name of its run folder; "" before it is drawn."""
-    params: dict[str, float]
-    """By dotted path."""
-    state: Literal["complete", "pruned", "diverged", "failed", "running", "waiting"]
-    value: float | None
-    """The objective at the end of training; None unless complete."""
-    reports: dict[int, float]
-    """The objective at each validation, by step, where it was finite."""
-    reason: str
-
-    @property
-    def last_step(self) -> int:
-        """The last validation; 0 before the first."""
-        return max(self.reports, default=0)
 
 
 class SearchQueue(Queue):

@@ -1,26 +1,27 @@
 """Runs a search: enqueues the points that are missing, starts workers, shows progress, writes table and figures."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from rich.console import Console
 
-from lit_lazy.config.canonical import from_dict
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import from_dict
+from lit_lazy.grid.jobs.estimate import estimate_training_seconds
+from lit_lazy.grid.jobs.job import LaunchOptions, Work
+from lit_lazy.grid.jobs.launch import execute_cells, is_finished, open_grid
+from lit_lazy.grid.jobs.parent_run import open_parent_run
 from lit_lazy.grid.search.definition import Definition
-from lit_lazy.grid.search.queue import Point, SearchQueue
-from lit_lazy.grid.search.report import SearchReport
-from lit_lazy.grid.work.estimate import estimate_training_seconds
-from lit_lazy.grid.work.identity import open_parent_run
-from lit_lazy.grid.work.job import LaunchOptions, Work
-from lit_lazy.grid.work.launch import execute_cells, is_finished, open_grid
+from lit_lazy.grid.search.queue import SearchQueue
 from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.support.secrets import format_command_line
+from lit_lazy.table.search_points import Point
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
 from lit_lazy.training.prepare import load_outline
 
+R = TypeVar("R")
 DEFINITION = "search.json"
 
 
@@ -33,6 +34,10 @@ class SearchWork(Work):
     module: ClassVar[str] = "lit_lazy.grid.search.worker"
 
 
+Publish = Callable[[SearchWork, SearchQueue, Tracker, str], R]
+"""Writes the report of a search into its folder and onto its parent run, whose id is given last."""
+
+
 def format_best(queue: SearchQueue) -> list[str]:
     """`best 0.0099 at point 7 (tau_init 0.5, lr 0.003)`, once a point is complete."""
     best = queue.best()
@@ -43,23 +48,18 @@ def format_best(queue: SearchQueue) -> list[str]:
     return [f"best {best.value:.4f} at point {best.number} ({values})"]
 
 
-def run_search(work: SearchWork, launch: LaunchOptions, console: Console) -> tuple[SearchReport, bool]:
-    """Execute what is missing of a search; what it found, and whether as many points are finished as were asked for."""
+def run_search(work: SearchWork, launch: LaunchOptions, console: Console, publish: Publish[R]) -> tuple[R, bool]:
+    """Execute the missing points of a search.
+
+    Returns the report that `publish` made, and whether the requested number of points is finished.
+    """
     with open_grid(work, launch, SearchQueue, console) as at:
         with at.queue.lock():
             parent_id = _ensure_parent(work, at.queue, at.tracker, console)
         with execute_cells(work, launch, at, parent_id, console, lambda: format_best(at.queue)):
-            report = _write_report(work, at.queue, at.tracker, parent_id)
+            _report_ends(at.queue.points(), at.tracker.find_children(parent_id), at.tracker)
+            report = publish(work, at.queue, at.tracker, parent_id)
         return report, is_finished(work, at.queue)
-
-
-def _write_report(work: SearchWork, queue: SearchQueue, tracker: Tracker, parent_id: str) -> SearchReport:
-    points, runs = queue.points(), tracker.find_children(parent_id)
-    _report_ends(points, runs, tracker)
-    shas = {run.tags["git_sha"] for run in runs if run.state != "running"}
-    report = SearchReport(work.id, work.definition, points, queue.importances(), sorted(shas), format_command_line())
-    tracker.log_files(parent_id, report.save(work.folder))
-    return report
 
 
 def _report_ends(points: Sequence[Point], runs: Sequence[TrackedRun], tracker: Tracker) -> None:

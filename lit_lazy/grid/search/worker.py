@@ -9,10 +9,10 @@ from typing import cast
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 
+from lit_lazy.grid.jobs.worker import Worker, main
 from lit_lazy.grid.queue.queue import CellLostError, Task
 from lit_lazy.grid.search.definition import MONITORED
 from lit_lazy.grid.search.queue import SearchQueue
-from lit_lazy.grid.work.worker import Worker, main
 from lit_lazy.tracking.spool import Spool
 from lit_lazy.tracking.tracker import TrackingError
 from lit_lazy.training.module import DivergedError

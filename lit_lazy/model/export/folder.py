@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lit_lazy.config.canonical import to_dict
 from lit_lazy.config.schema import ModelConfig
+from lit_lazy.config.serialisation import to_dict
 from lit_lazy.model.decoder import DecoderLM
 
 MODELLING = Path(__file__).with_name("modeling_lit_lazy.py")

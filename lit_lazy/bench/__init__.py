@@ -1,1 +1,0 @@
-"""What things cost: measurements of speed and memory."""

@@ -1,0 +1,105 @@
+"""The fields that a command line can set, in words: `lit-lazy fields`."""
+
+import dataclasses
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from docstring_parser import DocstringParam, parse_from_object
+
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import find_leaf_classes
+from lit_lazy.support.typecheck import describe_kind, field_types, is_exchangeable, is_group
+
+WIDTH = 110
+"""Characters of a line."""
+
+
+def list_fields(config: RunConfig) -> list[str]:
+    """Lines: each field as it is set, with its value here, and its meaning; then the classes of each exchangeable part.
+
+    A class that the config has not is listed with its defaults.
+    """
+    parts: dict[str, Any] = {}
+    return [
+        *_format_group(config, "", parts),
+        *(line for path, hint in parts.items() for line in _format_classes(config, path, hint)),
+    ]
+
+
+def _format_group(config: Any, prefix: str, parts: dict[str, Any]) -> Iterator[str]:
+    """Fields, those of groups behind the others; parts: gets the annotation of each exchangeable one by its path."""
+    hints, values = field_types(type(config)), {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    groups = [name for name in values if is_group(hints[name])]
+    parts |= {f"{prefix}{name}": hints[name] for name in values if is_exchangeable(hints[name])}
+    yield from _format_fields(
+        type(config), prefix, {name: value for name, value in values.items() if name not in groups}
+    )
+    for name in groups:
+        yield from ("", _get_summary(type(values[name])))
+        yield from _format_group(values[name], f"{prefix}{name}.", parts)
+
+
+def _format_classes(config: RunConfig, path: str, hint: Any) -> Iterator[str]:
+    """The classes that a field takes, each with its fields."""
+    here: Any = config
+    for name in path.split("."):
+        here = getattr(here, name)
+    for name, cls in sorted(find_leaf_classes(hint).items()):
+        yield from ("", f"--{path}={name}")
+        if about := _get_summary(cls):
+            yield _indent(about)
+        own = here if type(here) is cls else None
+        values = {f.name: _default(f) if own is None else getattr(own, f.name) for f in dataclasses.fields(cls)}
+        yield from _format_fields(cls, f"{path}.", values)
+
+
+def _default(field: "dataclasses.Field[Any]") -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _format_fields(cls: type, prefix: str, values: Mapping[str, Any]) -> Iterator[str]:
+    hints, meanings = field_types(cls), _collect_field_docs(cls)
+    for name, value in values.items():
+        hint = hints[name]
+        kind = (
+            f"one of {', '.join(sorted(find_leaf_classes(hint)))}: see below"
+            if is_exchangeable(hint)
+            else describe_kind(hint)
+        )
+        yield f"  --{prefix}{name}={_format_value(value)}"
+        yield _indent(f"{meanings.get(name, '')} ({kind})".strip())
+
+
+def _format_value(value: Any) -> str:
+    """A value as it is given on the command line."""
+    if value is dataclasses.MISSING:
+        return "VALUE"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{','.join(map(_format_value, value))}]"
+    return type(value).__name__ if dataclasses.is_dataclass(value) else str(value)
+
+
+def _collect_field_docs(cls: type) -> dict[str, str]:
+    """Field -> its docstring, those of the classes that it comes from too."""
+    found = (_parse_field_docs(base) for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base))
+    return {field.arg_name: " ".join((field.description or "").split()) for fields in found for field in fields}
+
+
+def _parse_field_docs(cls: type) -> Sequence[DocstringParam]:
+    try:
+        return parse_from_object(cls).params
+    except TypeError:  # of a class that came from no file, inspect says that it is built in
+        return ()
+
+
+def _get_summary(cls: type) -> str:
+    """The first paragraph of a class's docstring; "" where it has none but what dataclasses make."""
+    text = cls.__doc__ or ""
+    return "" if text.startswith(f"{cls.__name__}(") else " ".join(text.split("\n\n")[0].split())
+
+
+def _indent(text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)

@@ -1,0 +1,124 @@
+"""Settings as plain dicts and back, and copies with fields replaced by dotted path."""
+
+import dataclasses
+import functools
+import importlib
+import numbers
+import pkgutil
+import types
+import typing
+from abc import ABC
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from lit_lazy.support.errors import did_you_mean, short_repr
+from lit_lazy.support.typecheck import field_types
+
+T = TypeVar("T")
+
+
+def to_dict(value: Any, annotation: Any = None) -> Any:
+    """The canonical plain form: dataclasses as dicts, and an exchangeable part (an ABC's leaf) with its class name."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        hints = field_types(type(value))
+        return make_class_entry(value) | {
+            field.name: to_dict(getattr(value, field.name), hints[field.name]) for field in dataclasses.fields(value)
+        }
+    # Of `tuple[float, ...] | None` what is in the tuple; of `float | None` float itself.
+    inner = [part for part in (annotation, *typing.get_args(annotation)) if part is not type(None)]
+    if isinstance(value, tuple):
+        return [to_dict(item, next(iter(typing.get_args(inner[-1])), inner[-1])) for item in value]
+    # An int given for a float is the same setting, and must not make another key.
+    return float(value) if float in inner and isinstance(value, numbers.Real) else value
+
+
+def make_class_entry(value: Any) -> dict[str, Any]:
+    """The class of an exchangeable part, as its plain form holds it; nothing for what is no such part."""
+    return {"class": type(value).__name__} if isinstance(value, ABC) else {}
+
+
+def find_leaf_classes(base: type[T]) -> dict[str, type[T]]:
+    """All concrete dataclasses under an abstract base, by class name."""
+    _import_all_beside(base)
+    found: dict[str, type[T]] = {}
+    for sub in base.__subclasses__():
+        found.update(find_leaf_classes(sub))
+        if dataclasses.is_dataclass(sub) and found.setdefault(sub.__name__, sub) is not sub:
+            raise ValueError(f"{base.__name__}: two classes are called {sub.__name__}; give yours another name")
+    return found
+
+
+@functools.cache
+def _import_all_beside(base: type) -> None:
+    """Import every module of a base's package, so that a leaf in a new file is known by being there."""
+    package = getattr(base, "LEAVES_IN", base.__module__.rpartition(".")[0])
+    if package:
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+            importlib.import_module(f"{package}.{module.name}")
+
+
+def get_leaf_class(base: type[T], name: str | None) -> type[T]:
+    """The concrete dataclass of this name under an abstract base. Raises ValueError that names those there are."""
+    known = find_leaf_classes(base)
+    if name not in known:
+        raise ValueError(
+            f"{base.__name__}={name!r}: unknown{did_you_mean(str(name), known)}; known are {', '.join(sorted(known))}. "
+            "A custom class is known once the file that defines it has been imported"
+        )
+    return known[name]
+
+
+def from_dict(cls: Any, value: Any) -> Any:
+    """The inverse of `to_dict` for the annotated type `cls`. Raises ValueError on unknown classes and fields."""
+    origin = typing.get_origin(cls)
+    if origin in (types.UnionType, typing.Union):
+        inner = [arg for arg in typing.get_args(cls) if arg is not type(None)]
+        return None if value is None else from_dict(inner[0], value)
+    if origin is tuple:
+        kinds = typing.get_args(cls)
+        return tuple(from_dict(kinds[0], item) for item in value) if kinds[1:] == (Ellipsis,) else tuple(value)
+    if not isinstance(value, Mapping):
+        return value
+    fields = dict(value)
+    if isinstance(cls, type) and issubclass(cls, ABC):
+        cls = get_leaf_class(cls, fields.pop("class", None))
+    hints = field_types(cls)
+    unknown = set(fields) - set(hints)
+    if unknown:
+        raise ValueError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}")
+    return cls(**{name: from_dict(hints[name], item) for name, item in fields.items()})
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted paths to scalars of a canonical dict; a leaf's class name stands under the path of the leaf itself."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = prefix if name == "class" else f"{prefix}.{name}".lstrip(".")
+        flat.update(flatten(value, path) if isinstance(value, Mapping) else {path: value})
+    return flat
+
+
+def replace_at(config: T, changes: Mapping[str, Any]) -> T:
+    """A copy of a config with the fields at dotted paths replaced.
+
+    All changes of one dataclass are made together, so a pair that is valid only together passes its checks.
+    """
+    here: dict[str, Any] = {}
+    below: dict[str, dict[str, Any]] = {}
+    for path, value in changes.items():
+        name, _, rest = path.partition(".")
+        known = [field.name for field in dataclasses.fields(config)] if dataclasses.is_dataclass(config) else []
+        if name not in known:
+            there = f"{did_you_mean(name, known)}; it has {', '.join(known) or 'none'}"
+            raise ValueError(f"{type(config).__name__} has no field {name!r}{there}")
+        if rest:
+            below.setdefault(name, {})[rest] = value
+        else:
+            here[name] = value
+    for name, inner in below.items():
+        here[name] = replace_at(here.get(name, getattr(config, name)), inner)
+    try:
+        return dataclasses.replace(config, **here)  # type: ignore[type-var]
+    except (TypeError, OverflowError) as error:  # a value that its checks cannot take
+        given = ", ".join(f"{name}={short_repr(value)}" for name, value in here.items())
+        raise ValueError(f"{given}: {error}") from None

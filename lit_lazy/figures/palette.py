@@ -1,0 +1,68 @@
+"""Colours by meaning: a normaliser, or a position, has one colour in every figure."""
+
+from collections.abc import Iterable
+
+from matplotlib.lines import Line2D
+
+from lit_lazy.figures.canvas import FIRST, NEUTRAL, SECOND
+from lit_lazy.table.records import Table
+
+NORMALISERS = {
+    "Softmax": SECOND,
+    "Elastic": FIRST,
+    "OffByOne": "#009E73",
+    "SinkLogit": "#CC79A7",
+    "ClippedSoftmax": "#E69F00",
+    "Softpick": "#56B4E9",
+    "Sigmoid": "#882255",
+    "Relu": "#117733",
+    "Entmax15": "#B07AF5",
+    "Sparsemax": "#332288",
+    "SSMax": "#999933",
+    "Differential": "#661100",
+    "RetNet": "#8C6D00",
+    "Mamba2": "#FF6F91",
+    "GatedDeltaNet": "#44AA99",
+}
+"""By class, layers without attention last: Okabe and Ito's colours, then Tol's muted ones, which common colour
+blindnesses tell apart as well."""
+POSITIONS = {"Rope": "#004488", "LearnedAbsolute": "#DDAA33", "NoPosition": "#BB5566"}
+"""Tol's high contrast: dark, light and in between, also in grey."""
+
+SPOKEN = {
+    "OffByOne": "off by one",
+    "SinkLogit": "sink logit",
+    "ClippedSoftmax": "clipped softmax",
+    "Relu": "ReLU/n",
+    "Entmax15": "1.5-entmax",
+    "GatedDeltaNet": "Gated DeltaNet",
+    "Rope": "RoPE",
+    "LearnedAbsolute": "learned absolute",
+    "NoPosition": "no position",
+    "": "no attention",
+}
+"""What a class is called where its own name is not how people write it."""
+
+
+class Colours:
+    """Of a table's variants: by normaliser; by position where all have one normaliser. What is not known is grey."""
+
+    def __init__(self, table: Table, variants: Iterable[str]) -> None:
+        shown = set(variants)
+        rows = [row for row in table.rows if row.variant in shown and row.normaliser]
+        by_position = len({row.normaliser for row in rows}) == 1 < len({row.position for row in rows})
+        palette = POSITIONS if by_position else NORMALISERS
+        self._names = {row.variant: row.position if by_position else row.normaliser for row in rows}
+        self._colours = {name: palette.get(name, NEUTRAL) for name in self._names.values()}
+
+    def __getitem__(self, variant: str) -> str:
+        return self._colours[self._names[variant]] if variant in self._names else NEUTRAL
+
+    def make_legend_handles(self) -> list[Line2D]:
+        """Which colour is what, for a legend; nothing where all have the same."""
+        if len(self._colours) < 2:
+            return []
+        return [
+            Line2D([], [], color=c, linestyle="", marker="o", label=SPOKEN.get(name, name))
+            for name, c in self._colours.items()
+        ]

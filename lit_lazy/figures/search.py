@@ -1,0 +1,144 @@
+"""Figures of a search: its history, the objective along each axis, and the importance of the axes."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from lit_lazy.figures.canvas import FIRST, NEUTRAL, SECOND, draw_legend_below, new_figure, use_style
+from lit_lazy.table.search_points import Point
+
+TITLES = {"loss/val": "validation loss (nats)", "loss/excess": "excess loss (nats)"}
+ROOM_ABOVE = 1.5
+"""How far a plot reaches above the upper quartile, in distances from the best point to that quartile."""
+
+
+class Axis(Protocol):
+    """The range of a searched option."""
+
+    @property
+    def low(self) -> float: ...
+
+    @property
+    def high(self) -> float: ...
+
+    @property
+    def log(self) -> bool:
+        """Whether values are drawn, and shown, on a logarithmic scale."""
+        ...
+
+
+@use_style()
+def make_search_figures(
+    search_id: str,
+    objective: str,
+    axes: Mapping[str, Axis],
+    names: Mapping[str, str],
+    points: Sequence[Point],
+    importances: Mapping[str, float],
+) -> dict[str, Figure]:
+    """The figures by file name: history and slices once a point is measured, importance where it is known.
+
+    objective: key of the minimised metric. axes, importances: by dotted path; names: short names by the same.
+    """
+    made: dict[str, Figure] = {}
+    if any(_is_plotted(point) for point in points):
+        title = TITLES[objective]
+        made["history"] = history_figure(search_id, title, points)
+        made["slices"] = slices_figure(search_id, title, axes, names, points)
+    if importances:
+        complete = sum(point.state == "complete" for point in points)
+        named = {names[path]: share for path, share in importances.items()}
+        made["importance"] = importance_figure(search_id, named, complete)
+    return made
+
+
+def history_figure(search_id: str, title: str, points: Sequence[Point]) -> Figure:
+    """The objective of every point in the order in which they were taken, and the best so far."""
+    figure = new_figure(6.4, 4.2, f"{search_id}: the search over time")
+    axes = figure.subplots()
+    complete = [(point.number, point.value) for point in points if point.value is not None]
+    best = [min(value for _, value in complete[: i + 1]) for i in range(len(complete))]
+    axes.step([number for number, _ in complete], best, where="post", color=FIRST, linewidth=1.6, zorder=2)
+    _scatter(axes, points, lambda point: float(point.number))
+    axes.set_xlabel("point, in the order in which they were taken")
+    axes.set_ylabel(title)
+    axes.locator_params(axis="x", integer=True)
+    _add_legend(figure, Line2D([], [], color=FIRST, linewidth=1.6, label="best so far"))
+    return figure
+
+
+def slices_figure(
+    search_id: str, title: str, axes: Mapping[str, Axis], names: Mapping[str, str], points: Sequence[Point]
+) -> Figure:
+    """One panel per axis: the objective against where the points lie on it."""
+    count = len(axes)
+    figure = new_figure(max(6.0, 1.4 + 2.6 * count), 4.0, f"{search_id}: objective along each axis")
+    panels = figure.subplots(1, count, sharey=True, squeeze=False)[0]
+    for panel, (path, axis) in zip(panels, axes.items(), strict=True):
+        panel.set_xscale("log" if axis.log else "linear")
+        _scatter(panel, points, lambda point, path=path: point.params[path])
+        panel.set_xlim(axis.low, axis.high)
+        panel.set_xlabel(names[path])
+    panels[0].set_ylabel(title)
+    _add_legend(figure)
+    return figure
+
+
+def importance_figure(search_id: str, importances: Mapping[str, float], complete: int) -> Figure:
+    """A bar per axis, by name."""
+    figure = new_figure(6.0, 1.4 + 0.35 * len(importances), f"{search_id}: what sets the best points apart")
+    axes = figure.subplots()
+    shares = [100 * share for share in importances.values()]
+    axes.barh(range(len(shares)), shares, color=FIRST, height=0.6, zorder=2)
+    for y, share in enumerate(shares):
+        place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(f"{share:.0f} %", (share, y), color=NEUTRAL, **place)
+    axes.set_yticks(range(len(shares)), list(importances))
+    axes.set_ylim(len(shares) - 0.5, -0.5)
+    axes.set_xlim(0, 108)
+    axes.set_xlabel(f"importance (%), PED-ANOVA of {complete} complete points")
+    axes.grid(axis="x")
+    return figure
+
+
+def _find_last_objective(point: Point) -> float:
+    """The objective at the end, else at the last validation; NaN where there is neither."""
+    return point.value if point.value is not None else point.reports.get(point.last_step, math.nan)
+
+
+def _is_plotted(point: Point) -> bool:
+    return point.state in ("complete", "pruned", "diverged") and math.isfinite(_find_last_objective(point))
+
+
+def _scatter(axes: Axes, points: Sequence[Point], x_of: Callable[[Point], float]) -> None:
+    """Complete points filled, the best a diamond; others hollow; those beyond the top as triangles at the edge."""
+    shown = sorted((point for point in points if _is_plotted(point)), key=_find_last_objective)
+    values = [_find_last_objective(point) for point in shown]
+    quartile = values[3 * (len(values) - 1) // 4]
+    # One hopeless point must not press all others onto a line.
+    top = quartile + ROOM_ABOVE * (quartile - values[0]) if quartile > values[0] else values[-1]
+    best = next((point for point in shown if point.state == "complete"), None)
+    for point, value in zip(shown, values, strict=True):
+        colour, face = (FIRST, FIRST) if point.state == "complete" else (SECOND, "white")
+        marker, size = ("D", 8) if point is best else ("^" if value > top else "o", 5)
+        style = {"color": colour, "markerfacecolor": face, "markersize": size, "markeredgewidth": 1.2}
+        axes.plot(x_of(point), min(value, top), marker, clip_on=False, zorder=5 if point is best else 4, **style)
+    axes.grid(axis="y")
+
+
+def _add_legend(figure: Figure, *more: Line2D) -> None:
+    def marker(label: str, shape: str, colour: str, face: str) -> Line2D:
+        return Line2D([], [], linestyle="", color=colour, marker=shape, markerfacecolor=face, label=label)
+
+    handles = [
+        marker("complete", "o", FIRST, FIRST),
+        marker("the best", "D", FIRST, FIRST),
+        marker("pruned or diverged, at its last validation", "o", SECOND, "white"),
+        marker("above the plot", "^", NEUTRAL, "white"),
+        *more,
+    ]
+    draw_legend_below(figure, handles, 2)

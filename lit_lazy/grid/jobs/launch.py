@@ -1,0 +1,353 @@
+"""Runs an ablation: enqueues what is missing, starts workers, shows progress, writes the table."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from rich.console import Console
+
+from lit_lazy.grid.jobs.job import Job, LaunchOptions, Work
+from lit_lazy.grid.jobs.parent_run import open_parent_run, reset_grid
+from lit_lazy.grid.jobs.pool import LocalPool, Pool
+from lit_lazy.grid.jobs.progress import Progress
+from lit_lazy.grid.plan import PLAN, Plan, save_views
+from lit_lazy.grid.queue.liveness import Membership, StalenessDetector, is_dead, remove_dead_locks
+from lit_lazy.grid.queue.queue import FINISHED, Entry, Queue, State
+from lit_lazy.grid.queue.storage import default_storage
+from lit_lazy.support.disk import describe_shortage, is_disk_full
+from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.support.provenance import git_sha
+from lit_lazy.table.records import Table
+from lit_lazy.tracking.databases import sqlite_file
+from lit_lazy.tracking.tracker import Tracker, TrackingError, default_uri
+
+Q = TypeVar("Q", bound=Queue)
+POLL_SECONDS = 1.0
+LOOK_SECONDS = 5.0
+"""Between looks for dead workers while none of its own has died."""
+STALE_SECONDS = 120.0
+"""A worker of another machine that has not beaten for so long is dead; it beats every 15 s."""
+MOST_CRASHES = 3
+"""Deaths per worker, without a cell ending in between, after which starting another makes no sense."""
+MOST_DEATHS = 3
+"""Deaths of a cell's workers, without the cell getting ahead in between, after which the cell has failed."""
+LEAST_FREE_BYTES, LEAST_FREE_BYTES_OF_DATABASE = 2**24, 2**20
+LONGEST_PAUSE_SECONDS = 60.0
+"""Between two tries on a disk that is full and does not look it."""
+
+log = logging.getLogger("lit_lazy.grid.jobs.launch")
+
+
+class GridError(UnfinishedError):
+    """A grid cannot continue."""
+
+
+@dataclass(frozen=True)
+class Grid(Work):
+    """An ablation on an experiment, ready to run."""
+
+    plan: Plan
+    row_order: Sequence[str]
+
+
+Publish = Callable[[Tracker, str, Path, bool], Table]
+"""Writes the table, and what belongs to it, of a parent run into a folder; given whether cells were executed."""
+
+
+@dataclass(frozen=True)
+class OpenGrid(Generic[Q]):
+    """What a command works with while it lives."""
+
+    queue: Q
+    tracker: Tracker
+    command: Membership
+
+
+def run_grid(grid: Grid, launch: LaunchOptions, console: Console, publish: Publish) -> tuple[Table, bool]:
+    """Execute what is missing of a grid; the table that `publish` made, and whether every cell is complete."""
+    with open_grid(grid, launch, Queue, console) as at:
+        with at.queue.lock():
+            parent_id = _ensure_parent(grid, at.queue, at.tracker, console)
+        recorded = _find_recorded_losses(grid, at.queue, at.tracker, parent_id)
+        with execute_cells(grid, launch, at, parent_id, console, recorded=recorded) as something_new:
+            _report_failures(at.queue, at.tracker, parent_id)
+            table = publish(at.tracker, parent_id, grid.folder, something_new)
+        return table, is_finished(grid, at.queue)
+
+
+@contextmanager
+def open_grid(work: Work, launch: LaunchOptions, queue_type: type[Q], console: Console) -> Iterator[OpenGrid[Q]]:
+    """The queue and the MLflow experiment of some work, for a process that lives until this is closed.
+
+    Other processes, on this machine or others, may be at the same work: all take cells from the one queue.
+    """
+    git_sha()
+    work.folder.mkdir(parents=True, exist_ok=True)
+    queue = queue_type(launch.storage or default_storage(work.runs), work.id)
+    tracker = Tracker(default_uri(work.runs), work.runs, work.id)
+    if launch.fresh:
+        reset_grid(work, queue, tracker, console)
+    members = work.folder / "workers"
+    with Membership(members) as command:  # another process's --fresh sees that this one lives
+        yield OpenGrid(queue, tracker, command)
+        remove_dead_locks(members, {entry.worker["lock"] for entry in queue.entries("running")})
+
+
+@contextmanager
+def execute_cells(
+    work: Work,
+    launch: LaunchOptions,
+    at: OpenGrid[Q],
+    parent_id: str,
+    console: Console,
+    notes: Callable[[], list[str]] = list,
+    recorded: Mapping[str, float] | None = None,
+) -> Iterator[bool]:
+    """Execute the cells that are missing; the parent run ends with what is done within.
+
+    Gives whether there is something new to publish. notes: lines to show beside the progress. recorded: what
+    `Queue.add_missing` is told.
+    """
+    queue, tracker = at.queue, at.tracker
+    supervisor = Supervisor(work, launch, queue, console)
+    supervisor.release_dead()
+    added = queue.add_missing(work.cells, recorded)
+    states, n = queue.states(), len(work.cells)
+    left = sum(states[cell.key] not in FINISHED for cell in work.cells)
+    if not left and not tracker.was_cut_off(parent_id):
+        console.print(f"{n} {work.noun}, all finished: nothing to do", highlight=False)
+        yield False
+        return
+    console.print(f"{n} {work.noun}, {n - left} already finished, {added} enqueued", highlight=False)
+    with _mark_running(work, queue, tracker, parent_id):
+        if left:
+            progress = Progress(queue, [cell.key for cell in work.cells], console, notes)
+            supervisor.work(make_pool(make_job(work, launch, at, parent_id), launch), progress)
+        yield True
+
+
+@contextmanager
+def _mark_running(work: Work, queue: Queue, tracker: Tracker, parent_id: str) -> Iterator[None]:
+    """Show a parent run as running, and then as what its cells have come to: KILLED if that could not be published."""
+    tracker.set_running(parent_id)
+    try:
+        yield
+    except BaseException:
+        try:
+            tracker.set_ended(parent_id, "KILLED")
+        except TrackingError as away:
+            log.warning("MLflow is away (%s); it will show the grid as running until the command is given again", away)
+        raise
+    tracker.set_ended(parent_id, "FINISHED" if is_finished(work, queue) else "FAILED")
+
+
+def is_finished(work: Work, queue: Queue) -> bool:
+    """Whether nothing is left to do, and nothing has failed."""
+    states = queue.states()
+    return all(states.get(cell.key) in FINISHED for cell in work.cells)
+
+
+def make_job(work: Work, launch: LaunchOptions, at: OpenGrid[Q], parent_id: str) -> Job:
+    """What the workers have to know."""
+    return Job(
+        storage=at.queue.url,
+        study=work.id,
+        runs=work.runs,
+        tracking_uri=at.tracker.secret_uri,
+        parent_id=parent_id,
+        command=at.command.token if launch.launcher == "local" else None,
+        threads=launch.threads,
+        keep_checkpoints=launch.keep_checkpoints,
+        keys=frozenset(cell.key for cell in work.cells) if launch.only_these else None,
+        files=work.files,
+        module=work.module,
+        execution=launch.execution,
+        loggers=launch.loggers,
+    )
+
+
+def make_pool(job: Job, launch: LaunchOptions) -> Pool:
+    """The workers of a grid, none started yet."""
+    if launch.launcher == "local":
+        return LocalPool(job, launch.workers)
+    from lit_lazy.grid.jobs.ray_pool import RayPool
+
+    return RayPool(job, launch.workers, launch.gpus)
+
+
+def _report_failures(queue: Queue, tracker: Tracker, parent_id: str) -> None:
+    """Have MLflow show as failed what has: a worker that was killed, or had no server, could not report it."""
+    failed = {entry.key: entry.reason for entry in queue.entries("failed")}
+    if failed:
+        for run in tracker.find_children(parent_id):
+            if run.tags["cell"] in failed and run.state == "running":
+                tracker.fail(run.run_id, failed[run.tags["cell"]])
+
+
+def _ensure_parent(grid: Grid, queue: Queue, tracker: Tracker, console: Console) -> str:
+    """The parent run of the grid, new or resumed; its plan is brought up to date."""
+    plan = grid.plan
+    tags = {"kind": "ablation", "ablation": grid.id, "git_sha": git_sha(), "mlflow.note.content": plan.command}
+    parent_id, former = open_parent_run(grid, queue, tracker, tags, {}, PLAN, Plan.from_json, console)
+    if former is not None:
+        plan = plan.merge(former, grid.row_order)
+    tracker.log_text(parent_id, plan.to_json(), PLAN)
+    save_views(tracker, plan, plan.columns, ended=False)
+    return parent_id
+
+
+def _find_recorded_losses(grid: Grid, queue: Queue, tracker: Tracker, parent_id: str) -> dict[str, float]:
+    """Losses of the cells that MLflow holds complete and the queue does not know: it was lost."""
+    states = queue.states()
+    unknown = {cell.key for cell in grid.cells if cell.key not in states}
+    runs = tracker.find_children(parent_id) if unknown else []
+    complete = [run for run in runs if run.state == "complete" and run.tags["cell"] in unknown]
+    return {run.tags["cell"]: run.metrics["loss/val"] for run in complete}
+
+
+class Supervisor:
+    """Keeps workers busy until none of the cells waits or runs, and takes over the cells of dead ones."""
+
+    def __init__(self, work: Work, launch: LaunchOptions, queue: Queue, console: Console) -> None:
+        self.folder, self.launch, self.queue, self.console = work.folder, launch, queue, console
+        self.cells = {cell.key: cell for cell in work.cells}
+        self._watch = StalenessDetector(STALE_SECONDS)
+        self._retries = Counter[str]()
+        self._looked = -LOOK_SECONDS
+        self._crashes = self._ended = 0
+        self._told = False
+        self._pause = 0.0
+
+    def work(self, pool: Pool, progress: Progress) -> None:
+        """Return when every cell has ended. Ctrl-C ends the workers after they have requeued their cells."""
+        with progress:
+            try:
+                while self._step(pool, progress):
+                    time.sleep(POLL_SECONDS)
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt) and len(pool):
+                    self._say("ending: the workers requeue their cells; Ctrl-C again ends them at once")
+                pool.stop()
+                raise
+
+    def _step(self, pool: Pool, progress: Progress) -> bool:
+        """Look once at workers and cells; whether there is something left to wait for."""
+        try:
+            ended = pool.reap()
+            if ended.disk_full:
+                self._wait_for_space()
+            if ended.crashed or ended.disk_full or time.monotonic() - self._looked > LOOK_SECONDS:
+                self.release_dead()
+                progress.show_running([format_entry(entry) for entry in self.queue.entries("running")])
+            states = self._read_states()
+            while "failed" in states.values() and self._retry_failed():
+                states = self._read_states()  # else the last cell would seem to have ended
+            progress.update(states)
+            counts = Counter[str](states.values())
+            self._count_crashes(ended.crashed, counts, pool)
+            pool.start(most=counts["waiting"])
+        except Exception as error:
+            if not is_disk_full(error):
+                raise
+            self._wait_for_space()
+            return True
+        if not len(pool) and counts["running"]:
+            self._report_other_workers()
+        return bool(len(pool) or counts["waiting"] or counts["running"])
+
+    def release_dead(self) -> None:
+        """Let the cells of dead workers wait again, and say so."""
+        self._looked = time.monotonic()
+        stale = self._watch.find_stale(self.queue.beats(), self._looked)
+        for entry in self.queue.entries("running"):
+            dead = is_dead(entry.worker)
+            if dead or (dead is None and entry.trial_id in stale):
+                waits = self.queue.release(entry, self._read_progress(entry), MOST_DEATHS)
+                where = f"process {entry.worker['pid']} on {entry.worker['host']}"
+                then = "it waits again" if waits else f"{MOST_DEATHS} times without getting ahead, so it has failed"
+                self._say(f"{entry.variant} seed {entry.seed}: its worker ({where}) died; {then}")
+
+    def _read_progress(self, entry: Entry) -> str:
+        """Something that changes whenever a cell gets ahead; "" where its folder is another machine's."""
+        try:
+            return str((self.folder / "cells" / entry.run / "checkpoints" / "last.ckpt").stat().st_mtime_ns)
+        except FileNotFoundError:
+            return ""
+
+    def _read_states(self) -> dict[str, State]:
+        return {key: state for key, state in self.queue.states().items() if key in self.cells}
+
+    def _retry_failed(self) -> bool:
+        """Enqueue failed cells again, each up to `retry_failed` times, unless they would end alike; whether any was."""
+        most, before = self.launch.retry_failed, self._retries.total()
+        for entry in self.queue.entries("failed") if most else ():
+            if entry.key in self.cells and not entry.final and self._retries[entry.key] < most:
+                self._retries[entry.key] += 1
+                self.queue.add_missing([self.cells[entry.key]])
+                count = f"{self._retries[entry.key]}/{most}"
+                self._say(f"{entry.variant} seed {entry.seed} failed ({entry.reason}); tried again, {count}")
+        return self._retries.total() > before
+
+    def _count_crashes(self, crashed: int, counts: Mapping[str, int], pool: Pool) -> None:
+        ended = sum(counts[state] for state in (*FINISHED, "failed"))
+        if ended > self._ended:
+            self._pause = 0.0
+        self._crashes = 0 if ended > self._ended else self._crashes + crashed
+        self._ended = ended
+        if self._crashes >= MOST_CRASHES * self.launch.workers:
+            raise GridError(f"workers keep dying before they finish a cell: {pool.describe_last_failure()}")
+
+    def _report_other_workers(self) -> None:
+        if not self._told:
+            self._told = True
+            held = [format_entry(entry) for entry in self.queue.entries("running") if entry.key in self.cells]
+            self._say(
+                f"waiting for workers that this process did not start: {'; '.join(held)}. Should they die, their cells "
+                "are taken over; Ctrl-C leaves them to it"
+            )
+
+    def _wait_for_space(self) -> None:
+        """Return when results and databases have room; after ever longer pauses where they seem to have it already."""
+        if missing := self._describe_missing_space():
+            self._say(f"no space left: waiting until there is {missing}; nothing is lost")
+            while self._describe_missing_space():
+                time.sleep(POLL_SECONDS)
+            self._say("there is space again: resuming")
+            return
+        again = self._pause > 0  # the first time it may have been freed since
+        self._pause = min(max(2 * self._pause, POLL_SECONDS), LONGEST_PAUSE_SECONDS)
+        if again:
+            places = " and ".join(str(folder) for folder, _ in self._list_disks())
+            self._say(
+                f"something finds no space left, and there is some in {places} (a quota? another disk?): trying again "
+                f"in {self._pause:.0f} s; {self.folder}/worker-*.log say more"
+            )
+        time.sleep(self._pause)
+
+    def _list_disks(self) -> Iterable[tuple[Path, int]]:
+        """Per disk, a folder that this grid writes to, and the bytes that have to be free there."""
+        files = [sqlite_file(url) for url in (self.queue.url, default_uri(self.folder.parent))]
+        sizes = [path.stat().st_size for path in self.folder.glob("cells/*/checkpoints/last.ckpt")]
+        databases = [(file.parent, LEAST_FREE_BYTES_OF_DATABASE) for file in files if file]
+        results = (self.folder, max(LEAST_FREE_BYTES, 3 * max(sizes, default=0)))
+        return {folder.stat().st_dev: (folder, size) for folder, size in (*databases, results)}.values()
+
+    def _describe_missing_space(self) -> str:
+        """What is missing where; "" for nothing."""
+        lacks = [(folder, describe_shortage(folder, size)) for folder, size in self._list_disks()]
+        return " and ".join(f"room for {what} in {folder}" for folder, what in lacks if what)
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False)
+
+
+def format_entry(entry: Entry) -> str:
+    """Who runs a cell, where, since when."""
+    since = f" since {entry.since:%a %H:%M:%S}" if entry.since else ""
+    worker = entry.worker
+    return f"{entry.variant} seed {entry.seed} by process {worker['pid']} on {worker['host']}{since}"

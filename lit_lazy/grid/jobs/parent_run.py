@@ -1,0 +1,90 @@
+"""What ties a grid's folder, its queue and its MLflow runs together, so that a command finds what another one began.
+
+An id that is made once and kept in the folder and in the queue; the parent run carries it as a tag. A grid that has
+lost its queue finds parent and cells again, and a command may be killed between any two of these steps.
+"""
+
+import uuid
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import TypeVar
+
+from rich.console import Console
+
+from lit_lazy.grid.jobs.job import Work
+from lit_lazy.grid.queue.liveness import find_living
+from lit_lazy.grid.queue.queue import Queue
+from lit_lazy.support.disk import write_text
+from lit_lazy.support.errors import one_line
+from lit_lazy.tracking.tracker import Tracker
+
+GRID_ID = "grid_id"
+T = TypeVar("T")
+
+
+def open_parent_run(
+    work: Work,
+    queue: Queue,
+    tracker: Tracker,
+    tags: Mapping[str, str],
+    params: Mapping[str, str],
+    plan: str,
+    read: Callable[[str], T],
+    console: Console,
+) -> tuple[str, T | None]:
+    """The parent run of a grid, found or begun, and its artifact `plan` as read; None before that is kept.
+
+    A damaged one, of which `read` raises ValueError, is as one that is not there; `console` says so. Hold the queue's
+    lock. Raises ValueError where MLflow has lost the run, or the queue is another kind of work's.
+    """
+    kind, facts = tags["kind"], queue.facts
+    if (known := facts.get("kind", kind)) != kind:
+        raise ValueError(f"{work.id}: the queue holds another kind of work, a {known}, under this name; rename one")
+    grid_id = _find_grid_id(work, facts) or uuid.uuid4().hex
+    write_text(work.folder / GRID_ID, grid_id)
+    if "grid" not in facts:
+        queue.facts = facts = facts | {"grid": grid_id, "kind": kind}
+    begun = tracker.find({"grid": grid_id})
+    if not begun and (where := facts.get("tracking")):
+        there = "no longer holds this grid's parent run; put a backup of it back"
+        elsewhere = f"does not hold this grid's parent run, which was kept at {where}; set MLFLOW_TRACKING_URI to that"
+        said = there if where == tracker.uri else elsewhere
+        raise ValueError(f"MLflow at {tracker.uri} {said}, or start again with --fresh")
+    parent_id = begun[0].run_id if begun else tracker.create_run(work.id, {**tags, "grid": grid_id})
+    queue.facts = facts | {"tracking": tracker.uri}
+    if (kept := tracker.read_bytes(parent_id, plan)) is not None:
+        try:
+            return parent_id, read(kept.decode())
+        except ValueError as error:
+            tracker.log_text(parent_id, kept.decode(errors="replace"), f"{plan}.damaged")
+            console.print(
+                f"{plan}, kept with the MLflow run, is damaged ({one_line(error)}): it is written anew, with what this "
+                f"command asks for; the old one is now {plan}.damaged"
+            )
+    tracker.log_config(parent_id, params, work.base_config)
+    return parent_id, None
+
+
+def _find_grid_id(work: Work, facts: Mapping[str, str]) -> str | None:
+    kept = work.folder / GRID_ID
+    return facts.get("grid") or (kept.read_text() if kept.exists() else None)
+
+
+def reset_grid(work: Work, queue: Queue, tracker: Tracker, console: Console) -> None:
+    """Start again, and lose nothing: the folder is renamed, MLflow's runs go to its deleted ones.
+
+    Killed on the way, it is finished by the same command; another one is refused, since the parent run goes first.
+    """
+    if alive := find_living(work.folder / "workers"):
+        processes = ", ".join(sorted(member.pid for member in alive))
+        raise ValueError(f"--fresh: {work.id} is being run here (by process {processes}); end that first")
+    if grid_id := _find_grid_id(work, queue.facts):
+        for run in tracker.find({"grid": grid_id}, deleted=True):
+            tracker.retire(run.run_id)
+    if (work.folder / "cells").exists():
+        aside = work.folder.with_name(f"{work.id}.until-{datetime.now():%Y%m%d-%H%M%S}")
+        work.folder.rename(aside)
+        work.folder.mkdir()
+        console.print(f"the former results are in {aside}", highlight=False)
+    (work.folder / GRID_ID).unlink(missing_ok=True)
+    queue.clear()

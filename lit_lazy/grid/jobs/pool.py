@@ -1,0 +1,153 @@
+"""Where workers run: what a pool of them can do, and the pool of processes on this machine, one per slot."""
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from lit_lazy.grid.jobs.job import Job
+from lit_lazy.grid.jobs.worker import DISK_FULL, INTERRUPTED, STORAGE_VARIABLE, TRACKING_VARIABLE
+from lit_lazy.grid.queue.liveness import find_orphaned_slots
+from lit_lazy.support.disk import open_private, write_text
+
+
+@dataclass(frozen=True)
+class ReapResult:
+    """How many workers have ended since last asked, and how."""
+
+    crashed: int = 0
+    disk_full: int = 0
+
+
+class Pool(Protocol):
+    """Workers that take cells from the queue."""
+
+    def __len__(self) -> int:
+        """How many are at work."""
+        ...
+
+    def reap(self) -> ReapResult:
+        """Forget the workers that have ended."""
+        ...
+
+    def start(self, most: int) -> None:
+        """Start up to `most` workers, as far as there is room for them."""
+        ...
+
+    def stop(self) -> None:
+        """Have the workers requeue or record their cells, and wait for them. A second Ctrl-C kills them."""
+        ...
+
+    def describe_last_failure(self) -> str:
+        """The last line that a worker logged, and where."""
+        ...
+
+
+class LocalPool:
+    """Subprocesses, each in a session of its own, so that Ctrl-C reaches them through their parent alone."""
+
+    def __init__(self, job: Job, size: int) -> None:
+        self.job, self.size = job, size
+        self._workers: dict[int, subprocess.Popen[bytes]] = {}
+        self._keys = _write_keys_file(job)
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def reap(self) -> ReapResult:
+        """Forget the workers that have ended."""
+        codes = {slot: worker.poll() for slot, worker in self._workers.items()}
+        self._workers = {slot: worker for slot, worker in self._workers.items() if codes[slot] is None}
+        full = sum(code == DISK_FULL for code in codes.values())
+        crashed = sum(code not in (None, 0, INTERRUPTED, DISK_FULL) for code in codes.values())
+        return ReapResult(crashed=crashed, disk_full=full)
+
+    def start(self, most: int) -> None:
+        """Start up to `most` workers in free slots; those of a command that died have theirs until they end."""
+        if most and len(self._workers) < self.size:
+            left = find_orphaned_slots(self.job.folder / "workers")
+            free = [slot for slot in range(self.size) if slot not in self._workers and slot not in left]
+            for slot in free[: max(0, min(most, self.size - len(self._workers) - len(left)))]:
+                self._workers[slot] = self._start_worker(slot)
+
+    def stop(self) -> None:
+        """Have the workers requeue or record their cells, and wait for them. A second Ctrl-C kills them."""
+        for worker in self._workers.values():
+            worker.send_signal(signal.SIGTERM)
+        try:
+            for worker in self._workers.values():
+                worker.wait()
+        except KeyboardInterrupt:
+            for worker in self._workers.values():
+                worker.kill()
+                worker.wait()
+            raise
+
+    def describe_last_failure(self) -> str:
+        """The last line of the log that was written to last, and which log that is."""
+        return read_last_log_line(self.job.folder)
+
+    def _start_worker(self, slot: int) -> subprocess.Popen[bytes]:
+        job = self.job
+        command = [
+            *(sys.executable, "-P", "-m", job.module),
+            *("--study", job.study),
+            *("--runs", str(job.runs.resolve())),
+            *("--threads", str(job.threads)),
+            *("--parent", job.parent_id),
+            *(["--command", job.command, "--slot", str(slot)] if job.command else []),
+            *("--execution", json.dumps(asdict(job.execution))),
+            *(["--keep-checkpoints"] if job.keep_checkpoints else []),
+            *(word for kind in job.loggers for word in ("--logger", kind)),
+            *(["--keys", str(self._keys)] if self._keys else []),
+            *("--import", *(str(file) for file in job.files)),
+        ]
+        addresses = {STORAGE_VARIABLE: job.storage, TRACKING_VARIABLE: job.tracking_uri}
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(job.threads))
+        with open(job.folder / f"worker-{socket.gethostname()}-{slot}.log", "ab", opener=open_private) as log:
+            return subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | threads | addresses | _assign_gpus(slot, job.execution.devices),
+                start_new_session=True,
+            )
+
+
+def read_last_log_line(folder: Path) -> str:
+    """The last line of the workers' log in a grid's folder that was written to last, and which log that is."""
+    logs = sorted(folder.glob("worker-*.log"), key=lambda path: path.stat().st_mtime)
+    if not logs:
+        return "no worker wrote a log"
+    lines = logs[-1].read_text(errors="replace").strip().splitlines()
+    return f"{lines[-1] if lines else 'nothing'} ({logs[-1]})"
+
+
+def _write_keys_file(job: Job) -> Path | None:
+    """A file with the keys of the cells to take, one a line: they may be too many for a command line."""
+    if job.keys is None:
+        return None
+    listed = "\n".join(sorted(job.keys))
+    # Another process may have been asked for other cells of the same study.
+    path = job.folder / "workers" / f"cells-{hashlib.sha256(listed.encode()).hexdigest()[:8]}.txt"
+    path.parent.mkdir(exist_ok=True)
+    write_text(path, listed)
+    return path.resolve()
+
+
+def _assign_gpus(slot: int, devices: int) -> dict[str, str]:
+    """The environment that gives a worker GPUs of its own, where there are any."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    if not gpus or not torch.cuda.is_available():
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[(slot * devices + i) % len(gpus)] for i in range(devices))}

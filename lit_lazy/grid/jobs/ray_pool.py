@@ -1,0 +1,260 @@
+"""Cells as tasks on a Ray cluster: the one that runs, or a Ray of this machine alone that ends with the command.
+
+Ray places the tasks by their share of CPUs and GPUs. Which cell a task executes is decided by the queue, as for every
+worker, and so is what is executed again: Ray itself repeats nothing.
+"""
+
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from lit_lazy.grid.jobs.job import Job
+from lit_lazy.grid.jobs.pool import ReapResult, read_last_log_line
+from lit_lazy.grid.jobs.worker import DISK_FULL, make_worker, prepare_process
+from lit_lazy.support.disk import PRIVATE, is_disk_full
+from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.secrets import RedactingFormatter
+from lit_lazy.training.devices import count_cores
+
+CONNECT_SECONDS, JOIN_SECONDS = 5.0, 30.0
+ORDERLY_SECONDS = 60.0
+"""How long interrupted tasks may take to requeue their cells; a task that is stuck elsewhere is not waited for."""
+AGAIN_SECONDS = 5.0
+"""Until a task that has not ended is interrupted again: one that is just beginning may miss the first."""
+FORCED_SECONDS = 10.0
+OBJECT_STORE_BYTES = 100 * 2**20
+"""Nearly the least that Ray takes: results go through the queue and MLflow."""
+
+log = logging.getLogger("lit_lazy.worker")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one cell takes of a machine."""
+
+    cpus: int
+    gpus: float
+    """A fraction of one GPU, or a whole number of them."""
+
+    def __str__(self) -> str:
+        return f"{self.cpus} CPU{'s' * (self.cpus != 1)} and {self.gpus:g} GPU{'s' * (self.gpus != 1)}"
+
+    def count_cells_in(self, cpus: float, gpus: float) -> int:
+        """How many cells of this share fit a machine. A fraction lies within one GPU."""
+        times = int(cpus // self.cpus)
+        if self.gpus == 0:
+            return times
+        return min(times, int(gpus // self.gpus) if self.gpus >= 1 else int(gpus) * int(1 / self.gpus))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Ray cluster that this process has joined."""
+
+    machines: Sequence[Mapping[str, Any]]
+    """Ray's own description of each."""
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether any machine has one."""
+        return any(gpus >= 1 for _, gpus in self._sizes)
+
+    @property
+    def other_machines(self) -> list[str]:
+        """Names of the machines beside this one."""
+        return sorted({machine["NodeManagerHostname"] for machine in self.machines} - {socket.gethostname()})
+
+    @property
+    def _sizes(self) -> list[tuple[float, float]]:
+        found = [machine["Resources"] for machine in self.machines]
+        return [(resources.get("CPU", 0.0), resources.get("GPU", 0.0)) for resources in found]
+
+    def count_cells(self, share: Share) -> int:
+        """How many cells run at once. Raises ValueError where that is none: they would wait for ever."""
+        times = sum(share.count_cells_in(cpus, gpus) for cpus, gpus in self._sizes)
+        if not times:
+            sizes = ", ".join(dict.fromkeys(f"{cpus:g} CPUs and {gpus:g} GPUs" for cpus, gpus in self._sizes))
+            raise ValueError(
+                f"--threads {share.cpus}, --gpus {share.gpus:g}: each cell asks for {share}, which no machine of the "
+                f"Ray cluster has (they have {sizes}); ask for less"
+            )
+        return times
+
+    def check_stores(self, **urls: str | None) -> None:
+        """Raise ValueError where machines beside this one could not reach a store: an sqlite file, or none given."""
+        local = [name for name, url in urls.items() if url is None or url.startswith("sqlite")]
+        if local and self.other_machines:
+            raise ValueError(
+                f"--launcher ray: the cluster has other machines ({', '.join(self.other_machines)}), which cannot use "
+                f"sqlite files of this one (here for {' and '.join(local)}); give --storage postgresql://... and set "
+                "MLFLOW_TRACKING_URI=http://..."
+            )
+
+
+@contextmanager
+def join_cluster(address: str) -> Iterator[Cluster]:
+    """Join the cluster at `HOST:PORT` or `auto`; for `local` start a Ray that ends with the block.
+
+    Raises ValueError, in one line, where that fails.
+    """
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        if address == "local":
+            size = {"num_cpus": count_cores(), "object_store_memory": OBJECT_STORE_BYTES}
+            ray.init("local", include_dashboard=False, **size, **quiet)
+        else:
+            _check_address(address)
+            ray.init(address, **quiet)
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, on_terminate)  # Ray's own handler aborts in the middle of that
+        yield Cluster([machine for machine in ray.nodes() if machine["Alive"]])
+    finally:
+        ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """Raise ValueError, in one line, where no cluster can be joined.
+
+    Ray itself would try for a quarter of an hour to reach a port that is closed, and for ever one that is not Ray's.
+    """
+    named = f"--ray-address {address!r}"
+    host, _, port = address.rpartition(":")
+    if address != "auto":
+        if "/" in address or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ValueError(f"{named}: must be HOST:PORT of the cluster's head, auto, or local")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        except OSError as error:
+            raise ValueError(
+                f"{named}: does not answer ({error}); give the HOST:PORT that `ray start` printed"
+            ) from None
+    attempt = [sys.executable, "-c", f"import ray; ray.init({address!r}, log_to_driver=False, logging_level='error')"]
+    try:
+        joining = subprocess.run(attempt, capture_output=True, text=True, timeout=JOIN_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            f"{named}: answers, but not as a Ray cluster; give the HOST:PORT that `ray start` printed"
+        ) from None
+    if joining.returncode:
+        why = (joining.stderr.strip().splitlines() or ["no reason given"])[-1][:300]
+        raise ValueError(f"{named}: cannot be joined ({why}); run this on a machine of the cluster, with its Ray")
+
+
+class RayPool:
+    """Tasks on the Ray cluster that this process has joined, each of which executes one cell."""
+
+    def __init__(self, job: Job, size: int, gpus: float) -> None:
+        self.job = dataclasses.replace(job, runs=job.runs.resolve())
+        self.size = size
+        # A share of no GPU is to use none, whatever the machine has.
+        environment = {"env_vars": {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}}
+        self._task = ray.remote(
+            num_cpus=job.threads * job.execution.devices, num_gpus=gpus, max_retries=0, runtime_env=environment
+        )(execute)
+        self._tasks: list[Any] = []
+        self._died = ""
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def reap(self) -> ReapResult:
+        """Forget the tasks that have ended."""
+        if not self._tasks:
+            return ReapResult()
+        ended, self._tasks = ray.wait(self._tasks, num_returns=len(self._tasks), timeout=0)
+        codes = [self._get_exit_code(task) for task in ended]
+        return ReapResult(crashed=codes.count(None), disk_full=codes.count(DISK_FULL))
+
+    def start(self, most: int) -> None:
+        """Submit up to `most` tasks, as far as there is room for them."""
+        for _ in range(min(most, self.size - len(self._tasks))):
+            self._tasks.append(self._task.remote(self.job, os.getcwd()))
+
+    def stop(self) -> None:
+        """Have the tasks requeue or record their cells; end those that do not. A second Ctrl-C ends all.
+
+        A task gets a KeyboardInterrupt, which reaches it between two steps of Python, not within a call that blocks.
+        """
+        try:
+            give_up = time.monotonic() + ORDERLY_SECONDS
+            while self._tasks and time.monotonic() < give_up:
+                # The last first, else one that waits for room would start in the place of a cancelled one.
+                for task in reversed(self._tasks):
+                    ray.cancel(task)
+                _, self._tasks = ray.wait(self._tasks, num_returns=len(self._tasks), timeout=AGAIN_SECONDS)
+        finally:
+            for task in self._tasks:
+                ray.cancel(task, force=True)
+            if self._tasks:
+                ray.wait(self._tasks, num_returns=len(self._tasks), timeout=FORCED_SECONDS)
+
+    def describe_last_failure(self) -> str:
+        """How the last task died, and the last line of the log of this machine's tasks."""
+        return f"{self._died}; {read_last_log_line(self.job.folder)}"
+
+    def _get_exit_code(self, task: Any) -> int | None:
+        try:
+            return ray.get(task)
+        except RayError as error:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            self._died = describe_exception(cause)
+            return None
+
+
+def execute(job: Job, folder: str) -> int:
+    """A task: execute one waiting cell, if there is one; 0, or DISK_FULL.
+
+    The process outlives its task, so a full disk is reported by the result, and what was opened is closed.
+    """
+    os.chdir(folder)
+    # Ray cancels by SIGINT, which a cluster that was started in the background would have every process ignore.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with _log_to_file(job):
+            prepare_process(job)
+            make_worker(job).work(most=1)
+    except SystemExit as stop:
+        if stop.code != DISK_FULL:
+            raise
+        return DISK_FULL
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        return DISK_FULL
+    return 0
+
+
+@contextmanager
+def _log_to_file(job: Job) -> Iterator[None]:
+    """Log into one file for all tasks of a grid on a machine."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    path = job.folder / f"worker-{socket.gethostname()}-ray.log"
+    path.touch(mode=PRIVATE)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(process)d %(name)s %(message)s"))
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    root.addHandler(handler)
+    try:
+        yield
+    except Exception:
+        log.exception("the task failed")
+        raise
+    finally:
+        root.removeHandler(handler)
+        handler.close()

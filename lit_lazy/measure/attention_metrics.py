@@ -1,0 +1,107 @@
+"""First-key weight, surviving mass and sparsity from the row statistics of attention."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flash_lazy import Stats
+from lit_lazy.attention import Attention
+from lit_lazy.measure.ratio_of_sums import RatioOfSums
+
+FIRST_KEY_MIN_POSITION = 8
+"""Rows before this 1-based position see so few keys that much weight on the first is no sign of a sink."""
+MIN_MASS = 1e-6
+"""A share of a mass below this is undefined."""
+
+
+class AttentionMetrics:
+    """Ratios of sums over layers, heads, sequences and rows; each accumulator is a torchmetrics `Metric`.
+
+    For every group of rows, under its name (the group "all" is not named):
+    `sink/first_key_weight`: mean weight on the first key, rows from `FIRST_KEY_MIN_POSITION` on;
+    `sink/first_key_share`: the same weight / the mass of the same rows;
+    `mass`: mean surviving mass of a row, before any renormalisation.
+    `sink/fixed_key_weight`: mean weight on a key that the data name (`watch`), rows from that position on too.
+    And over all rows `sparsity/zero`: the share of visible keys with a weight of 0.
+    Of what this process has seen: one process of a run measures, while the others train.
+    """
+
+    def __init__(
+        self,
+        row_groups: Sequence[str],
+        can_zero: bool,
+        renormalised: bool,
+        window: int | None = None,
+        signed: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """row_groups: row masks of the data, measured apart; without any, all rows are one group, "all".
+
+        can_zero: whether a weight can be exactly 0; otherwise there is no sparsity. renormalised: whether the weights
+        of a row with mass add up to 1. window: keys a row sees at most. signed: whether weights can be negative; then
+        there are no shares and no sparsity.
+        """
+        self.groups = tuple(row_groups) or ("all",)
+        self.renormalised, self.window = renormalised, window
+        self.ratios: dict[str, RatioOfSums] = {}
+        ratio = partial(RatioOfSums, sync_on_compute=False)
+        for group in self.groups:
+            suffix = "" if group == "all" else f"_{group}"
+            self.ratios[f"sink/first_key_weight{suffix}"] = ratio().to(device)
+            if not signed:
+                self.ratios[f"sink/first_key_share{suffix}"] = ratio(minimum=MIN_MASS).to(device)
+            self.ratios[f"mass/{group}"] = ratio().to(device)
+        if can_zero and not signed:
+            self.ratios["sparsity/zero"] = ratio().to(device)
+
+    @classmethod
+    def of(
+        cls, attentions: Sequence[Attention], row_groups: Sequence[str] = (), device: torch.device | str = "cpu"
+    ) -> "AttentionMetrics":
+        """For a model of these layers, which are alike. Of a model without attention nothing is defined."""
+        if not attentions:
+            return cls(row_groups, can_zero=False, renormalised=False, device=device)
+        first = attentions[0]
+        rule = first.normaliser
+        return cls(row_groups, rule.can_zero, first.renormalise, first.window, rule.signed, device)
+
+    def update(self, stats: Sequence[Stats], rows: Mapping[str, Tensor], place: Tensor | None = None) -> None:
+        """Add a batch: one `Stats` of `[B, H, L]` per layer, and each group's rows, bool `[B, L]`.
+
+        place: where each token stands in its document, int64 `[B, L]` from 0, where they see their document alone.
+        """
+        for layer in stats:
+            length = layer.mass.shape[-1]
+            own = torch.arange(length, device=layer.mass.device)[None] if place is None else place
+            for group in self.groups:
+                self._update_group(layer, group, rows[group], own)
+            if "sparsity/zero" in self.ratios:
+                seen = own + 1 if self.window is None else (own + 1).clamp(max=self.window)
+                self.ratios["sparsity/zero"].update(layer.zeros, seen[:, None].expand_as(layer.zeros))
+
+    def update_watched_key(self, weights: Sequence[Tensor], key: int, rows: Mapping[str, Tensor]) -> None:
+        """Add a batch's weights on the key at position `key`, from 1: `[B, H, L]` per layer, rows as in `update`."""
+        for layer in weights:
+            position = torch.arange(1, layer.shape[-1] + 1, device=layer.device)
+            for group in self.groups:
+                late = (rows[group] & (position >= max(key, FIRST_KEY_MIN_POSITION)))[:, None].expand_as(layer)
+                name = f"sink/fixed_key_weight{'' if group == 'all' else f'_{group}'}"
+                ratio = self.ratios.setdefault(name, RatioOfSums(sync_on_compute=False).to(layer.device))
+                ratio.update(layer[late], late)
+
+    def _update_group(self, layer: Stats, group: str, rows: Tensor, place: Tensor) -> None:
+        suffix = "" if group == "all" else f"_{group}"
+        selected = rows[:, None].expand_as(layer.mass)
+        self.ratios[f"mass/{group}"].update(layer.mass[selected], selected)
+        late = selected & (place >= FIRST_KEY_MIN_POSITION - 1)[:, None]
+        first, mass = layer.first_weight[late], layer.mass[late]
+        self.ratios[f"sink/first_key_weight{suffix}"].update(first, late)
+        if (share := self.ratios.get(f"sink/first_key_share{suffix}")) is not None:
+            share.update(first, mass > 0 if self.renormalised else mass)
+
+    def compute(self) -> dict[str, float]:
+        """The defined ratios by name."""
+        values = {name: ratio.compute().item() for name, ratio in self.ratios.items() if ratio.update_called}
+        return {name: value for name, value in values.items() if value == value}

@@ -1,0 +1,352 @@
+"""What the heads of one layer do: sinks, surviving mass, sparsity, entropy, spread of scores, norms of values.
+
+Each class is a torchmetrics `Metric` whose states are sums in float64, so a result does not depend on how the data was
+cut into batches or spread over processes. Rows that a `RowSummary` does not count enter nothing. What is undefined is
+NaN. Every result is a dict of float64 `[H, ...]`.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lit_lazy.measure.attention_metrics import MIN_MASS
+from lit_lazy.measure.row_statistics import FIRST_KEYS, TILES, RowSummary
+
+SINK_WEIGHT = 0.3
+"""A key with a mean weight above this is a sink (epsilon of Gu et al., arXiv 2410.10781)."""
+SPREAD_MIN_KEYS = 8
+"""Rows that see fewer keys say little about the spread of scores."""
+
+
+class _HeadMetric(Metric):
+    full_state_update = False
+    higher_is_better = None
+
+    def _add_sums(self, **shapes: tuple[int, ...]) -> None:
+        for name, shape in shapes.items():
+            self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def _wrap_compute(self, compute: Callable[[], Any]) -> Callable[[], Any]:
+        # torchmetrics squeezes a tensor of one element, but a layer of one head keeps its axis.
+        wrapped = super()._wrap_compute(lambda: SimpleNamespace(arrays=compute()))
+        return lambda: wrapped().arrays
+
+
+class _PositionMetric(_HeadMetric):
+    """length: rows of the longest sequence, the length of every result by position."""
+
+    def __init__(self, n_heads: int, length: int) -> None:
+        super().__init__()
+        self.n_heads, self.length, self.first_keys = n_heads, length, min(FIRST_KEYS, length)
+
+    def _check_length(self, length: int) -> None:
+        if length > self.length:
+            raise ValueError(
+                f"a batch has {length} rows, and {type(self).__name__}.length={self.length}; "
+                f"give a length of at least {length}"
+            )
+
+
+class Sink(_PositionMetric):
+    """alpha_k, the mean weight on key k over the rows i >= k (Gu et al., arXiv 2410.10781), for the first K keys.
+
+    `sink/weight` `[H, K]`: alpha_k over all sequences.
+    `sink/share` `[H, K]`: the sum of those weights / the sum of all weights of those rows; undefined where signed.
+    `sink/rate`, `sink/rate_share` `[H, K]`: share of the sequences whose own alpha_k, or whose own share, exceeds
+    `SINK_WEIGHT`; a sequence without mass has no sink.
+    `sink/position` `[H]`: 1-based key of the largest alpha in the first half of the sequence. The last keys have few
+    rows, so that their own weight alone makes a large alpha.
+    """
+
+    weight: Tensor
+    total: Tensor
+    sinks: Tensor
+    share_sinks: Tensor
+    shares: Tensor
+    sequences: Tensor
+    columns: Tensor
+    rows: Tensor
+
+    def __init__(self, n_heads: int, length: int) -> None:
+        super().__init__(n_heads, length)
+        per_key = (n_heads, self.first_keys)
+        self._add_sums(weight=per_key, total=per_key, sinks=per_key, share_sinks=per_key)
+        self._add_sums(
+            shares=(self.first_keys,), sequences=(self.first_keys,), columns=(n_heads, length), rows=(length,)
+        )
+
+    def update(self, summary: RowSummary) -> None:
+        length = summary.total.shape[-1]
+        self._check_length(length)
+        keys = min(self.first_keys, length)
+        rows = _reverse_cumsum(summary.counted.double())[:, None, :keys]
+        weight = summary.first.double().sum(2)
+        total = _reverse_cumsum(summary.total.double())[..., :keys] * (not summary.signed)
+        alpha = weight / rows.clamp(min=1)
+        share = torch.where(total / rows.clamp(min=1) < MIN_MASS, 0, weight / total)
+
+        self.weight[:, :keys] += weight.sum(0)
+        self.total[:, :keys] += total.sum(0)
+        self.sinks[:, :keys] += (alpha > SINK_WEIGHT).sum(0)
+        self.share_sinks[:, :keys] += (share > SINK_WEIGHT).sum(0)
+        self.sequences[:keys] += (rows > 0).sum((0, 1))
+        self.shares[:keys] += (rows > 0).sum((0, 1)) * (not summary.signed)
+        self.columns[:, :length] += summary.columns.double().sum(0)
+        self.rows[:length] += summary.counted.sum(0)
+
+    def compute(self) -> dict[str, Tensor]:
+        rows = _reverse_cumsum(self.rows)
+        first_rows = rows[: self.first_keys]
+        half = max(1, int((rows > 0).sum()) // 2)
+        alpha, key = (self.columns[:, :half] / rows[:half]).max(-1)
+        return {
+            "sink/weight": self.weight / first_rows,
+            "sink/share": _mask_undefined(self.total / first_rows >= MIN_MASS, self.weight / self.total),
+            "sink/rate": self.sinks / self.sequences,
+            "sink/rate_share": self.share_sinks / self.shares,
+            "sink/position": _mask_undefined(alpha > 0, (key + 1).double()),
+        }
+
+
+class Mass(_PositionMetric):
+    """Surviving mass, the sum of a row's weights before renormalising.
+
+    `mass/row` `[H, T]`: mean by position; `mass/first_key` `[H, T]`: mean weight on the first key by position, before
+    renormalising; `mass/empty_rows` `[H]`: share of the rows without a weight; `mass/dead` `[H]`: 1 where no row from
+    position 2 on has a weight, else 0 (row 1 sees one key, whose weight is 1 - tau).
+    """
+
+    mass: Tensor
+    first: Tensor
+    alive: Tensor
+    rows: Tensor
+
+    def __init__(self, n_heads: int, length: int) -> None:
+        super().__init__(n_heads, length)
+        by_position = (n_heads, length)
+        self._add_sums(mass=by_position, first=by_position, alive=by_position, rows=(length,))
+
+    def update(self, summary: RowSummary) -> None:
+        length = summary.mass.shape[-1]
+        self._check_length(length)
+        mass, total = summary.mass.double(), summary.total.double()
+        # Weights are w / mass once renormalised; mass / total takes that back, and is 1 otherwise.
+        first = summary.first[..., 0].double() * mass / torch.where(total != 0, total, 1)
+        self.mass[:, :length] += mass.sum(0)
+        self.first[:, :length] += first.sum(0)
+        self.alive[:, :length] += (mass != 0).sum(0)
+        self.rows[:length] += summary.counted.sum(0)
+
+    def compute(self) -> dict[str, Tensor]:
+        dead = (self.alive[:, 1:].sum(-1) == 0).double()
+        return {
+            "mass/row": self.mass / self.rows,
+            "mass/first_key": self.first / self.rows,
+            "mass/empty_rows": 1 - self.alive.sum(-1) / self.rows.sum(),
+            "mass/dead": _mask_undefined(self.rows[1:].sum() > 0, dead),
+        }
+
+
+class Sparsity(_HeadMetric):
+    """Shares of the visible keys, pooled over rows and sequences, all `[H]`; NaN where weights are signed.
+
+    `sparsity/zero`: a weight of 0; NaN where the normaliser gives none (`RowSummary.can_zero`).
+    `sparsity/small`: a weight of at most `SMALL_WEIGHT` (Softpick's measure, arXiv 2504.20966; not 0 for a softmax).
+    `sparsity/block_64`, `sparsity/block_128`: share of the square tiles with a visible key that hold no weight; a tile
+    at the end may be cut off. Sequences shorter than the tile do not count.
+    """
+
+    zeros: Tensor
+    small: Tensor
+    visible: Tensor
+    can_zero: Tensor
+    alive_tiles: Tensor
+    tiles: Tensor
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self._add_sums(zeros=(n_heads,), small=(n_heads,), visible=(), can_zero=())
+        self._add_sums(alive_tiles=(n_heads, len(TILES)), tiles=(len(TILES),))
+
+    def update(self, summary: RowSummary) -> None:
+        if summary.signed:
+            return
+        self.zeros += summary.zeros.double().sum((0, 2))
+        self.small += summary.small.double().sum((0, 2))
+        self.visible += (summary.visible * summary.counted).sum()
+        self.can_zero += summary.can_zero
+        self.alive_tiles += torch.stack([summary.alive_tiles[tile].sum(0) for tile in TILES], -1)
+        self.tiles += torch.stack([summary.tiles[tile].sum() for tile in TILES])
+
+    def compute(self) -> dict[str, Tensor]:
+        empty = 1 - self.alive_tiles / self.tiles
+        return {
+            "sparsity/zero": _mask_undefined(self.can_zero > 0, self.zeros / self.visible),
+            "sparsity/small": self.small / self.visible,
+            **{f"sparsity/block_{tile}": empty[:, index] for index, tile in enumerate(TILES)},
+        }
+
+
+class Entropy(_HeadMetric):
+    """Entropy H of a row's weights / their sum, means over the rows with mass, all `[H]`; NaN where weights are signed.
+
+    `entropy/nats`: H; `entropy/normalised`: H / ln n over the rows that see n >= 2 keys; `entropy/keys`: exp(H), the
+    effective number of keys; `entropy/participation`: 1 / the sum of the squares.
+    """
+
+    nats: Tensor
+    normalised: Tensor
+    keys: Tensor
+    participation: Tensor
+    rows: Tensor
+    wide_rows: Tensor
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        per_head = (n_heads,)
+        self._add_sums(nats=per_head, normalised=per_head, keys=per_head, participation=per_head)
+        self._add_sums(rows=per_head, wide_rows=per_head)
+
+    def update(self, summary: RowSummary) -> None:
+        alive = (summary.total > 0) & (not summary.signed)
+        wide = alive & (summary.visible >= 2)
+        entropy, log_visible = summary.entropy.double(), summary.visible.double().log()
+        self.nats += _sum_rows(entropy, alive)
+        self.normalised += _sum_rows(entropy / log_visible, wide)
+        self.keys += _sum_rows(entropy.exp(), alive)
+        self.participation += _sum_rows(1 / summary.squares.double(), alive)
+        self.rows += alive.sum((0, 2))
+        self.wide_rows += wide.sum((0, 2))
+
+    def compute(self) -> dict[str, Tensor]:
+        return {
+            "entropy/nats": self.nats / self.rows,
+            "entropy/normalised": self.normalised / self.wide_rows,
+            "entropy/keys": self.keys / self.rows,
+            "entropy/participation": self.participation / self.rows,
+        }
+
+
+class ScoreSpread(_HeadMetric):
+    """`scores/spread` `[H]`: standard deviation of the visible scores within a row, bias included, in nats.
+
+    The root of the mean variance over the rows that see at least `SPREAD_MIN_KEYS` keys.
+    """
+
+    variance: Tensor
+    rows: Tensor
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self._add_sums(variance=(n_heads,), rows=())
+
+    def update(self, summary: RowSummary) -> None:
+        wide = summary.counted & (summary.visible >= SPREAD_MIN_KEYS)
+        self.variance += _sum_rows(summary.score_variance.double(), wide[:, None])
+        self.rows += wide.sum()
+
+    def compute(self) -> dict[str, Tensor]:
+        return {"scores/spread": (self.variance / self.rows).sqrt()}
+
+
+class GaussianNull(_HeadMetric):
+    """What independent Gaussian scores would give in place of the measured ones, all `[H]`; NaN without a threshold.
+
+    Each row is held against normal scores of its own variance, number of keys and threshold (`null_sparsity`); one
+    spread for unlike rows would tell of an excess where there is none. Rows that see at least `SPREAD_MIN_KEYS` keys.
+    `sparsity/null`: the sparsity, pooled over keys as the measured one is; `sparsity/over_null`: the measured sparsity
+    of the same rows less that; `sparsity/null_mass`: the mean mass.
+    """
+
+    null: Tensor
+    zeros: Tensor
+    visible: Tensor
+    mass: Tensor
+    rows: Tensor
+    thresholded: Tensor
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self._add_sums(null=(n_heads,), zeros=(n_heads,), visible=(), mass=(n_heads,), rows=(), thresholded=())
+
+    def update(self, summary: RowSummary) -> None:
+        wide = summary.counted & (summary.visible >= SPREAD_MIN_KEYS)
+        sparsity, mass = null_sparsity(summary.score_variance.double().sqrt(), summary.theta * summary.visible)
+        self.null += _sum_rows(sparsity * summary.visible, wide[:, None])
+        self.zeros += _sum_rows(summary.zeros.double(), wide[:, None])
+        self.visible += (summary.visible * wide).sum()
+        self.mass += _sum_rows(mass, wide[:, None])
+        self.rows += wide.sum()
+        self.thresholded += summary.thresholded
+
+    def compute(self) -> dict[str, Tensor]:
+        defined = self.thresholded > 0
+        return {
+            "sparsity/null": _mask_undefined(defined, self.null / self.visible),
+            "sparsity/over_null": _mask_undefined(defined, (self.zeros - self.null) / self.visible),
+            "sparsity/null_mass": _mask_undefined(defined, self.mass / self.rows),
+        }
+
+
+class ValueNorms(_PositionMetric):
+    """`sink/value_norm` `[H, K]`: mean over sequences of |v_k| / mean_j |v_j|, v of the key-value head a head reads.
+
+    Far below 1 at a sink: the value-state drain of Guo et al. (arXiv 2410.13835).
+    """
+
+    ratio: Tensor
+    sequences: Tensor
+
+    def __init__(self, n_heads: int, length: int) -> None:
+        super().__init__(n_heads, length)
+        self._add_sums(ratio=(n_heads, self.first_keys), sequences=(n_heads, self.first_keys))
+
+    def update(self, v: Tensor, counted: Tensor | None = None) -> None:
+        """v `[B, Hkv, T, D]`; counted bool `[B, T]`, False at padding."""
+        self._check_length(v.shape[2])
+        counts = torch.ones_like(v[:, 0, :, 0], dtype=torch.bool) if counted is None else counted
+        norm = v.double().norm(dim=-1).repeat_interleave(self.n_heads // v.shape[1], 1)
+        norm = torch.where(counts[:, None], norm, 0)
+        mean = norm.sum(-1) / counts.sum(-1, keepdim=True).clamp(min=1)
+        keys = min(self.first_keys, v.shape[2])
+        defined = (mean[..., None] > 0) & counts[:, None, :keys]
+        self.ratio[:, :keys] += torch.where(defined, norm[..., :keys] / mean[..., None], 0).sum(0)
+        self.sequences[:, :keys] += defined.sum(0)
+
+    def compute(self) -> dict[str, Tensor]:
+        return {"sink/value_norm": self.ratio / self.sequences}
+
+
+def null_sparsity(spread: Tensor, strike: Tensor) -> tuple[Tensor, Tensor]:
+    """Sparsity and mass of rows of independent scores N(0, spread^2), many keys n, strike = n theta; shapes broadcast.
+
+    A weight n p is log-normal with mean 1 then, so the mass is the price of a call with that strike (Black and Scholes
+    1973): d1 = -ln(strike) / spread + spread / 2, d2 = d1 - spread, sparsity = 1 - Phi(d2) and mass = Phi(d1) - strike
+    Phi(d2). Without a positive threshold nothing is cut: sparsity 0, mass 1 - strike. The strike of threshold
+    "per_query" is tau.
+    """
+    spread, strike = spread.double(), strike.double()
+    sigma = spread.clamp(min=torch.finfo(torch.float64).tiny)
+    d1 = -strike.log() / sigma + sigma / 2
+    above = torch.special.ndtr(d1 - sigma)
+    sparsity = torch.where(strike > 0, 1 - above, 0)
+    mass = torch.where(strike > 0, torch.special.ndtr(d1) - strike * above, 1 - strike)
+    return sparsity, mass
+
+
+def _reverse_cumsum(x: Tensor) -> Tensor:
+    """Sum over the last dimension from each position to the end."""
+    return x.flip(-1).cumsum(-1).flip(-1)
+
+
+def _sum_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Sum of x `[B, H, T]` over the chosen rows, `[H]`."""
+    return torch.where(rows, x, 0).sum((0, 2))
+
+
+def _mask_undefined(defined: Tensor, x: Tensor) -> Tensor:
+    return torch.where(defined, x, torch.nan)

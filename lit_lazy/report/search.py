@@ -1,0 +1,197 @@
+"""What a search found: its points as a table, best first, with what has to be said of them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from lit_lazy.figures import save_figure
+from lit_lazy.figures.search import TITLES, make_search_figures
+from lit_lazy.grid.search.definition import Definition
+from lit_lazy.grid.search.queue import FEWEST_FOR_IMPORTANCE, GOOD_SHARE, SearchQueue
+from lit_lazy.grid.search.run import SearchWork
+from lit_lazy.support.disk import write_text
+from lit_lazy.support.secrets import format_command_line
+from lit_lazy.table.document import Block, BulletList, Heading, Paragraph, Tabular, to_html, to_markdown
+from lit_lazy.table.records import format_csv
+from lit_lazy.table.render import NOT_DEFINED
+from lit_lazy.table.search_points import Point
+from lit_lazy.tracking.tracker import Tracker
+
+SHOWN = 20
+"""Points in the table; the csv and json files hold all."""
+STATE_ORDER = ("complete", "pruned", "diverged", "failed", "running", "waiting")
+
+
+@dataclass(frozen=True)
+class SearchReport:
+    """A search's points, and what to say with them."""
+
+    id: str
+    definition: Definition
+    points: Sequence[Point]
+    importances: Mapping[str, float]
+    """By dotted path; empty with too few complete points."""
+    commits: Sequence[str]
+    command: str
+
+    @property
+    def ranking(self) -> list[Point]:
+        """Complete points from the best on, then the others, those that came farthest first."""
+
+        def rank(point: Point) -> tuple[float, ...]:
+            value = point.value if point.value is not None else -float(point.last_step)
+            return STATE_ORDER.index(point.state), value, point.number
+
+        return sorted(self.points, key=rank)
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write table.md, .csv, .json and .html, and the figures that there are points for; the paths."""
+        texts = {
+            "md": to_markdown(self.to_blocks()),
+            "csv": self.to_csv(),
+            "json": json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n",
+            "html": to_html(self.to_blocks()),
+        }
+        paths = [folder / f"table.{ending}" for ending in texts]
+        for path, text in zip(paths, texts.values(), strict=True):
+            write_text(path, text)
+        for name, figure in self.draw_figures().items():
+            paths += save_figure(figure, folder / name)
+        return paths
+
+    def draw_figures(self) -> dict[str, Figure]:
+        """The figures that there are points for, by file name."""
+        search = self.definition
+        return make_search_figures(self.id, search.objective, search.axes, search.names, self.points, self.importances)
+
+    def markdown(self) -> str:
+        """The table for a terminal and for GitHub."""
+        return to_markdown(self.to_blocks())
+
+    def to_json(self) -> dict[str, object]:
+        """Strict JSON; points from the best on."""
+        return {
+            "search": self.id,
+            "definition": asdict(self.definition),
+            "points": [asdict(point) for point in self.ranking],
+            "importances": dict(self.importances),
+            "commits": list(self.commits),
+            "command": self.command,
+        }
+
+    def to_csv(self) -> str:
+        """One line per point from the best on, its values in full; empty where there is none."""
+        axes = list(self.definition.axes)
+        head = [self.definition.objective, "steps", "last_validation", "state", "n", "run", "reason"]
+        lines: list[list[object]] = [["point", *axes, *head]]
+        for point in self.ranking:
+            params = [point.params.get(path) for path in axes]
+            measured = [
+                point.value,
+                self._count_steps(point),
+                point.reports.get(point.last_step),
+                point.state,
+                _count_seeds(point),
+            ]
+            lines.append([point.number, *params, *measured, point.run, point.reason])
+        return format_csv(lines)
+
+    def to_blocks(self) -> list[Block]:
+        """The table's parts."""
+        made = [
+            Heading(self.id, 2),
+            Paragraph(self._describe_search()),
+            self._build_grid(),
+            Paragraph(
+                "Every line is one training with one seed (n = 1), or none that was trained to its end (n = 0). Last: "
+                "the objective at the last validation, after the steps beside it."
+            ),
+        ]
+        if len(self.points) > SHOWN:
+            made.append(Paragraph(f"The first {SHOWN} of {len(self.points)} points; table.csv has all."))
+        return [*made, Heading("How to read this", 3), BulletList(tuple(self._make_notes()))]
+
+    def _describe_search(self) -> str:
+        counts = {state: sum(point.state == state for point in self.points) for state in STATE_ORDER}
+        told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+        names = self.definition.names
+        axes = "; ".join(f"{names[path]}: {axis}" for path, axis in self.definition.axes.items())
+        made = f"Seed: {self.definition.base['seed']}. Commit: {' and '.join(self.commits) or 'unknown'}."
+        return f"{told}. Axes: {axes}. {made} Made by: {self.command}"
+
+    def _build_grid(self) -> Tabular:
+        axes = self.definition.axes
+        header = (
+            "Point",
+            *self.definition.names.values(),
+            f"{TITLES[self.definition.objective]} ↓",
+            "steps",
+            "last",
+            "state",
+            "n",
+        )
+        rows = [
+            (
+                str(point.number),
+                *(f"{point.params[path]:.4g}" if path in point.params else NOT_DEFINED for path in axes),
+                NOT_DEFINED if point.value is None else f"{point.value:.5f}",
+                str(self._count_steps(point)),
+                f"{point.reports[point.last_step]:.5f}" if point.reports else NOT_DEFINED,
+                point.state,
+                str(_count_seeds(point)),
+            )
+            for point in self.ranking[:SHOWN]
+        ]
+        return Tabular(header, tuple(rows), 1)
+
+    def _count_steps(self, point: Point) -> int:
+        return self.definition.steps if point.state == "complete" else point.last_step
+
+    def _make_notes(self) -> list[str]:
+        search = self.definition
+        complete = sum(point.state == "complete" for point in self.points)
+        notes = [
+            "One seed per point: points that differ by less than the spread over seeds are not told apart. Run the "
+            "best few as rows of an ablation with several seeds before believing their order.",
+            "A pruned point has no final value. It was ended because its best validation until then was worse than the "
+            f"median of the complete points at the same step (from step {search.min_steps} of {search.steps} on, once "
+            f"{search.startup} points are complete); a slow starter can be lost that way. A diverged one had no finite "
+            "loss any more.",
+            f"Drawn by TPE with seed {search.seed}, at random until {search.startup} points are finished. With one "
+            "worker the same command draws the same points again; with several they depend on which point ends first.",
+        ]
+        if complete:
+            notes.insert(
+                1,
+                f"The best of {complete} noisy values looks better than its point is: another seed will, on average, "
+                "give it a greater loss.",
+            )
+        if self.importances:
+            shares = ", ".join(f"{search.names[path]} {100 * share:.0f} %" for path, share in self.importances.items())
+            notes.append(
+                f"Importance (PED-ANOVA): {shares}: how much each axis sets the best {GOOD_SHARE:.0%} of the "
+                f"{complete} complete points apart from the rest. Pruned points do not count, and below some 20 "
+                "complete points it is mostly chance."
+            )
+        else:
+            notes.append(f"No importances: they take at least {FEWEST_FOR_IMPORTANCE} complete points.")
+        failed = [point for point in self.points if point.state == "failed"]
+        notes += [f"Point {p.number} failed ({p.reason}); the same command draws another in its place." for p in failed]
+        return notes
+
+
+def publish_search(work: SearchWork, queue: SearchQueue, tracker: Tracker, parent_id: str) -> SearchReport:
+    """Write the report of a search into its folder and onto its parent run."""
+    commits = {run.tags["git_sha"] for run in tracker.find_children(parent_id) if run.state != "running"}
+    report = SearchReport(
+        work.id, work.definition, queue.points(), queue.importances(), sorted(commits), format_command_line()
+    )
+    tracker.log_files(parent_id, report.save(work.folder))
+    return report
+
+
+def _count_seeds(point: Point) -> int:
+    return int(point.state == "complete")

@@ -1,0 +1,160 @@
+"""What the heads do while a model trains: a few cheap figures of a small fixed batch, at steps that show when."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor
+
+from flash_lazy import Stats
+from lit_lazy.data import DataSource
+from lit_lazy.measure import AttentionMetrics
+from lit_lazy.measure.collapse import effective_rank, token_cosine
+from lit_lazy.measure.diagnostics import hook_layers
+from lit_lazy.measure.learned_parameters import collect_taus
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.training.module import LitLM
+from lit_lazy.training.trainer import AtStart
+
+NAMES = {
+    "sink/first_key_weight": "watch/first_key_weight",
+    "sink/first_key_share": "watch/first_key_share",
+    "mass/all": "watch/mass",
+    "sparsity/zero": "watch/sparsity",
+}
+"""Names during training of what `AttentionMetrics` calls otherwise: there a number of the whole validation set."""
+SEQUENCES = 4
+STATE_KEY = "Watch"
+"""Under which checkpoints of every version hold the state of `HeadMonitor`."""
+
+
+class HeadMonitor(AtStart):
+    """Logs sink, mass, sparsity, tau and the spread of the last hidden states of some validation sequences.
+
+    At steps 0 (the untrained model), 1, 2, 4, 8, ..., and at each validation. Step counts finished optimiser steps.
+    What is logged are means over heads; the tau of every head is kept, and goes with the trainer's checkpoints.
+    """
+
+    def __init__(self, source: DataSource, sequences: int = SEQUENCES) -> None:
+        self.batch = source.validation.__getitems__(list(range(min(sequences, len(source.validation)))))
+        self.taus: dict[int, Tensor] = {}
+        """By step, `[layers, H]`."""
+        self.losses: dict[int, float] = {}
+        """Of the validations, nats, by step."""
+
+    @property
+    def state_key(self) -> str:
+        """Constant, so that a renamed class still finds its state."""
+        return STATE_KEY
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taus": self.taus, "losses": self.losses}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.taus = dict(state_dict["taus"])
+        self.losses.update(state_dict.get("losses", {}))  # a checkpoint of an earlier version has none
+
+    def get_intermediate_losses(self, steps: int) -> dict[str, float]:
+        """`loss/at_25`, `loss/at_50` and `loss/at_75`: after so many percent of the steps, if validated then."""
+        at = {f"loss/at_{percent}": self.losses.get(steps * percent // 100) for percent in (25, 50, 75)}
+        return {name: loss for name, loss in at.items() if loss is not None}
+
+    def on_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """The untrained model; or, after a kill, what was due at the step of the checkpoint."""
+        step = trainer.global_step
+        if _is_due(step) or (isinstance(module, LitLM) and step % module.cfg.train.val_every == 0):
+            self._log_figures(trainer, module)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *_args: object, **_kwargs: object
+    ) -> None:
+        """Powers of two."""
+        if _is_due(trainer.global_step):
+            self._log_figures(trainer, pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Beside the validation's loss, which is kept."""
+        self.losses[trainer.global_step] = trainer.callback_metrics["val/loss"].item()
+        if not _is_due(trainer.global_step):
+            self._log_figures(trainer, pl_module)
+
+    def _log_figures(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if not isinstance(module, LitLM):
+            return
+        with module.use_average():
+            if (tau := _compute_tau_by_head(module.model)) is not None:
+                self.taus[trainer.global_step] = tau.cpu()
+            if trainer.logger is not None:
+                with trainer.precision_plugin.forward_context():
+                    batch = {name: value.to(module.device) for name, value in self.batch.items()}
+                    measured = measure_batch(module.model, batch["tokens"], batch.get("place"))
+                trainer.logger.log_metrics(measured, trainer.global_step)
+
+
+def tau_history(taus: Mapping[int, Tensor]) -> dict[str, np.ndarray]:
+    """A training's taus `[layers, H]` by step, as arrays of its diagnostics; none without a tau."""
+    if not taus:
+        return {}
+    steps = sorted(taus)
+    stacked = torch.stack([taus[step] for step in steps])
+    return {"watch/step": np.array(steps, np.int64), "watch/tau": stacked.numpy().astype(np.float32)}
+
+
+def _is_due(step: int) -> bool:
+    """0 and the powers of two."""
+    return step & (step - 1) == 0
+
+
+@torch.no_grad()
+def measure_batch(model: DecoderLM, tokens: Tensor, place: Tensor | None = None) -> dict[str, float]:
+    """The figures of a batch of tokens `[B, L]`, by their names under `watch/`; an undefined one is left out.
+
+    place: as `DecoderLM.forward` takes it.
+    """
+    was_training = model.training
+    hidden: dict[int, Tensor] = {}
+    try:
+        with hook_layers(model, on_hidden=hidden.__setitem__):
+            _, stats = model.eval().compute_hidden_with_stats(tokens, place)
+    finally:
+        model.train(was_training)
+    last = hidden[len(model.blocks)].float()
+    attention = AttentionMetrics.of(model.attentions, device=model.device)
+    attention.update(stats, {"all": torch.ones_like(tokens, dtype=torch.bool)}, place)
+    measured = {NAMES[name]: value for name, value in attention.compute().items()}
+    measured["watch/cosine"] = token_cosine(last).mean().item()
+    measured["watch/effective_rank"] = effective_rank(last).mean().item()
+    return measured | _compute_mass_metrics(stats) | _compute_tau_metrics(model)
+
+
+def _compute_mass_metrics(stats: Sequence[Stats]) -> dict[str, float]:
+    """Where surviving mass drifts to, by layer and by quarter of the positions; rows and heads that have none."""
+    if not stats:
+        return {}
+    mass = torch.stack([layer.mass for layer in stats]).double()  # [layers, B, H, L]
+    dead = (mass[..., 1:] == 0).all(3).all(1)  # row 1 sees one key, whose weight is 1 - tau
+    quarters = {f"watch/mass_quarter_{i}": part.mean() for i, part in enumerate(mass.tensor_split(4, -1), start=1)}
+    several = enumerate(mass) if len(mass) > 1 else ()  # the mass of a single layer is `watch/mass`
+    layers = {f"watch/mass_layer_{layer}": values.mean() for layer, values in several}
+    found = (
+        layers | quarters | {"watch/empty_rows": (mass == 0).double().mean(), "watch/dead_heads": dead.double().mean()}
+    )
+    return {name: value.item() for name, value in found.items() if not value.isnan()}
+
+
+def _compute_tau_by_head(model: DecoderLM) -> Tensor | None:
+    """Tau `[layers, H]`, of `per_token` the mean over positions; None without one."""
+    tau = collect_taus(model)
+    return None if tau is None else tau.reshape(*tau.shape[:2], -1).mean(-1)
+
+
+def _compute_tau_metrics(model: DecoderLM) -> dict[str, float]:
+    tau = collect_taus(model)
+    if tau is None:
+        return {}
+    means = {f"watch/tau_layer_{layer}": values.mean().item() for layer, values in enumerate(tau)}
+    if tau[0].numel() == 1:  # a layer's tau is its mean, its least and its greatest
+        return means
+    return means | {"watch/tau_min": tau.min().item(), "watch/tau_max": tau.max().item()}

@@ -1,0 +1,176 @@
+"""Offset parameters, bias curves and their best ALiBi fit, on models and on curves that are known."""
+
+import numpy as np
+import pytest
+import torch
+
+from lit_lazy.attention import (
+    Alibi,
+    AttentionCall,
+    AttentionSpec,
+    Elastic,
+    Fire,
+    KerpleLog,
+    LearnedBias,
+    NoBias,
+    Softmax,
+    T5Bias,
+)
+from lit_lazy.attention.bias import BiasModule, BiasTerms, alibi_slopes
+from lit_lazy.config.schema import ModelConfig
+from lit_lazy.measure.learned_parameters import collect_taus, compute_bias_curves, fit_alibi
+from lit_lazy.model.decoder import DecoderLM
+
+LAYERS, HEADS, CONTEXT = 3, 4, 24
+
+
+def model(normaliser=None, bias=None, window=None):
+    attention = AttentionSpec(normaliser or Softmax(), bias or NoBias(), window)
+    cfg = ModelConfig(d_model=16, n_layers=LAYERS, n_heads=HEADS, d_ff=8, attention=attention)
+    return DecoderLM(cfg, 11, CONTEXT, seed=0)
+
+
+def normal(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+class TestTaus:
+    @pytest.mark.parametrize("shape", [(), (1,), (HEADS + 1,), (HEADS, 2, 2)])
+    def test_a_parameter_of_that_name_that_is_not_by_head_is_none(self, shape):
+        other = model()
+        for layer in other.attentions:
+            layer.normaliser.tau = torch.nn.Parameter(torch.ones(shape))
+        assert collect_taus(other) is None
+
+    @pytest.mark.parametrize(
+        ("normaliser", "shape"),
+        [
+            (Elastic(0.5), (LAYERS, HEADS)),
+            (Elastic(0.5, learn_tau=False), (LAYERS, HEADS)),
+            (Elastic(0.5, threshold="per_token"), (LAYERS, HEADS, CONTEXT)),
+        ],
+    )
+    def test_of_each_layer_and_head(self, normaliser, shape):
+        elastic = model(normaliser)
+        before = collect_taus(elastic)
+        values = normal(*shape)
+        with torch.no_grad():
+            for layer, value in zip(elastic.attentions, values, strict=True):
+                layer.normaliser.tau.copy_(value)
+        assert torch.equal(collect_taus(elastic), values)
+        assert not collect_taus(elastic).requires_grad
+        assert torch.equal(before, torch.full(shape, 0.5))
+
+    def test_a_softmax_has_none(self):
+        assert collect_taus(model(Softmax())) is None
+
+
+class TestBiasCurves:
+    def test_alibi(self):
+        curves = compute_bias_curves(model(bias=Alibi()), CONTEXT)
+        expected = -torch.tensor(alibi_slopes(HEADS))[:, None] * torch.arange(CONTEXT)
+        assert torch.equal(curves, expected.expand(LAYERS, -1, -1))
+
+    @pytest.mark.parametrize(("table", "length"), [(6, 20), (20, 6), (6, 6)])
+    def test_a_table_is_zero_beyond_its_end(self, table, length):
+        learned = model(bias=LearnedBias(length=table))
+        values = normal(LAYERS, HEADS, table)
+        with torch.no_grad():
+            for layer, value in zip(learned.attentions, values, strict=True):
+                layer.bias.table.copy_(value)
+        curves = compute_bias_curves(learned, length)
+        assert curves.shape == (LAYERS, HEADS, length)
+        assert torch.equal(curves[..., :table], values[..., :length])
+        assert not curves[..., table:].any()
+        assert not curves.requires_grad
+
+    def test_a_table_may_be_longer_than_asked_for(self):
+        """As `flash_lazy.lazy_attention` takes it."""
+
+        class Whole(BiasModule):
+            def forward(self, n_keys):  # noqa: ARG002
+                return BiasTerms(table=normal(HEADS, 9), slopes=torch.ones(HEADS))
+
+        long = model(bias=Alibi())
+        for layer in long.attentions:
+            layer.bias = Whole()
+        expected = normal(HEADS, 9)[:, :5] - torch.arange(5)
+        assert torch.equal(compute_bias_curves(long, 5), expected.expand(LAYERS, -1, -1))
+
+    @pytest.mark.parametrize("bias", [Alibi(), LearnedBias(length=6), T5Bias(8, 20), KerpleLog(), Fire()])
+    def test_is_what_attention_adds_to_the_scores(self, bias):
+        """The scores of zero queries are the bias alone."""
+        biased = model(bias=bias)
+        with torch.no_grad():
+            for parameter in biased.attentions[-1].bias.parameters():
+                parameter.copy_(normal(*parameter.shape))
+        zeros = torch.zeros(1, HEADS, CONTEXT, 4)
+        curves = compute_bias_curves(biased, CONTEXT)
+        distance = torch.arange(CONTEXT)[:, None] - torch.arange(CONTEXT)
+        visible = distance >= 0
+        with torch.no_grad():
+            for layer, curve in zip(biased.attentions, curves, strict=True):
+                scores = layer.normaliser.compute_weights(
+                    AttentionCall(zeros, zeros, zeros, layer.bias(CONTEXT))
+                ).scores[0]
+                expected = curve[:, distance.clamp(min=0)]
+                torch.testing.assert_close(scores[:, visible], expected[:, visible], rtol=1e-5, atol=1e-6)
+
+    def test_none_without_a_bias(self):
+        assert compute_bias_curves(model(), CONTEXT) is None
+
+    def test_fire_refuses_what_is_beyond_its_length(self):
+        assert compute_bias_curves(model(bias=Fire(length=10)), 10).shape == (LAYERS, HEADS, 10)
+        with pytest.raises(ValueError, match=r"Fire\.length=10: cannot serve 11 keys"):
+            compute_bias_curves(model(bias=Fire(length=10)), 11)
+
+
+class TestAlibiFit:
+    def test_alibi_is_its_own_fit(self):
+        slope, distance = fit_alibi(compute_bias_curves(model(bias=Alibi()), CONTEXT))
+        assert slope.shape == distance.shape == (LAYERS, HEADS)
+        np.testing.assert_allclose(slope, np.tile(alibi_slopes(HEADS), (LAYERS, 1)), rtol=1e-12)
+        assert distance.max().item() < 1e-12
+
+    @pytest.mark.parametrize("constant", [0.0, -3.0, 1e3])
+    def test_a_table_of_minus_m_d(self, constant):
+        """Whatever constant lies on it, which no row of a softmax sees."""
+        learned = model(bias=LearnedBias())
+        slopes = torch.tensor([0.5, 0.01, 0.0625, -0.25], dtype=torch.float64)
+        with torch.no_grad():
+            for layer in learned.attentions:
+                layer.bias.table.copy_(constant - slopes[:, None] * torch.arange(CONTEXT))
+        slope, distance = fit_alibi(compute_bias_curves(learned, CONTEXT))
+        np.testing.assert_allclose(slope, slopes.expand(LAYERS, -1), atol=1e-5)
+        assert distance.max().item() < 1e-3
+
+    def test_equals_numpys_least_squares(self):
+        curves = normal(LAYERS, HEADS, CONTEXT)
+        slope, distance = fit_alibi(curves)
+        d = np.arange(CONTEXT)
+        for index in np.ndindex(LAYERS, HEADS):
+            curve = curves[index].double().numpy()
+            fitted = np.polyfit(d, curve, 1)
+            residual = curve - np.polyval(fitted, d)
+            assert slope[index].item() == pytest.approx(-fitted[0], rel=1e-9)
+            expected = np.linalg.norm(residual) / np.linalg.norm(curve - curve.mean())
+            assert distance[index].item() == pytest.approx(expected, rel=1e-9)
+
+    def test_distance_does_not_depend_on_scale(self):
+        curves = normal(LAYERS, HEADS, CONTEXT)
+        torch.testing.assert_close(fit_alibi(1000 * curves)[1], fit_alibi(curves)[1], rtol=1e-6, atol=0)
+
+    def test_a_curve_no_slope_helps(self):
+        """Even about its middle: the best line is flat, and all of the curve is residual."""
+        slope, distance = fit_alibi((torch.arange(9.0) - 4).square())
+        assert slope.item() == pytest.approx(0, abs=1e-12)
+        assert distance.item() == pytest.approx(1, rel=1e-12)
+
+    @pytest.mark.parametrize("level", [0.0, 0.1, -7.3])
+    def test_a_flat_curve_has_no_distance(self, level):
+        slope, distance = fit_alibi(torch.full((2, 11), level, dtype=torch.float64))
+        np.testing.assert_allclose(slope, 0, atol=1e-12)
+        assert distance.isnan().all()
+
+    def test_a_single_distance_has_neither(self):
+        assert torch.stack(fit_alibi(torch.ones(2, 1))).isnan().all()

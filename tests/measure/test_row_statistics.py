@@ -1,0 +1,227 @@
+"""The summary of rows, computed in blocks, against row by row loops over the whole matrix of weights in float64."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from layers import layer_shape
+
+from lit_lazy.attention import AttentionCall, BiasTerms, Elastic, Softmax
+from lit_lazy.measure import RowSummary, summarise
+from lit_lazy.measure.row_statistics import TILES
+
+BATCH, HEADS, KV_HEADS, LENGTH, WIDTH = 3, 4, 2, 151, 8
+TABLE = torch.linspace(1, -3, 40, dtype=torch.float64).expand(HEADS, 40) * torch.tensor([[0.1], [0.5], [1.0], [2.0]])
+SLOPES = torch.tensor([0.5, 0.1, 0.01, 0.0], dtype=torch.float64)
+
+SPECS = {
+    "softmax": (Softmax(), BiasTerms(), None),
+    "softmax_slopes_window": (Softmax(), BiasTerms(slopes=SLOPES), 20),
+    "per_query_table": (Elastic(), BiasTerms(table=TABLE), None),
+    "renormalised": (Elastic(renormalise=True), BiasTerms(), None),
+    "renormalised_window": (Elastic(renormalise=True), BiasTerms(table=TABLE), 70),
+    "per_token": (Elastic(threshold="per_token"), BiasTerms(), None),
+    "constant": (Elastic(0.02, threshold="constant"), BiasTerms(slopes=SLOPES), None),
+    "seq_len": (Elastic(threshold="seq_len"), BiasTerms(), None),
+    "negative": (Elastic(-0.5), BiasTerms(), None),
+}
+
+
+def build(spec):
+    """A normaliser in float64 whose heads have offsets of their own; the last one of per_query cuts everything off."""
+    module = spec.build(layer_shape(HEADS, 100, WIDTH)).double()
+    if spec == Softmax():
+        return module
+    factors = torch.tensor([0.25, 0.5, 1.0, 300.0 if spec == Elastic() else 1.5], dtype=torch.float64)
+    module.tau.data.mul_(factors if module.tau.ndim == 1 else factors[:, None] * torch.linspace(0.5, 1.5, 100))
+    return module
+
+
+def draw(length=LENGTH, batch=BATCH, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(batch, HEADS, length, WIDTH, dtype=dtype, generator=generator)
+    k = torch.randn(batch, KV_HEADS, length, WIDTH, dtype=dtype, generator=generator)
+    return 2 * q, k
+
+
+def naive(module, call, counted):
+    """The same summary from the whole matrix, one row at a time."""
+    whole, (q, window) = module.compute_weights(call), (call.q, call.window)
+    batch, heads, length, _ = q.shape
+    theta = module.theta(whole.rows)
+    thresholded = theta is not None and bool((theta != 0).any())
+    theta = torch.zeros(batch, heads, length) if theta is None else theta[..., 0].expand(batch, heads, length)
+    keys = min(8, length)
+    names = ("mass", "total", "theta", "zeros", "small", "entropy", "squares", "score_variance", "columns")
+    fields = {name: torch.zeros(batch, heads, length, dtype=q.dtype) for name in names}
+    first = torch.zeros(batch, heads, length, keys, dtype=q.dtype)
+    alive = {tile: torch.zeros(batch, heads) for tile in TILES}
+    tiles = {tile: torch.zeros(batch) for tile in TILES}
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(length):
+                if not counted[b, i]:
+                    continue
+                low = 0 if window is None else max(0, i + 1 - window)
+                w, scores = whole.w[b, h, i, low : i + 1], whole.scores[b, h, i, low : i + 1]
+                total = w.sum().item()
+                shares = [x / total for x in w.tolist() if x > 0]
+                fields["mass"][b, h, i] = torch.relu(
+                    torch.softmax(scores, 0) - theta[b, h, i]
+                ).sum()  # before any renormalising
+                fields["total"][b, h, i] = total
+                fields["theta"][b, h, i] = theta[b, h, i]
+                fields["zeros"][b, h, i] = (torch.softmax(scores, 0) <= theta[b, h, i]).sum()
+                fields["small"][b, h, i] = (w <= 1e-5).sum()
+                fields["entropy"][b, h, i] = -sum(x * math.log(x) for x in shares)
+                fields["squares"][b, h, i] = sum(x * x for x in shares)
+                fields["score_variance"][b, h, i] = scores.var() if len(scores) > 1 else 0
+                fields["columns"][b, h, low : i + 1] += w
+                first[b, h, i] = whole.w[b, h, i, :keys]
+        for tile in TILES:
+            if counted[b].sum() < tile:
+                continue
+            for row in range(0, length, tile):
+                for column in range(0, row + 1, tile):
+                    part = (slice(row, row + tile), slice(column, column + tile))
+                    seen = whole.rows.visible[0, 0][part] & counted[b, part[0], None]
+                    tiles[tile][b] += bool(seen.any())
+                    alive[tile][b] += ((whole.w[b, :, *part] > 0) & seen).any(-1).any(-1)
+    visible = torch.tensor([min(i, window or i) for i in range(1, length + 1)])
+    return RowSummary(
+        first=first,
+        visible=visible,
+        alive_tiles=alive,
+        tiles=tiles,
+        counted=counted,
+        thresholded=thresholded,
+        can_zero=thresholded,
+        signed=False,
+        **fields,
+    )
+
+
+def assert_same(measured, expected, **tolerance):
+    for name, value in expected._asdict().items():
+        torch.testing.assert_close(
+            getattr(measured, name),
+            value,
+            check_dtype=False,
+            msg=lambda text, name=name: f"{name}: {text}",
+            **tolerance,
+        )
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_blocks_equal_the_whole_matrix(name):
+    """Whatever the size of the blocks: rows one by one, sequences apart, everything at once."""
+    spec, bias, window = SPECS[name]
+    module, (q, k) = build(spec), draw()
+    call = AttentionCall(q, k, k, bias, window, renormalise=spec.renormalise)
+    counted = torch.arange(LENGTH) < torch.tensor([LENGTH, 130, 40])[:, None]
+    expected = naive(module, call, counted)
+    for most_scores in (1, 20 * HEADS * LENGTH, 300 * HEADS * LENGTH, 2**22):
+        assert_same(summarise(module, call, most_scores, counted), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_the_cases_are_not_trivial():
+    """Heads with and without mass, tiles with and without a weight, and thresholds that cut."""
+    spec, bias, window = SPECS["per_query_table"]
+    q, k = draw()
+    summary = summarise(build(spec), AttentionCall(q, k, k, bias, window))
+    assert (summary.mass[:, -1] == 0).all()
+    assert (summary.alive_tiles[64][:, -1] == 0).all()
+    assert (summary.mass[:, 0] > 0).all()
+    assert (summary.alive_tiles[64][:, 0] == 6).all()
+    assert 0 < summary.zeros[:, 0].sum() < summary.visible.sum() * BATCH
+    assert not summarise(build(Softmax()), AttentionCall(q, k, k)).thresholded
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 64, 65, 128, 129])
+def test_short_and_aligned_lengths(length):
+    module, (q, k) = build(Elastic(0.5)), draw(length)
+    counted = torch.ones(BATCH, length, dtype=torch.bool)
+    expected = naive(module, AttentionCall(q, k, k), counted)
+    assert_same(summarise(module, AttentionCall(q, k, k), 7 * HEADS * length), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_what_stands_at_padding_has_no_influence():
+    module, (q, k) = build(Elastic(0.5)), draw()
+    short, counted = 100, (torch.arange(LENGTH) < 100).expand(BATCH, -1)
+    q[:, :, short:], k[:, :, short:] = torch.nan, torch.nan
+    padded = summarise(module, AttentionCall(q, k, k), 10_000, counted)
+    q, k = q[:, :, :short], k[:, :, :short]
+    alone = summarise(module, AttentionCall(q, k, k))
+    for name in ("first", "mass", "total", "zeros", "small", "entropy", "squares", "score_variance", "columns"):
+        field = getattr(padded, name)
+        torch.testing.assert_close(field[:, :, :short], getattr(alone, name), msg=name)
+        assert (field[:, :, short:] == 0).all(), name
+    assert (padded.tiles[64] == 3).all()
+    assert (padded.tiles[128] == 0).all()
+    torch.testing.assert_close(padded.alive_tiles, alone.alive_tiles)
+    torch.testing.assert_close(padded.tiles, alone.tiles)
+
+
+def test_query_heads_read_the_keys_of_their_group():
+    module, (q, k) = build(Elastic(0.5)), draw(40)
+    grouped = summarise(module, AttentionCall(q, k, k))
+    k = k.repeat_interleave(HEADS // KV_HEADS, 1)
+    repeated = summarise(module, AttentionCall(q, k, k))
+    assert_same(grouped, repeated)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision_is_summarised_in_float32(dtype):
+    module, (q, k) = build(Elastic(0.5)), draw(40)
+    q, k = q.to(dtype), k.to(dtype)
+    exact = summarise(module, AttentionCall(q.double(), k.double(), k.double()))
+    rounded = summarise(module.float(), AttentionCall(q, k, k))
+    assert rounded.mass.dtype == torch.float32
+    for name in ("first", "mass", "total", "entropy", "squares", "score_variance", "columns"):
+        torch.testing.assert_close(getattr(rounded, name), getattr(exact, name).float(), rtol=1e-4, atol=1e-5)
+
+
+def test_no_graph_is_kept():
+    module, (q, k) = build(Elastic()), draw(20)
+    assert not summarise(module, AttentionCall(q.requires_grad_(), k, k)).mass.requires_grad
+
+
+PEAK = """
+import torch
+from pathlib import Path
+from lit_lazy.attention import AttentionCall, BiasTerms, Elastic, LayerShape
+from lit_lazy.measure import Entropy, Mass, ScoreSpread, Sink, Sparsity, ValueNorms, summarise
+
+HEADS, WIDTH = 16, 64
+torch.set_num_threads(1)
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+def step(length):
+    q, k, v = (torch.randn(1, HEADS, length, WIDTH) for _ in range(3))
+    bias = BiasTerms(torch.zeros(HEADS, 512))
+    shape = LayerShape(HEADS, HEADS, WIDTH, HEADS * WIDTH, length)
+    summary = summarise(Elastic().build(shape), AttentionCall(q, k, v, bias))
+    for metric in (Sink(HEADS, length), Mass(HEADS, length), Sparsity(HEADS), Entropy(HEADS), ScoreSpread(HEADS)):
+        metric.update(summary)
+        metric.compute()
+    ValueNorms(HEADS, length).update(v)
+
+step(64)  # loads the libraries' own buffers
+Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+before = status("VmRSS")
+step(8192)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+def test_a_long_layer_takes_less_than_a_gigabyte():
+    """L = 8192, 16 heads: q, k and v, the summary and all metrics, over the idle process."""
+    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 1e9

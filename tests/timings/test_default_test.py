@@ -1,0 +1,94 @@
+"""The simulation behind the default test: its candidates against plain computations, one table at a time."""
+
+import numpy as np
+import pytest
+from scipy import stats
+from scipy.special import polygamma
+
+from lit_lazy.table.statistics import compute_contrast, holm
+from timings.default_test import (
+    CANDIDATES,
+    CHOSEN,
+    Setting,
+    draw,
+    format_markdown,
+    make_settings,
+    moderate_variances,
+    reject_by_holm,
+    simulate,
+    trigamma_inverse,
+)
+
+TABLES = draw(Setting("e^0.5", 5, 4, "additive", 0.5), 6, np.random.default_rng(1))
+
+
+def expected(name, y):
+    """The p of the second row's difference to the first, in one table `y` [rows, seeds]."""
+    rows, n = y.shape
+    if name == "paired t":
+        return stats.ttest_rel(y[1], y[0]).pvalue
+    if name == "Welch-Satterthwaite":
+        return stats.ttest_ind(y[1], y[0], equal_var=False).pvalue
+    if name == CHOSEN:
+        values = {str(i): dict(enumerate(row)) for i, row in enumerate(y.tolist())}
+        return compute_contrast(values, {"1": 1.0, "0": -1.0}).p
+    # Least squares on dummies of rows and seeds, with the sandwich written out.
+    design = np.array([[*np.eye(rows)[i], *np.eye(n)[s][1:]] for i in range(rows) for s in range(n)])
+    inverse = np.linalg.inv(design.T @ design)
+    hat = design @ inverse @ design.T
+    residual = y.ravel() - hat @ y.ravel()
+    of_contrast = (inverse @ design.T)[1] - (inverse @ design.T)[0]
+    power = {"block model, HC2": 1, "block model, HC3": 2}[name]
+    variance = np.sum(of_contrast**2 * residual**2 / (1 - np.diag(hat)) ** power)
+    # Bell and McCaffrey: the moments of that quadratic form under equal variances.
+    maker = np.eye(rows * n) - hat
+    eigen = np.linalg.eigvalsh(maker @ np.diag(of_contrast**2 / (1 - np.diag(hat))) @ maker)
+    df = eigen.sum() ** 2 / (eigen**2).sum()
+    return 2 * stats.t.sf(abs(of_contrast @ y.ravel()) / np.sqrt(variance), df)
+
+
+@pytest.mark.parametrize("name", [name for name in CANDIDATES if not name.startswith("moderated")])
+def test_candidates_are_what_they_say(name):
+    p = CANDIDATES[name](TABLES)
+    assert p.shape == (6, 4)
+    assert p[:, 0] == pytest.approx([expected(name, y) for y in TABLES], rel=1e-6)
+
+
+def test_variances_are_squeezed_as_far_as_they_agree():
+    random = np.random.default_rng(2)
+    # A scaled inverse chi^2 prior with d0 = 6 and s0^2 = 2, 4 degrees of freedom each.
+    truth = 6 * 2.0 / random.chisquare(6, size=(1, 40_000))
+    sample = truth * random.chisquare(4, size=truth.shape) / 4
+    after, df = moderate_variances(sample, 4)
+    assert df[0, 0] == pytest.approx(10, rel=0.1)
+    assert after[0] == pytest.approx((6 * 2.0 + 4 * sample[0]) / 10, rel=0.1)
+    equal, df = moderate_variances(np.full((1, 8), 3.0), 4)
+    assert equal == pytest.approx(np.full((1, 8), 3.0))
+    assert df == pytest.approx(np.full((1, 8), 32.0))
+    assert polygamma(1, trigamma_inverse(np.array([0.01, 1.0, 50.0]))) == pytest.approx([0.01, 1.0, 50.0])
+
+
+def test_holm_is_the_tables():
+    p = np.random.default_rng(3).uniform(size=(200, 5)) ** 3
+    adjusted = [holm({str(i): v for i, v in enumerate(row)}) for row in p.tolist()]
+    assert reject_by_holm(p).tolist() == [[a[str(i)] < 0.05 for i in range(5)] for a in adjusted]
+
+
+def test_tables_have_the_spread_and_the_correlation_of_their_setting():
+    random = np.random.default_rng(4)
+    scaled = draw(Setting("quiet baseline", 3, 3, "scaled", 0.35), 40_000, random)
+    assert np.corrcoef(scaled[:, :, 0].T)[np.triu_indices(3, 1)] == pytest.approx([0.35] * 3, abs=0.02)
+    assert scaled.std((0, 2)) == pytest.approx([np.exp(-1.5), 1, 1], rel=0.02)
+    additive = draw(Setting("loud row", 3, 3, "additive", 0.7), 40_000, random)
+    assert additive.var((0, 2)) == pytest.approx([1, 0.7 + 0.3 * np.exp(3), 1], rel=0.04)
+    assert np.cov(additive[:, 0, 0], additive[:, 1, 0])[0, 1] == pytest.approx(0.7, abs=0.05)
+
+
+def test_the_result_names_every_setting_and_says_how_it_was_made(tmp_path, capsys):
+    result = simulate(4, tmp_path / "made.json")
+    assert len(result["settings"]) == len(list(make_settings())) == 180
+    text = (tmp_path / "made.md").read_text()
+    assert text == format_markdown(result)
+    assert text in capsys.readouterr().out
+    for word in (*CANDIDATES, "numpy", "commit"):
+        assert word in text

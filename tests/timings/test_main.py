@@ -1,0 +1,33 @@
+"""`python3 -m timings`: every file that cannot be written is refused in one line, before anything is measured."""
+
+from pathlib import Path
+
+import pytest
+
+from lit_lazy.command.main import main
+from timings.__main__ import make_parser
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["step", "--out", "folder.json"], "folder.json is there and cannot be written; name another file"),
+        (["step", "--out", "/proc/x.json"], "--out '/proc': nothing can be written there"),
+        (["step", "--out", "steps.txt"], "must end in .json"),
+        (["grid", "--out", "loop/x.json"], "Too many levels of symbolic links; name another"),
+        (["grid", "--cells", "many"], "--cells"),
+        (["diagnostics", "--length", "8"], "unknown argument '--length'"),
+    ],
+)
+def test_bad_input_is_refused(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    Path("folder.json").mkdir()
+    try:
+        status = main(words, make_parser)
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,146 @@
+"""What is logged while a model trains: when, the right figures, and without a trace in the training."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, Softmax
+from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
+from lit_lazy.data.backcopy import Backcopy
+from lit_lazy.measure.diagnostics import Diagnostics
+from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
+from lit_lazy.training.head_monitor import measure_batch
+from lit_lazy.training.module import LitLM
+from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT
+from lit_lazy.training.run import run
+
+HEADS = ("watch/first_key_weight", "watch/mass", "watch/cosine", "watch/effective_rank")
+TAUS = ("watch/tau_layer_0", "watch/tau_layer_1", "watch/tau_min", "watch/tau_max")
+
+
+def config(attention: AttentionSpec, **train: object) -> RunConfig:
+    steps = {"steps": 20, "batch_size": 8, "warmup_steps": 2, "val_every": 8, "checkpoint_every": 5, "log_every": 5}
+    return RunConfig(
+        data=Backcopy(vocab_size=16, context_length=16, train_sequences=48, validation_sequences=16),
+        model=ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=32, attention=attention),
+        train=TrainConfig(**{**steps, **train}),
+    )
+
+
+def logged(folder: Path) -> dict[str, dict[int, float]]:
+    """The watched metrics of a run by name and step; nothing is logged twice."""
+    found: dict[str, dict[int, float]] = {}
+    for line in read_lines(folder / METRICS):
+        for name, value in line.metrics.items():
+            if name.startswith("watch/"):
+                assert line.step not in found.setdefault(name, {}), (name, line.step)
+                found[name][line.step] = value
+    return found
+
+
+@pytest.mark.parametrize("attention", [AttentionSpec(Elastic(), LearnedBias()), AttentionSpec(Softmax())], ids=str)
+def test_steps_and_figures(tmp_path: Path, attention: AttentionSpec) -> None:
+    cfg = config(attention)
+    run(cfg, tmp_path, logger=MetricFile(tmp_path), keep_checkpoint=True)
+    found = logged(tmp_path)
+    elastic = isinstance(attention.normaliser, Elastic)
+    assert found.keys() >= {*HEADS, *(TAUS if elastic else ())}
+    assert ("watch/sparsity" in found) == ("watch/tau_min" in found) == elastic
+    for name in found:
+        if name != "watch/first_key_share":  # undefined while no weight survives
+            assert sorted(found[name]) == [0, 1, 2, 4, 8, 16], name
+    source = cfg.data.load()
+    untrained = LitLM.create(cfg, source.vocab_size, source.context_length)
+    tokens = source.validation.sequences[:4, :-1].long()
+    assert measure_batch(untrained.model, tokens) == {name: values[0] for name, values in found.items() if 0 in values}
+    kept = Diagnostics.load(tmp_path / DIAGNOSTICS).arrays
+    assert ("watch/tau" in kept) == elastic
+    if elastic:
+        assert {found[name][0] for name in TAUS} == {1.0}
+        assert found["watch/tau_min"][16] < 1.0
+        assert kept["watch/step"].tolist() == [0, 1, 2, 4, 8, 16]
+        tau = kept["watch/tau"]
+        assert tau.shape == (6, 2, 2)
+        expected = [*tau.mean(2).T, tau.min((1, 2)), tau.max((1, 2))]
+        for name, values in zip(TAUS, expected, strict=True):
+            assert list(found[name].values()) == pytest.approx(values), name
+    else:
+        assert found["watch/mass"] == pytest.approx(dict.fromkeys(found["watch/mass"], 1.0))
+
+
+def test_figures_are_those_of_the_model() -> None:
+    """The weight on the first key and the mass, against weights written out from the layers' own queries and keys."""
+    cfg = config(AttentionSpec(Elastic(tau_init=0.7), LearnedBias(init_std=1.0)))
+    source = cfg.data.load()
+    module = LitLM.create(cfg, source.vocab_size, source.context_length).train()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    tokens = source.validation.sequences[:3, :-1].long()
+    weights = []
+
+    def write_out(normaliser, inputs):
+        weights.append(normaliser.compute_weights(inputs[0]))
+
+    hooks = [layer.normaliser.register_forward_pre_hook(write_out) for layer in module.model.attentions]
+    found = measure_batch(module.model, tokens)
+    for hook in hooks:
+        hook.remove()
+    mass = torch.stack([layer.mass for layer in weights])
+    first = torch.stack([layer.w[..., 0] for layer in weights])[..., 7:]
+    assert found["watch/mass"] == pytest.approx(mass.mean().item(), rel=1e-5)
+    assert found["watch/first_key_weight"] == pytest.approx(first.mean().item(), rel=1e-5)
+    assert found["watch/first_key_share"] == pytest.approx((first.sum() / mass[..., 7:].sum()).item(), rel=1e-5)
+    assert module.training
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert not module.model.blocks[-1]._forward_hooks
+
+
+@pytest.mark.parametrize("tau", [0.7, 1.4])
+def test_masses_are_those_of_layers_and_quarters_and_dead_ones_are_counted(tau: float) -> None:
+    cfg = config(AttentionSpec(Elastic(tau_init=tau), LearnedBias(init_std=1.0)))
+    source = cfg.data.load()
+    model = LitLM.create(cfg, source.vocab_size, source.context_length).model.double()
+    model.attentions[1].normaliser.tau.data[0] = 100.0
+    tokens = source.validation.sequences[:3, :-1].long()
+    weights = []
+    hooks = [
+        layer.normaliser.register_forward_pre_hook(lambda rule, args: weights.append(rule.compute_weights(args[0])))
+        for layer in model.attentions
+    ]
+    found = measure_batch(model, tokens)
+    for hook in hooks:
+        hook.remove()
+    mass = torch.stack([layer.mass for layer in weights])
+    for layer in range(2):
+        assert found[f"watch/mass_layer_{layer}"] == pytest.approx(mass[layer].mean().item())
+    for quarter in range(4):
+        part = mass[..., 4 * quarter : 4 * quarter + 4]
+        assert found[f"watch/mass_quarter_{quarter + 1}"] == pytest.approx(part.mean().item())
+    assert found["watch/empty_rows"] == (mass == 0).double().mean().item()
+    least = 0.25 + (0.75 / 16 if tau >= 1 else 0)
+    assert found["watch/empty_rows"] >= least, "one head of four, and row 1, whose weight is 1 - tau"
+    assert found["watch/dead_heads"] == 0.25
+
+
+def test_watching_changes_nothing(tmp_path: Path) -> None:
+    """Without a logger nothing is watched: the same weights."""
+    cfg = config(AttentionSpec(Elastic(), LearnedBias()))
+    watched = run(cfg, tmp_path / "watched", logger=MetricFile(tmp_path / "watched"), keep_checkpoint=True)
+    alone = run(cfg, tmp_path / "alone", keep_checkpoint=True)
+    assert replace(watched, timings={}) == replace(alone, timings={})
+    first, second = (
+        torch.load(tmp_path / name / FINAL_CHECKPOINT, weights_only=True)["state_dict"] for name in ("watched", "alone")
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_nothing_is_logged_under_two_names() -> None:
+    """One layer's mass is the mass; a single tau is its own mean, least and greatest."""
+    cfg = config(AttentionSpec(Elastic(tau_init=0.7), LearnedBias()))
+    cfg = replace(cfg, model=replace(cfg.model, n_layers=1, n_heads=1))
+    source = cfg.data.load()
+    module = LitLM.create(cfg, source.vocab_size, source.context_length)
+    found = measure_batch(module.model, source.validation.sequences[:3, :-1].long())
+    assert "watch/mass" in found
+    assert [name for name in found if "tau" in name or "layer" in name] == ["watch/tau_layer_0"]

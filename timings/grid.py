@@ -1,0 +1,300 @@
+"""What a grid costs beside its training: queue and tracking against bare `Trainer.fit`, and per cell by grid size."""
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lit_lazy.attention import Elastic, LearnedBias
+from lit_lazy.config.files import find, load_experiment
+from lit_lazy.config.schema import RunConfig, TrainConfig
+from lit_lazy.config.serialisation import from_dict, replace_at
+from lit_lazy.grid.ablation import Ablation, Cell, expand, hash_row_definitions, make_row_infos, select_rows
+from lit_lazy.grid.jobs.job import Job
+from lit_lazy.grid.jobs.worker import Worker, make_worker, prepare_process
+from lit_lazy.grid.plan import PLAN, Plan, build_table_from_mlflow
+from lit_lazy.grid.queue.storage import default_storage
+from lit_lazy.table.columns import COLUMNS
+from lit_lazy.table.render import save
+from lit_lazy.tracking.spool import Spool
+from lit_lazy.tracking.tracker import Tracker, default_uri
+from lit_lazy.training.execution import ONE_DEVICE
+from lit_lazy.training.module import LitLM
+from lit_lazy.training.prepare import prepare
+from lit_lazy.training.result import RunResult
+from lit_lazy.training.run import STRONGEST, measure_model, run
+from lit_lazy.training.trainer import fit, make_trainer
+from timings.results import collect_provenance, format_provenance, publish
+
+SIZES, CELL_SECONDS, PAIRS = (100, 1_000, 10_000), 20.0, 5
+SEEDS = 5
+CALIBRATION_STEPS = 100
+ENDS = 50
+"""Cells at the beginning and at the end of a grid whose cost is compared."""
+
+
+@dataclass
+class Clock:
+    """Seconds of wall time and of this process's CPU time, all threads, by name."""
+
+    wall: dict[str, list[float]] = field(default_factory=dict)
+    cpu: dict[str, list[float]] = field(default_factory=dict)
+
+    @contextmanager
+    def measure(self, name: str) -> Any:
+        """Time a piece of work under a name."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        yield
+        self.wall.setdefault(name, []).append(time.perf_counter() - wall)
+        self.cpu.setdefault(name, []).append(time.process_time() - cpu)
+
+
+def bench_grid(
+    sizes: Sequence[int] = SIZES,
+    cell_seconds: float = CELL_SECONDS,
+    pairs: int = PAIRS,
+    out: Path | None = None,
+    console: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Measure, print the tables by `console`, and write `out` (.json) and the tables beside it (.md).
+
+    sizes: numbers of cells, multiples of 5. cell_seconds: what a cell should train. Raises ValueError where they are
+    not usable.
+    """
+    if any(size < SEEDS or size % SEEDS for size in sizes):
+        raise ValueError(f"--cells {','.join(map(str, sizes))}: each must be a multiple of {SEEDS}, the seeds of a row")
+    if pairs < 2:
+        raise ValueError(f"pairs={pairs}: must be 2 or more, or there is no spread")
+    with tempfile.TemporaryDirectory(prefix="lit-lazy-bench-") as folder:
+        result = {
+            **collect_provenance(out),
+            "overhead": measure_overhead(Path(folder), cell_seconds, pairs, console),
+            "per_cell": [measure_per_cell(Path(folder) / str(size), size, console) for size in sizes],
+        }
+    publish(result, format_tables(result), out, console)
+    return result
+
+
+def measure_overhead(folder: Path, cell_seconds: float, pairs: int, console: Callable[[str], None]) -> dict[str, Any]:
+    """Cells through queue and tracking, taking turns with bare trainings of the same config."""
+    runs = folder / "runs"
+    runs.mkdir()
+    worker = _make_bench_worker(runs)
+    base, clock = _load_lazy_config("backcopy"), Clock()
+    train_bare(replace(base, train=_set_steps(base, CALIBRATION_STEPS)), folder / "warm", Clock())
+    train_bare(replace(base, train=_set_steps(base, CALIBRATION_STEPS)), folder / "calibrate", clock)
+    steps = max(CALIBRATION_STEPS, round(CALIBRATION_STEPS * cell_seconds / clock.wall.pop("fit")[0]))
+    base, clock = replace(base, train=_set_steps(base, steps)), Clock()
+    cells = expand(select_rows(_make_ablation(1, pairs), [], []), base)
+    worker.queue.add_missing(cells)
+    for number, cell in enumerate(cells):
+        console(f"overhead: pair {number + 1} of {pairs}, {steps} steps a cell")
+        legs = [
+            lambda cell=cell, number=number: train_bare(from_dict(RunConfig, cell.config), folder / str(number), clock),
+            lambda: _run_one_cell(worker, clock),
+        ]
+        for leg in legs if number % 2 else reversed(legs):
+            leg()
+    train = [_read_result(runs, cell).timings["train_seconds"] for cell in cells]
+    by_pair = {
+        name: [
+            (whole - measuring - fitted) / fitted
+            for whole, measuring, fitted in zip(times["cell"], times["measure"], times["fit"], strict=True)
+        ]
+        for name, times in (("wall", clock.wall), ("cpu", clock.cpu))
+    }
+    return {
+        "steps": steps,
+        "wall_seconds": clock.wall | {"fit in the cell": train},
+        "cpu_seconds": clock.cpu,
+        "overhead": {name: _summarise(values) for name, values in by_pair.items()},
+    }
+
+
+def train_bare(cfg: RunConfig, folder: Path, clock: Clock) -> None:
+    """`Trainer.fit` with its checkpoints and without a logger, and what every run measures before and after."""
+    source = prepare(cfg)
+    module = LitLM.create(cfg, source.vocab_size, source.context_length)
+    trainer = make_trainer(cfg, folder, None, (), show_progress=False, execution=ONE_DEVICE)
+    module.model.to(trainer.strategy.root_device)
+    with clock.measure("measure"):
+        measure_model(module, source, maps=None)
+    with clock.measure("fit"):
+        fit(trainer, module, cfg, source, None)
+    wall, cpu = time.perf_counter(), time.process_time()
+    measure_model(module, source, STRONGEST)
+    clock.wall["measure"][-1] += time.perf_counter() - wall
+    clock.cpu["measure"][-1] += time.process_time() - cpu
+
+
+def _run_one_cell(worker: Worker, clock: Clock) -> None:
+    with clock.measure("cell"):
+        worker.work(most=1)
+
+
+def _read_result(runs: Path, cell: Cell) -> RunResult:
+    result = RunResult.read(runs / "bench" / "cells" / cell.key)
+    if result is None:
+        raise RuntimeError(f"{cell.variant} seed {cell.seed} left no result")
+    return result
+
+
+def _set_steps(base: RunConfig, steps: int) -> TrainConfig:
+    return replace(base.train, steps=steps)
+
+
+def measure_per_cell(runs: Path, size: int, console: Callable[[str], None]) -> dict[str, Any]:
+    """Milliseconds per cell of everything that is done to a grid of `size` cells but its training."""
+    base = _load_lazy_config("backcopy_tiny")
+    ablation = _make_ablation(size // SEEDS, SEEDS)
+    times: dict[str, float] = {}
+
+    @contextmanager
+    def measure_time(name: str, cells: int = size) -> Any:
+        started = time.perf_counter()
+        yield
+        times[name] = 1000 * (time.perf_counter() - started) / cells
+
+    console(f"{size} cells: expanding and enqueueing")
+    with measure_time("expand"):
+        chosen = select_rows(ablation, [], [])
+        cells = expand(chosen, base)
+        facts = hash_row_definitions(ablation, base)
+    runs.mkdir(parents=True)
+    worker = _make_bench_worker(runs)
+    queue, tracker, parent = worker.queue, worker.tracker, worker.parent_id
+    with measure_time("enqueue"):
+        queue.add_missing(cells)
+    with measure_time("status"):
+        queue.states()
+    plan = Plan(
+        ablation="bench",
+        base="backcopy_tiny",
+        baseline=cells[0].variant,
+        command="",
+        rows=tuple(make_row_infos(chosen, "backcopy_tiny")),
+        columns=COLUMNS,
+        contrasts=(),
+        axes=tuple(cells[0].axes),
+        definitions=facts,
+        facts={},
+    )
+    tracker.log_text(parent, plan.to_json(), PLAN)
+    result = _run_tiny(base)
+    console(f"{size} cells: handing out, tracking and completing")
+    record, claim = [], []
+    for cell in cells:
+        started = time.perf_counter()
+        task = queue.claim({"host": "bench", "pid": "0", "lock": "none"})
+        if task is None:
+            raise RuntimeError("the queue is empty too early")
+        between = time.perf_counter()
+        spool = Spool(tracker, runs / "bench" / "cells" / cell.key, worker.make_card(cell))
+        (runs / "bench" / "cells" / cell.key).mkdir(parents=True)
+        # The loss differs from cell to cell, as it does in life.
+        loss = result.metrics["loss/val"] + cell.seed + len(record) % 7
+        spool.finish(replace(result, metrics=result.metrics | {"loss/val": loss}))
+        done = time.perf_counter()
+        queue.complete(task, loss)
+        claim.append(between - started + time.perf_counter() - done)
+        record.append(done - between)
+    for name, seconds in (("hand out and complete", claim), ("track", record)):
+        first, last = (statistics.median(part) for part in (seconds[:ENDS], seconds[-ENDS:]))
+        times[name] = 1000 * statistics.mean(seconds)
+        times[f"{name}, first {ENDS}"], times[f"{name}, last {ENDS}"] = 1000 * first, 1000 * last
+    with measure_time("status when done"):
+        queue.states()
+    console(f"{size} cells: table")
+    with measure_time("table"):
+        save(build_table_from_mlflow(tracker, parent), runs / "table")
+    shutil.rmtree(runs)
+    return {"cells": size, "milliseconds": times}
+
+
+def _make_bench_worker(runs: Path) -> Worker:
+    """A worker of a new grid, in this process as it would be in one of its own."""
+    job = Job(
+        storage=default_storage(runs),
+        study="bench",
+        runs=runs,
+        tracking_uri=default_uri(runs),
+        parent_id=Tracker(default_uri(runs), runs, "bench").start_run("bench", {"kind": "ablation"}, {}, {}),
+        command=None,
+        threads=1,
+        keep_checkpoints=False,
+        keys=None,
+        files=(),
+    )
+    prepare_process(job)
+    return make_worker(job)
+
+
+def _make_ablation(rows: int, seeds: int) -> Ablation:
+    """Rows that differ in tau_init."""
+    return Ablation(
+        name="bench",
+        baseline="tau_init=0.0",
+        seeds=tuple(range(seeds)),
+        columns=COLUMNS,
+        axes={"model.attention.normaliser.tau_init": tuple(2.0 * row / rows for row in range(rows))},
+    )
+
+
+def _load_lazy_config(experiment: str) -> RunConfig:
+    changes = {"model.attention.normaliser": Elastic(), "model.attention.bias": LearnedBias()}
+    return replace_at(load_experiment(find("experiments", experiment)), changes)
+
+
+def _run_tiny(base: RunConfig) -> RunResult:
+    """A real result's shape: every metric of a finished run."""
+    with tempfile.TemporaryDirectory(prefix="lit-lazy-bench-") as folder:
+        return run(base, Path(folder))
+
+
+def _summarise(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+
+
+def _format_median(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f}"
+
+
+def format_tables(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    over = result["overhead"]
+    lines = [
+        "| seconds of a cell, median | wall | CPU |",
+        "|:---|---:|---:|",
+        *(
+            f"| {name} | {_format_median(over['wall_seconds'][key])} | {_format_median(over['cpu_seconds'][key])} |"
+            for name, key in (
+                ("bare `Trainer.fit`", "fit"),
+                ("what is measured before and after", "measure"),
+                ("the whole cell, from its claim to its record", "cell"),
+            )
+        ),
+        "",
+        "Queue and tracking, as a share of bare `Trainer.fit` "
+        f"({over['steps']} steps; paired cells, one thread; [least, most]): "
+        + ", ".join(
+            f"{name} {100 * s['median']:.1f} % [{100 * s['least']:.1f}, {100 * s['most']:.1f}]"
+            for name, s in over["overhead"].items()
+        )
+        + ".",
+        "",
+    ]
+    rows = result["per_cell"]
+    names = list(rows[0]["milliseconds"])
+    lines += [
+        "| milliseconds per cell | " + " | ".join(f"{row['cells']:,} cells" for row in rows) + " |",
+        "|:---|" + "---:|" * len(rows),
+        *(f"| {name} | " + " | ".join(f"{row['milliseconds'][name]:.3f}" for row in rows) + " |" for name in names),
+        "",
+        f"{format_provenance(result)} Queue and MLflow on sqlite.",
+    ]
+    return "\n".join(lines) + "\n"

@@ -126,7 +126,7 @@ SLOW = """
 import sys, time
 from pathlib import Path
 import forked
-from lit_lazy.data import documents, shards, tokeniser, workers
+from lit_lazy.data.pipeline import documents, shards, tokeniser, workers
 from lit_lazy.data.text import Text
 documents.SMALL_FILES, shards.BATCH_BYTES, workers.subprocess = 0, 3000, forked
 encode = tokeniser.ByteTokenizer.encode
@@ -202,7 +202,7 @@ def test_corpora_of_the_same_files_do_not_get_in_each_other_s_way(parts, tmp_pat
     """Made at once, they take shards from each other, and remove them."""
     script = tmp_path / "both.py"
     script.write_text(
-        "import sys\nfrom lit_lazy.data import documents, shards\nfrom lit_lazy.data.text import Text\n"
+        "import sys\nfrom lit_lazy.data.pipeline import documents, shards\nfrom lit_lazy.data.text import Text\n"
         "documents.SMALL_FILES, shards.BATCH_BYTES = 0, 2000\n"
         "for i in range(8):\n"
         "    share = float(sys.argv[2]) + i * 1e-7\n"

@@ -405,7 +405,7 @@ print(Text({str(path)!r}).load().fingerprint)"""
 def test_a_killed_tokenisation_leaves_nothing_that_is_taken_for_whole(corpora, cache):
     code = f"""
 import time
-from lit_lazy.data import shards, tokeniser
+from lit_lazy.data.pipeline import shards, tokeniser
 shards.BATCH_BYTES = 10_000
 encode = tokeniser.ByteTokenizer.encode
 calls = []

@@ -29,7 +29,8 @@ def find_requirements(name: str) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def torch_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of packages with torch, what torch requires, and this project."""
-    return link_packages(tmp_path_factory.mktemp("site"), {ROOT / "lit_lazy", ROOT / "kernels" / "flash_lazy"}, "torch")
+    ours = {ROOT / "lit_lazy", ROOT / "kernels" / "flash_lazy", ROOT / "timings"}
+    return link_packages(tmp_path_factory.mktemp("site"), ours, "torch")
 
 
 def link_packages(folder: Path, there: set[Path], *names: str) -> Path:

@@ -499,7 +499,7 @@ def test_real_workers_of_a_script_without_a_guard(parts, tmp_path):
     """Processes that import what they need; the script's own lines run once."""
     script = tmp_path / "mine.py"
     script.write_text(
-        "from lit_lazy.data import documents\nfrom lit_lazy.data.text import Text\ndocuments.SMALL_FILES = 0\n"
+        "from lit_lazy.data.pipeline import documents\nfrom lit_lazy.data.text import Text\ndocuments.SMALL_FILES = 0\n"
         f"print(Text({str(parts)!r}, validation_share=0.2).tokenise(2).name)\n"
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)

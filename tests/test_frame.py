@@ -198,6 +198,15 @@ def test_documents_name_tests_that_exist() -> None:
             assert (ROOT / path).exists(), f"{page}: {path}"
 
 
+def test_every_public_name_imports() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    rows = re.findall(r"^\| `((?:lit|flash)_lazy[\w.]*)` \| ([^|]+) \|", page, re.M)
+    imports = [f"from {module} import {names.replace('`', '')}" for module, names in rows]
+    assert len(imports) > 30
+    done = subprocess.run([sys.executable, "-c", "\n".join(imports)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def grids(page: str) -> dict[tuple[str, str], str]:
     """Cells of a page's tables, by the row's first cell and the column's heading."""
     found, head = {}, []

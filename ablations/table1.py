@@ -1,8 +1,8 @@
 """The paper's Table 1: softmax, Lazy Attention, RetNet, Mamba2 and Gated DeltaNet with matched parameters.
 
 The mixers without attention have their papers' sizes, which exceed attention's. Their MLPs are narrower to compensate
-(`model.d_ff`), computed for the experiment on which the rows run. docs/scale.md, "Benchmarks", adds the columns of the paper's
-table, nine benchmarks on text.
+(`model.d_ff`), computed for the experiment on which the rows run. docs/scale.md, "Benchmarks", adds the columns of the
+paper's table, nine benchmarks on text.
 """
 
 from lit_lazy.attention import (

@@ -24,8 +24,8 @@ from PIL import Image
 TUTORIAL = Path(__file__).resolve().with_name("tutorial.md")
 NOTEBOOK = TUTORIAL.parent / "results" / "tutorial" / "tutorial.ipynb"
 ABOUT = """\
-*docs/notebook.py ran [docs/tutorial.md](../../tutorial.md) and wrote this notebook. To run it yourself, start Jupyter in an
-empty folder with the project's `.venv/bin` first on the `PATH`.*
+*docs/notebook.py ran [docs/tutorial.md](../../tutorial.md) and wrote this notebook. To run it yourself, start Jupyter
+in an empty folder with the project's `.venv/bin` first on the `PATH`.*
 """
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```\n?", re.M | re.S)
 FILE = re.compile(r"# (my_\w+\.py)\n")
@@ -58,8 +58,8 @@ def cells_of(text: str) -> list[Cell]:
 def execute(cells: Sequence[Cell], folder: Path) -> dict[str, Any]:
     """Run the blocks in a folder, add their output and new pictures to the cells, and return their variables.
 
-    Blocks that name a file are saved; all other Python blocks share their variables. Raises the errors of the blocks, and
-    CalledProcessError if a command fails.
+    Blocks that name a file are saved; all other Python blocks share their variables. Raises the errors of the blocks,
+    and CalledProcessError if a command fails.
     """
     names: dict[str, Any] = {"__name__": "tutorial"}
     sys.path.insert(0, str(folder))

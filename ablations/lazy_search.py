@@ -1,4 +1,4 @@
-"""Where Lazy Attention works best: tau_init, the learning rate and the base of RoPE, searched together."""
+"""A joint search for the best tau_init, learning rate and RoPE base of Lazy Attention."""
 
 from lit_lazy.attention import Elastic, LearnedBias
 from lit_lazy.grid.search.definition import Real, Search

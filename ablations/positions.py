@@ -1,4 +1,4 @@
-"""Do positions decide where sinks form? Four normalisers times four kinds of position."""
+"""Do positions decide where sinks form? Four normalisers times four kinds of positions."""
 
 from lit_lazy.attention import Alibi, Elastic, LearnedAbsolute, NoBias, NoPosition, Rope, Softmax
 from lit_lazy.grid.ablation import Ablation, Row

@@ -1,4 +1,4 @@
-"""Lazy Attention beside its rivals: eleven other rules for the weights, and two gates, each in place of softmax."""
+"""Lazy Attention compared with its rivals: eleven other rules for the weights and two gates, each replacing softmax."""
 
 from lit_lazy.attention import (
     ClippedSoftmax,

@@ -1,8 +1,8 @@
-"""The paper's Table 1: softmax and Lazy Attention beside RetNet, Mamba2 and Gated DeltaNet, parameters matched.
+"""The paper's Table 1: softmax, Lazy Attention, RetNet, Mamba2 and Gated DeltaNet with matched parameters.
 
-The mixers without attention have the sizes of their papers, which are more than attention's; the MLPs beside them are
-narrower by as much (`model.d_ff`), computed for whatever experiment the rows run on. On text the columns of the paper's
-table, nine benchmarks, can be asked for: docs/scale.md, "Benchmarks".
+The mixers without attention have their papers' sizes, which exceed attention's. Their MLPs are narrower to compensate
+(`model.d_ff`), computed for the experiment on which the rows run. docs/scale.md, "Benchmarks", adds the columns of the
+paper's table, nine benchmarks on text.
 """
 
 from lit_lazy.attention import (
@@ -31,10 +31,10 @@ NO_POSITION = {"model.position": NoPosition()}
 
 
 def without_attention(name, mixer, source, note, **changes) -> Row:
-    """A row of a mixer at the softmax row's parameters."""
+    """A row of a mixer with as many parameters as the softmax row."""
     changes |= {
         MIXER: mixer,
-        # No setting of attention is to be left that would be without effect.
+        # Reset the settings of attention: they would have no effect and be rejected.
         "model.attention": AttentionSpec(),
         "model.n_kv_heads": None,
         "model.backend": "auto",

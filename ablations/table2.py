@@ -1,4 +1,4 @@
-"""Table 2's variants: each part of Lazy Attention taken away, changed, or exchanged, against the full mechanism."""
+"""Table 2's variants: each part of Lazy Attention removed, changed or replaced, against the full mechanism."""
 
 from lit_lazy.attention import Alibi, Elastic, Fire, KerpleLog, LearnedBias, NoBias, NoPosition, Softmax, T5Bias
 from lit_lazy.grid.ablation import Ablation, Row

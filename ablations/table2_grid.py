@@ -21,7 +21,7 @@ AXES = {
 
 
 def other_axis(point: Mapping[str, Any]) -> bool:
-    """`constant` subtracts tau itself, so its taus are of another size than those divided by a length."""
+    """Whether tau is on the scale of the other thresholds: `constant` subtracts tau itself, not divided by a length."""
     return point[TAU] not in (CONSTANT_TAUS if point[THRESHOLD] == "constant" else TAUS)
 
 

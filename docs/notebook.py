@@ -1,8 +1,8 @@
-"""The tutorial as a notebook with its output: makes docs/results/tutorial/tutorial.ipynb of docs/tutorial.md.
+"""Runs docs/tutorial.md and writes it with its output as docs/results/tutorial/tutorial.ipynb.
 
     .venv/bin/python docs/notebook.py
 
-Runs every block in an empty folder, as a reader would, which takes seven to fifteen minutes of two cores.
+Runs every block in an empty folder, as a reader would: seven to fifteen minutes on two cores.
 """
 
 import base64
@@ -24,21 +24,21 @@ from PIL import Image
 TUTORIAL = Path(__file__).resolve().with_name("tutorial.md")
 NOTEBOOK = TUTORIAL.parent / "results" / "tutorial" / "tutorial.ipynb"
 ABOUT = """\
-*Made of [docs/tutorial.md](../../tutorial.md) by docs/notebook.py, which ran it. To run it yourself: start Jupyter in
-an empty folder with the `.venv/bin` of the project first on the `PATH`.*
+*docs/notebook.py ran [docs/tutorial.md](../../tutorial.md) and wrote this notebook. To run it yourself, start Jupyter
+in an empty folder with the project's `.venv/bin` first on the `PATH`.*
 """
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```\n?", re.M | re.S)
 FILE = re.compile(r"# (my_\w+\.py)\n")
-"""What a block begins with that is to be saved."""
+"""First line of a block that is saved as a file."""
 MOST_LINES = 40
-"""Of a cell's output."""
+"""Lines of a cell's output; the rest is cut."""
 WIDEST = 420
-"""Pixels of a picture: a notebook is to stay small."""
+"""Pixels of a picture, which keep the notebook small."""
 
 
 @dataclass
 class Cell:
-    """A piece of the tutorial; text has no output."""
+    """A text or a block of the tutorial; text has no output."""
 
     kind: Literal["text", "python", "sh"]
     source: str
@@ -47,7 +47,7 @@ class Cell:
 
 
 def cells_of(text: str) -> list[Cell]:
-    """The pieces of a Markdown text in order: what stands between its blocks, and the blocks."""
+    """The blocks of a Markdown text and the texts between them, in order."""
     cells, end = [], 0
     for block in BLOCK.finditer(text):
         cells += [Cell("text", text[end : block.start()]), Cell("python" if block[1] == "python" else "sh", block[2])]
@@ -56,10 +56,10 @@ def cells_of(text: str) -> list[Cell]:
 
 
 def execute(cells: Sequence[Cell], folder: Path) -> dict[str, Any]:
-    """Run the blocks in a folder, and keep what each prints and the pictures that it saves; their variables.
+    """Run the blocks in a folder, add their output and new pictures to the cells, and return their variables.
 
-    A block that is a file is saved; the others of Python share their variables. Raises what a block raises, and
-    CalledProcessError for a command that fails.
+    Blocks that name a file are saved; all other Python blocks share their variables. Raises the errors of the blocks,
+    and CalledProcessError if a command fails.
     """
     names: dict[str, Any] = {"__name__": "tutorial"}
     sys.path.insert(0, str(folder))
@@ -86,7 +86,7 @@ def _run(line: str) -> str:
 
 
 def notebook(cells: Sequence[Cell]) -> dict[str, Any]:
-    """Cells as nbformat 4.5 has them, ids by their order."""
+    """A notebook of the cells in nbformat 4.5, with numbered ids."""
     made = [_text(ABOUT)]
     for cell in cells:
         if cell.kind == "text":

@@ -1,4 +1,4 @@
-"""Bigram-Backcopy on the smallest model that forms an attention sink: one layer, one head (docs/method.md)."""
+"""Bigram-Backcopy with the smallest model that forms an attention sink: one layer, one head (docs/method.md)."""
 
 from lit_lazy.attention import Rope
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig

@@ -1,4 +1,4 @@
-"""A few steps of Bigram-Backcopy on a small model: exercises the whole path in seconds, shows nothing."""
+"""A few steps of Bigram-Backcopy with a small model: runs the full path in seconds; results mean nothing."""
 
 from lit_lazy.attention import Rope
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig

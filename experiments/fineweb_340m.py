@@ -4,16 +4,16 @@
     lit-lazy train fineweb_340m
 
 Data: FineWeb-Edu, sample-10BT (Penedo et al. 2024, arXiv 2406.17557): 9.67 million documents, about 10 billion tokens.
-The recipe sees 16.1 billion: 1.6 times what is there; `--data.hub_config=sample-100BT` holds enough for one pass.
-Tokenizer: that of fla-hub/gla-1.3B-100B, as in the authors' configuration (32,000 tokens, <s> before every document):
-`hf download fla-hub/gla-1.3B-100B tokenizer.json`, renamed to gla-tokenizer.json here, or --data.tokenizer=FILE.
+The recipe uses 16.1 billion tokens, 1.6 times the sample; `--data.hub_config=sample-100BT` has enough for one pass.
+Tokenizer: fla-hub/gla-1.3B-100B, as in the authors' configuration (32,000 tokens, <s> before every document). Run
+`hf download fla-hub/gla-1.3B-100B tokenizer.json` and rename it to gla-tokenizer.json, or set --data.tokenizer=FILE.
 
-Theirs (github.com/Fzkuji/flash-lazy-attention, training script and configuration; read, not run): width 1024, 24
-layers, 16 heads, untied embeddings, RoPE; 524,288 tokens a step, 30,720 steps, AdamW (0.9, 0.95), peak 4e-4, cosine to
-a tenth, 1,024 steps of warm-up, clipping at 1, decay 0.01 (0.1 in the table of Titans, arXiv 2501.00663, that the paper
-compares with); documents laid end to end and cut, without a mask; <s> before a document.
-Ours: SwiGLU of 2816, so that there are 374M parameters with a bias table of 512; a context of 4,096 as in that table,
-hence 128 sequences a step; </s> behind every document, too; the sample; validation on 1 in 1,000 documents; seeds.
+The authors' recipe (github.com/Fzkuji/flash-lazy-attention, training script and configuration; read, not run): width
+1024, 24 layers, 16 heads, untied embeddings, RoPE; 524,288 tokens per step, 30,720 steps, AdamW (0.9, 0.95), peak 4e-4,
+cosine to a tenth, 1,024 steps of warm-up, clipping at 1, decay 0.01 (0.1 in the table of Titans, arXiv 2501.00663, with
+which the paper compares); documents concatenated and cut, without a mask; <s> before a document.
+Our choices: SwiGLU of 2816, which gives 374M parameters with a bias table of 512; a context of 4,096 as in that table,
+so 128 sequences per step; also </s> after every document; the sample; validation on 1 in 1,000 documents; seeds.
 """
 
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, Rope

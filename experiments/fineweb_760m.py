@@ -1,8 +1,8 @@
-"""760M parameters on FineWeb-Edu: our own size, with the recipe of `fineweb_340m`.
+"""760M parameters on FineWeb-Edu: our size, with the recipe of `fineweb_340m`.
 
-There is no public file of the authors for their 760M; width 1536, 24 layers, 16 heads and a SwiGLU of 4096 are ours:
-778M parameters. The tables it belongs beside (Titans, arXiv 2501.00663) see 30 billion tokens: 61,440 steps, three
-times what sample-10BT holds, hence the first 32 billion of sample-100BT. All else, sources included, is as there.
+The authors have no public file for their 760M model. Width 1536, 24 layers, 16 heads and a SwiGLU of 4096 are ours and
+give 778M parameters. The comparable tables (Titans, arXiv 2501.00663) use 30 billion tokens: 61,440 steps, three times
+sample-10BT, so this takes the first 32 billion of sample-100BT. Everything else, including the sources, is as there.
 """
 
 from lit_lazy.config import RunConfig

@@ -1,4 +1,4 @@
-"""A small byte-level model on 50 million tokens of FineWeb-Edu's 10BT sample, streamed: needs the network once.
+"""A small byte-level model on 50 million streamed tokens of FineWeb-Edu's 10BT sample: needs the network once.
 
 Penedo et al. 2024, "The FineWeb Datasets: Decanting the Web for the Finest Text Data at Scale" (arXiv 2406.17557).
 """

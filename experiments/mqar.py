@@ -1,9 +1,9 @@
-"""MQAR in the hardest setting of zoology's figure 2, for a GPU: two layers of one head (docs/method.md, section 8).
+"""MQAR in the hardest setting of zoology's figure 2, for a GPU: two layers with one head (docs/method.md, section 8).
 
-**Not run at this size by this project.** The easier settings are `--data.context_length=64 --data.pairs=4
---train.batch_size=512 --train.steps=12500` and 128, 8, 512, 12500 or 256, 16, 256, 25000; widths are 64, 128, 256 and
-512, learning rates four from 1e-4 to 1e-2. Zoology's models have no MLP and a dropout of 0.1, these have a SwiGLU and
-none; its learning rate falls to 0 by epochs, here by steps.
+**This project has not run it at this size.** The easier settings are `--data.context_length=64 --data.pairs=4
+--train.batch_size=512 --train.steps=12500`, and 128, 8, 512, 12500 or 256, 16, 256, 25000. Widths are 64, 128, 256 and
+512; four learning rates from 1e-4 to 1e-2. Zoology's models have no MLP and a dropout of 0.1, these have a SwiGLU and
+no dropout. Its learning rate falls to 0 per epoch, here per step.
 """
 
 from lit_lazy.attention import LearnedAbsolute

@@ -1,4 +1,4 @@
-"""Recall with absent keys on one layer: what a query does whose key is not there (docs/method.md, section 8)."""
+"""Recall with absent keys on one layer: where a query looks if its key is missing (docs/method.md, section 8)."""
 
 from lit_lazy.attention import NoPosition
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig
@@ -6,7 +6,7 @@ from lit_lazy.data.recall import Recall
 
 
 def config() -> RunConfig:
-    """Without positions, so that more pairs than in training are nothing new but more pairs."""
+    """No positions, so longer evaluations differ only in their number of pairs."""
     return RunConfig(
         data=Recall(pairs=8, queries=16, keys=72, values=4, train_sequences=38_400, validation_sequences=1_024),
         model=ModelConfig(d_model=64, n_layers=1, n_heads=4, d_ff=128, position=NoPosition(), tie_embeddings=False),

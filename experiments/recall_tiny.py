@@ -1,4 +1,4 @@
-"""A few steps of recall with absent keys on a small model: exercises the whole path in seconds, shows nothing."""
+"""A few steps of recall with absent keys and a small model: runs the full path in seconds; results mean nothing."""
 
 from lit_lazy.attention import NoPosition
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig

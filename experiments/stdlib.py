@@ -1,4 +1,4 @@
-"""A small byte-level model on the sources of Python's standard library: real text on every machine."""
+"""A small byte-level model on the source code of Python's standard library: real text on every machine."""
 
 from lit_lazy.attention import Rope
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig

@@ -1,4 +1,4 @@
-"""Ten million parameters for an hour of two cores: text, tokens, model, weights, by the commands of docs/scale.md."""
+"""Ten million parameters in an hour on two cores: text, tokens, model and weights, as in docs/scale.md."""
 
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, Rope
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig

@@ -1,4 +1,4 @@
-"""The text of the questions: two layers of width 64, context 128 behind a BOS, Python's standard library as bytes."""
+"""The questions' text, Python's standard library as bytes: two layers of width 64, context 128 after a BOS."""
 
 from lit_lazy.attention import Rope
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig

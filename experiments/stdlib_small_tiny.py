@@ -1,4 +1,4 @@
-"""A few steps of the questions' text on a small model: exercises the whole path in seconds, shows nothing."""
+"""A few steps on the questions' text with a small model: runs the full path in seconds; results mean nothing."""
 
 from lit_lazy.attention import Rope
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig

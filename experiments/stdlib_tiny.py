@@ -1,4 +1,4 @@
-"""A few steps on the standard library's sources with a small model: exercises the whole path in seconds."""
+"""A few steps on the standard library's source code with a small model: runs the full path in seconds."""
 
 from lit_lazy.attention import Rope
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig

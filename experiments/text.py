@@ -1,4 +1,4 @@
-"""A small byte-level model on your own text: --data.path=FILE, a folder or a glob of .txt, .jsonl or .parquet."""
+"""A small byte-level model on your text: --data.path=FILE, a folder or a glob of .txt, .jsonl or .parquet files."""
 
 from lit_lazy.attention import Rope
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig

@@ -1,4 +1,4 @@
-"""Headless Chromium, driven over its DevTools pipe: opens pages, waits for what they draw, clicks, takes pictures."""
+"""Headless Chromium, driven over its DevTools pipe: opens pages, waits for content, clicks, takes screenshots."""
 
 import base64
 import json
@@ -18,7 +18,7 @@ CHROMIUM = shutil.which("chromium")
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update", "--hide-scrollbars", "--mute-audio"),
-    # With a mouse: without one, plotly's tools lie over the charts at all times.
+    # Pretend to have a mouse: without one, plotly's tools always cover the charts.
     "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4",
 )
 # Chromium reads commands from descriptor 3 and answers on 4; a message ends with a zero byte.
@@ -32,9 +32,9 @@ POLL_SECONDS = 0.2
 
 
 class Browser:
-    """One page in one browser with a profile of its own.
+    """One page in one browser with a separate profile.
 
-    stored: what the page's local storage holds from the start.
+    stored: initial content of the page's local storage.
     """
 
     def __init__(self, profile: Path, width: int, height: int, stored: Mapping[str, str] | None = None) -> None:
@@ -53,9 +53,9 @@ class Browser:
         os.close(answers)
         self._buffer, self._number, self._session = b"", 0, ""
         self.requests: list[str] = []
-        """Addresses that the pages have asked for."""
+        """Addresses that the pages requested."""
         self.errors: list[str] = []
-        """What the pages' consoles have shown as errors, exceptions included."""
+        """Errors in the pages' consoles, including exceptions."""
         (page,) = [t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"]
         self._session = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -65,7 +65,7 @@ class Browser:
         self.call("Page.addScriptToEvaluateOnNewDocument", source=f"if (location.host) {{{source}}}")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """A command of the DevTools protocol; its result. Raises RuntimeError where it is refused."""
+        """Send a DevTools command and return its result. Raises RuntimeError if it is rejected."""
         self._number += 1
         session = {"sessionId": self._session} if self._session else {}
         message = {"id": self._number, "method": method, "params": params, **session}
@@ -97,11 +97,11 @@ class Browser:
             self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
 
     def resize(self, width: int, height: int) -> None:
-        """The page's size in pixels."""
+        """Set the page's size in pixels."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def open(self, url: str) -> None:
-        """Load a page anew, also where only the part after # differs."""
+        """Load a page, even if its address differs only after the #."""
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=url)
 
@@ -113,10 +113,10 @@ class Browser:
         return result["result"].get("value")
 
     def wait(self, expression: str, seconds: float = 45.0) -> Any:
-        """The value of an expression once it is true; it is asked for again until then. Raises TimeoutError."""
+        """Poll an expression until its value is true, and return it. Raises TimeoutError."""
         end = time.monotonic() + seconds
         while True:
-            with suppress(RuntimeError):  # the page is being exchanged
+            with suppress(RuntimeError):  # the page is being replaced
                 if value := self.evaluate(expression):
                     return value
             if time.monotonic() > end:
@@ -124,7 +124,7 @@ class Browser:
             time.sleep(POLL_SECONDS)
 
     def click(self, element: str) -> None:
-        """Click the middle of what a JavaScript expression finds, once it is there."""
+        """Click the middle of the element that a JavaScript expression finds, once it exists."""
         x, y = self.wait(
             f"(r => r && r.width && [r.x + r.width / 2, r.y + r.height / 2])(({element})?.getBoundingClientRect())"
         )
@@ -132,11 +132,11 @@ class Browser:
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def text(self) -> str:
-        """What a reader of the page sees, as one line."""
+        """The visible text of the page, as one line."""
         return " ".join(self.evaluate("document.body.innerText").split())
 
     def picture(self, file: Path) -> None:
-        """Save what is shown as a PNG."""
+        """Save a screenshot as PNG."""
         file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One thread per process (two run side by side), Triton's interpreter without a GPU, and a ready MLflow store."""
+"""One thread per process (two run in parallel), Triton's interpreter without a GPU, and a prepared MLflow store."""
 
 import faulthandler
 import gc
@@ -21,15 +21,15 @@ from torch_alone import torch_site
 
 __all__ = ["mlflow_server", "offline", "place", "postgres_server", "task_folder", "torch_site"]
 
-# Triton decides when a kernel is defined whether it will be interpreted, so this comes before flash_lazy is imported.
+# Triton decides at a kernel's definition whether to interpret it, so this precedes the import of flash_lazy.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Forks of a process with threads: nothing that they inherit is to be collected there, and what ends them is to be told.
+# Forks of a process with threads must not collect inherited objects, and must report what ends them.
 os.register_at_fork(after_in_child=gc.freeze)
 os.register_at_fork(after_in_child=lambda: faulthandler.enable(2))
 
-# A shell without job control starts background jobs, and so these tests and all that they start, with Ctrl-C ignored.
+# A shell without job control starts background jobs, and so these tests and their children, with Ctrl-C ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -40,7 +40,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def _cheap_grids() -> Iterator[None]:
-    """Workers that this process starts are forks, looked after often; reports draw the figures of no variant."""
+    """Start workers as forks, poll them often, and draw no variant's figures in reports."""
     import forked
 
     from lit_lazy.grid.jobs import launch, pool
@@ -55,21 +55,20 @@ def _cheap_grids() -> Iterator[None]:
 
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other ranks of a run are forks of this process, which has imported what they need."""
+    """Start the other ranks of a run as forks of this process, which has done their imports."""
     import forked
 
     from lit_lazy.training import run
     from lit_lazy.training.distributed import process_group
 
     monkeypatch.setattr(process_group, "subprocess", forked)
-    monkeypatch.setattr(
-        run, "list_imported_files", list
-    )  # a fork has the classes of users' files; imported again, they are twice
+    # A fork has the classes of users' files; importing them again would duplicate them.
+    monkeypatch.setattr(run, "list_imported_files", list)
 
 
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory, _cheap_grids: None) -> Path:
-    """An MLflow database without experiments of ours, to be copied: its first touch takes seconds."""
+    """An MLflow database without our experiments, to be copied: its creation takes seconds."""
     from mlflow.tracking import MlflowClient
 
     folder = tmp_path_factory.getbasetemp()
@@ -82,7 +81,7 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory, _cheap_grids: None) ->
 
 @pytest.fixture
 def runs(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty runs folder with a ready store."""
+    """An empty runs folder with a prepared store."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     folder = tmp_path / "runs"
     folder.mkdir()
@@ -105,7 +104,7 @@ def closed_port() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Short tests come last, so that no process waits for another's long one; GPU tests skip elsewhere, and say why."""
+    """Run short tests last, so that no process waits for a long one; skip GPU tests with a reason without a GPU."""
     items.sort(key=lambda item: "kernels" in item.path.parts)
     if torch.cuda.is_available():
         return

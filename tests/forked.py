@@ -1,8 +1,9 @@
-"""`subprocess` for this project's commands: forks of the test process, which has imported already what they need.
+"""`subprocess` for this project's commands, with forks of the test process, which has already done their imports.
 
-Imports cost a new interpreter five seconds and more, a fork nothing. Arguments, environment, session, signals and logs
-are those of a real process; `tests/crash` and `make test-all` show that real ones do the same. With a GPU all are
-real: CUDA does not survive a fork. A fork is called by the last part of its module's name: `worker`, `rank`, `command`.
+Imports cost a new interpreter at least five seconds, and a fork nothing. Arguments, environment, session, signals and
+logs are those of a real process; `tests/crash` and `make test-all` show that real ones behave equally. With a GPU all
+are real, as CUDA does not survive a fork. The process name of a fork is the last part of its module's name, such as
+`worker`.
 """
 
 import ctypes
@@ -30,11 +31,11 @@ __all__ = ["DEVNULL", "PIPE", "STDOUT", "Popen", "Process", "TimeoutExpired", "m
 T = TypeVar("T")
 PR_SET_NAME = 15
 INHERITED: list[object] = []
-"""Connections of the parent's, which are kept: to end one takes a lock that a thread of the parent may have held."""
+"""The parent's connections, kept alive: closing one takes a lock that a thread of the parent may have held."""
 
 
 class Fork(subprocess.Popen[Any]):
-    """`python -m MODULE ...`, `python FILE ...` or `lit-lazy ...` in a fork."""
+    """Runs `python -m MODULE ...`, `python FILE ...` or `lit-lazy ...` in a fork."""
 
     def _execute_child(self, *args: Any) -> None:
         given = inspect.signature(super()._execute_child).bind(*args).arguments  # type: ignore[misc]
@@ -51,19 +52,19 @@ Popen = subprocess.Popen if torch.cuda.is_available() else Fork
 
 
 def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run`, its output captured as text."""
+    """Like `subprocess.run`, with its output captured as text."""
     with Popen(command, stdout=PIPE, stderr=PIPE, text=True, **options) as process:
         out, err = process.communicate()
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def make_cheap() -> None:
-    """From now on the workers and ranks that this process and its forks start are forks, looked after often.
+    """Start workers and ranks of this process and its forks as forks, poll them often, and draw no variant's figures.
 
-    A report draws the figures of no variant. To be called by a program, not in a test, which has fixtures for it.
+    For programs; tests use fixtures.
     """
     from lit_lazy.grid.jobs import launch, pool
-    from lit_lazy.grid.search import run, worker  # noqa: F401  what the forks are to have imported
+    from lit_lazy.grid.search import run, worker  # noqa: F401  imported for the forks
     from lit_lazy.report import page, publish  # noqa: F401
     from lit_lazy.training import run as training
     from lit_lazy.training.distributed import (
@@ -73,16 +74,17 @@ def make_cheap() -> None:
 
     torch.set_num_threads(1)
     pool.subprocess = process_group.subprocess = sys.modules[__name__]  # type: ignore[attr-defined]
-    training.list_imported_files = list  # a fork has the classes of users' files; imported again, they are twice
+    # A fork has the classes of users' files; importing them again would duplicate them.
+    training.list_imported_files = list
     launch.POLL_SECONDS = 0.1
     launch.LOOK_SECONDS = 1.0
     page.MOST_VARIANTS = 0
 
 
 def run_in_fork(work: Callable[[], T]) -> T:
-    """What `work` gives in a fork of this process. Raises RuntimeError for whatever it raises.
+    """Return the result of `work` in a fork of this process. Raises RuntimeError for any of its exceptions.
 
-    For what opens a database: what sqlite knows of a file would pass to forks that open it as well.
+    For work that opens a database: later forks would otherwise inherit sqlite's state of the file.
     """
     ours, theirs = multiprocessing.Pipe()
 
@@ -102,7 +104,7 @@ def run_in_fork(work: Callable[[], T]) -> T:
 
 
 def _become(given: dict[str, Any], pipes: list[int]) -> None:
-    """Be the child, to its end."""
+    """Run as the child until it exits."""
     gc.disable()
     status = 1
     try:
@@ -111,14 +113,14 @@ def _become(given: dict[str, Any], pipes: list[int]) -> None:
                 os.dup2(source, number)
         for pipe in {pipe for pipe in pipes if pipe > 2}:
             os.close(pipe)
-        # Closed by nobody: a fork of this fork would close its own by dropping the objects that it inherits.
+        # Never closed: a fork of this fork would close its own streams when it drops the inherited objects.
         sys.stdin, sys.stdout, sys.stderr = (open(number, "rww"[number], closefd=False) for number in range(3))  # noqa: SIM115
         if given["start_new_session"]:
             os.setsid()
         if given["cwd"] is not None:
             os.chdir(given["cwd"])
         _forget()
-        # What the parent has left to be collected may wait for its threads, which are not here.
+        # Collecting the parent's garbage may wait for its threads, which do not exist here.
         gc.freeze()
         gc.enable()
         if given["env"] is not None:
@@ -135,18 +137,18 @@ def _become(given: dict[str, Any], pipes: list[int]) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         except OSError:
-            status = 120  # Python's own, for instance where the disk of the log is full
+            status = 120  # Python's status, for instance if the log's disk is full
         finally:
             os._exit(status)
 
 
 def _forget() -> None:
-    """What a new process would not have of its parent's: signal handlers, log handlers, users' modules, connections."""
+    """Drop what a new process would not inherit: signal handlers, log handlers, users' modules, connections."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.getLogger().handlers.clear()
     for name, module in list(sys.modules.items()):
-        if getattr(module, "__name__", "").startswith(USER):  # registered under a file's plain name too
+        if getattr(module, "__name__", "").startswith(USER):  # also registered under a file's plain name
             del sys.modules[name]
     for engine in gc.get_objects():
         if type(engine) is sqlalchemy.Engine:

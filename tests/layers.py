@@ -1,4 +1,4 @@
-"""The shape of a layer, for parts of it that are built alone."""
+"""The shape of a layer, for tests that build only a part of it."""
 
 from lit_lazy.attention import LayerShape
 

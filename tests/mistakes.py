@@ -1,4 +1,4 @@
-"""A user's mistakes: reported in one line, with status 2, and nothing is created."""
+"""Checks for user errors: one line, status 2, nothing created."""
 
 import re
 import time
@@ -11,12 +11,12 @@ from lit_lazy.command.main import main
 
 MOST_SECONDS = 15.0
 PASSWORD = "geheim"
-"""Of the databases that tests name; no message may show it."""
+"""Password of the databases in tests; no message may contain it."""
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to work in."""
+    """An empty current folder."""
     for variable in ("MLFLOW_TRACKING_URI", "LIT_LAZY_STORAGE"):
         monkeypatch.delenv(variable, raising=False)
     folder = tmp_path / "place"
@@ -26,19 +26,19 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def snapshot_tree(folder: Path) -> dict[Path, tuple[int, int] | None]:
-    """Everything below a folder: files with the time of their last change and their size."""
+    """Everything below a folder, files with modification time and size."""
     return {
         path: (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None for path in folder.rglob("*")
     }
 
 
 def expect_refusal(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a wrong command prints, which has to end as it should."""
+    """Check that a wrong command is rejected properly, and return its message."""
     capsys.readouterr()
     before, started = snapshot_tree(Path.cwd()), time.monotonic()
     try:
         status = main(arguments)
-    except SystemExit as stopped:  # argparse ends a process itself
+    except SystemExit as stopped:  # argparse exits by itself
         status = stopped.code
     printed = capsys.readouterr()
     assert time.monotonic() - started < MOST_SECONDS

@@ -1,4 +1,4 @@
-"""MLflow's own server for tests, on a free port of 127.0.0.1; it can be taken away for a while."""
+"""MLflow's server for tests, on a free port of 127.0.0.1; it can be stopped for a while."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ READY_SECONDS = 120
 
 
 class MlflowServer:
-    """A server on a copy of a store, answering between `start` and `stop`."""
+    """A server on a copy of a store that runs between `start` and `stop`."""
 
     def __init__(self, folder: Path, store: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ class MlflowServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start, and wait until it answers."""
+        """Start the server and wait until it answers."""
         command = [
             *(sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{self.store}"),
             *("--artifacts-destination", str(self.folder / "artifacts"), "--host", "127.0.0.1"),
@@ -50,7 +50,7 @@ class MlflowServer:
         raise RuntimeError(f"MLflow did not start: {(self.folder / 'server.log').read_text()}")
 
     def stop(self) -> None:
-        """End at once, as when its machine goes."""
+        """Kill it, as if its machine failed."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -59,7 +59,7 @@ class MlflowServer:
 
 @pytest.fixture(scope="module")
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[MlflowServer]:
-    """One MLflow server for the file."""
+    """One MLflow server per test file."""
     server = MlflowServer(tmp_path_factory.mktemp("mlflow"), empty_store)
     server.start()
     yield server

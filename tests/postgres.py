@@ -1,6 +1,6 @@
-"""A PostgreSQL server of the tests' own, on a free port of 127.0.0.1, in a temporary folder.
+"""A PostgreSQL server for tests, on a free port of 127.0.0.1, in a temporary folder.
 
-`database(server, name)` gives a test a fresh database; `Server.stop` and `Server.start` take it away for a while.
+`create_database(server, name)` gives a test a new database; `Server.stop` and `Server.start` interrupt the server.
 """
 
 import os
@@ -20,9 +20,9 @@ import pytest
 from psycopg import sql
 
 START_SECONDS = 30
-# A line on its input, or the end of the process that holds the other end, has the server disconnect everyone and stop.
+# A line on its input, or the end of the process at the other end, makes the server disconnect everyone and stop.
 UNTIL_TOLD = '"$@" & read -r _; kill -INT $!; wait $!'
-# Nothing here has to outlive a power cut. Durability off makes a commit about as quick as on sqlite.
+# Nothing here has to survive a power failure. Without durability a commit is about as fast as in sqlite.
 SETTINGS = {
     "listen_addresses": "127.0.0.1",
     "unix_socket_directories": "",
@@ -33,7 +33,7 @@ SETTINGS = {
 
 
 def _find_programs() -> Path | None:
-    """The folder of PostgreSQL's programs, which Debian keeps off the PATH; None where there is no server."""
+    """The folder of PostgreSQL's programs, which Debian does not put on the PATH; None without a server."""
     if found := shutil.which("postgres"):
         return Path(found).resolve().parent
     installed = [path.parent for path in Path("/usr/lib/postgresql").glob("*/bin/postgres")]
@@ -41,13 +41,13 @@ def _find_programs() -> Path | None:
 
 
 def _user_options() -> dict[str, Any]:
-    """Options of `subprocess` that run a program as the package's user in root's place, whom PostgreSQL refuses."""
+    """Options of `subprocess` that run a program as the package's user if we are root, which PostgreSQL rejects."""
     return {"user": "postgres", "group": "postgres", "extra_groups": []} if os.geteuid() == 0 else {}
 
 
 @dataclass
 class Server:
-    """A cluster in `folder`, which answers on `port` between `start` and `stop`. Anyone on 127.0.0.1 may log in."""
+    """A cluster in `folder` that answers on `port` between `start` and `stop`, for anyone on 127.0.0.1."""
 
     programs: Path
     folder: Path
@@ -59,11 +59,11 @@ class Server:
         return self.folder / "server.log"
 
     def url(self, name: str = "postgres") -> str:
-        """SQLAlchemy's address of a database."""
+        """The SQLAlchemy URL of a database."""
         return f"postgresql://postgres@127.0.0.1:{self.port}/{name}"
 
     def initialise(self) -> None:
-        """Make an empty cluster."""
+        """Create an empty cluster."""
         options = ["--username=postgres", "--auth=trust", "--encoding=UTF8", "--no-locale", "--no-sync"]
         command = [self.programs / "initdb", "--pgdata", self.folder / "data", *options]
         done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, **_user_options())
@@ -81,7 +81,7 @@ class Server:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for the tests; they stop the server in the end.
+                start_new_session=True,  # Ctrl-C is for the tests, which stop the server at their end.
                 **_user_options(),
             )
         until = time.monotonic() + START_SECONDS
@@ -95,7 +95,7 @@ class Server:
                 time.sleep(0.02)
 
     def stop(self) -> None:
-        """Disconnect everyone and stop; the databases stay for another `start`."""
+        """Disconnect everyone and stop; the databases remain for the next `start`."""
         if self._process is not None:
             self._process.communicate(b"\n")
             self._process = None
@@ -103,8 +103,8 @@ class Server:
 
 @contextmanager
 def run_server(programs: Path) -> Generator[Server]:
-    """A running server with an empty cluster; both are gone afterwards."""
-    # Not below pytest's folders: those are closed to the user that the server runs as.
+    """Run a server with an empty cluster, and remove both afterwards."""
+    # Not below pytest's folders: the server's user cannot access them.
     folder = Path(tempfile.mkdtemp(prefix="lit-lazy-postgres-"))
     if os.geteuid() == 0:
         shutil.chown(folder, "postgres", "postgres")
@@ -133,7 +133,7 @@ def postgres_server() -> Iterator[Server]:
 
 
 def create_database(server: Server, name: str) -> str:
-    """The URL of a new, empty database; an older one of that name is dropped."""
+    """Create an empty database, replacing one with that name, and return its URL."""
     with psycopg.connect(server.url(), autocommit=True) as connection:
         connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
         connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))

@@ -1,4 +1,4 @@
-"""A network between a client and a server on 127.0.0.1 that a test can cut and stall; a process of its own."""
+"""A network between a client and a server on 127.0.0.1 that a test can cut and stall; runs as a separate process."""
 
 import asyncio
 import socket
@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 RESET = struct.pack("ii", 1, 0)
-"""Linger for no time: closing resets."""
+"""SO_LINGER with a timeout of 0: closing resets the connection."""
 
 
 class Proxy:
-    """Forwards connections to a port of 127.0.0.1, unless told not to."""
+    """Forwards connections to a port of 127.0.0.1, unless it is cut or stalled."""
 
     def __init__(self, target: int) -> None:
-        # Not in the test's process: its forks would inherit the connections, and hold them open.
+        # Not in the test's process: its forks would inherit the connections and keep them open.
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, str(target)],
             stdin=subprocess.PIPE,
@@ -37,26 +37,26 @@ class Proxy:
         assert self._answer() == f"{word}\n"
 
     def cut(self) -> None:
-        """Reset every connection, and each new one."""
+        """Reset all connections, including new ones."""
         self._tell("cut")
 
     def stall(self) -> None:
-        """Accept connections, and forward nothing."""
+        """Accept connections but forward nothing."""
         self._tell("stall")
 
     def heal(self) -> None:
-        """Forward again, what came during a stall first."""
+        """Forward again, beginning with data received during a stall."""
         self._tell("heal")
 
     def end(self) -> None:
-        """Be gone."""
+        """Kill the proxy."""
         self._process.kill()
         self._process.communicate()
 
 
 @contextmanager
 def proxy(target: int) -> Iterator[Proxy]:
-    """A proxy before a port, for a while."""
+    """Run a proxy in front of a port."""
     between = Proxy(target)
     try:
         yield between
@@ -65,7 +65,7 @@ def proxy(target: int) -> Iterator[Proxy]:
 
 
 class _Network:
-    """What runs in the process of a proxy."""
+    """The network inside the process of a proxy."""
 
     def __init__(self, target: int) -> None:
         self._target, self._is_cut = target, False

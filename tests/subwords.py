@@ -8,7 +8,7 @@ import tokenizers
 
 @pytest.fixture
 def bpe(tmp_path: Path) -> Path:
-    """A tokenizers file that begins texts with a token of its own, which no document here was given."""
+    """A tokenizers file that adds a begin token to texts, which no document here has."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()

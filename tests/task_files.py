@@ -1,4 +1,4 @@
-"""Task files for lm-evaluation-harness: its own prompts and metrics on a few local questions."""
+"""Task files for lm-evaluation-harness: its prompts and metrics on a few local questions."""
 
 import importlib.util
 import json
@@ -43,7 +43,7 @@ QUESTIONS = {
 
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No hub, and a cache of its own."""
+    """Disable the Hub and use a separate cache."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -52,7 +52,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def task_folder(tmp_path: Path) -> Path:
-    """Task files that are the shipped ones but for their data, which lie beside them."""
+    """The shipped task files, with local data in the same folder."""
     root = tmp_path / "tasks"
     root.mkdir()
     for task, file in FILES.items():

@@ -1,4 +1,4 @@
-"""The rooms and their arrows: read from the imports, late ones too, and held against docs/architecture.md."""
+"""Compares the rooms and their imports, including late ones, with docs/architecture.md."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ ROOMS = (
     "flash_lazy", "support", "attention", "testing", "data", "optim", "config", "model", "measure", "training",
     "tracking", "table", "figures", "grid", "api", "report", "command",
 )  # fmt: skip
-"""From the ground up: a room imports from rooms before it alone."""
+"""From the bottom up: a room imports only from the rooms before it."""
 ONLY = {
     "mlflow": ("lit_lazy/tracking/",),
     "optuna": ("lit_lazy/grid/",),
@@ -37,15 +37,15 @@ ONLY = {
     "lm_eval": ("lit_lazy/measure/lm_eval.py", "lit_lazy/measure/harness/"),
     "lightning": ("lit_lazy/training/", "lit_lazy/tracking/", "lit_lazy/grid/", "timings/"),
 }
-"""Where a package may be imported, late or not."""
+"""Where a package may be imported, at the top of a file or later."""
 BACKENDS = ("reference", "chunked", "fused", "rules")
 SHARED = {"call", "scores", "tiling"}
-"""What the backends may import of their own room."""
+"""Modules of their room that the backends may import."""
 
 
 @cache
 def files() -> dict[str, Path]:
-    """Every module of both distributions and of the kernels' benchmark, by dotted name."""
+    """Every module of both distributions and of the benchmarks, by dotted name."""
     found = [
         path
         for folder in ("lit_lazy", "kernels", "timings")
@@ -62,7 +62,7 @@ def module_name(path: Path) -> str:
 
 @cache
 def read_imports(path: Path) -> set[str]:
-    """Dotted names that a file's import statements may mean, wherever in the file they stand."""
+    """Dotted names that the import statements anywhere in a file may refer to."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -74,7 +74,7 @@ def read_imports(path: Path) -> set[str]:
 
 @cache
 def graph() -> dict[str, set[str]]:
-    """The modules of this project that each of them imports."""
+    """The project's modules that each module imports."""
     known = files()
     found: dict[str, set[str]] = {}
     for module, path in known.items():
@@ -88,7 +88,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def room(module: str) -> str | None:
-    """The room of a module; None for `lit_lazy` itself, which holds the version, and for the kernels' benchmark."""
+    """The room of a module; None for `lit_lazy` itself, which holds the version, and for the benchmarks."""
     package, _, rest = module.partition(".")
     if package == "flash_lazy":
         return package
@@ -108,7 +108,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def read_drawn_arrows() -> dict[str, set[str]]:
-    """The arrows of the page's picture."""
+    """The arrows in the page's picture."""
     picture = re.search(r"```mermaid\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert picture, "the page has no picture"
     found: dict[str, set[str]] = defaultdict(set)
@@ -118,7 +118,7 @@ def read_drawn_arrows() -> dict[str, set[str]]:
 
 
 def transitive_reduction(whole: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The arrows that no chain of other arrows stands for."""
+    """The arrows that no chain of other arrows implies."""
 
     def reach(start: str) -> set[str]:
         return {start}.union(*(reach(there) for there in whole.get(start, ())))
@@ -130,7 +130,7 @@ def transitive_reduction(whole: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def test_no_circle() -> None:
-    """Of files; a circle of rooms would go upwards somewhere."""
+    """Among files; a cycle of rooms would contain an upward arrow."""
     try:
         tuple(TopologicalSorter(graph()).static_order())
     except CycleError as error:
@@ -159,7 +159,7 @@ def test_no_arrow_upwards() -> None:
 
 
 def test_rooms_named_by_a_string_are_on_the_page() -> None:
-    """A base class may name the room that holds its leaves: an arrow that no import shows."""
+    """A base class may name the room of its leaves, an arrow without an import."""
     named = {
         (str(path.relative_to(ROOT)), node.value.value)
         for path in files().values()
@@ -189,7 +189,7 @@ def test_backends_do_not_know_each_other() -> None:
 
 
 def test_one_meaning_per_name() -> None:
-    """No two public classes of one name."""
+    """No two public classes have the same name."""
     places: dict[str, list[str]] = defaultdict(list)
     for module, path in files().items():
         for node in ast.parse(path.read_text()).body:
@@ -205,7 +205,7 @@ def test_the_picture_shows_the_imports() -> None:
 
 
 def ways() -> dict[str, tuple[int, list[str]]]:
-    """Of each way on the page: how many files it may have, and its files in order."""
+    """The limit of files and the files in order, by the title of each path on the page."""
     found = {}
     for title, most, body in re.findall(
         r"^### (.+?) \(at most (\d+) files\)\n(.*?)(?=^#|\Z)", PAGE.read_text(), re.M | re.S
@@ -222,13 +222,13 @@ def test_there_are_four_ways() -> None:
 
 @pytest.mark.parametrize("title", ["A query tensor", "A cell", "An override", "A weight"])
 def test_a_way_leads_from_file_to_file(title: str) -> None:
-    """Each file imports the next, or the other way round: what is handed on has to be known on one side."""
+    """Each file imports the next or vice versa: one side must refer to what is passed on."""
     most, way = ways()[title]
     assert 2 < len(way) <= most
     known = graph()
 
     def knows(module: str, other: str) -> bool:
-        """By its name or by that of its package, which gives out what it holds."""
+        """Whether a module imports another, directly or through its package."""
         return not known[module].isdisjoint({other, other.rpartition(".")[0]})
 
     for here, there in pairwise(way):

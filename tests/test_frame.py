@@ -1,4 +1,4 @@
-"""The frame: every README command runs in a tiny form, every README example works, the two lists of pins are one."""
+"""README commands run in a tiny form, README examples work, public names import, pins agree, links resolve."""
 
 import json
 import os
@@ -43,15 +43,15 @@ def test_every_requirement_is_pinned_and_every_dependency_has_a_pin() -> None:
 
 
 def readme_commands() -> list[str]:
-    """Commands of the README: `make ...` in code blocks, `.venv/bin/lit-lazy ...` and `lit-lazy ...` in code spans."""
+    """The README's commands: `make ...` in code blocks, `.venv/bin/lit-lazy ...` and `lit-lazy ...` in code spans."""
     blocks = "\n".join(re.findall(r"^```\n(.*?)^```", README, re.M | re.S))
     made = re.findall(r"^(make [\w-]+)", blocks, re.M)
     spans = re.findall(r"`(?:\.venv/bin/)?(lit-lazy [^`]+)`", README)
     return list(dict.fromkeys([*made, *spans]))
 
 
-# `make test` runs this; the dashboard serves until it is stopped, and the others need a grid or a trained model:
-# all have tests of their own.
+# `make test` runs this file, the dashboard does not end, and the last one needs a trained model. All are tested
+# elsewhere.
 EXEMPT = {
     "make test",
     "make dashboard",
@@ -65,7 +65,7 @@ def test_the_readme_has_the_commands_that_are_tested() -> None:
 
 
 def shrink_command(command: str, runs: Path) -> list[str]:
-    """The same command on a tiny experiment, its results in `runs`."""
+    """The same command on a tiny experiment, with its results in `runs`."""
     words = shlex.split(command)
     if words[0] == "make":
         return [*words, "TINY=1", f"RUNS={runs}"]
@@ -80,14 +80,14 @@ def shrink_command(command: str, runs: Path) -> list[str]:
 
 
 def expand_make(words: list[str]) -> list[str]:
-    """The one command that `make` would run: it starts real processes."""
+    """The only command that `make` would run, since `make` itself starts real processes."""
     (line,) = subprocess.run(
         [*words, "--dry-run", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     return shlex.split(line)
 
 
-# The path of `make table2` on other data, in real processes, and on other rows; every training of a grid, counted.
+# They take the path of `make table2` with other data or rows, or in real processes.
 LONG = {
     "make table2-text",
     "lit-lazy ablate run my_ablation.py",
@@ -136,7 +136,7 @@ def write_examples(folder: Path) -> list[Path]:
 
 
 def test_readme_examples_run(tmp_path: Path) -> None:
-    # That of the Python API needs a grid: tests/report/test_report.py.
+    # The example of the Python API needs a grid: tests/report/test_report.py.
     names = [path.name for path in write_examples(tmp_path) if "from lit_lazy import" not in path.read_text()]
     assert {"my_experiment.py", "my_ablation.py", "my_data.py"} <= set(names)
     for name in names:
@@ -152,10 +152,10 @@ def test_the_readme_data_source_trains(runs: Path, tmp_path: Path) -> None:
 
 
 def test_the_readme_normaliser_is_short_and_does_everything(tmp_path: Path) -> None:
-    """Softpick, verbatim: it trains, is diagnosed with its sparsity, decodes, is a row of a table."""
+    """The README's Softpick trains, has its sparsity measured, decodes, and is a row of a table."""
     write_examples(tmp_path)
     lines = (tmp_path / "my_softpick.py").read_text().splitlines()
-    assert len(lines[1:]) <= 20  # the first names the file
+    assert len(lines[1:]) <= 20  # the first line names the file
     (tmp_path / "both.py").write_text(
         "from lit_lazy.attention import Softmax\n"
         "from lit_lazy.grid.ablation import Ablation, Row\n"
@@ -198,8 +198,17 @@ def test_documents_name_tests_that_exist() -> None:
             assert (ROOT / path).exists(), f"{page}: {path}"
 
 
+def test_every_public_name_imports() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    rows = re.findall(r"^\| `((?:lit|flash)_lazy[\w.]*)` \| ([^|]+) \|", page, re.M)
+    imports = [f"from {module} import {names.replace('`', '')}" for module, names in rows]
+    assert len(imports) > 30
+    done = subprocess.run([sys.executable, "-c", "\n".join(imports)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def grids(page: str) -> dict[tuple[str, str], str]:
-    """Cells of a page's tables, by the row's first cell and the column's heading."""
+    """The cells of a page's tables, by the row's first cell and the column's heading."""
     found, head = {}, []
     for line in page.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []

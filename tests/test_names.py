@@ -1,4 +1,4 @@
-"""Functions are verbs: lists those whose name begins with a participle, and holds their number.
+"""Function names are verbs: lists those that begin with a participle and limits their number.
 
 `python tests/test_names.py` prints the list.
 """
@@ -16,7 +16,7 @@ IRREGULAR = re.compile(
     "|spread|struck|taken|told|thrown|worn|written"
 )
 BASE_FORMS = frozenset(("bed", "embed", "feed", "need", "seed", "shed", "speed", "cut", "split", "spread", "need"))
-"""Verbs, or nouns, that only look like participles."""
+"""Verbs and nouns that only look like participles."""
 
 
 def is_participle(name: str) -> bool:
@@ -28,7 +28,7 @@ def is_participle(name: str) -> bool:
 
 
 def participles() -> Iterator[str]:
-    """`file:line name` of each function whose name begins with a participle; properties, which are values, left out."""
+    """`file:line name` of each function, except properties, whose name begins with a participle."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""No process of ours resolves a name or speaks to another machine that its user has not named."""
+"""No process of ours resolves the name of, or contacts, a machine that its user has not named."""
 
 import ipaddress
 import json
@@ -38,7 +38,7 @@ HUSHING = (
     *("BITBUCKET_BUILD_NUMBER", "CODEBUILD_BUILD_ARN", "BUILDKITE", "TEAMCITY_VERSION", "CLOUD_RUN_EXECUTION"),
     *("MLFLOW_DISABLE_TELEMETRY", "DO_NOT_TRACK", "HF_HUB_DISABLE_TELEMETRY", "RAY_USAGE_STATS_ENABLED"),
 )
-"""Variables without which MLflow would take this for a test of somebody's, and report nothing anyway."""
+"""Variables that are removed: with them, libraries would report nothing anyway, as in a test."""
 ASKS = "import socket\ntry:\n    socket.getaddrinfo('example.invalid', 80)\nexcept OSError:\n    pass"
 LOGS_A_RUN = """
 import sys
@@ -65,19 +65,19 @@ sys.exit(server.wait())
 
 @dataclass
 class Watched:
-    """A command that has ended, and what it did."""
+    """A finished command and its network activity."""
 
     done: subprocess.CompletedProcess[str]
     processes: int
-    """Of Python."""
+    """Number of Python processes."""
     audited: list[str]
-    """Names it resolved and addresses it spoke to, as Python knows them, that are not this machine's."""
+    """Resolved names and contacted addresses of other machines, by Python's audit hook."""
     traced: list[str] | None
-    """The same as the system saw it; None without strace."""
+    """The same by strace; None without it."""
 
 
 def watch(folder: Path, *command: str, **environment: str) -> Watched:
-    """Run a command in real processes."""
+    """Run a command in real processes and record its network activity."""
     site = folder / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(AUDIT)
@@ -98,7 +98,7 @@ def watch(folder: Path, *command: str, **environment: str) -> Watched:
 
 
 def is_here(places: list[str]) -> bool:
-    """Whether a place is an address of this machine, or a file that is a socket."""
+    """Whether all places are addresses of this machine or socket files."""
     return all(place.startswith("/") or place == "localhost" or is_loopback(place) for place in places)
 
 
@@ -110,7 +110,7 @@ def is_loopback(address: str) -> bool:
 
 
 def leaves_machine(call: str) -> bool:
-    """Whether a line of strace's resolves a name or speaks to another machine."""
+    """Whether a line of strace resolves a name or contacts another machine."""
     addresses = re.findall(r'inet_(?:addr\(|pton\(AF_INET6, )"([^"]+)"', call)
     asks = "htons(53)" in call or re.search(r'sun_path="[^"]*(nscd|resolve|avahi)', call)
     return bool(asks) or not all(is_loopback(address) for address in addresses)
@@ -126,7 +126,7 @@ def check(watched: Watched) -> None:
 
 
 def test_a_name_that_is_resolved_is_noticed(tmp_path: Path) -> None:
-    """What the other tests rely on."""
+    """The other tests rely on this."""
     watched = watch(tmp_path, sys.executable, "-c", ASKS)
     assert watched.processes == 1
     assert len(watched.audited) == 1
@@ -146,7 +146,7 @@ def test_the_user_may_turn_it_on(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_dashboard_stays_on_this_machine(tmp_path: Path, runs: Path, closed_port: int) -> None:
-    """Its server, when a page asks what it should report to MLflow's makers."""
+    """Also when a page asks the server what to report to MLflow's makers."""
     Tracker(default_uri(runs), runs, "x").start_run("x", {"kind": "run"}, {}, {})
     watched = watch(tmp_path, sys.executable, "-c", SERVES, str(runs), str(closed_port))
     assert json.loads(watched.done.stdout)["disable_ui_telemetry"] is True, watched.done

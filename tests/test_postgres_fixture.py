@@ -1,4 +1,4 @@
-"""The PostgreSQL server that other tests stand on."""
+"""Tests of the PostgreSQL server that other tests use."""
 
 from typing import LiteralString
 

@@ -1,4 +1,4 @@
-"""The Python API: instant to import, what it promises and no more, every example run, mistakes in one line."""
+"""The Python API imports instantly, exports only what it documents, runs its examples, reports errors in one line."""
 
 import doctest
 import inspect
@@ -32,7 +32,7 @@ print(*(set(sys.modules) - before))
 
 
 def test_the_import_is_instant() -> None:
-    """The best of three, since the machine has other work."""
+    """The best of three, since the machine may be busy."""
     runs = [
         subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True).stdout.splitlines()
         for _ in range(3)
@@ -52,7 +52,7 @@ def test_it_is_what_all_says() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[Path]:
-    """The current folder, with a ready store in runs/."""
+    """The current folder, with a prepared store in runs/."""
     folder = tmp_path_factory.mktemp("api")
     (folder / "runs").mkdir()
     shutil.copy(empty_store, folder / "runs" / "mlflow.db")
@@ -79,7 +79,7 @@ NAMED = [
 )
 @pytest.mark.usefixtures("folder")
 def test_the_example_runs(test: doctest.DocTest) -> None:
-    """That of `results` needs a grid: tests/report/test_report.py."""
+    """The example of `results` needs a grid: tests/report/test_report.py."""
     assert test.examples, "has no example"
     said: list[str] = []
     found = doctest.DocTestRunner().run(test, out=said.append)
@@ -149,7 +149,7 @@ class TestModel:
 
     @torch.no_grad()
     def test_weights_are_those_that_make_the_output(self, model: api.Model) -> None:
-        """Of every layer and head: times the values they give what attention gives; 0 where a key comes later."""
+        """In every layer and head, weights times values equal attention's output, and future keys have weight 0."""
         tokens = list(range(1, 13))
         weights = model.weights(tokens)
         assert weights.shape == (2, 2, 12, 12)

@@ -1,4 +1,4 @@
-"""Model, attention, loss, parameter groups and the step benchmark (tests/timings/test_step.py) need torch alone."""
+"""Model, attention, loss, parameter groups and the step benchmark (tests/timings/test_step.py) need only torch."""
 
 from pathlib import Path
 

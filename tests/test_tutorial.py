@@ -1,4 +1,4 @@
-"""docs/tutorial.md, from its first block to its last, on the tiny model; and the notebook that is made of it."""
+"""Runs docs/tutorial.md from its first block to its last on the tiny model, and checks the notebook made from it."""
 
 import json
 import re
@@ -24,16 +24,18 @@ def test_it_can_be_followed(tmp_path: Path) -> None:
     for known, tiny in TINY.items():
         assert known in text
         text = text.replace(known, tiny)
-    run_in_fork(lambda: follow(text, tmp_path))  # its rule has the name of the README's, and one process knows one
+    run_in_fork(
+        lambda: follow(text, tmp_path)
+    )  # in a fork: its rule has the name of the README's, and a process can register only one
 
 
 def follow(text: str, folder: Path) -> None:
     cells = made.cells_of(text)
     names = made.execute(cells, folder)
     verdict = names["found"].table.verdict
-    assert verdict.exploratory  # in no commit before it was run
+    assert verdict.exploratory  # not committed before its run
     out = "".join(cell.output for cell in cells)
-    assert out.count(verdict.sentence) >= 3  # of the grid, the results, and all verdicts
+    assert out.count(verdict.sentence) >= 3  # from the grid, the results, and all verdicts
     assert [picture.name for cell in cells for picture in cell.pictures] == ["lazy.png", "softmax.png"]
     assert (folder / "runs" / "my_question-backcopy_tiny" / "report.html").exists()
     assert all(cell["outputs"] for cell in made.notebook(cells)["cells"] if prints_output(cell))

@@ -1,4 +1,4 @@
-"""What `pip install` of both distributions gives where nothing of this clone is: it trains a file of one's own."""
+"""The wheels of both distributions train a user's file without this clone."""
 
 import re
 from importlib.metadata import distribution
@@ -9,7 +9,7 @@ import pytest
 from torch_alone import ROOT, build_wheel, link_packages, run_alone
 
 BESIDE = "runs", "kernels", "docs", "tests"
-"""Folders of the clone that are no part of either distribution, and large."""
+"""Large folders of the clone that are part of neither distribution."""
 TRAIN = """
 import sys
 import lit_lazy

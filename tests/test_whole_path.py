@@ -1,4 +1,4 @@
-"""From text to a model that others load, by the commands of docs/scale.md, on real text."""
+"""From real text to a model that transformers loads, by the commands of docs/scale.md."""
 
 import json
 import re
@@ -33,7 +33,7 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=8, do_sample=Fals
 def test_text_to_tokens_to_a_model_to_benchmarks_to_weights(
     tmp_path: Path, task_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Python's standard library: tokenised, trained on by two processes, judged, continued, exported, loaded."""
+    """Tokenise Python's standard library, train on two processes, run benchmarks, generate, export, load."""
     monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "scale.md").read_text()

@@ -1,4 +1,4 @@
-"""Processes that find torch, what torch requires, and this project: a machine with a GPU may have nothing else."""
+"""Processes with only torch, its requirements and this project: a GPU machine may have nothing else."""
 
 import re
 import shutil
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def find_requirements(name: str) -> Iterator[str]:
-    """A distribution and all that it requires here, but for triton, which only some machines have."""
+    """A distribution and all its requirements here, except triton, which only some machines have."""
     requirements = distribution(name).requires or ()
     yield name
     for requirement in requirements:
@@ -23,7 +23,7 @@ def find_requirements(name: str) -> Iterator[str]:
             try:
                 yield from find_requirements(other)
             except PackageNotFoundError:
-                continue  # for another system, or version of Python
+                continue  # for another system or Python version
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +34,7 @@ def torch_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def link_packages(folder: Path, there: set[Path], *names: str) -> Path:
-    """A folder with links to some packages, and to distributions with all that they require."""
+    """Link packages, and distributions with all their requirements, into a folder."""
     for name in {name for whole in names for name in find_requirements(whole)}:
         files = distribution(name).files or ()
         there |= {Path(distribution(name).locate_file(file.parts[0])) for file in files if file.parts[0] != ".."}
@@ -44,7 +44,7 @@ def link_packages(folder: Path, there: set[Path], *names: str) -> Path:
 
 
 def build_wheel(source: Path, folder: Path, *left_out: str) -> Path:
-    """The wheel of a distribution, from a copy: nothing of a former build gets in, and none of this one is left."""
+    """Build a distribution's wheel from a copy, so it contains no earlier build and leaves none behind."""
     ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", *left_out)
     copied = shutil.copytree(source, folder / "source", ignore=ignored)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
@@ -54,7 +54,7 @@ def build_wheel(source: Path, folder: Path, *left_out: str) -> Path:
 
 
 def run_alone(code: str, site: Path) -> str:
-    """Standard output of code in a process with these packages and Python's own library."""
+    """Run code with only these packages and Python's library, and return its standard output."""
     command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({str(site)!r})\n{code}"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,11 +1,11 @@
-"""An ablation for tests: two rows on the tiny probe, and what a test adds."""
+"""An ablation for tests: two rows on the tiny probe, plus a test's additions."""
 
 WILD = 'Row("wild", {"train.lr": 1e20, "train.log_every": 1}, "ours", seeds=(0,)),'
 """A row that diverges."""
 
 
 def two_rows(name: str, lazy: str = "lazy", code: str = "", more: str = "") -> str:
-    """The source of an ablation of `softmax` and `lazy`. code: to run first; more: further rows."""
+    """The source of an ablation with `softmax` and `lazy`. code: runs first; more: further rows."""
     return f'''
 """Two rows on the tiny probe."""
 import sys

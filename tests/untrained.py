@@ -1,4 +1,4 @@
-"""Checkpoints of models that were never trained: quickly made."""
+"""Checkpoints of untrained models, which are fast to make."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from lit_lazy.training.module import LitLM
 
 
 def save(path: Path, cfg: RunConfig, vocab_size: int = 17, context_length: int = 16) -> str:
-    """A checkpoint of an untrained model."""
+    """Save a checkpoint of an untrained model and return its path."""
     module = LitLM.create(cfg, vocab_size, context_length)
     settings = {"config": to_dict(cfg), "vocab_size": vocab_size, "context_length": context_length}
     content = {"state_dict": module.state_dict(), "hyper_parameters": settings, "global_step": 1}

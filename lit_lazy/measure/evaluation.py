@@ -1,7 +1,7 @@
 """What a model measures on a validation set: loss, accuracy, first-key weight, mass, sparsity, tau, sizes."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,24 +29,20 @@ VARIED_BATCH = 32
 def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_size: int) -> dict[str, float]:
     """Final metrics on the whole validation set, where the model is; undefined ones are left out."""
     attention = AttentionMetrics.of(model.attentions, source.row_groups, model.device)
-    losses: dict[str, RatioOfSums] = {}
-    was_training = model.training
-    model.eval()
-    for batch in validation_loader(source, batch_size):
-        batch = {name: value.to(model.device) for name, value in batch.items()}
+    ratios: dict[str, RatioOfSums] = {}
+    for batch in iter_validation(model, source, batch_size):
         autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16")
         with autocast, _record_key_weights(model, source.watched_key) as on_key:
             hidden, stats = model.compute_hidden_with_stats(batch["tokens"], batch.get("place"))
-            nll = head_nll(hidden, model.head.weight, batch["targets"])
-            logits = model.head(hidden) if "oracle_nll" in batch else None
-        _add_losses(losses, nll, logits, batch, source.row_groups)
+            losses = compute_losses(model, hidden, batch)
+            logits = model.head(hidden) if "excess" in losses else None
+        _add_losses(ratios, losses, logits, batch, source.row_groups)
         rows = {group: batch[group] for group in source.row_groups}
         rows = rows or {"all": torch.ones_like(batch["tokens"], dtype=torch.bool)}
         attention.update(stats, rows, batch.get("place"))
         if source.watched_key is not None:
             attention.update_watched_key(on_key, source.watched_key, rows)
-    model.train(was_training)
-    measured = {name: metric.compute().item() for name, metric in losses.items()}
+    measured = {name: ratio.compute().item() for name, ratio in ratios.items()}
     if "bytes_per_token" in source.info:
         measured["loss/bits_per_byte"] = measured["loss/val"] / NATS_PER_BIT / float(source.info["bytes_per_token"])
     measured |= attention.compute()
@@ -54,6 +50,21 @@ def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_s
         one, other = source.row_contrast
         measured[f"mass/{one}_minus_{other}"] = measured[f"mass/{one}"] - measured[f"mass/{other}"]
     return measured | compute_tau_metrics(model)
+
+
+def iter_validation(model: DecoderLM, source: DataSource, batch_size: int) -> Iterator[Batch]:
+    """Validation batches on the model's device, with the model in evaluation mode meanwhile."""
+    was_training = model.training
+    model.eval()
+    for batch in validation_loader(source, batch_size):
+        yield {name: value.to(model.device) for name, value in batch.items()}
+    model.train(was_training)
+
+
+def compute_losses(model: DecoderLM, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
+    """`loss` of each target `[B, L]` in nats and, if the data has an oracle, `excess` over the oracle's loss."""
+    nll = head_nll(hidden, model.head.weight, batch["targets"])
+    return {"loss": nll} | ({"excess": nll - batch["oracle_nll"]} if "oracle_nll" in batch else {})
 
 
 @contextmanager
@@ -70,22 +81,25 @@ def _record_key_weights(model: DecoderLM, key: int | None) -> Iterator[list[Tens
 
 
 def _add_losses(
-    losses: dict[str, RatioOfSums], nll: Tensor, logits: Tensor | None, batch: Batch, row_groups: tuple[str, ...]
+    ratios: dict[str, RatioOfSums],
+    losses: Mapping[str, Tensor],
+    logits: Tensor | None,
+    batch: Batch,
+    row_groups: tuple[str, ...],
 ) -> None:
-    """Loss in nats; where the data knows its oracle, the excess over it per row group, and each group's accuracy."""
+    """Add a batch's loss; with logits also its excess, overall and by row group, and each group's accuracy."""
 
     def add(name: str, values: Tensor, counted: Tensor) -> None:
-        losses.setdefault(name, RatioOfSums().to(values.device)).update(values[counted], counted)
+        ratios.setdefault(name, RatioOfSums().to(values.device)).update(values[counted], counted)
 
     targets = batch["targets"] != IGNORED
-    add("loss/val", nll, targets)
+    add("loss/val", losses["loss"], targets)
     if logits is None:
         return
-    excess = nll - batch["oracle_nll"]
     hit = (logits.argmax(-1) == batch["targets"]).double()
-    add("loss/excess", excess, targets)
+    add("loss/excess", losses["excess"], targets)
     for group in row_groups:
-        add(f"loss/excess_{group}", excess, batch[group])
+        add(f"loss/excess_{group}", losses["excess"], batch[group])
         add(f"accuracy/{group}", hit, batch[group])
 
 

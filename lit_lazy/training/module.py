@@ -14,6 +14,7 @@ from lit_lazy.config.serialisation import from_dict, to_dict
 from lit_lazy.data import IGNORED, Batch
 from lit_lazy.data.sampler import Portion
 from lit_lazy.measure import RatioOfSums
+from lit_lazy.measure.evaluation import compute_losses
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.dropout import sequence_keys
 from lit_lazy.model.loss import head_nll, head_nll_and_log_z, mean_nll
@@ -159,14 +160,17 @@ class LitLM(L.LightningModule):
         self._validating.close()
 
     def validation_step(self, batch: Batch, _batch_index: int) -> None:
+        for name, metric in self.update_validation(batch).items():
+            self.log(name, metric)
+
+    def update_validation(self, batch: Batch) -> dict[str, RatioOfSums]:
+        """Add a batch to the validation metrics. Returns those that its data defines, by name."""
         hidden = self.model.compute_hidden(batch["tokens"], batch.get("place"))
-        nll = head_nll(hidden, self.model.head.weight, batch["targets"])
-        counted = batch["targets"] != IGNORED
-        self.val_loss.update(nll, counted)
-        self.log("val/loss", self.val_loss, prog_bar=True)
-        if "oracle_nll" in batch:
-            self.val_excess.update(nll - batch["oracle_nll"], counted)
-            self.log("val/excess", self.val_excess)
+        losses = compute_losses(self.model, hidden, batch)
+        metrics = {"loss": self.val_loss, "excess": self.val_excess}
+        for name, values in losses.items():
+            metrics[name].update(values, batch["targets"] != IGNORED)
+        return {f"val/{name}": metrics[name] for name in losses}
 
     def configure_optimizers(self) -> Any:
         cfg = self.cfg.train

@@ -16,11 +16,10 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.data import IGNORED, DataSource
+from lit_lazy.data import DataSource
 from lit_lazy.data.loader import train_loader, validation_loader
 from lit_lazy.data.sampler import Portion
-from lit_lazy.measure import RatioOfSums
-from lit_lazy.model.loss import head_nll
+from lit_lazy.measure.evaluation import iter_validation
 from lit_lazy.training.checkpoints import AtomicCheckpointIO, load_matching_weights
 from lit_lazy.training.distributed.fsdp import ShardedStrategy
 from lit_lazy.training.distributed.process_group import RankGroup, make_environment
@@ -181,29 +180,21 @@ class MissedValidation(AtStart):
         """losses: where it keeps the loss of the step."""
         self.source, self.losses = source, losses
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference_mode: Lightning updates the module's metrics again
     def on_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Log it, if the run resumes at a step of validation."""
+        """Validate if the run resumes at a validation step."""
         step = trainer.global_step
         if not isinstance(module, LitLM) or not step or step % module.cfg.train.val_every:
             return
-        loss, excess = (RatioOfSums(sync_on_compute=False).to(module.device) for _ in range(2))
-        measured = {"val/loss": loss}
-        module.eval()
-        for batch in validation_loader(
-            self.source, module.execution.evaluation_batch_size(module.cfg.train.batch_size)
-        ):
-            batch = {name: value.to(module.device) for name, value in batch.items()}
-            with module.use_average(), trainer.precision_plugin.forward_context():
-                hidden = module.model.compute_hidden(batch["tokens"], batch.get("place"))
-                nll = head_nll(hidden, module.model.head.weight, batch["targets"])
-            counted = batch["targets"] != IGNORED
-            loss.update(nll, counted)
-            if "oracle_nll" in batch:
-                excess.update(nll - batch["oracle_nll"], counted)
-                measured["val/excess"] = excess
-        module.train()
-        found = {name: metric.compute().item() for name, metric in measured.items()}
-        self.losses[step] = found["val/loss"]
+        metrics = {}
+        batch_size = module.execution.evaluation_batch_size(module.cfg.train.batch_size)
+        with module.use_average():
+            for batch in iter_validation(module.model, self.source, batch_size):
+                with trainer.precision_plugin.forward_context():
+                    metrics = module.update_validation(batch)
+        values = {name: metric.compute().item() for name, metric in metrics.items()}
+        for metric in metrics.values():
+            metric.reset()
+        self.losses[step] = values["val/loss"]
         if trainer.logger is not None:
-            trainer.logger.log_metrics(found, step - 1)
+            trainer.logger.log_metrics(values, step - 1)

@@ -307,7 +307,7 @@ def test_data_that_are_no_longer_those_of_the_training(
         ({"vocab_size": 5}, "vocab_size=5, which are vocab_size=17 here"),
         ({"context_length": 12}, "context_length=12, which are context_length=16 here"),
     ):
-        assert f"was trained on data of {named}" in refused([save(tmp_path / "other.ckpt", CFG, **changed)], capsys)
+        assert f"was trained on data with {named}" in refused([save(tmp_path / "other.ckpt", CFG, **changed)], capsys)
 
 
 LENGTHS = [
@@ -415,7 +415,7 @@ def test_data_that_have_changed_since_the_training_are_told(
     assert main(words) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "its data (backcopy) are not those of its training any more" in said
+    assert "its data (backcopy) has changed since its training" in said
     del result["fingerprint"]  # an earlier version's, which tells of no contents
     (tmp_path / RESULT).write_text(json.dumps(result))
     assert main(words) == 0

@@ -224,8 +224,8 @@ def test_two_processes_are_one_that_accumulates_bit_for_bit(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train.optimiser": Muon()}, "train.optimiser='Muon': has not been tried with --strategy fsdp"),
-        ({"train.ema_decay": 0.9}, "train.ema_decay=0.9: has not been tried with --strategy fsdp"),
+        ({"train.optimiser": Muon()}, "train.optimiser='Muon': is untested with --strategy fsdp"),
+        ({"train.ema_decay": 0.9}, "train.ema_decay=0.9: is untested with --strategy fsdp"),
     ],
 )
 def test_what_cannot_be_spread_is_named(changes: dict[str, object], message: str) -> None:

@@ -1,4 +1,4 @@
-"""What a model measures on a validation set: loss, accuracy, first-key weight, mass, sparsity, tau, sizes."""
+"""Metrics of a model on a validation set: loss, accuracy, first-key weight, mass, sparsity, tau, sizes."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -22,12 +22,12 @@ from lit_lazy.support.checks import require
 
 NATS_PER_BIT = 0.6931471805599453
 VARIED_BATCH = 32
-"""Sequences that `Varied` measures at a time."""
+"""Batch size of `Varied`."""
 
 
 @torch.no_grad()
 def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_size: int) -> dict[str, float]:
-    """Final metrics on the whole validation set, where the model is; undefined ones are left out."""
+    """Final metrics on the full validation set, on the model's device, without undefined ones."""
     attention = AttentionMetrics.of(model.attentions, source.row_groups, model.device)
     ratios: dict[str, RatioOfSums] = {}
     for batch in iter_validation(model, source, batch_size):
@@ -69,7 +69,7 @@ def compute_losses(model: DecoderLM, hidden: Tensor, batch: Batch) -> dict[str, 
 
 @contextmanager
 def _record_key_weights(model: DecoderLM, key: int | None) -> Iterator[list[Tensor]]:
-    """What each layer gives the key at this position, `[B, H, L]`, when the model has run; nothing without a key."""
+    """Yields a list that receives each layer's weights `[B, H, L]` on a key when the model runs; none without a key."""
     found: list[Tensor] = []
 
     def on_attention(_: int, attention: Attention, call: AttentionCall) -> None:
@@ -104,7 +104,7 @@ def _add_losses(
 
 
 def compute_tau_metrics(model: DecoderLM) -> dict[str, float]:
-    """Mean, least and greatest offset parameter over layers, heads (and positions), where there is one."""
+    """Mean, minimum and maximum of the offset parameter over layers, heads (and positions), if there is one."""
     found = [p.detach().flatten() for name, p in model.named_parameters() if name.endswith("normaliser.tau")]
     if not found:
         return {}
@@ -113,7 +113,7 @@ def compute_tau_metrics(model: DecoderLM) -> dict[str, float]:
 
 
 def compute_size_metrics(model: DecoderLM) -> dict[str, float]:
-    """Learned parameters, and training FLOPs per token."""
+    """Number of trainable parameters, and training FLOPs per token."""
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return {
         "model/parameters": float(parameters),
@@ -123,17 +123,17 @@ def compute_size_metrics(model: DecoderLM) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Varied(Evaluation):
-    """The usual metrics on the same data with another value of one field, such as more pairs to recall from."""
+    """Final metrics on the run's data with other values of one field, such as more pairs to recall."""
 
     field: str
-    """Of the data's settings."""
+    """Field of the data's settings."""
     values: tuple[int, ...]
-    """The field's, one after the other."""
+    """Values of the field, measured one after the other."""
 
     def check(self, model: DecoderLM, data: DataConfig) -> None:
-        """Raise ValueError where data have no such field or value, or the model cannot read them."""
+        """Raises ValueError if the data has no such field or value, or the model cannot read it."""
         fields = sorted(known.name for known in dataclasses.fields(data))  # type: ignore[arg-type]
-        lacks = f"data={type(data).__name__} has no such field; give other data (an ablation: --base), or one of "
+        lacks = f"data={type(data).__name__} has no such field; give other data (for an ablation: --base), or one of "
         require(self.field in fields, "Varied.field", self.field, lacks + ", ".join(fields))
         for value in self.values:
             source = self._load_source(data, value)
@@ -143,11 +143,11 @@ class Varied(Evaluation):
                 source.vocab_size == vocab_size,
                 f"data.{self.field}",
                 value,
-                f"makes another vocabulary than {vocab_size}",
+                f"changes the vocabulary size from {vocab_size} to {source.vocab_size}",
             )
 
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
-        """`pairs_64/loss/val` and so on, every metric of `evaluate` behind the field and its value."""
+        """`pairs_64/loss/val` and so on: every metric of `evaluate`, prefixed with the field and its value."""
         found = {}
         for value in self.values:
             measured = evaluate(model, self._load_source(data, value), "fp32", VARIED_BATCH)

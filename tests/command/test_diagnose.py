@@ -241,9 +241,9 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 OPTIONS = [
     ([], "the following arguments are required: CHECKPOINT"),
-    (["{ckpt}", "--layers", "2"], "--layers 2: the model has 2 of them; choose from 0 to 1"),
-    (["{ckpt}", "--layers", "0,7"], "--layers 7: the model has 2 of them; choose from 0 to 1"),
-    (["{ckpt}", "--heads", "2"], "--heads 2: the model has 2 of them; choose from 0 to 1"),
+    (["{ckpt}", "--layers", "2"], "--layers 2: the model has 2 layers; choose from 0 to 1"),
+    (["{ckpt}", "--layers", "0,7"], "--layers 7: the model has 2 layers; choose from 0 to 1"),
+    (["{ckpt}", "--heads", "2"], "--heads 2: the model has 2 heads; choose from 0 to 1"),
     (["{ckpt}", "--layers", "a"], "argument --layers: 'a': must be whole numbers separated by commas"),
     (["{ckpt}", "--heads", "-1"], "argument --heads"),
     (["{ckpt}", "--heads", "0,0"], "argument --heads: '0,0': has 0 twice; give it once"),

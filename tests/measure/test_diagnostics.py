@@ -424,9 +424,9 @@ def test_a_custom_normaliser_needs_no_more_than_its_weights() -> None:
 @pytest.mark.parametrize(
     ("maps", "named"),
     [
-        (Maps(layers=(0, 2)), "Maps.layers 2: the model has 2 of them; choose from 0 to 1"),
-        (Maps(heads=(4,)), "Maps.heads 4: the model has 4 of them; choose from 0 to 3"),
-        (Maps(layers=(-1,)), "Maps.layers -1: the model has 2 of them; choose from 0 to 1"),
+        (Maps(layers=(0, 2)), "Maps.layers 2: the model has 2 layers; choose from 0 to 1"),
+        (Maps(heads=(4,)), "Maps.heads 4: the model has 4 heads; choose from 0 to 3"),
+        (Maps(layers=(-1,)), "Maps.layers -1: the model has 2 layers; choose from 0 to 1"),
     ],
 )
 def test_unknown_layers_and_heads_are_named(maps: Maps, named: str) -> None:

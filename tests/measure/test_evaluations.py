@@ -151,9 +151,9 @@ ABSOLUTE = dataclasses.replace(TINY.model, position=LearnedAbsolute(), attention
         (
             Varied("pears", (1,)),
             {},
-            r"Varied\.field='pears': data=Backcopy has no such field; give other data \(an ablation: --base\), or",
+            r"Varied\.field='pears': data=Backcopy has no such field; give other data \(for an ablation: --base\), or",
         ),
-        (Varied("vocab_size", (30,)), {}, r"evaluations: Varied: data\.vocab_size=30: makes another vocabulary"),
+        (Varied("vocab_size", (30,)), {}, r"evaluations: Varied: data\.vocab_size=30: changes the vocabulary size"),
         (Varied("context_length", (-1,)), {}, r"evaluations: Varied: data\.context_length=-1: "),
     ],
 )

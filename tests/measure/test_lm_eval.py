@@ -304,7 +304,7 @@ def test_learned_positions_end_where_the_context_does(task_folder, tmp_path):
     ("more", "line"),
     [
         (["--tasks", "pika"], "lit-lazy: --tasks='pika': no such task; known are wikitext, lambada_openai, piqa"),
-        (["--tasks", "piqa"], "lit-lazy: --tasks='piqa': its data cannot be had ("),
+        (["--tasks", "piqa"], "lit-lazy: --tasks='piqa': its data cannot be loaded ("),
         (["--limit", "0"], "'0': must be a whole number of at least 1"),
         (["--tasks", ""], "must be names separated by commas"),
         (["--out", "x.txt"], "must end in .json"),
@@ -330,7 +330,7 @@ def test_a_model_of_no_text_is_one_line(tmp_path, capsys):
     path = save(cfg, tmp_path / "final.ckpt", source.vocab_size, source.context_length)
     assert main(["lm-eval", str(path), "--tasks", "piqa"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "its data (Backcopy) are no text" in line
+    assert "its data (Backcopy) is not text" in line
 
 
 def test_a_tokenizer_that_is_gone_or_another_is_one_line(tmp_path, capsys):
@@ -339,7 +339,7 @@ def test_a_tokenizer_that_is_gone_or_another_is_one_line(tmp_path, capsys):
     assert "gone.json': is not a JSON file of the tokenizers library (No such file" in capsys.readouterr().err
     path = save(config(Text("x")), tmp_path / "other.ckpt", vocab_size=300)
     assert main(["lm-eval", str(path), "--tasks", "piqa"]) == 2
-    assert "reads 300 tokens, and its tokenizer has 256 now" in capsys.readouterr().err
+    assert "has a vocabulary of 300 tokens, but its tokenizer now has 256" in capsys.readouterr().err
 
 
 def answers(harness, tasks) -> tuple[dict[str, float], list[float]]:
@@ -406,8 +406,8 @@ def test_a_run_that_asks_for_them_has_their_scores(task_folder, tmp_path):
             None,
             r"tasks='pika': no such task; known are wikitext, lambada_openai, piqa.*a task folder$",
         ),
-        (LmEval(("piqa",)), None, r"tasks='piqa': its data cannot be had \("),
-        (LmEval(("piqa",)), Backcopy(), r"its data \(Backcopy\) are no text"),
+        (LmEval(("piqa",)), None, r"tasks='piqa': its data cannot be loaded \("),
+        (LmEval(("piqa",)), Backcopy(), r"its data \(Backcopy\) is not text"),
         (LmEval(("mine",), task_folder="/proc/none"), None, r"LmEval\.task_folder='/proc/none': is no folder"),
     ],
 )

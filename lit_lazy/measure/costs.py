@@ -81,9 +81,9 @@ class Costs(Evaluation):
             "cost/cache_bytes": cache_bytes_per_token(caches[0], len(last)),
         }
 
-    def _time_both(self, model: Callable[[], None], twin: Callable[[], None]) -> tuple[list[float], list[float]]:
-        seconds = time_in_turns({"model": model, "twin": twin}, self.rounds)
-        return seconds["model"], seconds["twin"]
+    def _time_both(self, own: Callable[[], None], twin: Callable[[], None]) -> tuple[list[float], list[float]]:
+        seconds = time_in_turns({"own": own, "twin": twin}, self.rounds)
+        return seconds["own"], seconds["twin"]
 
 
 def median_ratio(own: Sequence[float], others: Sequence[float]) -> float:

@@ -33,7 +33,7 @@ STREAMED = "streamed/"
 
 @torch.no_grad()
 def loss_by_position(model: DecoderLM, batch: Batch, eviction: Eviction | None = None, n_held: bool = False) -> Tensor:
-    """Mean loss in nats at each position, float64 `[T]`, for a batch's `tokens` and `targets` `[B, T]`; NaN without any.
+    """Mean loss in nats by position, float64 `[T]`, of a batch's `tokens` and `targets` `[B, T]`; NaN without targets.
 
     Only the first document of each sequence counts if documents do not see each other. Decodes with a cache; with
     eviction, token by token once the cache is full. n_held: use the thresholds of the tokens' positions in the text
@@ -127,7 +127,7 @@ class Lengths(Evaluation):
             check_reach(model, data, times * model.context_length)
 
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
-        """`length_4x/loss` and `length_4x/loss_last_quarter` in nats and so on; for text also bits per byte."""
+        """`length_4x/loss` and `length_4x/loss_last_quarter` and so on in nats; for text also bits per byte."""
         found = {}
         for times in self.times:
             source = data.at_length(times * model.context_length).load()

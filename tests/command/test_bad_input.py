@@ -572,7 +572,7 @@ def has_other_data(trained: Path, path: Path) -> None:
 
 
 CHECKPOINTS = [
-    (missing, "cannot be read (No such file or directory); give a final.ckpt, which `lit-lazy train` leaves"),
+    (missing, "cannot be read (No such file or directory); give a final.ckpt, which `lit-lazy train` writes"),
     (is_folder, "cannot be read (Is a directory); give a final.ckpt"),
     (is_empty, "is no checkpoint, or damaged ("),
     (is_text, "is no checkpoint, or damaged ("),

@@ -290,7 +290,7 @@ def test_checkpoints(trained: Path, place: Path, tmp_path: Path, capsys: pytest.
     (tmp_path / "truncated.ckpt").write_bytes(whole[:-1000])
     torch.save({"state_dict": {"weight": torch.zeros(2)}, "global_step": 3}, tmp_path / "foreign.ckpt")
     for name, named in (
-        ("missing", "cannot be read (No such file or directory); give a final.ckpt, which `lit-lazy train` leaves"),
+        ("missing", "cannot be read (No such file or directory); give a final.ckpt, which `lit-lazy train` writes"),
         ("truncated", "is no checkpoint, or damaged ("),
         ("foreign", "was not made by this project; give a final.ckpt"),
     ):
@@ -304,8 +304,8 @@ def test_data_that_are_no_longer_those_of_the_training(
 ) -> None:
     del place
     for changed, named in (
-        ({"vocab_size": 5}, "vocab_size=5, which are vocab_size=17 here"),
-        ({"context_length": 12}, "context_length=12, which are context_length=16 here"),
+        ({"vocab_size": 5}, "vocab_size=5, which now has vocab_size=17"),
+        ({"context_length": 12}, "context_length=12, which now has context_length=16"),
     ):
         assert f"was trained on data with {named}" in refused([save(tmp_path / "other.ckpt", CFG, **changed)], capsys)
 

@@ -249,10 +249,10 @@ def weight(name: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
 
 CHECKPOINTS: dict[str, tuple[Change, str]] = {
     "vocabulary -1": (setting("vocab_size", -1), "vocab_size=-1: must be a whole number of at least 1"),
-    "vocabulary 1e12": (setting("vocab_size", 10**12), "the embedding is not of [1000000000000, 16]"),
+    "vocabulary 1e12": (setting("vocab_size", 10**12), "the embedding must have shape [1000000000000, 16]"),
     "length -1": (setting("context_length", -1), "context_length=-1: must be a whole number of at least 1"),
     "length 1e12": (setting("context_length", 10**12), MEMORY),
-    "width": (of_model("d_model", 10**12), "the embedding is not of [17, 1000000000000]"),
+    "width": (of_model("d_model", 10**12), "the embedding must have shape [17, 1000000000000]"),
     "layers": (of_model("n_layers", 10**9), "model.n_layers=1000000000: it has weights of fewer layers"),
     "sparse": (weight(EMBEDDING, torch.Tensor.to_sparse), "was not made by this project"),
     "csr": (weight(EMBEDDING, torch.Tensor.to_sparse_csr), "was not made by this project"),

@@ -1,1 +1,1 @@
-"""Measures what a step, a cell, a grid and the diagnostics cost on this machine; no part of the wheel."""
+"""Benchmarks of a step, a cell, a grid and the diagnostics on this machine; not part of the wheel."""

@@ -1,4 +1,4 @@
-"""`python3 -m timings step|grid|diagnostics [--out FILE.json]`; `make bench` and `make bench-grid` run them."""
+"""`python3 -m timings step|grid|diagnostics [--out FILE.json]`, also run by `make bench` and `make bench-grid`."""
 
 import argparse
 import sys
@@ -8,8 +8,8 @@ from lit_lazy.command.options import Commands, Parser, add_command, add_out, int
 
 
 def make_parser() -> Parser:
-    """All measurements and their options."""
-    parser = Parser(prog="python3 -m timings", description="Measure what things cost on this machine.")
+    """Parser of all benchmarks."""
+    parser = Parser(prog="python3 -m timings", description="Benchmarks on this machine.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_step(commands)
     _add_grid(commands)
@@ -30,10 +30,10 @@ def measure_step(options: argparse.Namespace, _rest: list[str]) -> int:
 
 
 def _add_grid(commands: Commands) -> None:
-    help = "measure what the queue and tracking add to training (half an hour)"
+    help = "measure the overhead of queue and tracking over training (half an hour)"
     parser = add_command(commands, "grid", measure_grid, help)
     parser.add_argument(
-        "--cells", type=int_list, default=None, help="sizes of grids, multiples of 5 (default 100,1000,10000)"
+        "--cells", type=int_list, default=None, help="grid sizes in cells, multiples of 5 (default 100,1000,10000)"
     )
     add_out(parser)
 

@@ -1,9 +1,9 @@
-"""Which test a table's differences should have: candidates compared by simulation.
+"""Choice of the test for a table's differences: candidates compared by simulation.
 
-`python -m timings.default_test --out docs/results/default-test.json` (three minutes on one core). Every
-candidate tests the differences of R rows to the first one over n seeds, followed by Holm; what
-`lit_lazy.table.statistics` does is one of them. Data are normal: a row has a spread of its own, and a part
-`correlation` of the variance comes from the seed. Arrays are [draws, rows, seeds], p values [draws, rows - 1].
+`python -m timings.default_test --out docs/results/default-test.json` (three minutes on one core). Every candidate tests
+the differences of R rows to the first row over n seeds, followed by Holm. One candidate is the test of
+`lit_lazy.table.statistics`. Data are normal: each row has its own spread, and a share `correlation` of the variance
+comes from the seed. Arrays are [draws, rows, seeds], p values [draws, rows - 1].
 """
 
 import argparse
@@ -21,22 +21,22 @@ from numpy.typing import NDArray
 from scipy.special import digamma, polygamma, stdtr
 
 from lit_lazy.table.statistics import ALPHA
-from timings.results import collect_provenance, publish
+from timings.results import collect_provenance, format_row, publish
 
 Array = NDArray[np.float64]
 
 DRAWS = 20_000
-"""Of a setting. The Monte Carlo error of a rate of 0.05 is 0.0015."""
+"""Per setting. The Monte Carlo error of a rate of 0.05 is 0.0015."""
 LIMIT = 0.055
 EFFECT = 3.0
-"""Of half of the rows, where power is measured: in standard deviations of a row of typical spread."""
+"""Effect of half of the rows for the power, in standard deviations of a row of typical spread."""
 N_FOR_POWER = 5
-ASKED = ("equal", "e^0.5")
-"""Spreads for which a candidate has to keep to the limit."""
+REQUIRED = ("equal", "e^0.5")
+"""Spreads for which a candidate must be within the limit."""
 
 
 def p_values(statistic: Array, df: Array | float) -> Array:
-    """Of two-sided t tests."""
+    """p values of two-sided t tests."""
     return 2 * stdtr(df, -np.abs(statistic))
 
 
@@ -52,7 +52,7 @@ def paired_t(y: Array) -> Array:
 
 
 def moderated_paired_t(y: Array) -> Array:
-    """limma's moderated t over the differences of a table."""
+    """limma's moderated t test over the differences of a table."""
     d = y[:, 1:] - y[:, :1]
     n = y.shape[-1]
     variance, df = moderate_variances(d.var(-1, ddof=1), n - 1)
@@ -64,12 +64,12 @@ def welch(y: Array) -> Array:
 
 
 def moderated_welch(y: Array) -> Array:
-    """Welch's, from moderated variances of the rows."""
+    """Welch's test with moderated row variances."""
     return _satterthwaite(y, *moderate_variances(y.var(-1, ddof=1), y.shape[-1] - 1))
 
 
 def welch_common_seeds(y: Array) -> Array:
-    """Welch's, less what rows of a seed have in common: `lit_lazy.table.statistics.contrast`."""
+    """Welch's test without the variance that rows of a seed share: `lit_lazy.table.statistics.compute_contrast`."""
     rows, n = y.shape[1:]
     variance = y.var(-1, ddof=1)
     scores = (y - y.mean(-1, keepdims=True)) / np.sqrt(variance)[:, :, None]
@@ -80,7 +80,7 @@ def welch_common_seeds(y: Array) -> Array:
 
 
 def block_hc2(y: Array) -> Array:
-    """Additive model of rows and seeds, HC2 errors, degrees of freedom of Bell and McCaffrey (2002)."""
+    """Additive model of rows and seeds with HC2 errors and the degrees of freedom of Bell and McCaffrey (2002)."""
     return _block_model_p_values(y, 1)
 
 
@@ -90,7 +90,7 @@ def block_hc3(y: Array) -> Array:
 
 
 def moderated_block(y: Array) -> Array:
-    """Additive model of rows and seeds, moderated variances of each row's residuals."""
+    """Additive model of rows and seeds with moderated variances of each row's residuals."""
     rows, n = y.shape[1:]
     df = (n - 1) * (1 - 1 / rows)
     return _satterthwaite(y, *moderate_variances((_residuals(y) ** 2).sum(-1) / df, df))
@@ -107,7 +107,7 @@ CANDIDATES: dict[str, Callable[[Array], Array]] = {
     "moderated t, block model": moderated_block,
 }
 CHOSEN = "Welch-Satterthwaite, seeds in common"
-"""What tables use."""
+"""The test that tables use."""
 
 
 def _satterthwaite(y: Array, variance: Array, df: Array | float, shared: Array | float = 0.0) -> Array:
@@ -131,10 +131,10 @@ def _block_model_p_values(y: Array, power: int) -> Array:
 
 
 def moderate_variances(variance: Array, df: float) -> tuple[Array, Array]:
-    """Variances of a table, each with `df` degrees of freedom, squeezed towards each other; and theirs after it.
+    """Variances of a table, each with `df` degrees of freedom, shrunk towards each other, and their new df.
 
-    Their prior, a scaled inverse chi^2, is fitted to the moments of their logarithms; the degrees of freedom are at
-    most those of all together. Smyth, G. K. (2004), Statistical Applications in Genetics and Molecular Biology 3, 3.
+    The prior, a scaled inverse chi^2, is fitted to the moments of the logarithms. The new df are at most those of all
+    variances together. Smyth, G. K. (2004), Statistical Applications in Genetics and Molecular Biology 3, 3.
     """
     if variance.shape[-1] == 1:
         return variance, np.full(variance.shape, float(df))
@@ -159,7 +159,7 @@ def trigamma_inverse(value: Array) -> Array:
 
 
 def reject_by_holm(p: Array) -> Array:
-    """Which hypotheses Holm rejects."""
+    """Mask of the hypotheses that Holm's method rejects at ALPHA."""
     order = np.argsort(p, -1)
     factors = np.arange(p.shape[-1], 0, -1)
     passed = np.logical_and.accumulate(np.take_along_axis(p, order, -1) * factors < ALPHA, -1)
@@ -170,11 +170,12 @@ def reject_by_holm(p: Array) -> Array:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a table is like.
+    """Distribution of a table.
 
-    spread: of the rows. equal; e^x, logarithms of the standard deviations are normal with standard deviation x; loud
-    row, the first row that is compared has e^1.5 times the others'; quiet baseline, the baseline e^-1.5 times. seeds: a
-    seed moves every row by the same ("additive"), or by as many of its standard deviations ("scaled").
+    spread: standard deviations of the rows. "equal"; "e^x": their logarithms are normal with standard deviation x;
+    "loud row": that of the first compared row is e^1.5 times the others; "quiet baseline": that of the baseline is
+    e^-1.5 times the others. seeds: a seed moves every row by the same amount ("additive"), or by the same number of the
+    row's standard deviations ("scaled").
     """
 
     spread: str
@@ -185,7 +186,7 @@ class Setting:
 
 
 def make_settings() -> Iterator[Setting]:
-    tables = [*itertools.product(ASKED, (4, 16)), *((spread, 2) for spread in ASKED)]
+    tables = [*itertools.product(REQUIRED, (4, 16)), *((spread, 2) for spread in REQUIRED)]
     tables += itertools.product(("e^1.5", "loud row", "quiet baseline"), (4, 16))
     for (spread, rows), n in itertools.product(tables, (3, 5, 8)):
         yield Setting(spread, rows, n, "additive", 0.0)
@@ -194,7 +195,7 @@ def make_settings() -> Iterator[Setting]:
 
 
 def draw(setting: Setting, draws: int, random: np.random.Generator) -> Array:
-    """Tables whose rows have the same mean."""
+    """Draw tables whose rows have the same mean."""
     scale = np.zeros((draws, setting.rows, 1))
     if setting.spread.startswith("e^"):
         scale = float(setting.spread[2:]) * random.standard_normal(scale.shape)
@@ -208,9 +209,9 @@ def draw(setting: Setting, draws: int, random: np.random.Generator) -> Array:
 
 
 def measure_rates(setting: Setting, draws: int, random: np.random.Generator) -> dict[str, dict[str, float]]:
-    """By candidate: rates of wrong findings in a family of all differences and in one of a single contrast, and power.
+    """By candidate: error rate over the family of all differences, error rate of a single contrast, and power.
 
-    The family's is the larger of two: where no row differs, and where half of them do.
+    The family-wise rate is the larger of two: with no row different, and with half of the rows different.
     """
     null = draw(setting, draws, random)
     apart = draw(setting, draws, random)
@@ -228,16 +229,16 @@ def measure_rates(setting: Setting, draws: int, random: np.random.Generator) -> 
 
 
 def is_in_scope(setting: Mapping[str, Any]) -> bool:
-    return setting["spread"] in ASKED and setting["rows"] > 2
+    return setting["spread"] in REQUIRED and setting["rows"] > 2
 
 
 def simulate(draws: int, out: Path | None) -> dict[str, Any]:
-    """Every setting; printed, and written to `out` (.json) with its table beside it (.md)."""
-    words = shlex.join(["python3", "-m", "timings.default_test", *sys.argv[1:]])
-    made = collect_provenance(out) | {"command": words}
+    """Simulate every setting, print the table, and write `out` (.json) and the table (.md)."""
+    command = shlex.join(["python3", "-m", "timings.default_test", *sys.argv[1:]])
+    provenance = collect_provenance(out) | {"command": command}
     random = np.random.default_rng(0)
     rows = [asdict(setting) | {"rates": measure_rates(setting, draws, random)} for setting in make_settings()]
-    result = made | {
+    result = provenance | {
         "packages": {name: version(name) for name in ("numpy", "scipy")},
         "draws": draws,
         "limit": LIMIT,
@@ -257,95 +258,93 @@ def mean_power(rows: Sequence[Mapping[str, Any]], name: str) -> float:
 
 
 def find_eligible(result: Mapping[str, Any]) -> list[str]:
-    """Candidates within the limit in all settings asked for, the most powerful at n = 5 first."""
+    """Candidates within the limit in all settings in scope, sorted by falling power at n = 5."""
     rows = [row for row in result["settings"] if is_in_scope(row)]
-    kept = [
+    eligible = [
         n for n in CANDIDATES if max(worst_rate(rows, n, "family"), worst_rate(rows, n, "single")) <= result["limit"]
     ]
     at_n = [row for row in rows if row["n"] == N_FOR_POWER]
-    return sorted(kept, key=lambda name: -mean_power(at_n, name))
+    return sorted(eligible, key=lambda name: -mean_power(at_n, name))
 
 
 def find_failing_single(result: Mapping[str, Any]) -> list[str]:
-    """Candidates whose family-wise error is within the limit, and whose error of a single contrast is not."""
+    """Candidates whose family-wise error is within the limit while that of a single contrast exceeds it."""
     rows = [row for row in result["settings"] if is_in_scope(row)]
     return [n for n in CANDIDATES if worst_rate(rows, n, "family") <= result["limit"] < worst_rate(rows, n, "single")]
 
 
 def format_markdown(result: Mapping[str, Any]) -> str:
     rows = result["settings"]
-    asked = [row for row in rows if is_in_scope(row)]
+    in_scope = [row for row in rows if is_in_scope(row)]
     beyond = [row for row in rows if row["rows"] > 2 and not is_in_scope(row)]
     two = [row for row in rows if row["rows"] == 2]
 
-    def wrong(some: Sequence[Mapping[str, Any]], name: str) -> str:
+    def format_errors(some: Sequence[Mapping[str, Any]], name: str) -> str:
         return f"{worst_rate(some, name, 'family'):.3f} / {worst_rate(some, name, 'single'):.3f}"
 
-    def power(some: Sequence[Mapping[str, Any]], name: str, n: int, of: int) -> str:
-        return f"{mean_power([row for row in some if row['n'] == n and row['rows'] == of], name):.2f}"
+    def format_power(some: Sequence[Mapping[str, Any]], name: str, n: int) -> str:
+        by_rows = ([row for row in some if row["n"] == n and row["rows"] == size] for size in (4, 16))
+        return ", ".join(f"{mean_power(part, name):.2f}" for part in by_rows)
 
-    header = ["candidate", "wrong findings", "n = 3", "n = 5", "n = 8", "beyond", "n = 5, beyond", "two rows"]
+    header = ["candidate", "false findings", "n = 3", "n = 5", "n = 8", "beyond", "n = 5, beyond", "two rows"]
     lines = [
-        [name, wrong(asked, name)]
-        + [f"{power(asked, name, n, 4)}, {power(asked, name, n, 16)}" for n in (3, 5, 8)]
-        + [wrong(beyond, name), f"{power(beyond, name, 5, 4)}, {power(beyond, name, 5, 16)}", wrong(two, name)]
+        [name, format_errors(in_scope, name)]
+        + [format_power(in_scope, name, n) for n in (3, 5, 8)]
+        + [format_errors(beyond, name), format_power(beyond, name, 5), format_errors(two, name)]
         for name in CANDIDATES
     ]
     groups = list(dict.fromkeys((row["spread"], row["rows"], row["n"]) for row in rows))
-    each = [
-        [spread, str(of), str(n)]
-        + [
-            f"{worst_rate(some, name, 'family'):.3f} / {worst_rate(some, name, 'single'):.3f}, "
-            f"{mean_power(some, name):.2f}"
-            for name in CANDIDATES
-        ]
-        for spread, of, n in groups
-        for some in [[r for r in rows if (r["spread"], r["rows"], r["n"]) == (spread, of, n)]]
+    by_group = [
+        [spread, str(size), str(n)]
+        + [f"{format_errors(some, name)}, {mean_power(some, name):.2f}" for name in CANDIDATES]
+        for spread, size, n in groups
+        for some in [[r for r in rows if (r["spread"], r["rows"], r["n"]) == (spread, size, n)]]
     ]
-    made, packages = result["environment"], result["packages"]
+    environment, packages = result["environment"], result["packages"]
     return "\n".join(
         [
-            "# Which test a table's differences have",
+            "# Test for a table's differences",
             "",
-            f"Rates over {result['draws']} draws of a setting (Monte Carlo error of 0.05: "
+            f"Rates over {result['draws']} draws per setting (Monte Carlo error of 0.05: "
             f"{np.sqrt(0.05 * 0.95 / result['draws']):.4f}), each test at {ALPHA} followed by Holm over the "
             "differences to a baseline row.",
             "",
-            "- **Wrong findings**: the worst setting's family-wise error over all differences / the error of a single "
-            f"contrast. Asked: at most {result['limit']} for 4 and 16 rows, n = 3, 5, 8, intra-seed correlation 0, "
+            "- **False findings**: the worst setting's family-wise error over all differences / the error of a single "
+            f"contrast. Required: at most {result['limit']} for 4 and 16 rows, n = 3, 5, 8, intra-seed correlation 0, "
             "0.35 and 0.7, additive or scaled with a row's spread, spreads equal or differing by e^0.5.",
             f"- **n = 3, 5, 8**: mean power in the same settings, at 4 and 16 rows, for {EFFECT:g} standard deviations "
             "of a typical row in half of the rows.",
-            "- **Beyond**: spreads that differ by e^1.5, one row e^1.5 times as loud, a baseline e^1.5 times as quiet. "
-            "**Two rows**: a table of two, spreads equal or differing by e^0.5.",
+            "- **Beyond**: spreads that differ by e^1.5, one row with e^1.5 times the spread, a baseline with e^-1.5 "
+            "times the spread. **Two rows**: a table of two rows, spreads equal or differing by e^0.5.",
             "",
             *_format_table(header, lines),
             "",
-            f"Within the limit where asked, the most powerful at n = {N_FOR_POWER} first: "
-            f"{'; '.join(find_eligible(result))}. Within it but for a single contrast: "
+            f"Within the limit in the required settings, by falling power at n = {N_FOR_POWER}: "
+            f"{'; '.join(find_eligible(result))}. Within it except for a single contrast: "
             f"{'; '.join(find_failing_single(result)) or 'none'}. Tables use: {result['chosen']}. Reasons: "
             "[decisions.md](../decisions.md).",
             "",
             "## By spread, rows and seeds",
             "",
-            "Wrong findings, worst over the kinds of seed effect / of a single contrast, and mean power.",
+            "False findings, worst over the kinds of seed effect / of a single contrast, and mean power.",
             "",
-            *_format_table(["spread", "rows", "n", *CANDIDATES], each),
+            *_format_table(["spread", "rows", "n", *CANDIDATES], by_group),
             "",
-            f"`{result['command']}`, {result['date']}, commit {made['git_sha']}, numpy {packages['numpy']}, scipy "
-            f"{packages['scipy']}, Python {made['python']}, {made['machine']}, {made['cpu']}.",
+            f"`{result['command']}`, {result['date']}, commit {environment['git_sha']}, numpy {packages['numpy']}, "
+            f"scipy {packages['scipy']}, Python {environment['python']}, {environment['machine']}, "
+            f"{environment['cpu']}.",
             "",
         ]
     )
 
 
 def _format_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    return ["| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *lines)]
+    return [format_row(cells) for cells in (header, ["---"] * len(header), *lines)]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=DRAWS, help="of each setting")
-    parser.add_argument("--out", type=Path, help="a .json file; the table is written beside it (.md)")
-    given = parser.parse_args()
-    simulate(given.draws, given.out)
+    parser.add_argument("--draws", type=int, default=DRAWS, help="draws per setting")
+    parser.add_argument("--out", type=Path, help="a .json file; the table gets the same name with .md")
+    options = parser.parse_args()
+    simulate(options.draws, options.out)

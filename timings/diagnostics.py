@@ -1,10 +1,9 @@
-"""What looking at the heads costs: memory and time of a layer's summary, and the callback during training.
+"""Cost of the diagnostics: memory and time of a layer's summary, and the callback during training.
 
-The summary is that of one long sequence, in a process of its own: how far it raises the resident memory over that of
-the idle process, its inputs included. The callback is measured on whole trainings of shipped experiments on one thread,
-without and with it in turns. Its share of the training time is given twice: the seconds spent inside the callback over
-those of the same training, and the ratio of the processor seconds of paired trainings, which misses nothing and is as
-noisy as the machine.
+The summary is of one long sequence, in a separate process. Its memory is the rise of the resident memory over the idle
+process, inputs included. The callback is measured on complete trainings of shipped experiments on one thread, without
+and with it in turns. Its share of the training time is reported twice: the seconds inside the callback over those of
+the same training, and the ratio of the CPU seconds of paired trainings, which is complete but as noisy as the machine.
 """
 
 import sys
@@ -33,14 +32,15 @@ from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.head_monitor import HeadMonitor
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.trainer import fit, make_trainer
-from timings.results import collect_provenance, format_provenance, publish
+from timings.results import collect_provenance, format_provenance, format_row, format_spread, publish
+from timings.workload import use_one_thread
 
 LENGTH, HEADS, HEAD_DIM = 8192, 16, 64
 EXPERIMENTS, ROUNDS, SEQUENCES = ("backcopy", "stdlib"), 5, 4
 MOST_BYTES, MOST_SHARE = 10**9, 0.02
-"""What the project asks of itself."""
+"""The project's requirements."""
 QUICK: Mapping[str, Any] = {"length": 2048, "heads": 16, "experiments": ("backcopy_tiny",), "rounds": 2}
-"""Arguments that show in seconds that everything runs; their figures mean nothing."""
+"""Arguments of a smoke test of seconds; its figures mean nothing."""
 SEED = 0
 
 
@@ -52,42 +52,38 @@ def bench_diagnostics(
     out: Path | None = None,
     console: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Measure, print the tables by `console`, and write `out` (.json) and the tables beside it (.md).
+    """Measure, print the tables with `console`, and write `out` (.json) and the tables (.md).
 
-    rounds: 2 or more pairs of trainings of each experiment. Raises ValueError for fewer, and for unknown experiments.
+    rounds: 2 or more pairs of trainings of each experiment. Raises ValueError for fewer and for unknown experiments.
     """
     if rounds < 2:
         raise ValueError(f"rounds is {rounds}: must be 2 or more, or there is no spread")
     configs = {name: load_experiment(find("experiments", name)) for name in experiments}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        made = collect_provenance(out)
+    with use_one_thread():
+        provenance = collect_provenance(out)
         console(f"summary of {heads} heads at L = {length}: {rounds} rounds")
         summary = _measure_in_process(length, heads, rounds)
         result = {
-            **made,
+            **provenance,
             "summary": {"length": length, "heads": heads, "head_dim": HEAD_DIM, **summary},
             "training": [_measure_training(name, cfg, rounds, console) for name, cfg in configs.items()],
         }
-    finally:
-        torch.set_num_threads(threads)
     publish(result, format_table(result), out, console)
     return result
 
 
 def format_table(result: Mapping[str, Any]) -> str:
     """The result as Markdown."""
-    summary, made = result["summary"], result["environment"]
+    summary = result["summary"]
     peak = summary["peak_bytes"]
     lines = [
         "| L | heads | head dimension | summary (s) | peak over the idle process (MB) |",
         "|---:|---:|---:|---:|---:|",
         f"| {summary['length']} | {summary['heads']} | {summary['head_dim']} | "
-        f"{_format_spread(summary['seconds'], 1, 2)} | "
+        f"{format_spread(summary['seconds'])} | "
         f"{'not measured' if peak is None else f'{peak / 1e6:.0f}'} |",
         "",
-        "| experiment | steps | times it looks | training (s) | inside the callback | with / without - 1 |",
+        "| experiment | steps | times it logs | training (s) | inside the callback | with / without - 1 |",
         "|:---|---:|---:|---:|---:|---:|",
     ]
     for row in result["training"]:
@@ -95,24 +91,19 @@ def format_table(result: Mapping[str, Any]) -> str:
             row["experiment"],
             str(row["steps"]),
             str(row["looks"]),
-            _format_spread(row["seconds"], 1, 1),
-            f"{_format_spread(row['inside'], 100, 2)} %",
-            f"{_format_spread(row['paired'], 100, 2)} %",
+            format_spread(row["seconds"], digits=1),
+            f"{format_spread(row['inside'], 100)} %",
+            f"{format_spread(row['paired'], 100)} %",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(format_row(cells))
     lines += [
         "",
-        f"Float32 on {made['threads']} thread, with / without in processor time; median [quartiles] of "
-        f"{len(summary['rounds'])} rounds. Asked of L = {LENGTH} with {HEADS} heads: a peak below "
-        f"{MOST_BYTES / 1e6:.0f} MB; of the callback: at most {MOST_SHARE:.0%} of the training time.",
+        f"Float32 on {result['environment']['threads']} thread, with / without in CPU time; median [quartiles] of "
+        f"{len(summary['rounds'])} rounds. Required at L = {LENGTH} with {HEADS} heads: a peak below "
+        f"{MOST_BYTES / 1e6:.0f} MB; required of the callback: at most {MOST_SHARE:.0%} of the training time.",
         format_provenance(result),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _format_spread(spread: Mapping[str, float], factor: float, digits: int) -> str:
-    median, lower, upper = (f"{factor * spread[name]:.{digits}f}" for name in ("median", "lower", "upper"))
-    return f"{median} [{lower}, {upper}]"
 
 
 def _measure_in_process(length: int, heads: int, rounds: int) -> dict[str, Any]:
@@ -145,7 +136,7 @@ def _measure_summary(length: int, heads: int, rounds: int) -> dict[str, Any]:
 
 
 def _read_peak_memory() -> int | None:
-    """Greatest resident memory of this process so far, in bytes; None but on Linux, where it is told in KiB."""
+    """Peak resident memory of this process in bytes; None except on Linux, where ru_maxrss is in KiB."""
     if sys.platform != "linux":
         return None
     import resource
@@ -154,7 +145,7 @@ def _read_peak_memory() -> int | None:
 
 
 class Stopwatch(HeadMonitor):
-    """The callback, and the seconds spent inside it."""
+    """The callback with the seconds spent inside it."""
 
     def __init__(self, source: DataSource) -> None:
         super().__init__(source, sequences=SEQUENCES)
@@ -181,7 +172,7 @@ class Stopwatch(HeadMonitor):
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """What a training took; `inside` are seconds spent in the callback, `looks` how often it logged."""
+    """Cost of a training; inside: seconds in the callback; looks: how often it logged."""
 
     seconds: float
     processor_seconds: float
@@ -190,7 +181,7 @@ class TrainingCost:
 
 
 def _measure_training(name: str, cfg: RunConfig, rounds: int, console: Callable[[str], None]) -> dict[str, Any]:
-    """A row of the table: pairs of trainings, the one that comes first changing from round to round."""
+    """A row of the table: pairs of trainings, whose order alternates from round to round."""
     source = cfg.data.load()
     console(f"{name}: {rounds} pairs of trainings of {cfg.train.steps} steps, after one to warm up")
     _train(cfg, source, None)
@@ -213,10 +204,10 @@ def _measure_training(name: str, cfg: RunConfig, rounds: int, console: Callable[
 
 
 def _train(cfg: RunConfig, source: DataSource, stopwatch: Stopwatch | None) -> TrainingCost:
-    """A whole training, validations and checkpoints included."""
+    """A training, including validations and checkpoints."""
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         callbacks = [] if stopwatch is None else [stopwatch]
         trainer = make_trainer(cfg, folder, MetricFile(folder), callbacks, show_progress=False, execution=ONE_DEVICE)
         started, processor_started = time.perf_counter(), time.process_time()

@@ -1,4 +1,4 @@
-"""What a grid costs beside its training: queue and tracking against bare `Trainer.fit`, and per cell by grid size."""
+"""Overhead of a grid over its training: queue and tracking against bare `Trainer.fit`, and per cell by grid size."""
 
 import shutil
 import statistics
@@ -29,25 +29,25 @@ from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run import STRONGEST, measure_model, run
 from lit_lazy.training.trainer import fit, make_trainer
-from timings.results import collect_provenance, format_provenance, publish
+from timings.results import collect_provenance, format_provenance, format_row, publish
 
 SIZES, CELL_SECONDS, PAIRS = (100, 1_000, 10_000), 20.0, 5
 SEEDS = 5
 CALIBRATION_STEPS = 100
 ENDS = 50
-"""Cells at the beginning and at the end of a grid whose cost is compared."""
+"""Cells at each end of a grid whose costs are compared."""
 
 
 @dataclass
 class Clock:
-    """Seconds of wall time and of this process's CPU time, all threads, by name."""
+    """Seconds of wall time and of this process's CPU time (all threads), by name."""
 
     wall: dict[str, list[float]] = field(default_factory=dict)
     cpu: dict[str, list[float]] = field(default_factory=dict)
 
     @contextmanager
     def measure(self, name: str) -> Any:
-        """Time a piece of work under a name."""
+        """Time a block under a name."""
         wall, cpu = time.perf_counter(), time.process_time()
         yield
         self.wall.setdefault(name, []).append(time.perf_counter() - wall)
@@ -61,10 +61,10 @@ def bench_grid(
     out: Path | None = None,
     console: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Measure, print the tables by `console`, and write `out` (.json) and the tables beside it (.md).
+    """Measure, print the tables with `console`, and write `out` (.json) and the tables (.md).
 
-    sizes: numbers of cells, multiples of 5. cell_seconds: what a cell should train. Raises ValueError where they are
-    not usable.
+    sizes: numbers of cells, multiples of 5. cell_seconds: target training time of a cell. Raises ValueError for
+    unusable values.
     """
     if any(size < SEEDS or size % SEEDS for size in sizes):
         raise ValueError(f"--cells {','.join(map(str, sizes))}: each must be a multiple of {SEEDS}, the seeds of a row")
@@ -81,7 +81,7 @@ def bench_grid(
 
 
 def measure_overhead(folder: Path, cell_seconds: float, pairs: int, console: Callable[[str], None]) -> dict[str, Any]:
-    """Cells through queue and tracking, taking turns with bare trainings of the same config."""
+    """Cells with queue and tracking, in turns with bare trainings of the same config."""
     runs = folder / "runs"
     runs.mkdir()
     worker = _make_bench_worker(runs)
@@ -93,7 +93,7 @@ def measure_overhead(folder: Path, cell_seconds: float, pairs: int, console: Cal
     cells = expand(select_rows(_make_ablation(1, pairs), [], []), base)
     worker.queue.add_missing(cells)
     for number, cell in enumerate(cells):
-        console(f"overhead: pair {number + 1} of {pairs}, {steps} steps a cell")
+        console(f"overhead: pair {number + 1} of {pairs}, {steps} steps per cell")
         legs = [
             lambda cell=cell, number=number: train_bare(from_dict(RunConfig, cell.config), folder / str(number), clock),
             lambda: _run_one_cell(worker, clock),
@@ -103,8 +103,8 @@ def measure_overhead(folder: Path, cell_seconds: float, pairs: int, console: Cal
     train = [_read_result(runs, cell).timings["train_seconds"] for cell in cells]
     by_pair = {
         name: [
-            (whole - measuring - fitted) / fitted
-            for whole, measuring, fitted in zip(times["cell"], times["measure"], times["fit"], strict=True)
+            (cell - measuring - fitted) / fitted
+            for cell, measuring, fitted in zip(times["cell"], times["measure"], times["fit"], strict=True)
         ]
         for name, times in (("wall", clock.wall), ("cpu", clock.cpu))
     }
@@ -117,7 +117,7 @@ def measure_overhead(folder: Path, cell_seconds: float, pairs: int, console: Cal
 
 
 def train_bare(cfg: RunConfig, folder: Path, clock: Clock) -> None:
-    """`Trainer.fit` with its checkpoints and without a logger, and what every run measures before and after."""
+    """`Trainer.fit` with checkpoints and no logger, and the measurements of every run before and after it."""
     source = prepare(cfg)
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
     trainer = make_trainer(cfg, folder, None, (), show_progress=False, execution=ONE_DEVICE)
@@ -149,7 +149,7 @@ def _set_steps(base: RunConfig, steps: int) -> TrainConfig:
 
 
 def measure_per_cell(runs: Path, size: int, console: Callable[[str], None]) -> dict[str, Any]:
-    """Milliseconds per cell of everything that is done to a grid of `size` cells but its training."""
+    """Milliseconds per cell of everything except training, in a grid of `size` cells."""
     base = _load_lazy_config("backcopy_tiny")
     ablation = _make_ablation(size // SEEDS, SEEDS)
     times: dict[str, float] = {}
@@ -196,7 +196,7 @@ def measure_per_cell(runs: Path, size: int, console: Callable[[str], None]) -> d
         between = time.perf_counter()
         spool = Spool(tracker, runs / "bench" / "cells" / cell.key, worker.make_card(cell))
         (runs / "bench" / "cells" / cell.key).mkdir(parents=True)
-        # The loss differs from cell to cell, as it does in life.
+        # The loss differs from cell to cell, as in a real grid.
         loss = result.metrics["loss/val"] + cell.seed + len(record) % 7
         spool.finish(replace(result, metrics=result.metrics | {"loss/val": loss}))
         done = time.perf_counter()
@@ -217,7 +217,7 @@ def measure_per_cell(runs: Path, size: int, console: Callable[[str], None]) -> d
 
 
 def _make_bench_worker(runs: Path) -> Worker:
-    """A worker of a new grid, in this process as it would be in one of its own."""
+    """A worker of a new grid, in this process but set up like a worker process."""
     job = Job(
         storage=default_storage(runs),
         study="bench",
@@ -251,17 +251,13 @@ def _load_lazy_config(experiment: str) -> RunConfig:
 
 
 def _run_tiny(base: RunConfig) -> RunResult:
-    """A real result's shape: every metric of a finished run."""
+    """The result of a tiny run, with every metric of a finished run."""
     with tempfile.TemporaryDirectory(prefix="lit-lazy-bench-") as folder:
         return run(base, Path(folder))
 
 
 def _summarise(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
-
-
-def _format_median(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f}"
 
 
 def format_tables(result: dict[str, Any]) -> str:
@@ -271,11 +267,13 @@ def format_tables(result: dict[str, Any]) -> str:
         "| seconds of a cell, median | wall | CPU |",
         "|:---|---:|---:|",
         *(
-            f"| {name} | {_format_median(over['wall_seconds'][key])} | {_format_median(over['cpu_seconds'][key])} |"
+            format_row(
+                [name, *(f"{statistics.median(over[clock][key]):.2f}" for clock in ("wall_seconds", "cpu_seconds"))]
+            )
             for name, key in (
                 ("bare `Trainer.fit`", "fit"),
-                ("what is measured before and after", "measure"),
-                ("the whole cell, from its claim to its record", "cell"),
+                ("measurements before and after", "measure"),
+                ("the complete cell, from claim to record", "cell"),
             )
         ),
         "",
@@ -291,9 +289,9 @@ def format_tables(result: dict[str, Any]) -> str:
     rows = result["per_cell"]
     names = list(rows[0]["milliseconds"])
     lines += [
-        "| milliseconds per cell | " + " | ".join(f"{row['cells']:,} cells" for row in rows) + " |",
+        format_row(["milliseconds per cell", *(f"{row['cells']:,} cells" for row in rows)]),
         "|:---|" + "---:|" * len(rows),
-        *(f"| {name} | " + " | ".join(f"{row['milliseconds'][name]:.3f}" for row in rows) + " |" for name in names),
+        *(format_row([name, *(f"{row['milliseconds'][name]:.3f}" for row in rows)]) for name in names),
         "",
         f"{format_provenance(result)} Queue and MLflow on sqlite.",
     ]

@@ -1,8 +1,8 @@
-"""What every benchmark says of where its figures come from, and how it prints and keeps them."""
+"""Provenance, format and files of benchmark results."""
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from lit_lazy.support.secrets import format_command_line
 
 
 def collect_provenance(out: Path | None) -> dict[str, Any]:
-    """Command, date and machine. Raises ValueError where `out` could not be written in the end."""
+    """Command, date and machine. Raises ValueError if `out` is not writable."""
     if out is not None:
         check_writable_folder("--out", out.parent)
         for file in (out, out.with_suffix(".md")):
             if file.exists() and not (file.is_file() and os.access(file, os.W_OK)):
-                raise ValueError(f"--out {str(out)!r}: {file.name} is there and cannot be written; name another file")
+                raise ValueError(f"--out {str(out)!r}: {file.name} exists and is not writable; name another file")
     return {
         "command": format_command_line(),
         "date": datetime.now(UTC).date().isoformat(),
@@ -29,7 +29,7 @@ def collect_provenance(out: Path | None) -> dict[str, Any]:
 
 
 def format_provenance(result: Mapping[str, Any]) -> str:
-    """The provenance as the last line of a table."""
+    """Provenance, the last line of a table."""
     made = result["environment"]
     return (
         f"`{result['command']}`, {result['date']}, commit {made['git_sha']}, torch {made['torch']}, Python "
@@ -37,8 +37,23 @@ def format_provenance(result: Mapping[str, Any]) -> str:
     )
 
 
+def format_row(cells: Iterable[str]) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def format_spread(spread: Mapping[str, float], factor: float = 1, digits: int = 2) -> str:
+    """`median [lower, upper]` of `Quartiles` as a dict."""
+    median, lower, upper = (f"{factor * spread[name]:.{digits}f}" for name in ("median", "lower", "upper"))
+    return f"{median} [{lower}, {upper}]"
+
+
+def format_mebibytes(size: int | None) -> str:
+    return "not measured" if size is None else f"{size / 2**20:.0f}"
+
+
 def publish(result: dict[str, Any], table: str, out: Path | None, console: Callable[[str], None]) -> None:
-    """Print the table by `console`; write `out` (.json) and the table beside it (.md)."""
+    """Print the table with `console`; write the result to `out` (.json) and the table to the same name with .md."""
     console(table)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +62,7 @@ def publish(result: dict[str, Any], table: str, out: Path | None, console: Calla
 
 
 def _cpu_name() -> str:
-    """The processor's name where the system tells it, and the vector instructions that torch uses."""
+    """Processor name, if the system reports one, and the vector instructions that torch uses."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,4 +1,4 @@
-"""What the attention of every normaliser costs, forward and backward, beside lazy attention's own implementation."""
+"""Cost of every normaliser's attention, forward and backward, relative to lazy attention's fused path."""
 
 import importlib.util
 import statistics
@@ -28,6 +28,7 @@ from lit_lazy.attention import (
     SSMax,
 )  # fmt: skip
 from lit_lazy.support.timing import Quartiles, measure_memory_rise, run_in_process, time_in_turns
+from timings.results import format_mebibytes, format_row, format_spread
 
 HEADS, HEAD_DIM, SEED = 4, 64, 0
 BASELINE = "Elastic"
@@ -38,20 +39,21 @@ NORMALISERS: Mapping[str, Normaliser] = {
         Differential(), *((Entmax15(), Sparsemax()) if importlib.util.find_spec("entmax") else ()),
     )
 }  # fmt: skip
-"""Those that this machine can run: one with a GPU may have torch alone."""
+"""Those that this machine can run: a GPU machine may have only torch."""
 
 
 def measure_rules(length: int, rounds: int, tokens: int, console: Callable[[str], None]) -> list[dict[str, Any]]:
-    """One row per normaliser: its rule, and its fused path where it has one, over lazy attention's fused path."""
+    """One row per normaliser: its rule, and its fused path if it has one, relative to lazy attention's fused path."""
     console(f"L = {length}: {rounds} rounds of every normaliser's attention")
-    steppers = {(name, way): _make_step(name, way, length, tokens) for name in NORMALISERS for way in ("rule", "fused")}
-    there = {f"{name} {way}": step for (name, way), step in steppers.items() if step is not None}
-    seconds = time_in_turns(there, rounds)
+    candidates = {f"{name} {path}": (name, path) for name in NORMALISERS for path in ("rule", "fused")}
+    steps = {label: _make_step(*candidate, length, tokens) for label, candidate in candidates.items()}
+    steps = {label: step for label, step in steps.items() if step is not None}
+    seconds = time_in_turns(steps, rounds)
     baseline = seconds[f"{BASELINE} fused"]
-    peaks = run_in_process(__name__, _measure_peaks, list(there), length, tokens) or {}
+    peaks = run_in_process(__name__, _measure_peaks, list(steps), length, tokens) or {}
 
-    def compare_to_baseline(name: str, way: str) -> dict[str, Any] | None:
-        taken, peak = seconds.get(f"{name} {way}"), peaks.get(f"{name} {way}")
+    def compare_to_baseline(name: str, path: str) -> dict[str, Any] | None:
+        taken, peak = seconds.get(f"{name} {path}"), peaks.get(f"{name} {path}")
         if taken is None:
             return None
         ratios = [a / b for a, b in zip(taken, baseline, strict=True)]
@@ -71,15 +73,12 @@ def measure_rules(length: int, rounds: int, tokens: int, console: Callable[[str]
 def format_rules_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Lines of Markdown."""
     head = ["L", "normaliser", "rule / lazy", "fused / lazy", "peak rule (MiB)", "peak fused (MiB)"]
-    lines = ["| " + " | ".join(head) + " |", "|---:|:---|" + "---:|" * (len(head) - 2)]
+    lines = [format_row(head), "|---:|:---|" + "---:|" * (len(head) - 2)]
     for row in rows:
-        ways = [row["rule"], row["fused"]]
-        ratios = [
-            _format_cell(way, "ratio", lambda x: f"{x['median']:.2f} [{x['lower']:.2f}, {x['upper']:.2f}]")
-            for way in ways
-        ]
-        peaks = [_format_cell(way, "peak_bytes", lambda x: f"{x / 2**20:.0f}") for way in ways]
-        lines.append("| " + " | ".join([str(row["length"]), row["normaliser"], *ratios, *peaks]) + " |")
+        paths = [row["rule"], row["fused"]]
+        ratios = [_format_cell(path, "ratio", format_spread) for path in paths]
+        peaks = [_format_cell(path, "peak_bytes", format_mebibytes) for path in paths]
+        lines.append(format_row([str(row["length"]), row["normaliser"], *ratios, *peaks]))
     slow = statistics.median(row["rule"]["ratio"]["median"] for row in rows)
     return [
         *lines,
@@ -89,12 +88,12 @@ def format_rules_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _format_cell(way: Mapping[str, Any] | None, name: str, write: Callable[[Any], str]) -> str:
-    return "–" if way is None or way[name] is None else write(way[name])
+def _format_cell(path: Mapping[str, Any] | None, name: str, write: Callable[[Any], str]) -> str:
+    return "–" if path is None or path[name] is None else write(path[name])
 
 
-def _make_step(name: str, way: str, length: int, tokens: int) -> Callable[[], None] | None:
-    """Forward and backward pass, from q, k, v to their gradients; None where there is no fused path."""
+def _make_step(name: str, path: str, length: int, tokens: int) -> Callable[[], None] | None:
+    """Forward and backward pass from q, k, v to their gradients; None if the normaliser has no fused path."""
     module = NORMALISERS[name].build(LayerShape(HEADS, HEADS, HEAD_DIM, HEADS * HEAD_DIM, length))
     generator = torch.Generator().manual_seed(SEED)
 
@@ -103,25 +102,25 @@ def _make_step(name: str, way: str, length: int, tokens: int) -> Callable[[], No
 
     q, k, v = (draw().requires_grad_() for _ in range(3))
     call, grad = AttentionCall(q, k, v, BiasTerms(torch.zeros(HEADS, length, requires_grad=True))), draw()
-    if way == "fused" and module.fused(call) is None:
+    if path == "fused" and module.fused(call) is None:
         return None
 
     def step() -> None:
         ready = call._replace(q=module.queries(call))
-        out = module.attend_by_rule(ready)[0] if way == "rule" else module(call)[0]
+        out = module.attend_by_rule(ready)[0] if path == "rule" else module(call)[0]
         out.backward(grad)
 
     return step
 
 
-def _measure_peaks(names: Sequence[str], length: int, tokens: int) -> dict[str, int]:
-    """Bytes by which each raises the resident memory, one after the other in this process."""
-    found = {}
-    for each in names:
-        name, way = each.split()
-        small, step = _make_step(name, way, 16, 16), _make_step(name, way, length, tokens)
+def _measure_peaks(labels: Sequence[str], length: int, tokens: int) -> dict[str, int]:
+    """Bytes by which each step raises the resident memory, one after the other in this process."""
+    peaks = {}
+    for label in labels:
+        name, path = label.split()
+        small, step = _make_step(name, path, 16, 16), _make_step(name, path, length, tokens)
         assert small is not None
         assert step is not None
-        small()  # loads the libraries' own buffers
-        found[each] = measure_memory_rise(step)
-    return found
+        small()  # allocates the libraries' buffers
+        peaks[label] = measure_memory_rise(step)
+    return peaks

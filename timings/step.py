@@ -1,15 +1,14 @@
-"""What a training step costs with lazy attention, beside the same model with PyTorch's softmax attention.
+"""Cost of a training step with lazy attention, compared with PyTorch's softmax attention in the same model.
 
 Forward, loss, backward, clipping and AdamW of a small decoder in float32 on one thread, the same number of tokens at
-every length. All variants live in one process and take turns (softmax, lazy, ..., lazy, softmax), so that whatever
-else the machine does falls on all alike; the figure is the median ratio of paired rounds. The learning rate is 0: the
-optimiser does its work, and every step finds the same weights.
+every length. All variants take turns in one process (softmax, lazy, ..., lazy, softmax), so other load on the machine
+affects all alike; the reported ratio is the median over paired rounds. The learning rate is 0, so that every step has
+the same weights.
 
-The attention of every normaliser alone, by its rule and by its fused path, stands beside lazy attention's
-(`timings.rules`).
+`timings.rules` compares the attention of every normaliser, by its rule and by its fused path, with lazy attention.
 
-Lazy attention is measured in two states, because what can be skipped depends on where the weights are:
-"untrained", where near-uniform scores meet tau = 1, and "local", the same model with a bias of -distance / 8.
+Lazy attention is measured in two states, because the entries it can skip depend on the weights: "untrained", where
+near-uniform scores meet tau = 1, and "local", the same model with a bias of -distance / 8.
 """
 
 import statistics
@@ -24,27 +23,34 @@ from torch import Tensor, nn
 
 from flash_lazy import lazy_attention
 from lit_lazy.attention import AttentionCall, AttentionSpec, Elastic, LearnedBias
-from lit_lazy.config.schema import ModelConfig, TrainConfig
+from lit_lazy.config.schema import ModelConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
 from lit_lazy.support.timing import Quartiles, measure_memory_rise, run_in_process, time_in_turns
-from lit_lazy.training.optimiser import build_parameter_groups
-from timings.results import collect_provenance, format_provenance, publish
+from timings.results import (
+    collect_provenance,
+    format_mebibytes,
+    format_provenance,
+    format_row,
+    format_spread,
+    publish,
+)
 from timings.rules import format_rules_table, measure_rules
+from timings.workload import make_training_step, use_one_thread
 
 LENGTHS, RULE_LENGTHS, ROUNDS, TOKENS = (128, 512, 2048), (1024, 4096), 10, 4096
 QUICK: Mapping[str, Any] = {"lengths": (64,), "rule_lengths": (32,), "rounds": 2, "tokens": 128}
-"""Arguments that show in seconds that everything runs; their figures mean nothing."""
+"""Arguments of a smoke test of seconds; its figures mean nothing."""
 
 VOCABULARY, SEED = 256, 0
 SOFTMAX, STATES = "softmax", ("untrained", "local")
 LOCAL_REACH = 8.0
 """Keys over which the bias of the state "local" lowers a score by one nat."""
 TILE_ROWS, TILE_COLUMNS = 64, (64, 256)
-"""Tiles whose emptiness is counted: those of a usual GPU kernel, and as wide as the CPU backend skips."""
+"""Tiles counted as empty or not: those of a typical GPU kernel, and those as wide as the CPU backend skips."""
 LONGEST = 4096
-"""Tiles of 64 columns are told apart by the 64 channels of a head."""
+"""64 tiles of 64 columns: each tile needs its own channel of a head, which has 64."""
 
 
 def bench_step(
@@ -55,34 +61,30 @@ def bench_step(
     out: Path | None = None,
     console: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Measure, print the table by `console`, and write `out` (.json) and the table beside it (.md).
+    """Measure, print the table with `console`, and write `out` (.json) and the table (.md).
 
-    lengths: sequence lengths up to LONGEST, each a divisor of `tokens`, the tokens of a step. rule_lengths: those at
-    which the attention of every normaliser is timed alone. rounds: 2 or more paired rounds after one to warm up. Raises
-    ValueError where they do not fit.
+    lengths: sequence lengths up to LONGEST, each a divisor of `tokens`, the tokens per step. rule_lengths: lengths at
+    which only the attention of every normaliser is timed. rounds: 2 or more paired rounds, after one warm-up round.
+    Raises ValueError if the arguments do not fit.
     """
     for length in (*lengths, *rule_lengths):
         if not 2 <= length <= LONGEST or tokens % length:
             raise ValueError(f"lengths has {length}: must be 2 to {LONGEST} and divide the {tokens} tokens of a step")
     if rounds < 2:
         raise ValueError(f"rounds is {rounds}: must be 2 or more, or there is no spread")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        made = collect_provenance(out)
+    with use_one_thread():
+        provenance = collect_provenance(out)
         rows = [row for length in lengths for row in _measure(length, rounds, tokens, console)]
         fewer = max(2, rounds // 2)  # nineteen paths take turns
         rules = [row for length in rule_lengths for row in measure_rules(length, fewer, tokens, console)]
         result = {
-            **made,
+            **provenance,
             "model": to_dict(_make_config("untrained")) | {"vocabulary": VOCABULARY},
             "tokens": tokens,
             "rounds": rounds,
             "rows": rows,
             "rules": rules,
         }
-    finally:
-        torch.set_num_threads(threads)
     publish(result, format_table(result), out, console)
     return result
 
@@ -91,44 +93,35 @@ def format_table(result: Mapping[str, Any]) -> str:
     """The result as Markdown."""
     head = [
         "L", "state", "step: lazy / softmax", "softmax (ms)", "lazy (ms)", "softmax (tokens/s)", "lazy (tokens/s)",
-        "attention alone: lazy / softmax", "entries cut", "mass left",
+        "attention only: lazy / softmax", "entries cut", "mass left",
         *(f"empty tiles {TILE_ROWS}x{columns}" for columns in TILE_COLUMNS), "peak softmax (MiB)", "peak lazy (MiB)",
     ]  # fmt: skip
-    lines = ["| " + " | ".join(head) + " |", "|---:|:---|" + "---:|" * (len(head) - 2)]
+    lines = [format_row(head), "|---:|:---|" + "---:|" * (len(head) - 2)]
     for row in result["rows"]:
         step, attention = row["step"], row["attention"]
         cells = [
             str(row["length"]),
             row["state"],
-            _format_spread(step["ratio"]),
+            format_spread(step["ratio"]),
             *(f"{1000 * step['seconds'][name]['median']:.0f}" for name in (SOFTMAX, "lazy")),
             *(f"{row['tokens_per_second'][name]:.0f}" for name in (SOFTMAX, "lazy")),
-            _format_spread(attention["ratio"]),
+            format_spread(attention["ratio"]),
             f"{row['entries_cut']:.1%}",
             f"{row['mass_left']:.4f}",
             *(f"{row['empty_tiles'][str(columns)]:.1%}" for columns in TILE_COLUMNS),
-            *(_format_mebibytes(row["peak_bytes"][name]) for name in (SOFTMAX, "lazy")),
+            *(format_mebibytes(row["peak_bytes"][name]) for name in (SOFTMAX, "lazy")),
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    made = result["environment"]
+        lines.append(format_row(cells))
     lines += [
         "",
-        f"A training step of {result['tokens']} tokens in float32 on {made['threads']} thread: median of "
-        f"{result['rounds']} paired rounds [quartiles]. Peak: rise of the resident memory over model and "
+        f"A training step of {result['tokens']} tokens in float32 on {result['environment']['threads']} thread: median "
+        f"of {result['rounds']} paired rounds [quartiles]. Peak: rise of the resident memory over model and "
         "optimiser.",
         "",
         *format_rules_table(result["rules"]),
         format_provenance(result),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _format_spread(spread: Mapping[str, float]) -> str:
-    return f"{spread['median']:.2f} [{spread['lower']:.2f}, {spread['upper']:.2f}]"
-
-
-def _format_mebibytes(size: int | None) -> str:
-    return "not measured" if size is None else f"{size / 2**20:.0f}"
 
 
 def _make_config(variant: str) -> ModelConfig:
@@ -146,19 +139,8 @@ def _make_model(variant: str, length: int) -> DecoderLM:
 
 
 def _make_step(model: DecoderLM) -> Callable[[Tensor], None]:
-    """A whole training step on token ids `[B, L + 1]`; the weights stay as they are."""
-    train = TrainConfig()
-    optimizer = torch.optim.AdamW(build_parameter_groups(model, train), betas=train.betas)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-
-    def step(ids: Tensor) -> None:
-        optimizer.zero_grad()
-        token_nll(model(ids[:, :-1]), ids[:, 1:]).mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), train.clip_norm)
-        optimizer.step()
-
-    return step
+    """A training step on token ids `[B, L + 1]`."""
+    return make_training_step(model, lambda ids: token_nll(model(ids[:, :-1]), ids[:, 1:]).mean(), frozen=True)
 
 
 def _draw_ids(length: int, tokens: int) -> Tensor:
@@ -167,7 +149,7 @@ def _draw_ids(length: int, tokens: int) -> Tensor:
 
 
 def _capture_attention_inputs(model: DecoderLM, ids: Tensor) -> list[AttentionCall]:
-    """What each layer's normaliser is called with."""
+    """The call of each layer's normaliser."""
     calls: list[AttentionCall] = []
     hooks = [a.normaliser.register_forward_pre_hook(lambda _, args: calls.append(args[0])) for a in model.attentions]
     with torch.no_grad():
@@ -178,7 +160,7 @@ def _capture_attention_inputs(model: DecoderLM, ids: Tensor) -> list[AttentionCa
 
 
 def _make_attention_step(model: DecoderLM, ids: Tensor) -> Callable[[], None]:
-    """Forward and backward pass of the first layer's attention alone, from q, k, v to their gradients."""
+    """Forward and backward pass of the first layer's attention, from q, k, v to their gradients."""
     normaliser = model.attentions[0].normaliser
     call = _capture_attention_inputs(model, ids)[0]
     call = call._replace(**{name: getattr(call, name).detach().requires_grad_() for name in "qkv"})
@@ -196,7 +178,7 @@ def _measure(length: int, rounds: int, tokens: int, console: Callable[[str], Non
     models = {variant: _make_model(variant, length) for variant in (SOFTMAX, *STATES)}
     console(f"L = {length}: {rounds} rounds of training steps")
     steps = time_in_turns({name: partial(_make_step(model), ids) for name, model in models.items()}, rounds)
-    console(f"L = {length}: {rounds} rounds of attention alone")
+    console(f"L = {length}: {rounds} rounds of attention only")
     attention = time_in_turns({name: _make_attention_step(model, ids) for name, model in models.items()}, rounds)
     peaks = {variant: _measure_peak(variant, length, tokens) for variant in (SOFTMAX, *STATES)}
     return [
@@ -228,9 +210,9 @@ def _compare_to_softmax(seconds: Mapping[str, Sequence[float]], state: str) -> d
 
 
 def _measure_survival(model: DecoderLM, ids: Tensor) -> dict[str, Any]:
-    """Share of visible entries that are cut, mean row mass, and share of tiles without a weight, over all layers.
+    """Share of visible entries cut, mean row mass and share of tiles without a weight, over all layers.
 
-    Tiles are counted per sequence and head, those above the diagonal left out.
+    Tiles are counted per sequence and head, without those above the diagonal.
     """
     length = ids.shape[1] - 1
     with torch.no_grad():
@@ -255,7 +237,7 @@ def _measure_survival(model: DecoderLM, ids: Tensor) -> dict[str, Any]:
 def _compute_tile_masses(call: AttentionCall, tau: Tensor) -> Tensor:
     """Sum of the weights in each tile of TILE_ROWS x min(TILE_COLUMNS), `[B, H, rows, columns]`.
 
-    Attention itself sums a row's weights over tiles of columns when key j's value is 1 at j's tile and 0 elsewhere.
+    With values that are one-hot in the tile of their key, attention returns a row's sums over tiles of columns.
     """
     q, k, v, bias = call[:4]
     tile = torch.arange(k.shape[2]) // min(TILE_COLUMNS)
@@ -265,12 +247,12 @@ def _compute_tile_masses(call: AttentionCall, tau: Tensor) -> Tensor:
 
 
 def _sum_neighbours(x: Tensor, dim: int, size: int) -> Tensor:
-    """Sums of `size` neighbours along `dim`; the last may be fewer."""
+    """Sums of `size` neighbours along `dim`; the last group may be smaller."""
     return torch.stack([part.sum(dim) for part in x.split(size, dim)], dim)
 
 
 def _measure_peak(variant: str, length: int, tokens: int) -> int | None:
-    """Bytes by which a step raises the resident memory; None but on Linux (glibc)."""
+    """Bytes by which a step raises the resident memory; None except on Linux (glibc)."""
     return run_in_process(__name__, _measure_peak_here, variant, length, tokens)
 
 
@@ -278,6 +260,6 @@ def _measure_peak_here(variant: str, length: int, tokens: int) -> int:
     ids = _draw_ids(length, tokens)
     model = _make_model(variant, length)
     step = _make_step(model)
-    step(ids[:1, :17])  # makes the optimiser's state, and loads the libraries' own buffers
+    step(ids[:1, :17])  # allocates the optimiser's state and the libraries' buffers
     model.zero_grad()
     return measure_memory_rise(lambda: step(ids))

@@ -1,4 +1,4 @@
-"""What is measured of a model: torchmetrics that accumulate over batches and reduce over processes."""
+"""Measurements of a model: torchmetrics that accumulate over batches and reduce over processes."""
 
 from lit_lazy.measure.attention_metrics import AttentionMetrics
 from lit_lazy.measure.collapse import Collapse

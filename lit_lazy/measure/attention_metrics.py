@@ -11,21 +11,21 @@ from lit_lazy.attention import Attention
 from lit_lazy.measure.ratio_of_sums import RatioOfSums
 
 FIRST_KEY_MIN_POSITION = 8
-"""Rows before this 1-based position see so few keys that much weight on the first is no sign of a sink."""
+"""Rows before this 1-based position see so few keys that a large weight on the first key does not indicate a sink."""
 MIN_MASS = 1e-6
-"""A share of a mass below this is undefined."""
+"""Shares of a mass below this are undefined."""
 
 
 class AttentionMetrics:
     """Ratios of sums over layers, heads, sequences and rows; each accumulator is a torchmetrics `Metric`.
 
-    For every group of rows, under its name (the group "all" is not named):
-    `sink/first_key_weight`: mean weight on the first key, rows from `FIRST_KEY_MIN_POSITION` on;
+    For every group of rows, with the group's name appended (except "all"):
+    `sink/first_key_weight`: mean weight on the first key, for rows from `FIRST_KEY_MIN_POSITION` on;
     `sink/first_key_share`: the same weight / the mass of the same rows;
-    `mass`: mean surviving mass of a row, before any renormalisation.
-    `sink/fixed_key_weight`: mean weight on a key that the data name (`watch`), rows from that position on too.
-    And over all rows `sparsity/zero`: the share of visible keys with a weight of 0.
-    Of what this process has seen: one process of a run measures, while the others train.
+    `mass`: mean surviving mass of a row, before any renormalisation;
+    `sink/fixed_key_weight`: mean weight on the data's `watched_key`, for rows from both positions on.
+    Over all rows, `sparsity/zero`: share of visible keys with a weight of 0.
+    Not synchronised: one process of a run measures while the others train.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class AttentionMetrics:
         signed: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
-        """row_groups: row masks of the data, measured apart; without any, all rows are one group, "all".
+        """row_groups: names of the data's row masks, measured separately; if empty, all rows form the group "all".
 
-        can_zero: whether a weight can be exactly 0; otherwise there is no sparsity. renormalised: whether the weights
-        of a row with mass add up to 1. window: keys a row sees at most. signed: whether weights can be negative; then
-        there are no shares and no sparsity.
+        can_zero: whether a weight can be exactly 0; if not, sparsity is omitted. renormalised: whether the weights of a
+        row with mass sum to 1. window: maximum number of keys a row sees. signed: whether weights can be negative; if
+        so, shares and sparsity are omitted.
         """
         self.groups = tuple(row_groups) or ("all",)
         self.renormalised, self.window = renormalised, window
@@ -60,7 +60,7 @@ class AttentionMetrics:
     def of(
         cls, attentions: Sequence[Attention], row_groups: Sequence[str] = (), device: torch.device | str = "cpu"
     ) -> "AttentionMetrics":
-        """For a model of these layers, which are alike. Of a model without attention nothing is defined."""
+        """Metrics for a model of these layers, which have equal settings. Without layers, no metric is defined."""
         if not attentions:
             return cls(row_groups, can_zero=False, renormalised=False, device=device)
         first = attentions[0]
@@ -70,19 +70,19 @@ class AttentionMetrics:
     def update(self, stats: Sequence[Stats], rows: Mapping[str, Tensor], place: Tensor | None = None) -> None:
         """Add a batch: one `Stats` of `[B, H, L]` per layer, and each group's rows, bool `[B, L]`.
 
-        place: where each token stands in its document, int64 `[B, L]` from 0, where they see their document alone.
+        place: position of each token in its document, int64 `[B, L]` from 0, if tokens see only their document.
         """
         for layer in stats:
             length = layer.mass.shape[-1]
-            own = torch.arange(length, device=layer.mass.device)[None] if place is None else place
+            position = torch.arange(length, device=layer.mass.device)[None] if place is None else place
             for group in self.groups:
-                self._update_group(layer, group, rows[group], own)
+                self._update_group(layer, group, rows[group], position)
             if "sparsity/zero" in self.ratios:
-                seen = own + 1 if self.window is None else (own + 1).clamp(max=self.window)
+                seen = position + 1 if self.window is None else (position + 1).clamp(max=self.window)
                 self.ratios["sparsity/zero"].update(layer.zeros, seen[:, None].expand_as(layer.zeros))
 
     def update_watched_key(self, weights: Sequence[Tensor], key: int, rows: Mapping[str, Tensor]) -> None:
-        """Add a batch's weights on the key at position `key`, from 1: `[B, H, L]` per layer, rows as in `update`."""
+        """Add a batch's weights `[B, H, L]` per layer on the key at 1-based position `key`; rows as in `update`."""
         for layer in weights:
             position = torch.arange(1, layer.shape[-1] + 1, device=layer.device)
             for group in self.groups:

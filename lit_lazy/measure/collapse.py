@@ -1,4 +1,4 @@
-"""How alike the hidden states of a sequence are, and how large their outliers.
+"""Similarity of a sequence's hidden states, and size of their outliers.
 
 The functions take hidden states `[..., T, d]` and return fp64 `[...]`, one value per sequence, computed in fp64.
 """
@@ -18,7 +18,7 @@ LEAST_VARIANCE = 1e-6
 def token_cosine(x: Tensor) -> Tensor:
     """Mean cosine over all pairs of different tokens, by `(|sum of x_i / |x_i||^2 - n) / (n (n - 1))`.
 
-    n is the number of tokens that are not zero: a zero token has no direction and is left out. NaN where n < 2.
+    n is the number of nonzero tokens; zero tokens have no direction and are excluded. NaN where n < 2.
     """
     x = x.double()
     norm = x.norm(dim=-1, keepdim=True)
@@ -31,13 +31,13 @@ def token_cosine(x: Tensor) -> Tensor:
 def effective_rank(x: Tensor) -> Tensor:
     """`exp(-sum of q_k ln q_k)`, q the singular values over their sum (Roy and Vetterli, EUSIPCO 2007); not centred.
 
-    The singular values come from the eigenvalues of the smaller Gram matrix, `[d, d]` or `[T, T]`. Those that are its
-    rounding errors (below the square root of min(T, d) * 2.2e-16 of the largest) count as 0. NaN where x is 0 or not
+    Singular values come from the eigenvalues of the smaller Gram matrix, `[d, d]` or `[T, T]`. Values within its
+    rounding error (below the square root of min(T, d) * 2.2e-16 of the largest) count as 0. NaN where x is 0 or not
     finite.
     """
     x = x.double()
     gram = x.mT @ x if x.shape[-1] <= x.shape[-2] else x @ x.mT
-    # eigvalsh raises on what is not finite; zeros end as 0 / 0 = NaN.
+    # eigvalsh raises on non-finite values; zeros end as 0 / 0 = NaN.
     finite = gram.isfinite().all(-1).all(-1)[..., None, None]
     eigenvalues = torch.linalg.eigvalsh(gram.where(finite, 0))
     rounding = gram.shape[-1] * torch.finfo(gram.dtype).eps * eigenvalues[..., -1:]
@@ -64,14 +64,12 @@ def _composite_norm(x: Tensor) -> Tensor:
 def repeated_gap(y: Tensor, y_repeated: Tensor) -> Tensor:
     """`|y_T - y*_{T+1}| / |y_T|`, Euclidean norms (Barbero et al., arXiv 2406.04267, theorem 4.2).
 
-    y: hidden states `[..., T, d]` of sequences; y_repeated: `[..., T+1, d]`, those of the same sequences with their
-    last token repeated.
+    y: hidden states `[..., T, d]` of sequences; y_repeated: `[..., T+1, d]`, of the same sequences with their last
+    token repeated. Raises ValueError if the shapes differ otherwise.
     """
     longer = (*y.shape[:-2], y.shape[-2] + 1, y.shape[-1])
     if y_repeated.shape != longer:
-        raise ValueError(
-            f"y_repeated of shape {list(y_repeated.shape)}: must be {list(longer)}, one token more than y has"
-        )
+        raise ValueError(f"y_repeated of shape {list(y_repeated.shape)}: must be {list(longer)}, one token more than y")
     last, repeated = y[..., -1, :].double(), y_repeated[..., -1, :].double()
     return (last - repeated).norm(dim=-1) / last.norm(dim=-1)
 
@@ -79,18 +77,18 @@ def repeated_gap(y: Tensor, y_repeated: Tensor) -> Tensor:
 class Collapse(Metric):
     """Collapse and outliers of the hidden states of one layer, over the counted tokens of all sequences.
 
-    Means over sequences, a sequence on which a value is undefined left out:
+    Means over the sequences on which the value is defined:
     `hidden/cosine`: `token_cosine`;
     `hidden/effective_rank`: `effective_rank`;
     `hidden/rank_residual`: `rank_residual`;
-    `hidden/median_abs`: median of |h| over the entries of a sequence (the lower of the two in the middle).
+    `hidden/median_abs`: median of |h| over the entries of a sequence (the lower median).
     Over all entries of all sequences:
     `hidden/max_abs`: the largest |h|;
     `hidden/max_norm`: the largest Euclidean norm of a token;
-    `hidden/massive`: share of entries with |h| > 100 and |h| >= 1000 times their own sequence's median |h|;
+    `hidden/massive`: share of entries with |h| > 100 and |h| >= 1000 times their sequence's median |h|;
     `hidden/kurtosis`: E(h - mu)^4 / sigma^4, 3 for a normal distribution, from fp64 sums of powers. NaN where the
     variance is below 1e-6 of the mean square.
-    Every value is NaN without a counted token, and where a counted hidden state is not finite.
+    Every value is NaN without a counted token or if a counted hidden state is not finite.
     """
 
     full_state_update = False
@@ -119,7 +117,7 @@ class Collapse(Metric):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="max")
 
     def update(self, hidden: Tensor, counted: Tensor | None = None) -> None:
-        """Add hidden states `[B, T, d]`. counted: bool `[B, T]`, the tokens that count (no padding); None for all."""
+        """Add hidden states `[B, T, d]`. counted: bool `[B, T]`, False at padding; None counts all."""
         for index, sequence in enumerate(hidden):
             tokens = sequence if counted is None else sequence[counted[index]]
             if len(tokens):
@@ -141,7 +139,7 @@ class Collapse(Metric):
         self.max_norm = torch.maximum(self.max_norm, x.norm(dim=-1).max())
 
     def compute(self) -> dict[str, Tensor]:
-        """Scalars, fp64, by name."""
+        """fp64 scalars by name."""
         values = dict(zip(self.MEANS, self.sums / self.sequences, strict=True)) | {
             "max_abs": self.max_abs,
             "max_norm": self.max_norm,

@@ -1,4 +1,4 @@
-"""What a model costs beside a twin with softmax attention: time of training and decoding, memory, bytes of a cache."""
+"""Costs of a model relative to a softmax twin: time of training and decoding, activation memory, cache size."""
 
 import dataclasses
 import statistics
@@ -21,23 +21,23 @@ from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.timing import time_in_turns
 
 Attended = tuple[Attention, AttentionCall]
-"""A layer, and what it asks of its normaliser."""
+"""A layer and its normaliser's call."""
 
 
 @dataclass(frozen=True)
 class Costs(Evaluation):
-    """Time and memory of a model beside those of its twin (`twin`), in fp32.
+    """Time and memory of a model relative to its softmax twin (`make_twin`), in fp32.
 
-    The two take turns in one process, so that whatever else a machine does falls on both alike; a rise is the median
-    over the rounds of the ratio of their times, less 1. Times differ from run to run, as nothing else that is measured.
+    The two take turns in one process, so other load on the machine affects both alike. A rise is the median over
+    rounds of the ratio of their times, minus 1. Unlike all other metrics, times are not deterministic.
     """
 
     sequences: int = 4
-    """Validation sequences of a step."""
+    """Validation sequences per step."""
     rounds: int = 10
-    """Of turns, each there and back."""
+    """Rounds of turns, each in both orders."""
     decoded: int = 16
-    """Tokens that are decoded one by one, up to the training's length."""
+    """Tokens decoded one by one, at the end of a context."""
 
     def __post_init__(self) -> None:
         require_whole("Costs.sequences", self.sequences, 1)
@@ -45,88 +45,88 @@ class Costs(Evaluation):
         require_whole("Costs.decoded", self.decoded, 1)
 
     def check(self, model: DecoderLM, data: DataConfig) -> None:  # noqa: ARG002
-        """Raise ValueError where there is no attention, or no room for the decoded tokens."""
+        """Raises ValueError if the model has no attention or its context has no room for the decoded tokens."""
         require(bool(model.attentions), "model.mixer", type(model.cfg.mixer).__name__, "has no attention to compare")
         fix = f"must be below the context's {model.context_length} tokens"
         require(self.decoded < model.context_length, "Costs.decoded", self.decoded, fix)
 
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
-        """Rises over the twin, such as 0.1 for 10 %, and bytes per token.
+        """Rises over the twin (0.1 for 10 %) and bytes per token.
 
-        `cost/step_rise` of a forward and backward pass, `cost/attention_rise` of those of attention alone on the
-        model's own queries and keys, `cost/decode_rise` of decoding, which takes `cost/decode_ms` a token of all
-        sequences; `cost/kept_bytes` for the backward pass, and `cost/kept_rise`; `cost/cache_bytes` of all layers.
+        `cost/step_rise`: a forward and backward pass; `cost/attention_rise`: attention only, on the model's queries and
+        keys; `cost/decode_rise` and `cost/decode_ms`: decoding one token of all sequences; `cost/kept_bytes` and
+        `cost/kept_rise`: activations saved for the backward pass; `cost/cache_bytes`: cache of all layers.
         """
         (batch,) = sample_validation(data.load(), self.sequences)
         batch = {name: batch[name].to(model.device) for name in ("tokens", "targets")}
-        pair = model, make_twin(model)
-        asked = record_attention_calls(model, batch["tokens"])
-        bare = [AttentionCall(call.q, call.k, call.v) for _, call in asked]
-        plain = [*zip(pair[1].attentions, bare, strict=True)]
-        caches = [prefill(each, batch["tokens"][:, : -self.decoded]) for each in pair]
+        twin = make_twin(model)
+        calls = record_attention_calls(model, batch["tokens"])
+        bare = [AttentionCall(call.q, call.k, call.v) for _, call in calls]
+        twin_calls = [*zip(twin.attentions, bare, strict=True)]
+        caches = [prefill(each, batch["tokens"][:, : -self.decoded]) for each in (model, twin)]
         last = batch["tokens"][:, -self.decoded :]
-        with evaluation_mode(model), evaluation_mode(pair[1]):
-            kept = [measure_kept_per_token(each, batch) for each in pair]
-            decoding = self._time_both(*(partial(decode, *each, last) for each in zip(pair, caches, strict=True)))
+        with evaluation_mode(model), evaluation_mode(twin):
+            saved, saved_by_twin = (measure_kept_per_token(each, batch) for each in (model, twin))
+            decoding = self._time_both(partial(decode, model, caches[0], last), partial(decode, twin, caches[1], last))
             times = {
-                "step": self._time_both(*(partial(step, each, batch) for each in pair)),
-                "attention": self._time_both(partial(attend, asked), partial(attend, plain)),
+                "step": self._time_both(partial(step, model, batch), partial(step, twin, batch)),
+                "attention": self._time_both(partial(attend, calls), partial(attend, twin_calls)),
                 "decode": decoding,
             }
         rises = {f"cost/{name}_rise": median_ratio(*seconds) - 1 for name, seconds in times.items()}
         return rises | {
             "cost/decode_ms": 1e3 * statistics.median(decoding[0]) / self.decoded,
-            "cost/kept_bytes": kept[0],
-            "cost/kept_rise": kept[0] / kept[1] - 1,
+            "cost/kept_bytes": saved,
+            "cost/kept_rise": saved / saved_by_twin - 1,
             "cost/cache_bytes": cache_bytes_per_token(caches[0], len(last)),
         }
 
-    def _time_both(self, own: Callable[[], None], others: Callable[[], None]) -> tuple[list[float], list[float]]:
-        found = time_in_turns({"own": own, "twin": others}, self.rounds)
-        return found["own"], found["twin"]
+    def _time_both(self, own: Callable[[], None], twin: Callable[[], None]) -> tuple[list[float], list[float]]:
+        seconds = time_in_turns({"own": own, "twin": twin}, self.rounds)
+        return seconds["own"], seconds["twin"]
 
 
 def median_ratio(own: Sequence[float], others: Sequence[float]) -> float:
-    """The median over rounds of own / other."""
+    """Median over rounds of own / other."""
     return statistics.median(a / b for a, b in zip(own, others, strict=True))
 
 
 def make_twin(model: DecoderLM) -> DecoderLM:
-    """A model of the same sizes and weights with softmax attention over all keys, and neither bias nor gate."""
+    """A model with the same sizes and weights, but with softmax attention over all keys and without bias and gate."""
     cfg = dataclasses.replace(model.cfg, attention=AttentionSpec())
-    other = DecoderLM(cfg, model.embedding.num_embeddings, model.context_length, seed=None)
-    other.load_state_dict({name: x for name, x in model.state_dict().items() if name in other.state_dict()})
-    return other.to(model.device)
+    twin = DecoderLM(cfg, model.embedding.num_embeddings, model.context_length, seed=None)
+    twin.load_state_dict({name: x for name, x in model.state_dict().items() if name in twin.state_dict()})
+    return twin.to(model.device)
 
 
 @torch.no_grad()
 def record_attention_calls(model: DecoderLM, tokens: Tensor) -> list[Attended]:
-    """What each layer asks of its normaliser for tokens `[B, T]`, ready for a backward pass."""
-    found: list[Attended] = []
-    with evaluation_mode(model), hook_layers(model, lambda _, attention, call: found.append((attention, call))):
+    """Each layer's call of its normaliser for tokens `[B, T]`, ready for a backward pass."""
+    calls: list[Attended] = []
+    with evaluation_mode(model), hook_layers(model, lambda _, attention, call: calls.append((attention, call))):
         model(tokens)
     return [
         (attention, call._replace(**{name: getattr(call, name).requires_grad_() for name in ("q", "k", "v")}))
-        for attention, call in found
+        for attention, call in calls
     ]
 
 
 def attend(calls: Sequence[Attended]) -> None:
-    """Attention alone, forward and backward, of every layer."""
+    """Forward and backward pass of every layer's attention."""
     for attention, call in calls:
         out, _ = attention.normaliser(call)
         torch.autograd.grad(out.square().sum(), (call.q, call.k, call.v))
 
 
 def step(model: DecoderLM, batch: Batch) -> None:
-    """Forward and backward pass; gradients are not kept."""
+    """Forward and backward pass; gradients are discarded."""
     torch.autograd.grad(_compute_loss(model, batch), [p for p in model.parameters() if p.requires_grad])
 
 
 def measure_kept_per_token(model: DecoderLM, batch: Batch) -> float:
-    """Bytes that a forward pass keeps for the backward pass."""
-    own = chain(model.parameters(), model.buffers(), batch.values())
-    return measure_saved_bytes(lambda: _compute_loss(model, batch), own) / batch["tokens"].numel()
+    """Bytes per token that a forward pass saves for the backward pass."""
+    excluded = chain(model.parameters(), model.buffers(), batch.values())
+    return measure_saved_bytes(lambda: _compute_loss(model, batch), excluded) / batch["tokens"].numel()
 
 
 def _compute_loss(model: DecoderLM, batch: Batch) -> Tensor:
@@ -144,7 +144,7 @@ def prefill(model: DecoderLM, tokens: Tensor) -> list[LayerCache]:
 
 @torch.no_grad()
 def decode(model: DecoderLM, cache: Sequence[LayerCache], tokens: Tensor) -> None:
-    """Tokens `[B, T]` one by one; the cache forgets them again."""
+    """Decode tokens `[B, T]` one by one, then reset the cache to its former length."""
     for token in tokens.split(1, 1):
         model(token, cache)
     for layer in cache:
@@ -152,5 +152,5 @@ def decode(model: DecoderLM, cache: Sequence[LayerCache], tokens: Tensor) -> Non
 
 
 def cache_bytes_per_token(cache: Sequence[LayerCache], sequences: int) -> float:
-    """Of the keys and values of all layers, as they are kept for one token of one sequence."""
+    """Bytes of the keys and values of all layers for one token of one sequence."""
     return sum((layer.k.nbytes + layer.v.nbytes) / (sequences * layer.length) for layer in cache)

@@ -1,4 +1,4 @@
-"""Everything that is measured of a trained model's heads and hidden states, as arrays: `measure`, `Diagnostics`."""
+"""Arrays measured on a model's heads and hidden states: `measure`, `Diagnostics`."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,17 +23,17 @@ from lit_lazy.model.loss import token_nll
 from lit_lazy.support.disk import write_atomically
 
 SAMPLE = 64
-"""Sequences that are measured by default."""
+"""Sequences measured by default."""
 TOKENS_AT_ONCE = 8192
-"""Tokens of a forward pass, unless a single sequence is longer."""
+"""Tokens per forward pass, unless a single sequence is longer."""
 MOST_MAPS, MAP_ROWS = 4, 128
-"""Weight matrices that are kept where none are chosen, and the most rows and keys of each."""
+"""Default number of weight matrices, and maximum number of rows and keys of each."""
 EVICTED = 4
-"""Keys that are hidden at most, from the first on."""
+"""Maximum number of first keys that are hidden."""
 N_HELD = -1
-"""The last row of the losses: so many keys are hidden, and count in n all the same."""
+"""Last row of the losses: EVICTED keys are hidden but still count in n."""
 EVICTION_ROW = 9
-"""1-based position from which the loss without the first keys is compared: earlier rows see hardly any other key."""
+"""1-based position from which losses without the first keys are compared; earlier rows see hardly any other key."""
 
 SCALARS = {
     "sink/rate": ("sink/rate", lambda x: x[..., 0]),
@@ -57,60 +57,60 @@ SCALARS = {
     "collapse/repeated_gap": ("hidden/repeated_gap", lambda x: x[-1]),
     "bias/alibi_distance": ("bias/alibi_distance", lambda x: x),
 }
-"""Metric of a run: the array it is made of, and the part of it that is averaged, over layers and heads."""
+"""Metric of a run -> its array, and the part of it that is averaged over layers and heads."""
 
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """Arrays by name, float32 unless said, of n sequences of T tokens, K = min(8, T).
+    """Arrays by name, float32 by default, of n sequences of T tokens, K = min(8, T).
 
-    Of a model without attention those of heads, biases, evicted keys and maps are absent.
+    Without attention, arrays of heads, biases, evicted keys and maps are absent.
 
     `[layers, H, ...]`, as their metrics define them: `sink/*` (`Sink`, `ValueNorms`), `mass/*` (`Mass`), `sparsity/*`
     (`Sparsity`, `GaussianNull`), `scores/spread` (`ScoreSpread`), `entropy/*` (`Entropy`).
     `[layers + 1]`, of the residual stream after the embedding and after each block: `hidden/*` (`Collapse`, and
     `hidden/repeated_gap`, the mean of `repeated_gap` over the sequences that are one document, NaN without any).
     `tau` `[layers, H]` or `[layers, H, N]`, `bias/curve` `[layers, H, T]` by distance, `bias/alibi_slope` and
-    `bias/alibi_distance` `[layers, H]` (`alibi_fit`): absent where there is none.
-    `watch/tau` `[S, layers, H]`: tau at the S steps `watch/step` (int64) of the training, of per_token the mean over
-    positions; absent where there is none, or no training was seen.
-    `loss/by_position` `[T]`, nats, NaN where nothing is predicted. `loss/evicted` `[4]`: what the loss rises by over
-    the rows from position 9 on, in nats, when the first 1 to 4 keys are hidden in every layer;
-    `loss/evicted_n_held` `[]`: the same of 4 keys where n, and with it theta, stays as it was.
-    `maps/weights` float16 `[S, n, n]`: weights of the first sequence (of that with the longest first document), NaN at
-    hidden keys, first n = min(T, 128) rows (those of the document);
+    `bias/alibi_distance` `[layers, H]` (`fit_alibi`); absent without tau or bias.
+    `watch/tau` `[S, layers, H]`: tau at the training's S steps `watch/step` (int64), for per_token the mean over
+    positions; absent without tau or training.
+    `loss/by_position` `[T]`, nats, NaN where nothing is predicted. `loss/evicted` `[4]`: rise of the mean loss in nats
+    over the rows from position 9 on when the first 1 to 4 keys are hidden in every layer;
+    `loss/evicted_n_held` `[]`: the same for 4 keys with unchanged n, and thus unchanged theta.
+    `maps/weights` float16 `[S, n, n]`: weights of the first sequence (with `place`: of the sequence with the longest
+    first document), NaN at hidden keys, first n = min(T, 128) rows (of that document);
     `maps/heads` int64 `[S, 2]`: layer and head of each, from 0.
-    `sample` int64 `[3]`: n, T, layers. `context` int64 `[]`: the context length of the training.
-    `length/*` and `streamed/*` are those of `lit_lazy.measure.lengths`; only `lit-lazy diagnose` makes them.
-    Names that begin with `init/` are those of the same model before training, with `L<length>/` at another length.
+    `sample` int64 `[3]`: n, T, layers. `context` int64 `[]`: the training's context length.
+    `length/*` and `streamed/*`: arrays of `lit_lazy.measure.lengths`, only from `lit-lazy diagnose`.
+    Prefix `init/`: the same model before training; prefix `L<length>/`: at another length.
     """
 
     arrays: dict[str, np.ndarray]
 
     @classmethod
     def merge(cls, parts: Mapping[str, "Diagnostics"]) -> "Diagnostics":
-        """Several measurements as one: the arrays of each with its prefix before their names."""
+        """Merge measurements by prefix: each array's name gets the prefix of its measurement."""
         return cls({prefix + name: x for prefix, part in parts.items() for name, x in part.arrays.items()})
 
     @classmethod
     def load(cls, file: Path | BinaryIO) -> "Diagnostics":
-        """From an npz file. Runs no code that the file holds."""
+        """Read an npz file, without running code in it."""
         with np.load(file, allow_pickle=False) as archive:
             return cls({name: archive[name] for name in archive.files})
 
     def save(self, path: Path) -> None:
-        """Write an npz file, whole or not at all."""
-        # The names of the arrays are no identifiers, so numpy's keyword arguments are given as a dict.
+        """Write an npz file atomically."""
+        # Array names are not identifiers, so numpy's keyword arguments are passed as a dict.
         contents: dict[str, Any] = self.arrays
         write_atomically(path, lambda file: np.savez_compressed(file, allow_pickle=False, **contents))
 
     @property
     def prefixes(self) -> list[str]:
-        """Of the measurements in it, in order: "", "init/", "L1024/", ..."""
+        """Prefixes of the measurements, in order: "", "init/", "L1024/", ..."""
         return [name.removesuffix("sample") for name in self.arrays if name.split("/")[-1] == "sample"]
 
     def scalars(self) -> dict[str, float]:
-        """The metrics of a run that are made of these arrays: the finite ones, under their measurement's prefix."""
+        """The finite metrics of a run computed from these arrays, with their measurement's prefix."""
         found = {}
         for prefix in self.prefixes:
             for name, (source, part) in SCALARS.items():
@@ -120,37 +120,38 @@ class Diagnostics:
 
 
 def _nanmean(values: np.ndarray) -> float:
-    """In fp64, over the heads where it is defined; NaN where there is none."""
+    """Mean in fp64 over the values that are not NaN; NaN without any."""
     defined = np.asarray(values, np.float64)[~np.isnan(values)]
     return float(defined.mean()) if defined.size else float("nan")
 
 
 class Maps(NamedTuple):
-    """The heads whose weight matrices are kept: every one of `heads` in every one of `layers`, both from 0.
+    """Heads whose weight matrices are stored: all `heads` in all `layers`, both from 0.
 
-    None for the layers: up to four, evenly spread. None for the heads: in each layer the one that gives the first key
-    the greatest share of its mass, or weight where a share means nothing.
+    layers=None: up to four, evenly spaced. heads=None: in each layer the head with the largest share of its mass on the
+    first key, or the largest weight if shares are undefined.
     """
 
     layers: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
 
     def check(self, model: DecoderLM, option: str = "Maps.") -> None:
-        """Raise ValueError, in one line, where the model has no such layer or head. option: what to call them."""
+        """Raises a one-line ValueError if the model lacks a layer or head. option: prefix of names in the message."""
         heads = model.attentions[0].n_heads if model.attentions else 0
-        has = {"layers": len(model.attentions), "heads": heads}
+        sizes = {"layers": len(model.attentions), "heads": heads}
         for name, chosen in self._asdict().items():
             if chosen is not None and not model.attentions:
-                given = ",".join(map(str, chosen))
-                raise ValueError(f"{option}{name} {given}: the model has no attention; leave the option out")
-            beyond = [index for index in chosen or () if not 0 <= index < has[name]]
+                values = ",".join(map(str, chosen))
+                raise ValueError(f"{option}{name} {values}: the model has no attention; leave the option out")
+            beyond = [index for index in chosen or () if not 0 <= index < sizes[name]]
             if beyond:
                 raise ValueError(
-                    f"{option}{name} {beyond[0]}: the model has {has[name]} of them; choose from 0 to {has[name] - 1}"
+                    f"{option}{name} {beyond[0]}: the model has {sizes[name]} {name}; choose from 0 to "
+                    f"{sizes[name] - 1}"
                 )
 
     def choose(self, share: np.ndarray) -> list[tuple[int, int]]:
-        """Layer and head of each map. share: of the first key, `[layers, H]`."""
+        """Layer and head of each map. share: the first key's, `[layers, H]`."""
         layers = len(share)
         spread = np.linspace(0, layers - 1, min(MOST_MAPS, layers)).round().astype(int).tolist()
         strongest = np.nan_to_num(share, nan=-1.0).argmax(-1)
@@ -162,54 +163,52 @@ class Maps(NamedTuple):
 
 
 STRONGEST = Maps()
-"""In up to four layers, the head with the strongest first key."""
+"""The head with the strongest first key, in up to four layers."""
 
 
 def sample_validation(source: DataSource, sequences: int = SAMPLE) -> list[Batch]:
-    """Validation sequences, evenly spread, or all where there are no more."""
-    there = len(source.validation)
-    return [source.validation.__getitems__(pick_evenly(there, min(sequences, there)).tolist())]
+    """Up to `sequences` evenly spaced validation sequences, as one batch."""
+    total = len(source.validation)
+    return [source.validation.__getitems__(pick_evenly(total, min(sequences, total)).tolist())]
 
 
 @torch.no_grad()
 def measure(
     model: DecoderLM, batches: Iterable[Batch], maps: Maps | None = STRONGEST, sample: int = SAMPLE
 ) -> Diagnostics:
-    """All arrays of a model on the first `sample` sequences of batches, in fp32, where the model is.
+    """All arrays of a model on the first `sample` sequences of batches, in fp32, on the model's device.
 
-    batches: each with `tokens` and `targets`, `[B, T]`, T the same in all. With `place`, of documents that do not see
-    each other, the first document of each sequence is measured. maps: the weight matrices to keep; None for none. How
-    the sequences are cut into batches changes nothing beyond rounding, and the module is left as it was.
-    Raises ValueError, in one line, where the positions or the bias cannot serve T tokens.
+    batches: with `tokens` and `targets`, `[B, T]`, and equal T. With `place` (documents do not see each other), only
+    the first document of each sequence is measured. maps: weight matrices to store; None for none. The division into
+    batches has no effect beyond rounding, and the model is restored to its former state.
+    Raises a one-line ValueError if the positions or the bias do not support T tokens.
     """
     if maps is not None:
         maps.check(model)
     batch = {name: part.to(model.device) for name, part in _take_sequences(batches, sample).items()}
     tokens, (counted, targets) = batch["tokens"], select_first_documents(batch)
     n, length = tokens.shape
-    observed = _Accumulator(model, length)
+    accumulator, step = _Accumulator(model, length), max(1, TOKENS_AT_ONCE // length)
     with evaluation_mode(model):
-        for at in range(0, n, max(1, TOKENS_AT_ONCE // length)):
-            part = slice(at, at + max(1, TOKENS_AT_ONCE // length))
-            observed.add(tokens[part], targets[part], counted[part])
-        arrays = observed.arrays()
+        for part in zip(tokens.split(step), targets.split(step), counted.split(step), strict=True):
+            accumulator.add(*part)
+        arrays = accumulator.arrays()
         if maps is not None and model.attentions:
             weight, share = arrays["sink/weight"][..., 0], arrays["sink/share"][..., 0]
             chosen = maps.choose(np.where(np.isnan(share), weight, share))
             arrays["maps/heads"] = np.array(chosen, np.int64)
             rows = counted.sum(1).tolist()
             longest = rows.index(max(rows))
-            arrays["maps/weights"] = _compute_weight_maps(
-                model, tokens[[longest], : min(rows[longest], MAP_ROWS)], chosen
-            )
+            n = min(rows[longest], MAP_ROWS)
+            arrays["maps/weights"] = _compute_weight_maps(model, tokens[[longest], :n], chosen)
     return Diagnostics(arrays)
 
 
 def select_first_documents(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Which tokens are of the document that begins their sequence, bool `[B, T]`, and the targets `[B, T]` of these.
+    """Mask `[B, T]` of the tokens in their sequence's first document, and the targets `[B, T]` of these tokens.
 
-    All where documents are not told apart. Nothing before such a token is hidden from it, and what comes after it
-    changes nothing: measured without a mask, it is what it is under one.
+    All tokens if documents are not separated. A first document needs no mask: it sees all tokens before it, and later
+    tokens do not affect it.
     """
     targets = batch["targets"]
     if "place" not in batch:
@@ -219,22 +218,22 @@ def select_first_documents(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _take_sequences(batches: Iterable[Batch], sample: int) -> Batch:
-    """What is measured of the first sequences, `[n, T]`."""
-    kept: list[Batch] = []
+    """The first `sample` sequences as one batch, `[n, T]`."""
+    parts: list[Batch] = []
     missing = sample
     for batch in batches:
-        kept.append({name: batch[name][:missing] for name in ("tokens", "targets", "place") if name in batch})
-        missing -= len(kept[-1]["tokens"])
+        parts.append({name: batch[name][:missing] for name in ("tokens", "targets", "place") if name in batch})
+        missing -= len(parts[-1]["tokens"])
         if missing <= 0:
             break
-    if not kept:
-        raise ValueError("batches: there is none; give at least one sequence")
-    return {name: torch.cat([batch[name] for batch in kept]) for name in kept[0]}
+    if not parts:
+        raise ValueError("batches: is empty; give at least one sequence")
+    return {name: torch.cat([batch[name] for batch in parts]) for name in parts[0]}
 
 
 @contextmanager
 def evaluation_mode(model: DecoderLM) -> Iterator[None]:
-    """Evaluation mode, fp32, and the backend that takes a key mask; everything as it was in the end."""
+    """Evaluation mode, fp32 and a backend that supports key masks in the block; restores the former state."""
     modes = [(part, part.training) for part in model.modules()]
     backends = [(attention, attention.backend) for attention in model.attentions]
     model.eval()
@@ -252,7 +251,7 @@ def evaluation_mode(model: DecoderLM) -> Iterator[None]:
 
 @contextmanager
 def include_evicted_keys(model: DecoderLM, cache: Sequence[Cache] | None = None) -> Iterator[None]:
-    """Let n and positions, of which thresholds are made, count keys that are hidden, and those evicted from a cache."""
+    """Count hidden keys, or those evicted from `cache`, in n and in positions, which determine the thresholds."""
 
     def count(layer: int, args: Any) -> tuple[AttentionCall]:
         return (args[0]._replace(evicted=0 if cache is None else cache[layer].evicted),)
@@ -276,9 +275,9 @@ OnHidden = Callable[[int, Tensor], None]
 def hook_layers(
     model: DecoderLM, on_attention: OnAttention | None = None, on_hidden: OnHidden | None = None
 ) -> Iterator[None]:
-    """Report what each layer asks of its normaliser, and the residual stream `[B, T, d]`, until the end or an error.
+    """Call `on_attention` with each layer's call of its normaliser, and `on_hidden` with the residual stream.
 
-    The residual stream is 0 after the embedding and l after block l.
+    The residual stream `[B, T, d]` has index 0 after the embedding and l after block l.
     """
     hooks = []
     try:
@@ -303,28 +302,28 @@ def hook_layers(
 
 
 class _Accumulator:
-    """What is added up over the sequences of a sample, each of T tokens."""
+    """Sums over the sequences of a sample, each of `length` tokens."""
 
     def __init__(self, model: DecoderLM, length: int) -> None:
         self.model, self.length = model, length
         self.n_layers = len(self.model.blocks)
         device = model.device
-        of_heads = (Sparsity, Entropy, ScoreSpread, GaussianNull)
+        head_metrics = (Sparsity, Entropy, ScoreSpread, GaussianNull)
         heads = [attention.n_heads for attention in model.attentions]
-        self.rows = [[Sink(n, length), Mass(n, length), *(metric(n) for metric in of_heads)] for n in heads]
+        self.rows = [[Sink(n, length), Mass(n, length), *(metric(n) for metric in head_metrics)] for n in heads]
         self.values = [ValueNorms(n, length) for n in heads]
         self.evicted = EVICTED if model.attentions else 0
         self.hidden = [Collapse() for _ in range(self.n_layers + 1)]
         for metric in chain(*self.rows, self.values, self.hidden):
             metric.to(device)
-        wide = {"dtype": torch.float64, "device": device}
-        self.gap = torch.zeros(self.n_layers + 1, **wide)
-        self.nll = torch.zeros(2 + self.evicted if self.evicted else 1, length, **wide)
-        self.predicted = torch.zeros(length, **wide)
+        options = {"dtype": torch.float64, "device": device}
+        self.gap = torch.zeros(self.n_layers + 1, **options)
+        self.nll = torch.zeros(2 + self.evicted if self.evicted else 1, length, **options)
+        self.predicted = torch.zeros(length, **options)
         self.sequences = self.whole = 0
 
     def add(self, tokens: Tensor, targets: Tensor, counted: Tensor) -> None:
-        """Measure sequences `[B, T]`. counted: bool `[B, T]`, the tokens that are looked at, from each first one on."""
+        """Measure sequences `[B, T]`. counted: bool `[B, T]`, the measured tokens, a prefix of each sequence."""
         self.sequences += len(tokens)
         self.predicted += (targets != IGNORED).sum(0)
         last: list[Tensor] = []
@@ -349,7 +348,8 @@ class _Accumulator:
         self._add_repeated_gap(tokens, last, counted.all(1))
 
     def _add_loss(self, tokens: Tensor, targets: Tensor, evicted: int, row: int) -> None:
-        """By position, with the first keys hidden, to a row of the losses. The implementation is the same for none."""
+        """Add the loss by position, with the first `evicted` keys hidden, to a row. A mask of 0 keys still is a mask:
+        all rows use the same implementation."""
         seen = None
         if self.evicted:
             seen = torch.ones_like(tokens, dtype=torch.bool)
@@ -358,9 +358,9 @@ class _Accumulator:
         self.nll[row] += nll.double().sum(0)
 
     def _add_repeated_gap(self, tokens: Tensor, last: list[Tensor], whole: Tensor) -> None:
-        """The whole sequences without their last token, against themselves with the one before it repeated.
+        """Compare sequences without their last token to the same with their new last token repeated.
 
-        whole: bool `[B]`. Positions and biases need to serve no more than T tokens.
+        Thus no more than T tokens are needed. whole: bool `[B]`, the sequences that are one document.
         """
         self.whole += int(whole.sum())
 
@@ -371,7 +371,7 @@ class _Accumulator:
             self.model(torch.cat((tokens[:, :-1], tokens[:, -2:-1]), 1))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """All arrays but the maps."""
+        """All arrays except the maps."""
         per_layer = [*zip(*self.rows, strict=True), self.values, self.hidden]
         found: dict[str, Tensor] = {}
         for metrics in filter(None, per_layer):
@@ -382,8 +382,8 @@ class _Accumulator:
         found["loss/by_position"] = by_position[0]
         if self.evicted:
             late = by_position[:, EVICTION_ROW - 1 :]
-            there = self.predicted[EVICTION_ROW - 1 :] > 0
-            rise = (late[1:] - late[0])[:, there].mean(-1)
+            predicted = self.predicted[EVICTION_ROW - 1 :] > 0
+            rise = (late[1:] - late[0])[:, predicted].mean(-1)
             found["loss/evicted"], found["loss/evicted_n_held"] = rise[:-1], rise[-1]
         found |= self._collect_learned()
         arrays = {name: value.cpu().numpy().astype(np.float32) for name, value in found.items()}
@@ -391,7 +391,7 @@ class _Accumulator:
         return arrays | {"sample": sample, "context": np.array(self.model.context_length, np.int64)}
 
     def _collect_learned(self) -> dict[str, Tensor]:
-        """Offset parameters and biases, where there are any."""
+        """Arrays of offset parameters and biases, if any."""
         found = {}
         if (tau := collect_taus(self.model)) is not None:
             found["tau"] = tau
@@ -402,17 +402,18 @@ class _Accumulator:
 
 
 def _compute_weight_maps(model: DecoderLM, tokens: Tensor, chosen: list[tuple[int, int]]) -> np.ndarray:
-    """The weight matrices of one sequence `[1, n]`, float16 `[maps, n, n]`; NaN where a key is hidden."""
+    """Weight matrices of one sequence `[1, n]`, float16 `[maps, n, n]`; NaN at hidden keys. chosen: (layer, head)."""
     found: dict[tuple[int, int], Tensor] = {}
 
     def on_attention(layer: int, attention: Attention, call: AttentionCall) -> None:
-        if any(layer == at for at, _ in chosen):
+        heads = [head for chosen_layer, head in chosen if chosen_layer == layer]
+        if heads:
             weights = attention.normaliser.compute_weights(call)
             w = weights.w.masked_fill(~weights.rows.visible, torch.nan)[0]
-            found.update({(layer, head): w[head] for at, head in chosen if at == layer})
+            found.update({(layer, head): w[head] for head in heads})
 
     with hook_layers(model, on_attention):
         model(tokens)
-    kept = torch.stack([found[place] for place in chosen]).cpu().numpy()
-    # A weight too small for float16 is not to become one that was cut.
-    return np.where(kept > 0, np.maximum(kept, np.finfo(np.float16).smallest_subnormal), kept).astype(np.float16)
+    maps = torch.stack([found[layer_and_head] for layer_and_head in chosen]).cpu().numpy()
+    # A positive weight must not underflow to 0, which means cut.
+    return np.where(maps > 0, np.maximum(maps, np.finfo(np.float16).smallest_subnormal), maps).astype(np.float16)

@@ -1,7 +1,7 @@
-"""What a model measures on a validation set: loss, accuracy, first-key weight, mass, sparsity, tau, sizes."""
+"""Metrics of a model on a validation set: loss, accuracy, first-key weight, mass, sparsity, tau, sizes."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,31 +22,27 @@ from lit_lazy.support.checks import require
 
 NATS_PER_BIT = 0.6931471805599453
 VARIED_BATCH = 32
-"""Sequences that `Varied` measures at a time."""
+"""Batch size of `Varied`."""
 
 
 @torch.no_grad()
 def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_size: int) -> dict[str, float]:
-    """Final metrics on the whole validation set, where the model is; undefined ones are left out."""
+    """Final metrics on the full validation set, on the model's device, without undefined ones."""
     attention = AttentionMetrics.of(model.attentions, source.row_groups, model.device)
-    losses: dict[str, RatioOfSums] = {}
-    was_training = model.training
-    model.eval()
-    for batch in validation_loader(source, batch_size):
-        batch = {name: value.to(model.device) for name, value in batch.items()}
+    ratios: dict[str, RatioOfSums] = {}
+    for batch in iter_validation(model, source, batch_size):
         autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16")
         with autocast, _record_key_weights(model, source.watched_key) as on_key:
             hidden, stats = model.compute_hidden_with_stats(batch["tokens"], batch.get("place"))
-            nll = head_nll(hidden, model.head.weight, batch["targets"])
-            logits = model.head(hidden) if "oracle_nll" in batch else None
-        _add_losses(losses, nll, logits, batch, source.row_groups)
+            losses = compute_losses(model, hidden, batch)
+            logits = model.head(hidden) if "excess" in losses else None
+        _add_losses(ratios, losses, logits, batch, source.row_groups)
         rows = {group: batch[group] for group in source.row_groups}
         rows = rows or {"all": torch.ones_like(batch["tokens"], dtype=torch.bool)}
         attention.update(stats, rows, batch.get("place"))
         if source.watched_key is not None:
             attention.update_watched_key(on_key, source.watched_key, rows)
-    model.train(was_training)
-    measured = {name: metric.compute().item() for name, metric in losses.items()}
+    measured = {name: ratio.compute().item() for name, ratio in ratios.items()}
     if "bytes_per_token" in source.info:
         measured["loss/bits_per_byte"] = measured["loss/val"] / NATS_PER_BIT / float(source.info["bytes_per_token"])
     measured |= attention.compute()
@@ -56,9 +52,24 @@ def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_s
     return measured | compute_tau_metrics(model)
 
 
+def iter_validation(model: DecoderLM, source: DataSource, batch_size: int) -> Iterator[Batch]:
+    """Validation batches on the model's device, with the model in evaluation mode meanwhile."""
+    was_training = model.training
+    model.eval()
+    for batch in validation_loader(source, batch_size):
+        yield {name: value.to(model.device) for name, value in batch.items()}
+    model.train(was_training)
+
+
+def compute_losses(model: DecoderLM, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
+    """`loss` of each target `[B, L]` in nats and, if the data has an oracle, `excess` over the oracle's loss."""
+    nll = head_nll(hidden, model.head.weight, batch["targets"])
+    return {"loss": nll} | ({"excess": nll - batch["oracle_nll"]} if "oracle_nll" in batch else {})
+
+
 @contextmanager
 def _record_key_weights(model: DecoderLM, key: int | None) -> Iterator[list[Tensor]]:
-    """What each layer gives the key at this position, `[B, H, L]`, when the model has run; nothing without a key."""
+    """Yields a list that receives each layer's weights `[B, H, L]` on a key when the model runs; none without a key."""
     found: list[Tensor] = []
 
     def on_attention(_: int, attention: Attention, call: AttentionCall) -> None:
@@ -70,27 +81,30 @@ def _record_key_weights(model: DecoderLM, key: int | None) -> Iterator[list[Tens
 
 
 def _add_losses(
-    losses: dict[str, RatioOfSums], nll: Tensor, logits: Tensor | None, batch: Batch, row_groups: tuple[str, ...]
+    ratios: dict[str, RatioOfSums],
+    losses: Mapping[str, Tensor],
+    logits: Tensor | None,
+    batch: Batch,
+    row_groups: tuple[str, ...],
 ) -> None:
-    """Loss in nats; where the data knows its oracle, the excess over it per row group, and each group's accuracy."""
+    """Add a batch's loss; with logits also its excess, overall and by row group, and each group's accuracy."""
 
     def add(name: str, values: Tensor, counted: Tensor) -> None:
-        losses.setdefault(name, RatioOfSums().to(values.device)).update(values[counted], counted)
+        ratios.setdefault(name, RatioOfSums().to(values.device)).update(values[counted], counted)
 
     targets = batch["targets"] != IGNORED
-    add("loss/val", nll, targets)
+    add("loss/val", losses["loss"], targets)
     if logits is None:
         return
-    excess = nll - batch["oracle_nll"]
     hit = (logits.argmax(-1) == batch["targets"]).double()
-    add("loss/excess", excess, targets)
+    add("loss/excess", losses["excess"], targets)
     for group in row_groups:
-        add(f"loss/excess_{group}", excess, batch[group])
+        add(f"loss/excess_{group}", losses["excess"], batch[group])
         add(f"accuracy/{group}", hit, batch[group])
 
 
 def compute_tau_metrics(model: DecoderLM) -> dict[str, float]:
-    """Mean, least and greatest offset parameter over layers, heads (and positions), where there is one."""
+    """Mean, minimum and maximum of the offset parameter over layers, heads (and positions), if there is one."""
     found = [p.detach().flatten() for name, p in model.named_parameters() if name.endswith("normaliser.tau")]
     if not found:
         return {}
@@ -99,7 +113,7 @@ def compute_tau_metrics(model: DecoderLM) -> dict[str, float]:
 
 
 def compute_size_metrics(model: DecoderLM) -> dict[str, float]:
-    """Learned parameters, and training FLOPs per token."""
+    """Number of trainable parameters, and training FLOPs per token."""
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return {
         "model/parameters": float(parameters),
@@ -109,17 +123,17 @@ def compute_size_metrics(model: DecoderLM) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Varied(Evaluation):
-    """The usual metrics on the same data with another value of one field, such as more pairs to recall from."""
+    """Final metrics on the run's data with other values of one field, such as more pairs to recall."""
 
     field: str
-    """Of the data's settings."""
+    """Field of the data's settings."""
     values: tuple[int, ...]
-    """The field's, one after the other."""
+    """Values of the field, measured one after the other."""
 
     def check(self, model: DecoderLM, data: DataConfig) -> None:
-        """Raise ValueError where data have no such field or value, or the model cannot read them."""
+        """Raises ValueError if the data has no such field or value, or the model cannot read it."""
         fields = sorted(known.name for known in dataclasses.fields(data))  # type: ignore[arg-type]
-        lacks = f"data={type(data).__name__} has no such field; give other data (an ablation: --base), or one of "
+        lacks = f"data={type(data).__name__} has no such field; give other data (for an ablation: --base), or one of "
         require(self.field in fields, "Varied.field", self.field, lacks + ", ".join(fields))
         for value in self.values:
             source = self._load_source(data, value)
@@ -129,11 +143,11 @@ class Varied(Evaluation):
                 source.vocab_size == vocab_size,
                 f"data.{self.field}",
                 value,
-                f"makes another vocabulary than {vocab_size}",
+                f"changes the vocabulary size from {vocab_size} to {source.vocab_size}",
             )
 
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
-        """`pairs_64/loss/val` and so on, every metric of `evaluate` behind the field and its value."""
+        """`pairs_64/loss/val` and so on: every metric of `evaluate`, prefixed with the field and its value."""
         found = {}
         for value in self.values:
             measured = evaluate(model, self._load_source(data, value), "fp32", VARIED_BATCH)

@@ -1,8 +1,8 @@
-"""What the heads of one layer do: sinks, surviving mass, sparsity, entropy, spread of scores, norms of values.
+"""Metrics of one layer's heads: sinks, surviving mass, sparsity, entropy, spread of scores, norms of values.
 
-Each class is a torchmetrics `Metric` whose states are sums in float64, so a result does not depend on how the data was
-cut into batches or spread over processes. Rows that a `RowSummary` does not count enter nothing. What is undefined is
-NaN. Every result is a dict of float64 `[H, ...]`.
+Each class is a torchmetrics `Metric` whose states are float64 sums, so results do not depend on the division into
+batches or processes. Only rows that the `RowSummary` counts are used. Undefined values are NaN. Every result is a dict
+of float64 `[H, ...]`.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from lit_lazy.measure.row_statistics import FIRST_KEYS, TILES, RowSummary
 SINK_WEIGHT = 0.3
 """A key with a mean weight above this is a sink (epsilon of Gu et al., arXiv 2410.10781)."""
 SPREAD_MIN_KEYS = 8
-"""Rows that see fewer keys say little about the spread of scores."""
+"""Rows that see fewer keys are excluded from the spread of scores."""
 
 
 class _HeadMetric(Metric):
@@ -31,13 +31,13 @@ class _HeadMetric(Metric):
             self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
 
     def _wrap_compute(self, compute: Callable[[], Any]) -> Callable[[], Any]:
-        # torchmetrics squeezes a tensor of one element, but a layer of one head keeps its axis.
+        # torchmetrics would squeeze a tensor of one element, and so the head axis of a layer with one head.
         wrapped = super()._wrap_compute(lambda: SimpleNamespace(arrays=compute()))
         return lambda: wrapped().arrays
 
 
 class _PositionMetric(_HeadMetric):
-    """length: rows of the longest sequence, the length of every result by position."""
+    """length: maximum sequence length, and the length of every result by position."""
 
     def __init__(self, n_heads: int, length: int) -> None:
         super().__init__()
@@ -55,11 +55,11 @@ class Sink(_PositionMetric):
     """alpha_k, the mean weight on key k over the rows i >= k (Gu et al., arXiv 2410.10781), for the first K keys.
 
     `sink/weight` `[H, K]`: alpha_k over all sequences.
-    `sink/share` `[H, K]`: the sum of those weights / the sum of all weights of those rows; undefined where signed.
-    `sink/rate`, `sink/rate_share` `[H, K]`: share of the sequences whose own alpha_k, or whose own share, exceeds
-    `SINK_WEIGHT`; a sequence without mass has no sink.
-    `sink/position` `[H]`: 1-based key of the largest alpha in the first half of the sequence. The last keys have few
-    rows, so that their own weight alone makes a large alpha.
+    `sink/share` `[H, K]`: the sum of those weights / the sum of all weights of those rows; undefined if signed.
+    `sink/rate`, `sink/rate_share` `[H, K]`: fraction of sequences whose alpha_k, or whose share, exceeds `SINK_WEIGHT`;
+    a sequence without mass has no sink.
+    `sink/position` `[H]`: 1-based key of the largest alpha in the first half of the sequence. The last keys have so few
+    rows that a token's weight on itself makes alpha large.
     """
 
     weight: Tensor
@@ -116,8 +116,8 @@ class Mass(_PositionMetric):
     """Surviving mass, the sum of a row's weights before renormalising.
 
     `mass/row` `[H, T]`: mean by position; `mass/first_key` `[H, T]`: mean weight on the first key by position, before
-    renormalising; `mass/empty_rows` `[H]`: share of the rows without a weight; `mass/dead` `[H]`: 1 where no row from
-    position 2 on has a weight, else 0 (row 1 sees one key, whose weight is 1 - tau).
+    renormalising; `mass/empty_rows` `[H]`: share of rows whose weights are all 0; `mass/dead` `[H]`: 1 if all rows from
+    position 2 on are empty, else 0 (row 1 sees one key, whose weight is 1 - tau).
     """
 
     mass: Tensor
@@ -134,7 +134,7 @@ class Mass(_PositionMetric):
         length = summary.mass.shape[-1]
         self._check_length(length)
         mass, total = summary.mass.double(), summary.total.double()
-        # Weights are w / mass once renormalised; mass / total takes that back, and is 1 otherwise.
+        # Renormalised weights are w / mass; mass / total reverts that, and is 1 otherwise.
         first = summary.first[..., 0].double() * mass / torch.where(total != 0, total, 1)
         self.mass[:, :length] += mass.sum(0)
         self.first[:, :length] += first.sum(0)
@@ -152,12 +152,12 @@ class Mass(_PositionMetric):
 
 
 class Sparsity(_HeadMetric):
-    """Shares of the visible keys, pooled over rows and sequences, all `[H]`; NaN where weights are signed.
+    """Shares of the visible keys, pooled over rows and sequences, all `[H]`; NaN for signed weights.
 
-    `sparsity/zero`: a weight of 0; NaN where the normaliser gives none (`RowSummary.can_zero`).
-    `sparsity/small`: a weight of at most `SMALL_WEIGHT` (Softpick's measure, arXiv 2504.20966; not 0 for a softmax).
-    `sparsity/block_64`, `sparsity/block_128`: share of the square tiles with a visible key that hold no weight; a tile
-    at the end may be cut off. Sequences shorter than the tile do not count.
+    `sparsity/zero`: weight 0; NaN if the normaliser never gives 0 (`RowSummary.can_zero`).
+    `sparsity/small`: weight of at most `SMALL_WEIGHT` (Softpick's measure, arXiv 2504.20966; not 0 for a softmax).
+    `sparsity/block_64`, `sparsity/block_128`: share of the square tiles with a visible key whose weights are all 0; the
+    last tiles may be partial. Sequences shorter than a tile are excluded.
     """
 
     zeros: Tensor
@@ -192,7 +192,7 @@ class Sparsity(_HeadMetric):
 
 
 class Entropy(_HeadMetric):
-    """Entropy H of a row's weights / their sum, means over the rows with mass, all `[H]`; NaN where weights are signed.
+    """Entropy H of a row's weights / their sum, means over the rows with mass, all `[H]`; NaN for signed weights.
 
     `entropy/nats`: H; `entropy/normalised`: H / ln n over the rows that see n >= 2 keys; `entropy/keys`: exp(H), the
     effective number of keys; `entropy/participation`: 1 / the sum of the squares.
@@ -232,9 +232,9 @@ class Entropy(_HeadMetric):
 
 
 class ScoreSpread(_HeadMetric):
-    """`scores/spread` `[H]`: standard deviation of the visible scores within a row, bias included, in nats.
+    """`scores/spread` `[H]`: standard deviation of the visible scores within a row, including bias, in nats.
 
-    The root of the mean variance over the rows that see at least `SPREAD_MIN_KEYS` keys.
+    Root of the mean variance over the rows that see at least `SPREAD_MIN_KEYS` keys.
     """
 
     variance: Tensor
@@ -254,12 +254,12 @@ class ScoreSpread(_HeadMetric):
 
 
 class GaussianNull(_HeadMetric):
-    """What independent Gaussian scores would give in place of the measured ones, all `[H]`; NaN without a threshold.
+    """Sparsity and mass of independent Gaussian scores as a null model, all `[H]`; NaN without a threshold.
 
-    Each row is held against normal scores of its own variance, number of keys and threshold (`null_sparsity`); one
-    spread for unlike rows would tell of an excess where there is none. Rows that see at least `SPREAD_MIN_KEYS` keys.
-    `sparsity/null`: the sparsity, pooled over keys as the measured one is; `sparsity/over_null`: the measured sparsity
-    of the same rows less that; `sparsity/null_mass`: the mean mass.
+    Each row is compared with normal scores of the row's variance, number of keys and threshold (`null_sparsity`); one
+    common spread for unlike rows would report a spurious excess. Rows that see at least `SPREAD_MIN_KEYS` keys.
+    `sparsity/null`: the null sparsity, pooled over keys like the measured one; `sparsity/over_null`: the measured
+    sparsity of the same rows minus `sparsity/null`; `sparsity/null_mass`: the mean null mass.
     """
 
     null: Tensor
@@ -293,7 +293,7 @@ class GaussianNull(_HeadMetric):
 
 
 class ValueNorms(_PositionMetric):
-    """`sink/value_norm` `[H, K]`: mean over sequences of |v_k| / mean_j |v_j|, v of the key-value head a head reads.
+    """`sink/value_norm` `[H, K]`: mean over sequences of |v_k| / mean_j |v_j|, v of the head's key-value head.
 
     Far below 1 at a sink: the value-state drain of Guo et al. (arXiv 2410.13835).
     """
@@ -324,7 +324,7 @@ class ValueNorms(_PositionMetric):
 def null_sparsity(spread: Tensor, strike: Tensor) -> tuple[Tensor, Tensor]:
     """Sparsity and mass of rows of independent scores N(0, spread^2), many keys n, strike = n theta; shapes broadcast.
 
-    A weight n p is log-normal with mean 1 then, so the mass is the price of a call with that strike (Black and Scholes
+    n p is then log-normal with mean 1, so the mass is the price of a call option with that strike (Black and Scholes
     1973): d1 = -ln(strike) / spread + spread / 2, d2 = d1 - spread, sparsity = 1 - Phi(d2) and mass = Phi(d1) - strike
     Phi(d2). Without a positive threshold nothing is cut: sparsity 0, mass 1 - strike. The strike of threshold
     "per_query" is tau.

@@ -1,4 +1,4 @@
-"""What attention has learned apart from its projections: offset parameters, and positional biases by distance."""
+"""Learned parameters of attention other than projections: offset parameters, and positional biases by distance."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from lit_lazy.support.sharding import gather_full_tensor
 def collect_taus(model: DecoderLM) -> Tensor | None:
     """A copy of the offset parameters, `[layers, H]`, or `[layers, H, N]` for the threshold per_token.
 
-    None where the normaliser has no parameter of that name by head.
+    None if the normaliser has no per-head parameter `tau`.
     """
     found = []
     for layer in model.attentions:
@@ -23,9 +23,9 @@ def collect_taus(model: DecoderLM) -> Tensor | None:
 
 @torch.no_grad()
 def compute_bias_curves(model: DecoderLM, length: int) -> Tensor | None:
-    """What is added to the scores at the distances 0..length-1, `[layers, H, length]`; None without a bias.
+    """Bias added to the scores at distances 0..length-1, `[layers, H, length]`; None without a bias.
 
-    The table, zero beyond its end, minus slope times distance. Raises ValueError where the bias cannot serve so many
+    The table, zero beyond its end, minus slope times distance. Raises ValueError if the bias does not support `length`
     keys (`Fire`).
     """
     terms = [layer.bias(length) for layer in model.attentions]
@@ -47,11 +47,11 @@ def _compute_bias_curve(terms: BiasTerms, flat: Tensor) -> Tensor:
 
 
 def fit_alibi(curves: Tensor) -> tuple[Tensor, Tensor]:
-    """The least squares fit `c - slope * d` of curves `[..., length]` over the distances d = 0..length-1, in fp64.
+    """Least squares fit `c - slope * d` of curves `[..., length]` over the distances d = 0..length-1, in fp64.
 
-    Returns the slope (negative where a curve rises) and the distance to that line: the norm of the residual over the
-    norm of the curve less its mean, 0 for a line and 1 where the best line is flat. Both `[...]`; the distance of a
-    flat curve is NaN, and so are both at length 1.
+    Returns the slope (negative for a rising curve) and the distance to the line: the norm of the residual over the norm
+    of the centred curve, 0 for a line and 1 if the best line is flat. Both `[...]`; the distance of a flat curve is
+    NaN, and both are NaN at length 1.
     """
     curves = curves.double()
     offsets = torch.arange(curves.shape[-1], dtype=curves.dtype, device=curves.device)

@@ -1,7 +1,7 @@
-"""The field's benchmarks: lm-evaluation-harness on a model in this process.
+"""Standard benchmarks: lm-evaluation-harness on a model in this process.
 
-Prompts, metrics and versions of tasks are the harness's own; how the model is asked is in `harness/asked.py`. The
-harness is an extra, and takes seconds to import: only what asks a model, or looks for a task, does so.
+Prompts, metrics and task versions are the harness's; `harness/lm_eval_adapter.py` adapts the model. The harness is an
+optional dependency and takes seconds to import, so only functions that run or look up a task import it.
 """
 
 import functools
@@ -38,12 +38,12 @@ TASKS = {
     "social_iqa": "siqa",
     "boolq": "super_glue/boolq",
 }
-"""The tasks of the field's tables, and the folders of the harness that hold them: it has 14,000 files in all."""
+"""Tasks of the usual tables -> their folders in the harness, which has 14,000 files in total."""
 
 
 @dataclass(frozen=True)
 class BenchmarkColumn:
-    """A column of the field's tables."""
+    """A column of the usual tables."""
 
     title: str
     task: str
@@ -63,27 +63,27 @@ COLUMNS = (
     BenchmarkColumn("SIQA", "social_iqa", "acc"),
     BenchmarkColumn("BoolQ", "boolq", "acc"),
 )
-"""In their usual order. Perplexities are by word: of WikiText per word of the text, of LAMBADA of the last word."""
+"""In the usual order. Perplexities are by word: for WikiText per word of the text, for LAMBADA of the last word."""
 
 
 def average_accuracy(scores: Mapping[tuple[str, str], float]) -> float | None:
-    """Mean of the eight accuracies, by task and metric; None where one is missing."""
-    wanted = [(column.task, column.metric) for column in COLUMNS if column.is_accuracy]
-    return sum(scores[each] for each in wanted) / len(wanted) if all(each in scores for each in wanted) else None
+    """Mean of the eight accuracies in scores by (task, metric); None if one is missing."""
+    keys = [(column.task, column.metric) for column in COLUMNS if column.is_accuracy]
+    return sum(scores[key] for key in keys) / len(keys) if all(key in scores for key in keys) else None
 
 
 @dataclass(frozen=True)
 class BenchmarkResults:
-    """What some tasks gave."""
+    """Results of some tasks."""
 
     scores: dict[tuple[str, str], float]
     """By task and metric."""
     samples: dict[str, int]
     """Questions of each task."""
     versions: dict[str, str]
-    """Of each task."""
+    """Version of each task."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """How the model was asked."""
+    """Settings and counts of the requests."""
 
     @property
     def average(self) -> float | None:
@@ -91,27 +91,27 @@ class BenchmarkResults:
         return average_accuracy(self.scores)
 
     def standard_error(self, column: BenchmarkColumn) -> float | None:
-        """Standard error of an accuracy by the number of its questions; of a perplexity none is given."""
+        """Standard error of an accuracy by its number of questions; None for a perplexity."""
         n, p = self.samples.get(column.task, 0), self.scores.get((column.task, column.metric))
         return math.sqrt(p * (1 - p) / (n - 1)) if column.is_accuracy and p is not None and n > 1 else None
 
     def columns(self) -> list[tuple[BenchmarkColumn, float]]:
-        """The columns of the field's tables that were measured, and their values."""
+        """The measured columns of the usual tables, and their values."""
         found = ((column, self.scores.get((column.task, column.metric))) for column in COLUMNS)
         return [(column, value) for column, value in found if value is not None]
 
     def metrics(self) -> dict[str, float]:
-        """Names and values as a run logs them."""
+        """Metrics under the names that a run logs."""
         found = {f"lm-eval/{task}/{metric}": value for (task, metric), value in self.scores.items()}
         return found if self.average is None else found | {"lm-eval/average": self.average}
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, plain."""
+        """All results as plain JSON data."""
         tasks = {
             task: {
                 "version": version,
                 "samples": self.samples.get(task, 0),
-                "metrics": {metric: value for (of, metric), value in self.scores.items() if of == task},
+                "metrics": {metric: value for (name, metric), value in self.scores.items() if name == task},
             }
             for task, version in self.versions.items()
         }
@@ -124,10 +124,10 @@ class BenchmarkResults:
 
 
 def find_tasks(names: Sequence[str], folder: Path | None = None, option: str = "tasks") -> "TaskManager":
-    """A manager that knows these tasks. folder: with task files of the user's, which come before the harness's.
+    """A manager of these tasks, without their data. folder: custom task files, which override the harness's.
 
-    option: by which they were named, for errors. Raises ValueError, in one line, for a task that does not exist, and
-    where the harness is missing. Loads no data.
+    option: name of the option in errors. Raises a one-line ValueError if a task does not exist or the harness is
+    not installed.
     """
     try:
         import lm_eval
@@ -136,25 +136,25 @@ def find_tasks(names: Sequence[str], folder: Path | None = None, option: str = "
         raise ValueError("lm-eval needs the package lm_eval; pip install 'lit-lazy[lm-eval]'") from None
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     shipped = Path(lm_eval.__file__).parent / "tasks"
-    # Of two tasks of one name the later folder's counts.
+    # The later folder overrides tasks of the same name.
     folders: list[str | Path] = [*dict.fromkeys(shipped / TASKS[name] for name in names if name in TASKS)]
     folders += [folder] if folder else []
     try:
         manager = TaskManager(include_defaults=False, include_path=folders)
-    except Exception as error:  # whatever a user's files lead to
+    except Exception as error:  # custom files may raise anything
         raise ValueError(f"task folder {str(folder)!r}: cannot be read ({one_line(error)})") from None
     for name in names:
         if name not in manager.all_subtasks:
-            own = sorted({*manager.all_subtasks} - {*TASKS})
-            known = ", ".join([*TASKS, *own])
+            custom = sorted({*manager.all_subtasks} - {*TASKS})
+            known = ", ".join([*TASKS, *custom])
             raise ValueError(f"{option}={name!r}: no such task; known are {known}, and those of a task folder")
     return manager
 
 
 def load_tasks(names: Sequence[str], manager: "TaskManager", option: str = "tasks") -> list[Any]:
-    """The tasks with their data, downloaded where the cache lacks them. Raises ValueError, in one line.
+    """Load tasks with their data, downloading what is not cached. option: name of the option in errors.
 
-    option: by which they were named, for errors.
+    Raises a one-line ValueError if a task's data cannot be loaded.
     """
     import_datasets_quietly()
     go_offline_unless_hub_answers()
@@ -162,10 +162,10 @@ def load_tasks(names: Sequence[str], manager: "TaskManager", option: str = "task
     for name in names:
         try:
             tasks.append(manager.load([name])["tasks"][name])
-        except Exception as error:  # of the harness, of datasets, of the network
+        except Exception as error:  # from the harness, datasets or the network
             why = next((one_line(cause) for cause in iter_causes(error) if isinstance(cause, OSError)), one_line(error))
             raise ValueError(
-                f"{option}={name!r}: its data cannot be had ({why}); check the network, or leave the task out"
+                f"{option}={name!r}: its data cannot be loaded ({why}); check the network, or leave the task out"
             ) from None
     return tasks
 
@@ -178,24 +178,24 @@ def benchmark(
     autocast: AbstractContextManager[object] | None = None,
     count: "Count" = lambda _done, _total: None,
 ) -> BenchmarkResults:
-    """The tasks' metrics of a model, where it is. limit: questions of each task, at most.
+    """Results of a model on its device. limit: maximum number of questions per task.
 
-    autocast: the precision of the model's passes.
+    autocast: context of the model's forward passes. count: called with the done and the total number of requests.
     """
     import lm_eval
 
     from lit_lazy.measure.harness.lm_eval_adapter import LmEvalAdapter
 
-    asked = LmEvalAdapter(model, tokenizer, autocast, count)
+    adapter = LmEvalAdapter(model, tokenizer, autocast, count)
     by_name = {task.config.task: task for task in tasks}
     for task in tasks:
         task.set_config(key="num_fewshot", value=0)
     was_training = model.training
     model.eval()
     try:
-        # Not simple_evaluate: it seeds this process, and asks pip for every package.
+        # Not simple_evaluate, which seeds this process and lists all packages with pip.
         loaded: Any = {"tasks": by_name, "groups": {}, "group_map": {}}
-        found: Any = lm_eval.evaluate(asked, task_dict=loaded, limit=limit, bootstrap_iters=0, log_samples=False)
+        found: Any = lm_eval.evaluate(adapter, task_dict=loaded, limit=limit, bootstrap_iters=0, log_samples=False)
     finally:
         model.train(was_training)
     scores = {
@@ -204,14 +204,14 @@ def benchmark(
         for name, value in values.items()
         if "," in name and not name.partition(",")[0].endswith("_stderr") and isinstance(value, int | float)
     }
-    prefix = asked.prefix_token_id
+    prefix = adapter.prefix_token_id
     facts = {
         "harness": f"lm_eval {version('lm_eval')}",
         "limit": limit,
-        "context_length": asked.max_length,
+        "context_length": adapter.max_length,
         "prefix_token": {"id": prefix, "text": "".join(tokenizer.decode([prefix]))},
-        "requests": asked.requests,
-        "requests_cut_on_the_left": asked.cut,
+        "requests": adapter.requests,
+        "requests_cut_on_the_left": adapter.cut,
     }
     return BenchmarkResults(
         scores,
@@ -222,17 +222,14 @@ def benchmark(
 
 
 def require_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer:
-    """What turns text into the tokens of a model of these data. Raises ValueError where that is not to be had."""
+    """Tokenizer of the data. Raises ValueError if the data has none or its vocabulary size differs from the model's."""
     tokenizer = data.load_tokenizer()
     if tokenizer is None:
-        raise ValueError(
-            f"its data ({type(data).__name__}) are no text, so that it can read none; give a model that was trained on "
-            "text"
-        )
+        raise ValueError(f"its data ({type(data).__name__}) is not text; give a model that was trained on text")
     if tokenizer.vocab_size != vocab_size:
         raise ValueError(
-            f"reads {vocab_size} tokens, and its tokenizer has {tokenizer.vocab_size} now; give it the one of its "
-            "training"
+            f"has a vocabulary of {vocab_size} tokens, but its tokenizer now has {tokenizer.vocab_size}; restore the "
+            "training's tokenizer"
         )
     return tokenizer
 
@@ -242,11 +239,11 @@ class LmEval(Evaluation):
     """Benchmarks of lm-evaluation-harness, which needs `pip install 'lit-lazy[lm-eval]'`; in fp32."""
 
     tasks: tuple[str, ...] = tuple(TASKS)
-    """Of the harness, or of the task folder."""
+    """Tasks of the harness or of the task folder."""
     limit: int | None = None
-    """Questions of each task, at most; None for all."""
+    """Maximum number of questions per task; None for all."""
     task_folder: str | None = None
-    """Folder with task files, which come before the harness's own of the same name; their content is in the key."""
+    """Folder with custom task files, which override the harness's tasks; their content is part of the key."""
 
     def __post_init__(self) -> None:
         require(len(self.tasks) > 0, "LmEval.tasks", self.tasks, "needs at least one")
@@ -254,21 +251,21 @@ class LmEval(Evaluation):
             require_whole("LmEval.limit", self.limit, 1)
 
     def files(self) -> list[Path]:
-        """All in the task folder."""
+        """All files in the task folder."""
         if self.task_folder is None:
             return []
         found = Path(self.task_folder).rglob("*")
         return sorted(path for path in found if path.is_file() and "__pycache__" not in path.parts)
 
     def check(self, model: DecoderLM, data: DataConfig) -> None:
-        """Raise ValueError where data are no text, or harness, a task or its data are missing; these are downloaded."""
+        """Download the tasks' data. Raises ValueError if the data is not text, or harness, task or data are missing."""
         require_tokenizer(data, model.embedding.num_embeddings)
         folder = self.task_folder
-        require(folder is None or Path(folder).is_dir(), "LmEval.task_folder", folder, "is no folder; give one")
+        require(folder is None or Path(folder).is_dir(), "LmEval.task_folder", folder, "must be a folder")
         self._load_tasks()
 
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
-        """`lm-eval/piqa/acc` and so on; of all eight accuracies `lm-eval/average`, too."""
+        """`lm-eval/piqa/acc` and so on; `lm-eval/average` if all eight accuracies are measured."""
         tokenizer = require_tokenizer(data, model.embedding.num_embeddings)
         return benchmark(model, tokenizer, self._load_tasks(), self.limit).metrics()
 
@@ -278,5 +275,5 @@ class LmEval(Evaluation):
 
 @functools.cache
 def _load_tasks_once(names: tuple[str, ...], folder: str | None) -> list[Any]:
-    """Every row of an ablation is checked, with the same tasks."""
+    """Cached, as every row of an ablation checks the same tasks."""
     return load_tasks(names, find_tasks(names, Path(folder) if folder is not None else None))

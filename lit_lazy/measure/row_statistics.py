@@ -1,4 +1,4 @@
-"""What each row of a layer's attention does, computed over blocks of rows: no `[B, H, T, T]` is ever stored."""
+"""Statistics of the rows of a layer's attention, computed by blocks of rows: `[B, H, T, T]` is never stored."""
 
 from itertools import product
 from typing import NamedTuple
@@ -11,23 +11,23 @@ from flash_lazy import RuleWeights
 from lit_lazy.attention import AttentionCall, NormaliserModule
 
 FIRST_KEYS = 8
-"""Keys at the start of a sequence whose weights are kept one by one."""
+"""First keys of a sequence whose weights are stored individually."""
 SMALL_WEIGHT = 1e-5
-"""Softpick (arXiv 2504.20966) counts weights up to this as none."""
+"""Softpick (arXiv 2504.20966) counts weights up to this as 0."""
 TILES = (64, 128)
 """Sizes of the square tiles that a block-sparse kernel could skip; each a multiple of the first."""
 BLOCK_ROWS = 128
-"""Rows looked at together where memory allows: more would compute more scores of hidden keys."""
+"""Rows per block, if memory allows; larger blocks compute more scores of hidden keys."""
 
 
 class RowSummary(NamedTuple):
-    """One layer on a batch of whole sequences; float32, or float64 for float64 queries. Rows that do not count are 0.
+    """One layer on a batch of full sequences; float32, or float64 for float64 queries. Uncounted rows are 0.
 
     first: `[B, H, T, K]`, weight on each of the first K = min(`FIRST_KEYS`, T) keys, as it multiplies the value.
     mass: `[B, H, T]`, sum of the weights before renormalising.
-    total: `[B, H, T]`, sum of the weights as they multiply the values; the mass itself unless renormalised.
+    total: `[B, H, T]`, sum of the weights as they multiply the values; equals the mass unless renormalised.
     visible: `[T]`, number of visible keys.
-    theta: `[B, H, T]`, the threshold; 0 where the normaliser has none.
+    theta: `[B, H, T]`, the threshold; 0 if the normaliser has none.
     zeros: `[B, H, T]`, number of visible keys with a weight of 0 (p <= theta).
     small: `[B, H, T]`, number of visible keys with a weight of at most `SMALL_WEIGHT`.
     entropy: `[B, H, T]`, of the weights / total, nats; 0 where total is 0.
@@ -37,9 +37,9 @@ class RowSummary(NamedTuple):
     columns: `[B, H, T]`, sum over the rows of the weight on each key.
     alive_tiles: tile size -> `[B, H]`, number of tiles with a weight; 0 for a sequence shorter than the tile.
     tiles: tile size -> `[B]`, number of tiles with a visible key; 0 for a sequence shorter than the tile.
-    counted: bool `[B, T]`, the rows that count.
-    thresholded: whether theta is other than 0 anywhere.
-    can_zero: whether weights can be exactly 0: as the normaliser declares, but for a theta of 0.
+    counted: bool `[B, T]`, the counted rows.
+    thresholded: whether theta is nonzero anywhere.
+    can_zero: whether weights can be exactly 0: as declared by the normaliser, but False for a theta of 0.
     signed: whether weights can be negative.
     """
 
@@ -69,10 +69,10 @@ def summarise(
     most_scores: int = 2**22,
     counted: Tensor | None = None,
 ) -> RowSummary:
-    """Summary of the rows of a layer's call on whole sequences of T tokens.
+    """Summary of the rows of a layer's call on full sequences of T tokens.
 
-    counted: bool `[B, T]`; False at padding, which stands at the end of its sequence. Without it every row counts.
-    most_scores: scores that exist at a time, hence about ten times that many numbers; at least one row of all heads.
+    counted: bool `[B, T]`, False at padding, which is at the end of a sequence; None counts every row.
+    most_scores: maximum number of scores in memory (at least one row of all heads), with about ten numbers for each.
     """
     q, k = call.q, call.k
     batch, heads, length, _ = q.shape
@@ -80,7 +80,7 @@ def summarise(
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     size, n_tiles = TILES[0], -(-length // TILES[0])
     columns = torch.zeros(batch, heads, length, dtype=dtype, device=q.device)
-    # Rows of each tile with a weight in it, and in the last place of the heads those with a visible key.
+    # Rows of each tile with a nonzero weight; at the last index of the head axis, rows with a visible key.
     touched = torch.zeros(batch, heads + 1, n_tiles, n_tiles, dtype=torch.int32, device=q.device)
     by_row = torch.zeros(len(_RowStatistics._fields), batch, heads, length, dtype=dtype, device=q.device)
     first = torch.zeros(batch, heads, length, min(FIRST_KEYS, length), dtype=dtype, device=q.device)
@@ -118,7 +118,7 @@ def summarise(
 
 
 class _RowStatistics(NamedTuple):
-    """The fields of `RowSummary` that are `[B, H, T]`, here of some rows; all but the columns."""
+    """The `[B, H, T]` fields of `RowSummary` except columns, for a block of rows."""
 
     mass: Tensor
     total: Tensor
@@ -131,7 +131,7 @@ class _RowStatistics(NamedTuple):
 
 
 def _summarise_rows(block: RuleWeights, theta: Tensor | None, seen: Tensor, counts: Tensor) -> _RowStatistics:
-    """seen: bool `[B, 1, Lq, Lk]`, visible keys of rows that count; counts: bool `[B, 1, Lq]`."""
+    """seen: bool `[B, 1, Lq, Lk]`, visible keys of counted rows; counts: bool `[B, 1, Lq]`."""
     w, n = block.w, seen.sum(-1)
     total = w.sum(-1)
     share = w / torch.where(total > 0, total, 1)[..., None]
@@ -154,9 +154,9 @@ def _summarise_rows(block: RuleWeights, theta: Tensor | None, seen: Tensor, coun
 
 
 def _split_into_blocks(batch: int, heads: int, length: int, most_scores: int) -> list[tuple[slice, slice]]:
-    """Slices of sequences and of rows. A normaliser holds the offsets of all its heads, so these stay together.
+    """Slices of sequences and of rows. Heads are not split, as a normaliser has one offset tensor for all heads.
 
-    The last rows come first: they have the largest matrices, into whose freed memory those of the others fit.
+    The last rows come first: their matrices are the largest, so the others fit into the freed memory.
     """
     n_rows = min(BLOCK_ROWS, max(1, most_scores // (heads * length)))
     n_sequences = max(1, most_scores // (heads * length * n_rows))
@@ -168,7 +168,7 @@ def _make_slices(end: int, step: int) -> list[slice]:
 
 
 def _count_touched(touched: Tensor, tile: int, counted: Tensor) -> Tensor:
-    """Number of tiles that are touched, `[B, H + 1]`, in sequences of at least one tile."""
+    """Number of touched tiles `[B, H + 1]`, in sequences of at least one tile."""
     merged = max_pool2d(touched.float(), tile // TILES[0], ceil_mode=True) > 0
     return merged.sum((2, 3)) * (counted.sum(1) >= tile)[:, None]
 

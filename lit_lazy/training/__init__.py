@@ -1,1 +1,1 @@
-"""One training: the Lightning module, its optimiser, its trainer, checkpoints and result."""
+"""Training of one run: Lightning module, optimiser, trainer, checkpoints, result."""

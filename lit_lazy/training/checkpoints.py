@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, loaded without running code, and judged before anything builds on them."""
+"""Checkpoints: written atomically, loaded without running code, and validated before use."""
 
 import json
 import pickle
@@ -26,21 +26,21 @@ from lit_lazy.training.prepare import check_size, load_data
 from lit_lazy.training.result import RESULT
 
 MOST_NAMED = 8
-"""Tensors, in a message."""
+"""Tensor names in a message, at most."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """A checkpoint replaces the one before it only when it is on disk whole."""
+    """Writes by atomic rename, so the previous checkpoint remains until the new one is complete."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        del storage_options  # of remote file systems
+        del storage_options  # for remote file systems
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(Path(path), lambda file: _save(checkpoint, file))
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Mapped from the file: what is copied from it to model and optimiser is in memory once."""
+        """Load by memory map, so that tensors copied to model and optimiser are in memory only once."""
         del map_location, weights_only
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
@@ -49,34 +49,32 @@ def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
     try:
         torch.save(checkpoint, file)
     except RuntimeError as error:
-        # The end of torch's archive raises an error of its own where an interrupt has cut off a write before it.
+        # After an interrupted write, closing torch's archive raises another error, which hides the interrupt.
         if isinstance(error.__context__, KeyboardInterrupt):
             raise error.__context__ from None
         raise
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The content of one of this project's checkpoints. Raises ValueError that says, in one line, why it is none."""
+    """Content of one of this project's checkpoints. Raises a one-line ValueError if the file is not one."""
     try:
         with open_file(path) as file:
-            # torch does not look at the checksums that it wrote.
+            # torch does not verify the checksums that it wrote.
             archive = zipfile.ZipFile(file)
             if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
-                raise zipfile.BadZipFile("it is compressed, which torch does not do")  # to any size
+                raise zipfile.BadZipFile("it is compressed, which torch does not do")  # could expand to any size
             if (part := archive.testzip()) is not None:
                 raise zipfile.BadZipFile(f"bad checksum of {part}")
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of kinds of tensors that are refused below
+                warnings.simplefilter("ignore")  # about kinds of tensors that are refused below
                 content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})") from None
     except (MemoryError, RecursionError) as error:
-        raise ValueError(
-            f"is no checkpoint, or one that does not fit into memory ({describe_exception(error)})"
-        ) from None
+        raise ValueError(f"is no checkpoint, or does not fit into memory ({describe_exception(error)})") from None
     except pickle.UnpicklingError:
         raise ValueError("holds more than weights and numbers, so it is not loaded: it could run code") from None
-    except Exception as error:  # a file that is no checkpoint raises almost anything
+    except Exception as error:  # other files raise almost anything
         raise ValueError(f"is no checkpoint, or damaged ({describe_exception(error)})") from None
     if not _is_ours(content):
         raise ValueError("was not made by this project")
@@ -97,7 +95,7 @@ def _is_ours(content: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a tensor as this project writes it: dense, with storage, of real numbers."""
+    """Whether a value is a tensor as this project writes it: dense, on the CPU, of real numbers."""
     return (
         isinstance(value, torch.Tensor)
         and value.layout == torch.strided
@@ -107,23 +105,23 @@ def _is_plain(value: Any) -> bool:
 
 
 def load(path: Path) -> LitLM:
-    """The trained model of a checkpoint. Raises ValueError, in one line, where there is none to be had."""
+    """Trained model of a checkpoint. Raises a one-line ValueError if it cannot be loaded."""
     checkpoint = f"checkpoint {str(path)!r}"
     try:
         content = read_checkpoint(path)
     except ValueError as error:
         raise ValueError(
-            f"{checkpoint}: {error}; give a final.ckpt, which `lit-lazy train` leaves in its run folder"
+            f"{checkpoint}: {error}; give a final.ckpt, which `lit-lazy train` writes to its run folder"
         ) from None
     try:
         module = _build_module(content)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError, RuntimeError) as error:
         raise ValueError(
-            f"{checkpoint}: its config is not known here ({describe_exception(error)}); --import the file that defines "
-            "a custom class, else train again"
+            f"{checkpoint}: its config is unknown ({describe_exception(error)}); --import the file that defines a "
+            "custom class, else train again"
         ) from None
-    if misfit := _find_mismatch(content, module):
-        raise ValueError(f"{checkpoint}: {misfit}; train again")
+    if mismatch := _find_mismatch(content, module):
+        raise ValueError(f"{checkpoint}: {mismatch}; train again")
     module.load_state_dict(content["state_dict"])
     if bad := [name for name, value in content["state_dict"].items() if not value.isfinite().all()]:
         raise ValueError(f"{checkpoint}: the weights are not finite ({bad[0]}); train again")
@@ -131,40 +129,38 @@ def load(path: Path) -> LitLM:
 
 
 def load_matching_weights(module: LitLM, path: Path) -> str:
-    """Give a module the weights of a checkpoint that have the same name and shape; what became of which, in a line.
+    """Load the weights of a checkpoint that match a module's by name and shape. Returns a one-line summary.
 
-    Raises ValueError, in one line, where there is no such model, or none of its weights fits.
+    Raises a one-line ValueError if the checkpoint cannot be loaded or none of its weights matches.
     """
-    given, own = load(path).model.state_dict(), module.model.state_dict()
-    taken = _select_matching(path, given, own)
-    module.model.load_state_dict(own | taken)
-    share = sum(value.numel() for value in taken.values()) / sum(value.numel() for value in own.values())
-    new, left = sorted(own.keys() - taken.keys()), sorted(given.keys() - taken.keys())
+    source, target = load(path).model.state_dict(), module.model.state_dict()
+    matching = _select_matching(path, source, target)
+    module.model.load_state_dict(target | matching)
+    share = sum(value.numel() for value in matching.values()) / sum(value.numel() for value in target.values())
+    new, unused = sorted(target.keys() - matching.keys()), sorted(source.keys() - matching.keys())
     return (
-        f"starts from {path}: {len(taken)} of {len(own)} tensors, {share:.1%} of the weights, are taken over; "
-        f"new: {_format_names(new)}; left behind: {_format_names(left)}"
+        f"starts from {path}: {len(matching)} of {len(target)} tensors, {share:.1%} of the weights, are loaded; "
+        f"new: {_format_names(new)}; unused: {_format_names(unused)}"
     )
 
 
 def check_init_from(cfg: RunConfig, data: Outline) -> None:
-    """Raise ValueError, in one line, where the weights that a run is to start with cannot be had."""
+    """Raises a one-line ValueError if the run's initial weights cannot be loaded."""
     if cfg.init_from is not None:
         with torch.device("meta"):
-            own = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None).state_dict()
+            target = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None).state_dict()
         path = Path(cfg.init_from)
-        _select_matching(path, load(path).model.state_dict(), own)
+        _select_matching(path, load(path).model.state_dict(), target)
 
 
 def _select_matching(
-    path: Path, given: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
+    path: Path, source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint with the name and shape of one of a model's. Raises ValueError for none."""
-    taken = {name: value for name, value in given.items() if name in own and own[name].shape == value.shape}
-    if not taken:
-        raise ValueError(
-            f"init_from={str(path)!r}: none of its weights has the name and shape of one here; leave it out"
-        )
-    return taken
+    """Weights of `source` that match one of `target` by name and shape. Raises ValueError if none does."""
+    matching = {name: value for name, value in source.items() if name in target and target[name].shape == value.shape}
+    if not matching:
+        raise ValueError(f"init_from={str(path)!r}: none of its weights matches the model by name and shape; omit it")
+    return matching
 
 
 def _format_names(names: list[str]) -> str:
@@ -173,33 +169,33 @@ def _format_names(names: list[str]) -> str:
 
 
 def _build_module(content: dict[str, Any]) -> LitLM:
-    """The module that a checkpoint's settings describe, if its weights are of that size: else it may be of any."""
+    """The module that a checkpoint's settings describe. Compares sizes first, as corrupt settings may be huge."""
     settings, state = content["hyper_parameters"], content["state_dict"]
     cfg = from_dict(RunConfig, settings["config"])
     for name in ("vocab_size", "context_length"):
         require_whole(name, settings[name], 1)
     embedding = state.get("model.embedding.weight")
-    wanted = (settings["vocab_size"], cfg.model.d_model)
-    if embedding is None or embedding.shape != wanted:
-        raise ValueError(f"the embedding is not of {list(wanted)}, as the settings say")
+    shape = (settings["vocab_size"], cfg.model.d_model)
+    if embedding is None or embedding.shape != shape:
+        raise ValueError(f"the embedding must have shape {list(shape)} by the settings")
     if cfg.model.n_layers > len(state):
-        raise ValueError(f"model.n_layers={cfg.model.n_layers}: there are weights of fewer")
-    check_size(cfg.model, *wanted[:1], settings["context_length"])
+        raise ValueError(f"model.n_layers={cfg.model.n_layers}: it has weights of fewer layers")
+    check_size(cfg.model, settings["vocab_size"], settings["context_length"])
     return LitLM(**settings)
 
 
 def read_callback_state(path: Path, name: str) -> dict[str, Any]:
-    """What a callback of a class of this name left in a checkpoint; empty where none did. Raises as `read` does."""
+    """State of the callback with this state key in a checkpoint, or {}. Raises ValueError like `read_checkpoint`."""
     state = read_checkpoint(path).get("callbacks", {}).get(name, {})
     if not isinstance(state, dict):
-        raise ValueError(f"checkpoint {str(path)!r}: {name} in it is no state of ours; train again")
+        raise ValueError(f"checkpoint {str(path)!r}: its state of {name} was not made by this project; train again")
     return state
 
 
 def find_resume_step(path: Path, cfg: RunConfig, module: LitLM) -> int:
     """The step from which a checkpoint resumes this config's module.
 
-    0 where there is none, or one that is damaged or another model's: that one is quarantined, with a warning.
+    0 if the checkpoint does not exist or is quarantined, with a warning, because it is damaged or of another model.
     """
     if not path.exists():
         return 0
@@ -211,50 +207,50 @@ def find_resume_step(path: Path, cfg: RunConfig, module: LitLM) -> int:
     if not _is_same_config(content["hyper_parameters"]["config"], cfg):
         quarantine(path, "made by another config")
         return 0
-    if misfit := _find_mismatch(content, module):
-        quarantine(path, misfit)
+    if mismatch := _find_mismatch(content, module):
+        quarantine(path, mismatch)
         return 0
     return content["global_step"]
 
 
 def _is_same_config(config: Any, cfg: RunConfig) -> bool:
-    """Whether a checkpoint's plain config is this one; a field that it does not know yet is at its default."""
+    """Whether a checkpoint's plain config equals `cfg`; its missing, newer fields have their defaults."""
     try:
-        # The weights that it started with are in the run's key, wherever they lie.
+        # The run's key holds the initial weights' content, so their path may differ.
         return replace(from_dict(RunConfig, config), init_from=cfg.init_from) == cfg
     except (AttributeError, KeyError, TypeError, ValueError):
         return False
 
 
 def _find_mismatch(content: dict[str, Any], module: LitLM) -> str:
-    """How the weights of a checkpoint differ from those of a module in name or shape; "" where they do not."""
+    """The first difference between a checkpoint's and a module's weights in name, shape or dtype, or ""."""
     both = content["state_dict"], module.state_dict()
-    found, wanted = ({name: _format_shape(value) for name, value in state.items()} for state in both)
-    for name in sorted(found.keys() | wanted.keys()):
-        if found.get(name) != wanted.get(name):
-            is_, should = (kinds.get(name, "missing") for kinds in (found, wanted))
-            return f"the weights are another architecture's ({name} is {is_}, should be {should})"
+    found, expected = ({name: _format_shape(value) for name, value in state.items()} for state in both)
+    for name in sorted(found.keys() | expected.keys()):
+        actual, wanted = (shapes.get(name, "missing") for shapes in (found, expected))
+        if actual != wanted:
+            return f"the weights are another architecture's ({name} is {actual}, should be {wanted})"
     return ""
 
 
 def _format_shape(value: torch.Tensor) -> str:
-    """Its shape, and its type unless that is the usual one."""
+    """Shape, and dtype unless it is float32."""
     return f"{tuple(value.shape)}{'' if value.dtype == torch.float32 else f' of {value.dtype}'}"
 
 
 def load_training_data(checkpoint: Path, module: LitLM) -> DataSource:
     """The data that a checkpoint's model was trained on.
 
-    Raises ValueError, in one line, where they cannot be had or have changed since. The result beside the checkpoint
-    tells of contents; where there is none, only another size is noticed.
+    Raises a one-line ValueError if it cannot be loaded or has changed since. Changed content is noticed only with the
+    result in the checkpoint's folder; without one, only another size is.
     """
     source = load_data(module.cfg.data)
     for name in ("vocab_size", "context_length"):
-        there, here = module.hparams[name], getattr(source, name)
-        if there != here:
+        trained, current = module.hparams[name], getattr(source, name)
+        if trained != current:
             raise ValueError(
-                f"checkpoint {str(checkpoint)!r}: was trained on data of {name}={there}, which are {name}={here} here; "
-                "give it those, or train again"
+                f"checkpoint {str(checkpoint)!r}: was trained on data with {name}={trained}, which now has "
+                f"{name}={current}; restore the data, or train again"
             )
     try:
         trained_on = json.loads((checkpoint.parent / RESULT).read_text())["fingerprint"]
@@ -262,7 +258,7 @@ def load_training_data(checkpoint: Path, module: LitLM) -> DataSource:
         return source
     if trained_on != source.fingerprint:
         raise ValueError(
-            f"checkpoint {str(checkpoint)!r}: its data ({source.name}) are not those of its training any more; give it "
-            "those, or train again"
+            f"checkpoint {str(checkpoint)!r}: its data ({source.name}) has changed since its training; restore the "
+            "data, or train again"
         )
     return source

@@ -1,4 +1,4 @@
-"""Where a model is trained."""
+"""Devices that a model is trained on."""
 
 import os
 
@@ -8,18 +8,18 @@ from lit_lazy.support.checks import require
 
 
 def select_training_device() -> torch.device:
-    """The accelerator that there is, as Lightning chooses it, or the CPU."""
+    """The current accelerator, chosen as by Lightning, or the CPU."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def count_cores() -> int:
     """CPU cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux only; elsewhere a process may use every core
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only; otherwise a process may use every core
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def check_devices(devices: int) -> None:
-    """Raise ValueError where this machine has not so many to share a batch."""
+    """Raises ValueError if this machine has fewer devices."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    there, kind = (gpus, "GPUs") if gpus else (count_cores(), "cores")
-    require(devices <= there, "--devices", devices, f"must be at most the {there} {kind} of this machine")
+    available, kind = (gpus, "GPUs") if gpus else (count_cores(), "cores")
+    require(devices <= available, "--devices", devices, f"must be at most the {available} {kind} of this machine")

@@ -1,4 +1,4 @@
-"""How a run is executed, apart from what it is: no part of its key, kept with its result, and no more than rounding."""
+"""How a run is executed: not part of its key, recorded with its result, and without effect beyond rounding."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ Strategy = Literal["ddp", "fsdp"]
 
 @dataclass(frozen=True)
 class Execution:
-    """Which devices share a batch, and what of it they hold at a time."""
+    """Devices that share a batch, and memory options."""
 
     devices: int = 1
-    """Processes that share every batch: one for each GPU, or each with CPU threads of its own."""
+    """Processes that share every batch: one per GPU, or each with separate CPU threads."""
     strategy: Strategy = "ddp"
-    """ddp: each device holds the whole model. fsdp: parameters and optimiser states are spread over the devices."""
+    """ddp: each device holds the full model. fsdp: parameters and optimiser states are sharded over the devices."""
     micro_batch: int | None = None
-    """Sequences in a device's memory at a time; None for its whole share of a batch."""
+    """Sequences in a device's memory at a time; None for its full share of a batch."""
     compile: bool = False
     """torch.compile the model's training step."""
     checkpoint_activations: bool = False
-    """Keep a block's input alone for the backward pass, and compute the rest of it again there."""
+    """Save only each block's input for the backward pass, and recompute the rest there."""
 
     def __post_init__(self) -> None:
         require_whole("--devices", self.devices, 1)
@@ -36,29 +36,27 @@ class Execution:
             self.strategy == "ddp" or self.devices > 1,
             "--strategy",
             self.strategy,
-            "spreads a model over devices; add --devices 2 or more",
+            "shards a model over devices; add --devices 2 or more",
         )
-        require(
-            not (self.compile and self.strategy == "fsdp"), "--compile", True, "has not been tried with --strategy fsdp"
-        )
+        require(not (self.compile and self.strategy == "fsdp"), "--compile", True, "is untested with --strategy fsdp")
         if self.micro_batch is not None:
             require_whole("--micro-batch", self.micro_batch, 1)
 
     def check(self, train: TrainConfig) -> None:
-        """Raise ValueError where a training cannot be executed in this way."""
+        """Raises ValueError if this execution does not support the training."""
         if self.strategy == "fsdp":
-            fix = "has not been tried with --strategy fsdp; give --strategy ddp"
-            whole = not train.optimiser.needs_whole_matrices
-            require(whole, "train.optimiser", type(train.optimiser).__name__, fix)
+            fix = "is untested with --strategy fsdp; give --strategy ddp"
+            shardable = not train.optimiser.needs_whole_matrices
+            require(shardable, "train.optimiser", type(train.optimiser).__name__, fix)
             require(not train.ema_decay, "train.ema_decay", train.ema_decay, fix)
 
     def accumulation_steps(self, batch_size: int) -> int:
-        """Micro-batches of a step on each device. Raises ValueError where a batch cannot be shared out evenly."""
+        """Micro-batches per step on each device. Raises ValueError if a batch cannot be divided evenly."""
         require(
             batch_size % self.devices == 0,
             "--devices",
             self.devices,
-            f"must divide train.batch_size={batch_size}; choose another number, or another batch",
+            f"must divide train.batch_size={batch_size}; change one of the two",
         )
         share = batch_size // self.devices
         micro = share if self.micro_batch is None else self.micro_batch
@@ -66,7 +64,7 @@ class Execution:
             share % micro == 0,
             "--micro-batch",
             micro,
-            f"must divide the {share} of {batch_size} sequences that each device has of a batch",
+            f"must divide the {share} of {batch_size} sequences of a batch on each device",
         )
         return share // micro
 
@@ -75,10 +73,10 @@ class Execution:
         return self.micro_batch or batch_size // self.devices
 
     def prepare_forward(self, model: DecoderLM) -> Callable[[Tensor, Tensor | None, Tensor | None], Tensor]:
-        """The forward pass of training, as `DecoderLM.hidden`: tokens, places, dropout's keys to hidden states."""
+        """The training's forward pass, `DecoderLM.compute_hidden`: tokens, places and dropout keys to hidden states."""
         model.checkpoint_activations = self.checkpoint_activations
         return torch.compile(model.compute_hidden) if self.compile else model.compute_hidden
 
 
 ONE_DEVICE = Execution()
-"""The plain way."""
+"""The default: one device, no memory options."""

@@ -1,4 +1,4 @@
-"""What the heads do while a model trains: a few cheap figures of a small fixed batch, at steps that show when."""
+"""`HeadMonitor`: cheap head metrics of a small fixed batch, logged during training."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,29 +24,29 @@ NAMES = {
     "mass/all": "watch/mass",
     "sparsity/zero": "watch/sparsity",
 }
-"""Names during training of what `AttentionMetrics` calls otherwise: there a number of the whole validation set."""
+"""`AttentionMetrics` name -> name in training; the former is reserved for values on the full validation set."""
 SEQUENCES = 4
 STATE_KEY = "Watch"
-"""Under which checkpoints of every version hold the state of `HeadMonitor`."""
+"""Key of the state of `HeadMonitor` in checkpoints of every version."""
 
 
 class HeadMonitor(AtStart):
-    """Logs sink, mass, sparsity, tau and the spread of the last hidden states of some validation sequences.
+    """Logs sink, mass, sparsity, tau and the spread of the last hidden states on some validation sequences.
 
-    At steps 0 (the untrained model), 1, 2, 4, 8, ..., and at each validation. Step counts finished optimiser steps.
-    What is logged are means over heads; the tau of every head is kept, and goes with the trainer's checkpoints.
+    Logs at steps 0 (the untrained model), 1, 2, 4, 8, ..., and at each validation; a step is a finished optimiser step.
+    Logged values are means over heads. The tau of every head is stored in the trainer's checkpoints.
     """
 
     def __init__(self, source: DataSource, sequences: int = SEQUENCES) -> None:
         self.batch = source.validation.__getitems__(list(range(min(sequences, len(source.validation)))))
         self.taus: dict[int, Tensor] = {}
-        """By step, `[layers, H]`."""
+        """Tau `[layers, H]` by step."""
         self.losses: dict[int, float] = {}
-        """Of the validations, nats, by step."""
+        """Validation losses in nats by step."""
 
     @property
     def state_key(self) -> str:
-        """Constant, so that a renamed class still finds its state."""
+        """Constant, so that checkpoints survive a rename of the class."""
         return STATE_KEY
 
     def state_dict(self) -> dict[str, Any]:
@@ -54,15 +54,15 @@ class HeadMonitor(AtStart):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.taus = dict(state_dict["taus"])
-        self.losses.update(state_dict.get("losses", {}))  # a checkpoint of an earlier version has none
+        self.losses.update(state_dict.get("losses", {}))  # missing in checkpoints of earlier versions
 
     def get_intermediate_losses(self, steps: int) -> dict[str, float]:
-        """`loss/at_25`, `loss/at_50` and `loss/at_75`: after so many percent of the steps, if validated then."""
-        at = {f"loss/at_{percent}": self.losses.get(steps * percent // 100) for percent in (25, 50, 75)}
-        return {name: loss for name, loss in at.items() if loss is not None}
+        """`loss/at_25`, `loss/at_50` and `loss/at_75`: losses after 25, 50 and 75 % of the steps, if validated then."""
+        found = {f"loss/at_{percent}": self.losses.get(steps * percent // 100) for percent in (25, 50, 75)}
+        return {name: loss for name, loss in found.items() if loss is not None}
 
     def on_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """The untrained model; or, after a kill, what was due at the step of the checkpoint."""
+        """Log the untrained model or, after a kill, the step of the checkpoint if it was due."""
         step = trainer.global_step
         if _is_due(step) or (isinstance(module, LitLM) and step % module.cfg.train.val_every == 0):
             self._log_figures(trainer, module)
@@ -70,12 +70,12 @@ class HeadMonitor(AtStart):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, *_args: object, **_kwargs: object
     ) -> None:
-        """Powers of two."""
+        """Log at powers of two."""
         if _is_due(trainer.global_step):
             self._log_figures(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Beside the validation's loss, which is kept."""
+        """Store the validation's loss and log."""
         self.losses[trainer.global_step] = trainer.callback_metrics["val/loss"].item()
         if not _is_due(trainer.global_step):
             self._log_figures(trainer, pl_module)
@@ -94,7 +94,7 @@ class HeadMonitor(AtStart):
 
 
 def tau_history(taus: Mapping[int, Tensor]) -> dict[str, np.ndarray]:
-    """A training's taus `[layers, H]` by step, as arrays of its diagnostics; none without a tau."""
+    """Diagnostics arrays of a training's taus `[layers, H]` by step; empty without a tau."""
     if not taus:
         return {}
     steps = sorted(taus)
@@ -103,16 +103,13 @@ def tau_history(taus: Mapping[int, Tensor]) -> dict[str, np.ndarray]:
 
 
 def _is_due(step: int) -> bool:
-    """0 and the powers of two."""
+    """Whether a step is 0 or a power of two."""
     return step & (step - 1) == 0
 
 
 @torch.no_grad()
 def measure_batch(model: DecoderLM, tokens: Tensor, place: Tensor | None = None) -> dict[str, float]:
-    """The figures of a batch of tokens `[B, L]`, by their names under `watch/`; an undefined one is left out.
-
-    place: as `DecoderLM.forward` takes it.
-    """
+    """Metrics `watch/...` of a batch of tokens `[B, L]`, without undefined ones. place: as in `DecoderLM.forward`."""
     was_training = model.training
     hidden: dict[int, Tensor] = {}
     try:
@@ -130,13 +127,13 @@ def measure_batch(model: DecoderLM, tokens: Tensor, place: Tensor | None = None)
 
 
 def _compute_mass_metrics(stats: Sequence[Stats]) -> dict[str, float]:
-    """Where surviving mass drifts to, by layer and by quarter of the positions; rows and heads that have none."""
+    """Surviving mass by layer and by quarter of the positions; shares of rows and heads without mass."""
     if not stats:
         return {}
     mass = torch.stack([layer.mass for layer in stats]).double()  # [layers, B, H, L]
     dead = (mass[..., 1:] == 0).all(3).all(1)  # row 1 sees one key, whose weight is 1 - tau
     quarters = {f"watch/mass_quarter_{i}": part.mean() for i, part in enumerate(mass.tensor_split(4, -1), start=1)}
-    several = enumerate(mass) if len(mass) > 1 else ()  # the mass of a single layer is `watch/mass`
+    several = enumerate(mass) if len(mass) > 1 else ()  # a single layer's mass is `watch/mass`
     layers = {f"watch/mass_layer_{layer}": values.mean() for layer, values in several}
     found = (
         layers | quarters | {"watch/empty_rows": (mass == 0).double().mean(), "watch/dead_heads": dead.double().mean()}
@@ -145,7 +142,7 @@ def _compute_mass_metrics(stats: Sequence[Stats]) -> dict[str, float]:
 
 
 def _compute_tau_by_head(model: DecoderLM) -> Tensor | None:
-    """Tau `[layers, H]`, of `per_token` the mean over positions; None without one."""
+    """Tau `[layers, H]` (for `per_token` the mean over positions); None without a tau."""
     tau = collect_taus(model)
     return None if tau is None else tau.reshape(*tau.shape[:2], -1).mean(-1)
 
@@ -155,6 +152,6 @@ def _compute_tau_metrics(model: DecoderLM) -> dict[str, float]:
     if tau is None:
         return {}
     means = {f"watch/tau_layer_{layer}": values.mean().item() for layer, values in enumerate(tau)}
-    if tau[0].numel() == 1:  # a layer's tau is its mean, its least and its greatest
+    if tau[0].numel() == 1:  # a layer's only tau is also its mean, minimum and maximum
         return means
     return means | {"watch/tau_min": tau.min().item(), "watch/tau_max": tau.max().item()}

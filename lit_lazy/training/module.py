@@ -14,6 +14,7 @@ from lit_lazy.config.serialisation import from_dict, to_dict
 from lit_lazy.data import IGNORED, Batch
 from lit_lazy.data.sampler import Portion
 from lit_lazy.measure import RatioOfSums
+from lit_lazy.measure.evaluation import compute_losses
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.dropout import sequence_keys
 from lit_lazy.model.loss import head_nll, head_nll_and_log_z, mean_nll
@@ -24,11 +25,11 @@ from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.optimiser import build_optimizer, lr_factor
 
 AVERAGE = "weight_average"
-"""Under which a checkpoint holds the average of the weights."""
+"""Key of the weights' average in a checkpoint."""
 
 
 class DivergedError(UnfinishedError):
-    """The training loss is not finite."""
+    """The loss is not finite."""
 
 
 class LitLM(L.LightningModule):
@@ -38,7 +39,7 @@ class LitLM(L.LightningModule):
     """
 
     def __init__(self, config: dict[str, Any], vocab_size: int, context_length: int) -> None:
-        """config: `to_dict` of a `RunConfig`; the model's vocabulary and context length are the data's."""
+        """config: `to_dict` of a `RunConfig`. vocab_size, context_length: those of the data."""
         super().__init__()
         self.save_hyperparameters()
         self.cfg: RunConfig = from_dict(RunConfig, config)
@@ -50,27 +51,25 @@ class LitLM(L.LightningModule):
 
     @classmethod
     def create(cls, cfg: RunConfig, vocab_size: int, context_length: int) -> "LitLM":
-        """From a config object."""
+        """Make a module from a config object."""
         return cls(to_dict(cfg), vocab_size, context_length)
 
     def set_execution(self, execution: Execution) -> None:
-        """Train in this way from now on."""
+        """Use this execution from now on."""
         self.execution, self.parts = execution, execution.accumulation_steps(self.cfg.train.batch_size)
         self._hidden = execution.prepare_forward(self.model)
-        self._loss, self._is_spread = torch.zeros(()), False
+        self._loss, self._is_sharded = torch.zeros(()), False
 
     def configure_model(self) -> None:
-        """Spread the parameters over the devices, where that is wanted."""
-        if self.execution.strategy == "fsdp" and not self._is_spread:
-            mesh = self.device_mesh["data_parallel"]  # type: ignore[index] (the strategy has set it)
+        """Shard the parameters over the devices for fsdp."""
+        if self.execution.strategy == "fsdp" and not self._is_sharded:
+            mesh = self.device_mesh["data_parallel"]  # type: ignore[index] (set by the strategy)
             for part in (*self.model.blocks, self.model):
                 fully_shard(part, mesh=mesh)
-            for name in (
-                "compute_hidden",
-                "compute_hidden_with_stats",
-            ):  # whoever calls them has to gather the parameters first
+            # Methods other than `forward` must gather the parameters too.
+            for name in ("compute_hidden", "compute_hidden_with_stats"):
                 register_fsdp_forward_method(self.model, name)
-            self._hidden, self._is_spread = self.execution.prepare_forward(self.model), True
+            self._hidden, self._is_sharded = self.execution.prepare_forward(self.model), True
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:
         targets, z_loss = batch["targets"], self.cfg.train.z_loss
@@ -84,7 +83,7 @@ class LitLM(L.LightningModule):
         return loss if log_z is None else loss + z_loss * mean_nll(log_z.square(), targets)
 
     def _dropout_keys(self, targets: Tensor, batch_index: int) -> Tensor | None:
-        """What is drawn for each sequence of a micro-batch, whichever part of the batch it is."""
+        """Dropout key of each sequence of a micro-batch, independent of how the batch is divided."""
         if not self.cfg.model.residual_dropout:
             return None
         share = Portion(self.global_rank, self.trainer.world_size, self.parts)
@@ -97,10 +96,9 @@ class LitLM(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,  # noqa: ARG002
     ) -> None:
-        """Clip, and log what this step had. Lightning's own clipping refuses a fused optimiser under bf16.
+        """Clip gradients and log this step. Lightning's own clipping refuses a fused optimiser under bf16.
 
-        At once: Lightning would log after the checkpoint of this step, and a kill in between would leave a hole in the
-        curve.
+        Lightning would log after this step's checkpoint; a kill in between would leave a gap in the curve.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = gather_full_tensor(torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val or torch.inf))
@@ -109,7 +107,7 @@ class LitLM(L.LightningModule):
         self._loss = torch.zeros_like(self._loss)
 
     def _log_step(self, optimizer: Optimizer, norm: Tensor) -> None:
-        """The mean over all devices, so that every one of them sees it when one diverges."""
+        """Log the step's loss (mean over all devices, so that all of them stop if one diverges), rate and norm."""
         loss = self.trainer.strategy.reduce(self._loss, reduce_op="mean")
         if not torch.isfinite(loss):
             raise DivergedError(f"training loss is {loss.item()} at step {self.global_step}")
@@ -119,54 +117,57 @@ class LitLM(L.LightningModule):
             self.logger.log_metrics({f"train/{name}": value for name, value in step.items()}, self.global_step)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """And what follows a schedule, so that checkpoints and evaluations at this step have it."""
+        """Also update the average and scheduled parameters, before checkpoints and evaluations at this step."""
         super().optimizer_step(*args, **kwargs)
         if self.average is not None:
             self.average.update()
-        self.apply_schedules(self.global_step + 1)  # Lightning counts the step when it is back
+        self.apply_schedules(self.global_step + 1)  # Lightning counts the step after this method
 
     def apply_schedules(self, step: int) -> None:
-        """Set what follows a schedule as it is after so many finished steps."""
+        """Set scheduled parameters to their values after `step` finished steps."""
         for attention in self.model.attentions:
             attention.normaliser.at_progress(step / self.cfg.train.steps)
 
     def use_average(self) -> AbstractContextManager[None]:
-        """The weights that are validated in the place of those that are trained: their average, where one is kept."""
+        """Replace the trained weights by their average, if one is computed, in the block."""
         return nullcontext() if self.average is None else self.average.swap_in()
 
     def apply_average(self) -> None:
-        """Train no further: the weights are their average from now on, where one is kept."""
+        """End training: replace the weights by their average, if one is computed, for good."""
         if self.average is not None:
             self.average.apply()
             self.average = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The average, beside the weights that are trained."""
+        """Store the average in addition to the trained weights."""
         if self.average is not None:
             checkpoint[AVERAGE] = dict(self.average.values)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The average that was kept."""
+        """Restore the average."""
         if self.average is not None and AVERAGE in checkpoint:
             self.average.restore(checkpoint[AVERAGE])
 
     def on_validation_epoch_start(self) -> None:
-        """Validate the average."""
+        """Swap the average in."""
         self._validating.enter_context(self.use_average())
 
     def on_validation_epoch_end(self) -> None:
-        """Train the weights again."""
+        """Swap the trained weights back."""
         self._validating.close()
 
     def validation_step(self, batch: Batch, _batch_index: int) -> None:
+        for name, metric in self.update_validation(batch).items():
+            self.log(name, metric)
+
+    def update_validation(self, batch: Batch) -> dict[str, RatioOfSums]:
+        """Add a batch to the validation metrics. Returns those that its data defines, by name."""
         hidden = self.model.compute_hidden(batch["tokens"], batch.get("place"))
-        nll = head_nll(hidden, self.model.head.weight, batch["targets"])
-        counted = batch["targets"] != IGNORED
-        self.val_loss.update(nll, counted)
-        self.log("val/loss", self.val_loss, prog_bar=True)
-        if "oracle_nll" in batch:
-            self.val_excess.update(nll - batch["oracle_nll"], counted)
-            self.log("val/excess", self.val_excess)
+        losses = compute_losses(self.model, hidden, batch)
+        metrics = {"loss": self.val_loss, "excess": self.val_excess}
+        for name, values in losses.items():
+            metrics[name].update(values, batch["targets"] != IGNORED)
+        return {f"val/{name}": metrics[name] for name in losses}
 
     def configure_optimizers(self) -> Any:
         cfg = self.cfg.train

@@ -1,4 +1,4 @@
-"""What is checked of a run before anything is created."""
+"""Checks of a run before anything is created."""
 
 import traceback
 from collections.abc import Callable
@@ -23,21 +23,21 @@ from lit_lazy.training.execution import Execution
 
 T = TypeVar("T")
 BYTES_PER_NUMBER = 4
-"""In float32, as weights, gradients and moments are."""
+"""Weights, gradients and moments are float32."""
 BYTES_PER_LAYER = 2**15
-"""Of its modules, however few parameters they have."""
+"""Size of a layer's module objects, without parameters."""
 MISTAKES = (TypeError, AttributeError, LookupError, RuntimeError, AssertionError)
-"""Of a user's own class."""
-LOOKED_AT = 64
-"""Sequences whose tokens are looked at; a corpus may be larger than the memory."""
+"""Errors that a user's class may raise."""
+CHECKED_SEQUENCES = 64
+"""Sequences whose tokens are checked; a corpus may exceed the memory."""
 
 
 def check_model(cfg: ModelConfig, context_length: int, documents: bool = False, elsewhere: bool = False) -> None:
-    """Raise ValueError where a part of the model cannot serve a context of this length, or this machine its backend.
+    """Raises ValueError if a part of the model does not support this context length, or this machine its backend.
 
-    documents: whether attention is kept within them. elsewhere: whether another machine may be meant.
+    documents: whether attention is restricted to documents. elsewhere: whether the run may be on another machine.
     """
-    # The first layer is built, whatever machine is meant.
+    # The first layer is built here even if the run is elsewhere.
     require_memory({"model.d_model": cfg.d_model}, BYTES_PER_NUMBER * 2 * cfg.d_model * _projection_width(cfg))
     mixer = _build_attention(cfg, context_length) if cfg.mixer.attends else _build_mixer(cfg, context_length)
     cfg.position.build(cfg.d_model, mixer.rotary_dim, context_length)
@@ -50,7 +50,7 @@ def check_model(cfg: ModelConfig, context_length: int, documents: bool = False, 
 
 
 def _build_attention(cfg: ModelConfig, context_length: int) -> Attention:
-    """The attention of the first layer. Raises ValueError where that of a layer cannot be."""
+    """Build the first layer's attention. Raises ValueError if that of any layer fails."""
     shape = cfg.layer_shape(0, context_length)
     try:
         attention = Attention(cfg.attention, shape, cfg.backend)
@@ -64,20 +64,20 @@ def _build_attention(cfg: ModelConfig, context_length: int) -> Attention:
 
 
 def _build_mixer(cfg: ModelConfig, context_length: int) -> MixerModule:
-    """The mixer of the first layer. Raises ValueError where it cannot be, or does not give what it is to give."""
+    """Build the first layer's mixer. Raises ValueError if that fails or its output has another shape."""
     name = f"model.mixer={type(cfg.mixer).__name__}"
-    two = torch.zeros(1, 2, cfg.d_model)
+    tokens = torch.zeros(1, 2, cfg.d_model)
     try:
         mixer = cfg.build_mixer(0, context_length)
-        found = mixer(two, lambda heads: heads)[0].shape if isinstance(mixer, MixerModule) else type(mixer).__name__
+        found = mixer(tokens, lambda heads: heads)[0].shape if isinstance(mixer, MixerModule) else type(mixer).__name__
     except MISTAKES as error:
         raise ValueError(f"{name}: {_describe_user_error(error)}") from error
-    require(found == two.shape, name, found, f"let build return a MixerModule that gives {list(two.shape)} here")
+    require(found == tokens.shape, name, found, f"let build return a MixerModule that gives {list(tokens.shape)} here")
     return mixer
 
 
 def _describe_user_error(error: BaseException) -> str:
-    """An error in a class of the user's own, for whom the last line of theirs says more than a traceback."""
+    """An error in a user's class, with its last line instead of a traceback."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     kind, _, text = describe_exception(error).partition(": ")
     return f"{kind} ({Path(last.filename).name}, line {last.lineno}){text and ': '}{text}"
@@ -91,18 +91,18 @@ def check_size(
     checkpointed: bool = True,
     moments: int = 2,
 ) -> None:
-    """Raise ValueError where this machine could not hold a model and its training on so many sequences at a time.
+    """Raises ValueError if the training of a model, with `sequences` at a time, does not fit into this machine.
 
-    A lower bound: parameters with their gradients and moments, logits, and what a layer keeps for its backward pass,
-    which is its input alone where activations are checkpointed.
-    moments: numbers that the optimiser keeps beside each weight.
+    Uses a lower bound: parameters with gradients and moments, logits, and the activations that a layer saves for its
+    backward pass (only its input if activations are checkpointed).
+    moments: numbers that the optimiser stores per weight.
     """
     per_parameter = BYTES_PER_NUMBER * (2 + moments)  # weight and gradient
     layer = 2 * cfg.d_model * _projection_width(cfg) + 3 * cfg.d_model * cfg.d_ff
     embeddings = vocab_size * cfg.d_model * (1 if cfg.tie_embeddings else 2)
     tokens = sequences * context_length
-    kept = min(tokens * vocab_size, LOGITS_AT_ONCE)
-    kept += tokens * cfg.n_layers * (cfg.d_model if checkpointed else 2 * cfg.d_model + 2 * cfg.d_ff)
+    saved = min(tokens * vocab_size, LOGITS_AT_ONCE)
+    saved += tokens * cfg.n_layers * (cfg.d_model if checkpointed else 2 * cfg.d_model + 2 * cfg.d_ff)
     sizes = {
         "model.d_model": cfg.d_model,
         "model.n_layers": cfg.n_layers,
@@ -111,7 +111,7 @@ def check_size(
         "vocabulary": vocab_size,
         "context length": context_length,
     }
-    needed = per_parameter * (embeddings + cfg.n_layers * layer) + BYTES_PER_LAYER * cfg.n_layers + 2 * kept
+    needed = per_parameter * (embeddings + cfg.n_layers * layer) + BYTES_PER_LAYER * cfg.n_layers + 2 * saved
     require_memory(sizes, needed)
     parts = _count_mixer_parameters(cfg, context_length)
     part = "model.attention" if cfg.mixer.attends else "model.mixer"
@@ -119,14 +119,14 @@ def check_size(
 
 
 def _projection_width(cfg: ModelConfig) -> int:
-    """Of the projections of queries and keys together; those of values and outputs are as wide."""
+    """Width of the projections of queries and keys together, and of values and outputs together."""
     return (cfg.n_heads + cfg.kv_heads) * (cfg.d_model // cfg.n_heads)
 
 
 def _count_mixer_parameters(cfg: ModelConfig, context_length: int) -> int:
-    """Parameters that mixer and position have beside the projections that `check_size` counts; none is allocated."""
+    """Parameters of mixer and position without the projections that `check_size` counts. Allocates none."""
     count = 0
-    # Whatever cannot be built, or not without memory, is reported when it is built.
+    # An error here is reported when the part is built.
     with suppress(Exception), torch.device("meta"):
         mixer = cfg.build_mixer(0, context_length)
         position = cfg.position.build(cfg.d_model, mixer.rotary_dim, context_length)
@@ -138,7 +138,7 @@ def _count_mixer_parameters(cfg: ModelConfig, context_length: int) -> int:
 def prepare(cfg: RunConfig, execution: Execution | None = None) -> DataSource:
     """Load a run's data and check that data, model and training fit each other, before anything is created.
 
-    execution: on this machine; None where it is not known yet. Raises ValueError in one line that names the option.
+    execution: on this machine; None if unknown. Raises a one-line ValueError that names the option.
     """
     source = load_data(cfg.data)
     _check_run(cfg, source.outline, execution)
@@ -146,9 +146,9 @@ def prepare(cfg: RunConfig, execution: Execution | None = None) -> DataSource:
 
 
 def prepare_outline(cfg: RunConfig, execution: Execution | None = None, elsewhere: bool = False) -> Outline:
-    """The same checks where data that cost much to make may be missing still: what those alone tell is not checked.
+    """`prepare` without loading data that may still have to be built, and without the checks that need that data.
 
-    elsewhere: another machine may be meant, so neither is what this one can hold, nor whether it has the backend.
+    elsewhere: the run may be on another machine, so this one's memory and backends are not checked.
     """
     data = load_outline(cfg.data)
     _check_run(cfg, data, execution, elsewhere)
@@ -175,7 +175,7 @@ def _check_run(cfg: RunConfig, data: Outline, execution: Execution | None, elsew
         cfg.model.mixer.attends or not data.document_mask,
         "data.document_mask",
         data.document_mask,
-        f"model.mixer={type(cfg.model.mixer).__name__} keeps its state from document to document; leave it False",
+        f"model.mixer={type(cfg.model.mixer).__name__} carries its state across documents; leave it False",
     )
     if cfg.init_from is not None:
         hash_file(cfg.init_from)
@@ -184,7 +184,7 @@ def _check_run(cfg: RunConfig, data: Outline, execution: Execution | None, elsew
 
 
 def _check_evaluations(cfg: RunConfig, data: Outline) -> None:
-    """Raise ValueError where the trained model could not be measured as it is to be."""
+    """Raises ValueError if an evaluation does not support the model or its data."""
     with torch.device("meta"):
         model = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
     for evaluation in cfg.evaluations:
@@ -197,13 +197,13 @@ def _check_evaluations(cfg: RunConfig, data: Outline) -> None:
 
 
 def load_outline(config: DataConfig) -> Outline:
-    """What a data config knows of its sequences. Raises ValueError, in one line, where that fails."""
+    """Outline of a data config's sequences. Raises a one-line ValueError if that fails."""
     return _call_user_code(config, config.outline)
 
 
-def _call_user_code(config: DataConfig, ask: Callable[[], T]) -> T:
+def _call_user_code(config: DataConfig, call: Callable[[], T]) -> T:
     try:
-        return ask()
+        return call()
     except (ValueError, KeyboardInterrupt):
         raise
     except BaseException as error:
@@ -211,7 +211,7 @@ def _call_user_code(config: DataConfig, ask: Callable[[], T]) -> T:
 
 
 def load_data(config: DataConfig) -> DataSource:
-    """What a data config loads. Raises ValueError, in one line, where that fails or is not what it says it is."""
+    """Load and check a data config's data. Raises a one-line ValueError if either fails."""
     name, source = type(config).__name__, _call_user_code(config, config.load)
     if not isinstance(source, DataSource):
         raise ValueError(f"data={name}: load() returned {short_repr(source)}; let it return a DataSource")
@@ -228,14 +228,14 @@ def load_data(config: DataConfig) -> DataSource:
 
 
 def _check_sequences(part: str, found: object, source: DataSource) -> None:
-    """Raise ValueError where they are not tokens of the vocabulary, one more in a sequence than it has targets."""
+    """Raises ValueError unless they are tokens of the vocabulary, one more per sequence than it has targets."""
     if not isinstance(found, TokenDataset):
         raise ValueError(f"{part}={short_repr(found)}: must be a TokenDataset")
-    tokens, wanted = found.sequences, source.context_length + 1
-    fits = tokens.ndim == 2 and tokens.shape[1] == wanted and not tokens.is_floating_point()
-    require(fits, part, f"{tokens.dtype} {list(tokens.shape)}", f"must be whole numbers of shape [N, {wanted}]")
+    tokens, width = found.sequences, source.context_length + 1
+    fits = tokens.ndim == 2 and tokens.shape[1] == width and not tokens.is_floating_point()
+    require(fits, part, f"{tokens.dtype} {list(tokens.shape)}", f"must be whole numbers of shape [N, {width}]")
     require(len(tokens) > 0, part, list(tokens.shape), "must hold at least one sequence")
-    sample = tokens[:LOOKED_AT].long()
+    sample = tokens[:CHECKED_SEQUENCES].long()
     least, most = int(sample.min()), int(sample.max())
     require(
         least >= 0 and most < source.vocab_size, part, [least, most], f"tokens must be 0 to {source.vocab_size - 1}"
@@ -249,13 +249,13 @@ def _check_sequences(part: str, found: object, source: DataSource) -> None:
 
 
 def _check_targets(part: str, targets: torch.Tensor, sequences: torch.Tensor, vocab_size: int) -> None:
-    """Raise ValueError where targets that are not the next tokens are none, or not as many in each sequence."""
-    name, wanted = f"{part}: targets", [len(sequences), sequences.shape[1] - 1]
-    fits = list(targets.shape) == wanted and not targets.is_floating_point()
-    require(fits, name, f"{targets.dtype} {list(targets.shape)}", f"must be whole numbers of shape {wanted}")
-    sample = targets[:LOOKED_AT].long()
+    """Raises ValueError unless explicit targets are tokens of the vocabulary, equally many in each sequence."""
+    name, shape = f"{part}: targets", [len(sequences), sequences.shape[1] - 1]
+    fits = list(targets.shape) == shape and not targets.is_floating_point()
+    require(fits, name, f"{targets.dtype} {list(targets.shape)}", f"must be whole numbers of shape {shape}")
+    sample = targets[:CHECKED_SEQUENCES].long()
     counted = sample != IGNORED
-    odd = sample[counted & ((sample < 0) | (sample >= vocab_size))].unique().tolist()
-    require(not odd, name, odd, f"must be 0 to {vocab_size - 1}, or {IGNORED} where nothing is to be predicted")
+    invalid = sample[counted & ((sample < 0) | (sample >= vocab_size))].unique().tolist()
+    require(not invalid, name, invalid, f"must be 0 to {vocab_size - 1}, or {IGNORED} where nothing is predicted")
     numbers = sorted({*counted.sum(1).tolist()})
-    require(numbers[0] > 0 and len(numbers) == 1, name, numbers, "must be as many in each sequence, and one at least")
+    require(numbers[0] > 0 and len(numbers) == 1, name, numbers, "every sequence must have the same number, at least 1")

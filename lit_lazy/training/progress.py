@@ -1,4 +1,4 @@
-"""Live progress of a training: steps, tokens per second, time left, loss."""
+"""Training progress: steps, tokens per second, time left, loss."""
 
 import time
 
@@ -14,28 +14,28 @@ PLAIN_EVERY_SECONDS = 15.0
 
 
 class StepProgress(Callback):
-    """A bar on a terminal; elsewhere a line every PLAIN_EVERY_SECONDS."""
+    """Shows a bar on a terminal, otherwise prints a line every PLAIN_EVERY_SECONDS."""
 
     def __init__(self, console: Console | None = None) -> None:
-        """console: where it is shown; standard error by default."""
+        """console: output; standard error by default."""
         self.console = console or plain_console(stderr=True)
         self._live: Progress | None = None
         self._first, self._shown = 0, -1
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Show the step where it begins."""
+        """Show the first step."""
         self._first = self._shown = trainer.global_step
         self._started = self._last = time.monotonic()
         if self.console.is_terminal:
             columns = BarColumn(), TextColumn("{task.description}", markup=False)
             self._live = Progress(*columns, console=self.console, transient=True)
-            self._task = self._live.add_task("beginning", total=trainer.max_steps, completed=self._first)
+            self._task = self._live.add_task("starting", total=trainer.max_steps, completed=self._first)
             self._live.start()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, *_args: object, **_kwargs: object
     ) -> None:
-        """After each step; a batch may be a part of one."""
+        """Update after each step; a step may have several batches."""
         step, now = trainer.global_step, time.monotonic()
         if step == self._shown or not isinstance(pl_module, LitLM):
             return
@@ -57,7 +57,7 @@ class StepProgress(Callback):
         return f"step {step} of {module.cfg.train.steps}, {tokens:,.0f} tokens/s, {rest} left{known}"
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
-        """However it ended."""
+        """Stop the bar, even after an error."""
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -1,4 +1,4 @@
-"""What a finished run leaves in its folder."""
+"""Result file of a finished run."""
 
 import json
 from dataclasses import dataclass, field
@@ -13,25 +13,25 @@ RESULT, FINAL_CHECKPOINT, DIAGNOSTICS = "result.json", "final.ckpt", "diagnostic
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a finished run measured. `metrics` is the same for the same key, machine and thread count."""
+    """Result of a finished run. `metrics` is deterministic for a key, machine and thread count."""
 
     key: str
     config: dict[str, Any]
     data: dict[str, str | int | float]
     metrics: dict[str, float]
-    """Final values; a metric that is undefined for this variant is absent."""
+    """Final values, without metrics that are undefined for this variant."""
     labels: dict[str, str]
     timings: dict[str, float]
-    """Seconds, and tokens per second of training (of the last leg, if the run was resumed)."""
+    """Seconds, and training tokens per second (since the last resume)."""
     environment: dict[str, str]
     fingerprint: str = ""
-    """Of the data; "" in a result of an earlier version."""
+    """Fingerprint of the data; "" in results of earlier versions."""
     execution: dict[str, Any] = field(default_factory=dict)
-    """How it was executed; empty in a result of an earlier version."""
+    """`Execution` of the run; empty in results of earlier versions."""
 
     @classmethod
     def read(cls, folder: Path) -> "RunResult | None":
-        """The result in a run folder, or None while there is none. One that cannot be read is quarantined."""
+        """The result in a run folder, or None. Quarantines an unreadable result."""
         path = folder / RESULT
         if not path.exists():
             return None

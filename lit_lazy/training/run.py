@@ -1,4 +1,4 @@
-"""RunConfig -> RunResult: the one function that trains and evaluates a run."""
+"""`run`: trains and evaluates a RunConfig, and returns its RunResult."""
 
 import json
 import logging
@@ -6,7 +6,7 @@ import math
 import shutil
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -41,7 +41,7 @@ from lit_lazy.training.trainer import MissedValidation, build_module, fit, make_
 log = logging.getLogger("lit_lazy.training.run")
 CHECKPOINTS = "checkpoints"
 METRIC = "metric "
-"""What begins the names of metrics among the arrays that are kept of the untrained model."""
+"""Prefix of the metrics among the cached arrays of the untrained model."""
 
 
 class CellBusyError(UnfinishedError):
@@ -49,7 +49,7 @@ class CellBusyError(UnfinishedError):
 
 
 def make_lock(folder: Path) -> BaseFileLock:
-    """The lock of a run folder, which one process holds; it ends with its process."""
+    """The lock of a run folder. One process holds it; it is released when the process ends."""
     return FileLock(folder / "lock")
 
 
@@ -65,14 +65,15 @@ def run(
     execution: Execution = ONE_DEVICE,
     lock: BaseFileLock | None = None,
 ) -> RunResult:
-    """Train and evaluate `cfg` in `folder`, or resume from the checkpoint that is there, or return the result that is.
+    """Train and evaluate `cfg` in `folder`, resume from the folder's checkpoint, or return the folder's result.
 
-    The checkpoints to resume from are removed in the end; keep_checkpoint leaves the trained model in `final.ckpt`.
-    execution: how; it is no part of the run's key. lock: the folder's, where the caller holds it. The same config,
-    seed, devices and thread count give the same metrics on the same machine bit for bit, also when the run was killed
-    and resumed in between. Raises CellBusyError when another process works in the folder, DivergedError when the loss
-    is no longer finite, ValueError when the folder belongs to another config, or when code or data changed since the
-    cell got its key (expected_key), RankLostError and RankFailedError when another process of the run ended.
+    A finished run removes its checkpoints; keep_checkpoint leaves the trained model in `final.ckpt`. execution: how to
+    run; not part of the run's key. lock: the folder's lock, if the caller holds it. The same config, seed, devices and
+    thread count give bit-identical metrics on the same machine, also if the run was killed and resumed.
+
+    Raises CellBusyError if another process works in the folder, DivergedError if the loss is not finite, ValueError if
+    the folder belongs to another config or if code or data changed since the cell got its key (expected_key),
+    RankLostError and RankFailedError if another process of the run ended.
     """
     source = prepare(cfg, execution)
     key = cell_key(cfg, source.fingerprint)
@@ -80,7 +81,7 @@ def run(
         expected_key in (None, key),
         "cell",
         expected_key,
-        f"its code or data have changed since, and it would be {key} now; give the same command again",
+        f"its code or data have changed since, its key is {key} now; give the same command again",
     )
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -103,79 +104,84 @@ def _run(
     keep_checkpoint: bool,
     execution: Execution,
 ) -> RunResult:
-    module, watch, device = build_module(cfg, source, execution), HeadMonitor(source), select_training_device()
+    module, monitor, device = build_module(cfg, source, execution), HeadMonitor(source), select_training_device()
     module.model.to(device)
     with start_ranks(execution.devices) as group:
-        untrained = _measure_untrained(
-            folder / CHECKPOINTS / f"untrained-{key}.npz", lambda: measure_model(module, source, maps=None)
-        )
-        last = folder / CHECKPOINTS / "last.ckpt"
-        for stray in folder.glob("hpc_ckpt_*.ckpt"):
-            quarantine(stray, "left by Lightning's own requeueing")
-        begun, first_step = time.perf_counter(), find_resume_step(last, cfg, module)
-        if first_step:
-            log.info("resumes at step %d of %d, from %s", first_step, cfg.train.steps, last)
-        checkpoint, final = last if first_step else None, folder / FINAL_CHECKPOINT if keep_checkpoint else None
+        untrained = _measure_untrained(folder / CHECKPOINTS / f"untrained-{key}.npz", module, source)
+        started = time.perf_counter()
+        checkpoint, first_step = _find_checkpoint(folder, cfg, module)
+        final = folder / FINAL_CHECKPOINT if keep_checkpoint else None
         if group:
-            group.send_spec(
-                RunSpec(
-                    to_dict(cfg),
-                    asdict(execution),
-                    list_imported_files(),
-                    source.fingerprint,
-                    folder,
-                    checkpoint,
-                    final,
-                )
-            )
-        callbacks = (MissedValidation(source, watch.losses), watch, *callbacks)
+            files, plain = list_imported_files(), (to_dict(cfg), asdict(execution))
+            group.send_spec(RunSpec(*plain, files, source.fingerprint, folder, checkpoint, final))
+        callbacks = (MissedValidation(source, monitor.losses), monitor, *callbacks)
         trainer = make_trainer(cfg, folder, logger, callbacks, show_progress, execution, group)
         module = fit(trainer, module, cfg, source, checkpoint, group, final)
     trained = time.perf_counter()
     model = module.model.to(device)  # Lightning may have moved it to the CPU
-    after = measure_model(module, source, STRONGEST)
-    joined = Diagnostics.merge({"": after.diagnostics, "init/": untrained.diagnostics})
-    diagnostics = Diagnostics(joined.arrays | tau_history(watch.taus))
-    diagnostics.save(folder / DIAGNOSTICS)
-    initial = {f"init/{name}": value for name, value in untrained.metrics.items()}
-    evaluated = [evaluation.measure(model, cfg.data) for evaluation in cfg.evaluations]
-    asked = {name: value for found in evaluated for name, value in found.items() if math.isfinite(value)}
+    metrics = _measure_trained(module, source, untrained, monitor, folder / DIAGNOSTICS)
 
     tokens = (cfg.train.steps - first_step) * cfg.train.batch_size * source.context_length
     result = RunResult(
         key=key,
         config=to_dict(cfg),
         data=source.info,
-        metrics=after.metrics
-        | initial
-        | watch.get_intermediate_losses(cfg.train.steps)
-        | compute_size_metrics(model)
-        | diagnostics.scalars()
-        | asked,
+        metrics=metrics,
         labels={"backend": model.mixers[0].backend_name(source.outline.document_mask)},
         timings={
-            "train_seconds": trained - begun,
+            "train_seconds": trained - started,
             "evaluate_seconds": time.perf_counter() - trained,
-            "tokens_per_second": tokens / (trained - begun),
+            "tokens_per_second": tokens / (trained - started),
         },
         environment=collect_environment(),
         fingerprint=source.fingerprint,
         execution=asdict(execution),
     )
     write_text(folder / RESULT, json.dumps(asdict(result), indent=1, sort_keys=True, allow_nan=False))
-    _drop_checkpoints(folder)
+    _remove_checkpoints(folder)
     return result
 
 
+def _find_checkpoint(folder: Path, cfg: RunConfig, module: LitLM) -> tuple[Path | None, int]:
+    """The checkpoint to resume from and its step; None and 0 for a run that starts."""
+    for stray in folder.glob("hpc_ckpt_*.ckpt"):
+        quarantine(stray, "left by Lightning's own requeueing")
+    last = folder / CHECKPOINTS / "last.ckpt"
+    step = find_resume_step(last, cfg, module)
+    if step:
+        log.info("resumes at step %d of %d, from %s", step, cfg.train.steps, last)
+    return last if step else None, step
+
+
 class Measurement(NamedTuple):
-    """What is known of a model at one moment."""
+    """Metrics and diagnostics of a model, untrained or trained."""
 
     metrics: dict[str, float]
     diagnostics: Diagnostics
 
 
+def _measure_trained(
+    module: LitLM, source: DataSource, untrained: Measurement, monitor: HeadMonitor, path: Path
+) -> dict[str, float]:
+    """All metrics of a run. Saves its diagnostics at `path` before the custom evaluations, which may fail."""
+    cfg, model = module.cfg, module.model
+    trained = measure_model(module, source, STRONGEST)
+    merged = Diagnostics.merge({"": trained.diagnostics, "init/": untrained.diagnostics})
+    diagnostics = Diagnostics(merged.arrays | tau_history(monitor.taus))
+    diagnostics.save(path)
+    evaluations = [evaluation.measure(model, cfg.data) for evaluation in cfg.evaluations]
+    return (
+        trained.metrics
+        | {f"init/{name}": value for name, value in untrained.metrics.items()}
+        | monitor.get_intermediate_losses(cfg.train.steps)
+        | compute_size_metrics(model)
+        | diagnostics.scalars()
+        | {name: value for found in evaluations for name, value in found.items() if math.isfinite(value)}
+    )
+
+
 def measure_model(module: LitLM, source: DataSource, maps: Maps | None) -> Measurement:
-    """Evaluate and diagnose a model. Raises DivergedError where a metric is not finite."""
+    """Evaluate and diagnose a model. Raises DivergedError if a metric is not finite."""
     train = module.cfg.train
     metrics = evaluate(module.model, source, train.precision, module.execution.evaluation_batch_size(train.batch_size))
     if not all(math.isfinite(value) for value in metrics.values()):
@@ -183,13 +189,13 @@ def measure_model(module: LitLM, source: DataSource, maps: Maps | None) -> Measu
     return Measurement(metrics, measure(module.model, sample_validation(source), maps))
 
 
-def _measure_untrained(path: Path, measured: Callable[[], Measurement]) -> Measurement:
-    """What is known of the untrained model. A run that resumes reads what it found when it began."""
+def _measure_untrained(path: Path, module: LitLM, source: DataSource) -> Measurement:
+    """The untrained model's measurement, cached at `path` for a run that resumes."""
     with suppress(OSError, ValueError, KeyError, zipfile.BadZipFile):
-        kept = Diagnostics.load(path).arrays
-        metrics = {name.removeprefix(METRIC): float(kept.pop(name)) for name in [*kept] if name.startswith(METRIC)}
-        return Measurement(metrics, Diagnostics(kept))
-    found = measured()
+        arrays = Diagnostics.load(path).arrays
+        metrics = {name.removeprefix(METRIC): float(arrays.pop(name)) for name in [*arrays] if name.startswith(METRIC)}
+        return Measurement(metrics, Diagnostics(arrays))
+    found = measure_model(module, source, maps=None)
     path.parent.mkdir(exist_ok=True)
     metrics = {METRIC + name: np.array(value) for name, value in found.metrics.items()}
     Diagnostics(found.diagnostics.arrays | metrics).save(path)
@@ -197,16 +203,16 @@ def _measure_untrained(path: Path, measured: Callable[[], Measurement]) -> Measu
 
 
 def read_finished(folder: Path) -> RunResult | None:
-    """The result of a finished run, or None; checkpoints that a kill had left beside it are removed."""
+    """The result of a finished run, or None. Removes checkpoints that a killed process left next to the result."""
     result = RunResult.read(folder)
     if result is not None:
-        _drop_checkpoints(folder)
+        _remove_checkpoints(folder)
     return result
 
 
-def _drop_checkpoints(folder: Path) -> None:
-    """Remove what a run resumes from, but for what was quarantined."""
+def _remove_checkpoints(folder: Path) -> None:
+    """Remove the checkpoints to resume from, and keep quarantined files."""
     checkpoints = folder / CHECKPOINTS
-    for aside in checkpoints.glob("*.damaged"):
-        aside.replace(folder / aside.name)
-    shutil.rmtree(checkpoints, ignore_errors=True)  # another process may be at it
+    for quarantined in checkpoints.glob("*.damaged"):
+        quarantined.replace(folder / quarantined.name)
+    shutil.rmtree(checkpoints, ignore_errors=True)  # another process may remove them too

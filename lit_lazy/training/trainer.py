@@ -1,4 +1,4 @@
-"""Lightning's trainer, set up so that a resumed run ends in the same bits."""
+"""Lightning's trainer, set up so that a resumed run is bit-identical."""
 
 import logging
 import signal
@@ -16,11 +16,10 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.data import IGNORED, DataSource
+from lit_lazy.data import DataSource
 from lit_lazy.data.loader import train_loader, validation_loader
 from lit_lazy.data.sampler import Portion
-from lit_lazy.measure import RatioOfSums
-from lit_lazy.model.loss import head_nll
+from lit_lazy.measure.evaluation import iter_validation
 from lit_lazy.training.checkpoints import AtomicCheckpointIO, load_matching_weights
 from lit_lazy.training.distributed.fsdp import ShardedStrategy
 from lit_lazy.training.distributed.process_group import RankGroup, make_environment
@@ -32,7 +31,7 @@ log = logging.getLogger("lit_lazy.training.trainer")
 
 
 def build_module(cfg: RunConfig, source: DataSource, execution: Execution) -> LitLM:
-    """What is trained, with the weights that it starts with."""
+    """The module to train, with its initial weights."""
     module = LitLM.create(cfg, source.vocab_size, source.context_length)
     if cfg.init_from is not None:
         log.info("%s", load_matching_weights(module, Path(cfg.init_from)))
@@ -50,14 +49,14 @@ def fit(
     group: RankGroup | None = None,
     final: Path | None = None,
 ) -> LitLM:
-    """Train, from a checkpoint where there is one, together with the other ranks where there are any.
+    """Train, resuming from `checkpoint` and together with the other ranks of `group`, if given.
 
-    The trained module comes back, on rank 0 whole, also where devices share its parameters; final: to keep it there.
-    Lightning turns Ctrl-C into an exit; here it stays Ctrl-C.
+    Returns the trained module; with sharded parameters only rank 0's is complete. final: path to save it at. Raises
+    KeyboardInterrupt on Ctrl-C, which Lightning turns into SystemExit.
     """
     on_interrupt = signal.getsignal(signal.SIGINT)
     batch_size, share = cfg.train.batch_size, Portion(trainer.global_rank, trainer.world_size, module.parts)
-    # Read when a loader is asked for its first batch, which is after a checkpoint was restored.
+    # The loader reads global_step at its first batch, after the checkpoint was restored.
     batches = train_loader(source, batch_size, cfg.seed, lambda: module.trainer.global_step, share)
     validation = validation_loader(source, module.execution.evaluation_batch_size(batch_size))
     try:
@@ -75,15 +74,15 @@ def fit(
 
 
 def _gather_module(trainer: L.Trainer, module: LitLM, source: DataSource) -> LitLM:
-    """A module of which each device has a part, put together on rank 0."""
+    """Gather a sharded module on rank 0."""
     if module.execution.strategy == "ddp":
         return module
     state = trainer.strategy.lightning_module_state_dict()
-    made = LitLM.create(module.cfg, source.vocab_size, source.context_length)
-    made.set_execution(module.execution)
+    gathered = LitLM.create(module.cfg, source.vocab_size, source.context_length)
+    gathered.set_execution(module.execution)
     if trainer.is_global_zero:
-        made.load_state_dict(state)
-    return made
+        gathered.load_state_dict(state)
+    return gathered
 
 
 def make_trainer(
@@ -95,16 +94,16 @@ def make_trainer(
     execution: Execution,
     group: RankGroup | None = None,
 ) -> L.Trainer:
-    """Lightning's trainer with everything that decides a result set explicitly.
+    """Lightning's trainer, with every option that affects results set explicitly.
 
-    Batch systems are the queue's affair: left to itself, Lightning would take over inside a SLURM job, requeue it at a
-    signal, and resume from whatever `hpc_ckpt_*` lies in its default folder, which therefore does not exist.
+    The queue handles batch systems. By default, Lightning would take over inside a SLURM job, requeue it on a signal
+    and resume from any `hpc_ckpt_*` in its default folder; that folder therefore does not exist.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    # The data is in memory and indexed by batch: loader processes would only cost.
+    # Data is in memory and indexed by batch, so loader processes would only add overhead.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated.*")  # Lightning's own
-    # A resumed run's loader starts at the global step by itself (StepBatchSampler).
+    # A resumed run's loader starts at the global step (StepBatchSampler).
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
     checkpoint = ModelCheckpoint(
         dirpath=folder / "checkpoints",
@@ -123,7 +122,7 @@ def make_trainer(
         accumulate_grad_batches=parts,
         precision="bf16-mixed" if cfg.train.precision == "bf16" else "32-true",
         gradient_clip_val=cfg.train.clip_norm,
-        val_check_interval=cfg.train.val_every * parts,  # it counts batches
+        val_check_interval=cfg.train.val_every * parts,  # in batches
         check_val_every_n_epoch=None,
         log_every_n_steps=cfg.train.log_every,
         num_sanity_val_steps=0,
@@ -142,68 +141,60 @@ def _make_strategy(execution: Execution) -> Strategy:
 
 
 class OwnSignals(Callback):
-    """Keeps the handler of SIGTERM: Lightning's would tell the other ranks, in the midst of what they do together."""
+    """Restores the handler of SIGTERM: Lightning's would message the other ranks in the middle of a collective."""
 
     def __init__(self) -> None:
-        self._former = signal.getsignal(signal.SIGTERM)
+        self._handler = signal.getsignal(signal.SIGTERM)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._former)
+            signal.signal(signal.SIGTERM, self._handler)
 
 
 class AtStart(Callback, ABC):
-    """Does what is due at the step where a run starts, or resumes: a kill may have cut it off."""
+    """Acts at the step where a run starts or resumes, as a kill may have cut off that step's actions."""
 
     _started = False
 
     @abstractmethod
     def on_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """What is due; a logger may know it already."""
+        """Act. A logger may have this step's values already."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._started = True
         self.on_start(trainer, pl_module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A run that resumes at its last step never starts to train."""
+        """Act now if the run resumed at its last step, which skips `on_train_start`."""
         if not self._started:
             self.on_start(trainer, pl_module)
 
 
 class MissedValidation(AtStart):
-    """Makes up for a validation that a kill cut off.
+    """Repeats a validation that a kill cut off.
 
-    The checkpoint of a step is written before the validation at that step, and Lightning resumes after both.
+    A step's checkpoint is written before the validation at that step, and Lightning resumes after both.
     """
 
     def __init__(self, source: DataSource, losses: dict[int, float]) -> None:
-        """losses: where it keeps the loss of the step."""
+        """losses: receives the loss by step."""
         self.source, self.losses = source, losses
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference_mode: Lightning updates the module's metrics again
     def on_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Log it, if the run resumes at a step of validation."""
+        """Validate if the run resumes at a validation step."""
         step = trainer.global_step
         if not isinstance(module, LitLM) or not step or step % module.cfg.train.val_every:
             return
-        loss, excess = (RatioOfSums(sync_on_compute=False).to(module.device) for _ in range(2))
-        measured = {"val/loss": loss}
-        module.eval()
-        for batch in validation_loader(
-            self.source, module.execution.evaluation_batch_size(module.cfg.train.batch_size)
-        ):
-            batch = {name: value.to(module.device) for name, value in batch.items()}
-            with module.use_average(), trainer.precision_plugin.forward_context():
-                hidden = module.model.compute_hidden(batch["tokens"], batch.get("place"))
-                nll = head_nll(hidden, module.model.head.weight, batch["targets"])
-            counted = batch["targets"] != IGNORED
-            loss.update(nll, counted)
-            if "oracle_nll" in batch:
-                excess.update(nll - batch["oracle_nll"], counted)
-                measured["val/excess"] = excess
-        module.train()
-        found = {name: metric.compute().item() for name, metric in measured.items()}
-        self.losses[step] = found["val/loss"]
+        metrics = {}
+        batch_size = module.execution.evaluation_batch_size(module.cfg.train.batch_size)
+        with module.use_average():
+            for batch in iter_validation(module.model, self.source, batch_size):
+                with trainer.precision_plugin.forward_context():
+                    metrics = module.update_validation(batch)
+        values = {name: metric.compute().item() for name, metric in metrics.items()}
+        for metric in metrics.values():
+            metric.reset()
+        self.losses[step] = values["val/loss"]
         if trainer.logger is not None:
-            trainer.logger.log_metrics(found, step - 1)
+            trainer.logger.log_metrics(values, step - 1)

@@ -572,7 +572,7 @@ def has_other_data(trained: Path, path: Path) -> None:
 
 
 CHECKPOINTS = [
-    (missing, "cannot be read (No such file or directory); give a final.ckpt, which `lit-lazy train` leaves"),
+    (missing, "cannot be read (No such file or directory); give a final.ckpt, which `lit-lazy train` writes"),
     (is_folder, "cannot be read (Is a directory); give a final.ckpt"),
     (is_empty, "is no checkpoint, or damaged ("),
     (is_text, "is no checkpoint, or damaged ("),
@@ -585,7 +585,7 @@ CHECKPOINTS = [
     (has_other_weights, "the weights are another architecture's (model.blocks.0.attention.normaliser.tau is missing"),
     (has_an_unknown_class, "Bias='NobodysBias': unknown"),
     (has_no_config, "was not made by this project; give a final.ckpt"),
-    (has_other_data, "was trained on data of vocab_size=5, which are vocab_size=17 here"),
+    (has_other_data, "was trained on data with vocab_size=5, which now has vocab_size=17"),
 ]
 
 

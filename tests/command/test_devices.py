@@ -46,7 +46,7 @@ def test_a_training_on_two_devices(runs: Path, tmp_path: Path, capsys: pytest.Ca
         (["train", "backcopy_tiny", "--devices", "400"], "--devices=400: must be at most the"),
         (["train", "backcopy_tiny", *TWO, "--train.batch_size=7"], "--devices=2: must divide train.batch_size=7"),
         (["train", "backcopy_tiny", "--micro-batch", "3"], "--micro-batch=3: must divide the 8 of 8 sequences"),
-        (["train", "backcopy_tiny", "--strategy", "fsdp"], "--strategy='fsdp': spreads a model over devices"),
+        (["train", "backcopy_tiny", "--strategy", "fsdp"], "--strategy='fsdp': shards a model over devices"),
         (["ablate", "run", "table2", "--micro-batch", "5"], "--micro-batch=5: must divide the 32 of 32 sequences"),
     ],
 )

@@ -241,9 +241,9 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 OPTIONS = [
     ([], "the following arguments are required: CHECKPOINT"),
-    (["{ckpt}", "--layers", "2"], "--layers 2: the model has 2 of them; choose from 0 to 1"),
-    (["{ckpt}", "--layers", "0,7"], "--layers 7: the model has 2 of them; choose from 0 to 1"),
-    (["{ckpt}", "--heads", "2"], "--heads 2: the model has 2 of them; choose from 0 to 1"),
+    (["{ckpt}", "--layers", "2"], "--layers 2: the model has 2 layers; choose from 0 to 1"),
+    (["{ckpt}", "--layers", "0,7"], "--layers 7: the model has 2 layers; choose from 0 to 1"),
+    (["{ckpt}", "--heads", "2"], "--heads 2: the model has 2 heads; choose from 0 to 1"),
     (["{ckpt}", "--layers", "a"], "argument --layers: 'a': must be whole numbers separated by commas"),
     (["{ckpt}", "--heads", "-1"], "argument --heads"),
     (["{ckpt}", "--heads", "0,0"], "argument --heads: '0,0': has 0 twice; give it once"),
@@ -290,7 +290,7 @@ def test_checkpoints(trained: Path, place: Path, tmp_path: Path, capsys: pytest.
     (tmp_path / "truncated.ckpt").write_bytes(whole[:-1000])
     torch.save({"state_dict": {"weight": torch.zeros(2)}, "global_step": 3}, tmp_path / "foreign.ckpt")
     for name, named in (
-        ("missing", "cannot be read (No such file or directory); give a final.ckpt, which `lit-lazy train` leaves"),
+        ("missing", "cannot be read (No such file or directory); give a final.ckpt, which `lit-lazy train` writes"),
         ("truncated", "is no checkpoint, or damaged ("),
         ("foreign", "was not made by this project; give a final.ckpt"),
     ):
@@ -304,10 +304,10 @@ def test_data_that_are_no_longer_those_of_the_training(
 ) -> None:
     del place
     for changed, named in (
-        ({"vocab_size": 5}, "vocab_size=5, which are vocab_size=17 here"),
-        ({"context_length": 12}, "context_length=12, which are context_length=16 here"),
+        ({"vocab_size": 5}, "vocab_size=5, which now has vocab_size=17"),
+        ({"context_length": 12}, "context_length=12, which now has context_length=16"),
     ):
-        assert f"was trained on data of {named}" in refused([save(tmp_path / "other.ckpt", CFG, **changed)], capsys)
+        assert f"was trained on data with {named}" in refused([save(tmp_path / "other.ckpt", CFG, **changed)], capsys)
 
 
 LENGTHS = [
@@ -415,7 +415,7 @@ def test_data_that_have_changed_since_the_training_are_told(
     assert main(words) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "its data (backcopy) are not those of its training any more" in said
+    assert "its data (backcopy) has changed since its training" in said
     del result["fingerprint"]  # an earlier version's, which tells of no contents
     (tmp_path / RESULT).write_text(json.dumps(result))
     assert main(words) == 0

@@ -186,10 +186,10 @@ LOADS = {
         "train: targets='torch.int64 [64, 17]': must be whole numbers of shape [64, 16]"
     ),
     "return but(train=TokenDataset(torch.zeros(64, 17).long(), targets=torch.full((64, 16), -1)))": (
-        "train: targets=[-1]: must be 0 to 16, or -100 where nothing is to be predicted"
+        "train: targets=[-1]: must be 0 to 16, or -100 where nothing is predicted"
     ),
     "return but(train=TokenDataset(torch.zeros(64, 17).long(), targets=100 * torch.eye(64, 16).long() - 100))": (
-        "must be as many in each sequence, and one at least"
+        "every sequence must have the same number, at least 1"
     ),
     "return but(row_groups=('nothing',))": "row_groups=['nothing']: has no such positions",
 }
@@ -249,11 +249,11 @@ def weight(name: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
 
 CHECKPOINTS: dict[str, tuple[Change, str]] = {
     "vocabulary -1": (setting("vocab_size", -1), "vocab_size=-1: must be a whole number of at least 1"),
-    "vocabulary 1e12": (setting("vocab_size", 10**12), "the embedding is not of [1000000000000, 16]"),
+    "vocabulary 1e12": (setting("vocab_size", 10**12), "the embedding must have shape [1000000000000, 16]"),
     "length -1": (setting("context_length", -1), "context_length=-1: must be a whole number of at least 1"),
     "length 1e12": (setting("context_length", 10**12), MEMORY),
-    "width": (of_model("d_model", 10**12), "the embedding is not of [17, 1000000000000]"),
-    "layers": (of_model("n_layers", 10**9), "model.n_layers=1000000000: there are weights of fewer"),
+    "width": (of_model("d_model", 10**12), "the embedding must have shape [17, 1000000000000]"),
+    "layers": (of_model("n_layers", 10**9), "model.n_layers=1000000000: it has weights of fewer layers"),
     "sparse": (weight(EMBEDDING, torch.Tensor.to_sparse), "was not made by this project"),
     "csr": (weight(EMBEDDING, torch.Tensor.to_sparse_csr), "was not made by this project"),
     "meta": (weight(EMBEDDING, lambda value: value.to("meta")), "was not made by this project"),

@@ -33,7 +33,7 @@ N = torch.arange(1, LENGTH + 1.0)
 
 
 def stats(mass=1.0, first_weight=0.0, zeros=0.0):
-    """Rows `[B, H, L]` of the given values, each a number or `[L]`."""
+    """Row statistics `[B, H, L]` from values that are numbers or `[L]`."""
     fields = (torch.as_tensor(x, dtype=torch.float32).expand(BATCH, HEADS, LENGTH) for x in (mass, first_weight, zeros))
     return Stats(torch.zeros(BATCH, HEADS, LENGTH), *fields)
 
@@ -53,7 +53,7 @@ class TestClosedForms:
         }
 
     def test_uniform_attention(self):
-        """1/i at row i: the mean of 1/i over the rows from the eighth on."""
+        """Row i has weight 1/i: the mean of 1/i over the rows from the eighth on."""
         measured = measure(stats(first_weight=1 / N))
         expected = sum(1 / i for i in range(FIRST, LENGTH + 1)) / (LENGTH - FIRST + 1)
         assert measured["sink/first_key_weight"] == pytest.approx(expected, rel=1e-6)
@@ -69,7 +69,7 @@ class TestClosedForms:
         assert measured["sink/first_key_weight"] == measured["sink/first_key_share"] == 1
 
     def test_rows_without_mass(self):
-        """No weight at all: a mean of 0, no share, and nothing is NaN."""
+        """All weights are 0: the mean is 0, the share is absent, and nothing is NaN."""
         assert measure(stats(mass=0.0, zeros=N)) == {"sink/first_key_weight": 0, "mass/all": 0, "sparsity/zero": 1}
 
     @pytest.mark.parametrize(("mass", "defined"), [(1e-9, False), (1e-3, True)])
@@ -79,7 +79,7 @@ class TestClosedForms:
         assert measured["sink/first_key_weight"] == pytest.approx(mass / 2)
 
     def test_a_share_is_a_ratio_of_sums(self):
-        """Rows of much mass weigh more than rows of little."""
+        """Rows of large mass weigh more than rows of small mass."""
         heavy = (N % 2 == 0).float()
         mass = 0.9 * heavy + 0.1 * (1 - heavy)
         measured = measure(stats(mass=mass, first_weight=0.1 * (1 - heavy)))
@@ -88,7 +88,7 @@ class TestClosedForms:
         assert measured["sink/first_key_share"] == pytest.approx(0.1 * n_light / (0.9 * n_heavy + 0.1 * n_light))
 
     def test_renormalised_weights_are_shared_among_rows_with_mass(self):
-        """Weights that add up to 1 where there is mass: the share is their mean over those rows."""
+        """Weights of rows with mass sum to 1, so the share is the mean over those rows."""
         alive = (N % 2 == 0).float()
         measured = measure(stats(mass=0.01 * alive, first_weight=0.3 * alive), renormalised=True)
         assert measured["sink/first_key_share"] == pytest.approx(0.3)
@@ -98,7 +98,7 @@ class TestClosedForms:
         assert "sink/first_key_share" not in measure(stats(mass=0.0), renormalised=True)
 
     def test_sparsity_is_pooled_over_rows(self):
-        """All keys of the longest row and none of the others: n / (1 + .. + n), not 1 / n."""
+        """All keys of the longest row and none of the others are 0: n / (1 + .. + n), not 1 / n."""
         measured = measure(stats(zeros=N * (N == LENGTH)))
         assert measured["sparsity/zero"] == pytest.approx(LENGTH / (LENGTH * (LENGTH + 1) / 2))
         assert measure(stats(zeros=N))["sparsity/zero"] == 1
@@ -154,7 +154,7 @@ class TestWatchedKey:
             assert metrics.compute() == pytest.approx({"sink/fixed_key_weight": expected})
 
     def test_watching_the_first_key_gives_its_weight(self):
-        """On data, by group."""
+        """On data with row groups."""
         source = Backcopy(
             vocab_size=16, context_length=16, train_sequences=8, validation_sequences=40, fixed_token_at=1
         ).load()
@@ -234,7 +234,7 @@ def test_batches_do_not_matter():
             metrics.update(layers, {name: mask[part] for name, mask in rows.items()})
             start += size
         results.append(metrics.compute())
-    # Other batch shapes may round differently.
+    # Rounding depends on the batch's shape.
     assert results[1] == pytest.approx(results[0], rel=1e-6)
     assert results[2] == pytest.approx(results[0], rel=1e-6)
     assert len(results[0]) == 7
@@ -248,7 +248,7 @@ def test_many_small_masses_are_added_in_fp64():
 
 
 def dense(call, tau, renormalise):
-    """p, theta and the weights `[B, H, L, L]` of per_query, from the q and k that the layer saw."""
+    """p, theta and weights `[B, H, L, L]` of per_query, from a layer's q and k."""
     q, k, _, bias, window = call[:5]
     length = q.shape[2]
     distance = torch.arange(length)[:, None] - torch.arange(length)
@@ -318,7 +318,7 @@ def test_a_softmax_has_all_its_mass():
 
 
 def test_row_mass_times_itself_is_not_measured_on_renormalised_weights():
-    """mass is the surviving mass before renormalising, also where the weights are renormalised."""
+    """mass is the surviving mass before renormalising, even if weights are renormalised."""
     cfg = ModelConfig(d_model=16, n_heads=2, d_ff=16, init_std=0.7, attention=AttentionSpec(Elastic(0.8)))
     renormalised = dataclasses.replace(cfg, attention=AttentionSpec(Elastic(0.8, renormalise=True)))
     tokens = torch.randint(11, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))

@@ -1,4 +1,4 @@
-"""Collapse and outliers of hidden states: closed forms, invariances, and equality with plain computation."""
+"""Collapse and outliers of hidden states: closed forms, invariances, and comparison with plain computation."""
 
 import math
 
@@ -67,7 +67,7 @@ class TestEffectiveRank:
         assert effective_rank(torch.ones(shape)).item() == pytest.approx(1, abs=1e-12)
 
     def test_singular_values_two_and_one(self):
-        """The singular values themselves, not their squares (which give 1.64938)."""
+        """Of the singular values, not of their squares (which give 1.64938)."""
         u, v = torch.linalg.qr(normal(7, 2, dtype=torch.float64))[0], torch.linalg.qr(normal(3, 2).double())[0]
         x = u @ torch.diag(torch.tensor([2.0, 1.0], dtype=torch.float64)) @ v.T
         assert effective_rank(x).item() == pytest.approx(1.88988, abs=5e-6)
@@ -98,7 +98,7 @@ class TestRankResidual:
         torch.testing.assert_close(rank_residual(1000 * x.double()), rank_residual(x), rtol=1e-12, atol=0)
 
     def test_tokens_that_cancel(self):
-        """Their mean is 0, so the residual is all there is."""
+        """Their mean is 0, so the residual is x."""
         x = normal(5, 4)
         assert rank_residual(torch.cat((x, -x))).item() == pytest.approx(1, rel=1e-6)
 
@@ -153,14 +153,14 @@ class TestOutliers:
         assert d != 8 or measured["kurtosis"] == pytest.approx(6.142857, abs=1e-6)
 
     def test_kurtosis_is_pooled_over_sequences(self):
-        """Two sequences of +-1 and +-3: E x^4 / (E x^2)^2 = 41 / 25, while each alone has 1."""
+        """Two sequences of +-1 and +-3: E x^4 / (E x^2)^2 = 41 / 25, while each sequence has 1."""
         signs = torch.tensor([[1.0, -1.0], [-1.0, 1.0]])
         x = torch.stack((signs, 3 * signs))
         assert measure(x[:1])["kurtosis"] == pytest.approx(1)
         assert measure(x)["kurtosis"] == pytest.approx(41 / 25, rel=1e-12)
 
     def test_kurtosis_around_a_mean(self):
-        """The mean is taken off, and still is where it is 100 standard deviations; past 1000 the value is undefined."""
+        """The mean is subtracted, accurately up to 100 standard deviations; past 1000 the value is undefined."""
         x = normal(1, 60, 50, dtype=torch.float64)
         assert measure(x + 100)["kurtosis"] == pytest.approx(measure(x)["kurtosis"], rel=1e-6)
         assert math.isnan(measure(x + 1e5)["kurtosis"])
@@ -188,7 +188,7 @@ class TestOutliers:
 
 
 def sequences():
-    """Sequences of unlike lengths, each of its own scale, mean and rank."""
+    """Sequences of different lengths, scales, means and ranks."""
     return [
         scale * (normal(length, 6, seed=length) @ normal(6, 6, seed=length + 50) + scale)
         for length, scale in ((11, 1.0), (1, 0.3), (4, 30.0), (20, 0.1), (7, 5.0))
@@ -206,7 +206,7 @@ def padded(batch, width, value=0.0):
 
 class TestAccumulation:
     def test_equals_plain_computation(self):
-        """Means over sequences of the functions, and numpy's moments of all entries."""
+        """Against means of the functions over sequences, and numpy's moments of all entries."""
         entries = np.concatenate([x.double().numpy().ravel() for x in sequences()])
         deviation = entries - entries.mean()
         expected = {
@@ -238,7 +238,7 @@ class TestAccumulation:
         assert measure(x) == measure((x, torch.ones(3, 5, dtype=torch.bool)))
 
     def test_two_processes_are_one(self):
-        """Each state reduced over two instances by the function it names."""
+        """Reduce each state of two instances by its `dist_reduce_fx`."""
         first, second, whole = Collapse(), Collapse(), Collapse()
         first.update(*padded(sequences()[:2], 20))
         second.update(*padded(sequences()[2:], 20))
@@ -285,7 +285,7 @@ class TestAccumulation:
         assert all(math.isnan(measured) for measured in nothing.values())
 
     def test_zeros(self):
-        """What has no direction and no rank is left out of the means over sequences."""
+        """Sequences without direction or rank are excluded from the means."""
         x = normal(2, 5, 4)
         x[0] = 0
         measured, alone = measure(x), measure(x[1:])

@@ -1,4 +1,4 @@
-"""Costs beside a twin with softmax attention: what is compared, what bytes are counted, that nothing is changed."""
+"""Costs relative to a softmax twin: the comparison, the counted bytes, and that the model is not changed."""
 
 import dataclasses
 
@@ -82,7 +82,7 @@ def test_what_is_kept_grows_with_what_a_rule_keeps():
     batch, specs = {"tokens": IDS, "targets": IDS}, (AttentionSpec(), AttentionSpec(gate=OutputGate()))
     plain, gated = (costs.measure_kept_per_token(build(spec), batch) for spec in specs)
     width = TINY.model.d_model
-    # A gate keeps its value and the output it multiplies, in each of two layers; the layer's input is kept anyway.
+    # In each of two layers, a gate saves its value and the output it multiplies; the layer's input is saved anyway.
     assert 2 * width * 4 <= gated - plain <= 2 * 4 * width * 4
 
 

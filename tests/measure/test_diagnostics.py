@@ -1,4 +1,4 @@
-"""What is measured of a model: equal to dense fp64 matrices, whatever the batches, and the model stays as it was."""
+"""Diagnostics of a model: equal to dense fp64 matrices for any batches, and without effect on the model."""
 
 import math
 from pathlib import Path
@@ -35,7 +35,7 @@ from lit_lazy.training.module import LitLM
 
 T, VOCABULARY, SEQUENCES = 20, 17, 5
 SPREAD = 0.4
-"""Standard deviation of the weights: scores of some nats, so that heads differ and offsets cut."""
+"""Standard deviation of the weights: scores span some nats, so that heads differ and offsets cut."""
 
 
 def make(
@@ -73,7 +73,7 @@ SPECS = {
 
 
 class Dense:
-    """A model in fp64, written out with whole matrices: what each layer's heads and hidden states are."""
+    """Reference in fp64 with dense matrices: each layer's heads and hidden states."""
 
     def __init__(self, module: LitLM, tokens: Tensor, hidden_keys: int = 0, n_held: bool = False) -> None:
         self.model, self.spec = module.model, module.cfg.model.attention
@@ -149,7 +149,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def null_zeros(scores: Tensor, theta: Tensor, visible: Tensor) -> Tensor:
-    """Zeros that Gaussian scores would have, row by row from position 8 on, `[B, H, T - 7]`."""
+    """Zeros that Gaussian scores would have in each row from position 8 on, `[B, H, T - 7]`."""
     found = torch.zeros(*scores.shape[:2], T - 7, dtype=torch.float64)
     for b, h, i in np.ndindex(found.shape):
         seen = scores[b, h, i + 7][visible[i + 7]]
@@ -159,7 +159,7 @@ def null_zeros(scores: Tensor, theta: Tensor, visible: Tensor) -> Tensor:
 
 
 def expected(module: LitLM, batch: Batch) -> dict[str, Tensor]:
-    """The arrays, by loops over whole matrices."""
+    """The arrays, by loops over dense matrices."""
     dense = Dense(module, batch["tokens"])
     heads = dense.w[0].shape[1]
     found: dict[str, list[Tensor]] = {}
@@ -304,7 +304,7 @@ def test_the_cut_into_batches_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 
 STEEP = 1e4
-"""Nats that a score falls by from one key to the one before: exp(-STEEP) is 0 in any precision."""
+"""Fall of the score in nats from a key to the previous key: exp(-STEEP) is 0 in any precision."""
 
 
 @pytest.mark.parametrize("normaliser", [Softmax(), Elastic(0.4, "constant"), Elastic(3.0, "seq_len")])
@@ -317,11 +317,11 @@ def test_hiding_keys_without_weight_changes_the_loss_by_nothing(normaliser: Norm
     blind = measure(module.model, [draw()]).arrays
     assert blind["sink/weight"][..., 0].max() < 1.01 / T  # row 1 sees no other key
     assert (blind["loss/evicted"] == 0).all()
-    assert abs(blind["loss/evicted_n_held"]) < 1e-5  # another implementation
+    assert abs(blind["loss/evicted_n_held"]) < 1e-5  # not 0: another implementation
 
 
 def test_only_a_threshold_over_n_feels_whether_n_is_held() -> None:
-    """Of the diagnostics: a softmax has none, that of `constant` has no n, that of `per_query` is lower."""
+    """A softmax has no theta; that of `constant` does not depend on n; that of `per_query` is lower."""
     for normaliser, differs in ((Softmax(), False), (Elastic(0.2, "constant"), False), (Elastic(), True)):
         arrays = measure(make(AttentionSpec(normaliser)).double().model, [draw()]).arrays
         assert (abs(arrays["loss/evicted_n_held"] - arrays["loss/evicted"][3]) > 1e-6) == differs
@@ -338,9 +338,8 @@ def test_a_sequence_too_short_to_miss_its_first_keys_has_no_such_loss() -> None:
     [
         (Softmax(), NoPosition(), False),
         (Elastic(0.5), NoPosition(), False),
-        # Rope turns queries and keys but not values, so it moves weights that add up to 1 among equal values ...
+        # Rope changes only weights. Their sum over equal values is constant for a softmax, but not above a threshold.
         (Softmax(), Rope(), False),
-        # ... and what is left of them above a threshold.
         (Elastic(0.5), Rope(), True),
         (Softmax(), LearnedAbsolute(), True),
     ],
@@ -367,7 +366,7 @@ def test_a_sequence_longer_than_the_training_is_measured_where_positions_serve_i
 
 
 def state(module: LitLM) -> dict[str, object]:
-    """All that must stay as it is, but for tensors."""
+    """All state that must not change, except tensors."""
     return {
         "modes": [part.training for part in module.modules()],
         "hooks": [len(part._forward_pre_hooks) + len(part._forward_hooks) for part in module.modules()],
@@ -424,9 +423,9 @@ def test_a_custom_normaliser_needs_no_more_than_its_weights() -> None:
 @pytest.mark.parametrize(
     ("maps", "named"),
     [
-        (Maps(layers=(0, 2)), "Maps.layers 2: the model has 2 of them; choose from 0 to 1"),
-        (Maps(heads=(4,)), "Maps.heads 4: the model has 4 of them; choose from 0 to 3"),
-        (Maps(layers=(-1,)), "Maps.layers -1: the model has 2 of them; choose from 0 to 1"),
+        (Maps(layers=(0, 2)), "Maps.layers 2: the model has 2 layers; choose from 0 to 1"),
+        (Maps(heads=(4,)), "Maps.heads 4: the model has 4 heads; choose from 0 to 3"),
+        (Maps(layers=(-1,)), "Maps.layers -1: the model has 2 layers; choose from 0 to 1"),
     ],
 )
 def test_unknown_layers_and_heads_are_named(maps: Maps, named: str) -> None:
@@ -511,7 +510,7 @@ def test_scalars_are_made_of_the_arrays() -> None:
 
 
 def test_empty_tiles_are_a_metric_where_a_sequence_holds_one() -> None:
-    """Where each token looks at itself alone, 6 of 10 causal tiles of 64 are empty, and 1 of 3 of 128."""
+    """If each token sees only itself, 6 of 10 causal tiles of 64 are empty, and 1 of 3 of 128."""
     model = make(AttentionSpec(Elastic(), Alibi(slopes=(100.0,))), NoPosition(), n_layers=1).model
     batch = draw(256, n=2)
     scalars = Diagnostics(measure(model, [batch]).arrays).scalars()
@@ -542,7 +541,7 @@ def test_a_sample_is_spread_over_the_validation_set() -> None:
 
 
 def test_the_model_is_the_dense_one() -> None:
-    """Else the comparison above would show nothing."""
+    """Otherwise the comparison above would prove nothing."""
     attention, position = SPECS["lazy"]
     module, batch = make(attention, position).double(), draw()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Metrics whose data is spread over two processes of a real process group give what one process gives of all of it."""
+"""Metrics over two processes of a real process group equal those of one process on all data."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ SEQUENCES, HEADS, LENGTH = 5, 4, 70
 
 
 def measured(sequences: slice) -> list[dict[str, Tensor]]:
-    """What every metric computes of some of the sequences, and of those of the other processes where there are any."""
+    """Values of every metric on some sequences and, in a group, on those of the other processes."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, SEQUENCES, HEADS, LENGTH, 8, generator=generator)
     normaliser = Elastic().build(layer_shape(HEADS, LENGTH))
@@ -38,7 +38,7 @@ def measured(sequences: slice) -> list[dict[str, Tensor]]:
 
 
 def take_part(rank: int, folder: Path) -> None:
-    """One process of the group; the first has one sequence, the other the rest."""
+    """A process of the group. The first has one sequence, the other the rest."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", f"file://{folder / 'group'}", rank=rank, world_size=PROCESSES)
     try:

@@ -1,4 +1,4 @@
-"""What is measured of final models beside the usual metrics: in the key, checked before, equal to plain sums."""
+"""Evaluations of final models: part of the key, checked before training, equal to plain sums."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def result(tmp_path_factory):
 
 @dataclasses.dataclass(frozen=True)
 class Mine(Evaluation):
-    """A user's own."""
+    """A custom evaluation."""
 
     name: str = "a"
 
@@ -104,7 +104,7 @@ def test_streaming_compares_the_same_tokens():
 
 
 def test_mlflow_takes_the_names_of_all_that_is_measured(result):
-    """At the end of a training it is too late to learn that it does not."""
+    """Unsupported evaluations fail before the training, not after it."""
     for name in result[0].metrics:
         _validate_metric_name(name)
 
@@ -151,9 +151,9 @@ ABSOLUTE = dataclasses.replace(TINY.model, position=LearnedAbsolute(), attention
         (
             Varied("pears", (1,)),
             {},
-            r"Varied\.field='pears': data=Backcopy has no such field; give other data \(an ablation: --base\), or",
+            r"Varied\.field='pears': data=Backcopy has no such field; give other data \(for an ablation: --base\), or",
         ),
-        (Varied("vocab_size", (30,)), {}, r"evaluations: Varied: data\.vocab_size=30: makes another vocabulary"),
+        (Varied("vocab_size", (30,)), {}, r"evaluations: Varied: data\.vocab_size=30: changes the vocabulary size"),
         (Varied("context_length", (-1,)), {}, r"evaluations: Varied: data\.context_length=-1: "),
     ],
 )

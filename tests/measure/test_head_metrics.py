@@ -1,4 +1,4 @@
-"""The measures of heads: closed forms, where they are undefined, and what they must not depend on."""
+"""Head metrics: closed forms, undefined values, and invariances."""
 
 import math
 import warnings
@@ -25,7 +25,7 @@ HARMONIC = sum(1 / i for i in range(1, LENGTH + 1))
 
 
 class Given(NormaliserModule):
-    """Has its weights `[B, H, T, T]` already; its threshold cuts nothing more off."""
+    """Returns fixed weights `[B, H, T, T]`; its threshold cuts nothing."""
 
     can_zero = True
 
@@ -41,7 +41,7 @@ class Given(NormaliserModule):
 
 
 def given(*heads, theta=0.0, counted=None, window=None):
-    """Summary of a batch of one sequence with the given matrices `[T, T]`, one per head."""
+    """Summary of one sequence with weight matrices `[T, T]`, one per head."""
     return given_batch([heads], theta, counted, window)
 
 
@@ -51,19 +51,19 @@ def given_batch(sequences, theta=0.0, counted=None, window=None):
 
 
 def summary_of(spec, q, k, bias=BiasTerms(), window=None):  # noqa: B008
-    """Summary of a normaliser's rows as a layer with these settings asks for them."""
+    """Summary of a normaliser's rows in a layer with these settings."""
     normaliser = spec.build(layer_shape(q.shape[1], q.shape[2]))
     return summarise(normaliser, AttentionCall(q, k, k, bias, window, renormalise=spec.renormalise))
 
 
 def metrics(n_heads, length):
-    """One of each that reads a summary."""
+    """One metric of each class that reads a summary."""
     of_heads = (Sparsity, Entropy, ScoreSpread, GaussianNull)
     return [Sink(n_heads, length), Mass(n_heads, length), *(metric(n_heads) for metric in of_heads)]
 
 
 def measure(*summaries, n_heads=None, length=None):
-    """All arrays of the summaries, without a warning."""
+    """All arrays of the summaries. Fails on a warning."""
     _, heads, rows = summaries[0].mass.shape
     arrays = {}
     with warnings.catch_warnings():
@@ -112,11 +112,11 @@ class TestSink:
         assert arrays["sink/share"][0, 0] == approx(HARMONIC / LENGTH)
 
     def test_the_last_key_of_uniform_attention(self):
-        """alpha_T = 1 / T: with as many keys as are kept one by one, the last of them is the last of all."""
+        """alpha_T = 1 / T: with T = K, the last stored key is the last key."""
         assert measure(given(uniform(8)))["sink/weight"][0, 7] == approx(1 / 8)
 
     def test_identity(self):
-        """alpha_1 is 1 / T, and the last keys, which look like sinks, are no candidates for the position."""
+        """alpha_1 is 1 / T, and the last keys, which look like sinks, cannot be the position."""
         arrays = measure(given(torch.eye(LENGTH)))
         assert arrays["sink/weight"][0, 0] == approx(1 / LENGTH)
         assert arrays["sink/position"] == LENGTH // 2
@@ -129,7 +129,7 @@ class TestSink:
         assert arrays["sink/weight"][0].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
 
     def test_the_share_of_a_small_mass(self):
-        """Raw weights that are no sink, although they are all the mass there is."""
+        """Raw weights below the sink's threshold, although they are the full mass."""
         arrays = measure(given(0.01 * on_first_key(), 0.01 * on_first_key() + 0.03 * torch.eye(LENGTH)))
         assert arrays["sink/weight"][:, 0].tolist() == approx([0.01, 0.01 + 0.03 / LENGTH])
         assert arrays["sink/share"][:, 0].tolist() == approx([1, (0.01 + 0.03 / LENGTH) / 0.04])
@@ -153,7 +153,7 @@ class TestSink:
         assert (next_to_none["sink/rate_share"] == 0).all()
 
     def test_rates_are_shares_of_sequences(self):
-        """A quarter of the sequences with a sink; a mean over sequences of alpha would say none, or all."""
+        """A quarter of the sequences have a sink; a mean of alpha over sequences would show none or all."""
         empty = torch.zeros(LENGTH, LENGTH)
         arrays = measure(given_batch([[on_first_key()], [uniform()], [uniform()], [empty]]))
         assert arrays["sink/rate"][0, 0] == 0.25
@@ -188,7 +188,7 @@ class TestMass:
         assert arrays["mass/dead"].tolist() == [1, 1, 0]
 
     def test_before_renormalising(self):
-        """The same scores and offsets: mass and first-key weight do not depend on what happens afterwards."""
+        """With equal scores and offsets: mass and first-key weight are those before renormalisation."""
         q = torch.randn(2, 2, 40, 8, generator=torch.Generator().manual_seed(0))
         plain, renormalised = (
             measure(summary_of(Elastic(renormalise=renormalise), q, q.flip(2))) for renormalise in (False, True)
@@ -202,7 +202,7 @@ class TestMass:
 
 class TestSparsity:
     def test_identity(self):
-        """1 - 2 / (T + 1) of the causal entries are zero; the upper triangle does not count."""
+        """1 - 2 / (T + 1) of the causal entries are 0; the upper triangle does not count."""
         arrays = measure(given(torch.eye(LENGTH), theta=0.1))
         assert arrays["sparsity/zero"] == approx(1 - 2 / (LENGTH + 1))
         assert arrays["sparsity/small"] == approx(1 - 2 / (LENGTH + 1))
@@ -219,7 +219,7 @@ class TestSparsity:
         assert measure(summary_of(spec, q, q))["sparsity/zero"].isnan().all()
 
     def test_all_equal_scores(self):
-        """p = 1 / i: cut off whole at tau = 1, left whole at tau = 0.99."""
+        """p = 1 / i: all entries are cut at tau = 1, and none at tau = 0.99."""
         q = torch.zeros(1, 1, 20, 8)
         assert measure(summary_of(Elastic(0.99), q, q))["sparsity/zero"] == 0
         arrays = measure(summary_of(Elastic(1.01), q, q))
@@ -252,7 +252,7 @@ class TestSparsity:
 
 class TestEntropy:
     def test_uniform_rows(self):
-        """ln i nats, i keys by either count, and 1 once normalised."""
+        """ln i nats, i keys by either count, and normalised 1."""
         arrays = measure(given(uniform(), 0.2 * uniform()))
         logs = [math.log(i) for i in range(1, LENGTH + 1)]
         for head in range(2):
@@ -292,7 +292,7 @@ class TestEntropy:
 
 class TestScoreSpread:
     def test_two_values(self):
-        """Scores 0 and c in turn have the variance c^2 n / (4 (n - 1)) over an even number n of keys."""
+        """Alternating scores 0 and c have variance c^2 n / (4 (n - 1)) over an even number n of keys."""
         q, k = torch.zeros(1, 1, 8, 1), torch.zeros(1, 1, 8, 1)
         q[..., 7, 0], k[0, 0, ::2, 0] = 3, 1
         arrays = measure(summary_of(Softmax(), q, k))
@@ -340,7 +340,7 @@ class TestNullModel:
         assert mass.isnan()
 
     def test_independent_normal_scores_do_as_it_says(self):
-        """Rows of up to 400 keys: measured sparsity, mass and spread."""
+        """Measured sparsity, mass and spread of rows of up to 400 keys."""
         generator = torch.Generator().manual_seed(0)
         q, k = (torch.randn(3, 2, 400, 64, generator=generator) for _ in range(2))
         normaliser = Elastic().build(layer_shape(2, 400))
@@ -354,7 +354,7 @@ class TestNullModel:
 
 class TestGaussianNull:
     def test_rows_of_two_spreads_are_held_against_their_own(self):
-        """Independent normal scores have no structure, also where half of the rows are flat and the others are not."""
+        """Independent normal scores have no structure, even if half of the rows are flat and the others are not."""
         generator = torch.Generator().manual_seed(0)
         q, k = (torch.randn(3, 1, 400, 64, generator=generator) for _ in range(2))
         q *= torch.tensor([0.1, 4.0]).repeat(200)[:, None]
@@ -384,7 +384,7 @@ class TestGaussianNull:
 
 class TestValueNorms:
     def test_a_drained_first_value(self):
-        """|v_1| = 0.1 beside |v| = 1: 0.1 / ((0.1 + 9) / 10)."""
+        """|v_1| = 0.1, all others 1: 0.1 / ((0.1 + 9) / 10)."""
         v = torch.nn.functional.normalize(torch.randn(3, 2, 10, 4), dim=-1)
         v[:, :, 0] *= 0.1
         metric = ValueNorms(2, 10)
@@ -402,7 +402,7 @@ class TestValueNorms:
         assert metric.compute()["sink/value_norm"][:, 0].tolist() == [1, 1, 1, 0, 0, 0]
 
     def test_padding_and_values_of_zero(self):
-        """A head without values is undefined; what stands at padding is not looked at."""
+        """A head without values is undefined; padding is ignored."""
         v, counted = torch.ones(2, 2, 6, 3), torch.tensor([[True] * 6, [True] * 3 + [False] * 3])
         v[1, :, 3:], v[1, 0, 0], v[:, 1] = torch.nan, 4, 0
         metric = ValueNorms(2, 6)
@@ -437,7 +437,7 @@ class TestInvariance:
         assert_same(measure(*[elastic_summary(q[part], k[part]) for part in parts]), whole)
 
     def test_to_padding(self, queries):
-        """Sequences of two lengths, each alone or all in one batch, whose padding is anything at all."""
+        """Sequences of two lengths, individually or in one batch with arbitrary padding."""
         q, k = queries
         lengths = torch.tensor([100, 70, 100, 70, 70, 100])
         counted = torch.arange(100) < lengths[:, None]
@@ -507,7 +507,7 @@ def test_a_batch_too_long(name):
 
 
 def test_no_row_without_mass_makes_a_nan_elsewhere():
-    """A head with empty rows beside a dead one; only what is undefined is NaN."""
+    """With a head that has empty rows and a dead head, only undefined values are NaN."""
     generator = torch.Generator().manual_seed(2)
     alive = random_weights(generator)
     alive[::3] = 0

@@ -1,4 +1,4 @@
-"""Offset parameters, bias curves and their best ALiBi fit, on models and on curves that are known."""
+"""Offset parameters, bias curves and their best ALiBi fit, on models and on known curves."""
 
 import numpy as np
 import pytest
@@ -85,7 +85,7 @@ class TestBiasCurves:
         assert not curves.requires_grad
 
     def test_a_table_may_be_longer_than_asked_for(self):
-        """As `flash_lazy.lazy_attention` takes it."""
+        """In the form that `flash_lazy.lazy_attention` takes."""
 
         class Whole(BiasModule):
             def forward(self, n_keys):  # noqa: ARG002
@@ -99,7 +99,7 @@ class TestBiasCurves:
 
     @pytest.mark.parametrize("bias", [Alibi(), LearnedBias(length=6), T5Bias(8, 20), KerpleLog(), Fire()])
     def test_is_what_attention_adds_to_the_scores(self, bias):
-        """The scores of zero queries are the bias alone."""
+        """The scores of zero queries are the bias."""
         biased = model(bias=bias)
         with torch.no_grad():
             for parameter in biased.attentions[-1].bias.parameters():
@@ -134,7 +134,7 @@ class TestAlibiFit:
 
     @pytest.mark.parametrize("constant", [0.0, -3.0, 1e3])
     def test_a_table_of_minus_m_d(self, constant):
-        """Whatever constant lies on it, which no row of a softmax sees."""
+        """Plus any constant, which does not affect a softmax."""
         learned = model(bias=LearnedBias())
         slopes = torch.tensor([0.5, 0.01, 0.0625, -0.25], dtype=torch.float64)
         with torch.no_grad():
@@ -161,7 +161,7 @@ class TestAlibiFit:
         torch.testing.assert_close(fit_alibi(1000 * curves)[1], fit_alibi(curves)[1], rtol=1e-6, atol=0)
 
     def test_a_curve_no_slope_helps(self):
-        """Even about its middle: the best line is flat, and all of the curve is residual."""
+        """Symmetric about its middle: the best line is flat, and the full centred curve is residual."""
         slope, distance = fit_alibi((torch.arange(9.0) - 4).square())
         assert slope.item() == pytest.approx(0, abs=1e-12)
         assert distance.item() == pytest.approx(1, rel=1e-12)

@@ -1,4 +1,4 @@
-"""Losses by position, whole and with a cache that evicts; n and theta as they are at a length."""
+"""Losses by position, with a full and an evicting cache; n and theta by length."""
 
 import dataclasses
 
@@ -48,7 +48,7 @@ def test_a_cache_that_evicts_is_that_of_decoding_token_by_token(at_once, monkeyp
     expected = token_nll(logits, BATCH["targets"]).double().mean(0)
     arrays = compute_streaming_arrays(model, BATCH, eviction)
     np.testing.assert_allclose(arrays["streamed/loss"], expected, rtol=1e-5)
-    assert model.training  # left as it was
+    assert model.training  # restored
     whole = loss_by_position(model, BATCH)
     assert torch.equal(whole[:11].float(), torch.from_numpy(arrays["streamed/loss"])[:11])
     assert (whole[11:].float() != torch.from_numpy(arrays["streamed/loss"])[11:]).all()
@@ -60,7 +60,7 @@ def test_a_cache_that_evicts_is_that_of_decoding_token_by_token(at_once, monkeyp
 @pytest.mark.parametrize("threshold", ["per_query", "constant"])
 @pytest.mark.parametrize("window", [None, 5])
 def test_with_n_held_theta_is_that_of_the_token_s_place_in_the_text(threshold, window):
-    """theta = tau / min(i, window) is what the cache's m keys give with tau * m / min(i, window)."""
+    """theta = tau / min(i, window) equals that of the cache's m keys with tau * m / min(i, window)."""
     spec = AttentionSpec(Elastic(0.4, threshold), LearnedBias(length=7, init_std=1.0), window=window)
     model, eviction = build(attention=spec), Eviction(2, 9)
     found = loss_by_position(model, BATCH, eviction, n_held=True)
@@ -78,7 +78,7 @@ def test_with_n_held_theta_is_that_of_the_token_s_place_in_the_text(threshold, w
         tau.data.fill_(0.4)
     by_cache = loss_by_position(model, BATCH, eviction)
     torch.testing.assert_close(found[: eviction.capacity], by_cache[: eviction.capacity], rtol=1e-6, atol=1e-6)
-    # A window within the cache is full in both.
+    # A window smaller than the cache is full in both.
     differs = threshold == "per_query" and window is None
     assert ((found - by_cache)[eviction.capacity :].abs() > 1e-6).any() == differs
 
@@ -90,7 +90,7 @@ def test_of_per_token_n_held_is_the_tau_of_the_place_in_the_text():
                            for n, x in model.state_dict().items()})  # fmt: skip
     same = loss_by_position(model, BATCH, eviction, n_held=True)
     torch.testing.assert_close(same, loss_by_position(plain, BATCH, eviction, n_held=True))
-    for layer in model.attentions:  # of places that the cache never has
+    for layer in model.attentions:  # at positions beyond the cache
         layer.normaliser.tau.data[:, eviction.capacity :] = 0.0
     changed = loss_by_position(model, BATCH, eviction, n_held=True)
     assert torch.equal(changed[: eviction.capacity], same[: eviction.capacity])
@@ -128,7 +128,7 @@ class TestThresholds:
         assert compute_keys_and_thresholds(build(attention=AttentionSpec(Softmax())), T).keys() == {"n"}
 
     def test_are_those_that_a_forward_pass_has(self):
-        """Kept weights are p - theta."""
+        """Surviving weights are p - theta."""
         model = build()
         seen = []
         hook = model.attentions[1].normaliser.register_forward_pre_hook(lambda _, args: seen.append(args[0]))

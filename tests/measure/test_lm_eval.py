@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on our models: real prompts on small local files, log-likelihoods against a plain sum."""
+"""lm-evaluation-harness on our models: real prompts on small local files, log-likelihoods against plain sums."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def config(data=None, **model) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def model() -> DecoderLM:
-    """Elastic-Softmax on bytes, its initial weights so large that it has opinions."""
+    """Elastic-Softmax on bytes, with initial weights so large that its predictions are not uniform."""
     spec = AttentionSpec(Elastic(tau_init=0.3), LearnedBias(init_std=0.5))
     return DecoderLM(config(attention=spec).model, 256, CONTEXT, seed=0)
 
@@ -74,7 +74,7 @@ def request(*args: object) -> SimpleNamespace:
 
 @torch.no_grad()
 def plain(model: DecoderLM, context: bytes, continuation: bytes) -> tuple[float, bool]:
-    """Token by token, by itself, behind at most CONTEXT tokens; an empty context is the separator."""
+    """Reference log-likelihood, token by token after at most CONTEXT tokens; an empty context is the separator."""
     whole = list(context or b"\0") + list(continuation)
     kept = whole[-CONTEXT - 1 :]
     logits = model(torch.tensor([kept[:-1]]))[0].double().log_softmax(-1)
@@ -150,7 +150,7 @@ def test_the_greedy_flag_and_greedy_texts(model):
 
 
 def rolling(model: DecoderLM, text: bytes) -> float:
-    """Of a whole text: windows of CONTEXT tokens behind the token before each, the last filled up from before it."""
+    """Reference for a full text: windows of CONTEXT tokens after the token before each; the last one overlaps."""
     total = 0.0
     for at in range(0, len(text), CONTEXT):
         end = min(at + CONTEXT, len(text))
@@ -198,7 +198,7 @@ def test_the_nine_tasks_with_their_real_prompts(model, task_folder):
     def total(context: str, continuation: str) -> float:
         return plain(model, context.encode(), continuation.encode())[0]
 
-    # Of words, not of tokens: exp(-sum / words), words counted in the raw page.
+    # By word, not by token: exp(-sum / words), with words counted in the raw page.
     (page,) = (question["page"] for question in QUESTIONS["wikitext"])
     rolled = rolling(model, tasks[0].doc_to_target({"page": page}).encode())
     words = len(re.split(r"\s+", page))
@@ -250,7 +250,7 @@ def test_the_average_is_that_of_the_published_tables(row, mean):
 
 @pytest.fixture
 def checkpoint(runs: Path) -> Iterator[Path]:
-    """Of a run that MLflow knows."""
+    """Checkpoint of a run recorded in MLflow."""
     run_folder = runs / "train-x" / "abc"
     run_folder.mkdir(parents=True)
     tracker = Tracker(default_uri(runs), runs, "train-x")
@@ -304,7 +304,7 @@ def test_learned_positions_end_where_the_context_does(task_folder, tmp_path):
     ("more", "line"),
     [
         (["--tasks", "pika"], "lit-lazy: --tasks='pika': no such task; known are wikitext, lambada_openai, piqa"),
-        (["--tasks", "piqa"], "lit-lazy: --tasks='piqa': its data cannot be had ("),
+        (["--tasks", "piqa"], "lit-lazy: --tasks='piqa': its data cannot be loaded ("),
         (["--limit", "0"], "'0': must be a whole number of at least 1"),
         (["--tasks", ""], "must be names separated by commas"),
         (["--out", "x.txt"], "must end in .json"),
@@ -315,7 +315,7 @@ def test_a_mistake_is_one_line_and_creates_nothing(checkpoint, runs, more, line,
     before = sorted(runs.rglob("*"))
     try:
         status = main(["lm-eval", str(checkpoint), *more])
-    except SystemExit as stop:  # argparse's own
+    except SystemExit as stop:  # from argparse
         status = stop.code
     error = capsys.readouterr().err.splitlines()
     assert status == 2
@@ -330,7 +330,7 @@ def test_a_model_of_no_text_is_one_line(tmp_path, capsys):
     path = save(cfg, tmp_path / "final.ckpt", source.vocab_size, source.context_length)
     assert main(["lm-eval", str(path), "--tasks", "piqa"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "its data (Backcopy) are no text" in line
+    assert "its data (Backcopy) is not text" in line
 
 
 def test_a_tokenizer_that_is_gone_or_another_is_one_line(tmp_path, capsys):
@@ -339,11 +339,11 @@ def test_a_tokenizer_that_is_gone_or_another_is_one_line(tmp_path, capsys):
     assert "gone.json': is not a JSON file of the tokenizers library (No such file" in capsys.readouterr().err
     path = save(config(Text("x")), tmp_path / "other.ckpt", vocab_size=300)
     assert main(["lm-eval", str(path), "--tasks", "piqa"]) == 2
-    assert "reads 300 tokens, and its tokenizer has 256 now" in capsys.readouterr().err
+    assert "has a vocabulary of 300 tokens, but its tokenizer now has 256" in capsys.readouterr().err
 
 
 def answers(harness, tasks) -> tuple[dict[str, float], list[float]]:
-    """Accuracies by task, and every log-likelihood, of what the harness asks a model."""
+    """Accuracies by task and log-likelihoods of all of the harness's requests."""
     import lm_eval
 
     loaded = {"tasks": {task.config.task: task for task in tasks}, "groups": {}, "group_map": {}}
@@ -357,7 +357,7 @@ def answers(harness, tasks) -> tuple[dict[str, float], list[float]]:
 @pytest.mark.long
 @pytest.mark.parametrize("begin", [None, "<s>"])
 def test_of_an_exported_model_the_harness_itself_says_the_same(begin, bpe, task_folder, tmp_path, monkeypatch):
-    """Its own class for transformers (`--model hf`), on the folder."""
+    """With the harness's class for transformers (`--model hf`) on the exported folder."""
     from lm_eval.models.huggingface import HFLM
     from transformers import dynamic_module_utils
 
@@ -406,9 +406,9 @@ def test_a_run_that_asks_for_them_has_their_scores(task_folder, tmp_path):
             None,
             r"tasks='pika': no such task; known are wikitext, lambada_openai, piqa.*a task folder$",
         ),
-        (LmEval(("piqa",)), None, r"tasks='piqa': its data cannot be had \("),
-        (LmEval(("piqa",)), Backcopy(), r"its data \(Backcopy\) are no text"),
-        (LmEval(("mine",), task_folder="/proc/none"), None, r"LmEval\.task_folder='/proc/none': is no folder"),
+        (LmEval(("piqa",)), None, r"tasks='piqa': its data cannot be loaded \("),
+        (LmEval(("piqa",)), Backcopy(), r"its data \(Backcopy\) is not text"),
+        (LmEval(("mine",), task_folder="/proc/none"), None, r"LmEval\.task_folder='/proc/none': must be a folder"),
     ],
 )
 def test_what_cannot_be_asked_is_one_line_before_anything_is_created(evaluation, data, message):

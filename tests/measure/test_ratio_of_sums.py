@@ -1,4 +1,4 @@
-"""A ratio of sums in fp64, whatever the batches, undefined below its minimum."""
+"""A ratio of sums in fp64, independent of the batches and undefined below its minimum."""
 
 import math
 
@@ -43,7 +43,7 @@ def test_undefined_without_data_and_defined_after():
 
 
 def test_sums_of_fp32_are_taken_in_fp64():
-    """fp32 stops counting at 2^24, in one tensor as well as over updates."""
+    """fp32 would stop counting at 2^24, within a tensor and over updates."""
     one = torch.ones(2**24 + 1)
     assert RatioOfSums()(one, 2**24 + 1).item() == 1
     metric = RatioOfSums()

@@ -1,4 +1,4 @@
-"""The summary of rows, computed in blocks, against row by row loops over the whole matrix of weights in float64."""
+"""The summary of rows, computed by blocks, against loops over the rows of the full float64 weight matrix."""
 
 import math
 import subprocess
@@ -30,7 +30,7 @@ SPECS = {
 
 
 def build(spec):
-    """A normaliser in float64 whose heads have offsets of their own; the last one of per_query cuts everything off."""
+    """A normaliser in float64 whose heads have different offsets; the last one of per_query cuts everything."""
     module = spec.build(layer_shape(HEADS, 100, WIDTH)).double()
     if spec == Softmax():
         return module
@@ -47,7 +47,7 @@ def draw(length=LENGTH, batch=BATCH, dtype=torch.float64):
 
 
 def naive(module, call, counted):
-    """The same summary from the whole matrix, one row at a time."""
+    """Reference summary from the full matrix, row by row."""
     whole, (q, window) = module.compute_weights(call), (call.q, call.window)
     batch, heads, length, _ = q.shape
     theta = module.theta(whole.rows)
@@ -116,7 +116,7 @@ def assert_same(measured, expected, **tolerance):
 
 @pytest.mark.parametrize("name", SPECS)
 def test_blocks_equal_the_whole_matrix(name):
-    """Whatever the size of the blocks: rows one by one, sequences apart, everything at once."""
+    """For any block size: single rows, single sequences, everything in one block."""
     spec, bias, window = SPECS[name]
     module, (q, k) = build(spec), draw()
     call = AttentionCall(q, k, k, bias, window, renormalise=spec.renormalise)
@@ -127,7 +127,7 @@ def test_blocks_equal_the_whole_matrix(name):
 
 
 def test_the_cases_are_not_trivial():
-    """Heads with and without mass, tiles with and without a weight, and thresholds that cut."""
+    """The cases include heads with and without mass, empty and nonempty tiles, and thresholds that cut."""
     spec, bias, window = SPECS["per_query_table"]
     q, k = draw()
     summary = summarise(build(spec), AttentionCall(q, k, k, bias, window))
@@ -211,7 +211,7 @@ def step(length):
         metric.compute()
     ValueNorms(HEADS, length).update(v)
 
-step(64)  # loads the libraries' own buffers
+step(64)  # allocates the libraries' buffers
 Path("/proc/self/clear_refs").write_text("5")  # resets the peak
 before = status("VmRSS")
 step(8192)
@@ -222,6 +222,6 @@ print(status("VmHWM") - before)
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_a_long_layer_takes_less_than_a_gigabyte():
-    """L = 8192, 16 heads: q, k and v, the summary and all metrics, over the idle process."""
+    """L = 8192, 16 heads: peak over the idle process, with q, k and v, the summary and all metrics."""
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 1e9

@@ -1,4 +1,4 @@
-"""What is measured of normalisers other than Lazy Attention's: by what they declare, never by their class."""
+"""Measurements of other normalisers than Lazy Attention's depend on their declarations, never on their class."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def model(normaliser: Normaliser) -> DecoderLM:
 
 
 def measured(normaliser: Normaliser) -> tuple[dict[str, float], Diagnostics]:
-    """The ratios of the validation set, and the diagnostics."""
+    """Ratios on the validation set, and diagnostics."""
     made = model(normaliser)
     metrics = AttentionMetrics.of(made.attentions)
     with torch.no_grad():

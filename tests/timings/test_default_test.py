@@ -1,4 +1,4 @@
-"""The simulation behind the default test: its candidates against plain computations, one table at a time."""
+"""The simulation behind the default test: its candidates against plain computations, table by table."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ TABLES = draw(Setting("e^0.5", 5, 4, "additive", 0.5), 6, np.random.default_rng(
 
 
 def expected(name, y):
-    """The p of the second row's difference to the first, in one table `y` [rows, seeds]."""
+    """p value of the second row's difference to the first in a table `y` [rows, seeds]."""
     rows, n = y.shape
     if name == "paired t":
         return stats.ttest_rel(y[1], y[0]).pvalue
@@ -32,7 +32,7 @@ def expected(name, y):
     if name == CHOSEN:
         values = {str(i): dict(enumerate(row)) for i, row in enumerate(y.tolist())}
         return compute_contrast(values, {"1": 1.0, "0": -1.0}).p
-    # Least squares on dummies of rows and seeds, with the sandwich written out.
+    # Least squares on row and seed dummies, with an explicit sandwich estimator.
     design = np.array([[*np.eye(rows)[i], *np.eye(n)[s][1:]] for i in range(rows) for s in range(n)])
     inverse = np.linalg.inv(design.T @ design)
     hat = design @ inverse @ design.T
@@ -40,7 +40,7 @@ def expected(name, y):
     of_contrast = (inverse @ design.T)[1] - (inverse @ design.T)[0]
     power = {"block model, HC2": 1, "block model, HC3": 2}[name]
     variance = np.sum(of_contrast**2 * residual**2 / (1 - np.diag(hat)) ** power)
-    # Bell and McCaffrey: the moments of that quadratic form under equal variances.
+    # Bell and McCaffrey: moments of that quadratic form under equal variances.
     maker = np.eye(rows * n) - hat
     eigen = np.linalg.eigvalsh(maker @ np.diag(of_contrast**2 / (1 - np.diag(hat))) @ maker)
     df = eigen.sum() ** 2 / (eigen**2).sum()

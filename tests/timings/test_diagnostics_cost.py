@@ -1,4 +1,4 @@
-"""The diagnostics benchmark, run small: its file says what was measured, and its shares follow from its rounds."""
+"""The diagnostics benchmark at a small size: its file records the measurement; its shares follow from its rounds."""
 
 import json
 import statistics
@@ -34,7 +34,7 @@ def test_the_file_holds_the_result_and_where_it_came_from(measured):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="the peak is reported in KiB there alone")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports the peak in KiB")
 def test_the_peak_is_above_the_inputs_and_below_the_matrices_of_all_scores_and_weights(measured):
     heads, length = QUICK["heads"], QUICK["length"]
     assert 2 * 4 * heads * length * HEAD_DIM < measured[1]["summary"]["peak_bytes"] < 2 * 4 * heads * length**2
@@ -50,7 +50,7 @@ def test_shares_are_those_of_the_rounds(measured):
     assert row["inside"]["median"] == pytest.approx(statistics.median(x["inside"] / x["seconds"] for x in watched))
     assert all(0 < x["inside"] < x["seconds"] for x in watched)
     assert row["seconds"]["median"] == pytest.approx(statistics.median(x["seconds"] for x in without))
-    # Six steps: before training, after 1, 2 and 4, and at the validations after 3 and 6.
+    # Six steps: logs before training, after steps 1, 2 and 4, and at the validations after steps 3 and 6.
     assert (row["steps"], row["looks"]) == (6, 6)
     assert {(x["inside"], x["looks"]) for x in without} == {(0, 0)}
 

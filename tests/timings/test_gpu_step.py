@@ -1,4 +1,4 @@
-"""The step benchmark for a GPU, on a CPU with a tiny model: what it writes, and what a failing case costs."""
+"""The GPU step benchmark on a CPU with a tiny model: what it writes, and that a failing case affects no other."""
 
 import json
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.xdist_group("bench step")
 
 def test_a_step_is_measured():
     softmax, lazy = (measure(Case(name, 32, False), TINY, "cpu") for name in ("softmax", "lazy"))
-    # tau of every head, and 512 biases of each as far as 32 positions reach
+    # tau of every head, and its biases for 32 positions
     assert lazy["parameters"] - softmax["parameters"] == TINY.n_layers * TINY.n_heads * (1 + 32)
     for found in (softmax, lazy):
         assert 0 < found["seconds"]["lower"] <= found["seconds"]["median"] <= found["seconds"]["upper"]
@@ -27,7 +27,7 @@ def test_a_compiled_step_is_measured():
 
 
 def test_flops_are_those_of_the_products():
-    """Two a multiplication, thrice for forward and both gradients: blocks, head, and half of two L x L products."""
+    """2 per multiplication, times 3 for forward and both gradients: blocks, head, and half of two L x L products."""
     d, ff, layers, vocabulary, length = 1024, 2816, 24, 32_000, 4096
     forward = 2 * (layers * (4 * d * d + 3 * d * ff) + d * vocabulary) + layers * 2 * 2 * d * length / 2
     parameters = layers * (4 * d * d + 3 * d * ff) + 2 * d * vocabulary
@@ -55,7 +55,7 @@ def test_a_failing_case_costs_itself(tmp_path, monkeypatch, capsys):
 def test_a_hang_costs_its_case(monkeypatch):
     monkeypatch.setattr(gpu_step, "SECONDS", 0.01)
     found = measure_in_process(Case("lazy", 32, False), TINY, "cpu")
-    assert found["not_run"] == "TimeoutError: nothing came within 0 s"
+    assert found["not_run"] == "TimeoutError: no result within 0 s"
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""What a grid costs beside its training: how it is measured, and what must not be done again for every cell."""
+"""The grid benchmark, and costs that must not recur for every cell."""
 
 import gc
 import typing

@@ -1,4 +1,4 @@
-"""`python3 -m timings`: every file that cannot be written is refused in one line, before anything is measured."""
+"""`python3 -m timings` refuses bad options and unwritable files in one line, before anything is measured."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from timings.__main__ import make_parser
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["step", "--out", "folder.json"], "folder.json is there and cannot be written; name another file"),
+        (["step", "--out", "folder.json"], "folder.json exists and is not writable; name another file"),
         (["step", "--out", "/proc/x.json"], "--out '/proc': nothing can be written there"),
         (["step", "--out", "steps.txt"], "must end in .json"),
         (["grid", "--out", "loop/x.json"], "Too many levels of symbolic links; name another"),

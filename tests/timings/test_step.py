@@ -1,4 +1,4 @@
-"""The step benchmark, run small: its file says what was measured, and its ratios follow from its rounds."""
+"""The step benchmark at a small size: its file records the measurement; its ratios follow from its rounds."""
 
 import json
 import statistics
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from torch_alone import run_alone
+from torch_alone import ROOT, run_alone
 
 from lit_lazy.support.timing import Quartiles
 from timings import step
@@ -16,6 +16,7 @@ pytestmark = pytest.mark.xdist_group("bench step")  # one process, one benchmark
 ALONE = """
 import sys, torch
 from pathlib import Path
+sys.path.append({root!r})
 from timings.step import QUICK, bench_step
 torch.set_num_threads(2)
 bench_step(**QUICK, out=Path({path!r}))
@@ -25,9 +26,9 @@ assert torch.get_num_threads() == 2
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, torch_site):
-    """File, result and output of the benchmark in a process that has torch alone, as a machine with a GPU may."""
+    """File, result and output of the benchmark in a process with only torch, like some GPU machines."""
     path = tmp_path_factory.mktemp("bench") / "new" / "bench-step.json"
-    output = run_alone(ALONE.format(path=str(path)), torch_site)
+    output = run_alone(ALONE.format(root=str(ROOT), path=str(path)), torch_site)
     return path, json.loads(path.read_text()), output
 
 
@@ -58,7 +59,7 @@ def test_ratios_are_those_of_the_paired_rounds(measured, part):
 @pytest.mark.long
 def test_the_states_differ_in_what_survives(measured):
     untrained, local = measured[1]["rows"]
-    # Near-uniform scores at tau = 1: about half of the entries lie below the threshold (docs/method.md).
+    # With near-uniform scores and tau = 1, about half of the entries are below the threshold (docs/method.md).
     assert 0.4 < untrained["entries_cut"] < 0.65
     assert untrained["entries_cut"] < local["entries_cut"] < 1
     assert 0 < untrained["mass_left"] < local["mass_left"] < 1
@@ -68,7 +69,7 @@ def test_the_states_differ_in_what_survives(measured):
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_peaks_are_measured(measured):
     for row in measured[1]["rows"]:
-        # Four layers keep at least ten activations of the width for the backward pass.
+        # Four layers save at least ten activations of the model's width for the backward pass.
         assert min(row["peak_bytes"].values()) > 4 * 10 * 4 * QUICK["tokens"] * 256
 
 
@@ -83,7 +84,7 @@ def test_the_table_shows_the_rows(measured):
 
 
 def test_empty_tiles_are_counted_per_head(monkeypatch):
-    """A bias so steep that a row keeps its own key alone leaves the tiles on the diagonal and no other."""
+    """With a bias so steep that a row keeps only its last key, only the tiles on the diagonal are not empty."""
     monkeypatch.setattr(step, "LOCAL_REACH", 0.01)
     survival = step._measure_survival(step._make_model("local", 256), step._draw_ids(256, 256))
     assert survival["empty_tiles"] == {"64": pytest.approx(6 / 10), "256": 0}

@@ -1,4 +1,4 @@
-"""Runs on data of which some targets count: the loss of these alone, in training, validation, metrics and arrays."""
+"""Runs on data where only some targets count: only these enter training, validation, metrics and arrays."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +61,7 @@ class TestMean:
         assert (logits.grad[counted] != 0).all()
 
     def test_has_the_bits_of_a_plain_mean_where_all_count(self):
-        """Of gradients too: runs of before have not changed."""
+        """Including gradients, so that runs of earlier versions are reproduced."""
         for shape in ((32, 64), (7, 255), (3, 17)):
             nll = torch.randn(shape, generator=torch.Generator().manual_seed(0))
             found = []
@@ -76,7 +76,7 @@ class TestMean:
 
 @pytest.mark.parametrize("name", ["recall_tiny", "distractors_tiny", "mqar"])
 def test_a_run_measures_the_targets_that_count(name: str, tmp_path: Path) -> None:
-    """Whole, and in parts of a batch, whose means have one mean; against plain sums over the final model's logits."""
+    """With full batches and micro-batches, against explicit sums over the final model's logits."""
     cfg = experiment(name)
     found = run(cfg, tmp_path, logger=MetricFile(tmp_path), keep_checkpoint=True)
     source, model = cfg.data.load(), load(tmp_path / FINAL_CHECKPOINT).model

@@ -1,4 +1,4 @@
-"""Checkpoints and other files: whole or as they were before, and judged before anything builds on them."""
+"""Checkpoints and other files are written atomically, and checkpoints are validated before use."""
 
 import errno
 import io
@@ -33,7 +33,7 @@ def module_of(cfg: RunConfig = LAZY) -> LitLM:
 
 
 def checkpoint(cfg: RunConfig = LAZY, step: int = 3) -> dict[str, object]:
-    """What Lightning hands over, as far as it matters here."""
+    """The parts of Lightning's checkpoint that matter here."""
     module = module_of(cfg)
     hyper_parameters = {"config": to_dict(cfg), "vocab_size": 17, "context_length": 16}
     return {"state_dict": module.state_dict(), "hyper_parameters": hyper_parameters, "global_step": step}
@@ -44,7 +44,7 @@ def save(path: Path, content: dict[str, object]) -> None:
 
 
 class FullDisk:
-    """A file on a disk with room for so many bytes."""
+    """A file on a disk with room for `room` bytes."""
 
     def __init__(self, file: BinaryIO, room: int) -> None:
         self.file, self.room = file, room
@@ -86,7 +86,7 @@ class TestWriting:
         assert find_resume_step(path, LAZY, module_of()) == 3
 
     def test_the_systems_own_full_disk(self, tmp_path: Path) -> None:
-        """Linux's /dev/full refuses every write as a full disk does."""
+        """Linux's /dev/full rejects every write like a full disk."""
         if not Path("/dev/full").exists():
             pytest.skip("needs /dev/full, which Linux has")
         path = tmp_path / "last.ckpt"
@@ -210,7 +210,7 @@ class TestResuming:
         assert "made by another config" in caplog.text
 
     def test_from_another_architectures(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        """The same config, whose code has changed since."""
+        """Of the same config with changed code."""
         module = module_of()
         module.model.blocks[0].mlp.down = nn.Linear(32, 8, bias=False)
         save(tmp_path / "last.ckpt", checkpoint() | {"state_dict": module.state_dict()})
@@ -219,7 +219,7 @@ class TestResuming:
 
 
 def test_a_checkpoint_of_an_earlier_version_loads_and_resumes(tmp_path: Path) -> None:
-    """Which knew fewer fields: those that it does not know are at their defaults."""
+    """Its missing, newer fields have their defaults."""
     path = tmp_path / "last.ckpt"
     content = checkpoint()
     del content["hyper_parameters"]["config"]["model"]["embedding_init_std"]  # type: ignore[index]
@@ -232,7 +232,7 @@ def test_a_checkpoint_of_an_earlier_version_loads_and_resumes(tmp_path: Path) ->
 
 
 def test_an_interrupt_while_a_checkpoint_is_written_is_an_interrupt() -> None:
-    """torch's archive would make an error of it, and the cell fail."""
+    """torch's archive would turn it into an error, and the cell would fail."""
 
     class Interrupted(io.BytesIO):
         writes = 0

@@ -1,4 +1,4 @@
-"""How a run is executed changes no more than rounding: several processes, micro-batches, checkpointing, compiling."""
+"""The execution of a run (processes, micro-batches, checkpointing, compiling) changes results only by rounding."""
 
 import os
 import runpy
@@ -49,12 +49,12 @@ def train(folder: Path, execution: Execution, *callbacks: Callback) -> RunResult
 
 
 def logged(folder: Path) -> dict[tuple[str, int], float]:
-    """Every point of every curve."""
+    """All points of all curves."""
     return {(name, line.step): value for line in read_lines(folder / METRICS) for name, value in line.metrics.items()}
 
 
 class At(Callback):
-    """Does something at the beginning of a step."""
+    """Calls a function at the start of a step."""
 
     def __init__(self, step: int, action) -> None:
         self.step, self.action = step, action
@@ -69,7 +69,7 @@ def interrupt() -> None:
 
 
 def test_two_processes_are_one_that_accumulates_bit_for_bit(tmp_path: Path) -> None:
-    """Weights, every logged point, every final metric; the batch of a step is the same, in two parts."""
+    """In weights, logged values and final metrics; both divide a step's batch into the same two parts."""
     one, two = train(tmp_path / "one", HALVES), train(tmp_path / "two", TWO)
     assert replace(one, timings={}, execution={}) == replace(two, timings={}, execution={})
     for name, value in weights(tmp_path / "one").items():
@@ -114,8 +114,8 @@ def test_no_more_than_rounding_changes(tmp_path: Path, execution: Execution) -> 
 
 
 @pytest.fixture
-def _real(monkeypatch: pytest.MonkeyPatch, forked_ranks: None) -> None:  # noqa: ARG001 (it comes after that)
-    """The other ranks are new processes: a fork would inherit what torch remembers of rank 0's part of a tensor."""
+def _real(monkeypatch: pytest.MonkeyPatch, forked_ranks: None) -> None:  # noqa: ARG001 (overrides it)
+    """Start the other ranks as new processes: a fork would inherit torch's state of rank 0's shards."""
     monkeypatch.setattr(process_group, "subprocess", subprocess)
     monkeypatch.setattr("lit_lazy.training.run.list_imported_files", list_imported_files)
 
@@ -123,7 +123,7 @@ def _real(monkeypatch: pytest.MonkeyPatch, forked_ranks: None) -> None:  # noqa:
 @pytest.mark.long
 @pytest.mark.usefixtures("_real")
 def test_a_model_that_is_spread_over_processes_stops_and_resumes(tmp_path: Path) -> None:
-    """17 tokens and 2 heads: rows that two processes do not share evenly. What it leaves is a model like any other."""
+    """With 17 tokens and 2 heads, rows do not divide evenly over two processes. The result is an ordinary model."""
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "spread", SPREAD, At(11, interrupt))
     assert_close(train(tmp_path / "plain", Execution()), train(tmp_path / "spread", SPREAD))
@@ -146,7 +146,7 @@ def test_a_model_that_is_spread_resumes_to_the_same_bits_and_may_be_taken_over(t
 
 
 def others_of(pid: int) -> list[int]:
-    """The processes that a process started."""
+    """Child processes of a process."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -174,7 +174,7 @@ def test_a_rank_that_dies_ends_the_run_which_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("none_left")
 def test_what_the_other_ranks_say_of_one_that_died_is_no_error_of_the_run(tmp_path: Path) -> None:
-    """They lose it in the middle of an exchange, as rank 0 does, and raise."""
+    """The other ranks raise in the same collective as rank 0."""
     known = set(others_of(os.getpid()))
     with pytest.raises(RankLostError, match=r"rank \d of 4 was ended by SIGKILL"):
         train(
@@ -273,7 +273,7 @@ def test_batches_that_cannot_be_shared_out(execution: Execution, batch: int, mes
 
 
 class TestHeadNll:
-    """The loss in blocks of tokens."""
+    """Loss in blocks of tokens."""
 
     @pytest.fixture
     def drawn(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -296,7 +296,7 @@ class TestHeadNll:
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
 
     def test_never_holds_all_logits(self, drawn: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-        """Neither forward nor for the backward pass."""
+        """In neither the forward nor the backward pass."""
         hidden, head, targets = drawn
         monkeypatch.setattr(loss, "LOGITS_AT_ONCE", 40 * 10)
         seen: list[int] = []

@@ -1,4 +1,4 @@
-"""What is logged while a model trains: when, the right figures, and without a trace in the training."""
+"""Metrics logged during training: their steps, their values, and that they do not affect the training."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ def config(attention: AttentionSpec, **train: object) -> RunConfig:
 
 
 def logged(folder: Path) -> dict[str, dict[int, float]]:
-    """The watched metrics of a run by name and step; nothing is logged twice."""
+    """The `watch/` metrics of a run by name and step. Fails if a value is logged twice."""
     found: dict[str, dict[int, float]] = {}
     for line in read_lines(folder / METRICS):
         for name, value in line.metrics.items():
@@ -71,7 +71,7 @@ def test_steps_and_figures(tmp_path: Path, attention: AttentionSpec) -> None:
 
 
 def test_figures_are_those_of_the_model() -> None:
-    """The weight on the first key and the mass, against weights written out from the layers' own queries and keys."""
+    """First-key weight and mass, against explicit weights from the layers' queries and keys."""
     cfg = config(AttentionSpec(Elastic(tau_init=0.7), LearnedBias(init_std=1.0)))
     source = cfg.data.load()
     module = LitLM.create(cfg, source.vocab_size, source.context_length).train()
@@ -124,7 +124,7 @@ def test_masses_are_those_of_layers_and_quarters_and_dead_ones_are_counted(tau: 
 
 
 def test_watching_changes_nothing(tmp_path: Path) -> None:
-    """Without a logger nothing is watched: the same weights."""
+    """The weights equal those of a run without a logger, which watches nothing."""
     cfg = config(AttentionSpec(Elastic(), LearnedBias()))
     watched = run(cfg, tmp_path / "watched", logger=MetricFile(tmp_path / "watched"), keep_checkpoint=True)
     alone = run(cfg, tmp_path / "alone", keep_checkpoint=True)
@@ -136,7 +136,7 @@ def test_watching_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_nothing_is_logged_under_two_names() -> None:
-    """One layer's mass is the mass; a single tau is its own mean, least and greatest."""
+    """A single layer's mass is the overall mass; a single tau is its mean, minimum and maximum."""
     cfg = config(AttentionSpec(Elastic(tau_init=0.7), LearnedBias()))
     cfg = replace(cfg, model=replace(cfg.model, n_layers=1, n_heads=1))
     source = cfg.data.load()

@@ -1,4 +1,4 @@
-"""A run that starts with the weights of a trained model: what is taken over, and the key that it has."""
+"""Runs that start from the weights of a trained model: the loaded weights and the run's key."""
 
 import logging
 import shutil
@@ -40,12 +40,12 @@ def test_a_variant_starts_with_what_it_shares(trained: Path, caplog: pytest.LogC
     new = own.keys() - taken.keys()
     assert {name.rsplit(".", 2)[-1] for name in new} == {"tau", "table"}
     assert all(torch.equal(own[name], fresh[name]) for name in new)
-    assert "are taken over; new: blocks.0.attention.bias.table" in caplog.text
-    assert "left behind: none" in caplog.text
+    assert "are loaded; new: blocks.0.attention.bias.table" in caplog.text
+    assert "unused: none" in caplog.text
 
 
 def test_a_ramp_starts_at_its_own_beginning(tmp_path: Path) -> None:
-    """Not at the tau that the trained model ended with."""
+    """Not at the trained model's final tau."""
     run(config(LAZY, steps=3), tmp_path, keep_checkpoint=True)
     cfg = replace(config(AttentionSpec(RAMP, LearnedBias())), init_from=str(tmp_path / FINAL_CHECKPOINT))
     module = trainer.build_module(cfg, prepare(cfg), Execution())
@@ -55,7 +55,7 @@ def test_a_ramp_starts_at_its_own_beginning(tmp_path: Path) -> None:
 
 
 def test_it_is_in_the_key_by_its_content(trained: Path, tmp_path: Path) -> None:
-    """Not by its path; and without it the key is what it was."""
+    """Not by its path. Without init_from the key is unchanged."""
     fingerprint = prepare(config()).fingerprint
     elsewhere = Path(shutil.copy(trained, tmp_path / "elsewhere.ckpt"))
     keys = [cell_key(replace(config(), init_from=path), fingerprint) for path in (str(trained), str(elsewhere), None)]
@@ -95,7 +95,7 @@ def test_weights_that_cannot_be_had_are_one_line(
     given = {
         tmp_path / "none.ckpt": "give a final.ckpt",
         tmp_path / "text.ckpt": "give a final.ckpt",
-        trained: "none of its weights has the name and shape of one here; leave it out",
+        trained: "none of its weights matches the model by name and shape; omit it",
     }
     for path, fix in given.items():
         wide = ["--model.d_model=48", "--init-from", str(path), "--runs", str(tmp_path / "runs")]
@@ -111,5 +111,5 @@ def test_a_training_from_weights_says_what_it_took(
 ) -> None:
     sizes = ["--data.vocab_size=16", "--model.n_layers=2"]
     assert main(["train", "backcopy_tiny", *sizes, "--init-from", str(trained), "--runs", str(runs)]) == 0
-    assert "are taken over" in caplog.text
+    assert "of the weights, are loaded" in caplog.text
     assert "excess loss (nats)" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What the optimiser gets: who decays, whose learning rate is scaled, the schedule; and the loss that it lowers."""
+"""Parameter groups (weight decay, learning rates), the schedule and the loss."""
 
 import math
 from itertools import pairwise
@@ -48,7 +48,7 @@ def module(cfg=BASE):
 
 @pytest.mark.parametrize("cfg", VARIANTS.values(), ids=VARIANTS)
 def test_parameter_groups(cfg):
-    """Every trainable parameter once; decay on the blocks' matrices and an untied head and on nothing else."""
+    """Every trainable parameter is in one group; only the blocks' matrices and an untied head decay."""
     model = DecoderLM(cfg, VOCAB, CONTEXT, 0)
     groups = build_parameter_groups(model, BASE.train)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -152,7 +152,7 @@ def batches(dataset):
 )
 class TestTraining:
     def test_validation_is_the_mean_over_tokens_and_the_excess_over_the_oracle(self, tmp_path):
-        """Also where the last batch is smaller."""
+        """Also if the last batch is smaller."""
         data = BASE.data.load().validation
         lit = module()
         loader = DataLoader(data, batch_size=3, collate_fn=lambda batch: batch)

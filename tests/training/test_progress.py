@@ -1,4 +1,4 @@
-"""What a training shows meanwhile: steps, tokens per second, the rest, the loss; on a terminal and in a log."""
+"""Progress of a training: steps, tokens per second, time left and loss, on a terminal and in a log."""
 
 import io
 import re
@@ -17,7 +17,7 @@ LINE = re.compile(r"step (\d+) of 12, ([\d,]+) tokens/s, (\d+:\d\d) left(?:, los
 
 
 def shown(folder: Path, terminal: bool) -> str:
-    """Of a training of 12 steps in two micro-batches each, whose loss is logged at step 5 and 10."""
+    """Output of a training of 12 steps with two micro-batches each, which logs its loss at steps 5 and 10."""
     file = io.StringIO()
     cfg, halves = config(steps=12), Execution(micro_batch=4)
     source = cfg.data.load()
@@ -54,7 +54,7 @@ def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
 def test_speed_and_rest_are_of_the_steps_since_it_began(
     first: int, step: int, seconds: float, expected: tuple[int, int]
 ) -> None:
-    """128 tokens a step."""
+    """With 128 tokens per step."""
 
     class Fake:
         global_step, callback_metrics = step, {}

@@ -1,4 +1,4 @@
-"""What trainers may choose beside the usual recipe: each does what it says, in any run, also a resumed one."""
+"""Options beyond the default recipe: each takes effect, also in resumed and distributed runs."""
 
 import math
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def with_everything() -> RunConfig:
 def trained(
     cfg: RunConfig, folder: Path, execution: Execution = ONE_DEVICE, callbacks: Sequence[Callback] = ()
 ) -> dict[str, torch.Tensor]:
-    """The weights that a training ends with; nothing is evaluated. Its curves are in the folder."""
+    """Final weights of a training without evaluation. Its curves are in the folder."""
     source = cfg.data.load()
     trainer = make_trainer(cfg, folder, MetricFile(folder), callbacks, False, execution)
     return fit(trainer, build_module(cfg, source, execution), cfg, source, None).state_dict()
@@ -108,7 +108,7 @@ class TestAverage:
         assert torch.equal(layer.weight, last)
 
     def test_is_what_is_validated_kept_and_evaluated(self, tmp_path: Path) -> None:
-        """The weights that are trained are those of a run without; their average, made of each step's here, is kept."""
+        """The trained weights equal those of a run without average; their average, recomputed here, is the result."""
         cfg = replace_at(config(LAZY), {"train.ema_decay": 0.9})
         steps = Weights()
         trained(config(LAZY), tmp_path / "plain", callbacks=[steps])
@@ -141,7 +141,7 @@ def lines(folder: Path) -> list:
 
 
 class Weights(Callback):
-    """What a module holds behind each step."""
+    """Records a module's state after each step."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, torch.Tensor]] = []
@@ -153,7 +153,7 @@ class Weights(Callback):
 class TestZLoss:
     @pytest.mark.parametrize("at_once", [2**26, 30 * 7])
     def test_log_z_is_the_log_of_the_sum_of_exponentials(self, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Values and gradients against the plain formula, whole and in blocks; ignored targets count for nothing."""
+        """Values and gradients against the plain formula, with and without blocks; ignored targets do not count."""
         monkeypatch.setattr(loss, "LOGITS_AT_ONCE", at_once)
         generator = torch.Generator().manual_seed(0)
         hidden = (3 * torch.randn(2, 12, 8, generator=generator)).requires_grad_()
@@ -185,7 +185,7 @@ class TestZLoss:
 
 @torch.no_grad()
 def test_normed_queries_and_keys_have_the_length_of_their_gain() -> None:
-    """So a score is at most sqrt(D), and the scale of the projections is gone."""
+    """So a score is at most sqrt(D), and the scale of the projections has no effect."""
     cfg = replace_at(config(LAZY), {"model.attention.qk_norm": True, "model.init_std": 0.5}).model
     model = DecoderLM(cfg, 17, 16, seed=0)
     tokens = torch.randint(17, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -224,8 +224,8 @@ def test_two_processes_are_one_that_accumulates_bit_for_bit(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train.optimiser": Muon()}, "train.optimiser='Muon': has not been tried with --strategy fsdp"),
-        ({"train.ema_decay": 0.9}, "train.ema_decay=0.9: has not been tried with --strategy fsdp"),
+        ({"train.optimiser": Muon()}, "train.optimiser='Muon': is untested with --strategy fsdp"),
+        ({"train.ema_decay": 0.9}, "train.ema_decay=0.9: is untested with --strategy fsdp"),
     ],
 )
 def test_what_cannot_be_spread_is_named(changes: dict[str, object], message: str) -> None:

@@ -1,4 +1,4 @@
-"""`run`: the same again bit for bit, also when killed in between; the same batches for every variant."""
+"""`run` is bit-identical when repeated or killed and resumed; all variants see the same batches."""
 
 import multiprocessing
 import os
@@ -29,7 +29,7 @@ RAMP = Elastic(tau_init=0.0, tau_ramp=0.75, tau_final=1.5)
 
 
 def config(attention: AttentionSpec = LAZY, seed: int = 0, **train: object) -> RunConfig:
-    """20 steps of 8 sequences out of 48: steps 6, 12 and 18 begin a new pass over the data."""
+    """20 steps of 8 sequences out of 48: a new epoch starts at steps 6, 12 and 18."""
     defaults = {"steps": 20, "batch_size": 8, "warmup_steps": 2, "val_every": 7, "checkpoint_every": 8, "log_every": 5}
     return RunConfig(
         data=Backcopy(vocab_size=16, context_length=16, train_sequences=48, validation_sequences=16),
@@ -48,7 +48,7 @@ def untimed(result: RunResult) -> RunResult:
 
 
 def assert_same_run(a: Path, b: Path) -> None:
-    """Results equal but for their timings; weights and diagnostics, the history of tau among them, bit-equal."""
+    """Results are equal except for timings; weights and diagnostics (including tau's history) are bit-identical."""
     first, second = RunResult.read(a), RunResult.read(b)
     assert first is not None
     assert second is not None
@@ -75,7 +75,7 @@ def test_another_seed_gives_another_result(tmp_path: Path) -> None:
 
 
 class Kill(Callback):
-    """SIGKILL at the beginning of a step."""
+    """Sends SIGKILL at the start of a step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -105,7 +105,7 @@ def run_until_killed(cfg: RunConfig, folder: Path, step: int) -> None:
     ],
 )
 def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, attention: AttentionSpec, steps: tuple[int, ...]) -> None:
-    """Killed in the middle of a pass and away from any checkpoint (saved at 8 and 16), once before the first."""
+    """Kills in the middle of an epoch, away from the checkpoints (steps 8 and 16), once before the first."""
     cfg = config(attention)
     run(cfg, tmp_path / "whole", keep_checkpoint=True)
     for step in steps:
@@ -133,7 +133,7 @@ def test_a_killed_run_without_attention_resumes_bit_for_bit(tmp_path: Path, mixe
 
 
 def test_losses_on_the_way_are_those_of_the_validations_also_after_kills(tmp_path: Path) -> None:
-    """Killed at a step whose checkpoint is written and whose validation is not, and in between."""
+    """Kills after a step's checkpoint but before its validation, and between validations."""
     cfg = replace_at(config(AttentionSpec()), {"train.val_every": 5, "train.checkpoint_every": 5})
     whole = run(cfg, tmp_path / "whole", keep_checkpoint=True)
     assert {"loss/at_25", "loss/at_50", "loss/at_75"} <= whole.metrics.keys()
@@ -145,7 +145,7 @@ def test_losses_on_the_way_are_those_of_the_validations_also_after_kills(tmp_pat
 
 
 def test_a_ramped_tau_is_a_function_of_the_finished_steps(tmp_path: Path) -> None:
-    """Not of batches, of which a step has two: from tau_init to tau_final over 15 of 20, so watched, measured, kept."""
+    """Not of batches, of which a step has two. It rises over 15 of 20 steps in logs, metrics and weights."""
     halves = Execution(micro_batch=4)
     result = run(config(AttentionSpec(RAMP)), tmp_path, keep_checkpoint=True, execution=halves)
     kept = Diagnostics.load(tmp_path / DIAGNOSTICS).arrays
@@ -158,7 +158,7 @@ def test_a_ramped_tau_is_a_function_of_the_finished_steps(tmp_path: Path) -> Non
 
 
 class Batches(Callback):
-    """Records the tokens that a run sees, and the step at which it validated."""
+    """Records the tokens of a run and the steps of its validations."""
 
     def __init__(self) -> None:
         self.tokens: list[torch.Tensor] = []
@@ -281,7 +281,7 @@ def test_a_checkpoint_of_another_config_is_quarantined_and_the_run_begins_again(
     kept: list[bytes] = []
 
     class Keep(Callback):
-        """Reads what was quarantined, which goes with the finished run's other checkpoints."""
+        """Reads the quarantined file, which the finished run moves out of its checkpoints."""
 
         def on_train_start(self, _trainer, _module) -> None:
             kept.append((tmp_path / "begun" / "checkpoints" / "last.ckpt.damaged").read_bytes())
@@ -292,7 +292,7 @@ def test_a_checkpoint_of_another_config_is_quarantined_and_the_run_begins_again(
 
 
 class StopValidating(Callback):
-    """Ends a run as a kill would, after the checkpoint of a step and before its validation."""
+    """Ends a run like a kill between a step's checkpoint and its validation."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -304,7 +304,7 @@ class StopValidating(Callback):
 
 @pytest.mark.parametrize("step", [20, 30])
 def test_a_validation_that_a_kill_cut_off_is_made_up_for(tmp_path: Path, step: int) -> None:
-    """Its step is in the checkpoint already: Lightning would leave a hole in the curves, or never start."""
+    """Its step is in the checkpoint already: Lightning would leave a gap in the curves, or never start training."""
     cfg = config(steps=30, val_every=10, checkpoint_every=10)
     run(cfg, tmp_path / "whole", logger=MetricFile(tmp_path / "whole"))
     with pytest.raises(RuntimeError, match="killed"):
@@ -338,7 +338,7 @@ def test_diagnostics_lie_beside_the_result(tmp_path: Path) -> None:
     assert kept.prefixes == ["", "init/"]
     assert set(kept.arrays["init/tau"].flat) == {1.0}
     assert kept.arrays["init/mass/row"].shape == kept.arrays["mass/row"].shape == (2, 2, 16)
-    # The sample holds the whole validation set here, so both say the same.
+    # The sample is the full validation set here, so both values are equal.
     assert scalars["init/mass/empty_rows"] == pytest.approx(1 / 16)
     sparsity = kept.arrays["sparsity/zero"].mean(dtype="float64")
     assert sparsity == pytest.approx(result.metrics["sparsity/zero"], abs=1e-6)

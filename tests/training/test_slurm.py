@@ -1,4 +1,4 @@
-"""Inside a SLURM job a run is what it is elsewhere: Lightning neither requeues the job nor loads what it left."""
+"""A SLURM job does not affect a run: Lightning neither requeues the job nor loads its own checkpoints."""
 
 import logging
 import multiprocessing
@@ -24,7 +24,7 @@ TASKS = {
 
 
 class Signalled(Callback):
-    """SIGUSR1 at a step, as `sbatch --signal` sends it ahead of a time limit."""
+    """Sends SIGUSR1 at a step, like `sbatch --signal` before a time limit."""
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
         if trainer.global_step == 11:
@@ -36,11 +36,11 @@ def train(folder: Path, *callbacks: Callback, seed: int = 0) -> None:
 
 
 def in_job(task: str, bin_folder: Path, work: Callable[..., None], *arguments: object) -> int | None:
-    """The exit status of a process that does this as a task of a job."""
+    """Run a function in a process as a task of a job. Returns the exit status."""
 
     def be() -> None:
         os.environ.update(JOB | TASKS[task], PATH=f"{bin_folder}{os.pathsep}{os.environ['PATH']}")
-        rank_zero_only.rank = int(TASKS[task]["SLURM_PROCID"])  # Lightning reads it when it is imported
+        rank_zero_only.rank = int(TASKS[task]["SLURM_PROCID"])  # as Lightning sets it on import
         work(*arguments)
 
     process = multiprocessing.get_context("fork").Process(target=be)
@@ -51,7 +51,7 @@ def in_job(task: str, bin_folder: Path, work: Callable[..., None], *arguments: o
 
 @pytest.fixture
 def scontrol(tmp_path: Path) -> Path:
-    """A folder with SLURM's command, which leaves `called` when it is."""
+    """A folder with a fake `scontrol`, which writes a file `called`."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "scontrol").write_text(f'#!/bin/sh\necho "$@" >{folder / "called"}\n')
@@ -61,7 +61,7 @@ def scontrol(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_signal_of_slurm_is_not_lightnings(task: str, tmp_path: Path, scontrol: Path) -> None:
-    """The process ends by it and the run resumes, to the same bits; nothing is requeued behind the queue's back."""
+    """The signal ends the process, and the run resumes bit-identically; nothing is requeued without the queue."""
     train(tmp_path / "elsewhere")
     assert in_job(task, scontrol, train, tmp_path / "here", Signalled()) == -signal.SIGUSR1
     assert {path.name for path in (tmp_path / "here").iterdir()} == {"checkpoints", METRICS, "lock"}

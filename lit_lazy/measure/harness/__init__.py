@@ -1,1 +1,1 @@
-"""What needs lm-evaluation-harness, an extra, to be defined at all; its absence is one line."""
+"""Classes that derive from lm-evaluation-harness, an optional dependency."""

@@ -1,8 +1,8 @@
-"""How lm-evaluation-harness asks a model.
+"""A model as seen by lm-evaluation-harness.
 
-Contexts have no token put before them, as by the harness's default; an empty one is the prefix token: the token that
-begins documents where the training text had one, else the one that separates them. A context that does not fit is cut
-on its left, as the harness does, and counted.
+As by the harness's default, no token is put before a context. An empty context becomes the prefix token: the token that
+begins documents if the training text had one, else the separator of documents. Like the harness, a context that does
+not fit is truncated on its left; the number of such contexts is counted.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,14 +19,14 @@ from lit_lazy.data.pipeline.tokeniser import Tokenizer
 from lit_lazy.model.decoder import DecoderLM
 
 TOKENS_AT_ONCE = 8192
-"""Tokens of a forward pass, unless a single sequence is longer."""
+"""Tokens per forward pass, unless a single sequence is longer."""
 
 Count = Callable[[int, int], object]
-"""Takes note of progress: requests that are answered, and requests in all, of a task's kind of request."""
+"""Progress callback: done and total requests of a task and kind of request."""
 
 
 class LmEvalAdapter(TemplateLM):
-    """A model as the harness asks it."""
+    """The harness's interface to a model."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class LmEvalAdapter(TemplateLM):
         self.autocast = autocast or torch.autocast(model.device.type, enabled=False)
         self.max_length = model.context_length
         self.requests = self.cut = 0
-        """Log-likelihoods that were asked for, and those whose context was cut."""
+        """Number of requests, and of those with a truncated context."""
 
     @property
     def eot_token_id(self) -> int:
@@ -59,11 +59,11 @@ class LmEvalAdapter(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: object
     ) -> list[tuple[float, bool]]:
-        """The log-likelihood of each continuation, and whether it is the greedy one; the longest first."""
-        whole = [[*context, *continuation] for _, context, continuation in requests]
-        kept = [tokens[-self.max_length - 1 :] for tokens in whole]
-        self.requests += len(whole)
-        self.cut += sum(len(tokens) > self.max_length + 1 for tokens in whole)
+        """Log-likelihood of each continuation, and whether it is the greedy one. Computes the longest first."""
+        full = [[*context, *continuation] for _, context, continuation in requests]
+        kept = [tokens[-self.max_length - 1 :] for tokens in full]
+        self.requests += len(full)
+        self.cut += sum(len(tokens) > self.max_length + 1 for tokens in full)
         found: list[tuple[float, bool]] = [(0.0, True)] * len(kept)
         done = 0
         for batch in make_batches([len(tokens) - 1 for tokens in kept]):
@@ -77,7 +77,7 @@ class LmEvalAdapter(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:  # noqa: ARG002
-        """Of whole texts, token by token once: in windows as long as the context, the last filled up from before it."""
+        """Log-likelihood of texts, each token scored once, in windows of the context length; the last one overlaps."""
         windows = [
             [
                 (None, *make_disjoint_window(window))
@@ -95,35 +95,35 @@ class LmEvalAdapter(TemplateLM):
 
     @torch.no_grad()
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:  # noqa: ARG002
-        """The greedy continuation of each context, up to a stop; contexts are cut on their left to leave room."""
+        """Greedy continuation of each context, up to a stop. Contexts are truncated on their left to leave room."""
         texts = []
         for request in requests:
             context, settings = request.args
             until, most = settings.get("until", []), min(settings.get("max_gen_toks", 256), self.max_length - 1)
             stops = [until] if isinstance(until, str) else list(until)
-            whole = self.tok_encode(context) or [self.prefix_token_id]
-            kept = whole[-(self.max_length - most) :]
-            self.requests, self.cut = self.requests + 1, self.cut + (len(kept) < len(whole))
+            full = self.tok_encode(context) or [self.prefix_token_id]
+            kept = full[-(self.max_length - most) :]
+            self.requests, self.cut = self.requests + 1, self.cut + (len(kept) < len(full))
             texts.append(self._continue_greedily(kept, stops, most))
             self.count(len(texts), len(requests))
         return texts
 
     def _continue_greedily(self, context: list[int], stops: Iterable[str], most: int) -> str:
-        cache, given, drawn, text = self.model.new_cache(), context, [], ""
-        while len(drawn) < most and not any(stop in text for stop in stops):
-            tokens = torch.tensor([given], device=self.model.device)
+        cache, new, generated, text = self.model.new_cache(), context, [], ""
+        while len(generated) < most and not any(stop in text for stop in stops):
+            tokens = torch.tensor([new], device=self.model.device)
             with self.autocast:
                 token = int(self.model(tokens, cache)[0, -1].argmax())
             if token == self.eot_token_id:
                 break
-            drawn.append(token)
-            given, text = [token], "".join(self.text.decode(drawn, context))
+            generated.append(token)
+            new, text = [token], "".join(self.text.decode(generated, context))
         ends = [text.find(stop) for stop in stops if stop and stop in text]
         return text[: min(ends)] if ends else text
 
     @torch.no_grad()
     def _compute_logits(self, rows: list[list[int]]) -> Tensor:
-        """`[n, longest, vocab]`; the rows are padded on their right, at which no token looks."""
+        """`[n, longest, vocab]`. Rows are padded on their right, which no token sees."""
         longest = max(map(len, rows))
         tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=self.model.device)
         with self.autocast:
@@ -131,14 +131,14 @@ class LmEvalAdapter(TemplateLM):
 
 
 def _score(logits: Tensor, targets: list[int]) -> tuple[float, bool]:
-    """The sum of the targets' log-probabilities, logits `[n, vocab]`, and whether each target is the most probable."""
-    wanted = torch.tensor(targets, device=logits.device)
-    chosen = logits.float().log_softmax(-1).gather(-1, wanted[:, None])
-    return chosen.double().sum().item(), bool((logits.argmax(-1) == wanted).all())
+    """Sum of the targets' log-probabilities for logits `[n, vocab]`, and whether every target is the most probable."""
+    index = torch.tensor(targets, device=logits.device)
+    scores = logits.float().log_softmax(-1).gather(-1, index[:, None])
+    return scores.double().sum().item(), bool((logits.argmax(-1) == index).all())
 
 
 def make_batches(lengths: Sequence[int], most: int = TOKENS_AT_ONCE) -> list[list[int]]:
-    """Numbers of sequences, the longest first, so many at a time that they hold `most` tokens, padding included."""
+    """Batches of sequence indices, longest first, each of at most `most` tokens including padding."""
     found: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if not found or (len(found[-1]) + 1) * lengths[found[-1][0]] > most:

@@ -1,1 +1,1 @@
-"""Several processes that train one model: their group, the process of a rank, sharded parameters."""
+"""Distributed training: process group, rank process, sharded parameters."""

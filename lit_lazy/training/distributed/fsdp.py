@@ -1,4 +1,4 @@
-"""A model that is spread over the devices, and checkpoints of it like those of any other."""
+"""FSDP with the checkpoint format of a single device."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,22 +13,22 @@ from lit_lazy.support.sharding import gather_full_tensor
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """FSDP2. Its checkpoints hold whole tensors in one file, which rank 0 writes and any way of execution resumes.
+    """FSDP2. Rank 0 writes checkpoints of full tensors in one file, which any execution can resume.
 
-    Lightning's own number the optimiser's states in another order than the optimiser does, and cannot load a tensor
-    whose rows the devices do not share evenly.
+    Lightning's checkpoints number the optimiser's states in another order than the optimiser, and cannot load a tensor
+    whose rows do not divide evenly over the devices.
     """
 
     def __init__(self, devices: int) -> None:
         super().__init__(data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """All parameters, on rank 0; the others have to ask for them too."""
+        """All parameters on rank 0, else {}. A collective: all ranks must call it."""
         assert self.model
         return self._gather_state(self.model.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """All of an optimiser's state, on rank 0; the others have to ask for it too."""
+        """An optimiser's full state on rank 0, else {}. A collective: all ranks must call it."""
         return self._gather_state(optimizer.state_dict())
 
     def _gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class ShardedStrategy(ModelParallelStrategy):
         return gathered if self.is_global_zero else {}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Every device takes its part of model and optimisers from the file."""
+        """Load this device's shard of model and optimisers."""
         assert self.model
         content = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
         self.model.load_state_dict(_shard_state(self.model.state_dict(), content["state_dict"]))
@@ -56,12 +56,12 @@ class ShardedStrategy(ModelParallelStrategy):
         return content
 
 
-def _shard_state(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _shard_tensor(given[name], value) for name, value in own.items()}
+def _shard_state(sharded: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _shard_tensor(full[name], value) for name, value in sharded.items()}
 
 
 def _shard_tensor(value: Tensor, like: Tensor) -> Tensor:
-    """What this device has of a whole tensor, if it shares `like` with others and the two are of one shape."""
+    """This device's shard of a full tensor, if `like` is sharded and has the same shape."""
     if not isinstance(like, DTensor) or value.shape != like.shape:
         return value
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

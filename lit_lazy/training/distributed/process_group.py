@@ -1,7 +1,7 @@
-"""The processes that share a run's batches: rank 0, which was asked to train, and the others, which it starts.
+"""The processes that share a run's batches: rank 0, and the other ranks, which it starts.
 
-Rank 0 owns the folder, its lock, the metrics and every evaluation. The others have no folder: they are told what to
-train by rank 0, take their share of each batch, and end with it, whatever it ends by.
+Rank 0 owns the folder, its lock, the metrics and every evaluation. The other ranks have no folder: rank 0 sends them
+the run, they train on their share of each batch, and end when rank 0 ends.
 """
 
 import json
@@ -28,15 +28,15 @@ from torch import distributed
 from lit_lazy.support.errors import UnfinishedError, describe_exception
 
 MODULE = "lit_lazy.training.distributed.rank_process"
-"""What the other ranks run."""
+"""The module that the other ranks run."""
 LOCAL = "127.0.0.1"
-PATIENCE = timedelta(hours=2)
-"""For rank 0 while it evaluates: a rank that dies is noticed otherwise."""
+TIMEOUT = timedelta(hours=2)
+"""Timeout of collectives; long because rank 0 evaluates meanwhile. A dead rank is detected separately."""
 GRACE_SECONDS = 10.0
-"""In which an operation between the ranks ends that one of them has left; with NCCL it may hang for ever."""
-LOOK_SECONDS = 0.2
-ORDERS, FAILURE, HERE = "orders", "failure", "here"
-"""Keys in the store of a group: what to train, why a rank could not, and which are about to join."""
+"""Time for a collective to fail after a rank has left it; with NCCL it may hang forever."""
+POLL_SECONDS = 0.2
+SPEC, FAILURE, HERE = "orders", "failure", "here"
+"""Keys in a group's store: the `RunSpec`, why a rank failed, and the ranks that are ready to join."""
 
 log = logging.getLogger("lit_lazy.training.distributed.process_group")
 
@@ -51,24 +51,24 @@ class RankFailedError(UnfinishedError):
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What the ranks of a run train, and how."""
+    """What the ranks of a run train, and how to execute it."""
 
     config: dict[str, Any]
     execution: dict[str, Any]
     files: list[Path]
     """Python files that define classes of the config."""
     fingerprint: str
-    """Of the data that rank 0 has."""
+    """Fingerprint of rank 0's data."""
     folder: Path
     checkpoint: Path | None
-    """To resume from."""
+    """Checkpoint to resume from."""
     final: Path | None
-    """Where the trained model is kept."""
+    """Path to save the trained model at."""
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """A process's place among those of a run, and the store that they share."""
+    """A process's rank in a run, and the shared store."""
 
     store: distributed.Store
     rank: int
@@ -76,65 +76,65 @@ class RankGroup:
     local_rank: int
     local_size: int
     lost: Callable[[bool], str] = lambda _killed: ""
-    """How another rank ended that should not have, as far as this one can know; "" for not at all. Or was killed."""
+    """Describes a rank that ended although it should not have, or only one that was killed (True); "" for none."""
 
     @property
     def nodes(self) -> int:
-        """Machines."""
+        """Number of machines."""
         return self.size // self.local_size
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Within, tensors can be exchanged; it begins when all ranks are there.
+        """Join the group for collectives in the block, once all ranks are ready.
 
-        Raises, in rank 0, RankLostError where another rank died and RankFailedError where one raised.
+        On rank 0, raises RankLostError if another rank died and RankFailedError if one raised.
         """
         if torch.cuda.is_available():
             torch.cuda.set_device(self.local_rank)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         store = distributed.PrefixStore("group", self.store)
         self._wait_for_ranks()
-        distributed.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=PATIENCE)
+        distributed.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT)
         try:
             yield
-        except Exception as error:  # before the group ends, which would be the others' error
+        except Exception as error:  # before the group is destroyed, which would raise on the other ranks
             self.report_failure(error) if self.rank else self._raise_rank_error(error)
             raise
         finally:
             distributed.destroy_process_group()
 
     def _wait_for_ranks(self) -> None:
-        """Wait for all ranks, or for the first that cannot come: the group itself would wait for it for hours."""
+        """Wait for all ranks, and fail at the first that ends: `init_process_group` would wait for it for hours."""
         self.store.set(f"{HERE}{self.rank}", "")
-        there = [f"{HERE}{rank}" for rank in range(self.size)]
-        while not self.store.check(there):
+        keys = [f"{HERE}{rank}" for rank in range(self.size)]
+        while not self.store.check(keys):
             self._check_ranks()
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
-    def send_spec(self, orders: RunSpec) -> None:
-        """Have the others train."""
-        self.store.set(ORDERS, json.dumps(asdict(orders), default=str))
+    def send_spec(self, spec: RunSpec) -> None:
+        """Start the other ranks' training."""
+        self.store.set(SPEC, json.dumps(asdict(spec), default=str))
 
     def receive_spec(self) -> RunSpec:
-        """What rank 0 wants to be trained; waits for it."""
-        given = json.loads(self.store.get(ORDERS))
-        paths = {name: given[name] and Path(given[name]) for name in ("folder", "checkpoint", "final")}
-        return RunSpec(**given | paths | {"files": [Path(file) for file in given["files"]]})
+        """Wait for rank 0's `RunSpec`."""
+        fields = json.loads(self.store.get(SPEC))
+        paths = {name: fields[name] and Path(fields[name]) for name in ("folder", "checkpoint", "final")}
+        return RunSpec(**fields | paths | {"files": [Path(file) for file in fields["files"]]})
 
     def report_failure(self, error: Exception) -> None:
-        """Say why this rank cannot continue. The first that does is heard."""
+        """Report why this rank stops. Only the first report is stored."""
         with suppress(RuntimeError):  # rank 0 may be the reason
             self.store.compare_set(FAILURE, "", f"rank {self.rank}: {describe_exception(error)}")
 
     def _raise_rank_error(self, error: Exception) -> None:
-        """Raise what another rank's end has to do with an error of rank 0, if anything."""
+        """Raise another rank's end if it may be the cause of rank 0's error."""
         if isinstance(error, UnfinishedError) or not isinstance(error, RuntimeError):
             return
-        time.sleep(2 * LOOK_SECONDS)
+        time.sleep(2 * POLL_SECONDS)
         self._check_ranks(error)
 
     def _check_ranks(self, error: Exception | None = None) -> None:
-        if killed := self.lost(True):  # of which the others may have said that they lost it
+        if killed := self.lost(True):  # first, as the other ranks may have reported its loss as their failure
             raise RankLostError(killed) from error
         if self.store.check([FAILURE]):
             raise RankFailedError(self.store.get(FAILURE).decode()) from error
@@ -143,7 +143,7 @@ class RankGroup:
 
 
 class GroupEnvironment(ClusterEnvironment):
-    """Lightning's view of a group that exists already."""
+    """Lightning's view of an existing group."""
 
     creates_processes_externally = True
     main_address, main_port = LOCAL, 0
@@ -159,13 +159,13 @@ class GroupEnvironment(ClusterEnvironment):
         return self.group.size
 
     def set_world_size(self, size: int) -> None:
-        """It is what it is."""
+        """No-op: the group is fixed."""
 
     def global_rank(self) -> int:
         return self.group.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """It is what it is."""
+        """No-op: the group is fixed."""
 
     def local_rank(self) -> int:
         return self.group.local_rank
@@ -175,40 +175,40 @@ class GroupEnvironment(ClusterEnvironment):
 
 
 def make_environment(group: RankGroup | None) -> ClusterEnvironment:
-    """Where Lightning is to believe itself: not in a batch system's job, whatever the variables say."""
+    """Lightning's environment: never that of a batch system, even if its variables are set."""
     return LightningEnvironment() if group is None else GroupEnvironment(group)
 
 
 def read_torchrun_size() -> int | None:
-    """How many processes torchrun started, on one machine or several; None where this one was started otherwise."""
+    """Number of processes that torchrun started on all machines; None if this process was not started by torchrun."""
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 @cache
 def join_torchrun() -> RankGroup | None:
-    """The place that torchrun gave this process."""
+    """The group that torchrun assigned to this process, if any."""
     if read_torchrun_size() is None:
         return None
-    store, rank, size = next(distributed.rendezvous("env://", timeout=PATIENCE))
+    store, rank, size = next(distributed.rendezvous("env://", timeout=TIMEOUT))
     return RankGroup(store, rank, size, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
 @contextmanager
 def start_ranks(devices: int) -> Iterator[RankGroup | None]:
-    """The group of a run on this many devices, whose other processes live as long as this. None for one device."""
+    """Start the other ranks of a run; they end with the block. Yields the group, or None for one device."""
     if devices == 1 or read_torchrun_size():
         yield join_torchrun()
         return
     _use_loopback()
-    with socket.create_server((LOCAL, 0)) as server, _ChildRanks(port := server.getsockname()[1], devices) as others:
+    with socket.create_server((LOCAL, 0)) as server, _ChildRanks(port := server.getsockname()[1], devices) as ranks:
         store = distributed.TCPStore(
-            LOCAL, port, is_master=True, wait_for_workers=False, timeout=PATIENCE, master_listen_fd=server.detach()
+            LOCAL, port, is_master=True, wait_for_workers=False, timeout=TIMEOUT, master_listen_fd=server.detach()
         )
-        yield RankGroup(store, rank=0, size=devices, local_rank=0, local_size=devices, lost=others.find_lost)
+        yield RankGroup(store, rank=0, size=devices, local_rank=0, local_size=devices, lost=ranks.find_lost)
 
 
 class _ChildRanks:
-    """The ranks that rank 0 started. They hold nothing, so they may be killed at any time."""
+    """The ranks that rank 0 started. They own no files or locks, so they may be killed at any time."""
 
     def __init__(self, port: int, size: int) -> None:
         self._ended = threading.Event()
@@ -232,7 +232,7 @@ class _ChildRanks:
         self._watcher.join()
 
     def find_lost(self, killed: bool) -> str:
-        """Which of them ended, or was killed, and how; "" for none. To be asked while none should end."""
+        """Describe a rank that failed or was killed, or with `killed` only one that was killed; "" for none."""
         for rank, process in enumerate(self._processes, 1):
             code = process.poll() or 0
             if code < 0 or (code and not killed):
@@ -241,15 +241,15 @@ class _ChildRanks:
         return ""
 
     def _watch(self) -> None:
-        """End this process, as the other one ended, where it does not notice by itself."""
-        while not self._ended.wait(LOOK_SECONDS):
+        """End this process if another rank is lost and the collectives do not fail within GRACE_SECONDS."""
+        while not self._ended.wait(POLL_SECONDS):
             if (lost := self.find_lost(False)) and not self._ended.wait(GRACE_SECONDS):
                 log.error("%s", lost)
                 os._exit(1)
 
 
 def _start_rank(port: int, rank: int, size: int) -> "subprocess.Popen[bytes]":
-    """A rank that waits for its task, and ends when its input does: with rank 0, whatever ends that."""
+    """Start a rank, which waits for its `RunSpec` and ends when its standard input closes, even if rank 0 is killed."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", MODULE],
         stdin=subprocess.PIPE,
@@ -263,22 +263,22 @@ def _start_rank(port: int, rank: int, size: int) -> "subprocess.Popen[bytes]":
 
 
 def connect_to_group(line: str) -> RankGroup:
-    """The place of a process that was started by `started`."""
+    """The group of a process started by `_start_rank`, from its line of input."""
     _use_loopback()
-    given = json.loads(line)
-    store = distributed.TCPStore(LOCAL, given["port"], is_master=False, timeout=PATIENCE)
-    return RankGroup(store, given["rank"], given["size"], given["rank"], given["size"])
+    fields = json.loads(line)
+    store = distributed.TCPStore(LOCAL, fields["port"], is_master=False, timeout=TIMEOUT)
+    return RankGroup(store, fields["rank"], fields["size"], fields["rank"], fields["size"])
 
 
 def _use_loopback() -> None:
-    """gloo would listen at the address that the machine's name stands for."""
+    """Make gloo use the loopback interface instead of the address of the host name."""
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
 
 
 def exit_on_eof(pipe: int) -> None:
-    """End this process when a pipe does."""
+    """End this process when the pipe closes."""
 
     def wait() -> None:
         while os.read(pipe, 1):

@@ -1,4 +1,4 @@
-"""A process that takes its share of a run's batches, and nothing else: what a rank beside rank 0 does."""
+"""Process of a rank other than 0: trains on its share of a run's batches."""
 
 import sys
 
@@ -16,7 +16,7 @@ from lit_lazy.training.trainer import MissedValidation, build_module, fit, make_
 
 
 def join_training(group: RankGroup) -> None:
-    """Train what rank 0 says, to the end or an error, of which rank 0 hears."""
+    """Train rank 0's `RunSpec`. Reports an error to rank 0."""
     try:
         _join_training(group)
     except Exception as error:
@@ -25,29 +25,29 @@ def join_training(group: RankGroup) -> None:
 
 
 def _join_training(group: RankGroup) -> None:
-    orders = group.receive_spec()
-    for file in orders.files:
+    spec = group.receive_spec()
+    for file in spec.files:
         load_module(file)
-    cfg, execution = from_dict(RunConfig, orders.config), Execution(**orders.execution)
+    cfg, execution = from_dict(RunConfig, spec.config), Execution(**spec.execution)
     source = load_data(cfg.data)
-    if source.fingerprint != orders.fingerprint:
-        raise ValueError(f"its data ({source.name}) are not those of rank 0; give it the same files")
+    if source.fingerprint != spec.fingerprint:
+        raise ValueError(f"its data ({source.name}) differs from rank 0's; give it the same files")
     logger, callbacks = None, ()
-    if execution.strategy == "fsdp":  # rank 0 cannot look at the model alone
-        logger, watch = DummyLogger(), HeadMonitor(source)
-        callbacks = (MissedValidation(source, watch.losses), watch)
-    trainer = make_trainer(cfg, orders.folder, logger, callbacks, False, execution, group)
-    fit(trainer, build_module(cfg, source, execution), cfg, source, orders.checkpoint, group, orders.final)
+    if execution.strategy == "fsdp":  # rank 0's callbacks run forward passes, in which all ranks must take part
+        logger, monitor = DummyLogger(), HeadMonitor(source)
+        callbacks = (MissedValidation(source, monitor.losses), monitor)
+    trainer = make_trainer(cfg, spec.folder, logger, callbacks, False, execution, group)
+    fit(trainer, build_module(cfg, source, execution), cfg, source, spec.checkpoint, group, spec.final)
 
 
 def main() -> int:
-    """Entry point of the processes that rank 0 starts; their place comes on the standard input."""
-    place = sys.stdin.readline()
+    """Entry point of the processes that rank 0 starts. Reads port, rank and size from standard input."""
+    line = sys.stdin.readline()
     exit_on_eof(sys.stdin.fileno())
     try:
-        join_training(connect_to_group(place))
+        join_training(connect_to_group(line))
     except UnfinishedError:
-        return 1  # rank 0 has met it too
+        return 1  # rank 0 has the same error
     return 0
 
 

@@ -22,7 +22,8 @@ from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.render import save
 from lit_lazy.tracking.spool import Spool
-from lit_lazy.tracking.tracker import Tracker, default_uri
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import prepare

@@ -239,7 +239,7 @@ def allocate_workers(options: argparse.Namespace) -> Iterator[tuple[int, float]]
         yield options.workers or default_workers(options.threads, options.devices or 1), 0.0
         return
     from lit_lazy.grid.jobs.ray_pool import Share, join_cluster
-    from lit_lazy.tracking.tracker import default_uri
+    from lit_lazy.tracking.store import default_uri
 
     with join_cluster(options.ray_address or os.environ.get("RAY_ADDRESS") or "local") as cluster:
         cluster.check_stores(queue=options.storage, tracking=default_uri(options.runs))

@@ -15,13 +15,8 @@ from urllib.error import URLError
 from lit_lazy.support.disk import open_private
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.secrets import strip_user
-from lit_lazy.tracking.tracker import (
-    ExperimentLinks,
-    check_store,
-    default_uri,
-    find_experiment_links,
-    list_experiment_names,
-)
+from lit_lazy.tracking.links import ExperimentLinks, find_experiment_links, list_experiment_names
+from lit_lazy.tracking.store import check_store, default_uri
 
 HOST = "127.0.0.1"
 READY_SECONDS = 120

@@ -20,7 +20,8 @@ from lightning.pytorch.loggers import Logger
 
 from lit_lazy.support.disk import write_atomically, write_text
 from lit_lazy.support.errors import UnfinishedError
-from lit_lazy.tracking.tracker import MetricRecord, Tracker, TrackingError
+from lit_lazy.tracking.store import TrackingError
+from lit_lazy.tracking.tracker import MetricRecord, Tracker
 from lit_lazy.training.result import DIAGNOSTICS, RunResult
 
 METRICS, RUN_ID = "metrics.jsonl", "mlflow_run_id"

@@ -36,7 +36,8 @@ from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.support import disk
 from lit_lazy.support.disk import describe_shortage
 from lit_lazy.tracking.spool import read_lines
-from lit_lazy.tracking.tracker import Tracker, TrackingError
+from lit_lazy.tracking.store import TrackingError
+from lit_lazy.tracking.tracker import Tracker
 
 pytestmark = pytest.mark.xdist_group("faults")
 

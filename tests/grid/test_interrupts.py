@@ -24,7 +24,7 @@ from lit_lazy.grid.search.definition import Real, Search, define
 from lit_lazy.grid.search.queue import SearchQueue
 from lit_lazy.grid.search.worker import SearchWorker
 from lit_lazy.tracking.spool import Spool
-from lit_lazy.tracking.tracker import default_uri
+from lit_lazy.tracking.store import default_uri
 from lit_lazy.training.module import LitLM
 
 STUDY = "study"

@@ -29,7 +29,8 @@ from lit_lazy.grid.jobs.worker import Worker
 from lit_lazy.grid.queue.liveness import Heartbeat, Membership
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
-from lit_lazy.tracking.tracker import Tracker, TrackingError, default_uri
+from lit_lazy.tracking.store import TrackingError, default_uri
+from lit_lazy.tracking.tracker import Tracker
 
 pytestmark = pytest.mark.xdist_group("faults")
 

@@ -27,7 +27,8 @@ from lit_lazy.grid.jobs.worker import Job
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage, normalise_url
 from lit_lazy.support.secrets import redact_text
-from lit_lazy.tracking.tracker import Tracker, TrackingError, check_store, default_uri
+from lit_lazy.tracking.store import TrackingError, check_store, default_uri
+from lit_lazy.tracking.tracker import Tracker
 
 PASSWORD = "hunter2:é"
 TYPED = "hunter2%3A%C3%A9"

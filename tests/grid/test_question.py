@@ -21,7 +21,8 @@ from lit_lazy.support.console import format_duration
 from lit_lazy.support.provenance import find_last_commit
 from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, INIT_COLUMNS
 from lit_lazy.table.records import Contrast, Table
-from lit_lazy.tracking.tracker import Tracker, default_uri
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.tracker import Tracker
 
 SOURCE = """
 from lit_lazy.attention import Elastic, Softmax

@@ -31,7 +31,8 @@ from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.report import publish
 from lit_lazy.tracking.spool import METRICS, MetricFile, RunCard, Spool, read_lines
-from lit_lazy.tracking.tracker import Tracker, TrackingError, default_uri
+from lit_lazy.tracking.store import TrackingError, default_uri
+from lit_lazy.tracking.tracker import Tracker
 
 ID = "pair-backcopy_tiny"
 pytestmark = pytest.mark.xdist_group("recovery")

@@ -27,7 +27,8 @@ from lit_lazy.grid.search.queue import SearchQueue
 from lit_lazy.grid.search.worker import SearchWorker
 from lit_lazy.report.search import SearchReport
 from lit_lazy.table.search_points import Point
-from lit_lazy.tracking.tracker import Tracker, default_uri
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.tracker import Tracker
 
 TAU, LR, BASE = "model.attention.normaliser.tau_init", "train.lr", "model.position.base"
 SEARCH = '''

@@ -13,7 +13,8 @@ import pytest
 from lit_lazy.config.files import load_module
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
-from lit_lazy.tracking.tracker import Tracker, default_uri
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.tracker import Tracker
 
 ABLATION = """
 from beside import TAU, Mine

@@ -30,7 +30,8 @@ from lit_lazy.measure.harness import lm_eval_adapter as asked_module
 from lit_lazy.measure.harness.lm_eval_adapter import LmEvalAdapter, make_batches
 from lit_lazy.measure.lm_eval import COLUMNS, TASKS, LmEval, average_accuracy, benchmark, find_tasks, load_tasks
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.tracking.tracker import Tracker, default_uri
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training import checkpoints
 from lit_lazy.training.checkpoints import AtomicCheckpointIO
 from lit_lazy.training.module import LitLM

@@ -14,8 +14,10 @@ from chromium import CHROMIUM, Browser
 from lit_lazy.command.main import main
 from lit_lazy.config.files import load_module
 from lit_lazy.figures import palette
+from lit_lazy.tracking.links import ExperimentLinks, find_experiment_links
 from lit_lazy.tracking.serve import select_links
-from lit_lazy.tracking.tracker import ExperimentLinks, MetricRecord, Tracker, default_uri, find_experiment_links
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.tracker import MetricRecord, Tracker
 from lit_lazy.tracking.views import (
     AXES_VIEW,
     CELLS_VIEW,

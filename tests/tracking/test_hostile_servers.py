@@ -11,7 +11,7 @@ from mistakes import PASSWORD, expect_refusal
 
 from lit_lazy.data.pipeline import documents
 from lit_lazy.support.timeout import call_with_timeout
-from lit_lazy.tracking import tracker
+from lit_lazy.tracking import store
 
 COMMANDS = [
     ["train", "backcopy_tiny"],
@@ -56,7 +56,7 @@ def dripping(connection: socket.socket) -> None:
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[socket.socket], object]], str]]:
     """Starts a server that treats each connection in its way, and makes it MLflow's; its address."""
-    monkeypatch.setattr(tracker, "ANSWER_SECONDS", 0.7)
+    monkeypatch.setattr(store, "ANSWER_SECONDS", 0.7)
     listener = socket.create_server(("127.0.0.1", 0))
 
     def start(treat: Callable[[socket.socket], object]) -> str:

@@ -24,7 +24,8 @@ from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.table.records import Table
 from lit_lazy.tracking.databases import sqlite_file
-from lit_lazy.tracking.tracker import Tracker, TrackingError, default_uri
+from lit_lazy.tracking.store import TrackingError, default_uri
+from lit_lazy.tracking.tracker import Tracker
 
 Q = TypeVar("Q", bound=Queue)
 POLL_SECONDS = 1.0

@@ -31,7 +31,8 @@ from lit_lazy.support.provenance import git_sha
 from lit_lazy.support.secrets import RedactingFormatter
 from lit_lazy.tracking.loggers import open_loggers
 from lit_lazy.tracking.spool import RunCard, Spool
-from lit_lazy.tracking.tracker import Tracker, TrackingError
+from lit_lazy.tracking.store import TrackingError
+from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.distributed.process_group import RankLostError
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.module import DivergedError

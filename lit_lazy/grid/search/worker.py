@@ -14,7 +14,7 @@ from lit_lazy.grid.queue.queue import CellLostError, Task
 from lit_lazy.grid.search.definition import MONITORED
 from lit_lazy.grid.search.queue import SearchQueue
 from lit_lazy.tracking.spool import Spool
-from lit_lazy.tracking.tracker import TrackingError
+from lit_lazy.tracking.store import TrackingError
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.result import RunResult
 

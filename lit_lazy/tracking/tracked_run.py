@@ -21,7 +21,8 @@ from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.tracking.loggers import check_logger_kinds, open_loggers
 from lit_lazy.tracking.spool import RunCard, Spool
-from lit_lazy.tracking.tracker import Tracker, TrackingError, check_store, default_uri
+from lit_lazy.tracking.store import TrackingError, check_store, default_uri
+from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.checkpoints import check_init_from
 from lit_lazy.training.cost import estimate_cost, require_fit
 from lit_lazy.training.execution import ONE_DEVICE, Execution
@@ -30,7 +31,7 @@ from lit_lazy.training.result import FINAL_CHECKPOINT, RunResult
 from lit_lazy.training.run import make_lock, read_finished, run
 from lit_lazy.training.trainer import AtStart
 
-log = logging.getLogger("lit_lazy.tracking.tracked")
+log = logging.getLogger("lit_lazy.tracking.tracked_run")
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,11 @@ from lit_lazy.tracking.databases import sqlite_file
 from lit_lazy.tracking.store import ARTIFACTS, open_store, translate_errors
 from lit_lazy.tracking.views import (
     CHARTED_TAG,
-    COLOUR_TAG,
-    ROW_TAG,
     CellRun,
-    assign_colours,
     build_run_views,
     build_views,
     encode_view,
     find_outlier_rows,
-    get_normaliser_name,
-    make_group_name,
 )
 
 METRICS_PER_CALL = 1000
@@ -251,38 +246,29 @@ class Tracker:
 
     @translate_errors
     def save_views(
-        self,
-        axes: Sequence[str],
-        columns: Sequence[str],
-        main: Sequence[str] | None = None,
-        rows: Sequence[str] | None = None,
+        self, axes: Sequence[str], columns: Sequence[str], main: Sequence[str] | None = None, ended: bool = False
     ) -> None:
-        """Save the experiment's views, as its cells are now; of very many, the newest are looked at.
+        """Save the experiment's views for the newest `MOST_RUNS_SEEN` cells.
 
-        axes: params in which cells differ. columns: metrics of its table. main: those of them that charts show, the
-        one that all is held against first; None for all. rows: the variants, the baseline first, once no more cells
-        are to come: each is given a colour.
+        axes: params in which cells differ. columns: metrics of the table. main: the columns with charts, main metric
+        first; None for all. ended: whether all cells have ended, so that charts can leave out rows with an outlying
+        loss.
         """
         runs = self._find_newest("cell")
         cells = [CellRun(run.data.tags["variant"], run.data.params, run.data.metrics) for run in runs]
-        groups = None
-        if rows is not None and len(runs) < MOST_RUNS_SEEN:
-            normalisers = {cell.variant: get_normaliser_name(cell.params) for cell in cells}
-            chosen = assign_colours(dict.fromkeys(rows, "") | normalisers)
-            groups = {row: make_group_name(row, colour) for row, colour in chosen.items()}
+        charted = ended and len(runs) < MOST_RUNS_SEEN
+        if charted:
             far = find_outlier_rows(cells)
             for run, cell in zip(runs, cells, strict=True):
-                row, charted = cell.variant, "no" if cell.variant in far else "yes"
-                self._update_tags(run, {COLOUR_TAG: chosen[row], ROW_TAG: groups[row], CHARTED_TAG: charted})
-        self._write_views(build_views(axes, columns, columns if main is None else main, cells, groups))
+                value = "no" if cell.variant in far else "yes"
+                if run.data.tags.get(CHARTED_TAG) != value:
+                    self.client.set_tag(run.info.run_id, CHARTED_TAG, value)
+        self._write_views(build_views(axes, columns, columns if main is None else main, cells, charted))
 
     @translate_errors
     def save_run_views(self) -> None:
-        """Save the views of an experiment whose runs are no cells, as these are now."""
+        """Save the views of a `lit-lazy train` experiment for its newest runs."""
         runs = self._find_newest("run")
-        chosen = assign_colours({run.info.run_id: get_normaliser_name(run.data.params) for run in reversed(runs)})
-        for run in runs:
-            self._update_tags(run, {COLOUR_TAG: chosen[run.info.run_id]})
         self._write_views(
             build_run_views([CellRun(run.info.run_name, run.data.params, run.data.metrics) for run in runs])
         )
@@ -292,11 +278,6 @@ class Tracker:
         return self.client.search_runs(
             [self.experiment_id], f"tags.kind = '{kind}'", order_by=newest, max_results=MOST_RUNS_SEEN
         )
-
-    def _update_tags(self, run: Run, tags: Mapping[str, str]) -> None:
-        new = [RunTag(name, text) for name, text in tags.items() if run.data.tags.get(name) != text]
-        if new:
-            self.client.log_batch(run.info.run_id, tags=new)
 
     def _write_views(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         for name, state in states.items():

@@ -1,6 +1,5 @@
 """MLflow's real server and a real browser: the printed links show what they promise, the saved views draw."""
 
-import colorsys
 import os
 import re
 import shutil
@@ -13,7 +12,6 @@ from chromium import CHROMIUM, Browser
 
 from lit_lazy.command.main import main
 from lit_lazy.config.files import load_module
-from lit_lazy.figures import palette
 from lit_lazy.tracking.links import ExperimentLinks, find_experiment_links
 from lit_lazy.tracking.serve import select_links
 from lit_lazy.tracking.store import default_uri
@@ -22,18 +20,13 @@ from lit_lazy.tracking.views import (
     AXES_VIEW,
     CELLS_VIEW,
     CHARTS_VIEW,
-    DISTINCT,
     LINKED_VIEWS,
-    PALETTE,
     RUNS_VIEW,
     TABLE_VIEW,
     CellRun,
-    assign_colours,
     build_run_views,
     build_views,
-    checksum,
     find_outlier_rows,
-    make_group_name,
 )
 
 pytestmark = pytest.mark.xdist_group("browser")  # one grid and one server for all
@@ -63,9 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
 
 
 EXCESSES = {"softmax": 0.5, "off by one": 0.25, "a 'quoted' one": 0.125, "lazy": 0.0625, "dead": 400.0}
-"""Of the cells that are made up, and of their curves the last value; the lazy row is the baseline."""
-NORMALISERS = {"softmax": "Softmax", "off by one": "OffByOne", "lazy": "Elastic"}
-"""Of those that have one."""
+"""Of the cells that are made up, and of their curves the last value."""
 ON_THE_WAY = {100: 8.0, 200: 2.0, 300: 4.0, 400: 1.0}
 """Times as much at these steps."""
 
@@ -74,12 +65,11 @@ def made_up(runs: Path) -> None:
     tracker = Tracker(default_uri(runs), runs, "made-up")
     for row, excess in EXCESSES.items():
         tags = {"kind": "cell", "variant": row, "seed": "0", "cell": row}
-        params = {"tau_init": "1.0", "model.attention.normaliser": NORMALISERS.get(row, "")}
-        run = tracker.start_run(f"{row} seed 0", tags, params, {})
+        run = tracker.start_run(f"{row} seed 0", tags, {"tau_init": "1.0"}, {})
         curve = [MetricRecord(step, step, {"val/excess": excess * times}) for step, times in ON_THE_WAY.items()]
         tracker.log(run, curve)
         tracker.finish(run, {"loss/excess": excess, "loss/val": 2 + excess, "sink/rate": excess}, {}, 400)
-    tracker.save_views(["tau_init"], ["loss/excess"], None, ["lazy", *(row for row in EXCESSES if row != "lazy")])
+    tracker.save_views(["tau_init"], ["loss/excess"], ended=True)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +106,7 @@ def says(text: str) -> str:
 class TestPages:
     def test_the_first_view_shows_a_line_per_variant_and_every_axis_as_a_column(self, links, browser) -> None:
         text = opened(browser, links["by variant"], says("Group: softmax"))
-        assert "Group by: row" in text
+        assert "Group by: variant" in text
         for variant in ROWS:
             assert f"Group: {variant} 2" in text
             assert f"{variant} seed" not in text, "its cells are folded away"
@@ -151,17 +141,16 @@ class TestPages:
             chart = f"{screenshots.CARDS}.find(card => card.innerText.startsWith({title!r}))"
             assert browser.evaluate(f"{chart}.querySelectorAll('.point').length") == n, title
 
-    def test_a_dead_row_flattens_nothing_and_is_named_and_each_row_has_its_colour(self, runs, links, browser) -> None:
+    def test_a_dead_row_flattens_nothing_and_is_named(self, runs, links, browser) -> None:
         ui_url = links["runs"].partition("/#")[0]
         (made,) = [e for e in find_experiment_links(default_uri(runs), ui_url) if e.name == "made-up"]
         text = opened(browser, made.pages["charts"], screenshots.DRAWN)
         assert "4 matching runs" in text
         assert "Results by variant, without dead" in text
         listed = browser.evaluate("[...document.querySelectorAll('.ag-row')].map(row => row.innerText).join('\\n')")
-        shown = {name.strip(): colour for colour, name in re.findall(r"(#\w{6})\nGroup: (.*)", listed)}
-        rows = ["lazy", *(row for row in EXCESSES if row != "lazy")]
-        expected = assign_colours({row: NORMALISERS.get(row, "") for row in rows})
-        assert shown == {row: expected[row] for row in EXCESSES if row != "dead"}
+        assert {name.strip() for name in re.findall(r"Group: (.*)", listed)} == {
+            row for row in EXCESSES if row != "dead"
+        }
         card = f"{screenshots.CARDS}.find(card => card.innerText.startsWith('val/excess'))"
         chart = f"{card}.querySelector('.js-plotly-plot')"
         drawn = browser.wait(f"(c => c.data && c.data.filter(t => t.y.length == 4).map(t => t.y))({chart})")
@@ -245,11 +234,6 @@ def cell(variant: str, axes: dict[str, str], *metrics: str, loss: float = 1.0) -
 LOSSES = {"a": 1.0, "b": 1.01, "c": 1.02, "dead": 9.0}
 
 
-def hue(colour: str) -> float:
-    """In degrees."""
-    return 360 * colorsys.rgb_to_hsv(*(int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)))[0]
-
-
 class TestViews:
     SOFTMAX = cell("softmax", {"bias": "NoBias"}, "loss/val", "sink/rate", "val/loss")
     LAZY = cell("lazy", {"bias": "Alibi", "tau_init": "1.0"}, "loss/val", "watch/tau_layer_0", "watch/tau_layer_11")
@@ -290,10 +274,7 @@ class TestViews:
     def test_a_row_far_above_is_drawn_in_no_chart_and_listed_all_the_same(self) -> None:
         cells = [cell(name, {"tau_init": name}, "loss/val", loss=loss) for name, loss in LOSSES.items()]
         assert find_outlier_rows(cells) == ["dead"]
-        groups = {
-            name: make_group_name(name, colour) for name, colour in assign_colours(dict.fromkeys(LOSSES, "")).items()
-        }
-        found = build_views(["tau_init"], ["loss/val"], ["loss/val"], cells, groups)
+        found = build_views(["tau_init"], ["loss/val"], ["loss/val"], cells, charted=True)
         for view in (CHARTS_VIEW, AXES_VIEW):
             assert found[view]["searchFilter"] == "tags.kind = 'cell' AND tags.charted = 'yes'"
             assert found[view]["compareRunSections"][0]["name"].endswith(", without dead")
@@ -302,26 +283,6 @@ class TestViews:
         while_it_runs = build_views(["tau_init"], ["loss/val"], ["loss/val"], cells)
         assert while_it_runs[CHARTS_VIEW]["searchFilter"] == "tags.kind = 'cell'"
         assert while_it_runs[CHARTS_VIEW]["groupBy"]["groupByKeys"][0]["groupByData"] == "variant"
-
-    @pytest.mark.parametrize("order", [["a", "b", "c", "d", "e"], ["e", "d", "c", "b", "a"]])
-    def test_softmax_and_elastic_have_the_colours_that_they_have_in_the_figures(self, order: list[str]) -> None:
-        of = {"a": "Elastic", "b": "Softmax", "c": "Relu", "d": "Elastic", "e": "Softmax"}
-        chosen = assign_colours({row: of[row] for row in order})
-        assert len(set(chosen.values())) == len(of)
-        for name in ("Elastic", "Softmax"):
-            first = next(row for row in order if of[row] == name)
-            assert abs(hue(chosen[first]) - hue(palette.NORMALISERS[name])) < 10
-
-    def test_rows_have_colours_of_their_own_and_groups_mlflow_schecksum_of_them(self) -> None:
-        assert sorted(DISTINCT) == list(range(len(PALETTE)))
-        rows = [f"row {i}" for i in range(len(PALETTE))] + ["softmax", "τ = 1", "a 'quoted' one", "𝜏"]
-        chosen = assign_colours(dict.fromkeys(rows, "Relu"))
-        assert len(set(list(chosen.values())[: len(PALETTE)])) == len(PALETTE)
-        for row, colour in chosen.items():
-            group = make_group_name(row, colour)
-            assert group.rstrip(" ") == row
-            assert PALETTE[checksum(f"tag.row.{group}") % len(PALETTE)] == colour
-        assert checksum("abcde") == 0xC8F0, "the textbook's Fletcher-16"
 
     def test_curves_are_of_what_was_measured_and_none_is_drawn_twice(self) -> None:
         drawn = [chart for chart in self.charts(CHARTS_VIEW, [self.SOFTMAX, self.LAZY]) if chart["type"] == "LINE"]

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_lazy.tracking.databases import sqlite_file
-from lit_lazy.tracking.spool import RUN_ID
 from lit_lazy.tracking.store import TrackingError, default_uri
+from lit_lazy.tracking.tracked_run import RUN_ID
 from lit_lazy.tracking.tracker import Tracker
 
 ARTIFACT = "lm-eval.json"

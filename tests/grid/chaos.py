@@ -92,7 +92,7 @@ def set_traps():
     import lit_lazy.training.run
     from lit_lazy.grid.queue.queue import Queue
     from lit_lazy.training.module import LitLM
-    from lit_lazy.tracking.spool import Spool
+    from lit_lazy.tracking.tracked_run import ActiveRun
 
     def half_written(write, point):
         def write_and_die(path, content):
@@ -117,7 +117,7 @@ def set_traps():
     checkpoints.write_atomically = half_written(checkpoints.write_atomically, "checkpoint write")
     run.write_text = half_written(run.write_text, "result write")
     before(LitLM, "training_step", "training", lambda module: module.global_step == 37)
-    before(Spool, "finish", "between result and MLflow")
+    before(ActiveRun, "finish", "between result and MLflow")
     before(Queue, "complete", "between MLflow and queue")
 
 

@@ -23,8 +23,8 @@ from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.grid.search.definition import Real, Search, define
 from lit_lazy.grid.search.queue import SearchQueue
 from lit_lazy.grid.search.worker import SearchWorker
-from lit_lazy.tracking.spool import Spool
 from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.tracked_run import ActiveRun
 from lit_lazy.training.module import LitLM
 
 STUDY = "study"
@@ -35,7 +35,7 @@ CLAIM: dict[str, Moment] = {
     "claimed": (Queue, "claim", "after"),
     "not held yet": (Heartbeat, "hold", "before"),
     "held": (Heartbeat, "hold", "after"),
-    "about to start": (Worker, "make_card", "before"),
+    "about to start": (Worker, "make_run", "before"),
     "starting": (Worker, "_train", "before"),
     "in training": (LitLM, "training_step", "before"),
 }
@@ -43,7 +43,7 @@ REQUEUEING: dict[str, Moment] = {
     "about to requeue": (Queue, "requeue", "before"),
     "requeueing": (RDBStorage, "set_trial_state_values", "before"),
     "requeued": (Queue, "requeue", "after"),
-    "reporting": (Spool, "fail", "before"),
+    "reporting": (ActiveRun, "fail", "before"),
 }
 
 

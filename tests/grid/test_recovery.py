@@ -30,8 +30,9 @@ from lit_lazy.grid.queue.liveness import Membership
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.report import publish
-from lit_lazy.tracking.spool import METRICS, MetricFile, RunCard, Spool, read_lines
+from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.tracking.store import TrackingError, default_uri
+from lit_lazy.tracking.tracked_run import ActiveRun
 from lit_lazy.tracking.tracker import Tracker
 
 ID = "pair-backcopy_tiny"
@@ -302,21 +303,21 @@ sys.exit(main(sys.argv[1:]))
     return [sys.executable, str(script), *made.command, "--rows", "softmax", "--seeds", "0"]
 
 
-def spool(runs: Path, folder: str) -> Spool:
-    card = RunCard("v seed 0", {"cell": "abc", "kind": "cell"}, {"axis": "1"}, {"train": {"steps": 2}}, "parent")
+def active(runs: Path, folder: str) -> ActiveRun:
     (runs / folder).mkdir(exist_ok=True)
-    return Spool(Tracker(default_uri(runs), runs, "spooled"), runs / folder, card)
+    tracker, tags = Tracker(default_uri(runs), runs, "active"), {"cell": "abc", "kind": "cell"}
+    return ActiveRun(tracker, runs / folder, "v seed 0", tags, {"axis": "1"}, {"train": {"steps": 2}}, "parent")
 
 
 def test_a_cell_that_another_machine_takes_over_has_its_curves_once(runs: Path) -> None:
     """The former holder may still live, and send: to a run that is deleted."""
-    first, second = spool(runs, "here"), spool(runs, "there")
+    first, second = active(runs, "here"), active(runs, "there")
     for of, steps in ((first, (1, 2)), (second, (1, 2, 3))):
         for step in steps:
-            of.make_logger().log_metrics({"train/loss": 1.0 / step}, step)
+            MetricFile(of.folder).log_metrics({"train/loss": 1.0 / step}, step)
             time.sleep(0.002)
         of.send()
-    first.make_logger().log_metrics({"train/loss": 0.25}, 4)
+    MetricFile(first.folder).log_metrics({"train/loss": 0.25}, 4)
     with pytest.raises(TrackingError):
         first.send()
     (run,) = first.tracker.find({"cell": "abc"})
@@ -331,8 +332,8 @@ def test_a_run_that_was_cut_off_before_its_params_gets_them(runs: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(Tracker, "log_config", killed)
         with pytest.raises(SystemExit):
-            spool(runs, "here").get_run_id()
-    again = spool(runs, "here")
+            active(runs, "here").get_run_id()
+    again = active(runs, "here")
     run = again.tracker.client.get_run(again.get_run_id())
     assert run.data.params == {"axis": "1", "train.steps": "2"}
     assert len(again.tracker.find({"cell": "abc"})) == 1
@@ -348,7 +349,7 @@ DAMAGE = {
 
 
 def test_why_an_attempt_ended_is_not_said_of_the_one_that_finished(runs: Path) -> None:
-    of = spool(runs, "here")
+    of = active(runs, "here")
     of.fail("interrupted", "KILLED")
     of.tracker.finish(of.get_run_id(), {"loss/val": 1.0}, {"git_sha": "abc"}, 2)
     (run,) = of.tracker.find({"cell": "abc"})
@@ -437,7 +438,7 @@ def test_whatever_goes_wrong_in_reporting_does_not_end_a_worker(runs: Path, monk
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(Spool, "fail", broken)
+    monkeypatch.setattr(ActiveRun, "fail", broken)
     monkeypatch.setattr(Worker, "_train", broken)
     Worker(queue, Tracker(default_uri(runs), runs, STUDY), "parent", runs / STUDY).work()
     assert set(queue.states().values()) == {"failed"}

@@ -22,35 +22,34 @@ class ExperimentLinks:
 
 
 def find_experiment_links(uri: str, ui_url: str) -> list[ExperimentLinks]:
-    """Links to every experiment of a store that holds training runs, the most recently used first."""
+    """Links to every experiment with runs in a store, the most recently used first."""
     client = make_client(uri)
     links = []
     for experiment in client.search_experiments(order_by=["last_update_time DESC"]):
         number = experiment.experiment_id
-        runs = client.search_runs([number], order_by=["start_time DESC"], max_results=1)
-        if not runs:
+        if not client.search_runs([number], max_results=1):
             continue
         pages = {
             label: runs_link(ui_url, number, view)
             for label, view in LINKED_VIEWS.items()
             if TAG_PREFIX + view_id(view) in experiment.tags
         }
-        query = "tags.ablation LIKE '%' AND tags.kind != 'cell'"  # an ablation's parent run, or a search's
+        query = "tags.ablation LIKE '%' AND tags.kind != 'cell'"  # the parent run of an ablation or a search
         for parent in client.search_runs([number], query, order_by=["start_time DESC"], max_results=1):
-            kept = {artifact.path for artifact in client.list_artifacts(parent.info.run_id)}
+            stored = {artifact.path for artifact in client.list_artifacts(parent.info.run_id)}
             pages |= {
                 label: run_link(ui_url, number, parent.info.run_id, artifact)
                 for label, artifact in PARENT_PAGES.items()
-                if artifact in kept
+                if artifact in stored
             }
         links.append(ExperimentLinks(experiment.name, pages | {"runs": runs_link(ui_url, number)}))
     return links
 
 
 def list_experiment_names(uri: str, kind: str | None = None) -> list[str]:
-    """Names of all experiments of a store; none where a local store does not exist, which is not created.
+    """Names of all experiments of a store; none if a local store does not exist, which is not created.
 
-    kind: only those that hold a run with this tag.
+    kind: only experiments that contain a run with this tag.
     """
     if (file := sqlite_file(uri)) is not None and not has_content(file):
         return []

@@ -109,7 +109,7 @@ def test_out_of_memory_fails_one_cell_with_its_reason_and_can_be_tried_again(
     assert "out of memory: cannot allocate 3 TB" in " ".join(out.split())
     assert main([*command, "--retry-failed", "2"]) == 0
     out = capsys.readouterr().out
-    assert "softmax seed 1 failed (out of memory: cannot allocate 3 TB); tried again, 1/2" in out
+    assert "softmax seed 1 failed (out of memory: cannot allocate 3 TB); retry 1/2" in out
     assert "4/4 cells done, 0 running" in out
     assert in_mlflow(f"sqlite:///{runs / 'mlflow.db'}", ID) == {("FINISHED", "complete"): 4}
 
@@ -323,7 +323,7 @@ def test_a_disk_that_is_full_and_does_not_look_it_is_tried_ever_less(
         assert supervisor._step(pool, progress)
     assert slept == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6], "from POLL_SECONDS on"
     assert pool.started == 8
-    assert shown.getvalue().count(f"something finds no space left, and there is some in {grid.folder}") == 7
+    assert shown.getvalue().count(f"a write failed for lack of space, but there is some in {grid.folder}") == 7
 
 
 def test_the_last_cell_is_tried_again_by_a_worker_that_is_started_for_it(runs: Path, tmp_path: Path) -> None:

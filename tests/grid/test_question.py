@@ -209,7 +209,7 @@ def test_mistakes_are_named(changes: dict[str, object], message: str) -> None:
 def test_a_question_that_is_none_is_named(tmp_path: Path) -> None:
     path = tmp_path / "wrong.py"
     path.write_text("question = 3\n")
-    with pytest.raises(ValueError, match=r"wrong\.py: its `question` is a int; let it be a Question"):
+    with pytest.raises(ValueError, match=r"wrong\.py: its `question` is a int; make it a Question"):
         load_ablation_or_question(path)
 
 

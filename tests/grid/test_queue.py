@@ -169,7 +169,7 @@ def test_a_cell_that_kills_its_workers_fails_unless_it_gets_ahead(storage: str) 
 
     assert [die("step 1"), die("step 1"), die("step 2"), die("step 2")] == [True] * 4
     assert die("step 2") is False
-    assert "died 3 times without getting ahead" in queue.entries("failed")[0].reason
+    assert "died 3 times without progress" in queue.entries("failed")[0].reason
 
 
 def hold_and_wait(storage: str, folder: Path) -> None:
@@ -298,7 +298,7 @@ def test_storages_that_cannot_be_used(tmp_path: Path, closed_port: int) -> None:
         ("mysql://localhost/x", "must be sqlite:///FILE or postgresql://"),
         ("queue.db", "must be sqlite:///FILE or postgresql://"),
         (f"sqlite:///{broken}", "file is not a database"),
-        ("sqlite:////nowhere/queue.db", "there is no folder '/nowhere'; make it"),
+        ("sqlite:////nowhere/queue.db", "folder '/nowhere' does not exist; create it"),
         (f"postgresql://me:secret@127.0.0.1:{closed_port}/x", "are server, user, password and database right"),
     ):
         with pytest.raises(StorageError, match=message) as raised:
@@ -365,7 +365,7 @@ def test_a_database_that_goes_away_for_a_while_is_waited_for(
     recording.join(timeout=60)
     (said,) = [record.getMessage() for record in caplog.records if record.name == "lit_lazy.grid.queue"]
     assert said.startswith("the queue's database postgresql+psycopg://postgres@127.0.0.1:")
-    assert said.endswith("; it is asked again for 10 minutes")
+    assert said.endswith("; retrying for 10 minutes")
     assert queue.states() == {"k0": "complete", "k1": "waiting"}
     assert claimed(queue).cell.key == "k1"
 

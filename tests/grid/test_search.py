@@ -84,7 +84,7 @@ def search(**changes: object) -> Search:
         (lambda: define(search(axes={"train.steps": Real(5, 9)}), base()), "axis 'train.steps' is 6 here"),
         (lambda: define(search(axes={"model.position": Real(5, 9)}), base()), "is 'Rope' here, and must be a real"),
         (lambda: define(search(axes={LR: Real(-1, 1)}), base()), "no training at train.lr=-1: train.lr=-1"),
-        (lambda: define(search(), base(), [LR]), "--train.lr: search 's' looks for it itself"),
+        (lambda: define(search(), base(), [LR]), "--train.lr: is an axis of search 's'"),
         (lambda: define(search(), base(**{TAU.rpartition(".")[0]: Softmax()})), "tau_init' is no field"),
         (
             lambda: define(search(objective="loss/excess"), load_experiment(find("experiments", "stdlib_tiny"))),
@@ -110,7 +110,7 @@ def test_an_objective_that_the_data_does_not_know_is_refused() -> None:
         (["search", "nothing"], "ablation 'nothing': unknown"),
         (["search", "table2"], "defines an ablation, not a search; `lit-lazy ablate run table2` runs it"),
         (["run", "lazy_search"], "defines a search, not an ablation; `lit-lazy ablate search lazy_search` runs it"),
-        (["search", "lazy_search", "--base", "backcopy_tiny", "--train.lr=0.1"], "looks for it itself"),
+        (["search", "lazy_search", "--base", "backcopy_tiny", "--train.lr=0.1"], "is an axis of search"),
         (["search", "lazy_search", "--base", "backcopy_tiny", "--model.position=NoPosition"], "base' is no field"),
     ],
 )
@@ -308,7 +308,7 @@ def test_a_search_from_start_to_table_and_on(runs: Path, rates: str, capsys: pyt
     other.write_text(text.replace("0.1, log", "0.2, log").replace("startup=2", "startup=3"))
     assert main(["ablate", "search", str(other), "--runs", str(runs), "--workers", "1"]) == 2
     error = capsys.readouterr().err
-    assert "axes, startup changed since this search was begun; --fresh moves the former results away" in error
+    assert "axes, startup changed since this search was started; --fresh moves the former results away" in error
     assert error.count("\n") == 1
 
 

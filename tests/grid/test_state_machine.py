@@ -231,7 +231,7 @@ class Machine(RuleBasedStateMachine):
         progress = self.progress.get(trial.key, "")
         before, at = trial.deaths or (0, progress)
         deaths = before + 1 if at == progress else 1
-        trial.reason = "its worker died" + (f" {deaths} times without getting ahead" if deaths > 1 else "")
+        trial.reason = "its worker died" + (f" {deaths} times without progress" if deaths > 1 else "")
         trial.holder, trial.state, trial.deaths = None, "waiting", (deaths, progress)
         if deaths == MOST_DEATHS:
             trial.state, trial.reason = "failed", f"{trial.reason} (out of memory?)"

@@ -220,7 +220,7 @@ class TestLinks:
         said = capsys.readouterr()
         (line,) = said.err.splitlines()
         assert line.startswith(
-            "lit-lazy: dashboard 'table3': MLflow holds no experiment or ablation of this name; there are: "
+            "lit-lazy: dashboard 'table3': MLflow has no experiment or ablation of this name; it has: "
         )
         assert ABLATION in line
         assert "train-other" in line

@@ -171,6 +171,6 @@ def test_one_that_cannot_begin_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
         raise RuntimeError("no API key\nconfigured")
 
     monkeypatch.setattr(loggers, "WandbLogger", refuse)
-    message = r"--logger wandb: cannot begin \(RuntimeError: no API key configured\); leave it out, or set it up"
+    message = r"--logger wandb: cannot start \(RuntimeError: no API key configured\); leave it out, or set it up"
     with pytest.raises(ValueError, match=message):
         train(tmp_path, ("wandb",), range(8))

@@ -1,4 +1,4 @@
-"""What a grid finds again after one of its parts was lost, or its command was killed at an unlucky moment."""
+"""Recovery of a grid after one of its parts was lost or its command was killed."""
 
 import errno
 import gc
@@ -40,14 +40,14 @@ pytestmark = pytest.mark.xdist_group("recovery")
 
 
 def forget_databases() -> None:
-    """Another file is there now."""
+    """Close connections to a replaced database file."""
     for engine in gc.get_objects():
         if type(engine) is sqlalchemy.Engine:
             engine.dispose()
 
 
 class Made:
-    """A grid of one cell in a runs folder, as often as it is asked for: made once, then copied back."""
+    """A grid of one cell in a runs folder, created once and restored by copying."""
 
     def __init__(self, folder: Path, store: Path) -> None:
         self.runs, self.whole = folder / "runs", folder / "whole"
@@ -76,7 +76,7 @@ class Made:
         return list(self.client.search_runs([number], f"tags.kind = '{kind}'", view))
 
     def counts(self) -> dict[str, int]:
-        """How many cells each row of the table has."""
+        """Number of cells of each row of the table."""
         table = json.loads((self.runs / ID / "table.json").read_text())
         return {row["variant"]: row["n"] for row in table["rows"]}
 
@@ -115,7 +115,7 @@ def test_a_lost_queue_loses_nothing(made: Made, capsys: pytest.CaptureFixture[st
 
 
 def test_a_queue_that_is_lost_midway_is_filled_again(made: Made) -> None:
-    """What MLflow holds complete is complete; of the rest, what has a result is recorded from it."""
+    """Cells that are complete in MLflow stay complete; other cells with a result file are recorded from it."""
     results = made.results()
     cell = made.tracked("cell")[0]
     made.client.delete_run(cell.info.run_id)
@@ -152,9 +152,9 @@ def test_a_command_that_died_at_its_report_is_finished_by_the_next(made: Made) -
 
 
 def test_a_runs_folder_that_was_copied_or_moved_has_files_of_its_own(made: Made, tmp_path: Path) -> None:
-    """MLflow's database has their absolute places: a copy's commands would write into the original."""
+    """MLflow's database stores absolute paths: a copy's commands would write into the original."""
     for parent in made.tracked("ablation"):
-        made.client.update_run(parent.info.run_id, status="RUNNING")  # so that all of it is written again
+        made.client.update_run(parent.info.run_id, status="RUNNING")  # so that everything is written again
     copied, moved = tmp_path / "a copy", tmp_path / "moved"
     shutil.copytree(made.runs, copied)
     before = {path: path.read_bytes() for path in made.runs.rglob("*") if path.is_file()}
@@ -163,7 +163,7 @@ def test_a_runs_folder_that_was_copied_or_moved_has_files_of_its_own(made: Made,
     assert {path: path.read_bytes() for path in made.runs.rglob("*") if path.is_file()} == before
 
     made.runs.rename(moved)
-    made.runs.touch()  # nothing can be made there
+    made.runs.touch()  # nothing can be created there
     assert main([*again, str(moved)]) == 0
     sizes = [(folder / ID / "report.html").stat().st_size for folder in (copied, moved)]
     assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
@@ -310,7 +310,7 @@ def active(runs: Path, folder: str) -> ActiveRun:
 
 
 def test_a_cell_that_another_machine_takes_over_has_its_curves_once(runs: Path) -> None:
-    """The former holder may still live, and send: to a run that is deleted."""
+    """The former holder may be alive and still send to a deleted run."""
     first, second = active(runs, "here"), active(runs, "there")
     for of, steps in ((first, (1, 2)), (second, (1, 2, 3))):
         for step in steps:
@@ -377,7 +377,7 @@ def job(runs: Path, command: str) -> Job:
 
 
 def test_a_command_leaves_the_workers_of_a_dead_one_their_slots(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else two of them would share a GPU. Beside those of a living command it starts its own."""
+    """Otherwise two of them would share a GPU. Workers of a living command occupy no slots."""
     started: list[int] = []
     folder = runs / "grid" / "workers"
     context = multiprocessing.get_context("fork")
@@ -400,7 +400,7 @@ def test_a_command_leaves_the_workers_of_a_dead_one_their_slots(runs: Path, monk
 
 
 class Sleeping:
-    """A worker that does not end."""
+    """A worker that keeps running."""
 
     def poll(self) -> None:
         return None

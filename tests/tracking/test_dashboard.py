@@ -1,4 +1,4 @@
-"""MLflow's real server and a real browser: the printed links show what they promise, the saved views draw."""
+"""Links and saved views on MLflow's server in a real browser."""
 
 import os
 import re
@@ -35,7 +35,7 @@ ABLATION = "table2-backcopy_tiny"
 ROWS = ("softmax", "lazy", "lazy ALiBi")
 VIEWS = (TABLE_VIEW, CELLS_VIEW, CHARTS_VIEW, AXES_VIEW)
 WHERE_MLFLOW_REPORTS_NOTHING = ("PYTEST_CURRENT_TEST", "CI", "GITHUB_ACTIONS", "GITLAB_CI")
-"""Variables of tests and of their machines."""
+"""Environment variables of tests and CI."""
 TITLES = f"{screenshots.CARDS}.map(card => card.innerText.split('\\n')[0])"
 HEADERS = "[...document.querySelectorAll('[data-testid=experiment-view-compare-runs-section-header]')]"
 SECTIONS = f"{HEADERS}.map(header => header.innerText)"
@@ -43,7 +43,7 @@ SECTIONS = f"{HEADERS}.map(header => header.innerText)"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
-    """The runs of three rows with two seeds, cells that are made up, and a run of an experiment without views."""
+    """Runs of three rows with two seeds, synthetic cells, and a run of an experiment without views."""
     runs = tmp_path_factory.mktemp("dashboard") / "runs"
     runs.mkdir()
     shutil.copy(empty_store, runs / "mlflow.db")
@@ -56,9 +56,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
 
 
 EXCESSES = {"softmax": 0.5, "off by one": 0.25, "a 'quoted' one": 0.125, "lazy": 0.0625, "dead": 400.0}
-"""Of the cells that are made up, and of their curves the last value."""
+"""Excess losses of the synthetic cells, the last values of their curves."""
 ON_THE_WAY = {100: 8.0, 200: 2.0, 300: 4.0, 400: 1.0}
-"""Times as much at these steps."""
+"""Factors at these steps."""
 
 
 def made_up(runs: Path) -> None:
@@ -74,7 +74,7 @@ def made_up(runs: Path) -> None:
 
 @pytest.fixture(scope="module")
 def links(runs: Path) -> Iterator[dict[str, str]]:
-    """What `lit-lazy dashboard` prints of the ablation, by the name of the link."""
+    """Links of the ablation in `lit-lazy dashboard`, by label."""
     with pytest.MonkeyPatch.context() as patch:
         for name in WHERE_MLFLOW_REPORTS_NOTHING:
             patch.delenv(name, raising=False)
@@ -92,7 +92,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def opened(browser: Browser, link: str, shows: str) -> str:
-    """The text of a page once an expression holds there."""
+    """The text of a page once an expression is true."""
     browser.open(link)
     browser.wait(shows)
     return browser.text()
@@ -136,7 +136,7 @@ class TestPages:
         names = [section.partition("(")[0].strip() for section in browser.evaluate(SECTIONS)]
         assert names[:3] == ["Results by variant", "Loss against what attention does", "During training"]
         assert "(0)" not in " ".join(browser.evaluate(SECTIONS)), "an empty section"
-        # Softmax has no threshold, and so no sparsity: the others have.
+        # Softmax has no threshold, and so no sparsity.
         for title, n in {"loss/excess": 3, "sparsity/zero": 2}.items():
             chart = f"{screenshots.CARDS}.find(card => card.innerText.startsWith({title!r}))"
             assert browser.evaluate(f"{chart}.querySelectorAll('.point').length") == n, title

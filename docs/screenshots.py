@@ -1,9 +1,9 @@
-"""The pictures of docs/dashboards.md: serves a folder of runs and takes them in headless Chromium.
+"""Takes the pictures of docs/dashboards.md from a served folder of runs in headless Chromium.
 
     .venv/bin/python docs/screenshots.py runs docs/results/dashboards table2-backcopy train-backcopy
 
-The folder of a finished ablation and of some trainings, that of the pictures, the ablation in MLflow and the trainings.
-Needs `chromium`.
+Arguments: the runs folder, the folder for pictures, the MLflow experiment of a finished ablation and that of some
+trainings. Needs `chromium`.
 """
 
 import os
@@ -26,10 +26,10 @@ from chromium import Browser
 WIDTH, TALL = 1500, 4000
 COLOURS = 256
 SETTLE_SECONDS = 1.0
-"""Between a chart's first traces and its last, and for frames of artifacts, which say nothing of themselves."""
+"""Wait for the last traces of a chart, and for frames of artifacts, which do not signal that they are ready."""
 CARDS = "[...document.querySelectorAll('[data-testid=experiment-view-compare-runs-card]')]"
 DRAWN = f"{CARDS}.length && {CARDS}.every(card => card.querySelector('.trace, .js-line, .dimension'))"
-"""Whether each chart of the page has drawn something."""
+"""Whether each chart on the page has drawn something."""
 LISTED = "document.querySelectorAll('.ag-center-cols-container .ag-row').length"
 FRAMED = "document.querySelectorAll('iframe').length"
 HEIGHTS = {
@@ -38,7 +38,7 @@ HEIGHTS = {
     "Math.min(22, document.querySelectorAll('.ag-center-cols-container .ag-row').length)",
     FRAMED: "1100",
 }
-"""The height at which a page shows what it is about, once it is drawn."""
+"""The height of the relevant part of a page, once it is drawn."""
 PICTURES = {
     "by variant": ("by-variant.png", LISTED),
     "all cells": ("all-cells.png", LISTED),
@@ -49,15 +49,15 @@ PICTURES = {
     "a cell": ("cell.png", DRAWN),
 }
 TRAININGS = {"charts": ("trainings.png", DRAWN)}
-"""The same of an experiment that is no ablation."""
+"""The same for an experiment of `lit-lazy train`."""
 CURVES = "^(val|watch)/"
-"""What is looked for among a cell's charts."""
+"""The search in a cell's charts."""
 FIRST_VISIT = {"mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true"}
-"""MLflow opens its assistant on a browser's first visit, unless it remembers another."""
+"""Local storage that keeps MLflow from opening its assistant on the first visit."""
 TIDY = """
 document.querySelector("[data-component-id='mlflow.experiment_page.shared_view.dismiss']")?.click();
 document.querySelectorAll('[data-assistant-ui]').forEach(element => element.remove());
-// Where an artifact lies on the machine that took the picture.
+// Hide artifact paths of this machine.
 [...document.querySelectorAll('div, span')].filter(element => element.textContent.startsWith('Path: '))
   .forEach(element => { element.style.visibility = 'hidden'; });
 """
@@ -65,7 +65,7 @@ document.querySelectorAll('[data-assistant-ui]').forEach(element => element.remo
 
 @contextmanager
 def served_links(runs: Path, *name: str) -> Iterator[dict[str, str]]:
-    """What `lit-lazy dashboard` prints of the first experiment, by the name of the link, while it serves."""
+    """Links of the first experiment that `lit-lazy dashboard` prints, by label; it serves within the context."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -91,7 +91,7 @@ def served_links(runs: Path, *name: str) -> Iterator[dict[str, str]]:
 
 
 def take(links: Mapping[str, str], out: Path, pictures: Mapping[str, tuple[str, str]] = PICTURES) -> list[Path]:
-    """Take the pictures of all links that there are; their files."""
+    """Take the pictures of all given links; returns their files."""
     out.mkdir(parents=True, exist_ok=True)
     taken = []
     with tempfile.TemporaryDirectory() as profile, Browser(Path(profile), WIDTH, TALL, FIRST_VISIT) as browser:
@@ -117,7 +117,7 @@ def take(links: Mapping[str, str], out: Path, pictures: Mapping[str, tuple[str, 
 
 
 def shrink(picture: Path) -> None:
-    """Keep the most frequent colours of a picture, and the nearest of them for the rest: a third of the size."""
+    """Reduce a picture to its most frequent colours, which leaves a third of its size."""
     image = Image.open(picture).convert("RGB")
     frequent = sorted(image.getcolors(image.width * image.height), reverse=True)[:COLOURS]
     palette = Image.new("P", (1, 1))
@@ -126,7 +126,7 @@ def shrink(picture: Path) -> None:
 
 
 def a_cell(browser: Browser) -> str:
-    """From the list of all cells, the link to one cell's charts."""
+    """Link to one cell's charts, from the list of all cells."""
     cell = browser.evaluate(
         "[...document.querySelectorAll('.ag-row a')].map(a => a.href).find(a => a.includes('/runs/'))"
     )

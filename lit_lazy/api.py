@@ -31,9 +31,11 @@ from lit_lazy.support.errors import did_you_mean, short_repr
 from lit_lazy.support.typecheck import MOST_THREADS, fits
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_markdown
+from lit_lazy.tracking.links import list_experiment_names
 from lit_lazy.tracking.loggers import check_logger_kinds
-from lit_lazy.tracking.tracked import FinishedTraining, train_tracked
-from lit_lazy.tracking.tracker import TrackedRun, Tracker, check_store, default_uri, list_experiment_names
+from lit_lazy.tracking.store import check_store, default_uri
+from lit_lazy.tracking.tracked_run import FinishedTraining, train_tracked
+from lit_lazy.tracking.tracker import TrackedRun, Tracker
 from lit_lazy.training import checkpoints
 from lit_lazy.training.devices import select_training_device
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from two_rows import two_rows
 
-from lit_lazy.tracking.tracker import Tracker, default_uri
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.tracker import Tracker
 
 STRACE = shutil.which("strace")
 CALLS = "connect,sendto,sendmsg,sendmmsg"
@@ -43,7 +44,8 @@ ASKS = "import socket\ntry:\n    socket.getaddrinfo('example.invalid', 80)\nexce
 LOGS_A_RUN = """
 import sys
 from pathlib import Path
-from lit_lazy.tracking.tracker import Tracker, default_uri
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.tracker import Tracker
 
 runs = Path(sys.argv[1])
 Tracker(default_uri(runs), runs, "x").start_run("x", {}, {"a": "1"}, {})

@@ -21,8 +21,8 @@ from lit_lazy.grid.plan import PLAN, Plan, build_table_from_mlflow
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.render import save
-from lit_lazy.tracking.spool import Spool
-from lit_lazy.tracking.tracker import Tracker, default_uri
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.execution import ONE_DEVICE
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.prepare import prepare
@@ -194,11 +194,11 @@ def measure_per_cell(runs: Path, size: int, console: Callable[[str], None]) -> d
         if task is None:
             raise RuntimeError("the queue is empty too early")
         between = time.perf_counter()
-        spool = Spool(tracker, runs / "bench" / "cells" / cell.key, worker.make_card(cell))
-        (runs / "bench" / "cells" / cell.key).mkdir(parents=True)
+        active = worker.make_run(task)
+        active.folder.mkdir(parents=True)
         # The loss differs from cell to cell, as in a real grid.
         loss = result.metrics["loss/val"] + cell.seed + len(record) % 7
-        spool.finish(replace(result, metrics=result.metrics | {"loss/val": loss}))
+        active.finish(replace(result, metrics=result.metrics | {"loss/val": loss}))
         done = time.perf_counter()
         queue.complete(task, loss)
         claim.append(between - started + time.perf_counter() - done)

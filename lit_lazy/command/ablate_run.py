@@ -82,17 +82,14 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.grid.jobs.job import LaunchOptions
 
     if options.dry_run:
-        from lit_lazy.grid.ablation import apply_rows, check_and_outline_data
+        from lit_lazy.grid.ablation import apply_rows
         from lit_lazy.grid.jobs.estimate import print_estimate
 
         asked = parse_request(options, overrides)
-        variants = apply_rows(
-            asked.chosen, asked.base, asked.overridden, partial(check_and_outline_data, execution=execution)
-        )
+        configs = apply_rows(asked.chosen, asked.base, asked.overridden)
         workers = options.workers or default_workers(options.threads, execution.devices)
-        print_estimate(
-            asked.grid, variants, LaunchOptions(workers, options.threads, execution=execution), plain_console()
-        )
+        launch = LaunchOptions(workers, options.threads, execution=execution)
+        print_estimate(asked.grid, asked.chosen, configs, launch, plain_console())
         return 0
     grid = make_grid(options, overrides)
     for cell in grid.cells:
@@ -239,7 +236,7 @@ def allocate_workers(options: argparse.Namespace) -> Iterator[tuple[int, float]]
         yield options.workers or default_workers(options.threads, options.devices or 1), 0.0
         return
     from lit_lazy.grid.jobs.ray_pool import Share, join_cluster
-    from lit_lazy.tracking.tracker import default_uri
+    from lit_lazy.tracking.store import default_uri
 
     with join_cluster(options.ray_address or os.environ.get("RAY_ADDRESS") or "local") as cluster:
         cluster.check_stores(queue=options.storage, tracking=default_uri(options.runs))

@@ -35,7 +35,7 @@ def add_to(commands: Commands) -> None:
 def doctor(options: argparse.Namespace, _rest: list[str]) -> int:
     """`lit-lazy doctor`: 1 where something that everything needs is missing."""
     from lit_lazy.support.secrets import redact_url
-    from lit_lazy.tracking.tracker import check_store, default_uri
+    from lit_lazy.tracking.store import check_store, default_uri
 
     wrong, missing = [], []
     print("\n".join(list_versions()))

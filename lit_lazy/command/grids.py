@@ -43,7 +43,7 @@ def check_destinations(options: argparse.Namespace, grid: str) -> None:
     """Raise ValueError, in one line, where results, queue or tracking could not be kept; nothing is created."""
     from lit_lazy.grid.queue.storage import check_storage, default_storage
     from lit_lazy.support.disk import check_writable_folder
-    from lit_lazy.tracking.tracker import check_store, default_uri
+    from lit_lazy.tracking.store import check_store, default_uri
 
     check_writable_folder("--runs", options.runs)
     if options.storage or options.runs.is_dir():
@@ -94,7 +94,9 @@ def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: 
 def open_tracker(options: argparse.Namespace) -> "Tracker":
     """The MLflow experiment of the grid that NAME and --base mean."""
     from lit_lazy.support.secrets import redact_url
-    from lit_lazy.tracking.tracker import Tracker, check_store, default_uri, list_experiment_names
+    from lit_lazy.tracking.links import list_experiment_names
+    from lit_lazy.tracking.store import check_store, default_uri
+    from lit_lazy.tracking.tracker import Tracker
 
     uri = default_uri(options.runs)
     check_store(uri)

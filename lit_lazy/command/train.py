@@ -18,7 +18,7 @@ from lit_lazy.command.options import (
 )
 
 if TYPE_CHECKING:
-    from lit_lazy.tracking.tracked import FinishedTraining
+    from lit_lazy.tracking.tracked_run import FinishedTraining
 
 
 def add_to(commands: Commands) -> None:
@@ -49,7 +49,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     cfg, _ = apply_overrides(load_experiment(path), append_init_from(options, overrides))
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("lit_lazy.training").setLevel(logging.INFO)
-    from lit_lazy.tracking.tracked import train_tracked
+    from lit_lazy.tracking.tracked_run import train_tracked
 
     execution = make_execution(options)
     if options.dry_run:

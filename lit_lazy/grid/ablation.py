@@ -1,4 +1,4 @@
-"""An ablation and its cells: every training it consists of, expanded and checked before anything is created."""
+"""Ablations: rows and their expansion into cells, checked before anything is created."""
 
 import itertools
 import math
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from lit_lazy.config.files import LONGEST_NAME, load_attribute
 from lit_lazy.config.key import cell_key
@@ -26,11 +26,11 @@ T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 LONGEST_ROW_NAME = 250
 MOST_CELLS = 100_000
-"""Of a grid: each is a training, and all are held in memory."""
+"""Upper bound for a grid, whose cells are all held in memory."""
 
 
 def check_name(what: str, name: object) -> None:
-    """Raise ValueError, in one line, unless a folder can be called by this name."""
+    """Raise a one-line ValueError if a folder cannot have this name."""
     if not isinstance(name, str) or not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
         raise ValueError(
             f"{what} {short_repr(name)}: its name becomes a folder's; take letters, digits, _, - and ., the first a "
@@ -39,33 +39,33 @@ def check_name(what: str, name: object) -> None:
 
 
 def check_cell_count(field: str, count: int) -> None:
-    """Raise ValueError, in one line, where a grid or a search would be larger than can be held."""
+    """Raise a one-line ValueError if a grid or a search has too many cells."""
     require(count <= MOST_CELLS, field, count, f"must be at most {MOST_CELLS}; divide it into several")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A named variant: changes to the base experiment, by dotted path into its `RunConfig`."""
+    """A named variant of the base experiment."""
 
     name: str
     changes: Mapping[str, Any]
-    """A value may be a function of the experiment that it is changed in."""
+    """New values by dotted path into the `RunConfig`; a function is called with the base experiment."""
     source: str
-    """paper (via review), authors' code, or ours."""
+    """Origin: paper (via review), authors' code, or ours."""
     seeds: tuple[int, ...] | None = None
-    """None for the ablation's."""
+    """None for the ablation's seeds."""
     note: str = ""
 
     def __post_init__(self) -> None:
         check_kinds(f"row {short_repr(self.name)}", self)
 
     def apply_to(self, base: RunConfig) -> RunConfig:
-        """The experiment with the row's changes."""
+        """The base experiment with the row's changes."""
         return replace_at(base, {path: _resolve_value(path, value, base) for path, value in self.changes.items()})
 
 
 def _resolve_value(path: str, value: Any, base: RunConfig) -> Any:
-    """The value of a change; a function's for an experiment. Raises ValueError, in one line, where there is none."""
+    """The value of a change, after calling a function. Raises a one-line ValueError if the value is unusable."""
     if isinstance(value, type):
         raise ValueError(f"{path}: is the class {value.__name__}; make one of it, {value.__name__}(...)")
     try:
@@ -78,26 +78,25 @@ def _resolve_value(path: str, value: Any, base: RunConfig) -> Any:
 
 @dataclass(frozen=True)
 class Ablation:
-    """A set of cells and its table: named rows, or the product of axes."""
+    """A grid of trainings and its table: named rows or the product of axes, each with every seed."""
 
     name: str
     baseline: str
-    """The row that all others are compared with."""
+    """The row with which all others are compared."""
     seeds: tuple[int, ...]
     columns: tuple[Column, ...]
     rows: tuple[Row, ...] = ()
     axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Dotted path -> values; each point of the product is a row named after its values."""
+    """Values by dotted path; each point of the product is a row named after its values."""
     exclude: Callable[[Mapping[str, Any]], bool] = lambda point: False  # noqa: ARG005
-    """Says of a point of the product, by dotted path, that it is to be left out."""
+    """Whether to omit a point of the product, given as values by dotted path."""
     common: Mapping[str, Any] = field(default_factory=dict)
-    """Changes to the experiment that all rows share."""
+    """Changes to the experiment in all rows."""
     contrasts: tuple[Contrast, ...] = ()
     base: str = "backcopy"
-    """The experiment it runs on by default."""
+    """The default experiment."""
     primary: tuple[str, ...] = ()
-    """Keys of the column that its question is about. The first that is measured counts, for data sources measure
-    different ones; all other columns are exploratory."""
+    """Keys of the primary outcome; the first that the data source measures counts. Other columns are exploratory."""
 
     def __post_init__(self) -> None:
         check_name("ablation", self.name)
@@ -117,8 +116,8 @@ class Ablation:
         if not self.columns:
             raise ValueError(f"ablation {self.name!r}: columns=(): needs at least one; COLUMNS has the usual ones")
         keys, contrasts = [column.key for column in self.columns], [contrast.name for contrast in self.contrasts]
-        for what, given in (("columns", keys), ("contrasts", contrasts)):
-            if twice := [name for name in given if given.count(name) > 1]:
+        for what, values in (("columns", keys), ("contrasts", contrasts)):
+            if twice := [name for name in values if values.count(name) > 1]:
                 raise ValueError(f"ablation {self.name!r}: two {what} are {twice[0]!r}; leave one out")
         if strange := [key for key in self.primary if key not in keys]:
             raise ValueError(f"ablation {self.name!r}: primary {strange[0]!r} is no column of it")
@@ -143,7 +142,7 @@ class Ablation:
 
     @property
     def all_rows(self) -> tuple[Row, ...]:
-        """The rows, those of the axes' product included."""
+        """The named rows, or the product of axes as rows."""
         if self.rows:
             return self.rows
         return tuple(Row(name, point, source="ours") for name, point in points(self.axes, self.exclude))
@@ -152,7 +151,7 @@ class Ablation:
 def points(
     axes: Mapping[str, Sequence[Any]], exclude: Callable[[Mapping[str, Any]], bool]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """The product of axes, less what is excluded: each point's name and its value by dotted path."""
+    """The product of axes without excluded points: name and values by dotted path of each point."""
     product = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
     return [(point_name(point), point) for point in product if not exclude(point)]
 
@@ -162,27 +161,27 @@ def _can_be_shown(name: str) -> bool:
 
 
 def point_name(point: Mapping[str, Any]) -> str:
-    """`tau_init=1.0 bias=Alibi` for a point of the axes."""
+    """The name of a point, such as `tau_init=1.0 bias=Alibi`."""
     return " ".join(f"{name}={level}" for name, level in levels(point).items())
 
 
 def levels(point: Mapping[str, Any]) -> dict[str, str]:
-    """The values of a point of the axes as texts, by the last part of their paths."""
+    """The values of a point as text, by the last part of their paths."""
     return {path.rpartition(".")[2]: type(v).__name__ if is_dataclass(v) else str(v) for path, v in point.items()}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One point of a grid with one seed."""
+    """One training of a grid: a row with a seed."""
 
     key: str
     variant: str
     source: str
     seed: int
     config: dict[str, Any]
-    """Canonical form of its RunConfig."""
+    """Canonical form of the RunConfig."""
     axes: dict[str, str]
-    """The values in which the ablation's cells differ, by short name."""
+    """Values of the fields that vary within the ablation, by short name."""
 
 
 def load_ablation(path: Path) -> Ablation:
@@ -196,7 +195,7 @@ def load_ablation(path: Path) -> Ablation:
 
 
 def select_rows(ablation: Ablation, rows: Sequence[str], seeds: Sequence[int]) -> list[tuple[Row, tuple[int, ...]]]:
-    """Rows with their seeds, restricted where `rows` or `seeds` are not empty."""
+    """Rows and their seeds; non-empty `rows` and `seeds` restrict them."""
     known = {row.name: row for row in ablation.all_rows}
     for name in rows:
         if name not in known:
@@ -208,27 +207,13 @@ def select_rows(ablation: Ablation, rows: Sequence[str], seeds: Sequence[int]) -
     return [(row, tuple(seeds) or row.seeds or ablation.seeds) for row in kept]
 
 
-class ConfiguredRow(NamedTuple, Generic[T]):
-    """A row on an experiment."""
-
-    row: Row
-    seeds: tuple[int, ...]
-    config: RunConfig
-    """Of any of the seeds."""
-    data: T
-    """What is known of its data."""
-
-
 def apply_rows(
-    chosen: Sequence[tuple[Row, tuple[int, ...]]],
-    base: RunConfig,
-    overridden: Sequence[str],
-    look: Callable[[RunConfig], T],
-) -> list[ConfiguredRow[T]]:
-    """Chosen rows on a base experiment, no two the same training.
+    chosen: Sequence[tuple[Row, tuple[int, ...]]], base: RunConfig, overridden: Sequence[str] = ()
+) -> dict[str, RunConfig]:
+    """The config of each chosen row on a base experiment, by row name.
 
-    overridden: dotted paths that the user set on the base; one that a row sets as well would be lost, and is refused.
-    look: checks each and says what is known of its data. Raises ValueError, in one line, that names the row.
+    overridden: dotted paths that the user set on the base; a row must not set the same path, which would discard the
+    override. Raises a one-line ValueError that names the row, also if two rows are the same training.
     """
     for row, _ in chosen:
         for path in row.changes:
@@ -238,53 +223,59 @@ def apply_rows(
     if "seed" in overridden:
         raise ValueError("--seed: an ablation's seeds are given by --seeds")
     check_cell_count("cells of the grid", sum(len(seeds) for _, seeds in chosen))
-    variants = []
-    for row, seeds in chosen:
-        try:
-            config = row.apply_to(base)
-            variants.append(ConfiguredRow(row, seeds, config, look(config)))
-        except ValueError as error:
-            raise ValueError(f"row {row.name!r}: {error}") from None
-    _reject_duplicates(variants)
-    return variants
+    configs = {row.name: check_row(row, lambda row=row: row.apply_to(base)) for row, _ in chosen}
+    _reject_duplicates(chosen, configs)
+    return configs
+
+
+def check_row(row: Row, check: Callable[[], T]) -> T:
+    """The value of `check`, whose ValueErrors get the row's name."""
+    try:
+        return check()
+    except ValueError as error:
+        raise ValueError(f"row {row.name!r}: {error}") from None
 
 
 def expand(
     chosen: Sequence[tuple[Row, tuple[int, ...]]], base: RunConfig, overridden: Sequence[str] = ()
 ) -> list[Cell]:
     """The cells of chosen rows on a base experiment, each validated on its data."""
-    variants = apply_rows(chosen, base, overridden, _check_and_load_data)
-    cells = [(variant, replace(variant.config, seed=seed)) for variant in variants for seed in variant.seeds]
+    configs = apply_rows(chosen, base, overridden)
+    fingerprints = {
+        row.name: check_row(row, lambda row=row: _check_and_load_data(configs[row.name]).fingerprint)
+        for row, _ in chosen
+    }
+    cells = [(row, replace(configs[row.name], seed=seed)) for row, seeds in chosen for seed in seeds]
     axes = _find_axes([to_dict(config) for _, config in cells])
     return [
         Cell(
-            key=cell_key(config, variant.data.fingerprint),
-            variant=variant.row.name,
-            source=variant.row.source,
+            key=cell_key(config, fingerprints[row.name]),
+            variant=row.name,
+            source=row.source,
             seed=config.seed,
             config=to_dict(config),
             axes=cell_axes,
         )
-        for (variant, config), cell_axes in zip(cells, axes, strict=True)
+        for (row, config), cell_axes in zip(cells, axes, strict=True)
     ]
 
 
 def _check_and_load_data(config: RunConfig) -> DataSource:
-    """The data of a training that can be begun. Raises ValueError, in one line, for one that cannot."""
+    """The data of a training. Raises a one-line ValueError if the training cannot start."""
     source = prepare(config)
     check_init_from(config, source.outline)
     return source
 
 
 def check_and_outline_data(config: RunConfig, execution: Execution) -> Outline:
-    """The same of data that cost much to make and may be missing still."""
+    """Like `_check_and_load_data`, for data that is expensive to build and may not exist yet."""
     outline = prepare_outline(config, execution)
     check_init_from(config, outline)
     return outline
 
 
 def hash_row_definitions(ablation: Ablation, base: RunConfig) -> dict[str, str]:
-    """A hash of what each row trains, by name; a row that does not fit the base has none."""
+    """A hash of each row's training by row name; omits rows that do not fit the base."""
     found = {}
     for row in ablation.all_rows:
         try:
@@ -295,21 +286,21 @@ def hash_row_definitions(ablation: Ablation, base: RunConfig) -> dict[str, str]:
     return found
 
 
-def _reject_duplicates(variants: Sequence[ConfiguredRow[Any]]) -> None:
+def _reject_duplicates(chosen: Sequence[tuple[Row, tuple[int, ...]]], configs: Mapping[str, RunConfig]) -> None:
     first: dict[tuple[str, int], str] = {}
-    for variant in variants:
-        settings = cell_key(variant.config, fingerprint="")  # equal settings have equal data
-        for seed in variant.seeds:
-            twin = first.setdefault((settings, seed), variant.row.name)
-            if twin != variant.row.name:
+    for row, seeds in chosen:
+        settings = cell_key(configs[row.name], fingerprint="")  # equal settings have equal data
+        for seed in seeds:
+            twin = first.setdefault((settings, seed), row.name)
+            if twin != row.name:
                 raise ValueError(
-                    f"rows {twin!r} and {variant.row.name!r} are the same training (seed {seed}); leave one out, "
+                    f"rows {twin!r} and {row.name!r} are the same training (seed {seed}); leave one out, "
                     "for example by --rows"
                 )
 
 
 def _find_axes(configs: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """Per config, the flattened fields that are not the same in all, under their shortest unambiguous names."""
+    """For each config, the flattened fields that vary between configs, by shortest unambiguous name."""
     flat = [flatten(config) for config in configs]
     paths = list(dict.fromkeys(path for config in flat for path in config))
     varying = [path for path in paths if path != "seed" and len({str(config.get(path)) for config in flat}) > 1]
@@ -320,7 +311,7 @@ def _find_axes(configs: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def make_row_infos(chosen: Sequence[tuple[Row, tuple[int, ...]]], base_name: str) -> list[RowInfo]:
-    """What the table has to know of the rows."""
+    """The rows' descriptions for the table."""
     return [
         RowInfo(variant=row.name, source=row.source, seeds=seeds, base=base_name, note=row.note)
         for row, seeds in chosen

@@ -1,14 +1,15 @@
-"""The field's benchmarks as columns of a table, for ablations that ask for `LmEval` among their evaluations."""
+"""Standard benchmarks as table columns, for ablations with `LmEval` among their evaluations."""
 
 from lit_lazy.measure.lm_eval import COLUMNS, BenchmarkColumn
 from lit_lazy.table.records import Column
 
 
-def _make_column(of: BenchmarkColumn) -> Column:
-    key, note = f"lm-eval/{of.task}/{of.metric}", f"{of.metric} of {of.task}, lm-evaluation-harness"
-    if not of.is_accuracy:
-        return Column(key, of.title, "lower", 2, note=note)
-    return Column(key, of.title, "higher", 2, "%", scale=100, note=note, bounds=(0.0, 1.0))
+def _make_column(column: BenchmarkColumn) -> Column:
+    key = f"lm-eval/{column.task}/{column.metric}"
+    note = f"{column.metric} of {column.task}, lm-evaluation-harness"
+    if not column.is_accuracy:
+        return Column(key, column.title, "lower", 2, note=note)
+    return Column(key, column.title, "higher", 2, "%", scale=100, note=note, bounds=(0.0, 1.0))
 
 
 BENCHMARK_COLUMNS = (

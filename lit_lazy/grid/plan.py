@@ -206,10 +206,9 @@ def _collect_softmax_losses(runs: Sequence[TrackedRun]) -> dict[str, list[float]
 
 
 def save_views(tracker: Tracker, plan: Plan, columns: Sequence[Column], ended: bool) -> None:
-    """Save MLflow's views of an ablation; the plotted columns get charts, or all where none is.
+    """Save MLflow's views of an ablation; only plotted columns get charts, or all columns if none is plotted.
 
-    ended: whether no cell is to come, so that each row can have its colour.
+    ended: whether all cells have ended, so that charts can leave out rows with an outlying loss.
     """
     plotted = [column.key for column in columns if column.plotted]
-    rows = sorted((row.variant for row in plan.rows), key=lambda row: row != plan.baseline) if ended else None
-    tracker.save_views(plan.axes, [column.key for column in columns], plotted or None, rows)
+    tracker.save_views(plan.axes, [column.key for column in columns], plotted or None, ended)

@@ -1,4 +1,4 @@
-"""A question: an ablation with a declaration, made before it is run, that turns its results into a verdict."""
+"""Questions: ablations with a declaration, made before the run, that turns results into a verdict."""
 
 import hashlib
 import inspect
@@ -21,28 +21,28 @@ from lit_lazy.table.records import Contrast
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of an ablation. A file in `ablations/` exports it as `question`, or a function that makes it."""
+    """A claim about an ablation. A file in `ablations/` exports it, or a function that returns it, as `question`."""
 
     ablation: Ablation
-    """Its rows and seeds, without contrasts and primary outcome: they are the question's."""
+    """The rows and seeds, without contrasts and primary outcome, which the question defines."""
     claim: str
-    """A sentence that the verdict says to be supported, refuted or undecided."""
+    """A sentence that the verdict judges as supported, refuted or undecided."""
     primary: str
-    """Key of the one metric that decides; a column of the ablation."""
+    """Key of the deciding metric, a column of the ablation."""
     contrasts: tuple[Contrast, ...]
-    """What the rule is applied to, at most five."""
+    """The contrasts to which the rule applies, at most five."""
     rule: Rule
-    """What is claimed of every contrast: lower, higher, same, removed or alone (`lit_lazy.table.question.Rule`)."""
+    """The claim about every contrast: lower, higher, same, removed or alone (`lit_lazy.table.question.Rule`)."""
     margin: float
-    """The largest difference that counts as none, in the metric's unit."""
+    """The largest difference that counts as equivalent, in the metric's unit."""
     source: str
-    """Who asked: a reviewer's question (R1 to R15), or a place in the paper."""
+    """Origin: a reviewer's question (R1 to R15) or a place in the paper."""
     pilot_seeds: tuple[int, ...] = ()
-    """Seeds whose results were seen before; a verdict that uses one is exploratory."""
+    """Seeds whose results were seen before the declaration; a verdict that uses one is exploratory."""
     removed: float = 0.1
-    """Of the rules `removed` and `alone`: what is removed lies below it."""
+    """For the rules `removed` and `alone`: upper bound on a removed effect."""
     kept: float = 0.3
-    """Of the rules `removed` and `alone`: what is there lies above it."""
+    """For the rules `removed` and `alone`: lower bound on a present effect."""
 
     def __post_init__(self) -> None:
         name = f"question {self.ablation.name!r}"
@@ -51,13 +51,15 @@ class Question:
         keys = [column.key for column in self.ablation.columns]
         require(self.primary in keys, f"{name}: primary", self.primary, f"must be a column: {', '.join(keys)}")
         for part in ("contrasts", "primary"):
-            given = getattr(self.ablation, part)
-            require(not given, f"{name}: ablation.{part}", given, "leave it to the question")
-        own = [row.name for row in self.ablation.all_rows if row.seeds is not None]
-        require(not own, f"{name}: seeds of rows", own, "all rows of a question have the ablation's seeds")
-        self.full_ablation  # noqa: B018 (its checks)
+            value = getattr(self.ablation, part)
+            require(not value, f"{name}: ablation.{part}", value, "leave it to the question")
+        with_seeds = [row.name for row in self.ablation.all_rows if row.seeds is not None]
+        require(
+            not with_seeds, f"{name}: seeds of rows", with_seeds, "all rows of a question have the ablation's seeds"
+        )
+        self.full_ablation  # noqa: B018 (runs its checks)
         try:
-            self.partial_declaration  # noqa: B018 (its checks)
+            self.partial_declaration  # noqa: B018 (runs its checks)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
@@ -67,9 +69,9 @@ class Question:
         return replace(self.ablation, contrasts=self.contrasts, primary=(self.primary,))
 
     def declare(self, base_name: str, base: RunConfig, files: Sequence[Path]) -> Declaration:
-        """What is declared on an experiment, and the commit of the first file, the question's.
+        """The declaration on an experiment, with the commit of the first file, the question's.
 
-        files: all that it is declared in. Where one of them is in no commit as it is, no more is the declaration.
+        files: all files that define it. The commit is empty if any of them has uncommitted changes.
         """
         rows = {}
         for row in self.ablation.all_rows:
@@ -83,7 +85,7 @@ class Question:
 
     @property
     def partial_declaration(self) -> Declaration:
-        """All but the experiment, the rows' settings and the commit."""
+        """The declaration without experiment, row settings and commit."""
         return Declaration(
             claim=self.claim,
             source=self.source,
@@ -99,9 +101,10 @@ class Question:
 
 
 def load_ablation_or_question(path: Path) -> tuple[Ablation, Question | None]:
-    """The ablation of a file, and the question that it answers where the file exports one.
+    """The ablation of a file, and its question if the file exports one.
 
-    A second stage exports a function that makes it. Raises `FirstStageMissing` where it has to wait for the first.
+    A second stage exports a function that returns the question. Raises `FirstStageMissing` if the first stage has no
+    results yet.
     """
     question = load_attribute(path, "question")
     if question is None:
@@ -109,12 +112,12 @@ def load_ablation_or_question(path: Path) -> tuple[Ablation, Question | None]:
     if inspect.isfunction(question):
         question = _make_question(path, question)
     if not isinstance(question, Question):
-        raise ValueError(f"{path}: its `question` is a {type(question).__name__}; let it be a Question(...)")
+        raise ValueError(f"{path}: its `question` is a {type(question).__name__}; make it a Question(...)")
     return question.full_ablation, question
 
 
 def _make_question(path: Path, make: Callable[[], object]) -> object:
-    """What a file's function returns. Raises ValueError, in one line that names file and line, where it fails."""
+    """Call a file's function. Raises a one-line ValueError with file and line if it fails."""
     try:
         return make()
     except FirstStageMissing as error:

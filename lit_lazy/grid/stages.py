@@ -1,4 +1,4 @@
-"""Second stages: what a question takes over from the committed table of another ablation."""
+"""Second stages: questions that use results from the committed table of another ablation."""
 
 import json
 from collections import defaultdict
@@ -10,24 +10,24 @@ from lit_lazy.support.errors import describe_exception
 from lit_lazy.table.records import Table
 
 RESULTS = PROJECT / "docs" / "results"
-"""Where finished tables are committed."""
+"""Folder of committed tables."""
 AT = " at "
 
 
 class FirstStageMissing(ValueError):
-    """The table of the first stage is not there yet."""
+    """The table of the first stage does not exist yet."""
 
 
 def at_rate(row: str, rate: float) -> str:
-    """What a row is called at a learning rate: `softmax at 0.005`."""
+    """The name of a row at a learning rate, such as `softmax at 0.005`."""
     return f"{row}{AT}{rate:g}"
 
 
 def find_best_rates(folder: str) -> dict[str, float]:
-    """The learning rate of each row, of those in the rows' names, at which the mean primary outcome is the lowest.
+    """The learning rate with the lowest mean primary outcome for each row, among the rates in row names.
 
-    folder: of the first stage's results, such as `q_text_rates-stdlib_small`. A rate at which a seed has failed is not
-    chosen. Raises `FirstStageMissing` where there is no table, ValueError where it says nothing of a row.
+    folder: the first stage's results, such as `q_text_rates-stdlib_small`. Rates with a failed seed are skipped. Raises
+    `FirstStageMissing` if there is no table, ValueError if a row is finished at no rate.
     """
     path = RESULTS / folder / "table.json"
     where = f"docs/results/{folder}/table.json"
@@ -52,7 +52,7 @@ def find_best_rates(folder: str) -> dict[str, float]:
 
 
 def at_best_rate(row: Row, of: str, folder: str) -> Row:
-    """A row at the best learning rate of a row of the first stage (`best_rates`), which its note tells."""
+    """`row` with the best learning rate of the first stage's row `of` (`find_best_rates`), which its note names."""
     rates = find_best_rates(folder)
     if of not in rates:
         raise ValueError(f"docs/results/{folder}/table.json: has no {of!r}; it has {', '.join(rates)}")

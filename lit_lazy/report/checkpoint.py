@@ -30,7 +30,8 @@ from lit_lazy.support.disk import check_writable_folder, write_text
 from lit_lazy.support.errors import UnfinishedError, one_line
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.support.secrets import format_command_line
-from lit_lazy.tracking.tracker import Tracker, TrackingError, check_store, default_uri
+from lit_lazy.tracking.store import TrackingError, check_store, default_uri
+from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training import checkpoints
 from lit_lazy.training.devices import select_training_device
 from lit_lazy.training.head_monitor import STATE_KEY, tau_history

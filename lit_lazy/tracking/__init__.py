@@ -1,1 +1,1 @@
-"""All that knows MLflow: runs, the spool that feeds them, saved views, databases, the server."""
+"""Everything that depends on MLflow: runs, the metric file behind them, saved views, databases, the server."""

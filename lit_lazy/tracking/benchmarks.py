@@ -1,4 +1,4 @@
-"""Benchmarks of a checkpoint, beside its other metrics in MLflow."""
+"""Logging of a checkpoint's benchmarks to its MLflow run."""
 
 import json
 import os
@@ -7,29 +7,30 @@ from pathlib import Path
 from typing import Any
 
 from lit_lazy.tracking.databases import sqlite_file
-from lit_lazy.tracking.spool import RUN_ID
-from lit_lazy.tracking.tracker import Tracker, TrackingError, default_uri
+from lit_lazy.tracking.store import TrackingError, default_uri
+from lit_lazy.tracking.tracked_run import RUN_ID
+from lit_lazy.tracking.tracker import Tracker
 
 ARTIFACT = "lm-eval.json"
 
 
 def log_benchmarks(checkpoint: Path, metrics: Mapping[str, float], result: Mapping[str, Any], limited: bool) -> str:
-    """Log them with the run that the checkpoint's folder belongs to; what was done, in a line.
+    """Log benchmark metrics to the run of the checkpoint's folder; returns a one-line description of what was done.
 
-    Nothing is logged for a checkpoint that lies elsewhere, or of a part of the questions (limited).
+    Logs nothing for a checkpoint outside a run folder or if only part of the questions was used (limited).
     """
     if limited:
-        return "not logged to MLflow: with --limit these are no results of the benchmarks"
+        return "not logged to MLflow: with --limit these are not benchmark results"
     folder = checkpoint.absolute().parent
     known = folder / RUN_ID
     if not known.exists():
-        return f"not logged to MLflow: no run is known in {folder}"
+        return f"not logged to MLflow: {folder} belongs to no run"
     run_id = known.read_text()
     # runs/train-NAME/KEY, or runs/ABLATION/cells/KEY
     runs = next((above for above in folder.parents[1:3] if (above / "mlflow.db").exists()), folder.parents[1])
     uri = default_uri(runs)
     if (file := sqlite_file(uri)) is not None and not file.exists():
-        return f"not logged to MLflow: {os.fspath(file)} is not there; set MLFLOW_TRACKING_URI"
+        return f"not logged to MLflow: {os.fspath(file)} does not exist; set MLFLOW_TRACKING_URI"
     try:
         tracker = Tracker(uri, runs, folder.parent.name)
         if not tracker.has_run(run_id):

@@ -1,4 +1,4 @@
-"""Databases that a user names by URL: reached before anything is created, and never shown with their passwords."""
+"""Databases given by URL: checked before anything is created, and never shown with their passwords."""
 
 import sqlite3
 import stat
@@ -18,24 +18,24 @@ from lit_lazy.support.secrets import redact_text, redact_url
 T = TypeVar("T")
 CONNECT_SECONDS = 10
 LOCKED_SECONDS = 60
-"""How long sqlite waits for other writers."""
+"""Timeout for other sqlite writers."""
 GONE_SECONDS = 60
-"""A connection whose other end is silent for so long is given up; by default that takes two hours."""
+"""Timeout of a silent connection; the system's default is two hours."""
 KEEPALIVES = {"idle": 30, "interval": 10, "count": 3}
-"""Seconds of silence before the other end is asked whether it is there, seconds between questions, and how many."""
+"""TCP keepalive: seconds of silence before the first probe, seconds between probes, and their number."""
 PRIMARY_CODE = 0xFF
-"""What sqlite's extended error codes leave of an error."""
+"""Bit mask of the primary code in sqlite's extended error codes."""
 
 
 class StorageError(ValueError):
-    """A database that cannot be used, in one line."""
+    """A database cannot be used; the message has one line."""
 
 
-def query_database(option: str, url: str, table: str, ask: Callable[[sqlalchemy.Connection], T]) -> T | None:
-    """The answer of a database; None from one that is still empty, or from an sqlite file that is not there yet.
+def query_database(option: str, url: str, table: str, query: Callable[[sqlalchemy.Connection], T]) -> T | None:
+    """The result of a query; None if the database is empty or the sqlite file does not exist. Creates nothing.
 
-    table: one that the database holds if it is what it should be. Creates nothing. Raises StorageError, which names the
-    option, for a database that cannot be reached, is damaged, or is another program's.
+    table: a table by which the database is recognised. Raises StorageError, which names the option, for a database that
+    cannot be reached, is damaged, or belongs to another program.
     """
     file = sqlite_file(url)
     named = f"{option} {redact_url(url)!r}"
@@ -44,65 +44,62 @@ def query_database(option: str, url: str, table: str, ask: Callable[[sqlalchemy.
             kind = file.stat().st_mode
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError) as error:  # a name too long, links in a circle
+        except (OSError, ValueError) as error:  # a name that is too long, circular links
             raise StorageError(f"{named}: cannot be used ({format_database_error(error)}); name another") from None
-        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # sqlite says of a folder what it is
-            raise StorageError(f"{named}: is a pipe or a device, and no file; name another")
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # sqlite's error describes a folder
+            raise StorageError(f"{named}: is a pipe or a device, not a file; name another")
     fix = "move that file away, or name another" if file else "are server, user, password and database right?"
     try:
         engine = sqlalchemy.create_engine(
             url.replace("postgresql://", "postgresql+psycopg://", 1), **make_engine_options(url)
         )
-    except (SQLAlchemyError, ImportError, ValueError):  # the last of a port that is no number
-        raise StorageError(
-            f"{named}: is no URL of a database; give SCHEME://USER:PASSWORD@HOST:PORT/DATABASE"
-        ) from None
+    except (SQLAlchemyError, ImportError, ValueError):  # ValueError for a port that is not a number
+        raise StorageError(f"{named}: is not a database URL; give SCHEME://USER:PASSWORD@HOST:PORT/DATABASE") from None
     try:
         with engine.connect() as connection:
             tables = sqlalchemy.inspect(connection).get_table_names()
             if table in tables:
-                return ask(connection)
+                return query(connection)
     except SQLAlchemyError as error:
         raise StorageError(f"{named}: cannot be used ({format_database_error(error)}); {fix}") from None
     finally:
         engine.dispose()
-    if "alembic_version" in tables:  # the record of a program that changes its tables as it needs, and so would ours
+    if "alembic_version" in tables:  # another program's migrations, which could also change our tables
         raise StorageError(f"{named}: is another program's database; name another")
     return None
 
 
 def sqlite_url(file: Path) -> str:
-    """The URL of an sqlite file, whatever characters its path has."""
+    """The URL of an sqlite file with any characters in its path."""
     return f"sqlite:///{quote_path(file.resolve())}"
 
 
 def quote_path(file: Path) -> str:
-    """A path as it stands in an sqlite URL, in which ? begins a query and % a character by its number."""
+    """A path escaped for an sqlite URL, where ? starts a query and % an escaped character."""
     return str(file).replace("%", "%25").replace("?", "%3F")
 
 
 def sqlite_file(url: str) -> Path | None:
-    """The file of an sqlite URL; None for another database's."""
+    """The file of an sqlite URL; None for other databases."""
     database = sqlalchemy.make_url(url).database if url.startswith("sqlite:///") else None
     return Path(database) if database else None
 
 
 def has_content(file: Path) -> bool:
-    """Whether an sqlite file holds anything; to sqlite an empty one is as one that is not there yet."""
+    """Whether an sqlite file exists and is not empty, which sqlite treats like a missing file."""
     return file.exists() and file.stat().st_size > 0
 
 
 def check_sqlite(named: str, url: str) -> None:
-    """Raise StorageError where an sqlite URL has a query: it is taken for a path that has a question mark."""
+    """Raise StorageError if an sqlite URL has a query, most likely from a question mark in a path."""
     if url.startswith("sqlite:") and "?" in url:
-        raise StorageError(f"{named}: has a ?, which begins a query; write %3F for that of a path")
+        raise StorageError(f"{named}: has a ?, which starts a query; write %3F for one in a path")
 
 
 def relocate_artifacts(file: Path, artifacts: str) -> None:
-    """Have the runs of an MLflow database that was moved or copied keep their artifacts in the folder beside it.
+    """Update the artifact locations in an MLflow database that was moved or copied with its artifacts folder.
 
-    MLflow stores the absolute place of each experiment's and each run's: a copy would write into the original. Raises
-    StorageError.
+    MLflow stores absolute locations, so a copy would write into the original. Raises StorageError.
     """
     try:
         with closing(sqlite3.connect(file, timeout=LOCKED_SECONDS)) as database, database:
@@ -124,7 +121,7 @@ def _replace_prefix(database: sqlite3.Connection, old: str, new: str) -> None:
 
 @contextmanager
 def create_sqlite_file(file: Path) -> Iterator[Path]:
-    """A file to make tables in, which becomes `file` when that is done: one half-made could never be opened again."""
+    """A temporary file to create tables in, atomically renamed to `file` on success: partial databases are unusable."""
     unfinished = file.with_name(f"{file.name}.unfinished")
     for left in (unfinished, unfinished.with_name(f"{unfinished.name}-journal")):
         left.unlink(missing_ok=True)
@@ -134,7 +131,7 @@ def create_sqlite_file(file: Path) -> Iterator[Path]:
 
 
 def make_engine_options(url: str) -> dict[str, Any]:
-    """How to connect: sqlite waits for other writers, a server has to answer soon and may vanish without a word."""
+    """Engine options with timeouts for other sqlite writers, slow servers and servers that disappear."""
     if url.startswith("sqlite"):
         return {"connect_args": {"timeout": LOCKED_SECONDS}}
     silence = {f"keepalives_{name}": number for name, number in KEEPALIVES.items()}
@@ -144,7 +141,7 @@ def make_engine_options(url: str) -> dict[str, Any]:
 
 
 def find_corruption(error: BaseException) -> str:
-    """What is wrong with an sqlite file for good, where an exception came from that; "" otherwise."""
+    """Description of the sqlite file corruption that caused an exception; "" for other causes."""
     for cause in iter_causes(error):
         if getattr(cause, "sqlite_errorcode", 0) & PRIMARY_CODE in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             return str(cause)
@@ -152,6 +149,6 @@ def find_corruption(error: BaseException) -> str:
 
 
 def format_database_error(error: Exception) -> str:
-    """What a database says of an error, in one line."""
+    """A database's error message in one line."""
     cause = getattr(error, "orig", None) or error
     return redact_text(str(cause).strip().partition("\n")[0])[:200]

@@ -1,4 +1,4 @@
-"""MLflow's own server on the project's store, with links that open straight on the training runs."""
+"""`lit-lazy dashboard`: MLflow's server on the project's store, with links to the training runs."""
 
 import os
 import signal
@@ -15,28 +15,23 @@ from urllib.error import URLError
 from lit_lazy.support.disk import open_private
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.secrets import strip_user
-from lit_lazy.tracking.tracker import (
-    ExperimentLinks,
-    check_store,
-    default_uri,
-    find_experiment_links,
-    list_experiment_names,
-)
+from lit_lazy.tracking.links import ExperimentLinks, find_experiment_links, list_experiment_names
+from lit_lazy.tracking.store import check_store, default_uri
 
 HOST = "127.0.0.1"
 READY_SECONDS = 120
 
 
 def serve(runs: Path, port: int, name: str | None = None) -> int:
-    """Serve until interrupted; the server's exit status.
+    """Serve until interrupted; returns the server's exit status.
 
-    name: of the experiments to print links to; None for all. Raises ValueError without a store, without an experiment
-    of that name, or on a busy port.
+    name: prints only links to this experiment or ablation. Raises ValueError without a store, without an experiment of
+    that name, or if the port is in use.
     """
     uri = default_uri(runs)
     check_store(uri)
     if not list_experiment_names(uri):
-        raise ValueError(f"--runs {runs}: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` makes some")
+        raise ValueError(f"--runs {runs}: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` creates some")
     url = strip_user(uri) if uri.startswith("http") else f"http://{HOST}:{port}"
     links = find_experiment_links(uri, url)
     if name is not None:
@@ -46,15 +41,15 @@ def serve(runs: Path, port: int, name: str | None = None) -> int:
         return 0
     with socket.socket() as probe:
         if probe.connect_ex((HOST, port)) == 0:
-            raise ValueError(f"--port {port}: something already listens there; choose another port")
+            raise ValueError(f"--port {port}: is in use; choose another port")
     log = runs / "mlflow-server.log"
     command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
     env = os.environ | {
-        "MLFLOW_BACKEND_STORE_URI": uri,  # not in the list of processes: it may hold a password
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # nothing here queues jobs on the server
+        "MLFLOW_BACKEND_STORE_URI": uri,  # not an argument, which other users could read: it may contain a password
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # nothing here submits jobs to the server
     }
     with open(log, "w", opener=open_private) as output:
-        # A session of its own, so that the helpers it starts end with it.
+        # A new session, so that the server's subprocesses end with it.
         server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
     try:
         print(f"starting MLflow on {url} ...", flush=True)
@@ -71,7 +66,7 @@ def serve(runs: Path, port: int, name: str | None = None) -> int:
 
 
 def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
-    """Return when the server answers; raise ValueError that names its log when it does not."""
+    """Return when the server answers. Raises ValueError with the path of its log if it does not."""
     end = time.monotonic() + READY_SECONDS
     while time.monotonic() < end and server.poll() is None:
         try:
@@ -79,25 +74,25 @@ def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, log: Path) -> 
                 return
         except (URLError, OSError):
             time.sleep(0.2)
-    raise ValueError(f"MLflow's server did not come up on {url}; see {log}")
+    raise ValueError(f"MLflow's server did not start on {url}; see {log}")
 
 
 def select_links(links: Sequence[ExperimentLinks], name: str) -> list[ExperimentLinks]:
-    """Those of an experiment, or of all experiments of an ablation or a search. Raises ValueError for none."""
+    """The links of an experiment, or of all experiments of an ablation or a search. Raises ValueError if none."""
     found = [experiment for experiment in links if experiment.name == name] or [
         experiment for experiment in links if experiment.name.startswith((f"{name}-", f"search-{name}-"))
     ]
     if not found:
         known = [experiment.name for experiment in links]
         raise ValueError(
-            f"dashboard {name!r}: MLflow holds no experiment or ablation of this name{did_you_mean(name, known)}; "
-            f"there are: {', '.join(known) or 'none'}"
+            f"dashboard {name!r}: MLflow has no experiment or ablation of this name{did_you_mean(name, known)}; "
+            f"it has: {', '.join(known) or 'none'}"
         )
     return found
 
 
 def print_links(links: Sequence[ExperimentLinks]) -> None:
-    """Print, per experiment, the links worth opening."""
+    """Print the links of each experiment."""
     for experiment in links:
         print(f"\n{experiment.name}")
         for label, url in experiment.pages.items():

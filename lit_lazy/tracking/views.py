@@ -1,8 +1,8 @@
-"""MLflow views as code: the saved views of an experiment's runs page, and the links that open them.
+"""Saved views of an experiment's runs page in MLflow, and the links that open them.
 
-MLflow keeps the entries of its "Views" menu in tags of the experiment. The format is not documented: this module alone
-knows it, `tests/tracking/test_dashboard.py` holds it to the pinned version in a real browser, and elsewhere the plain
-link still opens the list of runs.
+MLflow stores the entries of its "Views" menu as experiment tags in an undocumented format. Only this module depends on
+that format; `tests/tracking/test_dashboard.py` checks it for the pinned version in a browser. With another version the
+plain link still opens the list of runs.
 """
 
 import base64
@@ -12,7 +12,6 @@ import re
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from statistics import fmean
 from typing import Any
 from urllib.parse import quote
@@ -24,7 +23,7 @@ TABLE_VIEW, CELLS_VIEW = "Variants (mean over seeds)", "All cells"
 CHARTS_VIEW, AXES_VIEW = "Charts", "Parallel coordinates"
 RUNS_VIEW = "All runs"
 CHART_VIEWS = (CHARTS_VIEW, AXES_VIEW)
-"""The views that are no lists of runs."""
+"""The views that open as charts."""
 LINKED_VIEWS = {
     "by variant": TABLE_VIEW,
     "all cells": CELLS_VIEW,
@@ -32,108 +31,58 @@ LINKED_VIEWS = {
     "parallel coordinates": AXES_VIEW,
     "all runs": RUNS_VIEW,
 }
-"""The views by what `lit-lazy dashboard` calls their links."""
+"""The views by their link label in `lit-lazy dashboard`."""
 
 RESULTS, TRADE_OFFS, TRAINING = "Results by variant", "Loss against what attention does", "During training"
 EXTRA = ("sink/rate", "sparsity/zero", "collapse/effective_rank")
-"""Metrics with charts in every ablation whose cells have them."""
+"""Metrics that get charts in every ablation whose cells log them."""
 LOSSES = ("loss/excess", "loss/bits_per_byte", "loss/val")
 LOSS = "loss/val"
-"""Every run's, lower is better: lists are sorted by it, and rows that are far above the others in it left out."""
+"""The loss of every run: lists are sorted by it, and rows with an outlying value are left out of charts."""
 LOSS_CURVES = ("val/excess", "val/loss")
-"""The first that cells have is drawn."""
+"""Only the first that cells have is drawn."""
 EXCESS = "val/excess"
-"""Above 0 and falling by powers of ten: its axis is logarithmic."""
+"""Positive and falling by powers of ten, so it gets a logarithmic axis."""
 WATCHED = ("watch/first_key_share", "watch/sparsity", "watch/mass", "watch/effective_rank")
-"""From step 0 on, at powers of two."""
+"""Measured at step 0 and at powers of two."""
 TAU_LAYER = re.compile(r"watch/tau_layer_(\d+)")
 MOST_AXES_CHARTS = 3
 MOST_SETTINGS = 12
-"""Columns of settings in which the runs of an experiment differ."""
+"""Upper bound on columns for settings in which runs differ."""
 RUN_NAME = "attributes.`Run Name`"
 NAME_WIDTH, LEAST_WIDTH, PADDING, LETTER_WIDTH = 270, 160, 20, 7
-"""Of columns, in pixels. MLflow shows all digits of a number; cut off, 1.7e-7 would read as 1.7."""
+"""Column widths in pixels. MLflow shows all digits of a number; truncated, 1.7e-7 would read as 1.7."""
 
-COLOUR_TAG, ROW_TAG, CHARTED_TAG = "mlflow.runColor", "row", "charted"
-"""The first is MLflow's own. `row` holds a cell's variant with spaces behind it, as `group_of` puts them there.
-`charted` is "no" where the loss is far above: a saved view cannot hide runs, it can only look for others."""
-PALETTE = (
-    *("#a6630c", "#c83243", "#b45091", "#8a63bf", "#434a93", "#137dae", "#04867d", "#308613", "#facb66", "#1f272d"),
-    *("#445461", "#5f7281", "#8396a5", "#93320b", "#be501e", "#de7921", "#f2be88", "#115026", "#277c43", "#3ba65e"),
-    *("#8ddda8", "#9e102c", "#c82d4c", "#e65b77", "#f792a6", "#0e538b", "#2272b4", "#4299e0", "#8acaff"),
-)
-"""MLflow's colours: it gives each group of runs one of them, by a checksum of its name."""
-DISTINCT = (
-    *(26, 14, 7, 2, 8, 6, 9, 20, 28, 22, 24, 17, 11, 3, 19, 16, 4, 0, 15, 18, 23, 27, 13, 12, 21, 25, 5, 10, 1),
-)  # fmt: skip
-"""Places of the palette: the figures' blue and vermillion, then always the one that differs most from those before it
-(distances in CIELAB)."""
-AS_IN_FIGURES = {"Elastic": DISTINCT[0], "Softmax": DISTINCT[1]}
+CHARTED_TAG = "charted"
+"""Set to "no" on cells of rows with an outlying loss: a saved view cannot hide runs, only filter by tags."""
 
 
 @dataclass(frozen=True)
 class CellRun:
-    """What the views have to know of a cell's run, or of a run that is no cell: its variant is its name."""
+    """The part of a run that views need. The variant of a run outside ablations is its name."""
 
     variant: str
     params: Mapping[str, str]
     metrics: Mapping[str, float]
-    """What it has logged, by name: the last value."""
+    """Last logged value by name."""
 
 
 def encode_view(name: str, state: Mapping[str, Any]) -> tuple[str, str]:
-    """Tag key and value that make a saved view called `name`. The same name gives the same key."""
+    """Tag key and value of a saved view; the key depends on the name only."""
     packed = "deflate;" + base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
     value = json.dumps({"name": name, "createdAt": 0, "updatedAt": 0, "state": packed})
     return TAG_PREFIX + view_id(name), value
 
 
 def view_id(name: str) -> str:
-    """The id under which a view's link finds it; charts and sections have such ids too."""
+    """Id of a view in links; also used for charts and sections."""
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
 def get_normaliser_name(params: Mapping[str, str]) -> str:
-    """The class of a run's normaliser, or of its mixer where that does not attend; empty where none is logged."""
+    """Class name of a run's normaliser, or of its mixer if that is not attention; "" if neither is logged."""
     mixer = params.get("model.mixer", "SelfAttention")
     return params.get("model.attention.normaliser", "") if mixer == "SelfAttention" else mixer
-
-
-def assign_colours(rows: Mapping[str, str]) -> dict[str, str]:
-    """The colour of each row, as far as the palette reaches all different. rows: the class of the normaliser by row.
-
-    The first row with Elastic-Softmax and the first with softmax have the colours that these have in the figures.
-    """
-    taken: dict[str, int] = {}
-    for row, normaliser in rows.items():
-        if normaliser in AS_IN_FIGURES and AS_IN_FIGURES[normaliser] not in taken.values():
-            taken[row] = AS_IN_FIGURES[normaliser]
-    others = cycle([place for place in DISTINCT if place not in taken.values()])
-    return {row: PALETTE[taken[row] if row in taken else next(others)] for row in rows}
-
-
-def make_group_name(row: str, colour: str) -> str:
-    """A row's name with as many spaces behind it as make MLflow draw the group of that name in a colour.
-
-    It keeps no colours of groups where it keeps views, and no one sees the spaces.
-    """
-    while PALETTE[checksum(_group_id(ROW_TAG, row)) % len(PALETTE)] != colour:
-        row += " "
-    return row
-
-
-def checksum(name: str) -> int:
-    """Fletcher's, of UTF-16 units, as MLflow's pages compute it."""
-    units = name.encode("utf-16-le")
-    low = high = 0
-    for first, second in zip(units[::2], units[1::2], strict=True):
-        low = (low + first + 256 * second) % 255
-        high = (high + low) % 255
-    return low | high << 8
-
-
-def _group_id(tag: str, value: str) -> str:
-    return f"tag.{tag}.{value}"
 
 
 def build_views(
@@ -141,14 +90,13 @@ def build_views(
     columns: Sequence[str],
     main: Sequence[str],
     cells: Sequence[CellRun],
-    groups: Mapping[str, str] | None = None,
+    charted: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """The states of an ablation's views, by name.
+    """The states of an ablation's views, by view name.
 
-    axes: params in which cells differ. columns: metrics of the table. main: those of them that charts show; the first
-    that cells have is what all else is held against. cells: what is known of the cells; nothing while there are none,
-    and then every chart that they may come to fill is there. groups: by variant what the cells have as their `row`,
-    and all have `charted`; None while some have not, when they are grouped by variant and all are drawn.
+    axes: params in which cells differ. columns: metrics of the table. main: the columns with charts; the first that
+    cells have is the main metric. cells: without any, every possible chart is included. charted: whether all cells
+    have the tag `charted`, by which charts leave out rows with an outlying loss.
     """
     logged = {name for cell in cells for name in cell.metrics}
 
@@ -157,15 +105,14 @@ def build_views(
 
     shown = select_measured([*main, *EXTRA])
     variants = list(dict.fromkeys(cell.variant for cell in cells))
-    tag, values = ("variant", {name: name for name in variants}) if groups is None else (ROW_TAG, groups)
-    far = () if groups is None else find_outlier_rows(cells)
-    near = {} if groups is None else {"searchFilter": f"tags.kind = 'cell' AND tags.{CHARTED_TAG} = 'yes'"}
+    far = find_outlier_rows(cells) if charted else ()
+    near = {"searchFilter": f"tags.kind = 'cell' AND tags.{CHARTED_TAG} = 'yes'"} if charted else {}
     without = f", without {', '.join(far)}" if far else ""
     return {
-        TABLE_VIEW: _build_run_list("cell", shown, axes) | _build_grouping(tag, values),
+        TABLE_VIEW: _build_run_list("cell", shown, axes) | _build_grouping(variants),
         CELLS_VIEW: _build_run_list("cell", select_measured(columns), axes),
         CHARTS_VIEW: _build_run_list("cell", shown, axes)
-        | _build_grouping(tag, values)
+        | _build_grouping(variants)
         | near
         | _sections(
             {
@@ -190,10 +137,7 @@ def build_views(
 
 
 def build_run_views(runs: Sequence[CellRun]) -> dict[str, dict[str, Any]]:
-    """The states of the views of an experiment whose runs are no cells, by name: `views` without groups.
-
-    Columns are the settings in which the runs differ.
-    """
+    """The states of the views of a `lit-lazy train` experiment, by view name; columns are settings that differ."""
     logged = {name for run in runs for name in run.metrics}
 
     def select_measured(names: Sequence[str]) -> list[str]:
@@ -214,7 +158,7 @@ def build_run_views(runs: Sequence[CellRun]) -> dict[str, dict[str, Any]]:
 
 
 def find_outlier_rows(cells: Sequence[CellRun]) -> list[str]:
-    """The variants whose mean loss is so far above that in a chart with them all others would look alike."""
+    """Variants whose mean loss would flatten the differences between all others in a chart."""
     losses: dict[str, list[float]] = {}
     for cell in cells:
         if LOSS in cell.metrics:
@@ -225,9 +169,9 @@ def find_outlier_rows(cells: Sequence[CellRun]) -> list[str]:
 
 
 def _build_run_list(kind: str, metrics: Sequence[str], settings: Sequence[str]) -> dict[str, Any]:
-    """The runs of a kind as a flat list, each metric and each setting a column.
+    """The runs of a kind as a flat list with a column per metric and setting.
 
-    It is sorted by a metric, because MLflow hides child runs under their parent while a list is sorted by creation.
+    Sorted by a metric, because MLflow nests child runs under their parent in a list sorted by creation time.
     """
     tags = ("variant", "seed") if kind == "cell" else ("seed",)
     shown = {
@@ -251,20 +195,20 @@ def _build_run_list(kind: str, metrics: Sequence[str], settings: Sequence[str]) 
     }
 
 
-def _build_grouping(tag: str, values: Mapping[str, str]) -> dict[str, Any]:
-    """One row per variant, its mean over seeds; its cells are folded away. values: of the tag, by variant."""
+def _build_grouping(variants: Sequence[str]) -> dict[str, Any]:
+    """One collapsed row per variant, with means over seeds."""
     return {
         "groupBy": {
-            "groupByKeys": [{"mode": "tag", "groupByData": tag}],
+            "groupByKeys": [{"mode": "tag", "groupByData": "variant"}],
             "aggregateFunction": "average",
         },
-        "groupsExpanded": {_group_id(tag, value): False for value in values.values()},
+        "groupsExpanded": {f"tag.variant.{variant}": False for variant in variants},
         "useGroupedValuesInCharts": True,
     }
 
 
 def _select_curves(measured: Callable[[Sequence[str]], list[str]], logged: Collection[str]) -> list[str]:
-    """The metrics of a training that are worth a curve; no two of them are the same."""
+    """The distinct metrics that get a curve."""
     return [*measured(LOSS_CURVES)[:1], *measured([*WATCHED, *_select_tau_curves(logged)])]
 
 
@@ -275,9 +219,9 @@ def _select_tau_curves(logged: Collection[str]) -> list[str]:
 
 
 def _find_axis_sets(axes: Sequence[str], cells: Sequence[CellRun]) -> dict[str, list[str]]:
-    """Titles of sections, and axes that the cells spoken of all have and in which they differ; most cells first.
+    """Axes by section title, most cells first: the cells of a section have all its axes and differ in each.
 
-    MLflow's parallel coordinates leave out a cell that lacks one of the params: one chart of all axes would lose most.
+    MLflow's parallel coordinates omit a cell that lacks one of the params, so a chart of all axes would omit most.
     """
     if not cells:
         return {"Every cell": list(axes)}
@@ -296,7 +240,7 @@ def _bar(metric: str) -> dict[str, Any]:
 
 
 def _line(metric: str) -> dict[str, Any]:
-    """A curve as it was measured: unless it is told not to, MLflow smooths, and draws what was measured beside it."""
+    """A curve without MLflow's default smoothing."""
     return _chart(
         "LINE",
         f"line {metric}",
@@ -326,7 +270,7 @@ def _chart(kind: str, known_as: str, **options: Any) -> dict[str, Any]:
 def _sections(
     charts: Mapping[str, Sequence[dict[str, Any]]], logged: Collection[str], columns: int = 2
 ) -> dict[str, Any]:
-    """Sections of charts, open; below them, folded, those that MLflow makes of all other metrics by their groups."""
+    """Open sections of charts, followed by MLflow's collapsed sections for all other metrics by their groups."""
     own = [name for name, within in charts.items() if within]
     drawn = {chart.get("metricKey") for within in charts.values() for chart in within}
     groups = sorted({name.rpartition("/")[0] or "Model metrics" for name in logged if name not in drawn})
@@ -348,7 +292,7 @@ def _section(name: str, display: bool) -> dict[str, Any]:
 
 
 def runs_link(ui_url: str, experiment_id: str, view: str | None = None) -> str:
-    """Link to an experiment's training runs (a bare link would open MLflow's GenAI page), in a saved view if named."""
+    """Link to an experiment's training runs, in a saved view if given. A bare link would open MLflow's GenAI page."""
     link = f"{ui_url}/#/experiments/{experiment_id}/runs?workflowType=machine_learning"
     if view is None:
         return link
@@ -357,7 +301,7 @@ def runs_link(ui_url: str, experiment_id: str, view: str | None = None) -> str:
 
 
 def run_link(ui_url: str, experiment_id: str, run_id: str, artifact: str | None = None) -> str:
-    """Link to a run, or to one of its artifacts."""
+    """Link to a run or to one of its artifacts."""
     page = f"{ui_url}/#/experiments/{experiment_id}/runs/{run_id}"
     if artifact is not None:
         page += f"/artifacts/{quote(artifact)}"

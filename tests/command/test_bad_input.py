@@ -97,7 +97,7 @@ OPTIONS = [
     ),
     (["ablate", "table", "nothing", "--from", "table.json"], "ablation 'nothing': unknown"),
     (["ablate", "verdicts", str(RESULTS)], f"'{RESULTS}': is the folder of one table; give the one around it"),
-    (["dashboard"], "--runs runs: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` makes some"),
+    (["dashboard"], "--runs runs: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` creates some"),
     (["dashboard", "--port", "0"], "argument --port: '0': must be a whole number from 1 to 65535"),
     (["dashboard", "--port", "99999"], "argument --port: '99999': must be a whole number from 1 to 65535"),
     (["dashboard", "--port", "http"], "argument --port: 'http': must be a whole number from 1 to 65535"),
@@ -372,7 +372,7 @@ STORAGES = [
     (a_folder, "sqlite:///{path}", "unable to open database file"),
     (mlflows, "sqlite:///{path}", "is another program's database; name another"),
     (optunas, "sqlite:///{path}", "its study 'table2-backcopy_tiny' was not made by this version"),
-    (None, "sqlite:///{path}/x/queue.db", "there is no folder"),
+    (None, "sqlite:///{path}/x/queue.db", "does not exist"),
     (None, "sqlite:////proc/queue.db", "--storage '/proc': nothing can be written there"),
     (None, "sqlite://", "--storage 'sqlite://': must be sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE"),
     (None, "sqlite:///:memory:", "--storage 'sqlite:///:memory:': must be sqlite:///FILE"),
@@ -381,8 +381,8 @@ STORAGES = [
     (None, "postgres//me:geheim@localhost/x", "--storage 'postgres//me:***@localhost/x': must be sqlite:///FILE or"),
     (None, "postgresql://me:geheim@127.0.0.1:{port}/x", "are server, user, password and database right?"),
     (None, "postgresql://127.0.0.1:{port}/x?user=me&password=geheim", "are server, user, password and database right?"),
-    (None, "postgresql://me:geh@geheim@localhost/x", "has more than one @; write %40 for that of a password"),
-    (None, "postgresql://me:geheim@localhost:port/x", "is no URL of a database; give SCHEME://USER:PASSWORD@HOST"),
+    (None, "postgresql://me:geh@geheim@localhost/x", "has more than one @; write %40 for one in a password"),
+    (None, "postgresql://me:geheim@localhost:port/x", "is not a database URL; give SCHEME://USER:PASSWORD@HOST"),
 ]
 
 
@@ -459,7 +459,7 @@ def test_a_port_in_use(place: Path, empty_store: Path, capsys: pytest.CaptureFix
         taken.listen()
         port = taken.getsockname()[1]
         error = expect_refusal(["dashboard", "--port", str(port)], capsys)
-    assert f"--port {port}: something already listens there; choose another port" in error
+    assert f"--port {port}: is in use; choose another port" in error
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ import forked
 import pytest
 
 from lit_lazy.command.main import main, make_parser
-from lit_lazy.tracking.tracker import default_uri, list_experiment_names
+from lit_lazy.tracking.links import list_experiment_names
+from lit_lazy.tracking.store import default_uri
 
 BIN = Path(sys.executable).parent
 

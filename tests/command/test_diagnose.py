@@ -19,7 +19,8 @@ from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.measure.diagnostics import Diagnostics, measure
 from lit_lazy.measure.evaluation import evaluate
-from lit_lazy.tracking.tracker import Tracker, default_uri
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.checkpoints import read_checkpoint
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.result import FINAL_CHECKPOINT, RESULT
@@ -219,7 +220,7 @@ def test_lengths_with_a_cache_that_evicts(trained: Path, runs: Path, capsys: pyt
 def test_mlflow_out_of_reach_leaves_the_results(
     trained: Path, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from lit_lazy.tracking.tracker import TrackingError
+    from lit_lazy.tracking.store import TrackingError
 
     def refuse(*_: object, **__: object) -> None:
         raise TrackingError("gone away", reachable=False)

@@ -90,9 +90,9 @@ LIMITS = [
     ([*TRAIN, "--data=Text", "--data.path=deep.jsonl"], "line 1 is not JSON (maximum recursion depth exceeded"),
     (["evaluate", "fifo"], "cannot be read (It is a pipe or a device, and no file)"),
     (["diagnose", "/dev/zero"], "cannot be read (It is a pipe or a device, and no file)"),
-    ([*RUN, "--storage", "sqlite:////dev/zero"], "is a pipe or a device, and no file; name another"),
+    ([*RUN, "--storage", "sqlite:////dev/zero"], "is a pipe or a device, not a file; name another"),
     ([*RUN, "--storage", f"sqlite:///{LONG}.db"], "File name too long"),
-    ([*RUN, "--storage", "sqlite:///a?b.db"], "has a ?, which begins a query; write %3F for that of a path"),
+    ([*RUN, "--storage", "sqlite:///a?b.db"], "has a ?, which starts a query; write %3F for one in a path"),
     ([*RUN, "--storage", ""], "argument --storage: '': must be a name; leave the option out for the default"),
     ([*TRAIN, "--storage", "postgresql://me:geheim@h/x"], "--storage='postgresql://me:***@h/x': no such field"),
 ]

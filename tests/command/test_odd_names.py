@@ -17,7 +17,8 @@ from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.support.console import plain_console
 from lit_lazy.tracking.databases import sqlite_file, sqlite_url
-from lit_lazy.tracking.tracker import Tracker, default_uri
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.tracker import Tracker
 
 FOLDER = "a #b ünï 'q' \"d\" ;&=+@ \\ [red] $H {x} `y`"
 EXPERIMENT = "é?p #1 100%25 [red] it's"

@@ -18,7 +18,7 @@ from lit_lazy.command.train import format_summary
 from lit_lazy.config import experiment, replace_at
 from lit_lazy.config.key import cell_key
 from lit_lazy.support.console import get_program_name
-from lit_lazy.tracking.tracked import format_run_name
+from lit_lazy.tracking.tracked_run import format_run_name
 from lit_lazy.training.head_monitor import HeadMonitor
 from lit_lazy.training.result import FINAL_CHECKPOINT
 from lit_lazy.training.run import make_lock

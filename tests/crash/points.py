@@ -1,6 +1,6 @@
-"""Ends a tiny grid at every one of its effects on the disk, gives the same command again, and checks what came of it.
+"""Ends a tiny grid at every one of its disk effects, repeats the command, and checks the outcome.
 
-`python tests/crash/points.py --out FOLDER` tries them all, and resumes what was begun there. Linux, with a C compiler.
+`python tests/crash/points.py --out FOLDER` tries all of them and resumes an earlier call. Needs Linux and a C compiler.
 """
 
 import argparse
@@ -33,11 +33,11 @@ CONTROL, TRACE = "EFFECTS_CONTROL", "EFFECTS_TRACE"
 HEADER = struct.Struct("8I1024s")
 """`struct control` of effects.c."""
 MOST_SECONDS = 120.0
-"""Of a command."""
+"""Timeout of a command."""
 
 
 def prepare_preload(folder: Path) -> dict[str, str]:
-    """The environment of a process whose effects are counted; compiles what counts them."""
+    """Environment of a process whose disk effects are counted; compiles the counter."""
     library = folder / "effects.so"
     subprocess.run(["cc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
     (folder / "control").write_bytes(bytes(HEADER.size))
@@ -47,7 +47,7 @@ def prepare_preload(folder: Path) -> dict[str, str]:
 
 
 class Effects:
-    """The counter that this process and its forks share."""
+    """Counter of disk effects, shared by this process and its forks."""
 
     def __init__(self) -> None:
         with open(os.environ[CONTROL], "r+b") as file:
@@ -55,16 +55,16 @@ class Effects:
         self._trace = Path(os.environ[TRACE])
 
     def count(self, root: Path, at: int = 0, again: int = 0, number: int = signal.SIGKILL, whole: bool = False) -> None:
-        """Count what is done below `root` from now on; the effects `at` and `again` are met by a signal.
+        """Start counting effects below `root`; the effects `at` and `again` trigger a signal.
 
-        whole: so is every later one.
+        whole: so does every later one.
         """
         os.truncate(self._trace, 0)
         path = os.fsencode(root)
         self._shared[:] = HEADER.pack(1, 0, at, again, number, whole, False, len(path), path)
 
     def stop(self) -> list[str]:
-        """Count no longer; the effects so far, each as `kind path`."""
+        """Stop counting; returns the effects so far, each as `kind path`."""
         self._shared[:4] = bytes(4)
         lines = [line.split("\t") for line in self._trace.read_text().splitlines()]
         return [f"{kind} {path}" for _, _, kind, path in sorted(lines, key=lambda line: int(line[0]))]
@@ -72,12 +72,12 @@ class Effects:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A command on a runs folder, and what that holds before."""
+    """A command on a runs folder and the folder's initial state."""
 
     name: str
     argv: tuple[str, ...]
     before: tuple[str, ...] = ()
-    """A command that has been there already."""
+    """A command that has run in the folder before."""
 
     @property
     def grid(self) -> str:
@@ -125,7 +125,7 @@ WAYS = {
 
 
 class Workspace:
-    """A folder with a runs folder that is as often as wanted what it was."""
+    """A folder whose runs folder can be reset to its initial state."""
 
     def __init__(self, folder: Path, scenario: Scenario, store: Path) -> None:
         from two_rows import two_rows
@@ -154,7 +154,7 @@ class Workspace:
             )  # fmt: skip
 
     def command(self, argv: Sequence[str]) -> int:
-        """Exit status of a command, within a time."""
+        """Exit status of a command, with a timeout."""
         process = self.start(argv)
         try:
             return process.wait(MOST_SECONDS)
@@ -164,14 +164,14 @@ class Workspace:
             return -1
 
     def run_undisturbed(self) -> tuple[list[str], "Snapshot"]:
-        """The effects of the command, and what it leaves."""
+        """The effects of the command and its results."""
         self.restore()
         self.effects.count(self.runs)
         assert self.command(self.scenario.argv) == 0
         return self.effects.stop(), Snapshot.of(self.runs, self.scenario.grid)
 
     def attempt(self, at: int, way: Interruption, wanted: "Snapshot") -> "AttemptOutcome":
-        """End the grid at its effect number `at`, give the command again, compare."""
+        """End the grid at effect number `at`, repeat the command, compare."""
         self.restore()
         started = time.monotonic()
         self.effects.count(self.runs, at, at + 1 if way.twice else 0, way.number, way.whole)
@@ -195,16 +195,16 @@ class Workspace:
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """What came of one attempt."""
+    """Outcome of one attempt."""
 
     scenario: str
     way: str
     at: int
     where: str
-    """The effect that was stopped; "" where the grid had ended before."""
+    """The effect at which it was ended; "" if the grid had ended before."""
     commit: str
     seconds: float
-    """How long the attempt and its checks took."""
+    """Duration of the attempt and its checks."""
     violations: list[str]
 
 
@@ -215,7 +215,7 @@ def adopt_orphans() -> None:
 
 
 def end_all() -> int:
-    """Kill what is left of a grid; how many processes that were."""
+    """Kill the remaining processes of a grid; returns their number."""
     import psutil
 
     left = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
@@ -238,23 +238,23 @@ PUBLISHED = ("table.csv", "table.json", "plan.json", "search.json", "config.yaml
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What has to be the same after every end."""
+    """State that must be equal after every interruption."""
 
     results: dict[str, Any]
     """Metrics of each cell."""
     queue: list[Any]
     """State and value of each cell."""
     runs: list[Any]
-    """Of MLflow: kind, cell, status, state, params, and the names of its metrics; curves, without their times."""
+    """MLflow runs: kind, cell, status, state, params, metric names, and curves without timestamps."""
     files: list[str]
-    """Without the numbers that differ each time, and what `--fresh` has moved away, as often as it was given."""
+    """File names without volatile numbers and without folders that `--fresh` moved away."""
     moved_away: list[str]
-    """The cells that have a result there."""
+    """Cells with a result in the folders that were moved away."""
     published: dict[str, str]
 
     @classmethod
     def of(cls, runs: Path, grid: str) -> "Snapshot":
-        """What is there."""
+        """The state of the runs folder."""
         from forked import run_in_fork
 
         return run_in_fork(lambda: cls._read(runs, grid))
@@ -281,7 +281,7 @@ class Snapshot:
         )
 
     def find_differences(self, runs: Path, grid: str) -> list[str]:
-        """How what is there differs from this."""
+        """How the state of the runs folder differs."""
         try:
             found = Snapshot.of(runs, grid)
         except RuntimeError as error:
@@ -294,7 +294,7 @@ class Snapshot:
 
 
 def _list_files(runs: Path) -> list[str]:
-    """Below the runs folder, but for logs, and for artifacts: those of a retired run stay."""
+    """Files in the runs folder except logs and artifacts, because artifacts of retired runs remain."""
     every = [str(path.relative_to(runs)) for path in runs.rglob("*") if path.suffix != ".log"]
     return [path for path in every if not path.startswith("mlartifacts")]
 
@@ -307,7 +307,7 @@ def _read_tracked_run(client: Any, run: Any, folder: Path) -> dict[str, Any]:
         curves[name] = len(points) if name.startswith("time/") else sorted([p.step, p.value] for p in points)
     artifacts = {artifact.path: artifact.file_size for artifact in client.list_artifacts(run.info.run_id)}
     sizes = {path: size for path, size in artifacts.items() if path in PUBLISHED}
-    if "table.json" in sizes:  # it holds how long the cells took
+    if "table.json" in sizes:  # contains durations of cells
         sizes["table.json"] -= (folder / "table.json").stat().st_size
     return {
         "status": run.info.status,
@@ -320,7 +320,7 @@ def _read_tracked_run(client: Any, run: Any, folder: Path) -> dict[str, Any]:
 
 
 def _find_first_difference(wanted: Any, found: Any, at: str = "") -> str:
-    """Where two plain values differ first, and how."""
+    """First difference of two plain values."""
     if isinstance(wanted, dict) and isinstance(found, dict):
         for key in sorted(wanted.keys() | found.keys()):
             if wanted.get(key) != found.get(key):
@@ -339,7 +339,7 @@ Points = Callable[[list[str]], Iterable[int]]
 
 
 def try_all(folder: Path, scenario: Scenario, way: Interruption, points: Points) -> Iterable[AttemptOutcome]:
-    """The outcomes of a scenario, each as soon as it is there. points: which effects to try, given all of them."""
+    """Yields the outcomes of a scenario. points: selects the effects to try from all effects."""
     scratch = folder / "scratch"
     shutil.rmtree(scratch, ignore_errors=True)
     place = Workspace(scratch, scenario, folder / "store.db")
@@ -354,7 +354,7 @@ def try_all(folder: Path, scenario: Scenario, way: Interruption, points: Points)
 
 
 def main() -> int:
-    """Try what is wanted and not tried yet; the exit status tells whether something was violated."""
+    """Try the selected effects that were not tried yet; exit status 1 if any check failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the outcomes, which are resumed there")
     parser.add_argument("--scenario", choices=SCENARIOS, action="append", help="only this one; may be given again")
@@ -410,7 +410,7 @@ are kept at once, or with the next fsync of anything. Then the command is given 
 
 
 def report(every: Sequence[AttemptOutcome]) -> str:
-    """A page on what was tried and what came of it."""
+    """A page on the attempts and their outcomes."""
     met = [outcome for outcome in every if outcome.where]
     rows = Counter((outcome.scenario, outcome.way) for outcome in met)
     effects = {(outcome.scenario, outcome.way): outcome.at - 1 for outcome in every if not outcome.where}
@@ -442,7 +442,7 @@ def report(every: Sequence[AttemptOutcome]) -> str:
 
 
 def append_outcome(path: Path, outcome: AttemptOutcome) -> None:
-    """Append an outcome to a file, and print it where something is wrong or now and then."""
+    """Append an outcome to a file; print failures, and others occasionally."""
     with path.open("a") as file:
         file.write(json.dumps(asdict(outcome)) + "\n")
     if outcome.violations or outcome.at % 25 == 0:
@@ -450,17 +450,17 @@ def append_outcome(path: Path, outcome: AttemptOutcome) -> None:
 
 
 def read_outcomes(path: Path) -> list[AttemptOutcome]:
-    """What a file of outcomes holds."""
+    """The outcomes in a file."""
     return [AttemptOutcome(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def select_matching(patterns: Sequence[str]) -> Points:
-    """For each pattern the first effect that matches."""
+    """The first effect that matches each pattern."""
     return lambda effects: [find_first(effects, pattern) for pattern in patterns]
 
 
 def select_untried(known: Sequence[AttemptOutcome], every: int, start: int) -> Points:
-    """Each `every`-th but what is known, to the end of the grid, wherever that may be."""
+    """Every `every`-th effect that is not known, to the end of the grid."""
     done = {outcome.at for outcome in known}
     end = min((outcome.at for outcome in known if not outcome.where), default=math.inf)
     every_one = itertools.takewhile(lambda at: at < end, itertools.count(1 + start % every, every))
@@ -476,7 +476,7 @@ def find_first(effects: Sequence[str], pattern: str) -> int:
 
 
 def make_store(path: Path) -> None:
-    """An MLflow database without experiments, to be copied."""
+    """An empty MLflow database to copy."""
     from forked import run_in_fork
     from mlflow.tracking import MlflowClient
 

@@ -1,4 +1,4 @@
-"""Cuts a tiny grid's power at every moment at which the disk would differ, and has the same command finish it.
+"""Simulates a power cut of a tiny grid at every distinct state of the disk; the same command must finish it.
 
 `python tests/crash/power.py --out FOLDER` records the operations of an undisturbed grid on the disk, and builds from
 every beginning of that record what would be left. Data that were not fsynced are gone. For names (of files made,
@@ -76,14 +76,14 @@ def read_record(path: Path) -> Iterator[Operation]:
 
 @dataclass
 class File:
-    """A file's content, and what of it is on the disk."""
+    """A file's content and the part of it that is on the disk."""
 
     content: bytearray = field(default_factory=bytearray)
     kept: bytes = b""
 
 
 class Disk:
-    """What processes see, and what would be left without power. A folder is None."""
+    """The state that processes see, and the state after a power cut. A folder is None."""
 
     def __init__(self, root: Path) -> None:
         self.names: dict[str, File | None] = {}
@@ -115,7 +115,7 @@ class Disk:
                 raise ValueError(f"{other!r} of {path}: this record cannot be replayed")
 
     def _change(self, file: File | None, operation: Operation) -> None:
-        if file is None:  # its name is gone, and with it all that a loss of power could leave
+        if file is None:  # without its name, nothing of it can survive a power cut
             return
         if operation.kind == "t":
             del file.content[operation.at :]
@@ -125,13 +125,13 @@ class Disk:
         file.content[operation.at : operation.at + len(operation.data)] = operation.data
 
     def contents_after_loss(self, disk: str) -> dict[str, bytes | None]:
-        """Path -> content, of what a loss of power leaves on such a disk."""
+        """Content by path after a power cut on such a disk."""
         names = self.names if disk == DISKS[0] else self.kept_names
         return {name: None if file is None else file.kept for name, file in names.items()}
 
 
 def build(left: dict[str, bytes | None], root: Path) -> None:
-    """Make a folder that holds just this."""
+    """Create a folder with exactly this content."""
     shutil.rmtree(root)
     root.mkdir()
     for name, content in sorted(left.items()):
@@ -144,7 +144,7 @@ def build(left: dict[str, bytes | None], root: Path) -> None:
 
 
 def digest(left: dict[str, bytes | None]) -> str:
-    """The same for the same folder."""
+    """A digest that is equal for equal folders."""
     every = hashlib.sha256()
     for name, content in sorted(left.items()):
         every.update(repr((name, content)).encode())
@@ -154,7 +154,7 @@ def digest(left: dict[str, bytes | None]) -> str:
 def iterate_moments(
     operations: list[Operation], before: Path, disk: str
 ) -> Iterator[tuple[int, str, dict[str, bytes | None]]]:
-    """Number, description and disk of every moment at which a loss of power leaves something else than before it."""
+    """Number, description and disk of every moment at which the state after a power cut changes."""
     state, last = Disk(before), ""
     for number, operation in enumerate(operations, start=1):
         state.do(operation)
@@ -165,18 +165,18 @@ def iterate_moments(
 
 
 def attempt(place: Workspace, left: dict[str, bytes | None], wanted: Snapshot) -> list[str]:
-    """What is wrong after the command was given on what was left."""
+    """Problems after the command ran on the remaining state."""
     build(left, place.runs)
     status = place.command(place.scenario.argv)
     violations = [] if status == 0 else [f"the command ended with {status}: {place.last_line()}"]
     violations += [f"{n} processes left" for n in [end_all()] if n]
     for aside in place.runs.rglob("*.damaged"):
-        aside.unlink()  # quarantined, as it should be
+        aside.unlink()  # quarantined as expected
     return violations + wanted.find_differences(place.runs, place.scenario.grid)
 
 
 def main() -> int:
-    """Try what was not tried yet; the exit status tells whether something was violated."""
+    """Try the moments that were not tried yet; exit status 1 if any check failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the outcomes, which are resumed there")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th moment (default 1)")
@@ -203,7 +203,7 @@ def main() -> int:
     _, wanted = place.run_undisturbed()
     operations = list(read_record(Path(os.environ[RECORD])))
     for disk in DISKS:
-        place.restore()  # the record begins with what was there before
+        place.restore()  # the record starts with the initial state
         done = {outcome.at for outcome in read_outcomes(path) if outcome.way == format_way(disk)}
         for number, where, left in list(iterate_moments(operations, place.runs, disk))[:: options.every]:
             if number in done:
@@ -224,7 +224,7 @@ def main() -> int:
 
 
 def format_way(disk: str) -> str:
-    """What ended a grid, as an outcome names it."""
+    """The cause of a grid's end, as named in an outcome."""
     return f"loss of power, {disk}"
 
 

@@ -1,4 +1,4 @@
-"""A grid that is ended at an effect on the disk: a sample; `make crash-points` tries every one."""
+"""A sample of grids ended at a disk effect; `make crash-points` tries every one."""
 
 import json
 import os

@@ -1,8 +1,8 @@
-"""Kills a grid at random moments, and at chosen ones, until it has had enough; then checks that nothing was lost.
+"""Kills a grid at random and at chosen moments; then checks that nothing was lost.
 
-`PYTHONPATH=tests python tests/grid/chaos.py --kills 1000 --folder FOLDER --out PAGE` writes what it found. It may be
-killed itself: the same command goes on counting. The grid's processes are forks of it, which have imported already what
-they need: a process that is killed is soon replaced, and the machine is left to the cells.
+`PYTHONPATH=tests python tests/grid/chaos.py --kills 1000 --folder FOLDER --out PAGE` writes a report. The same
+command resumes it after a kill. The grid's processes are forks with all imports done, so that a killed process is
+replaced quickly and the CPU time goes to the cells.
 """
 
 import argparse
@@ -33,19 +33,19 @@ from lit_lazy.support.provenance import git_sha
 GRID = "chaos-chaos_base"
 CELLS = 24
 BETWEEN = 0.5, 3.0
-"""Seconds from kill to kill."""
+"""Range of seconds between kills."""
 LOG_EVERY, VAL_EVERY, CHECKPOINT_EVERY = 50, 100, 20
 TELL_SECONDS = 30.0
 END_SECONDS = 30.0
-"""In which the processes of a grid end that has."""
+"""Timeout for the processes of a finished grid."""
 MODULES = {
     "the command": "lit_lazy.command",
     "a worker": "lit_lazy.grid.jobs.worker",
     "a rank": "lit_lazy.training.distributed.rank_process",
 }
-"""What the processes of a grid run."""
+"""Modules that the processes of a grid run."""
 POINTS = ("training", "checkpoint write", "result write", "between result and MLflow", "between MLflow and queue")
-"""Moments at which a worker kills itself, each asked for by a file of that name in the trap folder."""
+"""Moments at which a worker kills itself, each triggered by a file of that name in the trap folder."""
 
 BASE = '''
 """Cells that train, validate and checkpoint for a second or two."""
@@ -92,7 +92,7 @@ def set_traps():
     import lit_lazy.training.run
     from lit_lazy.grid.queue.queue import Queue
     from lit_lazy.training.module import LitLM
-    from lit_lazy.tracking.spool import Spool
+    from lit_lazy.tracking.tracked_run import ActiveRun
 
     def half_written(write, point):
         def write_and_die(path, content):
@@ -117,7 +117,7 @@ def set_traps():
     checkpoints.write_atomically = half_written(checkpoints.write_atomically, "checkpoint write")
     run.write_text = half_written(run.write_text, "result write")
     before(LitLM, "training_step", "training", lambda module: module.global_step == 37)
-    before(Spool, "finish", "between result and MLflow")
+    before(ActiveRun, "finish", "between result and MLflow")
     before(Queue, "complete", "between MLflow and queue")
 
 
@@ -146,18 +146,18 @@ ablation = Ablation(
 
 @dataclass
 class SoakOutcome:
-    """What happened to a grid on its way to the end, or to several."""
+    """Statistics of the kills of one or several grids."""
 
     kills: Counter[str] = field(default_factory=Counter)
     commands: int = 0
     seconds: float = 0.0
     ended: bool = False
-    """Whether every cell is complete, and nothing was found wrong."""
+    """Whether every cell is complete and all checks passed."""
     commits: list[str] = field(default_factory=list)
 
     @classmethod
     def read(cls, path: Path) -> "SoakOutcome":
-        """What was kept in a file; nothing yet where there is none."""
+        """Read from a file; empty if it does not exist."""
         if not path.exists():
             return cls()
         kept = json.loads(path.read_text())
@@ -176,7 +176,7 @@ class SoakOutcome:
 
 
 class Chaos:
-    """One grid in one folder, with the ablation and the experiment that it runs on."""
+    """One grid in one folder, with its ablation and experiment."""
 
     def __init__(self, folder: Path, steps: int, store: Path | None = None, devices: int = 1) -> None:
         self.folder, self.runs, self.steps, self.devices = folder.resolve(), folder / "runs", steps, devices
@@ -191,7 +191,7 @@ class Chaos:
         self.log = folder / "commands.log"
 
     def command(self, workers: int) -> forked.Process:
-        """The same command every time, as its user would give it."""
+        """Start the command; it is the same every time."""
         files = str(self.folder / "chaos.py"), "--base", str(self.folder / "chaos_base.py")
         options = "--runs", str(self.runs), "--workers", str(workers), "--devices", str(self.devices)
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -207,7 +207,7 @@ class Chaos:
             )
 
     def processes(self, *roles: str) -> list[psutil.Process]:
-        """The grid's processes in some roles, whoever started them: those at work in its folder."""
+        """The grid's processes in some roles, found by their working folder."""
         modules = {MODULES[role] for role in roles}
         names = {module.rpartition(".")[2] for module in modules}
         found = []
@@ -228,10 +228,10 @@ class Chaos:
     ) -> SoakOutcome:
         """Run to the end, killing workers and, one time in six, the command itself on the way.
 
-        Goes on counting where it was ended itself. tell: is given what has happened so far, about every second.
+        Resumes its own counts after a kill. tell: called about every second with the outcome so far.
         """
         outcome, folder = SoakOutcome.read(self.kept), self.folder / "traps"
-        for left in self.processes(*MODULES):  # by the one that was ended
+        for left in self.processes(*MODULES):  # from a call that was killed
             with suppress(psutil.NoSuchProcess):
                 left.kill()
                 left.wait()
@@ -249,7 +249,7 @@ class Chaos:
             outcome.seconds = before + time.monotonic() - started
             outcome.write(self.kept)
             tell(outcome)
-            if traps and len(sprung) == len(POINTS) - len(traps):  # the one before has caught its worker
+            if traps and len(sprung) == len(POINTS) - len(traps):  # the previous trap has caught its worker
                 traps.pop().touch()
             if parent.poll() is not None:
                 if parent.returncode == 0 and set(self.states().values()) == {"complete"}:
@@ -263,11 +263,11 @@ class Chaos:
         return outcome
 
     def _read_sprung_traps(self) -> list[str]:
-        """The points at which a trap has caught its worker."""
+        """Points at which a trap has caught a worker."""
         return [path.name.partition(" by ")[0] for path in (self.folder / "traps").glob("* by *")]
 
     def _kill_one(self, chance: random.Random, parent: forked.Process, kills: Counter[str]) -> None:
-        # Not while it starts: where that takes longer than the pauses here, no worker would ever begin.
+        # Not during startup: if that takes longer than the pauses here, no worker would ever start.
         if chance.random() < 1 / 6 and parent.poll() is None and self.processes("a worker"):
             parent.kill()
             parent.wait()
@@ -280,7 +280,7 @@ class Chaos:
                 kills[f"{role}, at random"] += 1
 
     def _workers(self, chance: random.Random) -> list[psutil.Process]:
-        """Workers that hold a cell, four times in five; else any, some of which are starting."""
+        """With probability 4/5 workers that hold a cell, else all workers, including starting ones."""
         workers = self.processes("a worker")
         if chance.random() < 4 / 5 and (self.runs / "queue.db").exists():
             holders = forked.run_in_fork(lambda: {entry.worker["pid"] for entry in self._queue().entries("running")})
@@ -299,7 +299,7 @@ class Chaos:
         return (self.runs / GRID / "table.csv").read_text()
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """What each cell measured, by key."""
+        """Metrics of each cell by key."""
         results = {path.parent.name: json.loads(path.read_text()) for path in self.results()}
         return {key: result["metrics"] for key, result in results.items()}
 
@@ -338,7 +338,7 @@ class Chaos:
 
 @dataclass(frozen=True)
 class Soak:
-    """How often which grids are disturbed."""
+    """Parameters of a soak."""
 
     kills: int
     seed: int
@@ -348,9 +348,9 @@ class Soak:
 
 
 def soak(folder: Path, asked: Soak) -> tuple[SoakOutcome, SoakOutcome, int]:
-    """Run a grid undisturbed, and then again and again under kills until there were enough; check and compare each.
+    """Run a grid undisturbed, then repeatedly under kills until there were enough; check and compare each.
 
-    What happened to the first, to all others, and how many those were. All is kept in `folder`.
+    Returns the outcome of the first, the summed outcome of the others, and their number. All is kept in `folder`.
     """
     peace = Chaos(folder / "peace", asked.steps, devices=asked.devices)
     undisturbed = _run_once(peace, lambda: peace.run(asked.workers, kills=0))
@@ -364,7 +364,7 @@ def soak(folder: Path, asked: Soak) -> tuple[SoakOutcome, SoakOutcome, int]:
 
 
 def _run_once(grid: Chaos, run: Callable[[], SoakOutcome], peace: Chaos | None = None) -> SoakOutcome:
-    """What happened to a grid, which is checked when it ends, and not run again."""
+    """Outcome of a grid, which is checked at its end and never run again."""
     kept = SoakOutcome.read(grid.kept)
     if kept.ended:
         return kept
@@ -379,7 +379,7 @@ def _run_once(grid: Chaos, run: Callable[[], SoakOutcome], peace: Chaos | None =
 
 
 class ProgressPrinter:
-    """Says now and then how far it is."""
+    """Prints the progress occasionally."""
 
     def __init__(self, before: SoakOutcome, kills: int, grid: int) -> None:
         self._before, self._kills, self._grid, self._told = before, kills, grid, 0.0
@@ -394,7 +394,7 @@ class ProgressPrinter:
 
 
 def report(folder: Path, asked: Soak) -> str:
-    """What a soak found."""
+    """Report of a soak."""
     undisturbed, disturbed, n = soak(folder, asked)
     rows = "\n".join(f"| {where} | {n} |" for where, n in sorted(disturbed.kills.items()))
     return f"""# What a grid survives

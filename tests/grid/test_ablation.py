@@ -167,7 +167,7 @@ def test_a_file_without_an_ablation_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_baseline_that_is_not_run_has_the_seeds_that_are() -> None:
-    """Not all of its own: cells that nobody asked for would be missing for good."""
+    """Only the requested seeds: other cells would stay missing."""
     grid = make_grid(make_parser().parse_args(["ablate", "run", "table2", "--rows", "softmax", "--seeds", "0,1"]), [])
     assert {cell.variant for cell in grid.cells} == {"softmax"}
     assert {row.variant: row.seeds for row in grid.plan.rows} == {"softmax": (0, 1), "lazy": (0, 1)}

@@ -1,4 +1,4 @@
-"""An ablation that asks for the field's benchmarks: its table holds them, and they are those of `lit-lazy lm-eval`."""
+"""An ablation with standard benchmarks: its table has the same values as `lit-lazy lm-eval`."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Grids that are killed at every turn: each cell is complete exactly once, and its results are those of peace."""
+"""Grids under repeated kills: each cell is complete exactly once, with the results of an undisturbed grid."""
 
 import signal
 import time
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xdist_group("chaos")
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_ten_kills_lose_nothing(devices: int, tmp_path: Path, empty_store: Path) -> None:
-    """At random moments, and in training, in a checkpoint's and a result's writing, and on either side of MLflow."""
+    """Kills at random moments, in training, while writing a checkpoint or a result, before and after MLflow."""
     peace, chaos = (Chaos(tmp_path / name, 100, empty_store, devices) for name in ("peace", "grid"))
     peace.run(workers=2, kills=0)
     peace.check()
@@ -30,7 +30,7 @@ def test_ten_kills_lose_nothing(devices: int, tmp_path: Path, empty_store: Path)
 
 @pytest.mark.long
 def test_workers_may_come_and_go(tmp_path: Path, empty_store: Path) -> None:
-    """One worker begins, two more join by the same command, the first is sent away and comes back."""
+    """One worker starts, two more join by the same command, the first is stopped and restarted."""
     grid = Chaos(tmp_path / "grid", 1000, empty_store)
     first = grid.command(workers=1)
     _wait_until(grid, lambda: len(grid.results()) >= 1)

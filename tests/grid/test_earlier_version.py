@@ -1,4 +1,4 @@
-"""A runs folder of commit 3b7b986, killed amid its second cell: today's code resumes it to the results of that commit.
+"""A runs folder of commit 3b7b986, killed in its second cell: today's code resumes it to the results of that commit.
 
 Made there by `lit-lazy ablate run table2` with the options of `COMMAND`. The archive holds both databases, the plan, a
 finished cell, and a cell with a checkpoint; `results-3b7b986.json` holds the metrics that 3b7b986 itself ended with.
@@ -25,7 +25,7 @@ COMMAND = (
 
 
 def machine() -> str:
-    """What decides how a matrix product is rounded: the processor's family and the instructions that torch uses."""
+    """What determines the rounding of a matrix product: processor family and instruction set of torch."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     found = dict(line.split(":", 1) for line in lines if ":" in line)
@@ -44,7 +44,7 @@ def test_a_grid_of_an_earlier_version_resumes_to_its_results(runs: Path, capsys:
     assert main([*COMMAND, "--runs", str(runs)]) == 0
     assert "2 cells, 1 already finished" in capsys.readouterr().out
     assert (cells / FINISHED / "result.json").read_bytes() == finished
-    assert {path.name for path in cells.iterdir()} == {FINISHED, INTERRUPTED}  # keys as they were
+    assert {path.name for path in cells.iterdir()} == {FINISHED, INTERRUPTED}  # unchanged keys
     log = "".join(path.read_text() for path in (runs / ID).glob("worker-*.log"))
     assert "resumes at step" in log
     assert "quarantine" not in log
@@ -54,5 +54,5 @@ def test_a_grid_of_an_earlier_version_resumes_to_its_results(runs: Path, capsys:
     metrics = json.loads((cells / INTERRUPTED / "result.json").read_text())["metrics"]
     if machine() == expected["machine"]:
         assert metrics == expected["cells"][INTERRUPTED]
-    else:  # another processor rounds in another order
+    else:  # other processors round differently
         assert metrics == pytest.approx(expected["cells"][INTERRUPTED], rel=1e-3, abs=1e-4)

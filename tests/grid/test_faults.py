@@ -1,4 +1,4 @@
-"""What goes wrong over a weekend: full disks, servers that go away, machines that vanish, clocks that jump."""
+"""Faults of long runs: full disks, lost servers, lost machines, jumping clocks."""
 
 import errno
 import io
@@ -36,7 +36,8 @@ from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.support import disk
 from lit_lazy.support.disk import describe_shortage
 from lit_lazy.tracking.spool import read_lines
-from lit_lazy.tracking.tracker import Tracker, TrackingError
+from lit_lazy.tracking.store import TrackingError
+from lit_lazy.tracking.tracker import Tracker
 
 pytestmark = pytest.mark.xdist_group("faults")
 
@@ -81,7 +82,7 @@ def in_mlflow(uri: str, name: str) -> Counter[tuple[str, str]]:
 def test_out_of_memory_fails_one_cell_with_its_reason_and_can_be_tried_again(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Twice it is too much; with three tries the grid is complete in one command."""
+    """It fails twice; with three attempts the grid is complete in one command."""
     extra = f"""
 {IN_WORKERS}
     from lit_lazy.training.module import LitLM
@@ -108,14 +109,14 @@ def test_out_of_memory_fails_one_cell_with_its_reason_and_can_be_tried_again(
     assert "out of memory: cannot allocate 3 TB" in " ".join(out.split())
     assert main([*command, "--retry-failed", "2"]) == 0
     out = capsys.readouterr().out
-    assert "softmax seed 1 failed (out of memory: cannot allocate 3 TB); tried again, 1/2" in out
+    assert "softmax seed 1 failed (out of memory: cannot allocate 3 TB); retry 1/2" in out
     assert "4/4 cells done, 0 running" in out
     assert in_mlflow(f"sqlite:///{runs / 'mlflow.db'}", ID) == {("FINISHED", "complete"): 4}
 
 
 @pytest.mark.long
 def test_a_second_interrupt_ends_at_once(runs: Path, tmp_path: Path) -> None:
-    """The first waits until the cell is requeued, which here never ends."""
+    """The first waits until the cell is requeued, which never finishes here."""
     extra = f"""
 {IN_WORKERS}
     import time
@@ -151,7 +152,7 @@ def test_a_second_interrupt_ends_at_once(runs: Path, tmp_path: Path) -> None:
 
 @contextmanager
 def small_disk(folder: Path, options: str) -> Iterator[Path]:
-    """A file system of its own, in memory; mount's options limit it."""
+    """A separate file system in memory, limited by mount options."""
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True)
     if mounted.returncode:
@@ -174,7 +175,7 @@ FILES = """
 
 
 def filling(disk: Path, fill: str) -> str:
-    """Code of an ablation: when the first worker trains, a disk is filled up."""
+    """Code of an ablation that fills a disk when the first worker trains."""
     return f'''
 {IN_WORKERS}
     import lit_lazy.training.run
@@ -196,7 +197,7 @@ def filling(disk: Path, fill: str) -> str:
 
 
 def waits_for_space(command: Sequence[str], frees: Callable[[], None], names: str, **environment: str) -> None:
-    """A grid that runs into a full disk waits, with a message that names what is missing, and then completes."""
+    """A grid on a full disk waits, reports the missing space, and then completes."""
     process = start(*command, **environment)
     said: list[str] = []
 
@@ -212,14 +213,14 @@ def waits_for_space(command: Sequence[str], frees: Callable[[], None], names: st
     frees()
     assert process.wait(timeout=200) == 0, "".join(said)
     listener.join()
-    told = "".join("".join(said).split())  # paths are cut at the end of a line
+    told = "".join("".join(said).split())  # paths are wrapped at the end of a line
     assert "".join(names.split()) in told
     assert told.count("waitinguntil") == 1
     assert "thereisspaceagain:resuming" in told
 
 
 def test_a_full_disk_is_waited_for(tmp_path: Path, empty_store: Path) -> None:
-    """Results, checkpoints and both databases on a small disk that fills up when training begins."""
+    """Results, checkpoints and both databases on a small disk that fills up when training starts."""
     with small_disk(tmp_path / "small", "size=64m") as runs:
         (runs / "mlflow.db").write_bytes(empty_store.read_bytes())
         command = (write(tmp_path, filling(runs, BYTES)), "--runs", str(runs), "--workers", "2")
@@ -242,7 +243,7 @@ def test_a_disk_without_inodes_is_waited_for(tmp_path: Path, empty_store: Path) 
 @pytest.mark.long
 @pytest.mark.parametrize("which", ["queue", "MLflow"])
 def test_a_database_s_own_disk_is_waited_for(which: str, runs: Path, tmp_path: Path, empty_store: Path) -> None:
-    """The results have all the room they want."""
+    """The results have enough space."""
     with small_disk(tmp_path / "small", "size=16m") as disk:
         url = f"sqlite:///{disk / 'own.db'}"
         variable = "LIT_LAZY_STORAGE" if which == "queue" else "MLFLOW_TRACKING_URI"
@@ -278,7 +279,7 @@ def test_a_quota_shows_when_something_is_written(tmp_path: Path, monkeypatch: py
 
 
 class Full:
-    """Workers that find no space left, wherever that is."""
+    """Workers that find no space left on some disk."""
 
     started = 0
 
@@ -292,14 +293,14 @@ class Full:
         self.started += most > 0
 
     def stop(self) -> None:
-        """Nothing runs."""
+        """No workers run."""
 
     def describe_last_failure(self) -> str:
         return ""
 
 
 class Idle(Full):
-    """As above; no disk is full."""
+    """Like `Full`, but no disk is full."""
 
     def reap(self) -> ReapResult:
         return ReapResult()
@@ -322,11 +323,11 @@ def test_a_disk_that_is_full_and_does_not_look_it_is_tried_ever_less(
         assert supervisor._step(pool, progress)
     assert slept == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6], "from POLL_SECONDS on"
     assert pool.started == 8
-    assert shown.getvalue().count(f"something finds no space left, and there is some in {grid.folder}") == 7
+    assert shown.getvalue().count(f"a write failed for lack of space, but there is some in {grid.folder}") == 7
 
 
 def test_the_last_cell_is_tried_again_by_a_worker_that_is_started_for_it(runs: Path, tmp_path: Path) -> None:
-    """Its former worker has ended already, having found nothing else to do."""
+    """Its former worker has exited, because no other cell was waiting."""
     command = ["ablate", "run", write(tmp_path), "--runs", str(runs), "--rows", "softmax", "--seeds", "0"]
     grid = make_grid(make_parser().parse_args(command), [])
     grid.folder.mkdir()
@@ -345,7 +346,7 @@ def test_the_last_cell_is_tried_again_by_a_worker_that_is_started_for_it(runs: P
 def test_a_cell_of_a_machine_that_vanished_is_taken_over(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its worker's last beat grows old; nothing else can be known of another machine."""
+    """Detected by its worker's last beat, the only information about another machine."""
     command = ["ablate", "run", write(tmp_path), "--runs", str(runs), "--workers", "1"]
     assert main([*command, "--rows", "softmax", "--seeds", "0"]) == 0
     queue = Queue(default_storage(runs), ID)
@@ -365,7 +366,7 @@ def test_a_cell_of_a_machine_that_vanished_is_taken_over(
 
 @pytest.mark.long
 def test_an_mlflow_server_that_goes_away_loses_nothing(mlflow_server: MlflowServer, tmp_path: Path) -> None:
-    """It goes when the first cell trains and comes back when all are trained: then they are recorded."""
+    """It stops when the first cell trains and returns when all are trained; then they are recorded."""
     extra = f"""
 {IN_WORKERS}
     import time
@@ -414,9 +415,9 @@ def test_an_mlflow_server_that_goes_away_loses_nothing(mlflow_server: MlflowServ
 
 @pytest.mark.long
 def test_two_machines_share_a_grid(mlflow_server: MlflowServer, postgres_storage: str, tmp_path: Path) -> None:
-    """Own folders, own process groups; the queue in PostgreSQL and MLflow's server are all they have in common.
+    """Separate folders and process groups that share only the queue in PostgreSQL and MLflow's server.
 
-    Their clocks are mad: in the workers every look at them is a day away from the one before.
+    The workers' clocks jump by a day at every call.
     """
     extra = f"""
 {IN_WORKERS}
@@ -451,7 +452,7 @@ def test_two_machines_share_a_grid(mlflow_server: MlflowServer, postgres_storage
 
 
 def test_a_database_whose_creation_was_killed_is_created_anew(tmp_path: Path) -> None:
-    """Between two steps of MLflow's migrations: what is left of a database can neither be used nor finished."""
+    """Killed between two of MLflow's migrations, which leaves an unusable database."""
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     child = os.fork()
     if not child:

@@ -1,4 +1,4 @@
-"""A worker that is interrupted, at any moment and again meanwhile, leaves no cell running."""
+"""A worker that is interrupted at any moment, also repeatedly, leaves no cell running."""
 
 import multiprocessing
 import os
@@ -23,8 +23,8 @@ from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.grid.search.definition import Real, Search, define
 from lit_lazy.grid.search.queue import SearchQueue
 from lit_lazy.grid.search.worker import SearchWorker
-from lit_lazy.tracking.spool import Spool
-from lit_lazy.tracking.tracker import default_uri
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.tracked_run import ActiveRun
 from lit_lazy.training.module import LitLM
 
 STUDY = "study"
@@ -35,7 +35,7 @@ CLAIM: dict[str, Moment] = {
     "claimed": (Queue, "claim", "after"),
     "not held yet": (Heartbeat, "hold", "before"),
     "held": (Heartbeat, "hold", "after"),
-    "about to start": (Worker, "make_card", "before"),
+    "about to start": (Worker, "make_run", "before"),
     "starting": (Worker, "_train", "before"),
     "in training": (LitLM, "training_step", "before"),
 }
@@ -43,12 +43,12 @@ REQUEUEING: dict[str, Moment] = {
     "about to requeue": (Queue, "requeue", "before"),
     "requeueing": (RDBStorage, "set_trial_state_values", "before"),
     "requeued": (Queue, "requeue", "after"),
-    "reporting": (Spool, "fail", "before"),
+    "reporting": (ActiveRun, "fail", "before"),
 }
 
 
 def interrupt_at(moment: Moment, number: signal.Signals) -> None:
-    """Send this process a signal at a moment, once."""
+    """Send this process a signal once, at a moment."""
     owner, name, when = moment
     method = getattr(owner, name)
 
@@ -65,7 +65,7 @@ def interrupt_at(moment: Moment, number: signal.Signals) -> None:
 
 
 def local(job: Job, module: Callable[[], int]) -> int:
-    """As `LocalPool` starts a worker."""
+    """Start a worker like `LocalPool`."""
     os.environ |= {STORAGE_VARIABLE: job.storage, TRACKING_VARIABLE: job.tracking_uri}
     words = {"--study": job.study, "--runs": job.runs, "--threads": 1}
     sys.argv = ["worker", *(str(word) for pair in words.items() for word in pair), "--parent", job.parent_id]
@@ -80,7 +80,7 @@ KINDS: dict[str, tuple[Callable[[Job], int], signal.Signals]] = {
 
 
 def two_cells(kind: str, storage: str) -> Queue:
-    """A queue of two cells, or points."""
+    """A queue of two cells or points."""
     base = load_experiment(find("experiments", "backcopy_tiny"))
     if kind != "search":
         queue = Queue(storage, STUDY)
@@ -96,7 +96,7 @@ def two_cells(kind: str, storage: str) -> Queue:
 
 
 def end_of(work: Callable[[], None]) -> int | None:
-    """The exit status of a process that does this."""
+    """Exit status of a process that runs `work`."""
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
     process.join(timeout=60)
@@ -105,7 +105,7 @@ def end_of(work: Callable[[], None]) -> int | None:
 
 
 def interrupted(kind: str, runs: Path, *moments: Moment) -> Queue:
-    """The queue after a worker of this kind was interrupted, at these moments in turn."""
+    """The queue after a worker of this kind was interrupted at these moments in turn."""
     storage = default_storage(runs)
     queue = two_cells(kind, storage)
     job = Job(storage, STUDY, runs, default_uri(runs), "parent", None, 1, False, None, ())
@@ -128,7 +128,7 @@ def check(queue: Queue) -> None:
     assert [entry.reason for entry in queue.entries("waiting")] == ["interrupted", ""]
 
 
-# What `make test` tries; the other moments of each kind of worker are tried in `make test-all`.
+# Combinations in `make test`; `make test-all` tries all others.
 SHORT = {
     ("local", "taken in the database"),
     ("local", "not held yet"),
@@ -139,7 +139,7 @@ SHORT = {
 
 
 def every(moments: Iterable[str]) -> list[object]:
-    """Each moment in each kind of worker."""
+    """Each moment with each kind of worker."""
     return [
         pytest.param(kind, moment, marks=() if (kind, moment) in SHORT else pytest.mark.long)
         for kind in KINDS

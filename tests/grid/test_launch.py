@@ -34,7 +34,7 @@ def cells(runs: Path) -> list[Path]:
 
 
 def test_a_grid_from_start_to_table(runs: Path, pair: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One cell diverges: the rest is executed, the exit status says so, and a rerun executes exactly that cell."""
+    """One cell diverges: the others are executed, the exit status reports it, and a rerun executes only that cell."""
     command = ["ablate", "run", pair, "--runs", str(runs), "--workers", "2"]
     assert main(command) == 1
     out = capsys.readouterr().out
@@ -72,7 +72,7 @@ def test_a_grid_from_start_to_table(runs: Path, pair: str, capsys: pytest.Captur
 
 
 def check_mlflow(runs: Path) -> None:
-    """One parent with the table, one child per cell with its tags, axes as params, and the right status."""
+    """One parent with the table, one child per cell with tags, axes as params, and the right status."""
     client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
     experiment = client.get_experiment_by_name(ID)
     found = client.search_runs([experiment.experiment_id])
@@ -101,7 +101,7 @@ def check_mlflow(runs: Path) -> None:
 
 
 def start(runs: Path, pair: str, *more: str) -> "subprocess.Popen[str]":
-    """The command; real processes are those of test_user_files.py."""
+    """The command in this process; test_user_files.py uses real processes."""
     arguments = ["ablate", "run", pair, "--runs", str(runs), "--workers", "1", "--rows", "softmax,lazy", *more]
     return forked.Popen(
         [sys.executable, "-m", "lit_lazy.command", *arguments],
@@ -113,7 +113,7 @@ def start(runs: Path, pair: str, *more: str) -> "subprocess.Popen[str]":
 
 
 def wait_for_training(runs: Path, process: "subprocess.Popen[str]") -> tuple[str, Queue]:
-    """Return when a cell is in training: the grid's id, which carries a hash of the overrides, and its queue."""
+    """Wait until a cell trains; returns the grid's id, which includes a hash of the overrides, and its queue."""
     end = time.monotonic() + 120
     while time.monotonic() < end:
         assert process.poll() is None
@@ -128,12 +128,12 @@ LONG = (
     *("--seeds", "0", "--train.steps=200", "--train.checkpoint_every=20"),
     *("--train.val_every=1000", "--train.log_every=100"),
 )
-"""Two cells that train for a few seconds, so that there is a middle to be killed in."""
+"""Two cells that train for a few seconds, long enough to be killed in training."""
 
 
 @pytest.mark.long
 def test_interrupt_and_resume(runs: Path, pair: str) -> None:
-    """Ctrl-C ends when the cells are requeued; the same command resumes from the checkpoints; nothing runs twice."""
+    """Ctrl-C exits once the cells are requeued; the same command resumes from checkpoints; nothing runs twice."""
     process = start(runs, pair, *LONG)
     grid, queue = wait_for_training(runs, process)
     process.send_signal(signal.SIGINT)
@@ -176,7 +176,7 @@ def test_fresh_moves_the_former_results_away(runs: Path, pair: str, capsys: pyte
 def test_a_grid_whose_experiment_was_edited_is_refused(
     runs: Path, pair: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Else one table would hold two trainings under one name."""
+    """Otherwise one table would contain two trainings under one name."""
     base = tmp_path / "mine.py"
     text = (find("experiments", "backcopy_tiny")).read_text()
     command = ["ablate", "run", pair, "--base", str(base), "--runs", str(runs), "--workers", "1", "--rows", "softmax"]
@@ -190,7 +190,7 @@ def test_a_grid_whose_experiment_was_edited_is_refused(
 
 
 def forget(path: Path) -> None:
-    """Let a file be imported anew, as another process would."""
+    """Reload a file, as another process would."""
     for name in [name for name, module in sys.modules.items() if getattr(module, "__file__", None) == str(path)]:
         del sys.modules[name]
     importlib.invalidate_caches()

@@ -1,4 +1,4 @@
-"""Networks that are cut or stall, workers that are stopped and wake, servers that are restarted, amid a grid."""
+"""Grids with network partitions, suspended workers and restarted servers."""
 
 import http.server
 import json
@@ -29,7 +29,8 @@ from lit_lazy.grid.jobs.worker import Worker
 from lit_lazy.grid.queue.liveness import Heartbeat, Membership
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
-from lit_lazy.tracking.tracker import Tracker, TrackingError, default_uri
+from lit_lazy.tracking.store import TrackingError, default_uri
+from lit_lazy.tracking.tracker import Tracker
 
 pytestmark = pytest.mark.xdist_group("faults")
 
@@ -37,7 +38,7 @@ Results = dict[str, dict[str, float]]
 
 
 def through(storage: str, between: Proxy) -> str:
-    """A PostgreSQL URL by way of a proxy."""
+    """A PostgreSQL URL through a proxy."""
     before, _, after = storage.rpartition(":")
     return f"{before}:{between.port}/{after.partition('/')[2]}"
 
@@ -46,7 +47,7 @@ def through(storage: str, between: Proxy) -> str:
 def test_a_worker_that_is_separated_from_the_queue_goes_on_when_it_is_back(
     how: str, runs: Path, postgres_server: postgres.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For several of its heartbeats, from the middle of its first training on."""
+    """For several heartbeats, starting in its first training."""
     storage = postgres.create_database(postgres_server, "partition")
     monkeypatch.setattr(worker, "BEAT_SECONDS", 0.1)
     train, separated = Worker._train, []
@@ -70,7 +71,7 @@ def test_a_worker_that_is_separated_from_the_queue_goes_on_when_it_is_back(
 
 
 def test_the_connection_of_a_lock_notices_that_the_other_end_is_gone(postgres_storage: str) -> None:
-    """A machine that vanishes says no farewell: by default a server keeps its lock for two hours, and all wait."""
+    """By default a server keeps the lock of a lost machine for two hours, and all others wait."""
     connection = Queue(postgres_storage, STUDY)._open_locked_connection()
     names = ("idle", "interval", "count")
     with connection:
@@ -83,7 +84,7 @@ def test_the_connection_of_a_lock_notices_that_the_other_end_is_gone(postgres_st
 
 
 def test_who_has_lost_a_cell_leaves_the_run_of_who_has_it(runs: Path) -> None:
-    """It had not begun one of its own yet."""
+    """It had not started a run yet."""
     queue, tracker = two_cells("local", default_storage(runs)), Tracker(default_uri(runs), runs, STUDY)
     with Membership(runs / "workers") as member, Heartbeat(queue, 60) as heart:
         lost = Worker(queue, tracker, "parent", runs / "one")._claim(member, heart)
@@ -91,15 +92,15 @@ def test_who_has_lost_a_cell_leaves_the_run_of_who_has_it(runs: Path) -> None:
         held = Worker(queue, tracker, "parent", runs / "two")._claim(member, heart)
         assert lost
         assert held
-        assert lost.task.cell == held.task.cell
-        begun = held.spool.get_run_id()
+        assert lost[0].cell == held[0].cell
+        begun = held[1].get_run_id()
         with pytest.raises(TrackingError, match="given to another worker"):
-            lost.spool.send()
+            lost[1].send()
     assert tracker.has_run(begun)
 
 
 class Answering(http.server.BaseHTTPRequestHandler):
-    """A server that says one thing."""
+    """A server with a fixed answer."""
 
     status = 200
 
@@ -109,14 +110,14 @@ class Answering(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b'{"error_code": "INVALID_STATE", "message": "no"}' if self.status == 400 else b"no")
 
     def log_message(self, *_: object) -> None:
-        """Silence."""
+        """No log."""
 
 
 @pytest.mark.parametrize("what", ["cut", "stall", 400, 404, 500, 502, 503])
 def test_a_server_that_cannot_be_reached_is_told_from_one_that_refuses(
     what: str | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Something listens in either case: a tunnel, or a gateway. What is refused often enough fails its cell."""
+    """A tunnel or a gateway accepts connections in either case. Repeated rejections fail the cell."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
@@ -200,7 +201,7 @@ STOPS = """
 
 @pytest.fixture(scope="module")
 def peace(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Results:
-    """What the same grid measures undisturbed."""
+    """Results of the same grid, undisturbed."""
     folder = tmp_path_factory.mktemp("peace")
     shutil.copy(empty_store, folder / "mlflow.db")
     (folder / f"{NAME}.py").write_text(two_rows(NAME))
@@ -211,13 +212,13 @@ def peace(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Result
 
 
 def results(runs: Path) -> Results:
-    """What each cell measured that was trained in a runs folder."""
+    """Metrics of each cell that was trained in a runs folder."""
     found = {path.parent.name: json.loads(path.read_text()) for path in runs.glob(f"{GRID}/cells/*/result.json")}
     return {key: result["metrics"] for key, result in found.items()}
 
 
 class Machines:
-    """Two that share nothing but the queue and MLflow's server, by the addresses that each has of them."""
+    """Two machines that share only the queue and MLflow's server, under different addresses."""
 
     def __init__(self, folder: Path, in_workers: str) -> None:
         self.folder = folder
@@ -247,11 +248,11 @@ class Machines:
             time.sleep(0.05)
 
     def logs(self) -> str:
-        """What commands and workers said."""
+        """Output of commands and workers."""
         return "\n".join(path.read_text() for path in [*self.folder.glob("*.log"), *self.folder.glob("runs-*/*/*.log")])
 
     def check(self, storage: str, tracking: str, expected: Results) -> None:
-        """Every cell complete exactly once, its curves there once, nothing running, and all as in peace."""
+        """Every cell and its curves complete exactly once, nothing running, results as undisturbed."""
         queue = Queue(storage, GRID)
         trials = [trial.state.name for trial in queue._storage.get_all_trials(queue._study_id)]
         assert trials == ["COMPLETE"] * len(expected)
@@ -276,7 +277,7 @@ class Machines:
 def test_a_grid_outlives_the_loss_of_its_servers(
     what: str, mlflow_server: MlflowServer, postgres_server: postgres.Server, tmp_path: Path, peace: Results
 ) -> None:
-    """Of two machines one loses them amid a training, for longer than heartbeats grow old, or both do."""
+    """One of two machines, or both, lose them in training for longer than heartbeats remain valid."""
     storage = postgres.create_database(postgres_server, "partition")
     machines = Machines(tmp_path, TRAINS)
     with proxy(postgres_server.port) as to_queue, proxy(mlflow_server.port) as to_mlflow:
@@ -307,7 +308,7 @@ def test_a_grid_outlives_the_loss_of_its_servers(
 def test_a_worker_that_is_stopped_and_wakes_has_lost_its_cell(
     begun: bool, mlflow_server: MlflowServer, postgres_server: postgres.Server, tmp_path: Path, peace: Results
 ) -> None:
-    """It wakes while the other machine trains the cell."""
+    """It resumes while the other machine trains the cell."""
     storage = postgres.create_database(postgres_server, "partition")
     machines = Machines(tmp_path, STOPS.replace("{begun}", str(begun)))
     one_cell = ("--rows", "softmax", "--seeds", "0")
@@ -333,7 +334,7 @@ def test_a_worker_that_is_stopped_and_wakes_has_lost_its_cell(
 
 
 def forget(mlflow_server: MlflowServer) -> None:
-    """Leave the next test an experiment of its own."""
+    """Rename the experiment, so that the next test starts with a new one."""
     client = MlflowClient(mlflow_server.url)
     number = client.get_experiment_by_name(GRID).experiment_id
     client.rename_experiment(number, f"{GRID} {number}")

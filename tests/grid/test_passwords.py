@@ -1,4 +1,4 @@
-"""Passwords of the queue's and of MLflow's addresses: nowhere to be seen, while a grid runs and afterwards."""
+"""Passwords in the addresses of queue and MLflow are visible nowhere, during a grid and afterwards."""
 
 import http.client
 import os
@@ -27,23 +27,24 @@ from lit_lazy.grid.jobs.worker import Job
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage, normalise_url
 from lit_lazy.support.secrets import redact_text
-from lit_lazy.tracking.tracker import Tracker, TrackingError, check_store, default_uri
+from lit_lazy.tracking.store import TrackingError, check_store, default_uri
+from lit_lazy.tracking.tracker import Tracker
 
 PASSWORD = "hunter2:é"
 TYPED = "hunter2%3A%C3%A9"
-"""As a URL has it."""
+"""The password as quoted in a URL."""
 TRACES = [PASSWORD.encode(), TYPED.encode(), b64encode(f"me:{PASSWORD}".encode()).rstrip(b"="), b"hunter2"]
 
 
 class Guard(BaseHTTPRequestHandler):
-    """Hands requests with the right name and password to MLflow's server, but for a few batches of metrics."""
+    """Forwards authorised requests to MLflow's server, except a few batches of metrics."""
 
     protocol_version = "HTTP/1.1"
     behind = 0
     batches: int
 
     def log_message(self, *_: object) -> None:
-        """Quiet."""
+        """No log."""
 
     def handle_one_request(self) -> None:
         with suppress(ConnectionError):
@@ -77,7 +78,7 @@ class Guard(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def guarded(tmp_path: Path, empty_store: Path) -> Iterator[str]:
-    """The address, password included, of an MLflow server that asks for one."""
+    """The address, with password, of an MLflow server that requires one."""
     server = MlflowServer(tmp_path / "server", empty_store)
     server.start()
     handler = type("GuardOfOne", (Guard,), {"behind": server.port, "batches": 0})
@@ -90,7 +91,7 @@ def guarded(tmp_path: Path, empty_store: Path) -> Iterator[str]:
 
 
 def process_list(root: psutil.Process) -> set[bytes]:
-    """What every user of this machine can read of a process and of those below it."""
+    """What every user of this machine can read about a process and its children."""
     shown = set()
     for process in [root, *root.children(recursive=True)]:
         with suppress(OSError):
@@ -99,7 +100,7 @@ def process_list(root: psutil.Process) -> set[bytes]:
 
 
 def content(storage: str) -> str:
-    """Everything in a database."""
+    """The full content of a database."""
     engine = sqlalchemy.create_engine(normalise_url(storage))
     tables = sqlalchemy.MetaData()
     tables.reflect(engine)
@@ -117,7 +118,7 @@ def assert_clean(name: str, shown: bytes) -> None:
 
 @pytest.mark.long
 def test_a_grid_shows_no_password(guarded: str, postgres_server: postgres.Server, tmp_path: Path) -> None:
-    """Real processes; MLflow refuses a few calls, so that errors are logged too; then the same with MLflow gone."""
+    """Real processes; MLflow rejects a few calls, so that errors are logged; then again without MLflow."""
     storage = postgres.create_database(postgres_server, "secret").replace("postgres@", f"postgres:{TYPED}@")
     ablation, runs = tmp_path / "secret.py", tmp_path / "runs"
     ablation.write_text(two_rows("secret"))
@@ -128,7 +129,7 @@ def test_a_grid_shows_no_password(guarded: str, postgres_server: postgres.Server
     grid = subprocess.Popen(words, stdout=out, stderr=out, env=given)
     shown: set[bytes] = set()
     watched = psutil.Process(grid.pid)
-    time.sleep(1)  # what the user types can be seen until the command has begun
+    time.sleep(1)  # the user's arguments are visible until the command has started
     while grid.poll() is None:
         shown |= process_list(watched)
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""A question from its declaration to its verdict: by the command, in MLflow, and what makes it exploratory."""
+"""A question from declaration to verdict: the command, MLflow, and what makes it exploratory."""
 
 import json
 import re
@@ -21,7 +21,8 @@ from lit_lazy.support.console import format_duration
 from lit_lazy.support.provenance import find_last_commit
 from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, INIT_COLUMNS
 from lit_lazy.table.records import Contrast, Table
-from lit_lazy.tracking.tracker import Tracker, default_uri
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.tracker import Tracker
 
 SOURCE = """
 from lit_lazy.attention import Elastic, Softmax
@@ -63,7 +64,7 @@ def git(folder: Path, *words: str) -> None:
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
-    """A question that was committed."""
+    """A committed question."""
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "q_mine.py").write_text(SOURCE.replace("MARGIN", "0.1"))
@@ -110,7 +111,7 @@ def test_from_the_declaration_to_the_verdict(mine: Path, runs: Path, capsys: pyt
     assert f"trained and measured for {format_duration(table.seconds)}." in text
     assert f"Trained and measured for {format_duration(table.seconds)}, all cells together." in done.stdout
 
-    # The same question again, with another margin: its results were seen before.
+    # The same question with another margin: its results were seen before.
     mine.write_text(SOURCE.replace("MARGIN", "0.2"))
     again = forked.run(command)
     assert again.returncode == 0, again.stdout + again.stderr
@@ -208,7 +209,7 @@ def test_mistakes_are_named(changes: dict[str, object], message: str) -> None:
 def test_a_question_that_is_none_is_named(tmp_path: Path) -> None:
     path = tmp_path / "wrong.py"
     path.write_text("question = 3\n")
-    with pytest.raises(ValueError, match=r"wrong\.py: its `question` is a int; let it be a Question"):
+    with pytest.raises(ValueError, match=r"wrong\.py: its `question` is a int; make it a Question"):
         load_ablation_or_question(path)
 
 
@@ -231,7 +232,7 @@ def test_a_function_that_fails_is_told_with_line_and_kind(body: str, said: str, 
 def test_shipped_questions_fit_their_experiment_and_use_no_seed_that_was_seen(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seeds 0 to 4 are those of the tables that were there before, 7 and 20 of pilots."""
+    """Earlier tables used seeds 0 to 4, pilots 7 and 20."""
     use_stand_in(monkeypatch, tmp_path)
     ablation, asked = load_ablation_or_question(find("ablations", name))
     assert asked is not None
@@ -257,7 +258,7 @@ def test_shipped_questions_run_in_a_tiny_form(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Not decided yet: " in done.stdout
     table = Table.from_json(json.loads(next(runs.glob(f"{name}-*/table.json")).read_text()))
-    # The columns that all tables share depend on the data; those of the question are there to be measured.
+    # The shared columns depend on the data; the question's columns must be measured.
     shared = {column.key for column in (*COLUMNS, *HEAD_COLUMNS, *INIT_COLUMNS)}
     own = {column.key for column in ablation.columns} - shared
     measured = {column.key for column in table.columns}

@@ -1,4 +1,4 @@
-"""The queue: every cell once, whoever asks, whoever dies, and whatever the clocks say."""
+"""The queue executes every cell once, with concurrent claims, dead workers and unreliable clocks."""
 
 import io
 import json
@@ -39,7 +39,7 @@ def cells(n: int) -> list[Cell]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Both databases: what holds for one has to hold for the other."""
+    """Both databases must behave alike."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'queue.db'}"
     return request.getfixturevalue("postgres_storage")
@@ -59,7 +59,7 @@ def take_all(storage: str, taken: "multiprocessing.Queue[str]") -> None:
 
 
 def test_several_workers_take_every_cell_exactly_once(storage: str) -> None:
-    """Without pauses between claims, where sqlite's lack of row locks gave two workers the same cell."""
+    """Claims without pauses: without row locks, sqlite would give two workers the same cell."""
     Queue(storage, "study").add_missing(cells(40))
     context = multiprocessing.get_context("fork")
     taken: multiprocessing.Queue[str] = context.Queue()
@@ -139,7 +139,7 @@ def test_a_requeued_cell_waits_again_and_keeps_its_reason(storage: str) -> None:
 
 
 def test_a_worker_that_was_given_up_cannot_book_its_cell(storage: str) -> None:
-    """It seemed dead, another has its cell: only that one's result counts."""
+    """It seemed dead and another worker has its cell: only the latter's result counts."""
     queue = Queue(storage, "study")
     queue.add_missing(cells(1))
     lost = claimed(queue)
@@ -169,7 +169,7 @@ def test_a_cell_that_kills_its_workers_fails_unless_it_gets_ahead(storage: str) 
 
     assert [die("step 1"), die("step 1"), die("step 2"), die("step 2")] == [True] * 4
     assert die("step 2") is False
-    assert "died 3 times without getting ahead" in queue.entries("failed")[0].reason
+    assert "died 3 times without progress" in queue.entries("failed")[0].reason
 
 
 def hold_and_wait(storage: str, folder: Path) -> None:
@@ -203,16 +203,16 @@ def test_a_beat_that_stops_changing_is_death_by_the_watchers_own_clock() -> None
     assert watch.find_stale({1: "12:00:15", 2: "12:00:00"}, now=50) == set()
     assert watch.find_stale({1: "12:00:30", 2: "12:00:00"}, now=100) == set()
     assert watch.find_stale({1: "12:00:45", 2: "12:00:00"}, now=121) == {2}
-    # The other machine's clock jumps a day ahead and back: its beats change, so it lives.
+    # The other machine's clock jumps by a day; its beats change, so it is alive.
     assert watch.find_stale({1: "36:00:45"}, now=170) == set()
     assert watch.find_stale({1: "12:00:50"}, now=220) == set()
-    # A trial that never beat is judged alike.
+    # The same holds for a trial without a beat.
     beats = {1: "None"}
     assert [bool(watch.find_stale(beats, now)) for now in (230, 280, 330, 351)] == [False, False, False, True]
 
 
 def test_after_a_pause_of_its_own_the_watcher_begins_anew() -> None:
-    """The database was away, or the machine slept: nobody could beat, or be seen to."""
+    """After an outage of the database or a suspended machine, old beats prove nothing."""
     watch = StalenessDetector(stale_seconds=120)
     watch.find_stale({1: "a"}, now=0)
     assert watch.find_stale({1: "a"}, now=1000) == set()
@@ -235,7 +235,7 @@ def test_a_heart_beats_for_what_is_held(storage: str) -> None:
 
 
 def test_who_has_just_taken_a_dead_workers_cell_is_not_dead_for_its_silence(storage: str) -> None:
-    """Two machines watch; the one is quicker to release, and its worker has not beaten yet when the other looks."""
+    """Two machines observe; one releases first, and its worker has sent no beat when the other checks."""
     queue, watch = Queue(storage, "study"), StalenessDetector(stale_seconds=120)
     queue.add_missing(cells(1))
     queue.beat(claimed(queue))
@@ -246,7 +246,7 @@ def test_who_has_just_taken_a_dead_workers_cell_is_not_dead_for_its_silence(stor
 
 
 def test_who_was_given_up_does_not_beat_for_its_successor(storage: str) -> None:
-    """Else nobody would see that one die."""
+    """Otherwise the new holder's death would go unnoticed."""
     queue = Queue(storage, "study")
     queue.add_missing(cells(1))
     lost = claimed(queue)
@@ -298,7 +298,7 @@ def test_storages_that_cannot_be_used(tmp_path: Path, closed_port: int) -> None:
         ("mysql://localhost/x", "must be sqlite:///FILE or postgresql://"),
         ("queue.db", "must be sqlite:///FILE or postgresql://"),
         (f"sqlite:///{broken}", "file is not a database"),
-        ("sqlite:////nowhere/queue.db", "there is no folder '/nowhere'; make it"),
+        ("sqlite:////nowhere/queue.db", "folder '/nowhere' does not exist; create it"),
         (f"postgresql://me:secret@127.0.0.1:{closed_port}/x", "are server, user, password and database right"),
     ):
         with pytest.raises(StorageError, match=message) as raised:
@@ -311,7 +311,7 @@ def test_storages_that_cannot_be_used(tmp_path: Path, closed_port: int) -> None:
 
 
 def damage(path: Path, start: int) -> None:
-    """Overwrite a file from a byte on."""
+    """Overwrite a file from an offset."""
     content = path.read_bytes()
     path.write_bytes(content[:start] + b"\xff" * (len(content) - start))
 
@@ -332,7 +332,7 @@ def test_a_damaged_database_is_reported_at_once(start: int, why: str, tmp_path: 
             f"the queue's database {path} is damaged ({why}); move it away and give the same command again: it finds "
             "the results of finished cells"
         )
-    FileLock(f"{path}.lock", timeout=0).acquire()  # nobody holds it
+    FileLock(f"{path}.lock", timeout=0).acquire()  # no process holds it
 
 
 def test_a_command_on_a_damaged_database_ends_in_one_line(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -356,7 +356,7 @@ def test_a_database_that_goes_away_for_a_while_is_waited_for(
     with pytest.raises((sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError)):
         queue.beat(task)
 
-    # The server ends with the thread that started it, so it is the record that has one of its own.
+    # The server ends with its starting thread, so the record runs in the other thread.
     recording = threading.Thread(target=queue.complete, args=(task, 1.0))
     recording.start()
     time.sleep(2)
@@ -365,17 +365,17 @@ def test_a_database_that_goes_away_for_a_while_is_waited_for(
     recording.join(timeout=60)
     (said,) = [record.getMessage() for record in caplog.records if record.name == "lit_lazy.grid.queue"]
     assert said.startswith("the queue's database postgresql+psycopg://postgres@127.0.0.1:")
-    assert said.endswith("; it is asked again for 10 minutes")
+    assert said.endswith("; retrying for 10 minutes")
     assert queue.states() == {"k0": "complete", "k1": "waiting"}
     assert claimed(queue).cell.key == "k1"
 
 
 def test_what_a_cell_costs_does_not_grow_with_the_grid(tmp_path: Path) -> None:
-    """Handing out a cell and counting all cells, at 200 and at 4,000: the median of claims is compared."""
+    """Compare the median time of claims and counts at 200 and at 4,000 cells."""
     seconds = {}
     for n in (200, 4000):
         queue = Queue(f"sqlite:///{tmp_path / f'{n}.db'}", "study")
-        with queue._engine.begin() as connection:  # enqueueing by SQL: that it is linear is measured elsewhere
+        with queue._engine.begin() as connection:  # enqueue by SQL; its linear cost is measured elsewhere
             connection.execute(
                 sqlalchemy.text("INSERT INTO trials (number, study_id, state) VALUES (:i, :s, 'WAITING')"),
                 [{"i": i, "s": queue._study_id} for i in range(n)],
@@ -397,11 +397,11 @@ def test_what_a_cell_costs_does_not_grow_with_the_grid(tmp_path: Path) -> None:
 
 
 def begun(storage: str, n: int) -> Queue:
-    """A queue of n waiting cells with configs of the usual size, the first of them interrupted once."""
+    """A queue of n waiting cells with configs of typical size; the first was interrupted once."""
     config = {f"setting_{i}": {"value": i, "name": "x" * 20} for i in range(20)}
     queue = Queue(storage, "study")
     engine = sqlalchemy.create_engine(normalise_url(storage))
-    with engine.begin() as connection:  # Optuna's own way takes half an hour for ten thousand
+    with engine.begin() as connection:  # Optuna's API takes half an hour for ten thousand
         for i in range(1, n + 1):
             cell = Cell(key=f"k{i}", variant="v", source="ours", seed=i, config=config, axes={})
             attrs = {"key": cell.key, "cell": asdict(cell)} | ({"reason": "interrupted"} if i == 1 else {})
@@ -452,7 +452,7 @@ def test_an_entry_is_what_the_queue_knows_of_a_cell(storage: str) -> None:
     assert entry.worker == ME | {"token": running.token}
     assert entry.since is not None
     assert before <= entry.since <= datetime.now()
-    assert queue.entries("failed") == []  # it waits again, as another trial
+    assert queue.entries("failed") == []  # requeued as another trial
     waiting = queue.entries("waiting", "running")
     assert [(entry.key, entry.state, entry.reason) for entry in waiting] == [
         ("k2", "waiting", "interrupted"),

@@ -1,4 +1,4 @@
-"""Cells as Ray tasks, on a real cluster of two nodes on this machine."""
+"""Cells as Ray tasks on a cluster of two nodes on this machine."""
 
 import errno
 import json
@@ -35,17 +35,17 @@ LONG = (
     *("--rows", "softmax,lazy", "--seeds", "0", "--train.steps=6000", "--train.checkpoint_every=20"),
     *("--train.val_every=1000", "--train.log_every=100"),
 )
-"""Two cells that train for a few seconds, so that there is a middle to be ended in."""
+"""Two cells that train for a few seconds, long enough to be stopped in training."""
 NODE = {"object_store_memory": ray_pool.OBJECT_STORE_BYTES, "include_dashboard": False}
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Two nodes, one of them with two GPUs, as Ray believes."""
+    """Two nodes, one of them with two (nominal) GPUs."""
     from ray.cluster_utils import Cluster as TestCluster
 
     with (
-        # Short, for the names of Ray's sockets; and not the user's home, for its token.
+        # A short path for Ray's socket names, and not the user's home, which has a token.
         tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as patch,
     ):
@@ -83,7 +83,7 @@ def test_the_table_is_that_of_local_workers(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every cell is executed once, and one that diverges fails alone."""
+    """Every cell is executed once; a diverging cell does not affect others."""
     assert main(command(runs, pair)) == 1
     local = json.loads((runs / "pair-backcopy_tiny" / "table.json").read_text())
     again = runs / "ray"
@@ -97,7 +97,7 @@ def test_the_table_is_that_of_local_workers(
     folder = again / "pair-backcopy_tiny"
     table = json.loads((folder / "table.json").read_text())
     for row in (*table["rows"], *local["rows"]):
-        del row["git_shas"]  # someone may commit in between
+        del row["git_shas"]  # a commit may happen in between
     assert table["rows"] == local["rows"]
     assert [row["n"] for row in table["rows"]] == [2, 2, 0]
     started = [line for line in log_of(folder) if line.startswith("start ")]
@@ -109,10 +109,10 @@ def test_the_table_is_that_of_local_workers(
 def test_interrupted_and_killed_cells_go_on(
     runs: Path, pair: str, address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C in a Ray of the command's own; then the same command on a cluster, where a task is killed in training."""
+    """Ctrl-C with a local Ray; then the same command on a cluster, where a task is killed in training."""
     process = start(command(runs, pair, "--launcher", "ray", *LONG))
     grid = wait_for_training(runs, time.time())
-    # As a terminal does: to everything that the command started in its own group.
+    # Like a terminal: to the command's process group.
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=90)
     queue = queue_of(runs, grid)
@@ -152,7 +152,7 @@ def queue_of(runs: Path, grid: str) -> Queue:
 
 
 def wait_for_training(runs: Path, since: float) -> str:
-    """Return the grid's id, which carries a hash of the overrides, when a cell has written a checkpoint."""
+    """Wait until a cell has written a checkpoint; returns the grid's id, which includes a hash of the overrides."""
     end = time.monotonic() + 180
     while time.monotonic() < end:
         for checkpoint in runs.glob("pair-*/cells/*/checkpoints/last.ckpt"):
@@ -163,7 +163,7 @@ def wait_for_training(runs: Path, since: float) -> str:
 
 
 def kill_one(runs: Path, since: float) -> int:
-    """SIGKILL a task in training; its process."""
+    """SIGKILL a task in training; returns its process."""
     queue = queue_of(runs, wait_for_training(runs, since))
     pid = int(queue.entries("running")[0].worker["pid"])
     os.kill(pid, signal.SIGKILL)
@@ -208,7 +208,7 @@ def test_a_mistake_is_one_line_and_creates_nothing(
             status = main(
                 ["ablate", "run", pair, "--runs", str(tmp_path / "runs"), *(o.format(**ports) for o in options)]
             )
-        except SystemExit as stop:  # argparse ends by itself
+        except SystemExit as stop:  # argparse exits
             status = stop.code
     assert status == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
@@ -260,7 +260,7 @@ def job(tmp_path: Path) -> Job:
 
 @pytest.mark.parametrize("error", [SystemExit(DISK_FULL), OSError(errno.ENOSPC, "No space left on device")])
 def test_a_full_disk_is_told_by_the_result(error: BaseException, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process of a task lives on, so that its status cannot tell."""
+    """The process outlives its task, so its exit status reports nothing."""
 
     def no_room(_job: Job) -> None:
         raise error
@@ -271,7 +271,7 @@ def test_a_full_disk_is_told_by_the_result(error: BaseException, job: Job, monke
 
 @pytest.mark.long
 def test_every_end_of_a_task_is_counted(job: Job, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Well, on a full disk, by an exception, by a signal, by a second interrupt, and by force."""
+    """Success, full disk, exception, signal, second interrupt, and kill."""
 
     def execute(_job: Job, folder: str) -> int:
         turn = Path(folder, "turn").read_text()

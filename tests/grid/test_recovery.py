@@ -1,4 +1,4 @@
-"""What a grid finds again after one of its parts was lost, or its command was killed at an unlucky moment."""
+"""Recovery of a grid after one of its parts was lost or its command was killed."""
 
 import errno
 import gc
@@ -30,22 +30,24 @@ from lit_lazy.grid.queue.liveness import Membership
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.report import publish
-from lit_lazy.tracking.spool import METRICS, MetricFile, RunCard, Spool, read_lines
-from lit_lazy.tracking.tracker import Tracker, TrackingError, default_uri
+from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
+from lit_lazy.tracking.store import TrackingError, default_uri
+from lit_lazy.tracking.tracked_run import ActiveRun
+from lit_lazy.tracking.tracker import Tracker
 
 ID = "pair-backcopy_tiny"
 pytestmark = pytest.mark.xdist_group("recovery")
 
 
 def forget_databases() -> None:
-    """Another file is there now."""
+    """Close connections to a replaced database file."""
     for engine in gc.get_objects():
         if type(engine) is sqlalchemy.Engine:
             engine.dispose()
 
 
 class Made:
-    """A grid of one cell in a runs folder, as often as it is asked for: made once, then copied back."""
+    """A grid of one cell in a runs folder, created once and restored by copying."""
 
     def __init__(self, folder: Path, store: Path) -> None:
         self.runs, self.whole = folder / "runs", folder / "whole"
@@ -74,7 +76,7 @@ class Made:
         return list(self.client.search_runs([number], f"tags.kind = '{kind}'", view))
 
     def counts(self) -> dict[str, int]:
-        """How many cells each row of the table has."""
+        """Number of cells of each row of the table."""
         table = json.loads((self.runs / ID / "table.json").read_text())
         return {row["variant"]: row["n"] for row in table["rows"]}
 
@@ -113,7 +115,7 @@ def test_a_lost_queue_loses_nothing(made: Made, capsys: pytest.CaptureFixture[st
 
 
 def test_a_queue_that_is_lost_midway_is_filled_again(made: Made) -> None:
-    """What MLflow holds complete is complete; of the rest, what has a result is recorded from it."""
+    """Cells that are complete in MLflow stay complete; other cells with a result file are recorded from it."""
     results = made.results()
     cell = made.tracked("cell")[0]
     made.client.delete_run(cell.info.run_id)
@@ -150,9 +152,9 @@ def test_a_command_that_died_at_its_report_is_finished_by_the_next(made: Made) -
 
 
 def test_a_runs_folder_that_was_copied_or_moved_has_files_of_its_own(made: Made, tmp_path: Path) -> None:
-    """MLflow's database has their absolute places: a copy's commands would write into the original."""
+    """MLflow's database stores absolute paths: a copy's commands would write into the original."""
     for parent in made.tracked("ablation"):
-        made.client.update_run(parent.info.run_id, status="RUNNING")  # so that all of it is written again
+        made.client.update_run(parent.info.run_id, status="RUNNING")  # so that everything is written again
     copied, moved = tmp_path / "a copy", tmp_path / "moved"
     shutil.copytree(made.runs, copied)
     before = {path: path.read_bytes() for path in made.runs.rglob("*") if path.is_file()}
@@ -161,7 +163,7 @@ def test_a_runs_folder_that_was_copied_or_moved_has_files_of_its_own(made: Made,
     assert {path: path.read_bytes() for path in made.runs.rglob("*") if path.is_file()} == before
 
     made.runs.rename(moved)
-    made.runs.touch()  # nothing can be made there
+    made.runs.touch()  # nothing can be created there
     assert main([*again, str(moved)]) == 0
     sizes = [(folder / ID / "report.html").stat().st_size for folder in (copied, moved)]
     assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
@@ -178,7 +180,7 @@ def test_a_database_that_was_lost_is_said_to_be(is_made: bool, made: Made, empty
     forget_databases()
     assert made.run() == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "no longer holds this grid's parent run; put a backup of it back, or start again with --fresh" in line
+    assert "no longer holds this grid's parent run; restore a backup, or start again with --fresh" in line
     assert main(["ablate", "table", ID, "--runs", str(made.runs)]) == 2
     assert "holds no such grid; it has none" in capsys.readouterr().err
 
@@ -301,21 +303,21 @@ sys.exit(main(sys.argv[1:]))
     return [sys.executable, str(script), *made.command, "--rows", "softmax", "--seeds", "0"]
 
 
-def spool(runs: Path, folder: str) -> Spool:
-    card = RunCard("v seed 0", {"cell": "abc", "kind": "cell"}, {"axis": "1"}, {"train": {"steps": 2}}, "parent")
+def active(runs: Path, folder: str) -> ActiveRun:
     (runs / folder).mkdir(exist_ok=True)
-    return Spool(Tracker(default_uri(runs), runs, "spooled"), runs / folder, card)
+    tracker, tags = Tracker(default_uri(runs), runs, "active"), {"cell": "abc", "kind": "cell"}
+    return ActiveRun(tracker, runs / folder, "v seed 0", tags, {"axis": "1"}, {"train": {"steps": 2}}, "parent")
 
 
 def test_a_cell_that_another_machine_takes_over_has_its_curves_once(runs: Path) -> None:
-    """The former holder may still live, and send: to a run that is deleted."""
-    first, second = spool(runs, "here"), spool(runs, "there")
+    """The former holder may be alive and still send to a deleted run."""
+    first, second = active(runs, "here"), active(runs, "there")
     for of, steps in ((first, (1, 2)), (second, (1, 2, 3))):
         for step in steps:
-            of.make_logger().log_metrics({"train/loss": 1.0 / step}, step)
+            MetricFile(of.folder).log_metrics({"train/loss": 1.0 / step}, step)
             time.sleep(0.002)
         of.send()
-    first.make_logger().log_metrics({"train/loss": 0.25}, 4)
+    MetricFile(first.folder).log_metrics({"train/loss": 0.25}, 4)
     with pytest.raises(TrackingError):
         first.send()
     (run,) = first.tracker.find({"cell": "abc"})
@@ -330,8 +332,8 @@ def test_a_run_that_was_cut_off_before_its_params_gets_them(runs: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(Tracker, "log_config", killed)
         with pytest.raises(SystemExit):
-            spool(runs, "here").get_run_id()
-    again = spool(runs, "here")
+            active(runs, "here").get_run_id()
+    again = active(runs, "here")
     run = again.tracker.client.get_run(again.get_run_id())
     assert run.data.params == {"axis": "1", "train.steps": "2"}
     assert len(again.tracker.find({"cell": "abc"})) == 1
@@ -347,7 +349,7 @@ DAMAGE = {
 
 
 def test_why_an_attempt_ended_is_not_said_of_the_one_that_finished(runs: Path) -> None:
-    of = spool(runs, "here")
+    of = active(runs, "here")
     of.fail("interrupted", "KILLED")
     of.tracker.finish(of.get_run_id(), {"loss/val": 1.0}, {"git_sha": "abc"}, 2)
     (run,) = of.tracker.find({"cell": "abc"})
@@ -375,7 +377,7 @@ def job(runs: Path, command: str) -> Job:
 
 
 def test_a_command_leaves_the_workers_of_a_dead_one_their_slots(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else two of them would share a GPU. Beside those of a living command it starts its own."""
+    """Otherwise two of them would share a GPU. Workers of a living command occupy no slots."""
     started: list[int] = []
     folder = runs / "grid" / "workers"
     context = multiprocessing.get_context("fork")
@@ -398,7 +400,7 @@ def test_a_command_leaves_the_workers_of_a_dead_one_their_slots(runs: Path, monk
 
 
 class Sleeping:
-    """A worker that does not end."""
+    """A worker that keeps running."""
 
     def poll(self) -> None:
         return None
@@ -436,7 +438,7 @@ def test_whatever_goes_wrong_in_reporting_does_not_end_a_worker(runs: Path, monk
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(Spool, "fail", broken)
+    monkeypatch.setattr(ActiveRun, "fail", broken)
     monkeypatch.setattr(Worker, "_train", broken)
     Worker(queue, Tracker(default_uri(runs), runs, STUDY), "parent", runs / STUDY).work()
     assert set(queue.states().values()) == {"failed"}

@@ -27,7 +27,8 @@ from lit_lazy.grid.search.queue import SearchQueue
 from lit_lazy.grid.search.worker import SearchWorker
 from lit_lazy.report.search import SearchReport
 from lit_lazy.table.search_points import Point
-from lit_lazy.tracking.tracker import Tracker, default_uri
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.tracker import Tracker
 
 TAU, LR, BASE = "model.attention.normaliser.tau_init", "train.lr", "model.position.base"
 SEARCH = '''
@@ -83,7 +84,7 @@ def search(**changes: object) -> Search:
         (lambda: define(search(axes={"train.steps": Real(5, 9)}), base()), "axis 'train.steps' is 6 here"),
         (lambda: define(search(axes={"model.position": Real(5, 9)}), base()), "is 'Rope' here, and must be a real"),
         (lambda: define(search(axes={LR: Real(-1, 1)}), base()), "no training at train.lr=-1: train.lr=-1"),
-        (lambda: define(search(), base(), [LR]), "--train.lr: search 's' looks for it itself"),
+        (lambda: define(search(), base(), [LR]), "--train.lr: is an axis of search 's'"),
         (lambda: define(search(), base(**{TAU.rpartition(".")[0]: Softmax()})), "tau_init' is no field"),
         (
             lambda: define(search(objective="loss/excess"), load_experiment(find("experiments", "stdlib_tiny"))),
@@ -109,7 +110,7 @@ def test_an_objective_that_the_data_does_not_know_is_refused() -> None:
         (["search", "nothing"], "ablation 'nothing': unknown"),
         (["search", "table2"], "defines an ablation, not a search; `lit-lazy ablate run table2` runs it"),
         (["run", "lazy_search"], "defines a search, not an ablation; `lit-lazy ablate search lazy_search` runs it"),
-        (["search", "lazy_search", "--base", "backcopy_tiny", "--train.lr=0.1"], "looks for it itself"),
+        (["search", "lazy_search", "--base", "backcopy_tiny", "--train.lr=0.1"], "is an axis of search"),
         (["search", "lazy_search", "--base", "backcopy_tiny", "--model.position=NoPosition"], "base' is no field"),
     ],
 )
@@ -145,7 +146,7 @@ def test_a_dry_run_creates_nothing(rates: str, tmp_path: Path, capsys: pytest.Ca
 
 
 def begun(place: Path | str, points: int, changes: Mapping[str, object] | None = None, **parts: object) -> SearchQueue:
-    """The queue of a search, in a folder or a storage, as its parent process leaves it; changes: to the experiment."""
+    """The queue of a search, as its parent process leaves it; changes: made to the experiment."""
     queue = SearchQueue(place if isinstance(place, str) else f"sqlite:///{place / 'queue.db'}", "search-s")
     definition = define(search(**parts), base(**changes or {}))
     queue.facts = {"parent": "p", "tracking": "t", "definition": definition.to_json()}
@@ -197,7 +198,7 @@ def test_tpe_looks_where_the_good_points_are(tmp_path: Path) -> None:
             task = take(queue, member)
             queue.complete(task, loss(task))
     values = [point.value for point in queue.points()]
-    assert sum(values[5:]) / 15 < 0.66  # of points at random: 1.03 on average, with a standard deviation of 0.15
+    assert sum(values[5:]) / 15 < 0.66  # of random points: mean 1.03, standard deviation 0.15
     best = queue.best()
     assert best is not None
     assert best.value == min(values)
@@ -220,7 +221,7 @@ def test_a_hopeless_point_is_told_at_the_step_where_others_are_known(
         assert not queue.should_prune(good, 3, 2.4)
         assert not queue.should_prune(bad, 2, 99.0)
         assert queue.should_prune(bad, 3, 2.6)  # the median of 2 and 3 is 2.5
-        # A resumed run comes by the same step again: it is judged again, and what was reported stays.
+        # A resumed run repeats the step: it is judged again, and the earlier report stays.
         assert queue.should_prune(bad, 3, 1.0)
         queue.prune(bad, "worse", diverged=False)
         points = queue.points()
@@ -307,12 +308,12 @@ def test_a_search_from_start_to_table_and_on(runs: Path, rates: str, capsys: pyt
     other.write_text(text.replace("0.1, log", "0.2, log").replace("startup=2", "startup=3"))
     assert main(["ablate", "search", str(other), "--runs", str(runs), "--workers", "1"]) == 2
     error = capsys.readouterr().err
-    assert "axes, startup changed since this search was begun; --fresh moves the former results away" in error
+    assert "axes, startup changed since this search was started; --fresh moves the former results away" in error
     assert error.count("\n") == 1
 
 
 def check_mlflow(runs: Path, rows: dict[str, dict[str, str]]) -> None:
-    """One parent with table and figures, one child per point with its axes, and the right status."""
+    """One parent with table and figures, one child per point with axes and the right status."""
     client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
     number = client.get_experiment_by_name(ID).experiment_id
     found = client.search_runs([number])
@@ -344,7 +345,7 @@ LONG = (
     *("--train.steps=600", "--train.checkpoint_every=20", "--train.val_every=100", "--train.log_every=100"),
     *("--trials", "2", "--workers", "1"),
 )
-"""Points that train for a few seconds, so that there is a middle to be killed in."""
+"""Points that train for a few seconds, long enough to be killed in training."""
 
 
 def start(runs: Path, rates: str) -> "subprocess.Popen[str]":
@@ -358,7 +359,7 @@ def start(runs: Path, rates: str) -> "subprocess.Popen[str]":
 
 
 def wait_for_reports(runs: Path, process: "subprocess.Popen[str]") -> SearchQueue:
-    """Return when a point is amid its training, validated and with a checkpoint: the search's queue."""
+    """Wait until a point in training has a validation and a checkpoint; returns the queue."""
     end = time.monotonic() + 120
     while time.monotonic() < end:
         assert process.poll() is None, process.communicate()[0]
@@ -372,7 +373,7 @@ def wait_for_reports(runs: Path, process: "subprocess.Popen[str]") -> SearchQueu
 
 @pytest.mark.long
 def test_a_killed_worker_costs_nothing_and_is_counted_once(runs: Path, rates: str) -> None:
-    """The worker of a point is killed amid its training: the same point resumes from its checkpoint, elsewhere."""
+    """A point whose worker is killed in training resumes from its checkpoint in another worker."""
     process = start(runs, rates)
     queue = wait_for_reports(runs, process)
     (victim, *_) = [entry for entry in queue.entries("running") if entry.worker]
@@ -414,7 +415,7 @@ def test_interrupt_and_resume(runs: Path, rates: str) -> None:
 
 
 def test_a_point_that_diverges_is_finished_and_says_so(runs: Path) -> None:
-    """Else the sampler would not learn of it, and the search would come back to it for ever."""
+    """Otherwise the sampler would ignore it and retry it forever."""
     queue = begun(runs, 1, axes={LR: Real(1e18, 1e20)}, changes={"train.log_every": 1})
     tracker = Tracker(default_uri(runs), runs, queue.name)
     SearchWorker(queue, tracker, tracker.start_run("parent", {"kind": "search"}, {}, {}), runs / queue.name).work()
@@ -469,7 +470,7 @@ def test_figures_show_every_measured_point() -> None:
     (history,) = figures["history"].axes
     dots = [line for line in history.lines if len(line.get_xdata()) == 1]
     shown = {line.get_xdata()[0]: (line.get_ydata()[0], line.get_marker()) for line in dots}
-    # The pruned one is farther above the others than these from each other: it is put at the edge.
+    # The pruned point is an outlier, so it is drawn at the edge.
     assert shown == {0: (1.25, "o"), 1: (1.25 + 1.5 * 0.125, "^"), 2: (1.125, "D")}
     assert list(history.lines[0].get_ydata()) == [1.25, 1.125]
     assert [axes.get_xscale() for axes in figures["slices"].axes] == ["log", "linear"]
@@ -484,5 +485,5 @@ def test_the_shipped_search_fits_its_experiment() -> None:
     assert list(definition.names.values()) == ["tau_init", "lr", "base"]
     assert Definition.from_json(definition.to_json()) == definition
     old = json.loads(definition.to_json())
-    del old["code"], old["base"]["model"]["embedding_init_std"]  # an earlier version's
+    del old["code"], old["base"]["model"]["embedding_init_std"]  # from an earlier version
     assert definition.find_differences(Definition.from_json(json.dumps(old))) == ["base"]

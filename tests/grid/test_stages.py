@@ -1,4 +1,4 @@
-"""A second stage takes its learning rates from the committed table of the first, and waits where there is none."""
+"""A second stage takes learning rates from the committed table of the first, or reports that it is missing."""
 
 from pathlib import Path
 

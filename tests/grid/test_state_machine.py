@@ -1,4 +1,4 @@
-"""The queue and those who watch it, in any order of what two machines can do, against a model of them."""
+"""Model-based test of the queue and its observers with any sequence of actions on two machines."""
 
 import io
 import itertools
@@ -33,23 +33,23 @@ A_WORKER = st.runner().flatmap(lambda machine: st.sampled_from(machine.workers))
 
 @dataclass(eq=False)
 class Trial:
-    """What the model knows of one attempt at a cell."""
+    """The model's state of one attempt at a cell."""
 
     key: str
     state: str = "waiting"
     holder: "Worker | None" = None
     signed: str | None = None
-    """Token of the last that claimed it."""
+    """Token of the last holder."""
     beats: int = 0
     deaths: tuple[int, str] | None = None
-    """How many there were, at which progress of the cell."""
+    """Number of deaths, and the cell's progress at them."""
     reason: str = ""
     final: bool = False
 
 
 @dataclass(eq=False)
 class Worker:
-    """One that has claimed a cell, and has not ended it yet, or not noticed that it has lost it."""
+    """A worker that has claimed a cell and neither ended it nor noticed its loss."""
 
     host: "Host"
     queue: Queue
@@ -62,17 +62,17 @@ class Worker:
 
 @dataclass(eq=False)
 class Host:
-    """A machine with one command, which watches."""
+    """A machine with one command, which observes."""
 
     name: str
     queue: Queue
     watcher: Supervisor
     looks: list[tuple[float, dict[Trial, tuple[str | None, int]]]] = field(default_factory=list)
-    """When it looked, and whose beats it saw."""
+    """Time of its last check, and the beats it saw."""
 
 
 class Machine(RuleBasedStateMachine):
-    """Every rule does one thing to the real queue and to the model; after each the two agree."""
+    """Each rule acts on the queue and on the model, which must then agree."""
 
     def __init__(self, storage: str, folder: Path, numbers: Iterator[int]) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Machine(RuleBasedStateMachine):
         self.once_complete: set[str] = set()
 
     def opened(self) -> Queue:
-        """The queue, whose database has this machine's clock: sqlite's own counts whole seconds."""
+        """The queue with this machine's clock in the database: sqlite's clock has a resolution of seconds."""
         queue = Queue(self.storage, self.name)
         record = queue._storage.record_heartbeat
 
@@ -119,7 +119,7 @@ class Machine(RuleBasedStateMachine):
 
     @contextmanager
     def at(self, host: str) -> Iterator[Host]:
-        """Be on that machine."""
+        """Switch to that machine."""
         self.host_name = host
         yield self.hosts[host]
 
@@ -150,7 +150,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.workers)
     @rule(worker=A_WORKER, how=st.sampled_from(("complete", "failed", "failed for good", "waiting")))
     def end(self, worker: Worker, how: str) -> None:
-        """Also one that was taken for dead, has woken, and knows nothing of it."""
+        """Also a worker that was considered dead and has resumed without noticing."""
         queue, task, trial = worker.queue, worker.task, worker.trial
         end = {
             "complete": lambda: queue.complete(task, 1.0),
@@ -170,7 +170,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.workers)
     @rule(worker=A_WORKER)
     def die(self, worker: Worker) -> None:
-        worker.member.__exit__(KeyboardInterrupt)  # its lock falls, the lock's file stays
+        worker.member.__exit__(KeyboardInterrupt)  # its lock is freed, the lock's file stays
         worker.dead = True
         self.workers.remove(worker)
 
@@ -195,7 +195,7 @@ class Machine(RuleBasedStateMachine):
         taking=st.booleans(),
     )
     def pass_time(self, seconds: Sequence[int], watching: Sequence[str], taking: bool) -> None:
-        """Who is awake beats, commands look for the dead, and have workers that take what waits."""
+        """Awake workers send beats; commands release dead workers' cells and claim waiting ones."""
         for more in seconds:
             self.now += more
             for worker in self.workers:
@@ -219,7 +219,7 @@ class Machine(RuleBasedStateMachine):
                 self.release(trial)
 
     def is_stale(self, host: Host, trial: Trial) -> bool:
-        """Whether it has not changed for too long, in looks that followed each other closely."""
+        """Whether the beat is stale, judged by checks in close succession."""
         since = self.now
         for then, seen in reversed(host.looks):
             if since - then > STALE_SECONDS / 2 or seen.get(trial) != (trial.signed, trial.beats):
@@ -231,21 +231,21 @@ class Machine(RuleBasedStateMachine):
         progress = self.progress.get(trial.key, "")
         before, at = trial.deaths or (0, progress)
         deaths = before + 1 if at == progress else 1
-        trial.reason = "its worker died" + (f" {deaths} times without getting ahead" if deaths > 1 else "")
+        trial.reason = "its worker died" + (f" {deaths} times without progress" if deaths > 1 else "")
         trial.holder, trial.state, trial.deaths = None, "waiting", (deaths, progress)
         if deaths == MOST_DEATHS:
             trial.state, trial.reason = "failed", f"{trial.reason} (out of memory?)"
 
     @rule(host=st.sampled_from(HOSTS))
     def clean_up(self, host: str) -> None:
-        """As a command does in the end."""
+        """Like a command at its end."""
         with self.at(host) as at:
             remove_dead_locks(self.folder / "workers", {entry.worker["lock"] for entry in at.queue.entries("running")})
 
     @precondition(lambda self: self.trials)
     @rule(host=st.sampled_from(HOSTS))
     def clear(self, host: str) -> None:
-        """The other machine's workers, which nobody could see here, still have the former queue in their hands."""
+        """The other machine's workers, invisible here, still use the former queue."""
         self.hosts[host].queue.clear()
         for other in self.hosts.values():
             if other.name != host:

@@ -1,4 +1,4 @@
-"""A user's own files: they import the files beside them, in every worker too, and their code decides what is run."""
+"""User files import their neighbours, in every worker too, and their code is part of the cells' keys."""
 
 import os
 import shutil
@@ -13,7 +13,8 @@ import pytest
 from lit_lazy.config.files import load_module
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
-from lit_lazy.tracking.tracker import Tracker, default_uri
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.tracker import Tracker
 
 ABLATION = """
 from beside import TAU, Mine
@@ -61,7 +62,7 @@ if __name__ == "__main__":
 
 
 def shadow(folder: Path) -> Path:
-    """Files in a folder, called like modules of Python's that everything needs."""
+    """Files named like essential modules of Python."""
     folder.mkdir()
     for name in ("queue", "random", "logging"):
         (folder / f"{name}.py").write_text(f"raise RuntimeError('took the place of {name}')\n")
@@ -70,7 +71,7 @@ def shadow(folder: Path) -> Path:
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
-    """An ablation and a file that it imports, among shadows."""
+    """An ablation and a file that it imports, next to shadowing files."""
     folder = shadow(tmp_path / "mine")
     (folder / "beside.py").write_text(BESIDE)
     path = folder / "mine.py"
@@ -90,7 +91,7 @@ def edit(mine: Path) -> None:
 
 @pytest.mark.long
 def test_no_process_takes_a_module_from_the_current_folder(mine: Path, runs: Path, tmp_path: Path) -> None:
-    # Real processes: a fork has imported Python's own modules already.
+    # Real processes: a fork has already imported Python's modules.
     here = shadow(tmp_path / "here")
     done = subprocess.run(command(mine, runs, "--rows", "mine"), capture_output=True, text=True, cwd=here)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -180,7 +181,7 @@ def test_a_file_that_is_hidden_by_another_module_is_named(mine: Path, tmp_path: 
 def test_a_file_runs_as_it_is_however_alike_its_former_version_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python takes what it compiled before where size and time are the same; results are known by the source."""
+    """Python reuses bytecode if size and time are equal; keys depend on the source."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     path, beside = tmp_path / "uses_constant.py", tmp_path / "its_constant.py"
     path.write_text("from its_constant import x\n\ny = 1\n")

@@ -23,7 +23,8 @@ from lit_lazy.report.page import render_report, write_report
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.records import RowInfo
 from lit_lazy.table.render import render_html_parts, render_markdown
-from lit_lazy.tracking.tracker import Tracker, default_uri
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.tracker import Tracker
 
 pytestmark = pytest.mark.xdist_group("report")  # one process, one grid
 ODD = "<i>lazy</i> & co"

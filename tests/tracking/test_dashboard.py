@@ -1,6 +1,5 @@
-"""MLflow's real server and a real browser: the printed links show what they promise, the saved views draw."""
+"""Links and saved views on MLflow's server in a real browser."""
 
-import colorsys
 import os
 import re
 import shutil
@@ -13,25 +12,21 @@ from chromium import CHROMIUM, Browser
 
 from lit_lazy.command.main import main
 from lit_lazy.config.files import load_module
-from lit_lazy.figures import palette
+from lit_lazy.tracking.links import ExperimentLinks, find_experiment_links
 from lit_lazy.tracking.serve import select_links
-from lit_lazy.tracking.tracker import ExperimentLinks, MetricRecord, Tracker, default_uri, find_experiment_links
+from lit_lazy.tracking.store import default_uri
+from lit_lazy.tracking.tracker import MetricRecord, Tracker
 from lit_lazy.tracking.views import (
     AXES_VIEW,
     CELLS_VIEW,
     CHARTS_VIEW,
-    DISTINCT,
     LINKED_VIEWS,
-    PALETTE,
     RUNS_VIEW,
     TABLE_VIEW,
     CellRun,
-    assign_colours,
     build_run_views,
     build_views,
-    checksum,
     find_outlier_rows,
-    make_group_name,
 )
 
 pytestmark = pytest.mark.xdist_group("browser")  # one grid and one server for all
@@ -40,7 +35,7 @@ ABLATION = "table2-backcopy_tiny"
 ROWS = ("softmax", "lazy", "lazy ALiBi")
 VIEWS = (TABLE_VIEW, CELLS_VIEW, CHARTS_VIEW, AXES_VIEW)
 WHERE_MLFLOW_REPORTS_NOTHING = ("PYTEST_CURRENT_TEST", "CI", "GITHUB_ACTIONS", "GITLAB_CI")
-"""Variables of tests and of their machines."""
+"""Environment variables of tests and CI."""
 TITLES = f"{screenshots.CARDS}.map(card => card.innerText.split('\\n')[0])"
 HEADERS = "[...document.querySelectorAll('[data-testid=experiment-view-compare-runs-section-header]')]"
 SECTIONS = f"{HEADERS}.map(header => header.innerText)"
@@ -48,7 +43,7 @@ SECTIONS = f"{HEADERS}.map(header => header.innerText)"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
-    """The runs of three rows with two seeds, cells that are made up, and a run of an experiment without views."""
+    """Runs of three rows with two seeds, synthetic cells, and a run of an experiment without views."""
     runs = tmp_path_factory.mktemp("dashboard") / "runs"
     runs.mkdir()
     shutil.copy(empty_store, runs / "mlflow.db")
@@ -61,28 +56,25 @@ def runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
 
 
 EXCESSES = {"softmax": 0.5, "off by one": 0.25, "a 'quoted' one": 0.125, "lazy": 0.0625, "dead": 400.0}
-"""Of the cells that are made up, and of their curves the last value; the lazy row is the baseline."""
-NORMALISERS = {"softmax": "Softmax", "off by one": "OffByOne", "lazy": "Elastic"}
-"""Of those that have one."""
+"""Excess losses of the synthetic cells, the last values of their curves."""
 ON_THE_WAY = {100: 8.0, 200: 2.0, 300: 4.0, 400: 1.0}
-"""Times as much at these steps."""
+"""Factors at these steps."""
 
 
 def made_up(runs: Path) -> None:
     tracker = Tracker(default_uri(runs), runs, "made-up")
     for row, excess in EXCESSES.items():
         tags = {"kind": "cell", "variant": row, "seed": "0", "cell": row}
-        params = {"tau_init": "1.0", "model.attention.normaliser": NORMALISERS.get(row, "")}
-        run = tracker.start_run(f"{row} seed 0", tags, params, {})
+        run = tracker.start_run(f"{row} seed 0", tags, {"tau_init": "1.0"}, {})
         curve = [MetricRecord(step, step, {"val/excess": excess * times}) for step, times in ON_THE_WAY.items()]
         tracker.log(run, curve)
         tracker.finish(run, {"loss/excess": excess, "loss/val": 2 + excess, "sink/rate": excess}, {}, 400)
-    tracker.save_views(["tau_init"], ["loss/excess"], None, ["lazy", *(row for row in EXCESSES if row != "lazy")])
+    tracker.save_views(["tau_init"], ["loss/excess"], ended=True)
 
 
 @pytest.fixture(scope="module")
 def links(runs: Path) -> Iterator[dict[str, str]]:
-    """What `lit-lazy dashboard` prints of the ablation, by the name of the link."""
+    """Links of the ablation in `lit-lazy dashboard`, by label."""
     with pytest.MonkeyPatch.context() as patch:
         for name in WHERE_MLFLOW_REPORTS_NOTHING:
             patch.delenv(name, raising=False)
@@ -100,7 +92,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def opened(browser: Browser, link: str, shows: str) -> str:
-    """The text of a page once an expression holds there."""
+    """The text of a page once an expression is true."""
     browser.open(link)
     browser.wait(shows)
     return browser.text()
@@ -114,7 +106,7 @@ def says(text: str) -> str:
 class TestPages:
     def test_the_first_view_shows_a_line_per_variant_and_every_axis_as_a_column(self, links, browser) -> None:
         text = opened(browser, links["by variant"], says("Group: softmax"))
-        assert "Group by: row" in text
+        assert "Group by: variant" in text
         for variant in ROWS:
             assert f"Group: {variant} 2" in text
             assert f"{variant} seed" not in text, "its cells are folded away"
@@ -144,22 +136,21 @@ class TestPages:
         names = [section.partition("(")[0].strip() for section in browser.evaluate(SECTIONS)]
         assert names[:3] == ["Results by variant", "Loss against what attention does", "During training"]
         assert "(0)" not in " ".join(browser.evaluate(SECTIONS)), "an empty section"
-        # Softmax has no threshold, and so no sparsity: the others have.
+        # Softmax has no threshold, and so no sparsity.
         for title, n in {"loss/excess": 3, "sparsity/zero": 2}.items():
             chart = f"{screenshots.CARDS}.find(card => card.innerText.startsWith({title!r}))"
             assert browser.evaluate(f"{chart}.querySelectorAll('.point').length") == n, title
 
-    def test_a_dead_row_flattens_nothing_and_is_named_and_each_row_has_its_colour(self, runs, links, browser) -> None:
+    def test_a_dead_row_flattens_nothing_and_is_named(self, runs, links, browser) -> None:
         ui_url = links["runs"].partition("/#")[0]
         (made,) = [e for e in find_experiment_links(default_uri(runs), ui_url) if e.name == "made-up"]
         text = opened(browser, made.pages["charts"], screenshots.DRAWN)
         assert "4 matching runs" in text
         assert "Results by variant, without dead" in text
         listed = browser.evaluate("[...document.querySelectorAll('.ag-row')].map(row => row.innerText).join('\\n')")
-        shown = {name.strip(): colour for colour, name in re.findall(r"(#\w{6})\nGroup: (.*)", listed)}
-        rows = ["lazy", *(row for row in EXCESSES if row != "lazy")]
-        expected = assign_colours({row: NORMALISERS.get(row, "") for row in rows})
-        assert shown == {row: expected[row] for row in EXCESSES if row != "dead"}
+        assert {name.strip() for name in re.findall(r"Group: (.*)", listed)} == {
+            row for row in EXCESSES if row != "dead"
+        }
         card = f"{screenshots.CARDS}.find(card => card.innerText.startsWith('val/excess'))"
         chart = f"{card}.querySelector('.js-plotly-plot')"
         drawn = browser.wait(f"(c => c.data && c.data.filter(t => t.y.length == 4).map(t => t.y))({chart})")
@@ -229,7 +220,7 @@ class TestLinks:
         said = capsys.readouterr()
         (line,) = said.err.splitlines()
         assert line.startswith(
-            "lit-lazy: dashboard 'table3': MLflow holds no experiment or ablation of this name; there are: "
+            "lit-lazy: dashboard 'table3': MLflow has no experiment or ablation of this name; it has: "
         )
         assert ABLATION in line
         assert "train-other" in line
@@ -241,11 +232,6 @@ def cell(variant: str, axes: dict[str, str], *metrics: str, loss: float = 1.0) -
 
 
 LOSSES = {"a": 1.0, "b": 1.01, "c": 1.02, "dead": 9.0}
-
-
-def hue(colour: str) -> float:
-    """In degrees."""
-    return 360 * colorsys.rgb_to_hsv(*(int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)))[0]
 
 
 class TestViews:
@@ -288,10 +274,7 @@ class TestViews:
     def test_a_row_far_above_is_drawn_in_no_chart_and_listed_all_the_same(self) -> None:
         cells = [cell(name, {"tau_init": name}, "loss/val", loss=loss) for name, loss in LOSSES.items()]
         assert find_outlier_rows(cells) == ["dead"]
-        groups = {
-            name: make_group_name(name, colour) for name, colour in assign_colours(dict.fromkeys(LOSSES, "")).items()
-        }
-        found = build_views(["tau_init"], ["loss/val"], ["loss/val"], cells, groups)
+        found = build_views(["tau_init"], ["loss/val"], ["loss/val"], cells, charted=True)
         for view in (CHARTS_VIEW, AXES_VIEW):
             assert found[view]["searchFilter"] == "tags.kind = 'cell' AND tags.charted = 'yes'"
             assert found[view]["compareRunSections"][0]["name"].endswith(", without dead")
@@ -300,26 +283,6 @@ class TestViews:
         while_it_runs = build_views(["tau_init"], ["loss/val"], ["loss/val"], cells)
         assert while_it_runs[CHARTS_VIEW]["searchFilter"] == "tags.kind = 'cell'"
         assert while_it_runs[CHARTS_VIEW]["groupBy"]["groupByKeys"][0]["groupByData"] == "variant"
-
-    @pytest.mark.parametrize("order", [["a", "b", "c", "d", "e"], ["e", "d", "c", "b", "a"]])
-    def test_softmax_and_elastic_have_the_colours_that_they_have_in_the_figures(self, order: list[str]) -> None:
-        of = {"a": "Elastic", "b": "Softmax", "c": "Relu", "d": "Elastic", "e": "Softmax"}
-        chosen = assign_colours({row: of[row] for row in order})
-        assert len(set(chosen.values())) == len(of)
-        for name in ("Elastic", "Softmax"):
-            first = next(row for row in order if of[row] == name)
-            assert abs(hue(chosen[first]) - hue(palette.NORMALISERS[name])) < 10
-
-    def test_rows_have_colours_of_their_own_and_groups_mlflow_schecksum_of_them(self) -> None:
-        assert sorted(DISTINCT) == list(range(len(PALETTE)))
-        rows = [f"row {i}" for i in range(len(PALETTE))] + ["softmax", "τ = 1", "a 'quoted' one", "𝜏"]
-        chosen = assign_colours(dict.fromkeys(rows, "Relu"))
-        assert len(set(list(chosen.values())[: len(PALETTE)])) == len(PALETTE)
-        for row, colour in chosen.items():
-            group = make_group_name(row, colour)
-            assert group.rstrip(" ") == row
-            assert PALETTE[checksum(f"tag.row.{group}") % len(PALETTE)] == colour
-        assert checksum("abcde") == 0xC8F0, "the textbook's Fletcher-16"
 
     def test_curves_are_of_what_was_measured_and_none_is_drawn_twice(self) -> None:
         drawn = [chart for chart in self.charts(CHARTS_VIEW, [self.SOFTMAX, self.LAZY]) if chart["type"] == "LINE"]

@@ -1,4 +1,4 @@
-"""What listens where MLflow's server should: found before a training, within a bounded time, in one line."""
+"""Servers other than MLflow at its address: rejected before a training, within a timeout, in one line."""
 
 import socket
 import threading
@@ -11,7 +11,7 @@ from mistakes import PASSWORD, expect_refusal
 
 from lit_lazy.data.pipeline import documents
 from lit_lazy.support.timeout import call_with_timeout
-from lit_lazy.tracking import tracker
+from lit_lazy.tracking import store
 
 COMMANDS = [
     ["train", "backcopy_tiny"],
@@ -47,7 +47,7 @@ def silent(connection: socket.socket) -> None:
 
 
 def dripping(connection: socket.socket) -> None:
-    """A byte now and then, which no timeout of a read notices."""
+    """Single bytes, which never trigger a read timeout."""
     while True:
         connection.send(b"H")
         time.sleep(0.2)
@@ -55,8 +55,8 @@ def dripping(connection: socket.socket) -> None:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[socket.socket], object]], str]]:
-    """Starts a server that treats each connection in its way, and makes it MLflow's; its address."""
-    monkeypatch.setattr(tracker, "ANSWER_SECONDS", 0.7)
+    """Starts a server with a given handler as MLflow's address, which it returns."""
+    monkeypatch.setattr(store, "ANSWER_SECONDS", 0.7)
     listener = socket.create_server(("127.0.0.1", 0))
 
     def start(treat: Callable[[socket.socket], object]) -> str:
@@ -114,7 +114,7 @@ def test_a_hub_out_of_reach(
     capsys: pytest.CaptureFixture[str],
     closed_port: int,
 ) -> None:
-    """It is asked once, not for half a minute, and what it may have left in its cache is looked for."""
+    """It is tried once, not for half a minute, and the local cache is searched."""
     import datasets
     import huggingface_hub
 

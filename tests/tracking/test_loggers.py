@@ -1,4 +1,4 @@
-"""Loggers beside MLflow hold each logged number once, whatever was killed in between."""
+"""Other loggers hold each metric once, also after interruptions."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ Points = dict[tuple[str, int], float]
 
 
 def logged(folder: Path) -> Points:
-    """Of the metric file."""
+    """Points of the metric file."""
     return {(name, line.step): value for line in read_lines(folder / METRICS) for name, value in line.metrics.items()}
 
 
@@ -37,7 +37,7 @@ def of_tensorboard(folder: Path) -> list[tuple[tuple[str, int], float]]:
 
 
 def train(folder: Path, kinds: tuple[str, ...], steps: range) -> None:
-    """What a run logs from one step on, as Lightning does; and its end."""
+    """Log metrics from a step on, like Lightning, and end the run."""
     with open_loggers(kinds, folder, "train-x", "x seed 3", CONFIG) as others:
         logger = MetricFile(folder, others)
         for step in steps:
@@ -50,7 +50,7 @@ def train(folder: Path, kinds: tuple[str, ...], steps: range) -> None:
 
 @pytest.mark.parametrize(("kind", "read"), [("csv", of_csv), ("tensorboard", of_tensorboard)])
 def test_a_resumed_run_is_logged_once_and_whole(kind: str, read, tmp_path: Path) -> None:
-    """Interrupted at step 5, resumed at 3; one run had the logger from the start, one when it was resumed."""
+    """Interrupted at step 5, resumed at 3; one run had the logger from the start, one only after resuming."""
     for folder, first in ((tmp_path / "always", (kind,)), (tmp_path / "later", ())):
         with pytest.raises(KeyboardInterrupt):
             train(folder, first, range(6))
@@ -65,7 +65,7 @@ COMMANDS = {
     "table2-backcopy_tiny": ["ablate", "run", "table2", "--rows", "lazy", "--seeds", "0", "--brief"],
     "search-lazy_search-backcopy_tiny": ["ablate", "search", "lazy_search", "--trials", "1"],
 }
-"""Of one cell each, by the folder below the runs."""
+"""Commands with one cell each, by folder in the runs folder."""
 
 
 @pytest.mark.long
@@ -103,7 +103,7 @@ def test_settings_are_logged(tmp_path: Path) -> None:
 
 
 class Recorded(Logger):
-    """In the place of Weights and Biases' logger, whose package no test installs."""
+    """Stands in for the Weights and Biases logger, whose package tests do not install."""
 
     made: list["Recorded"] = []  # noqa: RUF012
 
@@ -171,6 +171,6 @@ def test_one_that_cannot_begin_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
         raise RuntimeError("no API key\nconfigured")
 
     monkeypatch.setattr(loggers, "WandbLogger", refuse)
-    message = r"--logger wandb: cannot begin \(RuntimeError: no API key configured\); leave it out, or set it up"
+    message = r"--logger wandb: cannot start \(RuntimeError: no API key configured\); leave it out, or set it up"
     with pytest.raises(ValueError, match=message):
         train(tmp_path, ("wandb",), range(8))

@@ -1,7 +1,7 @@
-"""What a grid will cost: a few steps of every variant are timed in memory, nothing is written."""
+"""Cost estimate of a grid from a few timed steps of each row; nothing is written to disk."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -9,7 +9,7 @@ from rich.console import Console
 
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data.base import Outline
-from lit_lazy.grid.ablation import ConfiguredRow
+from lit_lazy.grid.ablation import Row, check_and_outline_data, check_row
 from lit_lazy.grid.jobs.job import LaunchOptions
 from lit_lazy.model.loss import token_nll
 from lit_lazy.support.console import format_count, format_duration
@@ -19,19 +19,31 @@ from lit_lazy.training.optimiser import build_optimizer
 
 TIMED_STEPS, WARMUP_STEPS = 5, 2
 MOST_FLOPS_OF_A_TIMED_STEP = 3e11
-"""Ten seconds on one core."""
+"""About ten seconds on one core."""
 BYTES_PER_FINISHED_CELL = 100_000
-"""result.json, MLflow's rows and the config artifact, rounded up."""
+"""Upper bound for result.json, MLflow's rows and the config artifact."""
 
 
 def print_estimate(
-    grid: str, variants: Sequence[ConfiguredRow[Outline]], launch: LaunchOptions, console: Console
+    grid: str,
+    chosen: Sequence[tuple[Row, tuple[int, ...]]],
+    configs: Mapping[str, RunConfig],
+    launch: LaunchOptions,
+    console: Console,
 ) -> None:
-    """List a grid's cells with what they are expected to take of time, memory and disk."""
+    """Print a grid's rows with their estimated time, memory and disk space.
+
+    configs: of the rows, by name. Raises a one-line ValueError that names a row whose training cannot start.
+    """
+    outlines = {
+        row.name: check_row(row, lambda row=row: check_and_outline_data(configs[row.name], launch.execution))
+        for row, _ in chosen
+    }
     torch.set_num_threads(launch.threads)
     devices, (kind, peak) = launch.execution.devices, find_peak_flops()
     total, largest, by = 0.0, 0, f"{TIMED_STEPS} timed steps of each row on one device"
-    for row, seeds, config, data in variants:
+    for row, seeds in chosen:
+        config, data = configs[row.name], outlines[row.name]
         cost = estimate_cost(config, data, launch.execution)
         if cost.flops / config.train.steps < MOST_FLOPS_OF_A_TIMED_STEP:
             seconds = estimate_training_seconds(config, data)
@@ -49,7 +61,7 @@ def print_estimate(
             highlight=False,
             soft_wrap=True,
         )
-    cells = sum(len(variant.seeds) for variant in variants)
+    cells = sum(len(seeds) for _, seeds in chosen)
     disk = cells * BYTES_PER_FINISHED_CELL + launch.workers * largest
     console.print(
         f"\n{cells} cells of {grid}: about {format_duration(total / launch.workers)} of training with "
@@ -61,7 +73,7 @@ def print_estimate(
 
 
 def estimate_training_seconds(config: RunConfig, data: Outline) -> float:
-    """Seconds of training, from timed steps on random tokens."""
+    """Estimated seconds of training, from timed steps on random tokens."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = LitLM.create(replace(config, seed=0), data.vocab_size, data.context_length).model.to(device)
     optimizer = build_optimizer(model, config.train)

@@ -1,4 +1,4 @@
-"""Interrupts of a worker: they arrive between any two of its steps, and are held back where one would do harm."""
+"""Interrupts of a worker, deferred while they would do harm."""
 
 import signal
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ from lightning.pytorch.callbacks import Callback
 
 
 class Interrupts:
-    """Holds back SIGINT and SIGTERM while it is entered, except where they are allowed.
+    """Context that defers SIGINT and SIGTERM except within `allow`.
 
-    There the first one raises KeyboardInterrupt. Further ones are ignored, so that what is held is requeued.
-    To be entered in the main thread, which alone receives signals.
+    There the first one raises KeyboardInterrupt; further ones are ignored, so that held cells are requeued. Enter it in
+    the main thread, the only one that receives signals.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Interrupts:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Raise what was held back until the end."""
+        """Raise a deferred interrupt unless another exception is raised."""
         for number, handler in self._former.items():
             signal.signal(number, handler)
         if kind is None:
@@ -34,7 +34,7 @@ class Interrupts:
 
     @contextmanager
     def allow(self) -> Iterator[None]:
-        """Within, an interrupt is raised when it arrives, or at once if it has arrived before."""
+        """Context in which interrupts are raised, also one that arrived earlier."""
         try:
             self._allowed = True
             self.check()
@@ -55,7 +55,7 @@ class Interrupts:
 
 
 class EndIfInterrupted(Callback):
-    """Raises an interrupt again that was lost: Python drops what is raised in the callback of a weak reference."""
+    """Raises a lost interrupt again: Python drops exceptions raised in weak reference callbacks."""
 
     def __init__(self, interrupts: Interrupts) -> None:
         self._interrupts = interrupts

@@ -1,4 +1,4 @@
-"""What is executed, where and how: as a command is given it, and as its workers are told."""
+"""Descriptions of what to execute and how, for a command and for its workers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,29 +11,29 @@ from lit_lazy.training.execution import ONE_DEVICE, Execution
 
 @dataclass(frozen=True)
 class Work:
-    """Cells to execute, and where."""
+    """Cells to execute and their location."""
 
     id: str
-    """Name of the folder, of the study and of the MLflow experiment."""
+    """Name of the folder, the study and the MLflow experiment."""
     cells: Sequence[Cell]
     base_config: dict[str, object]
     runs: Path
     files: Sequence[Path]
     """Python files that define classes of the cells' configs."""
     noun: ClassVar[str] = "cells"
-    """What messages call the cells."""
+    """The word for cells in messages."""
     module: ClassVar[str] = "lit_lazy.grid.jobs.worker"
-    """What a worker process runs."""
+    """Module that worker processes run."""
 
     @property
     def folder(self) -> Path:
-        """Of the results."""
+        """The folder of the results."""
         return self.runs / self.id
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How to run a grid."""
+    """Options for running a grid."""
 
     workers: int
     threads: int
@@ -42,42 +42,42 @@ class LaunchOptions:
     storage: str | None = None
     """URL of the queue's database; None for sqlite in the runs folder."""
     only_these: bool = False
-    """Leave cells of the same grid that were not asked for to others."""
+    """Execute only the cells of this command, not other waiting cells of the same grid."""
     retry_failed: int = 0
-    """How often a cell that fails is tried again."""
+    """Maximum number of retries of a failed cell."""
     launcher: Literal["local", "ray"] = "local"
     """Worker processes on this machine, or tasks on the Ray cluster that this process has joined."""
     gpus: float = 0.0
-    """GPUs of a Ray task."""
+    """GPUs per Ray task."""
     execution: Execution = ONE_DEVICE
     """How each cell is trained."""
     loggers: tuple[str, ...] = ()
-    """Kinds of loggers beside MLflow."""
+    """Kinds of loggers in addition to MLflow."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker of a grid has to know."""
+    """The parameters of a grid's workers."""
 
-    storage: str = field(repr=False)  # may hold a password, as may the other address
+    storage: str = field(repr=False)  # may contain a password, like the other address
     study: str
     runs: Path
     tracking_uri: str = field(repr=False)
     parent_id: str
     command: str | None
-    """Token of the command's membership; None where workers are not processes of its machine."""
+    """Token of the command's membership; None if workers may run on other machines."""
     threads: int
     keep_checkpoints: bool
     keys: frozenset[str] | None
-    """Take only these cells; None for all."""
+    """Claim only these cells; None for all."""
     files: Sequence[Path]
     """Python files that define classes of the cells' configs."""
     module: str = "lit_lazy.grid.jobs.worker"
-    """What a worker process on this machine runs."""
+    """Module that worker processes on this machine run."""
     execution: Execution = ONE_DEVICE
     """How each cell is trained."""
     loggers: tuple[str, ...] = ()
-    """Kinds of loggers beside MLflow."""
+    """Kinds of loggers in addition to MLflow."""
 
     @property
     def folder(self) -> Path:

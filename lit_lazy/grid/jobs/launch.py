@@ -1,4 +1,4 @@
-"""Runs an ablation: enqueues what is missing, starts workers, shows progress, writes the table."""
+"""Runs an ablation: enqueues missing cells, starts workers, shows progress, publishes the table."""
 
 import logging
 import time
@@ -24,21 +24,22 @@ from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.table.records import Table
 from lit_lazy.tracking.databases import sqlite_file
-from lit_lazy.tracking.tracker import Tracker, TrackingError, default_uri
+from lit_lazy.tracking.store import TrackingError, default_uri
+from lit_lazy.tracking.tracker import Tracker
 
 Q = TypeVar("Q", bound=Queue)
 POLL_SECONDS = 1.0
 LOOK_SECONDS = 5.0
-"""Between looks for dead workers while none of its own has died."""
+"""Interval of searches for dead workers while none of this command's workers has died."""
 STALE_SECONDS = 120.0
-"""A worker of another machine that has not beaten for so long is dead; it beats every 15 s."""
+"""Time without a heartbeat after which a worker on another machine is dead; the interval is 15 s."""
 MOST_CRASHES = 3
-"""Deaths per worker, without a cell ending in between, after which starting another makes no sense."""
+"""Deaths per worker slot, without a cell ending in between, after which the command gives up."""
 MOST_DEATHS = 3
-"""Deaths of a cell's workers, without the cell getting ahead in between, after which the cell has failed."""
+"""Deaths of a cell's workers, without progress in between, after which the cell has failed."""
 LEAST_FREE_BYTES, LEAST_FREE_BYTES_OF_DATABASE = 2**24, 2**20
 LONGEST_PAUSE_SECONDS = 60.0
-"""Between two tries on a disk that is full and does not look it."""
+"""Upper bound on the pause between retries when writes fail although the disk reports free space."""
 
 log = logging.getLogger("lit_lazy.grid.jobs.launch")
 
@@ -56,12 +57,12 @@ class Grid(Work):
 
 
 Publish = Callable[[Tracker, str, Path, bool], Table]
-"""Writes the table, and what belongs to it, of a parent run into a folder; given whether cells were executed."""
+"""Writes the table and report of a parent run (id) into a folder; the flag is whether cells were executed."""
 
 
 @dataclass(frozen=True)
 class OpenGrid(Generic[Q]):
-    """What a command works with while it lives."""
+    """The connections of a running command."""
 
     queue: Q
     tracker: Tracker
@@ -69,22 +70,23 @@ class OpenGrid(Generic[Q]):
 
 
 def run_grid(grid: Grid, launch: LaunchOptions, console: Console, publish: Publish) -> tuple[Table, bool]:
-    """Execute what is missing of a grid; the table that `publish` made, and whether every cell is complete."""
-    with open_grid(grid, launch, Queue, console) as at:
-        with at.queue.lock():
-            parent_id = _ensure_parent(grid, at.queue, at.tracker, console)
-        recorded = _find_recorded_losses(grid, at.queue, at.tracker, parent_id)
-        with execute_cells(grid, launch, at, parent_id, console, recorded=recorded) as something_new:
-            _report_failures(at.queue, at.tracker, parent_id)
-            table = publish(at.tracker, parent_id, grid.folder, something_new)
-        return table, is_finished(grid, at.queue)
+    """Execute the missing cells of a grid; returns the table from `publish` and whether every cell is complete."""
+    with open_grid(grid, launch, Queue, console) as opened:
+        queue, tracker = opened.queue, opened.tracker
+        with queue.lock():
+            parent_id = _ensure_parent(grid, queue, tracker, console)
+        recorded = _find_recorded_losses(grid, queue, tracker, parent_id)
+        with execute_cells(grid, launch, opened, parent_id, console, recorded=recorded) as executed:
+            _report_failures(queue, tracker, parent_id)
+            table = publish(tracker, parent_id, grid.folder, executed)
+        return table, is_finished(grid, queue)
 
 
 @contextmanager
 def open_grid(work: Work, launch: LaunchOptions, queue_type: type[Q], console: Console) -> Iterator[OpenGrid[Q]]:
-    """The queue and the MLflow experiment of some work, for a process that lives until this is closed.
+    """Open the queue and the MLflow experiment; this process counts as alive until the context exits.
 
-    Other processes, on this machine or others, may be at the same work: all take cells from the one queue.
+    Other processes, on any machine, may execute the same work at the same time: all claim cells from one queue.
     """
     git_sha()
     work.folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +95,7 @@ def open_grid(work: Work, launch: LaunchOptions, queue_type: type[Q], console: C
     if launch.fresh:
         reset_grid(work, queue, tracker, console)
     members = work.folder / "workers"
-    with Membership(members) as command:  # another process's --fresh sees that this one lives
+    with Membership(members) as command:  # makes another process's --fresh fail while this one is alive
         yield OpenGrid(queue, tracker, command)
         remove_dead_locks(members, {entry.worker["lock"] for entry in queue.entries("running")})
 
@@ -102,18 +104,18 @@ def open_grid(work: Work, launch: LaunchOptions, queue_type: type[Q], console: C
 def execute_cells(
     work: Work,
     launch: LaunchOptions,
-    at: OpenGrid[Q],
+    opened: OpenGrid[Q],
     parent_id: str,
     console: Console,
     notes: Callable[[], list[str]] = list,
     recorded: Mapping[str, float] | None = None,
 ) -> Iterator[bool]:
-    """Execute the cells that are missing; the parent run ends with what is done within.
+    """Execute the missing cells, then the context's body as part of the parent run.
 
-    Gives whether there is something new to publish. notes: lines to show beside the progress. recorded: what
-    `Queue.add_missing` is told.
+    Yields whether there is something new to publish. notes: further lines of the progress display. recorded: passed to
+    `Queue.add_missing`.
     """
-    queue, tracker = at.queue, at.tracker
+    queue, tracker = opened.queue, opened.tracker
     supervisor = Supervisor(work, launch, queue, console)
     supervisor.release_dead()
     added = queue.add_missing(work.cells, recorded)
@@ -127,13 +129,13 @@ def execute_cells(
     with _mark_running(work, queue, tracker, parent_id):
         if left:
             progress = Progress(queue, [cell.key for cell in work.cells], console, notes)
-            supervisor.work(make_pool(make_job(work, launch, at, parent_id), launch), progress)
+            supervisor.work(make_pool(make_job(work, launch, opened, parent_id), launch), progress)
         yield True
 
 
 @contextmanager
 def _mark_running(work: Work, queue: Queue, tracker: Tracker, parent_id: str) -> Iterator[None]:
-    """Show a parent run as running, and then as what its cells have come to: KILLED if that could not be published."""
+    """Set a parent run to running, and at the end to FINISHED or FAILED by its cells, or to KILLED by an exception."""
     tracker.set_running(parent_id)
     try:
         yield
@@ -147,20 +149,20 @@ def _mark_running(work: Work, queue: Queue, tracker: Tracker, parent_id: str) ->
 
 
 def is_finished(work: Work, queue: Queue) -> bool:
-    """Whether nothing is left to do, and nothing has failed."""
+    """Whether all cells are finished, none of them failed."""
     states = queue.states()
     return all(states.get(cell.key) in FINISHED for cell in work.cells)
 
 
-def make_job(work: Work, launch: LaunchOptions, at: OpenGrid[Q], parent_id: str) -> Job:
-    """What the workers have to know."""
+def make_job(work: Work, launch: LaunchOptions, opened: OpenGrid[Q], parent_id: str) -> Job:
+    """The job description for the workers."""
     return Job(
-        storage=at.queue.url,
+        storage=opened.queue.url,
         study=work.id,
         runs=work.runs,
-        tracking_uri=at.tracker.secret_uri,
+        tracking_uri=opened.tracker.secret_uri,
         parent_id=parent_id,
-        command=at.command.token if launch.launcher == "local" else None,
+        command=opened.command.token if launch.launcher == "local" else None,
         threads=launch.threads,
         keep_checkpoints=launch.keep_checkpoints,
         keys=frozenset(cell.key for cell in work.cells) if launch.only_these else None,
@@ -172,7 +174,7 @@ def make_job(work: Work, launch: LaunchOptions, at: OpenGrid[Q], parent_id: str)
 
 
 def make_pool(job: Job, launch: LaunchOptions) -> Pool:
-    """The workers of a grid, none started yet."""
+    """The pool for a grid's workers, without starting any."""
     if launch.launcher == "local":
         return LocalPool(job, launch.workers)
     from lit_lazy.grid.jobs.ray_pool import RayPool
@@ -181,7 +183,7 @@ def make_pool(job: Job, launch: LaunchOptions) -> Pool:
 
 
 def _report_failures(queue: Queue, tracker: Tracker, parent_id: str) -> None:
-    """Have MLflow show as failed what has: a worker that was killed, or had no server, could not report it."""
+    """Mark failed cells in MLflow whose workers could not: they were killed, or MLflow was away."""
     failed = {entry.key: entry.reason for entry in queue.entries("failed")}
     if failed:
         for run in tracker.find_children(parent_id):
@@ -190,7 +192,7 @@ def _report_failures(queue: Queue, tracker: Tracker, parent_id: str) -> None:
 
 
 def _ensure_parent(grid: Grid, queue: Queue, tracker: Tracker, console: Console) -> str:
-    """The parent run of the grid, new or resumed; its plan is brought up to date."""
+    """Start or resume the parent run of the grid and update its plan; returns the run's id."""
     plan = grid.plan
     tags = {"kind": "ablation", "ablation": grid.id, "git_sha": git_sha(), "mlflow.note.content": plan.command}
     parent_id, former = open_parent_run(grid, queue, tracker, tags, {}, PLAN, Plan.from_json, console)
@@ -202,7 +204,7 @@ def _ensure_parent(grid: Grid, queue: Queue, tracker: Tracker, console: Console)
 
 
 def _find_recorded_losses(grid: Grid, queue: Queue, tracker: Tracker, parent_id: str) -> dict[str, float]:
-    """Losses of the cells that MLflow holds complete and the queue does not know: it was lost."""
+    """Losses of cells that are complete in MLflow but missing from the queue, which was lost."""
     states = queue.states()
     unknown = {cell.key for cell in grid.cells if cell.key not in states}
     runs = tracker.find_children(parent_id) if unknown else []
@@ -211,42 +213,42 @@ def _find_recorded_losses(grid: Grid, queue: Queue, tracker: Tracker, parent_id:
 
 
 class Supervisor:
-    """Keeps workers busy until none of the cells waits or runs, and takes over the cells of dead ones."""
+    """Runs workers until no cell waits or runs, and releases the cells of dead workers."""
 
     def __init__(self, work: Work, launch: LaunchOptions, queue: Queue, console: Console) -> None:
         self.folder, self.launch, self.queue, self.console = work.folder, launch, queue, console
         self.cells = {cell.key: cell for cell in work.cells}
         self._watch = StalenessDetector(STALE_SECONDS)
         self._retries = Counter[str]()
-        self._looked = -LOOK_SECONDS
+        self._last_search = -LOOK_SECONDS
         self._crashes = self._ended = 0
-        self._told = False
+        self._reported_others = False
         self._pause = 0.0
 
     def work(self, pool: Pool, progress: Progress) -> None:
-        """Return when every cell has ended. Ctrl-C ends the workers after they have requeued their cells."""
+        """Return when every cell has ended. Ctrl-C stops the workers after they have requeued their cells."""
         with progress:
             try:
                 while self._step(pool, progress):
                     time.sleep(POLL_SECONDS)
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt) and len(pool):
-                    self._say("ending: the workers requeue their cells; Ctrl-C again ends them at once")
+                    self._say("stopping: the workers requeue their cells; Ctrl-C again kills them")
                 pool.stop()
                 raise
 
     def _step(self, pool: Pool, progress: Progress) -> bool:
-        """Look once at workers and cells; whether there is something left to wait for."""
+        """Check workers and cells once; returns whether there is anything left to wait for."""
         try:
             ended = pool.reap()
             if ended.disk_full:
                 self._wait_for_space()
-            if ended.crashed or ended.disk_full or time.monotonic() - self._looked > LOOK_SECONDS:
+            if ended.crashed or ended.disk_full or time.monotonic() - self._last_search > LOOK_SECONDS:
                 self.release_dead()
                 progress.show_running([format_entry(entry) for entry in self.queue.entries("running")])
             states = self._read_states()
             while "failed" in states.values() and self._retry_failed():
-                states = self._read_states()  # else the last cell would seem to have ended
+                states = self._read_states()  # otherwise the last cell would seem to have ended
             progress.update(states)
             counts = Counter[str](states.values())
             self._count_crashes(ended.crashed, counts, pool)
@@ -261,19 +263,19 @@ class Supervisor:
         return bool(len(pool) or counts["waiting"] or counts["running"])
 
     def release_dead(self) -> None:
-        """Let the cells of dead workers wait again, and say so."""
-        self._looked = time.monotonic()
-        stale = self._watch.find_stale(self.queue.beats(), self._looked)
+        """Release the cells of dead workers and print a line for each."""
+        self._last_search = time.monotonic()
+        stale = self._watch.find_stale(self.queue.beats(), self._last_search)
         for entry in self.queue.entries("running"):
             dead = is_dead(entry.worker)
             if dead or (dead is None and entry.trial_id in stale):
                 waits = self.queue.release(entry, self._read_progress(entry), MOST_DEATHS)
                 where = f"process {entry.worker['pid']} on {entry.worker['host']}"
-                then = "it waits again" if waits else f"{MOST_DEATHS} times without getting ahead, so it has failed"
+                then = "it waits again" if waits else f"{MOST_DEATHS} times without progress, so it has failed"
                 self._say(f"{entry.variant} seed {entry.seed}: its worker ({where}) died; {then}")
 
     def _read_progress(self, entry: Entry) -> str:
-        """Something that changes whenever a cell gets ahead; "" where its folder is another machine's."""
+        """A value that changes whenever a cell makes progress; "" if its folder is on another machine."""
         try:
             return str((self.folder / "cells" / entry.run / "checkpoints" / "last.ckpt").stat().st_mtime_ns)
         except FileNotFoundError:
@@ -283,14 +285,14 @@ class Supervisor:
         return {key: state for key, state in self.queue.states().items() if key in self.cells}
 
     def _retry_failed(self) -> bool:
-        """Enqueue failed cells again, each up to `retry_failed` times, unless they would end alike; whether any was."""
+        """Requeue failed cells up to `retry_failed` times each, except final failures; returns whether any was."""
         most, before = self.launch.retry_failed, self._retries.total()
         for entry in self.queue.entries("failed") if most else ():
             if entry.key in self.cells and not entry.final and self._retries[entry.key] < most:
                 self._retries[entry.key] += 1
                 self.queue.add_missing([self.cells[entry.key]])
                 count = f"{self._retries[entry.key]}/{most}"
-                self._say(f"{entry.variant} seed {entry.seed} failed ({entry.reason}); tried again, {count}")
+                self._say(f"{entry.variant} seed {entry.seed} failed ({entry.reason}); retry {count}")
         return self._retries.total() > before
 
     def _count_crashes(self, crashed: int, counts: Mapping[str, int], pool: Pool) -> None:
@@ -303,34 +305,34 @@ class Supervisor:
             raise GridError(f"workers keep dying before they finish a cell: {pool.describe_last_failure()}")
 
     def _report_other_workers(self) -> None:
-        if not self._told:
-            self._told = True
+        if not self._reported_others:
+            self._reported_others = True
             held = [format_entry(entry) for entry in self.queue.entries("running") if entry.key in self.cells]
             self._say(
-                f"waiting for workers that this process did not start: {'; '.join(held)}. Should they die, their cells "
-                "are taken over; Ctrl-C leaves them to it"
+                f"waiting for workers that this process did not start: {'; '.join(held)}. If they die, their cells are "
+                "released; Ctrl-C ends the wait, not the workers"
             )
 
     def _wait_for_space(self) -> None:
-        """Return when results and databases have room; after ever longer pauses where they seem to have it already."""
+        """Wait until results and databases have room; pause with exponential backoff if they seem to have it."""
         if missing := self._describe_missing_space():
             self._say(f"no space left: waiting until there is {missing}; nothing is lost")
             while self._describe_missing_space():
                 time.sleep(POLL_SECONDS)
             self._say("there is space again: resuming")
             return
-        again = self._pause > 0  # the first time it may have been freed since
+        repeated = self._pause > 0  # the first time, space may have been freed since
         self._pause = min(max(2 * self._pause, POLL_SECONDS), LONGEST_PAUSE_SECONDS)
-        if again:
+        if repeated:
             places = " and ".join(str(folder) for folder, _ in self._list_disks())
             self._say(
-                f"something finds no space left, and there is some in {places} (a quota? another disk?): trying again "
-                f"in {self._pause:.0f} s; {self.folder}/worker-*.log say more"
+                f"a write failed for lack of space, but there is some in {places} (a quota? another disk?): retrying "
+                f"in {self._pause:.0f} s; see {self.folder}/worker-*.log"
             )
         time.sleep(self._pause)
 
     def _list_disks(self) -> Iterable[tuple[Path, int]]:
-        """Per disk, a folder that this grid writes to, and the bytes that have to be free there."""
+        """For each disk, a folder that this grid writes to and the bytes that must be free."""
         files = [sqlite_file(url) for url in (self.queue.url, default_uri(self.folder.parent))]
         sizes = [path.stat().st_size for path in self.folder.glob("cells/*/checkpoints/last.ckpt")]
         databases = [(file.parent, LEAST_FREE_BYTES_OF_DATABASE) for file in files if file]
@@ -338,7 +340,7 @@ class Supervisor:
         return {folder.stat().st_dev: (folder, size) for folder, size in (*databases, results)}.values()
 
     def _describe_missing_space(self) -> str:
-        """What is missing where; "" for nothing."""
+        """The missing space by folder; "" if there is enough."""
         lacks = [(folder, describe_shortage(folder, size)) for folder, size in self._list_disks()]
         return " and ".join(f"room for {what} in {folder}" for folder, what in lacks if what)
 
@@ -347,7 +349,7 @@ class Supervisor:
 
 
 def format_entry(entry: Entry) -> str:
-    """Who runs a cell, where, since when."""
+    """A running cell with its process, host and start time."""
     since = f" since {entry.since:%a %H:%M:%S}" if entry.since else ""
     worker = entry.worker
     return f"{entry.variant} seed {entry.seed} by process {worker['pid']} on {worker['host']}{since}"

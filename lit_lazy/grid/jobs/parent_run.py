@@ -1,7 +1,7 @@
-"""What ties a grid's folder, its queue and its MLflow runs together, so that a command finds what another one began.
+"""The parent run of a grid, linked to its folder and its queue so that any command can resume it.
 
-An id that is made once and kept in the folder and in the queue; the parent run carries it as a tag. A grid that has
-lost its queue finds parent and cells again, and a command may be killed between any two of these steps.
+A grid id is created once and stored in the folder, in the queue and as a tag of the parent run. A grid that has lost
+its queue thus finds its parent and cells again, and a command may be killed between any two of these steps.
 """
 
 import uuid
@@ -32,10 +32,10 @@ def open_parent_run(
     read: Callable[[str], T],
     console: Console,
 ) -> tuple[str, T | None]:
-    """The parent run of a grid, found or begun, and its artifact `plan` as read; None before that is kept.
+    """Find or start the parent run; returns its id and its artifact `plan` parsed by `read`, None if it has none.
 
-    A damaged one, of which `read` raises ValueError, is as one that is not there; `console` says so. Hold the queue's
-    lock. Raises ValueError where MLflow has lost the run, or the queue is another kind of work's.
+    A damaged artifact (`read` raises ValueError) is reported on the console and treated as missing. The caller holds
+    the queue's lock. Raises ValueError if MLflow has lost the run or if the queue belongs to another kind of work.
     """
     kind, facts = tags["kind"], queue.facts
     if (known := facts.get("kind", kind)) != kind:
@@ -46,10 +46,10 @@ def open_parent_run(
         queue.facts = facts = facts | {"grid": grid_id, "kind": kind}
     begun = tracker.find({"grid": grid_id})
     if not begun and (where := facts.get("tracking")):
-        there = "no longer holds this grid's parent run; put a backup of it back"
-        elsewhere = f"does not hold this grid's parent run, which was kept at {where}; set MLFLOW_TRACKING_URI to that"
-        said = there if where == tracker.uri else elsewhere
-        raise ValueError(f"MLflow at {tracker.uri} {said}, or start again with --fresh")
+        lost = "no longer holds this grid's parent run; restore a backup"
+        elsewhere = f"does not hold this grid's parent run, which is stored at {where}; set MLFLOW_TRACKING_URI to that"
+        problem = lost if where == tracker.uri else elsewhere
+        raise ValueError(f"MLflow at {tracker.uri} {problem}, or start again with --fresh")
     parent_id = begun[0].run_id if begun else tracker.create_run(work.id, {**tags, "grid": grid_id})
     queue.facts = facts | {"tracking": tracker.uri}
     if (kept := tracker.read_bytes(parent_id, plan)) is not None:
@@ -58,8 +58,8 @@ def open_parent_run(
         except ValueError as error:
             tracker.log_text(parent_id, kept.decode(errors="replace"), f"{plan}.damaged")
             console.print(
-                f"{plan}, kept with the MLflow run, is damaged ({one_line(error)}): it is written anew, with what this "
-                f"command asks for; the old one is now {plan}.damaged"
+                f"{plan}, kept with the MLflow run, is damaged ({one_line(error)}): it is rewritten from this command; "
+                f"the old one is now {plan}.damaged"
             )
     tracker.log_config(parent_id, params, work.base_config)
     return parent_id, None
@@ -71,9 +71,10 @@ def _find_grid_id(work: Work, facts: Mapping[str, str]) -> str | None:
 
 
 def reset_grid(work: Work, queue: Queue, tracker: Tracker, console: Console) -> None:
-    """Start again, and lose nothing: the folder is renamed, MLflow's runs go to its deleted ones.
+    """Start again without losing results: rename the folder and move the runs to MLflow's deleted runs.
 
-    Killed on the way, it is finished by the same command; another one is refused, since the parent run goes first.
+    If this is killed, the same command completes it; a command without --fresh is refused, because the parent run is
+    deleted first.
     """
     if alive := find_living(work.folder / "workers"):
         processes = ", ".join(sorted(member.pid for member in alive))

@@ -1,4 +1,4 @@
-"""Where workers run: what a pool of them can do, and the pool of processes on this machine, one per slot."""
+"""Pools of workers: the interface, and the pool of processes on this machine, one per slot."""
 
 import hashlib
 import json
@@ -21,38 +21,38 @@ from lit_lazy.support.disk import open_private, write_text
 
 @dataclass(frozen=True)
 class ReapResult:
-    """How many workers have ended since last asked, and how."""
+    """Numbers of workers that have ended abnormally since the last call."""
 
     crashed: int = 0
     disk_full: int = 0
 
 
 class Pool(Protocol):
-    """Workers that take cells from the queue."""
+    """Workers that claim cells from the queue."""
 
     def __len__(self) -> int:
-        """How many are at work."""
+        """Number of running workers."""
         ...
 
     def reap(self) -> ReapResult:
-        """Forget the workers that have ended."""
+        """Remove the workers that have ended."""
         ...
 
     def start(self, most: int) -> None:
-        """Start up to `most` workers, as far as there is room for them."""
+        """Start up to `most` workers within the pool's size."""
         ...
 
     def stop(self) -> None:
-        """Have the workers requeue or record their cells, and wait for them. A second Ctrl-C kills them."""
+        """Let the workers requeue or record their cells, and wait for them. A second Ctrl-C kills them."""
         ...
 
     def describe_last_failure(self) -> str:
-        """The last line that a worker logged, and where."""
+        """The last line that a worker logged, and the log's path."""
         ...
 
 
 class LocalPool:
-    """Subprocesses, each in a session of its own, so that Ctrl-C reaches them through their parent alone."""
+    """Worker subprocesses in separate sessions, so that Ctrl-C reaches only their parent."""
 
     def __init__(self, job: Job, size: int) -> None:
         self.job, self.size = job, size
@@ -63,7 +63,7 @@ class LocalPool:
         return len(self._workers)
 
     def reap(self) -> ReapResult:
-        """Forget the workers that have ended."""
+        """Remove the workers that have ended."""
         codes = {slot: worker.poll() for slot, worker in self._workers.items()}
         self._workers = {slot: worker for slot, worker in self._workers.items() if codes[slot] is None}
         full = sum(code == DISK_FULL for code in codes.values())
@@ -71,7 +71,7 @@ class LocalPool:
         return ReapResult(crashed=crashed, disk_full=full)
 
     def start(self, most: int) -> None:
-        """Start up to `most` workers in free slots; those of a command that died have theirs until they end."""
+        """Start up to `most` workers in free slots; running workers of a dead command still occupy theirs."""
         if most and len(self._workers) < self.size:
             left = find_orphaned_slots(self.job.folder / "workers")
             free = [slot for slot in range(self.size) if slot not in self._workers and slot not in left]
@@ -79,7 +79,7 @@ class LocalPool:
                 self._workers[slot] = self._start_worker(slot)
 
     def stop(self) -> None:
-        """Have the workers requeue or record their cells, and wait for them. A second Ctrl-C kills them."""
+        """Let the workers requeue or record their cells, and wait for them. A second Ctrl-C kills them."""
         for worker in self._workers.values():
             worker.send_signal(signal.SIGTERM)
         try:
@@ -92,7 +92,7 @@ class LocalPool:
             raise
 
     def describe_last_failure(self) -> str:
-        """The last line of the log that was written to last, and which log that is."""
+        """The last line of the most recent log, and the log's path."""
         return read_last_log_line(self.job.folder)
 
     def _start_worker(self, slot: int) -> subprocess.Popen[bytes]:
@@ -124,7 +124,7 @@ class LocalPool:
 
 
 def read_last_log_line(folder: Path) -> str:
-    """The last line of the workers' log in a grid's folder that was written to last, and which log that is."""
+    """The last line of the most recent worker log in a grid's folder, and the log's path."""
     logs = sorted(folder.glob("worker-*.log"), key=lambda path: path.stat().st_mtime)
     if not logs:
         return "no worker wrote a log"
@@ -133,11 +133,11 @@ def read_last_log_line(folder: Path) -> str:
 
 
 def _write_keys_file(job: Job) -> Path | None:
-    """A file with the keys of the cells to take, one a line: they may be too many for a command line."""
+    """Write the keys of the cells to claim, one per line: they may be too many for a command line."""
     if job.keys is None:
         return None
     listed = "\n".join(sorted(job.keys))
-    # Another process may have been asked for other cells of the same study.
+    # Another process may execute other cells of the same study.
     path = job.folder / "workers" / f"cells-{hashlib.sha256(listed.encode()).hexdigest()[:8]}.txt"
     path.parent.mkdir(exist_ok=True)
     write_text(path, listed)
@@ -145,7 +145,7 @@ def _write_keys_file(job: Job) -> Path | None:
 
 
 def _assign_gpus(slot: int, devices: int) -> dict[str, str]:
-    """The environment that gives a worker GPUs of its own, where there are any."""
+    """Environment variables that assign GPUs to a worker; empty without GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
     if not gpus or not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Live progress of a grid: cells done, running and failed, time gone and time left."""
+"""Progress display of a grid: cells done, running and failed, elapsed and remaining time."""
 
 import time
 from collections import Counter
@@ -19,18 +19,18 @@ MOST_SHOWN = 12
 
 
 class Progress:
-    """A live display on a terminal; elsewhere a line whenever a cell has ended, at most every few seconds."""
+    """A live display on a terminal; otherwise a line when cells have ended, at most every few seconds."""
 
     def __init__(
         self, queue: Queue, keys: Sequence[str], console: Console, notes: Callable[[], list[str]] = list
     ) -> None:
-        """notes: what else there is to say."""
+        """notes: returns further parts of the summary."""
         self.queue, self.keys, self.console, self.notes = queue, set(keys), console, notes
         self._running: list[str] = []
         self.started = time.monotonic()
         self.done_before = _count_finished(self._count_states(queue.states()))
         self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
-        self._last_line, self._last_told = 0.0, (-1, False)
+        self._last_line, self._last_shown = 0.0, (-1, False)
 
     def __enter__(self) -> "Progress":
         if self.live:
@@ -46,20 +46,20 @@ class Progress:
             self._print_line(self._count_states(self.queue.states()))
 
     def update(self, states: Mapping[str, State]) -> None:
-        """Show these states of the queue's cells."""
+        """Show the states of the queue's cells by key."""
         counts = self._count_states(states)
         if self.live:
             self.live.update(self._build_panel(counts))
             return
-        told, now = (_count_finished(counts) + counts["failed"], counts["running"] > 0), time.monotonic()
-        if told != self._last_told and (
-            now - self._last_line >= PLAIN_EVERY_SECONDS or told == (self._last_told[0], True)
+        shown, now = (_count_finished(counts) + counts["failed"], counts["running"] > 0), time.monotonic()
+        if shown != self._last_shown and (
+            now - self._last_line >= PLAIN_EVERY_SECONDS or shown == (self._last_shown[0], True)
         ):
-            self._last_line, self._last_told = now, told
+            self._last_line, self._last_shown = now, shown
             self._print_line(counts)
 
     def show_running(self, names: Sequence[str]) -> None:
-        """Name the running cells from now on; the terminal has room for a few."""
+        """Set the running cells that the terminal lists, of which it shows a few."""
         rest = [f"and {len(names) - MOST_SHOWN} more"] if len(names) > MOST_SHOWN else []
         self._running = [*names[:MOST_SHOWN], *rest]
 

@@ -1,7 +1,7 @@
-"""Cells as tasks on a Ray cluster: the one that runs, or a Ray of this machine alone that ends with the command.
+"""Cells as tasks on a Ray cluster: a running one, or one on this machine that ends with the command.
 
-Ray places the tasks by their share of CPUs and GPUs. Which cell a task executes is decided by the queue, as for every
-worker, and so is what is executed again: Ray itself repeats nothing.
+Ray places the tasks by their share of CPUs and GPUs. The queue decides which cell a task executes and which cells are
+retried, as for every worker; Ray itself retries nothing.
 """
 
 import dataclasses
@@ -31,29 +31,29 @@ from lit_lazy.training.devices import count_cores
 
 CONNECT_SECONDS, JOIN_SECONDS = 5.0, 30.0
 ORDERLY_SECONDS = 60.0
-"""How long interrupted tasks may take to requeue their cells; a task that is stuck elsewhere is not waited for."""
+"""Timeout for interrupted tasks to requeue their cells."""
 AGAIN_SECONDS = 5.0
-"""Until a task that has not ended is interrupted again: one that is just beginning may miss the first."""
+"""Interval of repeated interrupts: a task that is just starting may miss the first."""
 FORCED_SECONDS = 10.0
 OBJECT_STORE_BYTES = 100 * 2**20
-"""Nearly the least that Ray takes: results go through the queue and MLflow."""
+"""Near Ray's minimum: results go through the queue and MLflow."""
 
 log = logging.getLogger("lit_lazy.worker")
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one cell takes of a machine."""
+    """The resources of one cell."""
 
     cpus: int
     gpus: float
-    """A fraction of one GPU, or a whole number of them."""
+    """A fraction of one GPU, or a whole number of GPUs."""
 
     def __str__(self) -> str:
         return f"{self.cpus} CPU{'s' * (self.cpus != 1)} and {self.gpus:g} GPU{'s' * (self.gpus != 1)}"
 
     def count_cells_in(self, cpus: float, gpus: float) -> int:
-        """How many cells of this share fit a machine. A fraction lies within one GPU."""
+        """How many cells of this share fit on a machine. A fraction lies within one GPU."""
         times = int(cpus // self.cpus)
         if self.gpus == 0:
             return times
@@ -65,16 +65,16 @@ class Cluster:
     """A Ray cluster that this process has joined."""
 
     machines: Sequence[Mapping[str, Any]]
-    """Ray's own description of each."""
+    """Ray's description of each machine."""
 
     @property
     def has_gpus(self) -> bool:
-        """Whether any machine has one."""
+        """Whether any machine has a GPU."""
         return any(gpus >= 1 for _, gpus in self._sizes)
 
     @property
     def other_machines(self) -> list[str]:
-        """Names of the machines beside this one."""
+        """Names of the other machines."""
         return sorted({machine["NodeManagerHostname"] for machine in self.machines} - {socket.gethostname()})
 
     @property
@@ -83,7 +83,7 @@ class Cluster:
         return [(resources.get("CPU", 0.0), resources.get("GPU", 0.0)) for resources in found]
 
     def count_cells(self, share: Share) -> int:
-        """How many cells run at once. Raises ValueError where that is none: they would wait for ever."""
+        """How many cells run at once. Raises ValueError if none fits: they would wait forever."""
         times = sum(share.count_cells_in(cpus, gpus) for cpus, gpus in self._sizes)
         if not times:
             sizes = ", ".join(dict.fromkeys(f"{cpus:g} CPUs and {gpus:g} GPUs" for cpus, gpus in self._sizes))
@@ -94,7 +94,7 @@ class Cluster:
         return times
 
     def check_stores(self, **urls: str | None) -> None:
-        """Raise ValueError where machines beside this one could not reach a store: an sqlite file, or none given."""
+        """Raise ValueError if other machines cannot reach a store: an sqlite file, also the default one."""
         local = [name for name, url in urls.items() if url is None or url.startswith("sqlite")]
         if local and self.other_machines:
             raise ValueError(
@@ -106,9 +106,9 @@ class Cluster:
 
 @contextmanager
 def join_cluster(address: str) -> Iterator[Cluster]:
-    """Join the cluster at `HOST:PORT` or `auto`; for `local` start a Ray that ends with the block.
+    """Join the cluster at `HOST:PORT` or `auto`; for `local`, start one that ends with the context.
 
-    Raises ValueError, in one line, where that fails.
+    Raises a one-line ValueError if that fails.
     """
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -121,16 +121,16 @@ def join_cluster(address: str) -> Iterator[Cluster]:
             _check_address(address)
             ray.init(address, **quiet)
         if in_main_thread:
-            signal.signal(signal.SIGTERM, on_terminate)  # Ray's own handler aborts in the middle of that
+            signal.signal(signal.SIGTERM, on_terminate)  # Ray's own handler aborts while workers requeue
         yield Cluster([machine for machine in ray.nodes() if machine["Alive"]])
     finally:
         ray.shutdown()
 
 
 def _check_address(address: str) -> None:
-    """Raise ValueError, in one line, where no cluster can be joined.
+    """Raise a one-line ValueError if no cluster can be joined.
 
-    Ray itself would try for a quarter of an hour to reach a port that is closed, and for ever one that is not Ray's.
+    Ray itself would retry a closed port for a quarter of an hour, and a port of another service forever.
     """
     named = f"--ray-address {address!r}"
     host, _, port = address.rpartition(":")
@@ -156,12 +156,12 @@ def _check_address(address: str) -> None:
 
 
 class RayPool:
-    """Tasks on the Ray cluster that this process has joined, each of which executes one cell."""
+    """Tasks on the Ray cluster that this process has joined; each executes one cell."""
 
     def __init__(self, job: Job, size: int, gpus: float) -> None:
         self.job = dataclasses.replace(job, runs=job.runs.resolve())
         self.size = size
-        # A share of no GPU is to use none, whatever the machine has.
+        # A share without GPUs must not see the machine's GPUs.
         environment = {"env_vars": {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}}
         self._task = ray.remote(
             num_cpus=job.threads * job.execution.devices, num_gpus=gpus, max_retries=0, runtime_env=environment
@@ -173,7 +173,7 @@ class RayPool:
         return len(self._tasks)
 
     def reap(self) -> ReapResult:
-        """Forget the tasks that have ended."""
+        """Remove the tasks that have ended."""
         if not self._tasks:
             return ReapResult()
         ended, self._tasks = ray.wait(self._tasks, num_returns=len(self._tasks), timeout=0)
@@ -181,19 +181,19 @@ class RayPool:
         return ReapResult(crashed=codes.count(None), disk_full=codes.count(DISK_FULL))
 
     def start(self, most: int) -> None:
-        """Submit up to `most` tasks, as far as there is room for them."""
+        """Submit up to `most` tasks within the pool's size."""
         for _ in range(min(most, self.size - len(self._tasks))):
             self._tasks.append(self._task.remote(self.job, os.getcwd()))
 
     def stop(self) -> None:
-        """Have the tasks requeue or record their cells; end those that do not. A second Ctrl-C ends all.
+        """Let the tasks requeue or record their cells; kill those that do not. A second Ctrl-C kills all.
 
-        A task gets a KeyboardInterrupt, which reaches it between two steps of Python, not within a call that blocks.
+        A task receives KeyboardInterrupt, which takes effect between Python instructions, not within a blocking call.
         """
         try:
             give_up = time.monotonic() + ORDERLY_SECONDS
             while self._tasks and time.monotonic() < give_up:
-                # The last first, else one that waits for room would start in the place of a cancelled one.
+                # The last first: otherwise a pending task would start in place of a cancelled one.
                 for task in reversed(self._tasks):
                     ray.cancel(task)
                 _, self._tasks = ray.wait(self._tasks, num_returns=len(self._tasks), timeout=AGAIN_SECONDS)
@@ -204,7 +204,7 @@ class RayPool:
                 ray.wait(self._tasks, num_returns=len(self._tasks), timeout=FORCED_SECONDS)
 
     def describe_last_failure(self) -> str:
-        """How the last task died, and the last line of the log of this machine's tasks."""
+        """How the last task died, and the last line of this machine's log."""
         return f"{self._died}; {read_last_log_line(self.job.folder)}"
 
     def _get_exit_code(self, task: Any) -> int | None:
@@ -217,12 +217,12 @@ class RayPool:
 
 
 def execute(job: Job, folder: str) -> int:
-    """A task: execute one waiting cell, if there is one; 0, or DISK_FULL.
+    """Ray task that executes one waiting cell, if any; returns 0 or DISK_FULL.
 
-    The process outlives its task, so a full disk is reported by the result, and what was opened is closed.
+    The process outlives its task, so the result reports a full disk, and opened files are closed.
     """
     os.chdir(folder)
-    # Ray cancels by SIGINT, which a cluster that was started in the background would have every process ignore.
+    # Ray cancels by SIGINT, which all processes of a cluster started in the background ignore.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with _log_to_file(job):
@@ -241,7 +241,7 @@ def execute(job: Job, folder: str) -> int:
 
 @contextmanager
 def _log_to_file(job: Job) -> Iterator[None]:
-    """Log into one file for all tasks of a grid on a machine."""
+    """Log to one file for all tasks of a grid on this machine."""
     job.folder.mkdir(parents=True, exist_ok=True)
     path = job.folder / f"worker-{socket.gethostname()}-ray.log"
     path.touch(mode=PRIVATE)

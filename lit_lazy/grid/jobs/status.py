@@ -1,4 +1,4 @@
-"""`lit-lazy ablate status`: what is done, who runs what since when, what failed and why; read from the queue alone."""
+"""`lit-lazy ablate status`: finished, running and failed cells, read from the queue only."""
 
 from collections import Counter
 from datetime import datetime
@@ -13,7 +13,7 @@ from lit_lazy.support.errors import sanitise
 
 
 def print_status(queue: Queue, console: Console) -> None:
-    """Cells by state, then the running and the failed ones."""
+    """Print the number of cells by state, then tables of running, failed and interrupted cells."""
     counts = Counter[str](queue.states().values())
     total = sum(counts.values())
     console.print(f"{queue.name}: {counts['complete']}/{total} cells complete", highlight=False)

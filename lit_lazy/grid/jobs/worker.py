@@ -1,4 +1,4 @@
-"""A worker process: takes cells from the queue, trains them and records them, until none is left."""
+"""Worker process: claims cells from the queue, trains and records them until none is left."""
 
 import argparse
 import gc
@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import Callback
 from lit_lazy.config.files import load_module
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
-from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.jobs.interrupts import EndIfInterrupted, Interrupts
 from lit_lazy.grid.jobs.job import Job
 from lit_lazy.grid.queue.liveness import Heartbeat, Membership, find_living
@@ -29,38 +28,27 @@ from lit_lazy.support.disk import is_disk_full
 from lit_lazy.support.errors import UnfinishedError, describe_exception, one_line
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.support.secrets import RedactingFormatter
-from lit_lazy.tracking.loggers import open_loggers
-from lit_lazy.tracking.spool import RunCard, Spool
-from lit_lazy.tracking.tracker import Tracker, TrackingError
+from lit_lazy.tracking.store import TrackingError
+from lit_lazy.tracking.tracked_run import ActiveRun
+from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.distributed.process_group import RankLostError
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.result import RunResult
-from lit_lazy.training.run import CellBusyError, read_finished, run
+from lit_lazy.training.run import CellBusyError, read_finished
 
 STORAGE_VARIABLE, TRACKING_VARIABLE = "LIT_LAZY_STORAGE", "LIT_LAZY_TRACKING"
-"""Addresses that may hold passwords, and so are no arguments, which every user of a machine can read."""
+"""Environment variables for addresses: they may contain passwords, and arguments are visible to every user."""
 DISK_FULL = 28
-"""Exit status of a worker that could not write: errno's ENOSPC."""
+"""Exit status of a worker that ran out of disk space: errno's ENOSPC."""
 INTERRUPTED = 130
-"""Exit status of a worker that has requeued its cells."""
+"""Exit status of an interrupted worker that requeued its cells."""
 BEAT_SECONDS = 15.0
 BUSY_SECONDS = 5.0
 MOST_REFUSALS = 5
-"""How often MLflow, answering, may refuse a result before its cell counts as failed."""
+"""Rejections of a result by a reachable MLflow after which its cell has failed."""
 
 log = logging.getLogger("lit_lazy.worker")
-
-
-@dataclass
-class HeldCell:
-    """A cell that this worker has claimed, and that the queue does not know the end of yet."""
-
-    task: Task
-    spool: Spool
-    result: RunResult | None = None
-    """Once it is trained."""
-    refusals: int = 0
 
 
 @dataclass
@@ -71,27 +59,28 @@ class Worker:
     tracker: Tracker
     parent_id: str
     folder: Path
-    """The ablation's folder; a cell's run folder is `cells/<key>` below it."""
+    """The ablation's folder; run folders are `cells/<key>` inside it."""
     keep_checkpoints: bool = False
     keys: Set[str] | None = None
-    """Take only these cells."""
+    """Claim only these cells; None for all."""
     command: str | None = None
-    """Token of the command that started it, without which it does not begin."""
+    """Token of the command that started it; the worker exits if that command has died."""
     slot: int = 0
-    """Its place among the workers of that command."""
+    """Index among the workers of that command."""
     execution: Execution = ONE_DEVICE
     """How each cell is trained."""
     loggers: Sequence[str] = ()
-    """Kinds of loggers beside MLflow, each below a cell's run folder."""
-    _held: list[HeldCell] = field(default_factory=list)
+    """Kinds of loggers in addition to MLflow, each in a cell's run folder."""
+    _held: list[tuple[Task, ActiveRun]] = field(default_factory=list)
+    """Claimed cells whose end is not recorded in the queue yet."""
     _interrupts: Interrupts = field(default_factory=Interrupts)
 
     def work(self, most: int | None = None) -> None:
-        """Execute waiting cells until there is none, or `most` of them.
+        """Execute waiting cells until none is left, or up to `most` of them.
 
-        A cell that fails is recorded, and the others are executed; while MLflow is away, trained cells wait for it.
-        An interrupt is raised in training and in pauses alone, and requeues every cell that is held. A full disk
-        ends the process (SystemExit): its cell is released when it is seen to be dead.
+        A failed cell is recorded and the others are executed; while MLflow is away, trained cells wait for it. An
+        interrupt takes effect only in training and in pauses, and requeues every held cell. A full disk ends the
+        process (SystemExit); another process releases its cell.
         """
         with (
             self._interrupts,
@@ -103,9 +92,9 @@ class Worker:
                 if self.command and self.command not in {
                     member.token for member in find_living(self.folder / "workers")
                 }:
-                    return  # it died before its successor could know of this worker
+                    return  # the command died before its successor could see this worker
                 while (most is None or done < most) and (held := self._claim(membership, heart)):
-                    self._execute(held, heart)
+                    self._execute(*held, heart)
                     self._record(heart)
                     done += 1
                 while self._held:
@@ -120,40 +109,38 @@ class Worker:
                     raise SystemExit(DISK_FULL) from error
                 raise
 
-    def _claim(self, membership: Membership, heart: Heartbeat) -> HeldCell | None:
+    def _claim(self, membership: Membership, heart: Heartbeat) -> tuple[Task, ActiveRun] | None:
         self._interrupts.check()
         task = self.queue.claim(membership.identity, self.keys)
         if task is None:
             return None
         heart.hold(task)
-        folder = self.folder / "cells" / task.cell.key
-        held = HeldCell(task, Spool(self.tracker, folder, self.make_card(task.cell), lambda: self.queue.is_held(task)))
-        self._held.append(held)
-        return held
+        self._held.append((task, self.make_run(task)))
+        return self._held[-1]
 
-    def _drop(self, held: HeldCell, heart: Heartbeat) -> None:
-        self._held.remove(held)
-        heart.drop(held.task)
+    def _drop(self, task: Task, run: ActiveRun, heart: Heartbeat) -> None:
+        self._held.remove((task, run))
+        heart.drop(task)
 
-    def _execute(self, held: HeldCell, heart: Heartbeat) -> None:
-        """Train a cell, which is held until its result is recorded."""
-        task, spool = held.task, held.spool
+    def _execute(self, task: Task, run: ActiveRun, heart: Heartbeat) -> None:
+        """Train a cell, which stays held until its result is recorded."""
         log.info("start %s seed %d (%s)", task.cell.variant, task.cell.seed, task.cell.key)
         try:
-            # A finished cell only lacks its record.
-            held.result = read_finished(spool.folder) or self._train(task, spool)
-        except RankLostError as error:  # as if this process had died: so it is counted, and the cell resumes
+            run.result = read_finished(run.folder)
+            if run.result is None:  # otherwise only its record is missing
+                self._train(task, run)
+        except RankLostError as error:  # end like a killed worker, so that the death is counted and the cell resumes
             log.error("%s", error)
             raise SystemExit(1) from error
         except CellBusyError as error:
             self._requeue(task, str(error))
-            self._drop(held, heart)
+            self._drop(task, run, heart)
             self._pause()
         except Exception as error:
             if is_disk_full(error):
                 raise
-            self._handle_failure(task, spool, error)
-            self._drop(held, heart)
+            self._handle_failure(task, run, error)
+            self._drop(task, run, heart)
         finally:
             _free_memory()
 
@@ -162,75 +149,65 @@ class Worker:
             time.sleep(BUSY_SECONDS)
 
     def _requeue_held(self, heart: Heartbeat) -> None:
-        """What an interrupt leaves to others. The queue comes first: MLflow may take long to answer."""
-        untrained = [held for held in self._held if held.result is None]
-        for held in list(self._held):
-            self._requeue(held.task, "interrupted" if held in untrained else "trained, and not logged yet")
-            self._drop(held, heart)
-        for held in untrained:
-            self._report_failure(held.spool, "interrupted", "KILLED")
+        """Requeue all held cells after an interrupt; the queue goes first, because MLflow may be slow to answer."""
+        untrained = [(task, run) for task, run in self._held if run.result is None]
+        for task, run in list(self._held):
+            self._requeue(task, "interrupted" if run.result is None else "trained, and not logged yet")
+            self._drop(task, run, heart)
+        for _, run in untrained:
+            self._report_failure(run, "interrupted", "KILLED")
 
-    def _handle_failure(self, task: Task, spool: Spool, error: Exception) -> None:
-        """A cell may fail in any way: its reason is kept, and the rest of the grid is executed."""
+    def _handle_failure(self, task: Task, run: ActiveRun, error: Exception) -> None:
+        """Record why a cell failed, whatever the error, so that the rest of the grid is executed."""
         log.error("%s seed %d failed\n%s", task.cell.variant, task.cell.seed, traceback.format_exc())
-        self._report_failure(spool, format_reason(error), "FAILED")
+        self._report_failure(run, format_reason(error), "FAILED")
         self._fail(task, format_reason(error), final=isinstance(error, DivergedError))
 
-    def _report_failure(self, spool: Spool, reason: str, status: Literal["FAILED", "KILLED"]) -> None:
-        """Whatever goes wrong with it: the queue knows of the end, and the command has MLflow show it later."""
+    def _report_failure(self, run: ActiveRun, reason: str, status: Literal["FAILED", "KILLED"]) -> None:
+        """Report to MLflow and ignore all errors: the queue holds the state, and the command updates MLflow later."""
         try:
-            spool.fail(reason, status)
+            run.fail(reason, status)
         except Exception:
             log.exception("MLflow does not show yet that a run ended: %s", reason)
 
-    def _train(self, task: Task, spool: Spool) -> RunResult:
-        card = spool.card
-        with (
-            open_loggers(self.loggers, spool.folder, self.queue.name, card.name, card.config) as others,
-            spool.send_in_background(),
-            self._interrupts.allow(),
-        ):
-            result = run(
-                from_dict(RunConfig, task.cell.config),
-                spool.folder,
-                logger=spool.make_logger(others),
-                callbacks=[EndIfInterrupted(self._interrupts), *self._make_callbacks(task)],
-                keep_checkpoint=self.keep_checkpoints,
-                expected_key=task.cell.key,
-                execution=self.execution,
-            )
-            for other in others:
-                other.log_metrics(result.metrics, result.config["train"]["steps"])
-            return result
+    def _train(self, task: Task, run: ActiveRun) -> None:
+        run.train(
+            from_dict(RunConfig, task.cell.config),
+            self.loggers,
+            interruptible=self._interrupts.allow(),
+            callbacks=[EndIfInterrupted(self._interrupts), *self._make_callbacks(task)],
+            keep_checkpoint=self.keep_checkpoints,
+            expected_key=task.cell.key,
+            execution=self.execution,
+        )
 
     def _make_callbacks(self, task: Task) -> list[Callback]:  # noqa: ARG002
-        """Lightning callbacks of a cell's training."""
+        """Additional Lightning callbacks for a cell's training."""
         return []
 
     def _get_objective(self, result: RunResult) -> float:
-        """What the queue keeps of a result."""
+        """The value that the queue stores for a result."""
         return result.metrics["loss/val"]
 
     def _record(self, heart: Heartbeat) -> None:
-        """Finish what was trained, in this order: result.json (there already), MLflow, the queue."""
-        for held, result in [(held, held.result) for held in self._held if held.result]:
-            task = held.task
+        """Record trained cells in this order: result.json (exists already), MLflow, the queue."""
+        for task, run, result in [(task, run, run.result) for task, run in self._held if run.result]:
             try:
                 self.queue.check_held(task)
-                held.spool.finish(result)
+                run.finish(result)
                 self.queue.complete(task, self._get_objective(result))
                 log.info("done %s seed %d", task.cell.variant, task.cell.seed)
             except TrackingError as error:
                 if is_disk_full(error):
                     raise
-                held.refusals += error.reachable
+                run.refusals += error.reachable
                 log.warning("%s seed %d is not recorded yet: %s", task.cell.variant, task.cell.seed, error)
-                if held.refusals < MOST_REFUSALS:
+                if run.refusals < MOST_REFUSALS:
                     continue
                 self._fail(task, format_reason(error))
             except CellLostError as error:
                 log.warning("%s", error)
-            self._drop(held, heart)
+            self._drop(task, run, heart)
 
     def _requeue(self, task: Task, reason: str) -> None:
         try:
@@ -244,8 +221,9 @@ class Worker:
         except CellLostError as error:
             log.warning("%s", error)
 
-    def make_card(self, cell: Cell) -> RunCard:
-        """How a cell presents itself in MLflow."""
+    def make_run(self, task: Task) -> ActiveRun:
+        """The run of a claimed cell."""
+        cell = task.cell
         tags = {
             "kind": "cell",
             "ablation": self.queue.name,
@@ -255,30 +233,39 @@ class Worker:
             "cell": cell.key,
             "git_sha": git_sha(),
         }
-        return RunCard(f"{cell.variant} seed {cell.seed}", tags, cell.axes, cell.config, self.parent_id)
+        return ActiveRun(
+            self.tracker,
+            self.folder / "cells" / cell.key,
+            f"{cell.variant} seed {cell.seed}",
+            tags,
+            cell.axes,
+            cell.config,
+            self.parent_id,
+            lambda: self.queue.is_held(task),
+        )
 
 
 def format_reason(error: BaseException) -> str:
-    """Why a cell failed; running out of memory by one name, whatever raised it."""
+    """Why a cell failed; every out-of-memory error starts with the same words."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return f"out of memory: {one_line(error)}"
     return describe_exception(error)
 
 
 def _free_memory() -> None:
-    """What a cell left behind must not count against the next one."""
+    """Release a cell's memory before the next cell."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def prepare_process(job: Job) -> None:
-    """What a process has to do once before it executes cells."""
+    """Prepare a process, once, to execute cells."""
     git_sha()
     torch.set_num_threads(job.threads)
     for file in job.files:
         load_module(file)
-    if not gc.get_freeze_count():  # what is imported stays; to look through it would take half a second per cell
+    if not gc.get_freeze_count():  # scanning all imported objects would take half a second per cell
         gc.freeze()
 
 
@@ -301,7 +288,7 @@ def make_worker(
 
 
 def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) -> int:
-    """Entry point of a worker process, which `LocalPool` starts. Both addresses are in the environment."""
+    """Entry point of a worker process started by `LocalPool`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--study", required=True)
     parser.add_argument("--runs", type=Path, required=True)

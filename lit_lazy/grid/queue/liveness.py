@@ -1,4 +1,4 @@
-"""Who is alive: lock files on this machine, heartbeats on others."""
+"""Detection of dead processes: lock files on this machine, heartbeats on others."""
 
 import os
 import re
@@ -22,24 +22,24 @@ NAME = re.compile(
 
 @dataclass(frozen=True)
 class Member:
-    """A process at a grid, as the name of its lock file tells."""
+    """A process of a grid, parsed from the name of its lock file."""
 
     pid: str
     token: str
     command: str | None
-    """Of a worker: token of the command that started it."""
+    """Token of the command that started it; None for a command."""
     slot: int | None
-    """Of a worker: its place among the workers of a command."""
+    """Index among the workers of a command; None for a command."""
 
 
 class Membership:
-    """Shows that this process lives: it holds a lock file, which the system frees when it dies in whatever way.
+    """A lock file that marks this process as alive; the operating system frees the lock when it dies.
 
-    Process ids are used again, and start times are read off a clock that can be set; a lock is neither.
+    Process ids are reused, and start times depend on a clock that can be changed; a lock has neither problem.
     """
 
     def __init__(self, folder: Path, command: str | None = None, slot: int = 0) -> None:
-        """command, slot: of a worker that a command started."""
+        """command, slot: given for a worker that a command started."""
         folder.mkdir(parents=True, exist_ok=True)
         self.token = uuid.uuid4().hex[:8]
         started_by = f"-of-{command}-{slot}" if command else ""
@@ -53,33 +53,33 @@ class Membership:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Free the lock. Its file goes only at an orderly end: a cell may still have to be released by it."""
+        """Release the lock. Delete its file only without an exception: it may still be needed to release a cell."""
         self._lock.release()
         if kind is None:
             Path(self.identity["lock"]).unlink(missing_ok=True)
 
 
 def find_living(folder: Path) -> list[Member]:
-    """The processes of this machine that are at a grid, from the folder of its lock files."""
+    """The living processes of this machine, from a grid's folder of lock files."""
     return [member for path, member in _read_members(folder) if _is_held(path)]
 
 
 def find_orphaned_slots(folder: Path) -> set[int]:
-    """The slots of workers of this machine whose command has died."""
+    """Slots of this machine's living workers whose command has died."""
     members = find_living(folder)
     commands = {member.token for member in members}
     return {member.slot for member in members if member.slot is not None and member.command not in commands}
 
 
 def remove_dead_locks(folder: Path, in_use: Collection[str]) -> None:
-    """Remove what dead processes of this machine left; in_use: lock files that cells are to be released by."""
+    """Remove lock files of this machine's dead processes, except `in_use`, which are needed to release cells."""
     for path, _ in _read_members(folder):
         if str(path.resolve()) not in in_use and not _is_held(path):
             path.unlink(missing_ok=True)
 
 
 def _read_members(folder: Path) -> Iterator[tuple[Path, Member]]:
-    """This machine's lock files, and whose they are."""
+    """This machine's lock files and their processes."""
     for path in sorted(folder.glob("*.lock")):
         named = NAME.fullmatch(path.name)
         if named and named["host"] == socket.gethostname():
@@ -98,7 +98,7 @@ def _is_held(path: Path) -> bool:
 
 
 def is_dead(worker: Mapping[str, str]) -> bool | None:
-    """Whether a worker of this machine is gone; None where that cannot be seen from here."""
+    """Whether a worker of this machine is dead; None if this machine cannot determine it."""
     path = Path(worker["lock"])
     if worker["host"] != socket.gethostname() or not path.exists():
         return None
@@ -106,22 +106,21 @@ def is_dead(worker: Mapping[str, str]) -> bool | None:
 
 
 class StalenessDetector:
-    """Judges by heartbeats: a worker whose beat has not changed for long enough is dead.
+    """Detects dead workers: those whose heartbeat has not changed for `stale_seconds`.
 
-    Time is the watcher's own monotonic clock, and beats are only compared with each other: clocks that differ between
-    machines, or jump, do no harm.
+    Uses the observer's monotonic clock and compares beats only with each other, so clocks may differ or jump.
     """
 
     def __init__(self, stale_seconds: float) -> None:
         self.stale_seconds = stale_seconds
         self._changed: dict[int, tuple[str, float]] = {}
-        self._looked = 0.0
+        self._last_call = 0.0
 
     def find_stale(self, beats: Mapping[int, str], now: float) -> set[int]:
-        """The trials of dead workers. Call it several times within the stale time."""
-        if now - self._looked > self.stale_seconds / 2:
-            self._changed = {}  # it has not looked for a while: who died in between cannot be told from who beat
-        self._looked = now
+        """Ids of trials of dead workers. Call it several times within the stale time."""
+        if now - self._last_call > self.stale_seconds / 2:
+            self._changed = {}  # after a long gap, dead workers cannot be distinguished from living ones
+        self._last_call = now
         known = self._changed
         self._changed = {
             trial_id: known[trial_id] if trial_id in known and known[trial_id][0] == beat else (beat, now)
@@ -131,7 +130,7 @@ class StalenessDetector:
 
 
 class Heartbeat:
-    """A thread that beats for the cells a worker holds."""
+    """A thread that sends heartbeats for the cells that a worker holds."""
 
     def __init__(self, queue: Queue, every_seconds: float) -> None:
         self._queue, self._every = queue, every_seconds
@@ -140,11 +139,11 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
 
     def hold(self, task: Task) -> None:
-        """Beat for this cell from now on."""
+        """Start sending heartbeats for a cell."""
         self._held[task.trial_id] = task
 
     def drop(self, task: Task) -> None:
-        """No longer beat for this cell."""
+        """Stop sending heartbeats for a cell."""
         self._held.pop(task.trial_id, None)
 
     def __enter__(self) -> "Heartbeat":
@@ -161,4 +160,4 @@ class Heartbeat:
                 try:
                     self._queue.beat(task)
                 except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError):
-                    continue  # the database is away; watchers start anew when it is back
+                    continue  # the database is away; observers start over when it is back

@@ -1,8 +1,8 @@
 """The durable queue of an ablation's cells: an Optuna study with one trial per cell, enqueued in advance.
 
-A trial carries its cell in user attributes: `key`, `cell`, and `worker` while one holds it. Optuna's storage keeps the
-trials, their states and heartbeats, on sqlite or PostgreSQL; handing them out and counting them are single queries on
-its tables, so that a cell costs the same in a grid of ten thousand as in one of ten.
+A trial stores its cell in the user attributes `key` and `cell`, and its holder in `worker`. Optuna's storage keeps
+trials, states and heartbeats on sqlite or PostgreSQL; claiming and counting are single queries on its tables, so the
+cost per cell does not depend on the size of the grid.
 """
 
 import json
@@ -55,9 +55,9 @@ STATES: dict[str, State] = {
     "FAIL": "failed",
 }
 FINISHED: tuple[State, ...] = ("complete", "pruned")
-"""States after which nothing is left to do for a cell; only a search prunes."""
+"""States without remaining work; only a search prunes."""
 ADVISORY_LOCK = 0x6C69746C617A79
-"""PostgreSQL's number of the lock that all processes on a storage share."""
+"""Number of the PostgreSQL lock that all processes on a storage share."""
 OF_TRIALS = (
     text(
         "SELECT t.trial_id, t.state, t.datetime_start, a.key, a.value_json FROM trials t JOIN trial_user_attributes a "
@@ -66,10 +66,10 @@ OF_TRIALS = (
     .bindparams(bindparam("states", expanding=True))
     .columns(trial_id=Integer, state=String, datetime_start=DateTime, key=String, value_json=String)
 )
-"""Every attribute of the trials in some states; sqlite needs to be told which column is a time."""
+"""All attributes of trials in given states; sqlite needs the column types to parse times."""
 MAY_PASS = (sqlalchemy.exc.OperationalError, optuna.exceptions.StorageInternalError)
 PATIENCE_SECONDS = 600.0
-"""How long a database that does not answer is tried again before a process gives up."""
+"""How long a process retries a database that does not answer."""
 
 
 class StorageAwayError(UnfinishedError):
@@ -77,52 +77,52 @@ class StorageAwayError(UnfinishedError):
 
 
 class StorageDamagedError(UnfinishedError):
-    """The database is an sqlite file that cannot be read any more."""
+    """The database is an sqlite file that can no longer be read."""
 
 
 class CellLostError(RuntimeError):
-    """The cell was given to another worker meanwhile, because this one seemed dead."""
+    """The cell was given to another worker, because this one seemed dead."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A cell in the hands of this process."""
+    """A cell that this process has claimed."""
 
     cell: Cell
     trial_id: int
     token: str
-    """Says of the trial that it is this process that holds it."""
+    """Identifies this claim in the trial's attribute `worker`."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What the queue knows of a cell."""
+    """The queue's record of a cell."""
 
     trial_id: int
     key: str
     run: str
-    """Name of its run folder."""
+    """Name of the run folder."""
     variant: str
     seed: int
     state: State
     reason: str
-    """Why the last attempt ended early; "" for a first one."""
+    """Why the last attempt ended early; "" before the first."""
     worker: dict[str, str]
-    """Of a running cell: host, pid, lock (the file that its process holds), token."""
+    """Holder of a running cell: host, pid, lock (path of its lock file), token."""
     since: datetime | None
-    """When its last attempt began, by the clock of its worker."""
+    """Start of the last attempt, by the clock of its worker."""
     final: bool
-    """Of a failed cell: that trying again would end alike."""
+    """Whether a failed cell must not be retried, because it would fail again."""
 
 
 class Queue:
-    """Cells waiting, running, complete or failed, in a database that outlives every process."""
+    """Waiting, running, complete and failed cells in a database that outlives every process."""
 
     def __init__(self, storage: str, name: str) -> None:
-        """Open the study `name`, created if it is not there. Raises StorageError where that name is another's."""
+        """Open or create the study `name`. Raises StorageError if another program uses that name."""
         self.url, self.name = normalise_url(storage), name
         self._engine = sqlalchemy.create_engine(self.url, **make_engine_options(self.url))
-        with self.lock():  # processes that start together must not create the tables together
+        with self.lock():  # concurrent processes must not create the tables at the same time
             if (file := sqlite_file(self.url)) is not None and not file.exists():
                 create_tables(file)
             self._storage = self._retry(
@@ -144,17 +144,17 @@ class Queue:
         return study_id
 
     def clear(self) -> None:
-        """Forget all cells."""
+        """Delete all cells."""
         self._storage.delete_study(self._study_id)
         self._study_id = self._open_study()
         self._key_of.clear()
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Held by one process of all that use this storage, on any machine; it falls when its holder dies."""
+        """A lock across all processes and machines of this storage; it is freed when its holder dies."""
         if (file := sqlite_file(self.url)) is not None:
-            # sqlite ignores the row locks by which Optuna keeps two workers off one trial; everyone who shares the
-            # database file can share a lock file.
+            # sqlite ignores the row locks with which Optuna assigns a trial to one worker; all users of the database
+            # file can share a lock file.
             with FileLock(f"{file}.lock"):
                 yield
             return
@@ -162,26 +162,26 @@ class Queue:
         try:
             yield
         finally:
-            with suppress(sqlalchemy.exc.OperationalError):  # a connection that broke has freed it already
+            with suppress(sqlalchemy.exc.OperationalError):  # a broken connection has freed the lock already
                 connection.rollback()
             connection.close()
 
     def _open_locked_connection(self) -> sqlalchemy.Connection:
         connection = self._engine.connect()
-        # Else the server would keep the lock for two hours when this machine vanishes.
+        # Otherwise the server would keep the lock for two hours after this machine disappears.
         silence = [f"set_config('tcp_keepalives_{name}', '{number}', true)" for name, number in KEEPALIVES.items()]
-        # Of the transaction, not of the session: that one would outlive the connection's return to the pool.
+        # A transaction lock: a session lock would outlive the connection's return to the pool.
         lock = f"SELECT {', '.join(silence)}, pg_advisory_xact_lock(:number)"
         connection.execute(text(lock), {"number": ADVISORY_LOCK})
         return connection
 
     def _retry(self, work: Callable[[], T]) -> T:
-        """Do something to the database, again and again while it does not answer, which is logged once.
+        """Access the database, retrying while it does not answer; logs the outage once.
 
-        Raises StorageDamagedError at once for an sqlite file that is damaged.
+        Raises StorageDamagedError immediately for a damaged sqlite file.
         """
         give_up, pause = time.monotonic() + PATIENCE_SECONDS, 0.5
-        told = False
+        warned = False
         while True:
             try:
                 return work()
@@ -199,10 +199,10 @@ class Queue:
                         f"{away} for {PATIENCE_SECONDS / 60:.0f} minutes ({format_database_error(error)}); nothing is "
                         "lost, the same command resumes"
                     ) from error
-                if not told:
-                    told = True
+                if not warned:
+                    warned = True
                     log.warning(
-                        "%s (%s); it is asked again for %.0f minutes",
+                        "%s (%s); retrying for %.0f minutes",
                         away,
                         format_database_error(error),
                         PATIENCE_SECONDS / 60,
@@ -213,15 +213,15 @@ class Queue:
     def _query_rows(self, query: str | Executable, **values: Any) -> list[Any]:
         statement = text(query) if isinstance(query, str) else query
 
-        def ask() -> list[Any]:
+        def execute() -> list[Any]:
             with self._engine.connect() as connection:
                 return list(connection.execute(statement, {"study": self._study_id, **values}))
 
-        return self._retry(ask)
+        return self._retry(execute)
 
     @property
     def facts(self) -> dict[str, str]:
-        """What all processes of the grid have to know beside the cells."""
+        """Data that all processes of the grid share in addition to the cells."""
         return self._retry(lambda: self._storage.get_study_user_attrs(self._study_id)).get("facts", {})
 
     @facts.setter
@@ -229,20 +229,20 @@ class Queue:
         self._retry(lambda: self._storage.set_study_user_attr(self._study_id, "facts", dict(facts)))
 
     def states(self) -> dict[str, State]:
-        """State of every cell by key: complete if it ever completed, else that of its newest trial."""
+        """State of every cell by key: complete if it ever completed, else the state of its newest trial."""
         rows = self._query_rows("SELECT trial_id, state FROM trials WHERE study_id = :study ORDER BY trial_id")
         if any(trial_id not in self._key_of for trial_id, _ in rows):
             self._read_keys()
         states: dict[str, State] = {}
         for trial_id, state in rows:
-            # A trial that is being created by another process has no key yet.
+            # A trial that another process is creating has no key yet.
             key = self._key_of.get(trial_id)
             if key is not None and states.get(key) != "complete":
                 states[key] = STATES[state]
         return states
 
     def _read_keys(self) -> None:
-        """Learn the keys of the trials that are new since last asked."""
+        """Read the keys of trials that are new since the last call."""
         newest = max(self._key_of, default=0)
         rows = self._query_rows(
             "SELECT t.trial_id, a.value_json FROM trials t JOIN trial_user_attributes a ON a.trial_id = t.trial_id "
@@ -252,7 +252,7 @@ class Queue:
         self._key_of |= {trial_id: json.loads(key) for trial_id, key in rows}
 
     def entries(self, *states: State) -> list[Entry]:
-        """The cells in these states, state by state, in the order of the queue; in as few queries as for one cell."""
+        """The cells in these states, sorted by state and queue order, in a constant number of queries."""
         self._read_keys()
         newest = {key: trial_id for trial_id, key in sorted(self._key_of.items())}
         found: dict[int, tuple[State, datetime | None, dict[str, str]]] = {}
@@ -267,9 +267,9 @@ class Queue:
         return sorted(entries, key=lambda entry: (states.index(entry.state), entry.trial_id))
 
     def add_missing(self, cells: Iterable[Cell], recorded: Mapping[str, float] | None = None) -> int:
-        """Enqueue the cells that are neither complete nor waiting nor running; how many those were.
+        """Enqueue the cells that are new or failed; returns how many.
 
-        recorded: validation losses by key; a cell that is among them, and new here, is complete instead.
+        recorded: validation losses by key; a new cell among them is added as complete instead.
         """
         with self.lock():
             states = self.states()
@@ -285,13 +285,13 @@ class Queue:
         return values.count(None)
 
     def claim(self, worker: Mapping[str, str], keys: Set[str] | None = None) -> Task | None:
-        """Take a waiting cell, one of `keys` where they are given, for a worker; None when there is none."""
+        """Claim a waiting cell, one of `keys` if given, for a worker; None if none waits."""
         token = uuid.uuid4().hex
         with self.lock():
             trial_id = self._first_waiting(keys)
             if trial_id is None:
                 return None
-            # Signed before it is taken: a process killed in between leaves a trial that still waits.
+            # Signed before the state changes: a process killed in between leaves a waiting trial.
             self._set_attribute(trial_id, "worker", {**worker, "token": token})
             self._retry(lambda: self._storage.set_trial_state_values(trial_id, TrialState.RUNNING))
         attrs = self._retry(lambda: self._storage.get_trial(trial_id)).user_attrs
@@ -311,17 +311,17 @@ class Queue:
         self._retry(lambda: self._storage.set_trial_user_attr(trial_id, name, value))
 
     def beat(self, task: Task) -> None:
-        """Say that the holder of a cell lives. Raises the database's error at once: the next beat is soon.
+        """Record a heartbeat for a held cell. Raises database errors without retrying: the next beat is soon.
 
-        Who has lost the cell says nothing: that would hide the death of who has it now.
+        A worker that has lost its cell sends no heartbeats: they would mask the new holder's death.
         """
         if self._is_holder(task.trial_id, task.token):
             self._storage.record_heartbeat(task.trial_id)
 
     def beats(self) -> dict[int, str]:
-        """The last beat of every running trial and its holder: only whether that changes means something.
+        """The last beat and the holder of every running trial, as an opaque text to compare for changes.
 
-        The holder belongs to it, since one that has just taken the cell of a dead one has not beaten yet.
+        Includes the holder, because a worker that has just claimed a dead one's cell has not sent a beat yet.
         """
         rows = self._query_rows(
             "SELECT t.trial_id, h.heartbeat, a.value_json FROM trials t "
@@ -332,7 +332,7 @@ class Queue:
         return {trial_id: f"{beat} by {worker}" for trial_id, beat, worker in rows}
 
     def is_held(self, task: Task) -> bool:
-        """Whether a cell is still in the hands of the worker that claimed it."""
+        """Whether the worker that claimed a cell still holds it."""
         return self._retry(lambda: self._is_holder(task.trial_id, task.token))
 
     def _is_holder(self, trial_id: int, token: str) -> bool:
@@ -343,20 +343,20 @@ class Queue:
         return trial.state == TrialState.RUNNING and trial.user_attrs["worker"]["token"] == token
 
     def check_held(self, task: Task) -> None:
-        """Raise LostError where another worker has a cell by now."""
+        """Raise CellLostError if another worker has the cell."""
         if not self.is_held(task):
             raise CellLostError(f"{task.cell.variant} seed {task.cell.seed} was given to another worker meanwhile")
 
     def complete(self, task: Task, value: float) -> None:
-        """Record that a cell is done; `value` is its validation loss. Raises LostError if another worker has it."""
+        """Record a cell as complete with its validation loss. Raises CellLostError if another worker has it."""
         self._end_attempt(task, TrialState.COMPLETE, value=value)
 
     def fail(self, task: Task, reason: str, final: bool = False) -> None:
-        """Record that a cell failed, and why; final: that trying again would end alike."""
+        """Record a cell as failed with the reason; final: whether a retry would fail again."""
         self._end_attempt(task, TrialState.FAIL, reason=reason, final=final)
 
     def requeue(self, task: Task, reason: str) -> None:
-        """Let a cell wait again; it resumes from its checkpoint."""
+        """Requeue a cell, which then resumes from its checkpoint."""
         self._end_attempt(task, TrialState.WAITING, reason=reason)
 
     def _end_attempt(self, task: Task, state: TrialState, value: float | None = None, **attributes: object) -> None:
@@ -368,18 +368,18 @@ class Queue:
             self._retry(lambda: self._storage.set_trial_state_values(task.trial_id, state, values))
 
     def release(self, entry: Entry, progress: str, most: int) -> bool:
-        """Let the cell of a dead worker wait again, or fail it when workers keep dying of it; whether it waits.
+        """Requeue the cell of a dead worker, or fail it after `most` deaths without progress; returns whether it waits.
 
-        progress: anything that changes when the cell gets ahead. After `most` deaths without that it has failed.
+        progress: a value that changes when the cell makes progress.
         """
         with self.lock():
             if not self._retry(lambda: self._is_holder(entry.trial_id, entry.worker["token"])):
-                return True  # another process was quicker
+                return True  # another process was faster
             attrs = self._retry(lambda: self._storage.get_trial(entry.trial_id)).user_attrs
-            deaths, at = attrs.get("deaths", (0, progress))
-            deaths = deaths + 1 if at == progress else 1
+            deaths, former = attrs.get("deaths", (0, progress))
+            deaths = deaths + 1 if former == progress else 1
             waits = deaths < most
-            died = "its worker died" if deaths == 1 else f"its worker died {deaths} times without getting ahead"
+            died = "its worker died" if deaths == 1 else f"its worker died {deaths} times without progress"
             self._set_attribute(entry.trial_id, "deaths", (deaths, progress))
             self._set_attribute(entry.trial_id, "reason", died if waits else f"{died} (out of memory?)")
             state = TrialState.WAITING if waits else TrialState.FAIL
@@ -388,7 +388,7 @@ class Queue:
 
 
 def _make_entry(trial_id: int, state: State, since: datetime | None, attributes: Mapping[str, str]) -> Entry:
-    """attributes: of the trial, as JSON by name."""
+    """attributes: the trial's, JSON by name."""
     cell = json.loads(attributes["cell"])
     return Entry(
         trial_id=trial_id,

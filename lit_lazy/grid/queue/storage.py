@@ -1,4 +1,4 @@
-"""The database of a queue, as a user names it: checked before anything is created."""
+"""The database of a queue, checked before anything is created."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +28,7 @@ MADE_BY = "lit-lazy ablate run, queue 3"
 def normalise_url(storage: str) -> str:
     """A storage URL with the driver that this project installs.
 
-    Raises StorageError for a URL that is neither PostgreSQL's nor that of an sqlite file.
+    Raises StorageError unless it is a PostgreSQL URL or names an sqlite file.
     """
     scheme, _, rest = storage.partition("://")
     known = scheme in ("sqlite", "postgresql", "postgresql+psycopg")
@@ -37,39 +37,39 @@ def normalise_url(storage: str) -> str:
             f"--storage {redact_url(storage)!r}: must be sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE"
         )
     if rest.count("@") > 1:
-        raise StorageError(f"--storage {redact_url(storage)!r}: has more than one @; write %40 for that of a password")
+        raise StorageError(f"--storage {redact_url(storage)!r}: has more than one @; write %40 for one in a password")
     check_sqlite(f"--storage {storage!r}", storage)
     return storage.replace("postgresql://", "postgresql+psycopg://", 1)
 
 
 def default_storage(runs: Path) -> str:
-    """The queue's database where none is given: a file in the runs folder."""
+    """URL of the default database, a file in the runs folder."""
     return sqlite_url(runs / "queue.db")
 
 
 def create_tables(file: Path) -> None:
-    """Optuna's tables in a new file, all of them or none: half of them could never be opened again."""
+    """Create Optuna's tables in a new file atomically: Optuna cannot open a partial database."""
     with create_sqlite_file(file) as unfinished:
         url = sqlite_url(unfinished)
         optuna.storages.RDBStorage(escape_braces(url), engine_kwargs=make_engine_options(url)).engine.dispose()
 
 
 def escape_braces(url: str) -> str:
-    """A URL as Optuna wants it: it formats what it is given."""
+    """A URL with its braces escaped: Optuna uses it as a format string."""
     return url.replace("{", "{{").replace("}", "}}")
 
 
 def check_storage(storage: str, grid: str) -> None:
-    """Raise StorageError, in one line, where a storage cannot hold a grid's queue. Nothing is created."""
+    """Raise a one-line StorageError if a storage cannot hold a grid's queue; creates nothing."""
     url = normalise_url(storage)
     if (file := sqlite_file(url)) is not None:
         if not file.parent.is_dir():
             raise StorageError(
-                f"--storage {storage!r}: there is no folder {str(file.parent)!r}; make it, or name another file"
+                f"--storage {storage!r}: folder {str(file.parent)!r} does not exist; create it, or name another file"
             )
         check_writable_folder("--storage", file.parent)
 
-    def ask(connection: sqlalchemy.Connection) -> None:
+    def check(connection: sqlalchemy.Connection) -> None:
         query = (
             "SELECT a.value_json, EXISTS (SELECT 1 FROM trials t WHERE t.study_id = s.study_id) FROM studies s "
             "LEFT JOIN study_user_attributes a ON a.study_id = s.study_id AND a.key = 'made_by' "
@@ -79,11 +79,11 @@ def check_storage(storage: str, grid: str) -> None:
             if is_foreign(json.loads(made_by or "null"), has_trials):
                 raise make_foreign_error(storage, grid)
 
-    _query_storage(storage, ask)
+    _query_storage(storage, check)
 
 
 def is_foreign(made_by: str | None, has_trials: bool) -> bool:
-    """Whether a study is not a queue of this version; one without trials that nobody signed is just being made."""
+    """Whether a study is not a queue of this version; an unsigned one without trials is being created."""
     return made_by != MADE_BY and (made_by is not None or has_trials)
 
 
@@ -95,18 +95,18 @@ def make_foreign_error(storage: str, name: str) -> StorageError:
 
 
 def list_grid_names(storage: str) -> list[str]:
-    """Names of the grids that a storage holds. Raises StorageError where it cannot be reached; creates nothing."""
+    """Names of the grids in a storage; creates nothing. Raises StorageError if it cannot be reached."""
 
-    def ask(connection: sqlalchemy.Connection) -> list[str]:
+    def read_names(connection: sqlalchemy.Connection) -> list[str]:
         query = (
             "SELECT s.study_name FROM studies s JOIN study_user_attributes a ON a.study_id = s.study_id "
             "AND a.key = 'made_by' WHERE a.value_json = :made_by ORDER BY s.study_id"
         )
         return [name for (name,) in connection.execute(text(query), {"made_by": json.dumps(MADE_BY)})]
 
-    return _query_storage(storage, ask) or []
+    return _query_storage(storage, read_names) or []
 
 
-def _query_storage(storage: str, ask: Callable[[sqlalchemy.Connection], T]) -> T | None:
+def _query_storage(storage: str, query: Callable[[sqlalchemy.Connection], T]) -> T | None:
     normalise_url(storage)
-    return query_database("--storage", storage, "studies", ask)
+    return query_database("--storage", storage, "studies", query)

@@ -1,4 +1,4 @@
-"""A search: the box of continuous axes in which good points are looked for, checked before anything is created."""
+"""Searches over a box of continuous axes, checked before anything is created."""
 
 import itertools
 import json
@@ -20,17 +20,17 @@ from lit_lazy.training.checkpoints import check_init_from
 from lit_lazy.training.prepare import prepare
 
 MOST_SEED = 2**31 - 1
-"""Of the draws: what numpy's generators take, each point's number added."""
+"""Upper bound on the sampler's seed, to which numpy's generators add each point's number."""
 MOST_AXES = 10
-"""An experiment is tried at every corner of the box before anything is created."""
+"""Upper bound, because every corner of the box is checked before anything is created."""
 Objective = Literal["loss/val", "loss/excess"]
 MONITORED: dict[Objective, str] = {"loss/val": "val/loss", "loss/excess": "val/excess"}
-"""What Lightning calls an objective at a validation."""
+"""Lightning's metric of each objective at a validation."""
 
 
 @dataclass(frozen=True)
 class Real:
-    """An axis: the real numbers from `low` to `high`, uniform, or uniform in the logarithm."""
+    """An axis from `low` to `high`, uniform or log-uniform."""
 
     low: float
     high: float
@@ -50,25 +50,25 @@ class Real:
 
 @dataclass(frozen=True)
 class Search:
-    """A search for the point with the least loss, by Optuna's TPE, one training with one seed per point."""
+    """A search for the point with the lowest loss by Optuna's TPE, with one training per point."""
 
     name: str
     axes: Mapping[str, Real]
-    """Dotted path of a real-valued field of the experiment's `RunConfig` -> where to look."""
+    """Axis by dotted path of a real-valued field of the `RunConfig`."""
     base: str
-    """The experiment it runs on by default."""
+    """The default experiment."""
     objective: Objective = "loss/val"
-    """The loss to minimise, at the end of training; `loss/excess` where the data knows its optimum."""
+    """The final loss to minimise; `loss/excess` requires data with a known optimum."""
     trials: int = 30
-    """Points to finish, pruned ones included."""
+    """Number of points to finish, including pruned ones."""
     startup: int = 10
-    """The first points are drawn at random; no point is pruned before so many are complete."""
+    """Number of initial random points; no point is pruned before this many are complete."""
     prune_from: float = 1 / 3
-    """Share of the steps before which no point is pruned; 1 to prune none."""
+    """Fraction of the steps before which no point is pruned; 1 disables pruning."""
     seed: int = 0
-    """Of the draws. The seed of the trainings is the experiment's."""
+    """Seed of the sampler; the trainings use the experiment's seed."""
     common: Mapping[str, Any] = field(default_factory=dict)
-    """Changes to the experiment that all points share."""
+    """Changes to the experiment in all points."""
 
     def __post_init__(self) -> None:
         check_name("search", self.name)
@@ -88,14 +88,14 @@ class Search:
 
 @dataclass(frozen=True)
 class Definition:
-    """All that decides the points of a search; kept with its study, and read from there by the workers."""
+    """Everything that determines the points of a search; stored with its study, from which workers read it."""
 
     base: dict[str, Any]
     """Canonical config of the experiment, changed and overridden."""
     data: str
     """Fingerprint of the data."""
     code: list[str]
-    """Hashes of the user's own code behind it."""
+    """Hashes of the user's code that it depends on."""
     axes: dict[str, Real]
     objective: Objective
     startup: int
@@ -104,23 +104,23 @@ class Definition:
 
     @property
     def min_steps(self) -> int:
-        """No point is pruned before this step."""
+        """First step at which a point may be pruned."""
         return math.ceil(self.prune_from * self.steps)
 
     @property
     def steps(self) -> int:
-        """Of a training."""
+        """Steps of a training."""
         return self.base["train"]["steps"]
 
     @property
     def names(self) -> dict[str, str]:
-        """The axes' paths, each with its shortest unambiguous name."""
+        """Shortest unambiguous name of each axis by path."""
         last = {path: path.rpartition(".")[2] for path in self.axes}
         clashing = [name for name in last.values() if list(last.values()).count(name) > 1]
         return {path: ".".join(path.split(".")[-2:]) if name in clashing else name for path, name in last.items()}
 
     def make_cell(self, number: int, point: Mapping[str, float]) -> Cell:
-        """The training of a point; `number` is its place in the search."""
+        """The cell of a point; `number` is its index in the search."""
         config = replace_at(from_dict(RunConfig, self.base), point)
         return Cell(
             key=cell_key(config, self.data),
@@ -132,7 +132,7 @@ class Definition:
         )
 
     def make_placeholder(self, number: int) -> Cell:
-        """A point before it is known where it lies."""
+        """The cell of a point that is not drawn yet."""
         return Cell(point_name(number), point_name(number), "ours", self.base["seed"], {}, {})
 
     def to_json(self) -> str:
@@ -140,9 +140,9 @@ class Definition:
 
     @classmethod
     def from_json(cls, text: str) -> "Definition":
-        """The definition of a text. Raises ValueError, in one line, for a text that is none."""
+        """Parse a definition. Raises a one-line ValueError if the text is not valid."""
         try:
-            values = {"code": []} | json.loads(text)  # searches of the first schema do not say it
+            values = {"code": []} | json.loads(text)  # missing in the first schema
             return cls(**values | {"axes": {path: Real(**axis) for path, axis in values["axes"].items()}})
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ValueError(f"no definition of a search ({describe_exception(error)})") from None
@@ -153,12 +153,12 @@ class Definition:
 
 
 def point_name(number: int) -> str:
-    """What the queue, MLflow and the table call the point of this number."""
+    """The name of a point in the queue, in MLflow and in the table."""
     return f"point {number}"
 
 
 def load_search(path: Path) -> Search:
-    """The `search` that a file defines. Raises ValueError in one line where there is none."""
+    """The `search` that a file defines. Raises a one-line ValueError if it defines none."""
     search = load_attribute(path, "search")
     if search is None and load_attribute(path, "ablation") is not None:
         raise ValueError(f"{path}: defines an ablation, not a search; `lit-lazy ablate run {path.stem}` runs it")
@@ -168,15 +168,15 @@ def load_search(path: Path) -> Search:
 
 
 def define(search: Search, base: RunConfig, overridden: Sequence[str] = ()) -> Definition:
-    """A search on an experiment, which carries the search's common changes and the user's overrides already.
+    """A search on an experiment that already includes the search's common changes and the user's overrides.
 
-    overridden: dotted paths that the user set. Raises ValueError, in one line, for an axis that the experiment does not
-    have or an end of an axis that it does not take, and for an override of what the search looks for.
+    overridden: dotted paths that the user set. Raises a one-line ValueError for an axis that the experiment lacks, for
+    an axis limit that it rejects, and for an override of an axis.
     """
     for path in search.axes:
-        for given in overridden:
-            if f"{given}.".startswith(f"{path}."):
-                raise ValueError(f"--{given}: search {search.name!r} looks for it itself; leave the override out")
+        for override in overridden:
+            if f"{override}.".startswith(f"{path}."):
+                raise ValueError(f"--{override}: is an axis of search {search.name!r}; leave the override out")
         _check_field(search.name, path, base)
     source = prepare(base)
     check_init_from(base, source.outline)
@@ -206,7 +206,7 @@ def define(search: Search, base: RunConfig, overridden: Sequence[str] = ()) -> D
 
 
 def _check_field(name: str, path: str, base: RunConfig) -> None:
-    """An axis has to be a real number of the experiment, and leave the data as they are."""
+    """Raise ValueError unless an axis is a real-valued field of the experiment outside `data`."""
     values = flatten(to_dict(base))
     if path not in values:
         raise ValueError(f"search {name!r}: axis {path!r} is no field of this experiment; `lit-lazy fields` lists them")

@@ -1,7 +1,7 @@
-"""The queue of a search: as many points as were asked for, each drawn by Optuna's TPE when a worker takes it.
+"""The queue of a search, whose points are drawn by Optuna's TPE when a worker claims them.
 
-So a search is a queue of cells like any other (workers may join, die and be replaced, and a point is finished once);
-only where a point lies is decided late, from what the finished ones have shown.
+It behaves like any queue of cells (workers may join, die and be replaced; a point is finished once), except that the
+parameters of a point are chosen when it is claimed, from the results of finished points.
 """
 
 import functools
@@ -21,25 +21,25 @@ from lit_lazy.grid.search.definition import Definition
 from lit_lazy.table.search_points import Point
 
 GOOD_SHARE = 0.25
-"""Importance asks what sets this best share of the complete points apart."""
+"""Fraction of the complete points that counts as good in the importances."""
 FEWEST_FOR_IMPORTANCE = 5
 
 
 class SearchQueue(Queue):
-    """Points waiting, running, complete, pruned or failed."""
+    """Waiting, running, complete, pruned and failed points."""
 
     @functools.cached_property
     def definition(self) -> Definition:
-        """The search's; there once its parent run is begun."""
+        """The definition of the search, available once its parent run has started."""
         return Definition.from_json(self.facts["definition"])
 
     def claim(self, worker: Mapping[str, str], keys: Set[str] | None = None) -> Task | None:
-        """Take a waiting point. One that was taken before lies where it lay; any other is drawn now."""
+        """Claim a waiting point. A point that was claimed before keeps its parameters; a new one is drawn."""
         task = super().claim(worker, keys)
         return self._draw_cell(task) if task and not task.cell.config else task
 
     def _draw_cell(self, task: Task) -> Task:
-        # One at a time: each draw has to know of the points that others are at.
+        # Serialised: each draw depends on the running points of other workers.
         with self.lock():
             self._retry(lambda: self._draw_parameters(task.trial_id))
             trial = self._retry(lambda: self._storage.get_trial(task.trial_id))
@@ -48,9 +48,9 @@ class SearchQueue(Queue):
         return Task(cell, task.trial_id, task.token)
 
     def _draw_parameters(self, trial_id: int) -> None:
-        """Give a trial its parameters; doing it again changes nothing.
+        """Draw the parameters of a trial; idempotent.
 
-        Drawn in a copy of the study, by a sampler whose seed is the trial's number: the same finished points give the
+        The sampler works on a copy of the study and is seeded by the trial's number: the same finished points give the
         same next one, whichever process draws it and however often the search was interrupted.
         """
         trial = self._storage.get_trial(trial_id)
@@ -72,47 +72,47 @@ class SearchQueue(Queue):
                 self._storage.set_trial_param(trial_id, path, drawn[path], distribution)
 
     def should_prune(self, task: Task, step: int, value: float) -> bool:
-        """Report the objective at a validation; whether the point is worse than the median of the complete ones there.
+        """Report the objective at a validation; returns whether it is worse than the median of complete points there.
 
-        A step that was reported before the run was resumed is not reported again. Raises LostError if another worker
+        A step that was reported before the run resumed is not reported again. Raises CellLostError if another worker
         has the point.
         """
         self.check_held(task)
         pruner = optuna.pruners.MedianPruner(self.definition.startup, n_warmup_steps=self.definition.min_steps)
 
-        def ask() -> bool:
+        def report() -> bool:
             if step not in self._storage.get_trial(task.trial_id).intermediate_values:
                 self._storage.set_trial_intermediate_value(task.trial_id, step, value)
             return pruner.prune(self._load_study(), self._storage.get_trial(task.trial_id))
 
-        return self._retry(ask)
+        return self._retry(report)
 
     def prune(self, task: Task, reason: str, diverged: bool) -> None:
-        """Record that a point was ended early, or by itself. Raises LostError if another worker has it."""
+        """Record a point as pruned or diverged. Raises CellLostError if another worker has it."""
         reports = self._retry(lambda: self._storage.get_trial(task.trial_id)).intermediate_values
         last = reports[max(reports)] if reports else math.nan
-        # As Optuna does it: the value of a pruned trial is its last report.
+        # Optuna's convention: the value of a pruned trial is its last report.
         value = None if math.isnan(last) else last
         self._end_attempt(task, TrialState.PRUNED, value, reason=reason, diverged=diverged)
 
     def points(self) -> list[Point]:
-        """Every point, as its newest trial has it."""
+        """All points, each from its newest trial."""
         trials = self._retry(lambda: self._storage.get_all_trials(self._study_id, deepcopy=False))
         newest = {_parse_number(trial): self._make_point(trial) for trial in trials if "key" in trial.user_attrs}
         return [newest[number] for number in sorted(newest)]
 
     def best(self) -> Point | None:
-        """The complete point of the least objective."""
+        """The complete point with the lowest objective."""
         try:
             return self._make_point(self._retry(lambda: self._storage.get_best_trial(self._study_id)))
         except ValueError:  # none is complete
             return None
 
     def importances(self) -> dict[str, float]:
-        """PED-ANOVA (Watanabe et al., arXiv 2304.10255) of the axes, by dotted path; empty with too few points.
+        """Importances of the axes by dotted path, by PED-ANOVA (Watanabe et al., arXiv 2304.10255); sum to 1.
 
-        How far the density of the best quarter of the complete points differs from that of all of them, per axis, as
-        shares of 1.
+        They compare the density of the best quarter of the complete points with the density of all. Empty with too few
+        points.
         """
         study = self._load_study()
         if len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))) < FEWEST_FOR_IMPORTANCE:

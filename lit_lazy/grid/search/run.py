@@ -1,4 +1,4 @@
-"""Runs a search: enqueues the points that are missing, starts workers, shows progress, writes table and figures."""
+"""Runs a search: enqueues missing points, starts workers, shows progress, publishes the report."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ DEFINITION = "search.json"
 
 @dataclass(frozen=True)
 class SearchWork(Work):
-    """A search on an experiment, ready to run; `cells` are its points, not drawn yet."""
+    """A search on an experiment, ready to run; `cells` are placeholders for its points."""
 
     definition: Definition
     noun: ClassVar[str] = "points"
@@ -35,11 +35,11 @@ class SearchWork(Work):
 
 
 Publish = Callable[[SearchWork, SearchQueue, Tracker, str], R]
-"""Writes the report of a search into its folder and onto its parent run, whose id is given last."""
+"""Writes the report of a search to its folder and to its parent run, whose id is the last argument."""
 
 
 def format_best(queue: SearchQueue) -> list[str]:
-    """`best 0.0099 at point 7 (tau_init 0.5, lr 0.003)`, once a point is complete."""
+    """A line such as `best 0.0099 at point 7 (tau_init 0.5, lr 0.003)`; none until a point is complete."""
     best = queue.best()
     if best is None:
         return []
@@ -49,32 +49,30 @@ def format_best(queue: SearchQueue) -> list[str]:
 
 
 def run_search(work: SearchWork, launch: LaunchOptions, console: Console, publish: Publish[R]) -> tuple[R, bool]:
-    """Execute the missing points of a search.
-
-    Returns the report that `publish` made, and whether the requested number of points is finished.
-    """
-    with open_grid(work, launch, SearchQueue, console) as at:
-        with at.queue.lock():
-            parent_id = _ensure_parent(work, at.queue, at.tracker, console)
-        with execute_cells(work, launch, at, parent_id, console, lambda: format_best(at.queue)):
-            _report_ends(at.queue.points(), at.tracker.find_children(parent_id), at.tracker)
-            report = publish(work, at.queue, at.tracker, parent_id)
-        return report, is_finished(work, at.queue)
+    """Execute the missing points of a search; returns the report from `publish` and whether every point is finished."""
+    with open_grid(work, launch, SearchQueue, console) as opened:
+        queue, tracker = opened.queue, opened.tracker
+        with queue.lock():
+            parent_id = _ensure_parent(work, queue, tracker, console)
+        with execute_cells(work, launch, opened, parent_id, console, lambda: format_best(queue)):
+            _report_ends(queue.points(), tracker.find_children(parent_id), tracker)
+            report = publish(work, queue, tracker, parent_id)
+        return report, is_finished(work, queue)
 
 
 def _report_ends(points: Sequence[Point], runs: Sequence[TrackedRun], tracker: Tracker) -> None:
-    """Have MLflow show how points ended: a worker that was killed, or had no server, could not report it."""
+    """Mark ended points in MLflow whose workers could not: they were killed, or MLflow was away."""
     ends = {point.run: point for point in points}
     for run in runs:
         end = ends.get(run.tags["cell"])
         if end and end.state in ("pruned", "diverged") and "optuna.state" not in run.tags:
             tracker.prune(run.run_id, end.reason)
         elif run.state == "running" and (end is None or end.state == "failed"):
-            tracker.fail(run.run_id, end.reason if end else "failed; its point was drawn anew")
+            tracker.fail(run.run_id, end.reason if end else "failed; its point was drawn again")
 
 
 def _ensure_parent(work: SearchWork, queue: SearchQueue, tracker: Tracker, console: Console) -> str:
-    """The parent run of the search, new or resumed. Raises ValueError where the study is another search's."""
+    """Start or resume the parent run of the search; returns its id. Raises ValueError if the search has changed."""
     definition = work.definition
     known = queue.facts.get("definition")
     _reject_changed(work, None if known is None else Definition.from_json(known))
@@ -94,13 +92,13 @@ def _reject_changed(work: SearchWork, former: Definition | None) -> None:
     changed = work.definition.find_differences(former) if former else []
     if changed:
         raise ValueError(
-            f"{work.id}: {', '.join(changed)} changed since this search was begun; --fresh moves the former results "
+            f"{work.id}: {', '.join(changed)} changed since this search was started; --fresh moves the former results "
             "away, another name of the search, or another --runs folder, keeps both"
         )
 
 
 def print_search(work: SearchWork, workers: int, threads: int, console: Console) -> None:
-    """What a search would do, and the most it can take; nothing is created."""
+    """Print the plan of a search and an upper bound on its time; creates nothing."""
     import torch
 
     torch.set_num_threads(threads)
@@ -114,7 +112,7 @@ def print_search(work: SearchWork, workers: int, threads: int, console: Console)
     when = f"at steps {', '.join(map(str, pruned))}" if pruned else "never: no validation lies in between"
     lines += [
         "",
-        f"{len(work.cells)} points of {work.id} with seed {definition.base['seed']}, for the least "
+        f"{len(work.cells)} points of {work.id} with seed {definition.base['seed']}, minimising "
         f"{definition.objective}.",
         f"Sampler: TPE, seed {definition.seed}, {definition.startup} random points first. Pruning from step "
         f"{definition.min_steps} of {definition.steps}, {when}.",

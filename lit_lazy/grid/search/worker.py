@@ -1,4 +1,4 @@
-"""A worker process of a search: takes points, trains them, and ends early those that are worse than most."""
+"""Worker process of a search: claims points, trains them, and prunes those that are worse than most."""
 
 import logging
 import shutil
@@ -13,8 +13,8 @@ from lit_lazy.grid.jobs.worker import Worker, main
 from lit_lazy.grid.queue.queue import CellLostError, Task
 from lit_lazy.grid.search.definition import MONITORED
 from lit_lazy.grid.search.queue import SearchQueue
-from lit_lazy.tracking.spool import Spool
-from lit_lazy.tracking.tracker import TrackingError
+from lit_lazy.tracking.store import TrackingError
+from lit_lazy.tracking.tracked_run import ActiveRun
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.result import RunResult
 
@@ -22,14 +22,14 @@ log = logging.getLogger("lit_lazy.worker")
 
 
 class PrunedError(Exception):
-    """A training that is not worth its remaining steps."""
+    """The training is not worth its remaining steps."""
 
 
 class Pruning(Callback):
-    """Ends a training by PrunedError after a validation, except after the last, when it is done anyway."""
+    """Ends a hopeless training with PrunedError after any validation but the last."""
 
     def __init__(self, metric: str, is_hopeless: Callable[[int, float], bool]) -> None:
-        """is_hopeless: is given the step and the metric."""
+        """is_hopeless: called with the step and the metric."""
         self.metric, self.is_hopeless = metric, is_hopeless
 
     def on_validation_end(self, trainer: L.Trainer, _module: L.LightningModule) -> None:  # pyrefly: ignore
@@ -43,7 +43,7 @@ class SearchWorker(Worker):
 
     @property
     def search(self) -> SearchQueue:
-        """The queue."""
+        """The queue, typed."""
         return cast(SearchQueue, self.queue)
 
     def _make_callbacks(self, task: Task) -> list[Callback]:
@@ -53,27 +53,27 @@ class SearchWorker(Worker):
     def _get_objective(self, result: RunResult) -> float:
         return result.metrics[self.search.definition.objective]
 
-    def _handle_failure(self, task: Task, spool: Spool, error: Exception) -> None:
-        """A point that diverged is pruned too: a failed one would tell the sampler nothing, and be tried again."""
+    def _handle_failure(self, task: Task, run: ActiveRun, error: Exception) -> None:
+        """Also prune a point that diverged: a failed one would be retried and would not inform the sampler."""
         if isinstance(error, CellLostError):
             log.warning("%s", error)
         elif isinstance(error, PrunedError | DivergedError):
-            self._prune(task, spool, error)
+            self._prune(task, run, error)
         else:
-            super()._handle_failure(task, spool, error)
+            super()._handle_failure(task, run, error)
 
-    def _prune(self, task: Task, spool: Spool, error: PrunedError | DivergedError) -> None:
+    def _prune(self, task: Task, run: ActiveRun, error: PrunedError | DivergedError) -> None:
         diverged = isinstance(error, DivergedError)
         reason = f"diverged: {error}" if diverged else str(error)
         log.info("pruned %s: %s", task.cell.variant, reason)
         try:
-            spool.send()
-            self.tracker.prune(spool.get_run_id(), reason)
+            run.send()
+            self.tracker.prune(run.get_run_id(), reason)
         except TrackingError as away:
-            log.warning("MLflow is away (%s); `lit-lazy ablate search` reports it in the end", away)
+            log.warning("MLflow is away (%s); `lit-lazy ablate search` reports it at its end", away)
         try:
             self.search.prune(task, reason, diverged)
-            shutil.rmtree(self.folder / "cells" / task.cell.key / "checkpoints", ignore_errors=True)
+            shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
         except CellLostError as lost:
             log.warning("%s", lost)
 

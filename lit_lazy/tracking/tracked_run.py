@@ -1,0 +1,331 @@
+"""A run tracked in MLflow: a cell of a grid, or the training of `lit-lazy train`."""
+
+import logging
+import shlex
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from filelock import AcquireReturnProxy, BaseFileLock, Timeout
+
+from lit_lazy.attention import NoBias
+from lit_lazy.config.key import cell_key
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import to_dict
+from lit_lazy.support.console import get_program_name
+from lit_lazy.support.disk import check_writable_folder, write_text
+from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.support.provenance import git_sha
+from lit_lazy.tracking.loggers import check_logger_kinds, open_loggers
+from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
+from lit_lazy.tracking.store import TrackingError, check_store, default_uri
+from lit_lazy.tracking.tracker import Tracker
+from lit_lazy.training.checkpoints import check_init_from
+from lit_lazy.training.cost import estimate_cost, require_fit
+from lit_lazy.training.execution import ONE_DEVICE, Execution
+from lit_lazy.training.prepare import prepare
+from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RunResult
+from lit_lazy.training.run import make_lock, read_finished, run
+from lit_lazy.training.trainer import AtStart
+
+RUN_ID = "mlflow_run_id"
+"""File in the run folder."""
+SEND_SECONDS = 5.0
+
+log = logging.getLogger("lit_lazy.tracking.tracked_run")
+
+
+class ActiveRun:
+    """A run in progress: trains in its run folder and copies metrics and results from there to one MLflow run.
+
+    Training never waits for MLflow, and an outage loses nothing: the process that finishes the run, now or later, sends
+    what is missing.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        folder: Path,
+        name: str,
+        tags: Mapping[str, str],
+        params: Mapping[str, str],
+        config: Mapping[str, Any],
+        parent_id: str | None = None,
+        is_ours: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """tags: include `cell` and `kind`. params: logged in addition to the config's fields by dotted path.
+
+        is_ours: called before an MLflow run is started, which retires any other run of the same cell.
+        """
+        self.tracker, self.folder, self.name = tracker, folder, name
+        self.tags, self.params, self.config, self.parent_id = tags, params, config, parent_id
+        self.result: RunResult | None = None
+        """Of the finished training."""
+        self.refusals = 0
+        """How often MLflow has rejected the result."""
+        self._is_ours = is_ours
+        self._run_id: str | None = None
+        self._sent = 0
+        self._set_running = False
+
+    def train(
+        self,
+        cfg: RunConfig,
+        loggers: Sequence[str] = (),
+        on_begin: Callable[[], None] = lambda: None,
+        interruptible: AbstractContextManager[None] | None = None,
+        **options: Any,
+    ) -> RunResult:
+        """Train, log the final metrics to `loggers` and return the result; send metrics to MLflow meanwhile.
+
+        A run that has a result already is only logged to loggers that lack it. on_begin: called once the MLflow run
+        exists. interruptible: entered around the training itself. options: of `run`.
+        """
+        known = self.result
+        missing = [kind for kind in loggers if known is None or not (self.folder / kind).exists()]
+        with (
+            open_loggers(missing, self.folder, self.tracker.experiment, self.name, self.config) as others,
+            self._send_in_background(on_begin) if known is None else nullcontext(),
+            interruptible or nullcontext(),
+        ):
+            result = known or run(cfg, self.folder, logger=MetricFile(self.folder, others), **options)
+            for other in others:
+                other.log_metrics(result.metrics, cfg.train.steps)
+        self.result = result
+        return result
+
+    def get_run_id(self) -> str:
+        """The id of the MLflow run, which is resumed if the folder has one, else started. Raises TrackingError."""
+        if self._run_id is None:
+            known = self.folder / RUN_ID
+            begun = known.read_text() if known.exists() else ""
+            self._run_id = begun if begun and self.tracker.has_run(begun) else self._start_run(known)
+        return self._run_id
+
+    def _start_run(self, known: Path) -> str:
+        """Start a run and retire those of the same cell that were started elsewhere or lack their params.
+
+        Both runs would hold the same curves, with metrics measured at different times.
+        """
+        if not self._is_ours():
+            raise TrackingError(f"{self.name} was given to another worker meanwhile", reachable=True)
+        same = {"cell": self.tags["cell"], "kind": self.tags["kind"]}
+        if self.parent_id:
+            same["mlflow.parentRunId"] = self.parent_id
+        for begun in self.tracker.find(same):
+            self.tracker.retire(begun.run_id)
+        run_id = self.tracker.start_run(self.name, self.tags, self.params, self.config, self.parent_id)
+        self.folder.mkdir(parents=True, exist_ok=True)  # a run may fail before it creates its folder
+        write_text(known, run_id)
+        return run_id
+
+    def send(self) -> None:
+        """Send the metrics that were not sent yet. Raises TrackingError."""
+        run_id = self.get_run_id()
+        if not self._set_running:
+            self.tracker.set_running(run_id)
+            self._set_running = True
+        lines = read_lines(self.folder / METRICS)
+        self.tracker.log(run_id, lines[self._sent :])
+        self._sent = len(lines)
+
+    @contextmanager
+    def _send_in_background(self, on_begin: Callable[[], None]) -> Iterator[None]:
+        """Send every few seconds from a thread, which logs an outage once."""
+        stop = threading.Event()
+
+        def loop() -> None:
+            warned = begun = False
+            while True:
+                try:
+                    self.send()
+                    if not begun:
+                        on_begin()
+                    warned, begun = False, True
+                except (UnfinishedError, OSError) as error:
+                    if not warned:
+                        log.warning("metrics are kept in %s, MLflow lacks them: %s", self.folder / METRICS, error)
+                    warned = True
+                if stop.wait(SEND_SECONDS):
+                    return
+
+        thread = threading.Thread(target=loop, name="spool", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def finish(self, result: RunResult) -> None:
+        """Send everything and mark the MLflow run complete; idempotent. Raises TrackingError."""
+        # A run that is complete already, and lacks only its record in the queue, must not be set to running again.
+        self._set_running = True
+        self.send()
+        if (kept := self.folder / DIAGNOSTICS).exists():
+            self.tracker.log_files(self.get_run_id(), [kept])
+        timings = {f"time/{name}": value for name, value in result.timings.items()}
+        made_in = dict(result.environment)
+        tags = {**result.labels, "git_sha": made_in.pop("git_sha")}
+        tags["environment"] = ", ".join(f"{name} {value}" for name, value in sorted(made_in.items()))
+        if result.execution:
+            tags["execution"] = ", ".join(f"{name} {value}" for name, value in sorted(result.execution.items()))
+        self.tracker.finish(
+            self.get_run_id(), {**result.metrics, **timings}, tags, step=result.config["train"]["steps"]
+        )
+
+    def fail(self, reason: str, status: Literal["FAILED", "KILLED"]) -> None:
+        """Mark the MLflow run as failed, or as interrupted (KILLED); only logs a warning if MLflow is away."""
+        try:
+            self.send()
+            self.tracker.fail(self.get_run_id(), reason, status)
+        except TrackingError as error:
+            log.warning("MLflow is away (%s); it will not show that this run has failed: %s", error, reason)
+
+
+@dataclass(frozen=True)
+class FinishedTraining:
+    """A finished training and the location of its files."""
+
+    name: str
+    """Name of the MLflow experiment."""
+    result: RunResult
+    folder: Path
+    """The run folder, inside the runs folder."""
+    runs: Path
+    first_step: int
+    """Steps trained before this call: 0 for a new run, more for a resumed one, all for a finished one."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Final metrics on the full validation set by name; those of the untrained model have the prefix `init/`."""
+        return self.result.metrics
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of the complete training."""
+        return self.result.config["train"]["steps"]
+
+    @property
+    def checkpoint(self) -> Path:
+        """The trained model's file. Raises a one-line ValueError if it was not kept."""
+        require_checkpoint(self.folder)
+        return self.folder / FINAL_CHECKPOINT
+
+    @property
+    def state(self) -> str:
+        """The number of steps, and from which step they were trained now."""
+        if self.first_step == self.steps:
+            return f"all {self.steps} steps were trained before; nothing was done"
+        begun = f"resumed at step {self.first_step}" if self.first_step else "from the beginning"
+        return f"{self.steps} steps, {begun}"
+
+    def __repr__(self) -> str:
+        """One line instead of thousands of characters of metrics and settings."""
+        loss, kept = self.metrics["loss/val"], self.folder / FINAL_CHECKPOINT
+        return f"<{self.name}: {self.state}; loss/val {loss:.4f}; {kept if kept.exists() else self.folder}>"
+
+    @property
+    def dashboard(self) -> str:
+        """The command that shows the curves."""
+        return shlex.join([get_program_name(), "dashboard", self.name, "--runs", str(self.runs)])
+
+
+def require_checkpoint(folder: Path) -> None:
+    """Raise a one-line ValueError if a finished run has no saved model."""
+    if not (folder / FINAL_CHECKPOINT).exists():
+        raise ValueError(f"the model of the run in {folder} was not kept; remove that folder to train it again")
+
+
+class _Begin(AtStart):
+    """Records the step at which training starts."""
+
+    step = 0
+
+    def on_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:  # noqa: ARG002
+        self.step = trainer.global_step
+
+
+def train_tracked(
+    cfg: RunConfig,
+    name: str,
+    runs: Path,
+    threads: int | None = None,
+    keep_checkpoint: bool | None = None,
+    execution: Execution = ONE_DEVICE,
+    loggers: Sequence[str] = (),
+) -> FinishedTraining:
+    """Train in `runs/train-<name>/<key>` under the MLflow experiment `train-<name>`, or return the finished run.
+
+    Resumes an interrupted run from its checkpoint, in the same MLflow run; waits for a run that another process trains.
+    While MLflow is away, metrics are kept in the run folder; calling again sends them. keep_checkpoint: whether to save
+    the trained model in `final.ckpt`; True (not None) raises ValueError if the run was finished without it. loggers:
+    csv, tensorboard or wandb, in addition to MLflow.
+    """
+    check_logger_kinds(loggers)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    source = prepare(cfg, execution)
+    require_fit(estimate_cost(cfg, source.outline, execution), execution)
+    check_init_from(cfg, source.outline)
+    key = cell_key(cfg, source.fingerprint)
+    check_writable_folder("--runs", runs)
+    uri = default_uri(runs)
+    check_store(uri)
+    experiment = f"train-{name}"
+    folder = runs / experiment / key
+    tags = {"kind": "run", "cell": key, "seed": str(cfg.seed), "git_sha": git_sha()}
+    tracker = Tracker(uri, runs, experiment)
+    active = ActiveRun(tracker, folder, format_run_name(name, cfg), tags, {}, to_dict(cfg))
+    folder.mkdir(parents=True, exist_ok=True)
+    lock, begin = make_lock(folder), _Begin()
+    with _acquire(lock):
+        active.result = known = read_finished(folder)
+        if known and keep_checkpoint:
+            require_checkpoint(folder)
+        try:
+            result = active.train(
+                cfg,
+                loggers,
+                tracker.save_run_views,
+                callbacks=[begin],
+                show_progress=True,
+                keep_checkpoint=keep_checkpoint is not False,
+                execution=execution,
+                lock=lock,
+            )
+        except BaseException as error:
+            active.fail(repr(error)[:500], "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            raise
+        try:
+            active.finish(result)
+            tracker.save_run_views()
+        except TrackingError as error:
+            raise UnfinishedError(
+                f"trained, but MLflow did not accept the result ({error}); it is kept in {folder}; the same command "
+                "sends it"
+            ) from error
+    return FinishedTraining(experiment, result, folder, runs, cfg.train.steps if known else begin.step)
+
+
+def format_run_name(name: str, cfg: RunConfig) -> str:
+    """A run's name within its experiment, from its mixer or normaliser, its bias and its seed."""
+    attention, mixer = cfg.model.attention, cfg.model.mixer
+    parts = [attention.normaliser, attention.bias] if mixer.attends else [mixer]
+    label = " + ".join(type(part).__name__ for part in parts if part != NoBias())
+    return f"{name} {label} seed {cfg.seed}"
+
+
+def _acquire(lock: BaseFileLock) -> AcquireReturnProxy:
+    """Acquire the lock of a run folder; logs a warning before waiting."""
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout:
+        folder = Path(lock.lock_file).parent
+        log.warning("another process trains this run, in %s; waiting for it (Ctrl-C ends the wait)", folder)
+        return lock.acquire()

@@ -106,7 +106,10 @@ OPTIONS = [
 ]
 FIELDS = [
     (["--model.d_modl=3"], "--model.d_modl='3': no such field (did you mean --model.d_model?); `lit-lazy fields"),
-    (["--thread", "2"], "--thread='2': no such field; `lit-lazy fields EXPERIMENT` lists all, --help what else there"),
+    (
+        ["--thread", "2"],
+        "--thread='2': no such field; `lit-lazy fields EXPERIMENT` lists the fields, --help the options",
+    ),
     (["--train.steps", "5", "--train.steps=7"], "--train.steps: is given twice, as '5' and as '7'; leave one out"),
     (["--init_from=a", "--init-from", "b"], "--init_from: is given twice, as 'a' and as '"),
     (["--train.steps"], "--train.steps: has no value; give one as in --train.steps=VALUE"),
@@ -144,7 +147,7 @@ FIELDS = [
     ([f"{BIAS}=Fire", f"{BIAS}.length=8"], "Fire.length=8: cannot serve 16 keys"),
     ([f"{NORMALISER}=Elastic", f"{NORMALISER}.tau_init=nan"], ".tau_init='nan': must be a finite number"),
     ([f"{NORMALISER}=Elastic", f"{NORMALISER}.tau_init=inf"], ".tau_init='inf': must be a finite number"),
-    ([f"{NORMALISER}=Elastic", f"{NORMALISER}.tau_init=.inf"], "Elastic.tau_init=inf: must be finite"),
+    ([f"{NORMALISER}=Elastic", f"{NORMALISER}.tau_init=.inf"], ".tau_init='.inf': must be a finite number"),
     (
         [f"{NORMALISER}=Elastic", f"{NORMALISER}.threshold=constant"],
         "Elastic.tau_init=1.0 with Elastic.threshold='constant': no weight exceeds 1",

@@ -56,7 +56,7 @@ LIMITS = [
     ([*TRAIN, "--threads", "9" * 5000], "must be a whole number of at least 1, at most 1024"),
     ([*TRAIN, f"--seed={2**63}"], f"seed={2**63}: must be a whole number, within 64 bits"),
     ([*TRAIN, f"--train.steps={'9' * 400}"], "must be a whole number"),
-    ([*TRAIN, f"--train.lr={'9' * 400}"], "int too large"),
+    ([*TRAIN, f"--train.lr={'9' * 400}"], ": must be a finite number"),
     ([*RUN, "--seeds", ",".join(map(str, range(150_000)))], "cells of the grid=150000: must be at most 100000"),
     ([*RUN, "--seeds", str(2**63)], "must be whole numbers separated by commas, each from 0 to 2^63 - 1"),
     ([*SEARCH, "--trials", TRILLION], f"--trials={TRILLION}: must be at most 100000"),

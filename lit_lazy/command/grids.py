@@ -64,7 +64,7 @@ def default_workers(threads: int, devices: int = 1) -> int:
     import psutil
     import torch
 
-    from lit_lazy.training.devices import count_cores
+    from lit_lazy.support.machine import count_cores
 
     memory = psutil.virtual_memory().available // BYTES_PER_WORKER
     return max(1, (torch.cuda.device_count() or min(count_cores() // threads, memory)) // devices)

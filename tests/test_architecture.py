@@ -22,7 +22,6 @@ ONLY = {
     "optuna": ("lit_lazy/grid/",),
     "triton": ("kernels/flash_lazy/fused/", "kernels/bench/"),
     "ray": ("lit_lazy/grid/jobs/ray_pool.py", "lit_lazy/command/ablate_run.py"),
-    "jsonargparse": ("lit_lazy/config/overrides.py",),
     "datasets": ("lit_lazy/data/",),
     "tokenizers": ("lit_lazy/data/",),
     "transformers": ("lit_lazy/model/export/", "kernels/examples/"),

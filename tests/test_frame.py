@@ -117,7 +117,7 @@ def test_readme_command(command: str, runs: Path, tmp_path: Path) -> None:
         assert again.returncode == 0, again.stderr
         assert "17 cells, all finished: nothing to do" in again.stdout
         end = (
-            f"17 of 17 cells of table2-backcopy_tiny are trained; their table, figures and report are made.\n{table}\n"
+            f"17 of 17 cells of table2-backcopy_tiny are trained; their table, figures and report are saved.\n{table}\n"
         )
         assert done.stdout.endswith(end)
         assert again.stdout.endswith(end)

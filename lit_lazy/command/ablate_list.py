@@ -6,12 +6,10 @@ from lit_lazy.command.options import Commands, add_command
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
     add_command(commands, "list", ablate_list, "list ablations, questions, searches and experiments")
 
 
 def ablate_list(_options: argparse.Namespace, _rest: list[str]) -> int:
-    """`lit-lazy ablate list`"""
     from lit_lazy.config.files import find, list_available, load_module
     from lit_lazy.support.errors import sanitise
 
@@ -20,9 +18,9 @@ def ablate_list(_options: argparse.Namespace, _rest: list[str]) -> int:
     for room in ("ablations", "experiments"):
         for name in list_available(room):
             module = load_module(find(room, name))
-            about = str(module.__doc__ or "").strip().partition("\n")[0]
-            kind = next((kind for exports, kind in kinds.items() if hasattr(module, exports)), room)
-            listed[kind].append(f"  {name:16} {sanitise(about)}")
+            summary = str(module.__doc__ or "").strip().partition("\n")[0]
+            kind = next((kind for attribute, kind in kinds.items() if hasattr(module, attribute)), room)
+            listed[kind].append(f"  {name:16} {sanitise(summary)}")
     for kind, lines in listed.items():
         print("\n".join([f"{kind}:", *lines]))
     return 0

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
-    what = "run what is missing of every question, the cheapest first"
-    parser = add_command(commands, "questions", ablate_questions, what, takes_overrides=True)
+    summary = "run the missing cells of every question, the cheapest question first"
+    parser = add_command(commands, "questions", ablate_questions, summary, takes_overrides=True)
     parser.add_argument(
-        "--limit", metavar="90m", type=duration, help="begin no question that would not end within this time (m or h)"
+        "--limit",
+        metavar="90m",
+        type=duration,
+        help="skip questions that by the estimate would not finish in this time, in m or h",
     )
     add_run_options(parser)
 
@@ -33,18 +35,17 @@ def duration(text: str) -> float:
 
 
 def ablate_questions(options: Namespace, overrides: list[str]) -> int:
-    """`lit-lazy ablate questions`"""
     import torch
 
     from lit_lazy.support.console import format_duration
 
     names, waiting = list_questions()
-    torch.set_num_threads(options.threads)  # those that a worker has
+    torch.set_num_threads(options.threads)  # as in a worker
     workers = options.workers or default_workers(options.threads, options.devices or 1)
-    prices = {name: _estimate_seconds(make_grid(_make_run_options(options, name), overrides)) for name in names}
-    order = sorted(names, key=lambda name: prices[name])
+    seconds = {name: _estimate_seconds(make_grid(_make_run_options(options, name), overrides)) for name in names}
+    order = sorted(names, key=lambda name: seconds[name])
     for name in order:
-        print(f"{name:16} about {format_duration(prices[name] / workers)} with {workers} workers")
+        print(f"{name:16} about {format_duration(seconds[name] / workers)} with {workers} workers")
     for reason in waiting:
         print(f"not ready: {reason}")
     if options.dry_run:
@@ -53,18 +54,18 @@ def ablate_questions(options: Namespace, overrides: list[str]) -> int:
     begun, status, left_out = time.monotonic(), 0, []
     for name in order:
         left = None if options.limit is None else options.limit - (time.monotonic() - begun)
-        if left is not None and prices[name] / workers > left:
+        if left is not None and seconds[name] / workers > left:
             left_out.append(name)
             continue
         print(f"\n{name}", flush=True)
         status = max(status, ablate_run(_make_run_options(options, name), overrides))
     if left_out:
-        print(f"\ndid not fit into the limit: {', '.join(left_out)}; the same command runs them with more time")
+        print(f"\nskipped by --limit: {', '.join(left_out)}; run the same command again with more time")
     return status
 
 
 def list_questions() -> tuple[list[str], list[str]]:
-    """The questions that can be run, by name; and of each that waits for another's table what it waits for."""
+    """Names of the questions that can run, and for each question that waits for another's table, the reason."""
     from lit_lazy.config.files import find, list_available, load_attribute
     from lit_lazy.grid.question import load_ablation_or_question
     from lit_lazy.grid.stages import FirstStageMissing
@@ -89,7 +90,7 @@ def _make_run_options(options: Namespace, name: str) -> Namespace:
 
 
 def _estimate_seconds(grid: "Grid") -> float:
-    """Of training on one worker that a grid still lacks, from timed steps."""
+    """Training time of a grid's missing cells on one worker, from timed steps."""
     from lit_lazy.config.schema import RunConfig
     from lit_lazy.config.serialisation import from_dict
     from lit_lazy.grid.jobs.estimate import estimate_training_seconds
@@ -99,7 +100,7 @@ def _estimate_seconds(grid: "Grid") -> float:
     missing = [cell for cell in grid.cells if not (grid.folder / "cells" / cell.key / RESULT).exists()]
     variants = {cell.variant: cell for cell in missing}
     configs = {variant: from_dict(RunConfig, cell.config) for variant, cell in variants.items()}
-    each = {
+    seconds = {
         variant: estimate_training_seconds(config, load_outline(config.data)) for variant, config in configs.items()
     }
-    return sum(each[cell.variant] for cell in missing)
+    return sum(seconds[cell.variant] for cell in missing)

@@ -38,23 +38,22 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
-    parser = add_command(commands, "run", ablate_run, "run what is missing of an ablation", takes_overrides=True)
-    parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, or a .py file")
+    parser = add_command(commands, "run", ablate_run, "run the missing cells of an ablation", takes_overrides=True)
+    parser.add_argument("ablation", metavar="NAME", help="a name in ablations/ or a .py file")
     parser.add_argument("--rows", metavar="A,B", type=name_list, default=[], help="only these rows")
     add_run_options(parser)
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """On what an ablation is run, with which seeds, and how."""
+    """Add the options of a grid's experiment, seeds and execution."""
     add_base(parser)
-    parser.add_argument("--seeds", metavar="0,1", type=int_list, default=[], help="these seeds in every row")
+    parser.add_argument("--seeds", metavar="0,1", type=int_list, default=[], help="run every row with these seeds")
     add_workers(parser)
     add_launcher(parser)
-    parser.add_argument("--dry-run", action="store_true", help="list the cells and an estimate; create nothing")
-    parser.add_argument("--fresh", action="store_true", help="move the former results away and start again")
+    parser.add_argument("--dry-run", action="store_true", help="list the cells and estimate their time; create nothing")
+    parser.add_argument("--fresh", action="store_true", help="move earlier results aside and start again")
     parser.add_argument("--keep-checkpoint", action="store_true", help="keep each cell's trained model, final.ckpt")
-    parser.add_argument("--brief", action="store_true", help="end in one sentence and the table's path, without it")
+    parser.add_argument("--brief", action="store_true", help="print the table's path instead of the table")
     parser.add_argument(
         "--retry-failed",
         metavar="N",
@@ -62,7 +61,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         const=1,
         default=0,
-        help="try a cell that fails again at once, up to N times (once without N), unless it diverged",
+        help="retry a failed cell immediately, up to N times (default 1), unless it diverged",
     )
     add_storage(parser)
     add_runs(parser)
@@ -72,24 +71,23 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
-    """`lit-lazy ablate run`"""
     from lit_lazy.support.console import plain_console
 
     check_launcher(options)
     execution = make_execution(options)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ValueError("torchrun: would start several commands of one grid; start it without, and give --devices")
+        raise ValueError("torchrun: would start the grid several times; run it without torchrun, and give --devices")
     from lit_lazy.grid.jobs.job import LaunchOptions
 
     if options.dry_run:
         from lit_lazy.grid.ablation import apply_rows
         from lit_lazy.grid.jobs.estimate import print_estimate
 
-        asked = parse_request(options, overrides)
-        configs = apply_rows(asked.chosen, asked.base, asked.overridden)
+        request = parse_request(options, overrides)
+        configs = apply_rows(request.chosen, request.base, request.overridden)
         workers = options.workers or default_workers(options.threads, execution.devices)
         launch = LaunchOptions(workers, options.threads, execution=execution)
-        print_estimate(asked.grid, asked.chosen, configs, launch, plain_console())
+        print_estimate(request.grid, request.chosen, configs, launch, plain_console())
         return 0
     grid = make_grid(options, overrides)
     for cell in grid.cells:
@@ -125,16 +123,16 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def format_progress(grid: str, table: "Table") -> str:
-    """How far a grid has come."""
+    """The number of trained cells in one sentence."""
     done, cells = sum(row.n for row in table.rows), sum(len(row.seeds) for row in table.rows)
-    return f"{done} of {cells} cells of {grid} are trained; their table, figures and report are made."
+    return f"{done} of {cells} cells of {grid} are trained; their table, figures and report are saved."
 
 
 class GridRequest(NamedTuple):
-    """What the options of `ablate run` name."""
+    """The ablation, experiment and rows that the options of `ablate run` name."""
 
     files: tuple[Path, Path]
-    """Of the ablation, and of the experiment."""
+    """The files of the ablation and of the experiment."""
     ablation: "Ablation"
     question: "Question | None"
     base_name: str
@@ -144,16 +142,16 @@ class GridRequest(NamedTuple):
 
     @property
     def grid(self) -> str:
-        """Its id."""
+        """The grid's id."""
         return f"{self.ablation.name}-{self.base_name}"
 
     @property
     def declaration(self) -> "Declaration | None":
-        """Of the question, on the experiment."""
+        """The question's declaration on the experiment, without a commit if the command line overrides settings."""
         if self.question is None:
             return None
         declared = self.question.declare(self.base_name, self.base, self.files)
-        return replace(declared, commit="") if self.overridden else declared  # settings of the command line
+        return replace(declared, commit="") if self.overridden else declared
 
 
 def parse_request(options: argparse.Namespace, overrides: list[str]) -> GridRequest:
@@ -169,56 +167,56 @@ def parse_request(options: argparse.Namespace, overrides: list[str]) -> GridRequ
 
 
 def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
-    """The grid that the options of `ablate run` describe, checked whole; nothing is created."""
+    """The grid that the options of `ablate run` describe, fully checked. Creates nothing."""
     from lit_lazy.config.key import SCHEMA
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.grid.ablation import expand, hash_row_definitions, make_row_infos, select_rows
 
-    asked = parse_request(options, overrides)
-    ablation, base, chosen = asked.ablation, asked.base, asked.chosen
-    cells = expand(chosen, base, asked.overridden)
+    request = parse_request(options, overrides)
+    ablation, base, chosen = request.ablation, request.base, request.chosen
+    cells = expand(chosen, base, request.overridden)
     from lit_lazy.grid.jobs.launch import Grid
     from lit_lazy.grid.plan import Plan
     from lit_lazy.support.secrets import format_command_line
     from lit_lazy.training.prepare import load_data
 
-    # The baseline has its place in the table, missing or not, also when it is not run now.
+    # The table always has a row for the baseline, even if this command does not run it.
     names_chosen = {row.name for row, _ in chosen}
     baseline = () if ablation.baseline in names_chosen else select_rows(ablation, [ablation.baseline], options.seeds)
     in_table = [*chosen, *baseline]
     plan = Plan(
         ablation=ablation.name,
-        base=asked.base_name,
+        base=request.base_name,
         baseline=ablation.baseline,
         command=format_command_line(),
-        rows=tuple(make_row_infos(in_table, asked.base_name)),
+        rows=tuple(make_row_infos(in_table, request.base_name)),
         columns=ablation.columns,
         contrasts=ablation.contrasts,
         axes=tuple(dict.fromkeys(name for cell in cells for name in cell.axes)),
         definitions=hash_row_definitions(ablation, base),
         facts=load_data(base.data).info,
         schema=SCHEMA,
-        declaration=asked.declaration,
+        declaration=request.declaration,
         primary=ablation.primary,
     )
     return Grid(
-        id=asked.grid,
+        id=request.grid,
         plan=plan,
         row_order=[row.name for row in ablation.all_rows],
         cells=cells,
         base_config=to_dict(base),
         runs=options.runs,
-        files=asked.files,
+        files=request.files,
     )
 
 
 def check_launcher(options: argparse.Namespace) -> None:
-    """Raise ValueError where an option needs Ray, or Ray is wanted and is not there."""
+    """Raise ValueError if an option needs --launcher ray, or Ray is not installed."""
     if options.launcher == "local":
         check_workers(options)
         for name, value in (("--gpus", options.gpus), ("--ray-address", options.ray_address)):
             if value is not None:
-                raise ValueError(f"{name} {value}: has a meaning with --launcher ray only; add that, or leave it out")
+                raise ValueError(f"{name} {value}: needs --launcher ray; add that, or leave {name} out")
         return
     try:
         import ray  # noqa: F401
@@ -228,9 +226,9 @@ def check_launcher(options: argparse.Namespace) -> None:
 
 @contextmanager
 def allocate_workers(options: argparse.Namespace) -> Iterator[tuple[int, float]]:
-    """How many cells to run at a time, and the GPUs of each; a Ray cluster is joined meanwhile.
+    """The number of cells to run at a time, and the GPUs of each; stays connected to a Ray cluster meanwhile.
 
-    Raises ValueError where the cluster cannot be used.
+    Raises ValueError if the cluster cannot be used.
     """
     if options.launcher == "local":
         yield options.workers or default_workers(options.threads, options.devices or 1), 0.0
@@ -243,5 +241,5 @@ def allocate_workers(options: argparse.Namespace) -> Iterator[tuple[int, float]]
         devices = options.devices or 1
         gpus = devices * float(cluster.has_gpus) if options.gpus is None else options.gpus
         share = Share(options.threads * devices, gpus)
-        times = cluster.count_cells(share)
-        yield options.workers or times, share.gpus
+        fitting = cluster.count_cells(share)
+        yield options.workers or fitting, share.gpus

@@ -22,18 +22,21 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
     parser = add_command(
-        commands, "search", ablate_search, "look for the best values of continuous options", takes_overrides=True
+        commands, "search", ablate_search, "search the best values of continuous settings", takes_overrides=True
     )
-    parser.add_argument("ablation", metavar="NAME", help="a search in ablations/, or a .py file")
+    parser.add_argument("ablation", metavar="NAME", help="a search in ablations/ or a .py file")
     add_base(parser)
     parser.add_argument(
-        "--trials", metavar="N", type=positive_int, default=None, help="points to finish (default: the search's own)"
+        "--trials",
+        metavar="N",
+        type=positive_int,
+        default=None,
+        help="number of points to train (default: the number that the search names)",
     )
     add_workers(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print what it would do; create nothing")
-    parser.add_argument("--fresh", action="store_true", help="move the former results away and start again")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan; create nothing")
+    parser.add_argument("--fresh", action="store_true", help="move earlier results aside and start again")
     add_storage(parser)
     add_runs(parser)
     add_init_from(parser)
@@ -41,7 +44,6 @@ def add_to(commands: Commands) -> None:
 
 
 def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
-    """`lit-lazy ablate search`"""
     from lit_lazy.support.console import plain_console
 
     check_workers(options)
@@ -58,7 +60,7 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
 
     check_logger_kinds(options.loggers)
     check_destinations(options, work.id)
-    # Points beyond those asked for may wait in the queue, from a command that asked for more.
+    # The queue may hold further points, from an earlier command with more trials.
     launch = LaunchOptions(
         workers,
         options.threads,
@@ -73,7 +75,7 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def make_search(options: argparse.Namespace, overrides: list[str]) -> "SearchWork":
-    """The search that the options of `ablate search` describe, checked whole; nothing is created."""
+    """The search that the options of `ablate search` describe, fully checked. Creates nothing."""
     from lit_lazy.config.files import find
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.grid.ablation import check_cell_count

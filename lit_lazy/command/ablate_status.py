@@ -3,20 +3,17 @@
 import argparse
 
 from lit_lazy.command.grids import resolve_grid_name
-from lit_lazy.command.options import Commands, add_base, add_command, add_runs, add_storage
+from lit_lazy.command.options import Commands, add_command, add_grid, add_runs, add_storage
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
-    parser = add_command(commands, "status", ablate_status, "show what is done, what runs where, what failed and why")
-    parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, a .py file, or NAME-EXPERIMENT")
-    add_base(parser, "it was run on")
+    parser = add_command(commands, "status", ablate_status, "show finished, running and failed cells, with reasons")
+    add_grid(parser)
     add_storage(parser)
     add_runs(parser)
 
 
 def ablate_status(options: argparse.Namespace, _rest: list[str]) -> int:
-    """`lit-lazy ablate status`"""
     from lit_lazy.grid.jobs.status import print_status
     from lit_lazy.grid.queue.queue import Queue
     from lit_lazy.grid.queue.storage import default_storage, list_grid_names

@@ -3,25 +3,22 @@
 import argparse
 
 from lit_lazy.command.grids import open_tracker
-from lit_lazy.command.options import Commands, add_base, add_command, add_runs, path
+from lit_lazy.command.options import Commands, add_command, add_grid, add_runs, path
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
     parser = add_command(
-        commands, "table", ablate_table, "rebuild an ablation's table from MLflow alone, or from a table.json"
+        commands, "table", ablate_table, "rebuild an ablation's table from MLflow or from a table.json"
     )
-    parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, a .py file, or NAME-EXPERIMENT")
-    add_base(parser, "it was run on")
+    add_grid(parser)
     add_runs(parser)
     parser.add_argument(
         "--from", dest="source", metavar="FILE", type=path,
-        help="a table.json: compute its statistics anew, by what the ablation declares now, and write it in its place",
+        help="recompute the statistics of this table.json, by what the ablation declares now, and replace the file",
     )  # fmt: skip
 
 
 def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
-    """`lit-lazy ablate table`"""
     from lit_lazy.config.files import find
     from lit_lazy.grid.plan import find_newest_parent
     from lit_lazy.grid.question import load_ablation_or_question

@@ -7,28 +7,26 @@ from lit_lazy.command.options import Commands, add_command, folder, path
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
-    parser = add_command(commands, "verdicts", ablate_verdicts, "say what the questions that were run have come to")
+    parser = add_command(commands, "verdicts", ablate_verdicts, "print the verdicts of the questions that were run")
     parser.add_argument(
         "folder",
         metavar="FOLDER",
         nargs="?",
         type=folder,
         default=Path("runs"),
-        help="folder whose folders hold the questions' table.json (default: runs)",
+        help="folder that holds the questions' result folders, each with a table.json (default: runs)",
     )
-    parser.add_argument("--out", metavar="PAGE.md", type=path, help="write them as a page, too")
+    parser.add_argument("--out", metavar="PAGE.md", type=path, help="also write them to a Markdown page")
 
 
 def ablate_verdicts(options: argparse.Namespace, _rest: list[str]) -> int:
-    """`lit-lazy ablate verdicts`"""
     from lit_lazy.report.verdicts import format_page, format_summary, read_questions
     from lit_lazy.support.disk import check_writable_file, write_text
 
     if options.out is not None:
         check_writable_file("--out", options.out)
     if (options.folder / "table.json").exists():
-        raise ValueError(f"{str(options.folder)!r}: is the folder of one table; give the one around it")
+        raise ValueError(f"{str(options.folder)!r}: is the folder of one table; give its parent folder")
     found = read_questions(options.folder)
     if not found:
         raise ValueError(

@@ -7,14 +7,14 @@ from lit_lazy.command.options import Commands, add_command, folder, json_file, p
 
 SHELLS = ("bash", "zsh", "tcsh")
 ROOMS = {"EXPERIMENT": "experiments", "NAME": "ablations"}
-"""What stands for the files of which room in the options of all commands."""
+"""Metavar -> folder whose files it completes."""
 
 
 def add_to(commands: Commands, root: argparse.ArgumentParser) -> None:
-    """The command and its options. root: the parser of all commands."""
-    parser = add_command(commands, "completion", completion, "print what makes a shell complete commands and options")
+    """root: the parser of all commands."""
+    parser = add_command(commands, "completion", completion, "print a shell's completion script")
     parser.epilog = (
-        "Keep it where the shell looks for it, for example\n"
+        "Write it to the folder from which the shell loads completions, for example\n"
         "  lit-lazy completion bash > ~/.local/share/bash-completion/completions/lit-lazy"
     )
     parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or tcsh")
@@ -22,12 +22,11 @@ def add_to(commands: Commands, root: argparse.ArgumentParser) -> None:
 
 
 def completion(options: argparse.Namespace, _rest: list[str]) -> int:
-    """`lit-lazy completion`"""
     import shtab
 
     from lit_lazy.config.files import list_available
 
-    for action in _actions(options.root):
+    for action in _iter_actions(options.root):
         if action.type in (path, folder, json_file):
             action.complete = shtab.DIRECTORY if action.type is folder else shtab.FILE  # type: ignore[attr-defined]
         elif action.dest in ("experiment", "ablation", "base") and action.metavar in ROOMS:
@@ -36,11 +35,11 @@ def completion(options: argparse.Namespace, _rest: list[str]) -> int:
     return 0
 
 
-def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """The options and arguments of a parser and of all below it."""
+def _iter_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """The options and arguments of a parser and of its subparsers."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for below in action.choices.values():
-                yield from _actions(below)
+                yield from _iter_actions(below)
         else:
             yield action

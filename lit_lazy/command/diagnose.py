@@ -11,67 +11,62 @@ from lit_lazy.command.options import (
     add_runs,
     add_threads,
     folder,
-    import_classes,
     int_list,
     make_eviction,
     non_empty,
     positive_int,
+    prepare_process,
 )
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
     parser = add_command(
-        commands, "diagnose", diagnose, "look into a trained model: sinks, mass, sparsity, collapse, with figures"
+        commands, "diagnose", diagnose, "measure and plot a trained model's attention: sinks, mass, sparsity, collapse"
     )
     add_checkpoint(parser)
     parser.add_argument(
         "--data",
         metavar="EXPERIMENT",
         type=non_empty,
-        help="experiment whose validation data are measured: a name or a .py file (default: the model's own data)",
+        help="experiment whose validation data to use, a name or a .py file (default: the data of the training)",
     )
     parser.add_argument(
         "--lengths",
         metavar="512,1024",
         type=partial(int_list, least=1),
         default=[],
-        help="context lengths to measure at, beside that of the data",
+        help="further context lengths to measure at",
     )
     add_eviction(parser)
-    for part, what in (("layers", "up to four, spread"), ("heads", "the one with the strongest first key")):
+    for part, default in (
+        ("layers", "up to four, evenly spaced"),
+        ("heads", "the one with the most weight on the first key"),
+    ):
         parser.add_argument(
             f"--{part}",
             metavar="0,1",
             type=int_list,
             default=None,
-            help=f"{part} whose attention maps are kept, counted from 0 (default: {what})",
+            help=f"{part} whose attention maps to save, counted from 0 (default: {default})",
         )
     parser.add_argument(
         "--sequences",
         metavar="N",
         type=positive_int,
         default=64,
-        help="validation sequences to measure, at most (default 64)",
+        help="maximum number of validation sequences (default 64)",
     )
-    parser.add_argument(
-        "--out", metavar="FOLDER", type=folder, help="write the results there (default: diagnose-RUN in --runs)"
-    )
+    parser.add_argument("--out", metavar="FOLDER", type=folder, help="output folder (default: diagnose-RUN in --runs)")
     add_threads(parser)
     add_runs(parser)
 
 
 def diagnose(options: argparse.Namespace, _rest: list[str]) -> int:
-    """`lit-lazy diagnose`"""
-    import torch
-
     from lit_lazy.measure.diagnostics import Maps
     from lit_lazy.report.checkpoint import Request
     from lit_lazy.report.checkpoint import diagnose as diagnose_checkpoint
 
-    import_classes(options)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    prepare_process(options)
     layers, heads = (None if chosen is None else tuple(chosen) for chosen in (options.layers, options.heads))
     diagnose_checkpoint(
         Request(

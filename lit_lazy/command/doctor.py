@@ -2,38 +2,36 @@
 
 import argparse
 from collections.abc import Iterator
+from shutil import which
 
 from lit_lazy.command.options import Commands, add_command, add_runs
 
 USES = {
     "postgres": "a queue on PostgreSQL (--storage)",
     "ray": "grids on a Ray cluster (--launcher ray)",
-    "lm-eval": "the field's benchmarks (lm-eval)",
+    "lm-eval": "standard benchmarks (lm-eval)",
     "fla": "RetNet, Mamba2 and Gated DeltaNet",
     "export": "models for transformers (export)",
     "tensorboard": "--logger tensorboard",
     "wandb": "--logger wandb",
 }
-"""What the extras of pyproject.toml are for."""
+"""Extra of pyproject.toml -> its use."""
 TOOLS = {
     "cc": "--compile, tests of crash points",
     "chromium": "tests of pages and dashboards",
-    "strace": "tests of what is sent where",
+    "strace": "tests of network traffic",
     "git": "the commit in results",
 }
-"""Programs that some things need."""
+"""Program -> its use."""
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
-    parser = add_command(
-        commands, "doctor", doctor, "print versions, devices and backends, and what is missing for what"
-    )
+    parser = add_command(commands, "doctor", doctor, "print versions, devices and backends, and report what is missing")
     add_runs(parser)
 
 
 def doctor(options: argparse.Namespace, _rest: list[str]) -> int:
-    """`lit-lazy doctor`: 1 where something that everything needs is missing."""
+    """Exit status 1 if a required dependency is missing or tracking is unusable."""
     from lit_lazy.support.secrets import redact_url
     from lit_lazy.tracking.store import check_store, default_uri
 
@@ -51,17 +49,17 @@ def doctor(options: argparse.Namespace, _rest: list[str]) -> int:
         print(f"{'tracking':12} {redact_url(uri)}")
     except ValueError as error:
         wrong.append(str(error))
-    missing += [f"{use}: the program {name} is not on the PATH" for name, use in TOOLS.items() if not is_on_path(name)]
-    for title, found in (("wrong", wrong), ("missing, for those who want", missing)):
+    missing += [f"{use}: the program {name} is not on the PATH" for name, use in TOOLS.items() if not which(name)]
+    for title, found in (("errors", wrong), ("missing for optional features", missing)):
         if found:
             print("\n".join(["", f"{title}:", *(f"  {line}" for line in found)]))
     if not wrong:
-        print("\nEverything that is needed is there.")
+        print("\nEverything required is installed.")
     return 1 if wrong else 0
 
 
 def list_versions() -> Iterator[str]:
-    """Of this project, Python and what decides results and their bits."""
+    """Versions of this project, Python and the packages that affect results."""
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
@@ -78,7 +76,7 @@ def list_versions() -> Iterator[str]:
 
 
 def find_unmet_requirements() -> Iterator[tuple[str, str, str | None]]:
-    """Of what this project requires here that which does not fit: package, what it is, and the extra that wants it."""
+    """Package, problem and extra (None: required) of each requirement that is missing or has a wrong version."""
     from importlib.metadata import PackageNotFoundError, requires, version
 
     from packaging.requirements import Requirement
@@ -88,20 +86,20 @@ def find_unmet_requirements() -> Iterator[tuple[str, str, str | None]]:
         if requirement.marker and not requirement.marker.evaluate({"extra": extra or ""}):
             continue  # for another system
         try:
-            there = version(requirement.name)
+            installed = version(requirement.name)
         except PackageNotFoundError:
-            yield requirement.name, f"is not installed (wanted: {requirement.specifier})", extra
+            yield requirement.name, f"is not installed (needed: {requirement.specifier})", extra
             continue
-        if not requirement.specifier.contains(there, prereleases=True):
-            yield requirement.name, f"is {there} (wanted: {requirement.specifier})", extra
+        if not requirement.specifier.contains(installed, prereleases=True):
+            yield requirement.name, f"is {installed} (needed: {requirement.specifier})", extra
 
 
 def list_devices() -> Iterator[str]:
-    """What trainings run on."""
+    """CPU, memory and GPUs."""
     import torch
 
+    from lit_lazy.support.machine import count_cores
     from lit_lazy.support.memory import measure_total_memory
-    from lit_lazy.training.devices import count_cores
 
     yield f"{'CPU':12} {count_cores()} cores, {measure_total_memory() / 1e9:.1f} GB of memory and swap"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -109,11 +107,11 @@ def list_devices() -> Iterator[str]:
         facts = torch.cuda.get_device_properties(i)
         yield f"{f'GPU {i}':12} {facts.name}, {facts.total_memory / 1e9:.1f} GB"
     if not count:
-        yield f"{'GPU':12} none that torch sees"
+        yield f"{'GPU':12} none visible to torch"
 
 
 def list_backends() -> Iterator[str]:
-    """The implementation of attention that a training takes here by itself."""
+    """The attention backend that `auto` selects on this machine."""
     from lit_lazy.attention import Attention, AttentionSpec, Elastic, LearnedBias
     from lit_lazy.config import ModelConfig
     from lit_lazy.training.devices import select_training_device
@@ -122,10 +120,3 @@ def list_backends() -> Iterator[str]:
     for name, spec in (("softmax", AttentionSpec()), ("lazy", AttentionSpec(Elastic(), LearnedBias()))):
         backend = Attention(spec, shape, "auto").to(select_training_device()).backend_name()
         yield f"{name:12} attention runs on {backend}"
-
-
-def is_on_path(name: str) -> bool:
-    """Whether a program is on the PATH."""
-    import shutil
-
-    return shutil.which(name) is not None

@@ -13,16 +13,14 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
     parser = add_command(
-        commands, "export", export, "write a trained model as a folder that transformers loads, without lit-lazy"
+        commands, "export", export, "export a trained model to a folder that transformers loads without lit-lazy"
     )
     add_checkpoint(parser)
-    parser.add_argument("out", metavar="OUT", type=folder, help="folder to be made; it may be there and empty")
+    parser.add_argument("out", metavar="OUT", type=folder, help="output folder, new or empty")
 
 
 def export(options: argparse.Namespace, _rest: list[str]) -> int:
-    """`lit-lazy export`"""
     from lit_lazy.data.prompts import Prompts
     from lit_lazy.model.export.folder import check, write
     from lit_lazy.support.disk import check_writable_folder, create_folder_atomically
@@ -39,13 +37,13 @@ def export(options: argparse.Namespace, _rest: list[str]) -> int:
     check_writable_folder("OUT", options.out)
     with create_folder_atomically(options.out.absolute()) as scratch:
         write(scratch, module.model, text, tokenizer, prompts.end, prompts.begin)
-    without = "" if tokenizer else f"; without a tokenizer, since {prompts.name} has no text"
-    print(f"{options.out}: {', '.join(sorted(file.name for file in options.out.iterdir()))}{without}")
+    note = "" if tokenizer else f"; without a tokenizer, since {prompts.name} has no text"
+    print(f"{options.out}: {', '.join(sorted(file.name for file in options.out.iterdir()))}{note}")
     return 0
 
 
 def read_result(checkpoint: Path) -> Mapping[str, Any] | None:
-    """What the run left beside its checkpoint; None where there is none. Raises ValueError where it is damaged."""
+    """The result next to a checkpoint; None if there is none. Raises ValueError if it is damaged."""
     from lit_lazy.support.typecheck import check_kinds
     from lit_lazy.training.result import RESULT, RunResult
 
@@ -61,7 +59,7 @@ def read_result(checkpoint: Path) -> Mapping[str, Any] | None:
 
 
 def format_model_card(module: "LitLM", found: Mapping[str, Any] | None, has_text: bool) -> str:
-    """The README of an exported model: what it is, its row of a table, how to use it. No path of this machine."""
+    """The README of an exported model: settings, results, usage. Contains no path of this machine."""
     cfg = module.cfg
     attention = cfg.model.attention
     parts = {
@@ -95,7 +93,7 @@ tags:
 # A language model with {type(attention.normaliser).__name__} attention
 
 Exported from lit-lazy, a laboratory for Lazy Attention ([arXiv 2601.00919](https://arxiv.org/abs/2601.00919)). The
-modelling file beside this needs torch and transformers alone; where flash_lazy is installed, it computes softmax and
+modelling file next to this one needs only torch and transformers; if flash_lazy is installed, it computes softmax and
 Lazy Attention. tau and biases stay float32 in every dtype.
 
 | | |
@@ -120,16 +118,16 @@ USE_OF_NUMBERS = """import torch
 from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
-print(model.generate(torch.tensor([[0, 1, 2]]), max_new_tokens=50))  # its tokens stand for no text
+print(model.generate(torch.tensor([[0, 1, 2]]), max_new_tokens=50))  # its tokens are not text
 """
 
 
 def format_row(found: Mapping[str, Any] | None) -> str:
-    """The row of a table that the run makes, of one seed."""
+    """The run's row of a table, from one seed."""
     from lit_lazy.table.columns import COLUMNS
 
     if found is None:
-        return "No result stood beside the checkpoint, so nothing is known of what it reaches."
+        return "The checkpoint had no result next to it, so its metrics are unknown."
     metrics = found["metrics"]
     columns = [column for column in COLUMNS if column.key in metrics]
     titles = [f"{column.title} ({column.unit})" if column.unit else column.title for column in columns]

@@ -2,19 +2,17 @@
 
 import argparse
 
-from lit_lazy.command.options import Commands, add_command
+from lit_lazy.command.options import Commands, add_command, add_experiment
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
     parser = add_command(
         commands, "fields", fields, "list an experiment's fields that can be overridden, and the classes of its parts"
     )
-    parser.add_argument("experiment", metavar="EXPERIMENT", help="a name in experiments/, or a .py file")
+    add_experiment(parser)
 
 
 def fields(options: argparse.Namespace, _rest: list[str]) -> int:
-    """`lit-lazy fields`"""
     from lit_lazy.config.field_docs import list_fields
     from lit_lazy.config.files import find, load_experiment
 

@@ -14,11 +14,11 @@ from lit_lazy.command.options import (
     add_command,
     add_eviction,
     add_threads,
-    import_classes,
     make_eviction,
     non_negative_int,
-    parse_int,
     path,
+    prepare_process,
+    whole_number,
 )
 
 if TYPE_CHECKING:
@@ -26,83 +26,75 @@ if TYPE_CHECKING:
     from lit_lazy.model.generation import Generation
 
 MOST_TOKENS = 10**7
-"""To draw for a prompt."""
+"""Upper bound on the tokens drawn for a prompt."""
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
-    parser = add_command(commands, "generate", generate, "let a trained model continue a text")
+    parser = add_command(commands, "generate", generate, "continue a text with a trained model")
     add_checkpoint(parser)
-    parser.add_argument(
-        "--prompt", metavar="TEXT", action="append", default=[], help="text to be continued; may be given again"
-    )
+    parser.add_argument("--prompt", metavar="TEXT", action="append", default=[], help="text to continue; repeatable")
     parser.add_argument(
         "--prompt-file",
         metavar="FILE",
         type=prompt_file,
         action="append",
         default=[],
-        help="file with a text to be continued, - for standard input; may be given again",
+        help="file with a text to continue, - for standard input; repeatable",
     )
     parser.add_argument(
-        "--tokens", metavar="N", type=new_tokens, default=100, help="tokens to add to each text, at most (default 100)"
+        "--tokens",
+        metavar="N",
+        type=whole_number(1, MOST_TOKENS),
+        default=100,
+        help="maximum number of tokens to add to each text (default 100)",
     )
     parser.add_argument(
         "--temperature",
+        metavar="T",
         type=non_negative_float,
         default=1.0,
-        help="what logits are divided by; 0 takes the most probable token each time (default 1)",
+        help="divide logits by T; 0 always takes the most probable token (default 1)",
     )
     parser.add_argument(
         "--top-p",
         metavar="P",
         type=probability,
         default=1.0,
-        help="draw from the fewest tokens with this probability together (default 1: from all)",
+        help="sample from the smallest set of tokens with total probability P (default 1: all tokens)",
     )
-    parser.add_argument("--seed", metavar="N", type=non_negative_int, default=0, help="seed of the draws (default 0)")
+    parser.add_argument("--seed", metavar="N", type=non_negative_int, default=0, help="seed of sampling (default 0)")
     add_eviction(parser)
     add_threads(parser)
 
 
 def prompt_file(text: str) -> Path:
-    """An option that is a file to be read, or standard input."""
+    """Option type: a file to read, or - for standard input."""
     if text != "-" and not path(text).is_file():
         raise argparse.ArgumentTypeError(f"{text!r}: no such file; give the path of one, or - for standard input")
     return Path(text)
 
 
-def new_tokens(text: str) -> int:
-    """An option that is a number of tokens to draw."""
-    if (number := parse_int(text, least=1, most=MOST_TOKENS)) is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 1 to {MOST_TOKENS}")
-    return number
-
-
 def non_negative_float(text: str) -> float:
-    """An option that is a finite number from 0 on."""
+    """Option type: a finite number of at least 0."""
     return _parse_number(text, lambda x: 0 <= x < float("inf"), "a number of at least 0")
 
 
 def probability(text: str) -> float:
-    """An option that is a probability above 0."""
+    """Option type: a probability above 0."""
     return _parse_number(text, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
 
 
-def _parse_number(text: str, fits: Callable[[float], bool], what: str) -> float:
+def _parse_number(text: str, fits: Callable[[float], bool], kind: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = float("nan")
     if not fits(number):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be {what}")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be {kind}")
     return number
 
 
 def generate(options: argparse.Namespace, _rest: list[str]) -> int:
-    """`lit-lazy generate`"""
-    import torch
-
     from lit_lazy.data.prompts import Prompts
     from lit_lazy.measure.diagnostics import evaluation_mode
     from lit_lazy.model.generation import Generation, Sampling
@@ -111,12 +103,10 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.training import checkpoints
     from lit_lazy.training.devices import select_training_device
 
-    import_classes(options)
     evict = make_eviction(options)
     if not options.prompt and not options.prompt_file:
-        raise ValueError("--prompt: give a text to be continued, or a file with one by --prompt-file")
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+        raise ValueError("--prompt: give a text to continue, or a file with one by --prompt-file")
+    prepare_process(options)
     module = checkpoints.load(options.checkpoint)
     prompts = Prompts(module.cfg.data, module.hparams["vocab_size"])
     texts = read_prompts(options)
@@ -134,13 +124,13 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # of `| head`: whatever Python still has to write goes nowhere
+    except BrokenPipeError:  # `| head`: discard what Python flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def read_prompts(options: argparse.Namespace) -> list[tuple[str, bytes]]:
-    """The texts to be continued, each with the option that it came by. Raises ValueError where one cannot be read."""
+    """Option and text of each prompt. Raises ValueError if one cannot be read."""
     from lit_lazy.support.disk import open_file
 
     if options.prompt_file.count(Path("-")) > 1:
@@ -160,7 +150,7 @@ def read_prompts(options: argparse.Namespace) -> list[tuple[str, bytes]]:
 
 
 def print_generation(generation: "Generation", prompts: "Prompts", texts: list[tuple[str, bytes]]) -> None:
-    """Print the text as it comes, that of several prompts when all are done, and what it took on standard error."""
+    """Stream the text of one prompt, or print several at the end; print time and memory on standard error."""
     started, count = time.perf_counter(), 0
     found: list[list[int]] = [[] for _ in texts]
 
@@ -186,9 +176,9 @@ def print_generation(generation: "Generation", prompts: "Prompts", texts: list[t
 
 
 def print_pieces(pieces: "Iterator[str] | list[str]") -> None:
-    """Print the pieces of a text as they come, and a line end; to a terminal no character that would steer it."""
-    steers = sys.stdout.isatty()
+    """Stream the pieces of a text and a newline; on a terminal, escape control characters."""
+    escape = sys.stdout.isatty()
     for piece in pieces:
-        plain = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in piece) if steers else piece
-        print(plain, end="", flush=True)
+        shown = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in piece) if escape else piece
+        print(shown, end="", flush=True)
     print(flush=True)

@@ -1,4 +1,4 @@
-"""What the commands on grids share: which grid is meant, what it runs on and where, and how results are printed."""
+"""Shared by the commands on grids: find a grid, its experiment and tracker, check destinations, print results."""
 
 import argparse
 import shlex
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from lit_lazy.tracking.tracker import Tracker
 
 BYTES_PER_WORKER = 3 * 2**29
-"""1.5 GB: torch, lightning and mlflow take 0.9 GB before a small model is trained."""
+"""1.5 GiB: torch, lightning and mlflow take 0.9 GB before a small model is trained."""
 LEAST_BYTES_PER_WORKER = 2**28
-"""What processes that share their libraries' pages take each, for certain."""
+"""Lower bound for processes that share the pages of their libraries."""
 
 
 def make_base(
     options: argparse.Namespace, definition: "Ablation | Search", overrides: list[str]
 ) -> tuple[Path, str, "RunConfig", list[str]]:
-    """The experiment under an ablation or a search: its file, its name, its config, and the paths that were overridden.
+    """File, name, config and overridden paths of the experiment under an ablation or a search.
 
-    A short hash in the name keeps an overridden experiment's results apart from the experiment's own.
+    The name of an overridden experiment ends in a short hash, which separates its results.
     """
     from lit_lazy.config.files import find, load_experiment
     from lit_lazy.config.key import settings_key
@@ -40,7 +40,7 @@ def make_base(
 
 
 def check_destinations(options: argparse.Namespace, grid: str) -> None:
-    """Raise ValueError, in one line, where results, queue or tracking could not be kept; nothing is created."""
+    """Raise a one-line ValueError if results, queue or tracking cannot be stored. Creates nothing."""
     from lit_lazy.grid.queue.storage import check_storage, default_storage
     from lit_lazy.support.disk import check_writable_folder
     from lit_lazy.tracking.store import check_store, default_uri
@@ -52,7 +52,7 @@ def check_destinations(options: argparse.Namespace, grid: str) -> None:
 
 
 def check_workers(options: argparse.Namespace) -> None:
-    """Raise ValueError, in one line, where this machine could not even start so many processes."""
+    """Raise a one-line ValueError if this machine cannot start --workers processes."""
     from lit_lazy.support.memory import require_memory
 
     if options.workers:
@@ -60,24 +60,24 @@ def check_workers(options: argparse.Namespace) -> None:
 
 
 def default_workers(threads: int, devices: int = 1) -> int:
-    """One worker per GPU, or as many as it trains on, where there are any; else as many as cores and memory carry."""
+    """One worker per `devices` GPUs; without GPUs, as many workers as cores and memory allow."""
     import psutil
     import torch
 
-    from lit_lazy.training.devices import count_cores
+    from lit_lazy.support.machine import count_cores
 
     memory = psutil.virtual_memory().available // BYTES_PER_WORKER
     return max(1, (torch.cuda.device_count() or min(count_cores() // threads, memory)) // devices)
 
 
 def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: str) -> str:
-    """The grid that NAME and --base mean, one of those known at a place."""
+    """The grid in `known` that NAME and --base mean. where: the queue or MLflow store, for messages."""
     from lit_lazy.config.files import find
     from lit_lazy.grid.question import load_ablation_or_question
 
     name = options.ablation
     if not known:
-        raise ValueError(f"ablation {name!r}: {where} holds no such grid; it has none; `lit-lazy ablate run` makes it")
+        raise ValueError(f"ablation {name!r}: {where} holds no grids; `lit-lazy ablate run` creates them")
     if name in known and options.base:
         raise ValueError(f"--base {options.base!r}: {name!r} names its experiment already; leave --base out")
     if name not in known:
@@ -86,7 +86,7 @@ def resolve_grid_name(options: argparse.Namespace, known: Sequence[str], where: 
     if name not in known:
         raise ValueError(
             f"ablation {name!r}: {where} holds no such grid{did_you_mean(name, known)}; it has {', '.join(known)}; "
-            "`lit-lazy ablate run` makes it"
+            "`lit-lazy ablate run` creates it"
         )
     return name
 
@@ -105,7 +105,7 @@ def open_tracker(options: argparse.Namespace) -> "Tracker":
 
 
 def print_results(table: str, where: Path, runs: Path) -> None:
-    """The table, and where it and all else is."""
+    """Print the table and the locations of all results."""
     from lit_lazy.support.console import get_program_name
 
     print(f"\n{table}\n")

@@ -11,10 +11,10 @@ from lit_lazy.command.options import (
     add_command,
     add_threads,
     folder,
-    import_classes,
     json_file,
     name_list,
     positive_int,
+    prepare_process,
 )
 
 if TYPE_CHECKING:
@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
     parser = add_command(
-        commands, "lm-eval", lm_eval, "ask a trained model the field's benchmarks, by lm-evaluation-harness"
+        commands, "lm-eval", lm_eval, "evaluate a trained model on standard benchmarks by lm-evaluation-harness"
     )
     add_checkpoint(parser)
     parser.add_argument(
@@ -41,17 +40,16 @@ def add_to(commands: Commands) -> None:
         metavar="FOLDER",
         type=folder,
         default=None,
-        help="folder with task files of the harness, which come before its own of the same name",
+        help="folder with task files, which take precedence over the harness's tasks of the same name",
     )
     parser.add_argument(
-        "--limit", metavar="N", type=positive_int, default=None, help="questions of each task, at most: to try it out"
+        "--limit", metavar="N", type=positive_int, default=None, help="maximum questions per task, for a trial"
     )
     parser.add_argument("--out", metavar="FILE.json", type=json_file, help="write the results there")
     add_threads(parser)
 
 
 def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
-    """`lit-lazy lm-eval`"""
     import json
 
     import torch
@@ -62,9 +60,7 @@ def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.training import checkpoints
     from lit_lazy.training.devices import select_training_device
 
-    import_classes(options)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    prepare_process(options)
     if options.out is not None:
         check_writable_folder("--out", options.out.parent)
     chosen = options.tasks or list(TASKS)
@@ -90,13 +86,13 @@ def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
 
 
 def print_benchmarks(found: "BenchmarkResults") -> None:
-    """Print a table: the field's columns first, then what else the tasks gave."""
+    """Print a table: the standard columns first, then the other metrics of the tasks."""
     rows = [
         (column.title, column.task, column.metric, value, found.standard_error(column))
         for column, value in found.columns()
     ]
     known = {(task, metric) for _, task, metric, _, _ in rows}
-    rows += [("", *each, value, None) for each, value in sorted(found.scores.items()) if each not in known]
+    rows += [("", *key, value, None) for key, value in sorted(found.scores.items()) if key not in known]
     for title, task, metric, value, error in rows:
         spread = "" if error is None else f" +- {error:.4f}"
         n, version = found.samples.get(task, 0), found.versions.get(task, "?")
@@ -114,12 +110,12 @@ def print_benchmarks(found: "BenchmarkResults") -> None:
 
 @contextmanager
 def open_progress_bar() -> "Iterator[Count]":
-    """A bar on a terminal, and what moves it."""
+    """A progress bar, shown on a terminal; yields its update function."""
     from rich.progress import Progress
 
     from lit_lazy.support.console import plain_console
 
     console = plain_console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("asking", total=None)
+        task = bar.add_task("requests", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,6 +1,6 @@
-"""lit-lazy: train, run ablations, look at results.
+"""The command `lit-lazy`.
 
-What a command needs is imported when it is given, so that help is instant.
+Commands import heavy packages only when they run, so that help is instant.
 """
 
 import os
@@ -41,7 +41,7 @@ STDOUT = 1
 
 
 def make_parser() -> Parser:
-    """All commands and their options."""
+    """The parser of all commands."""
     parser = Parser(prog="lit-lazy", description="Reference laboratory for Lazy Attention.")
     parser.add_argument("--version", action="version", version=f"lit-lazy {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -53,8 +53,8 @@ def make_parser() -> Parser:
     generate.add_to(commands)
     export.add_to(commands)
     fields.add_to(commands)
-    ablate = commands.add_parser("ablate", help="run ablations, build their tables")
-    of_ablate = ablate.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    ablate = commands.add_parser("ablate", help="run ablations, questions and searches, and build their tables")
+    ablate_commands = ablate.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for part in (
         ablate_run,
         ablate_questions,
@@ -64,7 +64,7 @@ def make_parser() -> Parser:
         ablate_verdicts,
         ablate_list,
     ):
-        part.add_to(of_ablate)
+        part.add_to(ablate_commands)
     report.add_to(commands)
     dashboard.add_to(commands)
     doctor.add_to(commands)
@@ -73,39 +73,41 @@ def make_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] = make_parser) -> int:
-    """Entry point; the exit status: 0 done, 1 some cell failed, 2 wrong input, 130 interrupted, 141 nobody reads on."""
+    """Run a command and return its exit status.
+
+    0: done; 1: failed cells or unfinished work; 2: invalid input; 130: interrupted; 141: stdout was closed.
+    """
     try:
         status = run_command(argv, make_parser)
-        sys.stdout.flush()  # Python would report at its end that a reader is gone
+        sys.stdout.flush()  # otherwise Python reports a closed pipe at exit
     except BrokenPipeError:
         if not _is_stdout_closed():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what is still to be flushed
-        return 128 + signal.SIGPIPE  # what a shell reports of other programs there, as in `train ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # discard what is flushed at exit
+        return 128 + signal.SIGPIPE  # as a shell reports it for `train ... | head`
     return status
 
 
 def _is_stdout_closed() -> bool:
-    """Whether what reads standard output is gone: a pipe may also break on the way to a server."""
+    """Whether the reader of standard output is gone; a connection to a server raises BrokenPipeError too."""
     poll = select.poll()
     poll.register(STDOUT, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def run_command(argv: Sequence[str] | None, make_parser: Callable[[], Parser]) -> int:
-    """Parse a command line and do it; the exit status. Raises what is no mistake of the user's."""
+    """Parse and run a command line, and return the exit status. Re-raises exceptions that are not the user's errors."""
     hide_passwords()
-    # A queue.py in the current folder is not to take the place of Python's own in a process that this one starts.
+    # In child processes, a queue.py in the current folder must not shadow the standard library's.
     os.environ["PYTHONSAFEPATH"] = "1"
     words = list(sys.argv[1:] if argv is None else argv)
     if empty := [word for word in words if word.startswith("--") and word.endswith("=--")]:
-        return report_user_error(
-            f"{empty[0]}: has no value; give one as in {empty[0][:-3]}=VALUE"
-        )  # argparse gives a list
+        # argparse would parse the value as a list.
+        return report_user_error(f"{empty[0]}: has no value; give one as in {empty[0][:-3]}=VALUE")
     options, rest = make_parser().parse_known_args(words)
     if rest and not options.takes_overrides:
         return report_user_error(f"unknown argument {rest[0]!r}; see `{options.name} --help`")
-    # A batch system ends jobs by SIGTERM: it is to be as orderly as Ctrl-C.
+    # Batch systems end jobs by SIGTERM: handle it like Ctrl-C.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -125,16 +127,16 @@ def run_command(argv: Sequence[str] | None, make_parser: Callable[[], Parser]) -
         return 130
     except Exception as error:
         if is_disk_full(error):
-            said = "no space left; free some and give the same command again, nothing is lost"
+            message = "no space left; free some and run the same command again, nothing is lost"
         elif isinstance(error, OSError) and error.filename is not None:
-            said = sanitise(f"{str(error.filename2 or error.filename)!r}: cannot be used ({error.strerror})")
+            message = sanitise(f"{str(error.filename2 or error.filename)!r}: cannot be used ({error.strerror})")
         else:
             raise
-        print(f"lit-lazy: {said}", file=sys.stderr)
+        print(f"lit-lazy: {message}", file=sys.stderr)
         return 1
 
 
 def report_user_error(message: str) -> int:
-    """Report a user's mistake in one line."""
+    """Report invalid input in one line and return its exit status."""
     print(f"lit-lazy: {sanitise(message)}", file=sys.stderr)
     return 2

@@ -1,4 +1,4 @@
-"""The options of the command line: how they look, and how a wrong value is reported."""
+"""Command-line options shared by several commands, their types, and the errors of wrong values."""
 
 import argparse
 import os
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Commands = argparse._SubParsersAction
-"""Where a command adds its parser."""
+"""The subparsers to which a command adds its parser."""
 Action = Callable[[argparse.Namespace, list[str]], int]
 CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)$")
-"""What argparse says of a wrong command or value, and those that there are; from 3.14 on it guesses itself."""
+"""argparse's message for an unknown command or value, with the valid ones; Python 3.14 adds its own suggestion."""
 LEAST_SHARE = 0.0001
-"""Of a GPU: Ray rounds to that."""
+"""Smallest fraction of a GPU; Ray rounds to it."""
 OVERRIDES = """\
 Any field of the experiment can be overridden, for example
   --model.d_model=128 --train.steps=200 --model.attention.normaliser=Elastic --model.attention.normaliser.tau_init=2
-`lit-lazy fields EXPERIMENT` lists them all with their meaning."""
+`lit-lazy fields EXPERIMENT` describes every field."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line."""
+    """An argument parser whose errors are one line."""
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        sys.stdout.flush()  # of help, while it can be known that nobody reads it
+        sys.stdout.flush()  # a closed pipe must raise here, where `main` handles it
         super().exit(status, message)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        # Without this `export -- CHECKPOINT --` has an empty list for its folder: Python takes every `--` away.
+        # argparse drops every `--`: without this check, OUT of `export -- CHECKPOINT --` would be an empty list.
         if action.nargs is None and arg_strings == ["--"]:
             raise argparse.ArgumentError(action, "is missing behind '--'")
         return super()._get_values(action, arg_strings)
@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
 def add_command(
     commands: Commands, name: str, action: Action, text: str, takes_overrides: bool = False
 ) -> argparse.ArgumentParser:
-    """A command's parser, without options yet. action: gets the parsed ones and the rest, gives an exit status."""
+    """Add a command's parser, without options. action: takes the parsed and the remaining ones, returns exit status."""
     parser = commands.add_parser(
         name,
         help=text,
@@ -65,11 +65,19 @@ def add_command(
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--threads", type=thread_count, default=None, help="CPU threads (default: torch's own choice)")
+    parser.add_argument(
+        "--threads", metavar="N", type=thread_count, default=None, help="CPU threads (default: torch's choice)"
+    )
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", type=folder, default=Path("runs"), help="folder of all results (default: runs)")
+    parser.add_argument(
+        "--runs", metavar="FOLDER", type=folder, default=Path("runs"), help="folder of all results (default: runs)"
+    )
+
+
+def add_experiment(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("experiment", metavar="EXPERIMENT", help="a name in experiments/ or a .py file")
 
 
 def add_base(parser: argparse.ArgumentParser, use: str = "to run on") -> None:
@@ -77,18 +85,27 @@ def add_base(parser: argparse.ArgumentParser, use: str = "to run on") -> None:
         "--base",
         metavar="EXPERIMENT",
         type=non_empty,
-        help=f"experiment {use}: a name or a .py file (default: the ablation's own)",
+        help=f"experiment {use}, a name or a .py file (default: the one that the ablation names)",
     )
+
+
+def add_grid(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a grid with results."""
+    parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, a .py file, or NAME-EXPERIMENT")
+    add_base(parser, "it ran on")
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers",
+        metavar="N",
         type=positive_int,
         default=None,
-        help="processes (default: one per GPU, else as many as cores and memory carry)",
+        help="worker processes (default: one per GPU; without GPUs, what cores and memory allow)",
     )
-    parser.add_argument("--threads", type=thread_count, default=1, help="CPU threads of each worker (default 1)")
+    parser.add_argument(
+        "--threads", metavar="N", type=thread_count, default=1, help="CPU threads of each worker (default 1)"
+    )
 
 
 def add_init_from(parser: argparse.ArgumentParser) -> None:
@@ -97,18 +114,18 @@ def add_init_from(parser: argparse.ArgumentParser) -> None:
         metavar="CHECKPOINT",
         type=path,
         default=None,
-        help="start with the weights of a final.ckpt, where name and shape are the same: another variant, data or "
-        "schedule from a trained model",
+        help="initialise from a final.ckpt every weight whose name and shape match, to continue with another variant, "
+        "data or schedule",
     )
 
 
 def append_init_from(options: argparse.Namespace, overrides: list[str]) -> list[str]:
-    """The overrides, and that of `--init-from`, which is a field of the experiment."""
+    """The overrides, with `--init-from` as an override of the experiment's field."""
     return overrides if options.init_from is None else [*overrides, f"--init_from={options.init_from.resolve()}"]
 
 
 def add_loggers(parser: argparse.ArgumentParser) -> None:
-    """Where to log beside MLflow, as `loggers`."""
+    """Add `--logger`, parsed to `loggers`."""
     parser.add_argument(
         "--logger",
         metavar="KIND",
@@ -116,37 +133,41 @@ def add_loggers(parser: argparse.ArgumentParser) -> None:
         action="append",
         choices=("csv", "tensorboard", "wandb"),
         default=[],
-        help="log to csv, tensorboard or wandb too, in the run folder; may be given again (MLflow is always there)",
+        help="log to csv, tensorboard or wandb as well as MLflow, in the run folder; repeatable",
     )
 
 
 def add_execution(parser: argparse.ArgumentParser) -> None:
-    """How a training is executed; `execution_of` reads them."""
-    group = parser.add_argument_group("execution", "of one training; results differ by rounding alone")
+    """Add the options of how a training is executed; `make_execution` reads them."""
+    group = parser.add_argument_group("execution", "of one training; results differ only by rounding")
     group.add_argument(
-        "--devices", metavar="N", type=positive_int, default=None, help="GPUs, or CPU processes, that share every batch"
+        "--devices",
+        metavar="N",
+        type=positive_int,
+        default=None,
+        help="GPUs, or CPU processes, that share every batch (default 1)",
     )
     group.add_argument(
         "--strategy",
         choices=("ddp", "fsdp"),
         default="ddp",
-        help="whole models on all devices, or parameters and optimiser states spread over them (default ddp)",
+        help="ddp replicates the model on every device, fsdp shards parameters and optimiser states (default ddp)",
     )
     group.add_argument(
         "--micro-batch",
         metavar="N",
         type=positive_int,
         default=None,
-        help="sequences in a device's memory at a time; gradients are added up (default: its share of the batch)",
+        help="sequences per forward pass on a device, with gradient accumulation (default: its share of the batch)",
     )
     group.add_argument("--compile", action="store_true", help="torch.compile the model")
     group.add_argument(
-        "--checkpoint-activations", action="store_true", help="recompute each block in the backward pass: less memory"
+        "--checkpoint-activations", action="store_true", help="recompute each block in the backward pass to save memory"
     )
 
 
 def make_execution(options: argparse.Namespace) -> "Execution":
-    """What the options, or torchrun, say. Raises ValueError where the machine has not the devices to train on."""
+    """The execution that the options and torchrun define. Raises ValueError if the machine lacks the devices."""
     from lit_lazy.training.devices import check_devices
     from lit_lazy.training.distributed.process_group import read_torchrun_size
     from lit_lazy.training.execution import Execution
@@ -166,8 +187,9 @@ def add_launcher(parser: argparse.ArgumentParser) -> None:
         "--launcher",
         choices=("local", "ray"),
         default="local",
-        help="run cells in processes of this machine, or as tasks on a Ray cluster, each with --threads CPUs and "
-        "--gpus GPUs, at most --workers at a time (default: as many as fit); ray needs pip install 'lit-lazy[ray]'",
+        help="local runs cells in processes of this machine (default); ray runs them as tasks on a Ray cluster, each "
+        "with --threads CPUs and --gpus GPUs, at most --workers at a time (default: all that fit), and needs "
+        "pip install 'lit-lazy[ray]'",
     )
     parser.add_argument(
         "--gpus",
@@ -175,15 +197,14 @@ def add_launcher(parser: argparse.ArgumentParser) -> None:
         type=gpu_share,
         default=None,
         help="with --launcher ray: GPUs of each cell, 0, a fraction of one such as 0.5, or a whole number "
-        "(default: one per device if the cluster has any, else 0)",
+        "(default: one per device, 0 if the cluster has none)",
     )
     parser.add_argument(
         "--ray-address",
         metavar="HOST:PORT",
         default=None,
-        help="with --launcher ray: head of a running cluster that this machine is part of, or auto (default: "
-        "$RAY_ADDRESS, else a Ray that is started for this command; its ports are open to the network, guarded by "
-        "Ray's token)",
+        help="with --launcher ray: head of a running cluster that includes this machine, or auto (default: "
+        "$RAY_ADDRESS, else this command starts a Ray, whose ports are open to the network, guarded by Ray's token)",
     )
 
 
@@ -193,27 +214,31 @@ def add_storage(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         type=non_empty,
         default=os.environ.get("LIT_LAZY_STORAGE") or None,
-        help="database of the queue, which all machines share: postgresql://USER:PASSWORD@HOST/DATABASE "
+        help="database of the queue, shared by all machines: postgresql://USER:PASSWORD@HOST/DATABASE "
         "(default: $LIT_LAZY_STORAGE, else queue.db in the runs folder)",
     )
 
 
 def add_eviction(parser: argparse.ArgumentParser) -> None:
-    """The options of a cache that evicts; `eviction` makes one of them."""
+    """Add the options of cache eviction; `make_eviction` reads them."""
     parser.add_argument(
         "--window",
         metavar="W",
         type=positive_int,
         default=None,
-        help="evict from the cache what is neither among the W newest tokens nor among the first ones (StreamingLLM)",
+        help="keep only the first and the W newest tokens in the cache (StreamingLLM)",
     )
     parser.add_argument(
-        "--first", metavar="K", type=non_negative_int, default=None, help="first tokens that --window keeps (default 4)"
+        "--first",
+        metavar="K",
+        type=non_negative_int,
+        default=None,
+        help="number of first tokens that --window keeps (default 4)",
     )
 
 
 def make_eviction(options: argparse.Namespace) -> "Eviction | None":
-    """What `--first` and `--window` say."""
+    """The eviction that `--first` and `--window` define."""
     from lit_lazy.attention import Eviction
 
     if options.window is None:
@@ -225,18 +250,18 @@ def make_eviction(options: argparse.Namespace) -> "Eviction | None":
 
 def add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--out", metavar="FILE.json", type=json_file, help="write the figures there, and their tables beside it as .md"
+        "--out", metavar="FILE.json", type=json_file, help="write the results there, and as tables to a .md next to it"
     )
 
 
 def path(text: str) -> Path:
-    """An option that is a path, whatever is there."""
+    """Option type: a path, existing or not."""
     try:
         text.encode()
         os.stat(text)
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except OSError as error:  # a name too long, links in a circle
+    except OSError as error:  # a name that is too long, circular links
         raise argparse.ArgumentTypeError(f"{text!r}: {error.strerror}; name another") from None
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: is no UTF-8 text without NUL; name another") from None
@@ -244,56 +269,45 @@ def path(text: str) -> Path:
 
 
 def json_file(text: str) -> Path:
-    """An option that is a .json file to be written."""
+    """Option type: a .json file to write."""
     if not text.endswith(".json"):
         raise argparse.ArgumentTypeError(f"{text!r}: must end in .json")
     return path(text)
 
 
 def parse_int(text: str, least: int, most: int = MOST) -> int | None:
-    """The whole number from `least` to `most` that a text is; None for any other text."""
+    """The whole number from `least` to `most` in a text; None for any other text."""
     digits = text.strip()
-    # Python refuses to read thousands of digits.
+    # Python refuses to parse thousands of digits.
     return number if digits.isdecimal() and len(digits) < 20 and least <= (number := int(digits)) <= most else None
 
 
-def positive_int(text: str) -> int:
-    """An option that is a whole number of at least 1."""
-    if (number := parse_int(text, least=1)) is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1, and below 2^63")
-    return number
+def whole_number(least: int, most: int = MOST) -> Callable[[str], int]:
+    """Option type: a whole number from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        if (number := parse_int(text, least, most)) is None:
+            last = "2^63 - 1" if most == MOST else most
+            raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from {least} to {last}")
+        return number
+
+    return parse
 
 
-def non_negative_int(text: str) -> int:
-    """An option that is a whole number of at least 0."""
-    if (number := parse_int(text, least=0)) is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 0 to 2^63 - 1")
-    return number
-
-
-def thread_count(text: str) -> int:
-    """An option that is a number of CPU threads."""
-    if (number := parse_int(text, least=1, most=MOST_THREADS)) is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1, at most {MOST_THREADS}")
-    return number
-
-
-def port(text: str) -> int:
-    """An option that is the number of a port."""
-    if (number := parse_int(text, least=1, most=65535)) is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 1 to 65535")
-    return number
+positive_int = whole_number(1)
+non_negative_int = whole_number(0)
+thread_count = whole_number(1, MOST_THREADS)
 
 
 def non_empty(text: str) -> str:
-    """An option that is a name."""
+    """Option type: a name."""
     if not text:
         raise argparse.ArgumentTypeError("'': must be a name; leave the option out for the default")
     return text
 
 
 def gpu_share(text: str) -> float:
-    """An option that is a share of GPUs as Ray knows them."""
+    """Option type: the GPUs of a Ray task."""
     try:
         share = float(text)
     except ValueError:
@@ -304,7 +318,7 @@ def gpu_share(text: str) -> float:
 
 
 def name_list(text: str) -> list[str]:
-    """An option that is a list of names separated by commas."""
+    """Option type: names separated by commas."""
     found = [name.strip() for name in text.split(",") if name.strip()]
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r}: must be names separated by commas, for example lazy,softmax")
@@ -312,16 +326,16 @@ def name_list(text: str) -> list[str]:
 
 
 def folder(text: str) -> Path:
-    """An option that is a folder, there or to be made."""
-    there = path(text)
-    if not text or (os.path.lexists(there) and not there.is_dir()):
-        is_what = "is a link to nothing, " if there.is_symlink() else "is a file, "
-        raise argparse.ArgumentTypeError(f"{text!r}: {is_what if text else ''}must be a folder")
-    return there
+    """Option type: a folder, existing or to be created."""
+    found = path(text)
+    if not text or (os.path.lexists(found) and not found.is_dir()):
+        kind = "is a broken link, " if found.is_symlink() else "is a file, "
+        raise argparse.ArgumentTypeError(f"{text!r}: {kind if text else ''}must be a folder")
+    return found
 
 
 def int_list(text: str, least: int = 0) -> list[int]:
-    """An option that is a list of whole numbers separated by commas."""
+    """Option type: whole numbers from `least`, separated by commas."""
     numbers = [number for part in text.split(",") if (number := parse_int(part, least)) is not None]
     if len(numbers) < text.count(",") + 1:
         raise argparse.ArgumentTypeError(
@@ -332,7 +346,7 @@ def int_list(text: str, least: int = 0) -> list[int]:
 
 
 def require_distinct(text: str, values: list[T]) -> list[T]:
-    """The values of an option, none of which may be there twice."""
+    """The values of an option. Raises ArgumentTypeError if one is repeated."""
     seen: set[T] = set()
     for value in values:
         if value in seen:
@@ -342,27 +356,36 @@ def require_distinct(text: str, values: list[T]) -> list[T]:
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """The options that name a trained model."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=path, help="the final.ckpt in the folder of a run")
+    """Add the options that name a trained model."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=path, help="the final.ckpt in a run folder")
     parser.add_argument(
         "--import",
         metavar="FILE",
         dest="imports",
         action="append",
         default=[],
-        help="a .py file that defines a custom class of the model; may be given again",
+        help="a .py file that defines a custom class of the model; repeatable",
     )
 
 
 def import_classes(options: argparse.Namespace) -> None:
-    """Run the files of `--import`."""
+    """Import the files of `--import`."""
     from lit_lazy.config.files import find_python_file, load_module
 
     for name in options.imports:
         load_module(find_python_file("--import", name))
 
 
+def prepare_process(options: argparse.Namespace) -> None:
+    """Apply `--import` and `--threads`."""
+    import_classes(options)
+    if options.threads is not None:
+        import torch
+
+        torch.set_num_threads(options.threads)
+
+
 def print_metrics(metrics: Mapping[str, float]) -> None:
-    """One a line."""
+    """Print one metric per line."""
     for name, value in sorted(metrics.items()):
         print(f"{name:36} {value:.6g}")

@@ -3,30 +3,27 @@
 import argparse
 
 from lit_lazy.command.grids import open_tracker
-from lit_lazy.command.options import Commands, add_base, add_command, add_runs, name_list, path
+from lit_lazy.command.options import Commands, add_command, add_grid, add_runs, name_list, path
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
-    parser = add_command(commands, "report", report, "rebuild an ablation's report from MLflow alone")
-    parser.add_argument("ablation", metavar="NAME", help="a name in ablations/, a .py file, or NAME-EXPERIMENT")
-    add_base(parser, "it was run on")
-    parser.add_argument("--ui-url", metavar="URL", help="address of MLflow's pages, to link every run there")
+    parser = add_command(commands, "report", report, "rebuild an ablation's report from MLflow")
+    add_grid(parser)
+    parser.add_argument("--ui-url", metavar="URL", help="address of the MLflow UI, to which the report links its runs")
     parser.add_argument(
         "--figures",
         metavar="A,B",
         type=name_list,
         default=[],
-        help="figures of these rows alone (default: the first 30)",
+        help="show figures of only these rows (default: the first 30)",
     )
     parser.add_argument(
-        "--out", metavar="FILE", type=path, help="write it there (default: NAME-EXPERIMENT/report.html in --runs)"
+        "--out", metavar="FILE", type=path, help="output file (default: NAME-EXPERIMENT/report.html in --runs)"
     )
     add_runs(parser)
 
 
 def report(options: argparse.Namespace, _rest: list[str]) -> int:
-    """`lit-lazy report`"""
     from lit_lazy.grid.plan import find_newest_parent
     from lit_lazy.report.page import REPORT, render_report
     from lit_lazy.support.disk import check_writable_file, write_text

@@ -2,31 +2,29 @@
 
 import argparse
 
-from lit_lazy.command.options import Commands, add_command, positive_int
+from lit_lazy.command.options import Commands, add_command, add_experiment, positive_int
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
     parser = add_command(
         commands,
         "tokenise",
         tokenise,
-        "make the tokens of an experiment's text, before a training",
+        "tokenise an experiment's text ahead of training",
         takes_overrides=True,
     )
-    parser.add_argument("experiment", metavar="EXPERIMENT", help="a name in experiments/, or a .py file")
+    add_experiment(parser)
     parser.add_argument(
         "--processes",
         metavar="N",
         type=positive_int,
         default=None,
-        help="processes that tokenise files side by side, at most one per file (default: as many as cores; small "
-        "corpora are tokenised by the command itself)",
+        help="parallel processes, at most one per file (default: one per core, and only this process for a small "
+        "corpus)",
     )
 
 
 def tokenise(options: argparse.Namespace, overrides: list[str]) -> int:
-    """`lit-lazy tokenise`"""
     from lit_lazy.config.files import find, load_experiment
     from lit_lazy.config.overrides import apply_overrides
     from lit_lazy.support.checks import require
@@ -34,7 +32,7 @@ def tokenise(options: argparse.Namespace, overrides: list[str]) -> int:
     cfg, _ = apply_overrides(load_experiment(find("experiments", options.experiment)), overrides)
     folder = cfg.data.tokenise(options.processes)
     kind = type(cfg.data).__name__
-    require(folder is not None, "data", kind, "its tokens are made in memory whenever they are needed; just train")
+    require(folder is not None, "data", kind, "generates its tokens in memory; train without this command")
     assert folder is not None
     source = cfg.data.load()
     size = sum(path.stat().st_size for path in folder.iterdir())
@@ -58,8 +56,8 @@ def tokenise(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def format_passes(needed: int, there: int) -> str:
-    """How often a training goes through the tokens there are."""
-    if needed <= there:
-        return f"{needed / there:.0%} of what is there"
-    return f"{needed / there:.2f} passes through what is there; {needed - there:,} more tokens would make it one"
+def format_passes(needed: int, available: int) -> str:
+    """The number of passes of a training through the available tokens."""
+    if needed <= available:
+        return f"{needed / available:.0%} of the available tokens"
+    return f"{needed / available:.2f} passes through the tokens; {needed - available:,} more would make it one pass"

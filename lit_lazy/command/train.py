@@ -8,6 +8,7 @@ from lit_lazy.command.options import (
     Commands,
     add_command,
     add_execution,
+    add_experiment,
     add_init_from,
     add_loggers,
     add_runs,
@@ -22,18 +23,17 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
     parser = add_command(commands, "train", train, "train one experiment", takes_overrides=True)
-    parser.add_argument("experiment", metavar="EXPERIMENT", help="a name in experiments/, or a .py file")
+    add_experiment(parser)
     add_threads(parser)
     parser.add_argument(
         "--keep-checkpoint",
         action=argparse.BooleanOptionalAction,
-        help="keep the trained model, final.ckpt in the run folder (done by default; given, it is an error "
-        "where a finished run has none)",
+        help="keep the trained model, final.ckpt in the run folder (default; if given, a finished run without one is "
+        "an error)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print what it will take; create nothing")
-    parser.add_argument("--verbose", action="store_true", help="print all metrics in the end, not a few")
+    parser.add_argument("--dry-run", action="store_true", help="print the expected cost; create nothing")
+    parser.add_argument("--verbose", action="store_true", help="print all final metrics instead of a selection")
     add_loggers(parser)
     add_runs(parser)
     add_init_from(parser)
@@ -41,7 +41,6 @@ def add_to(commands: Commands) -> None:
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
-    """`lit-lazy train`"""
     from lit_lazy.config.files import find, load_experiment
     from lit_lazy.config.overrides import apply_overrides
 
@@ -79,7 +78,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def format_summary(metrics: dict[str, float]) -> list[str]:
-    """The validation loss and the metrics that tables plot, as they show them, beside those of the untrained model."""
+    """Lines with the validation loss and the plotted metrics, next to those of the untrained model."""
     from lit_lazy.table.columns import COLUMNS
 
     lines = {"validation loss (nats) ↓": f"{metrics['loss/val']:.4f}, untrained {metrics['init/loss/val']:.4f}"}
@@ -92,10 +91,10 @@ def format_summary(metrics: dict[str, float]) -> list[str]:
 
 
 def format_locations(trained: "FinishedTraining") -> str:
-    """Where everything is."""
+    """Lines with run folder, checkpoint and dashboard."""
     try:
         checkpoint = str(trained.checkpoint)
     except ValueError as error:
         checkpoint = str(error)
     lines = {"run": trained.folder, "checkpoint": checkpoint, "dashboard": trained.dashboard}
-    return "\n".join(f"{name + ':':12}{place}" for name, place in lines.items())
+    return "\n".join(f"{name + ':':12}{location}" for name, location in lines.items())

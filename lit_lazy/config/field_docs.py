@@ -1,14 +1,16 @@
 """The fields that a command line can set, in words: `lit-lazy fields`."""
 
+import ast
 import dataclasses
+import inspect
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
-from docstring_parser import DocstringParam, parse_from_object
-
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import find_leaf_classes
+from lit_lazy.config.serialisation import find_leaf_classes, get_default
 from lit_lazy.support.typecheck import describe_kind, field_types, is_exchangeable, is_group
 
 WIDTH = 110
@@ -42,20 +44,21 @@ def _format_group(config: Any, prefix: str, parts: dict[str, Any]) -> Iterator[s
 
 def _format_classes(config: RunConfig, path: str, hint: Any) -> Iterator[str]:
     """The classes that a field takes, each with its fields."""
-    here: Any = config
-    for name in path.split("."):
-        here = getattr(here, name)
-    for name, cls in sorted(find_leaf_classes(hint).items()):
-        yield from ("", f"--{path}={name}")
-        if about := _get_summary(cls):
-            yield _indent(about)
-        own = here if type(here) is cls else None
-        values = {f.name: _default(f) if own is None else getattr(own, f.name) for f in dataclasses.fields(cls)}
-        yield from _format_fields(cls, f"{path}.", values)
+    current = attrgetter(path)(config)
+    for _, cls in sorted(find_leaf_classes(hint).items()):
+        yield ""
+        yield from format_class(path, cls, current)
 
 
-def _default(field: "dataclasses.Field[Any]") -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+def format_class(path: str, cls: type, current: Any = None) -> Iterator[str]:
+    """A class of an exchangeable part and its fields, with the values in `current` if it is of this class."""
+    yield f"--{path}={cls.__name__}"
+    if summary := _get_summary(cls):
+        yield _indent(summary)
+    values = {
+        f.name: getattr(current, f.name) if type(current) is cls else get_default(f) for f in dataclasses.fields(cls)
+    }
+    yield from _format_fields(cls, f"{path}.", values)
 
 
 def _format_fields(cls: type, prefix: str, values: Mapping[str, Any]) -> Iterator[str]:
@@ -83,16 +86,18 @@ def _format_value(value: Any) -> str:
 
 
 def _collect_field_docs(cls: type) -> dict[str, str]:
-    """Field -> its docstring, those of the classes that it comes from too."""
-    found = (_parse_field_docs(base) for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base))
-    return {field.arg_name: " ".join((field.description or "").split()) for fields in found for field in fields}
-
-
-def _parse_field_docs(cls: type) -> Sequence[DocstringParam]:
-    try:
-        return parse_from_object(cls).params
-    except TypeError:  # of a class that came from no file, inspect says that it is built in
-        return ()
+    """Field -> its docstring, including inherited fields."""
+    found: dict[str, str] = {}
+    for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+        try:
+            (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        except (TypeError, OSError):  # a class that was defined in no file
+            continue
+        for pair in pairwise(getattr(definition, "body", ())):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    found[name] = " ".join(text.split())
+    return found
 
 
 def _get_summary(cls: type) -> str:

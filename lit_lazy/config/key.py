@@ -15,7 +15,7 @@ from typing import Any
 
 from lit_lazy.config.files import read_source
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import make_class_entry, to_dict
+from lit_lazy.config.serialisation import get_default, make_class_entry, to_dict
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.typecheck import field_types
 
@@ -67,7 +67,7 @@ def to_minimal_dict(config: Any) -> dict[str, Any]:
     kept = make_class_entry(config)
     for field in dataclasses.fields(config):
         value, hint = getattr(config, field.name), hints[field.name]
-        if to_dict(value, hint) != to_dict(_default(field), hint):
+        if to_dict(value, hint) != to_dict(get_default(field), hint):
             kept[field.name] = _to_minimal(value, hint)
     return kept
 
@@ -77,11 +77,6 @@ def _to_minimal(value: Any, hint: Any) -> Any:
         return to_minimal_dict(value)
     parts = value if isinstance(value, tuple) else ()
     return [to_minimal_dict(part) for part in parts if dataclasses.is_dataclass(part)] or to_dict(value, hint)
-
-
-def _default(field: "dataclasses.Field[Any]") -> Any:
-    """A field's default; `dataclasses.MISSING`, which equals no value, where it has none."""
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def hash_user_code(config: Any) -> list[str]:

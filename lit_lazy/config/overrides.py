@@ -1,92 +1,65 @@
-"""`--model.d_model=128`: command-line overrides of any field of a RunConfig, by jsonargparse."""
+"""`--model.d_model=128`: command-line overrides of any field of a RunConfig."""
 
 import dataclasses
 import inspect
+import json
+import types
 import typing
-import warnings
-from abc import ABC
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, Literal, NamedTuple
 
-from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
-
+from lit_lazy.config.field_docs import format_class
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import find_leaf_classes, get_leaf_class
+from lit_lazy.config.serialisation import find_leaf_classes, get_leaf_class, replace_at
 from lit_lazy.support.errors import did_you_mean
-from lit_lazy.support.typecheck import describe_kind, field_types, is_exchangeable, is_group
-
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
+from lit_lazy.support.typecheck import describe_kind, field_types, fits, is_exchangeable, is_group
 
 LONGEST_VALUE = 4096
-"""Characters: of a path."""
+"""Characters, as for a path."""
 DEEPEST_VALUE = 20
-"""Brackets of one kind in a value; the parser of values ends Python itself at some ten thousand."""
+"""Brackets of one kind in a value; the JSON parser fails at some thousand."""
+NONE = ("None", "null")
+BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+class _Field(NamedTuple):
+    hint: Any
+    value: Any
+    """None below a part that changes its class."""
+    chosen: type | None
+    """The class that the command line names for an exchangeable part."""
 
 
 def apply_overrides(base: RunConfig, arguments: Sequence[str]) -> tuple[RunConfig, list[str]]:
     """`base` with `--dotted.path=value` arguments applied, and the dotted paths they set.
 
-    A part that can be exchanged takes a class name, and its fields after it:
+    An exchangeable part takes a class name, and the fields of that class:
     `--model.attention.normaliser=Elastic --model.attention.normaliser.tau_init=2`.
-    Raises ValueError, in one line, for an unknown path or a value that does not fit.
+    Raises a one-line ValueError for an unknown path or an invalid value.
     """
-    if not arguments:
-        return base, []
-    given = _split_arguments(arguments)
-    types = _collect_types(RunConfig, base, "", given)
-    for path, text in given.items():
-        _check_path(path, text, types)
-    parser = _make_parser(base, given)
-    try:
-        made = _parse(parser, given, types)
-    except (OverflowError, TypeError) as error:  # a number, or a kind, that a field's checks cannot take
-        raise ValueError(f"{_format_arguments(given)}: {error}") from None
-    except ArgumentError as error:
-        for path, text in given.items():
-            if not _is_accepted(parser, path, text, types):
-                raise ValueError(f"--{path}={text!r}: must be {describe_kind(types[path])}") from None
-        raise ValueError(_join_lines(str(error))) from None
-    return RunConfig(**{field.name: made[field.name] for field in dataclasses.fields(RunConfig)}), list(given)
-
-
-def _format_arguments(given: Mapping[str, str]) -> str:
-    return " ".join(f"--{path}={text!r}" for path, text in given.items())
-
-
-def _parse(parser: ArgumentParser, given: Mapping[str, str], types: Mapping[str, Any]) -> Any:
-    # YAML's null is what jsonargparse knows; None is what this project's help says.
-    none = {path for path, text in given.items() if text == "None" and type(None) in typing.get_args(types.get(path))}
-    arguments = [f"--{path}={'null' if path in none else text}" for path, text in given.items()]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return parser.instantiate(parser.parse_args(arguments))
-
-
-def _is_accepted(parser: ArgumentParser, path: str, text: str, types: Mapping[str, Any]) -> bool:
-    try:
-        _parse(parser, {path: text}, types)
-    except ArgumentError:
-        return False
-    except ValueError:  # of the right type, and a value that another field's makes wrong
-        return True
-    return True
-
-
-def _make_parser(base: RunConfig, given: Mapping[str, str]) -> ArgumentParser:
-    """A parser of every field of a RunConfig, `base` giving the defaults.
-
-    given: the text given for each dotted path.
-    """
-    parser = ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
-    hints = field_types(RunConfig)
-    for name, default in _collect_defaults(base, "", given).items():
-        parser.add_argument(f"--{name}", type=hints[name], default=default)
-    return parser
+    texts = _split_arguments(arguments)
+    fields = _collect_fields(RunConfig, base, "", texts)
+    for path, text in texts.items():
+        _check_path(path, text, fields)
+    values = {path: _parse_field(path, text, fields[path]) for path, text in texts.items()}
+    for path in sorted(texts, key=len, reverse=True):  # a part's own parts before the part
+        _, value, chosen = fields[path]
+        if chosen is None:
+            continue
+        del values[path]
+        if chosen is not type(value):  # naming the current class changes nothing
+            given = {f.name: values.pop(p) for f in dataclasses.fields(chosen) if (p := f"{path}.{f.name}") in values}
+            try:
+                values[path] = chosen(**given)
+            except (TypeError, OverflowError) as error:
+                raise ValueError(f"--{path}={texts[path]!r}: {error}") from None
+    return replace_at(base, values), list(texts)
 
 
 def _split_arguments(arguments: Sequence[str]) -> dict[str, str]:
-    """Dotted path -> the text given for it, by `--path=text` or `--path text`."""
-    given: dict[str, str] = {}
+    """Dotted path -> text of its value, from `--path=text` or `--path text`."""
+    texts: dict[str, str] = {}
     left = list(arguments)
     while left:
         path, equals, text = left.pop(0).partition("=")
@@ -100,87 +73,84 @@ def _split_arguments(arguments: Sequence[str]) -> dict[str, str]:
             raise ValueError(
                 f"{path}={text!r}: must have at most {LONGEST_VALUE} characters, and {DEEPEST_VALUE} brackets of a kind"
             )
-        if (name := path[2:]) in given:
-            raise ValueError(f"{path}: is given twice, as {given[name]!r} and as {text!r}; leave one out")
-        given[name] = text
-    return given
+        if (name := path[2:]) in texts:
+            raise ValueError(f"{path}: is given twice, as {texts[name]!r} and as {text!r}; leave one out")
+        texts[name] = text
+    return texts
 
 
-def _collect_types(cls: type, config: Any, prefix: str, given: Mapping[str, str]) -> dict[str, Any]:
-    """Dotted path -> annotation of every field below a dataclass that is there with the classes that were given."""
-    types: dict[str, Any] = {}
-    hints = field_types(cls)
-    for field in dataclasses.fields(cls):
-        path, hint, value = f"{prefix}{field.name}", hints[field.name], getattr(config, field.name, None)
-        types[path] = hint
-        below = _find_chosen_class(hint, path, given) or type(value)
+def _collect_fields(cls: Any, config: Any, prefix: str, texts: Mapping[str, str]) -> dict[str, _Field]:
+    """Every field below a dataclass by dotted path, with the classes that `texts` choose."""
+    found: dict[str, _Field] = {}
+    for name in (field.name for field in dataclasses.fields(cls)):
+        path, hint, value = f"{prefix}{name}", field_types(cls)[name], getattr(config, name, None)
+        chosen = _find_chosen_class(path, texts[path], hint) if path in texts and is_exchangeable(hint) else None
+        found[path] = _Field(hint, value, chosen)
+        below = chosen or type(value)
         if dataclasses.is_dataclass(below):
-            types |= _collect_types(below, value, f"{path}.", given)
-    return types
+            found |= _collect_fields(below, value if below is type(value) else None, f"{path}.", texts)
+    return found
 
 
-def _find_chosen_class(hint: Any, path: str, given: Mapping[str, str]) -> type | None:
-    """The class that was given for an exchangeable part; None where none was, or for another field."""
-    if path not in given or not is_exchangeable(hint):
-        return None
-    name = given[path].rpartition(".")[2]
-    known = find_leaf_classes(hint)
+def _find_chosen_class(path: str, text: str, hint: Any) -> type:
+    name, known = text.rpartition(".")[2], find_leaf_classes(hint)
     if name not in known:
         raise ValueError(
-            f"--{path}={given[path]!r}: unknown{did_you_mean(name, known)}; there are {', '.join(sorted(known))}, and "
-            "any custom class that the experiment's file defines or imports"
+            f"--{path}={text!r}: unknown{did_you_mean(name, known)}; there are {', '.join(sorted(known))}, and any "
+            "custom class that the experiment's file defines or imports"
         )
     return known[name]
 
 
-def _check_path(path: str, text: str, types: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a path leads to a field that can be set as a whole."""
+def _check_path(path: str, text: str, fields: Mapping[str, _Field]) -> None:
+    """Raise ValueError unless a path names a field that takes a value; for `PART.help=CLASS`, print help and exit."""
     parent, _, name = path.rpartition(".")
-    if name == "help" and is_exchangeable(types.get(parent)):
-        get_leaf_class(types[parent], text.rpartition(".")[2])  # jsonargparse's own: prints the fields of a class
+    part: Any = fields[parent].hint if parent in fields else None
+    if name == "help" and is_exchangeable(part):
+        print("\n".join(format_class(parent, get_leaf_class(part, text.rpartition(".")[2]))))
+        raise SystemExit(0)
+    if path in fields:
+        if is_group(fields[path].hint):
+            some = next(known for known in fields if known.startswith(f"{path}."))
+            raise ValueError(f"--{path}={text!r}: its fields are set one by one, for example --{some}=VALUE")
         return
-    hint = types.get(path)
-    if is_group(hint):
-        some = next(known for known in types if known.startswith(f"{path}."))
-        raise ValueError(f"--{path}={text!r}: its fields are set one by one, for example --{some}=VALUE")
-    if hint is not None:
-        return
-    fix = did_you_mean(f"--{path}", [f"--{known}" for known, hint in types.items() if not is_group(hint)])
-    if is_exchangeable(types.get(parent)):
-        # Those that define it, not those derived from them.
-        owners = [
-            part for part, cls in find_leaf_classes(types[parent]).items() if name in inspect.get_annotations(cls)
-        ]
+    fix = did_you_mean(f"--{path}", [f"--{known}" for known, field in fields.items() if not is_group(field.hint)])
+    if is_exchangeable(part):
+        # The classes that define the field, without those that inherit it.
+        owners = [owner for owner, cls in find_leaf_classes(part).items() if name in inspect.get_annotations(cls)]
         whose = " and ".join(f"{owner}'s" for owner in owners)
         fix = f"; it is {whose}: add --{parent}={owners[0]}" if owners else fix
     raise ValueError(
-        f"--{path}={text!r}: no such field{fix}; `lit-lazy fields EXPERIMENT` lists all, --help what else there is"
+        f"--{path}={text!r}: no such field{fix}; `lit-lazy fields EXPERIMENT` lists the fields, --help the options"
     )
 
 
-def _collect_defaults(config: Any, prefix: str, given: Mapping[str, str]) -> dict[str, Any]:
-    """A dataclass's fields in jsonargparse's form: an exchangeable part with the path of its class."""
-    hints = field_types(type(config))
-    return {
-        field.name: _convert_default(getattr(config, field.name), hints[field.name], f"{prefix}{field.name}", given)
-        for field in dataclasses.fields(config)
-    }
+def _parse_field(path: str, text: str, field: _Field) -> Any:
+    try:
+        return field.chosen or _parse_value(text, field.hint)
+    except (KeyError, ValueError):
+        raise ValueError(f"--{path}={text!r}: must be {describe_kind(field.hint)}") from None
 
 
-def _convert_default(value: Any, annotation: Any, path: str, given: Mapping[str, str]) -> Any:
-    if not dataclasses.is_dataclass(value):
-        return value
-    fields = _collect_defaults(value, f"{path}.", given)
-    if not isinstance(value, ABC):
-        return fields
-    cls = type(value)
-    chosen = _find_chosen_class(annotation, path, given)
-    if chosen is not None and chosen is not cls:
-        # Another leaf starts from its own defaults; jsonargparse would keep the old leaf's fields of the same name.
-        cls, fields = chosen, {}
-    return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": fields}
-
-
-def _join_lines(message: str) -> str:
-    lines = [line.strip(" -") for line in message.splitlines() if line.strip(" -")]
-    return ": ".join(line.rstrip(":") for line in lines)
+def _parse_value(text: str, hint: Any) -> Any:
+    """The value that a text means by an annotation. Raises ValueError or KeyError if it means none."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if type(None) in parts and text in NONE:
+            return None
+        for part in parts:
+            with suppress(KeyError, ValueError):
+                return _parse_value(text, part)
+    if origin is Literal:
+        return {str(part): part for part in parts}[text]
+    if origin is tuple and text[:1] + text[-1:] in ("[]", "()"):
+        inner = text[1:-1].strip(" ,")
+        items = [item.strip(" '\"") for item in inner.split(",")] if inner else []
+        kinds = parts[:1] * len(items) if parts[1:] == (Ellipsis,) else parts
+        return tuple(_parse_value(item, kind) for item, kind in zip(items, kinds, strict=True))
+    if hint is bool:
+        return BOOLEANS[text.lower()]
+    value = hint(text) if hint in (int, float, str) else json.loads(text)
+    if hint is not int and not fits(value, hint):  # RunConfig reports an int beyond 64 bits
+        raise ValueError(text)
+    return value

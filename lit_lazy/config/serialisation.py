@@ -37,6 +37,11 @@ def make_class_entry(value: Any) -> dict[str, Any]:
     return {"class": type(value).__name__} if isinstance(value, ABC) else {}
 
 
+def get_default(field: "dataclasses.Field[Any]") -> Any:
+    """A field's default; `dataclasses.MISSING`, which equals no value, if it has none."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
 def find_leaf_classes(base: type[T]) -> dict[str, type[T]]:
     """All concrete dataclasses under an abstract base, by class name."""
     _import_all_beside(base)

@@ -1,21 +1,14 @@
 """Devices that a model is trained on."""
 
-import os
-
 import torch
 
 from lit_lazy.support.checks import require
+from lit_lazy.support.machine import count_cores
 
 
 def select_training_device() -> torch.device:
     """The current accelerator, chosen as by Lightning, or the CPU."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
-def count_cores() -> int:
-    """CPU cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux only; otherwise a process may use every core
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def check_devices(devices: int) -> None:

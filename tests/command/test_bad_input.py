@@ -61,7 +61,7 @@ OPTIONS = [
     ([], "the following arguments are required: COMMAND"),
     (["ablate", "run"], "the following arguments are required: NAME"),
     (["ablate", "list", "x"], "unknown argument 'x'; see `lit-lazy ablate list --help`"),
-    ([*TRAIN, "--threads", "0"], "argument --threads: '0': must be a whole number of at least 1"),
+    ([*TRAIN, "--threads", "0"], "argument --threads: '0': must be a whole number from 1 to 1024"),
     ([*TRAIN, "--runs", ""], "argument --runs: '': must be a folder"),
     ([*TRAIN, "--runs", __file__], "test_bad_input.py': is a file, must be a folder"),
     ([*TRAIN, "--runs", "/proc/runs"], "--runs '/proc/runs': nothing can be written there"),
@@ -76,17 +76,17 @@ OPTIONS = [
     ([*RUN, "--seeds", "-1"], "argument --seeds: '-1': must be whole numbers"),
     ([*RUN, "--seeds", "0,0"], "argument --seeds: '0,0': has 0 twice; give it once"),
     ([*RUN, "--seed=3"], "--seed: an ablation's seeds are given by --seeds"),
-    ([*RUN, "--workers", "0"], "argument --workers: '0': must be a whole number of at least 1"),
-    ([*RUN, "--workers", "-1"], "argument --workers: '-1': must be a whole number of at least 1"),
-    ([*RUN, "--workers", "two"], "argument --workers: 'two': must be a whole number of at least 1"),
-    ([*RUN, "--threads", "0"], "argument --threads: '0': must be a whole number of at least 1"),
-    ([*RUN, "--retry-failed", "0"], "argument --retry-failed: '0': must be a whole number of at least 1"),
+    ([*RUN, "--workers", "0"], "argument --workers: '0': must be a whole number from 1 to 2^63 - 1"),
+    ([*RUN, "--workers", "-1"], "argument --workers: '-1': must be a whole number from 1 to 2^63 - 1"),
+    ([*RUN, "--workers", "two"], "argument --workers: 'two': must be a whole number from 1 to 2^63 - 1"),
+    ([*RUN, "--threads", "0"], "argument --threads: '0': must be a whole number from 1 to 1024"),
+    ([*RUN, "--retry-failed", "0"], "argument --retry-failed: '0': must be a whole number from 1 to 2^63 - 1"),
     ([*RUN, "--runs", "/proc/runs"], "--runs '/proc/runs': nothing can be written there"),
     ([*RUN, f"{BIAS}=Alibi"], f"{BIAS}: row 'softmax' sets model.attention.bias itself; leave one of the two out"),
-    (["ablate", "status", "table2"], "queue.db holds no such grid; it has none; `lit-lazy ablate run` makes it"),
-    (["ablate", "status", "nothing"], "holds no such grid; it has none; `lit-lazy ablate run` makes it"),
-    (["ablate", "table", "table2"], "mlflow.db holds no such grid; it has none; `lit-lazy ablate run` makes it"),
-    (["ablate", "table", "nothing"], "holds no such grid; it has none; `lit-lazy ablate run` makes it"),
+    (["ablate", "status", "table2"], "queue.db holds no grids; `lit-lazy ablate run` creates them"),
+    (["ablate", "status", "nothing"], "holds no grids; `lit-lazy ablate run` creates them"),
+    (["ablate", "table", "table2"], "mlflow.db holds no grids; `lit-lazy ablate run` creates them"),
+    (["ablate", "table", "nothing"], "holds no grids; `lit-lazy ablate run` creates them"),
     (
         ["ablate", "table", "table2", "--from", "nothing.json"],
         "--from 'nothing.json': is no table.json (FileNotFoundError",
@@ -96,7 +96,7 @@ OPTIONS = [
         f"--from '{RESULTS}': is a folder; give the table.json in it, --from {RESULTS}/table.json",
     ),
     (["ablate", "table", "nothing", "--from", "table.json"], "ablation 'nothing': unknown"),
-    (["ablate", "verdicts", str(RESULTS)], f"'{RESULTS}': is the folder of one table; give the one around it"),
+    (["ablate", "verdicts", str(RESULTS)], f"'{RESULTS}': is the folder of one table; give its parent folder"),
     (["dashboard"], "--runs runs: holds no runs yet; `make table2` or `lit-lazy train EXPERIMENT` creates some"),
     (["dashboard", "--port", "0"], "argument --port: '0': must be a whole number from 1 to 65535"),
     (["dashboard", "--port", "99999"], "argument --port: '99999': must be a whole number from 1 to 65535"),
@@ -106,7 +106,10 @@ OPTIONS = [
 ]
 FIELDS = [
     (["--model.d_modl=3"], "--model.d_modl='3': no such field (did you mean --model.d_model?); `lit-lazy fields"),
-    (["--thread", "2"], "--thread='2': no such field; `lit-lazy fields EXPERIMENT` lists all, --help what else there"),
+    (
+        ["--thread", "2"],
+        "--thread='2': no such field; `lit-lazy fields EXPERIMENT` lists the fields, --help the options",
+    ),
     (["--train.steps", "5", "--train.steps=7"], "--train.steps: is given twice, as '5' and as '7'; leave one out"),
     (["--init_from=a", "--init-from", "b"], "--init_from: is given twice, as 'a' and as '"),
     (["--train.steps"], "--train.steps: has no value; give one as in --train.steps=VALUE"),
@@ -144,7 +147,7 @@ FIELDS = [
     ([f"{BIAS}=Fire", f"{BIAS}.length=8"], "Fire.length=8: cannot serve 16 keys"),
     ([f"{NORMALISER}=Elastic", f"{NORMALISER}.tau_init=nan"], ".tau_init='nan': must be a finite number"),
     ([f"{NORMALISER}=Elastic", f"{NORMALISER}.tau_init=inf"], ".tau_init='inf': must be a finite number"),
-    ([f"{NORMALISER}=Elastic", f"{NORMALISER}.tau_init=.inf"], "Elastic.tau_init=inf: must be finite"),
+    ([f"{NORMALISER}=Elastic", f"{NORMALISER}.tau_init=.inf"], ".tau_init='.inf': must be a finite number"),
     (
         [f"{NORMALISER}=Elastic", f"{NORMALISER}.threshold=constant"],
         "Elastic.tau_init=1.0 with Elastic.threshold='constant': no weight exceeds 1",
@@ -676,7 +679,7 @@ def real(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]
 
 
 PROCESSES = [
-    (real, ["ablate", "run", "table2", "--workers", "two"], "'two': must be a whole number of at least 1"),
+    (real, ["ablate", "run", "table2", "--workers", "two"], "'two': must be a whole number from 1 to 2^63 - 1"),
     (real, [*TRAIN, "--model.n_heads=3"], "model.n_heads=3: must divide model.d_model=16"),
     (forked.run, ["evaluate", "bomb.ckpt"], "could run code"),
     (

@@ -1,4 +1,4 @@
-"""`lit-lazy doctor` and `lit-lazy completion`: what is here, what is missing for what; what a shell completes."""
+"""`lit-lazy doctor` reports what is installed and missing, and `lit-lazy completion` completes in shells."""
 
 import contextlib
 import importlib.metadata
@@ -14,10 +14,10 @@ from lit_lazy.command.main import main
 
 @pytest.fixture
 def required(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the distribution requires, to be said by a test."""
-    wanted: list[str] = []
-    monkeypatch.setattr(importlib.metadata, "requires", lambda _: wanted)
-    return wanted
+    """The requirements of the distribution, which a test fills in."""
+    needed: list[str] = []
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: needed)
+    return needed
 
 
 def test_versions_devices_and_backends(runs: Path, required: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,32 +30,32 @@ def test_versions_devices_and_backends(runs: Path, required: list[str], capsys: 
     assert "lazy         attention runs on chunked\n" in out
     assert f"tracking     sqlite:///{runs.resolve()}/mlflow.db\n" in out
     assert "absent" not in out
-    assert out.endswith("Everything that is needed is there.\n")
+    assert out.endswith("Everything required is installed.\n")
 
 
-def test_what_is_missing_is_said_for_what(
+def test_missing_packages_and_programs_are_reported_with_their_use(
     runs: Path, required: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An extra, or a program, is for those who want it; a requirement is for all."""
-    monkeypatch.setattr(doctor, "is_on_path", lambda name: name != "chromium")
+    """Extras and programs are optional; a missing requirement is an error."""
+    monkeypatch.setattr(doctor, "which", lambda name: name != "chromium")
     required += ['no-such-package>=3; extra == "wandb"', 'torch<2; extra == "ray"', 'torch>=2; extra == "fla"']
     assert main(["doctor", "--runs", str(runs)]) == 0
     out = capsys.readouterr().out
-    assert "  --logger wandb: no-such-package is not installed (wanted: >=3); pip install 'lit-lazy[wandb]'\n" in out
-    there = importlib.metadata.version("torch")
-    assert f"  grids on a Ray cluster (--launcher ray): torch is {there} (wanted: <2); pip install 'lit-laz" in out
+    assert "  --logger wandb: no-such-package is not installed (needed: >=3); pip install 'lit-lazy[wandb]'\n" in out
+    installed = importlib.metadata.version("torch")
+    assert f"  grids on a Ray cluster (--launcher ray): torch is {installed} (needed: <2); pip install 'lit-laz" in out
     assert "  tests of pages and dashboards: the program chromium is not on the PATH\n" in out
     assert "RetNet" not in out
     required += ["numpy<1"]
     assert main(["doctor", "--runs", str(runs)]) == 1
     out = capsys.readouterr().out
     assert (
-        f"wrong:\n  numpy: is {importlib.metadata.version('numpy')} (wanted: <1); pip install -r requirements.t" in out
+        f"errors:\n  numpy: is {importlib.metadata.version('numpy')} (needed: <1); pip install -r requirements.t" in out
     )
     assert "Everything" not in out
 
 
-def test_a_store_that_does_not_answer_is_wrong(
+def test_a_store_that_does_not_answer_is_an_error(
     runs: Path,
     required: list[str],
     closed_port: int,
@@ -65,7 +65,7 @@ def test_a_store_that_does_not_answer_is_wrong(
     assert required == []
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{closed_port}")
     assert main(["doctor", "--runs", str(runs)]) == 1
-    assert f"wrong:\n  MLFLOW_TRACKING_URI=http://127.0.0.1:{closed_port}: does not answer" in capsys.readouterr().out
+    assert f"errors:\n  MLFLOW_TRACKING_URI=http://127.0.0.1:{closed_port}: does not answer" in capsys.readouterr().out
 
 
 def test_every_extra_has_a_use() -> None:
@@ -76,12 +76,12 @@ def test_every_extra_has_a_use() -> None:
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What bash is to read."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    """The completion script of bash."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
         assert main(["completion", "bash"]) == 0
     path = tmp_path_factory.mktemp("completion") / "lit-lazy"
-    path.write_text(said.getvalue())
+    path.write_text(out.getvalue())
     return path
 
 
@@ -96,12 +96,12 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["ablate", "run", "table2_"], {"table2_grid"}),
         (["completion", "z"], {"zsh"}),
     ],
-    ids=lambda given: " ".join(given),
+    ids=" ".join,
 )
 def test_bash_completes(typed: list[str], completed: set[str], script: Path) -> None:
-    ask = f"source {script}; COMP_WORDS=(lit-lazy {' '.join(typed)}) COMP_CWORD={len(typed)}; _shtab_lit_lazy"
+    complete = f"source {script}; COMP_WORDS=(lit-lazy {' '.join(typed)}) COMP_CWORD={len(typed)}; _shtab_lit_lazy"
     done = subprocess.run(
-        ["bash", "-c", f"{ask}; printf '%s\\n' \"${{COMPREPLY[@]}}\""], capture_output=True, text=True, check=True
+        ["bash", "-c", f"{complete}; printf '%s\\n' \"${{COMPREPLY[@]}}\""], capture_output=True, text=True, check=True
     )
     assert {word.strip() for word in done.stdout.splitlines()} == completed
 

@@ -83,7 +83,7 @@ def test_the_card_has_the_row_of_the_run_and_no_path(
 
 def test_without_a_result_the_card_says_so(tmp_path: Path) -> None:
     out = exported(save(tmp_path / "bytes.ckpt", BYTES, 256, 32), tmp_path / "out")
-    assert "No result stood beside the checkpoint" in (out / "README.md").read_text()
+    assert "The checkpoint had no result next to it" in (out / "README.md").read_text()
 
 
 TEXT = "def f(x):\n\treturn 'naïve ✓' # the cat"

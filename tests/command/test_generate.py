@@ -163,7 +163,7 @@ class WithoutItsTokenizer(DataConfig):
 """
 
 WRONG = [
-    (["{bytes}"], "--prompt: give a text to be continued, or a file with one by --prompt-file"),
+    (["{bytes}"], "--prompt: give a text to continue, or a file with one by --prompt-file"),
     (
         ["{bytes}", "--prompt", "a", "--tokens", "0"],
         "argument --tokens: '0': must be a whole number from 1 to 10000000",
@@ -179,7 +179,10 @@ WRONG = [
     (["{bytes}", "--prompt", "a", "--top-p", "0"], "argument --top-p: '0': must be a number above 0 and at most 1"),
     (["{bytes}", "--prompt", "a", "--seed", "-1"], "argument --seed"),
     (["{bytes}", "--prompt", "a", "--first", "3"], "--first 3: nothing is evicted without --window; give both"),
-    (["{bytes}", "--prompt", "a", "--window", "0"], "argument --window: '0': must be a whole number of at least 1"),
+    (
+        ["{bytes}", "--prompt", "a", "--window", "0"],
+        "argument --window: '0': must be a whole number from 1 to 2^63 - 1",
+    ),
     (["{bytes}", "--prompt-file", "none"], "argument --prompt-file: 'none': no such file; give the path of one, or -"),
     (["{bytes}", "--prompt-file", "-", "--prompt-file", "-"], "--prompt-file -: given twice"),
     (["{bytes}", "--prompt-file", "/dev/zero"], "argument --prompt-file: '/dev/zero': no such file"),

@@ -206,7 +206,7 @@ def test_an_experiments_own_class_is_found_by_its_name(tmp_path):
     ("arguments", "named"),
     [
         (["--modle.d_model=3"], ["--modle.d_model='3': no such field (did you mean --model.d_model?)"]),
-        (["--model.width=3"], ["--model.width='3': no such field", "`lit-lazy fields EXPERIMENT` lists all"]),
+        (["--model.width=3"], ["--model.width='3': no such field", "`lit-lazy fields EXPERIMENT` lists the fields"]),
         # No abbreviations: their path would not be what was set.
         (["--train.step=5"], ["--train.step='5': no such field (did you mean --train.steps?)"]),
         (["--see=5"], ["--see='5': no such field (did you mean --seed?)"]),

@@ -432,9 +432,9 @@ def test_the_command_says_what_there_is_and_what_the_recipe_needs(parts, cache, 
     assert str(next(iter(cache.iterdir()))) in out
     assert "training     240 documents, 184,256 tokens, 11,516 windows of 16" in out
     assert "256 tokens, 1.000 bytes per token" in out
-    assert "100 steps of 2 x 16 see 3,200 tokens: 2% of what is there" in out
+    assert "100 steps of 2 x 16 see 3,200 tokens: 2% of the available tokens" in out
     assert tokenise(parts, "--train.steps=20000", "--data.validation_share=0.2") == 0
-    assert "see 640,000 tokens: 3.47 passes through what is there; 455,744 more" in capsys.readouterr().out
+    assert "see 640,000 tokens: 3.47 passes through the tokens; 455,744 more" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -284,7 +284,7 @@ def test_questions_are_priced_and_what_does_not_fit_is_left_out(
     assert ran == []
     assert main([*words, "--limit", "15m"]) == 0
     assert ran == priced[:1]
-    assert f"did not fit into the limit: {', '.join(priced[1:])}" in capsys.readouterr().out
+    assert f"skipped by --limit: {', '.join(priced[1:])}" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
     with pytest.raises(SystemExit, match="2"):
         main(["ablate", "questions", "--limit", "0m"])

@@ -171,8 +171,8 @@ def kill_one(runs: Path, since: float) -> int:
 
 
 WRONG = [
-    (["--gpus", "1"], "--gpus 1.0: has a meaning with --launcher ray only"),
-    (["--ray-address", "auto"], "--ray-address auto: has a meaning with --launcher ray only"),
+    (["--gpus", "1"], "--gpus 1.0: needs --launcher ray"),
+    (["--ray-address", "auto"], "--ray-address auto: needs --launcher ray"),
     (["--launcher", "ray", "--ray-address", "ray://head:10001"], "must be HOST:PORT of the cluster's head"),
     (["--launcher", "ray", "--ray-address", "head:0"], "must be HOST:PORT of the cluster's head"),
     (["--launcher", "ray", "--ray-address", "127.0.0.1:{closed}"], "does not answer ([Errno 111] Connection refused)"),

@@ -17,16 +17,12 @@ from typing import Any, BinaryIO
 
 from lit_lazy.data.pipeline.shards import Count, FileJob, Shard, find_or_make_shard, remove_leftovers
 from lit_lazy.support.errors import UnfinishedError, describe_exception
+from lit_lazy.support.machine import count_cores
 
 WORTH_PROCESSES = 64 * 2**20
 """Bytes of files from which on several processes are worth the seconds that each takes to start."""
 THREADS = "RAYON_NUM_THREADS"
 """Limits the threads of `tokenizers`."""
-
-
-def count_cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_process_count(jobs: Sequence[FileJob], asked: int | None) -> int:

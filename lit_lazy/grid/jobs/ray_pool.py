@@ -26,8 +26,8 @@ from lit_lazy.grid.jobs.pool import ReapResult, read_last_log_line
 from lit_lazy.grid.jobs.worker import DISK_FULL, make_worker, prepare_process
 from lit_lazy.support.disk import PRIVATE, is_disk_full
 from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.machine import count_cores
 from lit_lazy.support.secrets import RedactingFormatter
-from lit_lazy.training.devices import count_cores
 
 CONNECT_SECONDS, JOIN_SECONDS = 5.0, 30.0
 ORDERLY_SECONDS = 60.0

@@ -75,7 +75,7 @@ def _draw_panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Colu
         colour = _choose_colour(x, column) if m.separated else NEUTRAL
         left, right = _find_interval_ends(m, column)
         if left < right:
-            width, style = (1.2, ":") if m.test == "saturated" else (1.6, "-")
+            width, style = (1.2, ":") if m.difference.effect.test == "saturated" else (1.6, "-")
             draw_interval(axes, y, left, right, colour, width, style)
         face = colour if m.separated else "white"
         if not low <= x <= high:
@@ -94,10 +94,11 @@ def _draw_panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Colu
 
 def _find_interval_ends(m: Measure, column: Column) -> tuple[float, float]:
     """The ends of a difference's interval, of its range where no spread was measured, in the column's unit."""
-    assert m.diff is not None
-    if m.test == "saturated" and m.diff_low is not None and m.diff_high is not None:
-        return m.diff_low * column.scale, m.diff_high * column.scale
-    middle, half = m.diff * column.scale, (m.diff_ci95 or 0.0) * column.scale
+    effect = m.difference.effect
+    assert effect.mean is not None
+    if effect.test == "saturated" and effect.low is not None and effect.high is not None:
+        return effect.low * column.scale, effect.high * column.scale
+    middle, half = effect.mean * column.scale, (effect.ci95 or 0.0) * column.scale
     return middle - half, middle + half
 
 

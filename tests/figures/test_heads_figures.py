@@ -437,7 +437,7 @@ def test_of_many_variants_only_some_are_named_and_those_far_above_are_counted():
     losses = sorted(row.metrics["loss/excess"].mean for row in table.rows)
     assert len(far) == sum(loss > axes.get_ylim()[1] for loss in losses) > 0
     title = " ".join(figure.get_suptitle().split())
-    assert title.endswith(f"the 10 lowest, far above lie {len(far)}, up to {losses[-1]:.4f}")
+    assert title.endswith(f"the 10 lowest; far above: {len(far)}, up to {losses[-1]:.4f}")
     names = {" ".join(text.get_text().split()) for text in axes.texts}
     assert len(names) == 11
     assert table.baseline in names

@@ -7,7 +7,7 @@ import pytest
 
 from lit_lazy.grid import stages
 from lit_lazy.grid.stages import at_rate
-from lit_lazy.table.build import build_table
+from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.records import Column, Observation, RowInfo
 
 NAME = "q_text_rates-stdlib_small"
@@ -27,9 +27,9 @@ def write_table(results: Path, failed: dict[str, int] | None = None) -> Path:
                 loss = 2.0 + 0.01 * seed + abs(rate - best)
                 status = "failed" if (failed or {}).get(row) == seed else "complete"
                 cells.append(Observation(row, seed, status, {LOSS.key: loss}))
-    table = build_table(
-        "q_text_rates", "stdlib_small", infos[0].variant, infos, [LOSS], [], cells, "command", primary=(LOSS.key,)
-    )
+    primary = (LOSS.key,)
+    spec = TableSpec("q_text_rates", "stdlib_small", infos[0].variant, infos, [LOSS], [], "command", primary=primary)
+    table = build_table(spec, cells)
     path = results / NAME / "table.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(table.to_json()))

@@ -1,4 +1,4 @@
-"""Figures: what a finished table, its trainings and a run's diagnostics show, drawn in one style."""
+"""Figures of tables, trainings and diagnostics in one style."""
 
 from lit_lazy.figures.ablation import loss_against_sparsity, sink_over_training, tau_over_training
 from lit_lazy.figures.canvas import save_figure

@@ -1,4 +1,4 @@
-"""Figures over the variants of an ablation: loss against sparsity, and what changed while they trained."""
+"""Figures over the variants of an ablation: loss against sparsity, and metrics over training."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,34 +21,34 @@ from lit_lazy.support.outliers import compute_far_limit
 from lit_lazy.table.records import Column, Measure, Table, TableRow
 
 Metrics = Mapping[str, Sequence[tuple[int, float]]]
-"""One seed's (step, value) by metric."""
+"""(step, value) pairs of one seed, by metric."""
 Histories = Mapping[str, Sequence[Metrics]]
-"""By variant, one entry per seed."""
+"""Metrics of each seed, by variant."""
 
 LOSSES = ("loss/excess", "loss/bits_per_byte", "loss/val")
 SPARSITY = "sparsity/zero"
 COLUMNS = 4
-"""Panels beside each other."""
+"""Panels per line."""
 MOST_NAMED, NAMED_OF_MORE = 24, 10
-"""Of more points than there is room to name, so many of the lowest have a name, and the baseline."""
+"""With more points than MOST_NAMED, only the NAMED_OF_MORE lowest and the baseline are labelled."""
 NAME_WIDTH = 30
-"""Letters of a line of a point's name."""
+"""Characters per line of a point's label."""
 Look = Mapping[str, Any]
-"""Of a line."""
+"""Keyword arguments of a line."""
 LOOKS: tuple[Look, ...] = ({"linestyle": "-"}, {"linestyle": "--"})
-"""Of the first metric of a panel, and the second; their colour is that of the variant."""
+"""Looks of the first and second metric of a panel; the colour is that of the variant."""
 
 
 @use_style()
 def loss_against_sparsity(table: Table) -> Figure | None:
-    """The loss of every variant against its sparsity, both with 95 % intervals over seeds.
+    """Draw the loss of every variant against its sparsity, both with 95 % intervals over seeds.
 
-    The loss is the first of excess loss, bits per byte and validation loss that the table has. Variants without a
-    sparsity stand apart at the left. A loss that would squeeze all others together is put at the upper edge, with an
-    arrow and its value. Of many variants only some are named; of those beyond the edge the title gives the number and
-    the highest. None without both columns, or where no variant has both.
+    The loss is the table's first of excess loss, bits per byte and validation loss. Variants without a sparsity are in
+    a separate band at the left. Outliers are at the upper edge, with an arrow and their value. With many variants only
+    some are labelled, and the title counts the outliers and gives the highest. None without both columns, or if no
+    variant has both values.
     """
-    columns = {column.key: column for column in table.columns}
+    columns = table.columns_by_key
     loss = next((columns[key] for key in LOSSES if key in columns), None)
     sparsity = columns.get(SPARSITY)
     if loss is None or sparsity is None:
@@ -64,9 +64,9 @@ def loss_against_sparsity(table: Table) -> Figure | None:
     if len(points) > MOST_NAMED:
         lowest = sorted(points, key=lambda point: (not point.baseline, point.y))
         named = {point.name for point in lowest[: NAMED_OF_MORE + 1]}
-        which = f"; named are the baseline and the {NAMED_OF_MORE} lowest"
+        which = f"; labelled: the baseline and the {NAMED_OF_MORE} lowest"
         if far:
-            which += f", far above lie {len(far)}, up to {loss.format(max(point.y for point in points) / loss.scale)}"
+            which += f"; far above: {len(far)}, up to {loss.format(max(point.y for point in points) / loss.scale)}"
     title = f"{table.ablation}: loss against sparsity, mean over {_format_seeds(counts)}{spread}{which}"
     figure = new_figure(WIDTH, 4.2 + 0.06 * min(len(points), MOST_NAMED), title)
     axes = figure.subplots()
@@ -99,7 +99,7 @@ def loss_against_sparsity(table: Table) -> Figure | None:
 
 @use_style()
 def tau_over_training(table: Table, histories: Histories) -> Figure | None:
-    """The offset parameter of every variant that has one, mean over layers and heads, from step 0 on."""
+    """Draw the offset parameter of every variant that has one, mean over layers and heads, from step 0 on."""
 
     def tau(seed: Metrics) -> dict[int, float]:
         by_step: dict[int, list[float]] = {}
@@ -116,7 +116,7 @@ def tau_over_training(table: Table, histories: Histories) -> Figure | None:
 
 @use_style()
 def sink_over_training(table: Table, histories: Histories) -> Figure | None:
-    """The first key's mean weight and its share of the surviving mass, for every variant, from step 0 on."""
+    """Draw the first key's mean weight and its share of the surviving mass, for every variant, from step 0 on."""
 
     def first_key(metric: str) -> Callable[[Metrics], dict[int, float]]:
         return lambda seed: dict(seed.get(metric, ()))
@@ -135,7 +135,7 @@ def _wrap_label(name: str) -> str:
 
 @dataclass(frozen=True)
 class _Point:
-    """A variant in the units shown; x is NaN without a sparsity. An interval ends at what its metric cannot pass."""
+    """A variant in displayed units; x is NaN without a sparsity. Intervals are clipped to the bounds of the metric."""
 
     name: str
     baseline: bool
@@ -167,7 +167,7 @@ def _find_interval_ends(measure: Measure, column: Column) -> tuple[float, float]
 
 
 def _fit_limits(values: Sequence[tuple[float, tuple[float, float]]]) -> tuple[float, float]:
-    """Room for every value and its interval, as far as that reaches no farther than one more span of the values."""
+    """Axis limits that contain every value, and its interval up to one span of the values beyond them."""
     low, high = min(value for value, _ in values), max(value for value, _ in values)
     span = (high - low) or max(upper - lower for _, (lower, upper) in values) / 2 or 1.0
     low = min(max(lower, low - span) for _, (lower, _) in values)
@@ -177,7 +177,7 @@ def _fit_limits(values: Sequence[tuple[float, tuple[float, float]]]) -> tuple[fl
 
 
 def _set_x_axis(axes: Axes, points: Sequence[_Point]) -> tuple[float, float]:
-    """Sets the limits and ticks; the x of variants without a sparsity, and where the axis of the others begins."""
+    """Set limits and ticks; returns the x of variants without a sparsity, and the start of the axis of the others."""
     low, high = _fit_limits([(point.x, point.x_ends) for point in points if not math.isnan(point.x)])
     span = high - low
     apart = low - 0.1 * span
@@ -194,9 +194,9 @@ def _set_x_axis(axes: Axes, points: Sequence[_Point]) -> tuple[float, float]:
 
 
 def _draw_intervals(axes: Axes, x: float, point: _Point, colour: str, least: float) -> list[Bbox]:
-    """Draws both intervals of a point that stands at `x`; one that leaves the panel ends in an arrow at its edge.
+    """Draw both intervals of a point at `x`; ends beyond the panel become arrows at its edge.
 
-    least: where the axis of the sparsities begins, beyond which only variants without one stand.
+    least: start of the sparsity axis; only variants without a sparsity lie to its left.
     """
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     left = left if math.isnan(point.x) else least
@@ -224,9 +224,9 @@ def _draw_over_training(
     histories: Histories,
     table: Table,
 ) -> Figure | None:
-    """A panel per variant, with a line per metric over the steps that all its seeds have, and a band for their range.
+    """Draw a panel per variant with a line per metric, over the steps that all its seeds have, and a band of the range.
 
-    The baseline comes first, and is drawn behind the others, thin and grey.
+    The baseline comes first, and is also drawn thin and grey behind the other variants.
     """
     baseline = table.baseline
     curves = {
@@ -250,8 +250,8 @@ def _draw_over_training(
         for label, look in looks.items():
             if variant != baseline and baseline in curves:
                 _draw_line(axes, curves[baseline][label], {**look, "color": NEUTRAL, "linewidth": 0.7, "alpha": 0.7})
-            own = {**look, "color": colours[variant], "label": label}
-            last = max(last, _draw_line(axes, curves[variant][label], own, band=True))
+            style = {**look, "color": colours[variant], "label": label}
+            last = max(last, _draw_line(axes, curves[variant][label], style, band=True))
         axes.set_title("\n".join(wrap(variant, 26)), fontsize=8.5, fontweight="bold" if variant == baseline else None)
         axes.grid(axis="y")
     set_log_axis(panels[0], last, zero=True)
@@ -269,7 +269,7 @@ def _draw_over_training(
 
 
 def _draw_line(axes: Axes, seeds: Sequence[Curve], look: Look, band: bool = False) -> int:
-    """Draws the mean over seeds, and their range; the last step."""
+    """Draw the mean over seeds and their range; returns the last step."""
     steps = sorted(set.intersection(*(set(seed) for seed in seeds))) if seeds else []
     if not steps:
         return 1

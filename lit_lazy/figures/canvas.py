@@ -1,4 +1,4 @@
-"""What all figures share: the style file, colours, sizes, and how a figure is written."""
+"""Shared parts of all figures: style, colours, sizes, saving."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,29 +17,29 @@ from lit_lazy.support.disk import write_atomically
 
 STYLE = Path(__file__).with_name("style.mplstyle")
 FIRST, SECOND, NEUTRAL = "#0072B2", "#D55E00", "#595959"
-"""Two of Okabe and Ito's colours, told apart with every common colour blindness, and a grey."""
+"""Two of Okabe and Ito's colours, distinguishable with all common colour blindness, and a grey."""
 BETTER, WORSE = "#009E73", "#CC79A7"
-"""Two more, for what is told apart by its marker too: they are the same in grey."""
+"""Two more, to be combined with different markers: they look the same in greyscale."""
 WIDTH = 7.3
-"""Inches: 1095 pixels at the 150 dpi of a PNG."""
+"""Inches; 1095 pixels at the 150 dpi of a PNG."""
 TITLE_LINE = 0.18
-"""Inches of a line of a figure's title."""
+"""Height of a line of a figure's title, in inches."""
 POINTS = 128
-"""A line with more points is drawn as means over bins: no more can be told apart, and an SVG stays small."""
+"""Longer lines are drawn as means over this many bins: finer detail is invisible, and SVGs stay small."""
 
 
 @contextmanager
 def use_style() -> Iterator[None]:
-    """The project's style, as a decorator or for a `with` block, whatever a user's own matplotlibrc says.
+    """Apply the project's style, as a decorator or in a `with` block, regardless of the user's matplotlibrc.
 
-    Ticks are made when they are first drawn, so it has to hold where a figure is made and where it is written.
+    Ticks are created on first drawing, so both building and saving a figure need it.
     """
     with style.context(["default", STYLE]):
         yield
 
 
 def new_figure(width: float, height: float, title: str) -> Figure:
-    """An empty figure, in inches, under its title, continued in further lines where it is long."""
+    """An empty figure of a size in inches, plus room for its wrapped title."""
     lines = _wrap_title(title, width)
     figure = Figure(figsize=(width, height + TITLE_LINE * len(lines)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -48,7 +48,7 @@ def new_figure(width: float, height: float, title: str) -> Figure:
 
 
 def prepend_title(figure: Figure, text: str) -> None:
-    """More lines before the title, and room for them."""
+    """Add lines before the title, and room for them."""
     width, height = figure.get_size_inches()
     lines = _wrap_title(text, width)
     with use_style():
@@ -61,10 +61,10 @@ def _wrap_title(title: str, width: float) -> list[str]:
 
 
 def draw_legend_below(figure: Figure, handles: Iterable[Artist], columns: int) -> None:
-    """A legend under all panels, in at most so many columns as the figure has room for."""
-    shown = list(handles)
-    for ncols in range(min(columns, len(shown)), 0, -1):
-        legend = figure.legend(handles=shown, loc="outside lower center", ncols=ncols)
+    """Draw a legend below all panels, in at most `columns` columns, or fewer if the figure is too narrow."""
+    entries = list(handles)
+    for ncols in range(min(columns, len(entries)), 0, -1):
+        legend = figure.legend(handles=entries, loc="outside lower center", ncols=ncols)
         if ncols == 1 or legend.get_window_extent().width <= figure.bbox.width:
             return
         legend.remove()
@@ -72,7 +72,7 @@ def draw_legend_below(figure: Figure, handles: Iterable[Artist], columns: int) -
 
 @use_style()
 def save_figure(figure: Figure, path_stem: str | Path) -> tuple[Path, Path]:
-    """Writes `<path_stem>.png` (150 dpi) and `<path_stem>.svg`, the same bytes for the same figure."""
+    """Write `<path_stem>.png` (150 dpi) and `<path_stem>.svg`, deterministic in the figure."""
     png, svg = Path(f"{path_stem}.png"), Path(f"{path_stem}.svg")
     write_atomically(png, lambda file: figure.savefig(file, format="png"))
     write_atomically(svg, lambda file: figure.savefig(file, format="svg", metadata={"Date": None}))
@@ -80,7 +80,7 @@ def save_figure(figure: Figure, path_stem: str | Path) -> tuple[Path, Path]:
 
 
 def average_log_bins(x: np.ndarray, values: np.ndarray, most: int = POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """`values` [..., n] at x = 1..n: themselves up to `most`, else the means over at most that many bins even in log x.
+    """Average `values` `[..., n]` at x = 1..n over at most `most` bins even in log x; unchanged if n <= most.
 
     The x of a bin is the mean of its x; the first bins hold one point each.
     """
@@ -92,12 +92,12 @@ def average_log_bins(x: np.ndarray, values: np.ndarray, most: int = POINTS) -> t
 
 
 def finite_mean(values: np.ndarray, axis: int) -> np.ndarray:
-    """The mean of the finite numbers along an axis, NaN where there is none."""
+    """The mean of the finite numbers along an axis; NaN without finite numbers."""
     return np.ma.masked_invalid(values).mean(axis=axis).filled(np.nan)
 
 
 def set_log_axis(axes: Axes, last: float, zero: bool = False) -> None:
-    """A logarithmic x axis from 1, or with `zero` from 0, to `last`, with plain numbers at its ticks."""
+    """Set a logarithmic x axis with plain tick labels, from 1 (with `zero`, from 0) to `last`."""
     ticks = [float(step * 10**power) for power in range(7) for step in ((1, 2, 5) if last < 100 else (1,))]
     if zero:
         axes.set_xscale("symlog", linthresh=1, linscale=0.4)

@@ -1,4 +1,4 @@
-"""Figures drawn from a finished table: a forest plot of the differences to the baseline."""
+"""Forest plot of a table's differences to the baseline."""
 
 from collections.abc import Sequence
 
@@ -10,22 +10,21 @@ from lit_lazy.figures.canvas import BETTER, NEUTRAL, WORSE, draw_legend_below, n
 from lit_lazy.table.records import Column, Measure, Table, TableRow
 
 FAR, ROUNDING = 10, 1e6
-"""Points this many times as far out as all others would squeeze these onto the line at 0; so many times, and these are
-rounding."""
+"""A point FAR times as far out as all others is drawn at the edge, unless the others are below 1 / ROUNDING of it:
+those are rounding errors."""
 
 
 @use_style()
 def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
-    """One panel per column key: every row's difference to the baseline with its 95 % interval.
+    """Draw one panel per column key with every row's difference to the baseline and its 95 % interval.
 
-    The baseline, the line at 0, comes first, the others in table order. A filled marker differs at p < 0.05 after Holm,
-    a square one is worse, a hollow one does not or was not tested; where no spread was measured, a dotted line goes
-    from the least to the greatest difference of a seed. A row without a difference says why in words. An interval or
-    range that would dwarf every point is cut off at the panel's edge and ends in an arrow; a point that would is put
-    there with its value.
-    Raises ValueError for a key that is no column of the table.
+    The baseline (the line at 0) comes first, then the rows in table order. Filled markers differ at p < 0.05 after
+    Holm; squares are worse; hollow markers are not significant or not tested. Without a measured spread a dotted line
+    spans the differences of the seeds. A row without a difference has its reason in words. Intervals much longer than
+    the range of the points are cut at the panel's edge and end in an arrow; outliers are drawn there with their value.
+    Raises ValueError if a key is not a column of the table.
     """
-    known = {column.key: column for column in table.columns}
+    known = table.columns_by_key
     if not columns:
         raise ValueError(f"columns: none given; choose from {', '.join(known)}")
     for key in columns:
@@ -57,7 +56,7 @@ def _draw_panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Colu
     axes.axvline(0, color=NEUTRAL, linewidth=1, zorder=1)
     for y, row, m in shown:
         if m.diff is None:
-            # Beside the line at 0, on the side that has more room.
+            # Next to the line at 0, on the side with more room.
             side = 1 if high > -low else -1
             axes.annotate(
                 _explain_absence(row, table, column),
@@ -75,7 +74,7 @@ def _draw_panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Colu
         colour = _choose_colour(x, column) if m.separated else NEUTRAL
         left, right = _find_interval_ends(m, column)
         if left < right:
-            width, style = (1.2, ":") if m.test == "saturated" else (1.6, "-")
+            width, style = (1.2, ":") if m.difference.effect.test == "saturated" else (1.6, "-")
             draw_interval(axes, y, left, right, colour, width, style)
         face = colour if m.separated else "white"
         if not low <= x <= high:
@@ -93,28 +92,29 @@ def _draw_panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Colu
 
 
 def _find_interval_ends(m: Measure, column: Column) -> tuple[float, float]:
-    """The ends of a difference's interval, of its range where no spread was measured, in the column's unit."""
-    assert m.diff is not None
-    if m.test == "saturated" and m.diff_low is not None and m.diff_high is not None:
-        return m.diff_low * column.scale, m.diff_high * column.scale
-    middle, half = m.diff * column.scale, (m.diff_ci95 or 0.0) * column.scale
+    """Ends of a difference's interval, or of its range if no spread was measured, in the column's unit."""
+    effect = m.difference.effect
+    assert effect.mean is not None
+    if effect.test == "saturated" and effect.low is not None and effect.high is not None:
+        return effect.low * column.scale, effect.high * column.scale
+    middle, half = effect.mean * column.scale, (effect.ci95 or 0.0) * column.scale
     return middle - half, middle + half
 
 
 def draw_interval(
     axes: Axes, y: float, left: float, right: float, colour: str, width: float = 1.6, style: str = "-"
 ) -> None:
-    """A line between its ends; one beyond the panel ends in an arrow at its edge."""
+    """Draw a line between two ends; ends beyond the panel become arrows at its edge."""
     low, high = axes.get_xlim()
-    seen = [max(left, low), min(right, high)]
-    axes.plot(seen, [y, y], color=colour, linewidth=width, linestyle=style, zorder=2)
+    visible = [max(left, low), min(right, high)]
+    axes.plot(visible, [y, y], color=colour, linewidth=width, linestyle=style, zorder=2)
     for edge, cut, marker in ((low, left < low, "<"), (high, right > high, ">")):
         if cut:
             axes.plot(edge, y, marker, color=colour, markersize=5, clip_on=False, zorder=3)
 
 
 def _draw_far_point(axes: Axes, edge: float, y: float, value: str, colour: str, face: str) -> None:
-    """A point beyond the panel, at its edge, with an arrow that points to it and its value inside."""
+    """Draw a point beyond the panel as an arrow at its edge, with the value inside."""
     right = edge == axes.get_xlim()[1]
     axes.plot(edge, y, ">" if right else "<", color=colour, markerfacecolor=face, markersize=7, clip_on=False, zorder=4)
     offset, align = (-8, "right") if right else (8, "left")
@@ -123,9 +123,9 @@ def _draw_far_point(axes: Axes, edge: float, y: float, value: str, colour: str, 
 
 
 def _drop_far_points(points: Sequence[float]) -> list[float]:
-    """The points without those, at most a fifth of them or one, that lie over ten times as far out as all others.
+    """The points without outliers: at most a fifth of them (or one), more than FAR times as far out as all others.
 
-    Others a million times nearer than these are no scale, but rounding.
+    If the others are below 1 / ROUNDING of the outliers, they are rounding errors and set no scale.
     """
     near = sorted(points, key=abs)
     for count in range(max(1, len(near) // 5), 0, -1):
@@ -136,13 +136,13 @@ def _drop_far_points(points: Sequence[float]) -> list[float]:
 
 
 def compute_limits(shown: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Room for the points that are not far off."""
+    """Axis limits for the points that are not outliers; `shown` holds (point, left, right) of each."""
     points = _drop_far_points([point for point, _, _ in shown])
     return fit_limits(points, [(left, right) for point, left, right in shown if point in points])
 
 
 def fit_limits(points: Sequence[float], ends: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """For 0, every point, and what of their intervals is within one more span of the points of its two ends."""
+    """Axis limits that contain 0, every point, and intervals up to one span of the points beyond them."""
     low, high = min([0.0, *points]), max([0.0, *points])
     widest = (high - low) or max((max(abs(left), abs(right)) for left, right in ends), default=0.0) or 1.0
     left = min([low, *(max(left, low - widest) for left, _ in ends)])
@@ -166,7 +166,7 @@ def _choose_colour(difference: float, column: Column) -> str:
 
 
 def format_axis_label(column: Column) -> str:
-    """Of differences, and which way is better."""
+    """Axis label of differences, with the direction that is better."""
     unit = f" ({column.difference_unit})" if column.unit else ""
     return f"Δ{unit}" + {"lower": "   ← better", "higher": "   better →", None: ""}[column.better]
 

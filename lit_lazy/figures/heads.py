@@ -1,7 +1,7 @@
-"""Figures of one run's diagnostics: what its heads do, by layer, head and position.
+"""Figures of one run's diagnostics, by layer, head and position.
 
-Each takes the arrays of `lit_lazy.measure.diagnostics.Diagnostics` by name and returns None where they hold nothing to
-draw. Layers and heads are counted from 0, positions from 1.
+Each function takes the arrays of `lit_lazy.measure.diagnostics.Diagnostics` by name and returns None if they hold
+nothing to draw. Layers and heads are counted from 0, positions from 1.
 """
 
 import math
@@ -38,23 +38,23 @@ from lit_lazy.figures.canvas import (
 
 Arrays = Mapping[str, np.ndarray]
 
-# As in lit_lazy.measure, which needs torch.
+# The same values as in lit_lazy.measure, which would import torch.
 SMALL_WEIGHT, SINK_WEIGHT, FIRST_KEYS = 1e-5, 0.3, 8
 ZERO, HIDDEN = "#d4d4d4", "#ffffff"
-"""Colours of weights that are exactly 0, or not defined, and of keys that a query may not see."""
+"""Colours of weights that are exactly 0 or undefined, and of keys that are hidden from a query."""
 MAPS_IN_A_ROW = 4
 MOST_NAMED = 6
-"""More layers, or heads, than this are told apart by a colour bar and not by a legend."""
+"""Up to this number of layers or heads are in a legend; more get a colour bar."""
 MOST_MARKED = 12
-"""A line over more layers has no markers."""
+"""Lines over at most this number of layers have markers."""
 MOST_FITTED = 4
-"""With more heads than this, bias curves are drawn without their ALiBi lines."""
+"""Bias curves of at most this number of heads have ALiBi lines."""
 MOST_WRITTEN = 48
-"""A heat-map of more cells has no numbers in them."""
+"""Heat maps of at most this number of cells have numbers in them."""
 
 
 class _State(NamedTuple):
-    """Trained or untrained: where its arrays are, and how its lines and markers look."""
+    """The trained or the untrained model: prefix of its arrays, look of its lines and markers."""
 
     prefix: str
     label: str
@@ -67,9 +67,9 @@ TRAINED, INIT = _State("", "trained", "-", None), _State("init/", "at init", "--
 
 @use_style()
 def attention_maps(arrays: Arrays) -> Figure | None:
-    """Weights of the chosen heads in one sequence on a log scale, and below each map its first keys enlarged.
+    """Draw the weights of the chosen heads in one sequence on a log scale, and below each map its first keys enlarged.
 
-    A weight that is exactly 0 and a key that is hidden because it comes later, or is NaN, have colours outside the map.
+    Weights of exactly 0, and keys that are hidden (later than the query, or NaN), have colours outside the colour map.
     """
     weights = _read_finite(arrays, "maps/weights")
     if weights is None:
@@ -83,7 +83,7 @@ def attention_maps(arrays: Arrays) -> Figure | None:
     height = 0.5 + bands * sum(side * height + 0.45 for height in heights)
     figure = new_figure(max(4.8, side * columns + 1.4), height, title)
     grid = figure.subplots(bands * len(heights), columns, squeeze=False, height_ratios=heights * bands)
-    # Each head has its panels one above the other.
+    # The panels of a head are above each other.
     stacks = grid.reshape(bands, len(heights), columns).transpose(0, 2, 1).reshape(-1, len(heights))
     colours, norm = mpl.colormaps["viridis"], LogNorm(SMALL_WEIGHT, 1)
     for i, (stack, head, matrix) in enumerate(zip(stacks, arrays["maps/heads"], weights, strict=False)):
@@ -106,7 +106,7 @@ def attention_maps(arrays: Arrays) -> Figure | None:
 
 @use_style()
 def sink_heatmap(arrays: Arrays) -> Figure | None:
-    """Mean weight on the first key by layer and head, raw and as a share of the mass; the untrained model below."""
+    """Draw the mean weight on the first key by layer and head, and its share of the mass; below, the same at init."""
     kinds = {"sink/weight": "weight", "sink/share": "share of the mass"}
     states = _find_states(arrays, *kinds)
     if not states:
@@ -119,8 +119,8 @@ def sink_heatmap(arrays: Arrays) -> Figure | None:
     absent = False
     for row, state in zip(panels, states, strict=True):
         for axes, (key, name) in zip(row, kinds.items(), strict=True):
-            found = _read_finite(arrays, state.prefix + key)
-            values = np.full((layers, heads), np.nan) if found is None else found[..., 0]
+            array = _read_finite(arrays, state.prefix + key)
+            values = np.full((layers, heads), np.nan) if array is None else array[..., 0]
             absent = absent or bool(np.isnan(values).any())
             extent = (-0.5, heads - 0.5, -0.5, layers - 0.5)
             axes.imshow(values, colours, norm, aspect="auto", origin="lower", extent=extent)
@@ -144,7 +144,7 @@ def sink_heatmap(arrays: Arrays) -> Figure | None:
 
 @use_style()
 def mass_by_position(arrays: Arrays) -> Figure | None:
-    """Surviving mass of a row and its part on the first key by position, mean over heads, a line per layer."""
+    """Draw the surviving mass of a row and its part on the first key by position, mean over heads, a line per layer."""
     kinds = {"mass/row": "on all keys", "mass/first_key": "on the first key"}
     states = _find_states(arrays, *kinds)
     if not states:
@@ -169,7 +169,7 @@ def mass_by_position(arrays: Arrays) -> Figure | None:
 
 @use_style()
 def sparsity_by_layer(arrays: Arrays) -> Figure | None:
-    """Exact zeros beside the Gaussian null model, and small weights and empty tiles, trained and at init, by layer."""
+    """Draw exact zeros with the Gaussian null model, and small weights with empty tiles, by layer."""
     lines = {
         "sparsity/zero": ("exactly 0", FIRST, "o"),
         "sparsity/null": ("Gaussian null model", "#000000", "D"),
@@ -211,7 +211,7 @@ def sparsity_by_layer(arrays: Arrays) -> Figure | None:
 
 @use_style()
 def tau_by_layer(arrays: Arrays) -> Figure | None:
-    """The offset parameter by layer, mean over heads, each head a point; `per_token` as its mean over positions."""
+    """Draw the offset parameter by layer, mean over heads (and over positions if per token), with a point per head."""
     states = _find_states(arrays, "tau")
     if not states:
         return None
@@ -231,7 +231,7 @@ def tau_by_layer(arrays: Arrays) -> Figure | None:
 
 @use_style()
 def tau_by_head(arrays: Arrays) -> Figure | None:
-    """The offset parameter of every head over training, a line per head in the colour of its layer."""
+    """Draw the offset parameter over training, a line per head in the colour of its layer."""
     values = _read_finite(arrays, "watch/tau")
     if values is None:
         return None
@@ -251,7 +251,7 @@ def tau_by_head(arrays: Arrays) -> Figure | None:
 
 @use_style()
 def bias_curves(arrays: Arrays) -> Figure | None:
-    """The bias of every head by distance, a panel per layer; beside few heads the best ALiBi line of each."""
+    """Draw the bias of every head by distance, a panel per layer; with few heads also the best ALiBi line of each."""
     curves = _read_finite(arrays, "bias/curve")
     if curves is None:
         return None
@@ -271,7 +271,7 @@ def bias_curves(arrays: Arrays) -> Figure | None:
         positions, drawn = average_log_bins(distances + 1, curves[layer])
         _draw_ordered_lines(axes, positions - 1, drawn, TRAINED)
         if slopes is not None:
-            # The least-squares line goes through the middle of the curve.
+            # The least-squares line passes through the mean of the curve.
             line = curves[layer].mean(axis=1, keepdims=True) - slopes[layer, :, None] * (distances - distances.mean())
             positions, drawn = average_log_bins(distances + 1, line)
             _draw_ordered_lines(axes, positions - 1, drawn, fit)
@@ -292,7 +292,7 @@ def bias_curves(arrays: Arrays) -> Figure | None:
 
 @use_style()
 def value_norms(arrays: Arrays) -> Figure | None:
-    """The length of the first keys' values against the mean value: by key with a line per layer, and by layer."""
+    """Draw the norm of the first keys' values relative to the mean: by key with a line per layer, and by layer."""
     states = _find_states(arrays, "sink/value_norm")
     if not states:
         return None
@@ -321,7 +321,7 @@ def value_norms(arrays: Arrays) -> Figure | None:
 
 @use_style()
 def rank_profile(arrays: Arrays) -> Figure | None:
-    """Effective rank and token cosine of the residual stream after each layer, trained and at init."""
+    """Draw effective rank and token cosine of the residual stream after each layer, trained and at init."""
     kinds = {"hidden/effective_rank": "effective rank (directions)", "hidden/cosine": "mean cosine of two tokens"}
     states = _find_states(arrays, *kinds)
     if not states:
@@ -344,13 +344,13 @@ def rank_profile(arrays: Arrays) -> Figure | None:
 
 @use_style()
 def loss_by_length(arrays: Arrays) -> Figure | None:
-    """Loss by position in the context that the model was trained with, and in each other length that was measured.
+    """Draw loss by position at the training length and at every other measured length, and below it the thresholds.
 
-    With a cache that evicts, where that was measured, dashed; below them the thresholds at each position.
+    Dashed lines are measured with an evicting cache.
     """
     prefixes = sorted((key.removesuffix("sample") for key in arrays if re.fullmatch(r"(L\d+/)?sample", key)), key=len)
     found = {prefix: _read_finite(arrays, f"{prefix}loss/by_position") for prefix in prefixes}
-    # The length of the training is measured once more where it is among those asked for.
+    # If the training length is also requested, it is measured twice; the first measurement counts.
     by_length = {len(curve): (prefix, curve) for prefix, curve in reversed(found.items()) if curve is not None}
     if not by_length:
         return None
@@ -404,21 +404,21 @@ RUN_FIGURES = (
     rank_profile,
     loss_by_length,
 )
-"""In reading order."""
+"""All figures, in reading order."""
 FIGURE_NAMES = tuple(draw.__name__ for draw in RUN_FIGURES)
 
 
 def draw_run_figures(arrays: Arrays, run: str) -> dict[str, Figure]:
-    """Every figure that there is something to draw for, by name and in reading order; the run's name in each title."""
+    """All non-empty figures by name, in reading order, with the run's name in each title."""
     figures = {name: draw(arrays) for name, draw in zip(FIGURE_NAMES, RUN_FIGURES, strict=True)}
-    made = {name: figure for name, figure in figures.items() if figure is not None}
-    for figure in made.values():
+    drawn = {name: figure for name, figure in figures.items() if figure is not None}
+    for figure in drawn.values():
         prepend_title(figure, run)
-    return made
+    return drawn
 
 
 def _read_finite(arrays: Arrays, key: str) -> np.ndarray | None:
-    """The array in fp64 with NaN for what is not finite; None where it is absent or has no finite number."""
+    """The array in fp64 with NaN for non-finite numbers; None if it is absent or has no finite number."""
     if key not in arrays:
         return None
     values = np.asarray(arrays[key], dtype=np.float64)
@@ -427,7 +427,7 @@ def _read_finite(arrays: Arrays, key: str) -> np.ndarray | None:
 
 
 def _find_states(arrays: Arrays, *keys: str) -> list[_State]:
-    """Those of trained and untrained that have something to draw under one of the keys."""
+    """The states that have something to draw under any of the keys."""
     return [s for s in (TRAINED, INIT) if any(_read_finite(arrays, s.prefix + key) is not None for key in keys)]
 
 
@@ -448,7 +448,7 @@ def _describe_sample(arrays: Arrays) -> str:
 
 
 def _colour_weights(matrix: np.ndarray, colours: Colormap, norm: LogNorm) -> np.ndarray:
-    """RGBA [n, n] of a causal weight matrix; one below 0 by its size in reds, one that is NaN counts as hidden."""
+    """RGBA `[n, n, 4]` of a causal weight matrix; negative weights are reds by size, NaN counts as hidden."""
     image = colours(norm(np.clip(matrix, norm.vmin, norm.vmax)))
     below = mpl.colormaps["Reds"](norm(np.clip(-matrix, norm.vmin, norm.vmax)))
     image[matrix < 0] = below[matrix < 0]
@@ -458,7 +458,7 @@ def _colour_weights(matrix: np.ndarray, colours: Colormap, norm: LogNorm) -> np.
 
 
 def _draw_maps(stack: np.ndarray, image: np.ndarray) -> None:
-    """The whole map, and below it its first keys where it has more."""
+    """Draw the full map and, if it has more keys, the first keys below it."""
     n = len(image)
     for axes, keys in zip(stack, (n, FIRST_KEYS), strict=False):
         extent = (0.5, keys + 0.5, n + 0.5, 0.5)
@@ -476,18 +476,18 @@ def _write_cells(axes: Axes, values: np.ndarray) -> None:
     for layer, row in enumerate(values):
         for head, value in enumerate(row):
             text = "–" if np.isnan(value) else "<.01" if 0 < value < 0.005 else f"{value:.2f}"
-            # The map is dark where it is low.
+            # The colour map is dark for low values.
             colour = "white" if value < 0.6 else "black"
             axes.text(head, layer, text, ha="center", va="center", fontsize=7.5, color=colour)
 
 
 def _make_sequential_colours(count: int) -> np.ndarray:
-    """RGBA [count, 4] from dark to light, without the end that is lost on white."""
+    """RGBA `[count, 4]` from dark to light, without the end that is invisible on white."""
     return mpl.colormaps["viridis"](np.linspace(0, 0.88, count))
 
 
 def _draw_ordered_lines(axes: Axes, x: np.ndarray, values: np.ndarray, state: _State, marker: str = "") -> None:
-    """A line per row of `values` [lines, len(x)], coloured by its place."""
+    """Draw a line per row of `values` `[lines, len(x)]`, coloured by index."""
     thickness = 1.4 if state is TRAINED else 1.0
     for colour, line in zip(_make_sequential_colours(len(values)), values, strict=True):
         look = {"marker": marker, "markersize": 3, "markerfacecolor": state.face or colour}
@@ -495,7 +495,7 @@ def _draw_ordered_lines(axes: Axes, x: np.ndarray, values: np.ndarray, state: _S
 
 
 def _draw_colour_key(figure: Figure, panels: np.ndarray, count: int, thing: str, more: Sequence[Artist]) -> None:
-    """Which colour is which layer or head: a legend, or a colour bar where they are many; `more` goes below."""
+    """Draw a legend of layers or heads, or a colour bar if there are many; `more` handles go below."""
     colours = _make_sequential_colours(count)
     if count <= MOST_NAMED:
         named = [Line2D([], [], color=colour, label=f"{thing} {i}") for i, colour in enumerate(colours)]
@@ -512,7 +512,7 @@ def _draw_colour_key(figure: Figure, panels: np.ndarray, count: int, thing: str,
 
 
 def _draw_by_layer(axes: Axes, values: np.ndarray, colour: str, state: _State, marker: str, points: bool) -> None:
-    """The mean over heads of `values` [layers, heads] as a line; with `points` each head of the trained model too."""
+    """Draw the mean over heads of `values` `[layers, heads]`; with `points`, also each head of the trained model."""
     layers, heads = values.shape
     if points and state is TRAINED and heads > 1:
         x = np.arange(layers)[:, None] + np.linspace(-0.18, 0.18, heads)
@@ -521,7 +521,7 @@ def _draw_by_layer(axes: Axes, values: np.ndarray, colour: str, state: _State, m
 
 
 def _draw_profile(axes: Axes, values: np.ndarray, colour: str, state: _State, marker: str = "o") -> None:
-    """A line over layers, with markers where they have room."""
+    """Draw a line over layers, with markers if there are few layers."""
     shape = marker if len(values) <= MOST_MARKED else ""
     axes.plot(
         np.arange(len(values)),
@@ -534,7 +534,7 @@ def _draw_profile(axes: Axes, values: np.ndarray, colour: str, state: _State, ma
 
 
 def _begin_at_zero(axes: Axes) -> None:
-    """Or end there, where there are only negative weights."""
+    """Start the y axis at 0, or end it there if all values are negative."""
     low, high = (1.06 * y for y in axes.dataLim.intervaly)
     axes.set_ylim(min(0, low), max(0, high) if low < 0 else high or 1)
 
@@ -553,13 +553,13 @@ def _set_position_axis(axes: Axes, length: int, most: int = POINTS) -> None:
 
 
 def _set_count_ticks(axis: Axis, count: int, first: int = 0) -> None:
-    """Ticks at `count` whole numbers from `first` on: all of them up to 8, else the first and the quarters."""
+    """Set ticks at `count` integers from `first` on: all of up to 8, otherwise the first and the quarters."""
     last = first + count - 1
     axis.set_ticks(range(first, last + 1) if count <= 8 else [first, *(round(last * part / 4) for part in range(1, 5))])
 
 
 def _write_remark(axes: Axes, text: str) -> None:
-    """What a panel does not show: in its middle where it is empty, else under its axis."""
+    """Write what a panel does not show: in the middle if it is empty, otherwise below its axis."""
     if axes.lines:
         axes.set_xlabel(f"{axes.get_xlabel()}\n({text})")
     else:
@@ -567,7 +567,7 @@ def _write_remark(axes: Axes, text: str) -> None:
 
 
 def _state_handles(states: Sequence[_State], marker: str = "") -> list[Line2D]:
-    """Which line is trained and which is not; nothing to tell where there is only the trained one."""
+    """Legend entries of trained and untrained; empty if there is only the trained model."""
     if states == [TRAINED]:
         return []
     look = {"color": NEUTRAL, "marker": marker}
@@ -575,7 +575,7 @@ def _state_handles(states: Sequence[_State], marker: str = "") -> list[Line2D]:
 
 
 def _layer_handles(states: Sequence[_State], heads: int) -> list[Line2D]:
-    """The legend of `_by_layer`."""
+    """Legend entries of `_draw_by_layer`."""
     point = Line2D([], [], color=NEUTRAL, linestyle="", marker=".", alpha=0.6, label="one head (trained)")
     return _state_handles(states, marker="o") + [point] * (heads > 1 and TRAINED in states)
 

@@ -1,4 +1,4 @@
-"""Labels beside points: none covers a marker, another label, or leaves the panel."""
+"""Place labels next to points so that none covers a marker or another label, or leaves the panel."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,9 +15,9 @@ from matplotlib.transforms import Bbox
 from lit_lazy.figures.canvas import NEUTRAL
 
 MARKER = 7
-"""Pixels from the middle of a marker to the edge of what it keeps free."""
+"""Half the side, in pixels, of the box that a marker reserves."""
 NEAR = 18
-"""A label more pixels away than this is joined to its point by a line."""
+"""Labels farther than this many pixels from their point are joined to it by a line."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Label:
 
 
 def place_labels(figure: Figure, axes: Axes, labels: Sequence[Label], bars: Sequence[Bbox]) -> None:
-    """Writes the labels of points whose axes have their final limits; `bars` are error bars in data coordinates.
+    """Write the labels of points on axes with final limits; `bars` are error bars in data coordinates.
 
-    One after the other, from below, takes the place of least cost, so the same points get the same places.
+    Labels are placed greedily from the bottom up, each at its cheapest position, so the layout is deterministic.
     """
     figure.draw_without_rendering()
     spots = axes.transData.transform([(label.x, label.y) for label in labels])
     markers = [Bbox([spot - MARKER, spot + MARKER]) for spot in spots]
-    room = _LabelLayout(axes.bbox, markers, [bar.transformed(axes.transData) for bar in bars])
+    layout = _LabelLayout(axes.bbox, markers, [bar.transformed(axes.transData) for bar in bars])
     for i in sorted(range(len(labels)), key=lambda i: (spots[i][1], spots[i][0])):
         label, spot = labels[i], spots[i]
         text = axes.annotate(
@@ -51,7 +51,7 @@ def place_labels(figure: Figure, axes: Axes, labels: Sequence[Label], bars: Sequ
             path_effects=[withStroke(linewidth=2.5, foreground="white", alpha=0.8)],
             zorder=5,
         )
-        place = room.place_label(spot, np.array(text.get_window_extent().size) + 4)
+        place = layout.place_label(spot, np.array(text.get_window_extent().size) + 4)
         offset = _find_centre(place) - spot
         text.set_position((offset[0] * 72 / figure.dpi, offset[1] * 72 / figure.dpi))
         if _distance(place, spot) > NEAR:
@@ -61,7 +61,7 @@ def place_labels(figure: Figure, axes: Axes, labels: Sequence[Label], bars: Sequ
 
 @dataclass
 class _LabelLayout:
-    """What is in a panel, in pixels: its edges, markers and labels, error bars, and lines from labels to points."""
+    """The contents of a panel in pixels: edges, markers and labels, error bars, lines from labels to points."""
 
     edges: Bbox
     taken: list[Bbox]
@@ -76,7 +76,7 @@ class _LabelLayout:
         return place
 
     def _find_cheapest(self, spot: np.ndarray, size: np.ndarray) -> Bbox:
-        """The first place of least cost. Lines are slow to intersect: only of a place that could be it."""
+        """The first place of least cost. Line intersections are slow, so only promising places are tested for them."""
         places = _list_candidate_boxes(spot, size)
         best = next(places)
         least = self._cost(best, spot) + self._cost_of_lines(best, spot)
@@ -91,14 +91,14 @@ class _LabelLayout:
         return best
 
     def _cost(self, place: Bbox, spot: np.ndarray) -> float:
-        """Pixels away from the point, and far more for what would be covered or left."""
+        """Distance to the point in pixels, plus large penalties for overlaps and for leaving the panel."""
         outside = not (self.edges.containsx(place.x0) and self.edges.containsx(place.x1))
         outside = outside or not (self.edges.containsy(place.y0) and self.edges.containsy(place.y1))
         cost = _distance(place, spot) + 1000 * (place.count_overlaps(self.taken) + outside)
         return cost + 30 * place.count_overlaps(self.bars)
 
     def _cost_of_lines(self, place: Bbox, spot: np.ndarray) -> float:
-        """For each thing that the line to the point would cross, and each line that the label would cover."""
+        """Penalty for each box and line that the label's line would cross, and each line that the label would cover."""
         line = Path(np.stack([spot, _find_nearest_point(place, spot)]))
         crossed = sum(line.intersects_bbox(other) for other in self.taken if not other.contains(*spot))
         crossed += sum(line.intersects_path(other) for other in self.lines)
@@ -107,7 +107,7 @@ class _LabelLayout:
 
 
 def _list_candidate_boxes(spot: np.ndarray, size: np.ndarray) -> Iterator[Bbox]:
-    """Boxes of a size around a spot, nearest first."""
+    """Boxes of the given size around a spot, nearest first."""
     for radius, angle in product((9, 14, 22, 34, 50, 75, 110, 150, 200, 260), range(16)):
         direction = np.array([math.cos(angle * math.pi / 8), math.sin(angle * math.pi / 8)])
         middle = spot + direction * (radius + size / 2)
@@ -119,7 +119,7 @@ def _find_centre(box: Bbox) -> np.ndarray:
 
 
 def _find_nearest_point(box: Bbox, spot: np.ndarray) -> np.ndarray:
-    """The point of a box nearest to a spot."""
+    """The point of a box that is nearest to a spot."""
     low, high = box.get_points()
     return np.clip(spot, low, high)
 

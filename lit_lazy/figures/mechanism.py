@@ -1,4 +1,4 @@
-"""The mechanism itself, on two rows of scores: `python -m lit_lazy.figures.mechanism docs/mechanism` draws it."""
+"""Illustration of the mechanism on two rows of scores: `python -m lit_lazy.figures.mechanism docs/mechanism`."""
 
 import sys
 
@@ -11,25 +11,25 @@ from lit_lazy.figures.palette import NORMALISERS
 
 TAU = 1.0
 SPREAD = 0.25
-"""Standard deviation of the scores of keys that do not match."""
+"""Standard deviation of the scores of non-matching keys."""
 MATCH, SCORE = 8, 3.5
-"""The key that matches, from 1, and its score."""
+"""Position of the matching key, counted from 1, and its score."""
 KEYS = 12
 
 
 def weights(scores: np.ndarray, tau: float) -> np.ndarray:
-    """Those of a row of n visible keys, max(softmax(scores) - tau / n, 0) (docs/method.md, section 2)."""
+    """Weights of a row of n visible keys, max(softmax(scores) - tau / n, 0) (docs/method.md, section 2)."""
     p = np.exp(scores - scores.max())
     return np.maximum(p / p.sum() - tau / len(scores), 0)
 
 
 @use_style()
 def mechanism_figure() -> Figure:
-    """A row in which one key matches, and one in which none does: under softmax, and less tau / n, cut at 0."""
+    """Draw a row with one matching key and a row with none, under softmax and under max(softmax - tau / n, 0)."""
     flat = SPREAD * np.random.default_rng(0).normal(size=KEYS)
     matching = flat.copy()
     matching[MATCH - 1] = SCORE
-    figure = new_figure(WIDTH, 3.6, "What a query does when nothing matches")
+    figure = new_figure(WIDTH, 3.6, "Attention of a query with and without a matching key")
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
     for panel, row, scores in zip(panels, ("one key matches", "no key matches"), (matching, flat), strict=True):
         _draw_bars(panel[0], weights(scores, 0.0), weights(scores, 0.0), NORMALISERS["Softmax"])
@@ -37,19 +37,19 @@ def mechanism_figure() -> Figure:
         _draw_bars(panel[1], weights(scores, TAU), weights(scores, 0.0), NORMALISERS["Elastic"])
         panel[0].set_ylabel(f"{row}\nweight")
     for axes, title in zip(
-        panels[0], ("softmax: the weights add up to 1", "Lazy: less θ = τ / n, cut at 0"), strict=True
+        panels[0], ("softmax: the weights sum to 1", "Lazy: minus θ = τ / n, clipped at 0"), strict=True
     ):
         axes.set_title(title)
     panels[0, 0].text(0.6, 1.25 * TAU / KEYS, "θ", va="bottom")
-    says = "it has to look somewhere: training piles\nthis on the first key, a sink", "it may look at nothing"
-    for axes, text in zip(panels[1], says, strict=True):
+    remarks = "the mass must go somewhere: training\nputs it on the first key, a sink", "all weights may be 0"
+    for axes, text in zip(panels[1], remarks, strict=True):
         axes.set_xlabel("key")
         axes.text(0.98, 0.94, text, transform=axes.transAxes, ha="right", va="top")
     return figure
 
 
 def _draw_bars(axes: Axes, kept: np.ndarray, before: np.ndarray, colour: str) -> None:
-    """The weights of a row; outlined, what they were before."""
+    """Draw the weights of a row, with the weights before the cut outlined."""
     keys = np.arange(1, len(kept) + 1)
     axes.bar(keys, before, color="none", edgecolor=NEUTRAL, linewidth=0.6, alpha=0.6)
     axes.bar(keys, kept, color=colour)

@@ -1,4 +1,4 @@
-"""Colours by meaning: a normaliser, or a position, has one colour in every figure."""
+"""Colours by meaning: each normaliser and each position has the same colour in every figure."""
 
 from collections.abc import Iterable
 
@@ -24,10 +24,10 @@ NORMALISERS = {
     "Mamba2": "#FF6F91",
     "GatedDeltaNet": "#44AA99",
 }
-"""By class, layers without attention last: Okabe and Ito's colours, then Tol's muted ones, which common colour
-blindnesses tell apart as well."""
+"""By class, layers without attention last: Okabe and Ito's colours, then Tol's muted ones, which are also
+distinguishable with common colour blindness."""
 POSITIONS = {"Rope": "#004488", "LearnedAbsolute": "#DDAA33", "NoPosition": "#BB5566"}
-"""Tol's high contrast: dark, light and in between, also in grey."""
+"""Tol's high-contrast scheme, also distinguishable in greyscale."""
 
 SPOKEN = {
     "OffByOne": "off by one",
@@ -41,11 +41,11 @@ SPOKEN = {
     "NoPosition": "no position",
     "": "no attention",
 }
-"""What a class is called where its own name is not how people write it."""
+"""Display names of classes whose name is not how people write them."""
 
 
 class Colours:
-    """Of a table's variants: by normaliser; by position where all have one normaliser. What is not known is grey."""
+    """The colours of a table's variants: by normaliser, or by position if all have one normaliser; unknown is grey."""
 
     def __init__(self, table: Table, variants: Iterable[str]) -> None:
         shown = set(variants)
@@ -59,7 +59,7 @@ class Colours:
         return self._colours[self._names[variant]] if variant in self._names else NEUTRAL
 
     def make_legend_handles(self) -> list[Line2D]:
-        """Which colour is what, for a legend; nothing where all have the same."""
+        """Legend entries of the colours; empty if all variants have the same."""
         if len(self._colours) < 2:
             return []
         return [

@@ -1,4 +1,4 @@
-"""Figures of a search: its history, the objective along each axis, and the importance of the axes."""
+"""Figures of a search: history, objective along each axis, importance of the axes."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from lit_lazy.table.search_points import Point
 
 TITLES = {"loss/val": "validation loss (nats)", "loss/excess": "excess loss (nats)"}
 ROOM_ABOVE = 1.5
-"""How far a plot reaches above the upper quartile, in distances from the best point to that quartile."""
+"""How far a plot extends above the upper quartile, in units of that quartile minus the best value."""
 
 
 class Axis(Protocol):
@@ -27,7 +27,7 @@ class Axis(Protocol):
 
     @property
     def log(self) -> bool:
-        """Whether values are drawn, and shown, on a logarithmic scale."""
+        """Whether values are sampled and displayed on a logarithmic scale."""
         ...
 
 
@@ -40,31 +40,31 @@ def make_search_figures(
     points: Sequence[Point],
     importances: Mapping[str, float],
 ) -> dict[str, Figure]:
-    """The figures by file name: history and slices once a point is measured, importance where it is known.
+    """The figures by file name: history and slices once a point has a value, importance once it is known.
 
-    objective: key of the minimised metric. axes, importances: by dotted path; names: short names by the same.
+    objective: key of the minimised metric. axes, importances, names (short names): by dotted path.
     """
-    made: dict[str, Figure] = {}
+    drawn: dict[str, Figure] = {}
     if any(_is_plotted(point) for point in points):
         title = TITLES[objective]
-        made["history"] = history_figure(search_id, title, points)
-        made["slices"] = slices_figure(search_id, title, axes, names, points)
+        drawn["history"] = history_figure(search_id, title, points)
+        drawn["slices"] = slices_figure(search_id, title, axes, names, points)
     if importances:
         complete = sum(point.state == "complete" for point in points)
         named = {names[path]: share for path, share in importances.items()}
-        made["importance"] = importance_figure(search_id, named, complete)
-    return made
+        drawn["importance"] = importance_figure(search_id, named, complete)
+    return drawn
 
 
 def history_figure(search_id: str, title: str, points: Sequence[Point]) -> Figure:
-    """The objective of every point in the order in which they were taken, and the best so far."""
+    """Draw the objective of every point in sampling order, and the best value so far."""
     figure = new_figure(6.4, 4.2, f"{search_id}: the search over time")
     axes = figure.subplots()
     complete = [(point.number, point.value) for point in points if point.value is not None]
     best = [min(value for _, value in complete[: i + 1]) for i in range(len(complete))]
     axes.step([number for number, _ in complete], best, where="post", color=FIRST, linewidth=1.6, zorder=2)
     _scatter(axes, points, lambda point: float(point.number))
-    axes.set_xlabel("point, in the order in which they were taken")
+    axes.set_xlabel("point, in sampling order")
     axes.set_ylabel(title)
     axes.locator_params(axis="x", integer=True)
     _add_legend(figure, Line2D([], [], color=FIRST, linewidth=1.6, label="best so far"))
@@ -74,7 +74,7 @@ def history_figure(search_id: str, title: str, points: Sequence[Point]) -> Figur
 def slices_figure(
     search_id: str, title: str, axes: Mapping[str, Axis], names: Mapping[str, str], points: Sequence[Point]
 ) -> Figure:
-    """One panel per axis: the objective against where the points lie on it."""
+    """Draw one panel per axis with the objective against the points' values on it."""
     count = len(axes)
     figure = new_figure(max(6.0, 1.4 + 2.6 * count), 4.0, f"{search_id}: objective along each axis")
     panels = figure.subplots(1, count, sharey=True, squeeze=False)[0]
@@ -89,8 +89,8 @@ def slices_figure(
 
 
 def importance_figure(search_id: str, importances: Mapping[str, float], complete: int) -> Figure:
-    """A bar per axis, by name."""
-    figure = new_figure(6.0, 1.4 + 0.35 * len(importances), f"{search_id}: what sets the best points apart")
+    """Draw a bar for the importance of each axis, by name."""
+    figure = new_figure(6.0, 1.4 + 0.35 * len(importances), f"{search_id}: importance of each axis")
     axes = figure.subplots()
     shares = [100 * share for share in importances.values()]
     axes.barh(range(len(shares)), shares, color=FIRST, height=0.6, zorder=2)
@@ -106,7 +106,7 @@ def importance_figure(search_id: str, importances: Mapping[str, float], complete
 
 
 def _find_last_objective(point: Point) -> float:
-    """The objective at the end, else at the last validation; NaN where there is neither."""
+    """The final objective, otherwise that of the last validation; NaN without either."""
     return point.value if point.value is not None else point.reports.get(point.last_step, math.nan)
 
 
@@ -115,11 +115,11 @@ def _is_plotted(point: Point) -> bool:
 
 
 def _scatter(axes: Axes, points: Sequence[Point], x_of: Callable[[Point], float]) -> None:
-    """Complete points filled, the best a diamond; others hollow; those beyond the top as triangles at the edge."""
+    """Draw complete points filled, the best as a diamond, others hollow, and points beyond the top as triangles."""
     shown = sorted((point for point in points if _is_plotted(point)), key=_find_last_objective)
     values = [_find_last_objective(point) for point in shown]
     quartile = values[3 * (len(values) - 1) // 4]
-    # One hopeless point must not press all others onto a line.
+    # A single very bad point must not compress the scale of all others.
     top = quartile + ROOM_ABOVE * (quartile - values[0]) if quartile > values[0] else values[-1]
     best = next((point for point in shown if point.state == "complete"), None)
     for point, value in zip(shown, values, strict=True):

@@ -1,4 +1,4 @@
-"""What the verdict of a question rests on: its declared contrasts, with the intervals that its rule looks at."""
+"""Figure of a question's verdict: the declared contrasts with the intervals that its rule uses."""
 
 from collections.abc import Mapping, Sequence
 from textwrap import wrap
@@ -15,7 +15,7 @@ from lit_lazy.table.records import Column, Table
 from lit_lazy.table.verdicts import Level, compute_levels, describe_bounds
 
 NAME_WIDTH = 40
-"""Letters of a line of a contrast's name."""
+"""Characters per line of a contrast's name."""
 INTERVAL = "simultaneous 95 % interval"
 
 
@@ -26,7 +26,7 @@ class _Look(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """A contrast or a row of one, in the column's unit; without an interval it is a heading."""
+    """A contrast, or a row of a contrast, in the column's unit; without a look it is a heading."""
 
     name: str
     look: _Look | None = None
@@ -42,16 +42,15 @@ STATUS = {"supported": GOOD, "refuted": BAD, "undecided": OPEN}
 
 @use_style()
 def verdict_figure(table: Table) -> Figure | None:
-    """The verdict in words over what it was found by; None while there is none.
+    """Draw the evidence for a verdict below its sentence; None without a verdict.
 
-    For a rule that asks for differences, each contrast beside the declared margin; for one that asks whether
-    something is left, each row of each contrast beside the bounds of "removed" and "there", the row that is claimed
-    to lack it in bold.
+    A rule on differences shows each contrast with the declared margin. A rule on single rows shows each row of each
+    contrast with the bounds "removed" and "there"; rows that are claimed to lie below "removed" are bold.
     """
     declared, verdict = table.declaration, table.verdict
     if declared is None or verdict is None:
         return None
-    (column,) = (column for column in table.columns if column.key == declared.primary)
+    column = table.columns_by_key[declared.primary]
     rows = compute_levels(declared, table)
     shown = _make_level_lines(declared, verdict, rows, column) if rows else _make_difference_lines(verdict, column)
     shown = [line._replace(name="\n".join(wrap(line.name, NAME_WIDTH))) for line in shown]
@@ -102,14 +101,14 @@ def _make_difference_lines(verdict: Verdict, column: Column) -> list[_Line]:
 def _make_level_lines(
     declared: Declaration, verdict: Verdict, rows: Mapping[str, Sequence[Level]], column: Column
 ) -> list[_Line]:
-    """Under a heading per contrast its rows."""
+    """A heading per contrast, followed by its rows."""
     shown = []
     for part in verdict.parts:
         shown.append(_Line(f"{part.name}: {part.status}"))
-        for one in rows[part.name]:
-            look = GOOD if one.interval.high < declared.removed else BAD if one.interval.low > declared.kept else OPEN
-            ends = (end * column.scale for end in one.interval)
-            shown.append(_Line(one.row, look, one.mean * column.scale, *ends, bold=one.claimed))
+        for row in rows[part.name]:
+            look = GOOD if row.interval.high < declared.removed else BAD if row.interval.low > declared.kept else OPEN
+            ends = (end * column.scale for end in row.interval)
+            shown.append(_Line(row.row, look, row.mean * column.scale, *ends, bold=row.claimed))
     return shown
 
 

@@ -1,13 +1,13 @@
-"""An ablation as it is kept with its MLflow parent run, and the table built from what MLflow holds."""
+"""The plan of an ablation, stored with its MLflow parent run, and the table built from MLflow."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import mean
 from typing import Any
 
 from lit_lazy.support.errors import describe_exception, one_line
-from lit_lazy.table.build import build_table
+from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.question import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table
 from lit_lazy.table.verdicts import add_verdict
@@ -16,42 +16,42 @@ from lit_lazy.tracking.views import get_normaliser_name
 
 PLAN = "plan.json"
 SPENT = ("time/train_seconds", "time/evaluate_seconds")
-"""Metrics that say how long a cell took."""
+"""Metrics of the time that a cell took."""
 UNDERTRAINED_BY = 0.3
-"""Bits per byte by which the best softmax row has to beat the byte-trigram baseline."""
+"""Bits per byte by which the best softmax row must beat the byte-trigram baseline."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a table needs to know beside the cells' results."""
+    """Everything a table needs apart from the results of the cells."""
 
     ablation: str
     base: str
     baseline: str
     command: str
     rows: tuple[RowInfo, ...]
-    """The rows of the table: those that were asked for so far, and the baseline."""
+    """The rows requested so far, and the baseline."""
     columns: tuple[Column, ...]
     contrasts: tuple[Contrast, ...]
     axes: tuple[str, ...]
     """Names of the params in which the cells differ."""
     definitions: dict[str, str]
-    """What each row of the ablation trains: a hash by name."""
+    """Hash of what each row of the ablation trains, by name."""
     facts: dict[str, str | int | float]
     """Facts about the data: oracle, baselines, sizes."""
     schema: int = 1
-    """`lit_lazy.config.key.SCHEMA` of its cells' keys; plans of the first schema do not say so."""
+    """`lit_lazy.config.key.SCHEMA` of the cells' keys; plans of schema 1 lack the field."""
     declaration: Declaration | None = None
-    """Of the question that it answers, if it does."""
+    """The declaration of the question that the ablation answers, if any."""
     primary: tuple[str, ...] = ()
-    """As in `Ablation`; earlier plans name none."""
+    """As in `Ablation`; empty in older plans."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """The plan of a text. Raises ValueError, in one line, for a text that is none."""
+        """Parse a plan. Raises a one-line ValueError if the text is not a plan."""
         try:
             plan: dict[str, Any] = json.loads(text)
             rows: list[dict[str, Any]] = plan["rows"]
@@ -66,20 +66,38 @@ class Plan:
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ValueError(f"no plan ({describe_exception(error)})") from None
 
-    def merge(self, former: "Plan", order: Sequence[str]) -> "Plan":
-        """This plan with the rows and seeds of a former one beside its own, rows in the given order.
+    def make_table_spec(self, measured: Collection[str], warnings: Sequence[str]) -> TableSpec:
+        """The spec of the plan's table, given the metrics that the cells measured."""
+        variants = {row.variant for row in self.rows}
+        return TableSpec(
+            ablation=self.ablation,
+            base=self.base,
+            baseline=self.baseline,
+            rows=self.rows,
+            # Columns of other data sources (bits per byte, trigger accuracy) have no value in any cell.
+            columns=tuple(column for column in self.columns if column.key in measured or not measured),
+            contrasts=tuple(contrast for contrast in self.contrasts if set(contrast.weights) <= variants),
+            command=self.command,
+            labels=("backend",),
+            warnings=warnings,
+            primary=self.primary,
+        )
 
-        Raises ValueError where a row has become another training since: one table never holds both.
+    def merge(self, former: "Plan", order: Sequence[str]) -> "Plan":
+        """This plan with the rows and seeds of a former plan added; rows follow `order`.
+
+        Raises ValueError if the training of a row has changed: a table must not mix the two.
         """
         if self.schema != former.schema:
             raise ValueError(
-                f"{self.ablation} on {self.base}: was begun by another version of lit-lazy, with other keys; "
-                "--fresh moves them away, another --runs folder keeps both; `lit-lazy ablate table` still shows them"
+                f"{self.ablation} on {self.base}: was begun by another version of lit-lazy, whose cells have other "
+                "keys; --fresh moves its results away, another --runs folder keeps both; `lit-lazy ablate table` still "
+                "shows them"
             )
         for row in former.rows:
             if self.definitions.get(row.variant) != former.definitions.get(row.variant):
                 raise ValueError(
-                    f"row {row.variant!r}: its experiment, ablation, code or data changed since this grid was begun; "
+                    f"row {row.variant!r}: its experiment, ablation, code or data changed since this grid began; "
                     "--fresh moves the former results away, another file name keeps both"
                 )
         rows = {row.variant: row for row in former.rows}
@@ -95,7 +113,7 @@ class Plan:
         )
 
     def _merge_declaration(self, former: Declaration | None) -> Declaration | None:
-        """The declaration with the commit that it had when the grid was begun, or marked as changed since."""
+        """The declaration with its commit at the beginning of the grid, or marked as changed since."""
         if self.declaration is None:
             return None
         if former is not None and former.digest == self.declaration.digest:
@@ -104,7 +122,7 @@ class Plan:
 
 
 def find_newest_parent(tracker: Tracker) -> str:
-    """Id of the newest ablation run of an experiment. Raises ValueError where there is none."""
+    """Id of the newest parent run of an experiment. Raises ValueError if there is no ablation."""
     parents = tracker.find({"kind": "ablation"})
     if not parents:
         raise ValueError("the MLflow experiment holds no ablation; run `lit-lazy ablate run` first")
@@ -112,36 +130,23 @@ def find_newest_parent(tracker: Tracker) -> str:
 
 
 def read_plan(tracker: Tracker, parent_id: str) -> Plan:
-    """The plan kept with a parent run. Raises ValueError, in one line, where that is damaged."""
+    """The plan of a parent run. Raises a one-line ValueError if it is damaged."""
     try:
         return Plan.from_json(tracker.read_text(parent_id, PLAN))
     except ValueError as error:
         raise ValueError(
-            f"{PLAN}, kept with the MLflow run, is damaged ({one_line(error)}); the command that ran the grid writes "
-            "it anew"
+            f"{PLAN}, stored with the MLflow run, is damaged ({one_line(error)}); run the grid's command again to "
+            "rewrite it"
         ) from None
 
 
 def build_table_from_mlflow(tracker: Tracker, parent_id: str) -> Table:
-    """The table of a parent run, from its plan and its child runs alone."""
+    """Build the table of a parent run from its plan and its child runs only."""
     plan = read_plan(tracker, parent_id)
     runs = select_one_per_cell(tracker.find_children(parent_id))
     observations = [_make_observation(run) for run in runs]
     measured = {name for observation in observations for name in observation.metrics}
-    table = build_table(
-        plan.ablation,
-        plan.base,
-        plan.baseline,
-        plan.rows,
-        # A column of another data source (bits per byte, trigger accuracy) has no value in any cell.
-        tuple(column for column in plan.columns if column.key in measured or not measured),
-        tuple(contrast for contrast in plan.contrasts if set(contrast.weights) <= {row.variant for row in plan.rows}),
-        observations,
-        plan.command,
-        ("backend",),
-        tuple(_make_warnings(plan, runs)),
-        plan.primary,
-    )
+    table = build_table(plan.make_table_spec(measured, _make_warnings(plan, runs)), observations)
     return add_verdict(replace(table, seconds=_sum_seconds(runs)), plan.declaration)
 
 
@@ -151,7 +156,7 @@ def _sum_seconds(runs: Sequence[TrackedRun]) -> float | None:
 
 
 def select_one_per_cell(runs: Sequence[TrackedRun]) -> list[TrackedRun]:
-    """Of several runs of one cell the complete one, else the newest."""
+    """Choose one run per cell: the complete one, otherwise the newest."""
     chosen: dict[str, TrackedRun] = {}
     for run in runs:
         known = chosen.get(run.tags["cell"])
@@ -176,7 +181,7 @@ def _make_observation(run: TrackedRun) -> Observation:
 
 
 def _make_warnings(plan: Plan, runs: Sequence[TrackedRun]) -> list[str]:
-    """A table whose best softmax row does not clearly beat the trigram baseline says that it is undertrained."""
+    """Warn that a table is undertrained if its best softmax row does not clearly beat the trigram baseline."""
     if "trigram_bits_per_byte" not in plan.facts:
         return []
     trigram, losses = float(plan.facts["trigram_bits_per_byte"]), _collect_softmax_losses(runs)
@@ -193,7 +198,7 @@ def _make_warnings(plan: Plan, runs: Sequence[TrackedRun]) -> list[str]:
 
 
 def _collect_softmax_losses(runs: Sequence[TrackedRun]) -> dict[str, list[float]]:
-    """Bits per byte of the complete runs whose normaliser is softmax, by row."""
+    """Bits per byte of the complete softmax runs, by row."""
     losses: dict[str, list[float]] = {}
     for run in runs:
         if (

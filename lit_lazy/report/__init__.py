@@ -1,1 +1,1 @@
-"""What is written about results: an ablation's tables and page, a checkpoint's heads."""
+"""Reports on results: tables and pages of ablations, searches and questions, diagnoses of checkpoints."""

@@ -1,116 +1,117 @@
-"""What a report says of its figures and words."""
+"""The captions of a report's figures, and its glossary."""
 
 CAPTIONS = {
     "verdict": (
         "What the verdict rests on",
-        "Each declared contrast with the interval that its rule looks at; they hold together. A claimed difference is "
-        "refuted too where it is the same within the margin, which two one-sided tests find by a narrower interval.",
+        "Each declared contrast with the interval that its rule uses; the intervals hold simultaneously. A claimed "
+        "difference is also refuted if it is equivalent within the margin, which two one-sided tests show by a "
+        "narrower interval.",
     ),
     "effects": (
         "Differences to the baseline",
-        "A filled marker is a difference that the seeds tell apart from chance; look how wide the others' 95 % "
-        "intervals are before reading them as no effect.",
+        "A filled marker is a difference that is significant over the seeds. Check the width of the other 95 % "
+        "intervals before reading them as no effect.",
     ),
     "loss_against_sparsity": (
         "Loss against sparsity",
-        "Look for a trend over the variants, and whether the 95 % intervals are small enough to show one: zeros are "
-        "free only where the loss does not rise with them. A colour is a normaliser's, the same in all figures.",
+        "Look for a trend over the variants, and check whether the 95 % intervals are narrow enough to show one: zeros "
+        "are free only if the loss does not rise with them. Each normaliser has the same colour in all figures.",
     ),
     "tau_over_training": (
         "Offset parameter over training",
-        "Look where tau goes from its start, and whether the seeds agree.",
+        "Check how tau moves from its initial value, and whether the seeds agree.",
     ),
     "sink_over_training": (
         "First key over training",
-        "Of four validation sequences, whether or not there is something to fetch. Look at step 0 first, for what is "
-        "there before training was not learned; then for a rise.",
+        "Measured on four validation sequences, at rows with and without something to retrieve. Look at step 0 first: "
+        "what is present before training was not learned. Then look for a rise.",
     ),
     "attention_maps": (
         "Attention maps",
-        "Of each of up to four layers the head that gives the first key the greatest share of its mass (where weights "
-        "can be negative, the greatest weight). Look for a bright first column, which is a sink, and tell zero weights "
-        "from small ones.",
+        "For each of up to four layers, the head with the largest share of its mass on the first key (the largest "
+        "weight if weights can be negative). Look for a bright first column, which is a sink, and distinguish zero "
+        "weights from small ones.",
     ),
     "sink_heatmap": (
         "Sinks by layer and head",
-        "Look for heads whose weight on the first keys lies above 0.3, and in which layers they are.",
+        "Look for heads with more than 0.3 of the weight on the first key, and for the layers they are in.",
     ),
     "mass_by_position": (
         "Row mass by position",
-        "Look for layers whose mass lies far from 1, and for a drift with position.",
+        "Look for layers with a mass far from 1, and for a drift with position.",
     ),
     "sparsity_by_layer": (
         "Sparsity by layer",
-        "Look how far the zeros exceed the untrained model and, where there is a threshold, the null model: zeros up "
-        "to those are what Gaussian scores give.",
+        "Compare the zeros with the untrained model and, if there is a threshold, with the null model: Gaussian scores "
+        "alone give as many zeros as the null model.",
     ),
     "tau_by_layer": (
         "Offset parameter by layer",
-        "Look whether tau moved from its start, and how far the heads of a layer differ.",
+        "Check whether tau moved from its initial value, and how much the heads of a layer differ.",
     ),
     "tau_by_head": (
         "Offset parameter over training, by head",
-        "Look when each head leaves its start, and whether the heads of a layer part from each other.",
+        "Check when each head leaves its initial value, and whether the heads of a layer move apart.",
     ),
     "bias_curves": (
         "Bias by distance",
-        "Look for heads that prefer near keys or a certain distance; a flat curve has learned nothing.",
+        "Look for heads that prefer nearby keys or a certain distance; a flat curve has learned nothing.",
     ),
     "value_norms": (
         "Value norms",
-        "Look for first keys with a norm far below 1: weight on them adds almost nothing, as a sink's does.",
+        "Look for first keys with a norm far below 1: as with a sink, weight on them adds almost nothing.",
     ),
     "rank_profile": (
         "Rank through the layers",
-        "Look for an effective rank that falls with depth: the tokens become alike.",
+        "Look for an effective rank that falls with depth: the tokens become similar.",
     ),
     "loss_by_length": (
         "Loss by position and length",
-        "Look whether the loss keeps falling with more context, and where it rises beyond the length of training.",
+        "Check whether the loss keeps falling with more context, and where it rises beyond the training length.",
     ),
 }
-"""Title of each figure, and a sentence that says what to look for."""
+"""Title and caption of each figure; the caption states what to look for."""
 
 ONE_SEED = (
-    "Each variant is shown by its first complete seed with diagnostics: an illustration with n = 1. What holds over "
-    "seeds is in the table."
+    "Each variant is illustrated by its first complete seed with diagnostics (n = 1). Results over seeds are in the "
+    "table."
 )
 
-ABOUT_READING = "The table's own signs are explained below it. The words of table and figures:"
+ABOUT_READING = "The legend below the table explains its symbols. Terms of the table and figures:"
 
 READING = {
-    "Weight": ["What a value is multiplied with: the normaliser's output, after renormalising where it does so."],
+    "Weight": ["The factor of a value: the normaliser's output, after renormalisation if there is one."],
     "Sink rate": [
-        "Share of sequences and heads, over all layers, in which the first key's weight exceeds 0.3 on average "
-        "over the rows (Gu et al. 2024). Low where little mass is left, whatever becomes of it: the rate of the "
-        "share counts it against the mass, and is noise where there is next to none."
+        "Share of sequences and heads, over all layers, whose weight on the first key averages more than 0.3 over the "
+        "rows (Gu et al. 2024). It is low if little mass is left, however that mass is distributed. The sink rate of "
+        "the share divides the weight by the mass; it is noise if almost no mass is left."
     ],
     "Share": [
-        "The first key's part of what survived: the sum of its weights over the sum of all weights of the same "
-        "rows. Compare normalisers by the share, for a smaller weight may only mean a smaller mass; it is not "
-        "defined where almost no mass is left, nor where weights can be negative."
+        "The first key's part of the surviving mass: the sum of its weights over the sum of all weights of the same "
+        "rows. Compare normalisers by the share, because a smaller weight may only reflect a smaller mass. It is "
+        "undefined if almost no mass is left or weights can be negative."
     ],
     "Mass": [
-        "Sum of a row's weights before any renormalising: 1 for a softmax, less where weights are cut or need not "
-        "add up. An empty row has none; a dead head has only empty rows from position 2 on."
+        "Sum of a row's weights before renormalisation: 1 for softmax, less if weights are cut or need not sum to 1. "
+        "An empty row has no mass; a dead head has only empty rows from position 2 on."
     ],
     "Sparsity": [
-        "Share of the visible keys, over sequences, heads and rows, whose weight is exactly 0: with a threshold, those "
-        "whose probability is at or below it. Not defined where no weight can be 0, as of a softmax, or where weights "
-        "can be negative."
+        "Share of the visible keys, over sequences, heads and rows, with a weight of exactly 0; with a threshold, keys "
+        "whose probability does not exceed it. It is undefined if no weight can be 0 (softmax) or weights can be "
+        "negative."
     ],
     "Null": [
-        "The sparsity of independent normal scores, row by row, with the row's own spread, number of keys and "
-        "threshold. Zeros up to it say nothing of what was learned: at tau = 1 it is one half or more, whatever the "
-        "spread."
+        "The sparsity of independent normal scores, computed row by row with the row's spread, number of keys and "
+        "threshold. Zeros up to this level are no evidence of learning: at tau = 1 they are half of the keys or more, "
+        "at any spread."
     ],
     "Tau": [
-        "The offset parameter: the threshold is tau divided by the number of visible keys, where a variant's name "
-        "or note says nothing else."
+        "The offset parameter: the threshold is tau divided by the number of visible keys, unless the name or note of "
+        "a variant states otherwise."
     ],
     "Effective rank": [
-        "Exponential of the entropy of a sequence's singular values in the residual stream, scaled to sum to 1 "
-        "(Roy and Vetterli 2007), not centred: 1 where all tokens point one way."
+        "Exponential of the entropy of the singular values of a sequence's residual stream, scaled to sum to 1 (Roy "
+        "and Vetterli 2007), not centred: 1 if all tokens point in one direction."
     ],
 }
-"""Words of table and figures, each with what it means."""
+"""Terms of the table and figures with their definitions."""

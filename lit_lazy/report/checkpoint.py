@@ -1,4 +1,4 @@
-"""Everything about a checkpoint's heads and hidden states, into a folder and an MLflow run: `lit-lazy diagnose`."""
+"""Measure a checkpoint's heads and hidden states into a folder and an MLflow run: `lit-lazy diagnose`."""
 
 import json
 import time
@@ -40,7 +40,7 @@ from lit_lazy.training.prepare import load_data
 from lit_lazy.training.result import FINAL_CHECKPOINT
 
 EXPERIMENT = "diagnose"
-"""Of MLflow."""
+"""MLflow experiment of the diagnoses."""
 SAMPLED = {
     "loss/sample": "loss/by_position",
     "mass/all": "mass/row",
@@ -48,47 +48,47 @@ SAMPLED = {
     "sparsity/null": "sparsity/null",
     "tau/mean": "tau",
 }
-"""Metric, and the array it is the mean of."""
+"""Metrics that are the mean of an array, by metric."""
 MOST_TOKENS = 2**17
-"""Of a sequence: what more would take, no progress bar shows."""
+"""Maximum length of a sequence: longer ones would take very long without progress messages."""
 ARRAYS, FACTS = "diagnostics.npz", "diagnostics.json"
 
 
 @dataclass(frozen=True)
 class Request:
-    """What `lit-lazy diagnose` is asked for."""
+    """The options of `lit-lazy diagnose`."""
 
     checkpoint: Path
     data: str | None = None
-    """Experiment whose data are measured; None for those the model was trained on."""
+    """Experiment whose data are measured; None for the training data."""
     lengths: tuple[int, ...] = ()
     """Further context lengths to measure at."""
     eviction: Eviction | None = None
-    """Of a cache with which the losses are measured again, at every length; None for no such measurement."""
+    """Eviction of a cache with which the losses are also measured, at every length; None for no such measurement."""
     maps: Maps = STRONGEST
     sequences: int = SAMPLE
     out: Path | None = None
-    """Folder for the results; None for one in `runs`."""
+    """Folder for the results; None for a folder in `runs`."""
     runs: Path = Path("runs")
 
     @property
     def name(self) -> str:
-        """The checkpoint's, and that of other data."""
+        """Name of the checkpoint and, if given, of the other data."""
         path = self.checkpoint.resolve()
         name = path.parent.name if path.name == FINAL_CHECKPOINT else path.stem
         return name + (f"-{Path(self.data).stem}" if self.data else "")
 
     @property
     def folder(self) -> Path:
-        """Where the results are written."""
+        """The folder of the results."""
         return self.out or self.runs / f"diagnose-{self.name}"
 
 
 def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagnostics:
-    """Measure a checkpoint, its model before training, and it at other lengths; write, log and print the results.
+    """Measure a checkpoint, its model at init, and the checkpoint at other lengths; write, log and print the results.
 
-    Raises ValueError, in one line and before anything is created, where the checkpoint, a layer, a head, the data or a
-    length cannot be had; UnfinishedError where MLflow does not take the results, which are in the folder then.
+    Raises a one-line ValueError, before creating anything, if the checkpoint, a layer, a head, the data or a length is
+    invalid; UnfinishedError if MLflow does not store the results, which then are in the folder.
     """
     module = checkpoints.load(request.checkpoint)
     request.maps.check(module.model, "--")
@@ -110,7 +110,7 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
 
 
 def read_taus(checkpoint: Path) -> dict[int, torch.Tensor]:
-    """The taus `[layers, H]` that were kept during training, by step. Raises ValueError, in one line, for any other."""
+    """The taus `[layers, H]` recorded during training, by step. Raises a one-line ValueError for any other content."""
     taus = checkpoints.read_callback_state(checkpoint, STATE_KEY).get("taus", {})
     shapes = {getattr(tau, "shape", None) for tau in taus.values()} if isinstance(taus, dict) else {None}
     if (
@@ -118,33 +118,33 @@ def read_taus(checkpoint: Path) -> dict[int, torch.Tensor]:
         or len(shapes) > 1
         or not all(type(step) is int for step in taus)
     ):
-        raise ValueError(f"checkpoint {str(checkpoint)!r}: the taus kept during training are damaged; train again")
+        raise ValueError(f"checkpoint {str(checkpoint)!r}: the taus recorded during training are damaged; train again")
     return taus
 
 
 def load_sources(request: Request, module: LitLM) -> dict[str, DataSource]:
-    """The data by the prefix of their arrays, "" and `L<length>/`.
+    """The data sources by the prefix of their arrays, "" and `L<length>/`.
 
-    Raises ValueError, in one line, where they cannot be had, or the model cannot read them.
+    Raises a one-line ValueError if the data are unavailable or do not fit the model.
     """
     if request.data is None:
-        config, named = module.cfg.data, f"checkpoint {str(request.checkpoint)!r}"
+        config, origin = module.cfg.data, f"checkpoint {str(request.checkpoint)!r}"
         source = checkpoints.load_training_data(request.checkpoint, module)
     else:
-        config, named = load_experiment(find("experiments", request.data)).data, f"--data {request.data!r}"
+        config, origin = load_experiment(find("experiments", request.data)).data, f"--data {request.data!r}"
         source = load_data(config)
         if source.vocab_size != module.hparams["vocab_size"]:
             raise ValueError(
-                f"{named}: the model reads a vocabulary of {module.hparams['vocab_size']} tokens, these data have "
-                f"{source.vocab_size}; name an experiment whose data agree"
+                f"{origin}: the model has a vocabulary of {module.hparams['vocab_size']} tokens, these data have "
+                f"{source.vocab_size}; name an experiment with the same vocabulary"
             )
-    check_length(module.model, source.context_length, named)
+    check_length(module.model, source.context_length, origin)
     longer = {f"L{length}/": load_at_length(config, length, source, module.model) for length in request.lengths}
     return {"": source, **longer}
 
 
 def load_at_length(config: DataConfig, length: int, source: DataSource, model: DecoderLM) -> DataSource:
-    """The same data in sequences of another length. Raises ValueError, in one line, where that cannot be."""
+    """The same data in sequences of another length. Raises a one-line ValueError if that is impossible."""
     option = f"--lengths {length}"
     if length == source.context_length:
         return source
@@ -159,7 +159,7 @@ def load_at_length(config: DataConfig, length: int, source: DataSource, model: D
 
 
 def check_length(model: DecoderLM, length: int, option: str) -> None:
-    """Raise ValueError, in one line, where the positions or the bias cannot serve so many tokens."""
+    """Raise a one-line ValueError if the positions or the bias do not support the length."""
     try:
         model.check_length(length)
     except ValueError as error:
@@ -173,90 +173,90 @@ def measure_all(
     request: Request,
     console: Callable[[str], None],
 ) -> Diagnostics:
-    """The trained model, `init/` the same before training, and `L<length>/` the trained at other lengths.
+    """Measure the trained model, the model at init (`init/`), and the trained model at other lengths (`L<length>/`).
 
-    Each takes seconds to minutes, so the console says so before.
+    Each measurement takes seconds to minutes and is announced on the console.
     """
     device = select_training_device()
     untrained, model = LitLM(**module.hparams).model.to(device), module.model.to(device)
-    # The model itself comes first: what cannot be measured of it is not measured of the others.
+    # The trained model comes first, so that a failure stops the diagnosis before the other measurements.
     order = {"": sources[""], "init/": sources[""], **{prefix: sources[prefix] for prefix in sources if prefix}}
     samples = {prefix: sample_validation(source, request.sequences) for prefix, source in order.items()}
-    evicting = len(sources) if request.eviction else 0
-    course = _Progress([sample[0]["tokens"].numel() for sample in samples.values()], evicting, console)
+    evictions = len(sources) if request.eviction else 0
+    progress = _Progress([sample[0]["tokens"].numel() for sample in samples.values()], evictions, console)
     parts = {}
     for prefix, sample in samples.items():
         n, length = sample[0]["tokens"].shape
         measured = untrained if prefix == "init/" else model
-        what = f"the {'untrained' if measured is untrained else 'trained'} model"
-        course.begin(f"{what}: {n} sequences of {length} tokens")
+        state = "untrained" if measured is untrained else "trained"
+        progress.begin(f"the {state} model: {n} sequences of {length} tokens")
         maps = request.maps if not prefix else None
-        found = measure(measured, sample, maps, request.sequences).arrays | lengths.compute_length_arrays(
-            measured, length
-        )
-        course.end(n * length)
+        arrays = {
+            **measure(measured, sample, maps, request.sequences).arrays,
+            **lengths.compute_length_arrays(measured, length),
+        }
+        progress.end(n * length)
         if not prefix:
-            found |= tau_history(taus)
+            arrays |= tau_history(taus)
         if request.eviction is not None and measured is model:
-            kept = f"the first {request.eviction.first} and {request.eviction.window} newest tokens"
-            course.begin(f"it again with {kept} in its cache, token by token")
-            found |= lengths.compute_streaming_arrays(model, sample[0], request.eviction)
-        parts[prefix] = Diagnostics(found)
+            cached = f"the first {request.eviction.first} and {request.eviction.window} newest tokens"
+            progress.begin(f"the same with {cached} in its cache, token by token")
+            arrays |= lengths.compute_streaming_arrays(model, sample[0], request.eviction)
+        parts[prefix] = Diagnostics(arrays)
     return Diagnostics.merge(parts)
 
 
 class _Progress:
-    """Says what is measured next, how fast it went so far, and how long the rest will take."""
+    """Announces each measurement, with the speed so far and the remaining time."""
 
     def __init__(self, tokens: Sequence[int], others: int, console: Callable[[str], None]) -> None:
-        """tokens: of each measurement. others: measurements at a speed of their own, of which no rest is reckoned."""
-        self.left, self.of, self.others, self.console = sum(tokens), len(tokens) + others, others, console
+        """tokens: tokens of each measurement. others: number of measurements of another speed; if there are any, no
+        remaining time is estimated."""
+        self.left, self.total, self.others, self.console = sum(tokens), len(tokens) + others, others, console
         self.number, self.tokens, self.seconds = 0, 0, 0.0
-        self._begun = time.monotonic()
+        self._start = time.monotonic()
 
-    def begin(self, what: str) -> None:
-        """Say it."""
+    def begin(self, measurement: str) -> None:
         self.number += 1
-        self._begun = time.monotonic()
+        self._start = time.monotonic()
         rest = (
             ""
             if self.others or not self.tokens
             else f", {format_duration(self.left * self.seconds / self.tokens)} left"
         )
         speed = f" ({self.tokens / self.seconds:,.0f} tokens/s{rest})" if self.tokens else ""
-        self.console(f"measuring {self.number} of {self.of}, {what}{speed}")
+        self.console(f"measuring {self.number} of {self.total}, {measurement}{speed}")
 
     def end(self, tokens: int) -> None:
-        """So many are measured now."""
         self.tokens, self.left = self.tokens + tokens, self.left - tokens
-        self.seconds += time.monotonic() - self._begun
+        self.seconds += time.monotonic() - self._start
 
 
 def compute_metrics(measured: Diagnostics) -> dict[str, float]:
-    """What a run measures of its whole validation set, of this sample, under each measurement's prefix.
+    """Metrics of the sample under each measurement's prefix, named as a run's metrics of its full validation set.
 
-    Means over layers, heads and positions; what is undefined is left out.
+    They are means over layers, heads and positions; undefined metrics are left out.
     """
-    found = {
+    metrics = {
         prefix + name: float(np.nanmean(values, dtype=np.float64))
         for prefix in measured.prefixes
         for name, source in SAMPLED.items()
         if (values := measured.arrays.get(prefix + source)) is not None and np.isfinite(values).any()
     }
     for prefix in measured.prefixes:
-        own = {name.removeprefix(prefix): x for name, x in measured.arrays.items() if name.startswith(prefix)}
-        found |= {prefix + name: value for name, value in lengths.compute_length_metrics(own).items()}
+        arrays = {name.removeprefix(prefix): x for name, x in measured.arrays.items() if name.startswith(prefix)}
+        metrics |= {prefix + name: value for name, value in lengths.compute_length_metrics(arrays).items()}
         for name in ("weight", "share"):
             first = measured.arrays.get(f"{prefix}sink/{name}")
             if first is not None and np.isfinite(first[..., 0]).any():
-                found[f"{prefix}sink/{name}"] = float(np.nanmean(first[..., 0], dtype=np.float64))
-    return found
+                metrics[f"{prefix}sink/{name}"] = float(np.nanmean(first[..., 0], dtype=np.float64))
+    return metrics
 
 
 def write_results(
     measured: Diagnostics, metrics: Mapping[str, float], sources: Mapping[str, DataSource], request: Request
 ) -> list[Path]:
-    """The files of a diagnosis: arrays, facts, and each figure as PNG and SVG."""
+    """Write the files of a diagnosis: arrays, facts, and each figure as PNG and SVG."""
     folder = request.folder
     folder.mkdir(parents=True, exist_ok=True)
     measured.save(folder / ARRAYS)
@@ -279,7 +279,7 @@ def write_results(
     }
     write_text(folder / FACTS, json.dumps(facts, indent=1, allow_nan=False) + "\n")
     figures = draw_run_figures(measured.arrays, request.name)
-    for name in FIGURE_NAMES:  # those of an earlier diagnosis would not be of this one's arrays
+    for name in FIGURE_NAMES:  # remove figures of an earlier diagnosis
         for kind in ("png", "svg"):
             (folder / f"{name}.{kind}").unlink(missing_ok=True)
     drawn = [path for name, figure in figures.items() for path in save_figure(figure, folder / name)]
@@ -306,24 +306,24 @@ def track(
         **{name: type(part).__name__ for name, part in parts.items()},
         "position": type(cfg.model.position).__name__,
     }
-    asked = {
+    params = {
         "diagnosed.data": source.name,
         "diagnosed.fingerprint": source.fingerprint,
         "diagnosed.sequences": str(request.sequences),
         "diagnosed.lengths": ",".join(map(str, (source.context_length, *request.lengths))),
     }
     try:
-        run_id = tracker.start_run(request.folder.name, tags, asked, to_dict(cfg))
+        run_id = tracker.start_run(request.folder.name, tags, params, to_dict(cfg))
         tracker.log_files(run_id, files)
         tracker.finish(run_id, metrics, {}, step=cfg.train.steps)
     except TrackingError as error:
         raise UnfinishedError(
-            f"measured into {request.folder}, but MLflow did not take it ({error}); give the same command again"
+            f"results are in {request.folder}, but MLflow did not store them ({error}); run the same command again"
         ) from error
 
 
 def format_table(metrics: Mapping[str, float], prefixes: list[str]) -> str:
-    """The metrics in groups, one a line, with a column for each measurement."""
+    """The metrics in groups, one per line, with a column for each measurement."""
     names = sorted({name.removeprefix(_find_prefix(name, prefixes)) for name in metrics})
     head = ["trained", *(prefix.removesuffix("/") for prefix in prefixes if prefix)]
     lines = ["".join([" " * 28, *(f"{title:>12}" for title in head)])]

@@ -1,12 +1,11 @@
-"""An ablation's report: table, figures and where they come from, in one HTML file made of what MLflow holds.
+"""The report of an ablation: table, figures and provenance in one HTML file, built from MLflow only.
 
-The file needs no network and no script. It has to read well in a browser and in the frame in which MLflow shows
-artifacts, where links are dead.
+The file needs no network and no scripts. It must be readable in a browser and in MLflow's artifact frame, where links
+do not work.
 """
 
 import base64
 import io
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from lit_lazy.figures.canvas import use_style
 from lit_lazy.grid.plan import Plan, build_table_from_mlflow, read_plan
 from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.report.captions import ABOUT_READING, CAPTIONS, ONE_SEED, READING
-from lit_lazy.report.style import PAGE, STYLE
+from lit_lazy.report.template import PAGE, STYLE, mark_part, replace_parts
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.errors import did_you_mean
 from lit_lazy.support.secrets import redact_url
@@ -35,42 +34,43 @@ from lit_lazy.training.result import DIAGNOSTICS
 
 REPORT = "report.html"
 MOST_VARIANTS = 30
-"""More variants than this have no figures of their own: each takes a second and a tenth of a megabyte."""
+"""Maximum number of variants with figures by default: each takes a second and 0.1 MB."""
 FEW = 3
-"""Up to so many variants show their figures unfolded."""
+"""Up to this number of variants, their figures are unfolded."""
 CSS_DPI, IMAGE_DPI = 96, 120
-"""Pixels per inch of the page, and of the images: more, so that they are sharp on a fine screen."""
+"""Pixels per inch of the page and of the images, which are finer so that they stay sharp on high-density screens."""
 WIDE = 800
-"""CSS pixels from which a figure takes a line of its own."""
+"""Figures wider than this, in CSS pixels, span the page."""
 FINDING = ("verdict", "effects")
-"""Figures that stand before the table; the others of a table, and of all trainings, come behind it."""
+"""Figures shown before the table; figures over all variants come after it."""
+TRAINING = {"tau_over_training": figures.tau_over_training, "sink_over_training": figures.sink_over_training}
+"""Figures of the trainings of all variants, by name."""
 ALL = "all variants"
-"""What these are of."""
+"""The subject of figures over all variants."""
 WATCHED = ("watch/tau_layer_", "watch/first_key_")
-"""How the names of the metrics begin whose history is drawn."""
+"""Prefixes of the metrics whose history is drawn."""
 
 
 def write_report(tracker: Tracker, parent_id: str, folder: Path) -> list[Path]:
-    """Write the report of an ablation's parent run, and its figures over all variants, into a folder; the paths."""
-    material = _gather_material(tracker, parent_id)
-    path, drawn = folder / REPORT, _draw_figures(material)
-    write_text(path, _render_page(material, drawn))
+    """Write the report of a parent run and its figures over all variants into a folder; returns the paths."""
+    data = _load_data(tracker, parent_id)
+    path, drawn = folder / REPORT, _draw_figures(data)
+    write_text(path, _render_page(data, drawn))
     return [path, *(file for name, figure in drawn.items() for file in figures.save_figure(figure, folder / name))]
 
 
 def render_report(tracker: Tracker, parent_id: str, ui_url: str | None = None, drawn: Sequence[str] = ()) -> str:
-    """The report of an ablation's parent run, from MLflow alone: an ASCII page, the same text for the same runs.
+    """The report of a parent run, from MLflow only: an ASCII page that is deterministic in the runs.
 
-    ui_url: address of MLflow's pages; with it each run's id links to its page there. drawn: the variants that have
-    figures of their own; none for the first 30. Raises ValueError for a ui_url that is no server's address, and for
-    a name in `drawn` that is no variant's.
+    ui_url: address of the MLflow UI, to which run ids then link. drawn: variants with figures; by default the first 30.
+    Raises ValueError if ui_url is not the address of a server, or if `drawn` names an unknown variant.
     """
-    material = _gather_material(tracker, parent_id, ui_url, drawn)
-    return _render_page(material, _draw_figures(material))
+    data = _load_data(tracker, parent_id, ui_url, drawn)
+    return _render_page(data, _draw_figures(data))
 
 
 def draw_table_figures(table: Table) -> dict[str, Figure]:
-    """What is drawn of a table alone, by name: what its verdict rests on, if it has one; differences; and losses."""
+    """The figures that need only a table, by name: its verdict if any, differences, and loss against sparsity."""
     if not any(row.n for row in table.rows):
         return {}
     drawn = {
@@ -82,41 +82,104 @@ def draw_table_figures(table: Table) -> dict[str, Figure]:
 
 
 def replace_table(report: Path, table: Table, drawn: Mapping[str, Figure]) -> str:
-    """The text of a report with what another table says, and what is drawn of it, in the place of its own."""
-    text = report.read_text()
-    parts = [part.rstrip("\n") for part in render_html_parts(table)]
-    news = [(_TABLE, parts)]
-    for section in _make_finding_sections(drawn):
-        news += [(_FINDING, [section.html]), (_OUTLINED, [section.outline_entry])]
-    news += [
-        (_make_figure_pattern(name), [_render_figure(name, figure, ALL)])
-        for name, figure in drawn.items()
-        if name not in FINDING
+    """The text of a report with its table, and the figures that `draw_table_figures` made of it, replaced.
+
+    Raises a one-line ValueError if the file is not a report of this version.
+    """
+    parts = _render_table_parts(table, drawn)
+    try:
+        return replace_parts(report.read_text(), parts)
+    except ValueError:
+        raise ValueError(
+            f"{str(report)!r}: is no report of this version; move it away, `lit-lazy report` draws one"
+        ) from None
+
+
+def _render_table_parts(table: Table, drawn: Mapping[str, Figure]) -> dict[str, str]:
+    """The parts of a page that depend only on the table and its figures, by name."""
+    opening, numbers = render_html_parts(table)
+    finding = {name: drawn[name] for name in FINDING if name in drawn}
+    title = "What the verdict rests on" if "verdict" in finding else "What differs"
+    section = _Section("finding", title, _render_grid(_render_figures(finding, ALL)))
+    return {
+        "opening": opening,
+        "finding-link": f"{section.link}\n" if finding else "",
+        "finding": section.html if finding else "",
+        "table": numbers,
+        "figures": _render_figures({name: figure for name, figure in drawn.items() if name not in FINDING}, ALL),
+    }
+
+
+def _render_page(data: "_ReportData", drawn: Mapping[str, Figure]) -> str:
+    of_table = {name: figure for name, figure in drawn.items() if name not in TRAINING}
+    parts = {name: mark_part(name, html) for name, html in _render_table_parts(data.table, of_table).items()}
+    overall = parts["figures"] + _render_figures({name: drawn[name] for name in TRAINING if name in drawn}, ALL)
+    sections = [
+        _Section("table", f"Results: {data.table.ablation}", parts["table"], heading=False),
+        *([_Section("figures", "Figures over all variants", _render_grid(overall))] if "<figure" in overall else []),
+        _Section("variants", "Figures of each variant", _render_variant_figures(data)),
+        _Section("run", "What was run", _render_run_facts(data)),
+        _Section("reading", "How to read this", f"<p>{ABOUT_READING}</p>{_render_definitions(READING)}"),
+        _Section("runs", "Runs", f"<details><summary>All {len(data.runs)}</summary>{_render_runs(data)}</details>"),
     ]
-    for place, texts in news:
-        if len(place.findall(text)) != len(texts):
-            raise ValueError(
-                f"{str(report)!r}: is no report of this version; move it away, `lit-lazy report` draws one"
-            )
-        text = place.sub(lambda _, texts=texts: texts.pop(0), text)
-    return text
+    page = PAGE.format(
+        style=STYLE,
+        title=escape(f"{data.plan.ablation} on {data.plan.base}"),
+        summary=f"{len(data.table.rows)} variants, {_format_completeness(data.table)}",
+        opening=parts["opening"],
+        outline=parts["finding-link"] + "".join(section.link for section in sections),
+        sections=parts["finding"] + "".join(section.html for section in sections),
+    )
+    return page.encode("ascii", "xmlcharrefreplace").decode()
 
 
-def _make_figure_pattern(name: str) -> re.Pattern[str]:
-    """Where the report has a figure of all variants."""
-    alt = re.escape(f'alt="{escape(CAPTIONS[name][0])}: {ALL}"')
-    return re.compile(rf'<figure[^>]*><div class="scroll"><img [^>]*{alt}[^>]*>.*?</figure>\n', re.DOTALL)
+@dataclass(frozen=True)
+class _Section:
+    id: str
+    title: str
+    body: str
+    heading: bool = True
+    """Whether the title is shown; the table's HTML has its heading."""
+
+    @property
+    def link(self) -> str:
+        """The entry in the page's contents."""
+        return f'<li><a href="#{self.id}">{escape(self.title)}</a></li>'
+
+    @property
+    def html(self) -> str:
+        heading = f"<h2>{escape(self.title)}</h2>\n" if self.heading else ""
+        return f'<section id="{self.id}">\n{heading}{self.body}\n</section>\n'
 
 
-_TABLE = re.compile(r'<section class="ablation-table">.*?</section>', re.DOTALL)
-"""What `html_parts` gives."""
-_FINDING = re.compile(r'<section id="finding">.*?</section>', re.DOTALL)
-_OUTLINED = re.compile(r'<li><a href="#finding">.*?</li>')
+@dataclass(frozen=True)
+class _ReportData:
+    tracker: Tracker
+    plan: Plan
+    table: Table
+    parent_id: str
+    runs: Sequence[TrackedRun]
+    """All child runs, oldest first."""
+    ui_url: str | None
+    """Address of the MLflow UI; None for no links."""
+    drawn: Sequence[str]
+    """Variants with figures."""
+
+    def complete_runs(self, variant: str) -> list[TrackedRun]:
+        """The complete runs of a variant, one per seed of the table, by seed."""
+        runs = {int(run.tags["seed"]): run for run in reversed(self.runs) if _is_complete(run, variant)}
+        seeds = next(row.seeds for row in self.table.rows if row.variant == variant)
+        return [runs[seed] for seed in seeds if seed in runs]
+
+    def format_run_id(self, run_id: str) -> str:
+        """The id of a run, with a link if the address of the MLflow UI is known."""
+        code = f"<code>{escape(run_id)}</code>"
+        if self.ui_url is None:
+            return code
+        return f'<a href="{escape(run_link(self.ui_url, self.tracker.experiment_id, run_id))}">{code}</a>'
 
 
-def _gather_material(
-    tracker: Tracker, parent_id: str, ui_url: str | None = None, drawn: Sequence[str] = ()
-) -> "_Material":
+def _load_data(tracker: Tracker, parent_id: str, ui_url: str | None = None, drawn: Sequence[str] = ()) -> _ReportData:
     address, table = None if ui_url is None else _parse_ui_url(ui_url), build_table_from_mlflow(tracker, parent_id)
     variants = [row.variant for row in table.rows]
     if unknown := set(drawn) - set(variants):
@@ -126,91 +189,9 @@ def _gather_material(
             f"{', '.join(variants)}"
         )
     children = tracker.find_children(parent_id)
-    return _Material(
+    return _ReportData(
         tracker, read_plan(tracker, parent_id), table, parent_id, children, address, drawn or variants[:MOST_VARIANTS]
     )
-
-
-def _render_page(material: "_Material", drawn: Mapping[str, Figure]) -> str:
-    plan, table = material.plan, material.table
-    opening, numbers = render_html_parts(table)
-    overall = {name: figure for name, figure in drawn.items() if name not in FINDING}
-    sections = [
-        *_make_finding_sections(drawn),
-        _Section("table", f"Results: {table.ablation}", numbers),
-        *([_Section("figures", "Figures over all variants", _render_figures(overall, ALL))] if overall else []),
-        _Section("variants", "Figures of each variant", _render_variant_figures(material)),
-        _Section("run", "What was run", _render_run_facts(material)),
-        _Section(
-            "reading",
-            "How to read this",
-            f"<p>{ABOUT_READING}</p>{_render_definitions(READING)}",
-        ),
-        _Section(
-            "runs", "Runs", f"<details><summary>All {len(material.runs)}</summary>{_render_runs(material)}</details>"
-        ),
-    ]
-    page = PAGE.format(
-        style=STYLE,
-        title=escape(f"{plan.ablation} on {plan.base}"),
-        summary=f"{len(table.rows)} variants, {_format_completeness(table)}",
-        opening=opening,
-        outline="".join(section.outline_entry for section in sections),
-        sections="\n".join(section.html for section in sections),
-    )
-    return page.encode("ascii", "xmlcharrefreplace").decode()
-
-
-def _make_finding_sections(drawn: Mapping[str, Figure]) -> list["_Section"]:
-    """The figures that stand before the table."""
-    first = {name: drawn[name] for name in FINDING if name in drawn}
-    title = "What the verdict rests on" if "verdict" in first else "What differs"
-    return [_Section("finding", title, _render_figures(first, ALL))] if first else []
-
-
-@dataclass(frozen=True)
-class _Section:
-    id: str
-    title: str
-    body: str
-
-    @property
-    def outline_entry(self) -> str:
-        """Its line in the page's contents."""
-        return f'<li><a href="#{self.id}">{escape(self.title)}</a></li>'
-
-    @property
-    def html(self) -> str:
-        # The table comes with its own heading.
-        heading = "" if self.body.startswith("<section") else f"<h2>{escape(self.title)}</h2>\n"
-        return f'<section id="{self.id}">\n{heading}{self.body}\n</section>'
-
-
-@dataclass(frozen=True)
-class _Material:
-    tracker: Tracker
-    plan: Plan
-    table: Table
-    parent_id: str
-    runs: Sequence[TrackedRun]
-    """Every child, oldest first."""
-    ui_url: str | None
-    """Of MLflow's pages, where runs are to be linked to them."""
-    drawn: Sequence[str]
-    """Variants that have figures of their own."""
-
-    def complete_runs(self, variant: str) -> list[TrackedRun]:
-        """The complete runs of a variant, one per seed of the table, by seed."""
-        runs = {int(run.tags["seed"]): run for run in reversed(self.runs) if _is_complete(run, variant)}
-        seeds = next(row.seeds for row in self.table.rows if row.variant == variant)
-        return [runs[seed] for seed in seeds if seed in runs]
-
-    def format_run_id(self, run_id: str) -> str:
-        """A run's id, with a link where there is somewhere to link to."""
-        shown = f"<code>{escape(run_id)}</code>"
-        if self.ui_url is None:
-            return shown
-        return f'<a href="{escape(run_link(self.ui_url, self.tracker.experiment_id, run_id))}">{shown}</a>'
 
 
 def _is_complete(run: TrackedRun, variant: str) -> bool:
@@ -218,7 +199,7 @@ def _is_complete(run: TrackedRun, variant: str) -> bool:
 
 
 def _parse_ui_url(ui_url: str) -> str:
-    """A server's address without a slash at its end."""
+    """The address of a server without a trailing slash."""
     try:
         parts = urlsplit(ui_url)
         valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
@@ -226,7 +207,7 @@ def _parse_ui_url(ui_url: str) -> str:
         valid = False
     if not valid or "@" in ui_url or "?" in ui_url or "#" in ui_url or not ui_url.isprintable() or " " in ui_url:
         raise ValueError(
-            f"--ui-url {redact_url(ui_url)!r}: must be http://HOST:PORT or https://HOST, where MLflow's pages are"
+            f"--ui-url {redact_url(ui_url)!r}: must be http://HOST:PORT or https://HOST, the address of the MLflow UI"
         )
     return ui_url.rstrip("/")
 
@@ -236,23 +217,21 @@ def _format_completeness(table: Table) -> str:
     return f"{done} of {total} cells complete"
 
 
-def _render_run_facts(material: _Material) -> str:
-    plan, table = material.plan, material.table
-    complete = [run for row in table.rows for run in material.complete_runs(row.variant)]
-    seeds: dict[tuple[int, ...], list[str]] = {}
-    for row in table.rows:
-        seeds.setdefault(tuple(row.seeds), []).append(row.variant)
+def _render_run_facts(data: _ReportData) -> str:
+    plan, table = data.plan, data.table
+    complete = [run for row in table.rows for run in data.complete_runs(row.variant)]
+    seeds = table.group_by_seeds()
     lines = {
         "Command": [f"<code>{escape(plan.command)}</code>"],
         "Ablation": [escape(plan.ablation)],
         "Experiment": [escape(plan.base)],
-        "Seeds": [escape(f"{', '.join(map(str, some))}: {', '.join(names)}") for some, names in seeds.items()],
+        "Seeds": [escape(f"{', '.join(map(str, group))}: {', '.join(names)}") for group, names in seeds.items()],
         "Cells": [_format_completeness(table)],
         "Baseline": [escape(table.baseline)],
         "Data": [escape(", ".join(f"{name} {_format_number(value)}" for name, value in plan.facts.items()))],
         "Made with": _count_cells(run.tags.get("environment", "unknown") for run in complete),
         "Commit": _count_cells(run.tags.get("git_sha", "unknown") for run in complete),
-        "Parent run": [material.format_run_id(material.parent_id)],
+        "Parent run": [data.format_run_id(data.parent_id)],
     }
     return _render_definitions({term: texts for term, texts in lines.items() if any(texts)})
 
@@ -266,51 +245,46 @@ def _count_cells(values: Iterable[str]) -> list[str]:
 
 
 def _render_definitions(lines: Mapping[str, Sequence[str]]) -> str:
-    """A list of terms, each with its texts, which are HTML."""
+    """A definition list of terms, each with its HTML texts."""
     items = (f"<dt>{term}</dt>" + "".join(f"<dd>{text}</dd>" for text in texts) for term, texts in lines.items())
     return f"<dl>{''.join(items)}</dl>"
 
 
-def _draw_figures(material: _Material) -> dict[str, Figure]:
-    """Figures of the table and of all variants' trainings, by name; none while no cell is complete."""
-    table, histories = material.table, _read_histories(material)
-    over_training = {
-        "tau_over_training": figures.tau_over_training(table, histories),
-        "sink_over_training": figures.sink_over_training(table, histories),
-    }
-    return draw_table_figures(table) | {name: figure for name, figure in over_training.items() if figure is not None}
+def _draw_figures(data: _ReportData) -> dict[str, Figure]:
+    """Figures of the table and of the trainings of all variants, by name; empty while no cell is complete."""
+    histories = _read_histories(data)
+    drawn = {name: draw(data.table, histories) for name, draw in TRAINING.items()}
+    return draw_table_figures(data.table) | {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def _read_histories(material: _Material) -> Histories:
-    """What was watched during training, by variant, of each complete seed."""
+def _read_histories(data: _ReportData) -> Histories:
+    """The watched metrics during training, by variant and complete seed."""
 
-    def history(run: TrackedRun) -> dict[str, list[tuple[int, float]]]:
-        return material.tracker.read_history(
-            run.run_id, sorted(name for name in run.metrics if name.startswith(WATCHED))
-        )
+    def read_history(run: TrackedRun) -> dict[str, list[tuple[int, float]]]:
+        return data.tracker.read_history(run.run_id, sorted(name for name in run.metrics if name.startswith(WATCHED)))
 
-    return {row.variant: [history(run) for run in material.complete_runs(row.variant)] for row in material.table.rows}
+    return {row.variant: [read_history(run) for run in data.complete_runs(row.variant)] for row in data.table.rows}
 
 
-def _render_variant_figures(material: _Material) -> str:
-    """Of each variant the figures of its first complete seed that has diagnostics."""
+def _render_variant_figures(data: _ReportData) -> str:
+    """For each variant, the figures of its first complete seed with diagnostics."""
     parts, without = [], []
-    opened = " open" if len(material.drawn) <= FEW else ""
-    for row in material.table.rows:
-        complete = material.complete_runs(row.variant)
+    opened = " open" if len(data.drawn) <= FEW else ""
+    for row in data.table.rows:
+        complete = data.complete_runs(row.variant)
         if not complete:
             without.append(f"{escape(row.variant)}: no cell is complete")
-        if row.variant not in material.drawn:
-            without.append(f"{escape(row.variant)}: <code>lit-lazy report --figures</code> draws what it is given")
+        if row.variant not in data.drawn:
+            without.append(f"{escape(row.variant)}: <code>lit-lazy report --figures</code> draws it on request")
             continue
         for run in complete:
-            kept = material.tracker.read_bytes(run.run_id, DIAGNOSTICS)
+            stored = data.tracker.read_bytes(run.run_id, DIAGNOSTICS)
             name = f"{row.variant}, seed {run.tags['seed']}"
-            if kept is None:
-                without.append(f"{escape(name)}: {material.format_run_id(run.run_id)} holds no {DIAGNOSTICS}")
+            if stored is None:
+                without.append(f"{escape(name)}: {data.format_run_id(run.run_id)} holds no {DIAGNOSTICS}")
                 continue
-            arrays = Diagnostics.load(io.BytesIO(kept)).arrays
-            body = _render_figures(figures.draw_run_figures(arrays, name), name)
+            arrays = Diagnostics.load(io.BytesIO(stored)).arrays
+            body = _render_grid(_render_figures(figures.draw_run_figures(arrays, name), name))
             summary = f"<summary>{escape(row.variant)} <small>seed {run.tags['seed']}</small></summary>"
             parts.append(f"<details{opened}>{summary}\n{body}</details>")
             break
@@ -322,38 +296,41 @@ def _render_variant_figures(material: _Material) -> str:
 
 
 def _render_figures(drawn: Mapping[str, Figure], subject: str) -> str:
-    figures = "".join(_render_figure(name, figure, subject) for name, figure in drawn.items())
+    return "".join(_render_figure(name, figure, subject) for name, figure in drawn.items())
+
+
+def _render_grid(figures: str) -> str:
     return f'<div class="figures">\n{figures}</div>\n'
 
 
 @use_style()
 def _render_figure(name: str, figure: Figure, subject: str) -> str:
-    title, look = CAPTIONS[name]
-    data = io.BytesIO()
-    # Lossless, and smaller than a PNG or an SVG with its text as outlines.
-    figure.savefig(data, format="webp", dpi=IMAGE_DPI, pil_kwargs={"lossless": True})
+    title, caption = CAPTIONS[name]
+    image = io.BytesIO()
+    # Lossless WebP is smaller than PNG, and than SVG with its text as outlines.
+    figure.savefig(image, format="webp", dpi=IMAGE_DPI, pil_kwargs={"lossless": True})
     width, height = (round(inches * CSS_DPI) for inches in figure.get_size_inches())
     wide = ' class="wide"' if width > WIDE else ""
-    source = f"data:image/webp;base64,{base64.b64encode(data.getvalue()).decode()}"
+    source = f"data:image/webp;base64,{base64.b64encode(image.getvalue()).decode()}"
     return (
         f'<figure{wide} style="--width:{width}px"><div class="scroll"><img width="{width}" height="{height}" '
         f'alt="{escape(f"{title}: {subject}")}" src="{source}"></div>'
-        f"<figcaption><b>{title}.</b> {look}</figcaption></figure>\n"
+        f"<figcaption><b>{title}.</b> {caption}</figcaption></figure>\n"
     )
 
 
-def _render_runs(material: _Material) -> str:
+def _render_runs(data: _ReportData) -> str:
     header = ("Variant", "Seed", "State", "Run", "Commit")
     head = "".join(f"<th>{name}</th>" for name in header)
-    order = {row.variant: number for number, row in enumerate(material.table.rows)}
-    runs = sorted(material.runs, key=lambda run: (order.get(run.tags["variant"], len(order)), int(run.tags["seed"])))
+    order = {row.variant: number for number, row in enumerate(data.table.rows)}
+    runs = sorted(data.runs, key=lambda run: (order.get(run.tags["variant"], len(order)), int(run.tags["seed"])))
     lines = []
     for run in runs:
         cells = (
             escape(run.tags["variant"]),
             escape(run.tags["seed"]),
             run.state,
-            material.format_run_id(run.run_id),
+            data.format_run_id(run.run_id),
             escape(run.tags.get("git_sha", "")),
         )
         lines.append(format_html_row(cells, header, [""] * len(header)) + "\n")

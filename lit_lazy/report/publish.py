@@ -1,4 +1,4 @@
-"""What is published of an ablation: its table and report, into its folder and onto its parent run."""
+"""Publish the table and report of an ablation in its folder and on its parent run."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ from lit_lazy.tracking.tracker import Tracker
 
 
 def publish(tracker: Tracker, parent_id: str, folder: Path, is_new: bool, console: Console) -> Table:
-    """Write the table; the report too where cells were executed (is_new), or where there is none yet."""
+    """Write the table, and also the report if cells were executed (is_new) or it does not exist yet."""
     table = write_table(tracker, parent_id, folder)
     if is_new or not (folder / REPORT).exists():
         console.print("drawing the report", highlight=False)
@@ -31,7 +31,7 @@ def publish(tracker: Tracker, parent_id: str, folder: Path, is_new: bool, consol
 
 
 def write_table(tracker: Tracker, parent_id: str, folder: Path) -> Table:
-    """Build the table from MLflow, write it with its figure into a folder and onto the parent run."""
+    """Build the table from MLflow; write it and its figures into a folder and log them on the parent run."""
     table = build_table_from_mlflow(tracker, parent_id)
     files = save(table, folder / "table")
     for name, figure in draw_table_figures(table).items():
@@ -46,10 +46,10 @@ def write_table(tracker: Tracker, parent_id: str, folder: Path) -> Table:
 
 
 def recompute_table(path: Path, ablation: Ablation, question: Question | None) -> Table:
-    """Compute a table.json's statistics anew and write it, its other formats and its figures in their places.
+    """Recompute the statistics of a table.json and rewrite it, its other formats and its figures in place.
 
-    A report beside it gets the new table and its figures; those of the runs stay. Raises ValueError, in one line, for a
-    file that is no table of this ablation, or that answers another question than the one that is given.
+    In a report in the same folder, the table and its figures are replaced; figures of runs stay. Raises a one-line
+    ValueError if the file is not a table of this ablation, or if its declaration differs from the question's.
     """
     if path.is_dir():
         raise ValueError(f"--from {str(path)!r}: is a folder; give the table.json in it, --from {path / 'table.json'}")
@@ -74,16 +74,16 @@ def recompute_table(path: Path, ablation: Ablation, question: Question | None) -
 
 
 def _check_declaration(path: Path, declared: Declaration | None, question: Question | None) -> None:
-    """A verdict is on what was declared before the run, which neither the file nor the question may say otherwise."""
+    """Raise ValueError if file and question differ in their declaration, which must precede the run."""
     if declared is None and question is None:
         return
     if declared is None or question is None:
-        lacking, there = ("table", "question's file") if declared is None else ("question's file", "table")
-        wrong = f"the {lacking} declares nothing, the {there} does"
+        without, with_it = ("table", "question's file") if declared is None else ("question's file", "table")
+        problem = f"the {without} declares nothing, the {with_it} does"
     elif differing := declared.differing_fields(question.partial_declaration):
-        wrong = f"the table and the question declare another {', '.join(differing)}"
+        problem = f"the table and the question declare another {', '.join(differing)}"
     else:
         return
     raise ValueError(
-        f"--from {str(path)!r}: {wrong}; a verdict is on what was declared before its run, so restore that"
+        f"--from {str(path)!r}: {problem}; a verdict is on what was declared before its run, so restore that"
     )

@@ -1,4 +1,4 @@
-"""What a search found: its points as a table, best first, with what has to be said of them."""
+"""The report of a search: its points as a table, best first, with notes on how to read them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,25 +21,25 @@ from lit_lazy.table.search_points import Point
 from lit_lazy.tracking.tracker import Tracker
 
 SHOWN = 20
-"""Points in the table; the csv and json files hold all."""
+"""Maximum number of points in the table; the CSV and JSON files contain all."""
 STATE_ORDER = ("complete", "pruned", "diverged", "failed", "running", "waiting")
 
 
 @dataclass(frozen=True)
 class SearchReport:
-    """A search's points, and what to say with them."""
+    """The points of a search, with everything that its report needs."""
 
     id: str
     definition: Definition
     points: Sequence[Point]
     importances: Mapping[str, float]
-    """By dotted path; empty with too few complete points."""
+    """Importances by dotted path; empty with too few complete points."""
     commits: Sequence[str]
     command: str
 
     @property
     def ranking(self) -> list[Point]:
-        """Complete points from the best on, then the others, those that came farthest first."""
+        """Complete points, best first, then the others by state, longest trained first."""
 
         def rank(point: Point) -> tuple[float, ...]:
             value = point.value if point.value is not None else -float(point.last_step)
@@ -48,7 +48,7 @@ class SearchReport:
         return sorted(self.points, key=rank)
 
     def save(self, folder: Path) -> list[Path]:
-        """Write table.md, .csv, .json and .html, and the figures that there are points for; the paths."""
+        """Write table.md, .csv, .json, .html and the figures; returns the paths."""
         texts = {
             "md": to_markdown(self.to_blocks()),
             "csv": self.to_csv(),
@@ -63,16 +63,16 @@ class SearchReport:
         return paths
 
     def draw_figures(self) -> dict[str, Figure]:
-        """The figures that there are points for, by file name."""
+        """All non-empty figures by file name."""
         search = self.definition
         return make_search_figures(self.id, search.objective, search.axes, search.names, self.points, self.importances)
 
     def markdown(self) -> str:
-        """The table for a terminal and for GitHub."""
+        """The table as Markdown, for a terminal and for GitHub."""
         return to_markdown(self.to_blocks())
 
     def to_json(self) -> dict[str, object]:
-        """Strict JSON; points from the best on."""
+        """Strict JSON, points best first."""
         return {
             "search": self.id,
             "definition": asdict(self.definition),
@@ -83,7 +83,7 @@ class SearchReport:
         }
 
     def to_csv(self) -> str:
-        """One line per point from the best on, its values in full; empty where there is none."""
+        """One line per point, best first, with raw values; undefined values are empty."""
         axes = list(self.definition.axes)
         head = [self.definition.objective, "steps", "last_validation", "state", "n", "run", "reason"]
         lines: list[list[object]] = [["point", *axes, *head]]
@@ -100,27 +100,27 @@ class SearchReport:
         return format_csv(lines)
 
     def to_blocks(self) -> list[Block]:
-        """The table's parts."""
-        made = [
+        """The blocks of the report."""
+        blocks = [
             Heading(self.id, 2),
             Paragraph(self._describe_search()),
             self._build_grid(),
             Paragraph(
-                "Every line is one training with one seed (n = 1), or none that was trained to its end (n = 0). Last: "
-                "the objective at the last validation, after the steps beside it."
+                "Each line is one training with one seed (n = 1), or one that did not finish (n = 0). Last: the "
+                "objective at the last validation, after the given number of steps."
             ),
         ]
         if len(self.points) > SHOWN:
-            made.append(Paragraph(f"The first {SHOWN} of {len(self.points)} points; table.csv has all."))
-        return [*made, Heading("How to read this", 3), BulletList(tuple(self._make_notes()))]
+            blocks.append(Paragraph(f"The first {SHOWN} of {len(self.points)} points; table.csv has all."))
+        return [*blocks, Heading("How to read this", 3), BulletList(tuple(self._make_notes()))]
 
     def _describe_search(self) -> str:
         counts = {state: sum(point.state == state for point in self.points) for state in STATE_ORDER}
-        told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+        states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
         names = self.definition.names
         axes = "; ".join(f"{names[path]}: {axis}" for path, axis in self.definition.axes.items())
-        made = f"Seed: {self.definition.base['seed']}. Commit: {' and '.join(self.commits) or 'unknown'}."
-        return f"{told}. Axes: {axes}. {made} Made by: {self.command}"
+        origin = f"Seed: {self.definition.base['seed']}. Commit: {' and '.join(self.commits) or 'unknown'}."
+        return f"{states}. Axes: {axes}. {origin} Made by: {self.command}"
 
     def _build_grid(self) -> Tabular:
         axes = self.definition.axes
@@ -154,37 +154,38 @@ class SearchReport:
         search = self.definition
         complete = sum(point.state == "complete" for point in self.points)
         notes = [
-            "One seed per point: points that differ by less than the spread over seeds are not told apart. Run the "
-            "best few as rows of an ablation with several seeds before believing their order.",
-            "A pruned point has no final value. It was ended because its best validation until then was worse than the "
+            "One seed per point: differences smaller than the spread over seeds are not significant. Run the best few "
+            "as rows of an ablation with several seeds before relying on their order.",
+            "A pruned point has no final value. It was stopped because its best validation so far was worse than the "
             f"median of the complete points at the same step (from step {search.min_steps} of {search.steps} on, once "
-            f"{search.startup} points are complete); a slow starter can be lost that way. A diverged one had no finite "
-            "loss any more.",
-            f"Drawn by TPE with seed {search.seed}, at random until {search.startup} points are finished. With one "
-            "worker the same command draws the same points again; with several they depend on which point ends first.",
+            f"{search.startup} points are complete); this can discard slow starters. A diverged point lost its finite "
+            "loss.",
+            f"Sampled by TPE with seed {search.seed}, at random until {search.startup} points are finished. With one "
+            "worker the same command samples the same points again; with several, the points depend on the order in "
+            "which they finish.",
         ]
         if complete:
             notes.insert(
                 1,
-                f"The best of {complete} noisy values looks better than its point is: another seed will, on average, "
-                "give it a greater loss.",
+                f"The best of {complete} noisy values is biased: with another seed its point has, on average, a higher "
+                "loss.",
             )
         if self.importances:
             shares = ", ".join(f"{search.names[path]} {100 * share:.0f} %" for path, share in self.importances.items())
             notes.append(
-                f"Importance (PED-ANOVA): {shares}: how much each axis sets the best {GOOD_SHARE:.0%} of the "
-                f"{complete} complete points apart from the rest. Pruned points do not count, and below some 20 "
+                f"Importance (PED-ANOVA): {shares}: how much each axis separates the best {GOOD_SHARE:.0%} of the "
+                f"{complete} complete points from the rest. Pruned points do not count; with fewer than about 20 "
                 "complete points it is mostly chance."
             )
         else:
-            notes.append(f"No importances: they take at least {FEWEST_FOR_IMPORTANCE} complete points.")
+            notes.append(f"No importances: they need at least {FEWEST_FOR_IMPORTANCE} complete points.")
         failed = [point for point in self.points if point.state == "failed"]
-        notes += [f"Point {p.number} failed ({p.reason}); the same command draws another in its place." for p in failed]
+        notes += [f"Point {p.number} failed ({p.reason}); the same command replaces it by a new point." for p in failed]
         return notes
 
 
 def publish_search(work: SearchWork, queue: SearchQueue, tracker: Tracker, parent_id: str) -> SearchReport:
-    """Write the report of a search into its folder and onto its parent run."""
+    """Write the report of a search into its folder and log it on its parent run."""
     commits = {run.tags["git_sha"] for run in tracker.find_children(parent_id) if run.state != "running"}
     report = SearchReport(
         work.id, work.definition, queue.points(), queue.importances(), sorted(commits), format_command_line()

@@ -1,4 +1,4 @@
-"""The verdicts of questions that were run, from the tables they left: in a terminal, and as docs/questions.md."""
+"""The verdicts of questions, from their tables: for a terminal, and as docs/questions.md."""
 
 import json
 import os
@@ -15,62 +15,59 @@ from lit_lazy.table.records import Table
 from lit_lazy.table.verdicts import add_verdict, describe_bounds, describe_contrasts, describe_missing
 
 REVIEWERS = {
-    "R1": ("exact formula, sign and normalisation of the threshold", "docs/method.md, sections 1 and 2; no experiment"),
-    "R2": ("sensitivity to the initial tau", "on text, and at larger scale"),
+    "R1": ("exact formula, sign and normalisation of the threshold", "no experiment; docs/method.md, sections 1 and 2"),
+    "R2": ("sensitivity to the initial tau", "on text and at larger scale"),
     "R3": (
-        "renormalising; drift of scale across layers and lengths",
-        "drift at larger scale; watch/mass_layer_* and watch/mass_quarter_* of any run show it",
+        "renormalisation; drift of the scale across layers and lengths",
+        "drift at larger scale; every run logs it as watch/mass_layer_* and watch/mass_quarter_*",
     ),
-    "R4": ("mass beside sink and density: what survives, where it sits", "at larger scale"),
+    "R4": ("mass, in addition to sink and density: how much survives, and where", "at larger scale"),
     "R5": (
-        "gain of Elastic-Softmax apart from the bias, over seeds, tested",
+        "gain of Elastic-Softmax without the bias, tested over seeds",
         "beyond 6 million tokens and 130,000 parameters",
     ),
     "R6": (
-        "sigmoid, sparsemax, entmax on one recipe",
-        "sparsemax and entmax beside the sink, rivals at their best rates; docs/results/rivals-* shows the losses",
+        "sigmoid, sparsemax and entmax under the same recipe",
+        "sparsemax and entmax apart from the sink; rivals at their best rates; docs/results/rivals-* has the losses",
     ),
     "R7": (
-        "time and memory against softmax",
-        "on a GPU; peaks and other lengths on CPU cores: docs/results/bench-step.md",
+        "time and memory compared with softmax",
+        "on a GPU; docs/results/bench-step.md has peak memory and other lengths on CPU cores",
     ),
-    "R8": ("does sparsity make anything faster", "kernels that skip, on a GPU and on such models' own scores"),
-    "R9": ("value of RoPE's base, and sensitivity to it", "the paper's own value; beyond the training's length"),
+    "R8": ("speed-up from sparsity", "kernels that skip empty tiles, on a GPU and on the scores of such models"),
+    "R9": ("value of RoPE's base, and sensitivity to it", "the paper's value; beyond the training length"),
     "R10": (
-        "range of the bias, memory at 32k, beyond its range",
-        "training at 32k; its memory by arithmetic in ablations/q_bias_range.py",
+        "range of the bias, memory at 32k tokens, distances beyond the range",
+        "training at 32k tokens; ablations/q_bias_range.py computes its memory",
     ),
     "R11": (
         "gradients through the ReLU: dead heads, instability, remedies",
-        "gradients themselves, instability at scale",
+        "the gradients themselves; instability at scale",
     ),
-    "R12": ("a fixed window in its place", "longer contexts; windows in some layers alone"),
-    "R13": ("length extrapolation", "beyond four times the training's length; benchmarks of long context"),
-    "R14": (
-        "a cache that evicts once the sink is gone",
-        "larger models; caches that choose what they keep by its weight",
-    ),
-    "R15": ("bytes of the cache and of activations", "on a GPU, under bf16"),
+    "R12": ("a fixed window instead", "longer contexts; windows in only some layers"),
+    "R13": ("length extrapolation", "beyond four times the training length; long-context benchmarks"),
+    "R14": ("an evicting cache once the sink is gone", "larger models; caches that evict by weight"),
+    "R15": ("bytes of the cache and of activations", "on a GPU, with bf16"),
 }
-"""The reviewers' questions (OpenReview, in our words), and what is open of each beside the questions that answer it."""
+"""The reviewers' questions (OpenReview, paraphrased), and what the experiments leave open."""
 
 PAGE_WIDTH = 1000
-"""Characters of a page's tables, which a browser lays out."""
+"""Maximum width of a page's tables in characters: large, so that they are not split."""
 
 
 class QuestionResult(NamedTuple):
-    """The table of a question, and the folder that holds it."""
+    """The table of a question and its folder."""
 
     folder: Path
     table: Table
 
 
 def read_questions(folder: Path) -> list[QuestionResult]:
-    """Every question's table below a folder, by name, with the verdict that its values give.
+    """The tables of all questions below a folder, by name, with verdicts recomputed from their values.
 
-    Raises ValueError, in one line, for one that cannot be read.
+    Raises a one-line ValueError if a table cannot be read.
     """
-    found = []
+    results = []
     for path in sorted(folder.glob("*/table.json")):
         try:
             table = Table.from_json(json.loads(path.read_text()))
@@ -78,84 +75,104 @@ def read_questions(folder: Path) -> list[QuestionResult]:
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ValueError(f"{str(path)!r}: is no table.json ({describe_exception(error)})") from None
         if table.declaration is not None:
-            found.append(QuestionResult(path.parent, table))
-    return found
+            results.append(QuestionResult(path.parent, table))
+    return results
 
 
 def format_summary(found: Iterable[QuestionResult]) -> str:
     """Each verdict with its contrasts, seeds, commits and command, for a terminal."""
-    return to_markdown([block for one in found for block in _build_blocks(one)])
+    return to_markdown([block for result in found for block in _build_blocks(result)])
 
 
 def format_page(found: Sequence[QuestionResult], folder: Path) -> str:
-    """docs/questions.md; folder: the page's, from which its figures are linked."""
+    """The page docs/questions.md; links to figures are relative to `folder`."""
     opening: list[Block] = [
         Heading("Questions", 1),
-        Paragraph(_ABOUT),
+        Paragraph(_SUBJECT),
+        Paragraph(_PROCEDURE),
+        BulletList(_VERDICTS),
+        Paragraph(_SCOPE),
         _build_verdict_table(found),
-        Heading("What the reviewers asked", 2),
+        Heading("Questions of the reviewers", 2),
         _build_reviewer_table(found),
     ]
     parts = [to_markdown(opening, width=PAGE_WIDTH)]
-    for one in found:
-        parts += [to_markdown(_build_blocks(one), width=PAGE_WIDTH), *_link_figure(one, folder)]
+    for result in found:
+        parts += [to_markdown(_build_blocks(result), width=PAGE_WIDTH), *_link_figure(result, folder)]
     return "\n".join(parts)
 
 
-def _link_figure(one: QuestionResult, folder: Path) -> list[str]:
-    """The Markdown of its figure, if it has one."""
-    file = one.folder / "verdict.png"
+def _link_figure(result: QuestionResult, folder: Path) -> list[str]:
+    """The Markdown of the verdict's figure, if it exists."""
+    file = result.folder / "verdict.png"
     link = quote(os.path.relpath(file, folder))
-    return [f"![What the verdict on {one.table.ablation} rests on]({link})\n"] if file.exists() else []
+    return [f"![Evidence for the verdict on {result.table.ablation}]({link})\n"] if file.exists() else []
 
 
-_ABOUT = (
-    "Each question was declared before it was run: one primary outcome, at most five contrasts, a margin and the rule "
-    "of its verdict (docs/method.md, which has the rules). Supported: every contrast is shown to be as its rule says. "
-    "Refuted: one is shown not to be: it goes the other way, or is the same within the margin where a difference is "
-    "claimed; it differs by more than the margin where none is; or the sink is still there, or others lack it as well. "
-    "Undecided: neither. The seeds that would decide are those at which today's means and spreads would; since both "
-    "move, that is about an even chance. All else in a question's table is exploratory. The models have fifty to a "
-    "hundred and fifty thousand parameters: evidence about the mechanism on these tasks, and none about language "
-    "models. Written by: lit-lazy ablate verdicts docs/results --out docs/questions.md"
+_SUBJECT = (
+    "Lazy Attention (arXiv 2601.00919) changes attention in two ways. Elastic-Softmax subtracts a threshold from the "
+    "softmax weights, a learned tau divided by the number of visible keys, and clips them at 0, so that a query can "
+    "ignore all keys. A learned bias for each distance between query and key is added to the scores. Softmax must "
+    "distribute a mass of 1, and often puts much of it on the first key: the attention sink. This page tests claims of "
+    "the paper and questions of its reviewers (R1 to R15)."
+)
+_PROCEDURE = (
+    "Each question is declared before its run: a claim, one primary outcome, at most five contrasts (such as a "
+    "difference between variants), a margin within which a difference counts as none, and a rule (docs/method.md, "
+    "section 10). Every variant is trained with n seeds. The verdict is one of:"
+)
+_VERDICTS = (
+    "Supported: every contrast is shown to satisfy the rule.",
+    "Refuted: at least one contrast is shown to violate it. A claimed difference has the other sign or is equivalent "
+    "to 0 within the margin; a claimed equivalence is off by more than the margin; a sink that is claimed to be "
+    "removed is still there, or others lack it as well.",
+    "Undecided: neither. The number of seeds that would decide assumes today's means and spreads; since both change "
+    "with more seeds, its chance to decide is about even.",
+)
+_SCOPE = (
+    "All other results in a question's table are exploratory. The models have 50,000 to 150,000 parameters: the "
+    "results are evidence about the mechanism on these tasks, not about language models. Written by: lit-lazy ablate "
+    "verdicts docs/results --out docs/questions.md"
 )
 
 
 def _build_verdict_table(found: Sequence[QuestionResult]) -> Tabular:
     rows = []
     for _, table in found:
-        declared, verdict = table.declaration, table.verdict
+        declared = table.declaration
         assert declared is not None
-        status = "not decided yet" if verdict is None else verdict.status
-        exploratory = " (exploratory)" if declared.exploratory else ""
-        rows.append((table.ablation, declared.claim, declared.source, status + exploratory, str(len(declared.seeds))))
+        status = _format_status(table) + (" (exploratory)" if declared.exploratory else "")
+        rows.append((table.ablation, declared.claim, declared.source, status, str(len(declared.seeds))))
     return Tabular(("Question", "Claim", "Asked by", "Verdict", "n"), tuple(rows), 4)
 
 
+def _format_status(table: Table) -> str:
+    return "not decided yet" if table.verdict is None else table.verdict.status
+
+
 def _build_reviewer_table(found: Sequence[QuestionResult]) -> Tabular:
-    asked: dict[str, list[str]] = {number: [] for number in REVIEWERS}
+    verdicts: dict[str, list[str]] = {number: [] for number in REVIEWERS}
     for _, table in found:
         assert table.declaration is not None
-        status = "not decided yet" if table.verdict is None else table.verdict.status
         for number in re.findall(r"\bR\d+\b", table.declaration.source):
-            asked.setdefault(number, []).append(f"{table.ablation}: {status}")
-    rows = tuple((n, about, "; ".join(asked[n]) or "–", left) for n, (about, left) in REVIEWERS.items())
-    return Tabular(("", "Asked", "Decided by", "Open"), rows, 4)
+            verdicts.setdefault(number, []).append(f"{table.ablation}: {_format_status(table)}")
+    rows = tuple((n, about, "; ".join(verdicts[n]) or "–", left) for n, (about, left) in REVIEWERS.items())
+    return Tabular(("", "Question", "Verdicts", "Still open"), rows, 4)
 
 
-def _build_blocks(one: QuestionResult) -> list[Block]:
-    table = one.table
+def _build_blocks(result: QuestionResult) -> list[Block]:
+    table = result.table
     declared, verdict = table.declaration, table.verdict
     assert declared is not None
     blocks: list[Block] = [Heading(f"{table.ablation} on {table.base}", 2)]
     if verdict is None:
         return [*blocks, Paragraph(f"Not decided yet: {declared.claim} {describe_missing(declared, table)}")]
-    (column,) = (column for column in table.columns if column.key == declared.primary)
-    spent = "" if table.seconds is None else f", trained and measured for {format_duration(table.seconds)}"
+    column = table.columns_by_key[declared.primary]
+    spent = "" if table.seconds is None else f" Training and evaluation: {format_duration(table.seconds)}."
     about = (
-        f"Primary outcome {column.title}, rule {declared.rule}, {', '.join(describe_bounds(declared, column))}, seeds "
-        f"{', '.join(map(str, declared.seeds))}; declared in {declared.commit or 'no commit'} ({declared.digest}), run "
-        f"at {table.git_sha}{spent}. In {one.folder}. Made by: {table.command}"
+        f"Primary outcome: {column.title}. Rule: {declared.rule}, {', '.join(describe_bounds(declared, column))}. "
+        f"Seeds: {', '.join(map(str, declared.seeds))}. Declared in {declared.commit or 'no commit'} "
+        f"({declared.digest}), run at {table.git_sha}.{spent} Folder: {result.folder}. Made by: {table.command}"
     )
     return [
         *blocks,

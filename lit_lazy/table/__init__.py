@@ -1,1 +1,1 @@
-"""A finished table: its records, the statistics behind them, and how it is shown."""
+"""Tables of ablations: records, statistics, verdicts and rendering."""

@@ -1,4 +1,4 @@
-"""The table of an ablation from what is known of its cells: means, differences to the baseline, tests, notes."""
+"""Build the table of an ablation from its cells: means, differences to the baseline, tests, notes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,90 +35,94 @@ from lit_lazy.table.statistics import (
 )
 
 Values = Mapping[str, SeedValues]
-"""One metric: by variant and seed, complete cells only."""
+"""One metric by variant and seed, from complete cells only."""
 
 
-def build_table(
-    ablation: str,
-    base: str,
-    baseline: str,
-    rows: Sequence[RowInfo],
-    columns: Sequence[Column],
-    contrasts: Sequence[Contrast],
-    observations: Iterable[Observation],
-    command: str,
-    labels: Sequence[str] = (),
-    warnings: Sequence[str] = (),
-    primary: Sequence[str] = (),
-) -> Table:
-    """The table of an ablation from what is known of its cells; independent of the observations' order.
+@dataclass(frozen=True)
+class TableSpec:
+    """What a table shows, apart from the observations.
 
-    `rows` say which cells are expected: one without an observation is missing, an observation that no row asks for is
-    left out and named in the notes. `labels` are names of `Observation.labels` shown as one value per row. The first
-    key of `primary` that is a column's is the primary outcome: data sources measure different ones.
-    Raises ValueError for a baseline or contrast that names no row, and for anything given twice.
+    `rows` define the expected cells. `labels` are the names of `Observation.labels` to show, one value per row. The
+    primary outcome is the first key of `primary` that is a column's: data sources have different ones.
+    Raises ValueError for a baseline or contrast without a row, and for duplicates.
     """
-    variants = [row.variant for row in rows]
-    _require_unique("variant", variants)
-    _require_unique("column", [column.key for column in columns])
-    _require_unique("contrast", [contrast.name for contrast in contrasts])
-    for name, asked in [("baseline", {baseline}), *((f"contrast {c.name!r}", set(c.weights)) for c in contrasts)]:
-        if unknown := asked - set(variants):
-            raise ValueError(f"{name}: no row is called {sorted(unknown)[0]!r}; the rows are {', '.join(variants)}")
 
+    ablation: str
+    base: str
+    baseline: str
+    rows: Sequence[RowInfo]
+    columns: Sequence[Column]
+    contrasts: Sequence[Contrast]
+    command: str
+    labels: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    primary: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        variants = [row.variant for row in self.rows]
+        _require_unique("variant", variants)
+        _require_unique("column", [column.key for column in self.columns])
+        _require_unique("contrast", [contrast.name for contrast in self.contrasts])
+        used = {"baseline": {self.baseline}} | {f"contrast {c.name!r}": set(c.weights) for c in self.contrasts}
+        for name, names in used.items():
+            if unknown := names - set(variants):
+                raise ValueError(f"{name}: no row is called {min(unknown)!r}; the rows are {', '.join(variants)}")
+
+
+def build_table(spec: TableSpec, observations: Iterable[Observation]) -> Table:
+    """Build the table of an ablation; the result does not depend on the order of the observations.
+
+    An expected cell without an observation is missing. An observation of an unexpected cell is left out and listed in
+    the notes. Raises ValueError if a cell has two observations.
+    """
+    variants = [row.variant for row in spec.rows]
     observed = sorted(observations, key=lambda o: (o.variant, o.seed))
     _require_unique("cell", [f"{o.variant}, seed {o.seed}" for o in observed])
-    expected = {(row.variant, seed) for row in rows for seed in row.seeds}
+    expected = {(row.variant, seed) for row in spec.rows for seed in row.seeds}
     by_variant = {name: [o for o in observed if o.variant == name and (name, o.seed) in expected] for name in variants}
     complete = {name: [o for o in cells if o.status == "complete"] for name, cells in by_variant.items()}
     values = {
         column.key: {name: {o.seed: o.metrics.get(column.key) for o in cells} for name, cells in complete.items()}
-        for column in columns
+        for column in spec.columns
     }
-    results = {column.key: _compute_results(column, values[column.key], contrasts, baseline) for column in columns}
+    results = _compute_all_results(spec.columns, values, spec.contrasts, spec.baseline)
     return Table(
-        ablation=ablation,
-        base=base,
-        baseline=baseline,
-        command=command,
+        ablation=spec.ablation,
+        base=spec.base,
+        baseline=spec.baseline,
+        command=spec.command,
         environment=join_or_mixed({o.environment for cells in complete.values() for o in cells if o.environment}),
         rows=tuple(
-            _build_row(
-                row, by_variant[row.variant], {key: found.rows[row.variant] for key, found in results.items()}, labels
-            )
-            for row in rows
+            _build_row(row, by_variant[row.variant], _collect_row_measures(results, row.variant), spec.labels)
+            for row in spec.rows
         ),
-        columns=tuple(columns),
-        summaries={key: found.summary for key, found in results.items()},
-        contrasts=_build_contrast_rows(contrasts, results),
-        warnings=tuple(warnings),
-        notes=tuple(_collect_notes(rows, columns, observed, expected, complete)),
-        primary=_find_primary(primary, columns),
+        columns=tuple(spec.columns),
+        summaries={key: result.summary for key, result in results.items()},
+        contrasts=_build_contrast_rows(spec.contrasts, results),
+        warnings=tuple(spec.warnings),
+        notes=tuple(_collect_notes(spec, observed, expected, complete)),
+        primary=_find_primary(spec.primary, spec.columns),
     )
 
 
 def recompute_statistics(
     table: Table, columns: Sequence[Column], contrasts: Sequence[Contrast], primary: Sequence[str]
 ) -> Table:
-    """A table with its statistics computed anew from its values, by the declarations that are given now.
+    """Recompute a table's statistics from its values under the given declarations.
 
-    Of `columns` those that the table has; contrasts of rows that it has not are left out.
+    Columns that the table lacks and contrasts of rows that it lacks are ignored.
     """
     declared = {column.key: column for column in columns}
     columns = [declared.get(column.key, column) for column in table.columns]
     names = {row.variant for row in table.rows}
     contrasts = [contrast for contrast in contrasts if set(contrast.weights) <= names]
-    results = {
-        column.key: _compute_results(column, _collect_values(table, column.key), contrasts, table.baseline)
-        for column in columns
-    }
+    values = {column.key: _collect_values(table, column.key) for column in columns}
+    results = _compute_all_results(columns, values, contrasts, table.baseline)
     return replace(
         table,
-        rows=tuple(
-            replace(row, metrics={key: found.rows[row.variant] for key, found in results.items()}) for row in table.rows
-        ),
+        rows=tuple(replace(row, metrics=_collect_row_measures(results, row.variant)) for row in table.rows),
         columns=tuple(columns),
-        summaries={key: found.summary for key, found in results.items()},
+        summaries={key: result.summary for key, result in results.items()},
         contrasts=_build_contrast_rows(contrasts, results),
         primary=_find_primary(primary, columns),
     )
@@ -138,99 +142,80 @@ def _find_primary(primary: Sequence[str], columns: Sequence[Column]) -> str | No
 
 @dataclass(frozen=True)
 class _ColumnResults:
-    """Of one column, by variant and by contrast."""
+    """The statistics of one column: measures by variant and by contrast, and their summary."""
 
     rows: dict[str, Measure]
     contrasts: dict[str, ContrastMeasure]
     summary: Summary
 
 
+def _compute_all_results(
+    columns: Sequence[Column], values: Mapping[str, Values], contrasts: Sequence[Contrast], baseline: str
+) -> dict[str, _ColumnResults]:
+    return {column.key: _compute_results(column, values[column.key], contrasts, baseline) for column in columns}
+
+
 def _compute_results(column: Column, values: Values, contrasts: Sequence[Contrast], baseline: str) -> _ColumnResults:
     correlation = seed_correlation(values, column.bounds)
 
-    def effect(weights: Mapping[str, float]) -> Effect:
-        found = compute_contrast(values, weights, column.bounds, correlation)
-        return replace(found, test="construction", p=None) if column.by_construction and found.p is not None else found
+    def compute_effect(weights: Mapping[str, float]) -> Effect:
+        effect = compute_contrast(values, weights, column.bounds, correlation)
+        if column.by_construction and effect.p is not None:
+            return replace(effect, test="construction", p=None)
+        return effect
 
-    effects = {name: effect({name: 1.0, baseline: -1.0}) for name in values if name != baseline}
+    effects = {name: compute_effect({name: 1.0, baseline: -1.0}) for name in values if name != baseline}
     rows = _build_measures(column, values, effects)
     return _ColumnResults(
         rows,
-        _build_contrast_measures({c.name: effect(c.weights) for c in contrasts}),
+        _build_contrast_measures({c.name: compute_effect(c.weights) for c in contrasts}),
         _build_summary(rows, effects),
     )
+
+
+def _collect_row_measures(results: Mapping[str, _ColumnResults], variant: str) -> dict[str, Measure]:
+    return {key: result.rows[variant] for key, result in results.items()}
 
 
 def _build_contrast_rows(
     contrasts: Sequence[Contrast], results: Mapping[str, _ColumnResults]
 ) -> tuple[ContrastRow, ...]:
     return tuple(
-        ContrastRow(c.name, dict(c.weights), {key: found.contrasts[c.name] for key, found in results.items()})
+        ContrastRow(c.name, dict(c.weights), {key: result.contrasts[c.name] for key, result in results.items()})
         for c in contrasts
     )
 
 
-_NOT_COMPARED = Effect(None, None, 0)
+_NOT_COMPARED = ContrastMeasure(Effect(None, None, 0), None, None)
 
 
 def _build_measures(column: Column, values: Values, effects: Mapping[str, Effect]) -> dict[str, Measure]:
-    adjusted, same = _adjust_p_values(effects), _test_equivalence(effects, column.margin)
+    differences = _build_contrast_measures(effects)
+    same = {} if column.margin is None else {name: tost(e, column.margin) for name, e in effects.items()}
+    p_same = _adjust_p_values(same, effects)
     measures = {}
     for name, seeds in values.items():
         mean = estimate(seeds, column.bounds)
-        effect = effects.get(name, _NOT_COMPARED)
         measures[name] = Measure(
             mean=mean.mean,
             ci95=mean.ci95,
             n=mean.n,
             undefined=mean.undefined,
             values={str(seed): value for seed, value in drop_undefined(seeds).items()},
-            diff=effect.mean,
-            diff_ci95=effect.ci95,
-            diff_n=effect.n,
-            diff_se=effect.se,
-            diff_df=effect.df,
-            diff_low=effect.low,
-            diff_high=effect.high,
-            test=effect.test,
-            p=effect.p,
-            p_adj=adjusted.get(name),
-            mde=minimum_detectable_effect(effect),
-            p_same=same.get(name),
+            difference=differences.get(name, _NOT_COMPARED),
+            p_same=p_same.get(name),
         )
     return measures
 
 
 def _build_contrast_measures(effects: Mapping[str, Effect]) -> dict[str, ContrastMeasure]:
-    adjusted = _adjust_p_values(effects)
-    return {
-        name: ContrastMeasure(
-            e.mean,
-            e.ci95,
-            e.n,
-            e.se,
-            e.df,
-            e.low,
-            e.high,
-            e.test,
-            e.p,
-            adjusted.get(name),
-            minimum_detectable_effect(e),
-        )
-        for name, e in effects.items()
-    }
+    p_adj = _adjust_p_values({name: e.p for name, e in effects.items()}, effects)
+    return {name: ContrastMeasure(e, p_adj.get(name), minimum_detectable_effect(e)) for name, e in effects.items()}
 
 
-def _adjust_p_values(effects: Mapping[str, Effect]) -> dict[str, float]:
-    p_values = {name: e.p for name, e in effects.items() if e.p is not None}
-    return holm(p_values, family=_count_compared(effects))
-
-
-def _test_equivalence(effects: Mapping[str, Effect], margin: float | None) -> dict[str, float]:
-    if margin is None:
-        return {}
-    found = {name: tost(e, margin) for name, e in effects.items()}
-    return holm({name: p for name, p in found.items() if p is not None}, family=_count_compared(effects))
+def _adjust_p_values(p_values: Mapping[str, float | None], effects: Mapping[str, Effect]) -> dict[str, float]:
+    """Holm's adjusted p values; the family are all effects that could be compared."""
+    return holm({name: p for name, p in p_values.items() if p is not None}, family=_count_compared(effects))
 
 
 def _count_compared(effects: Mapping[str, Effect]) -> int:
@@ -247,7 +232,7 @@ def _build_summary(rows: Mapping[str, Measure], effects: Mapping[str, Effect]) -
         same=tuple(name for name in effects if rows[name].same),
         seeds=tuple(sorted({e.n for e in effects.values() if e.n})),
         undefined=sum(m.undefined for m in rows.values()),
-        # Rows with more seeds find much smaller differences: one median over all would be true of none.
+        # Rows with more seeds detect much smaller differences, so a median over all rows would describe none of them.
         detectable=tuple(
             Detectable(n, _median_mde(ALPHA, of_n), _median_mde(ALPHA / compared, of_n))
             for n in sorted({e.n for e in tested})
@@ -257,7 +242,7 @@ def _build_summary(rows: Mapping[str, Measure], effects: Mapping[str, Effect]) -
 
 
 def _median_mde(alpha: float, effects: Sequence[Effect]) -> float:
-    return median(found for e in effects if (found := minimum_detectable_effect(e, alpha)) is not None)
+    return median(mde for e in effects if (mde := minimum_detectable_effect(e, alpha)) is not None)
 
 
 def _build_row(
@@ -284,23 +269,22 @@ def _build_row(
 
 
 def _collect_notes(
-    rows: Sequence[RowInfo],
-    columns: Sequence[Column],
+    spec: TableSpec,
     observed: Sequence[Observation],
     expected: set[tuple[str, int]],
     complete: Mapping[str, Sequence[Observation]],
 ) -> list[str]:
-    notes = [f"{row.variant}: {row.note}" for row in rows if row.note]
-    notes += [f"{column.title}: {column.note}" for column in columns if column.note]
+    notes = [f"{row.variant}: {row.note}" for row in spec.rows if row.note]
+    notes += [f"{column.title}: {column.note}" for column in spec.columns if column.note]
     reported = {key for cells in complete.values() for o in cells for key in o.metrics}
     if reported:
-        notes += [f"{c.title}: no cell reports the metric {c.key!r}." for c in columns if c.key not in reported]
+        notes += [f"{c.title}: no cell reports the metric {c.key!r}." for c in spec.columns if c.key not in reported]
     if extra := [f"{o.variant} seed {o.seed}" for o in observed if (o.variant, o.seed) not in expected]:
         notes.append("Left out, because the ablation does not ask for them: " + ", ".join(extra) + ".")
     return notes
 
 
-def _require_unique(what: str, names: Sequence[str]) -> None:
+def _require_unique(kind: str, names: Sequence[str]) -> None:
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"{what}: {name!r} is given twice; keep one")
+            raise ValueError(f"{kind}: {name!r} is given twice; keep one")

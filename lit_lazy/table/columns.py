@@ -1,12 +1,12 @@
-"""The columns that this project's tables share. A column whose metric no cell has is left out of a table."""
+"""The columns that this project's tables share. A table omits columns whose metric no cell has."""
 
 from lit_lazy.table.records import Column
 
 SHARE = (0.0, 1.0)
-"""Bounds of a share."""
+"""Bounds of a share of something."""
 STARTS = "rows start at different tau"
 LOSS = ("loss/excess", "loss/bits_per_byte")
-"""The loss of an ablation's question: above the Bayes-optimal predictor where there is one, else per byte."""
+"""Primary losses: above the Bayes-optimal predictor if the data have one, otherwise per byte."""
 COLUMNS = (
     Column(
         "loss/excess",
@@ -169,7 +169,7 @@ HEAD_COLUMNS = (
         bounds=SHARE,
     ),
 )
-"""What the reviewers asked of heads beside sink, mass and sparsity (R8, R11, R14); measured in every run."""
+"""Further head metrics that reviewers asked for (R8, R11, R14); measured in every run."""
 
 INIT_COLUMNS = (
     Column(
@@ -200,4 +200,4 @@ INIT_COLUMNS = (
         by_construction=STARTS,
     ),
 )
-"""What the untrained model already shows, beside `init/sparsity/zero` above."""
+"""Metrics of the untrained model, in addition to `init/sparsity/zero` above."""

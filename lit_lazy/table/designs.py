@@ -6,18 +6,18 @@ from lit_lazy.table.records import Contrast
 
 
 def main_effects(design: Mapping[str, Mapping[str, str]]) -> tuple[Contrast, ...]:
-    """Each level of each factor against the factor's first, averaged over the other factors.
+    """Contrasts of each level of a factor with the factor's first level, averaged over the other factors.
 
-    `design` has a row's level of every factor, by row and factor; a level comes first that its first row has. Where
-    rows are missing from the product, the average is over those points of the other factors that have both levels; two
-    levels that share none have no contrast.
+    `design` maps a row to its level of every factor; the first level is that of the first row. In an incomplete design
+    the average is over the points of the other factors that have both levels; levels without a common point have no
+    contrast.
     """
     contrasts = []
     for factor in next(iter(design.values()), {}):
         rows = {(levels[factor], _drop_factor(levels, factor)): row for row, levels in design.items()}
         first, *further = dict.fromkeys(levels[factor] for levels in design.values())
         for level in further:
-            shared = [others for at, others in rows if at == level and (first, others) in rows]
+            shared = [others for row_level, others in rows if row_level == level and (first, others) in rows]
             weights = {rows[level, others]: 1 / len(shared) for others in shared}
             weights |= {rows[first, others]: -1 / len(shared) for others in shared}
             if shared:

@@ -1,4 +1,4 @@
-"""A document as a list of plain-text blocks, and its Markdown, LaTeX and HTML."""
+"""Documents as lists of plain-text blocks, rendered as Markdown, LaTeX or HTML."""
 
 import html as html_text
 import re
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Heading:
-    """A title; level 2 is the page's."""
+    """A heading; level 2 is the document's title."""
 
     text: str
     level: int
@@ -16,29 +16,25 @@ class Heading:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A paragraph."""
-
     text: str
     warning: bool = False
 
 
 @dataclass(frozen=True)
 class BulletList:
-    """Points of a list."""
-
     items: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Tabular:
-    """`rows` and `header` have equal lengths; the first `words` columns are words, the others numbers."""
+    """A table; `header` and each row have the same length. The first `words` columns are text, the others numbers."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     words: int
 
     def split(self, width: int) -> "list[Tabular]":
-        """Grids of at most `width` characters each (if two columns fit), every one led by the first column."""
+        """Split into tables of at most `width` characters (but at least two columns), each with the first column."""
         sizes = [max(len(line[i]) for line in (self.header, *self.rows)) + 3 for i in range(len(self.header))]
         parts: list[list[int]] = [[0]]
         for i in range(1, len(sizes)):
@@ -57,7 +53,7 @@ class Tabular:
 
 @dataclass(frozen=True)
 class Collapsible:
-    """Blocks under a title, which a page shows when they are asked for."""
+    """Blocks under a title, folded in HTML."""
 
     title: Heading
     blocks: "tuple[Block, ...]"
@@ -67,24 +63,24 @@ Block = Heading | Paragraph | BulletList | Tabular | Collapsible
 
 
 def to_markdown(blocks: Sequence[Block], width: int = 120) -> str:
-    """Aligned in a terminal, valid on GitHub; a grid wider than `width` is continued in a further one."""
+    """Markdown that is aligned in a terminal and valid on GitHub; tables wider than `width` characters are split."""
     return "\n\n".join(_format_markdown(block, width) for block in blocks) + "\n"
 
 
 def to_latex(blocks: Sequence[Block], width: int = 120) -> str:
-    """Paragraphs and `tabular`s for \\input, with \\usepackage{booktabs}; split like Markdown."""
+    """LaTeX paragraphs and `tabular`s for \\input, with \\usepackage{booktabs}; split as in Markdown."""
     return "\n\n".join(_format_latex(block, width) for block in blocks) + "\n"
 
 
 def to_html(blocks: Sequence[Block]) -> str:
-    """One ASCII `<section>` that carries its style."""
+    """An ASCII `<section>` with its style."""
     body = "\n".join(_format_html(block) for block in blocks)
     text = f'<section class="ablation-table">\n<style>{_STYLE}</style>\n{body}\n</section>\n'
     return text.encode("ascii", "xmlcharrefreplace").decode()
 
 
 def _escape_markdown(text: str) -> str:
-    """Escapes only what would open markup, so that `p<0.001` and snake_case stay readable in a terminal."""
+    """Escape only what would open markup, so that `p<0.001` and snake_case stay readable in a terminal."""
     text = re.sub(r"\s+", " ", text)
     text = re.sub(r"&(?=#?\w+;)", "&amp;", text)
     text = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
@@ -110,7 +106,7 @@ def _format_markdown(block: Block, width: int) -> str:
 def _format_markdown_table(grid: Tabular) -> str:
     lines = [[_escape_markdown(cell) for cell in line] for line in (grid.header, *grid.rows)]
     for i in range(grid.words, len(grid.header)):
-        # A marker at the end of some numbers must not push their digits out of line.
+        # Pad numbers without a trailing star so that digits stay aligned.
         if any(line[i].endswith("*") for line in lines):
             for line in lines[1:]:
                 line[i] += "" if line[i].endswith("*") else " "
@@ -185,7 +181,7 @@ _STYLE = """
   .ablation-table td:first-child { padding-block: .4em; font-weight: 600; }
 }
 """
-"""Where a row has no room beside its first column it becomes a card, with a line per column."""
+"""On narrow screens each row becomes a card with a line per column."""
 
 
 def _escape_html(text: str) -> str:
@@ -217,7 +213,7 @@ def _format_html_table(grid: Tabular) -> str:
 
 
 def format_html_row(cells: Sequence[str], header: Sequence[str], kinds: Sequence[str]) -> str:
-    """A row of cells that are HTML already, each with its column's name, which a narrow page puts before it."""
+    """A row of HTML cells, each labelled with its column's name for narrow screens."""
     labels = (f' data-label="{_escape_html(name)}"' for name in header)
-    told = zip(kinds, labels, cells, strict=True)
-    return "<tr>" + "".join(f"<td{kind}{label}>{cell}</td>" for kind, label, cell in told) + "</tr>"
+    parts = zip(kinds, labels, cells, strict=True)
+    return "<tr>" + "".join(f"<td{kind}{label}>{cell}</td>" for kind, label, cell in parts) + "</tr>"

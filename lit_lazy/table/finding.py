@@ -1,4 +1,4 @@
-"""What a table has come to, in a sentence or two: the first thing that anybody reads of an ablation."""
+"""The finding of a table in one or two sentences, which open every rendering of it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,36 +9,36 @@ from lit_lazy.table.statistics import FEWEST_SEEDS
 
 MOST_COLUMNS = 2
 MOST_NAMES = 4
-"""Rows that a sentence names of a group; the others are counted."""
+"""Maximum number of rows that a sentence names per group; the others are counted."""
 
 
 def describe_findings(table: Table) -> list[str]:
-    """The verdict of the question that the table answers; of any other a sentence on each of up to two metrics.
+    """The verdict of a question's table; otherwise one sentence for each of up to two metrics.
 
-    Of the primary one first, then of those that are plotted: which rows differ from the baseline, which are the same,
-    which are undecided, at which n. Where the baseline or a row never varies there is no test between them, but rows
-    that lie above or below it in every seed are named. Where nothing can be said, why not; nothing where no other row
-    has a value.
+    The primary metric comes first, then the plotted ones. A sentence lists the rows that differ from the baseline, that
+    are equivalent to it and that are undecided, with n. A row or baseline without spread has no test; rows above or
+    below the baseline in every seed are listed instead. If there is no such sentence, one explains why; the list is
+    empty if no other row has a value.
     """
     if table.verdict is not None:
         return [table.verdict.sentence]
-    plotted = [column for column in table.columns if column.plotted or column.key == table.primary]
-    asked = sorted(plotted, key=lambda column: column.key != table.primary)
-    said = [
+    sentences = [
         sentence
-        for column in asked
+        for column in table.main_columns
         if (sentence := _describe_tested(table, column) or _describe_beyond_baseline(table, column))
     ]
-    if said:
-        return said[:MOST_COLUMNS]
-    summaries = [(column, table.summaries[column.key]) for column in asked]
+    if sentences:
+        return sentences[:MOST_COLUMNS]
+    summaries = [(column, table.summaries[column.key]) for column in table.main_columns]
     return [
-        f"{_format_heading(table, column)}: {explain_untested(found)}." for column, found in summaries if found.seeds
+        f"{_format_heading(table, column)}: {explain_untested(summary)}."
+        for column, summary in summaries
+        if summary.seeds
     ][:1]
 
 
 def explain_untested(summary: Summary) -> str:
-    """Why a metric has no test at all, in a clause."""
+    """A clause that explains why a metric has no test."""
     if not summary.seeds:
         return "nothing to compare, no row has a value beside the baseline's"
     if not summary.compared:
@@ -49,38 +49,56 @@ def explain_untested(summary: Summary) -> str:
 
 
 def _describe_tested(table: Table, column: Column) -> str:
-    """What the tests of a column found; empty where it has none."""
+    """The results of a column's tests; "" if it has none."""
     summary = table.summaries[column.key]
     if not summary.tested:
         return ""
-    measures = {row.variant: row.metrics[column.key] for row in table.rows}
-    separated = [name for name in measures if name in summary.separates]
-    above = [name for name in separated if (measures[name].diff or 0.0) > 0]
-    below = [name for name in separated if name not in above]
-    same = [name for name in measures if name in summary.same and name not in separated]
-    rest = [name for name in measures if name != table.baseline and name not in (*separated, *same)]
-    undecided = [name for name in rest if measures[name].p_adj is not None]
-    apart = _find_disjoint_rows(table, column, [name for name in rest if measures[name].p_adj is None])
-    untested = [name for name in rest if measures[name].p_adj is None and name not in (*apart.above, *apart.below)]
-    words = {"lower": ("worse", "better"), "higher": ("better", "worse"), None: ("higher", "lower")}[column.better]
-    unit = f" {column.difference_unit}" if column.unit else ""
-    within = "" if column.margin is None else f"the same within ±{column.format(column.margin)}{unit}"
+    measures = table.collect_measures(column.key)
+    separated = group_separated(table, column)
+    same = [name for name in measures if name in summary.same and name not in summary.separates]
+    rest = [name for name in measures if name != table.baseline and name not in (*summary.separates, *same)]
+    undecided = [name for name in rest if measures[name].difference.p_adj is not None]
+    apart = _find_disjoint_rows(table, column, [name for name in rest if measures[name].difference.p_adj is None])
+    untested = [
+        name for name in rest if measures[name].difference.p_adj is None and name not in (*apart.above, *apart.below)
+    ]
     groups = [
-        (words[0], above),
-        (words[1], below),
-        (within, same),
+        *separated.items(),
+        (format_margin(column), same),
         ("undecided", undecided),
         ("without a test, but above it in every seed", apart.above),
         ("without a test, but below it in every seed", apart.below),
         ("not tested", untested),
     ]
-    parts = [f"{what}: {_join_names(names)}" for what, names in groups if names]
+    parts = [f"{title}: {_join_names(names)}" for title, names in groups if names]
     return f"{_format_heading(table, column)} ({_format_n(summary)}): {'; '.join(parts)}."
 
 
+def group_separated(table: Table, column: Column) -> dict[str, list[str]]:
+    """Rows that differ from the baseline, in table order, as better and worse, or as higher and lower."""
+    titles = {"lower": ("worse", "better"), "higher": ("better", "worse"), None: ("higher", "lower")}[column.better]
+    measures = table.collect_measures(column.key)
+    separated = [name for name in measures if name in table.summaries[column.key].separates]
+    above = [name for name in separated if (measures[name].diff or 0.0) > 0]
+    below = [name for name in separated if name not in above]
+    return dict(zip(titles, (above, below), strict=True))
+
+
+def format_margin(column: Column) -> str:
+    """`the same within ±0.02 bits/byte`; "" for a column without a margin."""
+    if column.margin is None:
+        return ""
+    return f"the same within ±{column.format(column.margin)}{format_unit(column)}"
+
+
+def format_unit(column: Column) -> str:
+    """The unit of a difference with a leading space; "" for a column without a unit."""
+    return f" {column.difference_unit}" if column.unit else ""
+
+
 def _describe_beyond_baseline(table: Table, column: Column) -> str:
-    """Of a baseline that is the same in every seed, which rows are not, in any of theirs; empty where none is."""
-    measures = {row.variant: row.metrics[column.key] for row in table.rows}
+    """The rows that lie above or below a baseline with the same value in every seed; "" if there are none."""
+    measures = table.collect_measures(column.key)
     levels = {*measures[table.baseline].values.values()}
     apart = _find_disjoint_rows(table, column, list(measures))
     if column.by_construction or len(levels) != 1 or not (apart.above or apart.below):
@@ -89,26 +107,26 @@ def _describe_beyond_baseline(table: Table, column: Column) -> str:
     level = f"{table.baseline} has {column.format(levels.pop())}{unit} in every seed, so there is no test"
     groups = [("above it in every seed", apart.above), ("below it in every seed", apart.below)]
     parts = [
-        f"{what}: {_join_names([f'{name} {_format_range(measures[name], column)}' for name in far])}"
-        for what, far in groups
+        f"{title}: {_join_names([f'{name} {_format_range(measures[name], column)}' for name in far])}"
+        for title, far in groups
         if far
     ]
     return f"{_capitalise_title(column)} ({_format_n(table.summaries[column.key])}): {level}; {'; '.join(parts)}."
 
 
 class _DisjointRows(NamedTuple):
-    """Rows whose every value lies above, or below, every value of the baseline; the farthest first."""
+    """Rows whose values all lie above, or all below, every value of the baseline; farthest first."""
 
     above: list[str]
     below: list[str]
 
 
 def _find_disjoint_rows(table: Table, column: Column, names: Sequence[str]) -> _DisjointRows:
-    """Of rows that have a value in each of three complete cells or more, as the baseline has; by what is shown."""
-    measures = {row.variant: row.metrics[column.key] for row in table.rows}
+    """Compare rounded values of rows that, like the baseline, have at least three seeds and no undefined value."""
+    measures = table.collect_measures(column.key)
     baseline = measures[table.baseline]
-    whole = [name for name in names if all(m.n >= FEWEST_SEEDS and not m.undefined for m in (measures[name], baseline))]
-    far = sorted(whole, key=lambda name: -abs(measures[name].diff or 0.0))
+    full = [name for name in names if all(m.n >= FEWEST_SEEDS and not m.undefined for m in (measures[name], baseline))]
+    far = sorted(full, key=lambda name: -abs(measures[name].diff or 0.0))
     shown = {name: [*map(column.round_value, measures[name].values.values())] for name in measures}
     least, most = min(shown[table.baseline], default=0.0), max(shown[table.baseline], default=0.0)
     return _DisjointRows(
@@ -122,8 +140,8 @@ def _format_range(measure: Measure, column: Column) -> str:
 
 
 def _format_n(summary: Summary) -> str:
-    few, many = min(summary.seeds), max(summary.seeds)
-    return f"n = {few}" if few == many else f"n = {few} to {many}"
+    low, high = min(summary.seeds), max(summary.seeds)
+    return f"n = {low}" if low == high else f"n = {low} to {high}"
 
 
 def _format_heading(table: Table, column: Column) -> str:

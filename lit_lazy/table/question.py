@@ -1,4 +1,4 @@
-"""The records of a question: what was declared before a run, and what its results say of the claim."""
+"""The records of a question: its declaration before the run, and the verdict on its claim."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -7,46 +7,45 @@ from typing import Any, Literal, get_args
 from lit_lazy.support.checks import require
 
 Rule = Literal["lower", "higher", "same", "removed", "alone"]
-"""What is claimed of every contrast.
+"""The claim about every contrast.
 
-lower, higher: the weighted sum is below, above 0. Refuted where it is significantly the other way, or equivalent to 0
-within the margin (TOST).
-same: it is equivalent to 0 within the margin. Refuted where its interval lies wholly outside.
-removed: the rows of positive weight lie below `Declaration.removed` where those of negative weight lie above
-`Declaration.kept`. Refuted where both lie above `kept`.
-alone: the same of several rows of negative weight, and refuted too where one of them lies below `removed` as well; of a
-single one it is `removed`.
+lower, higher: the weighted sum is below or above 0. Refuted if it is significantly on the other side, or equivalent to
+0 within the margin (TOST).
+same: the weighted sum is equivalent to 0 within the margin. Refuted if its interval lies entirely outside the margin.
+removed: rows with positive weight lie below `Declaration.removed` while rows with negative weight lie above
+`Declaration.kept`. Refuted if both lie above `kept`.
+alone: `removed`, but also refuted if one of several rows with negative weight lies below `removed`.
 """
 Status = Literal["supported", "refuted", "undecided"]
 MOST_CONTRASTS, FEWEST_SEEDS, MOST_SEEDS = 5, 5, 1000
-"""Of a question; and the greatest number of seeds that "would decide"."""
+"""Limits of a question; MOST_SEEDS is the largest number of seeds reported as deciding."""
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """A question as it was declared, and what is known of when."""
+    """A question as declared, and the provenance of the declaration."""
 
     claim: str
     source: str
-    """Who asked: a reviewer's question (R1 to R15) or a place in the paper."""
+    """Origin of the question: a reviewer's question (R1 to R15) or a place in the paper."""
     primary: str
-    """Key of the metric that decides."""
+    """Key of the deciding metric."""
     contrasts: Mapping[str, Mapping[str, float]]
-    """Weights of the rows, by the contrast's name."""
+    """Row weights by name of the contrast."""
     rule: Rule
     margin: float
-    """The largest difference that counts as none, in the metric's unit."""
+    """The largest difference that counts as none, in the metric's raw unit."""
     seeds: tuple[int, ...]
     removed: float = 0.1
     kept: float = 0.3
     pilot_seeds: tuple[int, ...] = ()
     """Seeds whose results were seen before the declaration."""
     digest: str = ""
-    """Of everything above, and of the rows and the experiment."""
+    """Hash of all fields above, the rows and the experiment."""
     commit: str = ""
-    """The last that changed the declaration before its run; "" where it was not committed then."""
+    """Last commit that changed the declaration before its run; "" if it was uncommitted."""
     changed: bool = False
-    """Whether the declaration was another when its run began."""
+    """Whether the declaration changed after its run began."""
 
     def __post_init__(self) -> None:
         require(self.rule in get_args(Rule), "rule", self.rule, f"must be one of {', '.join(get_args(Rule))}")
@@ -60,7 +59,7 @@ class Declaration:
 
     @property
     def exploratory(self) -> tuple[str, ...]:
-        """Why a verdict is no test of what was declared before; nothing where it is one."""
+        """Reasons why the verdict is exploratory; empty if it tests a prior declaration."""
         reasons = {
             "its declaration, or a setting of its experiment, was in no commit before its run": not self.commit,
             "its declaration changed after its run began": self.changed,
@@ -69,10 +68,10 @@ class Declaration:
         return tuple(reason for reason, holds in reasons.items() if holds)
 
     def differing_fields(self, other: "Declaration") -> list[str]:
-        """Names of what two declarations say differently, whenever they were made."""
-        made = ("digest", "commit", "changed")
+        """Names of the fields in which two declarations differ, apart from their provenance."""
+        provenance = ("digest", "commit", "changed")
         ours, theirs = self.to_json(), other.to_json()
-        return [name for name in ours if name not in made and ours[name] != theirs[name]]
+        return [name for name in ours if name not in provenance and ours[name] != theirs[name]]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {name: list(getattr(self, name)) for name in ("seeds", "pilot_seeds")}
@@ -85,7 +84,7 @@ class Declaration:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is found of one contrast. `low` and `high` bound the simultaneous 95 % interval."""
+    """The result of one contrast. `low` and `high` bound the simultaneous 95 % interval."""
 
     name: str
     status: Status
@@ -94,14 +93,14 @@ class Finding:
     low: float
     high: float
     needed: int | None = None
-    """Seeds that would decide it if means and spreads stay; None where it is decided, or no number would."""
+    """Number of seeds that would decide it at unchanged means and spreads; None if decided, or if no number would."""
     would: Status | None = None
-    """What so many seeds would make of it."""
+    """The status at `needed` seeds."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the results say of the claim: supported where every contrast supports it, refuted where one refutes it."""
+    """The verdict on a claim: supported if every contrast supports it, refuted if one refutes it."""
 
     status: Status
     sentence: str
@@ -111,9 +110,10 @@ class Verdict:
 
     @property
     def outlook(self) -> tuple[int, Status] | None:
-        """The seeds that would decide the claim, and how; None where it is decided, or no number would.
+        """The number of seeds that would decide the claim, and the verdict; None if decided, or if no number would.
 
-        One refuted contrast is enough: so the fewest that refute one, else those that support the last.
+        One refuted contrast is enough, so it is the smallest number that refutes one, otherwise the largest number that
+        a contrast needs to be supported.
         """
         undecided = [part for part in self.parts if part.status == "undecided"]
         if self.status != "undecided":

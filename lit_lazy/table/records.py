@@ -1,4 +1,4 @@
-"""The records of a table: what is asked for, what is known of each cell, and the finished numbers with n and spread."""
+"""The records of a table: requested rows, columns and contrasts, observed cells, and the resulting statistics."""
 
 import csv
 import io
@@ -11,32 +11,32 @@ from lit_lazy.support.checks import require
 from lit_lazy.support.errors import short_repr
 from lit_lazy.support.typecheck import check_kinds
 from lit_lazy.table.question import Declaration, Verdict
-from lit_lazy.table.statistics import ALPHA, Test
+from lit_lazy.table.statistics import ALPHA, Effect
 
 FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠")
-"""What a formula begins with (OWASP, CSV injection); a number that was measured is no text."""
+"""Prefixes that spreadsheets read as a formula (OWASP, CSV injection). Only text is escaped, never numbers."""
 LONGEST_TEXT = 250
-"""Characters of a key, a title or a name; MLflow takes as many of a metric's."""
+"""Maximum length of a key, title or name; MLflow's limit for the name of a metric."""
 MOST_DIGITS = 20
 
 Status = Literal["complete", "failed", "missing", "waiting", "running"]
 
 UNFINISHED = ("failed", "missing", "waiting", "running")
-"""States of a cell that has no result, the gravest first."""
+"""States of a cell without a result, most severe first."""
 STATUS_ORDER = (*UNFINISHED, "complete")
-"""A row's status is the first of these that one of its cells has."""
+"""A row's status is the first of these that any of its cells has."""
 
 
 @dataclass(frozen=True)
 class Column:
     """A metric of the table.
 
-    `digits` is the number of decimals, or a format spec such as ",.0f". `scale` multiplies what is shown (100 for a
-    percentage, with `unit="%"`); JSON and CSV keep the raw value. `better` gives the column its place in the table of
-    differences, `plotted` in the figure. `bounds` are the raw values that the metric cannot pass: a row that is always
-    at one has no spread to test with. `by_construction` says why rows differ in this column whatever they learn: it is
-    not tested, and the table says so. A difference within +-`margin`, raw, counts as none: rows equivalent to the
-    baseline are named.
+    `digits` is the number of decimals or a format spec such as ",.0f". `scale` multiplies displayed values (100 for a
+    percentage, with `unit="%"`); JSON and CSV store raw values. A column with `better` appears in the table of
+    differences, a `plotted` one in the figures. `bounds` are the raw limits of the metric: a row whose values all lie
+    at a limit has no spread to test with. `by_construction` is the reason why rows differ regardless of training; the
+    table then reports it instead of a test. A raw difference within +-`margin` counts as no difference: the table lists
+    the rows equivalent to the baseline.
     """
 
     key: str
@@ -75,18 +75,18 @@ class Column:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Column":
-        """Of what `asdict` gave; keys that are no field are left out, fields that are no key have their default."""
+        """The column of an `asdict`. Unknown keys are ignored, missing ones get their default."""
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
         return cls(**known | {"bounds": tuple(known.get("bounds", ()))})
 
     def format(self, value: float, sign: str = "") -> str:
-        """The value as shown; one that would be rounded to 0 is given one significant digit."""
+        """The value as displayed. A nonzero value that would round to 0 is shown with one significant digit."""
         shown = value * self.scale
         text = format(shown, sign + self._spec)
         return format(shown, sign + ".0e") if shown and not float(text.replace(",", "")) else text
 
     def round_value(self, value: float) -> float:
-        """The value in the unit shown, to the digits shown: what differs in further ones alone is not told apart."""
+        """The value in the displayed unit, rounded to the displayed digits."""
         return float(format(value * self.scale, self._spec).replace(",", ""))
 
     @property
@@ -103,7 +103,7 @@ class Column:
 
     @property
     def difference_unit(self) -> str:
-        """Two percentages differ by points."""
+        """Unit of a difference: percentages differ by points."""
         return "points" if self.unit == "%" else self.unit
 
     def _format_suffix(self, unit: str) -> str:
@@ -116,7 +116,7 @@ def _is_printable(text: str) -> bool:
 
 @dataclass(frozen=True)
 class RowInfo:
-    """A variant that the ablation asks for: where it comes from and the seeds it is to be run with."""
+    """A requested variant: its source and the seeds to run."""
 
     variant: str
     source: str
@@ -127,7 +127,7 @@ class RowInfo:
 
 @dataclass(frozen=True)
 class Contrast:
-    """A weighted sum of variants whose weights add up to zero, such as the interaction of a 2x2 design."""
+    """A weighted sum of variants with weights that sum to zero, such as the interaction of a 2x2 design."""
 
     name: str
     weights: dict[str, float]
@@ -142,10 +142,10 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Observation:
-    """What is known of one cell. `metrics` counts only when `status` is "complete".
+    """The state of one cell. `metrics` is used only if `status` is "complete".
 
-    `environment` says in a line with which versions and on which machine it was trained, `normaliser` and `position`
-    are the classes of these, as in `TableRow`.
+    `environment` is one line with the versions and the machine of the training; `normaliser` and `position` are class
+    names, as in `TableRow`.
     """
 
     variant: str
@@ -162,29 +162,35 @@ class Observation:
 
 @dataclass(frozen=True)
 class ContrastMeasure:
-    """A contrast in one metric, as `statistics.Effect`; Holm's family are the contrasts of that metric."""
+    """The effect of a contrast, or of a row minus the baseline, on one metric.
 
-    mean: float | None
-    ci95: float | None
-    n: int
-    se: float | None
-    df: float | None
-    low: float | None
-    high: float | None
-    test: Test | None
-    p: float | None
+    `p_adj` is `effect.p` after Holm over the contrasts, or rows, of the metric; `mde` the minimum detectable effect at
+    this spread and n.
+    """
+
+    effect: Effect
     p_adj: float | None
     mde: float | None
+
+    @property
+    def separated(self) -> bool:
+        """Whether the effect is significant after Holm."""
+        return self.p_adj is not None and self.p_adj < ALPHA
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self.effect) | {"p_adj": self.p_adj, "mde": self.mde}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "ContrastMeasure":
+        return cls(_pick_fields(Effect, data), data.get("p_adj"), data.get("mde"))
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One metric of one row. `n` cells define it, `undefined` complete cells do not; `values` is by seed.
+    """One metric of one row, defined in `n` complete cells and undefined in `undefined`; `values` is by seed.
 
-    `diff` is the difference to the baseline's mean, `diff_n` the seeds of the one with fewer, `diff_se`, `diff_df`,
-    `diff_low`, `diff_high` and `test` as in `statistics.Effect`, `p` unadjusted, `p_adj` after Holm over the rows of
-    the metric, `mde` the minimum detectable effect at this spread and n. `p_same` is TOST's within the column's margin,
-    after Holm over the rows.
+    `difference` compares the row with the baseline. `p_same` is the p value of equivalence to the baseline within the
+    column's margin (TOST), after Holm over the rows.
     """
 
     mean: float | None
@@ -192,39 +198,43 @@ class Measure:
     n: int
     undefined: int
     values: dict[str, float]
-    diff: float | None
-    diff_ci95: float | None
-    diff_n: int
-    diff_se: float | None
-    diff_df: float | None
-    diff_low: float | None
-    diff_high: float | None
-    test: Test | None
-    p: float | None
-    p_adj: float | None
-    mde: float | None
+    difference: ContrastMeasure
     p_same: float | None
 
     @property
-    def difference(self) -> ContrastMeasure:
-        return ContrastMeasure(
-            self.diff, self.diff_ci95, self.diff_n, self.diff_se, self.diff_df, self.diff_low, self.diff_high,
-            self.test, self.p, self.p_adj, self.mde,
-        )  # fmt: skip
+    def diff(self) -> float | None:
+        """The row's mean minus the baseline's."""
+        return self.difference.effect.mean
 
     @property
     def separated(self) -> bool:
-        return self.p_adj is not None and self.p_adj < ALPHA
+        """Whether the row differs from the baseline, after Holm."""
+        return self.difference.separated
 
     @property
     def same(self) -> bool:
-        """Equivalent to the baseline, within the column's margin."""
+        """Whether the row is equivalent to the baseline within the column's margin."""
         return self.p_same is not None and self.p_same < ALPHA
+
+    def to_json(self) -> dict[str, Any]:
+        """A flat record: the numbers of the difference are named by `_DIFFERENCE_KEYS`."""
+        difference = {_DIFFERENCE_KEYS.get(name, name): value for name, value in self.difference.to_json().items()}
+        mean = {name: value for name, value in vars(self).items() if name not in ("difference", "p_same")}
+        return {**mean, **difference, "p_same": self.p_same}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Measure":
+        difference = {name: data.get(key) for name, key in _DIFFERENCE_KEYS.items()}
+        return _pick_fields(cls, data, difference=ContrastMeasure.from_json({**data, **difference}))
+
+
+_DIFFERENCE_KEYS = {"mean": "diff", **{name: f"diff_{name}" for name in ("ci95", "n", "se", "df", "low", "high")}}
+"""Keys of a difference in table.json, next to the row's own mean, ci95 and n."""
 
 
 @dataclass(frozen=True)
 class TableRow:
-    """A variant's results. `n` counts complete cells, `cells` lists the expected seeds by status."""
+    """The results of a variant. `n` counts complete cells; `cells` lists the expected seeds by status."""
 
     variant: str
     base: str
@@ -238,9 +248,9 @@ class TableRow:
     note: str
     metrics: dict[str, Measure]
     normaliser: str = ""
-    """The class of its normaliser, or of its mixer where that does not attend; empty where no cell is complete."""
+    """Class of the normaliser, or of the mixer if that does not attend; empty if no cell is complete."""
     position: str = ""
-    """The class of its position; empty where it has none."""
+    """Class of the position; empty if there is no position."""
 
     @property
     def seeds(self) -> list[int]:
@@ -249,9 +259,9 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Detectable:
-    """The median over the tested rows of `n` seeds of the minimum detectable effect at alpha = 0.05.
+    """Median minimum detectable effect over the tested rows with `n` seeds, at alpha = 0.05.
 
-    `mde_holm` is the same at Holm's first step, alpha = 0.05 / rows compared.
+    `mde_holm` uses Holm's first step, alpha = 0.05 / rows compared.
     """
 
     n: int
@@ -261,11 +271,11 @@ class Detectable:
 
 @dataclass(frozen=True)
 class Summary:
-    """What one column can tell at this scale.
+    """The tests of one column over all rows.
 
-    `compared` is Holm's family: the rows with three seeds or more. `tested` of them have a p value, `separates` names
-    those below 0.05 after Holm, `same` those that are equivalent to the baseline within the column's margin, after
-    Holm. `seeds` are the numbers of seeds that occur.
+    `compared` is the size of Holm's family: the rows with at least three seeds. `tested` of them have a p value.
+    `separates` lists the rows with p < 0.05 after Holm, `same` the rows equivalent to the baseline within the column's
+    margin after Holm. `seeds` are the distinct numbers of seeds.
     """
 
     compared: int
@@ -286,9 +296,10 @@ class ContrastRow:
 
 @dataclass(frozen=True)
 class Table:
-    """A finished or unfinished ablation; made by `build_table`, read back by `from_json`.
+    """The table of a finished or unfinished ablation, from `build_table` or `from_json`.
 
-    `primary` is the key of the column that its question is about; the others are exploratory. None: nothing was named.
+    `primary` is the key of the primary outcome's column, None if there is no primary outcome; all other columns are
+    exploratory.
     """
 
     ablation: str
@@ -304,27 +315,47 @@ class Table:
     notes: tuple[str, ...] = ()
     primary: str | None = None
     declaration: Declaration | None = None
-    """Of the question that the ablation answers, if it does."""
+    """The declaration of the question that the ablation answers, if any."""
     verdict: Verdict | None = None
-    """None, too, while a value is missing that it needs."""
+    """None without a question, or while a required value is missing."""
     seconds: float | None = None
-    """Of training and evaluating, all complete cells together; of a cell that resumed, since then. None: unknown."""
+    """Training and evaluation time of all complete cells; of a resumed cell since it resumed. None if unknown."""
 
     @property
     def git_sha(self) -> str:
-        """The commit of all complete cells, or "mixed: a, b"."""
+        """The commit of the complete cells, or "mixed: a, b"."""
         return join_or_mixed({sha for row in self.rows for sha in row.git_shas})
 
     @property
     def compared(self) -> list[str]:
-        """Keys of the primary and the plotted columns, but for those that the baseline's cells have no value in."""
-        known = [row for row in self.rows if row.variant == self.baseline and row.n]
-        asked = [column for column in self.columns if column.plotted or column.key == self.primary]
-        plotted = [column.key for column in sorted(asked, key=lambda column: column.key != self.primary)]
-        return [key for key in plotted if all(row.metrics[key].mean is not None for row in known)]
+        """Keys of the main columns in which the baseline, once it has complete cells, has a value."""
+        baseline = [row for row in self.rows if row.variant == self.baseline and row.n]
+        keys = [column.key for column in self.main_columns]
+        return [key for key in keys if all(row.metrics[key].mean is not None for row in baseline)]
+
+    @property
+    def main_columns(self) -> list[Column]:
+        """The primary column, then the plotted ones."""
+        shown = [column for column in self.columns if column.plotted or column.key == self.primary]
+        return sorted(shown, key=lambda column: column.key != self.primary)
+
+    @property
+    def columns_by_key(self) -> dict[str, Column]:
+        return {column.key: column for column in self.columns}
+
+    def group_by_seeds(self) -> dict[tuple[int, ...], list[str]]:
+        """The variants by their expected seeds."""
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for row in self.rows:
+            groups.setdefault(tuple(row.seeds), []).append(row.variant)
+        return groups
+
+    def collect_measures(self, key: str) -> dict[str, Measure]:
+        """The measures of a column by variant."""
+        return {row.variant: row.metrics[key] for row in self.rows}
 
     def to_json(self) -> dict[str, Any]:
-        """Strict JSON (no NaN, no infinity); every half-width, p and MDE that does not exist is null."""
+        """Strict JSON (no NaN, no infinity); undefined half-widths, p values and MDEs are null."""
         columns = []
         for column in self.columns:
             summary = self.summaries[column.key]
@@ -340,30 +371,25 @@ class Table:
             "primary": self.primary,
             **({} if self.declaration is None else {"declaration": self.declaration.to_json()}),
             **({} if self.verdict is None else {"verdict": self.verdict.to_json()}),
-            "rows": [asdict(row) | {"git_shas": list(row.git_shas)} for row in self.rows],
+            "rows": [vars(row) | {"git_shas": list(row.git_shas)} | _metrics_to_json(row) for row in self.rows],
             "columns": columns,
-            "contrasts": [asdict(row) for row in self.contrasts],
+            "contrasts": [vars(row) | _metrics_to_json(row) for row in self.contrasts],
             "warnings": list(self.warnings),
             "notes": list(self.notes),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Table":
-        """Of `to_json`. What a table of an earlier version does not hold is None or empty; `restated` computes it.
+        """The table of a `to_json`. Values missing in older files are None or empty; `recompute_statistics` fills them.
 
-        Raises ValueError where two rows are of one variant.
+        Raises ValueError if two rows have the same variant.
         """
-
-        def pick(kind: type, values: Mapping[str, Any], **changed: Any) -> Any:
-            names = kind.__dataclass_fields__
-            return kind(**({name: values.get(name) for name in names} | changed))
-
         rows = tuple(
-            pick(
+            _pick_fields(
                 TableRow,
                 {"normaliser": "", "position": ""} | row,
                 git_shas=tuple(row["git_shas"]),
-                metrics={key: pick(Measure, measure) for key, measure in row["metrics"].items()},
+                metrics={key: Measure.from_json(measure) for key, measure in row["metrics"].items()},
             )
             for row in data["rows"]
         )
@@ -371,23 +397,23 @@ class Table:
         twice = sorted({variant for variant in variants if variants.count(variant) > 1})
         require(not twice, "rows", twice, "there twice")
         contrasts = tuple(
-            pick(
+            _pick_fields(
                 ContrastRow,
                 row,
-                metrics={key: pick(ContrastMeasure, measure) for key, measure in row["metrics"].items()},
+                metrics={key: ContrastMeasure.from_json(measure) for key, measure in row["metrics"].items()},
             )
             for row in data["contrasts"]
         )
         summaries = {
-            column["key"]: pick(
+            column["key"]: _pick_fields(
                 Summary,
                 column,
-                detectable=tuple(pick(Detectable, at) for at in column.get("detectable", ())),
+                detectable=tuple(_pick_fields(Detectable, mde) for mde in column.get("detectable", ())),
                 **{name: tuple(column.get(name, ())) for name in ("separates", "same", "seeds")},
             )
             for column in data["columns"]
         }
-        return pick(
+        return _pick_fields(
             cls,
             dict(data) | {"summaries": summaries},
             rows=rows,
@@ -400,30 +426,46 @@ class Table:
         )
 
     def to_csv(self) -> str:
-        """Tidy: one line per variant and metric, raw values, empty where there is none.
+        """Tidy CSV: one line per variant and metric, with raw values; undefined values are empty.
 
         `pandas.read_csv(...).pivot(index="variant", columns="metric", values="mean")` is the wide form.
         """
-        labels = list(self.rows[0].labels)
-        measure = [name for name in Measure.__dataclass_fields__ if name != "values"]
-        about = ["ablation", "baseline", "variant", "base", "source", "status", "cells", "complete", "git_sha"]
-        lines: list[list[object]] = [[*about, *labels, "metric", "better", *measure]]
+        lines: list[dict[str, object]] = []
         for row in self.rows:
-            about = [self.ablation, self.baseline, row.variant, row.base, row.source, row.status]
-            about += [len(row.seeds), row.n, join_or_mixed(row.git_shas), *row.labels.values()]
+            about = {
+                "ablation": self.ablation,
+                "baseline": self.baseline,
+                "variant": row.variant,
+                "base": row.base,
+                "source": row.source,
+                "status": row.status,
+                "cells": len(row.seeds),
+                "complete": row.n,
+                "git_sha": join_or_mixed(row.git_shas),
+            }
             for column in self.columns:
-                values = [getattr(row.metrics[column.key], name) for name in measure]
-                lines.append([*about, column.key, column.better, *values])
-        return format_csv(lines)
+                measure = row.metrics[column.key].to_json()
+                del measure["values"]
+                lines.append({**about, **row.labels, "metric": column.key, "better": column.better, **measure})
+        return format_csv([*map(list, lines[:1]), *(list(line.values()) for line in lines)])
+
+
+def _pick_fields(kind: type, values: Mapping[str, Any], **changes: Any) -> Any:
+    """A dataclass from those of the values that are its fields; missing ones are None."""
+    return kind(**({name: values.get(name) for name in kind.__dataclass_fields__} | changes))
+
+
+def _metrics_to_json(row: TableRow | ContrastRow) -> dict[str, Any]:
+    return {"metrics": {key: measure.to_json() for key, measure in row.metrics.items()}}
 
 
 def _tuples_to_lists(data: Mapping[str, Any]) -> dict[str, Any]:
-    """As it comes back from JSON, which has no tuples."""
+    """The data as JSON returns it: lists for tuples."""
     return {key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}
 
 
 def format_csv(lines: Iterable[Sequence[object]]) -> str:
-    """CSV of cells; a text that a spreadsheet would take for a formula gets an apostrophe before it."""
+    """CSV of cells. Text that a spreadsheet would read as a formula gets a leading apostrophe."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for line in lines:
@@ -432,7 +474,7 @@ def format_csv(lines: Iterable[Sequence[object]]) -> str:
 
 
 def _escape_formula(text: str) -> str:
-    line = text.replace("\r", " ")  # which a writer of lines that end in \n does not quote
+    line = text.replace("\r", " ")  # csv with lineterminator "\n" does not quote a carriage return
     return f"'{line}" if line.startswith(FORMULA) else line
 
 

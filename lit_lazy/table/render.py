@@ -1,4 +1,4 @@
-"""A table as Markdown, LaTeX and HTML."""
+"""Render a table as Markdown, LaTeX and HTML."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from lit_lazy.table.document import (
     to_latex,
     to_markdown,
 )
-from lit_lazy.table.finding import describe_findings, explain_untested
+from lit_lazy.table.finding import describe_findings, explain_untested, format_margin, format_unit, group_separated
 from lit_lazy.table.records import UNFINISHED, Column, ContrastMeasure, Table, TableRow
 from lit_lazy.table.statistics import ALPHA, POWER
 from lit_lazy.table.verdicts import describe_bounds, describe_contrasts, describe_missing
@@ -26,22 +26,22 @@ NOT_DEFINED = "–"
 
 
 def render_markdown(table: Table, width: int = 120) -> str:
-    """Aligned in a terminal, valid on GitHub. A grid wider than `width` characters is split into several."""
+    """Markdown that is aligned in a terminal and valid on GitHub. Grids wider than `width` characters are split."""
     return to_markdown(_build_blocks(table), width)
 
 
 def render_latex(table: Table, width: int = 120) -> str:
-    """Paragraphs and `tabular`s for \\input, with \\usepackage{booktabs}; split like `markdown`."""
+    """LaTeX paragraphs and `tabular`s for \\input, with \\usepackage{booktabs}; split as in `render_markdown`."""
     return to_latex(_build_blocks(table), width)
 
 
 def render_html(table: Table) -> str:
-    """One ASCII `<section>` that carries its style: no script, no link; takes its colours from the page around."""
+    """An ASCII `<section>` with its style, without scripts or links; it inherits the page's colours."""
     return to_html(_build_blocks(table))
 
 
 def render_html_parts(table: Table) -> tuple[str, str]:
-    """The same in two: what the table has come to, and the numbers, of which those that are drawn are unfolded."""
+    """The table as two sections: the finding, and the numbers with only the compared columns unfolded."""
     numbers = [Heading(f"Results: {table.ablation}", 2), *_build_compared_means(table), *_build_tests_section(table)]
     return to_html(_build_opening(table)), to_html(numbers)
 
@@ -51,17 +51,17 @@ def _build_blocks(table: Table) -> list[Block]:
 
 
 def _build_opening(table: Table) -> list[Block]:
-    """The finding, and the warnings."""
-    found = (
+    """The finding and the warnings."""
+    finding = (
         [Paragraph(text) for text in describe_findings(table)]
         if table.declaration is None
         else _build_verdict_blocks(table)
     )
-    return [*found, *(Paragraph(text, warning=True) for text in (*table.warnings, *_warn_incomplete(table)))]
+    return [*finding, *(Paragraph(text, warning=True) for text in (*table.warnings, *_warn_incomplete(table)))]
 
 
 def _build_tests_section(table: Table) -> list[Block]:
-    """How to read the means, their tests, and where all comes from."""
+    """The legend of the means, the tests, the notes and the provenance."""
     blocks: list[Block] = [Paragraph(_LEGEND)]
     for reason in dict.fromkeys(column.by_construction for column in table.columns if column.by_construction):
         titles = "; ".join(column.title for column in table.columns if column.by_construction == reason)
@@ -84,13 +84,13 @@ def _build_tests_section(table: Table) -> list[Block]:
 
 
 def _build_verdict_blocks(table: Table) -> list[Block]:
-    """The verdict, or what is still asked."""
+    """The verdict, or what it still needs."""
     declared, verdict = table.declaration, table.verdict
     if declared is None:
         return []
     if verdict is None:
         return [Paragraph(f"Not decided yet: {declared.claim} {describe_missing(declared, table)}")]
-    (column,) = (column for column in table.columns if column.key == declared.primary)
+    column = table.columns_by_key[declared.primary]
     commit = f"commit {declared.commit}" if declared.commit else "no commit"
     about = (
         f"Asked by {declared.source}. Primary outcome: {column.title}; rule: {declared.rule}, "
@@ -101,7 +101,7 @@ def _build_verdict_blocks(table: Table) -> list[Block]:
 
 
 def _build_test_blocks(table: Table, directed: Sequence[Column], columns: Sequence[Column], level: int) -> list[Block]:
-    """Differences and contrasts of the directed columns, and what each of `columns` can separate."""
+    """Differences and contrasts of the directed columns, and what each of `columns` separates."""
     blocks: list[Block] = []
     rows = [row for row in table.rows if row.variant != table.baseline]
     if directed and rows:
@@ -110,7 +110,7 @@ def _build_test_blocks(table: Table, directed: Sequence[Column], columns: Sequen
     if directed and table.contrasts:
         cells = [(row.name, *(_format_effect(row.metrics[c.key], c) for c in directed)) for row in table.contrasts]
         blocks += [Heading("Contrasts", level), _build_effects_table("Contrast", directed, cells)]
-        if columns[0].key == (table.primary or columns[0].key):  # once
+        if columns[0].key == (table.primary or columns[0].key):  # only in the first of the two sections
             blocks.append(BulletList(tuple(f"{row.name} = {_format_weights(row.weights)}" for row in table.contrasts)))
     if columns:
         blocks.append(Heading("What each column can separate at this scale", level))
@@ -151,9 +151,7 @@ def _warn_incomplete(table: Table) -> list[str]:
 
 
 def _describe_provenance(table: Table) -> str:
-    variants: dict[tuple[int, ...], list[str]] = {}
-    for row in table.rows:
-        variants.setdefault(tuple(row.seeds), []).append(row.variant)
+    variants = table.group_by_seeds()
     common, *others = sorted(variants, key=lambda seeds: -len(variants[seeds]))
     seed_text = ", ".join(map(str, common))
     for seeds in others:
@@ -169,12 +167,12 @@ def _describe_provenance(table: Table) -> str:
 
 
 def _build_compared_means(table: Table) -> list[Block]:
-    """The columns that are compared first, all of them folded; or all, where none is, or each."""
-    few = [column for column in table.columns if column.key in table.compared]
-    if len(few) in (0, len(table.columns)):
+    """The compared columns, then all columns folded; just all columns if none or all of them are compared."""
+    compared = [column for column in table.columns if column.key in table.compared]
+    if len(compared) in (0, len(table.columns)):
         return [_build_means_table(table)]
-    rows = [(row.variant, _format_n(row), *(_format_mean(row, column) for column in few)) for row in table.rows]
-    short = Tabular(("Variant", "n", *(column.heading for column in few)), tuple(rows), 1)
+    rows = [(row.variant, _format_n(row), *(_format_mean(row, column) for column in compared)) for row in table.rows]
+    short = Tabular(("Variant", "n", *(column.heading for column in compared)), tuple(rows), 1)
     return [short, Collapsible(Heading(f"All {len(table.columns)} columns", 3), (_build_means_table(table),))]
 
 
@@ -223,22 +221,23 @@ def _format_difference(row: TableRow, column: Column) -> str:
 
 
 def _format_effect(m: ContrastMeasure, column: Column) -> str:
-    if m.mean is None:
+    effect = m.effect
+    if effect.mean is None:
         return NOT_DEFINED
-    if m.test == "tie":
+    if effect.test == "tie":
         return "tie"
-    text = column.format(m.mean, "+")
-    if m.test == "saturated" and m.low is not None and m.high is not None:
-        text += f" ({column.format(m.low, '+')} to {column.format(m.high, '+')})"
-    if m.ci95 is not None:
-        text += " =" if m.test == "constant" else f" ±{column.format(m.ci95)}"
+    text = column.format(effect.mean, "+")
+    if effect.test == "saturated" and effect.low is not None and effect.high is not None:
+        text += f" ({column.format(effect.low, '+')} to {column.format(effect.high, '+')})"
+    if effect.ci95 is not None:
+        text += " =" if effect.test == "constant" else f" ±{column.format(effect.ci95)}"
     if m.p_adj is not None:
-        text += f", {_format_p_value(m.p_adj)}" + "*" * (m.p_adj < ALPHA)
+        text += f", {_format_p_value(m.p_adj)}" + "*" * m.separated
     return text
 
 
 def _format_p_value(p: float) -> str:
-    """Three decimals; a fourth where three would hide on which side of 0.05 it lies."""
+    """Three decimals, or four if three would round to 0.05."""
     if p < 0.001:
         return "p<0.001"
     return f"p={p:.4f}" if f"{p:.3f}" == f"{ALPHA:.3f}" else f"p={p:.3f}"
@@ -256,20 +255,17 @@ def _describe_column(table: Table, column: Column) -> str:
     if not s.tested:
         return f"{head}{explain_untested(s)}."
     text = f"{head}separates {len(s.separates)} of {s.compared} rows from {table.baseline} (Holm p < {ALPHA})"
-    measures = {row.variant: row.metrics[column.key] for row in table.rows}
-    above = [name for name in s.separates if (measures[name].diff or 0.0) > 0]
-    below = [name for name in s.separates if name not in above]
-    words = {"lower": ("worse", "better"), "higher": ("better", "worse"), None: ("higher", "lower")}[column.better]
-    groups = [f"{word}: {', '.join(names)}" for word, names in zip(words, (above, below), strict=True) if names]
-    text += "".join(f"; {group}" for group in groups)
+    text += "".join(
+        f"; {title}: {', '.join(names)}" for title, names in group_separated(table, column).items() if names
+    )
     if s.tested < s.compared:
         text += f"; {s.compared - s.tested} not tested, without a measured spread"
-    unit = f" {column.difference_unit}" if column.unit else ""
     if column.margin is not None:
-        text += f"; the same within ±{column.format(column.margin)}{unit}: {', '.join(s.same) or 'none'}"
-    for at in s.detectable:
-        text += f". Detectable at n = {at.n}: {column.format(at.mde)}{unit}; at Holm's first step: "
-        text += f"{column.format(at.mde_holm)}{unit}"
+        text += f"; {format_margin(column)}: {', '.join(s.same) or 'none'}"
+    unit = format_unit(column)
+    for found in s.detectable:
+        text += f". Detectable at n = {found.n}: {column.format(found.mde)}{unit}; at Holm's first step: "
+        text += f"{column.format(found.mde_holm)}{unit}"
     return text + "."
 
 
@@ -297,11 +293,8 @@ def _list_commits(table: Table) -> list[str]:
     return items
 
 
-# LaTeX
-
-
 def save(table: Table, stem: Path) -> list[Path]:
-    """Write table.md, .csv, .tex, .json and .html beside each other; the paths."""
+    """Write STEM.md, .csv, .tex, .json and .html; returns the paths."""
     texts = {
         "md": render_markdown(table),
         "csv": table.to_csv(),

@@ -1,8 +1,8 @@
 """Statistics of an ablation: means, contrasts of rows, equivalence, Holm's adjustment, minimum detectable effect.
 
-Every function is pure and takes `{seed: value}` mappings. A value that is None, NaN or infinite is undefined: it is
-dropped, and counted where the count is of use. Sums are exactly rounded, so no result depends on the order in which
-cells finished. Formulas: docs/method.md, section 10; why this test: docs/results/default-test.md.
+All functions are pure and take `{seed: value}` mappings. A value that is None, NaN or infinite is undefined and
+dropped; estimates count the dropped values. Sums are correctly rounded, so results do not depend on the order in which
+cells finish. Formulas: docs/method.md, section 10; why this test: docs/results/default-test.md.
 """
 
 import math
@@ -21,20 +21,20 @@ Test = Literal["t", "tie", "constant", "saturated", "construction"]
 ALPHA = 0.05
 POWER = 0.8
 FEWEST_SEEDS = 3
-"""A p value needs as many in every row: one degree of freedom measures hardly any spread."""
+"""Minimum number of seeds per row for a p value: one degree of freedom hardly measures spread."""
 RESOLUTION = 1e-6
-"""Values this close, relative to the largest, are the same: metrics are sums in float32, which has seven digits."""
+"""Relative difference below which values count as equal: metrics are float32 sums, with seven digits."""
 LEAST = 1e-150
-"""Values closer than this are the same too: the square of their distance would be 0."""
+"""Absolute difference below which values count as equal: its square would underflow to 0."""
 
 
 @dataclass(frozen=True)
 class Estimate:
     """A mean over `n` seeds with the half-width of its 95 % t interval.
 
-    `mean` is None when n = 0. `ci95` is None when n < 2, 0 where the value is the same in every seed, and None for one
-    that lies at either bound of its metric in every seed: then `saturated`, and its range is all that can be said.
-    `undefined` counts the seeds whose value was dropped.
+    `mean` is None if n = 0. `ci95` is None if n < 2, 0 if all seeds have the same value, and None if every value lies
+    at a bound of the metric. `saturated` marks the last two cases, which have no measured spread. `undefined` counts
+    the dropped values.
     """
 
     mean: float | None
@@ -46,20 +46,20 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Effect:
-    """A weighted sum of the means of rows, its standard error, and the two-sided t test that it is zero.
+    """A weighted sum of row means, its standard error, and the two-sided t test against zero.
 
-    `n` counts the seeds of the row that has the fewest, `df` are Welch and Satterthwaite's degrees of freedom, `low`
-    and `high` the least and greatest value of the sum in a seed that all rows have. `test` says what was done:
-      "t"          a t test; `p` is its unadjusted p value;
-      "tie"        the sum is exactly 0 in every seed;
-      "constant"   it is the same in every seed and not 0 (parameter counts);
-      "saturated"  a row of it is the same in every seed, or always at a bound of the metric: that row's spread was not
-                   measured, so there is a range and no t test;
-      None         a row has fewer than three seeds;
-      "construction"  is a table's: its column declares that rows differ in it by construction, so the p was dropped.
-    A "tie" or "constant" is exact for a deterministic quantity and untestable for a random one. The data cannot tell
-    the two apart, so there is no p, never p = 0; `ci95` and `se` are 0. `mean` is None where a row has no value;
-    `ci95`, `se` and `df` are None where a row has one value, or is saturated.
+    `n` is the smallest number of seeds of a row, `df` the Welch-Satterthwaite degrees of freedom. `low` and `high` are
+    the minimum and maximum of the sum over the seeds that all rows share. `test` is one of
+      "t"             a t test with unadjusted p value `p`;
+      "tie"           the sum is exactly 0 in every seed;
+      "constant"      the sum is the same in every seed and not 0 (parameter counts);
+      "saturated"     a row has the same value in every seed, or always lies at a bound of the metric: its spread was
+                      not measured, so there is a range but no t test;
+      "construction"  set by a table whose column declares that rows differ by construction: p was dropped;
+      None            a row has fewer than three seeds.
+    A "tie" or "constant" is exact for a deterministic quantity and untestable for a random one. The data cannot
+    distinguish the two, so p is None, never 0; `ci95` and `se` are 0. `mean` is None if a row has no value; `ci95`,
+    `se` and `df` are None if a row has one value or is saturated.
     """
 
     mean: float | None
@@ -67,25 +67,25 @@ class Effect:
     n: int
     se: float | None = None
     df: float | None = None
-    p: float | None = None
-    test: Test | None = None
     low: float | None = None
     high: float | None = None
+    test: Test | None = None
+    p: float | None = None
 
     def half_width(self, level: float) -> float | None:
-        """Of the interval that holds the true value with this probability; None where there is no interval."""
+        """Half-width of the confidence interval at this level, such as 0.95; None if it is undefined."""
         if self.df is None or self.se is None:
             return self.ci95
         return float(t.isf((1 - level) / 2, self.df)) * self.se
 
 
 def drop_undefined(values: SeedValues) -> dict[int, float]:
-    """The finite values, by ascending seed."""
+    """The finite values in ascending order of seed."""
     return {seed: float(v) for seed, v in sorted(values.items()) if v is not None and math.isfinite(v)}
 
 
 def is_saturated(values: Collection[float], bounds: Collection[float] = ()) -> bool:
-    """Whether values of two or more seeds show no spread: all the same, or each at one of the metric's bounds."""
+    """Whether two or more values show no spread: all equal, or each at a bound of the metric."""
     if len(values) < 2:
         return False
     scale = max(RESOLUTION * max(map(abs, (*values, *bounds))), LEAST)
@@ -106,11 +106,11 @@ def estimate(values: SeedValues, bounds: Collection[float] = ()) -> Estimate:
 
 
 def seed_correlation(values: Mapping[str, SeedValues], bounds: Collection[float] = ()) -> float:
-    """How far the rows of a metric move together from seed to seed: from 0, not at all, to 1.
+    """Correlation over seeds that the rows of a metric share, in [0, 1).
 
-    From r, the mean over all pairs of R rows of their correlation over seeds: 1 - (1 - r) R / (R - 1), and at least 0.
-    What rows do not have in common is raised as in a block model, whose residual has (R - 1) (n - 1) degrees of freedom
-    and not R (n - 1). Rows of fewer than three seeds or without spread are left out.
+    With r the mean pairwise correlation of R rows, it is max(0, 1 - (1 - r) R / (R - 1)). The factor R / (R - 1)
+    corrects the unshared part as in a block model, whose residual has (R - 1) (n - 1) degrees of freedom instead of
+    R (n - 1). Rows with fewer than three seeds or without spread are ignored.
     """
     rows = {name: drop_undefined(row) for name, row in values.items()}
     kept = {name: row for name, row in rows.items() if _has_spread(row, bounds)}
@@ -128,12 +128,12 @@ def compute_contrast(
     bounds: Collection[float] = (),
     correlation: float | None = None,
 ) -> Effect:
-    """The weighted sum of the rows' means, each over its own seeds, and the t test that it is zero.
+    """The weighted sum of row means, each over the row's seeds, and the t test against zero.
 
-    `values` has a metric of every row of a table, `weights` those of the contrast: a difference has +1 and -1, the
-    interaction of a 2x2 design +1, -1, -1, +1. Each row has the spread s of its own values. Rows of one seed share data
-    order and initial weights: two of them covary by `correlation` (by default `seed_correlation` of all rows) times the
-    smaller of their variances. The degrees of freedom are Welch and Satterthwaite's.
+    `values` holds one metric for every row of a table. `weights` are those of the contrast: +1, -1 for a difference,
+    +1, -1, -1, +1 for the interaction of a 2x2 design. Each row has its own variance. Rows share data order and initial
+    weights within a seed, so two rows covary by `correlation` (default: `seed_correlation` of all rows) times the
+    smaller variance. Degrees of freedom are Welch-Satterthwaite.
     """
     kept = {variant: drop_undefined(values[variant]) for variant, weight in weights.items() if weight}
     n = min(map(len, kept.values()))
@@ -145,7 +145,7 @@ def compute_contrast(
     ends = {"low": min(sums, default=None), "high": max(sums, default=None)}
     if len(sums) > 1 and not any(sums):
         return Effect(0.0, 0.0, n, 0.0, test="tie", **ends)
-    # The terms are themselves rounded: a spread of this size says nothing about the seeds.
+    # The terms are rounded, so a spread this small is rounding error.
     if len(sums) > 1 and max(sums) - min(sums) <= 4 * math.ulp(max(abs(term) for row in terms for term in row)):
         return Effect(_mean(sums), 0.0, n, 0.0, test="constant", **ends)
     mean = math.fsum(weights[variant] * _mean(list(row.values())) for variant, row in kept.items())
@@ -159,13 +159,13 @@ def compute_contrast(
     half_width = float(t.isf(ALPHA / 2, df)) * se
     if n < FEWEST_SEEDS:
         return Effect(mean, half_width, n, se, df, **ends)
-    return Effect(mean, half_width, n, se, df, float(2 * t.sf(abs(mean) / se, df)), "t", **ends)
+    return Effect(mean, half_width, n, se, df, test="t", p=float(2 * t.sf(abs(mean) / se, df)), **ends)
 
 
 def tost(effect: Effect, margin: float) -> float | None:
-    """p value of equivalence within +-margin: the larger of two one-sided t tests at the effect's se and df.
+    """p value of equivalence within +-margin (TOST): the larger p of two one-sided t tests at the effect's se and df.
 
-    Below 0.05 exactly where the 90 % interval lies within the margin. None where no t test was made.
+    It is below 0.05 exactly if the 90 % interval lies within the margin. None if the effect has no t test.
     Schuirmann, D. J. (1987), Journal of Pharmacokinetics and Biopharmaceutics 15, 657-680.
     """
     if not (margin > 0 and math.isfinite(margin)):
@@ -178,8 +178,8 @@ def tost(effect: Effect, margin: float) -> float | None:
 def holm(p_values: Mapping[str, float], family: int | None = None) -> dict[str, float]:
     """Holm's step-down adjusted p values: p_(i) -> max over j <= i of min(1, (m - j + 1) p_(j)).
 
-    `family` is m, the number of hypotheses asked; it defaults to the number of p values. A row that was compared but
-    has no p (a tie) still belongs to m: leaving it out would make the family's error rate depend on the data.
+    `family` is m, the number of hypotheses (default: the number of p values). A row that was compared but has no p (a
+    tie) counts towards m; otherwise the family-wise error rate would depend on the data.
     Holm, S. (1979), Scandinavian Journal of Statistics 6, 65-70.
     """
     m = len(p_values) if family is None else family
@@ -194,10 +194,10 @@ def holm(p_values: Mapping[str, float], family: int | None = None) -> dict[str, 
 
 
 def minimum_detectable_effect(effect: Effect, alpha: float = ALPHA, power: float = POWER) -> float | None:
-    """The true value that the two-sided t test, at the effect's se and df, finds with probability `power`.
+    """The true value that the two-sided t test detects with probability `power` at the effect's se and df.
 
     With T ~ noncentral t(df, delta / se) and c = t(1 - alpha/2, df), it is the delta > 0 that solves
-    P(T > c) + P(T < -c) = power; `power` lies above `alpha`. None where no test was made.
+    P(T > c) + P(T < -c) = power; `power` must exceed `alpha`. None if the effect has no t test.
     """
     if effect.test != "t" or effect.se is None or effect.df is None:
         return None
@@ -213,16 +213,16 @@ def _has_spread(row: Mapping[int, float], bounds: Collection[float]) -> bool:
 def _standard_error(
     rows: Mapping[str, Mapping[int, float]], weights: Mapping[str, float], correlation: float
 ) -> tuple[float, float]:
-    """Of a contrast's estimate, with its degrees of freedom."""
+    """Standard error of a contrast and its degrees of freedom."""
     variances = {variant: _variance(list(row.values())) for variant, row in rows.items()}
-    own = {variant: weights[variant] ** 2 * variances[variant] / len(row) for variant, row in rows.items()}
+    unshared = {variant: weights[variant] ** 2 * variances[variant] / len(row) for variant, row in rows.items()}
     shared = (
         weights[a] * weights[b] * correlation * min(variances[a], variances[b])
         * len(rows[a].keys() & rows[b].keys()) / (len(rows[a]) * len(rows[b]))
         for a in rows for b in rows if a != b
     )  # fmt: skip
-    total = math.fsum(own.values())
-    df = total**2 / math.fsum(part**2 / (len(rows[variant]) - 1) for variant, part in own.items())
+    total = math.fsum(unshared.values())
+    df = total**2 / math.fsum(part**2 / (len(rows[variant]) - 1) for variant, part in unshared.items())
     return math.sqrt(math.fsum([total, *shared])), df
 
 
@@ -231,6 +231,6 @@ def _mean(values: list[float]) -> float:
 
 
 def _variance(values: list[float]) -> float:
-    """Of the sample, of two or more."""
+    """Sample variance (n - 1) of two or more values."""
     mean = _mean(values)
     return math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)

@@ -1,7 +1,6 @@
-"""Verdicts: what the results of a declared question say of its claim.
+"""Verdicts on the claim of a declared question.
 
-Everything here is a pure function of the declaration and of the values in a table, so a verdict can be made again from
-table.json alone.
+All functions are pure in the declaration and the values of a table, so table.json is enough to recompute a verdict.
 """
 
 import math
@@ -19,7 +18,7 @@ from lit_lazy.table.statistics import ALPHA, Effect, compute_contrast, is_satura
 
 
 class Interval(NamedTuple):
-    """Where a true value lies."""
+    """A confidence interval."""
 
     low: float
     high: float
@@ -29,19 +28,16 @@ class Interval(NamedTuple):
 
 
 def add_verdict(table: Table, declaration: Declaration | None) -> Table:
-    """The table with what it says of a question, if it answers one."""
+    """The table with the declaration of its question, if any, and the verdict."""
     verdict = None if declaration is None else judge(declaration, table)
     return replace(table, declaration=declaration, verdict=verdict)
 
 
 def judge(declaration: Declaration, table: Table) -> Verdict | None:
-    """The verdict of a table; None while a declared seed of a contrast's row has no value of the primary outcome."""
-    column = next((column for column in table.columns if column.key == declaration.primary), None)
-    if column is None:  # no cell has it yet
+    """The verdict of a table; None while any row of a contrast lacks the primary outcome in a declared seed."""
+    if declaration.primary not in table.columns_by_key or _find_missing_seeds(declaration, table):
         return None
-    if _find_missing_seeds(declaration, table):
-        return None
-    _, values = _select_outcome(declaration, table)
+    column, values = _select_outcome(declaration, table)
     parts = tuple(_judge_contrast(declaration, name, values, column) for name in declaration.contrasts)
     statuses = {part.status for part in parts}
     status: Status = "refuted" if "refuted" in statuses else "undecided" if "undecided" in statuses else "supported"
@@ -50,8 +46,8 @@ def judge(declaration: Declaration, table: Table) -> Verdict | None:
 
 
 def describe_missing(declaration: Declaration, table: Table) -> str:
-    """What a verdict that is None waits for."""
-    if all(column.key != declaration.primary for column in table.columns):
+    """Describe what an absent verdict still needs."""
+    if declaration.primary not in table.columns_by_key:
         return f"No cell has measured its primary outcome, {declaration.primary}."
     missing = _find_missing_seeds(declaration, table)
     row, seeds = next(iter(missing.items()))
@@ -62,7 +58,7 @@ def describe_missing(declaration: Declaration, table: Table) -> str:
 
 
 def _find_missing_seeds(declaration: Declaration, table: Table) -> dict[str, list[int]]:
-    """Declared seeds without a value of the primary outcome, by row of a contrast."""
+    """Declared seeds without a primary outcome, by row of a contrast."""
     known = {row.variant: row.metrics[declaration.primary].values for row in table.rows}
     wanted = dict.fromkeys(variant for weights in declaration.contrasts.values() for variant in weights)
     lacking = {row: [seed for seed in declaration.seeds if str(seed) not in known.get(row, {})] for row in wanted}
@@ -70,92 +66,93 @@ def _find_missing_seeds(declaration: Declaration, table: Table) -> dict[str, lis
 
 
 class _WeightedSum(NamedTuple):
-    """A weighted sum of rows' means: of those that have a measured spread, and of the others."""
+    """A weighted sum of row means, split into rows with and without a measured spread."""
 
     mean: float
     measured: Effect | None
-    """Of the rows with a spread; None where there are none."""
+    """The effect of the rows with a spread; None without such rows."""
     below: float
     above: float
-    """How far the others' values reach below and above their means, together."""
+    """Total distance from the mean to the minimum and to the maximum, over the rows without a spread."""
     n: int
-    """Seeds of each row."""
+    """Seeds per row."""
 
     def compute_interval(self, level: float, seeds: int) -> Interval:
-        """Of the true value, at error rate `level`; with so many seeds, if means and spreads stay as they are.
+        """Confidence interval at error rate `level`, extrapolated to `seeds` seeds at unchanged means and spreads.
 
-        Welch's t interval of the rows that have a spread, and the others with their range: what no seed moves is as
-        sure as what seeds hardly move, and no surer.
+        Welch's t interval for the rows with a spread, widened by the range of the others: a row that no seed moves is
+        treated like one that seeds hardly move.
         """
         half = 0.0
         if self.measured is not None and self.measured.df is not None and self.measured.se is not None:
-            df = self.measured.df * (seeds - 1) / (self.n - 1)  # Satterthwaite's, where all rows have as many
+            df = self.measured.df * (seeds - 1) / (self.n - 1)  # Satterthwaite's with equal n in all rows
             half = float(t.isf(level / 2, df)) * self.measured.se * (self.n / seeds) ** 0.5
         return Interval(self.mean - self.below - half, self.mean + self.above + half)
 
 
 class _ContrastSums(NamedTuple):
-    """What a rule looks at: the contrast, and the mean of each of its rows, by the sign of its weight."""
+    """The inputs of a rule: the contrast, and the mean of each of its rows by the sign of the row's weight."""
 
-    whole: _WeightedSum
+    total: _WeightedSum
     plus: Mapping[str, _WeightedSum]
     minus: Mapping[str, _WeightedSum]
 
 
 class Level(NamedTuple):
-    """Where a row's own mean lies, as a rule that asks for the rows one by one sees it."""
+    """The mean of one row with the interval that a rule on single rows uses."""
 
     row: str
     claimed: bool
-    """Whether it is claimed to lie below `removed`; the others are to lie above `kept`."""
+    """Whether the claim is that the row lies below `removed`; other rows must lie above `kept`."""
     mean: float
     interval: Interval
 
 
 def compute_levels(declaration: Declaration, table: Table) -> dict[str, list[Level]]:
-    """Of each contrast its rows, the claimed ones first; nothing for a rule that asks for their sum alone.
+    """The rows of each contrast, claimed ones first; empty for a rule that uses only their sum.
 
-    The intervals hold together. Those of the others of `alone` are at the level at which one of them refutes the claim.
+    The intervals are simultaneous. Under the rule `alone`, unclaimed rows have the level at which one of them refutes
+    the claim.
     """
     if declaration.rule not in _BY_LEVEL:
         return {}
     column, values = _select_outcome(declaration, table)
     level = ALPHA / len(declaration.contrasts)
-    found = {}
+    levels = {}
     for name in declaration.contrasts:
         sums = _compute_sums(declaration, name, values, column)
         share = level / len(sums.minus) if declaration.rule == "alone" else level
-        found[name] = [
-            Level(row, claimed, one.mean, one.compute_interval(at, len(declaration.seeds)))
-            for rows, claimed, at in ((sums.plus, True, level), (sums.minus, False, share))
-            for row, one in rows.items()
+        levels[name] = [
+            Level(row, claimed, row_sum.mean, row_sum.compute_interval(error_rate, len(declaration.seeds)))
+            for rows, claimed, error_rate in ((sums.plus, True, level), (sums.minus, False, share))
+            for row, row_sum in rows.items()
         ]
-    return found
+    return levels
 
 
 def _select_outcome(declaration: Declaration, table: Table) -> tuple[Column, dict[str, dict[int, float]]]:
-    """The primary outcome, and its values by row and declared seed."""
-    (column,) = (column for column in table.columns if column.key == declaration.primary)
+    """The column of the primary outcome, and its values by row and declared seed."""
+    column = table.columns_by_key[declaration.primary]
     seeds = set(map(str, declaration.seeds))
-    rows = {row.variant: row.metrics[column.key].values for row in table.rows}
-    return column, {name: {int(s): v for s, v in row.items() if s in seeds} for name, row in rows.items()}
+    measures = table.collect_measures(column.key)
+    return column, {name: {int(s): v for s, v in m.values.items() if s in seeds} for name, m in measures.items()}
 
 
 def _compute_sums(
     declaration: Declaration, name: str, values: Mapping[str, Mapping[int, float]], column: Column
 ) -> _ContrastSums:
     weights = {row: weight for row, weight in declaration.contrasts[name].items() if weight}
-    together = seed_correlation(values, column.bounds)
+    correlation = seed_correlation(values, column.bounds)
 
     def weighted_sum(weights: Mapping[str, float]) -> _WeightedSum:
         rows = {row: [weight * value for value in values[row].values()] for row, weight in weights.items()}
-        still = [row for row in rows if is_saturated(values[row].values(), column.bounds)]
-        moved = {row: weight for row, weight in weights.items() if row not in still}
+        saturated = [row for row in rows if is_saturated(values[row].values(), column.bounds)]
+        spread = {row: weight for row, weight in weights.items() if row not in saturated}
         return _WeightedSum(
             math.fsum(map(fmean, rows.values())),
-            compute_contrast(values, moved, column.bounds, together) if moved else None,
-            math.fsum(fmean(rows[row]) - min(rows[row]) for row in still),
-            math.fsum(max(rows[row]) - fmean(rows[row]) for row in still),
+            compute_contrast(values, spread, column.bounds, correlation) if spread else None,
+            math.fsum(fmean(rows[row]) - min(rows[row]) for row in saturated),
+            math.fsum(max(rows[row]) - fmean(rows[row]) for row in saturated),
             len(declaration.seeds),
         )
 
@@ -172,31 +169,31 @@ def _judge_contrast(
 ) -> Finding:
     n = len(declaration.seeds)
     sums = _compute_sums(declaration, name, values, column)
-    level = ALPHA / len(declaration.contrasts)  # Bonferroni: a statement on each contrast is to hold
+    level = ALPHA / len(declaration.contrasts)  # Bonferroni: the statements on all contrasts must hold together
     status, why = _apply_rule(declaration, sums, level, n)
     needed, would = None, None
     if status == "undecided":
-        # Intervals shrink around fixed means, so what decides is decided by any greater number.
+        # Intervals shrink around fixed means: if a number of seeds decides, so does every larger one.
         more = range(n + 1, MOST_SEEDS + 1)
         first = bisect_left(more, True, key=lambda m: _apply_rule(declaration, sums, level, m)[0] != "undecided")
         if first < len(more):
             needed, would = more[first], _apply_rule(declaration, sums, level, more[first])[0]
-    low, high = sums.whole.compute_interval(level, n)
+    low, high = sums.total.compute_interval(level, n)
     return Finding(
-        name, status, why.format(**_format_thresholds(declaration, column)), sums.whole.mean, low, high, needed, would
+        name, status, why.format(**_format_thresholds(declaration, column)), sums.total.mean, low, high, needed, would
     )
 
 
 def _apply_rule(declaration: Declaration, sums: _ContrastSums, level: float, seeds: int) -> tuple[Status, str]:
-    """What a rule makes of a contrast at so many seeds, and why, in words with the declaration's bounds by name."""
+    """The status of a contrast at `seeds` seeds, and the reason as a format string over the declaration's bounds."""
     return _RULES[declaration.rule](declaration, sums, level, seeds)
 
 
 def _judge_directed(declaration: Declaration, sums: _ContrastSums, level: float, seeds: int) -> tuple[Status, str]:
-    # Two one-sided tests, each at `level`, are an interval at twice that.
-    if sums.whole.compute_interval(2 * level, seeds).is_within(declaration.margin):
+    # Two one-sided tests at `level` correspond to an interval at 2 * level.
+    if sums.total.compute_interval(2 * level, seeds).is_within(declaration.margin):
         return "refuted", "the same within ±{margin}"
-    low, high = sums.whole.compute_interval(level, seeds)
+    low, high = sums.total.compute_interval(level, seeds)
     below, above = ("supported", "refuted") if declaration.rule == "lower" else ("refuted", "supported")
     if high < 0:
         return below, "lower"
@@ -205,9 +202,9 @@ def _judge_directed(declaration: Declaration, sums: _ContrastSums, level: float,
 
 def _judge_same(declaration: Declaration, sums: _ContrastSums, level: float, seeds: int) -> tuple[Status, str]:
     margin = declaration.margin
-    if sums.whole.compute_interval(2 * level, seeds).is_within(margin):
+    if sums.total.compute_interval(2 * level, seeds).is_within(margin):
         return "supported", "the same within ±{margin}"
-    low, high = sums.whole.compute_interval(level, seeds)
+    low, high = sums.total.compute_interval(level, seeds)
     if high < -margin or low > margin:
         return "refuted", "differs by more than {margin}"
     return "undecided", "neither different nor shown to be the same"
@@ -218,18 +215,18 @@ def _judge_removed(declaration: Declaration, sums: _ContrastSums, level: float, 
     removed, kept = declaration.removed, declaration.kept
     if any(row.high < kept for row in minus):
         return "undecided", "nothing to remove: below {kept} anyway"
-    there = all(row.low > kept for row in minus)
-    if there and all(row.high < removed for row in plus):
+    present = all(row.low > kept for row in minus)
+    if present and all(row.high < removed for row in plus):
         return "supported", "below {removed} where it is above {kept} otherwise"
-    if there and all(row.low > kept for row in plus):
+    if present and all(row.low > kept for row in plus):
         return "refuted", "above {kept} as well"
     return "undecided", "between the bounds"
 
 
 def _judge_alone(declaration: Declaration, sums: _ContrastSums, level: float, seeds: int) -> tuple[Status, str]:
-    share = level / len(sums.minus)  # any of them refutes the claim
+    share = level / len(sums.minus)  # any single row refutes the claim
     without = [row for row in sums.minus.values() if row.compute_interval(share, seeds).high < declaration.removed]
-    if without and len(sums.minus) > 1:  # where the only other row has no sink, there is none to remove
+    if without and len(sums.minus) > 1:  # a single row without a sink leaves nothing to remove: `removed` decides
         return "refuted", f"{len(without)} of {len(sums.minus)} others are below {{removed}} as well"
     return _judge_removed(declaration, sums, level, seeds)
 
@@ -242,11 +239,11 @@ _RULES: Mapping[Rule, Callable[[Declaration, _ContrastSums, float, int], tuple[S
     "alone": _judge_alone,
 }
 _BY_LEVEL = ("removed", "alone")
-"""Rules that ask where each row lies."""
+"""Rules on single rows instead of their weighted sum."""
 
 
 def _format_sentence(declaration: Declaration, verdict: Verdict) -> str:
-    """`Undecided (n = 5, 3 of 4 contrasts undecided): claim`, and what would decide it."""
+    """`Undecided (n = 5, 3 of 4 contrasts undecided): claim`, then the seeds that would decide it."""
     agreeing = sum(part.status == verdict.status for part in verdict.parts)
     count = f", {agreeing} of {len(verdict.parts)} contrasts {verdict.status}" if len(verdict.parts) > 1 else ""
     text = f"{verdict.status.capitalize()} (n = {verdict.n}{count}): {declaration.claim}"
@@ -263,19 +260,19 @@ _WOULD: Mapping[Status | None, str] = {"supported": "support", "refuted": "refut
 
 
 def _format_thresholds(declaration: Declaration, column: Column) -> dict[str, str]:
-    """What rules compare with, by name: a margin as differences are shown, the levels as values are."""
+    """The thresholds of the rules by name: the margin in the unit of differences, the levels in that of values."""
     units = {"margin": column.difference_unit, "removed": column.unit, "kept": column.unit}
     return {name: f"{getattr(declaration, name) * column.scale:g} {unit}".rstrip() for name, unit in units.items()}
 
 
 def describe_bounds(declaration: Declaration, column: Column) -> tuple[str, ...]:
-    """What the rule compares with."""
+    """Describe the thresholds of the declaration's rule."""
     texts = ("removed below {removed}", "there above {kept}") if declaration.rule in _BY_LEVEL else ("margin {margin}",)
     return tuple(text.format(**_format_thresholds(declaration, column)) for text in texts)
 
 
 def describe_contrasts(verdict: Verdict, column: Column) -> list[str]:
-    """What is found of each contrast."""
+    """Describe the finding of each contrast."""
 
     def number(value: float) -> str:
         return column.format(value, "+")

@@ -198,7 +198,7 @@ def test_lengths_with_a_cache_that_evicts(trained: Path, runs: Path, capsys: pyt
     options = ["--lengths", "40", "--first", "2", "--window", "10", "--sequences", "6", "--threads", "1"]
     assert main(["diagnose", str(trained), "--runs", str(runs), *options]) == 0
     said = capsys.readouterr().out
-    again = r"measuring [25] of 5, it again with the first 2 and 10 newest tokens in its cache, token by token \("
+    again = r"measuring [25] of 5, the same with the first 2 and 10 newest tokens in its cache, token by token \("
     assert len(re.findall(again, said)) == 2
     assert " left)" not in said
     arrays = Diagnostics.load(runs / "diagnose-abcdef" / "diagnostics.npz").arrays
@@ -230,7 +230,7 @@ def test_mlflow_out_of_reach_leaves_the_results(
     error = capsys.readouterr().err
     folder = runs / "diagnose-abcdef"
     assert error == (
-        f"lit-lazy: measured into {folder}, but MLflow did not take it (gone away); give the same command again\n"
+        f"lit-lazy: results are in {folder}, but MLflow did not store them (gone away); run the same command again\n"
     )
     assert (folder / "diagnostics.npz").exists()
 

@@ -289,7 +289,7 @@ def test_a_compressed_checkpoint_is_not_unpacked(place: Path, capsys: pytest.Cap
 )
 def test_taus_that_are_none(taus: Any, checkpoint: dict[str, Any], place: Path) -> None:
     torch.save(checkpoint | {"callbacks": {"Watch": {"taus": taus}}}, place / "c.ckpt")
-    with pytest.raises(ValueError, match=r"^checkpoint '.*c.ckpt': the taus kept during training are damaged"):
+    with pytest.raises(ValueError, match=r"^checkpoint '.*c.ckpt': the taus recorded during training are damaged"):
         read_taus(place / "c.ckpt")
 
 

@@ -27,7 +27,7 @@ from lit_lazy.grid.question import Question, load_ablation_or_question
 from lit_lazy.grid.search.definition import define
 from lit_lazy.report.page import draw_table_figures
 from lit_lazy.report.search import SearchReport
-from lit_lazy.table.build import build_table
+from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.records import Column, Observation, RowInfo, Table
 from lit_lazy.table.search_points import Point
 from lit_lazy.table.verdicts import add_verdict
@@ -60,11 +60,9 @@ def made_up(ablation: Ablation, question: Question | None) -> Table:
                 metrics |= {key: None for key in metrics if "sparsity" in key}
             observations.append(Observation(name, seed, "complete", metrics, **parts))
     infos = make_row_infos(select_rows(ablation, rows_of(ablation), ()), ablation.base)
-    table = build_table(
-        *(ablation.name, ablation.base, ablation.baseline, infos, ablation.columns, ablation.contrasts),
-        *(observations, "make", (), (), ablation.primary),
-    )
-    return add_verdict(table, question and question.partial_declaration)
+    names = (ablation.name, ablation.base, ablation.baseline)
+    spec = TableSpec(*names, infos, ablation.columns, ablation.contrasts, "make", primary=ablation.primary)
+    return add_verdict(build_table(spec, observations), question and question.partial_declaration)
 
 
 def histories(ablation: Ablation) -> Histories:
@@ -151,7 +149,8 @@ def of_parts(**parts: tuple[str, str]) -> Table:
         for name, (normaliser, position) in parts.items()
     ]
     rows = [RowInfo(name, "ours", (0,), "tiny") for name in parts]
-    return build_table("study", "tiny", next(iter(parts)), rows, (Column("loss/val", "loss"),), (), seen, "make")
+    spec = TableSpec("study", "tiny", next(iter(parts)), rows, (Column("loss/val", "loss"),), (), "make")
+    return build_table(spec, seen)
 
 
 def test_a_row_s_colour_says_its_normaliser_or_where_all_have_one_its_position() -> None:

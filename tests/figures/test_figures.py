@@ -9,7 +9,7 @@ from legible import assert_legible
 
 from lit_lazy.figures import effects_figure, save_figure
 from lit_lazy.figures.effects import compute_limits
-from lit_lazy.table.build import build_table
+from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.records import Column, Observation, RowInfo
 
 NAMES = ["lazy", *(f"a-rather-long-variant-{i:02d}" for i in range(1, 17))]
@@ -31,7 +31,7 @@ def make(n_seeds=5, warnings=()):
             status = "failed" if i == 4 else "complete"
             observations.append(Observation(name, seed, status, metrics))
     rows = [RowInfo(name, "ours", tuple(range(n_seeds)), "tiny") for name in NAMES]
-    return build_table("study", "tiny", "lazy", rows, COLUMNS, (), observations, "make table2", warnings=warnings)
+    return build_table(TableSpec("study", "tiny", "lazy", rows, COLUMNS, (), "make", warnings=warnings), observations)
 
 
 def points(axes):
@@ -52,7 +52,7 @@ def test_points_intervals_and_fill_are_the_tables():
         bars = {int(line.get_ydata()[0]): line.get_xdata() for line in axes.lines if line.get_linewidth() == 1.6}
         low, high = axes.get_xlim()
         for y, (x, _) in expected.items():
-            half = measures[y].diff_ci95 * column.scale
+            half = measures[y].difference.effect.ci95 * column.scale
             assert tuple(bars[y]) == (max(x - half, low), min(x + half, high))
     worse = {int(line.get_ydata()[0]) for line in figure.axes[1].lines if line.get_marker() == "s"}
     losses = {y: row.metrics["loss"] for y, row in enumerate(table.rows)}
@@ -72,7 +72,8 @@ def test_the_baseline_is_on_top_and_what_has_no_spread_has_a_range():
     values = {"a": (1.0, 1.0, 1.0), "b": (2.0, 2.5, 3.0), "base": (0.5, 0.7, 1.0)}
     seen = [Observation(name, seed, "complete", {"loss": x}) for name in values for seed, x in enumerate(values[name])]
     rows = [RowInfo(name, "ours", (0, 1, 2), "tiny") for name in values]
-    axes = effects_figure(build_table("study", "tiny", "base", rows, COLUMNS[:1], (), seen, "make"), ["loss"]).axes[0]
+    spec = TableSpec("study", "tiny", "base", rows, COLUMNS[:1], (), "make")
+    axes = effects_figure(build_table(spec, seen), ["loss"]).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["base", "a", "b"]
     (ranged,) = (line for line in axes.lines if line.get_linestyle() == ":")
     assert list(ranged.get_ydata()) == [1, 1]
@@ -87,7 +88,8 @@ def test_wide_intervals_are_cut_with_an_arrow():
         (y, marker, edge)
         for y, m in enumerate(row.metrics["loss"] for row in table.rows)
         if m.diff is not None
-        for marker, edge, cut in (("<", low, m.diff - m.diff_ci95 < low), (">", high, m.diff + m.diff_ci95 > high))
+        for half in [m.difference.effect.ci95]
+        for marker, edge, cut in (("<", low, m.diff - half < low), (">", high, m.diff + half > high))
         if cut
     }
     arrows = [line for line in axes.lines if line.get_marker() in ("<", ">")]
@@ -99,7 +101,8 @@ def test_a_wide_range_is_cut_with_an_arrow_too():
     values = {"base": (0.0, 0.0, 0.0), "a": (1.0, 1.1, 1.2), "b": (0.2, 0.3, 9.0)}
     seen = [Observation(name, seed, "complete", {"loss": x}) for name in values for seed, x in enumerate(values[name])]
     rows = [RowInfo(name, "ours", (0, 1, 2), "tiny") for name in values]
-    axes = effects_figure(build_table("study", "tiny", "base", rows, COLUMNS[:1], (), seen, "make"), ["loss"]).axes[0]
+    spec = TableSpec("study", "tiny", "base", rows, COLUMNS[:1], (), "make")
+    axes = effects_figure(build_table(spec, seen), ["loss"]).axes[0]
     low, high = axes.get_xlim()
     assert high < 9
     assert low > -0.5, "nothing reaches to the left of 0"

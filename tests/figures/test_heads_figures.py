@@ -29,7 +29,7 @@ from lit_lazy.figures import heads as figures
 from lit_lazy.figures.canvas import WIDTH, average_log_bins, use_style
 from lit_lazy.figures.mechanism import mechanism_figure, weights
 from lit_lazy.measure import head_metrics, row_statistics
-from lit_lazy.table.build import build_table
+from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.records import Column, Observation, RowInfo, Table
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -351,7 +351,7 @@ def study(n_seeds=3, variants=VARIANTS, loss="loss/excess", baseline="lazy") -> 
         Column(loss, "excess loss", "lower", unit="nats"),
         Column("sparsity/zero", "sparsity", digits=1, unit="%", scale=100),
     )
-    return build_table("study", "tiny", baseline, rows, columns, (), observations, "make")
+    return build_table(TableSpec("study", "tiny", baseline, rows, columns, (), "make"), observations)
 
 
 def test_loss_against_sparsity_shows_the_tables_means_and_intervals():
@@ -393,7 +393,7 @@ def test_an_interval_ends_at_what_its_metric_cannot_pass():
         for seed, value in enumerate(of)
     ]
     rows = [RowInfo(name, "ours", (0, 1, 2), "tiny") for name in values]
-    table = build_table("study", "tiny", "lazy", rows, columns, (), seen, "make")
+    table = build_table(TableSpec("study", "tiny", "lazy", rows, columns, (), "make"), seen)
     assert all(row.metrics["sparsity/zero"].ci95 > 0.7 for row in table.rows)
     axes = drawn(loss_against_sparsity(table)).axes[0]
     level = [line for line in axes.lines if line.get_linewidth() == 1 and len(set(line.get_ydata())) == 1]
@@ -437,7 +437,7 @@ def test_of_many_variants_only_some_are_named_and_those_far_above_are_counted():
     losses = sorted(row.metrics["loss/excess"].mean for row in table.rows)
     assert len(far) == sum(loss > axes.get_ylim()[1] for loss in losses) > 0
     title = " ".join(figure.get_suptitle().split())
-    assert title.endswith(f"the 10 lowest, far above lie {len(far)}, up to {losses[-1]:.4f}")
+    assert title.endswith(f"the 10 lowest; far above: {len(far)}, up to {losses[-1]:.4f}")
     names = {" ".join(text.get_text().split()) for text in axes.texts}
     assert len(names) == 11
     assert table.baseline in names
@@ -452,9 +452,11 @@ def test_loss_against_sparsity_needs_both_and_takes_the_first_loss():
     columns = (Column("loss/val", "loss"), Column("sparsity/zero", "sparsity"))
     for metrics in ({"loss/val": 1.0}, {"sparsity/zero": 0.5}):
         seen = [Observation("lazy", 0, "complete", metrics)]
-        assert loss_against_sparsity(build_table("a", "tiny", "lazy", rows, columns, (), seen, "make")) is None
+        spec = TableSpec("a", "tiny", "lazy", rows, columns, (), "make")
+        assert loss_against_sparsity(build_table(spec, seen)) is None
     seen = [Observation("lazy", 0, "complete", {"loss/val": 1.0, "sparsity/zero": 0.5})]
-    assert loss_against_sparsity(build_table("a", "tiny", "lazy", rows, columns[:1], (), seen, "make")) is None
+    spec = TableSpec("a", "tiny", "lazy", rows, columns[:1], (), "make")
+    assert loss_against_sparsity(build_table(spec, seen)) is None
 
 
 BASELINE = VARIANTS[5]

@@ -104,11 +104,11 @@ def test_from_the_declaration_to_the_verdict(mine: Path, runs: Path, capsys: pyt
     text = page.read_text()
     assert "q_mine: supported" in next(line for line in text.splitlines() if line.startswith("| R4"))
     assert table.verdict.sentence in text
-    assert "![What the verdict on q_mine rests on](q_mine-backcopy_tiny/verdict.png)" in text
+    assert "![Evidence for the verdict on q_mine](q_mine-backcopy_tiny/verdict.png)" in text
     cells = runs.glob("q_mine-backcopy_tiny/cells/*/result.json")
     times = [json.loads(path.read_text())["timings"] for path in cells]
     assert table.seconds == round(sum(time["train_seconds"] + time["evaluate_seconds"] for time in times)) > 0
-    assert f"trained and measured for {format_duration(table.seconds)}." in text
+    assert f"Training and evaluation: {format_duration(table.seconds)}." in text
     assert f"Trained and measured for {format_duration(table.seconds)}, all cells together." in done.stdout
 
     # The same question with another margin: its results were seen before.

@@ -193,8 +193,8 @@ def test_a_damaged_plan_is_written_anew(content: bytes, made: Made, capsys: pyte
     plan.write_bytes(content)
     assert main(["ablate", "table", ID, "--runs", str(made.runs)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("lit-lazy: plan.json, kept with the MLflow run, is damaged (")
-    assert line.endswith("); the command that ran the grid writes it anew")
+    assert line.startswith("lit-lazy: plan.json, stored with the MLflow run, is damaged (")
+    assert line.endswith("); run the grid's command again to rewrite it")
     assert made.run() == 0
     assert "the old one is now plan.json.damaged" in " ".join(capsys.readouterr().out.split())
     assert plan.with_name("plan.json.damaged").exists()

@@ -455,7 +455,7 @@ def test_the_table_ranks_complete_points_and_says_what_it_is_not() -> None:
     for said in (
         "One seed per point",
         "The best of 2 noisy values",
-        "A diverged one",
+        "A diverged point",
         "A pruned point has no final value",
         "lr 75 %",
     ):

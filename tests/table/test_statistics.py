@@ -253,7 +253,7 @@ def test_holm_rejects_what_the_step_down_procedure_rejects(p_values, untested, a
 @pytest.mark.parametrize(("n", "alpha"), [(3, 0.05), (5, 0.05), (10, 0.05), (3, 0.05 / 16), (5, 0.05 / 100)])
 def test_minimum_detectable_effect_is_found_with_power_80(n, alpha):
     """At n - 1 degrees of freedom, those of a mean of n values."""
-    delta = minimum_detectable_effect(Effect(0.0, None, n, 2.5 / math.sqrt(n), n - 1, 1.0, "t"), alpha)
+    delta = minimum_detectable_effect(Effect(0.0, None, n, 2.5 / math.sqrt(n), n - 1, test="t", p=1.0), alpha)
     draws = np.random.default_rng(4).normal(delta, 2.5, size=(200_000, n))
     t = draws.mean(1) / (draws.std(1, ddof=1) / math.sqrt(n))
     power = np.mean(np.abs(t) > stats.t.isf(alpha / 2, n - 1))
@@ -261,7 +261,7 @@ def test_minimum_detectable_effect_is_found_with_power_80(n, alpha):
 
 
 def test_minimum_detectable_effect_scales_with_the_error_and_needs_a_test():
-    effect = Effect(0.0, None, 5, 1.0, 6.5, 1.0, "t")
+    effect = Effect(0.0, None, 5, 1.0, 6.5, test="t", p=1.0)
     one = minimum_detectable_effect(effect)
     assert minimum_detectable_effect(replace(effect, se=3.0)) == pytest.approx(3 * one)
     assert minimum_detectable_effect(replace(effect, df=8.0)) < one

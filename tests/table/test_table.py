@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from lit_lazy.table.build import build_table, recompute_statistics
+from lit_lazy.table.build import TableSpec, build_table, recompute_statistics
 from lit_lazy.table.finding import describe_findings
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, format_csv
 from lit_lazy.table.render import render_html, render_html_parts, render_latex, render_markdown
@@ -42,7 +42,7 @@ def cells(variant, *values):
 
 def table(row_infos, observations, columns=(LOSS,), baseline="lazy", **more):
     settings = {"contrasts": (), "command": "make table2", **more}
-    return build_table("study-tiny", "tiny", baseline, row_infos, columns, observations=observations, **settings)
+    return build_table(TableSpec("study-tiny", "tiny", baseline, row_infos, columns, **settings), observations)
 
 
 def effect(row, baseline, **others):

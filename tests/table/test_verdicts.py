@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import t
 
-from lit_lazy.table.build import build_table
+from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.question import Declaration, Verdict
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table
 from lit_lazy.table.render import render_markdown
@@ -30,7 +30,7 @@ def table_of(rows: dict[str, list[float]], seeds=SEEDS, column=LOSS) -> Table:
         for name, values in rows.items()
         for seed, value in zip(seeds, values, strict=True)
     ]
-    return build_table("q", "base", next(iter(rows)), infos, [column], [], cells, "command")
+    return build_table(TableSpec("q", "base", next(iter(rows)), infos, [column], [], "command"), cells)
 
 
 def around(mean: float, spread: float) -> list[float]:

@@ -1,4 +1,6 @@
-"""The frame of a report's page, and its style: no script, nothing from the network."""
+"""The template of a report's page: its style, its frame, and parts that can be replaced. No scripts, no network."""
+
+from collections.abc import Mapping
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1c2128; --quiet: #57606a; --line: #d0d7de; --link: #0759b5; }
@@ -64,11 +66,32 @@ PAGE = """<!DOCTYPE html>
 <header>
 <h1>{title}</h1>
 <p class="lead">{summary}</p>
-{opening}
-<nav aria-label="Contents"><ol>{outline}</ol></nav>
+{opening}<nav aria-label="Contents"><ol>{outline}</ol></nav>
 </header>
-{sections}
-</main>
+{sections}</main>
 </body>
 </html>
 """
+
+BEGIN, END = "<!-- part {} -->\n", "<!-- end {} -->\n"
+"""Markers around a replaceable part. The rest of a page cannot contain them: all text in it is escaped."""
+
+
+def mark_part(name: str, html: str) -> str:
+    """The HTML between the markers of a part."""
+    return BEGIN.format(name) + html + END.format(name)
+
+
+def replace_parts(page: str, parts: Mapping[str, str]) -> str:
+    """The page with new HTML between the markers of each part.
+
+    Raises ValueError if a part is not in the page, unless its new HTML is empty.
+    """
+    for name, html in parts.items():
+        before, begin, rest = page.partition(BEGIN.format(name))
+        _, end, after = rest.partition(END.format(name))
+        if end:
+            page = before + begin + html + end + after
+        elif html:
+            raise ValueError(f"part {name!r}: is not in the page")
+    return page

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_lazy import rule_attention, tiling
-from flash_lazy.call import Settings
+from flash_lazy.rules import RuleSettings
 from lit_lazy.attention import AttentionCall, BiasTerms, LayerShape, Normaliser, NormaliserModule
 from lit_lazy.attention.initialisation import SelfInitialised
 
@@ -149,7 +149,7 @@ def _blocks_equal_the_whole(normaliser: Normaliser) -> None:
     module = _build_module(normaliser)
     hidden = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(SEED)) < 0.6
     whole, one, few = _make_call(normaliser), _make_call(normaliser, batch=1), _make_call(normaliser, rows=5)
-    cases: list[tuple[AttentionCall, Settings]] = [
+    cases: list[tuple[AttentionCall, RuleSettings]] = [
         (whole, {}),
         (whole, {"window": 4}),
         (whole, {"key_mask": hidden}),
@@ -165,10 +165,10 @@ def _blocks_equal_the_whole(normaliser: Normaliser) -> None:
         _assert_close(found, expected)
 
 
-def _run_blocks(module: NormaliserModule, call: AttentionCall, settings: Settings) -> dict[str, Tensor]:
+def _run_blocks(module: NormaliserModule, call: AttentionCall, settings: RuleSettings) -> dict[str, Tensor]:
     """Output, stats, and the gradients of what the rule's attention depends on."""
     call, leaves = _make_leaves(call, module)
-    given: Settings = {
+    given: RuleSettings = {
         "slopes": call.bias.slopes,
         "maps": module.maps,
         "parameters": [p for p in module.parameters() if p.requires_grad],

@@ -6,12 +6,11 @@ from typing import Literal, get_args, overload
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import TypedDict, Unpack
 
 from flash_lazy.call import (
     Backend,
     Call,
-    Settings,
     Stats,
     Threshold,
     Weights,
@@ -24,6 +23,30 @@ from flash_lazy.call import (
 from flash_lazy.chunked import chunked_attention
 from flash_lazy.fused.ops import find_obstacle, fused_attention
 from flash_lazy.reference import reference_attention, reference_weights
+
+
+class SharedSettings(TypedDict, total=False):
+    """Static types of the keyword arguments that both functions take."""
+
+    slopes: Tensor | None
+    threshold: Threshold
+    context_length: int | None
+    renormalise: bool
+    scale: float | None
+    window: int | None
+    backend: Backend
+
+
+class VarlenSettings(SharedSettings, total=False, closed=True):
+    """Static types of the keyword arguments of `lazy_attention_varlen`."""
+
+
+class Settings(SharedSettings, total=False, closed=True):
+    """Static types of the keyword arguments of `lazy_attention`."""
+
+    cu_seqlens: Tensor | None
+    kv_lengths: Tensor | None
+    key_mask: Tensor | None
 
 
 @overload
@@ -127,7 +150,7 @@ def lazy_attention_varlen(
     cu_seqlens_k: Tensor,
     *,
     return_stats: Literal[False] = False,
-    **settings: Unpack[Settings],
+    **settings: Unpack[VarlenSettings],
 ) -> Tensor: ...
 @overload
 def lazy_attention_varlen(
@@ -140,7 +163,7 @@ def lazy_attention_varlen(
     cu_seqlens_k: Tensor,
     *,
     return_stats: Literal[True],
-    **settings: Unpack[Settings],
+    **settings: Unpack[VarlenSettings],
 ) -> tuple[Tensor, Stats]: ...
 
 

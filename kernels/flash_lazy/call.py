@@ -1,13 +1,11 @@
 """Shared by the backends: the arguments of a call, their checks, dtype rules, and the returned records."""
 
 import math
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
-from typing_extensions import TypedDict
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 Threshold = Literal["per_query", "seq_len", "per_token", "constant"]
@@ -42,23 +40,6 @@ class Call(NamedTuple):
     def factor(self) -> float:
         """Factor of the scores: scale, or its default."""
         return self.q.shape[-1] ** -0.5 if self.scale is None else float(self.scale)
-
-
-class Settings(TypedDict, total=False):
-    """Types of the keyword arguments of the public functions, each of which takes those in its signature."""
-
-    slopes: Tensor | None
-    threshold: Threshold
-    context_length: int | None
-    parameters: Sequence[Tensor]
-    maps: int
-    renormalise: bool
-    scale: float | None
-    cu_seqlens: Tensor | None
-    kv_lengths: Tensor | None
-    key_mask: Tensor | None
-    window: int | None
-    backend: Backend
 
 
 _SCHEMA_TYPES = {

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from typing_extensions import Unpack
+from typing_extensions import TypedDict, Unpack
 
-from flash_lazy.call import TENSORS, Call, Settings, Stats, prepare
+from flash_lazy.call import TENSORS, Call, Stats, prepare
 from flash_lazy.scores import attend_documents, eager_scores, locate_queries, weigh_values
 from flash_lazy.tiling import Part, RowBlock, Sweep
 
@@ -64,6 +64,21 @@ class RuleWeights(NamedTuple):
     rows: Rows
 
 
+class RuleSettings(TypedDict, total=False, closed=True):
+    """Static types of the keyword arguments of `rule_attention`."""
+
+    parameters: Sequence[Tensor]
+    maps: int
+    slopes: Tensor | None
+    renormalise: bool
+    scale: float | None
+    cu_seqlens: Tensor | None
+    kv_lengths: Tensor | None
+    key_mask: Tensor | None
+    window: int | None
+    backend: Literal["reference", "chunked"]
+
+
 @overload
 def rule_attention(
     rule: Rule,
@@ -73,7 +88,7 @@ def rule_attention(
     bias: Tensor | None = None,
     *,
     return_stats: Literal[False] = False,
-    **settings: Unpack[Settings],
+    **settings: Unpack[RuleSettings],
 ) -> Tensor: ...
 @overload
 def rule_attention(
@@ -84,7 +99,7 @@ def rule_attention(
     bias: Tensor | None = None,
     *,
     return_stats: Literal[True],
-    **settings: Unpack[Settings],
+    **settings: Unpack[RuleSettings],
 ) -> tuple[Tensor, Stats]: ...
 
 

@@ -210,12 +210,15 @@ class Sweep:
         band = ds[..., ds.shape[-1] - strip.shape[-1] :].unflatten(0, part.shape)
         strip.add_(band[0] if len(band) == 1 else band.sum(0))  # sum would copy a single sequence
 
-    def input_gradients(self, dq: Tensor, dk: Tensor, dv: Tensor, dstrip: Tensor | None) -> tuple[Tensor | None, ...]:
+    def input_gradients(
+        self, dq: Tensor, dk: Tensor, dv: Tensor, dstrip: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """Gradients of q, k, v, bias and slopes in their layouts and dtypes, from those of the sweep's tensors."""
         if self.shift is not None:
             dk, dv = (roll(x, -self.shift) for x in (dk, dv))
         dq, dk, dv = (x.to(self.call.q.dtype) for x in (dq.flatten(1, 2), dk, dv))
-        return dq, dk, dv, *((None, None) if dstrip is None else self._strip_gradients(dstrip))
+        dbias, dslopes = (None, None) if dstrip is None else self._strip_gradients(dstrip)
+        return dq, dk, dv, dbias, dslopes
 
     def _strip_gradients(self, dstrip: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of bias and slopes, from the sums of the strip's gradient along its diagonals."""

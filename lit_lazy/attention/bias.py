@@ -27,7 +27,9 @@ class BiasTerms(NamedTuple):
 
 
 class BiasModule(SelfInitialised, ABC):
-    """Parameters of a bias. `forward(n_keys)` returns terms that are right for every distance below `n_keys`."""
+    """Parameters of a bias. `forward(n_keys)` returns terms that are valid for every distance below `n_keys`."""
+
+    decays = False
 
     @abstractmethod
     def forward(self, n_keys: int) -> BiasTerms: ...

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from flash_lazy import Stats
 from lit_lazy.attention.initialisation import GeneratorOf, SelfInitialised
-from lit_lazy.attention.mixer import MixerModule
+from lit_lazy.attention.mixer import MixerModule, PassInputs
 
 DECAY_RATES = 1.0, 16.0
 """Range of the initial A, uniform."""
@@ -79,22 +79,14 @@ class RecurrentModule(MixerModule):
     def mix(self, x: Tensor, rotate: Callable[[Tensor], Tensor], cache: RecurrentCache) -> Tensor:
         """x `[B, L, d_model]` to the same shape; the state and the tail of the cache are read, and replaced."""
 
-    def forward(
-        self,
-        x: Tensor,
-        rotate: Callable[[Tensor], Tensor],
-        cache: RecurrentCache | None = None,
-        with_stats: bool = False,  # noqa: ARG002
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Stats | None]:
-        """There are no stats: no weights are computed. Raises ValueError where keys or documents are to be hidden."""
-        if key_mask is not None:
-            raise ValueError(f"key_mask: {self.name} keeps a state, and no keys to hide; give whole sequences")
-        if cu_seqlens is not None:
-            raise ValueError(f"cu_seqlens: {self.name} keeps its state from document to document; leave it out")
-        cache = RecurrentCache(kept=False) if cache is None else cache
-        out = self.mix(x, rotate, cache)
+    def forward(self, x: Tensor, inputs: PassInputs) -> tuple[Tensor, Stats | None]:
+        """See `MixerModule.forward`; there are no stats. Raises ValueError for a key_mask or documents."""
+        if inputs.key_mask is not None:
+            raise ValueError(f"key_mask: {self.name} keeps a state, not keys that could be hidden; give full sequences")
+        if inputs.cu_seqlens is not None:
+            raise ValueError(f"cu_seqlens: {self.name} carries its state across documents; leave it out")
+        cache = RecurrentCache(kept=False) if inputs.cache is None else inputs.cache
+        out = self.mix(x, inputs.rotate, cache)
         cache.length += x.shape[1]
         return out, None
 

@@ -15,6 +15,8 @@ from lit_lazy.attention.normaliser import (
     LayerShape,
     Normaliser,
     NormaliserModule,
+    attend_softmax,
+    find_softmax_backend,
     fused_softmax,
 )
 
@@ -271,23 +273,27 @@ class _Differential(NormaliserModule, SelfInitialised):
         """Softmax attention of each map; by halves of the values, whose width is then that of the keys."""
         if call.renormalise:
             return None
-        halves = call.v.chunk(2, -1)
         maps = [
-            [fused_softmax(call._replace(q=q, k=k, v=v)) for v in halves]
+            [call._replace(q=q, k=k, v=v) for v in call.v.chunk(2, -1)]
             for q, k in zip(call.q.chunk(2, -1), call.k.chunk(2, -1), strict=True)
         ]
+        backend = find_softmax_backend(maps[0][0])
 
         def attend() -> tuple[Tensor, Stats | None]:
-            (first, one), (second, two) = (self._join_halves([half.attend() for half in each]) for each in maps)
+            (first, first_stats), (second, second_stats) = (
+                self._join_halves([attend_softmax(half, backend) for half in halves]) for halves in maps
+            )
             factor = self.compute_lambda()
             out = (first - factor * second).to(first.dtype)
-            if one is None or two is None:
+            if first_stats is None or second_stats is None:
                 return out, None
             with torch.no_grad():
-                less = Stats(*(a - factor * b for a, b in zip(one, two, strict=True)))
-                return out, less._replace(lse=torch.logaddexp(one.lse, two.lse), zeros=torch.zeros_like(one.zeros))
+                pairs = zip(first_stats, second_stats, strict=True)
+                difference = Stats(*(a - factor * b for a, b in pairs))
+                lse = torch.logaddexp(first_stats.lse, second_stats.lse)
+                return out, difference._replace(lse=lse, zeros=torch.zeros_like(first_stats.zeros))
 
-        return Fused(maps[0][0].backend, attend)
+        return Fused(backend, attend)
 
     @staticmethod
     def _join_halves(halves: list[tuple[Tensor, Stats | None]]) -> tuple[Tensor, Stats | None]:

@@ -1,7 +1,7 @@
 """The decoder language model: pre-norm blocks of attention, or another mixer, and SwiGLU."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from flash_lazy import Stats
-from lit_lazy.attention import Attention, Cache, Eviction, MixerModule, StreamingCache
+from lit_lazy.attention import Attention, Cache, Eviction, MixerModule, PassInputs, StreamingCache
 from lit_lazy.attention.initialisation import SelfInitialised
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.model.dropout import apply_dropout
@@ -43,23 +43,11 @@ class Block(nn.Module):
         self.mlp = SwiGLU(cfg.d_model, cfg.d_ff)
         self.layer, self.residual_dropout = layer, cfg.residual_dropout
 
-    def forward(
-        self,
-        x: Tensor,
-        rotate: Callable[[Tensor], Tensor],
-        cache: Cache | None,
-        with_stats: bool,
-        key_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        dropout_keys: Tensor | None = None,
-    ) -> tuple[Tensor, Stats | None]:
-        """x `[B, L, d_model]`; the same shape back, and the attention's stats where asked.
-
-        dropout_keys: int64 `[B]`, what is drawn for each sequence; None where nothing is dropped.
-        """
-        mixed, stats = self.attention(self.attention_norm(x), rotate, cache, with_stats, key_mask, cu_seqlens)
-        x = x + self._apply_dropout(mixed, dropout_keys, 0)
-        return x + self._apply_dropout(self.mlp(self.mlp_norm(x)), dropout_keys, 1), stats
+    def forward(self, x: Tensor, inputs: PassInputs) -> tuple[Tensor, Stats | None]:
+        """Update the residual stream x `[B, L, d_model]`; also returns attention's stats if requested."""
+        mixed, stats = self.attention(self.attention_norm(x), inputs)
+        x = x + self._apply_dropout(mixed, inputs.dropout_keys, 0)
+        return x + self._apply_dropout(self.mlp(self.mlp_norm(x)), inputs.dropout_keys, 1), stats
 
     def _apply_dropout(self, added: Tensor, keys: Tensor | None, part: int) -> Tensor:
         drops = keys is not None and self.residual_dropout > 0
@@ -178,15 +166,15 @@ class DecoderLM(nn.Module):
         x = self.position.embed(self.embedding(tokens), offset + span - new, *places)
         rotate = self.position.rotation(span, offset, *places)
         cu_seqlens = None if place is None else find_boundaries(place)
+        inputs = PassInputs(rotate, None, with_stats, key_mask, cu_seqlens, dropout_keys)
         collected: list[Stats] = []
         for index, block in enumerate(self.blocks):
-            layer_cache = cache[index] if cache else None
-            given = x, rotate, layer_cache, with_stats, key_mask, cu_seqlens, dropout_keys
+            layer_inputs = inputs._replace(cache=cache[index]) if cache else inputs
             if self.checkpoint_activations and torch.is_grad_enabled():
-                # Nothing in a block depends on the state of a generator.
-                x, stats = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
+                # A block draws from no generator.
+                x, stats = checkpoint(block, x, layer_inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                x, stats = block(*given)
+                x, stats = block(x, layer_inputs)
             if stats is not None:
                 collected.append(stats)
         return self.norm(x), collected

@@ -7,6 +7,7 @@ from itertools import chain
 import torch
 from rich.filesize import decimal
 
+from lit_lazy.attention import PassInputs
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import Block, DecoderLM, flops_per_token
@@ -108,11 +109,9 @@ def measure_block_activations(cfg: ModelConfig, context_length: int, bf16: bool)
 
     def measure_bytes(length: int) -> int:
         x = torch.randn(1, length, cfg.d_model, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        inputs = PassInputs(rotation(length, 0), dropout_keys=torch.zeros(1, dtype=torch.int64))
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            return measure_saved_bytes(
-                lambda: block(x, rotation(length, 0), None, False, None, None, torch.zeros(1, dtype=torch.int64)),
-                chain(block.parameters(), block.buffers()),
-            )
+            return measure_saved_bytes(lambda: block(x, inputs), chain(block.parameters(), block.buffers()))
 
     long = min(context_length, LOOKED_AT)
     short = (long + 1) // 2

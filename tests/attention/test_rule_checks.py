@@ -44,7 +44,7 @@ BROKEN = {
     "maps as text": (module(plain, maps="2"), "Mine.maps='2': must be a whole number"),
     "rows of maps": (
         module(lambda _, s, rows: s.softmax(-1)[:, :, 0].masked_fill(~rows.visible, 0), maps=2),
-        "with several maps, rows.visible and the others have an axis more: rows.visible.squeeze(2)",
+        "with several maps, the fields of rows have one more axis: use rows.visible.squeeze(2)",
     ),
     "output": (module(plain, output=lambda _, out: out.mean(1)), "Mine.output returns [2, 7, 4] for heads"),
     "no gradient": (module(plain, parameter=True), "Mine.scale gets no gradient: use it in weights, queries or output"),
@@ -101,7 +101,7 @@ def test_check_normaliser_names_the_check():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"normaliser": Differential(renormalise=True)}, "Differential.renormalise=True: its weights can be negative"),
+        ({"normaliser": Differential(renormalise=True)}, "Differential.renormalise=True: weights can be negative"),
         ({"normaliser": Differential()}, "Differential: the head dimension must be even, got 3"),
     ],
 )
@@ -130,7 +130,7 @@ def config():
 
 
 SLIPS = {
-    "old_build": ("def build(self, n_heads, context_length):", "model.attention: TypeError (module.py, line"),
+    "old_build": ("def build(self, n_heads, context_length):", "model.attention: TypeError (layer.py, line"),
     "returns": (
         "def build(self, shape): return 3\n    def other(self):",
         "Naive.build returns a int; return a NormaliserModule",

@@ -36,7 +36,7 @@ BROKEN = {
     "overflow": (module(lambda _, s, _rows: s.exp() / s.exp().sum(-1, keepdim=True)), "subtract the row's maximum"),
     "hidden": (module(lambda _, s, _rows: s.sigmoid() + 0.1), "gives a hidden key weight; clear it with masked_fill"),
     "hidden NaN": (module(lambda _, s, rows: s.softmax(-1).where(rows.visible, torch.nan)), "a hidden key weight"),
-    "counts hidden": (module(lambda _, s, _rows: s.relu() / s.shape[-1]), "changes with the number of hidden keys"),
+    "counts hidden": (module(lambda _, s, _rows: s.relu() / s.shape[-1]), "depends on the number of hidden keys"),
     "negative": (module(lambda _, s, rows: s.where(rows.visible, 0)), "gives a weight below 0; declare signed = True"),
     "zeros": (module(lambda _, s, rows: s.relu() / rows.n), "a visible key a weight of 0; declare can_zero = True"),
     "in place": (module(lambda _, s, _rows: s.mul_(2).softmax(-1)), "Mine.weights changes its scores in place; use"),

@@ -2,8 +2,8 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from flash_lazy.api import Backend, attention_weights, lazy_attention, lazy_attention_varlen, resolve_backend
-from flash_lazy.call import Stats, Weights
+from flash_lazy.api import attention_weights, lazy_attention, lazy_attention_varlen, resolve_backend
+from flash_lazy.call import Backend, Stats, Threshold, Weights
 from flash_lazy.rules import Rows, Rule, RuleWeights, rule_attention, rule_weights
 
 try:
@@ -17,6 +17,7 @@ __all__ = [
     "Rule",
     "RuleWeights",
     "Stats",
+    "Threshold",
     "Weights",
     "__version__",
     "attention_weights",

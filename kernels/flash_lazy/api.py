@@ -1,4 +1,4 @@
-"""The public functions: they check every argument once, then hand over to a backend."""
+"""The public functions of Lazy Attention: each checks its arguments once, then runs a backend."""
 
 import warnings
 from functools import cache
@@ -9,25 +9,24 @@ from torch import Tensor
 from typing_extensions import TypedDict, Unpack
 
 from flash_lazy.call import (
+    Backend,
     Call,
     Stats,
     Threshold,
     Weights,
-    cast_for_autocast,
     check,
     check_flag,
     check_type,
     check_types,
+    prepare,
 )
 from flash_lazy.chunked import chunked_attention
 from flash_lazy.fused.ops import find_obstacle, fused_attention
 from flash_lazy.reference import reference_attention, reference_weights
 
-Backend = Literal["auto", "reference", "chunked", "triton"]
-
 
 class SharedSettings(TypedDict, total=False):
-    """The types of the settings of both functions; their signatures have the defaults, docstrings the meaning."""
+    """Static types of the keyword arguments that both functions take."""
 
     slopes: Tensor | None
     threshold: Threshold
@@ -39,11 +38,11 @@ class SharedSettings(TypedDict, total=False):
 
 
 class VarlenSettings(SharedSettings, total=False, closed=True):
-    """The types of `lazy_attention_varlen`'s settings."""
+    """Static types of the keyword arguments of `lazy_attention_varlen`."""
 
 
 class Settings(SharedSettings, total=False, closed=True):
-    """The types of `lazy_attention`'s settings."""
+    """Static types of the keyword arguments of `lazy_attention`."""
 
     cu_seqlens: Tensor | None
     kv_lengths: Tensor | None
@@ -93,50 +92,50 @@ def lazy_attention(
     backend: Backend = "auto",
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, Stats]:
-    """Causal attention whose softmax weights are lowered by a threshold and cut at zero.
+    """Causal attention with softmax weights minus a threshold, clipped at zero.
 
-    With p the softmax of `q.k * scale + bias[distance] - slopes * distance` over the keys that the query sees, the
-    output is `sum_j max(p_j - theta, 0) v_j`. Queries are aligned to the end of the keys: row r stands at position
-    `kv_lengths[b] - Lq + r + 1` (1-based; Lk without kv_lengths), counted within its own document under cu_seqlens.
-    A row that sees no key, or whose weights are all cut, is exactly zero. First-order gradients only (all but
-    `reference`).
+    The output is `sum_j max(p_j - theta, 0) v_j`, where p is the softmax of
+    `q.k * scale + bias[distance] - slopes * distance` over the keys that the query sees. Queries are aligned to the end
+    of the keys: row r has the 1-based position `kv_lengths[b] - Lq + r + 1` (Lk without kv_lengths), counted within
+    its document under cu_seqlens. A row that sees no key, or whose weights are all clipped, is exactly zero. Only
+    `reference` supports higher-order gradients.
 
-    Under torch.autocast q, k and v are cast to its dtype, as for torch's own attention; tau, bias and slopes are not.
+    Under torch.autocast q, k and v are cast to its dtype, as in torch's own attention; tau, bias and slopes are not.
 
     Args:
         q: `[B, H, Lq, D]`, float16, bfloat16, float32 or float64. Scores, softmax and threshold are float32 (float64
             for float64).
         k, v: `[B, Hkv, Lk, D]`, Lk >= Lq; query head h reads kv head `h // (H // Hkv)`.
-        tau: `[H]`, or `[H, N]` for threshold "per_token"; float32 (or float64 beside float64 q). Subtracted, so
-            tau > 0 removes weight and tau = 0 is softmax attention.
-        bias: `[H, W]`, added to the score at distance 0 .. W - 1 (column 0 is the query's own position); 0 beyond,
-            where keys stay visible. dtype as tau.
+        tau: `[H]`, or `[H, N]` for threshold "per_token"; float32 (or float64 with float64 q). Subtracted: tau > 0
+            removes weight, tau = 0 is softmax attention.
+        bias: `[H, W]`, added to the score at distance 0 .. W - 1 (column 0 is the query's own position). Keys beyond W
+            stay visible, with bias 0. dtype as tau.
         slopes: `[H]`, subtracts `slopes[h] * distance` at every distance (ALiBi). dtype as tau.
         threshold: theta of a row that sees n keys: "per_query" tau / n; "per_token" tau[:, min(position, N) - 1] / n;
             "seq_len" tau / context_length; "constant" tau.
-        context_length: the constant of threshold "seq_len" (the training context, not the batch's length).
+        context_length: the constant of threshold "seq_len": the training context, not the length of the batch.
         renormalise: divides a row's weights by their sum.
         scale: factor of the scores; 1 / sqrt(D) by default.
         cu_seqlens: int32 `[n + 1]` boundaries of packed documents, `0 .. Lk`; needs B = 1 and Lq = Lk.
         kv_lengths: int32 or int64 `[B]`, number of valid keys of each sequence, 0 .. Lk, for a cache with fewer queries
-            than keys. A right-padded batch needs none: no row looks at what comes after it. Its values and those of
-            cu_seqlens are checked on the CPU, outside torch.compile: reading them elsewhere would wait for the device.
+            than keys. Leave it out for a right-padded batch: no row sees later keys. The values of kv_lengths and
+            cu_seqlens are checked only on the CPU outside torch.compile: elsewhere reading them would sync the device.
         key_mask: bool `[B, Lk]`, False hides a key, as in a left-padded batch; on a GPU "auto" then runs `chunked`.
-        window: number of most recent keys a query sees, itself included.
-        backend: "reference" (eager, memory quadratic in the length), "chunked" (memory linear), "triton" (fused
-            kernels), "auto" (triton for what it can take on a CUDA device, else chunked).
-        return_stats: also returns `Stats`, `[B, H, Lq]` each; its log-sum-exp carries gradients.
+        window: number of most recent keys that a query sees, its own included.
+        backend: "reference" (eager, quadratic memory), "chunked" (linear memory), "triton" (fused kernels), "auto"
+            (triton if it supports the call on a CUDA device, else chunked).
+        return_stats: also return `Stats`, `[B, H, Lq]` each; its log-sum-exp carries gradients.
 
     Returns:
         The output `[B, H, Lq, D]` in q's dtype, or `(output, Stats)`.
 
     Raises:
-        TypeError: one of the tensors is something else, or sparse, nested or without values.
-        ValueError: an argument does not fit; the message names it, its value and what would fit.
+        TypeError: a tensor argument is not a tensor, or is sparse, nested or on the meta device.
+        ValueError: an argument is invalid; the message names it, its value and the fix.
     """
     tensors = q, k, v, tau, bias, slopes, cu_seqlens, kv_lengths, key_mask
     call = Call(*tensors, None, threshold, context_length, renormalise, scale, window)
-    out, stats = _attend(call, backend, return_stats)
+    out, stats = _check_and_run(call, backend, return_stats)
     return out if stats is None else (out, stats)
 
 
@@ -186,19 +185,19 @@ def lazy_attention_varlen(
     backend: Backend = "auto",
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, Stats]:
-    """`lazy_attention` of packed documents with fewer queries than keys, in the shape of flash-attention's varlen.
+    """`lazy_attention` of packed documents with fewer queries than keys, in the layout of flash-attention's varlen.
 
-    Document d has the rows `cu_seqlens_q[d] .. cu_seqlens_q[d + 1] - 1` of q and, by cu_seqlens_k, its own rows of k
-    and v, at least as many. Its queries are aligned to the end of its keys: the chunk of a prompt whose prefix lies in
-    a cache (chunked prefill), or one query for each of many caches. Equal boundaries are `lazy_attention`'s cu_seqlens.
+    Document d has the rows `cu_seqlens_q[d] .. cu_seqlens_q[d + 1] - 1` of q and, likewise by cu_seqlens_k, at least as
+    many rows of k and v. Its queries are aligned to the end of its keys: a chunk of a prompt whose prefix is cached
+    (chunked prefill), or one query for each of many caches. Equal boundaries match `lazy_attention`'s cu_seqlens.
 
     Args:
         q: `[total_q, H, D]`.
         k, v: `[total_k, Hkv, D]`, total_k >= total_q.
-        tau, bias: as in `lazy_attention`, and so are the settings; positions and thresholds count within a document.
+        tau, bias and settings: as in `lazy_attention`; positions and thresholds count within a document.
         cu_seqlens_q, cu_seqlens_k: int32 `[n + 1]` boundaries, `0 .. total_q` and `0 .. total_k`; a document may have
-            no queries, or neither queries nor keys. Checked on the CPU, outside torch.compile.
-        return_stats: also returns `Stats`, `[H, total_q]` each.
+            no queries, or neither queries nor keys. Checked only on the CPU outside torch.compile.
+        return_stats: also return `Stats`, `[H, total_q]` each.
 
     Returns:
         The output `[total_q, H, D]` in q's dtype, or `(output, Stats)`.
@@ -213,21 +212,22 @@ def lazy_attention_varlen(
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     tensors = q, k, v, tau, bias, slopes, cu_seqlens_q, None, None, cu_seqlens_k
     call = Call(*tensors, threshold, context_length, renormalise, scale, window)
-    out, stats = _attend(call, backend, return_stats)
+    out, stats = _check_and_run(call, backend, return_stats)
     out = out[0].transpose(0, 1)
     return out if stats is None else (out, Stats(*(x[0] for x in stats)))
 
 
-def _attend(call: Call, backend: Backend, with_stats: bool) -> tuple[Tensor, Stats | None]:
-    """Checks a call and runs it, under autocast in its precision."""
-    check_types(call)
-    check_flag("return_stats", with_stats)
-    call = cast_for_autocast(call)
-    check(call)
-    attend = _BACKENDS[resolve_backend(backend, call.q, call.key_mask)]
-    # The backends state their own precision; autocast would round their matrix products.
+def _check_and_run(call: Call, backend: Backend, return_stats: bool) -> tuple[Tensor, Stats | None]:
+    check_flag("return_stats", return_stats)
+    call = prepare(call)
+    return run(call, resolve_backend(backend, call.q, call.key_mask), return_stats)
+
+
+def run(call: Call, implementation: str, with_stats: bool) -> tuple[Tensor, Stats | None]:
+    """Run a prepared call on the implementation that `resolve_backend` returned."""
+    # The backends choose their own precision; autocast would round their matrix products.
     with torch.autocast(call.q.device.type, enabled=False):
-        return attend(call, with_stats)
+        return _BACKENDS[implementation](call, with_stats)
 
 
 def attention_weights(
@@ -244,10 +244,10 @@ def attention_weights(
     key_mask: Tensor | None = None,
     window: int | None = None,
 ) -> Weights:
-    """The weights themselves, to be looked at: eager, and `[B, H, Lq, Lk]` large in memory.
+    """The weight matrix, for inspection: eager, `[B, H, Lq, Lk]` in memory.
 
-    Arguments and errors as in `lazy_attention`. Rows `a .. b - 1` of a sequence are those of `q[:, :, a:b]` and
-    `k[:, :, :b]`, so a long sequence can be looked at in blocks.
+    Arguments and errors as in `lazy_attention`. Pass `q[:, :, a:b]` and `k[:, :, :b]` for rows `a .. b - 1` of a long
+    sequence.
     """
     tensors = q, k, k, tau, bias, slopes, None, None, key_mask
     call = Call(*tensors, None, threshold, context_length, renormalise, scale, window)
@@ -261,9 +261,9 @@ _BACKENDS = {"reference": reference_attention, "chunked": chunked_attention, "tr
 
 
 def resolve_backend(backend: Backend, q: Tensor, key_mask: Tensor | None = None) -> str:
-    """The implementation that a call runs: what "auto" picks for its arguments, and any other name itself.
+    """Name of the implementation that runs a call; "auto" picks one for the arguments.
 
-    Raises ValueError where "triton" is asked for by name and cannot take the call.
+    Raises ValueError if backend is "triton" and the kernels do not support the call.
     """
     if backend not in get_args(Backend):
         raise ValueError(f"backend is {backend!r}; choose one of {', '.join(get_args(Backend))}")
@@ -272,7 +272,7 @@ def resolve_backend(backend: Backend, q: Tensor, key_mask: Tensor | None = None)
             return "chunked"
         if (why := find_obstacle(q, key_mask)) is None:
             return "triton"
-        _warn_of_a_slower_backend(why)
+        _warn_about_fallback(why)
         return "chunked"
     if backend == "triton" and (why := find_obstacle(q, key_mask)):
         raise ValueError(why)
@@ -280,6 +280,6 @@ def resolve_backend(backend: Backend, q: Tensor, key_mask: Tensor | None = None)
 
 
 @cache
-def _warn_of_a_slower_backend(why: str) -> None:
-    """Once for each reason, on a GPU alone."""
+def _warn_about_fallback(why: str) -> None:
+    """Warn once per reason."""
     warnings.warn(f"flash_lazy runs 'chunked' on a GPU: {why}", stacklevel=5)

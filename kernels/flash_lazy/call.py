@@ -1,4 +1,4 @@
-"""What the backends share: the arguments of a call and their checks, dtype rules, and what a call returns."""
+"""Shared by the backends: the arguments of a call, their checks, dtype rules, and the returned records."""
 
 import math
 from itertools import pairwise
@@ -7,16 +7,17 @@ from typing import Literal, NamedTuple, get_args, get_type_hints
 import torch
 from torch import Tensor
 
+Backend = Literal["auto", "reference", "chunked", "triton"]
 Threshold = Literal["per_query", "seq_len", "per_token", "constant"]
 
 LEAVES, TENSORS = 6, 10
-"""How many of the first fields of a `Call` may get gradients, and how many are tensors or None."""
+"""The first LEAVES fields of a `Call` may get gradients; the first TENSORS fields are tensors or None."""
 
 
 class Call(NamedTuple):
-    """The arguments of one call; `flash_lazy.lazy_attention` says what each one means.
+    """The arguments of one call, as documented in `flash_lazy.lazy_attention`.
 
-    cu_seqlens_k: boundaries of the documents among the keys, where cu_seqlens has those among the rows alone.
+    cu_seqlens_k: document boundaries of the keys; cu_seqlens then holds those of the queries only.
     """
 
     q: Tensor
@@ -37,7 +38,7 @@ class Call(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """What scores are multiplied by: scale, or its default."""
+        """Factor of the scores: scale, or its default."""
         return self.q.shape[-1] ** -0.5 if self.scale is None else float(self.scale)
 
 
@@ -50,17 +51,17 @@ _SCHEMA_TYPES = {
     float | None: "float?",
 }
 CALL_SCHEMA = ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(Call).items())
-"""The fields of a `Call` as a PyTorch operator declares them: every operator takes them first."""
+"""Operator schema of the fields of a `Call`, which are the first arguments of every operator."""
 
 
 class Stats(NamedTuple):
-    """What a row of the weight matrix looks like; every field is `[B, H, Lq]`, float32 (float64 for float64 inputs).
+    """Statistics of the rows of the weight matrix, each `[B, H, Lq]`, float32 (float64 for float64 inputs).
 
-    lse: log-sum-exp of the visible scores, bias included (-inf for a row that sees no key). It carries gradients, alone
-        of the fields.
+    lse: log-sum-exp of the visible scores, bias included (-inf for a row that sees no key). The only field that carries
+        gradients.
     mass: sum of the row's weights before renormalising.
-    first_weight: weight that multiplied the value of the document's first key, hence after renormalising where that
-        is asked for; 0 where the key is hidden or outside the window.
+    first_weight: weight of the value of the document's first key, after renormalising if enabled; 0 if that key is
+        hidden or outside the window.
     zeros: number of visible keys with p <= theta.
     """
 
@@ -71,12 +72,12 @@ class Stats(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The weight matrix of some rows, in the precision of `compute_dtype`.
+    """The weight matrix of some rows, in `compute_dtype`.
 
     scores: `[B, H, Lq, Lk]`, scaled, bias included, -inf at hidden keys.
     p: softmax of the scores, 0 at hidden keys and in a row that sees no key.
     theta: threshold of each row, broadcast to `[B, H, Lq]`.
-    w: what multiplies the values, `[B, H, Lq, Lk]`: max(p - theta, 0), divided by the mass where renormalised.
+    w: weights of the values, `[B, H, Lq, Lk]`: max(p - theta, 0), divided by the mass if renormalised.
     mass: sum of a row's weights before renormalising, `[B, H, Lq]`.
     visible: bool `[B, 1, Lq, Lk]`.
     """
@@ -90,22 +91,22 @@ class Weights(NamedTuple):
 
 
 def compute_dtype(q: Tensor) -> torch.dtype:
-    """Scores, softmax and threshold are float64 for float64 inputs and float32 for everything else."""
+    """Dtype of scores, softmax and threshold: float64 for float64 inputs, float32 otherwise."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def slice_documents(call: Call) -> list[tuple[slice, slice]]:
-    """Rows and keys of each document, of a call without boundaries all of them; the boundaries are read."""
+    """Slices of the rows and keys of each document, read from the boundaries; one pair of full slices without them."""
     if call.cu_seqlens is None:
         return [(slice(0, call.q.shape[2]), slice(0, call.k.shape[2]))]
-    own = [slice(*ends) for ends in pairwise(call.cu_seqlens.tolist())]
+    rows = [slice(*ends) for ends in pairwise(call.cu_seqlens.tolist())]
     if call.cu_seqlens_k is None:
-        return [(part, part) for part in own]
-    return list(zip(own, (slice(*ends) for ends in pairwise(call.cu_seqlens_k.tolist())), strict=True))
+        return [(part, part) for part in rows]
+    return list(zip(rows, (slice(*ends) for ends in pairwise(call.cu_seqlens_k.tolist())), strict=True))
 
 
 def rows_in_documents(call: Call, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """The key at each row's own position, and the first key of its document, `[1, Lq]`; no boundary is read."""
+    """Index of the key at each row's position, and of its document's first key, `[1, Lq]`, without a device sync."""
     row = torch.arange(call.q.shape[2], device=call.q.device)[None]
     ends = cu_seqlens.long()
     document = torch.searchsorted(ends, row, right=True) - 1
@@ -116,8 +117,8 @@ def rows_in_documents(call: Call, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tau_divisor(call: Call, n: Tensor) -> Tensor:
-    """What divides tau in the threshold of rows that see n keys; in n's shape and dtype."""
-    if call.context_length is not None:  # given for threshold "seq_len" alone
+    """Divisor of tau in the threshold of rows that see n keys; in n's shape and dtype."""
+    if call.context_length is not None:  # only with threshold "seq_len"
         return torch.full_like(n, call.context_length)
     return torch.ones_like(n) if call.threshold == "constant" else n.clamp(min=1)
 
@@ -133,13 +134,13 @@ def tau_gradient(survivors: Tensor, entry: Tensor | None, tau: Tensor) -> Tensor
     per_row = per_row.transpose(1, 2)  # [B, Lq, H]
     if entry.shape[0] == 1:
         per_row = per_row.sum(0, keepdim=True)
-    # index_put_ adds float32 in no fixed order on several CPU threads; float64 it adds one by one.
+    # On several CPU threads index_put_ adds float32 in no fixed order, but float64 sequentially.
     total = torch.zeros(tau.shape[1], tau.shape[0], dtype=torch.float64, device=tau.device)
     return total.index_put_((entry,), per_row, accumulate=True).T.to(tau.dtype).contiguous()
 
 
 def cast_for_autocast(call: Call) -> Call:
-    """A call with q, k and v in autocast's dtype where it is on, as for torch's own attention."""
+    """Cast q, k and v to autocast's dtype if it is enabled, as torch's own attention does."""
     device = call.q.device.type
     if not torch.is_autocast_enabled(device) or call.q.dtype == torch.float64:
         return call
@@ -148,7 +149,7 @@ def cast_for_autocast(call: Call) -> Call:
 
 
 def check_types(call: Call) -> None:
-    """Raises TypeError, and names the argument, where one that must be a dense tensor is something else."""
+    """Raises TypeError, naming the argument, if a tensor argument is not a dense tensor."""
     for name, x in zip(call._fields[:TENSORS], call[:TENSORS], strict=True):
         if x is not None or name not in call._field_defaults:
             check_type(name, x)
@@ -169,8 +170,16 @@ def check_flag(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value!r}; give True or False")
 
 
+def prepare(call: Call) -> Call:
+    """Check a call and cast it for autocast. Raises TypeError or ValueError if an argument is invalid."""
+    check_types(call)
+    call = cast_for_autocast(call)
+    check(call)
+    return call
+
+
 def check(call: Call) -> None:
-    """Raises ValueError where an argument does not fit; the message names it, its value and what would fit."""
+    """Raises ValueError, naming the argument, its value and the fix, if an argument is invalid."""
     _check_tensors(call)
     _check_threshold(call)
     _check_head_parameters(call)
@@ -226,17 +235,20 @@ def _check_head_parameters(call: Call) -> None:
         if x is None:
             continue
         if x.dim() != layout.count(",") + 1 or x.shape[0] != heads or 0 in x.shape:
-            given = f"with threshold={call.threshold!r} give {layout}, H = {heads}"
-            raise ValueError(f"{name} has shape {_shape(x)}; {given}")
+            raise ValueError(
+                f"{name} has shape {_shape(x)}; with threshold={call.threshold!r} give {layout}, H = {heads}"
+            )
         if x.dtype != torch.float32 and not x.dtype == q.dtype == torch.float64:
-            raise ValueError(f"{name} is {x.dtype}; keep it float32 (float64 is allowed beside float64 q)")
+            raise ValueError(f"{name} is {x.dtype}; keep it float32 (float64 is allowed with float64 q)")
         if x.numel() >= 2**31:
-            raise ValueError(f"{name} has shape {_shape(x)}; give fewer than 2**31 entries, which kernels can count")
+            raise ValueError(
+                f"{name} has shape {_shape(x)}; give fewer than 2**31 entries, which kernels index with 32 bits"
+            )
         _check_device(name, x, q)
 
 
 def _is_count(x: object) -> bool:
-    """Whether it is a whole number from 1 on that 64 bits hold."""
+    """Whether x is an int from 1 to the largest int64."""
     return isinstance(x, int) and not isinstance(x, bool) and 1 <= x < 2**63
 
 
@@ -250,7 +262,7 @@ def _check_visibility(call: Call) -> None:
     batch, keys, key_mask, window = call.k.shape[0], call.k.shape[2], call.key_mask, call.window
     if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != (batch, keys)):
         got = f"{key_mask.dtype} of shape {_shape(key_mask)}"
-        raise ValueError(f"key_mask is {got}; give bool [B, Lk] = [{batch}, {keys}], True for keys to see")
+        raise ValueError(f"key_mask is {got}; give bool [B, Lk] = [{batch}, {keys}], True for visible keys")
     if window is not None and not _is_count(window):
         need = "a whole number, at least 1 (the query's own key)"
         raise ValueError(f"window is {window!r}; give {need}, or None for no window")
@@ -259,7 +271,7 @@ def _check_visibility(call: Call) -> None:
 def _check_documents(call: Call, cu_seqlens: Tensor) -> None:
     q, k, rows, keys = call.q, call.k, call.q.shape[2], call.k.shape[2]
     if call.kv_lengths is not None:
-        raise ValueError("kv_lengths and cu_seqlens are both given; packed documents carry their own lengths")
+        raise ValueError("kv_lengths and cu_seqlens are both given; packed documents need only cu_seqlens")
     if call.cu_seqlens_k is not None:
         _check_boundaries("cu_seqlens_q", cu_seqlens, f"total_q = {rows}", rows)
         _check_boundaries("cu_seqlens_k", call.cu_seqlens_k, f"total_k = {keys}", keys)
@@ -301,9 +313,9 @@ def _check_lengths(kv_lengths: Tensor, q: Tensor, k: Tensor) -> None:
         raise ValueError(f"kv_lengths is {got}; give int32 or int64 [B], B = {batch}")
     if q.shape[2] == keys > 1:
         raise ValueError(
-            f"kv_lengths is given with as many queries as keys ({keys}): the last query stands at the last valid key, "
-            "and those of a padded batch would shift; leave it out for right padding, at which causal attention never "
-            "looks, or give a key_mask for left padding"
+            f"kv_lengths is given with as many queries as keys ({keys}): the last query is aligned to the last valid "
+            "key, which would shift the queries of a padded batch; leave it out for right padding, which causal "
+            "attention never sees, or give a key_mask for left padding"
         )
     if _can_read(kv_lengths) and not 0 <= int(kv_lengths.min()) <= int(kv_lengths.max()) <= keys:
         raise ValueError(f"kv_lengths is {kv_lengths.tolist()}; give values from 0 to Lk = {keys}")
@@ -315,7 +327,7 @@ def _check_device(name: str, x: Tensor | None, q: Tensor) -> None:
 
 
 def _can_read(x: Tensor) -> bool:
-    """Whether looking at a tensor's values waits for no device and breaks no graph."""
+    """Whether the values of x can be read without a device sync or a graph break."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 

@@ -1,10 +1,9 @@
-"""Lazy Attention over blocks of queries with a backward pass of its own: memory linear in the length.
+"""Lazy Attention over blocks of queries with a custom backward pass: memory linear in the length.
 
-Only a block's scores exist at a time (`flash_lazy.tiling`), and the backward pass computes them again from the inputs,
-which are all that is kept. Whole rows are at hand in both passes, so no running maximum is needed and the gradients are
-the formulas of the method term by term. Softmax is never divided out over a block: with e = exp(score - row maximum)
-and its row sum, weights are max(e - theta * sum, 0), and the division falls on the rows of the output, or of its
-gradient.
+Only one block's scores exist at a time (`flash_lazy.tiling`). The forward pass saves only its inputs; the backward pass
+recomputes the scores. Both passes see full rows, so they need no running maximum, and the gradients follow the method's
+formulas term by term. The softmax of a block is never divided out: with e = exp(score - row maximum) and its row sum,
+weights are max(e - theta * sum, 0), and the rows of the output, or of its gradient, are divided instead.
 """
 
 import math
@@ -17,18 +16,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flash_lazy.call import CALL_SCHEMA, LEAVES, TENSORS, Call, Stats, compute_dtype, tau_divisor, tau_gradient
-from flash_lazy.tiling import Part, RowBlock, Sweep, roll
+from flash_lazy.tiling import Part, RowBlock, Sweep
 
-# Columns of weights that are skipped together where none survives. Narrower ones would be skipped more often, and cost
-# where nothing can be.
+# Columns of weights that are skipped together if none survives. Narrower tiles are skipped more often, but cost time if
+# none can be.
 TILE_COLUMNS = 256
 LOG2E = math.log2(math.e)
 
 
 def chunked_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]:
-    """Output `[B, H, Lq, D]` in q's dtype, and the row statistics where asked for. Shapes as in `lazy_attention`."""
-    # torch.compile sees operators and traces no line of them. Eagerly their dispatch would cost a training step of 128
-    # tokens a tenth.
+    """Output `[B, H, Lq, D]` in q's dtype, and `Stats` if requested. Shapes as in `lazy_attention`."""
+    # torch.compile does not trace into operators. In eager mode their dispatch would slow a training step of 128 tokens
+    # by a tenth.
     attend = _forward if torch.compiler.is_compiling() else _ChunkedFunction.apply
     out, *stats = attend(*call, with_stats)
     if not with_stats:
@@ -38,15 +37,15 @@ def chunked_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | Non
 
 
 def _outputs(*arguments: Any) -> tuple[Tensor, ...]:
-    """Output, and where asked for the fields of `Stats`."""
+    """Output and, if requested, the fields of `Stats`."""
     *call, with_stats = arguments
     return _LazySweep(Call(*call)).forward(with_stats)
 
 
 def _gradients(*arguments: Any) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, tau, bias and slopes; the last two are empty where not given, or not asked for."""
+    """Gradients of q, k, v, tau, bias and slopes; the last two are empty if absent or not requested."""
     *call, grad, dlse, with_bias = arguments
-    # The engine calls back under the caller's autocast, which would round the matrix products.
+    # The engine runs this under the caller's autocast, which would round the matrix products.
     with torch.autocast(grad.device.type, enabled=False):
         return _LazySweep(Call(*call)).backward(grad, dlse, with_bias)
 
@@ -64,7 +63,7 @@ def _leaf_gradients(
     dlse: Tensor | None = None,
     *_: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """`gradients` of what `_keep` kept, one for each argument of the forward pass; None where none is needed."""
+    """One gradient for each argument of the forward pass; None where none is needed."""
     call, needed = Call(*ctx.saved_tensors, *ctx.settings), ctx.needs_input_grad
     grad = torch.zeros_like(call.q) if grad is None else grad
     found = gradients(*call, grad, dlse, needed[4] or needed[5])
@@ -111,7 +110,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _pad_to_five(out: Tensor, *stats: Tensor) -> tuple[Tensor, ...]:
-    """An operator has one number of outputs: stats that are not asked for are empty."""
+    """Add empty stats if there are none: an operator has a fixed number of outputs."""
     return out, *(stats or [out.new_empty(0) for _ in Stats._fields])
 
 
@@ -127,11 +126,11 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 class _LazySweep(Sweep):
-    """The two passes over the blocks, scores in base 2: its power is the cheaper one."""
+    """The two passes over the blocks, with scores in base 2, whose exponential is cheaper."""
 
     def __init__(self, call: Call) -> None:
         super().__init__(call, LOG2E, -torch.inf)
-        # What divides tau `[B or 1, 1, 1, Lq]`, and the threshold `[B or 1, Hkv, G, Lq, 1]`.
+        # The divisor of tau is `[B or 1, 1, 1, Lq]`, the threshold `[B or 1, Hkv, G, Lq, 1]`.
         self.divisor = tau_divisor(call, self.n)
         tau = call.tau.to(self.dtype).unflatten(0, (self.kv_heads, self.group))
         if call.threshold == "per_token":
@@ -140,14 +139,14 @@ class _LazySweep(Sweep):
         else:
             tau_rows = tau[None, ..., None]
         self.theta = (tau_rows / self.divisor)[..., None]
-        # Below a negative threshold the ReLU alone gives hidden keys weight. Only the CPU can tell without waiting.
+        # With a negative threshold the ReLU gives hidden keys weight. Only the CPU can check this without a sync.
         self.lifts_hidden = self.device.type != "cpu" or bool((self.theta < 0).any())
         self.triangle = self.visible.to(self.dtype)
 
     def _fill_exponentials(self, q: Tensor, k: Tensor, part: Part, block: RowBlock, e: Tensor) -> tuple[Tensor, Tensor]:
-        """Fills e with exp(score - row maximum); the maxima in base 2, and the row sums: e / sum is the softmax.
+        """Fill e with exp(score - row maximum); returns the maxima in base 2 and the row sums (softmax is e / sum).
 
-        A row that sees no key has e = 0 and the sum 1.
+        A row that sees no key has e = 0 and sum 1.
         """
         self.fill_scores(e, q, k, part, block)
         top = e.amax(-1, keepdim=True)
@@ -155,7 +154,7 @@ class _LazySweep(Sweep):
         return top, e.sum(-1, keepdim=True).clamp_(min=1)
 
     def _apply_threshold(self, e: Tensor, theta: Tensor, part: Part, block: RowBlock, out: Tensor) -> Tensor:
-        """max(e - theta, 0) in `out`, which may be e; exactly 0 where the key is hidden."""
+        """Write max(e - theta, 0) to `out`, which may be e; exactly 0 at hidden keys."""
         w = torch.sub(e, theta, out=out).relu_()
         if self.lifts_hidden:
             rows, columns = w.shape[-2:]
@@ -187,7 +186,7 @@ class _LazySweep(Sweep):
     def _write_stats(
         self, stats: Stats, w: Tensor, top: Tensor, total: Tensor, divisor: Tensor, part: Part, block: RowBlock
     ) -> None:
-        """Writes the stats of a block's rows, each `[b, h, G, R]`."""
+        """Write the stats of a block's rows, each `[b, h, G, R]`."""
         w, top, total, divisor = (x.unflatten(0, part.shape) for x in (w, top, total, divisor))
         n = self.n[part.batch if len(self.n) > 1 else slice(None), :, :, block.rows]
         stats.lse[:] = (top / LOG2E + total.log()).squeeze(-1)
@@ -196,16 +195,16 @@ class _LazySweep(Sweep):
         stats.zeros[:] = n - (w > 0).sum(-1)
 
     def backward(self, grad: Tensor, dlse: Tensor | None, with_bias: bool) -> tuple[Tensor, ...]:
-        """Gradients of q, k, v, tau, bias and slopes; the last two are empty where not given, or not asked for.
+        """Gradients of q, k, v, tau, bias and slopes; the last two are empty if absent or not requested.
 
-        grad, dlse: of the output `[B, H, Lq, D]` and of the log-sum-exp `[B, H, Lq]`. lse_i grows by p_ij with each
-        score, so its gradient joins the row's delta.
+        grad, dlse: gradients of the output `[B, H, Lq, D]` and the log-sum-exp `[B, H, Lq]`. The derivative of lse_i by
+        score_ij is p_ij, so dlse enters through the row's delta.
         """
         grad = self.group_heads(grad.to(self.dtype))
         if self.blind is not None:
             grad = grad.masked_fill(self.blind, 0)
         dq = self.group_heads(torch.empty_like(self.call.q, dtype=self.dtype))
-        # Contiguous, so that a part of them is a view to add to: sequences are split before heads.
+        # Contiguous, so that a part is a view that can be added to: sequences are split before heads.
         dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (self.k, self.v))
         survivors = torch.empty(self.q.shape[:-1], dtype=self.dtype, device=self.device)  # sum_j m_ij dp_ij
         dstrip = torch.zeros_like(self.strip) if with_bias else None
@@ -222,7 +221,7 @@ class _LazySweep(Sweep):
                 _, total = self._fill_exponentials(q_rows, k_keys, part, block, e)
                 self._apply_threshold(e, theta[:, :, block.rows] * total, part, block, out=w)
                 divisor = _replace_zero_mass(w.sum(-1, keepdim=True)) if self.call.renormalise else total
-                # w, e and dp stand for weights, softmax and gradient times, times and over `total` (`divisor`).
+                # w is the weights times `divisor`, e the softmax times `total`, dp the gradient over `divisor`.
                 do_rows = (do[:, :, block.rows] / divisor).flatten(1, 2)
                 _value_gradients(w.flatten(1, 2), do_rows, v_keys, dp.flatten(1, 2), dv_part[:, block.keys])
                 if self.call.renormalise:
@@ -240,27 +239,24 @@ class _LazySweep(Sweep):
                 dq_rows = torch.bmm(ds, k_keys).mul_(scale)
                 dq[place] = dq_rows.view(*part.shape, self.group, -1, self.width)
                 dk_part[:, block.keys].baddbmm_(ds.transpose(1, 2), q_rows, alpha=scale)
-        if self.shift is not None:
-            dk, dv = (roll(x, -self.shift) for x in (dk, dv))
-        dbias, dslopes = self.strip_gradients(dstrip) if dstrip is not None else (None, None)
         entry = self.entry if self.call.threshold == "per_token" else None
         dtau = tau_gradient((survivors / self.divisor).flatten(1, 2), entry, self.call.tau)
-        dq, dk, dv = (x.to(self.call.q.dtype) for x in (dq.flatten(1, 2), dk, dv))
-        return dq, dk, dv, dtau, *(self.call.q.new_empty(0) if x is None else x for x in (dbias, dslopes))
+        dq, dk, dv, *others = self.input_gradients(dq, dk, dv, dstrip)
+        return dq, dk, dv, dtau, *(self.call.q.new_empty(0) if x is None else x for x in others)
 
 
 def _forward_buffers(call: Call, with_stats: bool) -> tuple[Tensor, ...]:
-    """What `forward` returns, not filled in yet: the output in q's layout, in which the model will go on."""
+    """Uninitialised results of `forward`; the output has q's layout, which the model reads next."""
     q = call.q
     stats = [q.new_empty(q.shape[:3], dtype=compute_dtype(q)) for _ in Stats._fields] if with_stats else []
     return torch.empty_like(q), *stats
 
 
 def _split_tiles(w: Tensor) -> list[tuple[slice, bool]]:
-    """The columns of weights `[b * h, G * R, C]` in tiles, and whether any weight of the tile survives.
+    """Tiles of the columns of weights `[b * h, G * R, C]`, each with whether any of its weights survives.
 
-    The last tile is taken to be alive: it holds the queries' own keys. Devices other than the CPU have one tile and are
-    not asked, since the answer would have to be waited for.
+    The last tile always counts as alive: it holds the queries' own keys. Other devices than the CPU get a single tile,
+    since the check would sync them.
     """
     columns = w.shape[-1]
     if columns <= TILE_COLUMNS or w.device.type != "cpu":
@@ -272,7 +268,7 @@ def _split_tiles(w: Tensor) -> list[tuple[slice, bool]]:
 
 
 def _value_product(w: Tensor, v: Tensor) -> Tensor:
-    """`w @ v` for w `[b * h, G * R, C]`; tiles without a surviving weight are left out, which changes no bit."""
+    """`w @ v` for w `[b * h, G * R, C]`, without tiles that have no surviving weight; bit-identical."""
     tiles = _split_tiles(w)
     if len(tiles) == 1:
         return torch.bmm(w, v)
@@ -284,7 +280,7 @@ def _value_product(w: Tensor, v: Tensor) -> Tensor:
 
 
 def _value_gradients(w: Tensor, do: Tensor, v: Tensor, dp: Tensor, dv: Tensor) -> None:
-    """Adds `w.T @ do` to dv and writes `do @ v.T` into dp, 0 in tiles without a surviving weight."""
+    """Add `w.T @ do` to dv and write `do @ v.T` to dp, 0 in tiles without a surviving weight."""
     for tile, alive in _split_tiles(w):
         if alive:
             torch.bmm(do, v[:, tile].transpose(1, 2), out=dp[..., tile])
@@ -294,5 +290,5 @@ def _value_gradients(w: Tensor, do: Tensor, v: Tensor, dp: Tensor, dv: Tensor) -
 
 
 def _replace_zero_mass(mass: Tensor) -> Tensor:
-    """Row sums, and 1 for a row whose weights are all zero, so that it stays zero when divided."""
+    """Row sums, with 1 for rows whose weights are all zero, so that division keeps them zero."""
     return torch.where(mass > 0, mass, 1)

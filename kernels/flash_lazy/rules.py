@@ -1,8 +1,8 @@
-"""Attention by any rule that turns scores into weights, with memory linear in the length.
+"""Attention with any rule that maps scores to weights, in memory linear in the length.
 
-A rule is a function of scores and of where their rows stand. Everything else is done here: causality, windows, masks,
-packed documents, ragged lengths, grouped heads, biases, decoding, renormalising, statistics, and gradients, for which
-blocks of rows are computed again in the backward pass (`flash_lazy.tiling`).
+A rule is a function of scores and row positions. This module adds causality, windows, masks, packed documents, ragged
+lengths, grouped heads, biases, decoding, renormalising, statistics, and gradients, which recompute blocks of rows in
+the backward pass (`flash_lazy.tiling`).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,21 +14,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import TypedDict, Unpack
 
-from flash_lazy.call import TENSORS, Call, Stats, cast_for_autocast, check, check_types, slice_documents
-from flash_lazy.scores import eager_scores, locate_queries
-from flash_lazy.tiling import Part, RowBlock, Sweep, roll
+from flash_lazy.call import TENSORS, Call, Stats, prepare
+from flash_lazy.scores import attend_documents, eager_scores, locate_queries, weigh_values
+from flash_lazy.tiling import Part, RowBlock, Sweep
 
 HIDDEN = -1e30
-"""The score of a hidden key: finite, because -inf times 0 is NaN, and so far down that every exponential of it is 0."""
+"""Score of a hidden key: finite, because -inf times 0 is NaN, and so low that its exponential is 0."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where a block of R rows over C keys stands; with several score maps, each has an axis of 1 more, after the heads.
+    """Positions and visible keys of a block of R rows over C keys; several score maps add an axis of 1 after the heads.
 
     visible: bool `[B or 1, 1, R, C]`, the keys that a row sees.
-    n: `[B or 1, 1, R, 1]`, how many keys a row sees in all, at least 1, in the scores' dtype.
-    position: int64 `[B or 1, 1, R, 1]`, 1-based, within the row's own document.
+    n: `[B or 1, 1, R, 1]`, total number of keys that a row sees, at least 1, in the scores' dtype.
+    position: int64 `[B or 1, 1, R, 1]`, 1-based, within the row's document.
     """
 
     visible: Tensor
@@ -36,26 +36,26 @@ class Rows:
     position: Tensor
 
     def with_maps(self) -> "Rows":
-        """With the axis of several maps."""
+        """Add the axis of several maps."""
         return Rows(self.visible.unsqueeze(2), self.n.unsqueeze(2), self.position.unsqueeze(2))
 
 
 Rule = Callable[[Tensor, Rows], Tensor]
-"""Weights `[B, H, R, C]` of scores `[B, H, R, C]` (`[B, H, maps, R, C]` with several maps), float32 or float64.
+"""Maps scores `[B, H, R, C]` (`[B, H, maps, R, C]` with several maps), float32 or float64, to weights `[B, H, R, C]`.
 
-Scores are finite where a key is hidden, and the weight there is to be 0; it is set to 0 afterwards, so that a factor
-which training has turned negative can show no row its future. A row that sees no key comes as one that sees all keys
-with a score of 0; its weights are set to 0 too. Scores are not to be changed in place.
+Scores of hidden keys are finite, and their weight must be 0. They are also cleared afterwards, so that a trained factor
+that turns negative cannot leak the future. A row that sees no key is passed as a row that sees all keys with score 0;
+its weights are cleared too. A rule must not change the scores in place.
 """
 
 
 class RuleWeights(NamedTuple):
-    """The weight matrix of some rows, in the precision of `compute_dtype`.
+    """The weight matrix of some rows, in `compute_dtype`.
 
     scores: `[B, H, Lq, Lk]` (`[B, H, maps, Lq, Lk]`), bias included, `HIDDEN` at hidden keys.
-    w: what multiplies the values, `[B, H, Lq, Lk]`.
+    w: weights of the values, `[B, H, Lq, Lk]`.
     mass: sum of a row's weights before renormalising, `[B, H, Lq]`.
-    rows: where the rows stand; `rows.visible` is all False for a row that sees no key.
+    rows: positions and visible keys; `rows.visible` is all False for a row that sees no key.
     """
 
     scores: Tensor
@@ -65,7 +65,7 @@ class RuleWeights(NamedTuple):
 
 
 class RuleSettings(TypedDict, total=False, closed=True):
-    """The types of `rule_attention`'s settings; its signature has their defaults, its docstring their meaning."""
+    """Static types of the keyword arguments of `rule_attention`."""
 
     parameters: Sequence[Tensor]
     maps: int
@@ -122,36 +122,44 @@ def rule_attention(
     backend: Literal["reference", "chunked"] = "chunked",
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, Stats]:
-    """Causal attention with the weights that a rule gives.
+    """Causal attention with the weights of a rule.
 
-    What is not said here is as in `flash_lazy.lazy_attention`. First-order gradients only (but for "reference").
+    Arguments not listed here are as in `flash_lazy.lazy_attention`. Only "reference" supports higher-order gradients.
 
     Args:
-        rule: the weights of a block of rows.
-        parameters: the tensors that the rule reads and that are to get gradients; one that is left out gets none.
-        maps: score maps per head. q and k are cut into as many parts along D, each of which gives a map; the rule makes
-            one matrix of weights of them. scale is 1 / sqrt(D / maps) by default.
-        renormalise: divides a row's weights by their sum, where that is above 0.
-        backend: "chunked" (memory linear) or "reference" (whole matrices, gradients by autograd).
-        return_stats: also returns `Stats` without gradients; `zeros` counts the visible keys of weight 0, and `lse`
+        rule: computes the weights of a block of rows.
+        parameters: the tensors used by the rule that receive gradients; tensors not listed receive none.
+        maps: score maps per head. q and k are split into this many parts along D, one per map; the rule combines the
+            maps into one weight matrix. scale is 1 / sqrt(D / maps) by default.
+        renormalise: divides a row's weights by their sum if it is above 0.
+        backend: "chunked" (linear memory) or "reference" (full matrices, gradients by autograd).
+        return_stats: also return `Stats` without gradients; `zeros` counts the visible keys of weight 0, and `lse`
             runs over all maps.
 
     Returns:
         The output `[B, H, Lq, D]` in q's dtype, or `(output, Stats)`.
 
     Raises:
-        TypeError, ValueError: an argument, or what the rule returns, does not fit.
+        TypeError, ValueError: an argument, or the rule's result, is invalid.
     """
-    tensors = q, k, v, bias, slopes, cu_seqlens, kv_lengths, key_mask
-    call = _make_call(tensors, maps, renormalise=renormalise, scale=scale, window=window)
+    tensors = q, k, v, torch.zeros(1), bias, slopes, cu_seqlens, kv_lengths, key_mask
+    call = Call(*tensors, renormalise=renormalise, scale=scale, window=window)
+    out, stats = run_rule(rule, call, return_stats, parameters, maps, backend)
+    return out if stats is None else (out, stats)
+
+
+def run_rule(
+    rule: Rule, call: Call, with_stats: bool, parameters: Sequence[Tensor], maps: int, backend: str
+) -> tuple[Tensor, Stats | None]:
+    """`rule_attention` of a `Call`, whose tau is ignored."""
+    call = _prepare(call, maps)
     if wrong := [x for x in parameters if not isinstance(x, Tensor)]:
         raise TypeError(f"parameters has {wrong[0]!r}, a {type(wrong[0]).__name__}; give tensors")
     attend = {"reference": _attend_reference, "chunked": _attend_chunked}.get(backend)
     if attend is None:
-        raise ValueError(f"backend is {backend!r}; rules run on reference, chunked")
-    with torch.autocast(q.device.type, enabled=False):
-        out, stats = attend(rule, call, maps, tuple(parameters), return_stats)
-    return (out, stats) if stats is not None else out
+        raise ValueError(f"backend is {backend!r}; choose reference or chunked for a rule")
+    with torch.autocast(call.q.device.type, enabled=False):
+        return attend(rule, call, maps, tuple(parameters), with_stats)
 
 
 def rule_weights(
@@ -168,46 +176,44 @@ def rule_weights(
     key_mask: Tensor | None = None,
     window: int | None = None,
 ) -> RuleWeights:
-    """The weights themselves, to be looked at: eager, and `[B, H, Lq, Lk]` large in memory.
+    """The weight matrix, for inspection: eager, `[B, H, Lq, Lk]` in memory.
 
-    Arguments and errors as in `rule_attention`. Rows `a .. b - 1` of a sequence are those of `q[:, :, a:b]` and
-    `k[:, :, :b]`, so a long sequence can be looked at in blocks.
+    Arguments and errors as in `rule_attention`. Pass `q[:, :, a:b]` and `k[:, :, :b]` for rows `a .. b - 1` of a long
+    sequence.
     """
-    tensors = q, k, k, bias, slopes, None, kv_lengths, key_mask
-    call = _make_call(tensors, maps, renormalise=renormalise, scale=scale, window=window)
-    with torch.autocast(q.device.type, enabled=False):
+    tensors = q, k, k, torch.zeros(1), bias, slopes, None, kv_lengths, key_mask
+    return compute_rule_weights(rule, Call(*tensors, renormalise=renormalise, scale=scale, window=window), maps)
+
+
+def compute_rule_weights(rule: Rule, call: Call, maps: int) -> RuleWeights:
+    """`rule_weights` of a `Call`, whose tau is ignored."""
+    call = _prepare(call, maps)
+    with torch.autocast(call.q.device.type, enabled=False):
         return _eager_weights(rule, call, maps)
 
 
-def _make_call(tensors: tuple[Tensor | None, ...], maps: int, **settings: Any) -> Call:
-    """The arguments as a `Call` at tau = 0, after autocast, with a scale of its own."""
-    q, k, v, *rest = tensors
+def _prepare(call: Call, maps: int) -> Call:
+    """Check a call, cast it for autocast, and set tau = 0 and the default scale of its maps."""
+    q = call.q
     if not isinstance(maps, int) or maps < 1:
         raise ValueError(f"maps is {maps}; give a whole number, at least 1")
     if isinstance(q, Tensor) and q.dim() == 4:
         if q.shape[-1] % maps:
-            raise ValueError(f"maps is {maps} and q has width D = {q.shape[-1]}; give a D that it divides")
-        if settings["scale"] is None:
-            settings["scale"] = (q.shape[-1] // maps) ** -0.5
-        tau = torch.zeros(q.shape[1], device=q.device)
-    else:
-        tau = torch.zeros(1)
-    call = Call(q, k, v, tau, *rest, **settings)  # type: ignore[arg-type]
-    check_types(call)
-    call = cast_for_autocast(call)
-    check(call)
-    return call
+            raise ValueError(f"maps is {maps} and q has width D = {q.shape[-1]}; give a D that is divisible by maps")
+        scale = (q.shape[-1] // maps) ** -0.5 if call.scale is None else call.scale
+        call = call._replace(tau=torch.zeros(q.shape[1], device=q.device), scale=scale)
+    return prepare(call)
 
 
 def rule_name(rule: Rule) -> str:
-    """What to call a rule in messages: its class and method, or its function."""
+    """Name of a rule in messages: its class and method, or its function."""
     owner = getattr(rule, "__self__", None)
-    own = getattr(rule, "__name__", type(rule).__name__)
-    return own if owner is None else f"{type(owner).__name__}.{own}"
+    name = getattr(rule, "__name__", type(rule).__name__)
+    return name if owner is None else f"{type(owner).__name__}.{name}"
 
 
 def call_rule(rule: Rule, scores: Tensor, rows: Rows) -> Tensor:
-    """What a rule returns: weights `[B, H, R, C]`. Raises ValueError, with the fix, where they are something else."""
+    """Weights `[B, H, R, C]` of a rule. Raises ValueError, with the fix, if the rule returns anything else."""
     version = None if scores.is_inference() else scores._version
     w = rule(scores, rows)
     if version is not None and scores._version != version:
@@ -215,7 +221,7 @@ def call_rule(rule: Rule, scores: Tensor, rows: Rows) -> Tensor:
     expected = (*scores.shape[:2], *scores.shape[-2:])
     if not isinstance(w, Tensor) or w.shape != expected or w.dtype != scores.dtype:
         got = f"{w.dtype} {list(w.shape)}" if isinstance(w, Tensor) else f"a {type(w).__name__}"
-        several = "; with several maps, rows.visible and the others have an axis more: rows.visible.squeeze(2)"
+        several = "; with several maps, the fields of rows have one more axis: use rows.visible.squeeze(2)"
         raise ValueError(
             f"{rule_name(rule)} returns {got} for scores {scores.dtype} {list(scores.shape)}; return {scores.dtype} "
             f"{list(expected)}" + (several if scores.dim() == 5 else "")
@@ -226,13 +232,13 @@ def call_rule(rule: Rule, scores: Tensor, rows: Rows) -> Tensor:
 def _apply(rule: Rule, scores: Tensor, rows: Rows, blind: Tensor | None, renormalise: bool) -> tuple[Tensor, Tensor]:
     """Weights `[B, H, R, C]` and their sum before renormalising `[B, H, R, 1]`.
 
-    blind `[B, 1, R, 1]`: rows that see no key, which the rule is shown as rows that see all, with the score 0.
+    blind `[B, 1, R, 1]`: rows that see no key; the rule gets them as rows that see all keys with score 0.
     """
-    shown = rows
+    passed = rows
     if blind is not None:
         scores = scores.masked_fill(blind if scores.dim() == 4 else blind.unsqueeze(2), 0)
-        shown = Rows(rows.visible | blind, rows.n, rows.position)
-    w = call_rule(rule, scores, shown if scores.dim() == 4 else shown.with_maps()).masked_fill(~rows.visible, 0)
+        passed = Rows(rows.visible | blind, rows.n, rows.position)
+    w = call_rule(rule, scores, passed if scores.dim() == 4 else passed.with_maps()).masked_fill(~rows.visible, 0)
     mass = w.sum(-1, keepdim=True)
     return (w / torch.where(mass > 0, mass, 1) if renormalise else w), mass
 
@@ -240,23 +246,11 @@ def _apply(rule: Rule, scores: Tensor, rows: Rows, blind: Tensor | None, renorma
 def _attend_reference(
     rule: Rule, call: Call, maps: int, _: tuple[Tensor, ...], with_stats: bool
 ) -> tuple[Tensor, Stats | None]:
-    """Whole matrices, gradients by autograd: the specification of `_chunked`."""
+    """Full matrices, gradients by autograd: the specification of `_attend_chunked`."""
     if call.cu_seqlens is not None:
-        parts = []
-        for rows, keys in slice_documents(call):
-            if rows.start == rows.stop:
-                continue
-            q, k, v = call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys]
-            mask = None if call.key_mask is None else call.key_mask[:, keys]
-            alone = call._replace(q=q, k=k, v=v, cu_seqlens=None, key_mask=mask)
-            parts.append(_attend_reference(rule, alone, maps, (), with_stats))
-        outs, stats = zip(*parts, strict=True)
-        joined = Stats(*(torch.cat(field, 2) for field in zip(*stats, strict=True))) if with_stats else None
-        return torch.cat(outs, 2), joined
+        return attend_documents(call, lambda document: _attend_reference(rule, document, maps, (), with_stats))
     found = _eager_weights(rule, call, maps)
-    unseen = ~found.rows.visible.any(2)[..., None]
-    v = call.v.to(found.w.dtype).masked_fill(unseen, 0).repeat_interleave(call.q.shape[1] // call.v.shape[1], 1)
-    out = (found.w @ v).to(call.q.dtype)
+    out = weigh_values(found.w, call, found.rows.visible[:, 0]).to(call.q.dtype)
     if not with_stats:
         return out, None
     seen = found.rows.visible
@@ -266,20 +260,20 @@ def _attend_reference(
 
 
 def _eager_weights(rule: Rule, call: Call, maps: int) -> RuleWeights:
-    own, visible = locate_queries(call)
-    scores = torch.stack([eager_scores(part, own, visible) for part in _split_maps(call, maps)], 2)
+    position, visible = locate_queries(call)
+    scores = torch.stack([eager_scores(part, position, visible) for part in _split_maps(call, maps)], 2)
     seen = visible[:, None]
     scores = scores.masked_fill(~seen[:, :, None], HIDDEN)
     scores = scores if maps > 1 else scores.squeeze(2)
     blind = ~seen.any(3, keepdim=True)
     n = seen.sum(-1, keepdim=True).clamp(min=1).to(scores.dtype)
-    rows = Rows(seen, n, (own + 1).clamp(min=1)[:, None, :, None])
+    rows = Rows(seen, n, (position + 1).clamp(min=1)[:, None, :, None])
     w, mass = _apply(rule, scores, rows, blind, call.renormalise)
     return RuleWeights(scores, w, mass.squeeze(-1), rows)
 
 
 def _split_maps(call: Call, maps: int) -> list[Call]:
-    """One call per map: q and k in parts along D."""
+    """One call per map, with its part of q and k along D."""
     pairs = zip(call.q.chunk(maps, -1), call.k.chunk(maps, -1), strict=True)
     return [call._replace(q=q, k=k) for q, k in pairs]
 
@@ -292,7 +286,7 @@ def _lse(scores: Tensor, blind: Tensor) -> Tensor:
 def _attend_chunked(
     rule: Rule, call: Call, maps: int, parameters: tuple[Tensor, ...], with_stats: bool
 ) -> tuple[Tensor, Stats | None]:
-    """Each map is a head to the blocks; query head (kv head, g) and map m stand at (kv head, m, g)."""
+    """The blocks treat each map as a head; query head (kv head, g) and map m have the index (kv head, m, g)."""
     if maps > 1:
         kv_heads = call.k.shape[1]
 
@@ -335,7 +329,7 @@ class _RuleFunction(torch.autograd.Function):
 
 
 class _RuleSweep(Sweep):
-    """The two passes over the blocks. Every block has all heads, whose parameters a rule holds together."""
+    """The two passes over the blocks. Each block has all heads, because a rule holds the parameters of all heads."""
 
     def __init__(self, rule: Rule, maps: int, call: Call) -> None:
         super().__init__(call, 1.0, HIDDEN, whole_heads=True)
@@ -345,7 +339,7 @@ class _RuleSweep(Sweep):
         self.visible = torch.nn.functional.pad(self.visible, (missing, 0), value=True)
 
     def _rows(self, part: Part, block: RowBlock) -> tuple[Rows, Tensor | None]:
-        """Where a block's rows stand, and which of them see no key `[b or 1, 1, R, 1]`."""
+        """Positions and visible keys of a block's rows, and which rows see no key `[b or 1, 1, R, 1]`."""
         rows, columns = block.shape
         visible = self.visible[None, None, -rows:, -columns:]
         if self.hidden is not None:
@@ -358,7 +352,7 @@ class _RuleSweep(Sweep):
         return Rows(visible, n.clamp(min=1), (position + 1).clamp(min=1)), blind
 
     def _scores(self, s: Tensor, q: Tensor, k: Tensor, part: Part, block: RowBlock) -> Tensor:
-        """Fills s and gives it as the rule takes it: `[b, H, R, C]`, or `[b, H, maps, R, C]`."""
+        """Fill s; returns it in the rule's layout, `[b, H, R, C]` or `[b, H, maps, R, C]`."""
         self.fill_scores(s, q[:, :, block.rows].flatten(1, 2), k[:, block.keys], part, block)
         by_map = s.view(part.shape[0], -1, self.maps, *s.shape[1:])  # [b, Hkv, maps, G, R, C]
         return by_map.transpose(2, 3).flatten(1, 2) if self.maps > 1 else by_map.flatten(1, 3)
@@ -395,7 +389,7 @@ class _RuleSweep(Sweep):
         return result, *(stats or ())
 
     def backward(self, grad: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """Gradients of q, k, v, bias, slopes and the parameters, given the output's; None where there is none."""
+        """Gradients of q, k, v, bias, slopes and the parameters from the output's; None for those without one."""
         dq = torch.empty_like(self.q)
         dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (self.k, self.v))
         dstrip = torch.zeros_like(self.strip) if needed[4] or needed[5] else None
@@ -419,7 +413,7 @@ class _RuleSweep(Sweep):
                     w, _ = _apply(self.rule, scores, rows, blind, self.call.renormalise)
                 dw = torch.bmm(do, v[:, block.keys].transpose(1, 2)).view_as(w)
                 dv_part[:, block.keys].baddbmm_(self._flatten_heads(w.detach()).transpose(1, 2), do)
-                none = [None] * len(leaves)  # a rule need not depend on anything
+                none = [None] * len(leaves)  # a rule may ignore its inputs
                 ds, *found = torch.autograd.grad(w, leaves, dw, allow_unused=True) if w.requires_grad else none
                 for index, gradient in zip(wanted, found, strict=True):
                     if gradient is not None:
@@ -434,14 +428,10 @@ class _RuleSweep(Sweep):
                 )
                 rows_of_q = q[:, :, block.rows].flatten(1, 2)
                 dk_part[:, block.keys].baddbmm_(ds.transpose(1, 2), rows_of_q, alpha=scale)
-        if self.shift is not None:
-            dk, dv = (roll(x, -self.shift) for x in (dk, dv))
-        dbias, dslopes = self.strip_gradients(dstrip) if dstrip is not None else (None, None)
-        dq, dk, dv = (x.to(self.call.q.dtype) for x in (dq.flatten(1, 2), dk, dv))
-        return dq, dk, dv, dbias, dslopes, *dparameters
+        return *self.input_gradients(dq, dk, dv, dstrip), *dparameters
 
     def _restore_map_layout(self, ds: Tensor, s: Tensor) -> Tensor:
-        """The gradient of what `_scores` gave, in the layout of s `[b * Hkv * maps, G, R, C]`."""
+        """The gradient of the result of `_scores` in the layout of s `[b * Hkv * maps, G, R, C]`."""
         if self.maps == 1:
             return ds.reshape(s.shape)
         return ds.unflatten(1, (self.value_heads, self.group)).transpose(2, 3).reshape(s.shape)

@@ -1,13 +1,15 @@
-"""Scores written out eagerly: which keys a query sees, and the scaled products with bias and slopes."""
+"""Eager building blocks: visible keys, scores with bias and slopes, values, and packed documents one by one."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from flash_lazy.call import Call, compute_dtype
+from flash_lazy.call import Call, Stats, compute_dtype, slice_documents
 
 
 def locate_queries(call: Call) -> tuple[Tensor, Tensor]:
-    """The 0-based index of the key at each query's own position `[B, Lq]`, and which keys it sees `[B, Lq, Lk]`."""
+    """0-based index of the key at each query's position `[B, Lq]`, and the keys that it sees, bool `[B, Lq, Lk]`."""
     batch, rows, keys, device = call.q.shape[0], call.q.shape[2], call.k.shape[2], call.q.device
     lengths = torch.full((batch,), keys, device=device) if call.kv_lengths is None else call.kv_lengths.long()
     own = lengths[:, None] - rows + torch.arange(rows, device=device)
@@ -25,13 +27,11 @@ def _distance(own: Tensor, keys: int) -> Tensor:
 
 
 def eager_scores(call: Call, own: Tensor, visible: Tensor) -> Tensor:
-    """Scaled, with bias and slopes, of hidden keys too: `[B, H, Lq, Lk]`."""
+    """Scaled scores `[B, H, Lq, Lk]` with bias and slopes, those of hidden keys included."""
     dtype = compute_dtype(call.q)
-    # A query without a key and a key without a query may hold anything, also NaN, and 0 * NaN is NaN: clear them.
-    blind = ~visible.any(2)[:, None, :, None]
-    unseen = ~visible.any(1)[:, None, :, None]
-    q = call.q.to(dtype).masked_fill(blind, 0)
-    k = call.k.to(dtype).masked_fill(unseen, 0).repeat_interleave(q.shape[1] // call.k.shape[1], 1)
+    # A query that sees no key may hold NaN, and 0 * NaN is NaN.
+    q = call.q.to(dtype).masked_fill(~visible.any(2)[:, None, :, None], 0)
+    k = _clear_and_repeat(call.k, call, visible)
     scores = q @ k.transpose(-1, -2) * call.factor
     distance = _distance(own, k.shape[2])
     if call.bias is not None:
@@ -41,3 +41,32 @@ def eager_scores(call: Call, own: Tensor, visible: Tensor) -> Tensor:
     if call.slopes is not None:
         scores = scores - call.slopes.to(dtype)[:, None, None] * distance[:, None]
     return scores
+
+
+def weigh_values(w: Tensor, call: Call, visible: Tensor) -> Tensor:
+    """The output `[B, H, Lq, D]` of weights `[B, H, Lq, Lk]`, in their dtype; visible bool `[B, Lq, Lk]`."""
+    return w @ _clear_and_repeat(call.v, call, visible)
+
+
+def _clear_and_repeat(x: Tensor, call: Call, visible: Tensor) -> Tensor:
+    """Keys or values `[B, Hkv, Lk, D]` as `[B, H, Lk, D]`, 0 where no query sees them: they may hold NaN."""
+    x = x.to(compute_dtype(call.q)).masked_fill(~visible.any(1)[:, None, :, None], 0)
+    return x.repeat_interleave(call.q.shape[1] // x.shape[1], 1)
+
+
+Attended = tuple[Tensor, Stats | None]
+
+
+def attend_documents(call: Call, attend: Callable[[Call], Attended]) -> Attended:
+    """Attend to each packed document as a sequence, and join the outputs and statistics."""
+    results = []
+    for rows, keys in slice_documents(call):
+        if rows.start == rows.stop:
+            continue
+        q, k, v = call.q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys]
+        mask = None if call.key_mask is None else call.key_mask[:, keys]
+        results.append(attend(call._replace(q=q, k=k, v=v, cu_seqlens=None, cu_seqlens_k=None, key_mask=mask)))
+    outs, stats = zip(*results, strict=True)
+    given = [each for each in stats if each is not None]
+    joined = Stats(*(torch.cat(field, 2) for field in zip(*given, strict=True))) if given else None
+    return torch.cat(outs, 2), joined

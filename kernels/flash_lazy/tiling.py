@@ -1,12 +1,12 @@
-"""The blocks that the linear-memory backends work through: rectangles of queries and the keys they can see.
+"""Tiling of the linear-memory backends: blocks of queries and the keys they can see.
 
-A block is a rectangle (some sequences, some kv heads, consecutive queries, the keys they can see); only its scores
-exist at a time, and a backward pass computes them again from the inputs.
+A block is a rectangle (some sequences, some kv heads, consecutive queries, the keys they can see). Only one block's
+scores exist at a time; a backward pass recomputes them from the inputs.
 
-Geometry: queries end where the keys end, and a block never spans two documents, so query and key distances depend on
-(row, column) counted from the block's lower right corner alone. One strip `[H, R, C]` of bias and causal mask, cut at
-that corner, therefore serves every block, and its gradient is collected in one strip too. Ragged `kv_lengths` are
-brought to this shape by moving each sequence's keys to the end.
+Geometry: queries are aligned to the end of the keys and a block never spans two documents, so distances depend only on
+(row, column) relative to the block's lower right corner. One strip `[H, R, C]` of bias and causal mask, sliced at that
+corner, therefore serves all blocks, and one strip accumulates its gradient. Ragged `kv_lengths` are reduced to this
+case by moving each sequence's keys to the end.
 """
 
 import math
@@ -18,17 +18,17 @@ from torch import Tensor
 
 from flash_lazy.call import Call, compute_dtype, rows_in_documents, slice_documents
 
-# Scores of one block, B * H * R * C. Small enough for a CPU's cache, large enough on a GPU that launching kernels does
-# not dominate.
+# Scores of one block, B * H * R * C: small enough for a CPU's cache, large enough that kernel launches do not dominate
+# on a GPU.
 BLOCK_ELEMENTS_CPU = 2**18
 BLOCK_ELEMENTS_GPU = 2**25
-# Fewer rows than this waste matrix products: sequences and heads are split first.
+# Fewer rows make matrix products inefficient: sequences and heads are split first.
 FULL_ROWS = 64
 
 
 @dataclass(frozen=True)
 class Part:
-    """Sequences and kv heads that are worked on together."""
+    """Sequences and kv heads that are processed together."""
 
     batch: slice
     heads: slice
@@ -38,7 +38,7 @@ class Part:
         return self.batch.stop - self.batch.start, self.heads.stop - self.heads.start
 
     def select(self, x: Tensor) -> Tensor:
-        """A part of `[B or 1, Hkv or 1, ...]` as `[b * h, ...]`: a view where the strides allow it."""
+        """This part of `[B or 1, Hkv or 1, ...]` as `[b * h, ...]`: a view if the strides allow it."""
         x = x[self.batch if x.shape[0] > 1 else slice(None), self.heads if x.shape[1] > 1 else slice(None)]
         return x.expand(*self.shape, *x.shape[2:]).flatten(0, 1)
 
@@ -55,13 +55,13 @@ class RowBlock:
 
 
 class Sweep:
-    """The inputs of a call brought to one geometry, and its blocks.
+    """The inputs of a call in the common geometry, and its blocks.
 
-    Tensors are `[B, Hkv, G, L, ...]` with G query heads to a kv head, float32 or float64; those of one block of a part
+    Tensors are `[B, Hkv, G, L, ...]` with G query heads per kv head, float32 or float64; those of one block of a part
     are `[b * h, ...]`.
 
     Args:
-        unit: what a nat of a score is worth.
+        unit: factor from nats to the unit of the scores.
         hidden_score: the score of a hidden key, in that unit.
         whole_heads: whether a block has all heads.
     """
@@ -85,26 +85,26 @@ class Sweep:
         self.q, self.k, self.v = self.group_heads(q.to(self.dtype)), k.to(self.dtype), v.to(self.dtype)
         if self.shift is not None:
             self.k, self.v = (roll(x, self.shift) for x in (self.k, self.v))
-        if self.hidden is not None:  # what nobody sees may hold NaN, and 0 * NaN is NaN
+        if self.hidden is not None:  # hidden keys may hold NaN, and 0 * NaN is NaN
             self.k, self.v = (x.masked_fill(self.hidden[:, None, :, None], 0) for x in (self.k, self.v))
         if self.blind is not None:
             self.q = self.q.masked_fill(self.blind, 0)
         self._build_strip()
 
     def group_heads(self, x: Tensor) -> Tensor:
-        """`[B, H, Lq, D]` as a view `[B, Hkv, G, Lq, D]`."""
+        """View `[B, H, Lq, D]` as `[B, Hkv, G, Lq, D]`."""
         return x.unflatten(1, (self.kv_heads, self.group))
 
     def _place_rows_and_keys(self) -> None:
-        """Positions and visible keys per row.
+        """Set the positions and visible keys of the rows.
 
-        Sets shift `[B]` (how far each sequence's keys move to the end), hidden `[B, Lk]` (keys no query may see, after
-        moving), blind `[B, 1, 1, Lq, 1]` (queries without a key), position `[B or 1, Lq]` (0-based, within its
-        document) and n `[B or 1, 1, 1, Lq]` (keys seen).
+        shift `[B]`: how far each sequence's keys move to the end. hidden `[B, Lk]`: keys hidden from all queries, after
+        the move. blind `[B, 1, 1, Lq, 1]`: queries that see no key. position `[B or 1, Lq]`: 0-based, within the
+        document. n `[B or 1, 1, 1, Lq]`: number of visible keys.
         """
         call = self.call
         column = torch.arange(self.keys, device=self.device)
-        own = column[self.keys - self.rows :][None]  # the key at each query's own position
+        own = column[self.keys - self.rows :][None]  # index of the key at each query's position
         self.shift = self.hidden = self.blind = None
         start = own.new_zeros(())
         if call.kv_lengths is not None:
@@ -131,10 +131,10 @@ class Sweep:
         self.n = n[:, None, None, :].to(self.dtype)
 
     def _build_strip(self) -> None:
-        """The additive strip `[Hkv or 1, G or 1, R, C]` of bias and mask, cut at the lower right corner (distance 0).
+        """Set the additive strip `[Hkv or 1, G or 1, R, C]` of bias and mask, whose lower right corner is distance 0.
 
-        Without a window or slopes it is 0 left of the columns stored. `visible` `[R, C']`, bool, is False on its hidden
-        entries; left of its columns nothing is hidden.
+        Without a window or slopes it is 0 left of the stored columns. Also sets `visible` `[R, C']`, bool, False on the
+        strip's hidden entries; left of its columns nothing is hidden.
         """
         rows, call, window = self.block_rows, self.call, self.call.window
         widest = self.block_columns
@@ -153,8 +153,8 @@ class Sweep:
         if window is not None:
             outside |= distance >= window
         value.mul_(self.unit).masked_fill_(outside, self.hidden_score)
-        # Row r of the strip is the window of `value` that starts r places before the end of its slack. flip alone would
-        # keep the strides of the windows, which make neighbours of rows.
+        # Row r of the strip is the window of `value` that starts r entries before the end of its slack. flip keeps the
+        # windows' strides, in which rows are adjacent in memory, so make it contiguous.
         strip = value.unfold(-1, columns, 1).flip(1).contiguous()
         self.strip = strip.view(1 if heads == 1 else self.kv_heads, -1, rows, columns)
         edge = columns if window is not None else rows
@@ -162,21 +162,21 @@ class Sweep:
         self.distance = distance
 
     def scratch(self, matrices: int) -> Tensor:
-        """Memory that all blocks share: `[matrices, scores of the largest block]`."""
+        """Buffer shared by all blocks: `[matrices, scores of the largest block]`."""
         size = math.prod(self.parts[0].shape) * self.group * self.block_rows * self.block_columns
         return torch.empty(matrices, size, dtype=self.dtype, device=self.device)
 
     def matrices(self, scratch: Tensor, part: Part, block: RowBlock) -> Tensor:
-        """The scratch memory as matrices of scores of a block, `[matrices, b * h, G, R, C]`."""
+        """View the scratch buffer as score matrices of a block, `[matrices, b * h, G, R, C]`."""
         shape = math.prod(part.shape), self.group, *block.shape
         return scratch[:, : math.prod(shape)].view(-1, *shape)
 
     def fill_scores(self, s: Tensor, q: Tensor, k: Tensor, part: Part, block: RowBlock) -> None:
-        """Writes the scores of a block into s `[b * h, G, R, C]`; q `[b * h, G * R, D]`, k `[b * h, C, D]`."""
+        """Write the scores of a block to s `[b * h, G, R, C]`; q `[b * h, G * R, D]`, k `[b * h, C, D]`."""
         strip = self._cut_strip(self.strip, part, block)
         left = s.shape[-1] - strip.shape[-1]
         flat, k = s.flatten(1, 2), k.transpose(1, 2)
-        # Scaling q instead would be as cheap and round D times as often.
+        # Scaling q instead would cost the same and round D times as often.
         scale = self.call.factor * self.unit
         if left:
             flat[..., :left].baddbmm_(q, k[..., :left], beta=0, alpha=scale)
@@ -185,12 +185,12 @@ class Sweep:
         self.fill_hidden(s, part, block, self.hidden_score)
 
     def fill_hidden(self, x: Tensor, part: Part, block: RowBlock, value: float) -> None:
-        """Writes a value where `key_mask` or `kv_lengths` hide a key; x `[b * h, G, R, C]`."""
+        """Write a value where `key_mask` or `kv_lengths` hides a key; x `[b * h, G, R, C]`."""
         if self.hidden is not None:
             x.unflatten(0, part.shape).masked_fill_(self.hidden[part.batch, None, None, None, block.keys], value)
 
     def read_first_weight(self, w: Tensor, part: Part, block: RowBlock) -> Tensor:
-        """The weight on the document's first key, `[b, h, G, R]`, of w `[b, h, G, R, C]`; 0 where it is not in C."""
+        """Weight of the document's first key, `[b, h, G, R]`, in w `[b, h, G, R, C]`; 0 if that key is not in C."""
         if self.shift is None:
             first = block.first - block.keys.start
             return w[..., first] if first >= 0 else torch.zeros_like(w[..., 0])
@@ -205,16 +205,26 @@ class Sweep:
         return strip[heads, :, -rows:, -min(columns, strip.shape[-1]) :]
 
     def add_to_strip(self, dstrip: Tensor, ds: Tensor, part: Part, block: RowBlock) -> None:
-        """Adds the gradient of a block's scores `[b * h, G, R, C]` to that of the strip."""
+        """Add the gradient of a block's scores `[b * h, G, R, C]` to the strip's."""
         strip = self._cut_strip(dstrip, part, block)
         band = ds[..., ds.shape[-1] - strip.shape[-1] :].unflatten(0, part.shape)
-        strip.add_(band[0] if len(band) == 1 else band.sum(0))  # sum would copy the one sequence
+        strip.add_(band[0] if len(band) == 1 else band.sum(0))  # sum would copy a single sequence
 
-    def strip_gradients(self, dstrip: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Sums the strip's gradient along its diagonals, and from there to bias and slopes."""
+    def input_gradients(
+        self, dq: Tensor, dk: Tensor, dv: Tensor, dstrip: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Gradients of q, k, v, bias and slopes in their layouts and dtypes, from those of the sweep's tensors."""
+        if self.shift is not None:
+            dk, dv = (roll(x, -self.shift) for x in (dk, dv))
+        dq, dk, dv = (x.to(self.call.q.dtype) for x in (dq.flatten(1, 2), dk, dv))
+        dbias, dslopes = (None, None) if dstrip is None else self._strip_gradients(dstrip)
+        return dq, dk, dv, dbias, dslopes
+
+    def _strip_gradients(self, dstrip: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of bias and slopes, from the sums of the strip's gradient along its diagonals."""
         rows, columns = dstrip.shape[-2:]
         length = columns + rows - 1
-        # Each row is written one place further left than the one above, which turns diagonals into columns.
+        # Each row is written one entry further left than the one above, which turns diagonals into columns.
         skewed = dstrip.new_zeros(self.query_heads, rows * length)
         target = skewed.as_strided((self.query_heads, rows, columns), (rows * length, length - 1, 1), rows - 1)
         target.copy_(dstrip.flatten(0, 1))
@@ -236,10 +246,10 @@ def make_blocks(
     device_type: str,
     whole_heads: bool,
 ) -> tuple[int, list[Part], list[RowBlock]]:
-    """The largest number of rows of a block, the parts, the first of them the largest, and the blocks of each.
+    """Split a call into blocks: the most rows of a block, the parts (largest first), and the blocks of each part.
 
-    shape is (B, Hkv, G); documents are rows and keys. Rows are halved down to FULL_ROWS, then sequences, kv heads (but
-    for whole_heads) and once more rows, until a block's scores fit the device's budget.
+    shape is (B, Hkv, G); documents holds the slices of rows and keys. Until a block's scores fit the device's budget,
+    rows are halved down to FULL_ROWS, then sequences, then kv heads (unless whole_heads), then rows again.
     """
     batch, kv_heads, group = shape
     budget = BLOCK_ELEMENTS_CPU if device_type == "cpu" else BLOCK_ELEMENTS_GPU
@@ -259,10 +269,10 @@ def make_blocks(
         rows = (rows + 1) // 2
 
     blocks = []
-    for own, keys in documents:
-        offset = keys.stop - own.stop
-        for top in range(own.start, own.stop, rows):
-            bottom = min(top + rows, own.stop)
+    for queries, keys in documents:
+        offset = keys.stop - queries.stop
+        for top in range(queries.start, queries.stop, rows):
+            bottom = min(top + rows, queries.stop)
             seen_from = keys.start if window is None else max(keys.start, top + offset - window + 1)
             blocks.append(RowBlock(slice(top, bottom), slice(seen_from, bottom + offset), keys.start))
     parts = [
@@ -273,7 +283,7 @@ def make_blocks(
 
 
 def roll(x: Tensor, shift: Tensor) -> Tensor:
-    """Rolls `[B, ..., L, D]` or `[B, L]` along L by `shift` `[B]` places, each sequence by its own."""
+    """Roll `[B, ..., L, D]` or `[B, L]` along L by `shift` `[B]` entries per sequence."""
     length = x.shape[1] if x.dim() == 2 else x.shape[2]
     index = (torch.arange(length, device=x.device) - shift[:, None]) % length
     return x.gather(1, index) if x.dim() == 2 else x.gather(2, index[:, None, :, None].expand_as(x))

@@ -1,13 +1,12 @@
-"""The attention mechanism: specifications, normalisers, biases, gates, positions, the module that joins them; and the
-layers that mix tokens without it."""
+"""Token mixers: attention with its normalisers, biases, gates and positions, and recurrent layers without attention."""
 
 from flash_lazy import Rows
 from lit_lazy.attention.baselines import GatedDeltaNet, Mamba2, RetNet
 from lit_lazy.attention.bias import Alibi, Bias, BiasTerms, Fire, KerpleLog, LearnedBias, NoBias, T5Bias
 from lit_lazy.attention.cache import Eviction, LayerCache, StreamingCache
 from lit_lazy.attention.gate import Gate, NoGate, OutputGate, ValueGate
-from lit_lazy.attention.layer import Attention, AttentionSpec
-from lit_lazy.attention.mixer import Cache, Mixer, MixerModule, SelfAttention
+from lit_lazy.attention.layer import Attention, AttentionSpec, SelfAttention
+from lit_lazy.attention.mixer import Cache, Mixer, MixerModule, PassInputs
 from lit_lazy.attention.normaliser import AttentionCall, Elastic, LayerShape, Normaliser, NormaliserModule, Softmax
 from lit_lazy.attention.position import LearnedAbsolute, NoPosition, Position, Rope
 from lit_lazy.attention.rivals import (
@@ -54,6 +53,7 @@ __all__ = [
     "NormaliserModule",
     "OffByOne",
     "OutputGate",
+    "PassInputs",
     "Position",
     "Relu",
     "RetNet",

@@ -1,6 +1,6 @@
-"""The layers without attention that the paper compares with: RetNet, Mamba2, Gated DeltaNet.
+"""The paper's baselines without attention: RetNet, Mamba2, Gated DeltaNet.
 
-Of each layer's paper is what its docstring says under "shared". None of them has been run on a GPU.
+Each docstring lists what the layer shares with its paper. None of them has been run on a GPU.
 """
 
 import math
@@ -24,11 +24,11 @@ from lit_lazy.attention.recurrence import (
 
 NORM_EPS = 1e-5
 MOST_HEAD_DIM, MOST_STATE = 64, 128
-"""Of Mamba2, as its paper has them."""
+"""Defaults of Mamba2's paper."""
 LENGTH_EPS = 1e-6
-"""Beside the square of a query's or key's length, as the authors of Gated DeltaNet have it."""
+"""Added to the squared norm of queries and keys, as in the code of Gated DeltaNet's authors."""
 KEY_SHARE = 3, 4
-"""Width of Gated DeltaNet's keys over that of the residual stream."""
+"""Numerator and denominator: Gated DeltaNet's key width relative to the residual stream's."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class RetNet(Mixer):
     """Multi-scale retention (Sun et al., arXiv 2307.08621): a state with a fixed decay per head.
 
     Shared with the paper: decays 1 - 2^(-5-h) of the heads h = 0, 1, ...; values twice as wide as keys; queries and
-    keys turned by their position, keys over sqrt(head width); a group norm over each head; a swish gate; the MLP gives
-    up what the mixer has more than attention. Not shared: as many heads as the attention beside it (the paper's are 256
-    wide); positions are `model.position`, RoPE and not xPos, so without xPos's own decay; an affine group norm; no
-    normalising of the decay and the rows, which the group norm undoes but for its epsilon; initial weights are this
-    project's.
+    keys rotated by their positions, keys divided by sqrt(head width); a group norm over each head; a swish gate; an MLP
+    narrower by the parameters that the mixer has more than attention. Not shared: the number of heads, here that of the
+    attention rows (the paper's heads are 256 wide); positions from `model.position` (RoPE), not xPos with its decay; an
+    affine group norm; no normalisation of decay and rows, which the group norm undoes up to its epsilon; this project's
+    initialisation.
     """
 
     def build(self, shape: LayerShape) -> RecurrentModule:
@@ -79,18 +79,18 @@ class Mamba2(Mixer):
     """State space duality (Dao and Gu, arXiv 2405.21060): a state with a decay that depends on the token.
 
     Shared with the paper: one projection to z, x, B, C and dt; expansion 2; a short convolution with bias and SiLU over
-    x, B and C; dt = softplus(. + dt_bias), A per head kept as its logarithm, decay e^(-A dt), input dt x; one B and one
-    C for all heads; the skip D per head, from 1; RMSNorm of y silu(z); initial A in 1 to 16 and dt in 0.001 to 0.1. Not
-    shared: the MLP beside it, for the paper stacks its layers without; a state of at most the width of the model;
-    initial projections are this project's. `model.n_heads` and `model.position` have no part in it.
+    x, B and C; dt = softplus(. + dt_bias), A per head stored as its logarithm, decay e^(-A dt), input dt x; one B and
+    one C for all heads; a skip D per head, initially 1; RMSNorm of y silu(z); initial A in 1 to 16 and dt in 0.001 to
+    0.1. Not shared: an MLP in each block, which the paper's stack has not; a state of at most the width of the model;
+    this project's initial projections. `model.n_heads` and `model.position` have no effect.
     """
 
     state: int | None = None
-    """State per value; None for 128, or the width of the model where that is smaller."""
+    """State per value; None for 128, or the width of the model if smaller."""
     head_dim: int | None = None
-    """Values per head; None for 64, or its greatest divisor that divides twice the width of the model."""
+    """Values per head; None for the greatest common divisor of 64 and twice the width of the model."""
     kernel: int = 4
-    """Tokens of the short convolution."""
+    """Kernel size of the short convolution, in tokens."""
 
     def __post_init__(self) -> None:
         _check_sizes(self, "state", "head_dim", "kernel")
@@ -134,17 +134,17 @@ class _Mamba2(RecurrentModule):
 
 @dataclass(frozen=True)
 class GatedDeltaNet(Mixer):
-    """Gated delta rule (Yang et al., arXiv 2412.06464): a token replaces what the state holds under its key.
+    """Gated delta rule (Yang et al., arXiv 2412.06464): a token replaces the value that the state holds for its key.
 
-    Shared with the paper: short convolutions with SiLU on queries, keys and values; queries and keys of length 1,
-    queries over sqrt(head width); beta = sigmoid of a projection; the decay of Mamba2, with its initial A and dt; keys
-    0.75 and values 1.5 times as wide as the model; RMSNorm of each head, then a SiLU gate. Not shared: as many heads as
-    the attention beside it (the paper's are 256 wide); initial projections are this project's. `model.position` has no
-    part in it.
+    Shared with the paper: short convolutions with SiLU on queries, keys and values; queries and keys of norm 1, queries
+    divided by sqrt(head width); beta = sigmoid of a projection; the decay of Mamba2, with its initial A and dt; keys
+    0.75 and values 1.5 times as wide as the model; RMSNorm of each head, then a SiLU gate. Not shared: the number of
+    heads, here that of the attention rows (the paper's heads are 256 wide); this project's initial projections.
+    `model.position` has no effect.
     """
 
     kernel: int = 4
-    """Tokens of the short convolutions."""
+    """Kernel size of the short convolutions, in tokens."""
 
     def __post_init__(self) -> None:
         _check_sizes(self, "kernel")
@@ -185,7 +185,7 @@ class _GatedDeltaNet(RecurrentModule):
 
 
 def l2_normalise(x: Tensor) -> Tensor:
-    """x `[..., D]` over its length, computed in at least float32."""
+    """x `[..., D]` divided by its norm, computed in at least float32."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + LENGTH_EPS)).to(x.dtype)
 
@@ -193,7 +193,7 @@ def l2_normalise(x: Tensor) -> Tensor:
 def state_flops(n_heads: int, keys: int, values: int, products: int) -> int:
     """Training FLOPs per token of products of vectors with a state `[n_heads, keys, values]`, token by token.
 
-    6 per number of the state and product, as for a weight; what a kernel computes in chunks is not counted.
+    6 per state entry and product, as for a weight; the additional work of chunked kernels is not counted.
     """
     return 6 * products * n_heads * keys * values
 

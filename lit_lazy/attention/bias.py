@@ -1,7 +1,7 @@
-"""Positional biases: what is added to a score as a function of the distance d = i - j >= 0 and of the head.
+"""Positional biases: terms added to the scores by distance d = i - j >= 0 and head.
 
-A bias is a frozen dataclass (its settings) whose `build` makes the module that holds its parameters. The module
-returns `BiasTerms`, which `flash_lazy.lazy_attention` takes as they are. All parameters are fp32 masters.
+A bias is a frozen dataclass (its settings) whose `build` returns the module that holds its parameters. The module
+returns `BiasTerms`, the bias and slopes of `flash_lazy.lazy_attention`. All parameters are fp32.
 """
 
 import math
@@ -16,9 +16,9 @@ from lit_lazy.attention.initialisation import GeneratorOf, SelfInitialised
 
 
 class BiasTerms(NamedTuple):
-    """What a bias adds to the scores; None where it adds nothing.
+    """Terms of a bias; None for an absent term.
 
-    table: `[H, W]`, added at distance d < W; zero beyond W, where keys stay visible.
+    table: `[H, W]`, added at distance d < W. Keys beyond stay visible, with bias 0.
     slopes: `[H]`, `slopes[h] * d` is subtracted at every distance.
     """
 
@@ -27,7 +27,9 @@ class BiasTerms(NamedTuple):
 
 
 class BiasModule(SelfInitialised, ABC):
-    """Parameters of a bias. `forward(n_keys)` returns terms that are right for every distance below `n_keys`."""
+    """Parameters of a bias. `forward(n_keys)` returns terms that are valid for every distance below `n_keys`."""
+
+    decays = False
 
     @abstractmethod
     def forward(self, n_keys: int) -> BiasTerms: ...
@@ -42,9 +44,9 @@ class Bias(ABC):
 
 @dataclass(frozen=True)
 class NoBias(Bias):
-    """Nothing is added to the scores."""
+    """No bias."""
 
-    def build(self, n_heads: int, context_length: int) -> BiasModule:  # noqa: ARG002 (the signature of all biases)
+    def build(self, n_heads: int, context_length: int) -> BiasModule:  # noqa: ARG002
         return _NoBias()
 
 
@@ -57,11 +59,11 @@ class _NoBias(BiasModule):
 class LearnedBias(Bias):
     """A learned table per head over the first `length` distances (the paper's positional discrimination across heads).
 
-    Zero beyond the table, where keys stay visible: the length is the table's, not a window.
+    Keys beyond the table stay visible, with bias 0: `length` is no window.
     """
 
     length: int | None = None
-    """Distances the table covers; None takes the context length. The authors' configurations use 512 or 1024."""
+    """Distances in the table; None for the context length. The authors' configurations use 512 or 1024."""
     init_std: float = 0.0
     """Standard deviation of the initial table: 0 (the authors' Triton example) or 0.001 (their PyTorch code)."""
 
@@ -94,7 +96,7 @@ class Alibi(Bias):
     """ALiBi (Press et al., arXiv 2108.12409): `-m_h * d` with fixed slopes, not scaled by 1/sqrt(head dim)."""
 
     slopes: tuple[float, ...] | None = None
-    """One slope for all heads, or one per head; None for 2^(-8h/H), which for a single head is 2^-8: next to none."""
+    """One slope for all heads, or one per head; None for 2^(-8h/H), which is only 2^-8 for a single head."""
 
     def __post_init__(self) -> None:
         if self.slopes is not None and not (self.slopes and all(math.isfinite(slope) for slope in self.slopes)):
@@ -108,9 +110,9 @@ class Alibi(Bias):
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
-    """Slopes of `n_heads` heads: 2^(-8h/H) for h = 1..H where H is a power of two.
+    """Slopes of H = `n_heads` heads: 2^(-8h/H) for h = 1..H if H is a power of two.
 
-    Otherwise those of the next lower power of two, filled up with every other slope of the next higher one.
+    Otherwise the slopes of the next lower power of two, followed by every other slope of the next higher one.
     """
     power = 2 ** int(math.log2(n_heads))
     slopes = [2.0 ** (-8 * h / power) for h in range(1, power + 1)]
@@ -134,8 +136,8 @@ class _Alibi(BiasModule):
 class T5Bias(Bias):
     """T5's causal relative bias (Raffel et al., arXiv 1910.10683): one learned value per head and log-spaced bucket.
 
-    Half of the buckets hold one distance each; the others grow logarithmically up to `max_distance`, and the last one
-    holds every distance beyond.
+    Half of the buckets hold one distance each; the others grow logarithmically up to `max_distance`. The last one also
+    holds all distances beyond.
     """
 
     n_buckets: int = 32
@@ -156,11 +158,11 @@ class T5Bias(Bias):
 
 
 def t5_buckets(n_distances: int, n_buckets: int, max_distance: int) -> Tensor:
-    """Bucket of each distance 0..n_distances-1, causal variant. int64 `[n_distances]`."""
+    """Bucket of each distance 0..n_distances-1, causal variant: int64 `[n_distances]`."""
     exact = n_buckets // 2
     distance = torch.arange(n_distances)
-    spread = torch.log(distance.clamp(min=1).double() / exact) / math.log(max_distance / exact)
-    logarithmic = (exact + (spread * (n_buckets - exact)).long()).clamp(max=n_buckets - 1)
+    position = torch.log(distance.clamp(min=1).double() / exact) / math.log(max_distance / exact)
+    logarithmic = (exact + (position * (n_buckets - exact)).long()).clamp(max=n_buckets - 1)
     return torch.where(distance < exact, distance, logarithmic)
 
 
@@ -179,7 +181,7 @@ class _T5Bias(BiasModule):
 class KerpleLog(Bias):
     """KERPLE, logarithmic form (Chi et al., arXiv 2205.09921): `-r1 * ln(1 + r2 * d)`, r1 and r2 learned per head.
 
-    r1 starts in U(0, 2) and r2 in U(0, 1); both are kept at 0.01 or above.
+    r1 is initialised from U(0, 2) and r2 from U(0, 1); both are clamped to at least 0.01.
     """
 
     def build(self, n_heads: int, context_length: int) -> BiasModule:  # noqa: ARG002
@@ -205,7 +207,7 @@ class _KerpleLog(BiasModule):
 
 
 def _clamp_straight_through(parameter: Tensor, least: float) -> Tensor:
-    """The parameter raised to `least`, with the gradient of the parameter itself, so that it can grow back."""
+    """Clamp to at least `least`, with the gradient of the unclamped parameter, so that it can grow back."""
     return parameter.detach().clamp(min=least) + (parameter - parameter.detach())
 
 
@@ -213,12 +215,12 @@ def _clamp_straight_through(parameter: Tensor, least: float) -> Tensor:
 class Fire(Bias):
     """FIRE (Li et al., arXiv 2310.04418): `f(psi(d) / psi(max(L, i)))`, psi(x) = ln(c x + 1), f an MLP 1 -> width -> H.
 
-    For positions i <= L this is a table over distances, which is what the kernels take; a longer sequence is refused.
-    c is learned, L is fixed.
+    For positions i <= L this is a table over distances, as the kernels need; longer sequences raise ValueError. c is
+    learned, L is fixed.
     """
 
     length: int | None = None
-    """L, the length up to which positions are not rescaled; None takes the context length."""
+    """L, the length up to which positions are not rescaled; None for the context length."""
     width: int = 32
     """Hidden width of f."""
     c_init: float = 0.1
@@ -253,10 +255,10 @@ class _Fire(BiasModule):
     def forward(self, n_keys: int) -> BiasTerms:
         if n_keys > self.length:
             raise ValueError(
-                f"Fire.length={self.length}: cannot serve {n_keys} keys, since beyond its length FIRE is no function "
-                f"of the distance alone; give a length of at least {n_keys}"
+                f"Fire.length={self.length}: cannot serve {n_keys} keys, since FIRE depends on more than the "
+                f"distance beyond its length; give a length of at least {n_keys}"
             )
-        # Outside autocast: the MLP is tiny, and its result is added to fp32 scores.
+        # Without autocast: the MLP is tiny, and its output is added to fp32 scores.
         with torch.autocast(self.c.device.type, enabled=False):
             distance = torch.arange(n_keys, device=self.c.device, dtype=self.c.dtype)
             c = self.c.abs()

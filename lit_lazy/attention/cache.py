@@ -1,4 +1,4 @@
-"""Caches for decoding: the keys and values of a layer, all of them or the first few and the newest."""
+"""Key-value caches for decoding: of all tokens, or of the first and the newest."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Turn = Callable[[Tensor], Tensor]
-"""Turns keys `[B, Hkv, L, D]` by their positions; of fewer than it knows positions for, these are the last ones."""
+Rotate = Callable[[Tensor], Tensor]
+"""Rotates keys `[B, Hkv, L, D]` by their positions; fewer keys than positions have the last positions."""
 
 
 @dataclass(frozen=True)
 class Eviction:
-    """Which tokens a streaming cache keeps: the first and the newest (Xiao et al., arXiv 2309.17453)."""
+    """Eviction policy of a streaming cache: keep the first and the newest tokens (Xiao et al., arXiv 2309.17453)."""
 
     first: int
-    """Tokens kept from the beginning on, 0 or more."""
+    """Number of first tokens to keep, 0 or more."""
     window: int
-    """Newest tokens kept, the one at hand included; at least 1."""
+    """Number of newest tokens to keep, the current one included; at least 1."""
 
     def __post_init__(self) -> None:
         if self.first < 0 or self.window < 1:
@@ -27,70 +27,70 @@ class Eviction:
 
     @property
     def capacity(self) -> int:
-        """Tokens in a full cache."""
+        """Number of tokens in a full cache."""
         return self.first + self.window
 
 
 class LayerCache:
-    """Keys, turned by their position, and values of one layer, `[B, Hkv, L, D]`, grown as tokens are decoded.
+    """Keys, rotated by their positions, and values of one layer, `[B, Hkv, L, D]`.
 
-    Memory is doubled when it is used up, so that a token does not copy all those before it.
+    Buffers double when they are full, so that a new token does not copy all previous ones.
     """
 
     def __init__(self) -> None:
-        self._rooms: list[Tensor] = []
+        self._buffers: list[Tensor] = []
         self.length = 0
-        """Tokens cached."""
+        """Number of cached tokens."""
         self.evicted = 0
-        """Tokens dropped."""
+        """Number of evicted tokens."""
 
     @property
     def k(self) -> Tensor:
-        """The keys so far."""
-        return self._rooms[0][:, :, : self.length]
+        """The cached keys."""
+        return self._buffers[0][:, :, : self.length]
 
     @property
     def v(self) -> Tensor:
-        """The values so far."""
-        return self._rooms[1][:, :, : self.length]
+        """The cached values."""
+        return self._buffers[1][:, :, : self.length]
 
     @property
     def nbytes(self) -> int:
-        """Memory taken, that of tokens to come included."""
-        return sum(room.nbytes for room in self._rooms)
+        """Allocated memory in bytes, including room for future tokens."""
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     def split_tokens(self, tokens: Tensor) -> Sequence[Tensor]:
-        """Tokens `[B, L]` in the parts that the model is to read them in."""
+        """Split tokens `[B, L]` into parts that the model can read in one pass each."""
         return [tokens]
 
     def span(self, new: int) -> tuple[int, int]:
-        """How many positions, and from which on, `extend` turns keys by when so many tokens come; they end there."""
+        """Number and first of the positions by which `extend` rotates keys when `new` tokens are appended."""
         return new, self.length
 
-    def extend(self, k: Tensor, v: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
-        """Append keys, not turned yet, and values; return all to attend to, their keys turned."""
-        self._rooms = self._rooms or [k[:, :, :0], v[:, :, :0]]
-        self._rooms = [self._append(*pair) for pair in zip(self._rooms, (turn(k), v), strict=True)]
+    def extend(self, k: Tensor, v: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor]:
+        """Append unrotated keys and values; returns all cached keys, rotated, and values."""
+        self._buffers = self._buffers or [k[:, :, :0], v[:, :, :0]]
+        self._buffers = [self._append(*pair) for pair in zip(self._buffers, (rotate(k), v), strict=True)]
         self.length += k.shape[2]
         return self.k, self.v
 
-    def _append(self, room: Tensor, new: Tensor) -> Tensor:
-        if new.requires_grad:  # what a backward pass needs is not to be written to
-            return torch.cat((room[:, :, : self.length], new), 2)
+    def _append(self, buffer: Tensor, new: Tensor) -> Tensor:
+        if new.requires_grad:  # a backward pass needs the buffer unchanged
+            return torch.cat((buffer[:, :, : self.length], new), 2)
         end = self.length + new.shape[2]
-        if end > room.shape[2]:
+        if end > buffer.shape[2]:
             larger = new.new_empty(*new.shape[:2], max(end, 2 * self.length), new.shape[3])
-            larger[:, :, : self.length] = room[:, :, : self.length]
-            room = larger
-        room[:, :, self.length : end] = new
-        return room
+            larger[:, :, : self.length] = buffer[:, :, : self.length]
+            buffer = larger
+        buffer[:, :, self.length : end] = new
+        return buffer
 
 
 class StreamingCache(LayerCache):
-    """The first and the newest tokens; keys are kept as they are and turned by their place in the cache.
+    """A cache of the first and the newest tokens, whose keys are rotated by their index in the cache.
 
-    So a position is never greater than those the model was trained with, however long the text. Tokens come one at a
-    time once the cache is full: each has to see the cache as it is at its time.
+    Positions therefore never exceed those of the training, however long the text. Once the cache is full, tokens are
+    read one at a time, because each evicts another.
     """
 
     def __init__(self, eviction: Eviction) -> None:
@@ -98,25 +98,24 @@ class StreamingCache(LayerCache):
         self.eviction = eviction
 
     def split_tokens(self, tokens: Tensor) -> Sequence[Tensor]:
-        """At once what there is room for, the rest one by one."""
-        room = max(0, self.eviction.capacity - self.length)
-        return [part for part in (tokens[:, :room], *tokens[:, room:].split(1, 1)) if part.shape[1]]
+        free = max(0, self.eviction.capacity - self.length)
+        return [part for part in (tokens[:, :free], *tokens[:, free:].split(1, 1)) if part.shape[1]]
 
     def span(self, new: int) -> tuple[int, int]:
         return min(self.length + new, self.eviction.capacity), 0
 
-    def extend(self, k: Tensor, v: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
-        new, room = k.shape[2], self.eviction.capacity
-        evicted = max(0, self.length + new - room)
+    def extend(self, k: Tensor, v: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor]:
+        new, capacity = k.shape[2], self.eviction.capacity
+        evicted = max(0, self.length + new - capacity)
         if evicted and new > 1:
             raise ValueError(
-                f"{new} tokens at once into a streaming cache of {self.length} of {room}; give them singly"
+                f"{new} tokens for a streaming cache that holds {self.length} of {capacity}; append them one at a time"
             )
-        self._rooms = self._rooms or [k[:, :, :0], v[:, :, :0]]
-        self._rooms = [self._evict_and_append(evicted, *pair) for pair in zip(self._rooms, (k, v), strict=True)]
+        self._buffers = self._buffers or [k[:, :, :0], v[:, :, :0]]
+        self._buffers = [self._evict_and_append(evicted, *pair) for pair in zip(self._buffers, (k, v), strict=True)]
         self.length += new - evicted
         self.evicted += evicted
-        return turn(self.k), self.v
+        return rotate(self.k), self.v
 
     def _evict_and_append(self, evicted: int, kept: Tensor, new: Tensor) -> Tensor:
         first = self.eviction.first

@@ -1,4 +1,4 @@
-"""Gates: what a head's output is multiplied with, whatever the normaliser."""
+"""Gates: factors on the heads' outputs, independent of the normaliser."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -13,12 +13,13 @@ Per = Literal["element", "head"]
 
 
 class GateModule(nn.Module):
-    """Parameters of a gate; the default is none."""
+    """Parameters of a gate; this base class gates nothing."""
 
     def forward(self, out: Tensor, x: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002
-        """The heads' outputs `[B, H, L, D]`, gated.
+        """Gate the heads' outputs `[B, H, L, D]`.
 
-        x `[B, L, d_model]`: the layer's normalised input; v `[B, Hkv, L, D]`: the values; both of the queries' tokens.
+        x `[B, L, d_model]` is the layer's normalised input and v `[B, Hkv, L, D]` the values, both of the queries'
+        tokens.
         """
         return out
 
@@ -32,7 +33,7 @@ class Gate(ABC):
 
 @dataclass(frozen=True)
 class NoGate(Gate):
-    """Outputs stay as they are."""
+    """No gate."""
 
     def build(self, shape: LayerShape) -> GateModule:  # noqa: ARG002
         return GateModule()
@@ -43,7 +44,7 @@ class OutputGate(Gate):
     """`sigmoid(x W)` on the output of each head, x the layer's normalised input (Qiu et al., arXiv 2505.06708, G1)."""
 
     per: Per = "element"
-    """A gate for each element of a head's output, or one for the head."""
+    """One gate per element of a head's output, or one per head."""
 
     def __post_init__(self) -> None:
         _check_per(self)
@@ -68,7 +69,7 @@ class ValueGate(Gate):
     """`sigmoid(v W)` on the output of each head, v the values of the query's own token (arXiv 2510.09017)."""
 
     per: Per = "element"
-    """A gate for each element of a head's output, or one for the head."""
+    """One gate per element of a head's output, or one per head."""
 
     def __post_init__(self) -> None:
         _check_per(self)

@@ -1,4 +1,4 @@
-"""Parts of a model that draw their own initial values."""
+"""Modules with custom initialisation."""
 
 from collections.abc import Callable
 
@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 GeneratorOf = Callable[[str], torch.Generator]
-"""Gives the generator of one parameter, by the parameter's name within its module."""
+"""Returns the generator of a parameter, by the parameter's name within its module."""
 
 
 class SelfInitialised(nn.Module):
-    """A module whose parameters, those of its submodules included, are drawn by itself."""
+    """A module that initialises its parameters, those of its submodules included."""
 
     def init_parameters(self, generator_of: GeneratorOf) -> None:
-        """Draw the parameters that start random, each from its own generator. The default: none does."""
+        """Draw the random initial parameters, each from its own generator; by default there are none."""

@@ -11,7 +11,7 @@ from flash_lazy import Backend, Stats
 from lit_lazy.attention.bias import Bias, NoBias
 from lit_lazy.attention.cache import LayerCache
 from lit_lazy.attention.gate import Gate, NoGate
-from lit_lazy.attention.mixer import MixerModule
+from lit_lazy.attention.mixer import Mixer, MixerModule, PassInputs
 from lit_lazy.attention.normaliser import AttentionCall, LayerShape, Normaliser, NormaliserModule, Softmax
 
 QK_NORM_EPS = 1e-6
@@ -19,18 +19,18 @@ QK_NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a layer's attention computes."""
+    """The attention variant of a layer."""
 
     normaliser: Normaliser = field(default_factory=Softmax)
-    """How scores become weights."""
+    """Maps scores to weights."""
     bias: Bias = field(default_factory=NoBias)
-    """What is added to the scores by distance and head."""
+    """Added to the scores, by distance and head."""
     window: int | None = None
-    """Keys a query can see, itself included; None for all that are not in its future."""
+    """Most recent keys that a query sees, its own included; None for all keys up to its own."""
     gate: Gate = field(default_factory=NoGate)
-    """What the output of each head is multiplied with."""
+    """Multiplies the output of each head."""
     qk_norm: bool = False
-    """RMSNorm each head's queries and keys before they are turned, with a learned gain (after arXiv 2302.05442)."""
+    """RMSNorm each head's queries and keys before rotation, with a learned gain (after arXiv 2302.05442)."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -52,11 +52,11 @@ class Attention(MixerModule):
         self.out = nn.Linear(shape.n_heads * shape.head_dim, shape.d_model, bias=False)
         self.normaliser = spec.normaliser.build(shape)
         if not isinstance(self.normaliser, NormaliserModule):
-            made = f"{type(spec.normaliser).__name__}.build returns a {type(self.normaliser).__name__}"
-            raise ValueError(f"{made}; return a NormaliserModule")
+            result = f"{type(spec.normaliser).__name__}.build returns a {type(self.normaliser).__name__}"
+            raise ValueError(f"{result}; return a NormaliserModule")
         if self.normaliser.signed and self.renormalise:
             name = type(spec.normaliser).__name__
-            raise ValueError(f"{name}.renormalise=True: its weights can be negative, and their sum 0; leave it False")
+            raise ValueError(f"{name}.renormalise=True: weights can be negative and sum to 0; set it to False")
         self.bias = spec.bias.build(shape.n_heads, shape.context_length)
         self.gate = spec.gate.build(shape)
         self.rotary_dim = shape.head_dim // self.normaliser.maps
@@ -65,71 +65,65 @@ class Attention(MixerModule):
             self.q_norm, self.k_norm = (nn.RMSNorm(self.rotary_dim, eps=QK_NORM_EPS) for _ in range(2))
 
     def backend_name(self, documents: bool = False) -> str:
-        """The implementation that a training step runs where the parameters are: sdpa, chunked, triton, ...
-
-        documents: on data whose attention is kept within documents.
-        """
+        """Name of the implementation that a training step runs on the parameters' device: sdpa, chunked, triton, ..."""
         q, k = (self.q.weight.new_empty(1, heads, 1, self.head_dim) for heads in (self.n_heads, self.n_kv_heads))
         boundaries = torch.tensor([0, 1], dtype=torch.int32, device=q.device) if documents else None
         return self.normaliser.backend_name(self._make_call(q, k, k)._replace(cu_seqlens=boundaries))
 
     def new_cache(self) -> LayerCache:
-        """Without keys."""
         return LayerCache()
 
     def flops_per_token(self, context_length: int) -> int:
-        """Those of causal attention's two products: half of the full square (Chowdhery et al., arXiv 2204.02311)."""
+        """FLOPs of causal attention's two products: half of the full square (Chowdhery et al., arXiv 2204.02311)."""
         return 6 * context_length * self.n_heads * self.head_dim
 
     def _make_call(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
         bias = self.bias(k.shape[2])
         return AttentionCall(q, k, v, bias, self.window, renormalise=self.renormalise, backend=self.backend)
 
-    def forward(
-        self,
-        x: Tensor,
-        rotate: Callable[[Tensor], Tensor],
-        cache: LayerCache | None = None,
-        with_stats: bool = False,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Stats | None]:
-        """x `[B, L, d_model]`: the newest L tokens. Returns the same shape, and the stats `[B, H, L]` where asked.
-
-        rotate: turns queries and keys by the positions that the cache's `span` says, without one by those of x.
-        key_mask: bool `[B, Lk]`, False hides a key from every query. cu_seqlens: int32 `[n + 1]`, boundaries of the
-        documents in the B * L tokens, which see their own document alone; without a cache and a key mask.
-        """
-        q, k, own = (
+    def forward(self, x: Tensor, inputs: PassInputs) -> tuple[Tensor, Stats | None]:
+        """See `MixerModule.forward`; stats are `[B, H, L]` each."""
+        q, k, v = (
             projection(x).unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
             for projection, heads in ((self.q, self.n_heads), (self.k, self.n_kv_heads), (self.v, self.n_kv_heads))
         )
         if self.qk_norm:
             # Under autocast norms are float32.
             q, k = (self._apply_per_map(x, norm).to(x.dtype) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
-        turn = partial(self._apply_per_map, apply=rotate)
-        q, (k, v) = turn(q), (turn(k), own) if cache is None else cache.extend(k, own, turn)
-        call = self._make_call(q, k, v)._replace(with_stats=with_stats, key_mask=key_mask)
-        if cu_seqlens is None:
+        rotate = partial(self._apply_per_map, apply=inputs.rotate)
+        cache: LayerCache | None = inputs.cache
+        q, (k, values) = rotate(q), (rotate(k), v) if cache is None else cache.extend(k, v, rotate)
+        call = self._make_call(q, k, values)._replace(with_stats=inputs.with_stats, key_mask=inputs.key_mask)
+        if inputs.cu_seqlens is None:
             out, stats = self.normaliser(call)
         else:
-            out, stats = self._attend_documents(call._replace(cu_seqlens=cu_seqlens))
-        return self.out(self.gate(out, x, own).transpose(1, 2).flatten(2)), stats
+            out, stats = self._attend_documents(call._replace(cu_seqlens=inputs.cu_seqlens))
+        return self.out(self.gate(out, x, v).transpose(1, 2).flatten(2)), stats
 
     def _attend_documents(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
-        """The sequences laid end to end, as the kernels take documents."""
+        """Attend to the sequences concatenated into one, as the kernels take documents."""
         batch = call.q.shape[0]
         q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (call.q, call.k, call.v))
         out, stats = self.normaliser(call._replace(q=q, k=k, v=v))
 
-        def apart(x: Tensor) -> Tensor:  # [1, H, B * L, ...] -> [B, H, L, ...]
+        def split(x: Tensor) -> Tensor:  # [1, H, B * L, ...] -> [B, H, L, ...]
             return x[0].unflatten(1, (batch, -1)).transpose(0, 1)
 
-        return apart(out), None if stats is None else Stats(*(apart(x) for x in stats))
+        return split(out), None if stats is None else Stats(*(split(x) for x in stats))
 
     def _apply_per_map(self, x: Tensor, apply: Callable[[Tensor], Tensor]) -> Tensor:
-        """Each map's part of the head dimension is normalised, and turns, by itself."""
+        """Apply a function to each map's part of the head dimension."""
         if self.normaliser.maps == 1:
             return apply(x)
         parts = x.unflatten(-1, (self.normaliser.maps, -1)).transpose(2, 3)  # [B, H, maps, L, D / maps]
         return apply(parts).transpose(2, 3).flatten(-2)
+
+
+@dataclass(frozen=True)
+class SelfAttention(Mixer):
+    """Attention, configured by `model.attention`."""
+
+    attends = True
+
+    def build(self, shape: LayerShape, spec: AttentionSpec = AttentionSpec(), backend: Backend = "auto") -> MixerModule:
+        return Attention(spec, shape, backend)

@@ -1,12 +1,11 @@
-"""What mixes the tokens of a layer: attention, or a layer that keeps a state in place of keys and values.
+"""Interface of the token mixers: attention, or a layer with a recurrent state in place of keys and values.
 
-A mixer is a frozen dataclass (its settings) whose `build` makes the module that holds its parameters.
+A mixer is a frozen dataclass (its settings) whose `build` returns the module that holds its parameters.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -15,35 +14,55 @@ from lit_lazy.attention.normaliser import LayerShape
 
 
 class Cache(Protocol):
-    """What a layer keeps of the tokens that it has seen, to continue them."""
+    """State of a layer between the passes of decoding."""
 
     evicted: int
-    """Tokens dropped."""
+    """Number of evicted tokens."""
 
     @property
     def length(self) -> int:
-        """Number of tokens kept."""
+        """Number of cached tokens."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Memory taken."""
+        """Allocated memory in bytes."""
         ...
 
     def split_tokens(self, tokens: Tensor) -> Sequence[Tensor]:
-        """Tokens `[B, L]` in parts that can be read at once."""
+        """Split tokens `[B, L]` into parts that the model can read in one pass each."""
         ...
 
     def span(self, new: int) -> tuple[int, int]:
-        """How many positions, and from which on, are needed when so many tokens come; they end there."""
+        """Number and first of the positions that a pass over `new` tokens needs; the new tokens have the last ones."""
         ...
+
+
+class PassInputs(NamedTuple):
+    """Inputs of a layer in one forward pass, besides the residual stream.
+
+    rotate: rotates heads `[B, H, L, rotary_dim]` by their positions.
+    cache: the layer's cache, created by `new_cache`; the tokens continue those in it.
+    with_stats: whether attention returns its `Stats`.
+    key_mask: bool `[B, Lk]`, False hides a key from all queries.
+    cu_seqlens: int32 `[n + 1]`, boundaries of the documents in the B * L tokens, which see only their own document;
+        without cache and key_mask.
+    dropout_keys: int64 `[B]`, seeds of the residual dropout (`sequence_keys`); None for no dropout.
+    """
+
+    rotate: Callable[[Tensor], Tensor]
+    cache: Any = None
+    with_stats: bool = False
+    key_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    dropout_keys: Tensor | None = None
 
 
 class MixerModule(nn.Module, ABC):
     """Parameters of a mixer.
 
-    attends: whether it is attention, with weights to be measured and keys that can be hidden.
-    rotary_dim: the width that the model's position turns.
+    attends: whether the mixer is attention, with measurable weights and maskable keys.
+    rotary_dim: the width that the model's position rotates.
     """
 
     attends: bool = False
@@ -51,53 +70,30 @@ class MixerModule(nn.Module, ABC):
 
     @abstractmethod
     def backend_name(self, documents: bool = False) -> str:
-        """The implementation that a training step runs where the parameters are.
+        """Name of the implementation that a training step runs on the parameters' device.
 
-        documents: on data whose attention is kept within documents.
+        documents: whether attention is restricted to documents.
         """
 
     @abstractmethod
     def new_cache(self) -> Cache:
-        """What it keeps of the tokens seen, before the first."""
+        """Create an empty cache."""
 
     @abstractmethod
     def flops_per_token(self, context_length: int) -> int:
-        """Training FLOPs per token, but for those of the weights of linear layers."""
+        """Training FLOPs per token, without those of linear layers."""
 
     @abstractmethod
-    def forward(
-        self,
-        x: Tensor,
-        rotate: Callable[[Tensor], Tensor],
-        cache: Any = None,
-        with_stats: bool = False,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Stats | None]:
-        """x `[B, L, d_model]`: the newest L tokens. Returns the same shape, and attention's stats where asked.
-
-        rotate: turns heads `[B, H, L, rotary_dim]` by their position. cache: of `new_cache`; the tokens continue those
-        in it. key_mask: bool `[B, Lk]`, False hides a key. cu_seqlens: int32 `[n + 1]`, where documents begin among the
-        tokens of all sequences, which see their own document alone.
-        """
+    def forward(self, x: Tensor, inputs: PassInputs) -> tuple[Tensor, Stats | None]:
+        """Mix the newest L tokens x `[B, L, d_model]`; returns the same shape, and attention's stats if requested."""
 
 
 class Mixer(ABC):
-    """Settings of what mixes the tokens of a layer."""
+    """Settings of a token mixer."""
 
     attends: ClassVar[bool] = False
-    """Whether it is attention; then `model.attention` describes it, and it is not built by itself."""
+    """Whether the mixer is attention, configured by `model.attention`."""
 
     @abstractmethod
-    def build(self, shape: LayerShape) -> MixerModule | None:
-        """The module of one layer; None for attention, which `model.attention` describes."""
-
-
-@dataclass(frozen=True)
-class SelfAttention(Mixer):
-    """Attention, as `model.attention` describes it."""
-
-    attends = True
-
-    def build(self, shape: LayerShape) -> None:  # noqa: ARG002
-        return None
+    def build(self, shape: LayerShape) -> MixerModule:
+        """Build the module of one layer."""

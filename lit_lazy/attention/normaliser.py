@@ -1,8 +1,8 @@
-"""Normalisers: how scores become the weights that values are multiplied with.
+"""Normalisers: how scores become the weights of the values.
 
-A normaliser is a frozen dataclass (its settings) whose `build` makes the module that holds its parameters. All that the
-module must have is `weights`: one function of a block of scores. `flash_lazy.rules` makes attention of it, with every
-bias, window and mask, decoding, statistics, and memory linear in the length.
+A normaliser is a frozen dataclass (its settings) whose `build` returns the module that holds its parameters. The module
+needs only `weights`, a function of a block of scores. `flash_lazy.rules` turns it into attention with every bias,
+window and mask, decoding, statistics, and memory linear in the length.
 """
 
 import math
@@ -10,24 +10,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from flash_lazy import Backend, Rows, RuleWeights, Stats, lazy_attention, resolve_backend, rule_attention, rule_weights
-from flash_lazy.call import compute_dtype
+from flash_lazy import Backend, Rows, RuleWeights, Stats, Threshold, resolve_backend
+from flash_lazy.api import run
+from flash_lazy.call import Call, compute_dtype, prepare
+from flash_lazy.rules import compute_rule_weights, run_rule
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.attention.rule_checks import probe_attention, probe_weights
-
-Threshold = Literal["per_query", "seq_len", "per_token", "constant"]
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The layer that a mixer, a normaliser or a gate is built for."""
+    """Sizes of the layer that a mixer, normaliser or gate is built for."""
 
     n_heads: int
     n_kv_heads: int
@@ -35,17 +35,17 @@ class LayerShape:
     d_model: int
     context_length: int
     layer: int = 0
-    """From 0, of n_layers."""
+    """Index of the layer, from 0 to n_layers - 1."""
     n_layers: int = 1
 
 
 class AttentionCall(NamedTuple):
-    """What a layer asks of its normaliser: causal attention, queries aligned to the end of the keys.
+    """A layer's call of its normaliser: causal attention with queries aligned to the end of the keys.
 
     q `[B, H, Lq, D]`; k, v `[B, Hkv, Lk, D]`; key_mask bool `[B, Lk]`, False hides a key; cu_seqlens int32 `[n + 1]`,
-    the boundaries of documents that do not see each other, where B = 1 and Lq = Lk.
-    evicted: None where n counts the keys that a query sees. Otherwise n and position are those of the text, in which so
-    many keys came before k, and hidden ones count too: what a threshold was before anything was forgotten.
+    boundaries of documents that do not see each other, with B = 1 and Lq = Lk.
+    evicted: None if n counts the keys that a query sees. Otherwise n and position are those of the full text, in which
+    this many keys precede k, and hidden keys count too: the thresholds as they were before any eviction.
     """
 
     q: Tensor
@@ -62,7 +62,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def n_seen(self) -> Tensor:
-        """The n of each query, at least 1: `[B or 1, 1, Lq, 1]`, float32 (float64 for float64 queries)."""
+        """n of each query, at least 1: `[B or 1, 1, Lq, 1]`, float32 (float64 for float64 queries)."""
         end = torch.arange(self.k.shape[2] - self.q.shape[2], self.k.shape[2], device=self.q.device) + 1
         n = end
         if self.cu_seqlens is not None:
@@ -75,23 +75,39 @@ class AttentionCall(NamedTuple):
             n = counts[:, end] - counts[:, end - n]
         return n.clamp(min=1).view(-1, 1, len(end), 1).to(compute_dtype(self.q))
 
+    def to_kernel(
+        self, tau: Tensor | None = None, threshold: Threshold = "per_query", context_length: int | None = None
+    ) -> Call:
+        """The arguments as `flash_lazy` takes them; tau is 0 by default."""
+        return Call(
+            *(self.q, self.k, self.v),
+            torch.zeros(self.q.shape[1], device=self.q.device) if tau is None else tau,
+            *self.bias,
+            cu_seqlens=self.cu_seqlens,
+            key_mask=self.key_mask,
+            threshold=threshold,
+            context_length=context_length,
+            renormalise=self.renormalise,
+            window=self.window,
+        )
+
 
 class Fused(NamedTuple):
-    """A faster path to the same output: the name of its backend, and what runs it."""
+    """A faster path to the same output: the name of its backend, and the function that runs it."""
 
     backend: str
     attend: Callable[[], tuple[Tensor, Stats | None]]
 
 
 class NormaliserModule(nn.Module, ABC):
-    """Parameters of a normaliser. `weights` is all that a new one has to have.
+    """Parameters of a normaliser. A subclass must implement only `weights`.
 
-    lr_scale: factor on the learning rate of the module's own parameters.
-    maps: score maps per head; q and k are cut into as many parts along D.
-    can_zero: whether a visible key can get a weight of exactly 0, so that there is a sparsity.
-    signed: whether weights can be negative: entropy, sparsity and shares have no meaning then.
-    relative: whether `rows.position` is not used, so that left padding changes nothing and prompts of unequal lengths
-    are decoded together.
+    lr_scale: factor on the learning rate of the module's direct parameters.
+    maps: score maps per head; q and k are split into this many parts along D.
+    can_zero: whether a visible key can get a weight of exactly 0, so that sparsity is defined.
+    signed: whether weights can be negative, so that entropy, sparsity and shares are undefined.
+    relative: whether `weights` ignores `rows.position`, so that left padding changes nothing and prompts of unequal
+    lengths can be decoded together.
     """
 
     lr_scale: float = 1.0
@@ -105,33 +121,33 @@ class NormaliserModule(nn.Module, ABC):
     def weights(self, scores: Tensor, rows: Rows) -> Tensor:
         """Weights `[B, H, R, C]` of a block of rows, before any renormalising; 0 at hidden keys.
 
-        scores: `[B, H, R, C]`, or `[B, H, maps, R, C]` where maps > 1; bias included, float32 (float64 for float64
-        queries), finite where a key is hidden.
+        scores: `[B, H, R, C]`, or `[B, H, maps, R, C]` if maps > 1; bias included, float32 (float64 for float64
+        queries), finite at hidden keys.
         """
 
     def queries(self, call: AttentionCall) -> Tensor:
-        """The queries `[B, H, Lq, D]` that scores are made of; `call.n_seen` has the keys that each sees."""
+        """The queries `[B, H, Lq, D]` of the scores; `call.n_seen` is the number of keys that each sees."""
         return call.q
 
     def output(self, out: Tensor) -> Tensor:
-        """What becomes of the weighted values `[B, H, Lq, D]`."""
+        """Transform the weighted values `[B, H, Lq, D]`."""
         return out
 
     def at_progress(self, progress: float) -> None:
-        """Set what follows a schedule. progress: the finished part of the training, 0 to 1."""
+        """Update scheduled parameters. progress: finished share of the training, 0 to 1."""
 
     def theta(self, rows: Rows) -> Tensor | None:  # noqa: ARG002
-        """`[B or 1, H, R, 1]` where weights are max(softmax - theta, 0): then there is a null model of the sparsity."""
+        """Threshold `[B or 1, H, R, 1]` if weights are max(softmax - theta, 0), whose sparsity has a null model."""
         return None
 
     def fused(self, call: AttentionCall) -> Fused | None:  # noqa: ARG002
-        """A faster path for a call whose queries are ready; None where there is none."""
+        """A faster path for a call whose q is already `queries`; None without one."""
         return None
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
-        """Output `[B, H, Lq, D]`, and `Stats` of `[B, H, Lq]` where asked.
+        """Output `[B, H, Lq, D]`, and `Stats` of `[B, H, Lq]` if requested.
 
-        Raises ValueError, in one line, at the first call where `weights` breaks what it promises.
+        The first call raises a one-line ValueError if the module violates its contract (`probe`).
         """
         if not (self._probed or call.q.device.type == "meta" or torch.compiler.is_compiling()):
             self.probe(call.q.shape[1], call.q.shape[3], call.q.device, compute_dtype(call.q))
@@ -146,23 +162,23 @@ class NormaliserModule(nn.Module, ABC):
         return self.attend_by_rule(call) if fused is None else fused.attend()
 
     def compute_weights(self, call: AttentionCall) -> RuleWeights:
-        """The weights of a call, for diagnostics: `[B, H, Lq, Lk]` in memory."""
-        table = call.bias.table
-        return rule_weights(self.weights, self.queries(call), call.k, table, maps=self.maps, **_settings(call))
+        """The weight matrix of a call, for diagnostics: `[B, H, Lq, Lk]` in memory."""
+        kernel_call = call._replace(q=self.queries(call), v=call.k, cu_seqlens=None).to_kernel()
+        return compute_rule_weights(self.weights, kernel_call, self.maps)
 
     def compute_key_weight(self, call: AttentionCall, key: int) -> Tensor:
-        """What each query gives the key at position `key`, from 1: `[B, H, Lq]`, in memory linear in the length.
+        """Weight of the key at 1-based position `key` for each query: `[B, H, Lq]`, in memory linear in the length.
 
-        It is what attention gives where the value of that key is 1 and all others are 0.
+        Computed as the output of attention to values that are 1 at that key and 0 elsewhere.
         """
         v = torch.zeros_like(call.v)
         v[:, :, key - 1] = 1
         return self._attend(call._replace(v=v, with_stats=False))[0][..., 0]
 
     def backend_name(self, call: AttentionCall) -> str:
-        """The implementation that runs a call, as the table names it.
+        """Name, as in the tables, of the implementation that runs a call.
 
-        Raises ValueError where the backend that is asked for cannot.
+        Raises ValueError if the requested backend does not support the call.
         """
         fused = self.fused(call)
         return fused.backend if fused is not None else self._rule_backend(call)
@@ -173,30 +189,24 @@ class NormaliserModule(nn.Module, ABC):
         return "reference" if call.backend == "reference" else "rules"
 
     def attend_by_rule(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
-        """The weighted values of a call whose queries are ready, by `weights` alone."""
+        """Weighted values of a call whose q is already `queries`, computed from `weights` only."""
         rule = (
             self.weights
             if call.evicted is None
             else partial(self._weights_at_text_positions, call.evicted, call.window)
         )
-        attend = partial(
-            rule_attention,
-            *(rule, call.q, call.k, call.v, call.bias.table),
-            parameters=[p for p in self.parameters() if p.requires_grad],
-            maps=self.maps,
-            backend="reference" if self._rule_backend(call) == "reference" else "chunked",
-            **_options(call),
-        )
-        return _attend_as_pair(attend, call.with_stats)
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        backend = "reference" if self._rule_backend(call) == "reference" else "chunked"
+        return run_rule(rule, call.to_kernel(), call.with_stats, parameters, self.maps, backend)
 
     def _weights_at_text_positions(self, evicted: int, window: int | None, scores: Tensor, rows: Rows) -> Tensor:
-        """`weights` of rows whose n and position are those of the text."""
+        """`weights` with n and position of the full text."""
         position = rows.position + evicted
         n = position if window is None else position.clamp(max=window)
         return self.weights(scores, Rows(rows.visible, n.to(rows.n.dtype), position))
 
     def probe(self, heads: int, head_dim: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        """Raise ValueError, in one line with the fix, where the module breaks a promise (`attention/probe.py`)."""
+        """Raises a one-line ValueError with the fix if the module violates its contract (`rule_checks`)."""
         name = type(self).__name__
         if not isinstance(self.maps, int) or self.maps < 1 or head_dim % self.maps:
             raise ValueError(
@@ -208,28 +218,10 @@ class NormaliserModule(nn.Module, ABC):
             return self.output(self.attend_by_rule(call._replace(q=self.queries(call)))[0])
 
         trained = {parameter: p for parameter, p in self.named_parameters() if p.requires_grad}
-        # Whatever the first call is made under: a rule runs without autocast, and inference mode makes no gradients.
+        # The first call may run under autocast, which rules run without, or inference mode, which has no gradients.
         with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
             probe_weights(self.weights, heads, self.maps, self.can_zero, self.signed, device, dtype)
             probe_attention(name, trained, attend, heads, head_dim, device, dtype)
-
-
-def _attend_as_pair(attend: Callable[..., Any], with_stats: bool) -> tuple[Tensor, Stats | None]:
-    """What `lazy_attention` or `rule_attention` returns, its result always a pair."""
-    return attend(return_stats=True) if with_stats else (attend(), None)
-
-
-def _options(call: AttentionCall) -> dict[str, Any]:
-    return _settings(call) | {"cu_seqlens": call.cu_seqlens}
-
-
-def _settings(call: AttentionCall) -> dict[str, Any]:
-    return {
-        "slopes": call.bias.slopes,
-        "renormalise": call.renormalise,
-        "key_mask": call.key_mask,
-        "window": call.window,
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,12 +255,23 @@ class _Softmax(NormaliserModule):
 
 def fused_softmax(call: AttentionCall) -> Fused:
     """Softmax attention by the fastest path; renormalising changes nothing."""
-    whole = call.window is None and call.key_mask is None and call.cu_seqlens is None
-    bare = call.backend == "auto" and call.bias == BiasTerms() and whole
-    if bare and not call.with_stats:
-        return Fused("sdpa", lambda: (sdpa(call.q, call.k, call.v), None))
-    tau = torch.zeros(call.q.shape[1], device=call.q.device)
-    return fused_lazy(call._replace(renormalise=False), tau)
+    backend = find_softmax_backend(call)
+    return Fused(backend, partial(attend_softmax, call, backend))
+
+
+def find_softmax_backend(call: AttentionCall) -> str:
+    """Name of the implementation that `attend_softmax` runs for a call."""
+    plain = call.window is None and call.key_mask is None and call.cu_seqlens is None and call.bias == BiasTerms()
+    if plain and call.backend == "auto" and not call.with_stats:
+        return "sdpa"
+    return resolve_backend(call.backend, call.q, call.key_mask)
+
+
+def attend_softmax(call: AttentionCall, backend: str) -> tuple[Tensor, Stats | None]:
+    """Softmax attention on the implementation that `find_softmax_backend` returned."""
+    if backend == "sdpa":
+        return sdpa(call.q, call.k, call.v), None
+    return run(prepare(call._replace(renormalise=False).to_kernel()), backend, call.with_stats)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -283,18 +286,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def fused_lazy(
     call: AttentionCall, tau: Tensor, threshold: Threshold = "per_query", context_length: int | None = None
 ) -> Fused:
-    """`lazy_attention` on a call."""
-    attend = partial(
-        lazy_attention,
-        *(call.q, call.k, call.v, tau, call.bias.table),
-        threshold=threshold,
-        context_length=context_length,
-        backend=call.backend,
-        **_options(call),
-    )
-    return Fused(
-        resolve_backend(call.backend, call.q, call.key_mask), partial(_attend_as_pair, attend, call.with_stats)
-    )
+    """`lazy_attention` of a call."""
+    backend = resolve_backend(call.backend, call.q, call.key_mask)
+    kernel_call = call.to_kernel(tau, threshold, context_length)
+    return Fused(backend, lambda: run(prepare(kernel_call), backend, call.with_stats))
 
 
 @dataclass(frozen=True)
@@ -313,9 +308,9 @@ class Elastic(Normaliser):
     tau_lr_scale: float = 1.0
     """Factor on the learning rate of tau."""
     tau_ramp: float = 0.0
-    """Part of the training over which tau goes linearly from tau_init to tau_final, in place of being trained."""
+    """Share of the training over which tau moves linearly from tau_init to tau_final; then tau is not trained."""
     tau_final: float = 1.0
-    """Where tau stays after tau_ramp."""
+    """Value of tau after tau_ramp."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.tau_init):
@@ -326,7 +321,7 @@ class Elastic(Normaliser):
         if self.threshold == "constant" and self.tau_init >= 1:
             raise ValueError(
                 f"Elastic.tau_init={self.tau_init} with Elastic.threshold='constant': no weight exceeds 1, so output "
-                "and every gradient would stay zero for ever; take a value below 1, for example 0.01"
+                "and every gradient would stay zero; give a value below 1, for example 0.01"
             )
         if not (math.isfinite(self.tau_lr_scale) and self.tau_lr_scale > 0):
             raise ValueError(
@@ -335,9 +330,8 @@ class Elastic(Normaliser):
         self._check_ramp()
 
     def _check_ramp(self) -> None:
-        """Raise ValueError where tau cannot be ramped as asked."""
         if not 0 <= self.tau_ramp <= 1:
-            raise ValueError(f"Elastic.tau_ramp={self.tau_ramp}: must be a part of the training, 0 to 1")
+            raise ValueError(f"Elastic.tau_ramp={self.tau_ramp}: must be a share of the training, 0 to 1")
         highest = 1.0 if self.threshold == "constant" and self.tau_ramp > 0 else math.inf
         if not (math.isfinite(self.tau_final) and self.tau_final < highest):
             below = "finite" if highest == math.inf else "below 1 with Elastic.threshold='constant'"
@@ -366,7 +360,7 @@ class _Elastic(NormaliserModule):
             self.tau.fill_((1 - done) * self.spec.tau_init + done * self.spec.tau_final)
 
     def weights(self, scores: Tensor, rows: Rows) -> Tensor:
-        # Below a negative threshold the ReLU alone would give hidden keys weight.
+        # With a negative threshold the ReLU would give hidden keys weight.
         return torch.relu(scores.softmax(-1) - self.theta(rows)).masked_fill(~rows.visible, 0)
 
     def theta(self, rows: Rows) -> Tensor:

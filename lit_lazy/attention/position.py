@@ -1,4 +1,4 @@
-"""Positions: how a model knows where a token stands, apart from the bias on its scores."""
+"""Positional encodings of embeddings, queries and keys; biases on the scores are in `bias`."""
 
 import math
 from abc import ABC, abstractmethod
@@ -12,17 +12,17 @@ from lit_lazy.attention.initialisation import GeneratorOf, SelfInitialised
 
 
 class PositionModule(nn.Module):
-    """Adds positions to the embeddings (`embed`) and turns queries and keys (`rotate`); the default does neither.
+    """Adds positions to embeddings (`embed`) and rotates queries and keys (`rotation`); the default does neither.
 
-    relative: whether the model's output depends on the distances of tokens alone, not on where they stand. Then prompts
-    of unequal lengths are decoded together, and a cache may evict tokens.
-    places: the 0-based position of each token, int64 `[B, L]`, where they do not just follow each other from `offset`.
+    relative: whether the model's output depends only on distances between tokens, not on absolute positions. Then
+    prompts of unequal lengths can be decoded together, and a cache may evict tokens.
+    places: 0-based position of each token, int64 `[B, L]`; None for consecutive positions from `offset`.
     """
 
     relative: bool = False
 
     def embed(self, x: Tensor, offset: int, places: Tensor | None = None) -> Tensor:  # noqa: ARG002
-        """x `[B, L, d_model]`, the first token standing at 0-based position `offset`; same shape returned."""
+        """Add positions to x `[B, L, d_model]`, whose first token has the 0-based position `offset`."""
         return x
 
     def rotation(
@@ -31,12 +31,12 @@ class PositionModule(nn.Module):
         offset: int,  # noqa: ARG002
         places: Tensor | None = None,  # noqa: ARG002
     ) -> Callable[[Tensor], Tensor]:
-        """The map to apply to queries and keys `[B, H, R, D]`, R <= length, of tokens that end at `offset + length`."""
+        """The rotation of queries and keys `[B, H, R, D]` of the last R <= length tokens before `offset + length`."""
         return lambda x: x
 
 
 class Position(ABC):
-    """Settings of the positions."""
+    """Settings of a positional encoding."""
 
     @abstractmethod
     def build(self, d_model: int, head_dim: int, context_length: int) -> PositionModule: ...
@@ -44,7 +44,7 @@ class Position(ABC):
 
 @dataclass(frozen=True)
 class NoPosition(Position):
-    """No positions: the model has only the causal mask and its bias, if any."""
+    """No positional encoding, only the causal mask and the bias, if any."""
 
     def build(self, d_model: int, head_dim: int, context_length: int) -> PositionModule:  # noqa: ARG002
         return _NoPosition()
@@ -56,10 +56,10 @@ class _NoPosition(PositionModule):
 
 @dataclass(frozen=True)
 class Rope(Position):
-    """Rotary positions (Su et al., arXiv 2104.09864): dimensions (m, m + D/2) turn by `position * base^(-2m/D)`."""
+    """Rotary positions (Su et al., arXiv 2104.09864): rotates dimensions (m, m + D/2) by `position * base^(-2m/D)`."""
 
     base: float = 10000.0
-    """Base of the wave lengths. The paper uses a "larger base B" without giving its value."""
+    """Base of the wavelengths. The paper uses a "larger base B" without giving its value."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.base) and self.base > 1):
@@ -92,9 +92,9 @@ class _Rope(PositionModule):
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
             first, second = wide.chunk(2, dim=-1)
             start = length - x.shape[-2]
-            # Heads, and score maps, lie between the sequences and their tokens.
-            turns = (t[..., start:, :] for t in (cos, signed_sin))
-            by_cos, by_sin = (t.view(-1, *[1] * (x.dim() - 3), *t.shape[-2:]) for t in turns)
+            # Axes of heads and score maps are between those of sequences and tokens.
+            factors = (t[..., start:, :] for t in (cos, signed_sin))
+            by_cos, by_sin = (t.view(-1, *[1] * (x.dim() - 3), *t.shape[-2:]) for t in factors)
             return (wide * by_cos + torch.cat((second, first), dim=-1) * by_sin).to(x.dtype)
 
         return rotate
@@ -102,11 +102,11 @@ class _Rope(PositionModule):
 
 @dataclass(frozen=True)
 class LearnedAbsolute(Position):
-    """A learned vector per position, added to the embeddings; positions beyond the context length are refused."""
+    """A learned vector per position, added to the embeddings; raises ValueError beyond the context length."""
 
     init_std: float = 0.02
-    """Standard deviation of the initial vectors. Whether first keys can be told from others hinges on its ratio to that
-    of the token embeddings."""
+    """Standard deviation of the initial vectors. Whether the model can tell the first keys from others depends on its
+    ratio to that of the token embeddings."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.init_std) and self.init_std >= 0):
@@ -131,7 +131,7 @@ class _LearnedAbsolute(PositionModule, SelfInitialised):
         end = offset + x.shape[1]
         if end > self.embedding.num_embeddings:
             raise ValueError(
-                f"LearnedAbsolute: {end} positions asked, {self.embedding.num_embeddings} learned; "
+                f"LearnedAbsolute: {end} positions requested, {self.embedding.num_embeddings} learned; "
                 "use Rope or NoPosition for longer sequences"
             )
         return x + self.embedding.weight[offset:end]

@@ -1,4 +1,4 @@
-"""The rivals: other rules that turn scores into weights, each with its source; formulas in docs/method.md."""
+"""Rival normalisers, each with its source; formulas in docs/method.md."""
 
 import math
 from dataclasses import dataclass
@@ -15,13 +15,15 @@ from lit_lazy.attention.normaliser import (
     LayerShape,
     Normaliser,
     NormaliserModule,
+    attend_softmax,
+    find_softmax_backend,
     fused_softmax,
 )
 
 
 @dataclass(frozen=True)
 class OffByOne(Normaliser):
-    """Softmax with 1 added to the sum: `e^s / (1 + sum e^s)`, so a row may attend to nothing (Miller 2023)."""
+    """Softmax with 1 added to the sum, `e^s / (1 + sum e^s)`, so that a row can attend to nothing (Miller 2023)."""
 
     def build(self, shape: LayerShape) -> NormaliserModule:
         return _Sink(torch.zeros(shape.n_heads), learned=False)
@@ -29,10 +31,10 @@ class OffByOne(Normaliser):
 
 @dataclass(frozen=True)
 class SinkLogit(Normaliser):
-    """Softmax with a learned logit per head that no key stands for (gpt-oss, arXiv 2508.10925)."""
+    """Softmax with an additional learned logit per head that belongs to no key (gpt-oss, arXiv 2508.10925)."""
 
     init: float = 0.0
-    """Initial logit; at 0 the rule is OffByOne, towards minus infinity Softmax."""
+    """Initial logit: 0 is OffByOne, minus infinity is Softmax."""
 
     def __post_init__(self) -> None:
         _require_finite(self, "init")
@@ -42,7 +44,7 @@ class SinkLogit(Normaliser):
 
 
 class _Sink(NormaliserModule):
-    """Softmax of the scores and one more logit, whose weight is dropped: softmax times sigmoid(lse - sink)."""
+    """Softmax of the scores and one more logit, without the latter's weight: softmax times sigmoid(lse - sink)."""
 
     relative = True
 
@@ -62,11 +64,11 @@ class _Sink(NormaliserModule):
         def attend() -> tuple[Tensor, Stats | None]:
             out, stats = softmax.attend()
             assert stats is not None
-            kept = torch.sigmoid(stats.lse - self.sink[:, None])
-            out = (out * kept[..., None]).to(out.dtype)
+            share = torch.sigmoid(stats.lse - self.sink[:, None])
+            out = (out * share[..., None]).to(out.dtype)
             if not call.with_stats:
                 return out, None
-            mass, first_weight = (x * kept.detach() for x in (stats.mass, stats.first_weight))
+            mass, first_weight = (x * share.detach() for x in (stats.mass, stats.first_weight))
             return out, stats._replace(lse=stats.lse.detach(), mass=mass, first_weight=first_weight)
 
         return Fused(softmax.backend, attend)
@@ -74,13 +76,13 @@ class _Sink(NormaliserModule):
 
 @dataclass(frozen=True)
 class ClippedSoftmax(Normaliser):
-    """`clip((1 + g) p - g, 0, 1)`, p the softmax weight: stretched, then cut (Bondarenko et al., arXiv 2306.12929)."""
+    """`clip((1 + g) p - g, 0, 1)` of the softmax weight p (Bondarenko et al., arXiv 2306.12929)."""
 
     alpha: float = 3.0
-    """g is alpha over a length; the authors recommend 2 to 4. From 1 on nearly equal scores are all cut: a layer that
-    starts with small scores starts without output and gradient."""
+    """g is alpha divided by a length; the authors recommend 2 to 4. From 1 on nearly equal scores all become 0, so a
+    layer with small initial scores starts without output and gradient."""
     length: Literal["keys", "context"] = "keys"
-    """g = alpha / (keys the query sees), or, as published, alpha / (context length of the training)."""
+    """g = alpha / (keys the query sees), or, as published, alpha / (training context length)."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.alpha) and self.alpha >= 0):
@@ -107,7 +109,7 @@ class _ClippedSoftmax(NormaliserModule):
 
 @dataclass(frozen=True)
 class Softpick(Normaliser):
-    """`relu(e^s - 1) / sum |e^s - 1|` (Zuhri et al., arXiv 2504.20966): keys with a score of 0 or less get nothing."""
+    """`relu(e^s - 1) / sum |e^s - 1|` (Zuhri et al., arXiv 2504.20966): scores of 0 or less get no weight."""
 
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
         return _Softpick()
@@ -118,7 +120,7 @@ class _Softpick(NormaliserModule):
     EPS = 1e-8
 
     def weights(self, scores: Tensor, rows: Rows) -> Tensor:
-        # Over the exponential of the row's maximum, so that nothing overflows.
+        # Divided by the exponential of the row's maximum, so that nothing overflows.
         top = scores.amax(-1, keepdim=True).clamp(min=0)
         e = ((scores - top).exp() - (-top).exp()).masked_fill(~rows.visible, 0)
         return e.relu() / (e.abs().sum(-1, keepdim=True) + self.EPS)
@@ -126,7 +128,7 @@ class _Softpick(NormaliserModule):
 
 @dataclass(frozen=True)
 class Sigmoid(Normaliser):
-    """`sigmoid(s - ln n)`, n the keys that the query sees (Ramapuram et al., arXiv 2409.04431): keys do not compete."""
+    """`sigmoid(s - ln n)` for n visible keys (Ramapuram et al., arXiv 2409.04431): keys do not compete."""
 
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
         return _Sigmoid()
@@ -141,7 +143,7 @@ class _Sigmoid(NormaliserModule):
 
 @dataclass(frozen=True)
 class Relu(Normaliser):
-    """`relu(s) / n`, n the keys that the query sees (Wortsman et al., arXiv 2309.08586; over n: Guo, 2410.13835)."""
+    """`relu(s) / n` for n visible keys (Wortsman et al., arXiv 2309.08586; division by n: Guo, 2410.13835)."""
 
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
         return _Relu()
@@ -156,7 +158,7 @@ class _Relu(NormaliserModule):
 
 @dataclass(frozen=True)
 class Entmax15(Normaliser):
-    """1.5-entmax (Peters et al., arXiv 1905.05702): sparse, and sums to 1."""
+    """1.5-entmax (Peters et al., arXiv 1905.05702): sparse weights that sum to 1."""
 
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
         return _Entmax("entmax15")
@@ -164,15 +166,16 @@ class Entmax15(Normaliser):
 
 @dataclass(frozen=True)
 class Sparsemax(Normaliser):
-    """Sparsemax (Martins and Astudillo, arXiv 1602.02068): the nearest point of the simplex; sums to 1."""
+    """Sparsemax (Martins and Astudillo, arXiv 1602.02068): projection onto the simplex; weights sum to 1."""
 
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
         return _Entmax("sparsemax")
 
 
 SORTED_FIRST = 128
-"""Largest scores of a row that are sorted first; all are where more weights than these survive. No bit depends on it.
-Of 1,024 keys it saves two thirds of the time where scores spread by 1. Where 1.5-entmax cuts nothing it costs twice."""
+"""Number of largest scores of a row sorted first; all are sorted if more weights survive. The result is bit-identical.
+For 1,024 keys and scores of standard deviation 1 it saves two thirds of the time; if 1.5-entmax zeroes no weight, it
+doubles the time."""
 
 
 class _Entmax(NormaliserModule):
@@ -187,17 +190,17 @@ class _Entmax(NormaliserModule):
         self.rule = getattr(entmax, name)
 
     def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
-        # The package ends with an index error where a score is NaN.
-        lost = scores.isnan().any(-1, keepdim=True)
-        return self.rule(scores.masked_fill(lost, 0), dim=-1, k=SORTED_FIRST).masked_fill(lost, torch.nan)
+        # The package raises an index error for NaN scores.
+        nan = scores.isnan().any(-1, keepdim=True)
+        return self.rule(scores.masked_fill(nan, 0), dim=-1, k=SORTED_FIRST).masked_fill(nan, torch.nan)
 
 
 @dataclass(frozen=True)
 class SSMax(Normaliser):
-    """Scalable softmax (Nakanishi, arXiv 2501.19399): softmax of `s ln n` times the score without bias, s per head."""
+    """Scalable softmax (Nakanishi, arXiv 2501.19399): scores without bias times `s ln n`, s learned per head."""
 
     init: float = 0.43
-    """Initial s; the slope that the paper fitted to what a model had learned. 1 / 0.43 is ln 10."""
+    """Initial s; the default is the slope that the paper fitted to a trained model. 1 / 0.43 is about ln 10."""
 
     def __post_init__(self) -> None:
         _require_finite(self, "init")
@@ -225,10 +228,11 @@ class _SSMax(NormaliserModule):
 
 @dataclass(frozen=True)
 class Differential(Normaliser):
-    """The difference of two softmax maps (Ye et al., arXiv 2410.05258): `p1 - lambda p2`, then a norm per head.
+    """Difference of two softmax maps, `p1 - lambda p2`, then a norm per head (Ye et al., arXiv 2410.05258).
 
-    Each map scores half of the head dimension. lambda = exp(a1.b1) - exp(a2.b2) + lambda_init, vectors a and b learned
-    per layer; lambda_init = 0.8 - 0.6 e^(-0.3 layer), layers from 0. Heads are normed and scaled by 1 - lambda_init.
+    Each map uses half of the head dimension. lambda = exp(a1.b1) - exp(a2.b2) + lambda_init with vectors a and b
+    learned per layer, and lambda_init = 0.8 - 0.6 e^(-0.3 layer) for layer 0, 1, ... Heads are normalised and scaled by
+    1 - lambda_init.
     """
 
     def build(self, shape: LayerShape) -> NormaliserModule:
@@ -241,7 +245,7 @@ class Differential(Normaliser):
 
 
 def lambda_init(layer: int) -> float:
-    """Of layer 0, 1, ...: 0.2, 0.3555, 0.4707, ..."""
+    """lambda_init of layer 0, 1, ...: 0.2, 0.3555, 0.4707, ..."""
     return 0.8 - 0.6 * math.exp(-0.3 * layer)
 
 
@@ -259,39 +263,42 @@ class _Differential(NormaliserModule, SelfInitialised):
         nn.init.normal_(self.vectors, std=0.1, generator=generator_of("vectors"))
 
     def compute_lambda(self) -> Tensor:
-        """lambda, a scalar."""
         a1, b1, a2, b2 = self.vectors
-        return (a1 * b1).sum().exp() - (a2 * b2).sum().exp() + self.lambda_init  # no matmul: autocast would round it
+        return (a1 * b1).sum().exp() - (a2 * b2).sum().exp() + self.lambda_init  # autocast would round a matmul
 
     def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
         first, second = scores.softmax(-1).unbind(2)
         return first - self.compute_lambda().to(scores.dtype) * second
 
     def fused(self, call: AttentionCall) -> Fused | None:
-        """Softmax attention of each map; by halves of the values, whose width is then that of the keys."""
+        """Softmax attention of each map and half of the values, so that keys and values have the same width."""
         if call.renormalise:
             return None
-        halves = call.v.chunk(2, -1)
         maps = [
-            [fused_softmax(call._replace(q=q, k=k, v=v)) for v in halves]
+            [call._replace(q=q, k=k, v=v) for v in call.v.chunk(2, -1)]
             for q, k in zip(call.q.chunk(2, -1), call.k.chunk(2, -1), strict=True)
         ]
+        backend = find_softmax_backend(maps[0][0])
 
         def attend() -> tuple[Tensor, Stats | None]:
-            (first, one), (second, two) = (self._join_halves([half.attend() for half in each]) for each in maps)
+            (first, first_stats), (second, second_stats) = (
+                self._join_halves([attend_softmax(half, backend) for half in halves]) for halves in maps
+            )
             factor = self.compute_lambda()
             out = (first - factor * second).to(first.dtype)
-            if one is None or two is None:
+            if first_stats is None or second_stats is None:
                 return out, None
             with torch.no_grad():
-                less = Stats(*(a - factor * b for a, b in zip(one, two, strict=True)))
-                return out, less._replace(lse=torch.logaddexp(one.lse, two.lse), zeros=torch.zeros_like(one.zeros))
+                pairs = zip(first_stats, second_stats, strict=True)
+                difference = Stats(*(a - factor * b for a, b in pairs))
+                lse = torch.logaddexp(first_stats.lse, second_stats.lse)
+                return out, difference._replace(lse=lse, zeros=torch.zeros_like(first_stats.zeros))
 
-        return Fused(maps[0][0].backend, attend)
+        return Fused(backend, attend)
 
     @staticmethod
     def _join_halves(halves: list[tuple[Tensor, Stats | None]]) -> tuple[Tensor, Stats | None]:
-        """The output of a map from those of its halves, which have the same statistics."""
+        """Output and stats of a map from those of its halves, whose stats are equal."""
         return torch.cat([out for out, _ in halves], -1), halves[0][1]
 
     def output(self, out: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""What a rule has to keep, tried on a few small scores before it is trusted with large ones.
+"""Checks of a custom rule on a few scores before its first use.
 
-The scores are small and large, so that a rule which overflows fails at its first call and not at step 900.
+The scores include large ones, so that a rule that overflows fails at its first call and not at step 900.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from flash_lazy.rules import HIDDEN, call_rule, rule_name
 
 ROWS, KEYS, EXTRA = 4, 7, 3
 LARGE = 200.0
-"""A score whose exponential is beyond float32."""
+"""A score whose exponential overflows float32."""
 
 
 def probe_weights(
@@ -25,10 +25,10 @@ def probe_weights(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Raise ValueError, in one line with the fix, where a rule breaks what `flash_lazy.Rule` promises.
+    """Raises a one-line ValueError with the fix if a rule violates the contract of `flash_lazy.Rule`.
 
-    Shape and dtype; no NaN from finite scores; no weight at hidden keys, nor any that depends on how many there are; no
-    negative weight unless signed, and no weight of exactly 0 for a small score unless it can be.
+    Checks shape and dtype, finite weights for finite scores, no weight at hidden keys, independence of the number of
+    hidden keys, no negative weight unless `signed`, and no weight of exactly 0 for small scores unless `can_zero`.
     """
     rows, name = _make_rows(device, dtype), rule_name(rule)
     for size in (1.0, LARGE):
@@ -40,16 +40,16 @@ def probe_weights(
             wider = _weights(rule, *_prepend_hidden_keys(scores, rows))[..., EXTRA:]
         seen = rows.visible.expand_as(w)
         if not w[seen].isfinite().all():
-            bad = f"is not finite for scores of size {size:g}"
-            raise ValueError(f"{name} {bad}; subtract the row's maximum before an exponential")
+            problem = f"is not finite for scores of size {size:g}"
+            raise ValueError(f"{name} {problem}; subtract the row's maximum before an exponential")
         if w[~seen].count_nonzero() or w[~seen].isnan().any():
             raise ValueError(f"{name} gives a hidden key weight; clear it with masked_fill(~rows.visible, 0)")
         if not torch.allclose(w, wider, rtol=1e-4, atol=1e-6):
-            raise ValueError(f"{name} changes with the number of hidden keys; leave them out by rows.visible")
+            raise ValueError(f"{name} depends on the number of hidden keys; exclude them by rows.visible")
         if not signed and (w < 0).any():
-            raise ValueError(f"{name} gives a weight below 0; declare signed = True, or cut it at 0")
+            raise ValueError(f"{name} gives a weight below 0; declare signed = True, or clip it at 0")
         if size == 1.0 and not (can_zero or signed) and (w[seen] == 0).any():
-            raise ValueError(f"{name} gives a visible key a weight of 0; declare can_zero = True: there is a sparsity")
+            raise ValueError(f"{name} gives a visible key a weight of 0; declare can_zero = True")
 
 
 def probe_attention(
@@ -61,9 +61,9 @@ def probe_attention(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Raise ValueError, in one line with the fix, where the whole of a normaliser breaks its promises.
+    """Raises a one-line ValueError with the fix if a normaliser's attention violates its contract.
 
-    The shape of what `output` returns, and a gradient for each parameter that is to be trained.
+    Checks the shape of `output` and a gradient for each trained parameter.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 2, heads, KEYS, head_dim, generator=generator).to(device, dtype)
@@ -87,23 +87,22 @@ def probe_attention(
 
 
 def _make_rows(device: torch.device, dtype: torch.dtype) -> Rows:
-    """The last rows of a sequence, and of one whose every third key is masked; every row sees a key."""
-    own = torch.arange(KEYS - ROWS, KEYS)
-    causal = own[:, None] >= torch.arange(KEYS)
+    """The last rows of a sequence, and of one with every third key masked; each row sees a key."""
+    position = torch.arange(KEYS - ROWS, KEYS)
+    causal = position[:, None] >= torch.arange(KEYS)
     masked = causal & (torch.arange(KEYS) % 3 != 1)
     visible = torch.stack((causal, masked))[:, None].to(device)
     n = visible.sum(-1, keepdim=True).to(dtype)
-    return Rows(visible, n, (own + 1).view(1, 1, -1, 1).to(device))
+    return Rows(visible, n, (position + 1).view(1, 1, -1, 1).to(device))
 
 
 def _prepend_hidden_keys(scores: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
-    """The same with hidden keys before them."""
     more = torch.nn.functional.pad(rows.visible, (EXTRA, 0), value=False)
     return torch.nn.functional.pad(scores, (EXTRA, 0), value=HIDDEN), Rows(more, rows.n, rows.position)
 
 
 def _weights(rule: Rule, scores: Tensor, rows: Rows) -> Tensor:
-    """scores `[B, H, maps, R, C]`, handed over without the axis of a single map."""
+    """Call a rule with scores `[B, H, maps, R, C]`, without the axis of a single map."""
     if scores.shape[2] == 1:
         return call_rule(rule, scores.squeeze(2), rows)
     return call_rule(rule, scores, rows.with_maps())

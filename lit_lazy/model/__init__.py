@@ -1,1 +1,1 @@
-"""The decoder language model around attention, and its loss. Needs torch alone."""
+"""The decoder language model, generation, loss and export. Needs only torch."""

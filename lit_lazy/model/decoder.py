@@ -1,7 +1,7 @@
-"""The decoder language model: pre-norm blocks of attention, or another mixer, and SwiGLU."""
+"""The decoder language model: pre-norm blocks of a token mixer and SwiGLU."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from flash_lazy import Stats
-from lit_lazy.attention import Attention, Cache, Eviction, MixerModule, StreamingCache
+from lit_lazy.attention import Attention, Cache, Eviction, MixerModule, PassInputs, StreamingCache
 from lit_lazy.attention.initialisation import SelfInitialised
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.model.dropout import apply_dropout
@@ -32,34 +32,22 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, or another mixer, and SwiGLU, each behind a norm and added to the residual stream."""
+    """A mixer and SwiGLU, each with a pre-norm and a residual connection."""
 
     def __init__(self, cfg: ModelConfig, context_length: int, layer: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(cfg.d_model, eps=NORM_EPS)
-        # Its name whatever the mixer: initial values and keys of checkpoints go by it.
+        # Initial values and checkpoint keys depend on this name, so it is the same for all mixers.
         self.attention = cfg.build_mixer(layer, context_length)
         self.mlp_norm = nn.RMSNorm(cfg.d_model, eps=NORM_EPS)
         self.mlp = SwiGLU(cfg.d_model, cfg.d_ff)
         self.layer, self.residual_dropout = layer, cfg.residual_dropout
 
-    def forward(
-        self,
-        x: Tensor,
-        rotate: Callable[[Tensor], Tensor],
-        cache: Cache | None,
-        with_stats: bool,
-        key_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        dropout_keys: Tensor | None = None,
-    ) -> tuple[Tensor, Stats | None]:
-        """x `[B, L, d_model]`; the same shape back, and the attention's stats where asked.
-
-        dropout_keys: int64 `[B]`, what is drawn for each sequence; None where nothing is dropped.
-        """
-        mixed, stats = self.attention(self.attention_norm(x), rotate, cache, with_stats, key_mask, cu_seqlens)
-        x = x + self._apply_dropout(mixed, dropout_keys, 0)
-        return x + self._apply_dropout(self.mlp(self.mlp_norm(x)), dropout_keys, 1), stats
+    def forward(self, x: Tensor, inputs: PassInputs) -> tuple[Tensor, Stats | None]:
+        """Update the residual stream x `[B, L, d_model]`; also returns attention's stats if requested."""
+        mixed, stats = self.attention(self.attention_norm(x), inputs)
+        x = x + self._apply_dropout(mixed, inputs.dropout_keys, 0)
+        return x + self._apply_dropout(self.mlp(self.mlp_norm(x)), inputs.dropout_keys, 1), stats
 
     def _apply_dropout(self, added: Tensor, keys: Tensor | None, part: int) -> Tensor:
         drops = keys is not None and self.residual_dropout > 0
@@ -67,13 +55,13 @@ class Block(nn.Module):
 
 
 class DecoderLM(nn.Module):
-    """Decoder-only language model. Its initial weights depend on (seed, parameter name) alone.
+    """Decoder-only language model, whose initial weights depend only on (seed, parameter name).
 
-    So two variants of one seed start from bit-equal values in every parameter they share.
+    Two variants with the same seed therefore start bit-identical in every parameter they share.
     """
 
     def __init__(self, cfg: ModelConfig, vocab_size: int, context_length: int, seed: int | None) -> None:
-        """seed: None for a model whose weights are never used."""
+        """seed: None skips the initialisation, for weights that are loaded or never used."""
         super().__init__()
         self.cfg, self.context_length = cfg, context_length
         self.checkpoint_activations = False
@@ -90,47 +78,47 @@ class DecoderLM(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where its parameters are."""
+        """Device of the parameters."""
         return self.norm.weight.device
 
     @property
     def attentions(self) -> list[Attention]:
-        """The attention layers, first to last; none where another mixer takes their place."""
+        """The attention layers in order; empty with another mixer."""
         return [mixer for mixer in self.mixers if mixer.attends]  # type: ignore[misc]
 
     @property
     def mixers(self) -> list[MixerModule]:
-        """What mixes the tokens of each layer, first to last."""
+        """The mixers of the layers in order."""
         return [block.attention for block in self.blocks]  # type: ignore[union-attr]
 
     def new_cache(self, eviction: Eviction | None = None) -> list[Cache]:
-        """An empty cache for decoding, to be passed to every call; with `eviction` one that forgets.
+        """Create an empty cache to pass to every call of decoding; with `eviction` a streaming cache.
 
-        Raises ValueError where positions are learned: those of tokens that move in the cache are in their keys. And
-        where a mixer keeps a state in place of keys.
+        Eviction raises ValueError for learned positions, which cannot change when tokens move in the cache, and for
+        mixers with a state in place of keys.
         """
         if eviction is None:
             return [mixer.new_cache() for mixer in self.mixers]
         if not self.attentions:
             raise ValueError(
-                f"model.mixer={type(self.cfg.mixer).__name__}: keeps a state, and no keys that a cache could evict; "
+                f"model.mixer={type(self.cfg.mixer).__name__}: keeps a state, not keys that could be evicted; "
                 "leave eviction out"
             )
         if not self.position.relative:
             raise ValueError(
                 f"model.position={type(self.cfg.position).__name__}: a cache that evicts moves tokens to other "
-                "positions, which it cannot; use Rope or NoPosition, or no eviction"
+                "positions, which learned positions do not support; use Rope or NoPosition, or no eviction"
             )
         return [StreamingCache(eviction) for _ in self.blocks]
 
     def check_length(self, length: int) -> None:
-        """Raise ValueError, in one line, where positions or bias cannot serve so many tokens."""
+        """Raises a one-line ValueError if positions or bias do not support `length` tokens."""
         token = torch.zeros(1, 1, self.embedding.embedding_dim, device=self.device)
         try:
             self.position.embed(token.expand(1, length, -1), 0)
             for attention in self.attentions:
                 attention.bias(length)
-        except RuntimeError as error:  # shapes that do not fit, or no memory for them
+        except RuntimeError as error:  # incompatible shapes, or out of memory
             raise ValueError(one_line(error)) from None
 
     def forward(
@@ -141,25 +129,25 @@ class DecoderLM(nn.Module):
         last_only: bool = False,
         place: Tensor | None = None,
     ) -> Tensor:
-        """Logits `[B, L, vocab]` of tokens `[B, L]`; with a cache the tokens continue those already seen.
+        """Logits `[B, L, vocab]` of tokens `[B, L]`; with a cache the tokens continue the cached ones.
 
-        key_mask: bool `[B, Lk]`, False hides a key from every query of every layer. last_only: logits `[B, 1, vocab]`
-        of the last token alone; those of a long prompt may not fit into memory. place: int64 `[B, L]`, where each
-        token stands in its document, from 0: then it sees that document alone; without a cache and a key mask.
+        key_mask: bool `[B, Lk]`, False hides a key from every query of every layer. last_only: return only the last
+        token's logits, `[B, 1, vocab]`, since those of a long prompt may not fit in memory. place: int64 `[B, L]`,
+        0-based position of each token in its document, to which attention is then restricted; without cache and
+        key_mask.
         """
         x = self._compute_hidden(tokens, cache, with_stats=False, key_mask=key_mask, place=place)[0]
         return self.head(x[:, -1:] if last_only else x)
 
     def compute_hidden(self, tokens: Tensor, place: Tensor | None = None, dropout_keys: Tensor | None = None) -> Tensor:
-        """What the head reads, `[B, L, d_model]`: for a loss that never holds all logits (`head_nll`).
+        """Input of the head, `[B, L, d_model]`, for a loss that never holds all logits (`head_nll`).
 
-        dropout_keys: int64 `[B]`, from which each sequence's dropout is drawn in training (`sequence_keys`); None for
-        none.
+        dropout_keys: int64 `[B]`, seeds of each sequence's dropout in training (`sequence_keys`); None for no dropout.
         """
         return self._compute_hidden(tokens, None, with_stats=False, place=place, dropout_keys=dropout_keys)[0]
 
     def compute_hidden_with_stats(self, tokens: Tensor, place: Tensor | None = None) -> tuple[Tensor, list[Stats]]:
-        """The same, and what each layer's attention rows did: one `Stats` of `[B, H, L]` per layer."""
+        """Input of the head, and each layer's `Stats` of `[B, H, L]`."""
         return self._compute_hidden(tokens, None, with_stats=True, place=place)
 
     def _compute_hidden(
@@ -171,61 +159,60 @@ class DecoderLM(nn.Module):
         place: Tensor | None = None,
         dropout_keys: Tensor | None = None,
     ) -> tuple[Tensor, list[Stats]]:
-        """What the head reads, `[B, L, d_model]`, and the stats."""
         new = tokens.shape[1]
         span, offset = cache[0].span(new) if cache else (new, 0)
         places = () if place is None else (place,)
         x = self.position.embed(self.embedding(tokens), offset + span - new, *places)
         rotate = self.position.rotation(span, offset, *places)
         cu_seqlens = None if place is None else find_boundaries(place)
+        inputs = PassInputs(rotate, None, with_stats, key_mask, cu_seqlens, dropout_keys)
         collected: list[Stats] = []
         for index, block in enumerate(self.blocks):
-            layer_cache = cache[index] if cache else None
-            given = x, rotate, layer_cache, with_stats, key_mask, cu_seqlens, dropout_keys
+            layer_inputs = inputs._replace(cache=cache[index]) if cache else inputs
             if self.checkpoint_activations and torch.is_grad_enabled():
-                # Nothing in a block depends on the state of a generator.
-                x, stats = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
+                # A block draws from no generator.
+                x, stats = checkpoint(block, x, layer_inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                x, stats = block(*given)
+                x, stats = block(x, layer_inputs)
             if stats is not None:
                 collected.append(stats)
         return self.norm(x), collected
 
 
 def find_boundaries(place: Tensor) -> Tensor:
-    """Where documents begin among the tokens of all sequences, and their number at last: int32 `[n + 1]`.
+    """Boundaries of the documents in the concatenated sequences, from 0 to B * L: int32 `[n + 1]`.
 
-    place: int64 `[B, L]`, 0 where a document begins, and at the first token of every sequence.
+    place: int64 `[B, L]`, 0 at the first token of every document and every sequence.
     """
     starts = (place.flatten() == 0).nonzero().flatten()
     return torch.cat((starts, starts.new_tensor([place.numel()]))).int()
 
 
 def parameter_generator(seed: int, name: str) -> torch.Generator:
-    """The generator that draws one parameter's initial value."""
+    """Generator of one parameter's initial value."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def init_parameters(model: DecoderLM, seed: int) -> None:
-    """N(0, init_std^2) for weight matrices and token embeddings, these with a std of their own where one is given.
+    """Initialise weight matrices and token embeddings from N(0, init_std^2), or the latter's embedding_init_std.
 
-    Biases and positions draw their own; norms and tau keep their constants.
+    `SelfInitialised` modules initialise themselves; norms and tau keep their constants.
     """
     for path, module in model.named_modules():
         if isinstance(module, SelfInitialised):
             module.init_parameters(lambda name, path=path: parameter_generator(seed, f"{path}.{name}"))
-    own = model.cfg.embedding_init_std
+    embedding_std = model.cfg.init_std if model.cfg.embedding_init_std is None else model.cfg.embedding_init_std
     drawn: set[int] = set()
     for path, module in _matrices(model):
         if id(module.weight) not in drawn:
             drawn.add(id(module.weight))
-            std = own if own is not None and module is model.embedding else model.cfg.init_std
+            std = embedding_std if module is model.embedding else model.cfg.init_std
             nn.init.normal_(module.weight, std=std, generator=parameter_generator(seed, f"{path}.weight"))
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
-    """Linear layers and embeddings by path, but for those in parts that draw their own."""
+    """Linear layers and embeddings by path, except those within `SelfInitialised` modules."""
     inside = {id(m) for part in model.modules() if isinstance(part, SelfInitialised) for m in part.modules()}
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding) and id(module) not in inside:
@@ -233,11 +220,10 @@ def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]
 
 
 def flops_per_token(model: DecoderLM, context_length: int) -> int:
-    """Training FLOPs per token: 6 per weight that multiplies an activation, and what the mixers do beside.
+    """Training FLOPs per token: 6 per weight of a linear layer, plus those of the mixers.
 
-    Of attention that is causal attention's two products, half of the full square (Chowdhery et al., arXiv 2204.02311,
-    appendix B), forward and backward. A window is not taken into account, and products that a backend recomputes and
-    positional biases are not counted.
+    For attention these are its two causal products, half of the full square (Chowdhery et al., arXiv 2204.02311,
+    appendix B), forward and backward. Windows, recomputed products and positional biases are not counted.
     """
     weights = sum(m.weight.numel() for _, m in _matrices(model) if isinstance(m, nn.Linear))
     return 6 * weights + sum(mixer.flops_per_token(context_length) for mixer in model.mixers)

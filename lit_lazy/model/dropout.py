@@ -1,26 +1,26 @@
-"""Dropout whose masks are a function of the seed, the step, the sequence and the place in the model alone.
+"""Dropout whose masks depend only on seed, step, sequence and site in the model.
 
-So they are the same however a batch is cut into micro-batches or shared by devices, when a block is computed again for
-its backward pass, and after a run was killed.
+Masks are therefore independent of micro-batches and devices, and reproducible in activation checkpointing and resumed
+runs.
 """
 
 import torch
 from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-"""Steps of SplitMix64 (Steele, Lea and Flood 2014), whose arithmetic is that of 64 bits, here with a sign."""
+"""Increment of SplitMix64 (Steele, Lea and Flood 2014), as a signed 64-bit integer."""
 ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 
 def sequence_keys(seed: int, step: int, rows: Tensor) -> Tensor:
-    """What the masks of sequences are drawn from: int64 of the shape of `rows`, their int64 numbers in the batch."""
+    """Seeds of the sequences' masks, int64 in the shape of `rows`, their int64 indices in the batch."""
     return _splitmix64(_splitmix64(_splitmix64(torch.full_like(rows, seed)) + step) + rows)
 
 
 def apply_dropout(x: Tensor, p: float, keys: Tensor, site: int) -> Tensor:
-    """x `[B, L, d]` with a share p of its numbers 0, and the others divided by 1 - p.
+    """Zero a share p of the elements of x `[B, L, d]` and divide the others by 1 - p.
 
-    keys: `[B]`, of `sequence_keys`. site: number of the place in the model.
+    keys: `[B]` from `sequence_keys`. site: index of the dropout layer in the model.
     """
     numbers = torch.arange(x[0].numel(), device=x.device).view(x.shape[1:])
     drawn = _splitmix64(_splitmix64(keys + site)[:, None, None] + GOLDEN * numbers)
@@ -28,7 +28,7 @@ def apply_dropout(x: Tensor, p: float, keys: Tensor, site: int) -> Tensor:
 
 
 def _splitmix64(x: Tensor) -> Tensor:
-    """SplitMix64's output function of int64 numbers."""
+    """SplitMix64's output function, on int64."""
     x = x + GOLDEN
     for shift, factor in ROUNDS:
         x = (x ^ _shift_right(x, shift)) * factor
@@ -36,5 +36,5 @@ def _splitmix64(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, by: int) -> Tensor:
-    """To the right, as bits without a sign."""
+    """Logical right shift."""
     return (x >> by) & (2 ** (64 - by) - 1)

@@ -1,4 +1,4 @@
-"""Text out: tokens drawn one after the other, with a cache, for one or more prompts. Needs torch alone."""
+"""Batched autoregressive generation with a cache. Needs only torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from lit_lazy.support.typecheck import check_kinds
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn from the model's distribution."""
+    """Settings of sampling."""
 
     temperature: float = 1.0
-    """What logits are divided by; 0 takes the most probable token."""
+    """Divisor of the logits; 0 takes the most probable token."""
     top_p: float = 1.0
-    """Draw from the fewest tokens that have this probability together, above 0 and at most 1."""
+    """Sample from the smallest set of tokens with this total probability, above 0 and at most 1."""
     seed: int = 0
-    """Of the draws; each prompt has a generator of its own."""
+    """Seed; each prompt has its own generator."""
 
     def __post_init__(self) -> None:
         check_kinds("Sampling", self)
@@ -35,18 +35,18 @@ GREEDY = Sampling(temperature=0.0)
 
 
 class GeneratedToken(NamedTuple):
-    """A token, and which of the prompts it continues, from 0."""
+    """A token and the 0-based index of the prompt that it continues."""
 
     prompt: int
     token: int
 
 
 class Generation:
-    """Iterates over the tokens that continue some prompts; afterwards says what that took.
+    """Iterator over the tokens that continue some prompts; afterwards holds memory statistics.
 
-    Prompts are decoded together, shorter ones with padding on their left that no query sees: each gets what it would
-    get alone, up to rounding. Where a model would notice (learned positions, the threshold per_token, a cache that
-    evicts), only prompts of one length are decoded together.
+    Prompts are decoded in one batch, shorter ones with masked padding on the left, so that results are those of single
+    prompts up to rounding. Models that depend on padding (learned positions, threshold per_token, eviction) decode only
+    prompts of equal length together.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Generation:
         stop: int | None = None,
         eviction: Eviction | None = None,
     ) -> None:
-        """tokens: to draw for each prompt, at most. stop: a token that ends a text, and is not given out itself.
+        """tokens: maximum number per prompt. stop: token that ends a text and is not yielded.
 
-        Raises ValueError, in one line, for an empty prompt, a token that is none of the vocabulary, and a length that
-        positions or bias of the model cannot serve.
+        Raises a one-line ValueError for an empty prompt, a token outside the vocabulary, and a length that the model's
+        positions or bias do not support.
         """
         vocabulary = model.embedding.num_embeddings
         for i, prompt in enumerate(prompts):
@@ -75,19 +75,19 @@ class Generation:
         model.new_cache(eviction)
         model.check_length(max((self._count_keys(batch) for batch in self.batches), default=0))
         self.cache_bytes = 0
-        """Of the largest cache so far, all layers."""
+        """Bytes of the largest cache so far, all layers."""
         self.evicted = 0
-        """Tokens that caches have dropped, all prompts."""
+        """Number of evicted tokens, all prompts."""
 
     def _batches(self) -> Iterator[list[int]]:
-        """The prompts that are decoded together."""
+        """Indices of the prompts of each batch."""
         order = sorted(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
         yield from (
             [order] if self._can_pad() else [list(same) for _, same in groupby(order, lambda i: len(self.prompts[i]))]
         )
 
     def _can_pad(self) -> bool:
-        """Whether padding on the left changes nothing; the fused kernels take no mask for it."""
+        """Whether left padding changes no result and can be masked, which the fused kernels cannot."""
         layers = self.model.attentions
         if not layers:
             return False
@@ -96,13 +96,13 @@ class Generation:
 
     @property
     def most_cache_bytes(self) -> int:
-        """What caches may take at most, without memory for tokens that never come."""
+        """Upper bound on the cache size in bytes, without preallocated room."""
         width = sum(layer.n_kv_heads * layer.head_dim for layer in self.model.attentions)
         keys = max((len(batch) * self._count_keys(batch) for batch in self.batches), default=0)
         return 2 * width * keys * self.model.norm.weight.element_size()
 
     def _count_keys(self, batch: list[int]) -> int:
-        # The last token that is drawn is not read.
+        # The last generated token is not read.
         longest = max((len(self.prompts[i]) for i in batch), default=0) + self.tokens - 1
         return longest if self.eviction is None else min(longest, self.eviction.capacity)
 
@@ -111,7 +111,7 @@ class Generation:
             yield from self._decode_batch(batch)
 
     def _decode_batch(self, batch: list[int]) -> Iterator[GeneratedToken]:
-        # No mode of torch is on while a token is handed out: it would be the caller's, too.
+        # Yield outside torch.no_grad(), which would also apply to the caller.
         prompts = [self.prompts[i] for i in batch]
         longest = max(map(len, prompts))
         tokens = torch.tensor([[*[0] * (longest - len(prompt)), *prompt] for prompt in prompts])
@@ -136,7 +136,7 @@ class Generation:
 
     @torch.no_grad()
     def _compute_logits(self, tokens: Tensor, cache: list[Cache], mask: Tensor | None) -> Tensor:
-        """The logits `[B, V]` behind tokens `[B, L]`."""
+        """Next-token logits `[B, V]` after tokens `[B, L]`."""
         device = self.model.device
         mask = None if mask is None else mask.to(device)
         *_, last = (self.model(part.to(device), cache, mask, last_only=True) for part in cache[0].split_tokens(tokens))
@@ -151,7 +151,7 @@ def generate(
     stop: int | None = None,
     eviction: Eviction | None = None,
 ) -> list[list[int]]:
-    """The tokens that continue each prompt, as `Generation` says."""
+    """Generate the tokens that continue each prompt; arguments as in `Generation`."""
     found: list[list[int]] = [[] for _ in prompts]
     for prompt, token in Generation(model, prompts, tokens, sampling, stop, eviction):
         found[prompt].append(token)
@@ -159,13 +159,13 @@ def generate(
 
 
 def draw(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
-    """A token for each row of logits `[B, V]`, int64 `[B]` on the CPU, by the row's own generator."""
+    """Sample a token for each row of logits `[B, V]` with the row's generator: int64 `[B]` on the CPU."""
     if sampling.temperature == 0:
         return logits.argmax(-1).cpu()
-    # On the CPU in float64, so that a seed means the same draws everywhere.
+    # On the CPU in float64, so that draws do not depend on the device.
     p, token = (logits.double().cpu() / sampling.temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
     p = p.masked_fill(p.cumsum(-1) - p >= sampling.top_p, 0)  # the first token stays
-    reached = p.cumsum(-1)
-    at = torch.cat([torch.rand(1, 1, dtype=torch.float64, generator=one) for one in generators]) * reached[:, -1:]
-    place = torch.searchsorted(reached, at, right=True).clamp(max=p.shape[1] - 1)
-    return token.gather(1, place)[:, 0]
+    cumulative = p.cumsum(-1)
+    uniform = torch.cat([torch.rand(1, 1, dtype=torch.float64, generator=generator) for generator in generators])
+    index = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp(max=p.shape[1] - 1)
+    return token.gather(1, index)[:, 0]

@@ -1,4 +1,4 @@
-"""What a computation keeps for its backward pass, measured."""
+"""Measurement of the memory that a computation saves for its backward pass."""
 
 from collections.abc import Callable, Iterable
 
@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 
-def measure_saved_bytes(call: Callable[[], object], own: Iterable[Tensor]) -> int:
-    """Bytes of the storages that a call keeps for its backward pass; `own`, such as parameters, do not count."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in own}
+def measure_saved_bytes(call: Callable[[], object], excluded: Iterable[Tensor]) -> int:
+    """Bytes of the storages that a call saves for its backward pass, without those of `excluded`, e.g. parameters."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in excluded}
     storages: dict[int, torch.UntypedStorage] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             storages[storage.data_ptr()] = storage
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         call()
     return sum(storage.nbytes() for storage in storages.values())

@@ -1,4 +1,4 @@
-"""How weights are moved: optimisers, and the schedules of their learning rate. Needs torch alone."""
+"""Optimisers and learning rate schedules. Needs only torch."""
 
 from lit_lazy.optim.optimiser import SGD, AdamW, Muon, Optimiser
 from lit_lazy.optim.schedule import WSD, Constant, Cosine, Schedule

@@ -1,4 +1,4 @@
-"""Optimisers: settings that make one of torch's for a model's parameter groups."""
+"""Settings of optimisers, which build torch's for a model's parameter groups."""
 
 import math
 from abc import ABC, abstractmethod
@@ -13,30 +13,30 @@ from torch import Tensor
 from lit_lazy.support.checks import require, require_whole
 
 Group = dict[str, Any]
-"""As torch takes it: `params`, and the `lr` and `weight_decay` of these."""
+"""A parameter group of torch: `params` with their `lr` and `weight_decay`."""
 Adjustment = Literal["match_rms_adamw", "original"]
 MOST_ITERATIONS = 99
 
 
 class Optimiser(ABC):
-    """Settings of an optimiser, beside `train.lr`, `train.weight_decay` and `train.betas`, which several share."""
+    """Settings of an optimiser, besides the shared `train.lr`, `train.weight_decay` and `train.betas`."""
 
     adaptive: ClassVar[bool] = True
-    """Whether `train.betas` have an effect."""
+    """Whether `train.betas` has an effect."""
     needs_whole_matrices: ClassVar[bool] = False
-    """Whether a step of a matrix is no sum of steps of its numbers, and so wants it on one device."""
+    """Whether a step needs full matrices, which must then not be sharded."""
 
     @abstractmethod
     def build(
         self, groups: Sequence[Group], matrices: Collection[Tensor], betas: tuple[float, float]
     ) -> torch.optim.Optimizer:
-        """The optimiser of all parameters in the groups.
+        """Build the optimiser of all parameters in the groups.
 
-        matrices: those of them that are weight matrices of blocks.
+        matrices: the weight matrices of blocks among them.
         """
 
-    def moments(self, matrix: bool) -> int:  # noqa: ARG002 (most keep as many of every parameter)
-        """Numbers that it keeps beside each weight. matrix: of a weight matrix of a block."""
+    def moments(self, matrix: bool) -> int:  # noqa: ARG002
+        """Number of state values per weight. matrix: whether it is in a weight matrix of a block."""
         return 2
 
 
@@ -62,12 +62,12 @@ class AdamW(Optimiser):
 
 @dataclass(frozen=True)
 class SGD(Optimiser):
-    """Stochastic gradient descent with momentum (Sutskever et al. 2013), torch's: decay is part of the gradient."""
+    """Stochastic gradient descent with momentum (Sutskever et al. 2013), torch's: decay is added to the gradient."""
 
     momentum: float = 0.9
-    """What stays of the sum of former gradients at each step; 0 for none."""
+    """Decay factor of the sum of gradients per step; 0 for no momentum."""
     nesterov: bool = False
-    """Look ahead along the momentum (Nesterov)."""
+    """Use Nesterov momentum."""
 
     adaptive = False
 
@@ -89,25 +89,25 @@ class SGD(Optimiser):
 
 @dataclass(frozen=True)
 class Muon(Optimiser):
-    """Orthogonalised momentum for the blocks' matrices, AdamW for all else (Jordan et al. 2024, torch's).
+    """Orthogonalised momentum for the blocks' matrices, AdamW for all other parameters (Jordan et al. 2024, torch's).
 
-    All else is embeddings, head, norms, tau and biases. The matrices' momentum is made near orthogonal by Newton-Schulz
-    iterations in bfloat16.
+    The others are embeddings, head, norms, tau and biases. Newton-Schulz iterations in bfloat16 make the matrices'
+    momentum nearly orthogonal.
     """
 
     momentum: float = 0.95
-    """What stays of the mean of former gradients of a matrix at each step."""
+    """Decay factor of the mean of a matrix's gradients per step."""
     nesterov: bool = True
-    """Look ahead along the momentum (Nesterov)."""
+    """Use Nesterov momentum."""
     iterations: int = 5
-    """Newton-Schulz iterations."""
+    """Number of Newton-Schulz iterations."""
     adjustment: Adjustment = "match_rms_adamw"
-    """Size of a matrix's step: match_rms_adamw, 0.2 sqrt(max(rows, columns)), so that AdamW's learning rates serve (Liu
-    et al., arXiv 2502.16982); original, sqrt(max(1, rows / columns))."""
+    """Size of a matrix's step: match_rms_adamw is 0.2 sqrt(max(rows, columns)), which suits AdamW's learning rates (Liu
+    et al., arXiv 2502.16982); original is sqrt(max(1, rows / columns))."""
     lr_scale: float = 1.0
-    """Learning rate of the matrices, as a multiple of `train.lr`."""
+    """Learning rate of the matrices as a multiple of `train.lr`."""
     eps: float = 1e-8
-    """AdamW's: added to the root of the second moment."""
+    """Added to the root of AdamW's second moment."""
 
     needs_whole_matrices = True
 
@@ -128,11 +128,11 @@ class Muon(Optimiser):
     ) -> torch.optim.Optimizer:
         chosen = set(matrices)
         others = _select_parameters(groups, lambda parameter: parameter not in chosen)
-        own = [
+        scaled = [
             {**group, "lr": self.lr_scale * group["lr"]} for group in _select_parameters(groups, chosen.__contains__)
         ]
         muon = torch.optim.Muon(
-            own,
+            scaled,
             momentum=self.momentum,
             nesterov=self.nesterov,
             ns_steps=self.iterations,
@@ -145,7 +145,7 @@ class Muon(Optimiser):
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Optimisers of different parameters as one: their groups one after the other, one state, one checkpoint."""
+    """Optimisers of different parameters combined: concatenated groups, one state, one checkpoint."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
@@ -153,20 +153,20 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self._share_state()
 
     def _share_state(self) -> None:
-        """Let the parts work on the groups and the state of the whole, which schedules and checkpoints know."""
+        """Let the parts use the combined groups and state, which schedules and checkpoints change."""
         groups = iter(self.param_groups)
         for part in self.parts:
             part.param_groups = list(islice(groups, len(part.param_groups)))
             part.state = self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As any optimiser's; torch puts new groups and a new state in place of the former."""
+        """Load a state; torch replaces the groups and the state, so share them again."""
         super().load_state_dict(state_dict)
         self._share_state()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """A step of each part; the gradients are computed once."""
+        """Step each part; a closure runs once."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -177,7 +177,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
 
 def _select_parameters(groups: Sequence[Group], wanted: Callable[[Tensor], bool]) -> list[Group]:
-    """The groups, of whose parameters some are wanted, with these alone."""
+    """The groups restricted to the wanted parameters, without empty ones."""
     parts = [{**group, "params": [*filter(wanted, group["params"])]} for group in groups]
     return [group for group in parts if group["params"]]
 

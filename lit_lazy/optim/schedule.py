@@ -1,4 +1,4 @@
-"""Schedules of the learning rate after its warm-up.
+"""Learning rate schedules after the warm-up.
 
 A schedule is a frozen dataclass (its settings) with one function of the finished share of the steps.
 """
@@ -17,13 +17,13 @@ class Schedule(ABC):
     """Settings of a schedule."""
 
     falls: ClassVar[bool] = True
-    """Whether it ends at `train.final_lr_fraction`, which has no effect otherwise."""
+    """Whether the schedule ends at `train.final_lr_fraction`, which has no effect otherwise."""
 
     @abstractmethod
     def factor(self, progress: float, final: float) -> float:
-        """What the peak learning rate is multiplied with.
+        """Factor on the peak learning rate.
 
-        progress: share of the steps behind the warm-up that are finished, 0 to 1. final: the factor at the end.
+        progress: finished share of the steps after the warm-up, 0 to 1. final: factor at the end.
         """
 
 
@@ -40,9 +40,9 @@ class WSD(Schedule):
     """Warm-up, stable, decay: the peak, then a fall to `train.final_lr_fraction` (Hu et al., arXiv 2404.06395)."""
 
     decay_share: float = 0.2
-    """Share of the steps behind the warm-up in which it falls."""
+    """Share of the steps after the warm-up in which the rate decays."""
     decay: Decay = "sqrt"
-    """How it falls: linear, or sqrt, by 1 - sqrt(u) of the decay's share u (Hägele et al., arXiv 2405.18392)."""
+    """Form of the decay: linear, or sqrt, 1 - sqrt(u) for the finished share u (Hägele et al., arXiv 2405.18392)."""
 
     def __post_init__(self) -> None:
         require(0 < self.decay_share <= 1, "WSD.decay_share", self.decay_share, "must be above 0 and at most 1")
@@ -55,7 +55,7 @@ class WSD(Schedule):
 
 @dataclass(frozen=True)
 class Constant(Schedule):
-    """The peak to the end."""
+    """The peak learning rate until the end."""
 
     falls = False
 

@@ -1,4 +1,4 @@
-"""What a training will take: parameters, tokens, FLOPs, memory by part, hours, disk. Nothing of it is trained."""
+"""Estimates of a training's cost: parameters, tokens, FLOPs, memory by part, hours, disk."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from itertools import chain
 import torch
 from rich.filesize import decimal
 
+from lit_lazy.attention import PassInputs
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import Block, DecoderLM, flops_per_token
@@ -21,100 +22,107 @@ from lit_lazy.training.optimiser import find_block_matrices
 from lit_lazy.training.prepare import prepare_outline
 
 UTILISATION = 0.4
-"""Of the peak that a training reaches; well-tuned ones of such models reach 0.35 to 0.5."""
+"""Assumed share of the peak FLOP/s; well-tuned trainings of such models reach 0.35 to 0.5."""
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
-"""Dense bfloat16 products a second, by data sheet."""
+"""Dense bfloat16 FLOP/s from the data sheets."""
 ASSUMED = "H200"
-"""Where there is no GPU."""
-NUMBER = 4
-"""Bytes in fp32, as weights, gradients and moments are kept whatever the precision."""
+"""Without a known GPU on this machine."""
+BYTES_PER_NUMBER = 4
+"""fp32: weights, gradients and moments in every precision."""
 LOGITS_COPIES = 3
 """The product, its fp32 copy or softmax, and the gradient."""
-LOOKED_AT = 128
-"""Tokens of which the memory that a block keeps is measured."""
+MEASURED_TOKENS = 128
+"""Number of tokens at which the saved memory of a block is measured."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one training, as executed in one way."""
+    """Cost of a training with a given execution."""
 
     parameters: int
     tokens: int
     flops: float
     memory: dict[str, int]
-    """Bytes on each device by what they are for, at the moment that needs most; libraries come on top."""
+    """Peak bytes on each device by purpose, without libraries."""
     parts: int
-    """Micro-batches of a step on each device."""
+    """Micro-batches per step on each device."""
     disk: int
-    """Bytes while it runs: a checkpoint, and its successor while that is written."""
+    """Bytes while it runs: a checkpoint, and the next one while it is written."""
 
     @property
     def device_bytes(self) -> int:
-        """On each device."""
+        """Total peak bytes on each device."""
         return sum(self.memory.values())
 
     def estimate_hours(self, devices: int, peak: float) -> float:
-        """At UTILISATION of the devices' peak, in FLOPs a second."""
+        """Hours at UTILISATION of the devices' peak, in FLOP/s."""
         return self.flops / (devices * UTILISATION * peak) / 3600
 
 
 def estimate_cost(cfg: RunConfig, data: Outline, execution: Execution) -> Cost:
-    """What `cfg` will take. Raises ValueError where its batch cannot be shared out."""
+    """Estimate the cost of `cfg`. Raises ValueError if its batch cannot be split over the devices."""
     parts = execution.accumulation_steps(cfg.train.batch_size)
     with torch.device("meta"):
         model = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    spread_over = execution.devices if execution.strategy == "fsdp" else 1
-    state = NUMBER * parameters // spread_over
-    at_a_time = cfg.train.batch_size // execution.devices // parts * data.context_length
-    moments = NUMBER * _count_moments(model, cfg.train.optimiser)
+    shards = execution.devices if execution.strategy == "fsdp" else 1
+    state = BYTES_PER_NUMBER * parameters // shards
+    micro_batch_tokens = cfg.train.batch_size // execution.devices // parts * data.context_length
+    moments = BYTES_PER_NUMBER * _count_moments(model, cfg.train.optimiser)
     average = {"average": state} if cfg.train.ema_decay else {}
     memory = {
         "weights": state,
         "gradients": state,
-        "optimiser": moments // spread_over,
+        "optimiser": moments // shards,
         **average,
         "activations": _estimate_activation_bytes(
-            cfg, data.context_length, at_a_time, execution.checkpoint_activations
+            cfg, data.context_length, micro_batch_tokens, execution.checkpoint_activations
         ),
-        "logits": LOGITS_COPIES * NUMBER * min(at_a_time * data.vocab_size, max(data.vocab_size, LOGITS_AT_ONCE)),
+        "logits": LOGITS_COPIES
+        * BYTES_PER_NUMBER
+        * min(micro_batch_tokens * data.vocab_size, max(data.vocab_size, LOGITS_AT_ONCE)),
     }
     tokens = cfg.train.steps * cfg.train.batch_size * data.context_length
     flops = float(tokens) * flops_per_token(model, data.context_length)
-    return Cost(parameters, tokens, flops, memory, parts, disk=2 * (NUMBER * parameters * (1 + len(average)) + moments))
+    return Cost(
+        parameters,
+        tokens,
+        flops,
+        memory,
+        parts,
+        disk=2 * (BYTES_PER_NUMBER * parameters * (1 + len(average)) + moments),
+    )
 
 
 def _count_moments(model: DecoderLM, optimiser: Optimiser) -> int:
-    """Numbers that an optimiser keeps of a model's parameters."""
+    """Number of an optimiser's state values for a model's parameters."""
     matrices = {id(matrix) for matrix in find_block_matrices(model)}
     return sum(p.numel() * optimiser.moments(id(p) in matrices) for p in model.parameters())
 
 
 def _estimate_activation_bytes(cfg: RunConfig, context_length: int, tokens: int, checkpointed: bool) -> int:
-    """Bytes that are kept for the backward pass of so many tokens."""
+    """Bytes saved for the backward pass of `tokens` tokens."""
     fixed, per_token = measure_block_activations(cfg.model, context_length, cfg.train.precision == "bf16")
-    block, stream = fixed + tokens * per_token, tokens * NUMBER * cfg.model.d_model
+    block, stream = fixed + tokens * per_token, tokens * BYTES_PER_NUMBER * cfg.model.d_model
     layers = cfg.model.n_layers * stream + block if checkpointed else cfg.model.n_layers * block
     return round(layers + 3 * stream)  # the embeddings, and the last norm's input and output
 
 
 def measure_block_activations(cfg: ModelConfig, context_length: int, bf16: bool) -> tuple[float, float]:
-    """Bytes that one block keeps for its backward pass, and those of each token: measured on the CPU, on few tokens.
+    """Constant and per-token bytes that one block saves for its backward pass, measured on the CPU with few tokens.
 
-    Whatever the number of tokens it keeps, under bf16, its matrices in that type.
+    Under bf16 the constant part includes the matrices cast to bf16.
     """
     block = Block(dataclasses.replace(cfg, backend="auto"), context_length, layer=0)
     rotation = cfg.position.build(cfg.d_model, block.attention.rotary_dim, context_length).rotation
 
     def measure_bytes(length: int) -> int:
         x = torch.randn(1, length, cfg.d_model, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        inputs = PassInputs(rotation(length, 0), dropout_keys=torch.zeros(1, dtype=torch.int64))
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            return measure_saved_bytes(
-                lambda: block(x, rotation(length, 0), None, False, None, None, torch.zeros(1, dtype=torch.int64)),
-                chain(block.parameters(), block.buffers()),
-            )
+            return measure_saved_bytes(lambda: block(x, inputs), chain(block.parameters(), block.buffers()))
 
-    long = min(context_length, LOOKED_AT)
+    long = min(context_length, MEASURED_TOKENS)
     short = (long + 1) // 2
     few, many = measure_bytes(short), measure_bytes(long)
     per_token = (many - few) / (long - short) if long > short else many
@@ -122,15 +130,17 @@ def measure_block_activations(cfg: ModelConfig, context_length: int, bf16: bool)
 
 
 def require_fit(cost: Cost, execution: Execution) -> None:
-    """Raise ValueError, in one line, where a device of this machine has not the memory."""
+    """Raises a one-line ValueError if the training does not fit in the memory of this machine's devices."""
     on_gpu = torch.cuda.is_available()
-    there = torch.cuda.get_device_properties(0).total_memory if on_gpu else measure_total_memory() // execution.devices
-    if cost.device_bytes > there:
+    available = (
+        torch.cuda.get_device_properties(0).total_memory if on_gpu else measure_total_memory() // execution.devices
+    )
+    if cost.device_bytes > available:
         where = "each GPU" if on_gpu else "each of the processes on this machine"
         raise ValueError(
             f"--micro-batch={execution.micro_batch}: needs {format_memory(cost)} on each device, and {where} has "
-            f"{there / 1e9:.1f} GB; give a smaller --micro-batch, --checkpoint-activations, or --strategy fsdp on more "
-            "devices"
+            f"{available / 1e9:.1f} GB; give a smaller --micro-batch, --checkpoint-activations, or --strategy fsdp "
+            "with more devices"
         )
 
 
@@ -141,9 +151,9 @@ def format_memory(cost: Cost) -> str:
 
 
 def find_peak_flops() -> tuple[str, float]:
-    """The GPU that is here, if its data sheet is known, else one that is assumed; and its FLOPs a second."""
-    known = _find_known_device() or ASSUMED
-    return known, PEAKS[known]
+    """Name and peak FLOP/s of this machine's GPU if its data sheet is known, else of the assumed one."""
+    name = _find_known_device() or ASSUMED
+    return name, PEAKS[name]
 
 
 def _find_known_device() -> str | None:
@@ -152,9 +162,9 @@ def _find_known_device() -> str | None:
 
 
 def format_dry_run(name: str, cfg: RunConfig, execution: Execution) -> list[str]:
-    """The lines of a dry run. A text that was not tokenised yet is not tokenised for it.
+    """Lines of a dry run, which tokenises no text.
 
-    Raises ValueError where the training would, but for what this machine holds and runs: it may be for another.
+    Raises ValueError as the training would, except for memory and backends, since another machine may train it.
     """
     source = prepare_outline(cfg, elsewhere=True)
     execution.check(cfg.train)
@@ -164,7 +174,7 @@ def format_dry_run(name: str, cfg: RunConfig, execution: Execution) -> list[str]
     kind, peak = find_peak_flops()
     sequences = format_count(cfg.train.batch_size // execution.devices // cost.parts, "sequence")
     where = f"on each of {execution.devices} devices" if execution.devices > 1 else "on 1 device"
-    elsewhere = "" if _find_known_device() else "; not on this machine, whose speed is not known"
+    elsewhere = "" if _find_known_device() else "; the speed of this machine is not known"
     return [
         f"{name}: {cost.parameters:,} parameters",
         _format_data(source, cost),
@@ -179,11 +189,13 @@ def format_dry_run(name: str, cfg: RunConfig, execution: Execution) -> list[str]
 
 def _format_data(source: Outline, cost: Cost) -> str:
     if source.sequences is None:
-        return f"data:   the training sees {cost.tokens:,} tokens; `lit-lazy tokenise` counts those of {source.name}"
-    there = source.sequences * source.context_length
-    passes = f"{cost.tokens / there:.3g}"
+        return (
+            f"data:   the training sees {cost.tokens:,} tokens; run `lit-lazy tokenise` to count those of {source.name}"
+        )
+    available = source.sequences * source.context_length
+    passes = f"{cost.tokens / available:.3g}"
     passes += " pass" if passes == "1" else " passes"
-    return f"data:   {there:,} tokens of {source.name}; the training sees {cost.tokens:,}, so {passes}"
+    return f"data:   {available:,} tokens of {source.name}; the training sees {cost.tokens:,}, so {passes}"
 
 
 def _format_duration(hours: float) -> str:

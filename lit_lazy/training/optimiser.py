@@ -1,5 +1,6 @@
-"""What an optimiser gets of a model: parameter groups, and the learning rate of a step. Needs torch alone."""
+"""Parameter groups, and the learning rate of a step, for an optimiser. Needs only torch."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from lit_lazy.model.decoder import DecoderLM
 
 
 def lr_factor(step: int, cfg: TrainConfig) -> float:
-    """Linear warm-up, then the schedule; a factor on the peak learning rate."""
+    """Factor on the peak learning rate: linear warm-up, then the schedule."""
     if step < cfg.warmup_steps:
         return (step + 1) / cfg.warmup_steps
     progress = (step - cfg.warmup_steps) / (cfg.steps - cfg.warmup_steps)
@@ -19,27 +20,32 @@ def lr_factor(step: int, cfg: TrainConfig) -> float:
 
 
 def build_optimizer(model: DecoderLM, cfg: TrainConfig) -> torch.optim.Optimizer:
-    """The optimiser of all parameters that are trained."""
+    """Build the optimiser of all trained parameters."""
     return cfg.optimiser.build(build_parameter_groups(model, cfg), find_block_matrices(model), cfg.betas)
 
 
 def find_block_matrices(model: DecoderLM) -> list[Tensor]:
-    """Weight matrices of the blocks' linear layers, but for those in positional biases."""
-    return [
-        module.weight
-        for path, module in model.blocks.named_modules()
-        if isinstance(module, nn.Linear) and ".bias" not in path
-    ]
+    """Weight matrices of the blocks that decay."""
+    return list(_find_decayed(model.blocks))
+
+
+def _find_decayed(module: nn.Module) -> Iterator[Tensor]:
+    """Weights of linear layers, except within modules that declare `decays = False`."""
+    if not getattr(type(module), "decays", True):
+        return
+    if isinstance(module, nn.Linear):
+        yield module.weight
+    for child in module.children():
+        yield from _find_decayed(child)
 
 
 def build_parameter_groups(model: DecoderLM, cfg: TrainConfig) -> list[dict[str, Any]]:
-    """Groups by decay and learning rate: weight matrices of the blocks and an untied head decay; all else does not.
+    """Parameter groups by weight decay and learning rate.
 
-    All else is embeddings (and a head tied to them), norms, tau, and all parameters of positional biases.
-    tau has its normaliser's factor on the learning rate.
+    Weight matrices of the blocks and an untied head decay. Embeddings (and a head tied to them), norms, tau and all
+    parameters of positional biases do not. tau has its normaliser's factor on the learning rate.
     """
-    decayed = {id(m.weight) for path, m in model.named_modules() if isinstance(m, nn.Linear) and ".bias" not in path}
-    decayed.discard(id(model.embedding.weight))
+    decayed = {id(weight) for weight in _find_decayed(model)} - {id(model.embedding.weight)}
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     seen: set[int] = set()
     for module in model.modules():

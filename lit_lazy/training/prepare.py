@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from lit_lazy.attention import Attention, MixerModule
+from lit_lazy.attention import Attention, MixerModule, PassInputs
 from lit_lazy.config.key import hash_file
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data import IGNORED, DataConfig, DataSource, TokenDataset
@@ -69,7 +69,11 @@ def _build_mixer(cfg: ModelConfig, context_length: int) -> MixerModule:
     tokens = torch.zeros(1, 2, cfg.d_model)
     try:
         mixer = cfg.build_mixer(0, context_length)
-        found = mixer(tokens, lambda heads: heads)[0].shape if isinstance(mixer, MixerModule) else type(mixer).__name__
+        found = (
+            mixer(tokens, PassInputs(lambda heads: heads))[0].shape
+            if isinstance(mixer, MixerModule)
+            else type(mixer).__name__
+        )
     except MISTAKES as error:
         raise ValueError(f"{name}: {_describe_user_error(error)}") from error
     require(found == tokens.shape, name, found, f"let build return a MixerModule that gives {list(tokens.shape)} here")

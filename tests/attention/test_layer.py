@@ -15,6 +15,7 @@ from lit_lazy.attention import (
     LearnedBias,
     NoBias,
     NoPosition,
+    PassInputs,
     Rope,
     Softmax,
     T5Bias,
@@ -43,7 +44,7 @@ def rotation(position, length=LENGTH, offset=0, head_dim=D_MODEL // HEADS):
 
 
 def forward(attention, x, position=NoPosition(), **options):  # noqa: B008
-    return attention(x, rotation(position, x.shape[1], head_dim=attention.head_dim), **options)
+    return attention(x, PassInputs(rotation(position, x.shape[1], head_dim=attention.head_dim), **options))
 
 
 def written_out(attention, x, rotate=lambda x: x, added=None, tau=0.0, window=None):
@@ -166,7 +167,7 @@ def test_cache_continues_the_sequence(spec, steps):
     for step in steps:
         assert cache.length == start
         rotate = rotation(Rope(), step, start)
-        outs.append(attention(x[:, start : start + step], rotate, cache)[0])
+        outs.append(attention(x[:, start : start + step], PassInputs(rotate, cache))[0])
         start += step
     torch.testing.assert_close(torch.cat(outs, 1), forward(attention, x, Rope())[0], **TIGHT)
     assert cache.length == LENGTH

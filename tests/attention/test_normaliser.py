@@ -276,8 +276,8 @@ class TestElastic:
             ({"tau_lr_scale": -1.0}, "Elastic.tau_lr_scale=-1.0: must be finite and above 0"),
             ({"tau_lr_scale": math.inf}, "Elastic.tau_lr_scale=inf: must be finite and above 0"),
             ({"tau_lr_scale": math.nan}, "Elastic.tau_lr_scale=nan: must be finite and above 0"),
-            ({"tau_ramp": -0.1}, "Elastic.tau_ramp=-0.1: must be a part of the training, 0 to 1"),
-            ({"tau_ramp": math.nan}, "Elastic.tau_ramp=nan: must be a part of the training, 0 to 1"),
+            ({"tau_ramp": -0.1}, "Elastic.tau_ramp=-0.1: must be a share of the training, 0 to 1"),
+            ({"tau_ramp": math.nan}, "Elastic.tau_ramp=nan: must be a share of the training, 0 to 1"),
             ({"tau_final": math.inf}, "Elastic.tau_final=inf: must be finite"),
             (
                 {"tau_init": 0.0, "threshold": "constant", "tau_ramp": 0.5},
@@ -292,5 +292,5 @@ class TestElastic:
     def test_constant_below_one_is_accepted_and_says_what_to_take(self):
         assert Elastic(tau_init=0.99, threshold="constant").tau_init == 0.99
         assert Elastic(tau_init=-2.0, threshold="constant").tau_init == -2.0
-        with pytest.raises(ValueError, match=r"take a value below 1, for example 0\.01"):
+        with pytest.raises(ValueError, match=r"give a value below 1, for example 0\.01"):
             Elastic(threshold="constant")

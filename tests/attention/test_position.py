@@ -104,7 +104,7 @@ class TestLearnedAbsolute:
     @pytest.mark.parametrize(("length", "offset"), [(11, 0), (4, 7), (1, 10)])
     def test_beyond_the_context_is_refused(self, length, offset):
         with pytest.raises(
-            ValueError, match=f"LearnedAbsolute: {length + offset} positions asked, 10 learned; use Rope"
+            ValueError, match=f"LearnedAbsolute: {length + offset} positions requested, 10 learned; use Rope"
         ):
             self.module().embed(rand(2, length, 16), offset)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lit_lazy.attention import GatedDeltaNet, LayerShape, Mamba2, Mixer, RetNet, Rope
+from lit_lazy.attention import GatedDeltaNet, LayerShape, Mamba2, Mixer, PassInputs, RetNet, Rope
 from lit_lazy.attention.initialisation import SelfInitialised
 from lit_lazy.attention.recurrence import RecurrentCache, _import_plain_module, decayed_sum, gated_delta
 
@@ -176,7 +176,7 @@ def test_a_layer_is_its_papers_formula(mixer):
     x = torch.randn(BATCH, LENGTH, 16, generator=torch.Generator().manual_seed(3)).double()
     rotate = Rope().build(16, 8, 32).double().rotation(LENGTH, 0)
     wanted = FORMULAS[type(mixer).__name__](made, x, rotate)
-    torch.testing.assert_close(made(x, rotate)[0], wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max().item())
+    torch.testing.assert_close(made(x, PassInputs(rotate))[0], wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max().item())
 
 
 def test_the_decays_start_where_the_papers_do():
@@ -205,7 +205,7 @@ def test_mamba2_cuts_any_width_into_heads(d_model, heads, head_dim):
         (lambda: Mamba2(head_dim=5).build(SHAPE), "Mamba2.head_dim=5: must divide 2 * model.d_model=32"),
         (lambda: Mamba2(kernel=0), "Mamba2.kernel=0: must be at least 1"),
         (
-            lambda: layer(RetNet())(torch.zeros(1, 2, 16), lambda x: x, key_mask=torch.ones(1, 2)),
+            lambda: layer(RetNet())(torch.zeros(1, 2, 16), PassInputs(lambda x: x, key_mask=torch.ones(1, 2))),
             "RetNet keeps a state",
         ),
     ],

@@ -36,7 +36,7 @@ BROKEN = {
     "overflow": (module(lambda _, s, _rows: s.exp() / s.exp().sum(-1, keepdim=True)), "subtract the row's maximum"),
     "hidden": (module(lambda _, s, _rows: s.sigmoid() + 0.1), "gives a hidden key weight; clear it with masked_fill"),
     "hidden NaN": (module(lambda _, s, rows: s.softmax(-1).where(rows.visible, torch.nan)), "a hidden key weight"),
-    "counts hidden": (module(lambda _, s, _rows: s.relu() / s.shape[-1]), "changes with the number of hidden keys"),
+    "counts hidden": (module(lambda _, s, _rows: s.relu() / s.shape[-1]), "depends on the number of hidden keys"),
     "negative": (module(lambda _, s, rows: s.where(rows.visible, 0)), "gives a weight below 0; declare signed = True"),
     "zeros": (module(lambda _, s, rows: s.relu() / rows.n), "a visible key a weight of 0; declare can_zero = True"),
     "in place": (module(lambda _, s, _rows: s.mul_(2).softmax(-1)), "Mine.weights changes its scores in place; use"),
@@ -44,7 +44,7 @@ BROKEN = {
     "maps as text": (module(plain, maps="2"), "Mine.maps='2': must be a whole number"),
     "rows of maps": (
         module(lambda _, s, rows: s.softmax(-1)[:, :, 0].masked_fill(~rows.visible, 0), maps=2),
-        "with several maps, rows.visible and the others have an axis more: rows.visible.squeeze(2)",
+        "with several maps, the fields of rows have one more axis: use rows.visible.squeeze(2)",
     ),
     "output": (module(plain, output=lambda _, out: out.mean(1)), "Mine.output returns [2, 7, 4] for heads"),
     "no gradient": (module(plain, parameter=True), "Mine.scale gets no gradient: use it in weights, queries or output"),
@@ -101,7 +101,7 @@ def test_check_normaliser_names_the_check():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"normaliser": Differential(renormalise=True)}, "Differential.renormalise=True: its weights can be negative"),
+        ({"normaliser": Differential(renormalise=True)}, "Differential.renormalise=True: weights can be negative"),
         ({"normaliser": Differential()}, "Differential: the head dimension must be even, got 3"),
     ],
 )

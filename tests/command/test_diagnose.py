@@ -312,7 +312,7 @@ def test_data_that_are_no_longer_those_of_the_training(
 
 
 LENGTHS = [
-    ({"model.position": LearnedAbsolute()}, 17, "--lengths 17: LearnedAbsolute: 17 positions asked, 16 learned; "),
+    ({"model.position": LearnedAbsolute()}, 17, "--lengths 17: LearnedAbsolute: 17 positions requested, 16 learned; "),
     ({"model.attention.bias": Fire()}, 17, "--lengths 17: Fire.length=None: cannot serve 17 keys"),
 ]
 

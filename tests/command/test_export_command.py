@@ -187,7 +187,7 @@ def test_mistakes(
         ([str(trained), "file"], "argument OUT: 'file': is a file, must be a folder"),
         ([str(trained), "/proc/out"], "OUT '/proc/out': nothing can be written there"),
         (["none.ckpt", "out"], "checkpoint 'none.ckpt': cannot be read (No such file or directory)"),
-        ([entmax, "out"], "model.attention.normaliser=Sparsemax: the exported modelling file has none of that name"),
+        ([entmax, "out"], "model.attention.normaliser=Sparsemax: not supported by the exported modelling file"),
         ([str(tmp_path / FINAL_CHECKPOINT), "out"], f"{RESULT}': is damaged (JSONDecodeError); remove it"),
     ):
         assert named in expect_refusal(["export", *words], capsys)

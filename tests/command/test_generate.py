@@ -197,7 +197,7 @@ WRONG = [
     (["{numbers}", "--prompt", ""], "--prompt '': Backcopy has no text"),
     (
         ["{learned}", "--prompt", "1 2", "--tokens", "16"],
-        "--tokens 16: LearnedAbsolute: 17 positions asked, 16 learned; ",
+        "--tokens 16: LearnedAbsolute: 17 positions requested, 16 learned; ",
     ),
     (
         ["{learned}", "--prompt", "1", "--window", "4"],

@@ -155,7 +155,7 @@ def test_a_machine_that_cannot_run_the_kernels_is_named(name, monkeypatch):
     monkeypatch.setattr(what, value)
     with pytest.raises(ValueError, match=f"backend is 'triton', which {expected}; choose 'chunked'"):
         resolve_backend("triton", q)
-    api._warn_of_a_slower_backend.cache_clear()
+    api._warn_about_fallback.cache_clear()
     with pytest.warns(UserWarning, match=expected):
         assert resolve_backend("auto", q) == "chunked"
 
@@ -200,7 +200,7 @@ def test_a_fallback_on_a_gpu_is_reported_once():
     on_a_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 1, 4, 64))
     if find_obstacle(on_a_gpu, None) is not None:
         pytest.skip("needs triton, which is not installed")
-    api._warn_of_a_slower_backend.cache_clear()
+    api._warn_about_fallback.cache_clear()
     assert resolve_backend("auto", on_a_gpu) == "triton"
     with pytest.warns(UserWarning, match=r"runs 'chunked' on a GPU: .* takes no key_mask") as caught:
         assert [resolve_backend("auto", on_a_gpu, MASK) for _ in range(3)] == ["chunked"] * 3

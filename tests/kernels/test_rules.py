@@ -160,9 +160,9 @@ def test_parameters_get_gradients_through_the_recomputation():
 @pytest.mark.parametrize(
     ("arguments", "settings", "message"),
     [
-        ((Q, K, V), {"maps": 3}, "maps is 3 and q has width D = 8; give a D that it divides"),
+        ((Q, K, V), {"maps": 3}, "maps is 3 and q has width D = 8; give a D that is divisible by maps"),
         ((Q, K, V), {"maps": 0}, "maps is 0; give a whole number, at least 1"),
-        ((Q, K, V), {"backend": "triton"}, "backend is 'triton'; rules run on reference, chunked"),
+        ((Q, K, V), {"backend": "triton"}, "backend is 'triton'; choose reference or chunked for a rule"),
         ((Q[0], K, V), {}, "q has shape [4, 6, 8]; give [B, H, L, D]"),
         ((Q, K, V), {"window": 0}, "window is 0; give a whole number"),
         ((Q, K, V, draw(3, 5)), {}, "bias has shape [3, 5]"),

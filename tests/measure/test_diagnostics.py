@@ -361,7 +361,7 @@ def test_a_sequence_longer_than_the_training_is_measured_where_positions_serve_i
     arrays = measure(make(LAZY).model, [draw(length=2 * T + 1)]).arrays
     assert arrays["bias/curve"].shape == (2, 4, 2 * T + 1)
     assert (arrays["bias/curve"][..., 7:] == 0).all()
-    with pytest.raises(ValueError, match=f"LearnedAbsolute: {T + 1} positions asked, {T} learned"):
+    with pytest.raises(ValueError, match=f"LearnedAbsolute: {T + 1} positions requested, {T} learned"):
         measure(make(LAZY, LearnedAbsolute()).model, [draw(length=T + 1)])
 
 

@@ -151,7 +151,7 @@ class TestRefused:
 
     def test_lengths_that_the_model_cannot_serve(self):
         learned, fire = build(position=LearnedAbsolute()), build(AttentionSpec(Elastic(), Fire()))
-        for model, named in ((learned, "17 positions asked, 16 learned"), (fire, "cannot serve 17 keys")):
+        for model, named in ((learned, "17 positions requested, 16 learned"), (fire, "cannot serve 17 keys")):
             assert len(generate(model, [[1] * 10], 7)[0]) == 7  # the last one is not read
             with pytest.raises(ValueError, match=named):
                 Generation(model, [[1] * 10], 8)
@@ -265,5 +265,7 @@ class TestEviction:
         model = build()
         cache = model.new_cache(Eviction(1, 3))
         model(torch.tensor([[1, 2, 3]]), cache)
-        with pytest.raises(ValueError, match=r"^2 tokens at once into a streaming cache of 3 of 4; give them singly$"):
+        with pytest.raises(
+            ValueError, match=r"^2 tokens for a streaming cache that holds 3 of 4; append them one at a time$"
+        ):
             model(torch.tensor([[4, 5]]), cache)

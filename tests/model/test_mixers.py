@@ -226,7 +226,7 @@ class TestSize:
     def test_an_mlp_that_cannot_give_so_much_is_refused(self):
         like = ModelConfig(d_model=64, n_heads=1, d_ff=64)
         message = (
-            r"^model.mixer=RetNet: has 33,024 parameters, the block that it is to match 28,672; "
+            r"^model.mixer=RetNet: has 33,024 parameters, and the block to match 28,672; "
             r"give the experiment a model.d_ff of at least (\d+)$"
         )
         with pytest.raises(ValueError, match=message) as refused:

@@ -95,7 +95,7 @@ def test_a_small_training_is_priced_in_units_that_fit(capsys: pytest.CaptureFixt
     assert "on 1 device 1 micro-batch of " in lines["step"]
     assert "weights 11.5 kB, " in lines["memory"]
     assert lines["disk"] == "   69.1 kB while it runs, for checkpoints"  # two of weights and two moments
-    assert lines["time"].endswith(" of 989 TFLOP/s each; not on this machine, whose speed is not known")
+    assert lines["time"].endswith(" of 989 TFLOP/s each; the speed of this machine is not known")
 
 
 def test_340m_is_priced_without_a_network(

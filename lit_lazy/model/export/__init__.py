@@ -1,1 +1,1 @@
-"""Weights out: a folder that transformers loads, with a modelling file that needs torch and transformers alone."""
+"""Export to a folder that transformers loads, with a modelling file that needs only torch and transformers."""

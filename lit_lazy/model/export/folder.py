@@ -1,4 +1,4 @@
-"""The folder of an exported model: what may stand in it, and its files."""
+"""The folder of an exported model: supported settings, and its files."""
 
 import dataclasses
 import json
@@ -21,40 +21,40 @@ CARRIED = {
     "gate": ["NoGate", "OutputGate", "ValueGate"],
     "position": ["NoPosition", "Rope", "LearnedAbsolute"],
 }
-"""The parts that the modelling file has, by what they are parts of."""
+"""Parts of a model that the modelling file supports."""
 FIELDS = {
     *("d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "attention", "position", "tie_embeddings"),
-    *("init_std", "embedding_init_std", "backend", "residual_dropout"),  # of no use once there are weights
-    "mixer",  # attention, or refused
+    *("init_std", "embedding_init_std", "backend", "residual_dropout"),  # unused once there are weights
+    "mixer",  # attention only
 }
-"""Of a model's settings, those that an export takes into account."""
+"""Model settings that the export handles."""
 
 
 def check(cfg: ModelConfig) -> None:
-    """Raise ValueError, in one line, where the modelling file cannot carry a model, or a package is missing."""
+    """Raises a one-line ValueError if the modelling file does not support the model, or a package is missing."""
     if find_spec("safetensors") is None:
         raise ValueError("export needs the package safetensors; pip install 'lit-lazy[export]'")
     if not cfg.mixer.attends:
-        raise ValueError(f"model.mixer={type(cfg.mixer).__name__}: the exported modelling file has attention alone")
+        raise ValueError(f"model.mixer={type(cfg.mixer).__name__}: the exported modelling file supports only attention")
     parts = {name: getattr(cfg.attention, name) for name in ("normaliser", "bias", "gate")}
     for name, part in {**parts, "position": cfg.position}.items():
         kind = type(part)
-        # A class of a user's own may have any name.
+        # A custom class may have the same name.
         if kind.__name__ not in CARRIED[name] or not kind.__module__.startswith("lit_lazy."):
             option = "model.position" if name == "position" else f"model.attention.{name}"
             raise ValueError(
-                f"{option}={kind.__name__}: the exported modelling file has none of that name; it has "
+                f"{option}={kind.__name__}: not supported by the exported modelling file; choose one of lit-lazy's "
                 f"{', '.join(CARRIED[name])}"
             )
     for field in dataclasses.fields(cfg):
         if field.name not in FIELDS and getattr(cfg, field.name) != field.default:
             raise ValueError(
-                f"model.{field.name}={getattr(cfg, field.name)!r}: the exported modelling file has no such"
+                f"model.{field.name}={getattr(cfg, field.name)!r}: not supported by the exported modelling file"
             )
 
 
 def make_config(model: DecoderLM, end: int | None, begin: int | None = None) -> dict[str, Any]:
-    """config.json. end, begin: the tokens that end and begin a text."""
+    """Content of config.json. end, begin: ids of the tokens that end and begin a text."""
     cfg = model.cfg
     attention = to_dict(cfg.attention)
     return {
@@ -82,18 +82,18 @@ def make_config(model: DecoderLM, end: int | None, begin: int | None = None) -> 
 
 
 def make_token_ids(end: int | None, begin: int | None) -> dict[str, int]:
-    """The tokens that begin and end a text, of which the latter pads too, as transformers names them."""
-    named = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": end}
-    return {name: token for name, token in named.items() if token is not None}
+    """Special token ids under transformers' names; the end token also pads."""
+    ids = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": end}
+    return {name: token for name, token in ids.items() if token is not None}
 
 
 def write(
     folder: Path, model: DecoderLM, card: str, tokenizer: str | None, end: int | None, begin: int | None = None
 ) -> None:
-    """Fill a folder. tokenizer: a file of the `tokenizers` library; end, begin: the tokens in it that end and begin a
-    text, if any.
+    """Write an exported model to a folder. Raises ValueError as `check` does.
 
-    Raises as `check` does.
+    card: content of README.md. tokenizer: content of a file of the `tokenizers` library; end, begin: ids of its tokens
+    that end and begin a text, if any.
     """
     check(model.cfg)
     from safetensors.torch import save_file
@@ -116,14 +116,14 @@ def write(
 
 
 def make_tokenizer_config(tokenizer: str, end: int, begin: int | None, context_length: int) -> dict[str, Any]:
-    """tokenizer_config.json: nothing is added to a text; what began documents in the training is named."""
+    """Content of tokenizer_config.json, which adds no special tokens to a text."""
     content = json.loads(tokenizer)
     vocabulary = content["model"]["vocab"]
     ids = (
         vocabulary.items() if isinstance(vocabulary, dict) else ((token, i) for i, (token, _) in enumerate(vocabulary))
     )
     added = ((token["content"], token["id"]) for token in content["added_tokens"])
-    names = {number: token for token, number in (*ids, *added)}
+    names = {i: token for token, i in (*ids, *added)}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **({} if begin is None else {"bos_token": names[begin]}),

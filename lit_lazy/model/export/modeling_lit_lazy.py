@@ -1,10 +1,10 @@
-"""A language model exported from lit-lazy, for transformers. Needs torch and transformers alone.
+"""A language model exported from lit-lazy for transformers. Needs only torch and transformers.
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True).generate(...)
 
-Attention by any rule that turns scores into weights: softmax, Elastic-Softmax (Lazy Attention, arXiv 2601.00919) and
-others. Where the package flash_lazy is installed it computes these two; otherwise whole matrices are written out.
-tau and the other parameters of rules and biases stay float32 whatever the model is cast to, since bfloat16 loses them.
+Attention uses softmax, Elastic-Softmax (Lazy Attention, arXiv 2601.00919) or another rule that maps scores to weights.
+If the package flash_lazy is installed, it computes these two; otherwise full score matrices are computed. tau and all
+other parameters of rules and biases stay float32 when the model is cast, since bfloat16 is too coarse for them.
 """
 
 import math
@@ -24,11 +24,11 @@ except ImportError:
 
 NARROW = (torch.float16, torch.bfloat16)
 NORM_EPS, HIDDEN = 1e-6, -1e30
-"""HIDDEN: the score of a hidden key, finite because -inf times 0 is NaN."""
+"""HIDDEN: score of a hidden key, finite because -inf times 0 is NaN."""
 
 
 class LitLazyConfig(PreTrainedConfig):
-    """Sizes, and the parts of attention as lit-lazy names them: {"class": "Elastic", "tau_init": 1.0, ...}."""
+    """Sizes, and the parts of attention under lit-lazy's names: {"class": "Elastic", "tau_init": 1.0, ...}."""
 
     model_type = "lit_lazy"
     keys_to_ignore_at_inference = ("past_key_values",)
@@ -40,7 +40,7 @@ class LitLazyConfig(PreTrainedConfig):
     num_attention_heads: int = 1
     num_key_value_heads: int = 1
     max_position_embeddings: int = 64
-    """The context length of the training."""
+    """Context length of the training."""
     normaliser: dict | None = None
     bias: dict | None = None
     gate: dict | None = None
@@ -57,7 +57,7 @@ class LitLazyConfig(PreTrainedConfig):
 
 
 class _Float32(nn.Module):
-    """Parameters that no cast makes narrower than float32; they move between devices as others do."""
+    """A module whose float32 parameters are never cast to half precision; devices change as usual."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         def keep_float32(x: Tensor) -> Tensor:
@@ -67,15 +67,15 @@ class _Float32(nn.Module):
         return super()._apply(keep_float32, recurse)
 
 
-# Rules: weights `[B, H, R, C]` of scores `[B, H, R, C]` (with two maps `[B, H, 2, R, C]`). n: keys that a row sees, at
-# least 1, and position of a row from 1 on, both `[B, 1, R, 1]`; visible bool `[B, 1, R, C]`. Hidden keys are cleared
-# afterwards.
+# Rules map scores `[B, H, R, C]` (with two maps `[B, H, 2, R, C]`) to weights `[B, H, R, C]`. n is a row's number of
+# visible keys, at least 1, and position its 1-based position, both `[B, 1, R, 1]`; visible is bool `[B, 1, R, C]`. The
+# weights of hidden keys are cleared afterwards.
 
 
 class _Rule(_Float32):
     maps = 1
 
-    def __init__(self, config: LitLazyConfig, layer: int) -> None:  # noqa: ARG002 - for those that have use for them
+    def __init__(self, config: LitLazyConfig, layer: int) -> None:  # noqa: ARG002
         super().__init__()
         self.settings = config.normaliser or {}
         self.context_length, self.n_heads = config.max_position_embeddings, config.num_attention_heads
@@ -187,8 +187,8 @@ RULES = {
 }
 
 
-# Biases: the table `[H, n]` that is added to the scores by distance, 0 beyond it, and the slopes `[H]` that are
-# subtracted times the distance; None for nothing.
+# Biases return the table `[H, n]` added to the scores by distance (0 beyond n), and the slopes `[H]` subtracted times
+# the distance; None for an absent term.
 
 
 class _NoBias(_Float32):
@@ -230,8 +230,8 @@ class _T5Bias(_NoBias):
     def forward(self, n_keys: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         buckets = self.values.shape[1]
         exact, distance = buckets // 2, torch.arange(n_keys)
-        spread = torch.log(distance.clamp(min=1).double() / exact) / math.log(self.settings["max_distance"] / exact)
-        far = (exact + (spread * (buckets - exact)).long()).clamp(max=buckets - 1)
+        position = torch.log(distance.clamp(min=1).double() / exact) / math.log(self.settings["max_distance"] / exact)
+        far = (exact + (position * (buckets - exact)).long()).clamp(max=buckets - 1)
         return self.values[:, torch.where(distance < exact, distance, far).to(device)], None
 
 
@@ -256,7 +256,7 @@ class _Fire(_NoBias):
 
     def forward(self, n_keys: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         if n_keys > self.length:
-            raise ValueError(f"FIRE serves {self.length} keys, {n_keys} asked; give a shorter text")
+            raise ValueError(f"FIRE supports {self.length} keys, and the text has {n_keys}; give a shorter text")
         c = self.c.abs()
         ratio = torch.log1p(c * torch.arange(n_keys, device=device, dtype=c.dtype)) / torch.log1p(c * self.length)
         return self.out(torch.relu(self.hidden(ratio[:, None]))).T.contiguous(), None
@@ -275,25 +275,25 @@ BIASES = {
 class _Gate(nn.Module):
     def __init__(self, config: LitLazyConfig) -> None:
         super().__init__()
-        self.of = (config.gate or {"class": "NoGate"})["class"]
+        self.kind = (config.gate or {"class": "NoGate"})["class"]
         self.n_heads = config.num_attention_heads
-        if self.of != "NoGate":
+        if self.kind != "NoGate":
             per = config.head_dim if (config.gate or {})["per"] == "element" else 1
-            inputs = config.hidden_size if self.of == "OutputGate" else config.num_key_value_heads * config.head_dim
+            inputs = config.hidden_size if self.kind == "OutputGate" else config.num_key_value_heads * config.head_dim
             self.linear = nn.Linear(inputs, self.n_heads * per, bias=False)
 
     def forward(self, out: Tensor, x: Tensor, v: Tensor) -> Tensor:
-        if self.of == "NoGate":
+        if self.kind == "NoGate":
             return out
-        read = x if self.of == "OutputGate" else v.transpose(1, 2).flatten(2)
-        return out * torch.sigmoid(self.linear(read)).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+        source = x if self.kind == "OutputGate" else v.transpose(1, 2).flatten(2)
+        return out * torch.sigmoid(self.linear(source)).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
 
 
 GATES = ("NoGate", "OutputGate", "ValueGate")
 
 
 class _Position(nn.Module):
-    """Positions that are added to embeddings, or turn queries and keys; both by the position of each token."""
+    """Positions that are added to the embeddings or rotate queries and keys."""
 
     def __init__(self, config: LitLazyConfig) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ class _Position(nn.Module):
             return x
         if int(position.max()) >= self.embedding.num_embeddings:
             raise ValueError(
-                f"{self.embedding.num_embeddings} positions are learned, {int(position.max()) + 1} asked; "
+                f"{self.embedding.num_embeddings} positions are learned, and the text has {int(position.max()) + 1}; "
                 "give a shorter text"
             )
         return x + self.embedding(position)
@@ -325,7 +325,7 @@ POSITIONS = ("NoPosition", "Rope", "LearnedAbsolute")
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor] | None, maps: int) -> Tensor:
-    """x `[B, H, L, D]`, each map's part of D by itself."""
+    """Rotate each map's part of D in x `[B, H, L, D]`."""
     if rotation is None:
         return x
     parts = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (maps, 2, -1))
@@ -351,8 +351,8 @@ class _Attention(nn.Module):
         self.gate = _Gate(config)
         self.qk_norm = config.qk_norm
         if config.qk_norm:
-            of_map = self.head_dim // self.normaliser.maps
-            self.q_norm, self.k_norm = (nn.RMSNorm(of_map, eps=NORM_EPS) for _ in range(2))
+            map_dim = self.head_dim // self.normaliser.maps
+            self.q_norm, self.k_norm = (nn.RMSNorm(map_dim, eps=NORM_EPS) for _ in range(2))
 
     def forward(
         self,
@@ -362,8 +362,8 @@ class _Attention(nn.Module):
         mask: Tensor | None,
         cache: DynamicCache | None,
     ) -> Tensor:
-        """x `[B, L, d]`: the newest tokens, position `[B, L]` theirs; mask bool `[B, Lk]`, False hides a key."""
-        q, k, own = (
+        """x `[B, L, d]`: the newest tokens; position `[B, L]`; mask bool `[B, Lk]`, False hides a key."""
+        q, k, new_v = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for projection in (self.q, self.k, self.v)
         )
         maps = self.normaliser.maps
@@ -371,20 +371,20 @@ class _Attention(nn.Module):
             q, k = (
                 norm(part.unflatten(-1, (maps, -1))).flatten(-2) for part, norm in ((q, self.q_norm), (k, self.k_norm))
             )
-        q, k, v = _rotate(q, rotation, maps), _rotate(k, rotation, maps), own
+        q, k, v = _rotate(q, rotation, maps), _rotate(k, rotation, maps), new_v
         if cache is not None:
             past = cache.get_seq_length(self.layer)
             k, v = cache.update(k, v, self.layer)
             if k.shape[2] != past + q.shape[2]:
-                raise ValueError("give a cache that grows (DynamicCache): no static cache, no sliding window")
+                raise ValueError("past_key_values must be a DynamicCache without a sliding window")
         with torch.autocast(x.device.type, enabled=False):
             out = self._attend(q, k, v, position, mask)
-        return self.out(self.gate(out, x, own).transpose(1, 2).flatten(2))
+        return self.out(self.gate(out, x, new_v).transpose(1, 2).flatten(2))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, mask: Tensor | None) -> Tensor:
         table, slopes = self.bias(k.shape[2], q.device)
         rule = self.normaliser
-        # The kernels count positions from the first key, padding included.
+        # flash_lazy counts positions from the first key, padding included.
         if lazy_attention is not None and type(rule) is _Elastic and (mask is None or rule.threshold != "per_token"):
             length = rule.context_length if rule.threshold == "seq_len" else None
             options = {"threshold": rule.threshold, "context_length": length, "renormalise": self.renormalise}
@@ -459,11 +459,11 @@ class _Block(nn.Module):
 
 
 class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
-    """The decoder. Padding on the left counts for nothing: positions and keys are those of the text alone."""
+    """The decoder. Left padding has no effect: positions and keys count only the text."""
 
     config_class = LitLazyConfig
     main_input_name = "input_ids"
-    _no_split_modules = ["_Block"]  # noqa: RUF012 - the names of these attributes and their kinds are transformers'
+    _no_split_modules = ["_Block"]  # noqa: RUF012 - names and types are transformers'
     _tied_weights_keys = {"head.weight": "embedding.weight"}  # noqa: RUF012
     _keep_in_fp32_modules_strict = ["normaliser", "attention.bias"]  # noqa: RUF012
 
@@ -500,9 +500,10 @@ class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """input_ids `[B, L]`: the newest tokens; attention_mask `[B, Lk]`, of all tokens so far, 0 for padding.
+        """input_ids `[B, L]`: the newest tokens. attention_mask `[B, Lk]`: of all tokens so far, 0 for padding.
 
-        labels `[B, L]`: targets of the tokens before them, -100 for none. logits_to_keep: of the last so many tokens.
+        labels `[B, L]`: each is the target of the previous token, -100 for none. logits_to_keep: number of last tokens
+        with logits, 0 for all.
         """
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
@@ -511,8 +512,8 @@ class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
         length = x.shape[1]
         if attention_mask is not None and attention_mask.shape != (x.shape[0], past + length):
             raise ValueError(
-                f"attention_mask has shape {list(attention_mask.shape)}; give [B, {past + length}], and a cache that "
-                "grows (DynamicCache)"
+                f"attention_mask has shape {list(attention_mask.shape)}; give [B, {past + length}], and a DynamicCache "
+                "as past_key_values"
             )
         mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
         if position_ids is None:

@@ -453,7 +453,7 @@ def test_mistakes_of_the_command_are_one_line(parts, capsys, more, line):
 
 def test_a_source_in_memory_has_nothing_to_tokenise(capsys):
     assert main(["tokenise", "stdlib"]) == 2
-    assert "data='Stdlib': its tokens are made in memory" in capsys.readouterr().err
+    assert "data='Stdlib': has its tokens in memory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["fineweb_340m", "fineweb_760m"])

@@ -12,7 +12,7 @@ from typing import Any
 
 from lit_lazy.attention import Elastic, LearnedBias
 from lit_lazy.config.files import find, load_experiment
-from lit_lazy.config.schema import RunConfig, TrainConfig
+from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict, replace_at
 from lit_lazy.grid.ablation import Ablation, Cell, expand, hash_row_definitions, make_row_infos, select_rows
 from lit_lazy.grid.jobs.job import Job
@@ -86,10 +86,11 @@ def measure_overhead(folder: Path, cell_seconds: float, pairs: int, console: Cal
     runs.mkdir()
     worker = _make_bench_worker(runs)
     base, clock = _load_lazy_config("backcopy"), Clock()
-    train_bare(replace(base, train=_set_steps(base, CALIBRATION_STEPS)), folder / "warm", Clock())
-    train_bare(replace(base, train=_set_steps(base, CALIBRATION_STEPS)), folder / "calibrate", clock)
+    short = replace_at(base, {"train.steps": CALIBRATION_STEPS})
+    train_bare(short, folder / "warm", Clock())
+    train_bare(short, folder / "calibrate", clock)
     steps = max(CALIBRATION_STEPS, round(CALIBRATION_STEPS * cell_seconds / clock.wall.pop("fit")[0]))
-    base, clock = replace(base, train=_set_steps(base, steps)), Clock()
+    base, clock = replace_at(base, {"train.steps": steps}), Clock()
     cells = expand(select_rows(_make_ablation(1, pairs), [], []), base)
     worker.queue.add_missing(cells)
     for number, cell in enumerate(cells):
@@ -142,10 +143,6 @@ def _read_result(runs: Path, cell: Cell) -> RunResult:
     if result is None:
         raise RuntimeError(f"{cell.variant} seed {cell.seed} left no result")
     return result
-
-
-def _set_steps(base: RunConfig, steps: int) -> TrainConfig:
-    return replace(base.train, steps=steps)
 
 
 def measure_per_cell(runs: Path, size: int, console: Callable[[str], None]) -> dict[str, Any]:

@@ -60,12 +60,7 @@ def measure_rules(length: int, rounds: int, tokens: int, console: Callable[[str]
         return {"rounds": taken, "ratio": asdict(Quartiles.of(ratios)), "peak_bytes": peak}
 
     return [
-        {
-            "length": length,
-            "normaliser": name,
-            "rule": compare_to_baseline(name, "rule"),
-            "fused": compare_to_baseline(name, "fused"),
-        }
+        {"length": length, "normaliser": name} | {path: compare_to_baseline(name, path) for path in ("rule", "fused")}
         for name in NORMALISERS
     ]
 
@@ -83,7 +78,7 @@ def format_rules_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         *lines,
         "",
-        f"Attention alone, forward and backward, {HEADS} heads of {HEAD_DIM} with a learned bias, over the fused path "
+        f"Attention only, forward and backward, {HEADS} heads of {HEAD_DIM} with a learned bias, over the fused path "
         f"of {BASELINE}; the median rule takes {slow:.2f} times as long.",
     ]
 

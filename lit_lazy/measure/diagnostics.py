@@ -348,8 +348,7 @@ class _Accumulator:
         self._add_repeated_gap(tokens, last, counted.all(1))
 
     def _add_loss(self, tokens: Tensor, targets: Tensor, evicted: int, row: int) -> None:
-        """Add the loss by position, with the first `evicted` keys hidden, to a row. A mask of 0 keys still is a mask:
-        all rows use the same implementation."""
+        """Add the loss by position, with `evicted` first keys hidden, to a row. Always masked: one backend for all."""
         seen = None
         if self.evicted:
             seen = torch.ones_like(tokens, dtype=torch.bool)
@@ -358,9 +357,9 @@ class _Accumulator:
         self.nll[row] += nll.double().sum(0)
 
     def _add_repeated_gap(self, tokens: Tensor, last: list[Tensor], whole: Tensor) -> None:
-        """Compare sequences without their last token to the same with their new last token repeated.
+        """Compare the first T - 1 tokens with the same and their last token repeated, so that T positions suffice.
 
-        Thus no more than T tokens are needed. whole: bool `[B]`, the sequences that are one document.
+        whole: bool `[B]`, the sequences that are one document.
         """
         self.whole += int(whole.sum())
 

@@ -112,8 +112,8 @@ def _run(
         checkpoint, first_step = _find_checkpoint(folder, cfg, module)
         final = folder / FINAL_CHECKPOINT if keep_checkpoint else None
         if group:
-            files, plain = list_imported_files(), (to_dict(cfg), asdict(execution))
-            group.send_spec(RunSpec(*plain, files, source.fingerprint, folder, checkpoint, final))
+            settings = to_dict(cfg), asdict(execution), list_imported_files(), source.fingerprint
+            group.send_spec(RunSpec(*settings, folder, checkpoint, final))
         callbacks = (MissedValidation(source, monitor.losses), monitor, *callbacks)
         trainer = make_trainer(cfg, folder, logger, callbacks, show_progress, execution, group)
         module = fit(trainer, module, cfg, source, checkpoint, group, final)

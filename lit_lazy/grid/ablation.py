@@ -33,7 +33,7 @@ def check_name(what: str, name: object) -> None:
     """Raise a one-line ValueError if a folder cannot have this name."""
     if not isinstance(name, str) or not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
         raise ValueError(
-            f"{what} {short_repr(name)}: its name becomes a folder's; take letters, digits, _, - and ., the first a "
+            f"{what} {short_repr(name)}: is used as a folder name; use letters, digits, _, - and ., the first a "
             f"letter or a digit, at most {LONGEST_NAME}"
         )
 
@@ -109,7 +109,7 @@ class Ablation:
             raise ValueError(f"ablation {self.name!r}: two rows have the same name {twice[0]!r}; rename one")
         if odd := [name for name in names if not _can_be_shown(name)]:
             raise ValueError(
-                f"ablation {self.name!r}: row {short_repr(odd[0])} has no name that can be shown; give it another"
+                f"ablation {self.name!r}: row {short_repr(odd[0])} has an empty, long or unprintable name; rename it"
             )
         if commas := [name for name in names if "," in name]:
             raise ValueError(f"ablation {self.name!r}: row {commas[0]!r} has a comma in its name, which separates rows")
@@ -120,10 +120,12 @@ class Ablation:
             if twice := [name for name in values if values.count(name) > 1]:
                 raise ValueError(f"ablation {self.name!r}: two {what} are {twice[0]!r}; leave one out")
         if strange := [key for key in self.primary if key not in keys]:
-            raise ValueError(f"ablation {self.name!r}: primary {strange[0]!r} is no column of it")
+            raise ValueError(f"ablation {self.name!r}: primary {strange[0]!r} is not one of its columns")
         for contrast in self.contrasts:
             if strange := [name for name in contrast.weights if name not in names]:
-                raise ValueError(f"ablation {self.name!r}: contrast {contrast.name!r}: {strange[0]!r} is no row of it")
+                raise ValueError(
+                    f"ablation {self.name!r}: contrast {contrast.name!r}: {strange[0]!r} is not one of its rows"
+                )
         if self.baseline not in names:
             raise ValueError(f"ablation {self.name!r}: baseline {self.baseline!r} is not one of its rows")
         if not self.seeds:
@@ -138,7 +140,7 @@ class Ablation:
                 )
         for seeds in (self.seeds, *(row.seeds for row in self.rows if row.seeds is not None)):
             if not seeds or len(set(seeds)) < len(seeds) or not all(type(seed) is int and seed >= 0 for seed in seeds):
-                raise ValueError(f"ablation {self.name!r}: seeds={seeds!r}: must be different whole numbers, 0 or more")
+                raise ValueError(f"ablation {self.name!r}: seeds={seeds!r}: must be distinct non-negative integers")
 
     @property
     def all_rows(self) -> tuple[Row, ...]:

@@ -37,7 +37,7 @@ from lit_lazy.tracking.databases import (
     sqlite_url,
 )
 
-# MLflow logs every database that it creates, and triggers a deprecation warning of its own.
+# MLflow logs every database that it creates, and triggers a deprecation warning.
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
 warnings.filterwarnings("ignore", message=".*``noload`` loader strategy is deprecated.*")
 
@@ -112,7 +112,9 @@ def check_store(uri: str) -> None:
     scheme, _, rest = uri.partition("://")
     if scheme in ("http", "https"):
         if why := _find_server_error(uri):
-            raise ValueError(f"{named}: is no MLflow server, or does not serve us ({why}); name another, or unset it")
+            raise ValueError(
+                f"{named}: is not an MLflow server, or rejects requests ({why}); name another, or unset it"
+            )
         return
     if scheme not in DATABASES or rest in ("", "/", "/:memory:"):
         raise ValueError(
@@ -143,7 +145,7 @@ def _find_connection_error(uri: str) -> str | None:
     except OSError as error:
         return str(error)
     except ValueError:
-        return "its port is no number"  # Python's own message may contain part of a password
+        return "its port is not a number"  # Python's own message may contain part of a password
     return None
 
 

@@ -189,7 +189,7 @@ ABLATION = question().ablation
     [
         ({"primary": "loss/excel"}, r"question 'q': primary='loss/excel': must be a column: loss/excess"),
         ({"contrasts": ()}, "question 'q': contrasts=0: must be 1 to 5"),
-        ({"contrasts": (Contrast("c - a", {"c": 1, "a": -1}),)}, "'c' is no row of it"),
+        ({"contrasts": (Contrast("c - a", {"c": 1, "a": -1}),)}, "'c' is not one of its rows"),
         ({"claim": " "}, r"question 'q': claim=' ': must be a sentence"),
         ({"margin": 0}, "question 'q': margin=0: must be above 0"),
         ({"rule": "better"}, "question 'q': rule='better': must be one of lower, higher, same, removed, alone"),

@@ -90,7 +90,7 @@ def test_another_server(
     serve(treat)
     for command in COMMANDS if answer == "a page" else COMMANDS[:1]:
         said = expect_refusal(command, capsys)
-        assert "is no MLflow server, or does not serve us (" in said
+        assert "is not an MLflow server, or rejects requests (" in said
         assert said.endswith("); name another, or unset it\n")
 
 
@@ -103,7 +103,7 @@ def test_a_server_that_never_answers(
 ) -> None:
     serve(treat)
     started = time.monotonic()
-    assert "does not serve us (no answer in 0.7 s)" in expect_refusal(COMMANDS[0], capsys)
+    assert "rejects requests (no answer in 0.7 s)" in expect_refusal(COMMANDS[0], capsys)
     assert time.monotonic() - started < 5
 
 

@@ -78,7 +78,7 @@ def reset_grid(work: Work, queue: Queue, tracker: Tracker, console: Console) -> 
     """
     if alive := find_living(work.folder / "workers"):
         processes = ", ".join(sorted(member.pid for member in alive))
-        raise ValueError(f"--fresh: {work.id} is being run here (by process {processes}); end that first")
+        raise ValueError(f"--fresh: {work.id} is running here (process {processes}); stop it first")
     if grid_id := _find_grid_id(work, queue.facts):
         for run in tracker.find({"grid": grid_id}, deleted=True):
             tracker.retire(run.run_id)

@@ -35,8 +35,8 @@ def print_status(queue: Queue, console: Console) -> None:
     if begun:
         console.print(
             _build_table(
-                "waiting, begun",
-                ("cell", "key", "left off"),
+                "waiting, interrupted",
+                ("cell", "key", "why"),
                 [(_format_cell(e), e.key, sanitise(e.reason)) for e in begun],
             )
         )

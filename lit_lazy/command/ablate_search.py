@@ -31,7 +31,6 @@ def add_to(commands: Commands) -> None:
         "--trials",
         metavar="N",
         type=positive_int,
-        default=None,
         help="number of points to train (default: the number that the search names)",
     )
     add_workers(parser)

@@ -18,7 +18,6 @@ def add_to(commands: Commands) -> None:
         "--processes",
         metavar="N",
         type=positive_int,
-        default=None,
         help="parallel processes, at most one per file (default: one per core, and only this process for a small "
         "corpus)",
     )

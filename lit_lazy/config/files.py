@@ -88,16 +88,14 @@ def load_module(path: Path) -> ModuleType:
     names = [name, path.stem] if _resolves_to(path.stem, path) else [name]
     sys.modules.update(dict.fromkeys(names, module))
     try:
-        with _disable_bytecode():
+        with _disable_bytecode(), locate_errors(path):
             spec.loader.exec_module(module)
-        for imported, file in _iter_imports(_collect_local_files(path, path.parent), path.parent):
-            _check_neighbour(imported, file)
-    except KeyboardInterrupt:
-        _forget(names)
+            for imported, file in _iter_imports(_collect_local_files(path, path.parent), path.parent):
+                _check_neighbour(imported, file)
+    except BaseException:
+        for registered in names:
+            sys.modules.pop(registered, None)
         raise
-    except BaseException as error:
-        _forget(names)
-        raise ValueError(f"{path}: {locate_error(error, path)}") from error
     return module
 
 
@@ -114,11 +112,6 @@ def _disable_bytecode() -> Iterator[None]:
 def list_imported_files() -> list[Path]:
     """The users' files that this process has imported."""
     return [Path(str(module.__file__)) for name, module in sys.modules.items() if name.startswith(USER)]
-
-
-def _forget(names: Iterable[str]) -> None:
-    for name in names:
-        sys.modules.pop(name, None)
 
 
 def _resolves_to(name: str, path: Path) -> bool:
@@ -209,8 +202,19 @@ def _get_defined_name(node: ast.stmt) -> str | None:
     return target.id if isinstance(target, ast.Name) else None
 
 
-def locate_error(error: BaseException, path: Path) -> str:
-    """`line 3: NameError: ...`: the last line of this file that an exception went through."""
+@contextmanager
+def locate_errors(path: Path) -> Iterator[None]:
+    """Turn every error of a user's file into a one-line ValueError that names the file and its line."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ValueError(f"{path}: {_locate(error, path)}") from error
+
+
+def _locate(error: BaseException, path: Path) -> str:
+    """`line 3: NameError: ...`: the last line of this file that an exception passed through."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
     # This project's own messages are ValueErrors.
@@ -224,13 +228,10 @@ def experiment(name: str) -> RunConfig:
 
 
 def load_attribute(path: Path, name: str) -> Any:
-    """What a file defines under a name, None for nothing. Raises ValueError where it cannot be asked."""
-    try:
-        return getattr(load_module(path), name, None)
-    except ValueError:
-        raise
-    except Exception as error:  # of the file's own __getattr__
-        raise ValueError(f"{path}: {locate_error(error, path)}") from error
+    """The value that a file defines under a name, or None. Raises a one-line ValueError if the file fails."""
+    module = load_module(path)
+    with locate_errors(path):  # the file may define __getattr__
+        return getattr(module, name, None)
 
 
 def load_experiment(path: Path) -> RunConfig:
@@ -238,12 +239,8 @@ def load_experiment(path: Path) -> RunConfig:
     config = load_attribute(path, "config")
     if not callable(config) or inspect.iscoroutinefunction(config):
         raise ValueError(f"{path}: defines no function config(); give it one that returns a RunConfig")
-    try:
+    with locate_errors(path):
         made = config()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise ValueError(f"{path}: {locate_error(error, path)}") from error
     if not isinstance(made, RunConfig):
         raise ValueError(f"{path}: config() returned {short_repr(made)}; let it return a RunConfig")
     return made

@@ -8,7 +8,8 @@ import pkgutil
 import types
 import typing
 from abc import ABC
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from lit_lazy.support.errors import did_you_mean, short_repr
@@ -101,6 +102,13 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         path = prefix if name == "class" else f"{prefix}.{name}".lstrip(".")
         flat.update(flatten(value, path) if isinstance(value, Mapping) else {path: value})
     return flat
+
+
+def shorten_paths(paths: Iterable[str]) -> dict[str, str]:
+    """The last part of each dotted path, or the last two parts if other paths end in the same one."""
+    last = {path: path.rpartition(".")[2] for path in paths}
+    counts = Counter(last.values())
+    return {path: name if counts[name] == 1 else ".".join(path.split(".")[-2:]) for path, name in last.items()}
 
 
 def replace_at(config: T, changes: Mapping[str, Any]) -> T:

@@ -9,6 +9,11 @@ def require(holds: bool, field: str, value: object, fix: str) -> None:
         raise ValueError(f"{field}={short_repr(value)}: {fix}")
 
 
+def require_field(settings: object, path: str, holds: bool, fix: str) -> None:
+    """`require` for the field of `settings` at the last part of a dotted path."""
+    require(holds, path, getattr(settings, path.rpartition(".")[2]), fix)
+
+
 def require_whole(field: str, value: object, minimum: int, maximum: int | None = None) -> None:
     """Require an int (not a bool) of at least `minimum`, and at most `maximum` where there is one."""
     whole = isinstance(value, int) and not isinstance(value, bool)

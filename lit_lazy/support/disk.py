@@ -13,6 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
 
+import psutil
+
 from lit_lazy.support.errors import iter_causes
 
 PATHS_BELOW = 600
@@ -26,10 +28,8 @@ PRIVATE = 0o600
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file so that it is there whole or as it was before, also after a kill, a power cut or on a full disk."""
-    mark = f".{path.name}.{socket.gethostname()}."
-    _sweep(path.parent, mark)
-    scratch = path.with_name(f"{mark}{os.getpid()}")
+    """Write a file completely or leave it unchanged, also after a kill, a power cut or on a full disk."""
+    scratch = _make_scratch_path(path)
     try:
         with scratch.open("wb") as file:
             write(file)
@@ -41,27 +41,21 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     _sync_folder(path.parent)
 
 
-def _sweep(folder: Path, mark: str) -> None:
-    """Remove what processes of this machine were killed at."""
-    for left in folder.glob(f"{escape(mark)}*"):
+def _make_scratch_path(path: Path) -> Path:
+    """This process's temporary name for a path; removes those that dead processes of this machine left."""
+    mark = f".{path.name}.{socket.gethostname()}."
+    for left in path.parent.glob(f"{escape(mark)}*"):
         pid = left.name.removeprefix(mark)
-        if pid.isdecimal() and not _is_process(int(pid)):
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
             if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)
             else:
                 left.unlink(missing_ok=True)
-
-
-def _is_process(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return error.errno == errno.EPERM  # another user's
-    return True
+    return path.with_name(f"{mark}{os.getpid()}")
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename outlive a power cut."""
+    """Make a rename survive a power cut."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -71,14 +65,12 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def create_folder_atomically(path: Path) -> Iterator[Path]:
-    """A folder to be filled; in the end it is there whole under `path`, or not at all.
+    """A temporary folder to fill; on success it is renamed to `path`, which may be an empty folder.
 
-    `path` may be an empty folder. Raises OSError where it is anything else by then.
+    Raises OSError if `path` is anything else by then.
     """
-    mark = f".{path.name}.{socket.gethostname()}."
     path.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(path.parent, mark)
-    scratch = path.with_name(f"{mark}{os.getpid()}")
+    scratch = _make_scratch_path(path)
     scratch.mkdir()
     try:
         yield scratch

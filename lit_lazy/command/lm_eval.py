@@ -97,11 +97,9 @@ def print_benchmarks(found: "BenchmarkResults") -> None:
         print(f"{'average':42} {found.average:10.4f}            of the eight accuracies")
     facts = found.facts
     prefix = facts["prefix_token"]
-    print(
-        f"{facts['harness']}; prefix token {prefix['text']!r} ({prefix['id']}); {facts['requests_cut_on_the_left']:,} ",
-        end="",
-    )
-    print(f"of {facts['requests']:,} requests cut on the left at {facts['context_length']:,} tokens")
+    cut = f"{facts['requests_cut_on_the_left']:,} of {facts['requests']:,} requests cut on the left"
+    harness = f"{facts['harness']}; prefix token {prefix['text']!r} ({prefix['id']})"
+    print(f"{harness}; {cut} at {facts['context_length']:,} tokens")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The frozen dataclasses of a run."""
+"""Frozen dataclasses with the settings of a run."""
 
 import dataclasses
 import math
@@ -29,25 +29,25 @@ class ModelConfig:
     n_heads: int = 1
     """Query heads per block."""
     n_kv_heads: int | None = None
-    """Key and value heads (grouped-query attention); None for as many as query heads."""
+    """Key and value heads (grouped-query attention); None for one per query head."""
     d_ff: int = 256
     """Hidden width of the SwiGLU."""
     attention: AttentionSpec = field(default_factory=AttentionSpec)
     """The attention variant."""
     position: Position = field(default_factory=Rope)
-    """How tokens know where they stand."""
+    """The positional encoding."""
     tie_embeddings: bool = True
     """Use the embedding matrix as the output head."""
     init_std: float = 0.02
-    """Standard deviation of the initial weight matrices, and of the token embeddings unless they have their own."""
+    """Standard deviation of initial weight matrices, and of token embeddings unless embedding_init_std is set."""
     embedding_init_std: float | None = None
-    """Standard deviation of the initial token embeddings, and of a head that is tied to them; None for init_std."""
+    """Standard deviation of initial token embeddings, and of a tied output head; None for init_std."""
     backend: Backend = "auto"
     """Implementation of attention; auto picks the fastest and changes nothing beyond rounding."""
     mixer: Mixer = field(default_factory=SelfAttention)
-    """What mixes the tokens: attention, or a layer that keeps a state in its place."""
+    """The token mixer: attention, or a recurrent layer instead."""
     residual_dropout: float = 0.0
-    """Share of what mixers and SwiGLUs add to the residual stream that is dropped in training (arXiv 1706.03762)."""
+    """Dropout probability of the outputs of mixers and SwiGLUs in training (arXiv 1706.03762)."""
 
     def __post_init__(self) -> None:
         for name in ("d_model", "n_layers", "n_heads", "d_ff"):
@@ -70,7 +70,6 @@ class ModelConfig:
             self._check_without_attention()
 
     def _check_without_attention(self) -> None:
-        """Raise ValueError if a setting of attention would have no effect."""
         fix = f"has no effect in model.mixer={type(self.mixer).__name__}, without attention; leave one of the two out"
         default = AttentionSpec()
         for part in dataclasses.fields(default):
@@ -85,14 +84,14 @@ class ModelConfig:
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
     def layer_shape(self, layer: int, context_length: int) -> LayerShape:
-        """What the parts of the attention of one layer, from 0, are built for."""
+        """Sizes of the attention of one layer, counted from 0."""
         head_dim = self.d_model // self.n_heads
         return LayerShape(
             self.n_heads, self.kv_heads, head_dim, self.d_model, context_length, layer, n_layers=self.n_layers
         )
 
     def build_mixer(self, layer: int, context_length: int) -> MixerModule:
-        """What mixes the tokens of one layer, from 0."""
+        """The token mixer of one layer, counted from 0."""
         shape = self.layer_shape(layer, context_length)
         made = self.mixer.build(shape)
         return Attention(self.attention, shape, self.backend) if made is None else made
@@ -127,11 +126,11 @@ class TrainConfig:
     log_every: int = 50
     """Steps between logged training metrics."""
     optimiser: Optimiser = field(default_factory=AdamW)
-    """How gradients become steps."""
+    """The optimiser."""
     schedule: Schedule = field(default_factory=Cosine)
-    """The learning rate between warm-up and end."""
+    """The learning rate after the warm-up."""
     ema_decay: float = 0.0
-    """Validate, evaluate and keep the exponential moving average of the weights with this decay a step; 0 for none."""
+    """Decay per step of an exponential moving average of the weights, which is validated and saved; 0 for none."""
     z_loss: float = 0.0
     """Factor of the mean squared log of the softmax's normaliser, added to the loss (arXiv 2204.02311); 0 for none."""
 
@@ -166,17 +165,17 @@ class RunConfig:
     """One training: model x data x trainer, and the seed of weights and batch order."""
 
     data: DataConfig
-    """What it trains on."""
+    """Training and validation data."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """What is trained."""
+    """The model."""
     train: TrainConfig = field(default_factory=TrainConfig)
-    """How it is trained."""
+    """The training."""
     seed: int = 0
     """Seed of the initial weights and of the batch order."""
     init_from: str | None = None
-    """Checkpoint of a trained model whose weights it starts with, where name and shape are the same; None for none."""
+    """Checkpoint whose weights initialise the model where name and shape match; None for none."""
     evaluations: tuple[Evaluation, ...] = ()
-    """What is measured of the final model beside the usual metrics."""
+    """Measurements of the final model in addition to the usual metrics."""
 
     def __post_init__(self) -> None:
         require_whole("seed", self.seed, 0)
@@ -189,7 +188,7 @@ class RunConfig:
 
 
 def _check_fields(config: Any, prefix: str) -> None:
-    """Raise ValueError where a field, or one of a part, does not hold what its annotation says."""
+    """Raise ValueError if a field, or one of a part, does not fit its annotation."""
     hints = field_types(type(config))
     for name in (known.name for known in dataclasses.fields(config)):
         value, hint = getattr(config, name), hints[name]

@@ -116,7 +116,6 @@ def load_ablation_or_question(path: Path) -> tuple[Ablation, Question | None]:
 
 
 def _make_question(path: Path, make: Callable[[], object]) -> object:
-    """Call a file's function. Raises a one-line ValueError with file and line if it fails."""
     with locate_errors(path):
         try:
             return make()

@@ -181,7 +181,6 @@ class MissedValidation(AtStart):
 
     @torch.no_grad()  # not inference_mode: Lightning updates the module's metrics again
     def on_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Validate if the run resumes at a validation step."""
         step = trainer.global_step
         if not isinstance(module, LitLM) or not step or step % module.cfg.train.val_every:
             return

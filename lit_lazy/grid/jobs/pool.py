@@ -62,7 +62,6 @@ class LocalPool:
         return len(self._workers)
 
     def reap(self) -> ReapResult:
-        """Remove the workers that have ended."""
         codes = {slot: worker.poll() for slot, worker in self._workers.items()}
         self._workers = {slot: worker for slot, worker in self._workers.items() if codes[slot] is None}
         full = sum(code == DISK_FULL for code in codes.values())
@@ -78,7 +77,6 @@ class LocalPool:
                 self._workers[slot] = self._start_worker(slot)
 
     def stop(self) -> None:
-        """Let the workers requeue or record their cells, and wait for them. A second Ctrl-C kills them."""
         for worker in self._workers.values():
             worker.send_signal(signal.SIGTERM)
         try:

@@ -178,7 +178,6 @@ class Worker:
         )
 
     def _make_callbacks(self, task: Task) -> list[Callback]:  # noqa: ARG002
-        """Additional Lightning callbacks for a cell's training."""
         return []
 
     def _get_objective(self, result: RunResult) -> float:
@@ -249,7 +248,6 @@ def format_reason(error: BaseException) -> str:
 
 
 def _free_memory() -> None:
-    """Release a cell's memory before the next cell."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -6,13 +6,8 @@ from lit_lazy.command.options import Commands, add_command, add_experiment, posi
 
 
 def add_to(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "tokenise",
-        tokenise,
-        "tokenise an experiment's text ahead of training",
-        takes_overrides=True,
-    )
+    summary = "tokenise an experiment's text ahead of training"
+    parser = add_command(commands, "tokenise", tokenise, summary, takes_overrides=True)
     add_experiment(parser)
     parser.add_argument(
         "--processes",

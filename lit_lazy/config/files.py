@@ -1,4 +1,4 @@
-"""Finds and imports the user's Python files: experiments (`config()`) and ablations (`ablation`)."""
+"""Finds and imports users' Python files: experiments (`config()`) and ablations (`ablation`)."""
 
 import ast
 import hashlib
@@ -49,7 +49,7 @@ def find(room: Room, name: str) -> Path:
 def find_python_file(what: str, name: str) -> Path:
     """The path of an existing .py file. Raises a ValueError that starts with `what`."""
     if not os.path.isfile(name):
-        raise ValueError(f"{what} {name!r}: no such file; give the path of a .py file that is there")
+        raise ValueError(f"{what} {name!r}: no such file; give the path of an existing .py file")
     return _require_usable_name(Path(name).resolve())
 
 
@@ -57,7 +57,7 @@ def _require_usable_name(path: Path) -> Path:
     """The path, if its name can be part of folder and experiment names. Raises a one-line ValueError otherwise."""
     if not path.stem.isprintable() or len(path.stem.encode()) > LONGEST_NAME:
         raise ValueError(
-            f"{str(path)!r}: results are kept under its name; let it have at most {LONGEST_NAME} bytes, all printable"
+            f"{str(path)!r}: its name becomes part of folder names; use at most {LONGEST_NAME} bytes, all printable"
         )
     return path
 
@@ -126,7 +126,7 @@ def _check_neighbour(name: str, file: Path) -> None:
     """Raise ValueError if the imported module `name` is not the file of that name next to the importing file."""
     found = getattr(sys.modules.get(name), "__file__", None)
     if found is not None and Path(found).resolve() != file:
-        raise ValueError(f"imports {name!r}, which is {found} and not {file.name} beside it; rename {file.name}")
+        raise ValueError(f"imports {name!r}, which is {found} and not {file.name} next to it; rename {file.name}")
 
 
 def read_source(cls: type) -> str:
@@ -138,7 +138,7 @@ def read_source(cls: type) -> str:
         path = Path(inspect.getfile(cls)).resolve()
     except (TypeError, OSError):
         raise ValueError(
-            f"{cls.__name__}: its source cannot be read, and results are known by it; define it in a .py file"
+            f"{cls.__name__}: its source cannot be read, but is part of the key; define it in a .py file"
         ) from None
     # The folder from which its module is imported.
     root = path.parents[cls.__module__.count(".") + (path.name == "__init__.py")]

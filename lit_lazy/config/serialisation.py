@@ -50,7 +50,7 @@ def find_leaf_classes(base: type[T]) -> dict[str, type[T]]:
     for sub in base.__subclasses__():
         found.update(find_leaf_classes(sub))
         if dataclasses.is_dataclass(sub) and found.setdefault(sub.__name__, sub) is not sub:
-            raise ValueError(f"{base.__name__}: two classes are called {sub.__name__}; give yours another name")
+            raise ValueError(f"{base.__name__}: two classes have the name {sub.__name__}; rename the custom one")
     return found
 
 

@@ -32,23 +32,18 @@ class Pool(Protocol):
 
     def __len__(self) -> int:
         """Number of running workers."""
-        ...
 
     def reap(self) -> ReapResult:
         """Remove the workers that have ended."""
-        ...
 
     def start(self, most: int) -> None:
         """Start up to `most` workers within the pool's size."""
-        ...
 
     def stop(self) -> None:
         """Let the workers requeue or record their cells, and wait for them. A second Ctrl-C kills them."""
-        ...
 
     def describe_last_failure(self) -> str:
         """The last line that a worker logged, and the log's path."""
-        ...
 
 
 class LocalPool:

@@ -111,8 +111,8 @@ class TestTrain:
         [
             ("bckcopy", {}, "experiment 'bckcopy': unknown (did you mean backcopy?); there are "),
             (3, {}, "config=3: must be a RunConfig, or the name or .py file of one"),
-            ("backcopy_tiny", {"name": "a/b"}, "name 'a/b': its name becomes a folder's; take letters, digits"),
-            ("backcopy_tiny", {"name": ""}, "name '': its name becomes a folder's"),
+            ("backcopy_tiny", {"name": "a/b"}, "name 'a/b': its name becomes a folder name; use letters, digits"),
+            ("backcopy_tiny", {"name": ""}, "name '': its name becomes a folder name"),
             ("backcopy_tiny", {"runs": None}, "runs=None: must be a path"),
             ("backcopy_tiny", {"threads": 0}, "threads=0: must be a whole number from 1 to 1024"),
             ("backcopy_tiny", {"threads": 100_000}, "threads=100000: must be a whole number from 1 to 1024"),

@@ -33,8 +33,8 @@ def check_name(what: str, name: object) -> None:
     """Raise a one-line ValueError if a folder cannot have this name."""
     if not isinstance(name, str) or not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
         raise ValueError(
-            f"{what} {short_repr(name)}: its name becomes a folder's; take letters, digits, _, - and ., the first a "
-            f"letter or a digit, at most {LONGEST_NAME}"
+            f"{what} {short_repr(name)}: its name becomes a folder name; use letters, digits, _, - and ., starting "
+            f"with a letter or digit, at most {LONGEST_NAME}"
         )
 
 

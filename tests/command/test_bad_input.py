@@ -251,12 +251,12 @@ rest = dict(name="mine", baseline="softmax", seeds=(0, 1), columns=COLUMNS, base
 ablation = Ablation(**(rest | dict({settings})))
 """
 ABLATIONS = {
-    "name='a/b'": "ablation 'a/b': its name becomes a folder's; take letters, digits, _, - and .",
-    "name='../a'": "ablation '../a': its name becomes a folder's",
-    "name='a b'": "ablation 'a b': its name becomes a folder's",
-    'name="it\'s"': "ablation \"it's\": its name becomes a folder's",
-    "name=''": "ablation '': its name becomes a folder's",
-    "name='a\\n'": "ablation 'a\\n': its name becomes a folder's",
+    "name='a/b'": "ablation 'a/b': its name becomes a folder name; use letters, digits, _, - and .",
+    "name='../a'": "ablation '../a': its name becomes a folder name",
+    "name='a b'": "ablation 'a b': its name becomes a folder name",
+    'name="it\'s"': 'ablation "it\'s": its name becomes a folder name',
+    "name=''": "ablation '': its name becomes a folder name",
+    "name='a\\n'": "ablation 'a\\n': its name becomes a folder name",
     "rows=(SOFT, SOFT)": "two rows have the same name 'softmax'; rename one",
     "rows=(SOFT, Row('b', {NORMALISER: Softmax()}, 'ours'))": "rows 'softmax' and 'b' are the same training (seed 0)",
     "rows=(SOFT, Row('', {}, 'ours'))": "row '' has no name that can be shown; give it another",
@@ -274,8 +274,8 @@ ABLATIONS = {
     "rows=(), axes={'model.d_model': ()}": "is not one of its rows",
     "base='nothing'": "experiment 'nothing': unknown; there are backcopy",
     "sedes=(0,)": "unexpected keyword argument 'sedes'",
-    "name='a' * 300": "its name becomes a folder's",
-    "name=None": "ablation None: its name becomes a folder's",
+    "name='a' * 300": "its name becomes a folder name",
+    "name=None": "ablation None: its name becomes a folder name",
     "rows=None": "ablation 'mine': rows=None: must be a tuple, each item a Row",
     "rows=[SOFT]": "must be a tuple, each item a Row",
     "rows=10**400": "must be a tuple, each item a Row",
@@ -319,9 +319,9 @@ def test_ablation_files(settings: str, place: Path, capsys: pytest.CaptureFixtur
 
 
 SEARCHES = {
-    "name='/../../x'": "search '/../../x': its name becomes a folder's; take letters, digits, _, - and .",
-    "name='a' * 300": "its name becomes a folder's",
-    "name=3": "search 3: its name becomes a folder's",
+    "name='/../../x'": "search '/../../x': its name becomes a folder name; use letters, digits, _, - and .",
+    "name='a' * 300": "its name becomes a folder name",
+    "name=3": "search 3: its name becomes a folder name",
     "axes=None": "axes=None: must be a dict",
     "axes={'train.lr': (1, 2)}": "each value a Real",
     "axes={'train.lr': Real(0, 10**400)}": "needs two finite numbers, the lower one first",

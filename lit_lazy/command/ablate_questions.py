@@ -85,7 +85,6 @@ def list_questions() -> tuple[list[str], list[str]]:
 
 
 def _make_run_options(options: Namespace, name: str) -> Namespace:
-    """The options of `ablate run` for a question."""
     return Namespace(**vars(options) | {"ablation": name, "rows": []})
 
 

@@ -31,7 +31,6 @@ def add_to(commands: Commands) -> None:
         "--trials",
         metavar="N",
         type=positive_int,
-        default=None,
         help="number of points to train (default: the number that the search names)",
     )
     add_workers(parser)
@@ -61,13 +60,9 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
     check_logger_kinds(options.loggers)
     check_destinations(options, work.id)
     # The queue may hold further points, from an earlier command with more trials.
+    loggers = tuple(options.loggers)
     launch = LaunchOptions(
-        workers,
-        options.threads,
-        options.fresh,
-        storage=options.storage,
-        only_these=True,
-        loggers=tuple(options.loggers),
+        workers, options.threads, options.fresh, storage=options.storage, only_these=True, loggers=loggers
     )
     report, finished = run_search(work, launch, plain_console(), publish_search)
     print_results(report.markdown(), work.folder, options.runs)

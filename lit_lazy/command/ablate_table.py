@@ -29,11 +29,8 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
     if options.source is not None:
         if options.base:
             raise ValueError(f"--base {options.base}: a table.json names its experiment; leave it out with --from")
-        print(
-            render_markdown(
-                recompute_table(options.source, *load_ablation_or_question(find("ablations", options.ablation)))
-            )
-        )
+        ablation, question = load_ablation_or_question(find("ablations", options.ablation))
+        print(render_markdown(recompute_table(options.source, ablation, question)))
         return 0
     tracker = open_tracker(options)
     check_writable_folder("--runs", options.runs)

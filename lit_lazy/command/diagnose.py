@@ -46,7 +46,6 @@ def add_to(commands: Commands) -> None:
             f"--{part}",
             metavar="0,1",
             type=int_list,
-            default=None,
             help=f"{part} whose attention maps to save, counted from 0 (default: {default})",
         )
     parser.add_argument(

@@ -31,7 +31,6 @@ def add_to(commands: Commands) -> None:
         "--tasks",
         metavar="piqa,boolq",
         type=name_list,
-        default=None,
         help="tasks of the harness (default: wikitext, lambada_openai, piqa, hellaswag, winogrande, arc_easy, "
         "arc_challenge, social_iqa, boolq)",
     )
@@ -39,12 +38,9 @@ def add_to(commands: Commands) -> None:
         "--task-folder",
         metavar="FOLDER",
         type=folder,
-        default=None,
         help="folder with task files, which take precedence over the harness's tasks of the same name",
     )
-    parser.add_argument(
-        "--limit", metavar="N", type=positive_int, default=None, help="maximum questions per task, for a trial"
-    )
+    parser.add_argument("--limit", metavar="N", type=positive_int, help="maximum questions per task, for a trial")
     parser.add_argument("--out", metavar="FILE.json", type=json_file, help="write the results there")
     add_threads(parser)
 
@@ -101,11 +97,9 @@ def print_benchmarks(found: "BenchmarkResults") -> None:
         print(f"{'average':42} {found.average:10.4f}            of the eight accuracies")
     facts = found.facts
     prefix = facts["prefix_token"]
-    print(
-        f"{facts['harness']}; prefix token {prefix['text']!r} ({prefix['id']}); {facts['requests_cut_on_the_left']:,} ",
-        end="",
-    )
-    print(f"of {facts['requests']:,} requests cut on the left at {facts['context_length']:,} tokens")
+    cut = f"{facts['requests_cut_on_the_left']:,} of {facts['requests']:,} requests cut on the left"
+    harness = f"{facts['harness']}; prefix token {prefix['text']!r} ({prefix['id']})"
+    print(f"{harness}; {cut} at {facts['context_length']:,} tokens")
 
 
 @contextmanager

@@ -45,14 +45,8 @@ def make_parser() -> Parser:
     parser = Parser(prog="lit-lazy", description="Reference laboratory for Lazy Attention.")
     parser.add_argument("--version", action="version", version=f"lit-lazy {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    tokenise.add_to(commands)
-    train.add_to(commands)
-    evaluate.add_to(commands)
-    diagnose.add_to(commands)
-    lm_eval.add_to(commands)
-    generate.add_to(commands)
-    export.add_to(commands)
-    fields.add_to(commands)
+    for part in (tokenise, train, evaluate, diagnose, lm_eval, generate, export, fields):
+        part.add_to(commands)
     ablate = commands.add_parser("ablate", help="run ablations, questions and searches, and build their tables")
     ablate_commands = ablate.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for part in (
@@ -65,9 +59,8 @@ def make_parser() -> Parser:
         ablate_list,
     ):
         part.add_to(ablate_commands)
-    report.add_to(commands)
-    dashboard.add_to(commands)
-    doctor.add_to(commands)
+    for part in (report, dashboard, doctor):
+        part.add_to(commands)
     completion.add_to(commands, parser)
     return parser
 

@@ -65,9 +65,7 @@ def add_command(
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--threads", metavar="N", type=thread_count, default=None, help="CPU threads (default: torch's choice)"
-    )
+    parser.add_argument("--threads", metavar="N", type=thread_count, help="CPU threads (default: torch's choice)")
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +98,6 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
         "--workers",
         metavar="N",
         type=positive_int,
-        default=None,
         help="worker processes (default: one per GPU; without GPUs, what cores and memory allow)",
     )
     parser.add_argument(
@@ -113,7 +110,6 @@ def add_init_from(parser: argparse.ArgumentParser) -> None:
         "--init-from",
         metavar="CHECKPOINT",
         type=path,
-        default=None,
         help="initialise from a final.ckpt every weight whose name and shape match, to continue with another variant, "
         "data or schedule",
     )
@@ -144,7 +140,6 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
         "--devices",
         metavar="N",
         type=positive_int,
-        default=None,
         help="GPUs, or CPU processes, that share every batch (default 1)",
     )
     group.add_argument(
@@ -157,7 +152,6 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
         "--micro-batch",
         metavar="N",
         type=positive_int,
-        default=None,
         help="sequences per forward pass on a device, with gradient accumulation (default: its share of the batch)",
     )
     group.add_argument("--compile", action="store_true", help="torch.compile the model")
@@ -195,14 +189,12 @@ def add_launcher(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         metavar="SHARE",
         type=gpu_share,
-        default=None,
         help="with --launcher ray: GPUs of each cell, 0, a fraction of one such as 0.5, or a whole number "
         "(default: one per device, 0 if the cluster has none)",
     )
     parser.add_argument(
         "--ray-address",
         metavar="HOST:PORT",
-        default=None,
         help="with --launcher ray: head of a running cluster that includes this machine, or auto (default: "
         "$RAY_ADDRESS, else this command starts a Ray, whose ports are open to the network, guarded by Ray's token)",
     )
@@ -225,14 +217,12 @@ def add_eviction(parser: argparse.ArgumentParser) -> None:
         "--window",
         metavar="W",
         type=positive_int,
-        default=None,
         help="keep only the first and the W newest tokens in the cache (StreamingLLM)",
     )
     parser.add_argument(
         "--first",
         metavar="K",
         type=non_negative_int,
-        default=None,
         help="number of first tokens that --window keeps (default 4)",
     )
 

@@ -6,19 +6,13 @@ from lit_lazy.command.options import Commands, add_command, add_experiment, posi
 
 
 def add_to(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "tokenise",
-        tokenise,
-        "tokenise an experiment's text ahead of training",
-        takes_overrides=True,
-    )
+    summary = "tokenise an experiment's text ahead of training"
+    parser = add_command(commands, "tokenise", tokenise, summary, takes_overrides=True)
     add_experiment(parser)
     parser.add_argument(
         "--processes",
         metavar="N",
         type=positive_int,
-        default=None,
         help="parallel processes, at most one per file (default: one per core, and only this process for a small "
         "corpus)",
     )

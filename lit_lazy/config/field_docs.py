@@ -1,4 +1,4 @@
-"""The fields that a command line can set, in words: `lit-lazy fields`."""
+"""`lit-lazy fields`: descriptions of the fields that the command line can override."""
 
 import ast
 import dataclasses
@@ -14,13 +14,13 @@ from lit_lazy.config.serialisation import find_leaf_classes, get_default
 from lit_lazy.support.typecheck import describe_kind, field_types, is_exchangeable, is_group
 
 WIDTH = 110
-"""Characters of a line."""
+"""Characters per line."""
 
 
 def list_fields(config: RunConfig) -> list[str]:
-    """Lines: each field as it is set, with its value here, and its meaning; then the classes of each exchangeable part.
+    """Lines: each field as an option with its value and meaning, then the classes of each exchangeable part.
 
-    A class that the config has not is listed with its defaults.
+    A class that the config does not use is listed with its defaults.
     """
     parts: dict[str, Any] = {}
     return [
@@ -30,7 +30,7 @@ def list_fields(config: RunConfig) -> list[str]:
 
 
 def _format_group(config: Any, prefix: str, parts: dict[str, Any]) -> Iterator[str]:
-    """Fields, those of groups behind the others; parts: gets the annotation of each exchangeable one by its path."""
+    """Fields, those of groups last. parts: receives the annotation of each exchangeable part by path."""
     hints, values = field_types(type(config)), {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     groups = [name for name in values if is_group(hints[name])]
     parts |= {f"{prefix}{name}": hints[name] for name in values if is_exchangeable(hints[name])}
@@ -43,7 +43,6 @@ def _format_group(config: Any, prefix: str, parts: dict[str, Any]) -> Iterator[s
 
 
 def _format_classes(config: RunConfig, path: str, hint: Any) -> Iterator[str]:
-    """The classes that a field takes, each with its fields."""
     current = attrgetter(path)(config)
     for _, cls in sorted(find_leaf_classes(hint).items()):
         yield ""
@@ -91,7 +90,7 @@ def _collect_field_docs(cls: type) -> dict[str, str]:
     for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
         try:
             (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        except (TypeError, OSError):  # a class that was defined in no file
+        except (TypeError, OSError):  # a class without a source file
             continue
         for pair in pairwise(getattr(definition, "body", ())):
             match pair:
@@ -101,7 +100,7 @@ def _collect_field_docs(cls: type) -> dict[str, str]:
 
 
 def _get_summary(cls: type) -> str:
-    """The first paragraph of a class's docstring; "" where it has none but what dataclasses make."""
+    """The first paragraph of a class's docstring; "" if dataclasses generated it."""
     text = cls.__doc__ or ""
     return "" if text.startswith(f"{cls.__name__}(") else " ".join(text.split("\n\n")[0].split())
 

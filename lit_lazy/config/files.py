@@ -1,4 +1,4 @@
-"""Finds and imports the user's Python files: experiments (`config()`) and ablations (`ablation`)."""
+"""Finds and imports users' Python files: experiments (`config()`) and ablations (`ablation`)."""
 
 import ast
 import hashlib
@@ -19,25 +19,25 @@ from lit_lazy.support.errors import describe_exception, did_you_mean, one_line, 
 PROJECT = Path(__file__).parents[2]
 Room = Literal["experiments", "ablations"]
 SETTINGS = ("config", "ablation", "search", "question")
-"""What a file exports. The values that it makes are in a cell's key, so its source need not be."""
+"""Names that a file exports. A cell's key includes their values, so it omits their source."""
 OWN = ("lit_lazy", "flash_lazy")
-"""This project's packages, which may lie beside a user's file and are no part of it."""
+"""This project's packages, which may be next to a user's file without being part of it."""
 LONGEST_NAME = 100
-"""Bytes of a name after which a folder is called, together with other names; file systems take 255."""
+"""Bytes of a name that becomes part of a folder's name; file systems allow 255."""
 USER = "lit_lazy_user_"
-"""How the names of the modules of users' files begin."""
+"""Prefix of the module names of users' files."""
 
 
 def find(room: Room, name: str) -> Path:
-    """The file that `name` means: a path to a .py file, or the name of one in `room` here or in the project.
+    """The file that `name` denotes: a path to a .py file, or the name of one in `room` here or in the project.
 
-    Raises ValueError that names what was looked for and what there is.
+    Raises a ValueError that lists the available names.
     """
     if name.endswith(".py"):
         return find_python_file(room[:-1], name)
     for root in (Path.cwd(), PROJECT):
         path = root / room / f"{name}.py"
-        if os.path.isfile(path):  # False too for a name that no file can have
+        if os.path.isfile(path):  # also False for invalid file names
             return _require_usable_name(path.resolve())
     known = list_available(room)
     there = ", ".join(known) or "none outside the project's clone"
@@ -47,17 +47,17 @@ def find(room: Room, name: str) -> Path:
 
 
 def find_python_file(what: str, name: str) -> Path:
-    """The file of this name. Raises ValueError that names what it is for."""
+    """The path of an existing .py file. Raises a ValueError that starts with `what`."""
     if not os.path.isfile(name):
-        raise ValueError(f"{what} {name!r}: no such file; give the path of a .py file that is there")
+        raise ValueError(f"{what} {name!r}: no such file; give the path of an existing .py file")
     return _require_usable_name(Path(name).resolve())
 
 
 def _require_usable_name(path: Path) -> Path:
-    """A file, if folders and MLflow's experiments can be called after it. Raises ValueError, in one line."""
+    """The path, if its name can be part of folder and experiment names. Raises a one-line ValueError otherwise."""
     if not path.stem.isprintable() or len(path.stem.encode()) > LONGEST_NAME:
         raise ValueError(
-            f"{str(path)!r}: results are kept under its name; let it have at most {LONGEST_NAME} bytes, all printable"
+            f"{str(path)!r}: its name becomes part of folder names; use at most {LONGEST_NAME} bytes, all printable"
         )
     return path
 
@@ -68,9 +68,9 @@ def list_available(room: Room) -> list[str]:
 
 
 def load_module(path: Path) -> ModuleType:
-    """Import a file by its path, once per process. It may import the files beside it, and they may import it.
+    """Import a file by its path, once per process. It and the files next to it may import each other.
 
-    Raises ValueError, in one line, where it fails, and where a file beside it has the name of another module.
+    Raises a one-line ValueError if that fails or if an imported file next to it is shadowed by another module.
     """
     name = f"{USER}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     for known in (sys.modules.get(name), sys.modules.get(path.stem)):
@@ -80,30 +80,28 @@ def load_module(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ValueError(f"{path}: cannot be imported as Python")
     module = importlib.util.module_from_spec(spec)
-    # Behind everything else: a file called queue.py is not to take the place of Python's own.
+    # At the end: a file called queue.py must not shadow the standard library's.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    # Registered before it runs, because dataclasses look up their own module; under its plain name too where that means
-    # this file, or an import of it would define its classes again.
+    # Registered before it runs, because dataclasses look up their module; also under its plain name if that resolves to
+    # this file, so that importing it does not define its classes again.
     names = [name, path.stem] if _resolves_to(path.stem, path) else [name]
     sys.modules.update(dict.fromkeys(names, module))
     try:
-        with _disable_bytecode():
+        with _disable_bytecode(), locate_errors(path):
             spec.loader.exec_module(module)
-        for imported, file in _iter_imports(_collect_local_files(path, path.parent), path.parent):
-            _check_neighbour(imported, file)
-    except KeyboardInterrupt:
-        _forget(names)
+            for imported, file in _iter_imports(_collect_local_files(path, path.parent), path.parent):
+                _check_neighbour(imported, file)
+    except BaseException:
+        for registered in names:
+            sys.modules.pop(registered, None)
         raise
-    except BaseException as error:
-        _forget(names)
-        raise ValueError(f"{path}: {locate_error(error, path)}") from error
     return module
 
 
 @contextmanager
 def _disable_bytecode() -> Iterator[None]:
-    """Let Python keep no compiled copy of a user's file: it would run for an edited one of the same size and time."""
+    """Write no bytecode of a user's file: it would be used for an edited file of the same size and time."""
     former, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         yield
@@ -112,13 +110,8 @@ def _disable_bytecode() -> Iterator[None]:
 
 
 def list_imported_files() -> list[Path]:
-    """The users' files that this process has imported."""
+    """Users' files that this process has imported."""
     return [Path(str(module.__file__)) for name, module in sys.modules.items() if name.startswith(USER)]
-
-
-def _forget(names: Iterable[str]) -> None:
-    for name in names:
-        sys.modules.pop(name, None)
 
 
 def _resolves_to(name: str, path: Path) -> bool:
@@ -130,22 +123,22 @@ def _resolves_to(name: str, path: Path) -> bool:
 
 
 def _check_neighbour(name: str, file: Path) -> None:
-    """Raise ValueError where the module of a name is not the file of that name beside an importing file."""
+    """Raise ValueError if the imported module `name` is not the file of that name next to the importing file."""
     found = getattr(sys.modules.get(name), "__file__", None)
     if found is not None and Path(found).resolve() != file:
-        raise ValueError(f"imports {name!r}, which is {found} and not {file.name} beside it; rename {file.name}")
+        raise ValueError(f"imports {name!r}, which is {found} and not {file.name} next to it; rename {file.name}")
 
 
 def read_source(cls: type) -> str:
-    """The source behind a user's class: its file and the local files that this imports, at any depth.
+    """The source of a user's class: its file and all local files that this imports, directly or indirectly.
 
-    Of a file of settings without the statements that only make these. Raises ValueError where it cannot be read.
+    Omits the definitions of exported settings. Raises ValueError if a file cannot be read.
     """
     try:
         path = Path(inspect.getfile(cls)).resolve()
     except (TypeError, OSError):
         raise ValueError(
-            f"{cls.__name__}: its source cannot be read, and results are known by it; define it in a .py file"
+            f"{cls.__name__}: its source cannot be read, but is part of the key; define it in a .py file"
         ) from None
     # The folder from which its module is imported.
     root = path.parents[cls.__module__.count(".") + (path.name == "__init__.py")]
@@ -155,7 +148,7 @@ def read_source(cls: type) -> str:
 
 
 def _collect_local_files(path: Path, root: Path) -> set[Path]:
-    """A file and those below `root` that it imports, themselves or through others."""
+    """A file and the files below `root` that it imports, directly or indirectly."""
     found, ahead = {path}, [path]
     while ahead:
         new = {file for _, file in _iter_imports({ahead.pop()}, root)} - found
@@ -165,7 +158,7 @@ def _collect_local_files(path: Path, root: Path) -> set[Path]:
 
 
 def _iter_imports(files: Iterable[Path], root: Path) -> Iterator[tuple[str, Path]]:
-    """Name and file of each module below `root` that files import."""
+    """Name and file of each module below `root` that the files import."""
     for path in files:
         for name in _iter_imported_names(path, root):
             place = root.joinpath(*name.split("."))
@@ -175,7 +168,7 @@ def _iter_imports(files: Iterable[Path], root: Path) -> Iterator[tuple[str, Path
 
 
 def _iter_imported_names(path: Path, root: Path) -> Iterator[str]:
-    """Dotted names, from `root`, of all modules that may be meant by the import statements of a file."""
+    """Dotted names, from `root`, of all modules that a file's import statements may refer to."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             named = [alias.name for alias in node.names]
@@ -191,7 +184,7 @@ def _iter_imported_names(path: Path, root: Path) -> Iterator[str]:
 
 
 def _read_statements(path: Path, left_out: Sequence[str]) -> str:
-    """The top-level statements of a file, but for the definitions of some names: editing a row changes no class."""
+    """The top-level statements of a file without the definitions of some names: editing a row changes no class."""
     text = path.read_text()
     lines, kept = text.splitlines(), []
     for node in ast.parse(text, str(path)).body:
@@ -209,8 +202,19 @@ def _get_defined_name(node: ast.stmt) -> str | None:
     return target.id if isinstance(target, ast.Name) else None
 
 
-def locate_error(error: BaseException, path: Path) -> str:
-    """`line 3: NameError: ...`: the last line of this file that an exception went through."""
+@contextmanager
+def locate_errors(path: Path) -> Iterator[None]:
+    """Turn every error of a user's file into a one-line ValueError that names the file and its line."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ValueError(f"{path}: {_locate(error, path)}") from error
+
+
+def _locate(error: BaseException, path: Path) -> str:
+    """`line 3: NameError: ...`: the last line of this file that an exception passed through."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
     # This project's own messages are ValueErrors.
@@ -219,18 +223,15 @@ def locate_error(error: BaseException, path: Path) -> str:
 
 
 def experiment(name: str) -> RunConfig:
-    """The config of an experiment, by its name or the path of its file. Raises ValueError where there is none."""
+    """The config of an experiment, by name or by the path of its file. Raises ValueError if it does not exist."""
     return load_experiment(find("experiments", name))
 
 
 def load_attribute(path: Path, name: str) -> Any:
-    """What a file defines under a name, None for nothing. Raises ValueError where it cannot be asked."""
-    try:
-        return getattr(load_module(path), name, None)
-    except ValueError:
-        raise
-    except Exception as error:  # of the file's own __getattr__
-        raise ValueError(f"{path}: {locate_error(error, path)}") from error
+    """The value that a file defines under a name, or None. Raises a one-line ValueError if the file fails."""
+    module = load_module(path)
+    with locate_errors(path):  # the file may define __getattr__
+        return getattr(module, name, None)
 
 
 def load_experiment(path: Path) -> RunConfig:
@@ -238,12 +239,8 @@ def load_experiment(path: Path) -> RunConfig:
     config = load_attribute(path, "config")
     if not callable(config) or inspect.iscoroutinefunction(config):
         raise ValueError(f"{path}: defines no function config(); give it one that returns a RunConfig")
-    try:
+    with locate_errors(path):
         made = config()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise ValueError(f"{path}: {locate_error(error, path)}") from error
     if not isinstance(made, RunConfig):
         raise ValueError(f"{path}: config() returned {short_repr(made)}; let it return a RunConfig")
     return made

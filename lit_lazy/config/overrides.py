@@ -18,7 +18,7 @@ from lit_lazy.support.typecheck import describe_kind, field_types, fits, is_exch
 LONGEST_VALUE = 4096
 """Characters, as for a path."""
 DEEPEST_VALUE = 20
-"""Brackets of one kind in a value; the JSON parser fails at some thousand."""
+"""Upper bound on brackets of one kind in a value; the JSON parser fails at a few thousand."""
 NONE = ("None", "null")
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -71,7 +71,7 @@ def _split_arguments(arguments: Sequence[str]) -> dict[str, str]:
             text = left.pop(0)
         if len(text) > LONGEST_VALUE or max(map(text.count, "[{(")) > DEEPEST_VALUE:
             raise ValueError(
-                f"{path}={text!r}: must have at most {LONGEST_VALUE} characters, and {DEEPEST_VALUE} brackets of a kind"
+                f"{path}={text!r}: at most {LONGEST_VALUE} characters and {DEEPEST_VALUE} brackets of each kind"
             )
         if (name := path[2:]) in texts:
             raise ValueError(f"{path}: is given twice, as {texts[name]!r} and as {text!r}; leave one out")
@@ -133,7 +133,7 @@ def _parse_field(path: str, text: str, field: _Field) -> Any:
 
 
 def _parse_value(text: str, hint: Any) -> Any:
-    """The value that a text means by an annotation. Raises ValueError or KeyError if it means none."""
+    """Parse a text as a value of an annotation. Raises ValueError or KeyError if that fails."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if type(None) in parts and text in NONE:

@@ -1,4 +1,4 @@
-"""The frozen dataclasses of a run."""
+"""Frozen dataclasses with the settings of a run."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.data import DataConfig
 from lit_lazy.optim import AdamW, Cosine, Optimiser, Schedule
-from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.checks import require, require_field, require_whole
 from lit_lazy.support.typecheck import describe_kind, field_types, fits, is_exchangeable, is_part
 
 Precision = Literal["fp32", "bf16"]
@@ -29,74 +29,54 @@ class ModelConfig:
     n_heads: int = 1
     """Query heads per block."""
     n_kv_heads: int | None = None
-    """Key and value heads (grouped-query attention); None for as many as query heads."""
+    """Key and value heads (grouped-query attention); None for one per query head."""
     d_ff: int = 256
     """Hidden width of the SwiGLU."""
     attention: AttentionSpec = field(default_factory=AttentionSpec)
     """The attention variant."""
     position: Position = field(default_factory=Rope)
-    """How tokens know where they stand."""
+    """The positional encoding."""
     tie_embeddings: bool = True
     """Use the embedding matrix as the output head."""
     init_std: float = 0.02
-    """Standard deviation of the initial weight matrices, and of the token embeddings unless they have their own."""
+    """Standard deviation of initial weight matrices, and of token embeddings unless embedding_init_std is set."""
     embedding_init_std: float | None = None
-    """Standard deviation of the initial token embeddings, and of a head that is tied to them; None for init_std."""
+    """Standard deviation of initial token embeddings, and of a tied output head; None for init_std."""
     backend: Backend = "auto"
     """Implementation of attention; auto picks the fastest and changes nothing beyond rounding."""
     mixer: Mixer = field(default_factory=SelfAttention)
-    """What mixes the tokens: attention, or a layer that keeps a state in its place."""
+    """The token mixer: attention, or a recurrent layer instead."""
     residual_dropout: float = 0.0
-    """Share of what mixers and SwiGLUs add to the residual stream that is dropped in training (arXiv 1706.03762)."""
+    """Dropout probability of the outputs of mixers and SwiGLUs in training (arXiv 1706.03762)."""
 
     def __post_init__(self) -> None:
         for name in ("d_model", "n_layers", "n_heads", "d_ff"):
             require_whole(f"model.{name}", getattr(self, name), 1)
-        require(
-            self.d_model % self.n_heads == 0,
-            "model.n_heads",
-            self.n_heads,
-            f"must divide model.d_model={self.d_model}",
+        require_field(
+            self, "model.n_heads", self.d_model % self.n_heads == 0, f"must divide model.d_model={self.d_model}"
         )
-        require(
-            self.kv_heads >= 1 and self.n_heads % self.kv_heads == 0,
-            "model.n_kv_heads",
-            self.n_kv_heads,
-            f"must divide model.n_heads={self.n_heads}",
+        divides = self.kv_heads >= 1 and self.n_heads % self.kv_heads == 0
+        require_field(self, "model.n_kv_heads", divides, f"must divide model.n_heads={self.n_heads}")
+        positive = 0 < self.init_std < math.inf
+        require_field(self, "model.init_std", positive, "must be finite and above 0 (zero queries never learn)")
+        positive = self.embedding_init_std is None or 0 < self.embedding_init_std < math.inf
+        require_field(
+            self, "model.embedding_init_std", positive, "must be finite and above 0, or None for model.init_std"
         )
-        require(
-            math.isfinite(self.init_std) and self.init_std > 0,
-            "model.init_std",
-            self.init_std,
-            "must be finite and above 0 (zero queries never learn)",
-        )
-        own = self.embedding_init_std
-        require(
-            own is None or (math.isfinite(own) and own > 0),
-            "model.embedding_init_std",
-            own,
-            "must be finite and above 0, or None for model.init_std",
-        )
-        require(
-            0 <= self.residual_dropout < 1,
-            "model.residual_dropout",
-            self.residual_dropout,
-            "must be at least 0, below 1",
-        )
+        require_field(self, "model.residual_dropout", 0 <= self.residual_dropout < 1, "must be at least 0, below 1")
         allowed = typing.get_args(Backend)
-        require(self.backend in allowed, "model.backend", self.backend, f"must be one of {', '.join(allowed)}")
+        require_field(self, "model.backend", self.backend in allowed, f"must be one of {', '.join(allowed)}")
         if not self.mixer.attends:
             self._check_without_attention()
 
     def _check_without_attention(self) -> None:
-        """Raise ValueError where a setting of attention would be without effect."""
         fix = f"has no effect in model.mixer={type(self.mixer).__name__}, without attention; leave one of the two out"
         default = AttentionSpec()
         for part in dataclasses.fields(default):
             value = getattr(self.attention, part.name)
             require(value == getattr(default, part.name), f"model.attention.{part.name}", value, fix)
-        require(self.n_kv_heads is None, "model.n_kv_heads", self.n_kv_heads, fix)
-        require(self.backend == "auto", "model.backend", self.backend, fix)
+        require_field(self, "model.n_kv_heads", self.n_kv_heads is None, fix)
+        require_field(self, "model.backend", self.backend == "auto", fix)
 
     @property
     def kv_heads(self) -> int:
@@ -104,14 +84,14 @@ class ModelConfig:
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
     def layer_shape(self, layer: int, context_length: int) -> LayerShape:
-        """What the parts of the attention of one layer, from 0, are built for."""
+        """Sizes of the attention of one layer, counted from 0."""
         head_dim = self.d_model // self.n_heads
         return LayerShape(
             self.n_heads, self.kv_heads, head_dim, self.d_model, context_length, layer, n_layers=self.n_layers
         )
 
     def build_mixer(self, layer: int, context_length: int) -> MixerModule:
-        """What mixes the tokens of one layer, from 0."""
+        """The token mixer of one layer, counted from 0."""
         shape = self.layer_shape(layer, context_length)
         if isinstance(self.mixer, SelfAttention):
             return self.mixer.build(shape, self.attention, self.backend)
@@ -147,11 +127,11 @@ class TrainConfig:
     log_every: int = 50
     """Steps between logged training metrics."""
     optimiser: Optimiser = field(default_factory=AdamW)
-    """How gradients become steps."""
+    """The optimiser."""
     schedule: Schedule = field(default_factory=Cosine)
-    """The learning rate between warm-up and end."""
+    """The learning rate after the warm-up."""
     ema_decay: float = 0.0
-    """Validate, evaluate and keep the exponential moving average of the weights with this decay a step; 0 for none."""
+    """Decay per step of an exponential moving average of the weights, which is validated and saved; 0 for none."""
     z_loss: float = 0.0
     """Factor of the mean squared log of the softmax's normaliser, added to the loss (arXiv 2204.02311); 0 for none."""
 
@@ -159,46 +139,25 @@ class TrainConfig:
         for name in ("steps", "batch_size", "val_every", "checkpoint_every", "log_every"):
             require_whole(f"train.{name}", getattr(self, name), 1)
         for name in ("lr", "clip_norm"):
-            value = getattr(self, name)
-            require(math.isfinite(value) and value > 0, f"train.{name}", value, "must be finite and above 0")
-        require(
-            0 <= self.warmup_steps < self.steps,
-            "train.warmup_steps",
-            self.warmup_steps,
-            f"must be at least 0 and below train.steps={self.steps}",
-        )
-        require(
-            0 <= self.final_lr_fraction <= 1, "train.final_lr_fraction", self.final_lr_fraction, "must be in [0, 1]"
-        )
-        require(
-            math.isfinite(self.weight_decay) and self.weight_decay >= 0,
-            "train.weight_decay",
-            self.weight_decay,
-            "must be finite and 0 or more",
-        )
-        require(
-            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
-            "train.betas",
-            self.betas,
-            "must be two numbers, each at least 0 and below 1",
-        )
-        require(0 <= self.ema_decay < 1, "train.ema_decay", self.ema_decay, "must be at least 0 and below 1")
-        require(
-            math.isfinite(self.z_loss) and self.z_loss >= 0, "train.z_loss", self.z_loss, "must be finite and 0 or more"
-        )
+            require_field(self, f"train.{name}", 0 < getattr(self, name) < math.inf, "must be finite and above 0")
+        for name in ("weight_decay", "z_loss"):
+            require_field(self, f"train.{name}", 0 <= getattr(self, name) < math.inf, "must be finite and 0 or more")
+        warm = 0 <= self.warmup_steps < self.steps
+        require_field(self, "train.warmup_steps", warm, f"must be at least 0 and below train.steps={self.steps}")
+        require_field(self, "train.final_lr_fraction", 0 <= self.final_lr_fraction <= 1, "must be in [0, 1]")
+        pair = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        require_field(self, "train.betas", pair, "must be two numbers, each at least 0 and below 1")
+        require_field(self, "train.ema_decay", 0 <= self.ema_decay < 1, "must be at least 0 and below 1")
         for name, part, used in (
             ("betas", "optimiser", self.optimiser.adaptive),
             ("final_lr_fraction", "schedule", self.schedule.falls),
         ):
-            value, default = getattr(self, name), getattr(TrainConfig, name)
-            chosen = type(getattr(self, part)).__name__
+            chosen, default = type(getattr(self, part)).__name__, getattr(TrainConfig, name)
             fix = f"has no effect with train.{part}={chosen}; leave it at {default}"
-            require(used or value == default, f"train.{name}", value, fix)
-        require(
-            self.precision in typing.get_args(Precision),
-            "train.precision",
-            self.precision,
-            "must be fp32 or bf16 (mixed; a pure bf16 would round tau and bias away)",
+            require_field(self, f"train.{name}", used or getattr(self, name) == default, fix)
+        known = self.precision in typing.get_args(Precision)
+        require_field(
+            self, "train.precision", known, "must be fp32 or bf16 (mixed; a pure bf16 would round tau and bias away)"
         )
 
 
@@ -207,17 +166,17 @@ class RunConfig:
     """One training: model x data x trainer, and the seed of weights and batch order."""
 
     data: DataConfig
-    """What it trains on."""
+    """Training and validation data."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """What is trained."""
+    """The model."""
     train: TrainConfig = field(default_factory=TrainConfig)
-    """How it is trained."""
+    """The training."""
     seed: int = 0
     """Seed of the initial weights and of the batch order."""
     init_from: str | None = None
-    """Checkpoint of a trained model whose weights it starts with, where name and shape are the same; None for none."""
+    """Checkpoint whose weights initialise the model where name and shape match; None for none."""
     evaluations: tuple[Evaluation, ...] = ()
-    """What is measured of the final model beside the usual metrics."""
+    """Measurements of the final model in addition to the usual metrics."""
 
     def __post_init__(self) -> None:
         require_whole("seed", self.seed, 0)
@@ -230,7 +189,7 @@ class RunConfig:
 
 
 def _check_fields(config: Any, prefix: str) -> None:
-    """Raise ValueError where a field, or one of a part, does not hold what its annotation says."""
+    """Raise ValueError if a field, or one of a part, does not fit its annotation."""
     hints = field_types(type(config))
     for name in (known.name for known in dataclasses.fields(config)):
         value, hint = getattr(config, name), hints[name]

@@ -1,4 +1,4 @@
-"""Settings as plain dicts and back, and copies with fields replaced by dotted path."""
+"""Conversion of settings to plain dicts and back, and replacement of fields by dotted path."""
 
 import dataclasses
 import functools
@@ -8,7 +8,8 @@ import pkgutil
 import types
 import typing
 from abc import ABC
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from lit_lazy.support.errors import did_you_mean, short_repr
@@ -18,22 +19,22 @@ T = TypeVar("T")
 
 
 def to_dict(value: Any, annotation: Any = None) -> Any:
-    """The canonical plain form: dataclasses as dicts, and an exchangeable part (an ABC's leaf) with its class name."""
+    """The canonical plain form: dataclasses as dicts, exchangeable parts (ABCs' subclasses) with their class name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         hints = field_types(type(value))
         return make_class_entry(value) | {
             field.name: to_dict(getattr(value, field.name), hints[field.name]) for field in dataclasses.fields(value)
         }
-    # Of `tuple[float, ...] | None` what is in the tuple; of `float | None` float itself.
+    # The tuple of `tuple[float, ...] | None`; float itself of `float | None`.
     inner = [part for part in (annotation, *typing.get_args(annotation)) if part is not type(None)]
     if isinstance(value, tuple):
         return [to_dict(item, next(iter(typing.get_args(inner[-1])), inner[-1])) for item in value]
-    # An int given for a float is the same setting, and must not make another key.
+    # An int in a float field is the same setting and must give the same key.
     return float(value) if float in inner and isinstance(value, numbers.Real) else value
 
 
 def make_class_entry(value: Any) -> dict[str, Any]:
-    """The class of an exchangeable part, as its plain form holds it; nothing for what is no such part."""
+    """The class entry in the plain form of an exchangeable part; empty for other values."""
     return {"class": type(value).__name__} if isinstance(value, ABC) else {}
 
 
@@ -49,13 +50,13 @@ def find_leaf_classes(base: type[T]) -> dict[str, type[T]]:
     for sub in base.__subclasses__():
         found.update(find_leaf_classes(sub))
         if dataclasses.is_dataclass(sub) and found.setdefault(sub.__name__, sub) is not sub:
-            raise ValueError(f"{base.__name__}: two classes are called {sub.__name__}; give yours another name")
+            raise ValueError(f"{base.__name__}: two classes have the name {sub.__name__}; rename the custom one")
     return found
 
 
 @functools.cache
 def _import_all_beside(base: type) -> None:
-    """Import every module of a base's package, so that a leaf in a new file is known by being there."""
+    """Import every module of a base's package, so that subclasses in a new file are found without registration."""
     package = getattr(base, "LEAVES_IN", base.__module__.rpartition(".")[0])
     if package:
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
@@ -63,7 +64,7 @@ def _import_all_beside(base: type) -> None:
 
 
 def get_leaf_class(base: type[T], name: str | None) -> type[T]:
-    """The concrete dataclass of this name under an abstract base. Raises ValueError that names those there are."""
+    """The concrete dataclass of this name under an abstract base. Raises a ValueError that lists the known ones."""
     known = find_leaf_classes(base)
     if name not in known:
         raise ValueError(
@@ -95,7 +96,7 @@ def from_dict(cls: Any, value: Any) -> Any:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted paths to scalars of a canonical dict; a leaf's class name stands under the path of the leaf itself."""
+    """Scalars of a canonical dict by dotted path; a part's class name is stored under the part's path."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         path = prefix if name == "class" else f"{prefix}.{name}".lstrip(".")
@@ -103,10 +104,17 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def shorten_paths(paths: Iterable[str]) -> dict[str, str]:
+    """The last part of each dotted path, or the last two parts if other paths end in the same one."""
+    last = {path: path.rpartition(".")[2] for path in paths}
+    counts = Counter(last.values())
+    return {path: name if counts[name] == 1 else ".".join(path.split(".")[-2:]) for path, name in last.items()}
+
+
 def replace_at(config: T, changes: Mapping[str, Any]) -> T:
     """A copy of a config with the fields at dotted paths replaced.
 
-    All changes of one dataclass are made together, so a pair that is valid only together passes its checks.
+    All changes of one dataclass are applied together, so values that are valid only together pass its checks.
     """
     here: dict[str, Any] = {}
     below: dict[str, dict[str, Any]] = {}
@@ -124,6 +132,6 @@ def replace_at(config: T, changes: Mapping[str, Any]) -> T:
         here[name] = replace_at(here.get(name, getattr(config, name)), inner)
     try:
         return dataclasses.replace(config, **here)  # type: ignore[type-var]
-    except (TypeError, OverflowError) as error:  # a value that its checks cannot take
+    except (TypeError, OverflowError) as error:  # a value that its checks cannot handle
         given = ", ".join(f"{name}={short_repr(value)}" for name, value in here.items())
         raise ValueError(f"{given}: {error}") from None

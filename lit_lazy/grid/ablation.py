@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from lit_lazy.config.files import LONGEST_NAME, load_attribute
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import flatten, replace_at, to_dict
+from lit_lazy.config.serialisation import flatten, replace_at, shorten_paths, to_dict
 from lit_lazy.data import DataSource
 from lit_lazy.data.base import Outline
 from lit_lazy.support.checks import require
@@ -100,47 +100,39 @@ class Ablation:
 
     def __post_init__(self) -> None:
         check_name("ablation", self.name)
-        check_kinds(f"ablation {self.name!r}", self)
+        here = f"ablation {self.name!r}"
+        check_kinds(here, self)
         if bool(self.rows) == bool(self.axes):
-            raise ValueError(f"ablation {self.name!r}: give either rows or axes")
-        check_cell_count(f"ablation {self.name!r}: points of its axes", math.prod(map(len, self.axes.values())))
+            raise ValueError(f"{here}: give either rows or axes")
+        check_cell_count(f"{here}: points of its axes", math.prod(map(len, self.axes.values())))
         names = [row.name for row in self.all_rows]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"ablation {self.name!r}: two rows have the same name {twice[0]!r}; rename one")
+            raise ValueError(f"{here}: two rows have the same name {twice[0]!r}; rename one")
         if odd := [name for name in names if not _can_be_shown(name)]:
-            raise ValueError(
-                f"ablation {self.name!r}: row {short_repr(odd[0])} has an empty, long or unprintable name; rename it"
-            )
+            raise ValueError(f"{here}: row {short_repr(odd[0])} has an empty, long or unprintable name; rename it")
         if commas := [name for name in names if "," in name]:
-            raise ValueError(f"ablation {self.name!r}: row {commas[0]!r} has a comma in its name, which separates rows")
+            raise ValueError(f"{here}: row {commas[0]!r} has a comma in its name, which separates rows")
         if not self.columns:
-            raise ValueError(f"ablation {self.name!r}: columns=(): needs at least one; COLUMNS has the usual ones")
+            raise ValueError(f"{here}: columns=(): needs at least one; COLUMNS has the usual ones")
         keys, contrasts = [column.key for column in self.columns], [contrast.name for contrast in self.contrasts]
         for what, values in (("columns", keys), ("contrasts", contrasts)):
             if twice := [name for name in values if values.count(name) > 1]:
-                raise ValueError(f"ablation {self.name!r}: two {what} are {twice[0]!r}; leave one out")
+                raise ValueError(f"{here}: two {what} are {twice[0]!r}; leave one out")
         if strange := [key for key in self.primary if key not in keys]:
-            raise ValueError(f"ablation {self.name!r}: primary {strange[0]!r} is not one of its columns")
+            raise ValueError(f"{here}: primary {strange[0]!r} is not one of its columns")
         for contrast in self.contrasts:
             if strange := [name for name in contrast.weights if name not in names]:
-                raise ValueError(
-                    f"ablation {self.name!r}: contrast {contrast.name!r}: {strange[0]!r} is not one of its rows"
-                )
+                raise ValueError(f"{here}: contrast {contrast.name!r}: {strange[0]!r} is not one of its rows")
         if self.baseline not in names:
-            raise ValueError(f"ablation {self.name!r}: baseline {self.baseline!r} is not one of its rows")
+            raise ValueError(f"{here}: baseline {self.baseline!r} is not one of its rows")
         if not self.seeds:
-            raise ValueError(f"ablation {self.name!r}: needs at least one seed")
-        for what, changes in {
-            "common": self.common,
-            **{f"row {row.name!r}": row.changes for row in self.all_rows},
-        }.items():
+            raise ValueError(f"{here}: needs at least one seed")
+        for what, changes in [("common", self.common), *((f"row {row.name!r}", row.changes) for row in self.all_rows)]:
             if "seed" in changes:
-                raise ValueError(
-                    f"ablation {self.name!r}: {what} changes seed; give seeds=({changes['seed']},) instead"
-                )
+                raise ValueError(f"{here}: {what} changes seed; give seeds=({changes['seed']},) instead")
         for seeds in (self.seeds, *(row.seeds for row in self.rows if row.seeds is not None)):
             if not seeds or len(set(seeds)) < len(seeds) or not all(type(seed) is int and seed >= 0 for seed in seeds):
-                raise ValueError(f"ablation {self.name!r}: seeds={seeds!r}: must be distinct non-negative integers")
+                raise ValueError(f"{here}: seeds={seeds!r}: must be distinct non-negative integers")
 
     @property
     def all_rows(self) -> tuple[Row, ...]:
@@ -306,9 +298,7 @@ def _find_axes(configs: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     flat = [flatten(config) for config in configs]
     paths = list(dict.fromkeys(path for config in flat for path in config))
     varying = [path for path in paths if path != "seed" and len({str(config.get(path)) for config in flat}) > 1]
-    short = {path: path.rpartition(".")[2] for path in varying}
-    clashes = {name for name in short.values() if list(short.values()).count(name) > 1}
-    names = {path: ".".join(path.split(".")[-2:]) if name in clashes else name for path, name in short.items()}
+    names = shorten_paths(varying)
     return [{names[path]: str(config[path]) for path in varying if path in config} for config in flat]
 
 

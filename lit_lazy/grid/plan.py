@@ -201,12 +201,9 @@ def _collect_softmax_losses(runs: Sequence[TrackedRun]) -> dict[str, list[float]
     """Bits per byte of the complete softmax runs, by row."""
     losses: dict[str, list[float]] = {}
     for run in runs:
-        if (
-            get_normaliser_name(run.params) == "Softmax"
-            and run.state == "complete"
-            and "loss/bits_per_byte" in run.metrics
-        ):
-            losses.setdefault(run.tags["variant"], []).append(run.metrics["loss/bits_per_byte"])
+        bits = run.metrics.get("loss/bits_per_byte")
+        if get_normaliser_name(run.params) == "Softmax" and run.state == "complete" and bits is not None:
+            losses.setdefault(run.tags["variant"], []).append(bits)
     return losses
 
 

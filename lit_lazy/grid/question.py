@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lit_lazy.config.files import load_attribute, locate_error
+from lit_lazy.config.files import load_attribute, locate_errors
 from lit_lazy.config.key import hash_user_code, to_minimal_dict
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.grid.ablation import Ablation, load_ablation
@@ -54,9 +54,8 @@ class Question:
             value = getattr(self.ablation, part)
             require(not value, f"{name}: ablation.{part}", value, "leave it to the question")
         with_seeds = [row.name for row in self.ablation.all_rows if row.seeds is not None]
-        require(
-            not with_seeds, f"{name}: seeds of rows", with_seeds, "all rows of a question have the ablation's seeds"
-        )
+        fix = "all rows of a question have the ablation's seeds"
+        require(not with_seeds, f"{name}: seeds of rows", with_seeds, fix)
         self.full_ablation  # noqa: B018 (runs its checks)
         try:
             self.partial_declaration  # noqa: B018 (runs its checks)
@@ -117,12 +116,9 @@ def load_ablation_or_question(path: Path) -> tuple[Ablation, Question | None]:
 
 
 def _make_question(path: Path, make: Callable[[], object]) -> object:
-    """Call a file's function. Raises a one-line ValueError with file and line if it fails."""
-    try:
-        return make()
-    except FirstStageMissing as error:
-        raise FirstStageMissing(f"{path.stem}: {error}") from None
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise ValueError(f"{path}: {locate_error(error, path)}") from error
+    with locate_errors(path):
+        try:
+            return make()
+        except FirstStageMissing as error:
+            missing = FirstStageMissing(f"{path.stem}: {error}")
+    raise missing

@@ -105,13 +105,8 @@ class Collapse(Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        for name, shape in (
-            ("sums", len(self.MEANS)),
-            ("sequences", len(self.MEANS)),
-            ("powers", 4),
-            ("entries", ()),
-            ("massive", ()),
-        ):
+        n = len(self.MEANS)
+        for name, shape in (("sums", n), ("sequences", n), ("powers", 4), ("entries", ()), ("massive", ())):
             self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
         for name in ("max_abs", "max_norm"):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="max")

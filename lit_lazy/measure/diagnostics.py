@@ -1,7 +1,7 @@
 """Arrays measured on a model's heads and hidden states: `measure`, `Diagnostics`."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -256,15 +256,11 @@ def include_evicted_keys(model: DecoderLM, cache: Sequence[Cache] | None = None)
     def count(layer: int, args: Any) -> tuple[AttentionCall]:
         return (args[0]._replace(evicted=0 if cache is None else cache[layer].evicted),)
 
-    hooks = [
-        attention.normaliser.register_forward_pre_hook(lambda _, args, layer=layer: count(layer, args))
-        for layer, attention in enumerate(model.attentions)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for layer, attention in enumerate(model.attentions):
+            hook = attention.normaliser.register_forward_pre_hook(lambda _, args, layer=layer: count(layer, args))
+            hooks.enter_context(hook)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 OnAttention = Callable[[int, Attention, AttentionCall], None]
@@ -279,26 +275,22 @@ def hook_layers(
 
     The residual stream `[B, T, d]` has index 0 after the embedding and l after block l.
     """
-    hooks = []
-    try:
+    with ExitStack() as hooks:
         if on_attention is not None:
             for layer, attention in enumerate(model.attentions):
 
                 def attend(_: object, args: Any, layer: int = layer, attention: Attention = attention) -> None:
                     on_attention(layer, attention, args[0])
 
-                hooks.append(attention.normaliser.register_forward_pre_hook(attend))
+                hooks.enter_context(attention.normaliser.register_forward_pre_hook(attend))
         if on_hidden is not None:
             for index, reader in enumerate((*model.blocks, model.norm)):
 
                 def read(_: object, args: Any, index: int = index) -> None:
                     on_hidden(index, args[0])
 
-                hooks.append(reader.register_forward_pre_hook(read))
+                hooks.enter_context(reader.register_forward_pre_hook(read))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class _Accumulator:

@@ -139,12 +139,8 @@ class Varied(Evaluation):
             source = self._load_source(data, value)
             model.check_length(source.context_length)
             vocab_size = model.embedding.num_embeddings
-            require(
-                source.vocab_size == vocab_size,
-                f"data.{self.field}",
-                value,
-                f"changes the vocabulary size from {vocab_size} to {source.vocab_size}",
-            )
+            fix = f"changes the vocabulary size from {vocab_size} to {source.vocab_size}"
+            require(source.vocab_size == vocab_size, f"data.{self.field}", value, fix)
 
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
         """`pairs_64/loss/val` and so on: every metric of `evaluate`, prefixed with the field and its value."""

@@ -25,7 +25,7 @@ from lit_lazy.measure.diagnostics import (
 from lit_lazy.measure.evaluation import NATS_PER_BIT
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
-from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.checks import require, require_field, require_whole
 
 STREAMED = "streamed/"
 """Prefix of names measured with an evicting cache."""
@@ -167,12 +167,8 @@ class Streaming(Evaluation):
         """Raises ValueError if the model does not support eviction, or the sequences are too short for it."""
         model.new_cache(Eviction(max(self.first), self.window))
         length = self.times * model.context_length
-        require(
-            max(self.first) + self.window < length,
-            "Streaming.window",
-            self.window,
-            f"must evict within {length} tokens",
-        )
+        evicts = max(self.first) + self.window < length
+        require_field(self, "Streaming.window", evicts, f"must evict within {length} tokens")
         check_reach(model, data, length)
 
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:

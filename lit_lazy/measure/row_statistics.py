@@ -106,7 +106,7 @@ def summarise(
     return RowSummary(
         **_RowStatistics(*by_row)._asdict(),
         first=first,
-        visible=_count_visible(length, call.window, q.device),
+        visible=torch.arange(1, length + 1, device=q.device).clamp(max=call.window or length),
         columns=columns,
         alive_tiles={tile: number[:, :-1] for tile, number in alive.items()},
         tiles={tile: number[:, -1] for tile, number in alive.items()},
@@ -171,7 +171,3 @@ def _count_touched(touched: Tensor, tile: int, counted: Tensor) -> Tensor:
     """Number of touched tiles `[B, H + 1]`, in sequences of at least one tile."""
     merged = max_pool2d(touched.float(), tile // TILES[0], ceil_mode=True) > 0
     return merged.sum((2, 3)) * (counted.sum(1) >= tile)[:, None]
-
-
-def _count_visible(length: int, window: int | None, device: torch.device) -> Tensor:
-    return torch.arange(1, length + 1, device=device).clamp(max=window or length)

@@ -1,4 +1,4 @@
-"""Checks of settings, each failing in one line."""
+"""Checks of settings with one-line errors."""
 
 from lit_lazy.support.errors import short_repr
 
@@ -9,8 +9,13 @@ def require(holds: bool, field: str, value: object, fix: str) -> None:
         raise ValueError(f"{field}={short_repr(value)}: {fix}")
 
 
+def require_field(settings: object, path: str, holds: bool, fix: str) -> None:
+    """`require` for the field of `settings` at the last part of a dotted path."""
+    require(holds, path, getattr(settings, path.rpartition(".")[2]), fix)
+
+
 def require_whole(field: str, value: object, minimum: int, maximum: int | None = None) -> None:
-    """Require an int (not a bool) of at least `minimum`, and at most `maximum` where there is one."""
+    """Require an int (not a bool) of at least `minimum` and, if given, at most `maximum`."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     within = whole and value >= minimum and (maximum is None or value <= maximum)
     wanted = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"

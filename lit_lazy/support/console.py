@@ -1,4 +1,4 @@
-"""The terminal, as every command prints to it."""
+"""Terminal output of commands."""
 
 import shutil
 import sys
@@ -8,12 +8,12 @@ from rich.console import Console
 
 
 def plain_console(stderr: bool = False) -> Console:
-    """A console that prints texts as they are: names and reasons may hold what rich takes for markup or an emoji."""
+    """A console that prints texts unchanged: names and reasons may contain what rich takes for markup or an emoji."""
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
 def get_program_name() -> str:
-    """This program as a user can call it again: by its path where the shell would not find it, or find another."""
+    """How to call this program again: by its path if the shell would find none or another one."""
     name, typed = "lit-lazy", Path(sys.argv[0])
     found = shutil.which(name)
     found_elsewhere = found is None or not typed.exists() or not typed.samefile(found)
@@ -21,7 +21,7 @@ def get_program_name() -> str:
 
 
 def format_count(number: int, noun: str, plural: str = "") -> str:
-    """`1 seed`, `2 seeds`. plural: that of the noun, where it is not with an s."""
+    """`1 seed`, `2 seeds`. plural: an irregular plural of the noun."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 

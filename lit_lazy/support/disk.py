@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, damaged ones, and full disks."""
+"""Atomic writes, quarantined files and full disks."""
 
 import errno
 import logging
@@ -13,23 +13,23 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
 
+import psutil
+
 from lit_lazy.support.errors import iter_causes
 
 PATHS_BELOW = 600
-"""Bytes that the paths of files take below a folder of results, at most."""
+"""Upper bound on the length of paths below a folder of results, in bytes."""
 log = logging.getLogger("lit_lazy.support.disk")
 FEW_FILES = 32
-"""A cell makes fewer, those that MLflow keeps for it included."""
+"""Upper bound on the files of a cell, including MLflow's."""
 PROBE_BYTES = 2**20
 PRIVATE = 0o600
-"""The mode of databases and logs: they name machines, folders and processes, and hold what libraries choose to say."""
+"""Mode of databases and logs, which name machines and folders and contain messages of libraries."""
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file so that it is there whole or as it was before, also after a kill, a power cut or on a full disk."""
-    mark = f".{path.name}.{socket.gethostname()}."
-    _sweep(path.parent, mark)
-    scratch = path.with_name(f"{mark}{os.getpid()}")
+    """Write a file completely or leave it unchanged, also after a kill, a power cut or on a full disk."""
+    scratch = _make_scratch_path(path)
     try:
         with scratch.open("wb") as file:
             write(file)
@@ -41,27 +41,21 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     _sync_folder(path.parent)
 
 
-def _sweep(folder: Path, mark: str) -> None:
-    """Remove what processes of this machine were killed at."""
-    for left in folder.glob(f"{escape(mark)}*"):
+def _make_scratch_path(path: Path) -> Path:
+    """This process's temporary name for a path; removes those that dead processes of this machine left."""
+    mark = f".{path.name}.{socket.gethostname()}."
+    for left in path.parent.glob(f"{escape(mark)}*"):
         pid = left.name.removeprefix(mark)
-        if pid.isdecimal() and not _is_process(int(pid)):
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
             if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)
             else:
                 left.unlink(missing_ok=True)
-
-
-def _is_process(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return error.errno == errno.EPERM  # another user's
-    return True
+    return path.with_name(f"{mark}{os.getpid()}")
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename outlive a power cut."""
+    """Make a rename survive a power cut."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -71,14 +65,12 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def create_folder_atomically(path: Path) -> Iterator[Path]:
-    """A folder to be filled; in the end it is there whole under `path`, or not at all.
+    """A temporary folder to fill; on success it is renamed to `path`, which may be an empty folder.
 
-    `path` may be an empty folder. Raises OSError where it is anything else by then.
+    Raises OSError if `path` is anything else by then.
     """
-    mark = f".{path.name}.{socket.gethostname()}."
     path.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(path.parent, mark)
-    scratch = path.with_name(f"{mark}{os.getpid()}")
+    scratch = _make_scratch_path(path)
     scratch.mkdir()
     try:
         yield scratch
@@ -92,7 +84,7 @@ def create_folder_atomically(path: Path) -> Iterator[Path]:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading. Raises OSError for a pipe or a device too, which might never answer, or never end."""
+    """Open a file for reading. Raises OSError for a pipe or a device, which may block or never end."""
     if stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode):
         return path.open("rb")
     raise OSError(errno.EINVAL, "It is a pipe or a device, and no file", str(path))
@@ -104,19 +96,19 @@ def write_text(path: Path, text: str) -> None:
 
 
 def open_private(path: str, flags: int) -> int:
-    """An opener: what it creates only its user may read."""
+    """Opener for `open` whose new files only this user may read."""
     return os.open(path, flags, PRIVATE)
 
 
 def quarantine(path: Path, why: str) -> None:
-    """Rename a damaged file, with a warning: its run starts again without it."""
+    """Rename a damaged file and log a warning; its run starts again without it."""
     aside = path.with_name(f"{path.name}.damaged")
     path.replace(aside)
     log.warning("%s: %s; quarantined as %s, started again without it", path, why, aside.name)
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an exception, or one that it came from, says that there is no space left."""
+    """Whether an exception or one of its causes reports that no space is left."""
     for cause in iter_causes(error):
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
@@ -126,14 +118,14 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def describe_shortage(folder: Path, size: int) -> str:
-    """What a disk lacks to hold `size` more bytes in a few files of a folder; "" where it has all that.
+    """What the disk lacks for a few files of `size` bytes in a folder; "" if nothing.
 
-    A few bytes are really written: a quota shows in no statistics.
+    Writes some bytes as a test, because disk statistics do not include quotas.
     """
     if shutil.disk_usage(folder).free < size:
         return f"{size / 1e6:.0f} MB"
     disk = os.statvfs(folder)
-    if disk.f_files and disk.f_favail < FEW_FILES:  # some file systems do not count theirs
+    if disk.f_files and disk.f_favail < FEW_FILES:  # some file systems do not report inodes
         return f"inodes for {FEW_FILES} files"
     try:
         with TemporaryFile(dir=folder) as probe:
@@ -146,7 +138,7 @@ def describe_shortage(folder: Path, size: int) -> str:
 
 
 def check_writable_file(option: str, file: Path) -> None:
-    """Raise ValueError, in one line, unless a file can be made or replaced; its folder may be yet to make."""
+    """Raise a one-line ValueError unless a file can be created or replaced; its folder may not exist yet."""
     if file.exists() and not file.is_file():
         fix = "a folder; name a file in it" if file.is_dir() else "no file; name another"
         raise ValueError(f"{option} {str(file)!r}: is {fix}")
@@ -154,7 +146,7 @@ def check_writable_file(option: str, file: Path) -> None:
 
 
 def check_writable_folder(option: str, folder: Path) -> None:
-    """Raise ValueError, in one line, unless files can be made in a folder, or in the one it would be made in."""
+    """Raise a one-line ValueError unless files can be created in a folder or, if it does not exist, in its parent."""
     whole = folder.resolve()
     there = next(parent for parent in (whole, *whole.parents) if os.path.exists(parent))
     try:
@@ -162,7 +154,7 @@ def check_writable_folder(option: str, folder: Path) -> None:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         with suppress(FileNotFoundError):
             whole.stat()
-        TemporaryFile(dir=there).close()  # it has no name: nothing can be left behind
+        TemporaryFile(dir=there).close()  # it has no name, so nothing is left behind
     except OSError as error:
         raise ValueError(
             f"{option} {str(folder)!r}: nothing can be written there ({error.strerror}); name another folder"

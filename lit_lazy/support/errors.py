@@ -1,4 +1,4 @@
-"""What a command can end with, beside success, and errors in one line. Wrong input is a ValueError: exit status 2."""
+"""Errors of commands, in one line. Invalid input is a ValueError: exit status 2."""
 
 import difflib
 from collections.abc import Iterable, Iterator
@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator
 from lit_lazy.support.secrets import redact_text
 
 LONGEST_MESSAGE = 1200
-"""Characters of a message; a longer one keeps its beginning, which names the value, and its end, the fix."""
+"""Characters of a message; a longer one loses its middle: the beginning names the value, the end the fix."""
 
 
 class UnfinishedError(RuntimeError):
-    """Work that could not be finished, for a reason outside the input: one line, exit status 1."""
+    """Work could not be finished for a reason other than the input: one line, exit status 1."""
 
 
 def sanitise(message: str) -> str:
-    """A message as a terminal may show it: one line of moderate length, without control characters and passwords."""
+    """A message for a terminal: one line of moderate length without control characters and passwords."""
     line = " ".join(redact_text(message).split())
     if len(line) > LONGEST_MESSAGE:
         line = f"{line[: 3 * LONGEST_MESSAGE // 4]} ... {line[-LONGEST_MESSAGE // 4 :]}"
@@ -22,17 +22,17 @@ def sanitise(message: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """What an exception says, on one line of moderate length, without passwords; its type where it says nothing."""
+    """An exception's message in one line of moderate length without passwords; its type if the message is empty."""
     try:
         text = redact_text(" ".join(str(error).split()))
-    except Exception:  # a user's own class may fail at this too
+    except Exception:  # a custom class may fail here too
         text = ""
     text = text or type(error).__name__
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def short_repr(value: object) -> str:
-    """A value of a user's on one line of moderate length; its type where it cannot be shown."""
+    """`repr` of a user's value in one line of moderate length; its type if `repr` fails."""
     try:
         text = " ".join(repr(value).split())
     except Exception:
@@ -42,23 +42,20 @@ def short_repr(value: object) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The known name that is most like an unknown one, behind which it is said; nothing where none is like it.
-
-    Capitals do not count.
-    """
-    by_letters = {one.lower(): one for one in known}
+    """` (did you mean ...?)` with the known name that is most similar, ignoring case; "" if none is similar."""
+    by_letters = {candidate.lower(): candidate for candidate in known}
     close = difflib.get_close_matches(name.lower(), list(by_letters), n=1)
     return f" (did you mean {by_letters[close[0]]}?)" if close else ""
 
 
 def describe_exception(error: BaseException) -> str:
-    """Type and text of an exception, on one line."""
+    """Type and message of an exception in one line."""
     name, text = type(error).__name__, one_line(error)
     return name if text == name else f"{name}: {text}"
 
 
 def iter_causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception, the one that it came from, and so on."""
+    """An exception, its cause, the cause of that, and so on."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:

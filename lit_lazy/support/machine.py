@@ -1,4 +1,4 @@
-"""What this machine offers a process."""
+"""Resources of this machine."""
 
 import os
 

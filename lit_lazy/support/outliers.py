@@ -1,15 +1,15 @@
-"""Which values are so far above all others that on one scale with them these could not be told apart."""
+"""Outliers so far above the other values that a common scale would hide the differences between those."""
 
 import math
 from collections.abc import Iterable
 from statistics import median
 
 FAR = 10
-"""Times as far above the least value as the median one is."""
+"""Outliers are farther above the minimum than this times the median distance."""
 
 
 def compute_far_limit(values: Iterable[float]) -> float:
-    """The highest that a value can be before it is far; infinity where the values, or most of them, are alike."""
+    """The largest value that is not an outlier; infinity if most values are equal."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return math.inf

@@ -1,4 +1,4 @@
-"""Where and with what a result was made."""
+"""Software and hardware behind a result."""
 
 import functools
 import os
@@ -12,7 +12,7 @@ import torch
 
 
 def collect_environment() -> dict[str, str]:
-    """Where and with what a result was made."""
+    """Versions, machine and commit of this process."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
     return {
         "python": platform.python_version(),
@@ -26,9 +26,10 @@ def collect_environment() -> dict[str, str]:
 
 @functools.cache
 def git_sha() -> str:
-    """Read once, at the start of a process: the commit of the code that runs, not of what the checkout became since.
+    """Short commit of the project's checkout, with `-dirty` if tracked files differ; "unknown" outside a checkout.
 
-    Short commit of the project's checkout, with `-dirty` where tracked files differ; "unknown" outside one."""
+    Call it at the start of a process: it is cached, and the checkout may change while the process runs.
+    """
     here = Path(__file__).parent
     try:
         described = subprocess.run(
@@ -41,7 +42,7 @@ def git_sha() -> str:
 
 
 def find_last_commit(file: Path) -> str:
-    """The short commit that last changed a file; "" where it has changed since, or is in no checkout."""
+    """The short commit that last changed a file; "" if it has uncommitted changes or is in no checkout."""
     try:
         changed, commit = (
             subprocess.check_output(["git", *words, "--", file.name], cwd=file.parent, text=True, stderr=DEVNULL)
@@ -53,7 +54,6 @@ def find_last_commit(file: Path) -> str:
 
 
 def _version(package: str) -> str:
-    """Of an installed package, which is not imported for it."""
     try:
         return version(package)
     except PackageNotFoundError:

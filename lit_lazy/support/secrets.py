@@ -1,4 +1,4 @@
-"""Passwords within URLs: nowhere shown, neither in messages nor in the list of processes."""
+"""Removal of passwords in URLs from messages, logs and the process list."""
 
 import logging
 import re
@@ -8,24 +8,24 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 PASSWORD = re.compile(r"(:/{1,2}[^\s:/@'\"]*:)(?!PASSWORD@)(?:(?!://)[^'\"])*@|(password=)[^\s&'\"]*", re.IGNORECASE)
-"""In a URL, or in what a path makes of one."""
+"""In a URL, also one that was normalised like a path."""
 ARGUMENTS = slice(45, 47)
-"""Of the fields of /proc/self/stat behind the process's name: where in memory its arguments begin and end."""
+"""Fields of /proc/self/stat after the process name: where its arguments start and end in memory."""
 
 
 def redact_url(url: str) -> str:
-    """A URL without its password, also one that is no proper URL: then what looks like a password is left out."""
+    """A URL without its password; from a malformed URL, removes whatever looks like one."""
     without = re.sub(r"(?<=:)(?!//).*@", "***@", url)
     return re.sub(r"(?<=password=)[^&]*", "***", without)
 
 
 def redact_text(text: str) -> str:
-    """A text without the passwords of the URLs in it; `USER:PASSWORD@` is how messages say what one looks like."""
+    """A text without the passwords in its URLs. Leaves the placeholder `USER:PASSWORD@` of messages unchanged."""
     return PASSWORD.sub(lambda found: f"{found[1]}***@" if found[1] else f"{found[2]}***", text)
 
 
 class RedactingFormatter(logging.Formatter):
-    """Formats what is logged, tracebacks included, without passwords."""
+    """Removes passwords from log records, including tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact_text(super().format(record))
@@ -44,9 +44,9 @@ def format_command_line() -> str:
 
 
 def hide_passwords() -> None:
-    """Overwrite the passwords in what the list of processes shows of this one, where it is Linux's.
+    """Overwrite the passwords in this process's arguments, as curl and mysql do; only on Linux.
 
-    As curl and mysql do: whoever looks in the first moment still sees them, which a variable spares.
+    They are visible until then; an environment variable is not.
     """
     statistics = Path("/proc/self/stat")
     if not statistics.exists() or not any("://" in word and word != redact_url(word) for word in sys.argv):
@@ -59,10 +59,10 @@ def hide_passwords() -> None:
             memory.seek(start)
             memory.write(b"\0".join(_blank_password(word) if b"://" in word else word for word in shown.split(b"\0")))
     except OSError as error:  # a sandbox may forbid it
-        print(f"the list of processes shows the password that was typed ({error.strerror})", file=sys.stderr)
+        print(f"the process list shows the password on the command line ({error.strerror})", file=sys.stderr)
 
 
 def _blank_password(word: bytes) -> bytes:
-    """A URL with stars for its password, of the same length."""
+    """A URL with a star for each character of its password."""
     secret = rb"(?<=:)(?!//).*(?=@)|(?<=password=)[^&]*"
     return re.sub(secret, lambda found: b"*" * len(found[0]), word, flags=re.DOTALL)

@@ -1,32 +1,29 @@
-"""Waiting for others no longer than is said, whatever they do."""
+"""Calls with a timeout."""
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
 def call_with_timeout(seconds: float, ask: Callable[[], T]) -> T:
-    """What `ask` gives or raises; TimeoutError where it has not ended after so many seconds.
+    """The result or the exception of `ask`. Raises TimeoutError if it takes longer.
 
-    The timeouts of sockets are of each read: a server that sends a byte now and then would pass them for ever. What is
-    given up goes on in a thread that ends with the process.
+    A socket's timeout limits each read, so a server that sends a byte now and then never exceeds it. After a timeout,
+    the call continues in a daemon thread.
     """
-    given: list[T] = []
-    raised: list[BaseException] = []
+    answer = Future[T]()
 
     def work() -> None:
         try:
-            given.append(ask())
+            answer.set_result(ask())
         except BaseException as error:
-            raised.append(error)
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if raised:
-        raise raised[0]
-    if not given:
+    threading.Thread(target=work, daemon=True).start()
+    wait([answer], seconds)
+    if not answer.done():
         raise TimeoutError(f"no answer in {seconds:g} s")
-    return given[0]
+    return answer.result()

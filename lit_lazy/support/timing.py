@@ -1,4 +1,4 @@
-"""Measurements that share a machine with others: calls that take turns, and peaks in processes of their own."""
+"""Measurements on a shared machine: calls that take turns, and memory peaks in separate processes."""
 
 import ctypes
 import platform
@@ -16,7 +16,7 @@ import torch
 
 T = TypeVar("T")
 M_MMAP_THRESHOLD = -3
-"""mallopt's number (malloc.h) for the size from which memory is mapped."""
+"""mallopt's parameter (malloc.h): the allocation size from which memory is mapped."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Quartiles:
 
 
 def time_in_turns(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of a call, by name and round. A round is there and back (A B C C B A), so that a drift cancels."""
+    """Seconds per call by name and round. A round runs in both orders (A B C C B A), so that drift cancels."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for index in range(rounds + 1):
         spent = dict.fromkeys(calls, 0.0)
@@ -49,14 +49,14 @@ def time_in_turns(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[
 
 
 def run_in_process(module: str, measure: Callable[..., T], *arguments: Any) -> T | None:
-    """What `measure(*arguments)` of a module returns in a process of one thread; None but on Linux (glibc).
+    """The result of a module's `measure(*arguments)` in a single-threaded process; None except on Linux (glibc).
 
-    Every tensor has pages of its own there, which leave with it, and none in room that importing left: the peak is what
-    was alive. What the allocator would keep otherwise moves it by a third from one run to the next.
+    Each tensor has separate pages there, which are freed with it, so the peak is the memory in use. Memory cached by
+    the allocator would otherwise change the peak by a third between runs.
     """
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return None
-    # The server imports once; its children start from clean memory, unlike a fork of this process.
+    # The server imports once, and its children start with little memory, unlike a fork of this process.
     context = get_context("forkserver")
     context.set_forkserver_preload([module])
     with ProcessPoolExecutor(1, mp_context=context, initializer=_prepare) as pool:

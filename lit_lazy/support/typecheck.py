@@ -1,4 +1,4 @@
-"""What a field may hold, by its annotation: whether a value does, and how to say what it should be."""
+"""Checks of values against the annotations of their fields, and descriptions of annotations."""
 
 import dataclasses
 import functools
@@ -14,9 +14,9 @@ from typing import Any, Literal
 from lit_lazy.support.errors import short_repr
 
 MOST = 2**63 - 1
-"""Of a whole number: tensors and databases hold no greater one."""
+"""Upper bound of whole numbers, as in tensors and databases."""
 MOST_THREADS = 1024
-"""Of the CPU in a process; torch itself dies of ten thousands."""
+"""Upper bound of CPU threads per process; torch crashes with tens of thousands."""
 WORDS: dict[Any, str] = {
     int: "a whole number",
     float: "a finite number",
@@ -28,12 +28,12 @@ WORDS: dict[Any, str] = {
 
 @functools.cache
 def field_types(cls: type) -> Mapping[str, Any]:
-    """Field -> annotation of a dataclass. Kept: a grid asks for it hundreds of times per cell."""
+    """Field -> annotation of a dataclass. Cached: a grid calls this hundreds of times per cell."""
     return MappingProxyType(typing.get_type_hints(cls))
 
 
 def check_kinds(what: str, settings: Any) -> None:
-    """Raise ValueError, in one line, where a field of a dataclass does not hold what its annotation says."""
+    """Raise a one-line ValueError if a dataclass field's value does not fit its annotation."""
     hints = field_types(type(settings))
     for name in (field.name for field in dataclasses.fields(settings)):
         value = getattr(settings, name)
@@ -42,7 +42,7 @@ def check_kinds(what: str, settings: Any) -> None:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of the kind that an annotation says. Kinds that this project does not use fit always."""
+    """Whether a value fits an annotation; always True for kinds of annotations that this project does not use."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return any(fits(value, part) for part in parts)
@@ -74,22 +74,22 @@ def _is_finite(value: numbers.Real) -> bool:
 
 
 def is_part(hint: Any) -> bool:
-    """Whether a field holds a dataclass, or one of several."""
+    """Whether a field holds a dataclass or an exchangeable part."""
     return dataclasses.is_dataclass(hint) or is_exchangeable(hint)
 
 
 def is_exchangeable(hint: Any) -> bool:
-    """Whether a field holds one of several parts: the concrete dataclasses under an abstract base."""
-    return ABC in getattr(hint, "__mro__", ())  # issubclass would say so of int, which others register with theirs
+    """Whether a field holds one of several classes: the concrete dataclasses under an abstract base."""
+    return ABC in getattr(hint, "__mro__", ())  # issubclass would include int, which other ABCs register
 
 
 def is_group(hint: Any) -> bool:
-    """Whether a field holds fields that are set one by one; a base of exchangeable parts may be a dataclass itself."""
+    """Whether a field's own fields are set one by one. A base of exchangeable parts may be a dataclass too."""
     return dataclasses.is_dataclass(hint) and not is_exchangeable(hint)
 
 
 def describe_kind(hint: Any) -> str:
-    """What a value of this kind looks like, in words."""
+    """An annotation in words."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint in WORDS:
         return WORDS[hint]

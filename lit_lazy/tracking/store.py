@@ -128,7 +128,7 @@ def check_store(uri: str) -> None:
         option = URI_VARIABLE if os.environ.get(URI_VARIABLE) else "--runs"
         if quote_path(file) != str(file):  # MLflow would create a folder with the quoted name
             raise ValueError(
-                f"{option} {str(file.parent)!r}: MLflow keeps no database where a path has a ? or a %; name another "
+                f"{option} {str(file.parent)!r}: MLflow supports no database whose path contains ? or %; name another "
                 f"folder, or set {URI_VARIABLE} to a server"
             )
         check_writable_folder(option, file.parent)

@@ -28,6 +28,7 @@ from lit_lazy.tracking.views import (
     find_outlier_rows,
 )
 
+State = Literal["complete", "failed", "running"]
 METRICS_PER_CALL = 1000
 MOST_RUNS_SEEN = 1000
 
@@ -37,7 +38,7 @@ class TrackedRun:
     """A run as MLflow stores it. `state` is "complete" only after its final metrics were logged."""
 
     run_id: str
-    state: Literal["complete", "failed", "running"]
+    state: State
     tags: dict[str, str]
     metrics: dict[str, float]
     params: dict[str, str]
@@ -128,9 +129,8 @@ class Tracker:
     @translate_errors
     def log_after_end(self, run_id: str, metrics: Mapping[str, float]) -> None:
         """Log metrics that were measured after a run's end; later values replace earlier ones on MLflow's pages."""
-        self.client.log_batch(
-            run_id, metrics=[Metric(name, x, _epoch_milliseconds(), 0) for name, x in metrics.items()]
-        )
+        now = int(1000 * time.time())
+        self.client.log_batch(run_id, metrics=[Metric(name, value, now, 0) for name, value in metrics.items()])
 
     @translate_errors
     def tag(self, run_id: str, name: str, text: str) -> None:
@@ -177,7 +177,6 @@ class Tracker:
                 return False
             raise
 
-    @translate_errors
     def find_children(self, parent_id: str) -> list[TrackedRun]:
         """The child runs of a parent run, oldest first."""
         return self.find({"mlflow.parentRunId": parent_id})
@@ -269,9 +268,8 @@ class Tracker:
     def save_run_views(self) -> None:
         """Save the views of a `lit-lazy train` experiment for its newest runs."""
         runs = self._find_newest("run")
-        self._write_views(
-            build_run_views([CellRun(run.info.run_name, run.data.params, run.data.metrics) for run in runs])
-        )
+        shown = [CellRun(run.info.run_name, run.data.params, run.data.metrics) for run in runs]
+        self._write_views(build_run_views(shown))
 
     def _find_newest(self, kind: str) -> list[Run]:
         newest = ["start_time DESC"]
@@ -295,15 +293,11 @@ class Tracker:
             self.client.delete_run(child.run_id)
 
 
-def _epoch_milliseconds() -> int:
-    return int(1000 * time.time())
-
-
 def _make_tracked_run(run: Run) -> TrackedRun:
     tags = dict(run.data.tags)
-    stated = tags.get("state")
-    if stated == "complete":
-        state: Literal["complete", "failed", "running"] = "complete"
-    else:
-        state = "running" if run.info.status == "RUNNING" and stated != "failed" else "failed"
+    state: State = "failed"
+    if tags.get("state") == "complete":
+        state = "complete"
+    elif run.info.status == "RUNNING" and tags.get("state") != "failed":
+        state = "running"
     return TrackedRun(run.info.run_id, state, tags, dict(run.data.metrics), dict(run.data.params))

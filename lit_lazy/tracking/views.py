@@ -108,31 +108,19 @@ def build_views(
     far = find_outlier_rows(cells) if charted else ()
     near = {"searchFilter": f"tags.kind = 'cell' AND tags.{CHARTED_TAG} = 'yes'"} if charted else {}
     without = f", without {', '.join(far)}" if far else ""
+    charts = {
+        RESULTS + without: [_bar(name) for name in shown],
+        TRADE_OFFS: [_scatter(name, shown[0]) for name in select_measured(EXTRA) if name != shown[0]],
+        TRAINING: [_line(name) for name in _select_curves(select_measured, logged)],
+    }
+    axis_sets = _find_axis_sets(axes, cells) if shown else {}
+    parallel = {title + without: [_parallel(title, chosen, shown[0])] for title, chosen in axis_sets.items()}
+    runs, grouping = _build_run_list("cell", shown, axes), _build_grouping(variants)
     return {
-        TABLE_VIEW: _build_run_list("cell", shown, axes) | _build_grouping(variants),
+        TABLE_VIEW: runs | grouping,
         CELLS_VIEW: _build_run_list("cell", select_measured(columns), axes),
-        CHARTS_VIEW: _build_run_list("cell", shown, axes)
-        | _build_grouping(variants)
-        | near
-        | _sections(
-            {
-                RESULTS + without: [_bar(name) for name in shown],
-                TRADE_OFFS: [_scatter(name, shown[0]) for name in select_measured(EXTRA) if name != shown[0]],
-                TRAINING: [_line(name) for name in _select_curves(select_measured, logged)],
-            },
-            logged,
-        ),
-        AXES_VIEW: _build_run_list("cell", shown, axes)
-        | near
-        | _sections(
-            {
-                title + without: [_parallel(title, chosen, shown[0])]
-                for title, chosen in _find_axis_sets(axes, cells).items()
-                if shown
-            },
-            logged,
-            columns=1,
-        ),
+        CHARTS_VIEW: runs | grouping | near | _sections(charts, logged),
+        AXES_VIEW: runs | near | _sections(parallel, logged, columns=1),
     }
 
 

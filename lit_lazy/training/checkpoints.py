@@ -201,14 +201,12 @@ def find_resume_step(path: Path, cfg: RunConfig, module: LitLM) -> int:
         return 0
     try:
         content = read_checkpoint(path)
+        if not _is_same_config(content["hyper_parameters"]["config"], cfg):
+            raise ValueError("made by another config")
+        if mismatch := _find_mismatch(content, module):
+            raise ValueError(mismatch)
     except ValueError as error:
         quarantine(path, str(error))
-        return 0
-    if not _is_same_config(content["hyper_parameters"]["config"], cfg):
-        quarantine(path, "made by another config")
-        return 0
-    if mismatch := _find_mismatch(content, module):
-        quarantine(path, mismatch)
         return 0
     return content["global_step"]
 

@@ -32,12 +32,8 @@ class Execution:
     def __post_init__(self) -> None:
         require_whole("--devices", self.devices, 1)
         require(self.strategy in get_args(Strategy), "--strategy", self.strategy, "must be ddp or fsdp")
-        require(
-            self.strategy == "ddp" or self.devices > 1,
-            "--strategy",
-            self.strategy,
-            "shards a model over devices; add --devices 2 or more",
-        )
+        fix = "shards a model over devices; add --devices 2 or more"
+        require(self.strategy == "ddp" or self.devices > 1, "--strategy", self.strategy, fix)
         require(not (self.compile and self.strategy == "fsdp"), "--compile", True, "is untested with --strategy fsdp")
         if self.micro_batch is not None:
             require_whole("--micro-batch", self.micro_batch, 1)
@@ -52,20 +48,12 @@ class Execution:
 
     def accumulation_steps(self, batch_size: int) -> int:
         """Micro-batches per step on each device. Raises ValueError if a batch cannot be divided evenly."""
-        require(
-            batch_size % self.devices == 0,
-            "--devices",
-            self.devices,
-            f"must divide train.batch_size={batch_size}; change one of the two",
-        )
+        fix = f"must divide train.batch_size={batch_size}; change one of the two"
+        require(batch_size % self.devices == 0, "--devices", self.devices, fix)
         share = batch_size // self.devices
         micro = share if self.micro_batch is None else self.micro_batch
-        require(
-            share % micro == 0,
-            "--micro-batch",
-            micro,
-            f"must divide the {share} of {batch_size} sequences of a batch on each device",
-        )
+        fix = f"must divide the {share} of {batch_size} sequences of a batch on each device"
+        require(share % micro == 0, "--micro-batch", micro, fix)
         return share // micro
 
     def evaluation_batch_size(self, batch_size: int) -> int:

@@ -70,12 +70,10 @@ class HeadMonitor(AtStart):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, *_args: object, **_kwargs: object
     ) -> None:
-        """Log at powers of two."""
         if _is_due(trainer.global_step):
             self._log_figures(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Store the validation's loss and log."""
         self.losses[trainer.global_step] = trainer.callback_metrics["val/loss"].item()
         if not _is_due(trainer.global_step):
             self._log_figures(trainer, pl_module)

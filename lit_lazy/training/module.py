@@ -139,21 +139,17 @@ class LitLM(L.LightningModule):
             self.average = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the average in addition to the trained weights."""
         if self.average is not None:
             checkpoint[AVERAGE] = dict(self.average.values)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the average."""
         if self.average is not None and AVERAGE in checkpoint:
             self.average.restore(checkpoint[AVERAGE])
 
     def on_validation_epoch_start(self) -> None:
-        """Swap the average in."""
         self._validating.enter_context(self.use_average())
 
     def on_validation_epoch_end(self) -> None:
-        """Swap the trained weights back."""
         self._validating.close()
 
     def validation_step(self, batch: Batch, _batch_index: int) -> None:

@@ -15,7 +15,7 @@ from lit_lazy.data import IGNORED, DataConfig, DataSource, TokenDataset
 from lit_lazy.data.base import Outline
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import LOGITS_AT_ONCE
-from lit_lazy.support.checks import require, require_whole
+from lit_lazy.support.checks import require, require_field, require_whole
 from lit_lazy.support.errors import describe_exception, one_line, short_repr
 from lit_lazy.support.memory import require_memory
 from lit_lazy.training.devices import select_training_device
@@ -160,12 +160,8 @@ def prepare_outline(cfg: RunConfig, execution: Execution | None = None, elsewher
 
 
 def _check_run(cfg: RunConfig, data: Outline, execution: Execution | None, elsewhere: bool = False) -> None:
-    require(
-        data.sequences is None or cfg.train.batch_size <= data.sequences,
-        "train.batch_size",
-        cfg.train.batch_size,
-        f"must not exceed the {data.sequences} training sequences",
-    )
+    fits = data.sequences is None or cfg.train.batch_size <= data.sequences
+    require_field(cfg.train, "train.batch_size", fits, f"must not exceed the {data.sequences} training sequences")
     moments = cfg.train.optimiser.moments(matrix=True)
     if execution is None and not elsewhere:
         check_size(cfg.model, data.vocab_size, data.context_length, moments=moments)
@@ -175,12 +171,8 @@ def _check_run(cfg: RunConfig, data: Outline, execution: Execution | None, elsew
         at_a_time = execution.evaluation_batch_size(cfg.train.batch_size), execution.checkpoint_activations
         check_size(cfg.model, data.vocab_size, data.context_length, *at_a_time, moments=moments)
     check_model(cfg.model, data.context_length, data.document_mask, elsewhere)
-    require(
-        cfg.model.mixer.attends or not data.document_mask,
-        "data.document_mask",
-        data.document_mask,
-        f"model.mixer={type(cfg.model.mixer).__name__} carries its state across documents; leave it False",
-    )
+    fix = f"model.mixer={type(cfg.model.mixer).__name__} carries its state across documents; leave it False"
+    require_field(data, "data.document_mask", cfg.model.mixer.attends or not data.document_mask, fix)
     if cfg.init_from is not None:
         hash_file(cfg.init_from)
     if cfg.evaluations and data.sequences is not None:
@@ -241,15 +233,12 @@ def _check_sequences(part: str, found: object, source: DataSource) -> None:
     require(len(tokens) > 0, part, list(tokens.shape), "must hold at least one sequence")
     sample = tokens[:CHECKED_SEQUENCES].long()
     least, most = int(sample.min()), int(sample.max())
-    require(
-        least >= 0 and most < source.vocab_size, part, [least, most], f"tokens must be 0 to {source.vocab_size - 1}"
-    )
+    fits = least >= 0 and most < source.vocab_size
+    require(fits, part, [least, most], f"tokens must be 0 to {source.vocab_size - 1}")
     if found.targets is not None:
         _check_targets(part, found.targets, tokens, source.vocab_size)
-    groups = {*source.row_groups} - found.positions.keys()
-    require(
-        not groups or not part.endswith("validation"), f"{part}: row_groups", sorted(groups), "has no such positions"
-    )
+    missing = sorted({*source.row_groups} - found.positions.keys()) if part.endswith("validation") else []
+    require(not missing, f"{part}: row_groups", missing, "has no such positions")
 
 
 def _check_targets(part: str, targets: torch.Tensor, sequences: torch.Tensor, vocab_size: int) -> None:

@@ -23,7 +23,6 @@ class StepProgress(Callback):
         self._first, self._shown = 0, -1
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Show the first step."""
         self._first = self._shown = trainer.global_step
         self._started = self._last = time.monotonic()
         if self.console.is_terminal:

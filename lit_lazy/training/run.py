@@ -77,12 +77,8 @@ def run(
     """
     source = prepare(cfg, execution)
     key = cell_key(cfg, source.fingerprint)
-    require(
-        expected_key in (None, key),
-        "cell",
-        expected_key,
-        f"its code or data have changed since, its key is {key} now; give the same command again",
-    )
+    fix = f"its code or data have changed since, its key is {key} now; give the same command again"
+    require(expected_key in (None, key), "cell", expected_key, fix)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with (lock or make_lock(folder)).acquire(timeout=0):

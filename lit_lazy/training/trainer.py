@@ -111,13 +111,16 @@ def make_trainer(
         save_top_k=0,
         every_n_train_steps=cfg.train.checkpoint_every,
     )
+    strategy: Strategy | str = "auto"
+    if group:
+        strategy = DDPStrategy() if execution.strategy == "ddp" else ShardedStrategy(execution.devices)
     parts = execution.accumulation_steps(cfg.train.batch_size)
     return L.Trainer(
         max_steps=cfg.train.steps,
         max_epochs=-1,
         devices=group.local_size if group else 1,
         num_nodes=group.nodes if group else 1,
-        strategy=_make_strategy(execution) if group else "auto",
+        strategy=strategy,
         use_distributed_sampler=False,
         accumulate_grad_batches=parts,
         precision="bf16-mixed" if cfg.train.precision == "bf16" else "32-true",
@@ -134,10 +137,6 @@ def make_trainer(
         enable_model_summary=False,
         default_root_dir=folder / "lightning",
     )
-
-
-def _make_strategy(execution: Execution) -> Strategy:
-    return DDPStrategy() if execution.strategy == "ddp" else ShardedStrategy(execution.devices)
 
 
 class OwnSignals(Callback):
@@ -182,7 +181,6 @@ class MissedValidation(AtStart):
 
     @torch.no_grad()  # not inference_mode: Lightning updates the module's metrics again
     def on_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Validate if the run resumes at a validation step."""
         step = trainer.global_step
         if not isinstance(module, LitLM) or not step or step % module.cfg.train.val_every:
             return

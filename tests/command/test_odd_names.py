@@ -139,6 +139,6 @@ def test_a_folder_that_mlflow_cannot_use(
     run = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "softmax", "--seeds", "0"]
     for command in (["train", "backcopy_tiny"], run, ["ablate", "table", "table2"], ["dashboard"]):
         said = expect_refusal([*command, "--runs", name], capsys)
-        assert f"--runs '{place / name}': MLflow keeps no database where a path has a ? or a %; name another" in said
+        assert f"--runs '{place / name}': MLflow supports no database whose path contains ? or %; name another" in said
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{place}/100%25/mlflow.db")
     assert "MLFLOW_TRACKING_URI" in expect_refusal(["train", "backcopy_tiny"], capsys)

@@ -1,7 +1,9 @@
 """A worker that is interrupted at any moment, also repeatedly, leaves no cell running."""
 
+import io
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -16,7 +18,7 @@ from lit_lazy.config.serialisation import replace_at, to_dict
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.jobs import ray_pool, worker
 from lit_lazy.grid.jobs.job import Job
-from lit_lazy.grid.jobs.worker import STORAGE_VARIABLE, TRACKING_VARIABLE, Worker
+from lit_lazy.grid.jobs.worker import Worker
 from lit_lazy.grid.queue.liveness import Heartbeat
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
@@ -66,9 +68,7 @@ def interrupt_at(moment: Moment, number: signal.Signals) -> None:
 
 def local(job: Job, module: Callable[[], int]) -> int:
     """Start a worker like `LocalPool`."""
-    os.environ |= {STORAGE_VARIABLE: job.storage, TRACKING_VARIABLE: job.tracking_uri}
-    words = {"--study": job.study, "--runs": job.runs, "--threads": 1}
-    sys.argv = ["worker", *(str(word) for pair in words.items() for word in pair), "--parent", job.parent_id]
+    sys.stdin = io.TextIOWrapper(io.BytesIO(pickle.dumps((job, 0))))
     return module()
 
 

@@ -2,6 +2,7 @@
 
 import http.client
 import os
+import pickle
 import stat
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import IO
 
 import postgres
 import psutil
@@ -151,18 +153,22 @@ def test_a_grid_shows_no_password(guarded: str, postgres_server: postgres.Server
         assert_clean(str(path), path.read_bytes())
 
 
-def test_a_worker_is_told_its_addresses_in_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_reads_its_addresses_from_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: started.append((command, options["env"])))
+
+    def start(command: list[str], stdin: IO[bytes], **_: object) -> None:
+        started.append((command, pickle.load(stdin)))
+
+    monkeypatch.setattr(subprocess, "Popen", start)
     monkeypatch.setattr("lit_lazy.grid.jobs.pool.subprocess", subprocess)
     storage, tracking = f"postgresql://me:{TYPED}@host/x", f"http://me:{TYPED}@host"
     job = Job(storage, "study", tmp_path, tracking, "parent", None, 1, False, None, ())
     job.folder.mkdir()
     LocalPool(job, 1).start(1)
-    ((command, environment),) = started
+    ((command, (received, slot)),) = started
     assert "hunter2" not in str(command)
-    assert environment["LIT_LAZY_STORAGE"] == storage
-    assert environment["LIT_LAZY_TRACKING"] == tracking
+    assert (received, slot) == (job, 0)
+    assert (received.storage, received.tracking_uri) == (storage, tracking)
     assert "hunter2" not in repr(job)
     assert "hunter2" not in repr(replace(job, threads=2))
 

@@ -100,7 +100,7 @@ def test_a_malformed_search_is_refused(make: Callable[[], object], message: str)
 
 def test_an_objective_that_the_data_does_not_know_is_refused() -> None:
     made = search(objective="loss/excess", axes={LR: Real(1e-3, 1e-2)})
-    with pytest.raises(ValueError, match="the data 'stdlib' does not know its optimum; take loss/val"):
+    with pytest.raises(ValueError, match="the data 'stdlib' has no known optimum; take loss/val"):
         define(made, load_experiment(find("experiments", "stdlib_tiny")))
 
 

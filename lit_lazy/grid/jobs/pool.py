@@ -1,22 +1,22 @@
 """Pools of workers: the interface, and the pool of processes on this machine, one per slot."""
 
-import hashlib
-import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Protocol
 
 import torch
 
 from lit_lazy.grid.jobs.job import Job
-from lit_lazy.grid.jobs.worker import DISK_FULL, INTERRUPTED, STORAGE_VARIABLE, TRACKING_VARIABLE
+from lit_lazy.grid.jobs.worker import DISK_FULL, INTERRUPTED
 from lit_lazy.grid.queue.liveness import find_orphaned_slots
-from lit_lazy.support.disk import open_private, write_text
+from lit_lazy.support.disk import open_private
 
 
 @dataclass(frozen=True)
@@ -32,23 +32,18 @@ class Pool(Protocol):
 
     def __len__(self) -> int:
         """Number of running workers."""
-        ...
 
     def reap(self) -> ReapResult:
         """Remove the workers that have ended."""
-        ...
 
     def start(self, most: int) -> None:
         """Start up to `most` workers within the pool's size."""
-        ...
 
     def stop(self) -> None:
         """Let the workers requeue or record their cells, and wait for them. A second Ctrl-C kills them."""
-        ...
 
     def describe_last_failure(self) -> str:
         """The last line that a worker logged, and the log's path."""
-        ...
 
 
 class LocalPool:
@@ -57,13 +52,11 @@ class LocalPool:
     def __init__(self, job: Job, size: int) -> None:
         self.job, self.size = job, size
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
-        self._keys = _write_keys_file(job)
 
     def __len__(self) -> int:
         return len(self._workers)
 
     def reap(self) -> ReapResult:
-        """Remove the workers that have ended."""
         codes = {slot: worker.poll() for slot, worker in self._workers.items()}
         self._workers = {slot: worker for slot, worker in self._workers.items() if codes[slot] is None}
         full = sum(code == DISK_FULL for code in codes.values())
@@ -79,7 +72,6 @@ class LocalPool:
                 self._workers[slot] = self._start_worker(slot)
 
     def stop(self) -> None:
-        """Let the workers requeue or record their cells, and wait for them. A second Ctrl-C kills them."""
         for worker in self._workers.values():
             worker.send_signal(signal.SIGTERM)
         try:
@@ -96,29 +88,19 @@ class LocalPool:
         return read_last_log_line(self.job.folder)
 
     def _start_worker(self, slot: int) -> subprocess.Popen[bytes]:
-        job = self.job
-        command = [
-            *(sys.executable, "-P", "-m", job.module),
-            *("--study", job.study),
-            *("--runs", str(job.runs.resolve())),
-            *("--threads", str(job.threads)),
-            *("--parent", job.parent_id),
-            *(["--command", job.command, "--slot", str(slot)] if job.command else []),
-            *("--execution", json.dumps(asdict(job.execution))),
-            *(["--keep-checkpoints"] if job.keep_checkpoints else []),
-            *(word for kind in job.loggers for word in ("--logger", kind)),
-            *(["--keys", str(self._keys)] if self._keys else []),
-            *("--import", *(str(file) for file in job.files)),
-        ]
-        addresses = {STORAGE_VARIABLE: job.storage, TRACKING_VARIABLE: job.tracking_uri}
+        job = replace(self.job, runs=self.job.runs.resolve())
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(job.threads))
-        with open(job.folder / f"worker-{socket.gethostname()}-{slot}.log", "ab", opener=open_private) as log:
+        log_file = job.folder / f"worker-{socket.gethostname()}-{slot}.log"
+        # Not in arguments, which other users can read: the addresses may contain passwords.
+        with TemporaryFile() as stdin, open(log_file, "ab", opener=open_private) as log:
+            pickle.dump((job, slot), stdin)
+            stdin.seek(0)
             return subprocess.Popen(
-                command,
+                [sys.executable, "-P", "-m", job.module],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=os.environ | threads | addresses | _assign_gpus(slot, job.execution.devices),
+                stdin=stdin,
+                env=os.environ | threads | _assign_gpus(slot, job.execution.devices),
                 start_new_session=True,
             )
 
@@ -130,18 +112,6 @@ def read_last_log_line(folder: Path) -> str:
         return "no worker wrote a log"
     lines = logs[-1].read_text(errors="replace").strip().splitlines()
     return f"{lines[-1] if lines else 'nothing'} ({logs[-1]})"
-
-
-def _write_keys_file(job: Job) -> Path | None:
-    """Write the keys of the cells to claim, one per line: they may be too many for a command line."""
-    if job.keys is None:
-        return None
-    listed = "\n".join(sorted(job.keys))
-    # Another process may execute other cells of the same study.
-    path = job.folder / "workers" / f"cells-{hashlib.sha256(listed.encode()).hexdigest()[:8]}.txt"
-    path.parent.mkdir(exist_ok=True)
-    write_text(path, listed)
-    return path.resolve()
 
 
 def _assign_gpus(slot: int, devices: int) -> dict[str, str]:

@@ -173,7 +173,6 @@ class RayPool:
         return len(self._tasks)
 
     def reap(self) -> ReapResult:
-        """Remove the tasks that have ended."""
         if not self._tasks:
             return ReapResult()
         ended, self._tasks = ray.wait(self._tasks, num_returns=len(self._tasks), timeout=0)

@@ -1,6 +1,7 @@
 """`lit-lazy ablate status`: finished, running and failed cells, read from the queue only."""
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from rich.console import Console
@@ -20,43 +21,37 @@ def print_status(queue: Queue, console: Console) -> None:
     for state in ("pruned", "running", "waiting", "failed"):
         if counts[state]:
             console.print(f"  {counts[state]:5} {state}", highlight=False)
-    if running := queue.entries("running"):
-        console.print(
-            _build_table("running", ("cell", "key", "process", "host", "for"), [_format_running(e) for e in running])
-        )
+    _print_table("running", ("process", "host", "for"), queue.entries("running"), _format_worker, console)
     if failed := queue.entries("failed"):
-        console.print(
-            _build_table(
-                "failed", ("cell", "key", "why"), [(_format_cell(e), e.key, sanitise(e.reason)) for e in failed]
-            )
-        )
+        _print_table("failed", ("why",), failed, _format_reason, console)
         console.print("The same `ablate run` command tries failed cells again.", highlight=False)
-    begun = [entry for entry in queue.entries("waiting") if entry.reason] if counts["waiting"] else []
-    if begun:
-        console.print(
-            _build_table(
-                "waiting, interrupted",
-                ("cell", "key", "why"),
-                [(_format_cell(e), e.key, sanitise(e.reason)) for e in begun],
-            )
-        )
+    interrupted = [entry for entry in queue.entries("waiting") if entry.reason] if counts["waiting"] else []
+    _print_table("waiting, interrupted", ("why",), interrupted, _format_reason, console)
 
 
-def _build_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+def _print_table(
+    title: str,
+    columns: Sequence[str],
+    entries: Sequence[Entry],
+    describe: Callable[[Entry], Sequence[str]],
+    console: Console,
+) -> None:
+    """Print a table of cells, if there are any; `describe` returns the values of the columns after cell and key."""
     table = Table(title=title, title_justify="left", show_edge=False)
-    for column in columns:
+    for column in ("cell", "key", *columns):
         table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    for entry in entries:
+        table.add_row(f"{entry.variant} seed {entry.seed}", entry.key, *describe(entry))
+    if entries:
+        console.print(table)
 
 
-def _format_running(entry: Entry) -> tuple[str, ...]:
+def _format_reason(entry: Entry) -> tuple[str]:
+    return (sanitise(entry.reason),)
+
+
+def _format_worker(entry: Entry) -> tuple[str, str, str]:
     worker = entry.worker
     seconds = (datetime.now() - entry.since).total_seconds() if entry.since else 0.0
     dead = " (dead)" if is_dead(worker) else ""
-    return _format_cell(entry), entry.key, f"{worker['pid']}{dead}", worker["host"], format_duration(max(seconds, 0.0))
-
-
-def _format_cell(entry: Entry) -> str:
-    return f"{entry.variant} seed {entry.seed}"
+    return f"{worker['pid']}{dead}", worker["host"], format_duration(max(seconds, 0.0))

@@ -1,10 +1,8 @@
 """Worker process: claims cells from the queue, trains and records them until none is left."""
 
-import argparse
 import gc
-import json
 import logging
-import os
+import pickle
 import signal
 import sys
 import time
@@ -37,8 +35,6 @@ from lit_lazy.training.module import DivergedError
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run import CellBusyError, read_finished
 
-STORAGE_VARIABLE, TRACKING_VARIABLE = "LIT_LAZY_STORAGE", "LIT_LAZY_TRACKING"
-"""Environment variables for addresses: they may contain passwords, and arguments are visible to every user."""
 DISK_FULL = 28
 """Exit status of a worker that ran out of disk space: errno's ENOSPC."""
 INTERRUPTED = 130
@@ -182,7 +178,6 @@ class Worker:
         )
 
     def _make_callbacks(self, task: Task) -> list[Callback]:  # noqa: ARG002
-        """Additional Lightning callbacks for a cell's training."""
         return []
 
     def _get_objective(self, result: RunResult) -> float:
@@ -253,7 +248,6 @@ def format_reason(error: BaseException) -> str:
 
 
 def _free_memory() -> None:
-    """Release a cell's memory before the next cell."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -288,42 +282,15 @@ def make_worker(
 
 
 def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) -> int:
-    """Entry point of a worker process started by `LocalPool`."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--study", required=True)
-    parser.add_argument("--runs", type=Path, required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--parent", required=True)
-    parser.add_argument("--command", help="token of the command's membership")
-    parser.add_argument("--slot", type=int, default=0)
-    parser.add_argument("--execution", type=json.loads, default={})
-    parser.add_argument("--keep-checkpoints", action="store_true")
-    parser.add_argument("--logger", dest="loggers", action="append", default=[])
-    parser.add_argument("--keys", type=Path, help="file with the keys of the cells to take, one a line")
-    parser.add_argument("--import", dest="files", type=Path, nargs="*", default=[])
-    options = parser.parse_args()
+    """Entry point of a worker process started by `LocalPool`, with its job and slot on standard input."""
+    job, slot = pickle.load(sys.stdin.buffer)
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(RedactingFormatter("%(asctime)s %(name)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-    job = Job(
-        storage=os.environ[STORAGE_VARIABLE],
-        study=options.study,
-        runs=options.runs,
-        tracking_uri=os.environ[TRACKING_VARIABLE],
-        parent_id=options.parent,
-        command=options.command,
-        threads=options.threads,
-        keep_checkpoints=options.keep_checkpoints,
-        keys=frozenset(options.keys.read_text().splitlines()) if options.keys else None,
-        files=options.files,
-        execution=Execution(**options.execution),
-        loggers=tuple(options.loggers),
-    )
     try:
         prepare_process(job)
-        make_worker(job, queue_type, worker_type, options.slot).work()
+        make_worker(job, queue_type, worker_type, slot).work()
     except KeyboardInterrupt:
         return INTERRUPTED
     except UnfinishedError as error:

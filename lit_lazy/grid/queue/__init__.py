@@ -1,1 +1,1 @@
-"""The durable queue of cells, who holds them, and where it is stored."""
+"""The durable queue of cells, their holders, and its storage."""

@@ -88,13 +88,11 @@ def _read_members(folder: Path) -> Iterator[tuple[Path, Member]]:
 
 
 def _is_held(path: Path) -> bool:
-    lock = FileLock(path, timeout=0)
     try:
-        lock.acquire()
+        with FileLock(path, timeout=0):
+            return False
     except Timeout:
         return True
-    lock.release()
-    return False
 
 
 def is_dead(worker: Mapping[str, str]) -> bool | None:

@@ -194,19 +194,14 @@ class Queue:
                 if is_disk_full(error) or not isinstance(error, MAY_PASS):
                     raise
                 away = f"the queue's database {redact_url(self.url)} has not answered"
+                why, minutes = format_database_error(error), f"{PATIENCE_SECONDS / 60:.0f} minutes"
                 if time.monotonic() > give_up:
                     raise StorageAwayError(
-                        f"{away} for {PATIENCE_SECONDS / 60:.0f} minutes ({format_database_error(error)}); nothing is "
-                        "lost, the same command resumes"
+                        f"{away} for {minutes} ({why}); nothing is lost, the same command resumes"
                     ) from error
                 if not warned:
                     warned = True
-                    log.warning(
-                        "%s (%s); retrying for %.0f minutes",
-                        away,
-                        format_database_error(error),
-                        PATIENCE_SECONDS / 60,
-                    )
+                    log.warning("%s (%s); retrying for %s", away, why, minutes)
             time.sleep(pause)
             pause = min(2 * pause, 15.0)
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from lit_lazy.config.files import load_attribute
 from lit_lazy.config.key import cell_key, hash_user_code
 from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import flatten, from_dict, replace_at, to_dict
+from lit_lazy.config.serialisation import flatten, from_dict, replace_at, shorten_paths, to_dict
 from lit_lazy.grid.ablation import Cell, check_cell_count, check_name
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.errors import describe_exception, short_repr
@@ -115,9 +115,7 @@ class Definition:
     @property
     def names(self) -> dict[str, str]:
         """Shortest unambiguous name of each axis by path."""
-        last = {path: path.rpartition(".")[2] for path in self.axes}
-        clashing = [name for name in last.values() if list(last.values()).count(name) > 1]
-        return {path: ".".join(path.split(".")[-2:]) if name in clashing else name for path, name in last.items()}
+        return shorten_paths(self.axes)
 
     def make_cell(self, number: int, point: Mapping[str, float]) -> Cell:
         """The cell of a point; `number` is its index in the search."""
@@ -187,12 +185,9 @@ def define(search: Search, base: RunConfig, overridden: Sequence[str] = ()) -> D
         except ValueError as error:
             where = ", ".join(f"{path}={value:g}" for path, value in point.items())
             raise ValueError(f"search {search.name!r}: no training at {where}: {error}") from None
-    require(
-        search.objective != "loss/excess" or "oracle_nll" in source.validation.positions,
-        f"search {search.name!r}: objective",
-        search.objective,
-        f"the data {source.name!r} does not know its optimum; take loss/val",
-    )
+    known = search.objective != "loss/excess" or "oracle_nll" in source.validation.positions
+    fix = f"the data {source.name!r} has no known optimum; take loss/val"
+    require(known, f"search {search.name!r}: objective", search.objective, fix)
     return Definition(
         base=to_dict(base),
         data=source.fingerprint,

@@ -1,6 +1,5 @@
 """FSDP with the checkpoint format of a single device."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -45,7 +44,9 @@ class ShardedStrategy(ModelParallelStrategy):
         """Load this device's shard of model and optimisers."""
         assert self.model
         content = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
-        self.model.load_state_dict(_shard_state(self.model.state_dict(), content["state_dict"]))
+        full = content["state_dict"]
+        sharded = {name: _shard_tensor(full[name], value) for name, value in self.model.state_dict().items()}
+        self.model.load_state_dict(sharded)
         for optimizer, state in zip(self.optimizers, content["optimizer_states"], strict=True):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             parts = {
@@ -54,10 +55,6 @@ class ShardedStrategy(ModelParallelStrategy):
             }
             optimizer.load_state_dict({**state, "state": parts})
         return content
-
-
-def _shard_state(sharded: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _shard_tensor(full[name], value) for name, value in sharded.items()}
 
 
 def _shard_tensor(value: Tensor, like: Tensor) -> Tensor:

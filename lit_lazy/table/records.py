@@ -356,10 +356,6 @@ class Table:
 
     def to_json(self) -> dict[str, Any]:
         """Strict JSON (no NaN, no infinity); undefined half-widths, p values and MDEs are null."""
-        columns = []
-        for column in self.columns:
-            summary = self.summaries[column.key]
-            columns.append(_tuples_to_lists(asdict(column) | asdict(summary)))
         return {
             "ablation": self.ablation,
             "base": self.base,
@@ -369,13 +365,13 @@ class Table:
             **({} if self.seconds is None else {"seconds": round(self.seconds)}),
             "baseline": self.baseline,
             "primary": self.primary,
-            **({} if self.declaration is None else {"declaration": self.declaration.to_json()}),
-            **({} if self.verdict is None else {"verdict": self.verdict.to_json()}),
-            "rows": [vars(row) | {"git_shas": list(row.git_shas)} | _metrics_to_json(row) for row in self.rows],
-            "columns": columns,
+            **({} if self.declaration is None else {"declaration": asdict(self.declaration)}),
+            **({} if self.verdict is None else {"verdict": asdict(self.verdict)}),
+            "rows": [vars(row) | _metrics_to_json(row) for row in self.rows],
+            "columns": [asdict(column) | asdict(self.summaries[column.key]) for column in self.columns],
             "contrasts": [vars(row) | _metrics_to_json(row) for row in self.contrasts],
-            "warnings": list(self.warnings),
-            "notes": list(self.notes),
+            "warnings": self.warnings,
+            "notes": self.notes,
         }
 
     @classmethod
@@ -457,11 +453,6 @@ def _pick_fields(kind: type, values: Mapping[str, Any], **changes: Any) -> Any:
 
 def _metrics_to_json(row: TableRow | ContrastRow) -> dict[str, Any]:
     return {"metrics": {key: measure.to_json() for key, measure in row.metrics.items()}}
-
-
-def _tuples_to_lists(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The data as JSON returns it: lists for tuples."""
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}
 
 
 def format_csv(lines: Iterable[Sequence[object]]) -> str:

@@ -380,26 +380,22 @@ class Table:
 
         Raises ValueError if two rows have the same variant.
         """
+
+        def read_metrics(kind: type[Measure | ContrastMeasure], row: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: kind.from_json(measure) for key, measure in row["metrics"].items()}
+
         rows = tuple(
             _pick_fields(
                 TableRow,
                 {"normaliser": "", "position": ""} | row,
                 git_shas=tuple(row["git_shas"]),
-                metrics={key: Measure.from_json(measure) for key, measure in row["metrics"].items()},
+                metrics=read_metrics(Measure, row),
             )
             for row in data["rows"]
         )
         variants = [row.variant for row in rows]
         twice = sorted({variant for variant in variants if variants.count(variant) > 1})
         require(not twice, "rows", twice, "there twice")
-        contrasts = tuple(
-            _pick_fields(
-                ContrastRow,
-                row,
-                metrics={key: ContrastMeasure.from_json(measure) for key, measure in row["metrics"].items()},
-            )
-            for row in data["contrasts"]
-        )
         summaries = {
             column["key"]: _pick_fields(
                 Summary,
@@ -414,7 +410,9 @@ class Table:
             dict(data) | {"summaries": summaries},
             rows=rows,
             columns=tuple(map(Column.from_json, data["columns"])),
-            contrasts=contrasts,
+            contrasts=tuple(
+                _pick_fields(ContrastRow, row, metrics=read_metrics(ContrastMeasure, row)) for row in data["contrasts"]
+            ),
             warnings=tuple(data["warnings"]),
             notes=tuple(data["notes"]),
             declaration=Declaration.from_json(data["declaration"]) if data.get("declaration") else None,

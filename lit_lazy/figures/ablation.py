@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from textwrap import wrap
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -70,8 +69,7 @@ def loss_against_sparsity(table: Table) -> Figure | None:
     title = f"{table.ablation}: loss against sparsity, mean over {_format_seeds(counts)}{spread}{which}"
     figure = new_figure(WIDTH, 4.2 + 0.06 * min(len(points), MOST_NAMED), title)
     axes = figure.subplots()
-    axes.set_xlabel(sparsity.heading)
-    axes.set_ylabel(loss.heading)
+    axes.set(xlabel=sparsity.heading, ylabel=loss.heading)
     axes.grid(True)
     apart, least = _set_x_axis(axes, points)
     axes.set_ylim(*_fit_limits([(point.y, point.y_ends) for point in points if point.name not in far]))
@@ -92,7 +90,7 @@ def loss_against_sparsity(table: Table) -> Figure | None:
             axes.plot(x, y, "D" if point.baseline else "o", color=colour, zorder=4)
             bars += _draw_intervals(axes, x, point, colour, least)
         if point.name in named:
-            labels.append(Label(_wrap_label(label), x, y, point.baseline))
+            labels.append(Label("\n".join(wrap(label, NAME_WIDTH)), x, y, point.baseline))
     place_labels(figure, axes, labels, bars)
     return figure
 
@@ -109,9 +107,8 @@ def tau_over_training(table: Table, histories: Histories) -> Figure | None:
                     by_step.setdefault(step, []).append(value)
         return {step: fmean(values) for step, values in by_step.items()}
 
-    return _draw_over_training(
-        "τ over training, mean over layers, heads", {"offset parameter τ": tau}, histories, table
-    )
+    title = "τ over training, mean over layers, heads"
+    return _draw_over_training(title, {"offset parameter τ": tau}, histories, table)
 
 
 @use_style()
@@ -129,12 +126,7 @@ def sink_over_training(table: Table, histories: Histories) -> Figure | None:
     return _draw_over_training(title, lines, histories, table)
 
 
-def _wrap_label(name: str) -> str:
-    return "\n".join(wrap(name, NAME_WIDTH))
-
-
-@dataclass(frozen=True)
-class _Point:
+class _Point(NamedTuple):
     """A variant in displayed units; x is NaN without a sparsity. Intervals are clipped to the bounds of the metric."""
 
     name: str
@@ -219,10 +211,7 @@ Curve = Mapping[int, float]
 
 
 def _draw_over_training(
-    title: str,
-    metrics: Mapping[str, Callable[[Metrics], Curve]],
-    histories: Histories,
-    table: Table,
+    title: str, metrics: Mapping[str, Callable[[Metrics], Curve]], histories: Histories, table: Table
 ) -> Figure | None:
     """Draw a panel per variant with a line per metric, over the steps that all its seeds have, and a band of the range.
 
@@ -255,11 +244,11 @@ def _draw_over_training(
         axes.set_title("\n".join(wrap(variant, 26)), fontsize=8.5, fontweight="bold" if variant == baseline else None)
         axes.grid(axis="y")
     set_log_axis(panels[0], last, zero=True)
-    for number, axes in enumerate(panels):
-        axes.set_axis_off() if number >= len(variants) else None
-        if len(variants) - COLUMNS <= number < len(variants):
-            axes.tick_params(labelbottom=True)
-            axes.set_xlabel("step")
+    for axes in panels[max(len(variants) - COLUMNS, 0) : len(variants)]:
+        axes.tick_params(labelbottom=True)
+        axes.set_xlabel("step")
+    for axes in panels[len(variants) :]:
+        axes.set_axis_off()
     handles = [Line2D([], [], **look, color="black", label=label) for label, look in looks.items()]
     if len(variants) > 1 and variants[0] == baseline:
         handles.append(Line2D([], [], color=NEUTRAL, linewidth=0.7, label=f"{baseline}, the baseline"))

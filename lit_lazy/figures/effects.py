@@ -1,6 +1,6 @@
 """Forest plot of a table's differences to the baseline."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -39,10 +39,7 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
     panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     for axes, key in zip(panels, columns, strict=True):
         _draw_panel(axes, table, rows, known[key])
-    panels[0].set_yticks(range(count), [row.variant for row in rows])
-    panels[0].set_ylim(count - 0.4, -0.6)
-    for label, row in zip(panels[0].get_yticklabels(), rows, strict=True):
-        label.set_fontweight("bold" if row.variant == table.baseline else "normal")
+    set_row_labels(panels[0], [(row.variant, row.variant == table.baseline) for row in rows])
     draw_legend_below(figure, _make_legend_handles(), 3 if len(columns) > 2 else 2)
     return figure
 
@@ -58,15 +55,8 @@ def _draw_panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Colu
         if m.diff is None:
             # Next to the line at 0, on the side with more room.
             side = 1 if high > -low else -1
-            axes.annotate(
-                _explain_absence(row, table, column),
-                (0, y),
-                xytext=(8 * side, 0),
-                textcoords="offset points",
-                ha="left" if side > 0 else "right",
-                va="center",
-                color=NEUTRAL,
-            )
+            place = {"xytext": (8 * side, 0), "textcoords": "offset points", "ha": "left" if side > 0 else "right"}
+            axes.annotate(_explain_absence(row, table, column), (0, y), va="center", color=NEUTRAL, **place)
             if row.variant == table.baseline:
                 axes.plot(0, y, "D", color="black", markersize=5, zorder=4)
             continue
@@ -83,10 +73,22 @@ def _draw_panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Colu
         shape = "s" if colour == WORSE else "o"
         axes.plot(x, y, shape, color=colour, markerfacecolor=face, markersize=6, markeredgewidth=1.4, zorder=4)
     seeds = " or ".join(map(str, table.summaries[column.key].seeds))
-    axes.set_title(f"{column.title} (n = {seeds})" if seeds else column.title)
-    axes.set_xlabel(format_axis_label(column))
+    axes.set(title=f"{column.title} (n = {seeds})" if seeds else column.title, xlabel=format_axis_label(column))
+    style_forest_panel(axes, ticks=5)
+
+
+def set_row_labels(axes: Axes, rows: Collection[tuple[str, bool]]) -> None:
+    """Label the rows of a forest plot, from the top down: name, and whether it is bold."""
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    for label, (_, bold) in zip(axes.get_yticklabels(), rows, strict=True):
+        label.set_fontweight("bold" if bold else "normal")
+
+
+def style_forest_panel(axes: Axes, ticks: int) -> None:
+    """Draw a line per row instead of the y axis, and at most `ticks` + 1 ticks on the x axis."""
     axes.tick_params(axis="y", length=0)
-    axes.locator_params(axis="x", nbins=5)
+    axes.locator_params(axis="x", nbins=ticks)
     axes.grid(axis="y")
     axes.spines["left"].set_visible(False)
 
@@ -171,15 +173,18 @@ def format_axis_label(column: Column) -> str:
     return f"Δ{unit}" + {"lower": "   ← better", "higher": "   better →", None: ""}[column.better]
 
 
-def _make_legend_handles() -> list[Line2D]:
-    def marker(label: str, colour: str, face: str, shape: str = "o") -> Line2D:
-        return Line2D([], [], color=colour, marker=shape, markerfacecolor=face, markeredgewidth=1.4, label=label)
+def make_marker_handle(label: str, colour: str, face: str, shape: str = "o", line: str = "-") -> Line2D:
+    """Legend entry of a point with its interval; line "" is a point without interval."""
+    look = {"marker": shape, "markerfacecolor": face, "markeredgewidth": 1.4}
+    return Line2D([], [], color=colour, linestyle=line, label=label, **look)
 
+
+def _make_legend_handles() -> list[Line2D]:
     return [
-        marker("better, p < 0.05 (Holm)", BETTER, BETTER),
-        marker("worse, p < 0.05 (Holm)", WORSE, WORSE, "s"),
-        marker("differs, p < 0.05 (Holm)", NEUTRAL, NEUTRAL),
-        marker("not separated or not tested", NEUTRAL, "white"),
+        make_marker_handle("better, p < 0.05 (Holm)", BETTER, BETTER),
+        make_marker_handle("worse, p < 0.05 (Holm)", WORSE, WORSE, "s"),
+        make_marker_handle("differs, p < 0.05 (Holm)", NEUTRAL, NEUTRAL),
+        make_marker_handle("not separated or not tested", NEUTRAL, "white"),
         Line2D([], [], color=NEUTRAL, linewidth=1.6, label="95 % interval, not adjusted"),
         Line2D([], [], color=NEUTRAL, linewidth=1.2, linestyle=":", label="range over seeds, not tested"),
     ]

@@ -83,7 +83,7 @@ def attention_maps(arrays: Arrays) -> Figure | None:
     height = 0.5 + bands * sum(side * height + 0.45 for height in heights)
     figure = new_figure(max(4.8, side * columns + 1.4), height, title)
     grid = figure.subplots(bands * len(heights), columns, squeeze=False, height_ratios=heights * bands)
-    # The panels of a head are above each other.
+    # The panels of a head are stacked.
     stacks = grid.reshape(bands, len(heights), columns).transpose(0, 2, 1).reshape(-1, len(heights))
     colours, norm = mpl.colormaps["viridis"], LogNorm(SMALL_WEIGHT, 1)
     for i, (stack, head, matrix) in enumerate(zip(stacks, arrays["maps/heads"], weights, strict=False)):
@@ -121,7 +121,7 @@ def sink_heatmap(arrays: Arrays) -> Figure | None:
         for axes, (key, name) in zip(row, kinds.items(), strict=True):
             array = _read_finite(arrays, state.prefix + key)
             values = np.full((layers, heads), np.nan) if array is None else array[..., 0]
-            absent = absent or bool(np.isnan(values).any())
+            absent |= bool(np.isnan(values).any())
             extent = (-0.5, heads - 0.5, -0.5, layers - 0.5)
             axes.imshow(values, colours, norm, aspect="auto", origin="lower", extent=extent)
             axes.set_title(f"{name}, {state.label}")
@@ -133,9 +133,8 @@ def sink_heatmap(arrays: Arrays) -> Figure | None:
         row[0].set_ylabel("layer")
     for axes in panels[-1]:
         axes.set_xlabel("head")
-    bar = figure.colorbar(
-        ScalarMappable(norm, colours), ax=panels, label=f"weight or share (line: sink, {SINK_WEIGHT})"
-    )
+    label = f"weight or share (line: sink, {SINK_WEIGHT})"
+    bar = figure.colorbar(ScalarMappable(norm, colours), ax=panels, label=label)
     bar.ax.axhline(SINK_WEIGHT, color="white", linewidth=1.5)
     if absent:
         draw_legend_below(figure, [_make_legend_patch(ZERO, "not defined: no mass to share, or signed weights")], 1)
@@ -150,15 +149,12 @@ def mass_by_position(arrays: Arrays) -> Figure | None:
     if not states:
         return None
     layers, _, length = _find_shape(arrays, *kinds)
-    title = f"Surviving mass by position, mean over heads and {_describe_sample(arrays)}"
-    figure = new_figure(WIDTH, 3.1, title)
+    figure = new_figure(WIDTH, 3.1, f"Surviving mass by position, mean over heads and {_describe_sample(arrays)}")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (key, name) in zip(panels, kinds.items(), strict=True):
-        for state in states:
-            values = _read_finite(arrays, state.prefix + key)
-            if values is not None:
-                positions, by_layer = average_log_bins(np.arange(1, length + 1), finite_mean(values, axis=1))
-                _draw_ordered_lines(axes, positions, by_layer, state)
+        for state, values in _read_states(arrays, key):
+            positions, by_layer = average_log_bins(np.arange(1, length + 1), finite_mean(values, axis=1))
+            _draw_ordered_lines(axes, positions, by_layer, state)
         _set_position_axis(axes, length)
         axes.set_title(name)
     panels[0].set_ylabel("mass (sum of weights)")
@@ -185,15 +181,11 @@ def sparsity_by_layer(arrays: Arrays) -> Figure | None:
     for axes, keys in zip(panels, (list(lines)[:2], list(lines)[2:]), strict=True):
         for key in keys:
             _, colour, marker = lines[key]
-            for state in states:
-                values = _read_finite(arrays, state.prefix + key)
-                if values is not None:
-                    _draw_by_layer(axes, 100 * values, colour, state, marker, points=key == "sparsity/zero")
+            for state, values in _read_states(arrays, key):
+                _draw_by_layer(axes, 100 * values, colour, state, marker, points=key == "sparsity/zero")
         _set_layer_axis(axes, layers)
-    panels[0].set_title("exact zeros")
+    panels[0].set(title="exact zeros", ylabel="share of visible keys or tiles (%)", ylim=(-4, 104))
     panels[1].set_title("small weights, and empty tiles")
-    panels[0].set_ylabel("share of visible keys or tiles (%)")
-    panels[0].set_ylim(-4, 104)
     if not _find_states(arrays, "sparsity/zero"):
         _write_remark(panels[0], "no sparsity: no weight can be exactly 0, or weights are signed")
     elif not _find_states(arrays, "sparsity/null"):
@@ -219,10 +211,8 @@ def tau_by_layer(arrays: Arrays) -> Figure | None:
     title = f"τ by layer, mean over {_pluralise(heads, 'head')}" + (" and positions" if positions else "")
     figure = new_figure(5.6, 3.0, title)
     axes = figure.subplots()
-    for state in states:
-        values = _read_finite(arrays, state.prefix + "tau")
-        if values is not None:
-            _draw_by_layer(axes, finite_mean(values.reshape(layers, heads, -1), axis=2), FIRST, state, "o", points=True)
+    for state, values in _read_states(arrays, "tau"):
+        _draw_by_layer(axes, finite_mean(values.reshape(layers, heads, -1), axis=2), FIRST, state, points=True)
     _set_layer_axis(axes, layers)
     axes.set_ylabel("offset parameter τ")
     draw_legend_below(figure, _layer_handles(states, heads), 3)
@@ -242,8 +232,7 @@ def tau_by_head(arrays: Arrays) -> Figure | None:
     for layer, colour in enumerate(_make_sequential_colours(layers)):
         axes.plot(steps, values[:, layer], color=colour, linewidth=1.0)
     set_log_axis(axes, max(1, steps[-1]), zero=True)
-    axes.set_xlabel("step")
-    axes.set_ylabel("offset parameter τ")
+    axes.set(xlabel="step", ylabel="offset parameter τ")
     axes.grid(axis="y")
     _draw_colour_key(figure, np.array([axes]), layers, "layer", [])
     return figure
@@ -297,19 +286,14 @@ def value_norms(arrays: Arrays) -> Figure | None:
     if not states:
         return None
     layers, heads, keys = _find_shape(arrays, "sink/value_norm")
-    title = f"Value norms of the first keys, mean over {_describe_sample(arrays)}"
-    figure = new_figure(WIDTH, 3.3, title)
+    figure = new_figure(WIDTH, 3.3, f"Value norms of the first keys, mean over {_describe_sample(arrays)}")
     panels = figure.subplots(1, 2, sharey=True)
-    for state in states:
-        values = _read_finite(arrays, state.prefix + "sink/value_norm")
-        if values is not None:
-            _draw_ordered_lines(panels[0], np.arange(1, keys + 1), finite_mean(values, axis=1), state, marker="o")
-            _draw_by_layer(panels[1], values[..., 0], FIRST, state, "o", points=True)
+    for state, values in _read_states(arrays, "sink/value_norm"):
+        _draw_ordered_lines(panels[0], np.arange(1, keys + 1), finite_mean(values, axis=1), state, marker="o")
+        _draw_by_layer(panels[1], values[..., 0], FIRST, state, points=True)
     for axes in panels:
         axes.axhline(1, color=NEUTRAL, linewidth=0.8, zorder=1)
-    panels[0].set_title("by key, mean over heads")
-    panels[0].set_xlabel("key (position)")
-    panels[0].set_ylabel("value norm / mean value norm")
+    panels[0].set(title="by key, mean over heads", xlabel="key (position)", ylabel="value norm / mean value norm")
     _begin_at_zero(panels[0])
     panels[0].grid(axis="y")
     _set_count_ticks(panels[0].xaxis, keys, first=1)
@@ -330,13 +314,10 @@ def rank_profile(arrays: Arrays) -> Figure | None:
     figure = new_figure(WIDTH, 3.0, f"Residual stream after each layer, over {_describe_sample(arrays)}")
     panels = figure.subplots(1, 2)
     for axes, (key, label) in zip(panels, kinds.items(), strict=True):
-        for state in states:
-            values = _read_finite(arrays, state.prefix + key)
-            if values is not None:
-                _draw_profile(axes, values, FIRST, state)
+        for state, values in _read_states(arrays, key):
+            _draw_profile(axes, values, FIRST, state)
         _set_layer_axis(axes, layers + 1)
-        axes.set_xlabel("blocks passed (0: embedding)")
-        axes.set_ylabel(label)
+        axes.set(xlabel="blocks passed (0: embedding)", ylabel=label)
     _begin_at_zero(panels[0])
     draw_legend_below(figure, _state_handles(states, marker="o"), 2)
     return figure
@@ -356,7 +337,7 @@ def loss_by_length(arrays: Arrays) -> Figure | None:
         return None
     curves = [(length, *by_length[length]) for length in sorted(by_length)]
     several, longest = len(curves) > 1, curves[-1][0]
-    of_all = _format_sample_size(arrays[f"{curves[0][1]}sample"])
+    of_all = _describe_sample(arrays, curves[0][1])
     which = f"in sequences of {len(curves)} lengths" if several else f"mean over {of_all}"
     thetas = {length: _read_finite(arrays, f"{prefix}length/theta") for length, prefix, _ in curves}
     panels = 2 if several and any(theta is not None for theta in thetas.values()) else 1
@@ -364,18 +345,15 @@ def loss_by_length(arrays: Arrays) -> Figure | None:
     axes, *below = figure.subplots(panels, squeeze=False, sharex=True)[:, 0]
     for (length, prefix, curve), colour in zip(curves, _make_sequential_colours(len(curves)), strict=True):
         positions, values = average_log_bins(np.arange(1, length + 1), curve, most=64)
-        axes.plot(positions, values, color=colour, label=_format_sample_size(arrays[f"{prefix}sample"]))
+        axes.plot(positions, values, color=colour, label=_describe_sample(arrays, prefix))
         if (streamed := _read_finite(arrays, f"{prefix}streamed/loss")) is not None:
             axes.plot(*average_log_bins(np.arange(1, length + 1), streamed, most=64), color=colour, linestyle="--")
         for key, dash in (("length/theta", "-"), ("streamed/theta", "--")) if below else ():
             if (theta := _read_finite(arrays, prefix + key)) is not None:
                 mean_theta = average_log_bins(np.arange(1, length + 1), theta.mean((0, 1)), most=64)
                 below[0].plot(*mean_theta, color=colour, linestyle=dash)
-    kept = next(
-        (arrays[f"{prefix}streamed/kept"] for _, prefix, _ in curves if f"{prefix}streamed/kept" in arrays), None
-    )
-    if kept is not None:
-        label = f"with a cache of the first {kept[0]} and {kept[1]} newest tokens"
+    if kept := [arrays[key] for _, prefix, _ in curves if (key := f"{prefix}streamed/kept") in arrays]:
+        label = f"with a cache of the first {kept[0][0]} and {kept[0][1]} newest tokens"
         axes.plot([], [], color=NEUTRAL, linestyle="--", label=label)
     context = int(arrays["context"]) if "context" in arrays else longest
     if longest > context:
@@ -426,9 +404,16 @@ def _read_finite(arrays: Arrays, key: str) -> np.ndarray | None:
     return None if np.isnan(values).all() else values
 
 
+def _read_states(arrays: Arrays, key: str) -> list[tuple[_State, np.ndarray]]:
+    """The array of each state that has something to draw under the key."""
+    found = ((state, _read_finite(arrays, state.prefix + key)) for state in (TRAINED, INIT))
+    return [(state, values) for state, values in found if values is not None]
+
+
 def _find_states(arrays: Arrays, *keys: str) -> list[_State]:
     """The states that have something to draw under any of the keys."""
-    return [s for s in (TRAINED, INIT) if any(_read_finite(arrays, s.prefix + key) is not None for key in keys)]
+    found = {state for key in keys for state, _ in _read_states(arrays, key)}
+    return [state for state in (TRAINED, INIT) if state in found]
 
 
 def _find_shape(arrays: Arrays, *keys: str) -> tuple[int, ...]:
@@ -439,12 +424,9 @@ def _pluralise(count: int, thing: str) -> str:
     return f"{count} {thing}" + ("s" if count > 1 else "")
 
 
-def _format_sample_size(sample: np.ndarray) -> str:
-    return f"{_pluralise(int(sample[0]), 'sequence')} of {_pluralise(int(sample[1]), 'token')}"
-
-
-def _describe_sample(arrays: Arrays) -> str:
-    return _format_sample_size(arrays["sample"])
+def _describe_sample(arrays: Arrays, prefix: str = "") -> str:
+    sequences, tokens = map(int, arrays[f"{prefix}sample"])
+    return f"{_pluralise(sequences, 'sequence')} of {_pluralise(tokens, 'token')}"
 
 
 def _colour_weights(matrix: np.ndarray, colours: Colormap, norm: LogNorm) -> np.ndarray:
@@ -502,16 +484,17 @@ def _draw_colour_key(figure: Figure, panels: np.ndarray, count: int, thing: str,
         draw_legend_below(figure, [*named, *more], 6 if len(named) + len(more) > 4 else 4)
         return
     norm = BoundaryNorm(np.arange(count + 1) - 0.5, count)
-    bar = figure.colorbar(
-        ScalarMappable(norm, ListedColormap(colours)), ax=panels, label=thing, aspect=10 * figure.get_figheight()
-    )
+    mappable = ScalarMappable(norm, ListedColormap(colours))
+    bar = figure.colorbar(mappable, ax=panels, label=thing, aspect=10 * figure.get_figheight())
     _set_count_ticks(bar.ax.yaxis, count)
     bar.ax.minorticks_off()
     if more:
         draw_legend_below(figure, more, 4)
 
 
-def _draw_by_layer(axes: Axes, values: np.ndarray, colour: str, state: _State, marker: str, points: bool) -> None:
+def _draw_by_layer(
+    axes: Axes, values: np.ndarray, colour: str, state: _State, marker: str = "o", points: bool = False
+) -> None:
     """Draw the mean over heads of `values` `[layers, heads]`; with `points`, also each head of the trained model."""
     layers, heads = values.shape
     if points and state is TRAINED and heads > 1:
@@ -522,15 +505,8 @@ def _draw_by_layer(axes: Axes, values: np.ndarray, colour: str, state: _State, m
 
 def _draw_profile(axes: Axes, values: np.ndarray, colour: str, state: _State, marker: str = "o") -> None:
     """Draw a line over layers, with markers if there are few layers."""
-    shape = marker if len(values) <= MOST_MARKED else ""
-    axes.plot(
-        np.arange(len(values)),
-        values,
-        linestyle=state.line,
-        color=colour,
-        marker=shape,
-        markerfacecolor=state.face or colour,
-    )
+    look = {"marker": marker if len(values) <= MOST_MARKED else "", "markerfacecolor": state.face or colour}
+    axes.plot(np.arange(len(values)), values, linestyle=state.line, color=colour, **look)
 
 
 def _begin_at_zero(axes: Axes) -> None:

@@ -52,8 +52,8 @@ def place_labels(figure: Figure, axes: Axes, labels: Sequence[Label], bars: Sequ
             zorder=5,
         )
         place = layout.place_label(spot, np.array(text.get_window_extent().size) + 4)
-        offset = _find_centre(place) - spot
-        text.set_position((offset[0] * 72 / figure.dpi, offset[1] * 72 / figure.dpi))
+        offset = place.get_points().mean(axis=0) - spot
+        text.set_position(offset * 72 / figure.dpi)
         if _distance(place, spot) > NEAR:
             start = axes.transData.inverted().transform(_find_nearest_point(place, spot))
             axes.plot([start[0], label.x], [start[1], label.y], color=NEUTRAL, linewidth=0.6, zorder=3)
@@ -92,8 +92,7 @@ class _LabelLayout:
 
     def _cost(self, place: Bbox, spot: np.ndarray) -> float:
         """Distance to the point in pixels, plus large penalties for overlaps and for leaving the panel."""
-        outside = not (self.edges.containsx(place.x0) and self.edges.containsx(place.x1))
-        outside = outside or not (self.edges.containsy(place.y0) and self.edges.containsy(place.y1))
+        outside = not all(self.edges.contains(*corner) for corner in place.get_points())
         cost = _distance(place, spot) + 1000 * (place.count_overlaps(self.taken) + outside)
         return cost + 30 * place.count_overlaps(self.bars)
 
@@ -114,14 +113,9 @@ def _list_candidate_boxes(spot: np.ndarray, size: np.ndarray) -> Iterator[Bbox]:
         yield Bbox([middle - size / 2, middle + size / 2])
 
 
-def _find_centre(box: Bbox) -> np.ndarray:
-    return box.get_points().mean(axis=0)
-
-
 def _find_nearest_point(box: Bbox, spot: np.ndarray) -> np.ndarray:
     """The point of a box that is nearest to a spot."""
-    low, high = box.get_points()
-    return np.clip(spot, low, high)
+    return np.clip(spot, *box.get_points())
 
 
 def _distance(box: Bbox, spot: np.ndarray) -> float:

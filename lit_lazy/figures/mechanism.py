@@ -36,9 +36,8 @@ def mechanism_figure() -> Figure:
         panel[0].axhline(TAU / KEYS, color="black", linestyle="--", linewidth=1)
         _draw_bars(panel[1], weights(scores, TAU), weights(scores, 0.0), NORMALISERS["Elastic"])
         panel[0].set_ylabel(f"{row}\nweight")
-    for axes, title in zip(
-        panels[0], ("softmax: the weights sum to 1", "Lazy: minus θ = τ / n, clipped at 0"), strict=True
-    ):
+    titles = "softmax: the weights sum to 1", "Lazy: minus θ = τ / n, clipped at 0"
+    for axes, title in zip(panels[0], titles, strict=True):
         axes.set_title(title)
     panels[0, 0].text(0.6, 1.25 * TAU / KEYS, "θ", va="bottom")
     remarks = "the mass must go somewhere: training\nputs it on the first key, a sink", "all weights may be 0"

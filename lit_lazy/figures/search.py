@@ -64,8 +64,7 @@ def history_figure(search_id: str, title: str, points: Sequence[Point]) -> Figur
     best = [min(value for _, value in complete[: i + 1]) for i in range(len(complete))]
     axes.step([number for number, _ in complete], best, where="post", color=FIRST, linewidth=1.6, zorder=2)
     _scatter(axes, points, lambda point: float(point.number))
-    axes.set_xlabel("point, in sampling order")
-    axes.set_ylabel(title)
+    axes.set(xlabel="point, in sampling order", ylabel=title)
     axes.locator_params(axis="x", integer=True)
     _add_legend(figure, Line2D([], [], color=FIRST, linewidth=1.6, label="best so far"))
     return figure
@@ -81,8 +80,7 @@ def slices_figure(
     for panel, (path, axis) in zip(panels, axes.items(), strict=True):
         panel.set_xscale("log" if axis.log else "linear")
         _scatter(panel, points, lambda point, path=path: point.params[path])
-        panel.set_xlim(axis.low, axis.high)
-        panel.set_xlabel(names[path])
+        panel.set(xlim=(axis.low, axis.high), xlabel=names[path])
     panels[0].set_ylabel(title)
     _add_legend(figure)
     return figure
@@ -98,8 +96,7 @@ def importance_figure(search_id: str, importances: Mapping[str, float], complete
         place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
         axes.annotate(f"{share:.0f} %", (share, y), color=NEUTRAL, **place)
     axes.set_yticks(range(len(shares)), list(importances))
-    axes.set_ylim(len(shares) - 0.5, -0.5)
-    axes.set_xlim(0, 108)
+    axes.set(ylim=(len(shares) - 0.5, -0.5), xlim=(0, 108))
     axes.set_xlabel(f"importance (%), PED-ANOVA of {complete} complete points")
     axes.grid(axis="x")
     return figure

@@ -9,7 +9,14 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from lit_lazy.figures.canvas import BETTER, NEUTRAL, WIDTH, WORSE, draw_legend_below, new_figure, use_style
-from lit_lazy.figures.effects import draw_interval, fit_limits, format_axis_label
+from lit_lazy.figures.effects import (
+    draw_interval,
+    fit_limits,
+    format_axis_label,
+    make_marker_handle,
+    set_row_labels,
+    style_forest_panel,
+)
 from lit_lazy.table.question import Declaration, Verdict
 from lit_lazy.table.records import Column, Table
 from lit_lazy.table.verdicts import Level, compute_levels, describe_bounds
@@ -74,27 +81,21 @@ def verdict_figure(table: Table) -> Figure | None:
             draw_interval(axes, y, line.low, line.high, line.look.colour)
             face, style = line.look.face, {"markersize": 6, "markeredgewidth": 1.4, "zorder": 4}
             axes.plot(line.mean, y, line.look.marker, color=line.look.colour, markerfacecolor=face, **style)
-    axes.set_yticks(range(len(shown)), [line.name for line in shown])
+    set_row_labels(axes, [(line.name, line.bold) for line in shown])
     for label, line in zip(axes.get_yticklabels(), shown, strict=True):
-        label.set_fontweight("bold" if line.bold else "normal")
         if line.look is None:
             label.set_color(NEUTRAL)
-    axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_title(f"{column.title} (n = {verdict.n})")
     axes.set_xlabel(column.heading if rows else format_axis_label(column))
-    axes.tick_params(axis="y", length=0)
-    axes.locator_params(axis="x", nbins=7)
-    axes.grid(axis="y")
-    axes.spines["left"].set_visible(False)
+    style_forest_panel(axes, ticks=7)
     draw_legend_below(figure, handles, 3)
     return figure
 
 
 def _make_difference_lines(verdict: Verdict, column: Column) -> list[_Line]:
-    scale = column.scale
     return [
-        _Line(part.name, STATUS[part.status], part.mean * scale, part.low * scale, part.high * scale)
-        for part in verdict.parts
+        _Line(p.name, STATUS[p.status], *(value * column.scale for value in (p.mean, p.low, p.high)))
+        for p in verdict.parts
     ]
 
 
@@ -135,5 +136,4 @@ def _make_interval_handle() -> Line2D:
 
 
 def _make_marker_handle(look: _Look, label: str) -> Line2D:
-    style = {"marker": look.marker, "markerfacecolor": look.face, "markeredgewidth": 1.4}
-    return Line2D([], [], color=look.colour, linestyle="", label=label, **style)
+    return make_marker_handle(label, look.colour, look.face, look.marker, line="")

@@ -16,14 +16,7 @@ from lit_lazy.config.serialisation import to_dict
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.figures import FIGURE_NAMES, draw_run_figures, save_figure
 from lit_lazy.measure import lengths
-from lit_lazy.measure.diagnostics import (
-    SAMPLE,
-    STRONGEST,
-    Diagnostics,
-    Maps,
-    measure,
-    sample_validation,
-)
+from lit_lazy.measure.diagnostics import SAMPLE, STRONGEST, Diagnostics, Maps, measure, sample_validation
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import check_writable_folder, write_text
@@ -113,11 +106,8 @@ def read_taus(checkpoint: Path) -> dict[int, torch.Tensor]:
     """The taus `[layers, H]` recorded during training, by step. Raises a one-line ValueError for any other content."""
     taus = checkpoints.read_callback_state(checkpoint, STATE_KEY).get("taus", {})
     shapes = {getattr(tau, "shape", None) for tau in taus.values()} if isinstance(taus, dict) else {None}
-    if (
-        not all(len(shape or ()) == 2 for shape in shapes)
-        or len(shapes) > 1
-        or not all(type(step) is int for step in taus)
-    ):
+    matrices = len(shapes) <= 1 and all(len(shape or ()) == 2 for shape in shapes)
+    if not (matrices and all(type(step) is int for step in taus)):
         raise ValueError(f"checkpoint {str(checkpoint)!r}: the taus recorded during training are damaged; train again")
     return taus
 
@@ -191,10 +181,8 @@ def measure_all(
         state = "untrained" if measured is untrained else "trained"
         progress.begin(f"the {state} model: {n} sequences of {length} tokens")
         maps = request.maps if not prefix else None
-        arrays = {
-            **measure(measured, sample, maps, request.sequences).arrays,
-            **lengths.compute_length_arrays(measured, length),
-        }
+        arrays = dict(measure(measured, sample, maps, request.sequences).arrays)
+        arrays |= lengths.compute_length_arrays(measured, length)
         progress.end(n * length)
         if not prefix:
             arrays |= tau_history(taus)
@@ -219,12 +207,10 @@ class _Progress:
     def begin(self, measurement: str) -> None:
         self.number += 1
         self._start = time.monotonic()
-        rest = (
-            ""
-            if self.others or not self.tokens
-            else f", {format_duration(self.left * self.seconds / self.tokens)} left"
-        )
-        speed = f" ({self.tokens / self.seconds:,.0f} tokens/s{rest})" if self.tokens else ""
+        speed = ""
+        if self.tokens:
+            left = format_duration(self.left * self.seconds / self.tokens)
+            speed = f" ({self.tokens / self.seconds:,.0f} tokens/s{'' if self.others else f', {left} left'})"
         self.console(f"measuring {self.number} of {self.total}, {measurement}{speed}")
 
     def end(self, tokens: int) -> None:
@@ -324,8 +310,9 @@ def track(
 
 def format_table(metrics: Mapping[str, float], prefixes: list[str]) -> str:
     """The metrics in groups, one per line, with a column for each measurement."""
-    names = sorted({name.removeprefix(_find_prefix(name, prefixes)) for name in metrics})
-    head = ["trained", *(prefix.removesuffix("/") for prefix in prefixes if prefix)]
+    others = [prefix for prefix in prefixes if prefix]
+    names = sorted({name.removeprefix(next(filter(name.startswith, others), "")) for name in metrics})
+    head = ["trained", *(prefix.removesuffix("/") for prefix in others)]
     lines = ["".join([" " * 28, *(f"{title:>12}" for title in head)])]
     group = ""
     for name in names:
@@ -336,7 +323,3 @@ def format_table(metrics: Mapping[str, float], prefixes: list[str]) -> str:
         shown = ("-" if value is None else f"{value:.4g}" for value in values)
         lines.append("".join([f"  {name.partition('/')[2]:26}", *(f"{value:>12}" for value in shown)]))
     return "\n".join(lines)
-
-
-def _find_prefix(name: str, prefixes: list[str]) -> str:
-    return next((prefix for prefix in prefixes if prefix and name.startswith(prefix)), "")

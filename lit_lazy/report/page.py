@@ -167,7 +167,8 @@ class _ReportData:
 
     def complete_runs(self, variant: str) -> list[TrackedRun]:
         """The complete runs of a variant, one per seed of the table, by seed."""
-        runs = {int(run.tags["seed"]): run for run in reversed(self.runs) if _is_complete(run, variant)}
+        complete = [run for run in self.runs if run.state == "complete" and run.tags["variant"] == variant]
+        runs = {int(run.tags["seed"]): run for run in reversed(complete)}
         seeds = next(row.seeds for row in self.table.rows if row.variant == variant)
         return [runs[seed] for seed in seeds if seed in runs]
 
@@ -184,18 +185,12 @@ def _load_data(tracker: Tracker, parent_id: str, ui_url: str | None = None, draw
     variants = [row.variant for row in table.rows]
     if unknown := set(drawn) - set(variants):
         name = min(unknown)
-        raise ValueError(
-            f"--figures {name!r}: is no row of this table{did_you_mean(name, variants)}; there are "
-            f"{', '.join(variants)}"
-        )
+        hint = f"{did_you_mean(name, variants)}; there are {', '.join(variants)}"
+        raise ValueError(f"--figures {name!r}: is no row of this table{hint}")
     children = tracker.find_children(parent_id)
     return _ReportData(
         tracker, read_plan(tracker, parent_id), table, parent_id, children, address, drawn or variants[:MOST_VARIANTS]
     )
-
-
-def _is_complete(run: TrackedRun, variant: str) -> bool:
-    return run.state == "complete" and run.tags["variant"] == variant
 
 
 def _parse_ui_url(ui_url: str) -> str:
@@ -220,6 +215,7 @@ def _format_completeness(table: Table) -> str:
 def _render_run_facts(data: _ReportData) -> str:
     plan, table = data.plan, data.table
     complete = [run for row in table.rows for run in data.complete_runs(row.variant)]
+    facts = (f"{name} {f'{x:.5g}' if isinstance(x, float) else x}" for name, x in plan.facts.items())
     seeds = table.group_by_seeds()
     lines = {
         "Command": [f"<code>{escape(plan.command)}</code>"],
@@ -228,16 +224,12 @@ def _render_run_facts(data: _ReportData) -> str:
         "Seeds": [escape(f"{', '.join(map(str, group))}: {', '.join(names)}") for group, names in seeds.items()],
         "Cells": [_format_completeness(table)],
         "Baseline": [escape(table.baseline)],
-        "Data": [escape(", ".join(f"{name} {_format_number(value)}" for name, value in plan.facts.items()))],
+        "Data": [escape(", ".join(facts))],
         "Made with": _count_cells(run.tags.get("environment", "unknown") for run in complete),
         "Commit": _count_cells(run.tags.get("git_sha", "unknown") for run in complete),
         "Parent run": [data.format_run_id(data.parent_id)],
     }
     return _render_definitions({term: texts for term, texts in lines.items() if any(texts)})
-
-
-def _format_number(value: str | int | float) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def _count_cells(values: Iterable[str]) -> list[str]:

@@ -12,11 +12,10 @@ from lit_lazy.figures.search import TITLES, make_search_figures
 from lit_lazy.grid.search.definition import Definition
 from lit_lazy.grid.search.queue import FEWEST_FOR_IMPORTANCE, GOOD_SHARE, SearchQueue
 from lit_lazy.grid.search.run import SearchWork
-from lit_lazy.support.disk import write_text
 from lit_lazy.support.secrets import format_command_line
 from lit_lazy.table.document import Block, BulletList, Heading, Paragraph, Tabular, to_html, to_markdown
 from lit_lazy.table.records import format_csv
-from lit_lazy.table.render import NOT_DEFINED
+from lit_lazy.table.render import NOT_DEFINED, write_texts
 from lit_lazy.table.search_points import Point
 from lit_lazy.tracking.tracker import Tracker
 
@@ -50,14 +49,12 @@ class SearchReport:
     def save(self, folder: Path) -> list[Path]:
         """Write table.md, .csv, .json, .html and the figures; returns the paths."""
         texts = {
-            "md": to_markdown(self.to_blocks()),
+            "md": self.markdown(),
             "csv": self.to_csv(),
             "json": json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n",
             "html": to_html(self.to_blocks()),
         }
-        paths = [folder / f"table.{ending}" for ending in texts]
-        for path, text in zip(paths, texts.values(), strict=True):
-            write_text(path, text)
+        paths = write_texts(folder / "table", texts)
         for name, figure in self.draw_figures().items():
             paths += save_figure(figure, folder / name)
         return paths
@@ -89,14 +86,9 @@ class SearchReport:
         lines: list[list[object]] = [["point", *axes, *head]]
         for point in self.ranking:
             params = [point.params.get(path) for path in axes]
-            measured = [
-                point.value,
-                self._count_steps(point),
-                point.reports.get(point.last_step),
-                point.state,
-                _count_seeds(point),
-            ]
-            lines.append([point.number, *params, *measured, point.run, point.reason])
+            last, n = point.reports.get(point.last_step), int(point.state == "complete")
+            lines.append([point.number, *params, point.value, self._count_steps(point), last, point.state, n])
+            lines[-1] += [point.run, point.reason]
         return format_csv(lines)
 
     def to_blocks(self) -> list[Block]:
@@ -123,16 +115,8 @@ class SearchReport:
         return f"{states}. Axes: {axes}. {origin} Made by: {self.command}"
 
     def _build_grid(self) -> Tabular:
-        axes = self.definition.axes
-        header = (
-            "Point",
-            *self.definition.names.values(),
-            f"{TITLES[self.definition.objective]} ↓",
-            "steps",
-            "last",
-            "state",
-            "n",
-        )
+        axes, objective = self.definition.axes, f"{TITLES[self.definition.objective]} ↓"
+        header = ("Point", *self.definition.names.values(), objective, "steps", "last", "state", "n")
         rows = [
             (
                 str(point.number),
@@ -141,7 +125,7 @@ class SearchReport:
                 str(self._count_steps(point)),
                 f"{point.reports[point.last_step]:.5f}" if point.reports else NOT_DEFINED,
                 point.state,
-                str(_count_seeds(point)),
+                str(int(point.state == "complete")),
             )
             for point in self.ranking[:SHOWN]
         ]
@@ -165,11 +149,8 @@ class SearchReport:
             "which they finish.",
         ]
         if complete:
-            notes.insert(
-                1,
-                f"The best of {complete} noisy values is biased: with another seed its point has, on average, a higher "
-                "loss.",
-            )
+            biased = f"The best of {complete} noisy values is biased: "
+            notes.insert(1, f"{biased}with another seed its point has, on average, a higher loss.")
         if self.importances:
             shares = ", ".join(f"{search.names[path]} {100 * share:.0f} %" for path, share in self.importances.items())
             notes.append(
@@ -192,7 +173,3 @@ def publish_search(work: SearchWork, queue: SearchQueue, tracker: Tracker, paren
     )
     tracker.log_files(parent_id, report.save(work.folder))
     return report
-
-
-def _count_seeds(point: Point) -> int:
-    return int(point.state == "complete")

@@ -98,15 +98,11 @@ def format_page(found: Sequence[QuestionResult], folder: Path) -> str:
     ]
     parts = [to_markdown(opening, width=PAGE_WIDTH)]
     for result in found:
-        parts += [to_markdown(_build_blocks(result), width=PAGE_WIDTH), *_link_figure(result, folder)]
+        parts.append(to_markdown(_build_blocks(result), width=PAGE_WIDTH))
+        if (figure := result.folder / "verdict.png").exists():
+            link = quote(os.path.relpath(figure, folder))
+            parts.append(f"![Evidence for the verdict on {result.table.ablation}]({link})\n")
     return "\n".join(parts)
-
-
-def _link_figure(result: QuestionResult, folder: Path) -> list[str]:
-    """The Markdown of the verdict's figure, if it exists."""
-    file = result.folder / "verdict.png"
-    link = quote(os.path.relpath(file, folder))
-    return [f"![Evidence for the verdict on {result.table.ablation}]({link})\n"] if file.exists() else []
 
 
 _SUBJECT = (

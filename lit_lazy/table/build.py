@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
 from lit_lazy.table.records import (
     STATUS_ORDER,
@@ -85,24 +86,19 @@ def build_table(spec: TableSpec, observations: Iterable[Observation]) -> Table:
         column.key: {name: {o.seed: o.metrics.get(column.key) for o in cells} for name, cells in complete.items()}
         for column in spec.columns
     }
-    results = _compute_all_results(spec.columns, values, spec.contrasts, spec.baseline)
-    return Table(
+    table = Table(
         ablation=spec.ablation,
         base=spec.base,
         baseline=spec.baseline,
         command=spec.command,
         environment=join_or_mixed({o.environment for cells in complete.values() for o in cells if o.environment}),
-        rows=tuple(
-            _build_row(row, by_variant[row.variant], _collect_row_measures(results, row.variant), spec.labels)
-            for row in spec.rows
-        ),
+        rows=tuple(_build_row(row, by_variant[row.variant], spec.labels) for row in spec.rows),
         columns=tuple(spec.columns),
-        summaries={key: result.summary for key, result in results.items()},
-        contrasts=_build_contrast_rows(spec.contrasts, results),
+        summaries={},
         warnings=tuple(spec.warnings),
         notes=tuple(_collect_notes(spec, observed, expected, complete)),
-        primary=_find_primary(spec.primary, spec.columns),
     )
+    return _add_statistics(table, values, spec.contrasts, spec.primary)
 
 
 def recompute_statistics(
@@ -113,46 +109,48 @@ def recompute_statistics(
     Columns that the table lacks and contrasts of rows that it lacks are ignored.
     """
     declared = {column.key: column for column in columns}
-    columns = [declared.get(column.key, column) for column in table.columns]
     names = {row.variant for row in table.rows}
-    contrasts = [contrast for contrast in contrasts if set(contrast.weights) <= names]
-    values = {column.key: _collect_values(table, column.key) for column in columns}
-    results = _compute_all_results(columns, values, contrasts, table.baseline)
-    return replace(
-        table,
-        rows=tuple(replace(row, metrics=_collect_row_measures(results, row.variant)) for row in table.rows),
-        columns=tuple(columns),
-        summaries={key: result.summary for key, result in results.items()},
-        contrasts=_build_contrast_rows(contrasts, results),
-        primary=_find_primary(primary, columns),
+    values = {
+        key: {
+            row.variant: {seed: row.metrics[key].values.get(str(seed)) for seed in row.cells.get("complete", [])}
+            for row in table.rows
+        }
+        for key in table.columns_by_key
+    }
+    return _add_statistics(
+        replace(table, columns=tuple(declared.get(column.key, column) for column in table.columns)),
+        values,
+        [contrast for contrast in contrasts if set(contrast.weights) <= names],
+        primary,
     )
 
 
-def _collect_values(table: Table, key: str) -> Values:
-    return {
-        row.variant: {seed: row.metrics[key].values.get(str(seed)) for seed in row.cells.get("complete", [])}
-        for row in table.rows
-    }
+def _add_statistics(
+    table: Table, values: Mapping[str, Values], contrasts: Sequence[Contrast], primary: Sequence[str]
+) -> Table:
+    """The table with the statistics of `values`, by key of its columns."""
+    results = {c.key: _compute_results(c, values[c.key], contrasts, table.baseline) for c in table.columns}
+    return replace(
+        table,
+        rows=tuple(
+            replace(row, metrics={key: result.rows[row.variant] for key, result in results.items()})
+            for row in table.rows
+        ),
+        summaries={key: result.summary for key, result in results.items()},
+        contrasts=tuple(
+            ContrastRow(c.name, dict(c.weights), {key: result.contrasts[c.name] for key, result in results.items()})
+            for c in contrasts
+        ),
+        primary=next((key for key in primary if key in results), None),
+    )
 
 
-def _find_primary(primary: Sequence[str], columns: Sequence[Column]) -> str | None:
-    keys = {column.key for column in columns}
-    return next((key for key in primary if key in keys), None)
-
-
-@dataclass(frozen=True)
-class _ColumnResults:
+class _ColumnResults(NamedTuple):
     """The statistics of one column: measures by variant and by contrast, and their summary."""
 
     rows: dict[str, Measure]
     contrasts: dict[str, ContrastMeasure]
     summary: Summary
-
-
-def _compute_all_results(
-    columns: Sequence[Column], values: Mapping[str, Values], contrasts: Sequence[Contrast], baseline: str
-) -> dict[str, _ColumnResults]:
-    return {column.key: _compute_results(column, values[column.key], contrasts, baseline) for column in columns}
 
 
 def _compute_results(column: Column, values: Values, contrasts: Sequence[Contrast], baseline: str) -> _ColumnResults:
@@ -173,19 +171,6 @@ def _compute_results(column: Column, values: Values, contrasts: Sequence[Contras
     )
 
 
-def _collect_row_measures(results: Mapping[str, _ColumnResults], variant: str) -> dict[str, Measure]:
-    return {key: result.rows[variant] for key, result in results.items()}
-
-
-def _build_contrast_rows(
-    contrasts: Sequence[Contrast], results: Mapping[str, _ColumnResults]
-) -> tuple[ContrastRow, ...]:
-    return tuple(
-        ContrastRow(c.name, dict(c.weights), {key: result.contrasts[c.name] for key, result in results.items()})
-        for c in contrasts
-    )
-
-
 _NOT_COMPARED = ContrastMeasure(Effect(None, None, 0), None, None)
 
 
@@ -195,12 +180,12 @@ def _build_measures(column: Column, values: Values, effects: Mapping[str, Effect
     p_same = _adjust_p_values(same, effects)
     measures = {}
     for name, seeds in values.items():
-        mean = estimate(seeds, column.bounds)
+        found = estimate(seeds, column.bounds)
         measures[name] = Measure(
-            mean=mean.mean,
-            ci95=mean.ci95,
-            n=mean.n,
-            undefined=mean.undefined,
+            found.mean,
+            found.ci95,
+            found.n,
+            found.undefined,
             values={str(seed): value for seed, value in drop_undefined(seeds).items()},
             difference=differences.get(name, _NOT_COMPARED),
             p_same=p_same.get(name),
@@ -245,9 +230,7 @@ def _median_mde(alpha: float, effects: Sequence[Effect]) -> float:
     return median(mde for e in effects if (mde := minimum_detectable_effect(e, alpha)) is not None)
 
 
-def _build_row(
-    info: RowInfo, cells: Sequence[Observation], measures: dict[str, Measure], labels: Sequence[str]
-) -> TableRow:
+def _build_row(info: RowInfo, cells: Sequence[Observation], labels: Sequence[str]) -> TableRow:
     status: dict[int, Status] = dict.fromkeys(info.seeds, "missing")
     status |= {o.seed: o.status for o in cells}
     complete = [o for o in cells if o.status == "complete"]
@@ -262,7 +245,7 @@ def _build_row(
         git_shas=tuple(sorted({o.git_sha for o in complete if o.git_sha})),
         labels={label: join_or_mixed({o.labels[label] for o in complete if label in o.labels}) for label in labels},
         note=info.note,
-        metrics=measures,
+        metrics={},
         normaliser=join_or_mixed({o.normaliser for o in complete}),
         position=join_or_mixed({o.position for o in complete}),
     )

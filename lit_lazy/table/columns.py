@@ -1,12 +1,20 @@
 """The columns that this project's tables share. A table omits columns whose metric no cell has."""
 
+from functools import partial
+
 from lit_lazy.table.records import Column
 
 SHARE = (0.0, 1.0)
-"""Bounds of a share of something."""
+"""Bounds of a fraction."""
 STARTS = "rows start at different tau"
+AT_INIT = "of the same model before training"
 LOSS = ("loss/excess", "loss/bits_per_byte")
 """Primary losses: above the Bayes-optimal predictor if the data have one, otherwise per byte."""
+
+_fraction = partial(Column, bounds=SHARE)
+_percentage = partial(_fraction, digits=1, unit="%", scale=100)
+_tau = partial(Column, digits=2, by_construction=STARTS)
+
 COLUMNS = (
     Column(
         "loss/excess",
@@ -19,95 +27,46 @@ COLUMNS = (
         margin=0.001,
     ),
     Column("loss/bits_per_byte", "validation loss", "lower", 4, "bits/byte", plotted=True, margin=0.02),
-    Column("accuracy/trigger", "trigger accuracy", "higher", 2, "%", scale=100, bounds=SHARE),
-    Column(
+    _percentage("accuracy/trigger", "trigger accuracy", "higher", digits=2),
+    _fraction(
         "sink/first_key_weight_non_trigger",
         "first-key weight",
-        None,
-        3,
         note="mean weight on the first key at non-trigger rows from position 8 on",
         plotted=True,
-        bounds=SHARE,
     ),
-    Column(
+    _fraction(
         "sink/first_key_weight",
         "first-key weight",
-        None,
-        3,
         note="mean weight on the first key, rows from position 8 on",
         plotted=True,
-        bounds=SHARE,
     ),
-    Column(
+    _fraction(
         "sink/first_key_share",
         "first-key share",
-        None,
-        3,
         note="weight on the first key / surviving mass over the rows from position 8 on, a ratio of sums",
-        bounds=SHARE,
     ),
-    Column(
+    _percentage(
         "sink/rate",
         "sink rate",
-        None,
-        1,
-        "%",
-        scale=100,
         note="heads and sequences whose mean weight on the first key exceeds 0.3 (Gu et al., arXiv 2410.10781); low "
         "where little mass is left",
         plotted=True,
-        bounds=SHARE,
     ),
-    Column(
+    _percentage(
         "sink/rate_share",
         "sink rate of the share",
-        None,
-        1,
-        "%",
-        scale=100,
         note="the same of that weight / surviving mass; noise where there is next to no mass",
-        bounds=SHARE,
     ),
-    Column("mass/all", "mass", None, 3, note="surviving mass of a row, before renormalising", bounds=SHARE),
-    Column(
+    _fraction("mass/all", "mass", note="surviving mass of a row, before renormalising"),
+    _fraction(
         "sink/first_key_share_non_trigger",
         "first-key share",
-        None,
-        3,
         note="weight on the first key / surviving mass at non-trigger rows from position 8 on, a ratio of sums",
-        bounds=SHARE,
     ),
-    Column(
-        "mass/trigger",
-        "mass, trigger",
-        None,
-        3,
-        note="surviving mass of a trigger row, before renormalising",
-        bounds=SHARE,
-    ),
-    Column("mass/non_trigger", "mass, non-trigger", None, 3, note="the same of a non-trigger row", bounds=SHARE),
-    Column(
-        "sparsity/zero",
-        "sparsity",
-        None,
-        1,
-        "%",
-        scale=100,
-        note="share of visible keys with a weight of exactly 0",
-        plotted=True,
-        bounds=SHARE,
-    ),
-    Column(
-        "init/sparsity/zero",
-        "sparsity at init",
-        None,
-        1,
-        "%",
-        scale=100,
-        note="of the same model before training",
-        bounds=SHARE,
-        by_construction=STARTS,
-    ),
+    _fraction("mass/trigger", "mass, trigger", note="surviving mass of a trigger row, before renormalising"),
+    _fraction("mass/non_trigger", "mass, non-trigger", note="the same of a non-trigger row"),
+    _percentage("sparsity/zero", "sparsity", note="share of visible keys with a weight of exactly 0", plotted=True),
+    _percentage("init/sparsity/zero", "sparsity at init", note=AT_INIT, by_construction=STARTS),
     Column(
         "sparsity/over_null",
         "sparsity over null",
@@ -120,14 +79,13 @@ COLUMNS = (
     Column(
         "collapse/effective_rank",
         "effective rank",
-        None,
-        1,
+        digits=1,
         note="of a sequence's last hidden states: exp of the entropy of their singular values (Roy and Vetterli 2007)",
     ),
-    Column("tau/mean", "tau, mean", None, 2, by_construction=STARTS),
-    Column("tau/min", "tau, min", None, 2, by_construction=STARTS),
-    Column("tau/max", "tau, max", None, 2, by_construction=STARTS),
-    Column("model/parameters", "parameters", None, ",.0f"),
+    _tau("tau/mean", "tau, mean"),
+    _tau("tau/min", "tau, min"),
+    _tau("tau/max", "tau, max"),
+    Column("model/parameters", "parameters", digits=",.0f"),
 )
 
 HEAD_COLUMNS = (
@@ -147,57 +105,19 @@ HEAD_COLUMNS = (
         "nats",
         note="the same with thresholds as they were",
     ),
-    Column(
+    _percentage(
         "sparsity/block_64",
         "empty tiles",
-        None,
-        1,
-        "%",
-        scale=100,
         note="64 x 64 tiles with a visible key and without a weight, which a kernel could skip",
-        bounds=SHARE,
     ),
-    Column("mass/empty_rows", "empty rows", None, 1, "%", scale=100, note="rows without any mass", bounds=SHARE),
-    Column(
-        "mass/dead_heads",
-        "dead heads",
-        None,
-        1,
-        "%",
-        scale=100,
-        note="heads without any mass from row 2 on",
-        bounds=SHARE,
-    ),
+    _percentage("mass/empty_rows", "empty rows", note="rows without any mass"),
+    _percentage("mass/dead_heads", "dead heads", note="heads without any mass from row 2 on"),
 )
 """Further head metrics that reviewers asked for (R8, R11, R14); measured in every run."""
 
 INIT_COLUMNS = (
-    Column(
-        "init/sink/first_key_weight_non_trigger",
-        "first-key weight at init",
-        None,
-        3,
-        note="of the same model before training",
-        bounds=SHARE,
-    ),
-    Column(
-        "init/sink/rate",
-        "sink rate at init",
-        None,
-        1,
-        "%",
-        scale=100,
-        note="of the same model before training",
-        bounds=SHARE,
-    ),
-    Column(
-        "init/mass/non_trigger",
-        "mass at init, non-trigger",
-        None,
-        3,
-        note="of the same model before training",
-        bounds=SHARE,
-        by_construction=STARTS,
-    ),
+    _fraction("init/sink/first_key_weight_non_trigger", "first-key weight at init", note=AT_INIT),
+    _percentage("init/sink/rate", "sink rate at init", note=AT_INIT),
+    _fraction("init/mass/non_trigger", "mass at init, non-trigger", note=AT_INIT, by_construction=STARTS),
 )
 """Metrics of the untrained model, in addition to `init/sparsity/zero` above."""

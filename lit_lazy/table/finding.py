@@ -29,11 +29,10 @@ def describe_findings(table: Table) -> list[str]:
     ]
     if sentences:
         return sentences[:MOST_COLUMNS]
-    summaries = [(column, table.summaries[column.key]) for column in table.main_columns]
     return [
-        f"{_format_heading(table, column)}: {explain_untested(summary)}."
-        for column, summary in summaries
-        if summary.seeds
+        f"{_format_heading(table, column)}: {explain_untested(table.summaries[column.key])}."
+        for column in table.main_columns
+        if table.summaries[column.key].seeds
     ][:1]
 
 
@@ -42,9 +41,8 @@ def explain_untested(summary: Summary) -> str:
     if not summary.seeds:
         return "nothing to compare, no row has a value beside the baseline's"
     if not summary.compared:
-        return (
-            f"no test, at most {format_count(max(summary.seeds), 'seed')} in a row and the baseline; three are needed"
-        )
+        most = format_count(max(summary.seeds), "seed")
+        return f"no test, at most {most} in a row and the baseline; three are needed"
     return "no test, no spread was measured in the baseline, or in any row beside it"
 
 
@@ -57,18 +55,15 @@ def _describe_tested(table: Table, column: Column) -> str:
     separated = group_separated(table, column)
     same = [name for name in measures if name in summary.same and name not in summary.separates]
     rest = [name for name in measures if name != table.baseline and name not in (*summary.separates, *same)]
-    undecided = [name for name in rest if measures[name].difference.p_adj is not None]
-    apart = _find_disjoint_rows(table, column, [name for name in rest if measures[name].difference.p_adj is None])
-    untested = [
-        name for name in rest if measures[name].difference.p_adj is None and name not in (*apart.above, *apart.below)
-    ]
+    untested = [name for name in rest if measures[name].difference.p_adj is None]
+    apart = _find_disjoint_rows(table, column, untested)
     groups = [
         *separated.items(),
         (format_margin(column), same),
-        ("undecided", undecided),
+        ("undecided", [name for name in rest if name not in untested]),
         ("without a test, but above it in every seed", apart.above),
         ("without a test, but below it in every seed", apart.below),
-        ("not tested", untested),
+        ("not tested", [name for name in untested if name not in (*apart.above, *apart.below)]),
     ]
     parts = [f"{title}: {_join_names(names)}" for title, names in groups if names]
     return f"{_format_heading(table, column)} ({_format_n(summary)}): {'; '.join(parts)}."
@@ -77,11 +72,11 @@ def _describe_tested(table: Table, column: Column) -> str:
 def group_separated(table: Table, column: Column) -> dict[str, list[str]]:
     """Rows that differ from the baseline, in table order, as better and worse, or as higher and lower."""
     titles = {"lower": ("worse", "better"), "higher": ("better", "worse"), None: ("higher", "lower")}[column.better]
-    measures = table.collect_measures(column.key)
-    separated = [name for name in measures if name in table.summaries[column.key].separates]
-    above = [name for name in separated if (measures[name].diff or 0.0) > 0]
-    below = [name for name in separated if name not in above]
-    return dict(zip(titles, (above, below), strict=True))
+    groups: dict[str, list[str]] = {title: [] for title in titles}
+    for name, measure in table.collect_measures(column.key).items():
+        if measure.diff is not None and name in table.summaries[column.key].separates:
+            groups[titles[measure.diff < 0]].append(name)
+    return groups
 
 
 def format_margin(column: Column) -> str:

@@ -53,8 +53,7 @@ class Declaration:
         require(self.removed < self.kept, "removed", self.removed, f"must be below kept={self.kept}")
         count = len(self.contrasts)
         require(0 < count <= MOST_CONTRASTS, "contrasts", count, f"must be 1 to {MOST_CONTRASTS}")
-        fix = f"needs at least {FEWEST_SEEDS}"
-        require(len(self.seeds) >= FEWEST_SEEDS, "seeds", self.seeds, fix)
+        require(len(self.seeds) >= FEWEST_SEEDS, "seeds", self.seeds, f"needs at least {FEWEST_SEEDS}")
         require(len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "each must occur once")
 
     @property
@@ -74,12 +73,11 @@ class Declaration:
         return [name for name in ours if name not in provenance and ours[name] != theirs[name]]
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {name: list(getattr(self, name)) for name in ("seeds", "pilot_seeds")}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Declaration":
-        fields: dict[str, Any] = dict(data) | {name: tuple(data[name]) for name in ("seeds", "pilot_seeds")}
-        return cls(**fields)
+        return cls(**dict(data) | {name: tuple(data[name]) for name in ("seeds", "pilot_seeds")})
 
 
 @dataclass(frozen=True)
@@ -122,9 +120,6 @@ class Verdict:
             return min(refuting), "refuted"
         supporting = [part.needed for part in undecided if part.needed]
         return (max(supporting), "supported") if len(supporting) == len(undecided) else None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"parts": [asdict(part) for part in self.parts], "exploratory": list(self.exploratory)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Verdict":

@@ -356,10 +356,6 @@ class Table:
 
     def to_json(self) -> dict[str, Any]:
         """Strict JSON (no NaN, no infinity); undefined half-widths, p values and MDEs are null."""
-        columns = []
-        for column in self.columns:
-            summary = self.summaries[column.key]
-            columns.append(_tuples_to_lists(asdict(column) | asdict(summary)))
         return {
             "ablation": self.ablation,
             "base": self.base,
@@ -369,13 +365,13 @@ class Table:
             **({} if self.seconds is None else {"seconds": round(self.seconds)}),
             "baseline": self.baseline,
             "primary": self.primary,
-            **({} if self.declaration is None else {"declaration": self.declaration.to_json()}),
-            **({} if self.verdict is None else {"verdict": self.verdict.to_json()}),
-            "rows": [vars(row) | {"git_shas": list(row.git_shas)} | _metrics_to_json(row) for row in self.rows],
-            "columns": columns,
+            **({} if self.declaration is None else {"declaration": asdict(self.declaration)}),
+            **({} if self.verdict is None else {"verdict": asdict(self.verdict)}),
+            "rows": [vars(row) | _metrics_to_json(row) for row in self.rows],
+            "columns": [asdict(column) | asdict(self.summaries[column.key]) for column in self.columns],
             "contrasts": [vars(row) | _metrics_to_json(row) for row in self.contrasts],
-            "warnings": list(self.warnings),
-            "notes": list(self.notes),
+            "warnings": self.warnings,
+            "notes": self.notes,
         }
 
     @classmethod
@@ -384,26 +380,22 @@ class Table:
 
         Raises ValueError if two rows have the same variant.
         """
+
+        def read_metrics(kind: type[Measure | ContrastMeasure], row: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: kind.from_json(measure) for key, measure in row["metrics"].items()}
+
         rows = tuple(
             _pick_fields(
                 TableRow,
                 {"normaliser": "", "position": ""} | row,
                 git_shas=tuple(row["git_shas"]),
-                metrics={key: Measure.from_json(measure) for key, measure in row["metrics"].items()},
+                metrics=read_metrics(Measure, row),
             )
             for row in data["rows"]
         )
         variants = [row.variant for row in rows]
         twice = sorted({variant for variant in variants if variants.count(variant) > 1})
         require(not twice, "rows", twice, "there twice")
-        contrasts = tuple(
-            _pick_fields(
-                ContrastRow,
-                row,
-                metrics={key: ContrastMeasure.from_json(measure) for key, measure in row["metrics"].items()},
-            )
-            for row in data["contrasts"]
-        )
         summaries = {
             column["key"]: _pick_fields(
                 Summary,
@@ -418,7 +410,9 @@ class Table:
             dict(data) | {"summaries": summaries},
             rows=rows,
             columns=tuple(map(Column.from_json, data["columns"])),
-            contrasts=contrasts,
+            contrasts=tuple(
+                _pick_fields(ContrastRow, row, metrics=read_metrics(ContrastMeasure, row)) for row in data["contrasts"]
+            ),
             warnings=tuple(data["warnings"]),
             notes=tuple(data["notes"]),
             declaration=Declaration.from_json(data["declaration"]) if data.get("declaration") else None,
@@ -457,11 +451,6 @@ def _pick_fields(kind: type, values: Mapping[str, Any], **changes: Any) -> Any:
 
 def _metrics_to_json(row: TableRow | ContrastRow) -> dict[str, Any]:
     return {"metrics": {key: measure.to_json() for key, measure in row.metrics.items()}}
-
-
-def _tuples_to_lists(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The data as JSON returns it: lists for tuples."""
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}
 
 
 def format_csv(lines: Iterable[Sequence[object]]) -> str:

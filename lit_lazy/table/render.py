@@ -52,12 +52,10 @@ def _build_blocks(table: Table) -> list[Block]:
 
 def _build_opening(table: Table) -> list[Block]:
     """The finding and the warnings."""
-    finding = (
-        [Paragraph(text) for text in describe_findings(table)]
-        if table.declaration is None
-        else _build_verdict_blocks(table)
-    )
-    return [*finding, *(Paragraph(text, warning=True) for text in (*table.warnings, *_warn_incomplete(table)))]
+    return [
+        *_build_finding(table),
+        *(Paragraph(text, warning=True) for text in (*table.warnings, *_warn_incomplete(table))),
+    ]
 
 
 def _build_tests_section(table: Table) -> list[Block]:
@@ -78,16 +76,17 @@ def _build_tests_section(table: Table) -> list[Block]:
     for title, items in (("Cells without a result", _list_unfinished(table)), ("Notes", list(table.notes))):
         if items:
             blocks += [Heading(title, 3), BulletList(tuple(items))]
-    commits = [BulletList(tuple(items)) for items in [_list_commits(table)] if items]
-    blocks.append(Collapsible(Heading("Provenance", 3), (Paragraph(_describe_provenance(table)), *commits)))
-    return blocks
+    provenance: list[Block] = [Paragraph(_describe_provenance(table))]
+    if commits := _list_commits(table):
+        provenance.append(BulletList(tuple(commits)))
+    return [*blocks, Collapsible(Heading("Provenance", 3), tuple(provenance))]
 
 
-def _build_verdict_blocks(table: Table) -> list[Block]:
-    """The verdict, or what it still needs."""
+def _build_finding(table: Table) -> list[Block]:
+    """The finding; of a question, its verdict or what the verdict still needs."""
     declared, verdict = table.declaration, table.verdict
     if declared is None:
-        return []
+        return [Paragraph(text) for text in describe_findings(table)]
     if verdict is None:
         return [Paragraph(f"Not decided yet: {declared.claim} {describe_missing(declared, table)}")]
     column = table.columns_by_key[declared.primary]
@@ -105,13 +104,20 @@ def _build_test_blocks(table: Table, directed: Sequence[Column], columns: Sequen
     blocks: list[Block] = []
     rows = [row for row in table.rows if row.variant != table.baseline]
     if directed and rows:
-        cells = [(row.variant, *(_format_difference(row, column) for column in directed)) for row in rows]
+        cells = [
+            (
+                row.variant,
+                *(_format_effect(row.metrics[c.key].difference, c) if row.n else row.status for c in directed),
+            )
+            for row in rows
+        ]
         blocks += [Heading(f"Differences to {table.baseline}", level), _build_effects_table("Variant", directed, cells)]
     if directed and table.contrasts:
         cells = [(row.name, *(_format_effect(row.metrics[c.key], c) for c in directed)) for row in table.contrasts]
         blocks += [Heading("Contrasts", level), _build_effects_table("Contrast", directed, cells)]
         if columns[0].key == (table.primary or columns[0].key):  # only in the first of the two sections
-            blocks.append(BulletList(tuple(f"{row.name} = {_format_weights(row.weights)}" for row in table.contrasts)))
+            sums = (" ".join(f"{w:+g} {variant}" for variant, w in row.weights.items()) for row in table.contrasts)
+            blocks.append(BulletList(tuple(f"{c.name} = {s}" for c, s in zip(table.contrasts, sums, strict=True))))
     if columns:
         blocks.append(Heading("What each column can separate at this scale", level))
         blocks.append(BulletList(tuple(_describe_column(table, column) for column in columns)))
@@ -158,11 +164,9 @@ def _describe_provenance(table: Table) -> str:
         seed_text += f"; {', '.join(map(str, seeds))} in {', '.join(variants[seeds])}"
     about = f"Base: {table.base}. Baseline: {table.baseline}. Seeds: {seed_text}. Commit: {table.git_sha or 'unknown'}."
     made_with = f" With {table.environment}." if table.environment else ""
-    spent = (
-        ""
-        if table.seconds is None
-        else f" Trained and measured for {format_duration(table.seconds)}, all cells together."
-    )
+    spent = ""
+    if table.seconds is not None:
+        spent = f" Trained and measured for {format_duration(table.seconds)}, all cells together."
     return f"{about}{made_with}{spent} Made by: {table.command}"
 
 
@@ -216,10 +220,6 @@ def _build_effects_table(first: str, columns: Sequence[Column], cells: Sequence[
     return Tabular((first, *(column.difference_heading for column in columns)), tuple(cells), 1)
 
 
-def _format_difference(row: TableRow, column: Column) -> str:
-    return _format_effect(row.metrics[column.key].difference, column) if row.n else row.status
-
-
 def _format_effect(m: ContrastMeasure, column: Column) -> str:
     effect = m.effect
     if effect.mean is None:
@@ -241,10 +241,6 @@ def _format_p_value(p: float) -> str:
     if p < 0.001:
         return "p<0.001"
     return f"p={p:.4f}" if f"{p:.3f}" == f"{ALPHA:.3f}" else f"p={p:.3f}"
-
-
-def _format_weights(weights: Mapping[str, float]) -> str:
-    return " ".join(f"{weight:+g} {variant}" for variant, weight in weights.items())
 
 
 def _describe_column(table: Table, column: Column) -> str:
@@ -284,9 +280,7 @@ def _list_commits(table: Table) -> list[str]:
     dirty = [sha for sha in shas if sha.endswith("-dirty")]
     if len(shas) < 2 and not dirty:
         return []
-    items = []
-    if len(shas) > 1:
-        items.append("The cells come from different commits, so a difference may come from the code:")
+    items = ["The cells come from different commits, so a difference may come from the code:"] * (len(shas) > 1)
     for sha in shas:
         where = ", ".join(row.variant for row in table.rows if sha in row.git_shas)
         items.append(f"{sha}: {where}" + (" (with uncommitted changes)" if sha in dirty else ""))
@@ -302,7 +296,12 @@ def save(table: Table, stem: Path) -> list[Path]:
         "json": json.dumps(table.to_json(), indent=1, allow_nan=False) + "\n",
         "html": render_html(table),
     }
-    paths = [stem.with_suffix(f".{ending}") for ending in texts]
-    for path, text in zip(paths, texts.values(), strict=True):
-        write_text(path, text)
-    return paths
+    return write_texts(stem, texts)
+
+
+def write_texts(stem: Path, texts: Mapping[str, str]) -> list[Path]:
+    """Write STEM.ENDING for each text, by ending; returns the paths."""
+    paths = {ending: stem.with_suffix(f".{ending}") for ending in texts}
+    for ending, path in paths.items():
+        write_text(path, texts[ending])
+    return list(paths.values())

@@ -8,6 +8,7 @@ cells finish. Formulas: docs/method.md, section 10; why this test: docs/results/
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 import numpy as np
@@ -72,12 +73,6 @@ class Effect:
     test: Test | None = None
     p: float | None = None
 
-    def half_width(self, level: float) -> float | None:
-        """Half-width of the confidence interval at this level, such as 0.95; None if it is undefined."""
-        if self.df is None or self.se is None:
-            return self.ci95
-        return float(t.isf((1 - level) / 2, self.df)) * self.se
-
 
 def drop_undefined(values: SeedValues) -> dict[int, float]:
     """The finite values in ascending order of seed."""
@@ -100,9 +95,9 @@ def estimate(values: SeedValues, bounds: Collection[float] = ()) -> Estimate:
         return Estimate(None, None, 0, len(values))
     undefined = len(values) - n
     if is_saturated(kept, bounds):
-        return Estimate(_mean(kept), 0.0 if is_saturated(kept) else None, n, undefined, True)
+        return Estimate(fmean(kept), 0.0 if is_saturated(kept) else None, n, undefined, True)
     half_width = float(t.isf(ALPHA / 2, n - 1)) * math.sqrt(_variance(kept) / n) if n > 1 else None
-    return Estimate(_mean(kept), half_width, n, undefined)
+    return Estimate(fmean(kept), half_width, n, undefined)
 
 
 def seed_correlation(values: Mapping[str, SeedValues], bounds: Collection[float] = ()) -> float:
@@ -113,12 +108,13 @@ def seed_correlation(values: Mapping[str, SeedValues], bounds: Collection[float]
     R (n - 1). Rows with fewer than three seeds or without spread are ignored.
     """
     rows = {name: drop_undefined(row) for name, row in values.items()}
-    kept = {name: row for name, row in rows.items() if _has_spread(row, bounds)}
+    measured = {name: row for name, row in rows.items() if len(row) >= FEWEST_SEEDS}
+    kept = {name: row for name, row in measured.items() if not is_saturated(row.values(), bounds)}
     if len(kept) < 2:
         return 0.0
     pairs = pd.DataFrame(kept).sort_index().corr(min_periods=FEWEST_SEEDS).to_numpy()[np.triu_indices(len(kept), 1)]
     known = pairs[np.isfinite(pairs)].tolist()
-    apart = (1 - _mean(known)) * len(kept) / (len(kept) - 1) if known else 1.0
+    apart = (1 - fmean(known)) * len(kept) / (len(kept) - 1) if known else 1.0
     return min(max(0.0, 1 - apart), 1 - RESOLUTION)
 
 
@@ -147,8 +143,8 @@ def compute_contrast(
         return Effect(0.0, 0.0, n, 0.0, test="tie", **ends)
     # The terms are rounded, so a spread this small is rounding error.
     if len(sums) > 1 and max(sums) - min(sums) <= 4 * math.ulp(max(abs(term) for row in terms for term in row)):
-        return Effect(_mean(sums), 0.0, n, 0.0, test="constant", **ends)
-    mean = math.fsum(weights[variant] * _mean(list(row.values())) for variant, row in kept.items())
+        return Effect(fmean(sums), 0.0, n, 0.0, test="constant", **ends)
+    mean = math.fsum(weights[variant] * fmean(row.values()) for variant, row in kept.items())
     if any(is_saturated(row.values(), bounds) for row in kept.values()):
         return Effect(mean, None, n, test="saturated", **ends)
     if n < 2:
@@ -206,15 +202,11 @@ def minimum_detectable_effect(effect: Effect, alpha: float = ALPHA, power: float
     return effect.se * math.sqrt(float(ncfdtrinc(1, effect.df, 1 - power, critical**2)))
 
 
-def _has_spread(row: Mapping[int, float], bounds: Collection[float]) -> bool:
-    return len(row) >= FEWEST_SEEDS and not is_saturated(row.values(), bounds)
-
-
 def _standard_error(
     rows: Mapping[str, Mapping[int, float]], weights: Mapping[str, float], correlation: float
 ) -> tuple[float, float]:
     """Standard error of a contrast and its degrees of freedom."""
-    variances = {variant: _variance(list(row.values())) for variant, row in rows.items()}
+    variances = {variant: _variance(row.values()) for variant, row in rows.items()}
     unshared = {variant: weights[variant] ** 2 * variances[variant] / len(row) for variant, row in rows.items()}
     shared = (
         weights[a] * weights[b] * correlation * min(variances[a], variances[b])
@@ -226,11 +218,7 @@ def _standard_error(
     return math.sqrt(math.fsum([total, *shared])), df
 
 
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _variance(values: list[float]) -> float:
+def _variance(values: Collection[float]) -> float:
     """Sample variance (n - 1) of two or more values."""
-    mean = _mean(values)
+    mean = fmean(values)
     return math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)

@@ -7,6 +7,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
@@ -170,23 +171,19 @@ def _judge_contrast(
     n = len(declaration.seeds)
     sums = _compute_sums(declaration, name, values, column)
     level = ALPHA / len(declaration.contrasts)  # Bonferroni: the statements on all contrasts must hold together
-    status, why = _apply_rule(declaration, sums, level, n)
+    apply_rule = partial(_RULES[declaration.rule], declaration, sums, level)
+    status, why = apply_rule(n)
     needed, would = None, None
     if status == "undecided":
         # Intervals shrink around fixed means: if a number of seeds decides, so does every larger one.
         more = range(n + 1, MOST_SEEDS + 1)
-        first = bisect_left(more, True, key=lambda m: _apply_rule(declaration, sums, level, m)[0] != "undecided")
+        first = bisect_left(more, True, key=lambda seeds: apply_rule(seeds)[0] != "undecided")
         if first < len(more):
-            needed, would = more[first], _apply_rule(declaration, sums, level, more[first])[0]
+            needed, would = more[first], apply_rule(more[first])[0]
     low, high = sums.total.compute_interval(level, n)
     return Finding(
         name, status, why.format(**_format_thresholds(declaration, column)), sums.total.mean, low, high, needed, would
     )
-
-
-def _apply_rule(declaration: Declaration, sums: _ContrastSums, level: float, seeds: int) -> tuple[Status, str]:
-    """The status of a contrast at `seeds` seeds, and the reason as a format string over the declaration's bounds."""
-    return _RULES[declaration.rule](declaration, sums, level, seeds)
 
 
 def _judge_directed(declaration: Declaration, sums: _ContrastSums, level: float, seeds: int) -> tuple[Status, str]:
@@ -238,6 +235,7 @@ _RULES: Mapping[Rule, Callable[[Declaration, _ContrastSums, float, int], tuple[S
     "removed": _judge_removed,
     "alone": _judge_alone,
 }
+"""The status of a contrast at a number of seeds, and the reason as a format string over the declaration's bounds."""
 _BY_LEVEL = ("removed", "alone")
 """Rules on single rows instead of their weighted sum."""
 

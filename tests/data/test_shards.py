@@ -126,7 +126,7 @@ SLOW = """
 import sys, time
 from pathlib import Path
 import forked
-from lit_lazy.data import documents, shards, tokeniser, workers
+from lit_lazy.data.pipeline import documents, shards, tokeniser, workers
 from lit_lazy.data.text import Text
 documents.SMALL_FILES, shards.BATCH_BYTES, workers.subprocess = 0, 3000, forked
 encode = tokeniser.ByteTokenizer.encode
@@ -202,7 +202,7 @@ def test_corpora_of_the_same_files_do_not_get_in_each_other_s_way(parts, tmp_pat
     """Made at once, they take shards from each other, and remove them."""
     script = tmp_path / "both.py"
     script.write_text(
-        "import sys\nfrom lit_lazy.data import documents, shards\nfrom lit_lazy.data.text import Text\n"
+        "import sys\nfrom lit_lazy.data.pipeline import documents, shards\nfrom lit_lazy.data.text import Text\n"
         "documents.SMALL_FILES, shards.BATCH_BYTES = 0, 2000\n"
         "for i in range(8):\n"
         "    share = float(sys.argv[2]) + i * 1e-7\n"
@@ -238,7 +238,7 @@ def test_a_damaged_shard_is_made_again(parts, cache, harm, capfd, monkeypatch):
     assert config.load().fingerprint == KNOWN[0][1]
     assert read == ["0.jsonl", "3.jsonl"]  # the first is looked at before anything is created
     lost = harm.__name__ == "<lambda>" and "json" in str(harm.__code__.co_consts)
-    assert ("is damaged: made again" in capfd.readouterr().err) is not lost
+    assert ("is damaged; tokenising it again" in capfd.readouterr().err) is not lost
 
 
 @pytest.mark.usefixtures("_forks")
@@ -289,7 +289,7 @@ def test_a_worker_that_dies_is_one_line(parts, cache, monkeypatch):
     sources = config._sources()
     monkeypatch.setattr(text, "require_documents", lambda source: source.split_parts())
     monkeypatch.setattr(shards, "encode_documents", die)
-    with pytest.raises(UnfinishedError, match=r"ended \(status 9\); out of memory, most likely: .* fewer --processes"):
+    with pytest.raises(UnfinishedError, match=r"died \(status 9\), probably out of memory; .* fewer --processes"):
         config._tokenise(cache / config._key(*sources), *sources, 2)
     assert not cache.exists()
 
@@ -487,9 +487,7 @@ def test_places_count_within_documents():
 def test_a_corpus_without_ends_is_one_line(parts):
     folder = small(path=str(parts)).tokenise()
     (folder / "train.ends").unlink()
-    with pytest.raises(
-        ValueError, match=r"data\.document_mask=True: .* was made by an earlier version, .* delete that"
-    ):
+    with pytest.raises(ValueError, match=r"data\.document_mask=True: .* is from an earlier version .* delete that"):
         small(path=str(parts), document_mask=True).load()
     assert small(path=str(parts)).load().fingerprint == KNOWN[0][1]
 
@@ -499,7 +497,7 @@ def test_real_workers_of_a_script_without_a_guard(parts, tmp_path):
     """Processes that import what they need; the script's own lines run once."""
     script = tmp_path / "mine.py"
     script.write_text(
-        "from lit_lazy.data import documents\nfrom lit_lazy.data.text import Text\ndocuments.SMALL_FILES = 0\n"
+        "from lit_lazy.data.pipeline import documents\nfrom lit_lazy.data.text import Text\ndocuments.SMALL_FILES = 0\n"
         f"print(Text({str(parts)!r}, validation_share=0.2).tokenise(2).name)\n"
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)

@@ -130,7 +130,7 @@ def config():
 
 
 SLIPS = {
-    "old_build": ("def build(self, n_heads, context_length):", "model.attention: TypeError (module.py, line"),
+    "old_build": ("def build(self, n_heads, context_length):", "model.attention: TypeError (layer.py, line"),
     "returns": (
         "def build(self, shape): return 3\n    def other(self):",
         "Naive.build returns a int; return a NormaliserModule",

@@ -304,14 +304,14 @@ def stage(place: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     os.mkfifo(place / "fifo")
     (place / "loop").symlink_to("loop")
     for where in (
-        *("tracking.tracked.Tracker", "grid.work.launch.run_grid", "grid.search.run.run_search"),
+        *("tracking.tracked.Tracker", "grid.jobs.launch.run_grid", "grid.search.run.run_search"),
         *("report.checkpoint.measure_all", "tracking.serve.subprocess.Popen", "command.generate.print_generation"),
         *("support.disk.create_folder_atomically", "measure.lm_eval.load_tasks", "report.verdicts.format_page"),
     ):
         monkeypatch.setattr(f"lit_lazy.{where}", accept)
     monkeypatch.setattr("lit_lazy.support.memory.measure_total_memory", lambda: 2**28)
     monkeypatch.setattr(documents, "is_hub_reachable", lambda: False)
-    for module in ("grid.work.estimate", "grid.search.run"):
+    for module in ("grid.jobs.estimate", "grid.search.run"):
         monkeypatch.setattr(f"lit_lazy.{module}.estimate_training_seconds", lambda *_: 1.0)
     monkeypatch.setenv("LIT_LAZY_CACHE", str(place.parent / "cache"))
     return place

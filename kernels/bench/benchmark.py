@@ -193,7 +193,7 @@ def _count_configurations() -> int:
     if not configurations.AUTOTUNE:
         return 1
     q = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16)
-    return max(len(configurations.choices(kernel, q)) for kernel in configurations.CONFIGURATIONS)
+    return max(len(configurations.list_choices(kernel, q)) for kernel in configurations.CONFIGURATIONS)
 
 
 def _format_summary(record: dict[str, Any]) -> str:

@@ -311,7 +311,7 @@ def report(
 def _list_choices(name: str, dtype: str, width: int) -> Sequence[Blocks | None]:
     if name in DECODING:
         return [None]
-    return configurations.choices(name, torch.empty(1, 1, 1, width, dtype=DTYPES[dtype]))
+    return configurations.list_choices(name, torch.empty(1, 1, 1, width, dtype=DTYPES[dtype]))
 
 
 def _silence() -> None:

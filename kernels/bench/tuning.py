@@ -68,11 +68,11 @@ def _format_config(config: Config) -> str:
 @contextmanager
 def use_choice(index: int) -> Iterator[None]:
     """Inside, every kernel uses configuration `index` of its list (modulo its length), without tuning."""
-    list_choices = configurations.choices
+    list_choices = configurations.list_choices
 
     def rotate_choices(*arguments: Any) -> list[configurations.Blocks]:
         blocks = list_choices(*arguments)
         return blocks[index % len(blocks) :] + blocks[: index % len(blocks)]
 
-    with patch.multiple(configurations, AUTOTUNE=False, choices=rotate_choices):
+    with patch.multiple(configurations, AUTOTUNE=False, list_choices=rotate_choices):
         yield

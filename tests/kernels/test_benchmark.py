@@ -134,13 +134,13 @@ def test_blocks_are_tuned_again_at_every_workload(monkeypatch):
 
 def test_every_configuration_of_a_list_can_be_used():
     q = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16)
-    listed = configurations.choices("forward", q)
+    listed = configurations.list_choices("forward", q)
     used = []
     for index in range(4):
         with tuning.use_choice(index):
             assert not configurations.AUTOTUNE
-            used.append(configurations.choices("forward", q)[0])
-            assert sorted(configurations.choices("forward", q)) == sorted(listed)
+            used.append(configurations.list_choices("forward", q)[0])
+            assert sorted(configurations.list_choices("forward", q)) == sorted(listed)
     assert used == [*listed, listed[0]]
 
 

@@ -1,1 +1,1 @@
-"""Measures and compiles flash_lazy; needs torch and triton, and is no part of the distribution."""
+"""Benchmarks and compilation reports for flash_lazy; needs torch and triton, and is not part of the wheel."""

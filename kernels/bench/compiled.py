@@ -1,8 +1,7 @@
-"""What the Triton kernels cost, without a GPU: matrix products and bytes on paper, and what they compile to.
+"""Cost of the Triton kernels without a GPU: a model of matrix products and bytes, and a report of the compiled code.
 
-A kernel is compiled with the arguments that its launcher gives it for an example call, specialised as the runtime would
-do it, so the code is that of a real launch. Where a value of the example matters, it is that of the benchmark: B4 H16
-L4096, 512 biases a head.
+A kernel is compiled with the arguments that its launcher passes in an example call, specialised as at run time, so the
+code is that of a real launch. The example has the benchmark's sizes: B 4, H 16, L 4096, 512 biases per head.
 """
 
 import contextlib
@@ -38,32 +37,32 @@ KERNELS: dict[str, ModuleType] = {
     "decode_values": decode,
     "decode_sum": decode,
 }
-"""Where each kernel is defined, under its name with `_kernel` behind it."""
+"""Module of each kernel, where its name has the suffix `_kernel`."""
 DECODING = ("decode_scores", "decode_values", "decode_sum")
-"""The kernels that have blocks of their own; those of the others are chosen from configurations.CONFIGURATIONS."""
+"""Kernels with fixed blocks; the others choose theirs from configurations.CONFIGURATIONS."""
 SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Bytes of shared memory that a program can have, by compute capability of the data-centre cards (A100, H100, B200)."""
+"""Bytes of shared memory per program by compute capability of the data-centre cards (A100, H100, B200)."""
 CONSUMER_LIMIT = 99 * 1024
-"""The same of consumer cards of these generations."""
+"""The same for consumer cards of these generations."""
 RESIDENT = 2 * 132
-"""Programs at a time of the example, those of an H100 or H200."""
+"""Resident programs in the example, those of an H100 or H200."""
 BATCH, HEADS, LENGTH, REACH, WINDOW = 4, 16, 4096, 512, 1024
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRODUCTS = {
     "forward": {"softmax": (2, 0), "lazy": (1, 2), "authors": (3, 0)},
     "forward+backward": {"softmax": (7, 0), "lazy": (5, 6), "authors": (12, 0)},
 }
-"""Matrix products of a tile: the fixed ones, and those of a tile in which a weight survives. Lazy: forward 1 + 2f,
+"""Matrix products per tile: in every tile, and additionally in a tile with a surviving weight. Lazy: forward 1 + 2f,
 query_gradient 2 + 2f, key_gradient 2 + 2f; softmax: FlashAttention-2; the authors' kernel: counted in its code."""
 IN_LOOPS = {"forward": (1, 1, 2, 2), "query_gradient": (4, 4), "key_gradient": (4, 4)}
-"""Products of each product loop's tiles in which a weight survives, PLAIN and NEAR in turn; an exponential a score."""
+"""Products per tile with a surviving weight in each product loop, PLAIN and NEAR in turn; one exponential per score."""
 PROCESSORS, GIGAHERTZ = 132, 1.755
 MULTIPLICATIONS, EXPONENTIALS, ISSUED = 2048, 16, 4
-"""What a processor of an H100 or H200 does in a cycle: of bfloat16 products and of exp2, and instructions of a warp."""
+"""Rates per cycle of an H100 or H200 processor: bfloat16 multiplications, exp2, and warp instructions."""
 REGISTERS = 65536
-"""Of a processor."""
+"""Registers of a processor."""
 MOVED = {"forward": (4, 2), "query_gradient": (5, 4), "key_gradient": (6, 3)}
-"""What a kernel moves at least, in T and R of the cost model: each input read once, each result written once."""
+"""Minimum traffic of a kernel in T and R of the cost model: each input read once, each result written once."""
 BUFFERS = {
     "softmax": "2 R, kept for the backward pass",
     "maxima": "4 P M ceil(L / N)",
@@ -73,7 +72,7 @@ BUFFERS = {
     "survivors": "R",
     "dbias": "4 H W ceil(P / Hkv)",
 }
-"""What is allocated beside inputs, outputs and gradients, by the kernel's parameter."""
+"""Buffers allocated in addition to inputs, outputs and gradients, by kernel parameter."""
 _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -83,12 +82,12 @@ _POINTERS = {
 }
 _INSTRUCTIONS = {"mma.sync": "mma.sync", "wgmma": "wgmma.mma_async", "tcgen05.mma": "tcgen05.mma"}
 _PRODUCT = re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA)\b")
-_FEWEST_MULTIPLICATIONS = 64
-"""Of a loop that holds a float32 product, which is made of single ones."""
+_MIN_MULTIPLICATIONS = 64
+"""Multiplications from which a loop counts as a float32 matrix product, which has no instruction of its own."""
 
 
 class Variant(NamedTuple):
-    """Options of a call that change the code."""
+    """Options of a call that affect the compiled code."""
 
     bias: bool = True
     slopes: bool = False
@@ -99,31 +98,31 @@ class Variant(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """What a thread does in one turn of an innermost loop that holds a matrix product: a tile, of some kind."""
+    """Counts per thread and iteration of an innermost loop with a matrix product; one iteration is one tile."""
 
     instructions: int
     barriers: int
     waits: int
-    """For wgmma products."""
+    """Waits for wgmma products."""
     spills: int
     """Spill loads and stores."""
 
 
 class CompiledKernel(NamedTuple):
-    """What a kernel needs and holds."""
+    """Resources and instructions of a compiled kernel."""
 
     shared: int
-    """Bytes of shared memory of a program."""
+    """Bytes of shared memory per program."""
     registers: int
-    """Per thread."""
+    """Registers per thread."""
     spilled: int
-    """Bytes that ptxas stores for want of registers, all over the kernel."""
+    """Bytes that ptxas spills in the complete kernel."""
     loops: tuple[dict[str, int], ...]
-    """The fields of `Loop` for each, in the order of the code: of a pass, first the PLAIN tiles, then the NEAR ones."""
+    """Fields of each `Loop` in code order; within a pass, PLAIN tiles before NEAR ones."""
     instructions: tuple[str, ...]
-    """Tensor-core instructions: mma.sync, wgmma, tcgen05.mma; none in float32, which no such instruction multiplies."""
+    """Tensor-core instructions: mma.sync, wgmma, tcgen05.mma; none for float32, which has no such instruction."""
     serialised: bool
-    """Whether ptxas says that it lets wgmma products wait for one another (its note C7515)."""
+    """Whether ptxas reports that it serialises wgmma products (its note C7515)."""
 
 
 def compile_kernel(
@@ -134,15 +133,15 @@ def compile_kernel(
     width: int = 64,
     variant: Variant = Variant(),  # noqa: B008 - immutable
 ) -> CompiledKernel:
-    """Compiles one of KERNELS for a compute capability (80, 90, 100) and reads the result.
+    """Compile one of KERNELS for a compute capability (80, 90, 100) and analyse the result.
 
-    blocks: None for the kernels of DECODING, which have their own. Raises RuntimeError in a process with
-    TRITON_INTERPRET=1, where nothing can be compiled, and what triton raises where it fails.
+    blocks: None for the kernels of DECODING. Raises RuntimeError in a process with TRITON_INTERPRET=1, where nothing
+    can be compiled, and any error of triton.
     """
     if configurations.INTERPRETED:
-        raise RuntimeError("compiling needs a process without TRITON_INTERPRET=1: there the kernels are interpreted")
-    kernel = _kernel(name)
-    arguments = launch_arguments(name, DTYPES[dtype], width, variant)
+        raise RuntimeError("compiling needs a process without TRITON_INTERPRET=1, where kernels are interpreted")
+    kernel = _get_kernel(name)
+    arguments = collect_launch_arguments(name, DTYPES[dtype], width, variant)
     warps, stages = arguments.pop("num_warps"), arguments.pop("num_stages")
     if blocks is not None:
         arguments |= {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n}
@@ -150,7 +149,7 @@ def compile_kernel(
     log = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.nvidia.scope():
         knobs.cache.dir, knobs.nvidia.dump_ptxas_log = folder, True
-        with contextlib.redirect_stdout(log):  # where triton prints what `ptxas -v` says
+        with contextlib.redirect_stdout(log):  # triton prints the output of `ptxas -v`
             binary = triton.compile(
                 ASTSource(kernel, *_specialise(kernel, arguments)),
                 target=GPUTarget("cuda", target, 32),
@@ -166,12 +165,12 @@ def compile_kernel(
     )
 
 
-def _kernel(name: str) -> Any:
+def _get_kernel(name: str) -> Any:
     return getattr(KERNELS[name], f"{name}_kernel")
 
 
 class _Recorder:
-    """Stands in for a kernel and keeps the arguments of its launch."""
+    """Replaces a kernel and records the arguments of its launch."""
 
     def __init__(self, kernel: Any) -> None:
         self.__name__ = kernel.__name__
@@ -182,18 +181,18 @@ class _Recorder:
         return self.arguments.update
 
 
-def launch_arguments(
+def collect_launch_arguments(
     name: str,
     dtype: torch.dtype,
     width: int,
     variant: Variant = Variant(),  # noqa: B008 - immutable
 ) -> dict[str, Any]:
-    """What the launcher gives one of KERNELS in the example call, by parameter, with `num_warps` and `num_stages`.
+    """Launch arguments of one of KERNELS in the example call, by parameter, with `num_warps` and `num_stages`.
 
-    Tensors are on the meta device: they have a shape and a type, and no memory.
+    Tensors are on the meta device, without memory.
     """
     if name in DECODING and (variant.packed or variant.stats):
-        raise ValueError(f"variant is {variant}; {name} has neither packed nor stats")
+        raise ValueError(f"variant is {variant}: {name} has neither packed nor stats; choose another kernel")
     batch, length = (1, BATCH * LENGTH) if variant.packed else (BATCH, LENGTH)
     rows = 1 if name in DECODING else length
 
@@ -209,7 +208,7 @@ def launch_arguments(
         renormalise=variant.renormalise,
         window=WINDOW if variant.window else None,
     )
-    recorders = {each: _Recorder(_kernel(each)) for each in KERNELS}
+    recorders = {each: _Recorder(_get_kernel(each)) for each in KERNELS}
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.multiple(configurations, AUTOTUNE=False, INTERPRETED_RESIDENT=RESIDENT))
         for each, module in KERNELS.items():
@@ -218,16 +217,16 @@ def launch_arguments(
             decode.decode(call)
         else:
             out, softmax, mass, *_ = forward.forward(call, training=True, stats=variant.stats)
-            kept = out if variant.renormalise else None
+            saved_out = out if variant.renormalise else None
             dlse = softmax[0] if variant.stats else None
-            backward.backward(call, kept, out, dlse, softmax, mass, variant.bias, variant.slopes)
+            backward.backward(call, saved_out, out, dlse, softmax, mass, variant.bias, variant.slopes)
     return recorders[name].arguments
 
 
 def _specialise(
     kernel: Any, arguments: dict[str, Any]
 ) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], list[list[Any]]]]:
-    """Signature, constants and attributes, as the runtime derives them: 1 and None are compiled in, 16 divides."""
+    """Signature, constants and attributes as at run time: 1 and None become constants, multiples of 16 are marked."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
@@ -250,7 +249,7 @@ def _specialise(
 def _parse_number(pattern: str, text: str) -> int:
     found = re.search(pattern, text)
     if found is None:
-        raise RuntimeError(f"ptxas printed nothing that reads {pattern!r}: {text.strip()[:200]!r}")
+        raise RuntimeError(f"ptxas printed nothing that matches {pattern!r}: {text.strip()[:200]!r}")
     return int(found[1])
 
 
@@ -263,9 +262,9 @@ def _disassemble(cubin: bytes) -> str:
 
 
 def product_loops(listing: str) -> list[Loop]:
-    """The innermost loops that hold a matrix product, in a listing of `-sass`.
+    """Innermost loops with a matrix product in a listing of `cuobjdump -sass`.
 
-    A loop is what a backward branch spans; code that the compiler moved out of it, being rare, does not count.
+    A loop is the span of a backward branch; it excludes rarely executed code that the compiler moved out of it.
     """
     lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", listing, re.MULTILINE)
     code = [(int(address, 16), text) for address, text in lines]
@@ -274,14 +273,16 @@ def product_loops(listing: str) -> list[Loop]:
         return [text for address, text in code if span[0] <= address <= span[1]]
 
     def multiplies(texts: list[str]) -> bool:
-        return any(map(_PRODUCT.search, texts)) or sum("FFMA" in text for text in texts) >= _FEWEST_MULTIPLICATIONS
+        return any(map(_PRODUCT.search, texts)) or sum("FFMA" in text for text in texts) >= _MIN_MULTIPLICATIONS
 
     branches = [(re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text), address) for address, text in code]
     spans = {(int(found[1], 16), address) for found, address in branches if found and int(found[1], 16) < address}
     loops = sorted(span for span in spans if multiplies(body(span)))
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
     counted = (r"", r"\bBAR\.", r"\bWARPGROUP\.(?:DEPBAR|ARRIVE)", r"\b(?:LDL|STL)\b")
-    return [Loop(*(sum(bool(re.search(what, text)) for text in body(span)) for what in counted)) for span in inner]
+    return [
+        Loop(*(sum(bool(re.search(pattern, text)) for text in body(span)) for pattern in counted)) for span in inner
+    ]
 
 
 def report(
@@ -290,16 +291,16 @@ def report(
     dtypes: Sequence[str] = ("bf16", "fp32"),
     variant: Variant = Variant(),  # noqa: B008 - immutable
 ) -> list[dict[str, Any]]:
-    """One row per kernel, type, width, target and configuration: the default ones, or all.
+    """One row per kernel, type, width, target and configuration: the default, or with `every` all of them.
 
-    A row holds the fields of `CompiledKernel`, or "failed" with the reason. Compiles in one process per CPU core.
+    A row holds the fields of `CompiledKernel`, or "failed" with the reason. Compiles in one process per core.
     """
     jobs = [
         (name, blocks, target, dtype, width, variant)
         for name in KERNELS
         for dtype in dtypes
         for width in widths
-        for blocks in _choices(name, dtype, width)[: None if every else 1]
+        for blocks in _list_choices(name, dtype, width)[: None if every else 1]
         for target in SHARED_LIMITS
     ]
     workers = min(os.cpu_count() or 1, len(jobs))
@@ -307,14 +308,14 @@ def report(
         return list(pool.map(_compile_row, jobs))
 
 
-def _choices(name: str, dtype: str, width: int) -> Sequence[Blocks | None]:
+def _list_choices(name: str, dtype: str, width: int) -> Sequence[Blocks | None]:
     if name in DECODING:
         return [None]
-    return configurations.choices(name, torch.empty(1, 1, 1, width, dtype=DTYPES[dtype]))
+    return configurations.list_choices(name, torch.empty(1, 1, 1, width, dtype=DTYPES[dtype]))
 
 
 def _silence() -> None:
-    """Triton prints pages of intermediate code where it fails; the row carries the reason."""
+    """Drop the pages of intermediate code that triton prints on failure; the row holds the reason."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
@@ -323,17 +324,17 @@ def _compile_row(job: tuple[str, Blocks | None, int, str, int, Variant]) -> dict
     row = {"kernel": name, "dtype": dtype, "width": width, "target": target, "blocks": blocks and blocks._asdict()}
     try:
         return row | compile_kernel(*job)._asdict()
-    except Exception as error:  # one configuration that triton cannot compile is a finding
+    except Exception as error:  # a configuration that triton cannot compile is a finding
         return row | {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
 
 
 def count_loop_spills(row: dict[str, Any]) -> int:
-    """Spill loads and stores in the product loops of a report's row."""
+    """Spill loads and stores in the product loops of a row."""
     return sum(loop["spills"] for loop in row["loops"])
 
 
 def format_table(rows: Iterable[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
+    """Rows as a Markdown table."""
     head = ["kernel", "type", "D", "target", "blocks M x N, warps, stages", "shared (KiB)", "limit (KiB)"]
     head += ["fits 99 KiB", "registers", "spilled (bytes)", "spills in product loops", "instruction"]
     head += ["product loops: instructions (barriers)"]
@@ -356,13 +357,13 @@ def format_table(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def count_products(operation: str, kind: str, alive: float) -> float:
-    """Matrix products of a tile, on average where a share `alive` of the tiles has a surviving weight."""
+    """Average matrix products per tile if a share `alive` of the tiles has a surviving weight."""
     fixed, more = PRODUCTS[operation][kind]
     return fixed + more * alive
 
 
 def format_cost_model() -> str:
-    """Products, bytes and buffers of the kernels as written, as Markdown."""
+    """Products, bytes and buffers of the kernels as Markdown."""
     kinds = {"softmax": "softmax", "lazy": "flash_lazy", "authors": "the authors' kernel"}
     shares = (1.0, 0.7, 0.4, 0.1, 0.0)
     lines = ["## Matrix products of a tile", "", "f is the share of tiles in which a weight survives.", ""]
@@ -386,7 +387,7 @@ def format_cost_model() -> str:
     for name, (tensors, rows) in MOVED.items():
         sizes = [count_moved_bytes(name, width) for width in (64, 128)]
         lines.append(f"| {name} reads and writes | {tensors} T + {rows} R |" + _format_mebibytes(sizes))
-    buffers = [buffer_bytes(width) for width in (64, 128)]
+    buffers = [count_buffer_bytes(width) for width in (64, 128)]
     for name, formula in BUFFERS.items():
         lines.append(f"| {name} | {formula} |" + _format_mebibytes([sizes[name] for sizes in buffers]))
     lines += ["", f"P = {RESIDENT} programs at a time, as on an H100 or H200; M, N: the blocks that need most."]
@@ -398,9 +399,9 @@ def format_cost_model() -> str:
 
 
 def format_schedule(rows: Iterable[dict[str, Any]]) -> str:
-    """Milliseconds of the example call by the counts of a report's rows for sm_90 in bfloat16, as Markdown.
+    """Milliseconds of the example call from the counts of the rows for sm_90 in bfloat16, as Markdown.
 
-    Between all overlapping (the longest of products, exponentials and issue) and none (products, then the rest).
+    From full overlap (the longest of products, exponentials and issue) to none (products, then the rest).
     """
     head = "| kernel | D | blocks M x N, warps | of them on a processor | products | exponentials | issue | all |"
     lines = [
@@ -419,7 +420,7 @@ def format_schedule(rows: Iterable[dict[str, Any]]) -> str:
         if (row["target"], row["dtype"]) == (90, "bf16") and 0 < len(factors) == len(row.get("loops", ())):
             blocks, warps = row["blocks"], row["blocks"]["warps"]
             resident = min(REGISTERS // (row["registers"] * 32 * warps), SHARED_LIMITS[90] // row["shared"])
-            parts = [1e3 * cycles / PROCESSORS / (1e9 * GIGAHERTZ) for cycles in _cycles(row)]
+            parts = [1e3 * cycles / PROCESSORS / (1e9 * GIGAHERTZ) for cycles in _count_cycles(row)]
             products, exponentials, issue = parts
             least, most = max(parts), products + max(exponentials, issue)
             at = f"{blocks['m']} x {blocks['n']}, {warps}"
@@ -430,11 +431,11 @@ def format_schedule(rows: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cycles(row: dict[str, Any]) -> tuple[float, float, float]:
-    """Cycles of one processor for all tiles of the example: of products, exponentials, and issue."""
+def _count_cycles(row: dict[str, Any]) -> tuple[float, float, float]:
+    """Cycles of one processor for all tiles of the example: products, exponentials, issue."""
     blocks, products, exponentials, issue = row["blocks"], 0.0, 0.0, 0.0
     scores = blocks["m"] * blocks["n"]
-    counts = tile_counts(row["kernel"], blocks["m"], blocks["n"])
+    counts = count_tiles(row["kernel"], blocks["m"], blocks["n"])
     for index, (loop, factor) in enumerate(zip(row["loops"], IN_LOOPS[row["kernel"]], strict=True)):
         tiles = BATCH * HEADS * counts[index % 2]
         products += tiles * factor * scores * row["width"] / MULTIPLICATIONS
@@ -443,8 +444,8 @@ def _cycles(row: dict[str, Any]) -> tuple[float, float, float]:
     return products, exponentials, issue
 
 
-def tile_counts(name: str, m: int, n: int) -> tuple[int, int]:
-    """PLAIN and NEAR tiles of one head of the example, m rows by n keys, as the kernels walk over them."""
+def count_tiles(name: str, m: int, n: int) -> tuple[int, int]:
+    """PLAIN and NEAR tiles, m rows by n keys, that a kernel visits for one head of the example."""
     plain = near = 0
     if name == "key_gradient":
         for first in range(0, LENGTH, n):
@@ -459,16 +460,17 @@ def tile_counts(name: str, m: int, n: int) -> tuple[int, int]:
 
 
 def count_moved_bytes(name: str, width: int) -> int:
-    """Bytes that a kernel moves at least in the example call, in bfloat16: MOVED evaluated."""
+    """Minimum bytes moved by a kernel in the example call, in bfloat16: MOVED evaluated."""
     tensors, rows = MOVED[name]
     return BATCH * HEADS * LENGTH * (2 * tensors * width + 4 * rows)
 
 
-def buffer_bytes(width: int) -> dict[str, int]:
-    """Bytes of what is allocated beside inputs, outputs and gradients in the example call, by name in BUFFERS."""
-    given = launch_arguments("forward", torch.bfloat16, width) | launch_arguments("key_gradient", torch.bfloat16, width)
-    given["survivors"] = launch_arguments("query_gradient", torch.bfloat16, width)["survivors"]
-    return {name: given[name].numel() * given[name].element_size() for name in BUFFERS}
+def count_buffer_bytes(width: int) -> dict[str, int]:
+    """Bytes of each buffer of BUFFERS in the example call."""
+    arguments: dict[str, Any] = {}
+    for kernel in ("query_gradient", "forward", "key_gradient"):
+        arguments |= collect_launch_arguments(kernel, torch.bfloat16, width)
+    return {name: arguments[name].numel() * arguments[name].element_size() for name in BUFFERS}
 
 
 def _format_mebibytes(sizes: Iterable[int]) -> str:

@@ -1,4 +1,4 @@
-"""The GPU as the benchmark uses it: all that it asks of torch.cuda."""
+"""GPU helpers of the benchmark: events, peak memory, CUDA graphs, L2 cache, broken contexts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,37 +7,27 @@ import torch
 
 DEVICE = torch.device("cuda")
 ROUND_TRIP = 3
-"""A round over all copies of the inputs reads this many times the L2 cache, so that none is found there again."""
+"""One round over all copies of the inputs reads this many L2 caches, so that no input is still cached."""
 
 
 def record_event() -> torch.cuda.Event:
-    """A moment in the device's queue."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
-def milliseconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    return start.elapsed_time(end)
-
-
-def wait() -> None:
-    """Until the queue is done; raises what failed in it."""
-    torch.cuda.synchronize()
-
-
 def measure_peak_bytes(step: Callable[[], Any]) -> int:
-    """Bytes by which a call raises the peak of what is allocated, its results included."""
-    wait()
+    """Rise of the peak of allocated bytes during a call, including its results."""
+    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     step()
-    wait()
+    torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
 
 
 def capture_graph(step: Callable[[], Any]) -> Callable[[], Any]:
-    """The step as a CUDA graph: a decoding step is shorter than its launch."""
+    """Capture a step as a CUDA graph, because a decoding step is shorter than its launch."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
@@ -45,18 +35,13 @@ def capture_graph(step: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def count_copies(size: int) -> int:
-    """How many inputs of `size` bytes leave the L2 cache behind; at most what half the free memory holds."""
+    """Copies of `size` bytes that exceed the L2 cache, limited to half the free memory."""
     cache, (free, _) = torch.cuda.get_device_properties(DEVICE).L2_cache_size, torch.cuda.mem_get_info()
     return max(1, min(-(-ROUND_TRIP * cache // size), free // 2 // size))
 
 
-def release() -> None:
-    """Gives the memory of what was dropped back to the device."""
-    torch.cuda.empty_cache()
-
-
 def is_broken() -> bool:
-    """Whether an earlier error has made this process's CUDA context useless: then the least operation fails."""
+    """Whether an earlier error has broken this process's CUDA context, so that every operation fails."""
     try:
         torch.zeros(1, device=DEVICE).item()
     except RuntimeError:

@@ -1,10 +1,10 @@
-"""Peak resident memory of one forward and backward pass, by backend and length (B = 1, H = 4, D = 64, float32).
+"""Peak resident memory of a forward and backward pass by backend and length (B = 1, H = 4, D = 64, float32).
 
     python3 -m bench.memory [--lengths 1024 4096 16384] [--backends chunked reference] [--json PATH]
 
-Every figure comes from a fresh process: the rise of the peak (VmHWM) over what was resident when q, k, v and the
-output's gradient already existed, so the output and the gradients count. Linux only. A run of `reference` that would
-not fit into the free memory is shown as "-".
+Every figure comes from a fresh process: the rise of the peak (VmHWM) over the resident memory after allocating q, k, v
+and the output's gradient, so it includes the output and the gradients. Linux only. "-" marks a run of `reference` that
+would not fit into the free memory.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from bench.provenance import collect_provenance
 from flash_lazy import Backend, lazy_attention
 
 HEADS, WIDTH = 4, 64
-REFERENCE_MATRICES = 10  # what `reference` holds at its peak, in matrices [H, L, L] (measured at L = 4096)
+REFERENCE_MATRICES = 10  # peak of `reference` in matrices [H, L, L], measured at L = 4096
 
 
 def measure(backend: Backend, length: int) -> int:
-    """Bytes by which forward + backward raise the peak of this process."""
+    """Rise of this process's peak memory during forward + backward, in bytes."""
     torch.set_num_threads(1)
 
     def step(length: int) -> int:
@@ -32,15 +32,15 @@ def measure(backend: Backend, length: int) -> int:
         tau, bias = torch.ones(HEADS, requires_grad=True), torch.zeros(HEADS, 512, requires_grad=True)
         grad = torch.randn(1, HEADS, length, WIDTH)
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-        before = _status("VmRSS")
+        before = _read_status("VmRSS")
         lazy_attention(q, k, v, tau, bias, backend=backend).backward(grad)
-        return _status("VmHWM") - before
+        return _read_status("VmHWM") - before
 
-    step(64)  # loads the libraries' own buffers
+    step(64)  # warm-up: allocates the libraries' buffers
     return step(length)
 
 
-def _status(name: str) -> int:
+def _read_status(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
@@ -51,9 +51,9 @@ def fits(backend: str, length: int) -> bool:
 
 
 def measure_alone(backend: str, length: int) -> int:
-    """`measure` in a process of its own."""
+    """Run `measure` in a separate process."""
     command = [sys.executable, "-m", "bench.memory", "--one", "--backends", backend, "--lengths", str(length)]
-    kernels = Path(__file__).parents[1]  # where `bench` and `flash_lazy` are found
+    kernels = Path(__file__).parents[1]  # contains `bench` and `flash_lazy`
     return int(subprocess.run(command, cwd=kernels, check=True, capture_output=True, text=True).stdout)
 
 
@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python3 -m bench.memory", description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--backends", nargs="+", default=["chunked", "reference"])
-    parser.add_argument("--json", type=Path, help="write the figures there as well")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:

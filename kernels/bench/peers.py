@@ -1,6 +1,6 @@
-"""What the benchmark compares: inputs with a set share of empty tiles, and the function as others compute it.
+"""Inputs of the benchmark with a given share of empty tiles, and the peers: other implementations to compare with.
 
-`eager` and `two_calls` are the definition once more, by means that share nothing with the kernels.
+`eager_attention` and `two_call_attention` implement the definition without sharing code with the kernels.
 """
 
 import importlib.util
@@ -16,18 +16,18 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.points import BenchPoint
+from bench.workloads import Workload
 from flash_lazy import lazy_attention
 from flash_lazy.fused import configurations
 
 TILE = 64
-LEAST_RECENCY, BISECTIONS, SAMPLED, SEQUENCES, CLOSE = 1e-2, 40, 32, 4, 0.003
-MOST_SCORES = 2**30
-"""Of one call, for the peers that keep them all in memory."""
+MIN_RECENCY, BISECTIONS, SAMPLED_BLOCKS, SAMPLED_SEQUENCES, TOLERANCE = 1e-2, 40, 32, 4, 0.003
+MAX_SCORES = 2**30
+"""Maximum scores per call for peers that keep all of them in memory."""
 
 
 class Inputs(NamedTuple):
-    """q `[B, H, Lq, D]`, k, v `[B, Hkv, L, D]`, tau `[H]`, bias `[H, W]`; the queries are the last ones."""
+    """q `[B, H, Lq, D]`, k, v `[B, Hkv, L, D]`, tau `[H]`, bias `[H, W]`; the queries end where the keys end."""
 
     q: Tensor
     k: Tensor
@@ -36,38 +36,38 @@ class Inputs(NamedTuple):
     bias: Tensor
 
 
-def draw(point: BenchPoint, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Inputs:
-    """Random inputs, tau = 1. The first columns of q and k are left to `set_recency`."""
+def draw(workload: Workload, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Inputs:
+    """Random inputs with tau = 1; `set_recency` overwrites the first columns of q and k."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(heads: int, rows: int) -> Tensor:
-        shape = (point.batch, heads, rows, point.width)
+        shape = (workload.batch, heads, rows, workload.width)
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-    q, k, v = normal(point.heads, point.rows), *(normal(point.kv_heads, point.length) for _ in range(2))
-    bias = 0.1 * torch.randn(point.heads, point.reach, generator=generator, device=device)
-    inputs = Inputs(q, k, v, torch.ones(point.heads, device=device), bias)
+    q, k, v = normal(workload.heads, workload.rows), *(normal(workload.kv_heads, workload.length) for _ in range(2))
+    bias = 0.1 * torch.randn(workload.heads, workload.reach, generator=generator, device=device)
+    inputs = Inputs(q, k, v, torch.ones(workload.heads, device=device), bias)
     set_recency(inputs, 0.0)
     return inputs
 
 
 def set_recency(inputs: Inputs, recency: float) -> None:
-    """Makes all scores rise by `recency` nats from the first key to the last."""
+    """Make all scores increase by `recency` nats from the first key to the last."""
     length, width = inputs.k.shape[2:]
     inputs.q[..., 0] = width**0.5
     inputs.k[..., 0] = recency * torch.arange(length, device=inputs.k.device) / length
 
 
-def empty_share(inputs: Inputs, sampled: int = SAMPLED) -> float:
+def compute_empty_share(inputs: Inputs, sampled: int = SAMPLED_BLOCKS) -> float:
     """Share of the causal TILE x TILE tiles in which no weight survives (tau `per_query`).
 
-    Counted per query head; where there is one query, per kv head: its values are read for all its queries at once.
-    Computed from the definition, in float32, on the first sequences and on `sampled` evenly spaced blocks of rows (all
-    where there are no more).
+    Counted per query head, or with a single query row per kv head, whose values are read once for all its query heads.
+    Computed from the definition in float32, on the first SAMPLED_SEQUENCES sequences and at most `sampled` evenly
+    spaced blocks of rows.
     """
     q, k, _, tau, bias = inputs
     rows, length, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
-    q, k = q[:SEQUENCES], k[:SEQUENCES]
+    q, k = q[:SAMPLED_SEQUENCES], k[:SAMPLED_SEQUENCES]
     blocks = -(-rows // TILE)
     chosen = torch.linspace(0, blocks - 1, min(sampled, blocks)).round().long().tolist()
     table = F.pad(bias, (0, max(0, length - bias.shape[1])))
@@ -91,23 +91,23 @@ def empty_share(inputs: Inputs, sampled: int = SAMPLED) -> float:
 
 
 def draw_with_share(
-    point: BenchPoint, device: torch.device, dtype: torch.dtype = torch.bfloat16
+    workload: Workload, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Inputs, float, float]:
-    """Inputs whose share of empty tiles is near the point's, the share measured, and the recency found by bisection.
+    """Inputs with about the workload's share of empty tiles, the measured share, and the recency found by bisection.
 
-    Every block of rows keeps a tile, so the share ends at 1 - 2 / (blocks + 1): short sequences may stay below.
+    Every block of rows keeps a tile, so the share is at most 1 - 2 / (blocks + 1): short sequences may not reach it.
     """
-    inputs = draw(point, device, dtype)
-    low, high = 0.0, 8.0 * point.length
+    inputs = draw(workload, device, dtype)
+    low, high = 0.0, 8.0 * workload.length
     recency = 0.0
     for _ in range(BISECTIONS):
         set_recency(inputs, recency)
-        found = empty_share(inputs)
-        if abs(found - point.share) < CLOSE or (recency == 0 and found >= point.share):
+        share = compute_empty_share(inputs)
+        if abs(share - workload.share) < TOLERANCE or (recency == 0 and share >= workload.share):
             break
-        low, high = (recency, high) if found < point.share else (low, recency)
-        recency = (max(low, LEAST_RECENCY) * high) ** 0.5
-    return inputs, found, recency
+        low, high = (recency, high) if share < workload.share else (low, recency)
+        recency = (max(low, MIN_RECENCY) * high) ** 0.5
+    return inputs, share, recency
 
 
 def eager_attention(
@@ -125,7 +125,7 @@ def eager_attention(
     kv_lengths: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """The function in plain PyTorch: products in q's dtype, what lies between in float32 (float64 for float64).
+    """The function in plain PyTorch: products in q's dtype, everything between in float32 (float64 for float64).
 
     Arguments as in `lazy_attention`; every row must see a key.
     """
@@ -160,9 +160,10 @@ def eager_attention(
 def two_call_attention(
     q: Tensor, k: Tensor, v: Tensor, tau: Tensor, bias: Tensor, block_mask: Any, attention: Callable[..., Any]
 ) -> Tensor:
-    """The function (`per_query`) by FlexAttention: a call for the log-sum-exp, and one whose scores are log weights.
+    """The function (`per_query`) by two FlexAttention calls: the first gives the log-sum-exp, the second weighs values.
 
-    The second normalises by sum w, which its own log-sum-exp undoes. The first multiplies as few values as it can.
+    The scores of the second call are log weights; it normalises by sum w, which its log-sum-exp undoes. The first call
+    multiplies only 16 columns of the values.
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -188,11 +189,11 @@ def two_call_attention(
 class Peer(NamedTuple):
     name: str
     attend: Callable[..., Tensor]
-    """From q, k, v, tau and bias to the output."""
+    """Computes the output from q, k, v, tau and bias."""
     kind: str | None
-    """Whose products it needs, in PRODUCTS."""
+    """Key in `compiled.PRODUCTS` of the products that it needs."""
     same: bool = True
-    """Whether it computes the same function."""
+    """Whether it computes the same function as flash_lazy."""
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
@@ -214,7 +215,7 @@ def peers(backend: str, authors: Path | None) -> list[Peer]:
 
 
 def without_skipping() -> AbstractContextManager[Any]:
-    """Products of empty tiles are computed inside."""
+    """Context in which the products of empty tiles are computed."""
     return patch.object(configurations, "SKIP_EMPTY_TILES", False)
 
 
@@ -224,15 +225,15 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
 
 
 def _limit_scores(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function, which keeps all scores, for calls of at most MOST_SCORES of them."""
+    """Restrict a function that keeps all scores to calls of at most MAX_SCORES scores."""
 
-    def checked(q: Tensor, k: Tensor, *others: Tensor) -> Tensor:
+    def attend_within_limit(q: Tensor, k: Tensor, *others: Tensor) -> Tensor:
         scores = q.shape[:3].numel() * k.shape[2]
-        if scores > MOST_SCORES:
-            raise NotImplementedError(f"it keeps all {scores:.1e} scores; it is measured up to {MOST_SCORES:.1e}")
+        if scores > MAX_SCORES:
+            raise NotImplementedError(f"keeps all {scores:.1e} scores; measured only up to {MAX_SCORES:.1e}")
         return attend(q, k, *others)
 
-    return checked
+    return attend_within_limit
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, tau: Tensor, bias: Tensor) -> Tensor:
@@ -251,7 +252,7 @@ def _compile_flex() -> Callable[..., Tensor]:
 
 @cache
 def _causal_mask(rows: int, device: str) -> Any:
-    """None for a single row, which sees every key."""
+    """Causal block mask; None for a single row, which sees every key."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def causal(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
@@ -268,18 +269,18 @@ def _adasplash(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
 
 
 def _authors(checkout: Path | None, q: Tensor, k: Tensor, v: Tensor, tau: Tensor, bias: Tensor) -> Tensor:
-    """github.com/Fzkuji/flash-lazy-attention, which adds tau where this package subtracts it."""
+    """github.com/Fzkuji/flash-lazy-attention, whose tau has the opposite sign."""
     if checkout is None:
-        raise FileNotFoundError("no checkout was given (--authors)")
+        raise FileNotFoundError("needs --authors, a checkout of the authors' repository")
     _require_training_shapes(q, k)
     return _load_module(checkout).lazy_attention_triton(q, k, v, bias, -tau)
 
 
 def _require_training_shapes(q: Tensor, k: Tensor) -> None:
     if q.shape[2] < k.shape[2]:
-        raise NotImplementedError("it has no decoding")
+        raise NotImplementedError("does not support decoding")
     if q.shape[1] > k.shape[1]:
-        raise NotImplementedError("it has no grouped heads")
+        raise NotImplementedError("does not support grouped heads")
 
 
 @cache

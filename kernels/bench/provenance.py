@@ -1,4 +1,4 @@
-"""How, when and on what figures were made."""
+"""Provenance of figures: command, date, code, versions and machine."""
 
 import hashlib
 import importlib.metadata
@@ -13,18 +13,18 @@ import torch
 
 
 def collect_provenance(module: str) -> dict[str, str]:
-    """Command (a module that was run, with this process's arguments), date, commit, versions and machine.
+    """Command (`module` with this process's arguments), date, commit, versions and machine.
 
-    `source` is a hash of the files of this folder and of flash_lazy. It tells apart what a commit's name does not:
-    edited files, and copies without git.
+    `source` is a hash of the files of this folder and of flash_lazy. Unlike the commit, it also identifies edited files
+    and copies without git.
     """
     made = {
         "command": " ".join([f"python3 -m {module}", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": _read_first_line("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
-        "source": _source(Path(__file__).parents[1]),
+        "source": _hash_source(Path(__file__).parents[1]),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": _find_version("triton"),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()} with {os.cpu_count()} CPU cores",
     }
@@ -37,7 +37,7 @@ def collect_provenance(module: str) -> dict[str, str]:
     return made
 
 
-def _source(kernels: Path) -> str:
+def _hash_source(kernels: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(path for folder in ("bench", "flash_lazy") for path in (kernels / folder).rglob("*.py")):
         digest.update(f"{path.relative_to(kernels)}\n{path.read_text()}\n".encode())
@@ -45,7 +45,7 @@ def _source(kernels: Path) -> str:
 
 
 def _read_first_line(*command: str) -> str:
-    """The first line that a command prints, or "unknown"."""
+    """First output line of a command, or "unknown"."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -53,7 +53,7 @@ def _read_first_line(*command: str) -> str:
     return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "unknown"
 
 
-def _version(distribution: str) -> str:
+def _find_version(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""What the peers cost at a point, time by CUDA events and the peak of memory; and what the device can do.
+"""Time (by CUDA events) and peak memory of the peers at a workload, and the ceilings of the device.
 
-These functions run in a worker.
+These functions run in a worker process.
 """
 
 import statistics
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from bench import compiled, device, tuning
-from bench.gate import relative_error
+from bench.correctness import relative_error
 from bench.peers import Inputs, Peer, draw, draw_with_share, peers, without_skipping
-from bench.points import DECODE, TRAINING, BenchPoint
 from bench.worker import announce, format_reason
+from bench.workloads import DECODE, TRAINING, Workload
 
 ROUNDS = 20
 COPIED_BYTES, READ_BYTES, PRODUCT_SIZES = 2**32, 2**31, (4096, 8192, 16384)
@@ -24,47 +24,47 @@ RECOMPILATIONS = 256
 
 
 def prepare() -> None:
-    """Once in a worker, before anything else."""
+    """Prepare a worker process; called first."""
     tuning.install()
-    torch._dynamo.config.recompile_limit = RECOMPILATIONS  # else FlexAttention's ninth shape would not be compiled
+    torch._dynamo.config.recompile_limit = RECOMPILATIONS  # the default would not compile FlexAttention's ninth shape
 
 
 def take_turns(
     steps: Mapping[str, Sequence[Callable[[], Any]]], rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Milliseconds of every step and round, the order turning; and why a step failed.
+    """Milliseconds of every step and round, in alternating order; and the reasons of failed steps.
 
-    A step is a call per copy of its inputs, of which each round makes the next; all have been made once before the
-    first round that counts. Nothing waits for the device in between: its queue stays full, and what launching costs
-    stays out of the figures.
+    A step has one call per copy of its inputs; each round makes the next call, and every call runs once before the
+    first measured round. The host never waits for the device in between: its queue stays full, so that the figures
+    exclude launch costs.
     """
-    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in steps}
+    events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in steps}
     failed: dict[str, str] = {}
-    unmeasured = max(map(len, steps.values()), default=0)
-    for index in range(unmeasured + rounds):
+    warmup = max(map(len, steps.values()), default=0)
+    for index in range(warmup + rounds):
         for name in sorted(steps, reverse=bool(index % 2)):
             if name not in failed:
                 try:
                     start = device.record_event()
                     steps[name][index % len(steps[name])]()
-                    marks[name].append((start, device.record_event()))
+                    events[name].append((start, device.record_event()))
                 except Exception as error:
                     failed[name] = _reason_or_raise(error)
-    device.wait()
+    torch.cuda.synchronize()
     times = {
-        name: [device.milliseconds(*pair) for pair in marks[name][unmeasured:]] for name in steps if name not in failed
+        name: [start.elapsed_time(end) for start, end in events[name][warmup:]] for name in steps if name not in failed
     }
     return times, failed
 
 
 def _reason_or_raise(error: Exception) -> str:
-    """The reason of an error after which the device still works; raises it where it does not."""
+    """The error in one line; raises it if the device no longer works."""
     if device.is_broken():
         raise error
     return format_reason(error)
 
 
-def _step(peer: Peer, operation: str, inputs: Inputs) -> Callable[[], Any]:
+def _make_step(peer: Peer, operation: str, inputs: Inputs) -> Callable[[], Any]:
     if operation != TRAINING:
 
         def forward() -> Tensor:
@@ -83,22 +83,22 @@ def _step(peer: Peer, operation: str, inputs: Inputs) -> Callable[[], Any]:
 
 
 def measure(
-    point: BenchPoint, backend: str, authors: Path | None, left_out: Mapping[str, str], rounds: int = ROUNDS
+    workload: Workload, backend: str, authors: Path | None, left_out: Mapping[str, str], rounds: int = ROUNDS
 ) -> dict[str, Any]:
-    """The point's `share` of empty tiles and how it was made, and a cell per peer.
+    """Record of a workload: its `share` of empty tiles, the recency and copies of the inputs, and a cell per peer.
 
-    A cell: milliseconds (median and quartiles), peak_bytes, difference from the first peer's output where both compute
-    the same, and the blocks that were chosen, where any were timed; or not_run, the reason. left_out: peers that are
-    not to be tried, and why. Raises what a peer raises where the CUDA context is broken after it.
+    A cell holds milliseconds (median and quartiles), peak_bytes, the difference from the first peer's output if both
+    compute the same function, and the chosen blocks if any were tuned; or not_run, the reason. left_out: peers to skip,
+    with the reasons. Raises a peer's error if it breaks the CUDA context.
     """
-    inputs, share, recency = draw_with_share(point, device.DEVICE)
-    touched = (inputs.q, inputs.k, inputs.v, *([inputs.q] if point.operation == TRAINING else []))
+    inputs, share, recency = draw_with_share(workload, device.DEVICE)
+    read = (inputs.q, inputs.k, inputs.v, *([inputs.q] if workload.operation == TRAINING else []))
     copies = [inputs] + [
-        Inputs(*(x.clone() for x in inputs)) for _ in range(device.count_copies(sum(x.nbytes for x in touched)) - 1)
+        Inputs(*(x.clone() for x in inputs)) for _ in range(device.count_copies(sum(x.nbytes for x in read)) - 1)
     ]
     cells: dict[str, dict[str, Any]] = {}
     steps: dict[str, list[Callable[[], Any]]] = {}
-    first: Tensor | None = None
+    expected: Tensor | None = None
     tuning.forget()
     for peer in peers(backend, authors):
         if peer.name in left_out:
@@ -107,15 +107,15 @@ def measure(
         announce(peer.name)
         tuning.watch()
         try:
-            calls = [_step(peer, point.operation, each) for each in copies]
+            calls = [_make_step(peer, workload.operation, each) for each in copies]
             out = calls[0]()  # compiles and tunes
             cell: dict[str, Any] = {"peak_bytes": device.measure_peak_bytes(calls[0])}
-            if point.operation != TRAINING and peer.same:
-                first = out.double() if first is None else first
-                cell["difference"] = relative_error(out, first)
+            if workload.operation != TRAINING and peer.same:
+                expected = out.double() if expected is None else expected
+                cell["difference"] = relative_error(out, expected)
             if blocks := tuning.list_chosen_blocks():
                 cell["blocks"] = blocks
-            steps[peer.name] = [device.capture_graph(call) for call in calls] if point.operation == DECODE else calls
+            steps[peer.name] = [device.capture_graph(call) for call in calls] if workload.operation == DECODE else calls
             cells[peer.name] = cell
             del out
         except Exception as error:
@@ -126,30 +126,30 @@ def measure(
         lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
         cells[name]["milliseconds"] = {"median": median, "lower": lower, "upper": upper}
     steps.clear()
-    device.release()
+    torch.cuda.empty_cache()
     cells |= {name: {"not_run": why} for name, why in failed.items()}
     return {"share": share, "recency": recency, "copies": len(copies), "cells": cells}
 
 
-def compile_choice(point: BenchPoint, backend: str, index: int, skip: bool) -> None:
-    """Compiles what our peer (with `skip`, or the one that skips nothing) needs at a point with one configuration.
+def compile_choice(workload: Workload, backend: str, index: int, skip: bool) -> None:
+    """Compile our kernels for a workload with one configuration, with or without skipping of empty tiles.
 
-    Triton keeps it on disk, where the worker that measures finds it.
+    Triton caches the result on disk for the worker that measures.
     """
     ours = peers(backend, None)[0]
     peer = ours if skip else ours._replace(around=without_skipping)
     with tuning.use_choice(index):
-        _step(peer, point.operation, draw(point, device.DEVICE))()
-    device.wait()
+        _make_step(peer, workload.operation, draw(workload, device.DEVICE))()
+    torch.cuda.synchronize()
 
 
 def measure_ceilings(
     copied: int = COPIED_BYTES, read: int = READ_BYTES, sizes: Sequence[int] = PRODUCT_SIZES, rounds: int = ROUNDS
 ) -> dict[str, float]:
-    """What the device can do by torch's own operations: bytes a second copied (read and written) and read, and the
-    TFLOP/s of the best bfloat16 matrix product of these sizes.
+    """Ceilings of the device with torch operations: bytes per second copied (read and written) and read, and TFLOP/s
+    of the best bfloat16 matrix product of these sizes.
 
-    Reading is the better of two reductions of bfloat16 keys [.., 128]: the largest of each row, and the sum of all.
+    Reading is the faster of two reductions of bfloat16 keys [.., 128]: the maximum of each row, and the total sum.
     """
     source = torch.randn(copied // 4, device=device.DEVICE)
     target = torch.empty_like(source)
@@ -160,10 +160,10 @@ def measure_ceilings(
         "sum": lambda: keys.view(torch.float32).sum(),
     }
     for size in sizes:
-        steps[f"product {size}"] = partial(torch.matmul, *_factors(size))
+        steps[f"product {size}"] = partial(torch.matmul, *_draw_matrices(size))
     times, _ = take_turns({name: [step] for name, step in steps.items()}, rounds)
     seconds = {name: statistics.median(values) / 1000 for name, values in times.items()}
-    device.release()
+    torch.cuda.empty_cache()
     return {
         "copy_bytes": 2 * source.nbytes / seconds["copy"],
         "read_bytes": keys.nbytes / min(seconds["largest"], seconds["sum"]),
@@ -171,27 +171,27 @@ def measure_ceilings(
     }
 
 
-def _factors(size: int) -> tuple[Tensor, Tensor]:
+def _draw_matrices(size: int) -> tuple[Tensor, Tensor]:
     a, b = (torch.randn(size, size, device=device.DEVICE, dtype=torch.bfloat16) for _ in range(2))
     return a, b
 
 
-def share_of_ceiling(
-    point: BenchPoint, share: float, cell: Mapping[str, Any], kind: str | None, ceilings: Mapping[str, float]
+def compute_share_of_ceiling(
+    workload: Workload, share: float, cell: Mapping[str, Any], kind: str | None, ceilings: Mapping[str, float]
 ) -> float | None:
-    """How much of what the device can do a peer's time comes to; None where that is not defined.
+    """A peer's rate as a share of the device's ceiling; None if undefined.
 
-    Decoding: bytes of keys and values, all of them, over the reading ceiling. Else: the products that the peer's
-    function needs at this share of empty tiles (cost model) over the best matrix product's rate.
+    Decoding: all bytes of keys and values, relative to the reading ceiling. Otherwise: the products that the peer's
+    function needs at this share of empty tiles (cost model), relative to the best matrix product.
     """
     if "milliseconds" not in cell:
         return None
     seconds = cell["milliseconds"]["median"] / 1000
-    if point.operation == DECODE:
-        size = 2 * 2 * point.batch * point.kv_heads * point.length * point.width
+    if workload.operation == DECODE:
+        size = 2 * 2 * workload.batch * workload.kv_heads * workload.length * workload.width
         return size / seconds / ceilings["read_bytes"]
     if kind is None:
         return None
-    entries = point.batch * point.heads * point.length * (point.length + 1) / 2
-    products = compiled.count_products(point.operation, kind, 1 - share)
-    return products * 2 * point.width * entries / seconds / 1e12 / ceilings["product_tflops"]
+    entries = workload.batch * workload.heads * workload.length * (workload.length + 1) / 2
+    products = compiled.count_products(workload.operation, kind, 1 - share)
+    return products * 2 * workload.width * entries / seconds / 1e12 / ceilings["product_tflops"]

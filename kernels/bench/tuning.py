@@ -1,6 +1,6 @@
-"""Block sizes timed anew at every point, and which were chosen.
+"""Tune block sizes again at every workload, and report the choices.
 
-Triton keeps what its tuner chose by size, in memory and on disk: the first share of empty tiles would choose for all.
+Triton caches its tuner's choice by size, in memory and on disk: the first share of empty tiles would decide for all.
 """
 
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from triton.runtime.autotuner import Autotuner
 from flash_lazy.fused import configurations
 
 _forgotten: list[Autotuner] = []
-"""Tuners that have run since `forget`, and so forgot what they knew before."""
+"""Tuners that have run, with a cleared cache, since `forget`."""
 _running: list[Autotuner] = []
 """Tuners that have run since `watch`."""
 _run = Autotuner.run
 
 
 def install() -> None:
-    """From now on in this process, tuners choose anew after each `forget`; compiled kernels still come from disk."""
+    """Make the tuners of this process tune again after each `forget`; compiled kernels still come from disk."""
     patch.object(Autotuner, "run", _run_anew).start()
 
 
@@ -36,24 +36,24 @@ def _run_anew(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
 
 
 def forget() -> None:
-    """The next call of each kernel times its configurations again."""
+    """Make each kernel time its configurations again at its next call."""
     _forgotten.clear()
 
 
 def watch() -> None:
-    """From now on, what runs is somebody else's."""
+    """Start to collect the tuners for `list_chosen_blocks`."""
     _running.clear()
 
 
 def list_chosen_blocks() -> dict[str, dict[str, Any]]:
-    """By kernel that has run since `watch`: the best configuration, and every one's milliseconds.
+    """Best configuration, and the milliseconds of all, of every kernel that has run since `watch`.
 
-    None is the time of a configuration that does not fit into the device.
+    The time of a configuration that does not fit into the device is None.
     """
     found = {}
     for tuner in _running:
         times = {_format_config(config): times[0] for config, times in getattr(tuner, "configs_timings", {}).items()}
-        if times:  # else there was nothing to choose
+        if times:  # otherwise there was only one configuration
             finite = {text: time if time < float("inf") else None for text, time in times.items()}
             best = min(times, key=times.__getitem__)
             found[tuner.base_fn.__name__.removesuffix("_kernel")] = {"blocks": best, "milliseconds": finite}
@@ -67,12 +67,12 @@ def _format_config(config: Config) -> str:
 
 @contextmanager
 def use_choice(index: int) -> Iterator[None]:
-    """Inside, every kernel takes one of its list (the index counts round and round), and nothing is timed."""
-    given = configurations.choices
+    """Inside, every kernel uses configuration `index` of its list (modulo its length), without tuning."""
+    list_choices = configurations.list_choices
 
-    def one(*arguments: Any) -> list[configurations.Blocks]:
-        blocks = given(*arguments)
+    def rotate_choices(*arguments: Any) -> list[configurations.Blocks]:
+        blocks = list_choices(*arguments)
         return blocks[index % len(blocks) :] + blocks[: index % len(blocks)]
 
-    with patch.multiple(configurations, AUTOTUNE=False, choices=one):
+    with patch.multiple(configurations, AUTOTUNE=False, list_choices=rotate_choices):
         yield

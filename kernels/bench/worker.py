@@ -1,6 +1,6 @@
-"""A process that runs functions for this one, and is replaced when a function ends it, hangs or ruins its CUDA context.
+"""Worker process for GPU code, replaced when a function crashes it, hangs or breaks its CUDA context.
 
-Processes come from a server that has imported torch and touches no GPU, so a new one costs no import.
+Processes are forked from a server that has imported torch and never touches the GPU, so that a new one imports nothing.
 """
 
 import faulthandler
@@ -23,27 +23,27 @@ from bench import device
 _CONTEXT = get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["bench.timing"])
 _parent: Connection | None = None
-_patience = 0.0
+_timeout = 0.0
 
 
 class TaskOutcome(NamedTuple):
-    """What came of a function."""
+    """Result of a task."""
 
     value: Any = None
     failed: str | None = None
-    """Why there is no value, in one line."""
+    """Why there is no value, on one line."""
     doing: str | None = None
-    """What the function last said that it does (`doing`)."""
+    """The task's last call of `announce`."""
     ended: bool = False
-    """Whether the process is gone: it died, was killed for taking too long, or its CUDA context was useless."""
+    """Whether the process has ended: it died, exceeded its time, or broke its CUDA context."""
     late: bool = False
-    """Whether it was killed for taking too long."""
+    """Whether it was killed because of a timeout."""
 
 
 class GpuWorker:
-    """Starts its process at the first call of `run`, and a new one where the last is gone.
+    """Starts its process at the first `run`, and a new one if the last has ended.
 
-    setup is called first in every process. What a process prints is appended to the file `log`, or is dropped.
+    setup: called first in every process. Output is appended to the file `log`, or dropped.
     """
 
     def __init__(self, setup: Callable[[], None], log: Path | None = None) -> None:
@@ -53,20 +53,22 @@ class GpuWorker:
     def __enter__(self) -> "GpuWorker":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.end()
 
     def run(self, task: Callable[[], Any], seconds: float, silent: float = float("inf")) -> TaskOutcome:
-        """task: picklable, as its result.
+        """Run a task; it and its result must be picklable.
 
-        The process is killed after `seconds`, its start included, or after `silent` seconds without a word of `doing`.
+        The process is killed after `seconds`, including its start, or after `silent` seconds without `announce`.
         """
-        until, patience = time.monotonic() + seconds, min(seconds, silent)
+        deadline, timeout = time.monotonic() + seconds, min(seconds, silent)
         process, connection = self._live = self._live or self._start()
-        with suppress(BrokenPipeError):  # the process died since its last task: the loop says so
-            connection.send((task, patience))
+        with suppress(BrokenPipeError):  # the process died since its last task: the loop reports it
+            connection.send((task, timeout))
         doing = None
-        while ready := wait([connection, process.sentinel], min(silent, max(0.0, until - time.monotonic()))):
+        while ready := wait([connection, process.sentinel], min(silent, max(0.0, deadline - time.monotonic()))):
             if connection not in ready:
                 break
             try:
@@ -82,7 +84,7 @@ class GpuWorker:
             process.join()
             failed = f"the process died with status {process.exitcode}"
         else:
-            failed = f"took longer than {patience:.0f} s and was killed"
+            failed = f"took longer than {timeout:.0f} s and was killed"
         self.end()
         return TaskOutcome(None, failed, doing, ended=True, late=not ready)
 
@@ -94,7 +96,7 @@ class GpuWorker:
         return process, ours
 
     def end(self) -> None:
-        """Ends the process, if there is one, and the CUDA context with it."""
+        """Kill the process, if any, and with it its CUDA context."""
         if self._live is not None:
             process, connection = self._live
             process.kill()
@@ -103,20 +105,20 @@ class GpuWorker:
             self._live = None
 
 
-def announce(what: str) -> None:
-    """Lets the process that asked know what is done now, so that it knows what was when this one ends."""
+def announce(activity: str) -> None:
+    """Report the current activity to the parent, which names it if this process ends."""
     if _parent is not None:
-        _parent.send(what)
+        _parent.send(activity)
         _trace_hang()
 
 
 def _trace_hang() -> None:
-    """A while before the other process loses patience, the log is to show where this one is."""
-    faulthandler.dump_traceback_later(0.9 * _patience)
+    """Log a traceback shortly before the parent's timeout."""
+    faulthandler.dump_traceback_later(0.9 * _timeout)
 
 
 def format_reason(error: Exception) -> str:
-    """An exception in one line."""
+    """Format an exception as one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200] if lines else 'without a message'}"
 
@@ -128,9 +130,9 @@ def run_in_parallel(
     setup: Callable[[], None],
     log: Path | None = None,
 ) -> Iterator[tuple[Any, TaskOutcome]]:
-    """The outcomes of tasks by their keys, as they come, from at most `count` workers.
+    """Yields the outcomes of tasks with their keys, as they finish, from at most `count` workers.
 
-    seconds: asked when a task starts, as all of them start late where there are many.
+    seconds: returns a task's timeout, and is called when the task starts.
     """
     workers = [GpuWorker(setup, log) for _ in range(min(count, len(tasks)))]
     idle: SimpleQueue[GpuWorker] = SimpleQueue()
@@ -148,15 +150,15 @@ def run_in_parallel(
     try:
         for done in as_completed([pool.submit(run, key) for key in tasks]):
             yield done.result()
-    finally:  # an interrupt waits for none of them
+    finally:  # do not wait for them after an interrupt
         pool.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
             worker.end()
 
 
 def _serve(connection: Connection, setup: Callable[[], None], log: Path | None) -> None:
-    """The worker's side: it runs what it is sent until its CUDA context is broken or it is killed."""
-    global _parent, _patience
+    """Main loop of a worker: run tasks until killed."""
+    global _parent, _timeout
     _parent = connection
     threading.Thread(target=_end_with_parent, daemon=True).start()
     output = os.open(os.devnull if log is None else log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -165,7 +167,7 @@ def _serve(connection: Connection, setup: Callable[[], None], log: Path | None) 
     faulthandler.enable()
     setup()
     while True:
-        task, _patience = connection.recv()
+        task, _timeout = connection.recv()
         _trace_hang()
         try:
             outcome = TaskOutcome(task())

@@ -1,6 +1,6 @@
-"""Data sources: each is a frozen config in a file of its own, whose `load()` gives the sequences of a run.
+"""Data sources: each file holds one frozen config whose `load()` returns the sequences of a run.
 
-Only their contract is imported here: it needs torch alone, the sources need more.
+This package imports only their shared interface, which needs nothing but torch; the sources need more.
 """
 
 from lit_lazy.data.base import IGNORED, Batch, DataConfig, DataSource, TokenDataset, fingerprint

@@ -1,4 +1,4 @@
-"""What every data source offers: a config that loads, and the sequences it loads."""
+"""Interface of the data sources: a config, and the sequences that it loads."""
 
 import dataclasses
 import hashlib
@@ -19,66 +19,67 @@ if TYPE_CHECKING:
 
 Batch = dict[str, Tensor]
 IGNORED = -100
-"""A target where nothing is to be predicted: it counts in no loss."""
+"""Target value excluded from every loss."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What is known of a source's sequences without making them."""
+    """Facts about a source's sequences that are known without generating them."""
 
     name: str
     vocab_size: int
     context_length: int
     sequences: int | None
-    """To train on; None where nobody has counted them yet."""
+    """Number of training sequences; None if not yet counted."""
     document_mask: bool = False
-    """Whether attention is kept within documents."""
+    """Whether attention is restricted to documents."""
 
 
 class DataConfig(ABC):
-    """A data source's options. Leaves are frozen dataclasses; a field's docstring is its help on the command line."""
+    """Options of a data source. Subclasses are frozen dataclasses; a field's docstring is its command-line help."""
 
     @abstractmethod
     def load(self) -> "DataSource":
-        """The source's sequences, built once per process: equal configs give the same object."""
+        """Sequences of the source, built once per process: equal configs return the same object."""
 
     def outline(self) -> Outline:
-        """What a plan has to know; what costs much to make is not made for it."""
+        """Facts that a plan needs. Subclasses whose sequences are expensive to load override this."""
         return self.load().outline
 
     def at_length(self, length: int) -> "DataConfig":
-        """The same data in sequences of another length, to measure with. Raises ValueError where there are none."""
+        """The same data in sequences of another length, for measurements. Raises ValueError if the length is fixed."""
         fields = {field.name for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         if "context_length" not in fields:
-            raise ValueError(f"{type(self).__name__} has no context_length to change; leave other lengths out")
-        # Generated data make as many training sequences as they are told, and none is looked at.
+            raise ValueError(f"{type(self).__name__} has no context_length to change; measure only at its own length")
+        # Measurements read no training sequences, so synthetic tasks generate only one.
         fewest = {name: 1 for name in ("train_sequences",) if name in fields}
         return dataclasses.replace(self, context_length=length, **fewest)  # type: ignore[type-var]
 
     def tokenise(self, processes: int | None = None) -> Path | None:  # noqa: ARG002
-        """The folder that keeps its tokens, made where it is missing; None for sources that keep none.
+        """Folder of the cached tokens, created if missing; None for sources without a cache.
 
-        processes: how many tokenise files side by side; None for as many as the files are worth.
+        processes: number of parallel tokenising processes; None chooses it by the files' size.
         """
         return None
 
     def load_tokenizer(self) -> "Tokenizer | None":
-        """What turns text into its tokens and back, without loading the text; None where tokens stand for no text."""
+        """Tokeniser of the source, without loading its text; None if its tokens do not represent text."""
         return None
 
 
 class TokenDataset(Dataset[Batch]):
-    """Next-token sequences, with what is known about each of their positions.
+    """Next-token sequences with facts about each position.
 
-    `sequences` is an integer `[N, L + 1]` of any width; an item is `tokens` (all but the last) and `targets` (all but
-    the first), int64 `[L]`, together with the item's row of every tensor `[N, L]` in `positions`.
-    `__getitems__` gives the whole batch, `[B, L]`, at once: use a DataLoader with an identity `collate_fn`.
+    `sequences` is an integer tensor `[N, L + 1]` of any width. An item holds `tokens` (all but the last) and `targets`
+    (all but the first), int64 `[L]`, and the item's row of every tensor `[N, L]` in `positions`.
+    `__getitems__` returns a complete batch `[B, L]`: use a DataLoader with an identity `collate_fn`.
     """
 
     def __init__(self, sequences: Tensor, positions: Batch | None = None, targets: Tensor | None = None):
-        """targets: integer `[N, L]`, what is to be predicted in place of the next tokens, or `IGNORED`.
+        """targets: integer `[N, L]`, predicted instead of the next tokens; `IGNORED` where nothing is.
 
-        As many in each sequence are not ignored, so that the mean of parts of a batch is that of the batch.
+        Every sequence must have the same number of predicted targets, so that the mean loss over the parts of a batch
+        equals that of the batch.
         """
         self.sequences = sequences
         self.positions = positions or {}
@@ -96,18 +97,18 @@ class TokenDataset(Dataset[Batch]):
     def _batch(self, index: int | list[int]) -> Batch:
         sequences = self.sequences[index].long()
         targets = sequences[..., 1:] if self.targets is None else self.targets[index].long()
-        known = {name: values[index] for name, values in self.positions.items()}
-        return {"tokens": sequences[..., :-1].contiguous(), "targets": targets.contiguous(), **known}
+        positions = {name: values[index] for name, values in self.positions.items()}
+        return {"tokens": sequences[..., :-1].contiguous(), "targets": targets.contiguous(), **positions}
 
 
 class DocumentDataset(TokenDataset):
-    """Windows of documents laid end to end, with `place` in each item: where its tokens stand in their documents.
+    """Windows of concatenated documents; each item has `place`, the positions of its tokens in their documents.
 
-    `place` is int64 `[L]`, from 0, counted from the document's first token that is in the window.
+    `place` is int64 `[L]`, counted from 0 at the document's first token inside the window.
     """
 
     def __init__(self, sequences: Tensor, starts: "np.ndarray", ends: "np.ndarray") -> None:
-        """starts `[N]`: where each window begins in the text; ends `[documents]`: where each document ends."""
+        """starts `[N]`: offset of each window in the text; ends `[documents]`: offset of each document's end."""
         super().__init__(sequences)
         self.starts, self.ends = starts, ends
 
@@ -120,45 +121,45 @@ class DocumentDataset(TokenDataset):
     def _places(self, start: int, length: int) -> Tensor:
         first, last = self.ends.searchsorted([start, start + length - 1], side="right")
         begins = torch.from_numpy(self.ends[first:last] - start)
-        own = torch.zeros(length, dtype=torch.int64)
-        own[begins] = begins
-        return torch.arange(length) - own.cummax(0).values
+        document_start = torch.zeros(length, dtype=torch.int64)
+        document_start[begins] = begins
+        return torch.arange(length) - document_start.cummax(0).values
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """The loaded sequences of a run, and the facts about them that are logged with it."""
+    """Loaded sequences of a run, and the facts about them that the run logs."""
 
     name: str
     vocab_size: int
-    """Number of token ids, special ones included: what the model's embedding needs."""
+    """Number of token ids, including special ones: the size of the model's embedding."""
     context_length: int
-    """L: the number of tokens, and of targets, in a sequence."""
+    """L: number of tokens, and of targets, per sequence."""
     fingerprint: str
-    """Digest of the training and validation content that is really used; part of a run's key."""
+    """Digest of the training and validation content actually used; part of a run's key."""
     info: dict[str, str | int | float]
     """Sizes, versions, oracle and baseline figures."""
     train: TokenDataset
     validation: TokenDataset
     row_groups: tuple[str, ...] = ()
-    """Names of the batch's bool `[B, L]` masks that sort the query rows into groups worth measuring apart.
+    """Names of the batch's bool `[B, L]` masks of query rows that are measured separately.
 
-    Of rows whose target is not ignored, where the data know their oracle.
+    If the batch has `oracle_nll`, they select only rows whose target is not ignored.
     """
     row_contrast: tuple[str, str] | None = None
-    """Two of these groups whose masses are worth a difference."""
+    """Two of these groups; the difference of their attention mass is reported."""
     watched_key: int | None = None
-    """Position, from 1, of a key whose weight is worth measuring beside the first one's."""
+    """Position, from 1, of a key whose weight is measured in addition to the first key's."""
 
     @property
     def outline(self) -> Outline:
-        """What a plan has to know."""
+        """Facts that a plan needs."""
         masked = "place" in self.train.__getitems__([0])
         return Outline(self.name, self.vocab_size, self.context_length, len(self.train), masked)
 
 
 def fingerprint(parts: "Sequence[np.ndarray]") -> str:
-    """16 hex digits over the parts' types, shapes and values, and where one ends and the next begins."""
+    """Digest, 16 hex digits, of the arrays' types, shapes and values, and of the split into arrays."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(f"{part.dtype.str}{part.shape}".encode())

@@ -1,4 +1,4 @@
-"""Batches of a data source for training and validation."""
+"""Data loaders for training and validation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,16 +12,16 @@ from lit_lazy.data.sampler import Portion, StepBatchSampler
 def train_loader(
     source: DataSource, batch_size: int, seed: int, start_step: Callable[[], int], share: Portion | None = None
 ) -> DataLoader[Batch]:
-    """Batches whose content is a function of (seed, step), or a device's share of them.
+    """Training batches as a function of (seed, step), or one device's share of each.
 
-    start_step: asked when the first batch is.
+    start_step: called when iteration starts.
     """
     sampler = StepBatchSampler(len(source.train), batch_size, seed, start_step, share)
     return DataLoader(source.train, batch_sampler=sampler, collate_fn=_identity)
 
 
 def validation_loader(source: DataSource, batch_size: int) -> DataLoader[Batch]:
-    """The whole validation set in order."""
+    """The complete validation set in order."""
     return DataLoader(source.validation, batch_size=batch_size, collate_fn=_identity)
 
 

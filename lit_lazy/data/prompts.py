@@ -1,4 +1,4 @@
-"""The tokens of what a user types, for a model that was trained on some data."""
+"""Encode prompts for a trained model, and decode its tokens."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -9,53 +9,53 @@ from lit_lazy.support.errors import describe_exception
 
 
 class Prompts:
-    """Text, or for data without one numbers between blanks, as tokens of a model, and back."""
+    """Converts prompts to tokens and tokens to text; data without text uses token numbers separated by spaces."""
 
     def __init__(self, data: DataConfig, vocab_size: int) -> None:
-        """Raises ValueError, in one line, where the data's tokenizer cannot be had, or is not that of the model."""
+        """Raises a one-line ValueError if the data's tokeniser cannot be loaded or does not match the model."""
         self.name, self.vocab_size = type(data).__name__, vocab_size
         try:
             self.tokenizer: Tokenizer | None = data.load_tokenizer()
         except ValueError:
             raise
-        except Exception as error:  # of a user's own class
-            raise ValueError(f"data={self.name}: load_tokenizer() fails: {describe_exception(error)}") from error
+        except Exception as error:  # from a custom data class
+            raise ValueError(f"data={self.name}: load_tokenizer() failed: {describe_exception(error)}") from error
         size = vocab_size if self.tokenizer is None else self.tokenizer.vocab_size
-        wanted = f"the model reads {vocab_size} tokens; give it the tokenizer of its training"
-        require(size == vocab_size, f"data={self.name}: tokens of its tokenizer", size, wanted)
+        fix = f"the model has {vocab_size} token ids; use the tokenizer it was trained with"
+        require(size == vocab_size, f"data={self.name}: vocabulary size of the tokenizer", size, fix)
 
     @property
     def end(self) -> int | None:
-        """The token behind every document, where there is one."""
+        """Token after every document; None without a tokeniser."""
         return None if self.tokenizer is None else self.tokenizer.separator
 
     @property
     def begin(self) -> int | None:
-        """The token before every document, where there is one."""
+        """Token before every document, or None."""
         return None if self.tokenizer is None else self.tokenizer.begin
 
     def encode(self, option: str, text: bytes) -> list[int]:
-        """At least one token; where a text is empty, the one that ends the document before.
+        """Tokens of a prompt; for an empty one, the separator that ends the previous document.
 
-        Raises ValueError, in one line that names the option, for what cannot be read.
+        Raises a one-line ValueError, which names the option, if the prompt cannot be read.
         """
         if self.tokenizer is None:
             return self._parse_numbers(option, text.decode(errors="replace"))
         try:
             return self.tokenizer.encode([text])[0].tolist() or [self.tokenizer.separator]
         except UnicodeDecodeError:
-            raise ValueError(f"{option}: is no UTF-8 text") from None
+            raise ValueError(f"{option}: is not UTF-8; convert it to UTF-8") from None
 
     def _parse_numbers(self, option: str, text: str) -> list[int]:
         words = text.split()
         numbers = [int(word) for word in words if word.isascii() and word.isdecimal() and len(word) < 20]
         if len(numbers) < len(words) or not all(number < self.vocab_size for number in numbers) or not numbers:
             raise ValueError(
-                f"{option}: {self.name} has no text; a prompt is token numbers from 0 to {self.vocab_size - 1} between "
-                "blanks, for example '0 1 2'"
+                f"{option}: {self.name} has no text; give token numbers from 0 to {self.vocab_size - 1} separated by "
+                "spaces, for example '0 1 2'"
             )
         return numbers
 
     def decode(self, ids: Iterable[int], after: Sequence[int]) -> Iterator[str]:
-        """The text of tokens that follow a prompt's, in pieces as they come."""
+        """Text of the tokens that follow the tokens `after`, piece by piece."""
         return (f"{token} " for token in ids) if self.tokenizer is None else self.tokenizer.decode(ids, after)

@@ -11,7 +11,7 @@ from lit_lazy.support.checks import require, require_whole
 
 @dataclass(frozen=True)
 class Portion:
-    """What one of several devices takes of every batch: `parts` of the devices * parts that it is cut into."""
+    """One device's share of every batch: `parts` of the devices * parts into which the batch is split."""
 
     device: int = 0
     devices: int = 1
@@ -19,23 +19,23 @@ class Portion:
 
     @property
     def n(self) -> int:
-        """Parts of a batch."""
+        """Number of parts in a batch."""
         return self.devices * self.parts
 
     @property
     def own(self) -> range:
-        """Those of this device, in the order in which it takes them."""
+        """Indices of this device's parts, in the order in which it processes them."""
         return range(self.device, self.n, self.devices)
 
 
 class StepBatchSampler(Sampler[list[int]]):
-    """Endless batches of item indices, where batch number s is a function of (seed, s) alone.
+    """Endless batches of item indices; batch s is a function of (seed, s) only.
 
-    The items come in passes: each pass is a permutation drawn from (seed, pass number), and the batches are slices of
-    the passes laid end to end, so every item is seen once per pass and a batch may straddle two of them.
-    Iteration begins at the batch `start_step()` names when the iterator is made: give it the trainer's global step,
-    and a run resumed in the middle of a pass sees exactly what it would have seen.
-    A share of each batch may be asked for, in parts of one size, one after the other.
+    Each pass over the items is a permutation drawn from (seed, pass number). Batches are slices of the concatenated
+    passes: every item occurs once per pass, and a batch may span two passes.
+    Iteration starts at batch `start_step()`, read when the iterator is created. With the trainer's global step, a run
+    resumed in the middle of a pass sees exactly the batches it would have seen.
+    With `share`, iteration yields that device's parts of each batch, all of one size, one after the other.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class StepBatchSampler(Sampler[list[int]]):
         require_whole("n_items", n_items, 1)
         require_whole("batch_size", batch_size, 1)
         require_whole("seed", seed, 0)
-        require(batch_size <= n_items, "batch_size", batch_size, f"must not exceed the {n_items} items there are")
+        require(batch_size <= n_items, "batch_size", batch_size, f"must not exceed the {n_items} items")
         self.n_items = n_items
         self.batch_size = batch_size
         self.seed = seed
@@ -53,7 +53,7 @@ class StepBatchSampler(Sampler[list[int]]):
         require(batch_size % self.share.n == 0, "batch_size", batch_size, f"must be a multiple of {self.share.n} parts")
 
     def __iter__(self) -> Iterator[list[int]]:
-        step = self.start_step()  # now, not when a lazy generator is first asked
+        step = self.start_step()  # here, because a generator would read it only at its first batch
         require_whole("start_step", step, 0)
         return self._batches(step)
 
@@ -70,11 +70,11 @@ class StepBatchSampler(Sampler[list[int]]):
             yield from (batch[part :: self.share.n].tolist() for part in self.share.own)
 
     def _draw_order(self, number: int) -> np.ndarray:
-        """The order of the items in one pass, `[n_items]`."""
+        """Order of the items in pass `number`, `[n_items]`."""
         source = np.random.SeedSequence(self.seed, spawn_key=(number,))
         return np.random.default_rng(source).permutation(self.n_items)
 
 
 def pick_evenly(n: int, k: int) -> np.ndarray:
-    """k of the numbers 0 .. n - 1, k <= n, evenly spread."""
+    """k evenly spaced numbers from 0 .. n - 1, for k <= n."""
     return np.arange(k) * n // k

@@ -1,4 +1,4 @@
-"""The sources of the running Python's standard library: real text on every machine that can run this project."""
+"""Source code of the running Python's standard library: real text on every machine that runs this project."""
 
 import functools
 import hashlib
@@ -13,73 +13,74 @@ import torch
 
 from lit_lazy.data.base import DataConfig, DataSource, TokenDataset, fingerprint
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer
+from lit_lazy.data.sampler import pick_evenly
 from lit_lazy.data.trigram import ByteTrigram, trigrams
 from lit_lazy.support.checks import require_whole
 
-# Tests, installed packages, and two generated parts: the character tables, so alike that a split by file would leak
-# them, and the manual as one string literal, which would be half of the validation text.
+# Tests, installed packages, and two generated parts: the character tables, so similar that a split by file would leak
+# them into validation, and the manual as one string literal, which would be half of the validation text.
 SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 )
-# Written when Python is built, with the paths of the machine that built it.
+# Written when Python is built; they contain paths of the build machine.
 BUILD_PREFIXES = ("config-", "_sysconfigdata")
 VALIDATION_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class Stdlib(DataConfig):
-    """Byte-level text: the .py files of the running Python's standard library, tests and generated files left out.
+    """Byte-level text: the .py files of the running Python's standard library, without tests and generated files.
 
-    Tokens are bytes, so `DataSource.vocab_size` is 256. A hash of its path puts a file into training or, one in ten,
-    into validation; the files of either are joined by a NUL byte and cut into windows that do not overlap.
+    Tokens are bytes, so `DataSource.vocab_size` is 256. A hash of its path assigns a file to training or, one in ten,
+    to validation. The files of each part are joined by a NUL byte and cut into windows that do not overlap.
     """
 
     context_length: int = 256
-    """Tokens (bytes) in a window."""
+    """Tokens (bytes) per window."""
     validation_windows: int = 256
-    """Validation windows, spread evenly over the validation text."""
+    """Number of validation windows, evenly spread over the validation text."""
     bos: bool = False
-    """Begin every window with a token that says so: NUL, which is in the text between two files alone."""
+    """Begin every window with a BOS token: NUL, which otherwise occurs only between two files."""
 
     def __post_init__(self) -> None:
         require_whole("data.context_length", self.context_length, 2)
         require_whole("data.validation_windows", self.validation_windows, 1)
 
     def load(self) -> DataSource:
-        return _load(self)
+        return _build_source(self)
 
     def load_tokenizer(self) -> ByteTokenizer:
         return ByteTokenizer()
 
 
 @functools.cache
-def _load(config: Stdlib) -> DataSource:
+def _build_source(config: Stdlib) -> DataSource:
     return load_folder(config, Path(sysconfig.get_path("stdlib")))
 
 
 def load_folder(config: Stdlib, root: Path) -> DataSource:
-    """The source made of the .py files under `root`.
+    """Data source of the .py files under `root`.
 
-    Raises ValueError when there are none, when one holds a NUL byte, or when they are too few for the windows.
+    Raises ValueError if there are none, if one contains a NUL byte, or if they are too few for the windows.
     """
     files = read_sources(root)
     held_out = {path for path in files if is_validation(path)}
-    train = join([text for path, text in files.items() if path not in held_out])
-    validation = join([text for path, text in files.items() if path in held_out])
-    windows = cut_behind_bos if config.bos else cut
-    train_windows = windows(train, config.context_length)
-    validation_windows = windows(validation, config.context_length)
+    train = join_files([text for path, text in files.items() if path not in held_out])
+    validation = join_files([text for path, text in files.items() if path in held_out])
+    cut = cut_windows_with_bos if config.bos else cut_windows
+    train_windows, validation_windows = cut(train, config.context_length), cut(validation, config.context_length)
     if len(train_windows) == 0:
         raise ValueError(
             f"data.context_length={config.context_length}: the training text under {str(root)!r} "
-            f"has {len(train)} bytes; choose a smaller one"
+            f"has {len(train)} bytes; choose a smaller length"
         )
     if len(validation_windows) < config.validation_windows:
         raise ValueError(
-            f"data.validation_windows={config.validation_windows}: the validation text under {str(root)!r} holds "
-            f"{len(validation_windows)} windows of context_length={config.context_length}; choose fewer or shorter ones"
+            f"data.validation_windows={config.validation_windows}: the validation text under {str(root)!r} has "
+            f"{len(validation_windows)} windows of data.context_length={config.context_length}; choose fewer or "
+            "shorter ones"
         )
-    chosen = np.arange(config.validation_windows) * len(validation_windows) // config.validation_windows
+    chosen = pick_evenly(len(validation_windows), config.validation_windows)
     first_target = 0 if config.bos else 1
     targets = chosen[:, None] * config.context_length + np.arange(config.context_length) + first_target
     probability = ByteTrigram(train).probability(trigrams(validation)[targets.ravel()])
@@ -87,7 +88,7 @@ def load_folder(config: Stdlib, root: Path) -> DataSource:
         name="stdlib",
         vocab_size=256,
         context_length=config.context_length,
-        # The version is part of it, so that a table never mixes interpreters.
+        # With the version, so that a table never mixes Python versions.
         fingerprint=f"python-{platform.python_version()}-{fingerprint([train, validation])}",
         info={
             "python_version": platform.python_version(),
@@ -96,7 +97,7 @@ def load_folder(config: Stdlib, root: Path) -> DataSource:
             "validation_files": len(held_out),
             "train_tokens": len(train_windows) * config.context_length,
             "validation_tokens": config.validation_windows * config.context_length,
-            # On exactly the targets of the validation windows, counts from the training text only.
+            # On the targets of the validation windows; counted on the training text only.
             "trigram_bits_per_byte": float(-np.log2(probability).mean()),
         },
         train=TokenDataset(train_windows),
@@ -105,7 +106,7 @@ def load_folder(config: Stdlib, root: Path) -> DataSource:
 
 
 def read_sources(root: Path) -> dict[str, bytes]:
-    """The .py files under `root` by relative path, in the order of their paths."""
+    """Content of the .py files under `root` by relative path, sorted by path."""
     files = {}
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if is_wanted(name)]
@@ -115,46 +116,44 @@ def read_sources(root: Path) -> dict[str, bytes]:
                 files[path.relative_to(root).as_posix()] = path.read_bytes()
     if not files:
         raise ValueError(
-            f"stdlib={str(root)!r}: no .py file there, as in a zipped or embedded Python; "
-            "use a Python installed with its library's sources"
+            f"stdlib={str(root)!r}: has no .py file, as in a zipped or embedded Python; "
+            "use a Python installation with the sources of its library"
         )
     for path, text in files.items():
         if b"\0" in text:
-            raise ValueError(
-                f"stdlib={str(root / path)!r}: holds a NUL byte, which separates the files; repair the file"
-            )
+            raise ValueError(f"stdlib={str(root / path)!r}: contains a NUL byte, the separator of files; remove it")
     return dict(sorted(files.items()))
 
 
 def is_wanted(name: str) -> bool:
-    """Whether a file or folder of this name belongs to the text."""
+    """Whether a file or folder with this name is part of the text."""
     return name not in SKIPPED_FOLDERS and not name.startswith(BUILD_PREFIXES)
 
 
 def is_validation(path: str) -> bool:
-    """Whether the file of this relative path is held out: decided by its path alone, alike on every machine."""
+    """Whether the file is held out: depends only on its relative path, so every machine agrees."""
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8]) < VALIDATION_SHARE * 2**64
 
 
-def join(texts: list[bytes]) -> np.ndarray:
-    """The texts with one NUL byte between them, uint8 `[n]`."""
+def join_files(texts: list[bytes]) -> np.ndarray:
+    """Texts joined by one NUL byte, uint8 `[n]`."""
     return np.frombuffer(bytearray(b"\0".join(texts)), dtype=np.uint8)
 
 
-def cut(text: np.ndarray, length: int) -> torch.Tensor:
-    """Windows of `length` tokens and their targets, uint8 `[N, length + 1]`: each byte but the first is a target once.
+def cut_windows(text: np.ndarray, length: int) -> torch.Tensor:
+    """Windows of `length` tokens plus the last target, `[N, length + 1]`: each token but the first is a target once.
 
-    What is left over at the end, less than a window, is dropped.
+    An incomplete window at the end is dropped.
     """
     if len(text) <= length:
         return torch.empty(0, length + 1, dtype=torch.uint8)
     return torch.from_numpy(text).unfold(0, length + 1, length)
 
 
-def cut_behind_bos(text: np.ndarray, length: int) -> torch.Tensor:
-    """Windows of NUL, so many bytes less one, and their targets, uint8 `[N, length + 1]`: each byte is a target once.
+def cut_windows_with_bos(text: np.ndarray, length: int) -> torch.Tensor:
+    """Windows of NUL and `length` bytes, the last one only a target, uint8 `[N, length + 1]`: each is a target once.
 
-    What is left over at the end, less than a window, is dropped.
+    An incomplete window at the end is dropped.
     """
     if len(text) < length:
         return torch.empty(0, length + 1, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Your own text, or a dataset of the Hugging Face Hub: tokenised once, kept in a cache, mapped into memory."""
+"""Custom text or a dataset of the Hugging Face Hub: tokenised once, cached, memory-mapped."""
 
 import functools
 import hashlib
@@ -16,13 +16,13 @@ from lit_lazy.data.pipeline.shards import FileJob
 from lit_lazy.data.pipeline.tokeniser import BYTES, Tokenizer, TokenizerSpec
 from lit_lazy.data.pipeline.tokens import Corpus, CorpusPlan, cache_folder, make_once, open_corpus, write_corpus
 from lit_lazy.data.sampler import pick_evenly
-from lit_lazy.data.stdlib import cut
+from lit_lazy.data.stdlib import cut_windows
 from lit_lazy.data.trigram import ByteTrigram, trigrams
 from lit_lazy.support.checks import require, require_whole
 
-# Part of a cached corpus's name: raise it when the same documents come to be other tokens.
+# Part of a cached corpus's name: increase it when a change gives the same documents other tokens.
 LAYOUT = 1
-# The trigram is counted on so many training bytes at most: counting needs some 40 bytes of memory for each.
+# Most training bytes on which the trigram is counted: counting takes about 40 bytes of memory for each.
 TRIGRAM_BYTES = 4 * 2**20
 
 
@@ -30,44 +30,44 @@ TRIGRAM_BYTES = 4 * 2**20
 class Text(DataConfig):
     """Text from .txt, .jsonl and .parquet files, or from a dataset of the Hugging Face Hub.
 
-    The documents, each followed by a separator, are laid end to end and cut into windows that do not overlap. Empty
-    documents are left out. A .txt file of up to 64 KiB is one document; a longer one is cut at a blank line after every
-    16 KiB. Documents of more than 16 MiB are refused.
+    The documents, each followed by a separator, are concatenated and cut into windows that do not overlap. Empty
+    documents are skipped. A .txt file of up to 64 KiB is one document; a longer one is split at the first blank line
+    after every 16 KiB. Documents longer than 16 MiB raise an error.
     """
 
     path: str = ""
     """File, folder or glob of .txt, .jsonl, .json (one object per line) or .parquet files."""
     hub: str = ""
-    """In place of a path: a dataset of the Hugging Face Hub by its name, or a folder laid out like one."""
+    """Instead of a path: name of a Hugging Face Hub dataset, or a folder with the same layout."""
     hub_config: str | None = None
-    """Configuration of the hub dataset; None where it has only one."""
+    """Configuration of the hub dataset; None if it has only one."""
     revision: str | None = None
-    """Commit or branch of the hub dataset; None for the newest when it is first read."""
+    """Commit or branch of the hub dataset; None for the newest at the first read."""
     split: str = "train"
     """Split of the hub dataset to train on."""
     stream: bool = False
-    """Read no more of the hub dataset than max_tokens asks for, instead of downloading it whole."""
+    """Read only as much of the hub dataset as max_tokens needs, instead of downloading all of it."""
     column: str = "text"
-    """Column that holds the text; a .txt file has none."""
+    """Column with the text; ignored for .txt files."""
     tokenizer: str = BYTES
-    """bytes, or a JSON file of the tokenizers library. The separator of bytes is NUL."""
+    """bytes (separator NUL), or a JSON file of the tokenizers library."""
     end_of_text: str | None = None
-    """Token of the tokenizers file that ends a document; None for its <|endoftext|>, </s> or the like."""
+    """Token of the tokenizers file after every document; None for its <|endoftext|>, </s> or similar."""
     begin_of_text: str | None = None
-    """Token of the tokenizers file that begins every document, such as <s>; None for none."""
+    """Token of the tokenizers file before every document, such as <s>; None for none."""
     document_mask: bool = False
-    """Keep attention within documents, and count positions from the first token of each that is in the window. The loss
-    counts the same targets, the first token of a document included: it is predicted from the separator before it."""
+    """Restrict attention to documents, and count positions from each document's first token in the window. The loss
+    still includes every target, also a document's first token, which is predicted from the separator before it."""
     context_length: int = 256
-    """Tokens in a window."""
+    """Tokens per window."""
     max_tokens: int | None = None
-    """Tokens to train on at most (and to validate on, where `validation` is given); None for all."""
+    """Maximum number of training tokens, and of validation tokens if `validation` is set; None for all."""
     validation: str = ""
-    """Text to validate on: a path, or a split of the hub dataset. Empty for a share of the documents."""
+    """Validation text: a path, or a split of the hub dataset. Empty to hold out a share of the documents."""
     validation_share: float = 0.1
-    """Share of the documents held out, decided by a hash of each one's text, where `validation` is empty."""
+    """Share of the documents held out, selected by a hash of their text, if `validation` is empty."""
     validation_windows: int = 256
-    """Validation windows, spread evenly over the validation text."""
+    """Number of validation windows, evenly spread over the validation text."""
 
     def __post_init__(self) -> None:
         require_whole("data.context_length", self.context_length, 2)
@@ -75,21 +75,16 @@ class Text(DataConfig):
         require(0 < self.validation_share < 1, "data.validation_share", self.validation_share, "must be in (0, 1)")
         if self.max_tokens is not None:
             require_whole("data.max_tokens", self.max_tokens, self.context_length)
-        require(not (self.path and self.hub), "data.hub", self.hub, f"leave it or data.path={self.path!r} out")
-        require(not self.stream or bool(self.hub), "data.stream", self.stream, "only with data.hub; files are streamed")
-        require(
-            not self.stream or self.max_tokens is not None,
-            "data.stream",
-            self.stream,
-            "say how much by data.max_tokens",
-        )
+        require(not (self.path and self.hub), "data.hub", self.hub, f"excludes data.path={self.path!r}; give one")
+        require(not self.stream or bool(self.hub), "data.stream", self.stream, "needs data.hub; files are streamed")
+        require(not self.stream or self.max_tokens is not None, "data.stream", self.stream, "needs data.max_tokens")
         byte_tokens = self.tokenizer == BYTES
         for name in ("begin_of_text", "end_of_text"):
             value = getattr(self, name)
-            require(not (byte_tokens and value), f"data.{name}", value, "bytes have no such token")
+            require(not (byte_tokens and value), f"data.{name}", value, "needs a data.tokenizer file; bytes have none")
 
     def load(self) -> DataSource:
-        return _load(self, self.tokenise())
+        return _build_source(self, self.tokenise())
 
     def outline(self) -> Outline:
         if self._folder(*self._sources()).exists():
@@ -107,14 +102,14 @@ class Text(DataConfig):
         return self._spec.build()
 
     def _sources(self) -> tuple[Files | Hub, Files | Hub | None]:
-        """Where the training text is, and the validation text unless it is a share of that."""
-        require(bool(self.path or self.hub), "data.path", self.path, "name your text, as in --data.path=FILE")
+        """Training text, and validation text unless that is a share of the training text."""
+        require(bool(self.path or self.hub), "data.path", self.path, "give your text, as in --data.path=FILE")
         if self.hub:
             train, validation = (
                 Hub(self.hub, self.hub_config, self.revision, split, self.column, self.stream)
                 for split in (self.split, self.validation)
             )
-            require(self.split != self.validation, "data.validation", self.validation, "is data.split; choose another")
+            require(self.split != self.validation, "data.validation", self.validation, "equals data.split; change one")
             return train, validation if self.validation else None
         train = Files("data.path", self.path, find_files("data.path", self.path), self.column)
         if not self.validation:
@@ -123,14 +118,14 @@ class Text(DataConfig):
             "data.validation", self.validation, find_files("data.validation", self.validation), self.column
         )
         both = sorted(set(train.paths) & set(validation.paths))
-        require(not both, "data.validation", self.validation, f"data.path has the file {[*both, ''][0]!s} as well")
+        require(not both, "data.validation", self.validation, f"data.path too has {[*both, ''][0]!s}; remove one")
         return train, validation
 
     def _folder(self, train: Files | Hub, validation: Files | Hub | None) -> Path:
         return cache_folder() / self._key(train, validation)
 
     def _key(self, train: Files | Hub, validation: Files | Hub | None) -> str:
-        """Names the tokens by all they depend on, without reading the text: its files by size and time of change."""
+        """Digest of all that the tokens depend on; files count by size and modification time, without reading them."""
         parts = {
             "layout": LAYOUT,
             "train": train.read_state(),
@@ -151,7 +146,7 @@ class Text(DataConfig):
         self, folder: Path, train: Files | Hub, validation: Files | Hub | None, processes: int | None
     ) -> None:
         vocab_size = self._spec.build().vocab_size
-        # The first documents are read before anything is created.
+        # Read the first documents before creating anything.
         parts = [require_documents(source) for source in (train, validation) if source]
 
         def fill(partial: Path) -> None:
@@ -166,7 +161,7 @@ class Text(DataConfig):
                 unchanged = self._key(train, validation) == folder.name
             except FileNotFoundError:
                 unchanged = False
-            require(unchanged, train.field, train.given, "was changed while it was read; run again")
+            require(unchanged, train.field, train.given, "changed while it was read; run again")
 
         make_once(folder, fill)
 
@@ -176,27 +171,27 @@ class Text(DataConfig):
 
 
 def require_documents(source: Source) -> Sequence[Source]:
-    """A source's files. Raises ValueError, at once, where they hold no document or the first cannot be read."""
+    """Parts of a source. Raises ValueError if they hold no document or the first one cannot be read."""
     parts = source.split_parts()
     if not any(True for part in parts for _ in part.documents()):
-        raise ValueError(f"{source.field}={source.given!r}: holds no text; give files with text")
+        raise ValueError(f"{source.field}={source.given!r}: contains no text; give files with text")
     return parts
 
 
 @functools.cache
-def _load(config: Text, folder: Path) -> DataSource:
+def _build_source(config: Text, folder: Path) -> DataSource:
     corpus = open_corpus(folder)
     length = config.context_length
-    train, validation = cut(corpus.train, length), cut(corpus.validation, length)
+    train, validation = cut_windows(corpus.train, length), cut_windows(corpus.validation, length)
     if len(train) == 0:
         raise ValueError(
-            f"data.context_length={length}: the training text has {len(corpus.train)} tokens; choose a smaller one"
+            f"data.context_length={length}: the training text has {len(corpus.train)} tokens; choose a smaller length"
         )
     if len(validation) < config.validation_windows:
         raise ValueError(
             f"data.validation_windows={config.validation_windows}: the validation text has {len(corpus.validation)} "
             f"tokens, {len(validation)} windows of data.context_length={length}; choose fewer or shorter windows, a "
-            "greater data.validation_share, or give data.validation"
+            "larger data.validation_share, or set data.validation"
         )
     byte_tokens = config.tokenizer == BYTES
     chosen = pick_evenly(len(validation), config.validation_windows)
@@ -211,30 +206,32 @@ def _load(config: Text, folder: Path) -> DataSource:
             "validation_documents": corpus.validation_documents,
             "train_tokens": len(train) * length,
             "validation_tokens": len(chosen) * length,
-            **({"trigram_bits_per_byte": trigram_bits(train, corpus.validation, chosen)} if byte_tokens else {}),
+            **(
+                {"trigram_bits_per_byte": compute_trigram_bits(train, corpus.validation, chosen)} if byte_tokens else {}
+            ),
         },
-        train=_dataset(config, corpus, "train", train, np.arange(len(train))),
-        validation=_dataset(config, corpus, "validation", validation[chosen], chosen),
+        train=_make_dataset(config, corpus, "train", train, np.arange(len(train))),
+        validation=_make_dataset(config, corpus, "validation", validation[chosen], chosen),
     )
 
 
-def _dataset(config: Text, corpus: Corpus, part: str, windows: torch.Tensor, numbers: np.ndarray) -> TokenDataset:
-    """Some windows `[n, L + 1]` of a part, by their numbers `[n]`."""
+def _make_dataset(config: Text, corpus: Corpus, part: str, windows: torch.Tensor, numbers: np.ndarray) -> TokenDataset:
+    """Dataset of windows `[n, L + 1]`; `numbers` `[n]` are their indices in the part."""
     if not config.document_mask:
         return TokenDataset(windows)
     return DocumentDataset(windows, numbers * config.context_length, corpus.ends(part))
 
 
-def trigram_bits(train: torch.Tensor, validation: np.ndarray, chosen: np.ndarray) -> float:
-    """Bits per byte of the trigram on exactly the targets of the chosen validation windows, as for Stdlib.
+def compute_trigram_bits(train: torch.Tensor, validation: np.ndarray, chosen: np.ndarray) -> float:
+    """Bits per byte of the trigram on the targets of the chosen validation windows, as for Stdlib.
 
-    It is counted on TRIGRAM_BYTES of the training windows `[N, L + 1]`, evenly spread, or on all if they are fewer.
+    It is counted on at most TRIGRAM_BYTES of the training windows `[N, L + 1]`, evenly spread.
     """
     length = train.shape[1] - 1
     counted = train[pick_evenly(len(train), min(len(train), max(1, TRIGRAM_BYTES // length)))][:, :-1]
-    # From two bytes before the first target to the last target; before the text there is a NUL.
-    places = chosen[:, None] * length + np.arange(-1, length + 1)
-    text = np.where(places < 0, 0, validation[places])
+    # From two bytes before the first target to the last target, with NUL before the text.
+    positions = chosen[:, None] * length + np.arange(-1, length + 1)
+    text = np.where(positions < 0, 0, validation[positions])
     windows = trigrams(text.ravel()).reshape(text.shape)[:, 2:]
     probability = ByteTrigram(counted.numpy().ravel()).probability(windows.ravel())
     return float(-np.log2(probability).mean())

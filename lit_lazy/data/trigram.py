@@ -1,4 +1,4 @@
-"""A byte trigram: the baseline that a language model trained on bytes has to beat."""
+"""Byte trigram: the baseline that a byte-level language model has to beat."""
 
 import numpy as np
 
@@ -6,14 +6,14 @@ import numpy as np
 class ByteTrigram:
     """Interpolated Witten-Bell trigram over bytes.
 
-    p_n(c | h) = (N(h c) + T(h) p_{n-1}(c | h')) / (N(h) + T(h)), with h the n - 1 bytes before c, h' the same without
-    its first, N a count in the training text and T(h) the number of distinct bytes seen after h; p_0 = 1/256, and an
-    unseen h leaves p_{n-1} as it is. Witten and Bell 1991 (IEEE Trans. Inf. Theory 37(4), method C), in the
+    p_n(c | h) = (N(h c) + T(h) p_{n-1}(c | h')) / (N(h) + T(h)), where h is the n - 1 bytes before c, h' is h without
+    its first byte, N counts in the training text and T(h) is the number of distinct bytes seen after h. p_0 = 1/256,
+    and p_n = p_{n-1} for an unseen h. Witten and Bell 1991 (IEEE Trans. Inf. Theory 37(4), method C), in the
     interpolated form of Chen and Goodman 1998 (TR-10-98, section 2.5).
     """
 
     def __init__(self, text: np.ndarray):
-        """Count `text`, uint8 `[n]`."""
+        """Count the trigrams of `text`, uint8 `[n]`."""
         windows = trigrams(text)
         # Per order n = 1, 2, 3: N(h c), `[256 ** (n - 1), 256]`; N(h) and T(h), `[256 ** (n - 1)]`.
         self.tables = []
@@ -22,7 +22,7 @@ class ByteTrigram:
             self.tables.append((counts, counts.sum(axis=1), np.count_nonzero(counts, axis=1)))
 
     def probability(self, windows: np.ndarray) -> np.ndarray:
-        """p_3(last byte | first two), float64 `[n]`, for the windows that `trigrams` gives."""
+        """p_3(last byte | first two), float64 `[n]`, for windows from `trigrams`."""
         probability = np.full(len(windows), 1 / 256)
         for order, (counts, totals, kinds) in enumerate(self.tables, start=1):
             history, byte = np.divmod(windows % 256**order, 256)
@@ -33,6 +33,6 @@ class ByteTrigram:
 
 
 def trigrams(text: np.ndarray) -> np.ndarray:
-    """For every byte of `text`, uint8 `[n]`: the two before it (NULs at the start) and itself, as one int64 `[n]`."""
+    """Each byte of `text`, uint8 `[n]`, with the two before it (NUL before the start), as one int64: `[n]`."""
     padded = np.concatenate([np.zeros(2, np.int64), text])
     return (padded[:-2] * 256 + padded[1:-1]) * 256 + padded[2:]

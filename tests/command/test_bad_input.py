@@ -139,7 +139,7 @@ FIELDS = [
     (["--train.batch_size=1000"], "train.batch_size=1000: must not exceed the 256 training sequences"),
     (["--data=Wiki"], "--data='Wiki': unknown; there are Backcopy, "),
     (["--data.context_length=2"], "data.context_length=2: must be a whole number of at least 3"),
-    (["--data=Stdlib", "--data.context_length=100000000"], "bytes; choose a smaller one"),
+    (["--data=Stdlib", "--data.context_length=100000000"], "bytes; choose a smaller length"),
     (["--data=Stdlib", "--data.validation_windows=99999999"], "choose fewer or shorter ones"),
     ([f"{BIAS}=T5Bais"], f"{BIAS}='T5Bais': unknown (did you mean T5Bias?); there are Alibi, "),
     ([f"{BIAS}.n_buckets=8"], f"{BIAS}.n_buckets='8': no such field; it is T5Bias's: add {BIAS}=T5Bias"),

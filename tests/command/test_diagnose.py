@@ -358,7 +358,7 @@ def test_data_without_a_length_to_change(
         OWN_DATA + "from lit_lazy.config.schema import RunConfig\ndef config():\n    return RunConfig(data=Fixed())\n"
     )
     error = refused([str(trained), "--data", str(tmp_path / "fixed.py"), "--lengths", "16,24"], capsys)
-    assert error == "lit-lazy: --lengths 24: Fixed has no context_length to change; leave other lengths out\n"
+    assert error == "lit-lazy: --lengths 24: Fixed has no context_length to change; measure only at its own length\n"
 
 
 OWN_NORMALISER = """

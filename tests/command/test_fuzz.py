@@ -353,7 +353,7 @@ def check(argv: list[str], stage: Path) -> str:
         status, _, err = given_to_main(argv)
     finally:
         torch.set_num_threads(1)
-        for cached in (backcopy._load, text._load):
+        for cached in (backcopy._build_source, text._build_source):
             cached.cache_clear()
     assert status in (None, 0, 1, 2, 130), status
     assert "Traceback" not in err

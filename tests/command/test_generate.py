@@ -188,11 +188,11 @@ WRONG = [
     (["{bytes}", "--prompt-file", "/dev/zero"], "argument --prompt-file: '/dev/zero': no such file"),
     (
         ["{numbers}", "--prompt", "def f("],
-        "--prompt 'def f(': Backcopy has no text; a prompt is token numbers from 0 to 16",
+        "--prompt 'def f(': Backcopy has no text; give token numbers from 0 to 16",
     ),
     (
         ["{numbers}", "--prompt", "3 17"],
-        "--prompt '3 17': Backcopy has no text; a prompt is token numbers from 0 to 16",
+        "--prompt '3 17': Backcopy has no text; give token numbers from 0 to 16",
     ),
     (["{numbers}", "--prompt", ""], "--prompt '': Backcopy has no text"),
     (
@@ -205,10 +205,10 @@ WRONG = [
     ),
     (["{fire}", "--prompt", "1 2", "--tokens", "16"], "--tokens 16: Fire.length=16: cannot serve 17 keys"),
     (["{gone}", "--prompt", "a"], "data.tokenizer='gone.json': is not a JSON file of the tokenizers library"),
-    (["{other}", "--prompt", "a"], "data=Stdlib: tokens of its tokenizer=256: the model reads 17 tokens"),
+    (["{other}", "--prompt", "a"], "data=Stdlib: vocabulary size of the tokenizer=256: the model has 17 token ids"),
     (
         ["{own}", "--prompt", "a", "--import", "{file}"],
-        "data=WithoutItsTokenizer: load_tokenizer() fails: ZeroDivision",
+        "data=WithoutItsTokenizer: load_tokenizer() failed: ZeroDivision",
     ),
     (["none.ckpt", "--prompt", "a"], "checkpoint 'none.ckpt': cannot be read (No such file or directory)"),
     (["{bytes}", "--prompt", "a", "--lengths", "3"], "unknown argument '--lengths'; see `lit-lazy generate --help`"),

@@ -76,8 +76,11 @@ LIMITS = [
     ([*TRAIN, "--runs", "loop/x"], "Too many levels of symbolic links; name another"),
     ([*TRAIN, "--runs", "lost"], "'lost': is a broken link, must be a folder"),
     (["dashboard", "--runs", "loop"], "Too many levels of symbolic links; name another"),
-    ([*TRAIN, "--data=Text", "--data.path=loop"], "data.path='loop': Too many levels of symbolic links; name another"),
-    ([*TRAIN, "--data=Text", f"--data.path={LONG}"], "File name too long; name another"),
+    (
+        [*TRAIN, "--data=Text", "--data.path=loop"],
+        "data.path='loop': Too many levels of symbolic links; choose another path",
+    ),
+    ([*TRAIN, "--data=Text", f"--data.path={LONG}"], "File name too long; choose another path"),
     (
         [*TRAIN, "--data=Text", "--data.path=notes.txt", "--data.tokenizer=fifo"],
         "It is a pipe or a device, and no file",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_lazy.data.backcopy import Backcopy, _load, make_chain
+from lit_lazy.data.backcopy import Backcopy, _build_source, make_chain
 
 CONFIG = Backcopy(train_sequences=20_000, validation_sequences=2_000)
 CORNERS = [
@@ -186,13 +186,13 @@ def test_sequences_without_the_option_are_as_they_were():
     assert Backcopy(train_sequences=50).load().fingerprint == "8588600efacc6cd7"
 
 
-def test_loaded_once():
+def test_build_sourceed_once():
     assert Backcopy(train_sequences=50).load() is Backcopy(train_sequences=50).load()
 
 
 def test_everything_comes_from_the_task_seed():
     config, other = Backcopy(train_sequences=50), Backcopy(train_sequences=50, task_seed=1)
-    first, again = config.load(), _load.__wrapped__(config)
+    first, again = config.load(), _build_source.__wrapped__(config)
     assert first is not again
     assert first.fingerprint == again.fingerprint
     assert torch.equal(first.train.sequences, again.train.sequences)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lit_lazy.data.base import IGNORED
-from lit_lazy.data.distractors import Distractors, _load
+from lit_lazy.data.distractors import Distractors, _build_source
 
 CONFIG = Distractors(train_sequences=2_000, validation_sequences=500)
 CORNERS = [
@@ -73,7 +73,7 @@ def test_neither_key_nor_distance_alone_gives_the_answer():
 def test_everything_comes_from_the_task_seed():
     config, other = (Distractors(train_sequences=20, validation_sequences=20, task_seed=seed) for seed in (0, 1))
     assert config.load() is config.load()
-    assert _load.__wrapped__(config).fingerprint == config.load().fingerprint != other.load().fingerprint
+    assert _build_source.__wrapped__(config).fingerprint == config.load().fingerprint != other.load().fingerprint
     longer = dataclasses.replace(config, train_sequences=30).load()
     assert torch.equal(longer.validation.sequences, config.load().validation.sequences)
     outline = config.outline()
@@ -84,7 +84,7 @@ def test_everything_comes_from_the_task_seed():
     ("options", "message"),
     [
         ({"queries": 2}, "data.queries=2: must be a whole number of at least 4"),
-        ({"queries": 7}, "data.queries=7: must be even: half of them have distractors"),
+        ({"queries": 7}, "data.queries=7: must be even: half of the queries have distractors"),
         ({"lags": 1}, "data.lags=1: must be a whole number of at least 2"),
         ({"keys": 7}, "data.keys=7: must be a whole number of at least 8"),
         ({"values": 1}, "data.values=1: must be a whole number of at least 2"),

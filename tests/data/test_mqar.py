@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lit_lazy.data.base import IGNORED
-from lit_lazy.data.mqar import Mqar, _load, draw_gaps
+from lit_lazy.data.mqar import Mqar, _build_source, draw_gaps
 
 TINY = Mqar(vocab_size=20, context_length=16, pairs=3, train_sequences=300, validation_sequences=40)
 CONFIGS = [
@@ -69,7 +69,7 @@ def test_gaps_are_drawn_one_after_the_other_by_the_power_law(power):
 def test_everything_comes_from_the_task_seed():
     other = dataclasses.replace(TINY, task_seed=1)
     assert TINY.load() is TINY.load()
-    assert _load.__wrapped__(TINY).fingerprint == TINY.load().fingerprint != other.load().fingerprint
+    assert _build_source.__wrapped__(TINY).fingerprint == TINY.load().fingerprint != other.load().fingerprint
     longer = dataclasses.replace(TINY, train_sequences=310).load()
     assert torch.equal(longer.validation.sequences, TINY.load().validation.sequences)
     assert TINY.outline().sequences == 300
@@ -80,7 +80,7 @@ def test_everything_comes_from_the_task_seed():
     [
         ({"pairs": 0}, "data.pairs=0: must be a whole number of at least 1"),
         ({"context_length": 254}, "data.context_length=254: must be a whole number of at least 256"),
-        ({"context_length": 257}, "data.context_length=257: must be even: pairs have two"),
+        ({"context_length": 257}, "data.context_length=257: must be even: a pair has two tokens"),
         ({"vocab_size": 128}, "data.vocab_size=128: must be a whole number of at least 130"),
         ({"power": 0.0}, "data.power=0.0: must be finite and above 0"),
         ({"power": float("nan")}, "data.power=nan: must be finite and above 0"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lit_lazy.data.base import IGNORED
-from lit_lazy.data.recall import Recall, _load
+from lit_lazy.data.recall import Recall, _build_source
 
 CONFIG = Recall(train_sequences=2_000, validation_sequences=500)
 CORNERS = [
@@ -73,7 +73,7 @@ def test_more_pairs_are_the_same_task():
 def test_everything_comes_from_the_task_seed():
     config, other = (Recall(train_sequences=20, validation_sequences=20, task_seed=seed) for seed in (0, 1))
     assert config.load() is config.load()
-    assert _load.__wrapped__(config).fingerprint == config.load().fingerprint != other.load().fingerprint
+    assert _build_source.__wrapped__(config).fingerprint == config.load().fingerprint != other.load().fingerprint
     longer = dataclasses.replace(config, train_sequences=30).load()
     assert torch.equal(longer.validation.sequences, config.load().validation.sequences)
 
@@ -81,7 +81,7 @@ def test_everything_comes_from_the_task_seed():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"queries": 3}, "data.queries=3: must be even: half of them are of absent keys"),
+        ({"queries": 3}, "data.queries=3: must be even: half of the queries ask for absent keys"),
         ({"queries": 0}, "data.queries=0: must be a whole number of at least 2"),
         ({"pairs": 7}, "data.pairs=7: must be a whole number of at least 8"),
         ({"pairs": 65}, "data.keys=72: must be a whole number of at least 73"),

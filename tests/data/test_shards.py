@@ -238,7 +238,7 @@ def test_a_damaged_shard_is_made_again(parts, cache, harm, capfd, monkeypatch):
     assert config.load().fingerprint == KNOWN[0][1]
     assert read == ["0.jsonl", "3.jsonl"]  # the first is looked at before anything is created
     lost = harm.__name__ == "<lambda>" and "json" in str(harm.__code__.co_consts)
-    assert ("is damaged: made again" in capfd.readouterr().err) is not lost
+    assert ("is damaged; tokenising it again" in capfd.readouterr().err) is not lost
 
 
 @pytest.mark.usefixtures("_forks")
@@ -289,7 +289,7 @@ def test_a_worker_that_dies_is_one_line(parts, cache, monkeypatch):
     sources = config._sources()
     monkeypatch.setattr(text, "require_documents", lambda source: source.split_parts())
     monkeypatch.setattr(shards, "encode_documents", die)
-    with pytest.raises(UnfinishedError, match=r"ended \(status 9\); out of memory, most likely: .* fewer --processes"):
+    with pytest.raises(UnfinishedError, match=r"died \(status 9\), probably out of memory; .* fewer --processes"):
         config._tokenise(cache / config._key(*sources), *sources, 2)
     assert not cache.exists()
 
@@ -487,9 +487,7 @@ def test_places_count_within_documents():
 def test_a_corpus_without_ends_is_one_line(parts):
     folder = small(path=str(parts)).tokenise()
     (folder / "train.ends").unlink()
-    with pytest.raises(
-        ValueError, match=r"data\.document_mask=True: .* was made by an earlier version, .* delete that"
-    ):
+    with pytest.raises(ValueError, match=r"data\.document_mask=True: .* is from an earlier version .* delete that"):
         small(path=str(parts), document_mask=True).load()
     assert small(path=str(parts)).load().fingerprint == KNOWN[0][1]
 

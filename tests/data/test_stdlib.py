@@ -140,18 +140,18 @@ def test_fingerprint_follows_the_content_used(library):
 @pytest.mark.parametrize("folder", ["empty", "missing"])
 def test_no_sources(tmp_path, folder):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=rf"stdlib='.*{folder}': no \.py file there"):
+    with pytest.raises(ValueError, match=rf"stdlib='.*{folder}': has no \.py file"):
         load_folder(CONFIG, tmp_path / folder)
 
 
 def test_nul_byte_is_refused(library):
     (library / "top.py").write_bytes(b"x = 1\0")
-    with pytest.raises(ValueError, match=r"top\.py': holds a NUL byte"):
+    with pytest.raises(ValueError, match=r"top\.py': contains a NUL byte"):
         load_folder(CONFIG, library)
 
 
 def test_too_little_text(library):
-    with pytest.raises(ValueError, match=r"data\.validation_windows=100000: .* holds \d+ windows"):
+    with pytest.raises(ValueError, match=r"data\.validation_windows=100000: .* has \d+ windows"):
         load_folder(Stdlib(context_length=16, validation_windows=100_000), library)
     with pytest.raises(ValueError, match=r"data\.context_length=1000000: the training text"):
         load_folder(Stdlib(context_length=1_000_000), library)

@@ -26,7 +26,7 @@ from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.data import text
 from lit_lazy.data.pipeline import documents, tokens
-from lit_lazy.data.text import Text, trigram_bits
+from lit_lazy.data.text import Text, compute_trigram_bits
 from lit_lazy.data.trigram import ByteTrigram, trigrams
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.run import run
@@ -249,7 +249,7 @@ def test_a_long_text_file_is_cut_at_blank_lines_and_loses_nothing(tmp_path):
     found = list(documents.Files("data.path", "", (path,), "text").documents())
     assert b"".join(found) == book
     assert len(found) > 10
-    assert all(piece.endswith(b"\n\n") and len(piece) > documents.PIECE for piece in found[:-1])
+    assert all(piece.endswith(b"\n\n") and len(piece) > documents.MIN_PIECE for piece in found[:-1])
 
 
 @pytest.mark.parametrize("unit", ["é", "注", "😀", "a"])
@@ -262,7 +262,7 @@ def test_a_text_without_blanks_is_cut_between_characters(tmp_path, unit, shift):
     assert len(found) > 1
     for piece in found:
         piece.decode()
-        assert len(piece) <= documents.WHOLE
+        assert len(piece) <= documents.MAX_UNSPLIT
 
 
 def test_max_tokens_ends_the_training_text(corpora):
@@ -325,7 +325,7 @@ def test_trigram_counts_a_bounded_number_of_bytes(corpora, monkeypatch):
     counted = []
     monkeypatch.setattr(text, "TRIGRAM_BYTES", 100 * L)
     monkeypatch.setattr(text, "ByteTrigram", lambda data: counted.append(data) or ByteTrigram(data))
-    assert 1 < trigram_bits(train, validation, np.arange(10)) < 8
+    assert 1 < compute_trigram_bits(train, validation, np.arange(10)) < 8
     assert [data.size for data in counted] == [100 * L]
     assert counted[0][-L:].tobytes() == train[len(train) * 99 // 100, :-1].numpy().tobytes()
 
@@ -336,7 +336,7 @@ def test_trigram_counts_a_bounded_number_of_bytes(corpora, monkeypatch):
 def test_a_second_load_reads_and_tokenises_nothing(corpora, monkeypatch):
     first = small(path=corpora["parquet"]).load()
     assert small(path=corpora["parquet"]).load() is first
-    text._load.cache_clear()  # as in another process
+    text._build_source.cache_clear()  # as in another process
 
     def refuse(*_):
         raise AssertionError("read again")
@@ -448,7 +448,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
 import pathlib, re
 from lit_lazy.data import text
 from lit_lazy.data.text import Text
-text.trigram_bits = lambda *_: 0.0  # its tables, of a constant size, would hide the rest
+text.compute_trigram_bits = lambda *_: 0.0  # its tables, of a constant size, would hide the rest
 def peak(name, **options):
     Text(str(pathlib.Path({str(tmp_path)!r}, name)), **options).load()
     return high_water()
@@ -480,7 +480,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path, cache, monke
         os.utime(path, ns=(1, 1))
 
     monkeypatch.setattr(documents.Files, "documents", read_and_change)
-    with pytest.raises(ValueError, match=r"data\.path='.*mine\.jsonl': was changed while it was read; run again"):
+    with pytest.raises(ValueError, match=r"data\.path='.*mine\.jsonl': changed while it was read; run again"):
         small(path=str(path)).load()
     assert not cache.exists()
 
@@ -504,10 +504,10 @@ def test_a_cache_that_cannot_be_made_is_one_line(corpora, tmp_path, monkeypatch)
 
 def test_damage_is_noticed(corpora, cache):
     small(path=corpora["jsonl"]).load()
-    text._load.cache_clear()
+    text._build_source.cache_clear()
     (path,) = cache.glob("*/train.bin")
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=rf"{path.parent.name} in it is damaged; delete that folder"):
+    with pytest.raises(ValueError, match=rf"its folder {path.parent.name} is damaged; delete it"):
         small(path=corpora["jsonl"]).load()
 
 
@@ -556,8 +556,8 @@ def test_a_stream_is_read_no_further_than_needed(repository):
         ({"hub_config": "wrong"}, "wrong"),
         ({"split": "wrong"}, "wrong"),
         ({"column": "wrong"}, r"data\.column='wrong': .* has only text, id, dump"),
-        ({"column": "score"}, r"data\.column='score': must hold text; .* it is double"),
-        ({"validation": "train"}, r"data\.validation='train': is data\.split"),
+        ({"column": "score"}, r"data\.column='score': has type double in .*; choose a column with text"),
+        ({"validation": "train"}, r"data\.validation='train': equals data\.split"),
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
@@ -632,30 +632,36 @@ def bad(tmp_path_factory: pytest.TempPathFactory, corpora: dict[str, str]) -> Pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"path": "missing.txt"}, r"data\.path='.*missing\.txt': no such file or folder"),
-        ({"path": "none*.txt"}, r"data\.path='.*none\*\.txt': no such file or folder, and no file matches"),
-        ({"path": "folder"}, r"data\.path='.*folder': no \.txt, \.jsonl, \.json, \.parquet file in that folder"),
-        ({"path": "mixed"}, r"data\.path='.*mixed': holds \.jsonl and \.txt files; choose by a glob"),
+        ({"path": "missing.txt"}, r"data\.path='.*missing\.txt': is no file or folder"),
+        ({"path": "none*.txt"}, r"data\.path='.*none\*\.txt': is no file or folder, and as a glob it matches no file"),
+        ({"path": "folder"}, r"data\.path='.*folder': folder has no \.txt, \.jsonl, \.json, \.parquet file"),
+        ({"path": "mixed"}, r"data\.path='.*mixed': has \.jsonl and \.txt files; select one kind"),
         ({"path": "empty.txt"}, r"data\.path='.*empty\.txt': is empty"),
-        ({"path": "blank.jsonl"}, r"data\.path='.*blank\.jsonl': holds no text"),
-        ({"path": "no_text.jsonl"}, r"data\.path='.*no_text\.jsonl': holds no text"),
-        ({"path": "kind.csv"}, r"data\.path='.*kind\.csv': unknown kind of file; known are \.txt"),
-        ({"path": "binary.txt"}, r"data\.path='.*binary\.txt': holds a NUL byte at byte 4"),
+        ({"path": "blank.jsonl"}, r"data\.path='.*blank\.jsonl': contains no text"),
+        ({"path": "no_text.jsonl"}, r"data\.path='.*no_text\.jsonl': contains no text"),
+        ({"path": "kind.csv"}, r"data\.path='.*kind\.csv': unknown file type; give \.txt"),
+        ({"path": "binary.txt"}, r"data\.path='.*binary\.txt': has a NUL at byte 4"),
         ({"path": "latin.txt"}, r"data\.path='.*latin\.txt': is not UTF-8 at byte 100003; convert"),
         ({"path": "latin.jsonl"}, r"data\.path='.*latin\.jsonl': is not UTF-8 at byte 30; convert"),
         ({"path": "column.jsonl"}, r"data\.column='text': line 1 of '.*column\.jsonl' has only content, id"),
-        ({"path": "number.jsonl"}, r"data\.column='text': must hold text; line 2 of '.*number\.jsonl' has 5"),
+        (
+            {"path": "number.jsonl"},
+            r"data\.column='text': line 2 of '.*number\.jsonl' has 5 there; choose a column with text",
+        ),
         ({"path": "invalid.jsonl"}, r"data\.path='.*invalid\.jsonl': line 3 is not JSON \(Expecting value"),
         ({"path": "array.json"}, r"data\.path='.*array\.json': line 1 is a JSON list; give one object per line"),
-        ({"path": "surrogate.jsonl"}, r"data\.path='.*surrogate\.jsonl': line 1 is not text"),
-        ({"path": "nul.jsonl"}, r"data\.tokenizer='bytes': the document b'a\\x00b'\.\.\. holds a NUL byte at byte 1"),
-        ({"path": "broken.parquet"}, r"data\.path='.*broken\.parquet': is not whole, readable parquet \(Parquet magic"),
-        ({"path": "cut.parquet"}, r"data\.path='.*cut\.parquet': is not whole, readable parquet \(Parquet magic"),
-        ({"path": "damaged.parquet"}, r"data\.path='.*damaged\.parquet': is not whole, readable parquet \("),
-        ({"path": "rowless.parquet"}, r"data\.path='.*rowless\.parquet': holds no text; give files with text"),
-        ({"path": "groupless.parquet"}, r"data\.path='.*groupless\.parquet': holds no text; give files with text"),
+        ({"path": "surrogate.jsonl"}, r"data\.path='.*surrogate\.jsonl': line 1 is not valid Unicode"),
+        ({"path": "nul.jsonl"}, r"data\.tokenizer='bytes': the document b'a\\x00b'\.\.\. has a NUL at byte 1"),
+        (
+            {"path": "broken.parquet"},
+            r"data\.path='.*broken\.parquet': is incomplete or damaged parquet \(Parquet magic",
+        ),
+        ({"path": "cut.parquet"}, r"data\.path='.*cut\.parquet': is incomplete or damaged parquet \(Parquet magic"),
+        ({"path": "damaged.parquet"}, r"data\.path='.*damaged\.parquet': is incomplete or damaged parquet \("),
+        ({"path": "rowless.parquet"}, r"data\.path='.*rowless\.parquet': contains no text; give files with text"),
+        ({"path": "groupless.parquet"}, r"data\.path='.*groupless\.parquet': contains no text; give files with text"),
         ({"path": "good.parquet", "column": "no"}, r"data\.column='no': data\.path='.*' has only text, id, dump"),
-        ({"path": "good.parquet", "column": "int_score"}, r"data\.column='int_score': must hold text; .* is int64"),
+        ({"path": "good.parquet", "column": "int_score"}, r"data\.column='int_score': has type int64 in"),
         ({"path": "short.txt"}, r"data\.validation_share=0\.2: none of the 1 documents is for training"),
         ({"path": "one.txt"}, r"data\.validation_share=0\.2: none of the 1 documents is for validation"),
         ({"path": "good.parquet", "tokenizer": "no.json"}, r"data\.tokenizer='.*no\.json': cannot be read \(No such"),
@@ -663,10 +669,13 @@ def bad(tmp_path_factory: pytest.TempPathFactory, corpora: dict[str, str]) -> Pa
         ({"path": "good.parquet", "tokenizer": "no_end.json"}, r"no_end\.json': has none of the tokens <\|endoftext"),
         (
             {"path": "good.parquet", "tokenizer": "no_end.json", "end_of_text": "<e>"},
-            r"data\.end_of_text='<e>': the tokenizer .* has no such token",
+            r"data\.end_of_text='<e>': is no token of data\.tokenizer=",
         ),
-        ({"path": "good.parquet", "validation": "good.*"}, r"data\.validation='.*good\.\*': data\.path has the file"),
-        ({"path": "good.parquet", "validation": "no.txt"}, r"data\.validation='.*no\.txt': no such file"),
+        (
+            {"path": "good.parquet", "validation": "good.*"},
+            r"data\.validation='.*good\.\*': data\.path too has .*good\.parquet",
+        ),
+        ({"path": "good.parquet", "validation": "no.txt"}, r"data\.validation='.*no\.txt': is no file"),
         ({"path": "good.parquet", "validation": "latin.jsonl"}, r"data\.validation='.*latin\.jsonl': is not UTF-8"),
     ],
 )
@@ -701,10 +710,10 @@ def test_too_little_text_is_one_line(corpora, options, message):
         ({"validation_share": 0.0}, r"data\.validation_share=0\.0: must"),
         ({"validation_share": 1.0}, r"data\.validation_share=1\.0: must"),
         ({"max_tokens": 3}, r"data\.max_tokens=3: must be a whole number of at least 16"),
-        ({"path": "a", "hub": "b"}, r"data\.hub='b': leave it or data\.path='a' out"),
-        ({"path": "a", "stream": True}, r"data\.stream=True: only with data\.hub"),
-        ({"hub": "b", "stream": True}, r"data\.stream=True: say how much by data\.max_tokens"),
-        ({"path": "a", "end_of_text": "</s>"}, r"data\.end_of_text='</s>': bytes have no such token"),
+        ({"path": "a", "hub": "b"}, r"data\.hub='b': excludes data\.path='a'"),
+        ({"path": "a", "stream": True}, r"data\.stream=True: needs data\.hub"),
+        ({"hub": "b", "stream": True}, r"data\.stream=True: needs data\.max_tokens"),
+        ({"path": "a", "end_of_text": "</s>"}, r"data\.end_of_text='</s>': needs a data\.tokenizer file"),
     ],
 )
 def test_wrong_options_are_named(options, message):
@@ -761,7 +770,7 @@ def test_the_fineweb_experiment_runs_on_a_folder_laid_out_like_it(tmp_path):
 def test_the_shipped_experiment_asks_for_a_path(runs, capsys, cache):
     assert main(["train", "text", "--runs", str(runs)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "data.path='': name your text, as in --data.path=FILE" in line
+    assert "data.path='': give your text, as in --data.path=FILE" in line
     assert not cache.exists()
 
 
@@ -770,7 +779,7 @@ def test_a_cached_corpus_opens_fast(tmp_path):
     path.write_text("\n\n".join(DOCUMENTS) * 20)
     config = Text(str(path))
     prepare(RunConfig(config))
-    text._load.cache_clear()
+    text._build_source.cache_clear()
     started = time.monotonic()
     prepare(RunConfig(config))
     assert time.monotonic() - started < 5

@@ -134,13 +134,17 @@ def test_what_is_no_dense_tensor_is_named(name):
 
 
 MACHINES = {
-    "AMD": ("torch.version.hip", "7.0", "is tested on NVIDIA GPUs alone, and cuda:0 is an AMD one"),
+    "AMD": ("torch.version.hip", "7.0", "is tested only on NVIDIA GPUs, and cuda:0 is an AMD one"),
     "Volta": (
         "torch.cuda.get_device_capability",
         lambda _: (7, 0),
         "needs compute capability 8.0, and cuda:0 has less",
     ),
-    "old triton": ("flash_lazy.fused.ops._triton_version", lambda: (3, 5), "needs triton 3.6, and 3.5 is installed"),
+    "old triton": (
+        "flash_lazy.fused.ops._read_triton_version",
+        lambda: (3, 5),
+        "needs triton 3.6, and 3.5 is installed",
+    ),
 }
 
 

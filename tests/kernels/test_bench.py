@@ -1,4 +1,4 @@
-"""What the kernel benchmark compares and checks: inputs, peers, gate, points."""
+"""Inputs, peers, correctness gate and workloads of the kernel benchmark."""
 
 import json
 import sys
@@ -8,23 +8,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from without_gpu import make_point
+from without_gpu import make_workload
 
 from bench import __main__ as command
-from bench import gate as gate_module
+from bench import correctness
 from bench import peers as peers_module
-from bench.gate import GATE, run_gate
+from bench.correctness import CASES, check_cases
 from bench.peers import (
     Inputs,
+    compute_empty_share,
     draw,
     draw_with_share,
     eager_attention,
-    empty_share,
     peers,
     set_recency,
     two_call_attention,
 )
-from bench.points import (
+from bench.workloads import (
     CLAIMED,
     DECODE,
     FORWARD,
@@ -34,7 +34,7 @@ from bench.points import (
     QUICK,
     TRAINED,
     TRAINING,
-    BenchPoint,
+    Workload,
     find_gate_failures,
     plan_seconds,
 )
@@ -49,13 +49,13 @@ def peers_named(authors):
 
 
 def random_inputs(length, recency=20.0, **shape):
-    inputs = draw(make_point(length=length, batch=2, **shape), CPU, torch.float64)
+    inputs = draw(make_workload(length=length, batch=2, **shape), CPU, torch.float64)
     set_recency(inputs, recency)
     return Inputs(*(x.double() for x in inputs))
 
 
 def tiles_alive(inputs):
-    """Whether a weight survives, by row and tile of 64 keys: values that name their tile, in float64."""
+    """Whether a weight survives, by row and tile of 64 keys: the values are one-hot tile indices, in float64."""
     q, k, _, tau, bias = (x.double() for x in inputs)
     blocks = k.shape[2] // 64
     names = torch.nn.functional.one_hot(torch.arange(k.shape[2]) // 64).double().expand(*k.shape[:2], -1, -1)
@@ -64,25 +64,27 @@ def tiles_alive(inputs):
     return lazy_attention(q, k, names, tau, bias, scale=inputs.q.shape[3] ** -0.5)[..., :blocks] > 0
 
 
-@pytest.mark.parametrize(("asked", "length"), [(0.0, 512), (0.3, 1024), (0.6, 1024), (0.9, 2048)])
-def test_the_share_of_empty_tiles_is_set(asked, length):
-    inputs, share, _ = draw_with_share(make_point(length=length, heads=1, kv_heads=1, width=32, share=asked), CPU)
-    assert share == pytest.approx(asked, abs=0.03)
+@pytest.mark.parametrize(("requested", "length"), [(0.0, 512), (0.3, 1024), (0.6, 1024), (0.9, 2048)])
+def test_the_share_of_empty_tiles_is_set(requested, length):
+    inputs, share, _ = draw_with_share(
+        make_workload(length=length, heads=1, kv_heads=1, width=32, share=requested), CPU
+    )
+    assert share == pytest.approx(requested, abs=0.03)
     alive, blocks = tiles_alive(inputs)[0, 0].unflatten(0, (-1, 64)).any(1), length // 64
     assert share == pytest.approx(1 - alive.sum().item() / (blocks * (blocks + 1) / 2), abs=0.03)
 
 
-def test_a_decoded_tile_is_empty_where_no_query_of_its_kv_head_needs_it():
-    inputs, share, _ = draw_with_share(make_point(DECODE, 2, 1024, 4, 2, 32, share=0.5), CPU)
+def test_a_decoded_tile_is_empty_if_no_query_of_its_kv_head_needs_it():
+    inputs, share, _ = draw_with_share(make_workload(DECODE, 2, 1024, 4, 2, 32, share=0.5), CPU)
     assert [tuple(x.shape) for x in inputs] == [(2, 4, 1, 32), (2, 2, 1024, 32), (2, 2, 1024, 32), (4,), (4, 512)]
     alive = tiles_alive(inputs)[:, :, 0].unflatten(1, (2, 2)).any(2)
     assert share == pytest.approx(0.5, abs=0.05)
     assert share == pytest.approx(1 - alive.float().mean().item(), abs=0.03)
 
 
-def test_a_sample_of_row_blocks_stands_for_all():
-    inputs, _, _ = draw_with_share(make_point(length=1024, width=32, share=0.6), CPU)
-    assert empty_share(inputs, sampled=8) == pytest.approx(empty_share(inputs, sampled=10**6), abs=0.03)
+def test_a_sample_of_row_blocks_estimates_the_share():
+    inputs, _, _ = draw_with_share(make_workload(length=1024, width=32, share=0.6), CPU)
+    assert compute_empty_share(inputs, sampled=8) == pytest.approx(compute_empty_share(inputs, sampled=10**6), abs=0.03)
 
 
 def gradients(attend, inputs):
@@ -96,7 +98,7 @@ def reference(*inputs):
     return lazy_attention(*inputs, backend="reference")
 
 
-def test_eager_is_the_function():
+def test_eager_computes_the_function():
     inputs = random_inputs(100)
     for found, expected in zip(gradients(eager_attention, inputs)[1], gradients(reference, inputs)[1], strict=True):
         torch.testing.assert_close(found, expected)
@@ -104,7 +106,7 @@ def test_eager_is_the_function():
 
 
 def dense_attention(q, k, v, *, score_mod, block_mask, return_aux, enable_gqa):  # noqa: ARG001
-    """What FlexAttention computes, on whole matrices, with gradients on a CPU; `block_mask` is a bool matrix."""
+    """FlexAttention on complete matrices, with gradients on a CPU; `block_mask` is a bool matrix."""
     assert enable_gqa == (q.shape[1] > k.shape[1])
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     batch, head, row, key = torch.meshgrid(*(torch.arange(n) for n in (*q.shape[:3], k.shape[2])), indexing="ij")
@@ -117,8 +119,8 @@ def dense_attention(q, k, v, *, score_mod, block_mask, return_aux, enable_gqa): 
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_the_two_calls_are_the_function(kv_heads):
-    """Gradients included: the logarithm of a weight that is cut must not turn them into NaN."""
+def test_two_calls_compute_the_function(kv_heads):
+    """Including gradients: the logarithm of a cut weight must not make them NaN."""
     inputs = random_inputs(96, kv_heads=kv_heads)
     causal = torch.ones(96, 96, dtype=torch.bool).tril()
     found = gradients(lambda *x: two_call_attention(*x, causal, dense_attention), inputs)
@@ -129,10 +131,10 @@ def test_the_two_calls_are_the_function(kv_heads):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_flex_attention_takes_the_two_calls(monkeypatch, kv_heads):
-    """Not compiled, which takes a compiler and minutes; FlexAttention's own call of torch.compile runs it eagerly."""
-    given = torch.compile
-    compile = lambda function, **options: given(function, **options) if "backend" in options else function  # noqa: E731
+def test_flex_attention_accepts_the_two_calls(monkeypatch, kv_heads):
+    """Without compilation, which takes minutes; FlexAttention's internal torch.compile still runs, eagerly."""
+    torch_compile = torch.compile
+    compile = lambda function, **options: torch_compile(function, **options) if "backend" in options else function  # noqa: E731
     monkeypatch.setattr(torch, "compile", compile)
     flex = peers_named(None)["FlexAttention, two calls"].attend
     inputs = random_inputs(128, kv_heads=kv_heads)
@@ -143,21 +145,21 @@ def test_flex_attention_takes_the_two_calls(monkeypatch, kv_heads):
 
 
 def test_the_authors_kernel_is_loaded_from_a_checkout(tmp_path):
-    """Their tau is added; and a peer that is not there says why."""
+    """Their tau has the opposite sign; an unsupported call raises the reason."""
     source = "def lazy_attention_triton(q, k, v, bias, tau, window_size=None, varlen=None):\n    return tau\n"
     (tmp_path / "lazy_attention_triton.py").write_text(source)
     inputs = random_inputs(64)
     authors = peers_named(tmp_path)["the authors' kernel"]
     torch.testing.assert_close(authors.attend(*inputs), -inputs.tau)
-    with pytest.raises(NotImplementedError, match="it has no decoding"):
+    with pytest.raises(NotImplementedError, match="does not support decoding"):
         authors.attend(inputs.q[:, :, -1:], *inputs[1:])
-    with pytest.raises(NotImplementedError, match="it has no grouped heads"):
+    with pytest.raises(NotImplementedError, match="does not support grouped heads"):
         authors.attend(*random_inputs(64, kv_heads=1))
-    with pytest.raises(FileNotFoundError, match="no checkout was given"):
+    with pytest.raises(FileNotFoundError, match="needs --authors"):
         peers_named(None)["the authors' kernel"].attend(*inputs)
 
 
-def test_adasplash_is_called_where_it_is_installed(monkeypatch):
+def test_adasplash_is_called_if_installed(monkeypatch):
     adasplash, inputs = peers_named(None)["AdaSplash"], random_inputs(64)
     with pytest.raises(ModuleNotFoundError, match="adasplash"):
         adasplash.attend(*inputs)
@@ -166,15 +168,15 @@ def test_adasplash_is_called_where_it_is_installed(monkeypatch):
     assert adasplash.attend(*inputs) == (*inputs[:3], True)
 
 
-def test_who_keeps_all_scores_is_measured_where_they_are_few(monkeypatch):
-    monkeypatch.setattr(peers_module, "MOST_SCORES", 2 * 2 * 64 * 64)
+def test_a_peer_that_keeps_all_scores_is_limited(monkeypatch):
+    monkeypatch.setattr(peers_module, "MAX_SCORES", 2 * 2 * 64 * 64)
     plain = peers_named(None)["eager"]
     assert plain.attend(*random_inputs(64)).shape == (2, 2, 64, 16)
-    with pytest.raises(NotImplementedError, match=r"it keeps all 6.6e\+04 scores; it is measured up to 1.6e\+04"):
+    with pytest.raises(NotImplementedError, match=r"keeps all 6.6e\+04 scores; measured only up to 1.6e\+04"):
         plain.attend(*random_inputs(128))
 
 
-def test_sdpa_reads_grouped_heads():
+def test_sdpa_supports_grouped_heads():
     inputs = random_inputs(64, kv_heads=1)
     softmax = peers_named(None)["SDPA MATH"]
     k, v = (x.repeat_interleave(2, 1) for x in inputs[1:3])
@@ -183,10 +185,10 @@ def test_sdpa_reads_grouped_heads():
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_the_gate_passes_a_right_backend():
+def test_the_gate_passes_a_correct_backend():
     decodes = "decode, two kv heads"
     cases = ["bf16, D = 64", "fp32, D = 64", "documents", "a tau per position", "ragged", "window", "renormalised"]
-    rows = run_gate("chunked", [*cases, "most tiles empty", decodes])
+    rows = check_cases("chunked", [*cases, "most tiles empty", decodes])
     assert all(row["passed"] for row in rows)
     assert {row["result"] for row in rows} == {"out", "out, training", "q", "k", "v", "tau", "bias", "slopes"}
     assert [row["result"] for row in rows if row["case"] == decodes] == ["out"]
@@ -194,7 +196,7 @@ def test_the_gate_passes_a_right_backend():
 
 @pytest.mark.parametrize("fault", ["scale", "nan", "raise", "unsteady"])
 @pytest.mark.usefixtures("on_cpu")
-def test_the_gate_fails_a_wrong_one(monkeypatch, fault):
+def test_the_gate_fails_a_wrong_backend(monkeypatch, fault):
     calls = []
 
     def wrong(*args, backend, **kwargs):
@@ -206,20 +208,20 @@ def test_the_gate_fails_a_wrong_one(monkeypatch, fault):
             raise RuntimeError("out of resource\nand more")
         return out * {"scale": 1.02, "nan": float("nan"), "unsteady": 1 + 0.01 * (len(calls) > 2)}[fault]
 
-    monkeypatch.setattr(gate_module, "lazy_attention", wrong)
-    rows = run_gate("chunked", ["bf16, D = 64"])
+    monkeypatch.setattr(correctness, "lazy_attention", wrong)
+    rows = check_cases("chunked", ["bf16, D = 64"])
     assert not any(row["passed"] for row in rows if row.get("result") in (None, "out"))
     if fault == "raise":
         assert rows == [{"case": "bf16, D = 64", "passed": False, "failed": "RuntimeError: out of resource"}]
 
 
-def test_a_red_row_concerns_the_points_that_its_case_stands_for():
+def test_a_failed_row_blocks_the_workloads_that_depend_on_its_case():
     def names(case, result=None):
         row = {"case": case, "passed": False} | ({"result": result} if result else {})
         good = {"case": case, "result": "tau", "passed": True}
         return [str(p) for p in FULL if find_gate_failures(p, [good, row])]
 
-    assert set(GUARDS) < set(GATE)
+    assert set(GUARDS) < set(CASES)
     assert names("documents") == names("fp32, D = 64") == []
     assert names("bf16, D = 64", "k") == [str(p) for p in FULL if p.width == 64 and p.operation == TRAINING]
     assert names("bf16, D = 64") == [str(p) for p in FULL if p.width == 64 and p.operation != DECODE]
@@ -232,19 +234,19 @@ def test_a_red_row_concerns_the_points_that_its_case_stands_for():
         assert any(guards(p) for guards in GUARDS.values())
 
 
-def test_the_shares_of_trained_models_are_the_measured_ones():
+def test_the_shares_of_trained_models_match_their_table():
     rows = json.loads((RESULTS / "q_sparsity-stdlib_long/table.json").read_text())["rows"]
     found = [row["metrics"]["sparsity/block_64"]["values"].values() for row in rows if row["variant"] != "softmax"]
     shares = [share for values in found for share in values]
     assert (fmean(shares), max(shares)) == pytest.approx((TRAINED, LARGEST), abs=0.005)
 
 
-def test_the_points_are_the_promised_ones():
+def test_the_workloads_cover_the_documented_sizes():
     assert len(set(FULL)) == len(FULL)
     assert FULL[: len(QUICK)] == QUICK
     assert plan_seconds(QUICK) < 60 * command.QUICK_MINUTES
-    assert plan_seconds(FULL) < 60 * 2 * 9  # two commands, as the README says
-    assert QUICK[0] == BenchPoint(FORWARD, 4, 4096, 16, 16, 128, 512, 0.0)
+    assert plan_seconds(FULL) < 60 * 2 * 9  # two commands, as documented in the README
+    assert QUICK[0] == Workload(FORWARD, 4, 4096, 16, 16, 128, 512, 0.0)
     for operation in (FORWARD, TRAINING):
         mine = [p for p in FULL if p.operation == operation]
         for width in (64, 128):

@@ -1,4 +1,4 @@
-"""The Triton kernels as machine code for three generations of GPUs, and their cost on paper: no device is needed."""
+"""Machine code of the Triton kernels for three generations of GPUs, and the cost model; no device is needed."""
 
 import json
 import os
@@ -26,7 +26,7 @@ if __name__ == "__main__":
 def report(
     widths: list[int], every: bool, dtypes: list[str], tmp_path, renormalise: bool = False
 ) -> list[dict[str, Any]]:
-    """The compiler's report from a process of its own: where Triton interprets, it does not compile."""
+    """The compiler's report from a separate process, because Triton's interpreter does not compile."""
     script = tmp_path / "report.py"
     script.write_text(REPORT)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -36,7 +36,7 @@ def report(
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def must_hold(row: dict[str, Any]) -> None:
+def check_row(row: dict[str, Any]) -> None:
     assert "failed" not in row, row
     assert row["shared"] <= compiled.SHARED_LIMITS[row["target"]], row
     wide_enough = row["blocks"] is None or min(row["blocks"]["m"], row["blocks"]["n"]) >= 64
@@ -49,23 +49,23 @@ def test_default_configurations(tmp_path):
     rows = report([128], False, ["bf16"], tmp_path)
     assert len(rows) == len(compiled.KERNELS) * len(compiled.SHARED_LIMITS)
     for row in rows:
-        must_hold(row)
-        if row["target"] == 90:  # the generation that the defaults are chosen for
+        check_row(row)
+        if row["target"] == 90:  # the generation for which the defaults are chosen
             assert compiled.count_loop_spills(row) == 0, row
 
 
 @pytest.mark.long
 def test_every_configuration(tmp_path):
     for row in report([64, 80, 256], True, ["bf16", "fp32"], tmp_path):  # a width for each list of configurations
-        must_hold(row)
+        check_row(row)
         if row["target"] == 90 and row["dtype"] != "fp32" and row["width"] <= 128 and is_default(row):
             assert compiled.count_loop_spills(row) == 0, row
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("width", [64, 128])
-def test_a_renormalised_query_gradient_need_not_spill(width, tmp_path):
-    """Its third accumulator is too much for the default blocks; others of the list hold it."""
+def test_a_renormalised_query_gradient_has_blocks_without_spills(width, tmp_path):
+    """Its third accumulator spills with the default blocks, but not with others of the list."""
     rows = report([width], True, ["bf16"], tmp_path, renormalise=True)
     spills = [
         compiled.count_loop_spills(row) for row in rows if (row["kernel"], row["target"]) == ("query_gradient", 90)
@@ -74,7 +74,7 @@ def test_a_renormalised_query_gradient_need_not_spill(width, tmp_path):
 
 
 def is_default(row: dict[str, Any]) -> bool:
-    """Whether a row's blocks are the first of their list."""
+    """Whether a row has the first blocks of its list."""
     if row["blocks"] is None:
         return True
     lists = CONFIGURATIONS[row["kernel"]][4 if row["dtype"] == "fp32" else 2]
@@ -95,13 +95,13 @@ def test_products_of_a_tile():
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_bytes_are_those_of_the_launched_tensors(width):
-    """The formulas of the cost model against what the launcher allocates and hands to the kernels."""
+    """The formulas of the cost model against the tensors that the launcher passes to the kernels."""
     small = {"tau", "strip", "maxima", "alive_tiles", "dbias"}
     for name in compiled.MOVED:
-        tensors = compiled.launch_arguments(name, torch.bfloat16, width).items()
+        tensors = compiled.collect_launch_arguments(name, torch.bfloat16, width).items()
         sizes = [x.numel() * x.element_size() for key, x in tensors if isinstance(x, torch.Tensor) and key not in small]
         assert sum(sizes) == compiled.count_moved_bytes(name, width)
-    rows, buffers = 4 * 4 * 16 * 4096, compiled.buffer_bytes(width)
+    rows, buffers = 4 * 4 * 16 * 4096, compiled.count_buffer_bytes(width)
     assert buffers["softmax"] / 2 == buffers["delta"] == buffers["survivors"] == rows
     blocks = configurations.CONFIGURATIONS["forward"][2][width]
     assert buffers["maxima"] == 4 * 264 * max(-(-4096 // b.n) * b.m for b in blocks)
@@ -125,7 +125,7 @@ def test_a_default_configuration_compiles_within_its_limits():
     assert compiled.count_loop_spills(found) == 0
 
 
-def test_compiling_needs_a_process_that_does_not_interpret(monkeypatch):
+def test_compiling_needs_a_process_without_the_interpreter(monkeypatch):
     monkeypatch.setattr(configurations, "INTERPRETED", True)
     with pytest.raises(RuntimeError, match=r"^compiling needs a process without TRITON_INTERPRET=1[^\n]*$"):
         compiled.compile_kernel("decode_scores", None, 90)
@@ -133,10 +133,10 @@ def test_compiling_needs_a_process_that_does_not_interpret(monkeypatch):
 
 def test_decoding_has_no_packed_variant():
     with pytest.raises(ValueError, match="decode_values has neither packed nor stats"):
-        compiled.launch_arguments("decode_values", torch.bfloat16, 64, compiled.Variant(packed=True))
+        compiled.collect_launch_arguments("decode_values", torch.bfloat16, 64, compiled.Variant(packed=True))
 
 
-def test_innermost_product_loops_alone_are_counted():
+def test_only_innermost_product_loops_are_counted():
     listing = """
         /*0000*/                   STL [R1], R2 ;
         /*0010*/                   LDL R2, [R1] ;
@@ -171,13 +171,13 @@ def test_the_compiled_table_shows_limits_and_failures():
 
 
 def test_the_schedule_follows_from_the_counts():
-    """All tiles of the example, walked over one by one; and cycles of a processor, which has 2048, 16 and 4 of each."""
+    """Tile counts against all tiles of the example; cycles at a processor's rates of 2048, 16 and 4."""
     length, reach = compiled.LENGTH, compiled.REACH
     for name, m, n in (("forward", 128, 64), ("query_gradient", 64, 32), ("key_gradient", 128, 64)):
         row, key = torch.meshgrid(torch.arange(0, length, m), torch.arange(0, length, n), indexing="ij")
         seen = row + m > key
         plain = row - (key + n - 1) >= reach  # the least distance of the tile
-        assert compiled.tile_counts(name, m, n) == (int((seen & plain).sum()), int((seen & ~plain).sum()))
+        assert compiled.count_tiles(name, m, n) == (int((seen & plain).sum()), int((seen & ~plain).sum()))
     loops = [compiled.Loop(instructions, 2, 2, 0)._asdict() for instructions in (400, 800)]
     row = {"kernel": "query_gradient", "dtype": "bf16", "width": 64, "target": 90}
     row |= {
@@ -186,7 +186,7 @@ def test_the_schedule_follows_from_the_counts():
         "shared": 120 * 1024,
         "loops": loops,
     }
-    plain, near = (64 * count for count in compiled.tile_counts("query_gradient", 64, 64))
+    plain, near = (64 * count for count in compiled.count_tiles("query_gradient", 64, 64))
     cycle = 1e3 / 132 / 1.755e9
     products = (plain + near) * 4 * 64 * 64 * 64 / 2048 * cycle
     issue = (plain * 400 + near * 800) * cycle

@@ -250,7 +250,7 @@ def test_decoding_takes_three_kernels_and_shares_out_the_keys_that_are_there(mon
 
     for name in ("decode_scores_kernel", "decode_values_kernel", "decode_sum_kernel"):
         monkeypatch.setattr(decode, name, watched(getattr(decode, name)))
-    monkeypatch.setattr(decode, "resident_programs", lambda _: 3)
+    monkeypatch.setattr(decode, "count_resident_programs", lambda _: 3)
     q = torch.ones(1, 1, 1, 16, device=DEVICE)
     cache = torch.ones(1, 1, 2048, 16, device=DEVICE)
     lengths = torch.tensor([300], device=DEVICE)

@@ -1,7 +1,6 @@
-"""torch.cuda on a CPU, for the benchmark's workers and tests: its times are a CPU's and mean nothing.
+"""A stub of torch.cuda on a CPU for the benchmark's workers and tests; its times are meaningless.
 
-What is planned to go wrong is named by peer or by case of the gate: raise, exit, hang, hang in training, or
-break (the CUDA context).
+Faults are given by peer or by case of the gate: raise, exit, hang, hang in training, or break (the CUDA context).
 """
 
 import os
@@ -16,21 +15,21 @@ from typing import Any
 import torch
 
 from bench import __main__ as command
-from bench import course, device, gate, timing
-from bench.course import Course
+from bench import benchmark, correctness, device, timing
+from bench.benchmark import Benchmark
 from bench.peers import Peer, peers
-from bench.points import DECODE, FORWARD, TRAINING, BenchPoint
+from bench.workloads import DECODE, FORWARD, TRAINING, Workload
 
-POINTS = (
-    BenchPoint(FORWARD, 1, 128, 2, 2, 64, 16, 0.0),
-    BenchPoint(TRAINING, 1, 128, 2, 1, 64, 16, 0.3),
-    BenchPoint(DECODE, 2, 256, 2, 2, 64, 16, 0.0),
+WORKLOADS = (
+    Workload(FORWARD, 1, 128, 2, 2, 64, 16, 0.0),
+    Workload(TRAINING, 1, 128, 2, 1, 64, 16, 0.3),
+    Workload(DECODE, 2, 256, 2, 2, 64, 16, 0.0),
 )
 MEASURED = ("flash_lazy", "flash_lazy, nothing skipped", "SDPA MATH")
 
 
-def make_point(operation=FORWARD, batch=1, length=128, heads=2, kv_heads=2, width=16, reach=512, share=0.0):
-    return BenchPoint(operation, batch, length, heads, kv_heads, width, reach, share)
+def make_workload(operation=FORWARD, batch=1, length=128, heads=2, kv_heads=2, width=16, reach=512, share=0.0):
+    return Workload(operation, batch, length, heads, kv_heads, width, reach, share)
 
 
 class Event:
@@ -45,7 +44,7 @@ class Event:
 
 
 class Graph:
-    """Captures nothing, and replays nothing."""
+    """Records only that it was captured."""
 
     captured = False
 
@@ -60,7 +59,7 @@ def capture(graph: Graph):
 
 
 def install(replace: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Puts the benchmark's device on the CPU: L2 of 100 kB, which two or three of POINTS' inputs fill."""
+    """Move the benchmark's device to the CPU, with an L2 cache of 100 kB, two or three inputs of WORKLOADS."""
     replace(device, "DEVICE", torch.device("cpu"))
     functions = {
         "Event": Event,
@@ -82,16 +81,16 @@ def install(replace: Callable[[Any, str, Any], None] = setattr) -> None:
 
 
 def prepare(faults: Mapping[str, str]) -> None:
-    """The first thing in a worker: few peers, and what is to go wrong."""
+    """Setup of a worker: few peers, and the faults."""
     install()
     timing.prepare()
     timing.peers = partial(_make_faulty_peers, faults)  # type: ignore[assignment]
-    gate._check_case = partial(_check_with_faults, faults, gate._check_case)  # type: ignore[assignment]
+    correctness._check_case = partial(_check_with_faults, faults, correctness._check_case)  # type: ignore[assignment]
 
 
-def _check_with_faults(faults: Mapping[str, str], checked: Callable[..., Any], name: str, backend: str) -> Any:
-    go_wrong(faults.get(name))
-    return checked(name, backend)
+def _check_with_faults(faults: Mapping[str, str], check: Callable[..., Any], name: str, backend: str) -> Any:
+    inject_fault(faults.get(name))
+    return check(name, backend)
 
 
 def _make_faulty_peers(faults: Mapping[str, str], backend: str, authors: Path | None) -> list[Peer]:
@@ -101,24 +100,24 @@ def _make_faulty_peers(faults: Mapping[str, str], backend: str, authors: Path | 
 
 def _attend(fault: str | None, attend: Callable[..., Any], *inputs: torch.Tensor) -> torch.Tensor:
     if fault != "hang in training" or inputs[0].requires_grad:
-        go_wrong(fault)
+        inject_fault(fault)
     return attend(*inputs)
 
 
-def go_wrong(fault: str | None) -> None:
+def inject_fault(fault: str | None) -> None:
     if fault == "exit":
         os._exit(9)
     if fault and fault.startswith("hang"):
         print("hangs in", os.getpid(), flush=True)
         time.sleep(60)
     if fault == "break":
-        device.DEVICE = torch.device("meta")  # on which no operation gives a value
+        device.DEVICE = torch.device("meta")  # on which `.item()` raises
     if fault:
         raise RuntimeError("no such thing\nand more")
 
 
 def leave_a_child() -> None:
-    """Ends the worker, while a child of it keeps its connection open."""
+    """Exit the worker while a child process keeps its connection open."""
     if os.fork():
         os._exit(5)
     time.sleep(3)
@@ -126,11 +125,11 @@ def leave_a_child() -> None:
 
 
 def run(arguments: list[str], faults: Mapping[str, str], replace: Callable[[Any, str, Any], None] = setattr) -> int:
-    """The command with POINTS and without a gate; the exit status."""
+    """Run the command with WORKLOADS and without a gate; returns the exit status."""
     install(replace)
-    replace(command, "FULL", POINTS)
+    replace(command, "FULL", WORKLOADS)
     replace(command, "BACKEND", "chunked")
-    replace(command, "Course", partial(Course, setup=partial(prepare, faults)))
-    replace(course, "GATE", {})
-    replace(course, "GUARDS", {})
+    replace(command, "Benchmark", partial(Benchmark, setup=partial(prepare, faults)))
+    replace(benchmark, "CASES", {})
+    replace(benchmark, "GUARDS", {})
     return command.main(arguments)

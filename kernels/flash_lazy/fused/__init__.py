@@ -1,1 +1,1 @@
-"""The Triton kernels: the one room of flash_lazy that imports triton, and only when an operator first runs."""
+"""The Triton kernels: the only part of flash_lazy that imports triton, when an operator first runs."""

@@ -1,4 +1,4 @@
-"""The two backward sweeps: over the keys for dq, and over the rows for dk, dv and the gradients of bias and slopes."""
+"""The two backward kernels: a sweep over keys for dq, a sweep over rows for dk, dv, dbias and dslopes."""
 
 from typing import Any
 
@@ -12,30 +12,30 @@ from flash_lazy.fused import configurations
 from flash_lazy.fused.launch import (
     allocate_like,
     balance_programs,
-    block_count,
     collect_shared_arguments,
+    count_call_blocks,
+    count_resident_programs,
     ensure_32bit_offsets,
     launch,
+    name_strides,
     none_if_empty,
-    resident_programs,
-    strides,
 )
 from flash_lazy.fused.tiles import (
     EDGE,
     PLAIN,
     STRIP_PAD,
-    any_alive,
+    compute_distances,
+    compute_exponentials,
+    compute_tile_scores,
     count_blocks,
-    distances,
-    exponentials,
+    has_survivor,
     is_positive,
-    key_tiles,
     load_rows,
     load_softmax,
+    load_thresholds,
     locate_block,
+    locate_key_tiles,
     store_rows,
-    thresholds,
-    tile_scores,
 )
 
 
@@ -95,7 +95,7 @@ def query_gradient_kernel(
     window,
     context_length,
     entries,
-    size,  # noqa: ARG001 - what the autotuner tells calls apart by
+    size,  # noqa: ARG001 - key of the autotuner
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     THRESHOLD: tl.constexpr,
@@ -105,11 +105,11 @@ def query_gradient_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dq of one block of rows, and per row delta = sum p m dp and survivors = sum m dp (d tau but for its factor).
+    """dq of one block of rows, and per row delta = sum p m dp and survivors = sum m dp (d tau without its factor).
 
-    dq = scale (sum p m dp k - delta sum p k) is linear in delta, so one sweep yields both sums and delta itself.
-    Products per tile: q.k and p.k; dO.v and (p m dp).k only where a weight survives, and to renormalise (p m).k.
-    dlse, the gradient of the rows' log-sum-exp, joins delta with the other sign.
+    dq = scale (sum p m dp k - delta sum p k) is linear in delta, so one sweep yields both sums and delta.
+    Products per tile: q.k and p.k; dO.v and (p m dp).k only if a weight survives, with RENORMALISE also (p m).k.
+    dlse, the gradient of the rows' log-sum-exp, is subtracted from delta.
     """
     item = tl.program_id(0)
     head = item % heads
@@ -119,12 +119,12 @@ def query_gradient_kernel(
     first, end, start, shift, _ = locate_block(
         index, batch, rows, keys, kv_lengths, cu_seqlens, cu_seqlens_k, documents, False, BLOCK_M
     )
-    low, high, edge, near, tiles = key_tiles(first, end, start, shift, window, reach, BLOCK_M, BLOCK_N)
+    low, high, edge, near, tiles = locate_key_tiles(first, end, start, shift, window, reach, BLOCK_M, BLOCK_N)
     line = tl.arange(0, BLOCK_M)
     row = first + line
     own = row + shift
-    kept_row = row < end
-    at_row = (batch.to(tl.int64) * heads + head) * rows + row
+    valid_row = row < end
+    row_index = (batch.to(tl.int64) * heads + head) * rows + row
 
     q_base = q + batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
     k_base = k + batch.to(tl.int64) * stride_kb + (head // group).to(tl.int64) * stride_kh
@@ -135,24 +135,24 @@ def query_gradient_kernel(
     query = load_rows(q_base, first, end, stride_ql, stride_qd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST)
     query = tl.where(own[:, None] >= start, query, 0.0).to(query.dtype)
     gradient = load_rows(grad_base, first, end, stride_gl, stride_gd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST)
-    top, total, share = load_softmax(softmax, second, at_row, kept_row)
-    theta = thresholds(tau, head, own, start, window, context_length, entries, THRESHOLD)
-    # Exponentials, and so the threshold, are p times the row's sum until the end.
-    cut = tl.where(kept_row, theta * total, float("inf"))
+    top, total, share = load_softmax(softmax, second, row_index, valid_row)
+    theta = load_thresholds(tau, head, own, start, window, context_length, entries, THRESHOLD)
+    # Until the end, exponentials are p times the row's sum, and so is the threshold.
+    cut = tl.where(valid_row, theta * total, float("inf"))
     row_mass = tl.zeros([BLOCK_M], tl.float32)
-    about_mean = row_mass
+    approx_mean = row_mass
     if RENORMALISE:
-        row_mass = tl.load(mass + at_row, mask=kept_row, other=0.0)
+        row_mass = tl.load(mass + row_index, mask=valid_row, other=0.0)
         out_base = out + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
         output = load_rows(out_base, first, end, stride_ol, 1, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST)
-        about_mean = tl.sum(output.to(tl.float32) * gradient.to(tl.float32), 1)
+        approx_mean = tl.sum(output.to(tl.float32) * gradient.to(tl.float32), 1)
 
     surviving = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     attended = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_delta = tl.zeros([BLOCK_M], tl.float32)
     row_survivors = tl.zeros([BLOCK_M], tl.float32)
     row_count = tl.zeros([BLOCK_M], tl.float32)
-    row_left = tl.zeros([BLOCK_M], tl.float32)
+    row_residual = tl.zeros([BLOCK_M], tl.float32)
     kept = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for KIND in tl.static_range(3):
         if KIND != EDGE or window is not None:
@@ -161,16 +161,18 @@ def query_gradient_kernel(
                 edge if KIND == EDGE else (near if KIND == PLAIN else tiles),
                 disable_licm=True,
             ):
-                at = low + tile * BLOCK_N
-                key = load_rows(k_base, at, high, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST)
-                value = load_rows(
-                    v_base, at, high, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST
+                origin = low + tile * BLOCK_N
+                key = load_rows(
+                    k_base, origin, high, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST
                 )
-                s = tile_scores(
+                value = load_rows(
+                    v_base, origin, high, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST
+                )
+                s = compute_tile_scores(
                     query,
                     tl.trans(key),
                     own,
-                    at,
+                    origin,
                     scale,
                     head_strip,
                     reach,
@@ -179,18 +181,18 @@ def query_gradient_kernel(
                     KIND,
                     BLOCK_N,
                 )
-                e = exponentials(s, top)
-                if not SKIP or any_alive(e, cut):
+                e = compute_exponentials(s, top)
+                if not SKIP or has_survivor(e, cut):
                     survives = is_positive(s, e, cut[:, None], KIND)
                     dp = tl.dot(gradient, tl.trans(value), input_precision="ieee")
                     if RENORMALISE:
-                        dp -= about_mean[:, None]
+                        dp -= approx_mean[:, None]
                     dp = tl.where(survives, dp, 0.0)
                     row_survivors += tl.sum(dp, 1)
                     row_delta += tl.sum(e * dp, 1)
                     if RENORMALISE:
                         kept = tl.dot(tl.where(survives, e, 0.0).to(key.dtype), key, kept, input_precision="ieee")
-                        row_left += tl.sum(tl.where(survives, e - cut[:, None], 0.0) * dp, 1)
+                        row_residual += tl.sum(tl.where(survives, e - cut[:, None], 0.0) * dp, 1)
                         row_count += tl.sum(survives.to(tl.float32), 1)
                     surviving = tl.dot((e * dp).to(key.dtype), key, surviving, input_precision="ieee")
                 attended = tl.dot(e.to(key.dtype), key, attended, input_precision="ieee")
@@ -198,24 +200,24 @@ def query_gradient_kernel(
     row_delta *= share
     result = (surviving - row_delta[:, None] * attended) * share[:, None]
     if RENORMALISE:
-        # dp stands for (dp - mean) / mass. So far it was centred by `about_mean`, from the rounded output; what that is
-        # off, the mean that is `left`, is taken off here.
+        # dp stands for (dp - mean) / mass. So far it was centred by `approx_mean`, from the rounded output; its error,
+        # `residual`, is subtracted here.
         inverse = tl.where(row_mass == 0, 0.0, total / tl.where(row_mass == 0, 1.0, row_mass))
-        left = row_left * share * inverse
+        residual = row_residual * share * inverse
         kept_mass = row_mass * share + tl.where(row_count > 0, theta, 0.0) * row_count
-        result -= (kept - kept_mass[:, None] * attended) * (left * share)[:, None]
+        result -= (kept - kept_mass[:, None] * attended) * (residual * share)[:, None]
         result *= inverse[:, None]
-        row_delta = (row_delta - left * kept_mass) * inverse
-        row_survivors = (row_survivors - left * row_count) * inverse
-        tl.store(correction + at_row, about_mean + left, mask=kept_row)
+        row_delta = (row_delta - residual * kept_mass) * inverse
+        row_survivors = (row_survivors - residual * row_count) * inverse
+        tl.store(correction + row_index, approx_mean + residual, mask=valid_row)
     if dlse is not None:
-        row_dlse = tl.where(share == 0, 0.0, tl.load(dlse + at_row, mask=kept_row, other=0.0))
+        row_dlse = tl.where(share == 0, 0.0, tl.load(dlse + row_index, mask=valid_row, other=0.0))
         result += (row_dlse * share)[:, None] * attended
         row_delta -= row_dlse
     dq_base = dq + batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
     store_rows(dq_base, result * natural_scale, first, end, stride_dql, WIDTH, BLOCK_M, BLOCK_D)
-    tl.store(delta + at_row, row_delta, mask=kept_row)
-    tl.store(survivors + at_row, row_survivors, mask=kept_row)
+    tl.store(delta + row_index, row_delta, mask=valid_row)
+    tl.store(survivors + row_index, row_survivors, mask=valid_row)
 
 
 @triton.jit
@@ -225,26 +227,26 @@ def _add_both(a, b, c, d):
 
 @triton.jit
 def _add_diagonals(partial, ds, first_distance, reach, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Adds the sums of ds `[BLOCK_M, BLOCK_N]` at equal distance to `partial[distance]`.
+    """Add the sums of ds `[BLOCK_M, BLOCK_N]` over equal distances to `partial[distance]`.
 
-    Each row of the tile is turned until column c holds a distance c beyond `first_distance`, give or take multiples of
-    BLOCK_N. Of SIDE rows together, column c then holds one distance from row c on, and above it one that is BLOCK_N
-    less: two sums. A program adds to its own partial sums only, and always in the same order.
+    Each row of the tile is rotated until column c holds the distance `first_distance` + c, modulo BLOCK_N. In a group
+    of SIDE rows, column c then holds one distance from row c on, and above it one that is BLOCK_N less: two sums. A
+    program adds only to its private partial sums, in a fixed order.
     """
     GROUPS: tl.constexpr = (BLOCK_M + BLOCK_N - 1) // BLOCK_N
     SIDE: tl.constexpr = BLOCK_M // GROUPS
     remainder = tl.arange(0, BLOCK_N)[None, :]
-    turned = tl.gather(ds, (tl.arange(0, BLOCK_M)[:, None] - remainder) & (BLOCK_N - 1), 1)
-    turned = tl.reshape(turned, [GROUPS, SIDE, BLOCK_N])
+    rotated = tl.gather(ds, (tl.arange(0, BLOCK_M)[:, None] - remainder) & (BLOCK_N - 1), 1)
+    rotated = tl.reshape(rotated, [GROUPS, SIDE, BLOCK_N])
     upper = tl.arange(0, SIDE)[None, :, None] >= remainder[None, :, :]
-    sums, former = tl.reduce((tl.where(upper, turned, 0.0), tl.where(upper, 0.0, turned)), 1, _add_both)
-    at = first_distance + tl.arange(0, GROUPS)[:, None] * BLOCK_N + remainder
-    within = at < reach
-    tl.store(partial + at, tl.load(partial + at, mask=within, other=0.0) + sums, mask=within)
+    sums, wrapped_sums = tl.reduce((tl.where(upper, rotated, 0.0), tl.where(upper, 0.0, rotated)), 1, _add_both)
+    distance = first_distance + tl.arange(0, GROUPS)[:, None] * BLOCK_N + remainder
+    in_reach = distance < reach
+    tl.store(partial + distance, tl.load(partial + distance, mask=in_reach, other=0.0) + sums, mask=in_reach)
     tl.debug_barrier()
-    at -= BLOCK_N
-    within = (at >= 0) & (at < reach)
-    tl.store(partial + at, tl.load(partial + at, mask=within, other=0.0) + former, mask=within)
+    distance -= BLOCK_N
+    in_reach = (distance >= 0) & (distance < reach)
+    tl.store(partial + distance, tl.load(partial + distance, mask=in_reach, other=0.0) + wrapped_sums, mask=in_reach)
     tl.debug_barrier()
 
 
@@ -304,7 +306,7 @@ def key_gradient_kernel(
     window,
     context_length,
     entries,
-    size,  # noqa: ARG001 - what the autotuner tells calls apart by
+    size,  # noqa: ARG001 - key of the autotuner
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     THRESHOLD: tl.constexpr,
@@ -314,18 +316,18 @@ def key_gradient_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dk and dv of blocks of keys, those with the most rows first, over all query heads of the group.
+    """dk and dv of blocks of keys, those with the most rows first, summed over the query heads of the group.
 
-    A program keeps to one kv head, so one partial `[W]` of dbias per program and query head is enough. Products per
-    tile: k.q and ds.q; v.dO and w.dO only where a weight survives.
+    A program processes one kv head, so it needs one partial `[W]` of dbias per query head. Products per tile: k.q and
+    ds.q; v.dO and w.dO only if a weight survives.
     """
-    kv_head = tl.program_id(0)  # the first programs have the most rows, and those of all heads start first
+    kv_head = tl.program_id(0)  # the first programs, of all heads, have the most rows
     line = tl.arange(0, BLOCK_M)
     heads = kv_heads * group
     if dbias is not None:
         dbias += tl.program_id(1).to(tl.int64) * heads * reach
-        for at in range(kv_head * group * reach, (kv_head + 1) * group * reach, BLOCK_M):
-            tl.store(dbias + at + line, 0.0, mask=at + line < (kv_head + 1) * group * reach)
+        for entry in range(kv_head * group * reach, (kv_head + 1) * group * reach, BLOCK_M):
+            tl.store(dbias + entry + line, 0.0, mask=entry + line < (kv_head + 1) * group * reach)
         tl.debug_barrier()
     if dslopes is not None:
         dslopes += tl.program_id(1) * heads
@@ -339,7 +341,7 @@ def key_gradient_kernel(
         first, end, start, shift, top_row = locate_block(
             index, batch, rows, keys, kv_lengths, cu_seqlens, cu_seqlens_k, documents, True, BLOCK_N
         )
-        # Rows that see some of these keys. Keys past the end are past every row's own: NEAR tiles mask them.
+        # Rows that see some of these keys. NEAR tiles mask keys past the end, which lie behind every row's own key.
         low = tl.maximum(first - shift, top_row)
         last_own = end - 1
         if window is not None:
@@ -372,31 +374,21 @@ def key_gradient_kernel(
                         tiles if KIND == EDGE else (edge if KIND == PLAIN else near),
                         disable_licm=True,
                     ):
-                        at = low + tile * BLOCK_M
-                        row = at + line
+                        origin = low + tile * BLOCK_M
+                        row = origin + line
                         own = row + shift
-                        kept_row = row < high
+                        valid_row = row < high
                         query = load_rows(
-                            q_base, at, high, stride_ql, stride_qd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST, AFRESH=True
+                            q_base, origin, high, stride_ql, stride_qd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST, True
                         )
                         gradient = load_rows(
-                            grad_base,
-                            at,
-                            high,
-                            stride_gl,
-                            stride_gd,
-                            WIDTH,
-                            BLOCK_M,
-                            BLOCK_D,
-                            True,
-                            UPCAST,
-                            AFRESH=True,
+                            grad_base, origin, high, stride_gl, stride_gd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST, True
                         )
-                        top, total, share = load_softmax(softmax, second, head_rows + row, kept_row)
-                        row_delta = tl.load(delta + head_rows + row, mask=kept_row, other=0.0)
-                        theta = thresholds(tau, head, own, start, window, context_length, entries, THRESHOLD)
-                        cut = tl.where(kept_row, theta * total, float("inf"))
-                        s = tile_scores(
+                        top, total, share = load_softmax(softmax, second, head_rows + row, valid_row)
+                        row_delta = tl.load(delta + head_rows + row, mask=valid_row, other=0.0)
+                        theta = load_thresholds(tau, head, own, start, window, context_length, entries, THRESHOLD)
+                        cut = tl.where(valid_row, theta * total, float("inf"))
+                        s = compute_tile_scores(
                             query,
                             tl.trans(key),
                             own,
@@ -409,19 +401,19 @@ def key_gradient_kernel(
                             KIND,
                             BLOCK_N,
                         )
-                        e = exponentials(s, top)
+                        e = compute_exponentials(s, top)
                         dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-                        if not SKIP or any_alive(e, cut):
+                        if not SKIP or has_survivor(e, cut):
                             survives = is_positive(s, e, cut[:, None], KIND)
                             w = tl.where(survives, e - cut[:, None], 0.0)
                             dp = tl.dot(gradient, tl.trans(value), input_precision="ieee")
-                            divided = share
+                            inverse = share
                             if RENORMALISE:
-                                row_mass = tl.load(mass + head_rows + row, mask=kept_row, other=0.0)
-                                mean = tl.load(correction + head_rows + row, mask=kept_row, other=0.0)
-                                divided = tl.where(row_mass == 0, 0.0, 1.0 / tl.where(row_mass == 0, 1.0, row_mass))
-                                dp = (dp - mean[:, None]) * (total * divided)[:, None]
-                            w = w * divided[:, None]
+                                row_mass = tl.load(mass + head_rows + row, mask=valid_row, other=0.0)
+                                mean = tl.load(correction + head_rows + row, mask=valid_row, other=0.0)
+                                inverse = tl.where(row_mass == 0, 0.0, 1.0 / tl.where(row_mass == 0, 1.0, row_mass))
+                                dp = (dp - mean[:, None]) * (total * inverse)[:, None]
+                            w = w * inverse[:, None]
                             dp = tl.where(survives, dp, 0.0)
                             value_gradient = tl.dot(
                                 tl.trans(w.to(gradient.dtype)), gradient, value_gradient, input_precision="ieee"
@@ -429,9 +421,9 @@ def key_gradient_kernel(
                         ds = e * (share[:, None] * dp - (share * row_delta)[:, None])
                         key_gradient = tl.dot(tl.trans(ds.to(query.dtype)), query, key_gradient, input_precision="ieee")
                         if dbias is not None and KIND != PLAIN:
-                            _add_diagonals(dbias + head * reach, ds, at + shift - first, reach, BLOCK_M, BLOCK_N)
+                            _add_diagonals(dbias + head * reach, ds, origin + shift - first, reach, BLOCK_M, BLOCK_N)
                         if dslopes is not None:
-                            slope_gradient += tl.sum(ds * distances(own, first, BLOCK_N), 1)
+                            slope_gradient += tl.sum(ds * compute_distances(own, first, BLOCK_N), 1)
             if dslopes is not None:
                 tl.store(dslopes + head, tl.load(dslopes + head) - tl.sum(slope_gradient))
                 tl.debug_barrier()
@@ -452,11 +444,11 @@ def backward(
     bias_gradient: bool,
     slopes_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, `survivors` `[B, H, Lq]` (d tau but for its factor), and those of bias and slopes.
+    """Gradients of q, k and v, `survivors` `[B, H, Lq]` (d tau without its factor), and those of bias and slopes.
 
-    grad, dlse: of the output, and of the rows' log-sum-exp `[B, H, Lq]`, contiguous, where it is used.
+    grad: gradient of the output. dlse: that of the rows' log-sum-exp `[B, H, Lq]`, contiguous, or None.
     """
-    dq, dk, dv, survivors, dbias, dslopes = backward_buffers(call, bias_gradient, slopes_gradient)
+    dq, dk, dv, survivors, dbias, dslopes = allocate_backward_buffers(call, bias_gradient, slopes_gradient)
     grad = ensure_32bit_offsets(grad)
     shared = {
         **collect_shared_arguments(call),
@@ -465,7 +457,7 @@ def backward(
         "mass": none_if_empty(mass),
         "delta": torch.empty_like(survivors),
         "correction": torch.empty_like(survivors) if call.renormalise else None,
-        **strides("g", grad),
+        **name_strides("g", grad),
         "natural_scale": call.factor,
     }
     _launch_query_gradient(call, shared, grad if out is None else out, dlse, dq, survivors)
@@ -476,7 +468,7 @@ def backward(
 def _launch_query_gradient(
     call: Call, shared: dict[str, Any], out: Tensor, dlse: Tensor | None, dq: Tensor, survivors: Tensor
 ) -> None:
-    """Fills dq, survivors, and of the shared arguments delta and correction. out is read to renormalise alone."""
+    """Fill dq, survivors, and the shared delta and correction; `out` is read only with renormalise."""
     batches, heads, rows, _ = call.q.shape
     arguments = {
         **shared,
@@ -484,13 +476,13 @@ def _launch_query_gradient(
         "dlse": dlse,
         "dq": dq,
         "survivors": survivors,
-        **strides("o", out, with_columns=False),
-        **strides("dq", dq, with_columns=False),
+        **name_strides("o", out, with_columns=False),
+        **name_strides("dq", dq, with_columns=False),
         "heads": heads,
     }
 
     def grid(meta: dict[str, Any]) -> tuple[int, ...]:
-        return (block_count(call, rows, meta["BLOCK_M"]) * batches * heads,)
+        return (count_call_blocks(call, rows, meta["BLOCK_M"]) * batches * heads,)
 
     launch(query_gradient_kernel, call, grid, arguments)
 
@@ -498,11 +490,11 @@ def _launch_query_gradient(
 def _launch_key_gradient(
     call: Call, shared: dict[str, Any], dk: Tensor, dv: Tensor, dbias: Tensor, dslopes: Tensor
 ) -> None:
-    """Fills dk and dv, and dbias and dslopes where they are not empty."""
+    """Fill dk and dv, and dbias and dslopes unless empty."""
     q, kv_heads = call.q, call.k.shape[1]
-    block = configurations.choices("key_gradient", q)[0].n
-    programs = balance_programs(resident_programs(q), kv_heads, _costs(call, block))
-    # Sums of each program, added up afterwards in a fixed order.
+    block = configurations.list_choices("key_gradient", q)[0].n
+    programs = balance_programs(count_resident_programs(q), kv_heads, _estimate_costs(call, block))
+    # Partial sums per program, added afterwards in a fixed order.
     partial_bias, partial_slopes = (x.new_empty(programs, *x.shape) if x.numel() else None for x in (dbias, dslopes))
     arguments = {
         **shared,
@@ -510,8 +502,8 @@ def _launch_key_gradient(
         "dv": dv,
         "dbias": partial_bias,
         "dslopes": partial_slopes,
-        **strides("dk", dk, with_columns=False),
-        **strides("dv", dv, with_columns=False),
+        **name_strides("dk", dk, with_columns=False),
+        **name_strides("dv", dv, with_columns=False),
         "kv_heads": kv_heads,
     }
     launch(key_gradient_kernel, call, lambda _: (kv_heads, programs), arguments)
@@ -520,19 +512,19 @@ def _launch_key_gradient(
             torch.sum(partial, 0, out=total)
 
 
-def _costs(call: Call, block: int) -> tuple[int, ...]:
-    """Rows that see each block of keys, in the order in which the programs take them; lengths are not read."""
+def _estimate_costs(call: Call, block: int) -> tuple[int, ...]:
+    """Rows that see each block of keys, in processing order; kv_lengths are ignored."""
     (batches, _, rows, _), keys = call.q.shape, call.k.shape[2]
     window = keys if call.window is None else call.window
-    blocks = range(block_count(call, keys, block))
-    seen = (min(keys, (at + 1) * block - 1 + window) - max(at * block, keys - rows) for at in blocks)
-    return tuple(max(block, count) for count in seen for _ in range(batches))
+    firsts = (index * block for index in range(count_call_blocks(call, keys, block)))
+    visible = (min(keys, first + block - 1 + window) - max(first, keys - rows) for first in firsts)
+    return tuple(max(block, count) for count in visible for _ in range(batches))
 
 
-def backward_buffers(
+def allocate_backward_buffers(
     call: Call, bias_gradient: bool, slopes_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `backward` returns, not filled in yet; what is not asked for is empty."""
+    """Uninitialised results of `backward`; those not requested are empty."""
     q, bias = call.q, call.bias
     survivors = q.new_empty(q.shape[:3], dtype=torch.float32)
     dbias = q.new_empty(bias.shape if bias is not None and bias_gradient else 0, dtype=torch.float32)

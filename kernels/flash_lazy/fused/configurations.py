@@ -1,6 +1,6 @@
-"""Block sizes of the Triton kernels, and what the environment sets; torch alone.
+"""Block sizes of the Triton kernels, and settings from environment variables; imports only torch.
 
-The module is read whenever a kernel is launched, so a test or a benchmark may set its values.
+The values are read at every kernel launch, so tests and benchmarks may patch them.
 """
 
 import os
@@ -9,23 +9,23 @@ from typing import NamedTuple
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Triton reads it, too, when the kernels are imported: it must be set before."""
+"""Triton reads the variable as well, so it must be set before the kernels are imported."""
 AUTOTUNE = os.environ.get("FLASH_LAZY_AUTOTUNE", "1") != "0" and not INTERPRETED
 SKIP_EMPTY_TILES = True
-"""Whether products of tiles without a surviving weight are left out; the result is the same to the bit."""
+"""Whether to skip the products of tiles without a surviving weight; results are bit-identical."""
 RESIDENT_PER_PROCESSOR = 2
 INTERPRETED_RESIDENT = 3
-WIDEST = 256
-"""Largest width of a head."""
+MAX_WIDTH = 256
+"""Maximum head width."""
 DECODE_ROWS = 64
-"""Most query rows of one kv head (group times Lq) that are decoded: they share a block, against a split of the keys."""
+"""Maximum query rows per kv head (group times Lq) for decoding, where they share a block and keys are split."""
 DECODE_BLOCK = 64
-MOST_ROWS = 256
-"""At least the rows, and the columns, of a tile of any configuration."""
+MAX_BLOCK = 256
+"""Upper bound of the rows and columns of a tile in every configuration."""
 
 
 class Blocks(NamedTuple):
-    """One configuration of a kernel."""
+    """One configuration of a kernel: tile of m rows by n keys, warps, pipeline stages."""
 
     m: int
     n: int
@@ -33,8 +33,8 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# By kernel, bytes of an element, and the width up to which a list holds. The first of a list is the default: for half
-# precision the largest blocks that spill no registers in a loop on sm_90 (docs/results/kernels/compiled.md).
+# By kernel, element size in bytes, and maximum head width. The first of a list is the default: for half precision the
+# largest blocks that spill no registers in a loop on sm_90 (docs/results/kernels/compiled.md).
 CONFIGURATIONS: dict[str, dict[int, dict[int, list[Blocks]]]] = {
     "forward": {
         2: {
@@ -75,7 +75,7 @@ CONFIGURATIONS: dict[str, dict[int, dict[int, list[Blocks]]]] = {
 }
 
 
-def choices(kernel: str, q: Tensor) -> list[Blocks]:
-    """The stated list of a kernel for rows like q's."""
+def list_choices(kernel: str, q: Tensor) -> list[Blocks]:
+    """Configurations of a kernel for q's dtype and width, the default first."""
     lists = CONFIGURATIONS[kernel][q.element_size()]
     return lists[min(width for width in lists if width >= q.shape[3])]

@@ -1,4 +1,4 @@
-"""Decoding: a few queries against many keys, which are split over programs. First scores, then values, then the sum."""
+"""Decoding: few queries against many keys, which are split over programs. Three kernels: scores, values, sum."""
 
 from typing import Any
 
@@ -14,24 +14,24 @@ from flash_lazy.fused.launch import (
     allocate_like,
     ceil_div,
     collect_shared_arguments,
+    count_resident_programs,
+    name_strides,
     next_power_of_2,
-    resident_programs,
-    strides,
     use_device,
 )
-from flash_lazy.fused.tiles import NEAR, any_alive, is_positive, load_rows, thresholds
+from flash_lazy.fused.tiles import NEAR, has_survivor, is_positive, load_rows, load_thresholds
 
 TO_BASE_2 = tl.constexpr(LOG2E)
-KEYS_OF_A_SPLIT = 256
-"""The fewest that a program is worth."""
+MIN_SPLIT_KEYS = 256
+"""Minimum keys per program."""
 
 
 @triton.jit
 def _locate_split(split, splits, batch, rows, keys, kv_lengths, window, BLOCK_N: tl.constexpr):
     """Keys of a split: first and end, and own - row.
 
-    A sequence's keys from the first that any row sees to the last valid one, however many the cache could hold, fall on
-    the splits alike, in whole tiles.
+    The splits divide the sequence's keys evenly, in complete tiles, from the first key visible to any row to the last
+    valid one, regardless of the cache's capacity.
     """
     length = split * 0 + keys
     if kv_lengths is not None:
@@ -78,48 +78,48 @@ def decode_scores_kernel(
 ):
     """Scores of all queries of a kv head against one split of its keys, which are read once, and their partial sums.
 
-    The block's lines are the rows of every query head of the group.
+    The lines of the block are the rows of all query heads of the group.
     """
     split, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, end, shift = _locate_split(split, splits, batch, rows, keys, kv_lengths, window, BLOCK_N)
     line = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_N)
-    there = line < group * rows
+    valid_line = line < group * rows
     head = kv_head * group + tl.minimum(line // rows, group - 1)
     row = line % rows
     own = (row + shift)[:, None]
     lane = tl.arange(0, BLOCK_D)[None, :]
     q_rows = q + batch.to(tl.int64) * stride_qb + head.to(tl.int64)[:, None] * stride_qh
     q_rows += row.to(tl.int64)[:, None] * stride_ql + lane.to(tl.int64) * stride_qd
-    query = tl.load(q_rows, mask=there[:, None] & (lane < WIDTH), other=0.0)
+    query = tl.load(q_rows, mask=valid_line[:, None] & (lane < WIDTH), other=0.0)
     if UPCAST:
         query = query.to(tl.float32)
     k_base = k + batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
-    at_row = (batch.to(tl.int64) * heads + head) * rows + row
+    row_index = (batch.to(tl.int64) * heads + head) * rows + row
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for tile in range(tl.cdiv(tl.maximum(end - first, 0), BLOCK_N)):
-        at = first + tile * BLOCK_N
-        key = load_rows(k_base, at, end, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST)
-        index = (at + column)[None, :]
+        origin = first + tile * BLOCK_N
+        key = load_rows(k_base, origin, end, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST)
+        index = (origin + column)[None, :]
         distance = own - index
         s = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         if slopes is not None:
             s -= tl.load(slopes + head)[:, None] * TO_BASE_2 * distance.to(tl.float32)
-        visible = there[:, None] & (distance >= 0) & (index < end)
+        visible = valid_line[:, None] & (distance >= 0) & (index < end)
         if window is not None:
             visible &= distance < window
         if bias is not None:
             table = bias + head.to(tl.int64)[:, None] * reach
             s += TO_BASE_2 * tl.load(table + distance, mask=visible & (distance < reach), other=0.0)
         s = tl.where(visible, s, -float("inf"))
-        tl.store(scores + at_row[:, None] * keys + index, s, mask=there[:, None] & (index < end))
+        tl.store(scores + row_index[:, None] * keys + index, s, mask=valid_line[:, None] & (index < end))
         new_top = tl.maximum(top, tl.max(s, 1))
         safe = tl.where(new_top > -float("inf"), new_top, 0.0)
         total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s - safe[:, None]), 1)
         top = new_top
-    tl.store(tops + at_row * splits + split, top, mask=there)
-    tl.store(totals + at_row * splits + split, total, mask=there)
+    tl.store(tops + row_index * splits + split, top, mask=valid_line)
+    tl.store(totals + row_index * splits + split, total, mask=valid_line)
 
 
 @triton.jit
@@ -153,45 +153,49 @@ def decode_values_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One split's share of the outputs and of the row masses. Values in whose tile no weight survives are not read."""
+    """One split's part of the outputs and row masses. Values of tiles without a surviving weight are not read."""
     split, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, end, shift = _locate_split(split, splits, batch, rows, keys, kv_lengths, window, BLOCK_N)
     line = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_N)
-    there = line < group * rows
+    valid_line = line < group * rows
     head = kv_head * group + tl.minimum(line // rows, group - 1)
     row = line % rows
-    at_row = (batch.to(tl.int64) * heads + head) * rows + row
-    each = tl.arange(0, SPLITS)[None, :]
-    known = there[:, None] & (each < splits)
-    top = tl.load(tops + at_row[:, None] * splits + each, mask=known, other=-float("inf"))
-    total = tl.load(totals + at_row[:, None] * splits + each, mask=known, other=0.0)
-    most = tl.max(top, 1)
-    most = tl.where(most > -float("inf"), most, 0.0)
-    total = tl.sum(total * tl.exp2(top - most[:, None]), 1)
+    row_index = (batch.to(tl.int64) * heads + head) * rows + row
+    split_index = tl.arange(0, SPLITS)[None, :]
+    valid_split = valid_line[:, None] & (split_index < splits)
+    top = tl.load(tops + row_index[:, None] * splits + split_index, mask=valid_split, other=-float("inf"))
+    total = tl.load(totals + row_index[:, None] * splits + split_index, mask=valid_split, other=0.0)
+    row_top = tl.max(top, 1)
+    row_top = tl.where(row_top > -float("inf"), row_top, 0.0)
+    total = tl.sum(total * tl.exp2(top - row_top[:, None]), 1)
     total = tl.where(total == 0, 1.0, total)
-    theta = thresholds(tau, head, row + shift, 0, window, context_length, entries, THRESHOLD)
-    cut = tl.where(there, theta * total, float("inf"))
+    theta = load_thresholds(tau, head, row + shift, 0, window, context_length, entries, THRESHOLD)
+    cut = tl.where(valid_line, theta * total, float("inf"))
 
     v_base = v + batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     for tile in range(tl.cdiv(tl.maximum(end - first, 0), BLOCK_N)):
-        at = first + tile * BLOCK_N
-        key = (at + column)[None, :]
-        s = tl.load(scores + at_row[:, None] * keys + key, mask=there[:, None] & (key < end), other=-float("inf"))
-        e = tl.exp2(s - most[:, None])
-        if not SKIP or any_alive(e, cut):
+        origin = first + tile * BLOCK_N
+        key = (origin + column)[None, :]
+        s = tl.load(
+            scores + row_index[:, None] * keys + key, mask=valid_line[:, None] & (key < end), other=-float("inf")
+        )
+        e = tl.exp2(s - row_top[:, None])
+        if not SKIP or has_survivor(e, cut):
             survives = is_positive(s, e, cut[:, None], NEAR)
             w = tl.where(survives, e - cut[:, None], 0.0)
-            value = load_rows(v_base, at, end, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST)
+            value = load_rows(v_base, origin, end, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, True, UPCAST)
             acc = tl.dot(w.to(value.dtype), value, acc, input_precision="ieee")
             mass += tl.sum(w, 1)
     acc = acc / total[:, None]
     mass = mass / total
     lane = tl.arange(0, BLOCK_D)[None, :]
-    tl.store(parts + (at_row[:, None] * splits + split) * WIDTH + lane, acc, mask=there[:, None] & (lane < WIDTH))
-    tl.store(masses + at_row * splits + split, mass, mask=there)
+    tl.store(
+        parts + (row_index[:, None] * splits + split) * WIDTH + lane, acc, mask=valid_line[:, None] & (lane < WIDTH)
+    )
+    tl.store(masses + row_index * splits + split, mass, mask=valid_line)
 
 
 @triton.jit
@@ -210,27 +214,27 @@ def decode_sum_kernel(
     RENORMALISE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """The output of one row of one head: its splits' shares summed, and divided by their mass to renormalise."""
-    at_row = tl.program_id(0).to(tl.int64)
-    batch, head, row = at_row // rows // heads, at_row // rows % heads, at_row % rows
-    each = tl.arange(0, SPLITS)
+    """Output of one row of one head: the sum over its splits, with RENORMALISE divided by their mass."""
+    row_index = tl.program_id(0).to(tl.int64)
+    batch, head, row = row_index // rows // heads, row_index // rows % heads, row_index % rows
+    split_index = tl.arange(0, SPLITS)
     lane = tl.arange(0, BLOCK_D)
-    known = (each < splits)[:, None] & (lane < WIDTH)[None, :]
-    pointers = parts + (at_row * splits + each[:, None]) * WIDTH + lane[None, :]
-    result = tl.sum(tl.load(pointers, mask=known, other=0.0), 0)
+    valid_split = (split_index < splits)[:, None] & (lane < WIDTH)[None, :]
+    pointers = parts + (row_index * splits + split_index[:, None]) * WIDTH + lane[None, :]
+    result = tl.sum(tl.load(pointers, mask=valid_split, other=0.0), 0)
     if RENORMALISE:
-        mass = tl.sum(tl.load(masses + at_row * splits + each, mask=each < splits, other=0.0))
+        mass = tl.sum(tl.load(masses + row_index * splits + split_index, mask=split_index < splits, other=0.0))
         result /= tl.where(mass == 0, 1.0, mass)
     out += batch * stride_ob + head * stride_oh + row * stride_ol
     tl.store(out + lane, result.to(out.dtype.element_ty), mask=lane < WIDTH)
 
 
 def decode(call: Call) -> Tensor:
-    """The output of a few queries: keys are split over programs and read once, values only where a weight survives."""
+    """Output of a few queries; keys are split over programs and read once, values only where a weight survives."""
     q, (batches, kv_heads, keys, _) = call.q, call.k.shape
     _, heads, rows, width = q.shape
     seen = keys if call.window is None else min(keys, call.window + rows - 1)
-    splits = min(ceil_div(seen, KEYS_OF_A_SPLIT), ceil_div(2 * resident_programs(q), batches * kv_heads))
+    splits = min(ceil_div(seen, MIN_SPLIT_KEYS), ceil_div(2 * count_resident_programs(q), batches * kv_heads))
     tops, totals, masses = (q.new_empty(batches, heads, rows, splits, dtype=torch.float32) for _ in range(3))
     out = allocate_like(q)
     arguments = {
@@ -244,7 +248,7 @@ def decode(call: Call) -> Tensor:
         "parts": q.new_empty(batches, heads, rows, splits, width, dtype=torch.float32),
         "masses": masses,
         "out": out,
-        **strides("o", out, with_columns=False),
+        **name_strides("o", out, with_columns=False),
         "heads": heads,
         "splits": splits,
         "SPLITS": next_power_of_2(splits),
@@ -259,6 +263,6 @@ def decode(call: Call) -> Tensor:
     )
     with use_device(q):
         for kernel, programs in launches:
-            chosen = {argument: arguments[argument] for argument in kernel.arg_names}
-            kernel[programs](**chosen, num_warps=4, num_stages=2)
+            used = {name: arguments[name] for name in kernel.arg_names}
+            kernel[programs](**used, num_warps=4, num_stages=2)
     return out

@@ -9,31 +9,31 @@ from flash_lazy.call import Call
 from flash_lazy.fused import configurations
 from flash_lazy.fused.launch import (
     allocate_like,
-    block_count,
     ceil_div,
     collect_shared_arguments,
+    count_call_blocks,
+    count_resident_programs,
     launch,
+    name_strides,
     none_if_empty,
-    resident_programs,
-    strides,
 )
 from flash_lazy.fused.tiles import (
     EDGE,
     PLAIN,
     STRIP_PAD,
+    compute_tile_scores,
     count_blocks,
     is_positive,
-    key_tiles,
     load_rows,
+    load_thresholds,
     locate_block,
+    locate_key_tiles,
     store_rows,
-    thresholds,
-    tile_scores,
 )
 
-LISTED_TOGETHER = tl.constexpr(16)
+LIST_CHUNK = tl.constexpr(16)
 ROUNDING = tl.constexpr(2.0**-18)
-"""A score computed twice may differ by its last bits: this close to the threshold a tile counts as alive."""
+"""Tolerance below the threshold within which a tile counts as alive: a recomputed score may differ in its last bits."""
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -84,7 +84,7 @@ def forward_kernel(
     window,
     context_length,
     entries,
-    size,  # noqa: ARG001 - what the autotuner tells calls apart by
+    size,  # noqa: ARG001 - key of the autotuner
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     THRESHOLD: tl.constexpr,
@@ -95,9 +95,9 @@ def forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Output of all rows, the longest first. Each resident program keeps the row maxima of its block's tiles.
+    """Output of all rows, the longest first. Each resident program stores the row maxima of its block's tiles.
 
-    Products per tile: q.k for maximum and sum; q.k and w.v again only where a weight survives.
+    Products per tile: q.k for maximum and sum; a second q.k and w.v only if a weight survives.
     """
     line = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_N)
@@ -111,7 +111,7 @@ def forward_kernel(
         first, end, start, shift, _ = locate_block(
             index, batch, rows, keys, kv_lengths, cu_seqlens, cu_seqlens_k, documents, False, BLOCK_M
         )
-        low, high, edge, near, tiles = key_tiles(first, end, start, shift, window, reach, BLOCK_M, BLOCK_N)
+        low, high, edge, near, tiles = locate_key_tiles(first, end, start, shift, window, reach, BLOCK_M, BLOCK_N)
         row = first + line
         own = row + shift
 
@@ -121,7 +121,7 @@ def forward_kernel(
         head_strip = None if strip is None else strip + head.to(tl.int64) * strip_row + STRIP_PAD
         slope = None if slopes is None else tl.load(slopes + head)
         query = load_rows(q_base, first, end, stride_ql, stride_qd, WIDTH, BLOCK_M, BLOCK_D, True, UPCAST)
-        query = tl.where(own[:, None] >= start, query, 0.0).to(query.dtype)  # a row that sees no key may hold NaN
+        query = tl.where(own[:, None] >= start, query, 0.0).to(query.dtype)  # a row without a visible key may be NaN
 
         top = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -132,15 +132,15 @@ def forward_kernel(
                     edge if KIND == EDGE else (near if KIND == PLAIN else tiles),
                     disable_licm=True,
                 ):
-                    at = low + tile * BLOCK_N
+                    origin = low + tile * BLOCK_N
                     key = load_rows(
-                        k_base, at, high, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST
+                        k_base, origin, high, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST
                     )
-                    s = tile_scores(
+                    s = compute_tile_scores(
                         query,
                         tl.trans(key),
                         own,
-                        at,
+                        origin,
                         scale,
                         head_strip,
                         reach,
@@ -157,10 +157,10 @@ def forward_kernel(
                     total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s - safe[:, None]), 1)
                     top = new_top
 
-        sees = total != 0  # true of NaN, by which the row's output is divided
-        total = tl.where(sees, total, 1.0)
-        safe = tl.where(sees, top, 0.0)
-        theta = thresholds(tau, head, own, start, window, context_length, entries, THRESHOLD)
+        has_key = total != 0  # also true for NaN, by which the row's output is divided
+        total = tl.where(has_key, total, 1.0)
+        safe = tl.where(has_key, top, 0.0)
+        theta = load_thresholds(tau, head, own, start, window, context_length, entries, THRESHOLD)
         cut = theta * total
         limit = safe + tl.log2(tl.where(cut > 0, cut, 1.0))
         limit = tl.where(cut > 0, limit - ROUNDING * (tl.abs(limit) + 16.0), -float("inf"))
@@ -179,34 +179,34 @@ def forward_kernel(
                 count = stop - begin
                 if SKIP:
                     count = listed * 0
-                    for some in range(begin, stop, LISTED_TOGETHER):
-                        several = some + tl.arange(0, LISTED_TOGETHER)
-                        kept = tl.load(
-                            maxima + several[None, :] * BLOCK_M + line[:, None],
-                            mask=(several < stop)[None, :],
+                    for chunk in range(begin, stop, LIST_CHUNK):
+                        candidates = chunk + tl.arange(0, LIST_CHUNK)
+                        tops = tl.load(
+                            maxima + candidates[None, :] * BLOCK_M + line[:, None],
+                            mask=(candidates < stop)[None, :],
                             other=-float("inf"),
                         )
-                        alive = tl.max(((kept <= limit[:, None]) == 0).to(tl.int32), 0)
-                        place = listed + count + tl.cumsum(alive, 0) - 1
-                        tl.store(alive_tiles + place, several, mask=alive > 0)
+                        alive = tl.max(((tops <= limit[:, None]) == 0).to(tl.int32), 0)
+                        slot = listed + count + tl.cumsum(alive, 0) - 1
+                        tl.store(alive_tiles + slot, candidates, mask=alive > 0)
                         count += tl.sum(alive)
                     tl.debug_barrier()
                 for turn in tl.range(count, disable_licm=True):
                     tile = begin + turn
                     if SKIP:
                         tile = tl.load(alive_tiles + listed + turn)
-                    at = low + tile * BLOCK_N
+                    origin = low + tile * BLOCK_N
                     key = load_rows(
-                        k_base, at, high, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST
+                        k_base, origin, high, stride_kl, stride_kd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST
                     )
                     value = load_rows(
-                        v_base, at, high, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST
+                        v_base, origin, high, stride_vl, stride_vd, WIDTH, BLOCK_N, BLOCK_D, KIND != PLAIN, UPCAST
                     )
-                    s = tile_scores(
+                    s = compute_tile_scores(
                         query,
                         tl.trans(key),
                         own,
-                        at,
+                        origin,
                         scale,
                         head_strip,
                         reach,
@@ -223,12 +223,12 @@ def forward_kernel(
                         row_mass += tl.sum(w, 1)
                     if STATS:
                         survivors += tl.sum(survives.to(tl.float32), 1)
-                        row_first += tl.sum(tl.where((at + column)[None, :] == start, w, 0.0), 1)
+                        row_first += tl.sum(tl.where((origin + column)[None, :] == start, w, 0.0), 1)
                 listed += count
 
-        kept_row = row < end
-        at_row = (batch.to(tl.int64) * heads + head) * rows + row
-        # Weights so far are times the row's sum, like the exponentials: large enough for float16, exact as a softmax.
+        valid_row = row < end
+        row_index = (batch.to(tl.int64) * heads + head) * rows + row
+        # Weights and exponentials still have the row's sum as a factor: large enough for float16, exact as a softmax.
         divisor = total
         if RENORMALISE:
             divisor = tl.where(row_mass == 0, 1.0, row_mass)
@@ -237,34 +237,34 @@ def forward_kernel(
         out_base = out + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
         store_rows(out_base, acc, first, end, stride_ol, WIDTH, BLOCK_M, BLOCK_D)
         if softmax is not None:
-            tl.store(softmax + at_row, top, mask=kept_row)
-            tl.store(softmax + second + at_row, tl.where(sees, total, 0.0), mask=kept_row)
+            tl.store(softmax + row_index, top, mask=valid_row)
+            tl.store(softmax + second + row_index, tl.where(has_key, total, 0.0), mask=valid_row)
         if mass is not None:
-            tl.store(mass + at_row, row_mass, mask=kept_row)
+            tl.store(mass + row_index, row_mass, mask=valid_row)
         if STATS:
             seen = tl.maximum(own - start + 1, 0)
             if window is not None:
                 seen = tl.minimum(seen, window)
-            tl.store(first_weight + at_row, row_first / divisor, mask=kept_row)
-            tl.store(zeros + at_row, seen.to(tl.float32) - survivors, mask=kept_row)
+            tl.store(first_weight + row_index, row_first / divisor, mask=valid_row)
+            tl.store(zeros + row_index, seen.to(tl.float32) - survivors, mask=valid_row)
 
 
 def forward(call: Call, training: bool, stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output; maximum (base 2) and sum of each row `[2, B, H, Lq]`; mass times sum, first weight, zeros `[B, H, Lq]`.
 
-    All but the output are empty unless they are needed.
+    All but the output are empty unless needed.
     """
     q = call.q
     batches, heads, rows, _ = q.shape
-    out, softmax, mass, first_weight, zeros = forward_buffers(call, training, stats)
-    choices = configurations.choices("forward", q)
+    out, softmax, mass, first_weight, zeros = allocate_forward_buffers(call, training, stats)
+    choices = configurations.list_choices("forward", q)
     columns = call.k.shape[2]
     if call.window is not None:
         columns = min(columns, call.window + max(blocks.m for blocks in choices))
     alive_row = max(ceil_div(columns, blocks.n) for blocks in choices)
     maxima_row = max(ceil_div(columns, blocks.n) * blocks.m for blocks in choices)
-    most = max(block_count(call, rows, blocks.m) for blocks in choices) * batches * heads
-    resident = min(resident_programs(q), most)
+    blocks = max(count_call_blocks(call, rows, blocks.m) for blocks in choices) * batches * heads
+    resident = min(count_resident_programs(q), blocks)
     arguments = {
         **collect_shared_arguments(call),
         "out": out,
@@ -274,7 +274,7 @@ def forward(call: Call, training: bool, stats: bool) -> tuple[Tensor, Tensor, Te
         "zeros": none_if_empty(zeros),
         "maxima": q.new_empty(resident * maxima_row, dtype=torch.float32),
         "alive_tiles": q.new_empty(resident * alive_row, dtype=torch.int32),
-        **strides("o", out, with_columns=False),
+        **name_strides("o", out, with_columns=False),
         "heads": heads,
         "maxima_row": maxima_row,
         "alive_row": alive_row,
@@ -284,12 +284,13 @@ def forward(call: Call, training: bool, stats: bool) -> tuple[Tensor, Tensor, Te
     return out, softmax, mass, first_weight, zeros
 
 
-def forward_buffers(call: Call, training: bool, stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `forward` returns, not filled in yet."""
+def allocate_forward_buffers(call: Call, training: bool, stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised results of `forward`."""
     q = call.q
 
-    def rows(wanted: bool) -> Tensor:
-        return q.new_empty(q.shape[:3] if wanted else 0, dtype=torch.float32)
+    def allocate_rows(needed: bool) -> Tensor:
+        return q.new_empty(q.shape[:3] if needed else 0, dtype=torch.float32)
 
     softmax = q.new_empty((2, *q.shape[:3]) if training or stats else 0, dtype=torch.float32)
-    return allocate_like(q), softmax, rows(stats or (training and call.renormalise)), rows(stats), rows(stats)
+    mass = allocate_rows(stats or (training and call.renormalise))
+    return allocate_like(q), softmax, mass, allocate_rows(stats), allocate_rows(stats)

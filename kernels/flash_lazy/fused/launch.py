@@ -1,4 +1,4 @@
-"""What the launches of the Triton kernels share: arguments, block sizes, strides, buffers."""
+"""Shared code of the kernel launches: arguments, block sizes, strides, buffers."""
 
 import heapq
 import math
@@ -20,7 +20,7 @@ LOG2E = 1.4426950408889634
 
 
 def collect_shared_arguments(call: Call) -> dict[str, Any]:
-    """Kernel arguments that forward and backward have in common."""
+    """Kernel arguments shared by forward and backward."""
     q, k, v = (ensure_32bit_offsets(x) for x in (call.q, call.k, call.v))
     batches, heads, rows, width = q.shape
     keys = k.shape[2]
@@ -30,19 +30,19 @@ def collect_shared_arguments(call: Call) -> dict[str, Any]:
         "k": k,
         "v": v,
         "tau": call.tau.contiguous(),
-        "strip": _strip(call.bias),
+        "strip": _make_strip(call.bias),
         "slopes": None if call.slopes is None else call.slopes * LOG2E,
         "kv_lengths": None if call.kv_lengths is None else call.kv_lengths.contiguous(),
         "cu_seqlens": None if call.cu_seqlens is None else call.cu_seqlens.contiguous(),
         "cu_seqlens_k": None if call.cu_seqlens_k is None else call.cu_seqlens_k.contiguous(),
-        **strides("q", q),
-        **strides("k", k),
-        **strides("v", v),
+        **name_strides("q", q),
+        **name_strides("k", k),
+        **name_strides("v", v),
         "batches": batches,
         "group": heads // k.shape[1],
         "rows": rows,
         "keys": keys,
-        "documents": _document_count(call),
+        "documents": _count_documents(call),
         "second": batches * heads * rows,
         "scale": call.factor * LOG2E,
         "strip_row": reach + 2 * STRIP_PAD.value,
@@ -62,8 +62,8 @@ def collect_shared_arguments(call: Call) -> dict[str, Any]:
 def launch(
     kernel: Any, call: Call, grid: Callable[[dict[str, Any]], tuple[int, ...]], arguments: dict[str, Any]
 ) -> None:
-    """Runs a kernel with the blocks that its list, and the first call's timing, hold best."""
-    choices = configurations.choices(kernel.__name__.removesuffix("_kernel"), call.q)
+    """Run a kernel with the first blocks of its list, or with AUTOTUNE the fastest at the first call of a size."""
+    choices = configurations.list_choices(kernel.__name__.removesuffix("_kernel"), call.q)
     with use_device(call.q):
         if configurations.AUTOTUNE:
             _autotune(kernel, tuple(choices))[grid](**arguments, size=next_power_of_2(call.k.shape[2]))
@@ -84,14 +84,13 @@ def _autotune(kernel: Any, choices: tuple[Blocks, ...]) -> Any:
     return triton.autotune(configs, key=key, cache_results=True)(kernel)
 
 
-def _document_count(call: Call) -> int:
-    """Documents of a packed sequence."""
+def _count_documents(call: Call) -> int:
     return 0 if call.cu_seqlens is None else len(call.cu_seqlens) - 1
 
 
-def block_count(call: Call, length: int, block: int) -> int:
+def count_call_blocks(call: Call, length: int, block: int) -> int:
     if call.cu_seqlens is not None:
-        return length // block + _document_count(call)
+        return length // block + _count_documents(call)
     return ceil_div(length, block)
 
 
@@ -100,44 +99,43 @@ def ceil_div(length: int, block: int) -> int:
 
 
 def next_power_of_2(length: int) -> int:
-    """The least power of two that is not below."""
     return 1 << (length - 1).bit_length()
 
 
-def resident_programs(x: Tensor) -> int:
-    """Programs that a device is given at a time."""
+def count_resident_programs(x: Tensor) -> int:
+    """Number of programs that are resident on a device."""
     if x.device.type != "cuda":
         return configurations.INTERPRETED_RESIDENT
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     return configurations.RESIDENT_PER_PROCESSOR * processors
 
 
-def balance_programs(places: int, kv_heads: int, costs: tuple[int, ...]) -> int:
-    """How many programs a kv head gets, so that items of these costs are done soonest on a device of so many places.
+def balance_programs(slots: int, kv_heads: int, costs: tuple[int, ...]) -> int:
+    """Number of programs per kv head that minimises the makespan of items with these costs on a device with `slots`.
 
-    A program takes every n-th item. As many programs as places, rounded down or up to the heads, or some times as many:
-    which is best depends on how the costs fall. A few programs more than places can take twice as long, since the last
-    start when all others are done; many more are even, but each has a partial gradient of the bias.
+    A program takes every n-th item. The candidates are slots per head, rounded down or up, and multiples of it; the
+    best depends on the distribution of costs. Slightly more programs than slots can take twice as long, since the last
+    start when all others are done; many more are balanced, but each needs a partial gradient of the bias.
     """
-    each = places / kv_heads
-    counts = {int(each), math.ceil(each), *(int(times * each) for times in (2, 3, 4))}
-    possible = sorted({min(max(1, count), len(costs)) for count in counts})
-    return min(possible, key=lambda count: makespan(count, places, kv_heads, costs))
+    per_head = slots / kv_heads
+    counts = {int(per_head), math.ceil(per_head), *(int(factor * per_head) for factor in (2, 3, 4))}
+    candidates = sorted({min(max(1, count), len(costs)) for count in counts})
+    return min(candidates, key=lambda count: makespan(count, slots, kv_heads, costs))
 
 
 @cache
-def makespan(programs: int, places: int, kv_heads: int, costs: tuple[int, ...]) -> int:
-    """When the last of `programs` per kv head ends: each starts where a place is free, the first of all heads first."""
+def makespan(programs: int, slots: int, kv_heads: int, costs: tuple[int, ...]) -> int:
+    """End time of the last of `programs` per kv head; each starts in a free slot, the first of all heads first."""
     loads = [sum(costs[first::programs]) for first in range(programs)]
-    free = [0] * min(places, programs * kv_heads)
+    free = [0] * min(slots, programs * kv_heads)
     for load in loads:
         for _ in range(kv_heads):
             heapq.heapreplace(free, free[0] + load)
     return max(free)
 
 
-def _strip(bias: Tensor | None) -> Tensor | None:
-    """Biases times log2(e) by distance, `[H, PAD + W + PAD]`: -inf before distance 0 and 0 from W on."""
+def _make_strip(bias: Tensor | None) -> Tensor | None:
+    """Biases times log2(e) by distance, `[H, PAD + W + PAD]`: -inf at negative distances, 0 from W on."""
     if bias is None:
         return None
     pad = STRIP_PAD.value
@@ -146,21 +144,21 @@ def _strip(bias: Tensor | None) -> Tensor | None:
     return strip
 
 
-def strides(name: str, x: Tensor, with_columns: bool = True) -> dict[str, int]:
+def name_strides(name: str, x: Tensor, with_columns: bool = True) -> dict[str, int]:
     letters = "bhld" if with_columns else "bhl"
     return {f"stride_{name}{letter}": x.stride(axis) for axis, letter in enumerate(letters)}
 
 
 def ensure_32bit_offsets(x: Tensor) -> Tensor:
-    """x, or a copy where the rows of a tile lie too far apart for the kernels' offsets of 32 bits within a tile.
+    """Return x, or a contiguous copy if offsets within a tile would exceed 32 bits.
 
-    Where a tile begins is always computed in 64 bits.
+    Offsets of tiles are always computed in 64 bits.
     """
-    return x.contiguous() if max(x.stride()[2:]) * configurations.MOST_ROWS >= 2**31 else x
+    return x.contiguous() if max(x.stride()[2:]) * configurations.MAX_BLOCK >= 2**31 else x
 
 
 def allocate_like(x: Tensor) -> Tensor:
-    """An empty tensor in the layout of x where the kernels can write it: contiguous rows, not too far apart."""
+    """Empty tensor like x, in its layout if the kernels can write it (contiguous rows, 32-bit offsets)."""
     result = torch.empty_like(x)
     if result.stride(-1) == 1 and ensure_32bit_offsets(result) is result:
         return result

@@ -1,6 +1,6 @@
-"""The Triton kernels as PyTorch operators: what torch.compile, autograd and the fake tensors need to know of them.
+"""The Triton kernels as PyTorch operators, with support for torch.compile, autograd and fake tensors.
 
-Registered with torch alone; triton is imported when an operator first runs.
+Registration needs only torch; triton is imported when an operator first runs.
 """
 
 import importlib.util
@@ -16,13 +16,13 @@ from flash_lazy.fused import configurations
 
 LN2 = 0.6931471805599453
 INSTALLED = importlib.util.find_spec("triton") is not None
-OLDEST_TRITON = (3, 6)
-MOST_BATCHES = 2**16 - 1
-"""Along the third axis of a grid of programs, where decoding has its sequences."""
+MIN_TRITON = (3, 6)
+MAX_BATCHES = 2**16 - 1
+"""Limit of a grid's third axis, which decoding uses for its sequences."""
 
 
 def fused_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]:
-    """Output `[B, H, Lq, D]` in q's dtype, and the row statistics where asked for. Shapes as in `lazy_attention`."""
+    """Output `[B, H, Lq, D]` in q's dtype and, with `with_stats`, the row statistics. Shapes as in `lazy_attention`."""
     training = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call[:LEAVES])
     if not (training or with_stats) and _is_decoding(call):
         return decode(*call), None
@@ -30,14 +30,14 @@ def fused_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]
     if not with_stats:
         return out, None
     top, total = softmax[0], softmax[1].detach()
-    # The gradient of lse as a whole travels as that of the maxima, see `_gradients`.
+    # The gradient of lse is passed on as that of the maxima, see `_backpropagate`.
     lse = (top + total.log2()) * LN2
     mass = torch.where(total == 0, 0, mass.detach() / total)
     return out, Stats(lse, mass, first_weight.detach(), zeros.detach())
 
 
 def find_obstacle(q: Tensor, key_mask: Tensor | None) -> str | None:
-    """Why the Triton kernels cannot take a call, naming the argument and the fix; None where they can."""
+    """Why the Triton kernels do not support a call, naming the argument and the fix; None if they do."""
     if not INSTALLED:
         return "backend is 'triton', which is not installed; pip install triton (Linux), or choose 'chunked'"
     if q.device.type != "cuda" and not configurations.INTERPRETED:
@@ -48,26 +48,25 @@ def find_obstacle(q: Tensor, key_mask: Tensor | None) -> str | None:
         return "backend is 'triton', which takes no key_mask; use kv_lengths or cu_seqlens, or choose 'chunked'"
     if q.dtype == torch.float64:
         return "backend is 'triton' and q float64; give float16, bfloat16 or float32, or choose 'chunked'"
-    if q.shape[-1] > configurations.WIDEST:
-        widest = configurations.WIDEST
-        return f"backend is 'triton' and q has width D = {q.shape[-1]}; give D <= {widest}, or choose 'chunked'"
+    if (width := q.shape[-1]) > configurations.MAX_WIDTH:
+        limit = configurations.MAX_WIDTH
+        return f"backend is 'triton' and q has width D = {width}; give D <= {limit}, or choose 'chunked'"
     return None
 
 
-@torch.compiler.assume_constant_result  # a question to the device would break a graph
+@torch.compiler.assume_constant_result  # querying the device would break the graph
 def _find_machine_obstacle(device: torch.device) -> str | None:
-    """Why a machine cannot run the kernels."""
-    if (version := _triton_version()) < OLDEST_TRITON:
-        return f"needs triton {_format_version(OLDEST_TRITON)}, and {_format_version(version)} is installed"
+    if (version := _read_triton_version()) < MIN_TRITON:
+        return f"needs triton {_format_version(MIN_TRITON)}, and {_format_version(version)} is installed"
     if device.type == "cuda" and torch.version.hip is not None:
-        return f"is tested on NVIDIA GPUs alone, and {device} is an AMD one"
+        return f"is tested only on NVIDIA GPUs, and {device} is an AMD one"
     if device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) < (8, 0):
         return f"needs compute capability 8.0, and {device} has less"
     return None
 
 
-@cache  # every call on a GPU asks
-def _triton_version() -> tuple[int, ...]:
+@cache  # called in every attention call on a GPU
+def _read_triton_version() -> tuple[int, ...]:
     import triton
 
     return tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
@@ -78,9 +77,9 @@ def _format_version(version: tuple[int, ...]) -> str:
 
 
 def _is_decoding(call: Call) -> bool:
-    """Whether a call has so few rows that splitting the keys over programs pays."""
+    """Whether a call has few enough rows to split the keys over programs."""
     (batches, heads, rows, _), (_, kv_heads, keys, _) = call.q.shape, call.k.shape
-    few = heads // kv_heads * rows <= configurations.DECODE_ROWS and batches <= MOST_BATCHES
+    few = heads // kv_heads * rows <= configurations.DECODE_ROWS and batches <= MAX_BATCHES
     return call.cu_seqlens is None and rows < keys and few
 
 
@@ -92,7 +91,7 @@ def _is_decoding(call: Call) -> bool:
 def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output; maximum (base 2) and sum of each row `[2, B, H, Lq]`; mass times sum, first weight, zeros `[B, H, Lq]`.
 
-    All but the output are empty unless they are needed.
+    All but the output are empty unless needed.
     """
     from flash_lazy.fused.forward import forward
 
@@ -102,10 +101,10 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 @forward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from flash_lazy.fused.forward import forward_buffers
+    from flash_lazy.fused.forward import allocate_forward_buffers
 
     *call, training, stats = arguments
-    return forward_buffers(Call(*call), training, stats)
+    return allocate_forward_buffers(Call(*call), training, stats)
 
 
 @torch.library.custom_op(
@@ -115,7 +114,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     "bool slopes_gradient) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, sum m dp of each row, and the gradients of bias and slopes (empty unless asked for)."""
+    """Gradients of q, k and v, sum m dp of each row, and the gradients of bias and slopes (empty unless requested)."""
     from flash_lazy.fused.backward import backward
 
     *call, out, grad, dlse, softmax, mass, bias_gradient, slopes_gradient = arguments
@@ -124,15 +123,15 @@ def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, T
 
 @backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from flash_lazy.fused.backward import backward_buffers
+    from flash_lazy.fused.backward import allocate_backward_buffers
 
     *call, _out, _grad, _dlse, _softmax, _mass, bias_gradient, slopes_gradient = arguments
-    return backward_buffers(Call(*call), bias_gradient, slopes_gradient)
+    return allocate_backward_buffers(Call(*call), bias_gradient, slopes_gradient)
 
 
 @torch.library.custom_op("flash_lazy::decode", mutates_args=(), schema=f"({CALL_SCHEMA}) -> Tensor")
 def decode(*arguments: Any) -> Tensor:
-    """The output of a few queries against many keys, without gradients."""
+    """Output of a few queries against many keys, without gradients."""
     from flash_lazy.fused.decode import decode
 
     return decode(Call(*arguments))
@@ -146,7 +145,7 @@ def _(*arguments: Any) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Inputs and two numbers a row; to renormalise, the output and one number more."""
+    """Save the inputs and two numbers per row; with renormalise, also the output and a third number."""
     *arguments, _training, _stats = inputs
     call = Call(*arguments)
     out, softmax, mass, _, _ = output
@@ -155,7 +154,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, grad: Tensor | None, dsoftmax: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+def _backpropagate(ctx: Any, grad: Tensor | None, dsoftmax: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     *tensors, out, softmax, mass = ctx.saved_tensors
     call, needed = Call(*tensors, *ctx.settings), ctx.needs_input_grad
     grad = torch.zeros_like(call.q) if grad is None else grad
@@ -168,11 +167,11 @@ def _gradients(ctx: Any, grad: Tensor | None, dsoftmax: Tensor | None, *_: None)
     return *leaves, *[None] * (len(needed) - LEAVES)
 
 
-forward.register_autograd(_gradients, setup_context=_setup_context)
+forward.register_autograd(_backpropagate, setup_context=_setup_context)
 
 
 def _tau_gradient(call: Call, survivors: Tensor) -> Tensor:
-    """Gradient of tau from the kernel's sum m dp of each row `[B, H, Lq]`."""
+    """Gradient of tau from each row's sum m dp `[B, H, Lq]`."""
     rows, keys = call.q.shape[2], call.k.shape[2]
     own = torch.arange(keys - rows, keys, device=call.q.device)[None]  # [B or 1, Lq], within the row's document
     if call.kv_lengths is not None:

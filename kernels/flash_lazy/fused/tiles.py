@@ -1,19 +1,19 @@
-"""What the Triton kernels share: words, geometry, and the pieces that they are made of.
+"""Terms, geometry and shared device functions of the Triton kernels.
 
-- A program works on one block of rows (queries) of one head, or on one block of keys of one kv head; it walks along the
-  other side in tiles. Blocks never span two documents, and a tile starts at the first key (or row) that counts, so that
-  nothing of a neighbour is ever read.
-- `own` is the index of the key at a row's own position, `distance = own - key`; a key is visible where
+- A program processes one block of rows (queries) of one head, or one block of keys of one kv head, and iterates over
+  the other dimension in tiles. Blocks never span two documents, and the first tile starts at the first relevant key (or
+  row), so nothing of a neighbouring document is read.
+- `own` is the index of the key at a row's position, `distance = own - key`; a key is visible if
   `0 <= distance < window` and it belongs to the row's document.
-- Tiles come in three kinds, in the order of the keys: EDGE (the window ends in it), PLAIN (every key visible to every
-  row, and beyond the bias table: neither mask nor bias costs anything), NEAR (the diagonal, and what the bias reaches).
-- `strip` holds a head's biases times log2(e) by distance, contiguous, from -STRIP_PAD to W + STRIP_PAD: -inf where the
-  distance is negative and 0 from W on. It is the causal mask of a NEAR tile as well as its bias.
-- Scores are to the base 2. Of a row's softmax its maximum and its sum are kept (`softmax`, `[2, B, H, Lq]`: the sums
-  begin `second` numbers after the maxima), not their log-sum-exp: a float32 of the size of the scores would round all
-  weights of a row alike, by more than eager does.
+- Tiles have three kinds, in the order of the keys: EDGE (contains the end of the window), PLAIN (every key visible to
+  every row and beyond the bias table, so without mask and bias), NEAR (the diagonal and the reach of the bias).
+- `strip` holds a head's biases times log2(e) by distance, contiguous, from -STRIP_PAD to W + STRIP_PAD: -inf at
+  negative distances and 0 from W on. In a NEAR tile it serves as both causal mask and bias.
+- Scores are to the base 2. A row's softmax is saved as its maximum and sum (`softmax`, `[2, B, H, Lq]`: the sums start
+  `second` numbers after the maxima), not as log-sum-exp: a float32 of the magnitude of the scores would scale all
+  weights of a row by a rounding error larger than that of eager.
 
-UPCAST widens tiles to float32 as they are read: the interpreter's bfloat16 arithmetic is wrong (triton issue 4972).
+UPCAST widens tiles to float32 when they are loaded: the interpreter's bfloat16 arithmetic is wrong (triton issue 4972).
 """
 
 import triton
@@ -22,14 +22,14 @@ import triton.language as tl
 from flash_lazy.fused import configurations
 
 STRIP_PAD = tl.constexpr(256)
-"""At least BLOCK_M + BLOCK_N of every configuration: how far a tile can reach past either end of the bias table."""
+"""At least BLOCK_M + BLOCK_N of every configuration: the extent of a tile past either end of the bias table."""
 INTERPRETED = tl.constexpr(configurations.INTERPRETED)
 EDGE, PLAIN, NEAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
 def count_blocks(length, cu_seqlens, documents, BLOCK: tl.constexpr):
-    """How many indices `locate_block` takes; with documents some of them are empty blocks."""
+    """Number of block indices for `locate_block`; with documents, some of the blocks are empty."""
     if cu_seqlens is not None:
         return length // BLOCK + documents
     return tl.cdiv(length, BLOCK)
@@ -50,7 +50,7 @@ def locate_block(
 ):
     """First row (key) of a block, their end, the document's first key, own - row, and the document's first row.
 
-    Block floor(start / BLOCK) + d is the first of document d, which leaves each document blocks enough.
+    Block floor(start / BLOCK) + d is the first of document d, which leaves enough blocks for each document.
     """
     if cu_seqlens is not None:
         cuts = cu_seqlens
@@ -86,8 +86,8 @@ def locate_block(
 
 
 @triton.jit
-def thresholds(tau, head, own, start, window, context_length, entries, THRESHOLD: tl.constexpr):
-    """Thresholds of rows, float32; rows without a key get one that nothing uses."""
+def load_thresholds(tau, head, own, start, window, context_length, entries, THRESHOLD: tl.constexpr):
+    """Thresholds of rows, float32; undefined but unused for rows without a key."""
     position = own - start
     seen = position + 1
     if window is not None:
@@ -116,15 +116,15 @@ def load_rows(
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
     UPCAST: tl.constexpr,
-    AFRESH: tl.constexpr = tl.constexpr(False),  # noqa: B008 - immutable
+    REMULTIPLY: tl.constexpr = tl.constexpr(False),  # noqa: B008 - immutable
 ):
-    """`[BLOCK, BLOCK_D]` from row `first` on, 0 beyond `end` (asked for by MASKED) and beyond WIDTH.
+    """Load `[BLOCK, BLOCK_D]` from row `first` on, 0 beyond WIDTH and, with MASKED, beyond `end`.
 
-    AFRESH: multiplies each row's offset out here, so that no loop keeps it in registers, of which it may have too few.
+    REMULTIPLY: multiply the row offsets here instead of keeping them in registers over a loop.
     """
     row = tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, BLOCK_D)[None, :]
-    if AFRESH:
+    if REMULTIPLY:
         pointers = base + (first + row).to(tl.int64) * stride + column * stride_d
     else:
         pointers = base + first.to(tl.int64) * stride + row * stride + column * stride_d
@@ -143,7 +143,7 @@ def load_rows(
 
 @triton.jit
 def store_rows(base, x, first, end, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Writes `[BLOCK, BLOCK_D]` from row `first` on, up to `end` and WIDTH; columns are contiguous."""
+    """Store `[BLOCK, BLOCK_D]` from row `first` on, up to `end` and WIDTH; columns are contiguous."""
     row = tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, BLOCK_D)[None, :]
     pointers = base + first.to(tl.int64) * stride + row * stride + column
@@ -154,20 +154,19 @@ def store_rows(base, x, first, end, stride, WIDTH: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def distances(own, first, BLOCK_N: tl.constexpr):
-    """How far each key of a tile, `first` the first of them, lies before the rows' own `[M]`; float32 `[M, N]`.
+def compute_distances(own, first, BLOCK_N: tl.constexpr):
+    """Distances from the rows' own keys `[M]` to the tile's keys, which start at `first`; float32 `[M, N]`.
 
-    Exact below 2**24, with a conversion for each row and column instead of one for each score.
+    Exact below 2**24, with one conversion per row and column instead of one per score.
     """
     return (own - first).to(tl.float32)[:, None] - tl.arange(0, BLOCK_N).to(tl.float32)[None, :]
 
 
 @triton.jit
-def _read_each(pointers):
-    """What the pointers of a tile, float32, point to, read where the compiler holds the scores it is added to.
+def _load_elementwise(pointers):
+    """Load float32 values in the register layout of the scores to which they are added.
 
-    A plain load of a tile is spread over the threads along the rows of memory, and brought there by way of shared
-    memory, with barriers.
+    A plain load uses a layout along the rows of memory and converts it through shared memory, with barriers.
     """
     if INTERPRETED:
         return tl.load(pointers)
@@ -176,67 +175,69 @@ def _read_each(pointers):
 
 
 @triton.jit
-def tile_scores(a, b, own, first, scale, strip, reach, slope, window, KIND: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Scores a @ b of rows whose own keys are `own` and of the keys from `first` on; -inf where hidden."""
+def compute_tile_scores(
+    a, b, own, first, scale, strip, reach, slope, window, KIND: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Scores a @ b of the rows with own keys `own` and the keys from `first` on; -inf where hidden."""
     s = tl.dot(a, b, input_precision="ieee") * scale
     column = tl.arange(0, BLOCK_N)[None, :]
-    before = (own - first)[:, None]
-    distance = before - column
+    offset = (own - first)[:, None]
+    distance = offset - column
     if slope is not None:
-        s -= slope * distances(own, first, BLOCK_N)
+        s -= slope * compute_distances(own, first, BLOCK_N)
     if KIND == NEAR:
         if strip is not None:
-            # Summed in 64 bits, so that all of a thread's addresses are one of its rows' plus a constant.
-            s += _read_each(strip + before.to(tl.int64) - column.to(tl.int64))
+            # Summed in 64 bits, so that each of a thread's addresses is that of its row plus a constant.
+            s += _load_elementwise(strip + offset.to(tl.int64) - column.to(tl.int64))
         else:
             s = tl.where(distance >= 0, s, -float("inf"))
     elif KIND == EDGE:
         if strip is not None:
-            s += _read_each(strip + tl.minimum(distance, reach))
+            s += _load_elementwise(strip + tl.minimum(distance, reach))
         s = tl.where((distance >= 0) & (distance < window), s, -float("inf"))
     return s
 
 
 @triton.jit
 def is_positive(s, p, theta, KIND: tl.constexpr):
-    """Which weights are positive, or NaN. Below a negative threshold a hidden key's 0 would be."""
-    alive = (p <= theta) == 0  # true of NaN, which a negated comparison would be rewritten to swallow
+    """Mask of the weights that are positive or NaN, excluding hidden keys, whose 0 may exceed a negative threshold."""
+    alive = (p <= theta) == 0  # true for NaN; the compiler would rewrite a negated comparison to be false
     if KIND == PLAIN:
         return alive
     return alive & (s != -float("inf"))
 
 
 @triton.jit
-def load_softmax(softmax, second, at_row, kept_row):
-    """Maximum, sum and 1 / sum of rows; infinity, 1 and 0 for those that are not there or see nothing."""
-    top = tl.load(softmax + at_row, mask=kept_row, other=float("inf"))
-    total = tl.load(softmax + second + at_row, mask=kept_row, other=0.0)
-    sees = total != 0  # a sum that is NaN is one of a row that sees keys
-    total = tl.where(sees, total, 1.0)
-    return tl.where(sees, top, float("inf")), total, tl.where(sees, 1.0 / total, 0.0)
+def load_softmax(softmax, second, row_index, valid_row):
+    """Maximum, sum and 1 / sum of rows; infinity, 1 and 0 for rows out of range or without a visible key."""
+    top = tl.load(softmax + row_index, mask=valid_row, other=float("inf"))
+    total = tl.load(softmax + second + row_index, mask=valid_row, other=0.0)
+    has_key = total != 0  # also true for NaN
+    total = tl.where(has_key, total, 1.0)
+    return tl.where(has_key, top, float("inf")), total, tl.where(has_key, 1.0 / total, 0.0)
 
 
 @triton.jit
-def exponentials(s, top):
-    """exp2(s - top), at most 1: a row's largest score may come out a rounding above what it was where top was found.
+def compute_exponentials(s, top):
+    """exp2(s - top), at most 1: the recomputed largest score of a row may exceed `top` by a rounding error.
 
-    A row of one key, whose threshold is 1 at tau = 1, would then survive in one kernel and not in another.
+    Otherwise a row of one key, with threshold 1 at tau = 1, could survive in one kernel and not in another.
     """
     return tl.exp2(tl.minimum(s - top[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
-def any_alive(p, theta):
-    """Whether a weight of a tile survives: in each row the largest, if any, so that only p lives on into the branch.
+def has_survivor(p, theta):
+    """Whether a weight of a tile survives, tested on the row maxima, so that only p stays live into the branch.
 
-    A NaN in a threshold counts as one that does. One in a score makes the row's sum NaN, and all that it divides.
+    A NaN threshold counts as a survivor. A NaN score makes the row's sum NaN, and so all of its results.
     """
-    # Kept two-dimensional: for sm_100 triton 3.7 fails on a second reduction of one dimension.
+    # Two-dimensional, because triton 3.7 for sm_100 fails on a second reduction to one dimension.
     return tl.max(((tl.max(p, 1, keep_dims=True) <= theta[:, None]) == 0).to(tl.int32)) > 0
 
 
 @triton.jit
-def key_tiles(
+def locate_key_tiles(
     first,
     end,
     start,
@@ -246,7 +247,7 @@ def key_tiles(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The keys that a block of rows sees: first and end, and where its EDGE, PLAIN and NEAR tiles end."""
+    """Keys visible to a block of rows: first and end, and the ends of its EDGE, PLAIN and NEAR tiles."""
     own_first = first + shift
     own_last = tl.minimum(first + BLOCK_M, end) - 1 + shift
     low = start

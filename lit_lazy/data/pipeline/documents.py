@@ -1,7 +1,7 @@
-"""Documents out of text files, JSON lines, parquet and datasets of the Hugging Face Hub, one after the other.
+"""Iterators over the documents of text files, JSON lines, parquet and datasets of the Hugging Face Hub.
 
-A document is its UTF-8 bytes. At no time more than a document, a parquet row group, or a batch of a streamed dataset is
-in memory. Empty documents and nulls are left out. Every error is a one-line ValueError that names option and file.
+A document is its UTF-8 bytes. Memory holds at most one document, one parquet row group, or one batch of a streamed
+dataset. Empty documents and nulls are skipped. Every error is a one-line ValueError that names option and file.
 """
 
 import dataclasses
@@ -27,22 +27,22 @@ from lit_lazy.support.timeout import call_with_timeout
 
 FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 # A tokeniser needs about a hundred times the memory of a document.
-LONGEST_DOCUMENT = 16 * 2**20
-# A .txt file of up to WHOLE bytes is one document. In a longer one a document ends at the first blank line, else line
-# end, else blank, after PIECE bytes, so that one big file can be split into training and validation text.
-WHOLE, PIECE = 64 * 2**10, 16 * 2**10
+MAX_DOCUMENT_BYTES = 16 * 2**20
+# A .txt file of up to MAX_UNSPLIT bytes is one document. In a longer one a document ends at the first blank line, else
+# line end, else space, after MIN_PIECE bytes, so that one big file can be split into training and validation text.
+MAX_UNSPLIT, MIN_PIECE = 64 * 2**10, 16 * 2**10
 ROWS_AT_ONCE = 256
 HUB_SECONDS = 10.0
-MOST_NAMED = 20
+MAX_NAMES = 20
 SMALL_FILES = 16 * 2**20
-"""Files that have so many bytes together are tokenised by one job, whose start would cost more than they."""
+"""Neighbouring files of up to this many bytes in total share one job: starting a job costs more than such files."""
 HUB_URL = "hf://datasets/"
-FAR_SIZE = 2**30
-"""What a file counts for that is not here yet, in bytes."""
+UNKNOWN_SIZE = 2**30
+"""Assumed size in bytes of a file that is not yet downloaded; large enough to be worth a process."""
 
 
 class Source(Protocol):
-    """Where documents come from."""
+    """Source of documents."""
 
     @property
     def field(self) -> str:
@@ -51,49 +51,47 @@ class Source(Protocol):
 
     @property
     def given(self) -> str:
-        """What that option holds."""
+        """Value of that option."""
         ...
 
     @property
     def column(self) -> str:
-        """Where rows hold the text."""
+        """Column with the text."""
         ...
 
     @property
     def size(self) -> int:
-        """Bytes of its files."""
+        """Total size of its files in bytes."""
         ...
 
     def split_parts(self) -> "Sequence[Source]":
-        """What can be read apart; together, in this order, they are the source."""
+        """Parts that can be read independently; in this order they make up the source."""
         ...
 
     def read_state(self) -> list[Any]:
-        """What names the content."""
+        """JSON-serialisable identity of the content."""
         ...
 
     def documents(self) -> Iterator[bytes]:
-        """Every document that is not empty."""
+        """Documents, without empty ones."""
         ...
 
 
 @dataclass(frozen=True)
 class Files:
-    """Local files, all documents of which are read in the order of the paths."""
+    """Local files, read in the order of their paths."""
 
     field: str
-    """The option that names them, for errors."""
     given: str
     paths: tuple[Path, ...]
     column: str
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
         return sum(path.stat().st_size for path in self.paths)
 
     def split_parts(self) -> list["Files"]:
-        """The files one by one, but for small ones, of which neighbours stay together."""
+        """One part per file, except that small neighbouring files stay together."""
         groups: list[list[Path]] = []
         room = 0
         for path in self.paths:
@@ -106,16 +104,16 @@ class Files:
         return [dataclasses.replace(self, paths=tuple(group)) for group in groups]
 
     def read_state(self) -> list[tuple[str, int, int]]:
-        """What changes when a file does: each one's path, size in bytes and time of change in ns."""
         return read_file_states(self.paths)
 
     def documents(self) -> Iterator[bytes]:
-        """Every document that is not empty."""
         for path in self.paths:
             try:
                 yield from filter(None, self._read(path))
             except OSError as error:
-                raise self._error(path, f"cannot be read ({error.strerror or one_line(error)})") from None
+                raise self._error(
+                    path, f"cannot be read ({error.strerror or one_line(error)}); check the file"
+                ) from None
 
     def _read(self, path: Path) -> Iterator[bytes]:
         if path.suffix == ".txt":
@@ -126,22 +124,22 @@ class Files:
 
     def _read_text(self, path: Path) -> Iterator[bytes]:
         with path.open("rb") as file:
-            ahead = file.read(WHOLE + 1)
-            is_whole, offset = len(ahead) <= WHOLE, 0
-            while ahead:
-                end = len(ahead) if is_whole else find_piece_end(ahead)
-                yield self._check_text(ahead[:end], path, offset)
+            buffer = file.read(MAX_UNSPLIT + 1)
+            is_whole, offset = len(buffer) <= MAX_UNSPLIT, 0
+            while buffer:
+                end = len(buffer) if is_whole else find_piece_end(buffer)
+                yield self._check_text(buffer[:end], path, offset)
                 offset += end
-                ahead = ahead[end:] + file.read(end)
+                buffer = buffer[end:] + file.read(end)
 
     def _read_json_lines(self, path: Path) -> Iterator[bytes]:
         with path.open("rb") as file:
             offset, number = 0, 0
-            while line := file.readline(LONGEST_DOCUMENT + 1):
+            while line := file.readline(MAX_DOCUMENT_BYTES + 1):
                 number += 1
-                if len(line) > LONGEST_DOCUMENT:
+                if len(line) > MAX_DOCUMENT_BYTES:
                     raise self._error(
-                        path, f"line {number} is longer than {LONGEST_DOCUMENT >> 20} MiB; split that document"
+                        path, f"line {number} is longer than {MAX_DOCUMENT_BYTES >> 20} MiB; split that document"
                     )
                 text = self._check_text(line, path, offset).strip()
                 if text:
@@ -149,7 +147,6 @@ class Files:
                 offset += len(line)
 
     def _parse_json_line(self, line: bytes, path: Path, number: int) -> bytes:
-        """The text in one JSON line."""
         where = f"line {number} of {str(path)!r}"
         try:
             row = json.loads(line)
@@ -163,38 +160,38 @@ class Files:
             self.column in row,
             "data.column",
             self.column,
-            f"{where} has only {format_names(row)}; name one that holds text",
+            f"{where} has only {format_names(row)}; choose one with text",
         )
         value = row[self.column]
         require(
             value is None or isinstance(value, str),
             "data.column",
             self.column,
-            f"must hold text; {where} has {json.dumps(value)[:40]}",
+            f"{where} has {json.dumps(value)[:40]} there; choose a column with text",
         )
         try:
             return (value or "").encode()
         except UnicodeEncodeError as error:
-            raise self._error(path, f"line {number} is not text ({one_line(error)}); repair it") from None
+            raise self._error(path, f"line {number} is not valid Unicode ({one_line(error)}); correct it") from None
 
     def _read_parquet(self, path: Path) -> Iterator[Any]:
         datasets = import_datasets_quietly()
         name = glob.escape(str(path))
         try:
-            # Unless told, it reads as many rows at a time as the row group has, and fails at one without any.
-            whole = datasets.load_dataset(
+            # Without batch_size, it reads row groups as a whole and fails at an empty one.
+            dataset = datasets.load_dataset(
                 "parquet", data_files=[name], split="train", streaming=True, batch_size=ROWS_AT_ONCE
             )
-            # By row groups: the reader of a whole file decodes it into memory as fast as it can, however slowly its
-            # tables are taken.
-            yield from tables(whole.reshard())
+            # By row groups: the reader of a complete file decodes it into memory regardless of how fast its tables are
+            # consumed.
+            yield from iterate_tables(dataset.reshard())
         except (ValueError, NotImplementedError, OSError) as error:
-            raise self._error(path, f"is not whole, readable parquet ({one_line(error)})") from None
+            raise self._error(path, f"is incomplete or damaged parquet ({one_line(error)}); replace the file") from None
 
     def _check_text(self, raw: bytes, path: Path, offset: int) -> bytes:
-        """`raw`, which begins at byte `offset` of the file, if it is text."""
-        if (at := raw.find(b"\0")) >= 0:
-            raise self._error(path, f"holds a NUL byte at byte {offset + at}, so it is no text; give a text file")
+        """Return `raw`, which starts at byte `offset` of the file. Raises ValueError if it is not UTF-8 text."""
+        if (nul := raw.find(b"\0")) >= 0:
+            raise self._error(path, f"has a NUL at byte {offset + nul}, so it is not text; give a text file")
         try:
             raw.decode()
         except UnicodeDecodeError as error:
@@ -207,7 +204,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Hub:
-    """One split of a dataset of the Hugging Face Hub, or of a folder laid out like one."""
+    """One split of a dataset of the Hugging Face Hub, or of a folder with the same layout."""
 
     name: str
     config: str | None
@@ -218,33 +215,31 @@ class Hub:
 
     @property
     def field(self) -> str:
-        """The option that names it, for errors."""
         return "data.hub"
 
     @property
     def given(self) -> str:
-        """What that option holds."""
         return self.name
 
     @property
     def size(self) -> int:
-        """Bytes; of a dataset that is read whole not known, and so great that nothing is called small beside it."""
-        return FAR_SIZE
+        return UNKNOWN_SIZE
 
     def split_parts(self) -> Sequence[Source]:
-        """Its parquet files one by one; what is streamed, or in another format, is read whole by `datasets`."""
+        """One part per parquet file; a streamed dataset, or another format, is one part that `datasets` reads."""
         if self.stream:
             return [self]
-        found = self._list_files()
-        if not all(path.endswith(".parquet") for path in found):
+        paths = self._list_files()
+        if not all(path.endswith(".parquet") for path in paths):
             return [self]
-        if far := [HubFile.from_address(path, self.name, self.column) for path in found if path.startswith(HUB_URL)]:
-            return far if len(far) == len(found) else [self]
-        return [Files(self.field, self.name, (Path(path),), self.column) for path in found] or [self]
+        remote = [HubFile.from_address(path, self.name, self.column) for path in paths if path.startswith(HUB_URL)]
+        if remote:
+            return remote if len(remote) == len(paths) else [self]
+        return [Files(self.field, self.name, (Path(path),), self.column) for path in paths] or [self]
 
     def _list_files(self) -> list[str]:
-        """Paths or addresses of the files of the split, as the dataset's own listing has them; none where it is
-        unknown: then `datasets` says why."""
+        """Paths or URLs of the split's files as the dataset lists them; empty if it cannot be read (reading it then
+        raises the error)."""
         datasets = import_datasets_quietly()
         self._check_hub()
         try:
@@ -258,14 +253,13 @@ class Hub:
             go_offline_unless_hub_answers()
 
     def read_state(self) -> list[Any]:
-        """What names the content: for a folder its files, otherwise the name alone, which needs no network."""
+        """Identity of the content: the name, which needs no network; for a folder its files too."""
         paths = (
             sorted(path for path in Path(self.name).rglob("*") if path.is_file()) if os.path.isdir(self.name) else []
         )
         return [self.name, self.config, self.revision, self.split, read_file_states(tuple(paths))]
 
     def documents(self) -> Iterator[bytes]:
-        """Every document that is not empty."""
         return filter(None, extract_texts(self._tables(), self.column, f"data.hub={self.name!r}"))
 
     def _tables(self) -> Iterator[Any]:
@@ -275,7 +269,7 @@ class Hub:
             found = datasets.load_dataset(
                 self.name, self.config, split=self.split, revision=self.revision, streaming=self.stream
             )
-            yield from tables(found.to_iterable_dataset() if isinstance(found, datasets.Dataset) else found)
+            yield from iterate_tables(found.to_iterable_dataset() if isinstance(found, datasets.Dataset) else found)
         except (OSError, ValueError, NotImplementedError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             wraps = isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__
             raise make_unreadable_error(self.name, wraps or error) from None
@@ -283,7 +277,7 @@ class Hub:
 
 @dataclass(frozen=True)
 class HubFile:
-    """A parquet file of a dataset of the Hugging Face Hub, kept in the Hub's own cache once it is downloaded."""
+    """Parquet file of a Hugging Face Hub dataset; the download stays in the cache of the Hub client."""
 
     name: str
     commit: str
@@ -292,35 +286,30 @@ class HubFile:
 
     @property
     def field(self) -> str:
-        """The option that names its dataset, for errors."""
         return "data.hub"
 
     @property
-    def size(self) -> int:
-        """Bytes; not known before it is here, and so great that nothing is called small beside it."""
-        return FAR_SIZE
+    def given(self) -> str:
+        return self.name
 
     @property
-    def given(self) -> str:
-        """What that option holds."""
-        return self.name
+    def size(self) -> int:
+        return UNKNOWN_SIZE
 
     @classmethod
     def from_address(cls, address: str, name: str, column: str) -> "HubFile":
-        """From an address such as hf://datasets/NAME@COMMIT/PATH."""
+        """Parse a URL such as hf://datasets/NAME@COMMIT/PATH."""
         commit, _, path = re.sub(f"^{HUB_URL}[^@]*@", "", address).partition("/")
         return cls(name, commit, path, column)
 
     def split_parts(self) -> list["HubFile"]:
-        """Itself."""
         return [self]
 
     def read_state(self) -> list[Any]:
-        """What names the content."""
         return [self.name, self.commit, self.path]
 
     def documents(self) -> Iterator[bytes]:
-        """Every document that is not empty; the file is downloaded before the first."""
+        """Documents, without empty ones; downloads the file first."""
         huggingface_hub.utils.disable_progress_bars()
         try:
             path = huggingface_hub.hf_hub_download(self.name, self.path, repo_type="dataset", revision=self.commit)
@@ -330,22 +319,21 @@ class HubFile:
 
 
 def make_unreadable_error(name: str, error: BaseException) -> ValueError:
-    """What is said of a dataset of the Hub that cannot be had."""
     return ValueError(
-        f"data.hub={name!r}: cannot be read ({one_line(error)}); check name, data.hub_config, "
-        "data.split, data.revision and the network, or give data.path"
+        f"data.hub={name!r}: cannot be read ({one_line(error)}); check the name, data.hub_config, "
+        "data.split, data.revision and the network, or use data.path"
     )
 
 
 def go_offline_unless_hub_answers() -> None:
-    """Where it does not, its client would try for half a minute; what is in its cache is read all the same."""
+    """Avoids half a minute of retries without a network; cached data are still read."""
     config = import_datasets_quietly().config
     if not (huggingface_hub.constants.HF_HUB_OFFLINE or config.HF_HUB_OFFLINE or is_hub_reachable()):
         huggingface_hub.constants.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE = True
 
 
 def is_hub_reachable() -> bool:
-    """Whether the Hub answers within seconds, be it with an error."""
+    """Whether the Hub answers within HUB_SECONDS, even with an HTTP error."""
     try:
         call_with_timeout(
             HUB_SECONDS, lambda: urllib.request.urlopen(huggingface_hub.constants.ENDPOINT, timeout=HUB_SECONDS)
@@ -358,86 +346,87 @@ def is_hub_reachable() -> bool:
 
 
 def import_datasets_quietly() -> Any:
-    """The datasets library, imported late because it takes a second."""
+    """Import the datasets library, late because that takes a second."""
     import datasets
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # each of its attempts
-    # Its readers log each error in several lines before they raise it.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry
+    # Its readers log errors in several lines before they raise them.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     return datasets
 
 
-def tables(dataset: Any) -> Iterator[Any]:
-    """Arrow tables of a few hundred rows each."""
+def iterate_tables(dataset: Any) -> Iterator[Any]:
+    """Arrow tables of up to ROWS_AT_ONCE rows."""
     return dataset.with_format("arrow").iter(ROWS_AT_ONCE)
 
 
-def extract_texts(found: Iterator[Any], column: str, where: str) -> Iterator[bytes]:
-    """The texts in one column of Arrow tables, as UTF-8."""
-    for table in found:
+def extract_texts(tables: Iterator[Any], column: str, where: str) -> Iterator[bytes]:
+    """Texts in one column of Arrow tables, as UTF-8."""
+    for table in tables:
         names = table.column_names
-        require(
-            column in names, "data.column", column, f"{where} has only {format_names(names)}; name one that holds text"
-        )
+        require(column in names, "data.column", column, f"{where} has only {format_names(names)}; choose one with text")
         kind = str(table.schema.field(column).type)
-        require("string" in kind and "<" not in kind, "data.column", column, f"must hold text; in {where} it is {kind}")
+        is_text = "string" in kind and "<" not in kind
+        require(is_text, "data.column", column, f"has type {kind} in {where}; choose a column with text")
         for value in table.column(column).to_pylist():
             text = (value or "").encode()
-            if len(text) > LONGEST_DOCUMENT:
+            if len(text) > MAX_DOCUMENT_BYTES:
                 raise ValueError(
-                    f"{where}: a document is longer than {LONGEST_DOCUMENT >> 20} MiB ({text[:40]!r}...); split it"
+                    f"{where}: a document is longer than {MAX_DOCUMENT_BYTES >> 20} MiB ({text[:40]!r}...); split it"
                 )
             yield text
 
 
 def format_names(names: Collection[str]) -> str:
-    """Some names, to choose one from."""
-    return ", ".join([*itertools.islice(names, MOST_NAMED), *["..."][: len(names) - MOST_NAMED]]) or "no columns"
+    """The first MAX_NAMES names, for an error message."""
+    return ", ".join([*itertools.islice(names, MAX_NAMES), *["..."][: len(names) - MAX_NAMES]]) or "no columns"
 
 
-def find_piece_end(ahead: bytes) -> int:
-    """Where the document at the start of `ahead` ends."""
-    if len(ahead) <= PIECE:
-        return len(ahead)
+def find_piece_end(buffer: bytes) -> int:
+    """Offset at which the document at the start of `buffer` ends."""
+    if len(buffer) <= MIN_PIECE:
+        return len(buffer)
     for mark in (b"\n\n", b"\n", b" "):
-        if (found := ahead.find(mark, PIECE)) >= 0:
+        if (found := buffer.find(mark, MIN_PIECE)) >= 0:
             return found + len(mark)
-    if len(ahead) <= WHOLE:
-        return len(ahead)
-    # Not inside a character, of which all bytes but the first begin with the bits 10.
-    last = len(ahead) - 1
-    return next((at for at in range(last, last - 4, -1) if ahead[at] & 0xC0 != 0x80), last)
+    if len(buffer) <= MAX_UNSPLIT:
+        return len(buffer)
+    # Not inside a character: all its bytes but the first begin with the bits 10.
+    last = len(buffer) - 1
+    return next((end for end in range(last, last - 4, -1) if buffer[end] & 0xC0 != 0x80), last)
 
 
 def find_files(field: str, given: str) -> tuple[Path, ...]:
-    """The files that a path, a folder (with those below it) or a glob means, in the order of their paths."""
+    """Files that a path, a folder (recursively) or a glob selects, sorted by path."""
     try:
-        at = Path(given).expanduser()
-        at.stat()
+        root = Path(given).expanduser()
+        root.stat()
     except FileNotFoundError:
         pass
-    except (OSError, RuntimeError, ValueError) as error:  # a name too long, links in a circle, an unknown user
-        raise ValueError(f"{field}={given!r}: {getattr(error, 'strerror', None) or error}; name another") from None
-    if at.is_dir():
-        inside = [path for path in at.rglob("*") if not any(p.startswith(".") for p in path.relative_to(at).parts)]
-        found = [path for path in inside if path.suffix in FORMATS and path.is_file()]
+    except (OSError, RuntimeError, ValueError) as error:  # name too long, link loop, unknown user
+        raise ValueError(
+            f"{field}={given!r}: {getattr(error, 'strerror', None) or error}; choose another path"
+        ) from None
+    if root.is_dir():
+        visible = [path for path in root.rglob("*") if not any(p.startswith(".") for p in path.relative_to(root).parts)]
+        found = [path for path in visible if path.suffix in FORMATS and path.is_file()]
         kinds = sorted({path.suffix for path in found})
-        require(bool(found), field, given, f"no {', '.join(FORMATS)} file in that folder")
-        require(len(kinds) == 1, field, given, f"holds {' and '.join(kinds)} files; choose by a glob, as in 'x/*.txt'")
-    elif at.is_file():
-        found = [at]
+        require(bool(found), field, given, f"folder has no {', '.join(FORMATS)} file")
+        require(len(kinds) == 1, field, given, f"has {' and '.join(kinds)} files; select one kind, as in 'x/*.txt'")
+    elif root.is_file():
+        found = [root]
     else:
-        found = [Path(name) for name in glob.glob(str(at), recursive=True) if Path(name).is_file()]
-        require(bool(found), field, given, "no such file or folder, and no file matches it as a glob")
+        found = [Path(name) for name in glob.glob(str(root), recursive=True) if Path(name).is_file()]
+        require(bool(found), field, given, "is no file or folder, and as a glob it matches no file")
     for path in found:
-        require(path.suffix in FORMATS, field, str(path), f"unknown kind of file; known are {', '.join(FORMATS)}")
+        require(path.suffix in FORMATS, field, str(path), f"unknown file type; give {', '.join(FORMATS)}")
     require(any(path.stat().st_size for path in found), field, given, "is empty; give files with text")
-    # Not resolved: in the Hub's own cache files are links to nameless ones.
+    # Not resolved: in the Hub's cache, files are links to files without a suffix.
     return tuple(sorted(Path(os.path.abspath(path)) for path in found))
 
 
 def read_file_states(paths: tuple[Path, ...]) -> list[tuple[str, int, int]]:
-    """Path, size in bytes and time of change in ns of each file."""
+    """Path, size in bytes and modification time in ns of each file."""
     return [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths]

@@ -1,8 +1,8 @@
-"""One file's documents as tokens: a shard in the cache, made by a job that no other one depends on.
+"""Shards: the tokens of one file in the cache, each made by an independent job.
 
-A shard is `NAME.bin` (the tokens, then a table of the documents) and `NAME.json` (what is known of them, with a sha256
-of `NAME.bin`). The name stands for all that its content depends on. The `.json` file appears last, by a rename: a job
-that is killed has left a `.partial` file at most, and is done again.
+A shard is `NAME.bin` (the tokens, then a table of the documents) and `NAME.json` (metadata, with a sha256 of
+`NAME.bin`). NAME is a digest of all that the content depends on. The `.json` file appears last, by an atomic rename: a
+killed job leaves at most a `.partial` file, and runs again.
 """
 
 import contextlib
@@ -26,32 +26,32 @@ from lit_lazy.support.console import plain_console
 from lit_lazy.support.disk import write_text
 
 BATCH_BYTES = 2**20
-"""Of documents that are encoded at once, at least."""
+"""Minimum size of the batches of documents to encode."""
 CHUNK_TOKENS = 2**22
-"""Of a shard that are read at once."""
+"""Tokens of a shard read at a time."""
 COLUMNS = 3
-"""Of the table of documents: where its tokens end, its bytes, its hash."""
+"""Columns of the table of documents: end offset of its tokens, bytes, hash."""
 
 Count = Callable[[int, int], object]
-"""Takes note of so many more bytes of text, and training tokens."""
+"""Progress callback: additional bytes of text, additional training tokens."""
 
 
 @dataclass(frozen=True)
 class FileJob:
-    """A file to be tokenised, or some small ones."""
+    """A file, or several small ones, to tokenise."""
 
     source: Source
     state: list[Any]
-    """Of the source, when the job was made: a file that changes is another job's."""
+    """State of the source when the job was created: a changed file is another job."""
     tokenizer: TokenizerSpec
     limit: int | None
-    """Training tokens after which reading ends; None for all documents."""
+    """Training tokens after which reading stops; None for all documents."""
     share: float
-    """Share of the documents that are no training text, and so not counted to the limit."""
+    """Share of the documents that is held out, and so does not count towards the limit."""
 
     @property
     def name(self) -> str:
-        """Of its shard."""
+        """Name of its shard."""
         limits = None if self.limit is None else [self.limit, self.share]
         parts = [self.state, self.source.column, self.tokenizer.digest, self.tokenizer.special_tokens, limits]
         return f"shard-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]}"
@@ -59,26 +59,26 @@ class FileJob:
 
 @dataclass(frozen=True)
 class Shard:
-    """The tokens of a file, each document with its begin token, if any, and its separator."""
+    """Tokens of a file; each document includes its begin token, if any, and its separator."""
 
     path: Path
     dtype: str
     tokens: int
     documents: int
     bytes: int
-    """Of the documents' text."""
+    """Bytes of the documents' text."""
     sha256: str
 
     @classmethod
     def find(cls, folder: Path, name: str) -> "Shard | None":
-        """A finished shard; None where there is none."""
+        """Finished shard of this name, or None."""
         try:
             return cls(folder / f"{name}.bin", **json.loads((folder / f"{name}.json").read_text()))
         except (OSError, ValueError, TypeError, RecursionError):
             return None
 
-    def is_whole(self) -> bool:
-        """Whether it is what was written; reads it."""
+    def is_intact(self) -> bool:
+        """Whether the file matches its sha256; reads all of it."""
         try:
             with self.path.open("rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest() == self.sha256
@@ -86,15 +86,15 @@ class Shard:
             return False
 
     def remove(self) -> None:
-        """From the cache."""
+        """Remove the shard from the cache."""
         self.path.with_suffix(".json").unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 
     def pieces(self) -> "Iterator[Piece]":
-        """Its documents in order, so many at a time that memory does not grow with them."""
+        """Documents in order, in pieces of about CHUNK_TOKENS tokens to bound memory."""
         width = np.dtype(self.dtype).itemsize
         shape = -1, COLUMNS
-        with self.path.open("rb") as file:  # once: another corpus of the same files may remove it
+        with self.path.open("rb") as file:  # opened once: another corpus of the same files may remove it
             file.seek(self.tokens * width)
             table = np.fromfile(file, np.uint64).reshape(shape)
             ends = table[:, 0].astype(np.int64)
@@ -110,36 +110,36 @@ class Shard:
 
 @dataclass(frozen=True)
 class Piece:
-    """n documents of a shard: their tokens, laid end to end, and of each `[n]` the tokens, bytes and hash."""
+    """n documents of a shard: their concatenated tokens, and per document `[n]` the tokens, bytes and hash."""
 
     tokens: np.ndarray
     lengths: np.ndarray
     bytes: np.ndarray
     hashes: np.ndarray
 
-    def select(self, chosen: np.ndarray) -> "Piece":
-        """The chosen documents, bool `[n]`."""
-        of_chosen = np.repeat(chosen, self.lengths)
-        return Piece(self.tokens[of_chosen], self.lengths[chosen], self.bytes[chosen], self.hashes[chosen])
+    def select(self, mask: np.ndarray) -> "Piece":
+        """Documents where `mask`, bool `[n]`, is true."""
+        tokens = self.tokens[np.repeat(mask, self.lengths)]
+        return Piece(tokens, self.lengths[mask], self.bytes[mask], self.hashes[mask])
 
 
-def document_hash(document: bytes) -> int:
-    """64 bits, alike on every machine."""
+def hash_document(document: bytes) -> int:
+    """64-bit hash, the same on every machine."""
     return int.from_bytes(hashlib.sha256(document).digest()[:8])
 
 
 def select_held_out(hashes: np.ndarray, share: float) -> np.ndarray:
-    """Which documents are no training text, bool: decided by each one alone."""
-    return hashes < np.uint64(ceil(share * 2**64))  # both exact: share is multiplied by a power of two
+    """Mask of the held-out documents, bool; each depends only on its own hash."""
+    return hashes < np.uint64(ceil(share * 2**64))  # exact: share is multiplied by a power of two
 
 
 def find_or_make_shard(job: FileJob, folder: Path, count: Count) -> Shard:
-    """The shard of a job: the one that is there, or it is made now."""
+    """Shard of a job, made if missing."""
     with lock(folder / f"{job.name}.lock"):
-        return Shard.find(folder, job.name) or _make(job, folder, count)
+        return Shard.find(folder, job.name) or _make_shard(job, folder, count)
 
 
-def _make(job: FileJob, folder: Path, count: Count) -> Shard:
+def _make_shard(job: FileJob, folder: Path, count: Count) -> Shard:
     tokenizer = job.tokenizer.build()
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     partial, digest, table = folder / f".{job.name}.partial", hashlib.sha256(), array("Q")
@@ -153,12 +153,12 @@ def _make(job: FileJob, folder: Path, count: Count) -> Shard:
 
             for documents, ids in encode_documents(tokenizer, job.source.documents()):
                 before, counted = size, training
-                for document, own in zip(documents, ids, strict=True):
-                    write(own.astype(dtype).tobytes())
-                    tokens, size = tokens + len(own), size + len(document)
-                    number = document_hash(document)
+                for document, encoded in zip(documents, ids, strict=True):
+                    write(encoded.astype(dtype).tobytes())
+                    tokens, size = tokens + len(encoded), size + len(document)
+                    number = hash_document(document)
                     table.extend((tokens, len(document), number))
-                    training += 0 if number < job.share * 2**64 else len(own)
+                    training += 0 if number < job.share * 2**64 else len(encoded)
                     if job.limit is not None and training >= job.limit:
                         break
                 count(size - before, training - counted)
@@ -171,7 +171,7 @@ def _make(job: FileJob, folder: Path, count: Count) -> Shard:
             unchanged = job.source.read_state() == job.state
         except FileNotFoundError:
             unchanged = False
-        require(unchanged, job.source.field, job.source.given, "was changed while it was read; run again")
+        require(unchanged, job.source.field, job.source.given, "changed while it was read; run again")
         partial.replace(folder / f"{job.name}.bin")
     finally:
         partial.unlink(missing_ok=True)
@@ -187,7 +187,7 @@ def _make(job: FileJob, folder: Path, count: Count) -> Shard:
 
 
 def remove_shard(job: FileJob, folder: Path) -> None:
-    """Remove a job's shard, and what a killed process left of it, unless another process is at it."""
+    """Remove a job's shard and the leftovers of killed processes, unless another process holds its lock."""
     path = folder / f"{job.name}.lock"
     held = FileLock(path)
     try:
@@ -201,7 +201,7 @@ def remove_shard(job: FileJob, folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path, name: str) -> None:
-    """Remove what a killed process left of a shard beside it."""
+    """Remove the lock and partial files that a killed process left of a shard."""
     for left in (folder / f"{name}.lock", *folder.glob(f".{name}.*")):
         left.unlink(missing_ok=True)
 
@@ -209,7 +209,7 @@ def remove_leftovers(folder: Path, name: str) -> None:
 def encode_documents(
     tokenizer: Tokenizer, documents: Iterable[bytes]
 ) -> Iterator[tuple[list[bytes], list[np.ndarray]]]:
-    """Documents and the tokens of each, those that begin and end it included; a megabyte is encoded at once."""
+    """Batches of about BATCH_BYTES: the documents, and the tokens of each with begin token and separator."""
     batch: list[bytes] = []
     size = 0
     for document in documents:
@@ -231,12 +231,12 @@ def _add_boundary_tokens(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Hold a file lock; the file goes with it, and those who wait for it take its successor."""
+    """Hold a file lock; its file is removed at the end, and waiting processes lock a new one."""
     held = FileLock(path)
     try:
         held.acquire(timeout=0)
     except Timeout:
-        plain_console(stderr=True).print("another process tokenises this text: waiting for it", soft_wrap=True)
+        plain_console(stderr=True).print("another process is tokenising this text; waiting for it", soft_wrap=True)
         held.acquire()
     try:
         yield

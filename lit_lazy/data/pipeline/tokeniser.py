@@ -1,4 +1,4 @@
-"""Tokenisers: bytes, or a file of the `tokenizers` library."""
+"""Tokenisers: raw bytes, or a JSON file of the `tokenizers` library."""
 
 import codecs
 import hashlib
@@ -24,40 +24,40 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     begin: int | None
-    """The id put before every document; None for none."""
+    """Id before every document, or None."""
     separator: int
-    """The id put behind every document."""
+    """Id after every document."""
 
     def encode(self, documents: list[bytes]) -> list[np.ndarray]:
-        """The ids of each document, without those that begin and end it."""
+        """Ids of each document, without `begin` and `separator`."""
         ...
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
-        """The text of ids that follow others, in pieces as they come; of a character that is cut off, nothing."""
+        """Text of `ids`, which follow the ids `after`, piece by piece; an incomplete last character is dropped."""
         ...
 
     def to_json(self) -> str:
-        """A file of the `tokenizers` library that gives the same ids, and no special tokens of its own."""
+        """JSON of a `tokenizers` tokeniser that gives the same ids and adds no special tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """What a tokeniser is made of."""
+    """Parameters of a tokeniser."""
 
     name: str
-    """`BYTES`, or a JSON file of the tokenizers library."""
+    """`BYTES`, or the path of a JSON file of the tokenizers library."""
     begin_of_text: str | None = None
     end_of_text: str | None = None
 
     @property
     def special_tokens(self) -> list[str | None]:
-        """The tokens that begin and end a document, as they were asked for."""
+        """Begin and end token as configured; None where the default applies."""
         return [self.begin_of_text, self.end_of_text]
 
     @property
     def digest(self) -> str:
-        """Of the file, and of the library that reads it."""
+        """Digest of the file and the version of the library that reads it."""
         if self.name == BYTES:
             return BYTES
         try:
@@ -72,7 +72,7 @@ class TokenizerSpec:
         return f"{version('tokenizers')} {hashlib.sha256(content).hexdigest()}"
 
     def build(self) -> Tokenizer:
-        """Raises ValueError, in one line, where there is no such tokeniser."""
+        """Raises a one-line ValueError if the tokeniser cannot be loaded."""
         return ByteTokenizer() if self.name == BYTES else FileTokenizer(self._path, *self.special_tokens)
 
     @property
@@ -81,7 +81,7 @@ class TokenizerSpec:
 
 
 class ByteTokenizer:
-    """Ids are bytes; NUL is the separator, and may not occur in a document."""
+    """Ids are bytes; NUL is the separator and must not occur in a document."""
 
     vocab_size = 256
     begin = None
@@ -89,10 +89,10 @@ class ByteTokenizer:
 
     def encode(self, documents: list[bytes]) -> list[np.ndarray]:
         for document in documents:
-            if (at := document.find(b"\0")) >= 0:
+            if (offset := document.find(b"\0")) >= 0:
                 raise ValueError(
-                    f"data.tokenizer='bytes': the document {document[:40]!r}... holds a NUL byte at byte {at}, which "
-                    "separates documents; remove it, or give a tokenizers file"
+                    f"data.tokenizer='bytes': the document {document[:40]!r}... has a NUL at byte {offset}, the "
+                    "separator of documents; remove it, or give a JSON file of the tokenizers library"
                 )
         return [np.frombuffer(document, np.uint8) for document in documents]
 
@@ -103,11 +103,11 @@ class ByteTokenizer:
     def to_json(self) -> str:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-        # The library writes bytes as characters: those that can be seen as themselves, the others from 256 on. The
-        # separator, which no text holds, is a token by its usual name instead.
-        seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
-        unseen = iter(range(256, 512))
-        vocabulary = {chr(byte if byte in seen else next(unseen)): byte for byte in range(256)}
+        # The library represents printable bytes by their characters, the others by those from 256 on. The separator,
+        # which no text contains, becomes a special token with the usual name.
+        printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+        substitutes = iter(range(256, 512))
+        vocabulary = {chr(byte if byte in printable else next(substitutes)): byte for byte in range(256)}
         vocabulary = {token: byte for token, byte in vocabulary.items() if byte != self.separator}
         tokenizer = Tokenizer(models.BPE(vocabulary | {END_OF_TEXT[0]: self.separator}, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore
@@ -117,10 +117,9 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A JSON file of the `tokenizers` library, which encodes the documents of a batch in parallel threads.
+    """JSON file of the `tokenizers` library, which encodes the documents of a batch in parallel threads.
 
-    `RAYON_NUM_THREADS` limits them; their number changes no token. No special tokens are added but those
-    that begin and end a document.
+    `RAYON_NUM_THREADS` limits the threads; their number affects no token. Only the begin and end tokens are added.
     """
 
     def __init__(self, path: Path, begin_of_text: str | None = None, end_of_text: str | None = None):
@@ -129,35 +128,38 @@ class FileTokenizer:
         self.path = str(path)
         try:
             self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises no narrower type
             raise ValueError(
-                f"data.tokenizer={str(path)!r}: is not a JSON file of the tokenizers library ({one_line(error)})"
+                f"data.tokenizer={str(path)!r}: is not a JSON file of the tokenizers library ({one_line(error)}); "
+                "give such a file, or 'bytes'"
             ) from None
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
-        known = [token for token in ((end_of_text,) if end_of_text else END_OF_TEXT) if token in vocabulary]
+        end_tokens = [token for token in ((end_of_text,) if end_of_text else END_OF_TEXT) if token in vocabulary]
+        missing = f"is no token of data.tokenizer={str(path)!r}; choose one of its tokens"
         if end_of_text:
-            require(bool(known), "data.end_of_text", end_of_text, f"the tokenizer {str(path)!r} has no such token")
+            require(bool(end_tokens), "data.end_of_text", end_of_text, missing)
         require(
-            bool(known),
+            bool(end_tokens),
             "data.tokenizer",
             str(path),
-            f"has none of the tokens {' '.join(END_OF_TEXT)}; name the one that ends a document by data.end_of_text",
+            f"has none of the tokens {' '.join(END_OF_TEXT)}; set data.end_of_text to the token that ends a document",
         )
         if begin_of_text:
-            known_begin = begin_of_text in vocabulary
-            require(known_begin, "data.begin_of_text", begin_of_text, f"the tokenizer {str(path)!r} has no such token")
+            require(begin_of_text in vocabulary, "data.begin_of_text", begin_of_text, missing)
         self.begin = vocabulary[begin_of_text] if begin_of_text else None
-        self.separator = vocabulary[known[0]]
+        self.separator = vocabulary[end_tokens[0]]
         self.vocab_size = max(vocabulary.values()) + 1
 
     def encode(self, documents: list[bytes]) -> list[np.ndarray]:
         texts = [document.decode() for document in documents]
         try:
             encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # as above: for instance of an unknown token that is not in the vocabulary
-            raise ValueError(f"data.tokenizer={self.path!r}: cannot encode the text ({one_line(error)})") from None
+        except Exception as error:  # as above, for instance if the unknown token is not in the vocabulary
+            raise ValueError(
+                f"data.tokenizer={self.path!r}: cannot encode the text ({one_line(error)}); use another tokenizer"
+            ) from None
         return [np.array(e.ids, np.uint32) for e in encoded]
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:

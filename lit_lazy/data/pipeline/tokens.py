@@ -1,11 +1,10 @@
-"""The cache in which a corpus is kept as tokens, and mapped into memory.
+"""Cache of tokenised corpora, memory-mapped when opened.
 
 A corpus is a folder with `train.bin`, `validation.bin` (the tokens, in the smallest unsigned type that holds the
-vocabulary), `train.ends`, `validation.ends` (where each document ends, int64) and `corpus.json` (what is known about
-them). It is joined from the shards of its files (`lit_lazy.data.pipeline.shards`), which stay beside it until it is
-whole. It appears by one rename under a lock: several processes that want the same corpus make it once, and a process
-that is killed leaves finished shards, which the next one uses, and `.partial` folders and files, which the next one
-replaces.
+vocabulary), `train.ends`, `validation.ends` (end offset of each document, int64) and `corpus.json` (metadata). It is
+joined from the shards of its files (`lit_lazy.data.pipeline.shards`), which stay in the cache until it is complete. It
+appears by an atomic rename under a lock: concurrent processes make the same corpus once. A killed process leaves
+finished shards, which the next one reuses, and `.partial` folders and files, which the next one replaces.
 """
 
 import contextlib
@@ -34,58 +33,58 @@ from lit_lazy.support.errors import one_line
 FACTS = "corpus.json"
 PARTS = ("train", "validation")
 ATTEMPTS = 3
-"""At a shard that is not as it was written; another corpus of the same files may have removed it."""
+"""Attempts to read a shard that is damaged, or that another corpus of the same files has removed."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The tokens of a corpus, mapped from its folder in the cache, and what is known about them."""
+    """Tokens of a corpus, memory-mapped from its cache folder, and its metadata."""
 
     train: np.ndarray
-    """Unsigned `[n]`: the documents one after the other, each followed by the separator."""
+    """Unsigned `[n]`: the concatenated documents, each followed by the separator."""
     validation: np.ndarray
     vocab_size: int
     fingerprint: str
-    """Digest of the vocabulary's size and of all tokens."""
+    """Digest of the vocabulary size and all tokens."""
     train_documents: int
     validation_documents: int
     bytes_per_token: float
-    """Of the validation documents. A separator counts as one token and as one byte, as NUL does in byte tokens; a token
-    that begins a document counts as one token and no byte."""
+    """Over the validation documents. A separator counts as one token and one byte, like NUL in byte tokens; a begin
+    token counts as one token and no byte."""
     folder: Path
 
     def ends(self, part: str) -> np.ndarray:
-        """Where each document of a part ends, the separator included: int64 `[documents]`, mapped."""
+        """End offset of each document of a part, including its separator: int64 `[documents]`, memory-mapped."""
         try:
             return np.memmap(self.folder / f"{part}.ends", np.int64, mode="c")
         except (OSError, ValueError):
             raise ValueError(
-                f"data.document_mask=True: {self.folder} was made by an earlier version, which did not keep where "
-                "documents end; delete that folder"
+                f"data.document_mask=True: {self.folder} is from an earlier version without document ends; delete that "
+                "folder to tokenise again"
             ) from None
 
 
 def cache_folder() -> Path:
-    """Where corpora are kept: `LIT_LAZY_CACHE`, or `~/.cache/lit-lazy/tokens`."""
-    given = os.environ.get("LIT_LAZY_CACHE") or "~/.cache/lit-lazy/tokens"
+    """Folder of the cached corpora: `LIT_LAZY_CACHE`, by default `~/.cache/lit-lazy/tokens`."""
+    setting = os.environ.get("LIT_LAZY_CACHE") or "~/.cache/lit-lazy/tokens"
     try:
-        folder = Path(given).expanduser()
+        folder = Path(setting).expanduser()
         folder.exists()
     except (OSError, RuntimeError) as error:  # a name too long, an unknown user
-        raise ValueError(f"LIT_LAZY_CACHE={given!r}: cannot be used ({error}); set it to another folder") from None
+        raise ValueError(f"LIT_LAZY_CACHE={setting!r}: cannot be used ({error}); set it to another folder") from None
     return folder
 
 
 def open_corpus(folder: Path) -> Corpus:
-    """Map a corpus; nothing is read but its facts."""
+    """Memory-map a corpus; reads only its metadata."""
     try:
         facts = json.loads((folder / FACTS).read_text())
         train, validation = (np.memmap(folder / f"{part}.bin", facts["dtype"], mode="c") for part in PARTS)
         if [len(train), len(validation)] != facts["tokens"]:
-            raise ValueError("another number of tokens")
+            raise ValueError("wrong number of tokens")
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(
-            f"LIT_LAZY_CACHE={str(folder.parent)!r}: {folder.name} in it is damaged; delete that folder"
+            f"LIT_LAZY_CACHE={str(folder.parent)!r}: its folder {folder.name} is damaged; delete it to tokenise again"
         ) from None
     return Corpus(
         train=train,
@@ -100,9 +99,9 @@ def open_corpus(folder: Path) -> Corpus:
 
 
 def make_once(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write the folder, unless it is there, or comes while another process makes it.
+    """Let `fill` write the folder, unless it exists or another process makes it meanwhile.
 
-    Raises ValueError when the cache cannot be written. Whatever is raised, nothing of the folder is left behind.
+    Raises ValueError if the cache cannot be written. After any error, nothing of the folder is left behind.
     """
     root = folder.parent
     try:
@@ -110,22 +109,22 @@ def make_once(folder: Path, fill: Callable[[Path], None]) -> None:
         try:
             with lock(root / f"{folder.name}.lock"):
                 if not folder.exists():
-                    _make(folder, fill)
+                    _make_folder(folder, fill)
         except BaseException:
-            with contextlib.suppress(OSError):  # it holds other corpora, or finished shards
+            with contextlib.suppress(OSError):  # it contains other corpora, or finished shards
                 root.rmdir()
             raise
     except OSError as error:
         raise ValueError(
             f"LIT_LAZY_CACHE={str(root)!r}: cannot be written ({error.strerror or one_line(error)}); "
-            "set it to a folder with room that you may write"
+            "set it to a writable folder with free space"
         ) from None
 
 
-def _make(folder: Path, fill: Callable[[Path], None]) -> None:
+def _make_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
-    if not (partial / FACTS).exists():  # which come last
-        shutil.rmtree(partial, ignore_errors=True)  # of a killed process
+    if not (partial / FACTS).exists():  # FACTS is written last
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     try:
         partial.mkdir(exist_ok=True)
         fill(partial)
@@ -137,27 +136,27 @@ def _make(folder: Path, fill: Callable[[Path], None]) -> None:
 
 @dataclass(frozen=True)
 class CorpusPlan:
-    """How a corpus is made: the files to tokenise, in their order, and how they are split."""
+    """Files to tokenise, in order, and how they are split."""
 
     train: Sequence[FileJob]
     validation: Sequence[FileJob]
-    """Empty where a share of the training documents is held out."""
+    """Empty if a share of the training documents is held out."""
     vocab_size: int
     validation_share: float
     max_tokens: int | None
 
     @property
     def limit(self) -> int | None:
-        """Tokens that are kept of a part that is limited: one more, for the last target."""
+        """Maximum tokens of a part: max_tokens, and one for the last target."""
         return None if self.max_tokens is None else self.max_tokens + 1
 
 
 def write_corpus(folder: Path, plan: CorpusPlan, processes: int | None, check: Callable[[], object]) -> None:
-    """Tokenise documents into a folder, which may hold the corpus already.
+    """Tokenise documents into a folder, which may already hold the corpus.
 
-    Without validation documents a share of the training documents is held out. At most max_tokens tokens, and one for
-    the last target, are written of the training part, where reading ends, and of validation documents.
-    check: called before the corpus counts as whole. Raises ValueError when one part gets no document.
+    Without validation documents, a share of the training documents is held out. The training part and the validation
+    documents are cut at `plan.limit` tokens; reading stops there.
+    check: called before the corpus counts as complete. Raises ValueError if a part gets no document.
     """
     shards = folder.parent
     jobs = [*plan.validation, *plan.train]
@@ -174,84 +173,86 @@ def write_corpus(folder: Path, plan: CorpusPlan, processes: int | None, check: C
 
 
 def _remove_shards(jobs: Iterable[FileJob], shards: Path) -> None:
-    """Remove what a corpus was joined of."""
+    """Remove the shards of a corpus."""
     for job in jobs:
         remove_shard(job, shards)
 
 
 def _explain_misfit(facts: dict[str, Any], plan: CorpusPlan) -> str:
-    """What is wrong with the split; "" where both parts have documents."""
+    """Error message if a part has no document, otherwise ""."""
     if all(facts["documents"]):
         return ""
     there, empty = sum(facts["documents"]), "validation" if facts["documents"][0] else "training"
     return (
         f"data.validation_share={plan.validation_share}: none of the {there} documents is for {empty}; "
-        "choose another share, give more documents, or give data.validation"
+        "choose another share, give more documents, or set data.validation"
     )
 
 
 def _join(folder: Path, plan: CorpusPlan, shards: Path, processes: int | None, meter: "_Meter") -> dict[str, Any]:
-    """Write the parts of the corpus as its shards come; what is known of them."""
+    """Write the parts of the corpus as the shards arrive; returns the metadata."""
     dtype, limit = np.min_scalar_type(plan.vocab_size - 1), plan.limit
     share = 0.0 if plan.validation else plan.validation_share
     with (
-        _PartWriter(folder, "train", dtype, limit) as kept,
-        _PartWriter(folder, "validation", dtype, limit if plan.validation else None) as apart,
+        _PartWriter(folder, "train", dtype, limit) as train,
+        _PartWriter(folder, "validation", dtype, limit if plan.validation else None) as validation,
     ):
-        for jobs, part in ((plan.validation, apart), (plan.train, kept)):
+        for jobs, part in ((plan.validation, validation), (plan.train, train)):
             with closing(make_shards(jobs, shards, choose_process_count(jobs, processes), meter.count)) as found:
                 for job, shard in zip(jobs, found, strict=False):
-                    _append(_ensure_whole(shard, job, shards, meter), part, apart, share if part is kept else 0.0)
+                    _append(
+                        _ensure_intact(shard, job, shards, meter), part, validation, share if part is train else 0.0
+                    )
                     meter.count_shard(shard)
                     if part.is_full:
                         break
-    digest = hashlib.sha256(f"{plan.vocab_size} {kept.digest.hexdigest()} {apart.digest.hexdigest()}".encode())
+    digest = hashlib.sha256(f"{plan.vocab_size} {train.digest.hexdigest()} {validation.digest.hexdigest()}".encode())
     return {
         "dtype": dtype.str,
         "vocab_size": plan.vocab_size,
         "fingerprint": digest.hexdigest()[:16],
-        "tokens": [kept.tokens, apart.tokens],
-        "documents": [kept.documents, apart.documents],
-        "bytes_per_token": apart.bytes_per_token,
+        "tokens": [train.tokens, validation.tokens],
+        "documents": [train.documents, validation.documents],
+        "bytes_per_token": validation.bytes_per_token,
     }
 
 
-def _ensure_whole(shard: Shard, job: FileJob, shards: Path, meter: "_Meter") -> Shard:
-    """A shard as it was written: made again where it is damaged, or has gone since."""
+def _ensure_intact(shard: Shard, job: FileJob, shards: Path, meter: "_Meter") -> Shard:
+    """The shard, made again if it is damaged or has been removed."""
     for _ in range(ATTEMPTS):
-        if shard.is_whole():
+        if shard.is_intact():
             return shard
-        meter.say(f"a shard of {job.source.given} in {shards} is damaged: made again")
+        meter.log(f"a shard of {job.source.given} in {shards} is damaged; tokenising it again")
         shard.remove()
         shard = find_or_make_shard(job, shards, meter.count)
-    raise OSError(errno.EIO, "what was written is not what is read")
+    raise OSError(errno.EIO, "shards read back differ from what was written")
 
 
-def _append(shard: Shard, part: "_PartWriter", apart: "_PartWriter", share: float) -> None:
-    """A shard's documents, up to the one that fills the part; those of the share go apart."""
+def _append(shard: Shard, part: "_PartWriter", held_out: "_PartWriter", share: float) -> None:
+    """Add a shard's documents to `part`, until it is full, and the held-out share to `held_out`."""
     for piece in shard.pieces():
-        other = select_held_out(piece.hashes, share)
+        is_held_out = select_held_out(piece.hashes, share)
         if part.limit is not None:
-            reached = part.tokens + np.cumsum(np.where(other, 0, piece.lengths)) >= part.limit
-            read = np.arange(len(other)) <= (int(reached.argmax()) if reached.any() else len(other))
+            reached = part.tokens + np.cumsum(np.where(is_held_out, 0, piece.lengths)) >= part.limit
+            read = np.arange(len(reached)) <= (int(reached.argmax()) if reached.any() else len(reached))
         else:
-            read = np.ones(len(other), bool)
-        part.add(piece.select(read & ~other))
+            read = np.ones(len(is_held_out), bool)
+        part.add(piece.select(read & ~is_held_out))
         if share:
-            apart.add(piece.select(read & other))
+            held_out.add(piece.select(read & is_held_out))
         if part.is_full:
             return
 
 
 class _PartWriter:
-    """A file of tokens and one of the documents' ends, and what is counted on the way."""
+    """Writes the files of tokens and of document ends of one part, and counts."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any], limit: int | None) -> None:
         self.files = [(folder / f"{name}.{kind}").open("wb") for kind in ("bin", "ends")]
         self.dtype, self.limit = dtype, limit
         self.digest = hashlib.sha256(dtype.str.encode())
         self.tokens = self.documents = 0
-        # Of whole documents, while `tokens` may end inside one.
+        # Of complete documents; the limit may cut `tokens` inside one.
         self._bytes = self._whole_tokens = 0
 
     def __enter__(self) -> "_PartWriter":
@@ -272,7 +273,7 @@ class _PartWriter:
         return (self._bytes + self.documents) / max(self._whole_tokens, 1)
 
     def add(self, piece: Piece) -> None:
-        """Write documents, as far as the limit."""
+        """Write documents up to the limit."""
         ends = self.tokens + np.cumsum(piece.lengths, dtype=np.int64)
         written = piece.tokens if self.limit is None else piece.tokens[: self.limit - self.tokens]
         raw = written.astype(self.dtype, copy=False).tobytes()
@@ -287,7 +288,7 @@ class _PartWriter:
 
 
 class _Meter:
-    """Progress on a terminal, and in the end a line that says how fast it was."""
+    """Progress bar on a terminal, and a final line with the speed."""
 
     def __init__(self, jobs: Iterable[FileJob], shards: Path, max_tokens: int | None) -> None:
         self.console = plain_console(stderr=True)
@@ -308,7 +309,7 @@ class _Meter:
         self.progress.stop()
 
     def count(self, size: int, tokens: int) -> None:
-        """Note so many more bytes of text, and training tokens; from any thread."""
+        """Add bytes of text and training tokens; thread-safe."""
         with self.lock:
             self.bytes, self.tokens = self.bytes + size, self.tokens + tokens
             done = self.bytes + sum(shard.bytes for shard in self.found.values())
@@ -324,7 +325,7 @@ class _Meter:
             )
 
     def _estimate_total(self, done: int) -> float | None:
-        """Bytes of text there will be in all, as far as can be told: by the limit, or by the files joined so far."""
+        """Expected total bytes of text, from the limit or the files joined so far; None if unknown."""
         if self.max_tokens is not None and self.tokens:
             return max(done, self.bytes * self.max_tokens / self.tokens)
         if not self.joined:
@@ -333,20 +334,19 @@ class _Meter:
         return max(done, self.joined_bytes / share)
 
     def count_shard(self, shard: Shard) -> None:
-        """Note that a file is done."""
+        """Add a finished file."""
         with self.lock:
             self.joined += 1
             self.joined_bytes += shard.bytes
 
-    def say(self, text: str) -> None:
-        """Print a line."""
+    def log(self, text: str) -> None:
         self.console.print(text, soft_wrap=True)
 
     def report(self, tokens: int) -> None:
-        """Print what was done."""
-        kept = f", {len(self.found)} parts were done before" if self.found else ""
+        """Print the speed and the number of tokens."""
+        reused = f", {len(self.found)} parts reused" if self.found else ""
         self.console.print(
-            f"tokenised {self._format_rate()}, into {tokens} tokens{kept}", highlight=False, soft_wrap=True
+            f"tokenised {self._format_rate()}, into {tokens} tokens{reused}", highlight=False, soft_wrap=True
         )
 
     @property

@@ -1,7 +1,7 @@
-"""Processes that tokenise files side by side, each file in one of them.
+"""Worker processes that tokenise files in parallel, one file per process.
 
-A worker is a new Python, no fork: the threads of `tokenizers` do not survive one, and a user's script need not guard
-its own lines. It reads jobs from its input, and ends with it, so that none outlives its command, however that ends.
+A worker is a new Python process, not a fork: the threads of `tokenizers` do not survive a fork, and user scripts need
+no `__main__` guard. It reads jobs from stdin and exits at its end, so that no worker outlives the command.
 """
 
 import os
@@ -20,26 +20,25 @@ from lit_lazy.support.errors import UnfinishedError, describe_exception
 from lit_lazy.support.machine import count_cores
 
 WORTH_PROCESSES = 64 * 2**20
-"""Bytes of files from which on several processes are worth the seconds that each takes to start."""
+"""Total file size in bytes above which several processes are worth the seconds that each takes to start."""
 THREADS = "RAYON_NUM_THREADS"
-"""Limits the threads of `tokenizers`."""
+"""Environment variable that limits the threads of `tokenizers`."""
 
 
-def choose_process_count(jobs: Sequence[FileJob], asked: int | None) -> int:
-    """How many processes tokenise these files: as many as are asked for, or there are cores; never more than files.
+def choose_process_count(jobs: Sequence[FileJob], processes: int | None) -> int:
+    """Number of processes for these files, at most one per file; 1 is this process.
 
-    1 is this process itself: also where the files are so small that starting others would take longer, unless asked.
+    If `processes` is None: 1 for files so small that starting workers would take longer, otherwise one per core.
     """
     small = sum(job.source.size for job in jobs) < WORTH_PROCESSES
-    wished = asked or (1 if small else count_cores())
-    return max(1, min(wished, len(jobs)))
+    return max(1, min(processes or (1 if small else count_cores()), len(jobs)))
 
 
 def make_shards(jobs: Sequence[FileJob], folder: Path, processes: int, count: Count) -> Generator[Shard]:
-    """The shards of jobs, in their order, each as soon as it and those before it are there.
+    """Yields the shards of the jobs in order, each as soon as it and those before it are done.
 
-    The jobs that are not needed any more when the iterator is closed are dropped. Errors are those of `made`.
-    Raises UnfinishedError where a worker dies.
+    Closing the iterator cancels the remaining jobs. Raises the errors of `find_or_make_shard`, and UnfinishedError if
+    a worker dies.
     """
     if processes == 1:
         for job in jobs:
@@ -71,7 +70,7 @@ def make_shards(jobs: Sequence[FileJob], folder: Path, processes: int, count: Co
 
 
 class _Worker:
-    """The parent's end of a process."""
+    """Handle of a worker process in the parent."""
 
     def __init__(self, processes: int) -> None:
         threads = os.environ.get(THREADS) or str(max(1, count_cores() // processes))
@@ -80,7 +79,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {THREADS: threads, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C is the parent's affair
+            start_new_session=True,  # the parent handles Ctrl-C
         )
         self.unfinished: set[tuple[Path, str]] = set()
 
@@ -94,8 +93,8 @@ class _Worker:
                 count(*answer)
         except (OSError, EOFError, pickle.UnpicklingError):
             raise UnfinishedError(
-                f"a process that tokenised {job.source.given!r} ended (status {self.process.wait()}); out of memory, "
-                "most likely: give the same command again with fewer --processes, finished files are kept"
+                f"a process that tokenised {job.source.given!r} died (status {self.process.wait()}), probably out of "
+                "memory; repeat the command with fewer --processes, finished files are kept"
             ) from None
         self.unfinished.remove((folder, job.name))
         if isinstance(answer, BaseException):
@@ -103,14 +102,14 @@ class _Worker:
         return answer
 
     def end(self) -> None:
-        """At once; what it leaves half done is removed."""
+        """Kill the process and remove its unfinished files."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             try:
                 pipe.close()
-            except OSError:  # what was not sent any more
+            except OSError:  # unsent data
                 continue
         for folder, name in self.unfinished:
             remove_leftovers(folder, name)
@@ -122,8 +121,8 @@ def _send(file: BinaryIO | Any, message: object) -> None:
 
 
 def main() -> None:
-    """Be a worker, until the input ends."""
-    # Whatever a library prints is not to get among the answers.
+    """Run as a worker until stdin ends."""
+    # Anything a library prints goes to stderr, not between the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -143,7 +142,7 @@ def main() -> None:
             answer: Any = find_or_make_shard(job, folder, lambda size, tokens: _send(answers, (size, tokens)))
         except (ValueError, OSError) as error:
             answer = error
-        except Exception as error:  # any other may not survive the way
+        except Exception as error:  # others may not survive pickling
             answer = RuntimeError(describe_exception(error))
         _send(answers, answer)
 

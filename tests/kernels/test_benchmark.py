@@ -1,4 +1,4 @@
-"""The course of the benchmark on a GPU, torch.cuda stubbed: workers, tuning, turns, results, what a failure costs."""
+"""The complete benchmark with a stubbed torch.cuda: workers, tuning, alternating steps, results, failures."""
 
 import json
 import os
@@ -13,22 +13,22 @@ import pytest
 import torch
 import without_gpu
 from triton.runtime.autotuner import Autotuner, Config
-from without_gpu import POINTS, make_point
+from without_gpu import WORKLOADS, make_workload
 
 from bench import __main__ as command
-from bench import compiled, course, device, provenance, results, timing, tuning
+from bench import benchmark, compiled, device, provenance, results, timing, tuning
 from bench.__main__ import main
-from bench.course import Course
-from bench.gate import GATE
-from bench.points import DECODE, FORWARD, FULL, GUARDS, QUICK, TRAINING
+from bench.benchmark import Benchmark
+from bench.correctness import CASES
 from bench.results import format_tables, write_plots
-from bench.timing import measure, measure_ceilings, share_of_ceiling, take_turns
+from bench.timing import compute_share_of_ceiling, measure, measure_ceilings, take_turns
 from bench.worker import _CONTEXT, GpuWorker, TaskOutcome
+from bench.workloads import DECODE, FORWARD, FULL, GUARDS, QUICK, TRAINING
 from flash_lazy.fused import configurations
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_a_step_that_fails_leaves_the_others():
+def test_a_failing_step_does_not_affect_the_others():
     calls = []
 
     def breaks():
@@ -47,7 +47,7 @@ def test_a_step_that_fails_leaves_the_others():
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_what_breaks_the_device_is_not_survived(monkeypatch):
+def test_an_error_that_breaks_the_device_is_raised(monkeypatch):
     def breaks():
         monkeypatch.setattr(device, "DEVICE", torch.device("meta"))
         raise RuntimeError("an illegal memory access was encountered")
@@ -59,7 +59,7 @@ def test_what_breaks_the_device_is_not_survived(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_inputs_are_copied_until_they_leave_the_cache():
+def test_inputs_are_copied_until_they_exceed_the_cache():
     assert device.count_copies(1_000_000) == 1
     assert device.count_copies(100_000) == 3
     assert device.count_copies(99_999) == 4
@@ -67,19 +67,19 @@ def test_inputs_are_copied_until_they_leave_the_cache():
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_a_point_is_measured(monkeypatch):
-    """Every peer has its figures or a reason; what is said of the values is that of the first peer's."""
+def test_a_workload_is_measured(monkeypatch):
+    """Every peer has figures or a reason; differences are relative to the first peer's output."""
     monkeypatch.setattr(tuning, "list_chosen_blocks", lambda: {"forward": "some blocks"})
-    found = measure(make_point(TRAINING), "chunked", None, {"eager": "why"}, rounds=2)
+    found = measure(make_workload(TRAINING), "chunked", None, {"eager": "why"}, rounds=2)
     assert list(found["cells"]) == list(results.KINDS)
     assert found["copies"] == -(-3 * 100_000 // (4 * 2 * 128 * 16 * 2))
     assert found["cells"]["eager"] == {"not_run": "why"}
-    assert "no checkout" in found["cells"]["the authors' kernel"]["not_run"]
+    assert "needs --authors" in found["cells"]["the authors' kernel"]["not_run"]
     ours = found["cells"]["flash_lazy"]
     assert ours["peak_bytes"] == 2000
     assert ours["blocks"] == {"forward": "some blocks"}
     assert 0 < ours["milliseconds"]["lower"] <= ours["milliseconds"]["median"] <= ours["milliseconds"]["upper"]
-    decoded = measure(make_point(DECODE), "chunked", None, {}, rounds=2)["cells"]
+    decoded = measure(make_workload(DECODE), "chunked", None, {}, rounds=2)["cells"]
     assert decoded["flash_lazy"]["difference"] == 0
     assert 0 < decoded["eager"]["difference"] < 0.01
     assert "difference" not in decoded["SDPA MATH"]
@@ -102,7 +102,7 @@ def test_ceilings_are_rates(monkeypatch):
     }
 
 
-def test_blocks_are_timed_anew_at_every_point(monkeypatch):
+def test_blocks_are_tuned_again_at_every_workload(monkeypatch):
     times = {64: [0.5] * 3, 128: [0.25] * 3, 256: [float("inf")] * 3}
     launched = []
 
@@ -126,26 +126,26 @@ def test_blocks_are_timed_anew_at_every_point(monkeypatch):
     times[64] = [0.125] * 3
     tuning.watch()
     assert tuning.list_chosen_blocks() == {}
-    tuner.run(size=4096)  # the next peer of the point, and the turns that all of them take
+    tuner.run(size=4096)  # the next peer of the workload, and the turns that all of them take
     tuning.forget()
     tuner.run(size=4096)
     assert launched == [128, 128, 128, 64]
 
 
-def test_every_choice_of_a_list_can_be_taken():
+def test_every_configuration_of_a_list_can_be_used():
     q = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16)
-    given = configurations.choices("forward", q)
-    taken = []
+    listed = configurations.list_choices("forward", q)
+    used = []
     for index in range(4):
         with tuning.use_choice(index):
             assert not configurations.AUTOTUNE
-            taken.append(configurations.choices("forward", q)[0])
-            assert sorted(configurations.choices("forward", q)) == sorted(given)
-    assert taken == [*given, given[0]]
+            used.append(configurations.list_choices("forward", q)[0])
+            assert sorted(configurations.list_choices("forward", q)) == sorted(listed)
+    assert used == [*listed, listed[0]]
 
 
-def test_a_worker_outlives_what_it_runs(tmp_path):
-    """A value, an error, a death while it is idle, and a death at work."""
+def test_a_worker_survives_its_tasks(tmp_path):
+    """A value, an error, a death while idle, and a death during a task."""
     with GpuWorker(partial(without_gpu.prepare, {}), tmp_path / "log") as worker:
         first = worker.run(os.getpid, 60)
         assert worker.run(partial(int, "x"), 60).failed == "ValueError: invalid literal for int() with base 10: 'x'"
@@ -166,34 +166,34 @@ def test_a_worker_outlives_what_it_runs(tmp_path):
 
 @pytest.fixture
 def few_cases(monkeypatch):
-    """Two cases that stand for POINTS, and one that stands for none."""
+    """Two cases on which WORKLOADS depend, and one on which none does."""
     names = ("bf16, D = 64", "two kv heads")
-    monkeypatch.setattr(course, "GATE", {name: GATE[name] for name in (*names, "decode, D = 128")})
-    monkeypatch.setattr(course, "GUARDS", {name: GUARDS[name] for name in names})
+    monkeypatch.setattr(benchmark, "CASES", {name: CASES[name] for name in (*names, "decode, D = 128")})
+    monkeypatch.setattr(benchmark, "GUARDS", {name: GUARDS[name] for name in names})
 
 
-def run_course(out, faults, time_anyway=False, minutes=None):
+def run_benchmark(out, faults, time_anyway=False, minutes=None):
     setup = partial(without_gpu.prepare, faults)
-    status = Course(out, POINTS, "chunked", None, minutes, time_anyway, setup).run(fresh=False)
+    status = Benchmark(out, WORKLOADS, "chunked", None, minutes, time_anyway, setup).run(fresh=False)
     return status, json.loads((out / "bench.json").read_text())
 
 
-FIRST, GROUPED, DECODED = map(str, POINTS)
+FIRST, GROUPED, DECODED = map(str, WORKLOADS)
 
 
 @pytest.mark.usefixtures("few_cases")
-def test_what_goes_wrong_costs_that_alone(tmp_path, capsys):
-    """A peer that raises, one that ends the process and one that breaks CUDA; a red case; then it is timed anyway."""
+def test_a_failure_affects_only_its_peer_or_workload(tmp_path, capsys):
+    """A peer that raises, one that exits and one that breaks CUDA; a wrong case, then timed anyway."""
     faults = {"eager": "exit", "AdaSplash": "break", "FlexAttention, two calls": "raise", "two kv heads": "exit"}
-    status, result = run_course(tmp_path, faults)
+    status, result = run_benchmark(tmp_path, faults)
     assert status == 1
     records = result["points"]
-    assert records[GROUPED] == {"point": POINTS[1]._asdict(), "blocked": ["two kv heads"]}
+    assert records[GROUPED] == {"point": WORKLOADS[1]._asdict(), "blocked": ["two kv heads"]}
     for name in (FIRST, DECODED):
         cells = records[name]["cells"]
         assert cells["flash_lazy"]["milliseconds"]["median"] > 0
-        assert cells["eager"] == {"not_run": "it ended the process: the process died with status 9"}
-        assert cells["AdaSplash"] == {"not_run": "it ended the process: RuntimeError: no such thing"}
+        assert cells["eager"] == {"not_run": "crashed its process: the process died with status 9"}
+        assert cells["AdaSplash"] == {"not_run": "crashed its process: RuntimeError: no such thing"}
         assert cells["FlexAttention, two calls"] == {"not_run": "RuntimeError: no such thing"}
         assert sorted(records[name]["ended"]) == ["AdaSplash", "eager"]
     assert {row["case"]: row["passed"] for row in result["gate"]} == {
@@ -204,88 +204,90 @@ def test_what_goes_wrong_costs_that_alone(tmp_path, capsys):
     text = (tmp_path / "bench.md").read_text()
     assert f"- {GROUPED}: blocked by the gate: two kv heads" in text
     before = {name: records[name] for name in (FIRST, DECODED)}
-    status, result = run_course(tmp_path, {}, time_anyway=True)
+    status, result = run_benchmark(tmp_path, {}, time_anyway=True)
     assert status == 1
     assert {name: result["points"][name] for name in before} == before
     assert result["points"][GROUPED]["red"] == ["two kv heads"]
     text = (tmp_path / "bench.md").read_text()
     assert "empty, RED |" in text
-    assert "RED: timed although the gate is wrong in two kv heads." in text
+    assert "RED: timed despite wrong results in two kv heads." in text
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".new"]
 
 
-def test_a_hang_costs_its_peer(monkeypatch, tmp_path):
-    monkeypatch.setattr(course, "PEER_SECONDS", 3.0)
-    monkeypatch.setattr(course, "GATE", {})
-    monkeypatch.setattr(course, "GUARDS", {})
-    at = Course(tmp_path, POINTS[:1], "chunked", None, None, False, partial(without_gpu.prepare, {"eager": "hang"}))
-    assert at.run(fresh=False) == 0
-    cells = at.result["points"][FIRST]["cells"]
-    assert cells["eager"] == {"not_run": "it ended the process: took longer than 3 s and was killed"}
+def test_a_hang_affects_only_its_peer(monkeypatch, tmp_path):
+    monkeypatch.setattr(benchmark, "PEER_SECONDS", 3.0)
+    monkeypatch.setattr(benchmark, "CASES", {})
+    monkeypatch.setattr(benchmark, "GUARDS", {})
+    bench = Benchmark(
+        tmp_path, WORKLOADS[:1], "chunked", None, None, False, partial(without_gpu.prepare, {"eager": "hang"})
+    )
+    assert bench.run(fresh=False) == 0
+    cells = bench.result["points"][FIRST]["cells"]
+    assert cells["eager"] == {"not_run": "crashed its process: took longer than 3 s and was killed"}
     assert "milliseconds" in cells["SDPA MATH"]
     assert "without_gpu.py" in (tmp_path / "bench.log").read_text()  # where it hung
 
 
-def test_what_the_time_does_not_allow_is_left_for_the_next_command(monkeypatch, tmp_path, capsys):
-    at = Course(tmp_path, POINTS, "chunked", None, 1.0, False)
-    at.result = results.open_results(tmp_path, {}, fresh=False)
+def test_a_timeout_leaves_the_rest_to_the_next_command(monkeypatch, tmp_path, capsys):
+    bench = Benchmark(tmp_path, WORKLOADS, "chunked", None, 1.0, False)
+    bench.result = results.open_results(tmp_path, {}, fresh=False)
     late = TaskOutcome(None, "took longer than 1 s and was killed", "eager", ended=True, late=True)
-    at.end = time.monotonic() - 2 * course.GRACE_SECONDS
-    assert at.limit_seconds(100.0) == 1.0
-    at.measure(SimpleNamespace(run=lambda *_: late), POINTS[0], "title")
-    assert capsys.readouterr().out == "title: the time was used up (--minutes)\n"
-    monkeypatch.setattr(course, "run_in_parallel", lambda tasks, *_: [(name, late) for name in tasks])
-    at.check_cases(["bf16, D = 64"])
-    at.compile_ahead(POINTS)
-    assert at.result == results.open_results(tmp_path, {}, fresh=False)
+    bench.end = time.monotonic() - 2 * benchmark.GRACE_SECONDS
+    assert bench.limit_seconds(100.0) == 1.0
+    bench.measure(SimpleNamespace(run=lambda *_: late), WORKLOADS[0], "title")
+    assert capsys.readouterr().out == "title: stopped, --minutes is over\n"
+    monkeypatch.setattr(benchmark, "run_in_parallel", lambda tasks, *_: [(name, late) for name in tasks])
+    bench.check_cases(["bf16, D = 64"])
+    bench.compile_ahead(WORKLOADS)
+    assert bench.result == results.open_results(tmp_path, {}, fresh=False)
 
 
 def test_every_configuration_is_compiled_ahead(monkeypatch, tmp_path, capsys):
     def compiled_with(tasks, *_):
         for key, task in tasks.items():
-            asked.append((str(task.args[0]), *task.args[2:]))
-            yield key, TaskOutcome(None, "PassError: no" if len(asked) == 3 else None)
+            requested.append((str(task.args[0]), *task.args[2:]))
+            yield key, TaskOutcome(None, "PassError: no" if len(requested) == 3 else None)
 
-    asked = []
+    requested = []
     monkeypatch.setattr(configurations, "AUTOTUNE", True)
-    monkeypatch.setattr(course, "run_in_parallel", compiled_with)
-    at = Course(tmp_path, POINTS, "chunked", None, None, False)
-    at.result = results.open_results(tmp_path, {}, fresh=False)
-    at.compile_ahead([*QUICK[:2], *(p for p in QUICK if p.operation == DECODE)])  # decoding has one choice
-    assert asked == [(str(QUICK[0]), index, skip) for index in range(4) for skip in (True, False)]
-    assert capsys.readouterr().out == "compiled ahead: 7 of 8 choices; PassError: no\n"
+    monkeypatch.setattr(benchmark, "run_in_parallel", compiled_with)
+    bench = Benchmark(tmp_path, WORKLOADS, "chunked", None, None, False)
+    bench.result = results.open_results(tmp_path, {}, fresh=False)
+    bench.compile_ahead([*QUICK[:2], *(p for p in QUICK if p.operation == DECODE)])  # decoding has one choice
+    assert requested == [(str(QUICK[0]), index, skip) for index in range(4) for skip in (True, False)]
+    assert capsys.readouterr().out == "compiled ahead: 7 of 8 configurations; PassError: no\n"
 
 
-def test_a_peer_that_ended_two_processes_is_left_out(tmp_path):
-    at = Course(tmp_path, POINTS, "chunked", None, None, False)
+def test_a_peer_that_crashed_two_processes_is_skipped(tmp_path):
+    bench = Benchmark(tmp_path, WORKLOADS, "chunked", None, None, False)
     ended = {"cells": {}, "ended": ["eager"]}
     decodes = [p for p in FULL if p.operation == DECODE]
-    at.result = {"points": {str(p): ended | {"point": p._asdict()} for p in (*decodes[:2], QUICK[0])}}
-    assert at.find_struck_peers(DECODE) == {"eager": "it ended the process at 2 other points"}
-    assert at.find_struck_peers(FORWARD) == {}
+    bench.result = {"points": {str(p): ended | {"point": p._asdict()} for p in (*decodes[:2], QUICK[0])}}
+    assert bench.find_struck_peers(DECODE) == {"eager": "crashed its process at 2 other workloads"}
+    assert bench.find_struck_peers(FORWARD) == {}
 
 
-def test_a_point_that_no_peer_is_to_blame_for_is_lost_and_tried_again_last(tmp_path, capsys):
-    at = Course(tmp_path, POINTS, "chunked", None, None, False)
-    at.result = results.open_results(tmp_path, {}, fresh=False)
+def test_a_workload_that_crashes_outside_a_peer_is_lost_and_retried_last(tmp_path, capsys):
+    bench = Benchmark(tmp_path, WORKLOADS, "chunked", None, None, False)
+    bench.result = results.open_results(tmp_path, {}, fresh=False)
     outcome = TaskOutcome(None, "the process died with status -11", "taking turns", ended=True)
-    at.measure(SimpleNamespace(run=lambda *_: outcome), POINTS[0], "title")
-    assert at.result["points"][FIRST]["lost"] == "the process died with status -11 (taking turns)"
+    bench.measure(SimpleNamespace(run=lambda *_: outcome), WORKLOADS[0], "title")
+    assert bench.result["points"][FIRST]["lost"] == "the process died with status -11 (taking turns)"
     assert "title: lost: the process died" in capsys.readouterr().out
-    assert at.list_missing_points() == [POINTS[1], POINTS[2], POINTS[0]]
+    assert bench.list_missing_workloads() == [WORKLOADS[1], WORKLOADS[2], WORKLOADS[0]]
     assert f"- {FIRST}: lost: the process died with status -11" in (tmp_path / "bench.md").read_text()
 
 
-def wait_for(what, seconds=60):
+def wait_for(condition, seconds=60):
     until = time.monotonic() + seconds
-    while not (found := what()):
+    while not (found := condition()):
         assert time.monotonic() < until
         time.sleep(0.05)
     return found
 
 
 def test_a_killed_command_is_resumed(monkeypatch, capsys, tmp_path):
-    """SIGKILL at the second point: its worker ends too, the same command measures the rest; other code is refused."""
+    """After SIGKILL at the second workload the worker exits and the command resumes; other code is an error."""
     arguments = ["--out", str(tmp_path)]
     killed = _CONTEXT.Process(target=without_gpu.run, args=(arguments, {"eager": "hang in training"}))
     killed.start()
@@ -293,14 +295,14 @@ def test_a_killed_command_is_resumed(monkeypatch, capsys, tmp_path):
     hung = wait_for(lambda: log.exists() and re.search(r"hangs in (\d+)\n", log.read_text()))
     before = json.loads((tmp_path / "bench.json").read_text())
     assert list(before["points"]) == [FIRST]
-    assert f"- {DECODED}: not measured yet; the same command goes on with it" in (tmp_path / "bench.md").read_text()
+    assert f"- {DECODED}: not measured yet; repeat the command" in (tmp_path / "bench.md").read_text()
     killed.kill()
     killed.join()
     wait_for(lambda: not os.path.exists(f"/proc/{hung[1]}"))
 
     assert without_gpu.run(arguments, {}, monkeypatch.setattr) == 0
     printed = capsys.readouterr().out
-    assert "2 of 3 points to measure" in printed
+    assert "2 of 3 workloads to measure" in printed
     after = json.loads((tmp_path / "bench.json").read_text())
     assert after["points"][FIRST] == before["points"][FIRST]
     assert after["ceilings"] == before["ceilings"]
@@ -311,29 +313,29 @@ def test_a_killed_command_is_resumed(monkeypatch, capsys, tmp_path):
     assert without_gpu.run(arguments, {}, monkeypatch.setattr) == 2
     source = after["made"]["source"]
     printed = capsys.readouterr().err
-    assert f"bench.json was made with source other; now it is {source}: give another --out, or --fresh" in printed
+    assert f"bench.json was made with source other, not {source}; give another --out, or --fresh" in printed
     assert printed.count("\n") == 1
     assert json.loads((tmp_path / "bench.json").read_text())["made"]["source"] == "other"
 
 
-def test_results_that_cannot_be_continued_are_refused_in_one_line(tmp_path):
+def test_results_that_cannot_be_continued_are_a_one_line_error(tmp_path):
     made = {"source": "a", "GPU": "one"}
     for text in ("{", "[]", '{"made": 3}', "{}"):
         (tmp_path / "bench.json").write_text(text)
         with pytest.raises(
-            results.RefusedError, match=r"^.*bench\.json is no result of this command \([^\n]*--fresh[^\n]*$"
+            results.RefusedError, match=r"^.*bench\.json is not a result of this command \([^\n]*--fresh[^\n]*$"
         ):
             results.open_results(tmp_path, made, fresh=False)
     assert results.open_results(tmp_path, made, fresh=True)["points"] == {}
     (tmp_path / "bench.json").write_text(json.dumps({"made": {"source": "a"}}))
-    with pytest.raises(results.RefusedError, match="was made with GPU none; now it is one"):
+    with pytest.raises(results.RefusedError, match="was made with GPU none, not one"):
         results.open_results(tmp_path, made, fresh=False)
 
 
 def test_a_gpu_that_cannot_be_used_is_reported(tmp_path, capsys):
     out = tmp_path / "new"
-    setup = partial(without_gpu.go_wrong, "exit")
-    assert Course(out, POINTS, "chunked", None, None, False, setup).run(fresh=False) == 1
+    setup = partial(without_gpu.inject_fault, "exit")
+    assert Benchmark(out, WORKLOADS, "chunked", None, None, False, setup).run(fresh=False) == 1
     assert capsys.readouterr().out == "the GPU cannot be used: the process died with status 9\n"
     assert not out.exists()
 
@@ -341,49 +343,47 @@ def test_a_gpu_that_cannot_be_used_is_reported(tmp_path, capsys):
 def test_an_interrupt_is_one_line(monkeypatch, capsys, tmp_path):
     allowed = []
 
-    class Interrupted(Course):
+    class Interrupted(Benchmark):
         def run(self, fresh):
-            assert (self.points, self.backend, self.time_anyway, fresh) == (QUICK, "triton", False, True)
+            assert (self.workloads, self.backend, self.time_anyway, fresh) == (QUICK, "triton", False, True)
             assert self.authors == tmp_path
             allowed.append(self.end - time.monotonic())
             raise KeyboardInterrupt
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(command, "Course", Interrupted)
+    monkeypatch.setattr(command, "Benchmark", Interrupted)
     (tmp_path / "lazy_attention_triton.py").touch()
     arguments = ["--quick", "--fresh", "--authors", str(tmp_path), "--out", str(tmp_path)]
     assert main([*arguments, "--widths", "64"]) == 130
     printed = capsys.readouterr().err
-    assert "--widths ignored: something is compiled only without a GPU" in printed
-    assert f"interrupted; what was measured is in {tmp_path}" in printed
+    assert "--widths ignored: only used without a GPU" in printed
+    assert f"interrupted; results are in {tmp_path}" in printed
     assert main([*arguments, "--minutes", "3"]) == 130
     assert allowed == pytest.approx([60 * command.QUICK_MINUTES, 180], abs=10)
 
 
-def test_on_a_gpu_a_folder_must_be_given(monkeypatch, capsys):
+def test_a_gpu_needs_an_output_folder(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert main(["--quick"]) == 2
-    assert capsys.readouterr().err == (
-        "--out is missing: give the folder where results are written after every point\n"
-    )
+    assert capsys.readouterr().err == ("--out is missing: give the folder for the results\n")
 
 
-def test_versions_and_the_source_are_those_found(tmp_path):
-    assert provenance._version("no-such-distribution") == "none"
+def test_versions_and_source_hash(tmp_path):
+    assert provenance._find_version("no-such-distribution") == "none"
     for name in ("bench", "flash_lazy/fused"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "flash_lazy/fused/a.py").write_text("1")
-    first = provenance._source(tmp_path)
+    first = provenance._hash_source(tmp_path)
     (tmp_path / "flash_lazy/fused/b.md").write_text("2")
-    assert provenance._source(tmp_path) == first
+    assert provenance._hash_source(tmp_path) == first
     (tmp_path / "flash_lazy/fused/a.py").write_text("2")
-    assert provenance._source(tmp_path) != first
+    assert provenance._hash_source(tmp_path) != first
 
 
-def made_up(points=FULL, red_share=None):
-    """A result whose figures are invented: it is only there to be written."""
+def made_up(workloads=FULL, red_share=None):
+    """A result with invented figures, to be formatted."""
     records = {}
-    for p in points:
+    for p in workloads:
         cells = {}
         for index, name in enumerate(results.KINDS):
             median = p.length / 4096 * (index + 2) * (1 - p.share / 2)
@@ -417,27 +417,27 @@ def test_plots_are_drawn(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"roofline.png", "sparsity.png", "decode.png"}
 
 
-def test_plots_are_left_out_without_matplotlib_or_points(tmp_path, monkeypatch):
+def test_plots_are_skipped_without_matplotlib_or_workloads(tmp_path, monkeypatch):
     nothing = made_up() | {"points": {}}
-    assert write_plots(nothing, tmp_path) == "the plots were left out: nothing that they show was measured"
+    assert write_plots(nothing, tmp_path) == "plots skipped: none of their workloads was measured"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert write_plots(made_up(), tmp_path) == "the plots were left out: matplotlib is not installed"
+    assert write_plots(made_up(), tmp_path) == "plots skipped: matplotlib is not installed"
     assert not list(tmp_path.iterdir())
 
 
-def test_the_share_of_the_ceiling_follows_from_share_and_time():
+def test_the_share_of_the_ceiling():
     p, ceilings = QUICK[0], {"read_bytes": 4e12, "product_tflops": 800.0}
     cell = {"milliseconds": {"median": 2.0}}
     entries = 4 * 16 * 4096 * 4097 / 2
     one = 2 * 128 * entries / 2e-3 / 800e12
-    assert share_of_ceiling(p, 0.5, cell, "lazy", ceilings) == pytest.approx(2 * one)
+    assert compute_share_of_ceiling(p, 0.5, cell, "lazy", ceilings) == pytest.approx(2 * one)
     training = p._replace(operation=TRAINING)
-    assert share_of_ceiling(training, 0.5, cell, "softmax", ceilings) == pytest.approx(7 * one)
-    assert share_of_ceiling(p, 0.5, cell, None, ceilings) is None
-    assert share_of_ceiling(p, 0.5, {"not_run": "why"}, "lazy", ceilings) is None
+    assert compute_share_of_ceiling(training, 0.5, cell, "softmax", ceilings) == pytest.approx(7 * one)
+    assert compute_share_of_ceiling(p, 0.5, cell, None, ceilings) is None
+    assert compute_share_of_ceiling(p, 0.5, {"not_run": "why"}, "lazy", ceilings) is None
     decode = p._replace(operation=DECODE, batch=8, length=32768, kv_heads=4)
     size = 8 * 4 * 32768 * 128 * 2 * 2
-    assert share_of_ceiling(decode, 0.5, cell, None, ceilings) == pytest.approx(size / 2e-3 / 4e12)
+    assert compute_share_of_ceiling(decode, 0.5, cell, None, ceilings) == pytest.approx(size / 2e-3 / 4e12)
 
 
 def test_on_a_cpu_costs_and_compiled_kernels_are_printed(monkeypatch, capsys, tmp_path):
@@ -449,8 +449,8 @@ def test_on_a_cpu_costs_and_compiled_kernels_are_printed(monkeypatch, capsys, tm
     monkeypatch.setattr(configurations, "INTERPRETED", True)
     assert main(["--out", str(out), "--quick", "--time-anyway"]) == 2
     printed = capsys.readouterr().err
-    assert "--quick, --time-anyway ignored: nothing is timed without a GPU" in printed
-    assert "nothing is compiled where triton interprets" in printed
+    assert "--quick, --time-anyway ignored: only used with a GPU" in printed
+    assert "triton compiles nothing in its interpreter" in printed
     assert not out.exists()
     monkeypatch.setattr(configurations, "INTERPRETED", False)
     monkeypatch.setattr(compiled, "report", lambda widths, every: [row] if (widths, every) == ((64,), True) else [])
@@ -478,16 +478,16 @@ def test_help(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--widths", "64,,128"], "argument --widths: it has '64,,128'"),
-        (["--widths", "8"], "argument --widths: it has '8'; give whole numbers from 16 to 256"),
-        (["--minutes", "0"], "argument --minutes: '0' is no time; give minutes above 0"),
-        (["--minutes", "soon"], "argument --minutes: 'soon' is no time"),
-        (["--authors", "nowhere"], "no lazy_attention_triton.py in 'nowhere'; give a checkout"),
-        (["--out", __file__], "is no folder that can be written; give a folder"),
+        (["--widths", "64,,128"], "argument --widths: '64,,128': give whole numbers from 16 to 256"),
+        (["--widths", "8"], "argument --widths: '8': give whole numbers from 16 to 256"),
+        (["--minutes", "0"], "argument --minutes: '0': give minutes above 0"),
+        (["--minutes", "soon"], "argument --minutes: 'soon': give minutes above 0"),
+        (["--authors", "nowhere"], "'nowhere': has no lazy_attention_triton.py; give a checkout"),
+        (["--out", __file__], "is not a writable folder; give"),
         (["--fast"], "unrecognized arguments: --fast"),
     ],
 )
-def test_what_does_not_fit_is_named(arguments, message, capsys, monkeypatch, tmp_path):
+def test_a_wrong_option_is_named(arguments, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(arguments)

@@ -1,6 +1,6 @@
-"""The check before anything is timed: the kernels' results against float64, over every option.
+"""Correctness gate of the benchmark: the kernels' results against float64, over every option.
 
-Its expected values come from `reference`, its bounds from `eager` in the same precision.
+The expected values come from `reference`, the error bounds from `eager` in the same precision.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from bench.worker import format_reason
 from flash_lazy import lazy_attention
 from flash_lazy.fused import configurations
 
-GATE: dict[str, dict[str, Any]] = {
+CASES: dict[str, dict[str, Any]] = {
     **{f"bf16, D = {width}": {"width": width} for width in (16, 64, 80, 96, 128, 256)},
     **{f"{name}, D = 64": {"dtype": dtype} for name, dtype in (("fp16", torch.float16), ("fp32", torch.float32))},
     "fp32, D = 128": {"dtype": torch.float32, "width": 128},
@@ -41,7 +41,7 @@ GATE: dict[str, dict[str, Any]] = {
     **{f"decode, D = {width}": {"rows": 1, "keys": 2048, "width": width, "gradients": False} for width in (64, 128)},
     "decode, two kv heads": {"rows": 1, "kv_heads": 2, "lengths": (200, 257), "gradients": False},
 }
-"""Cases by name, as changes of `_case`'s arguments."""
+"""Cases by name, as changes to the arguments of `_make_case`."""
 
 
 def _make_case(
@@ -61,7 +61,7 @@ def _make_case(
     gradients: bool = True,
     **options: Any,
 ) -> tuple[dict[str, Tensor], dict[str, Any], bool]:
-    """Leaves and options of a call with four heads, and whether gradients are checked."""
+    """Leaves and options of a call with four heads, and whether to check gradients."""
     generator = torch.Generator().manual_seed(1)
 
     def normal(*shape: int) -> Tensor:
@@ -84,7 +84,7 @@ def _make_case(
 def _compute_results(
     attend: Callable[..., Tensor], leaves: Mapping[str, Tensor], options: Mapping[str, Any], gradients: bool
 ) -> dict[str, Tensor]:
-    """The output computed without gradients, and where asked for the gradient of every leaf."""
+    """Output computed without gradients and, with `gradients`, the gradient of every leaf."""
     with torch.no_grad():
         results = {"out": attend(**leaves, **options)}
     if gradients:
@@ -96,11 +96,11 @@ def _compute_results(
     return results
 
 
-def run_gate(backend: str, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Errors ||x - ref|| / ||ref|| of every result against `reference` in float64, and whether they pass.
+def check_cases(backend: str, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Error ||x - ref|| / ||ref|| of every result against `reference` in float64, and whether it passes.
 
-    The bound is twice the error of `eager` in the same precision. A result that is not bit-identical on a second call,
-    in which nothing is skipped, fails too. The default blocks of every kernel are used: nothing is tuned.
+    The bound is twice the error of `eager` in the same precision. A result also fails if a second call that skips no
+    tile is not bit-identical. Every kernel uses its default blocks, without tuning.
     """
     rows: list[dict[str, Any]] = []
     with patch.object(configurations, "AUTOTUNE", False):
@@ -110,7 +110,7 @@ def run_gate(backend: str, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _check_case(name: str, backend: str) -> list[dict[str, Any]]:
-    leaves, options, gradients = _make_case(device.DEVICE, **GATE[name])
+    leaves, options, gradients = _make_case(device.DEVICE, **CASES[name])
     call = partial(_compute_results, leaves=leaves, options=options, gradients=gradients)
     exact = {key: x.double() for key, x in leaves.items()}
     expected = _compute_results(partial(lazy_attention, backend="reference"), exact, options, gradients)

@@ -1,4 +1,4 @@
-"""Tokens that hold a key and a value at once, for tasks that one layer of attention can solve."""
+"""Token ids for tasks that one attention layer can solve: one token holds a key together with its value."""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -9,33 +9,33 @@ Ids = TypeVar("Ids", int, np.ndarray)
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """Token ids: a pair of key k and value v is k * values + v; queries for a key follow, then the answers.
+class PairVocabulary:
+    """Token ids: the pair of key k and value v is k * values + v; then the queries, one per key, then the answers.
 
-    There are as many answers as values, and last `null`, which says that there is none.
+    There is one answer per value, and a last one, `null`, for a key that has no pair.
     """
 
     keys: int
     values: int
 
     def encode_pair(self, key: Ids, value: Ids) -> Ids:
-        """The token that holds both."""
+        """Token that holds the key and its value."""
         return key * self.values + value
 
     def encode_query(self, key: Ids) -> Ids:
-        """The token that asks for the value of a key."""
+        """Token that asks for the value of a key."""
         return self.keys * self.values + key
 
     def encode_answer(self, value: Ids) -> Ids:
-        """The token that names a value; never in a sequence."""
+        """Target that names a value; it never occurs in a sequence."""
         return self.keys * (self.values + 1) + value
 
     @property
     def null(self) -> int:
-        """The answer that no pair has the key."""
+        """Answer to a query whose key has no pair."""
         return self.encode_answer(self.values)
 
     @property
     def vocab_size(self) -> int:
-        """Pairs, queries and answers."""
+        """Number of pairs, queries and answers."""
         return self.null + 1

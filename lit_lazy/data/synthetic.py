@@ -1,0 +1,100 @@
+"""Shared code of the synthetic tasks: size checks, one random stream per split, sequences with certain answers."""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from lit_lazy.data.base import IGNORED, DataSource, TokenDataset, fingerprint
+from lit_lazy.support.checks import require_whole
+from lit_lazy.support.memory import require_memory
+
+
+class SyntheticTask(Protocol):
+    """Options that every synthetic task has."""
+
+    @property
+    def train_sequences(self) -> int: ...
+    @property
+    def validation_sequences(self) -> int: ...
+    @property
+    def task_seed(self) -> int: ...
+    @property
+    def context_length(self) -> int: ...
+
+
+class AnsweredSequences(NamedTuple):
+    """Sequences `[n, L + 1]` (the model never sees the last token), targets `[n, L]`, row groups as bool `[n, L]`."""
+
+    sequences: np.ndarray
+    targets: np.ndarray
+    groups: dict[str, np.ndarray]
+
+    def make_dataset(self) -> TokenDataset:
+        """Dataset with `oracle_nll` 0 everywhere: a predictor that knows the task is certain of each answer."""
+        groups = {name: torch.from_numpy(rows) for name, rows in self.groups.items()}
+        oracle = {"oracle_nll": torch.zeros(()).expand(self.targets.shape)}
+        return TokenDataset(torch.from_numpy(self.sequences), groups | oracle, torch.from_numpy(self.targets))
+
+
+AnyTask = TypeVar("AnyTask", bound=SyntheticTask)
+
+
+def check_sizes(task: SyntheticTask) -> None:
+    """Raises a one-line ValueError if the numbers of sequences or the seed are out of range."""
+    require_whole("data.train_sequences", task.train_sequences, 1)
+    require_whole("data.validation_sequences", task.validation_sequences, 1)
+    require_whole("data.task_seed", task.task_seed, 0)
+
+
+def check_memory(task: SyntheticTask, bytes_per_sequence: int, *sizes: str) -> None:
+    """Raises a one-line ValueError, which names the options `sizes`, if the sequences do not fit in memory."""
+    names = ("train_sequences", "validation_sequences", *sizes)
+    n = task.train_sequences + task.validation_sequences
+    require_memory({f"data.{name}": getattr(task, name) for name in names}, n * bytes_per_sequence)
+
+
+def draw_splits(
+    task: AnyTask, draw: Callable[[AnyTask, int, np.random.Generator], AnsweredSequences]
+) -> tuple[AnsweredSequences, AnsweredSequences]:
+    """Training and validation sequences, each from its own random stream: neither split's size affects the other."""
+    train, validation = (np.random.default_rng(seed) for seed in np.random.SeedSequence(task.task_seed).spawn(2))
+    return draw(task, task.train_sequences, train), draw(task, task.validation_sequences, validation)
+
+
+def make_source(
+    name: str,
+    vocab_size: int,
+    task: SyntheticTask,
+    splits: tuple[AnsweredSequences, AnsweredSequences],
+    baseline: dict[str, float],
+    row_contrast: tuple[str, str] | None = None,
+) -> DataSource:
+    """Data source of the two splits; `baseline` adds the losses of weaker predictors to its info."""
+    train, validation = splits
+    return DataSource(
+        name=name,
+        vocab_size=vocab_size,
+        context_length=task.context_length,
+        fingerprint=fingerprint([*train[:2], *validation[:2]]),
+        info={
+            "train_tokens": task.train_sequences * task.context_length,
+            "validation_tokens": task.validation_sequences * task.context_length,
+            **baseline,
+        },
+        train=train.make_dataset(),
+        validation=validation.make_dataset(),
+        row_groups=tuple(train.groups),
+        row_contrast=row_contrast,
+    )
+
+
+def make_ignored_targets(n: int, length: int) -> np.ndarray:
+    """int32 `[n, length]`, every target ignored."""
+    return np.full((n, length), IGNORED, dtype=np.int32)
+
+
+def draw_permutations(n: int, length: int, rng: np.random.Generator) -> np.ndarray:
+    """n random permutations of 0 .. length - 1, int32 `[n, length]`."""
+    return rng.permuted(np.tile(np.arange(length, dtype=np.int32), (n, 1)), axis=1)

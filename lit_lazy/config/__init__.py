@@ -1,4 +1,4 @@
-"""The settings of a run: frozen dataclasses, overrides from the command line, experiment and ablation files."""
+"""The settings of a run: frozen dataclasses, command-line overrides, experiment and ablation files."""
 
 from lit_lazy.config.files import experiment
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig

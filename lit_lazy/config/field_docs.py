@@ -1,4 +1,4 @@
-"""The fields that a command line can set, in words: `lit-lazy fields`."""
+"""Descriptions of the fields that a command line can set, for `lit-lazy fields`."""
 
 import ast
 import dataclasses
@@ -14,13 +14,13 @@ from lit_lazy.config.serialisation import find_leaf_classes, get_default
 from lit_lazy.support.typecheck import describe_kind, field_types, is_exchangeable, is_group
 
 WIDTH = 110
-"""Characters of a line."""
+"""Characters per line."""
 
 
 def list_fields(config: RunConfig) -> list[str]:
-    """Lines: each field as it is set, with its value here, and its meaning; then the classes of each exchangeable part.
+    """Lines: each field with its option, value and meaning; then the classes of each exchangeable part.
 
-    A class that the config has not is listed with its defaults.
+    Classes that the config does not use are listed with their defaults.
     """
     parts: dict[str, Any] = {}
     return [
@@ -30,7 +30,7 @@ def list_fields(config: RunConfig) -> list[str]:
 
 
 def _format_group(config: Any, prefix: str, parts: dict[str, Any]) -> Iterator[str]:
-    """Fields, those of groups behind the others; parts: gets the annotation of each exchangeable one by its path."""
+    """Lines of fields, then of nested groups. parts: filled with path -> annotation of the exchangeable parts."""
     hints, values = field_types(type(config)), {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     groups = [name for name in values if is_group(hints[name])]
     parts |= {f"{prefix}{name}": hints[name] for name in values if is_exchangeable(hints[name])}
@@ -43,7 +43,7 @@ def _format_group(config: Any, prefix: str, parts: dict[str, Any]) -> Iterator[s
 
 
 def _format_classes(config: RunConfig, path: str, hint: Any) -> Iterator[str]:
-    """The classes that a field takes, each with its fields."""
+    """Lines of the classes that a field takes, each with its fields."""
     current = attrgetter(path)(config)
     for _, cls in sorted(find_leaf_classes(hint).items()):
         yield ""
@@ -51,7 +51,7 @@ def _format_classes(config: RunConfig, path: str, hint: Any) -> Iterator[str]:
 
 
 def format_class(path: str, cls: type, current: Any = None) -> Iterator[str]:
-    """A class of an exchangeable part and its fields, with the values in `current` if it is of this class."""
+    """Lines of an exchangeable class and its fields, with the values of `current` if it has this class."""
     yield f"--{path}={cls.__name__}"
     if summary := _get_summary(cls):
         yield _indent(summary)
@@ -75,7 +75,7 @@ def _format_fields(cls: type, prefix: str, values: Mapping[str, Any]) -> Iterato
 
 
 def _format_value(value: Any) -> str:
-    """A value as it is given on the command line."""
+    """A value as the command line takes it."""
     if value is dataclasses.MISSING:
         return "VALUE"
     if isinstance(value, bool):
@@ -91,7 +91,7 @@ def _collect_field_docs(cls: type) -> dict[str, str]:
     for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
         try:
             (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        except (TypeError, OSError):  # a class that was defined in no file
+        except (TypeError, OSError):  # the class was defined in no file
             continue
         for pair in pairwise(getattr(definition, "body", ())):
             match pair:
@@ -101,7 +101,7 @@ def _collect_field_docs(cls: type) -> dict[str, str]:
 
 
 def _get_summary(cls: type) -> str:
-    """The first paragraph of a class's docstring; "" where it has none but what dataclasses make."""
+    """The first paragraph of a class's docstring; "" if only `dataclass` wrote one."""
     text = cls.__doc__ or ""
     return "" if text.startswith(f"{cls.__name__}(") else " ".join(text.split("\n\n")[0].split())
 

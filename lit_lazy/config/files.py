@@ -1,4 +1,4 @@
-"""Finds and imports the user's Python files: experiments (`config()`) and ablations (`ablation`)."""
+"""Find and import the user's Python files: experiments (`config()`) and ablations (`ablation`)."""
 
 import ast
 import hashlib
@@ -19,58 +19,58 @@ from lit_lazy.support.errors import describe_exception, did_you_mean, one_line, 
 PROJECT = Path(__file__).parents[2]
 Room = Literal["experiments", "ablations"]
 SETTINGS = ("config", "ablation", "search", "question")
-"""What a file exports. The values that it makes are in a cell's key, so its source need not be."""
+"""What a file exports. Cell keys contain the resulting values, so they need not contain this source."""
 OWN = ("lit_lazy", "flash_lazy")
-"""This project's packages, which may lie beside a user's file and are no part of it."""
+"""This project's packages, which may lie next to a user's file without being part of it."""
 LONGEST_NAME = 100
-"""Bytes of a name after which a folder is called, together with other names; file systems take 255."""
+"""Bytes. Folder names combine it with other names; file systems allow 255."""
 USER = "lit_lazy_user_"
-"""How the names of the modules of users' files begin."""
+"""Prefix of the module names of users' files."""
 
 
 def find(room: Room, name: str) -> Path:
-    """The file that `name` means: a path to a .py file, or the name of one in `room` here or in the project.
+    """The file that `name` means: a path to a .py file, or a name in `room`, here or in the project.
 
-    Raises ValueError that names what was looked for and what there is.
+    Raises a ValueError that lists the known names.
     """
     if name.endswith(".py"):
         return find_python_file(room[:-1], name)
     for root in (Path.cwd(), PROJECT):
         path = root / room / f"{name}.py"
-        if os.path.isfile(path):  # False too for a name that no file can have
+        if os.path.isfile(path):  # False also for an invalid file name
             return _require_usable_name(path.resolve())
     known = list_available(room)
-    there = ", ".join(known) or "none outside the project's clone"
+    names = ", ".join(known) or "none outside the project's clone"
     raise ValueError(
-        f"{room[:-1]} {name!r}: unknown{did_you_mean(name, known)}; there are {there}, or give a path to a .py file"
+        f"{room[:-1]} {name!r}: unknown{did_you_mean(name, known)}; there are {names}, or give a path to a .py file"
     )
 
 
 def find_python_file(what: str, name: str) -> Path:
-    """The file of this name. Raises ValueError that names what it is for."""
+    """The file of this name. what: its use, for the ValueError that a missing file raises."""
     if not os.path.isfile(name):
-        raise ValueError(f"{what} {name!r}: no such file; give the path of a .py file that is there")
+        raise ValueError(f"{what} {name!r}: no such file; give the path of an existing .py file")
     return _require_usable_name(Path(name).resolve())
 
 
 def _require_usable_name(path: Path) -> Path:
-    """A file, if folders and MLflow's experiments can be called after it. Raises ValueError, in one line."""
+    """The file itself. Raises a one-line ValueError if its name cannot name folders and MLflow experiments."""
     if not path.stem.isprintable() or len(path.stem.encode()) > LONGEST_NAME:
         raise ValueError(
-            f"{str(path)!r}: results are kept under its name; let it have at most {LONGEST_NAME} bytes, all printable"
+            f"{str(path)!r}: its name, which names results, must be printable and at most {LONGEST_NAME} bytes"
         )
     return path
 
 
 def list_available(room: Room) -> list[str]:
-    """Names of the files in `room`, here and in the project."""
+    """Names of the files in `room`, in the current folder and in the project."""
     return sorted({path.stem for root in (Path.cwd(), PROJECT) for path in (root / room).glob("*.py")})
 
 
 def load_module(path: Path) -> ModuleType:
-    """Import a file by its path, once per process. It may import the files beside it, and they may import it.
+    """Import a file by its path, once per process. It may import its neighbour files, and they may import it.
 
-    Raises ValueError, in one line, where it fails, and where a file beside it has the name of another module.
+    Raises a one-line ValueError if the import fails, or if another module shadows a neighbour file.
     """
     name = f"{USER}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     for known in (sys.modules.get(name), sys.modules.get(path.stem)):
@@ -80,11 +80,11 @@ def load_module(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ValueError(f"{path}: cannot be imported as Python")
     module = importlib.util.module_from_spec(spec)
-    # Behind everything else: a file called queue.py is not to take the place of Python's own.
+    # Last, so that a file called queue.py does not shadow the standard library's.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    # Registered before it runs, because dataclasses look up their own module; under its plain name too where that means
-    # this file, or an import of it would define its classes again.
+    # Registered before it runs, because dataclasses look up their module. Also under its plain name if that resolves to
+    # this file: otherwise an import by another file would define its classes a second time.
     names = [name, path.stem] if _resolves_to(path.stem, path) else [name]
     sys.modules.update(dict.fromkeys(names, module))
     try:
@@ -103,7 +103,7 @@ def load_module(path: Path) -> ModuleType:
 
 @contextmanager
 def _disable_bytecode() -> Iterator[None]:
-    """Let Python keep no compiled copy of a user's file: it would run for an edited one of the same size and time."""
+    """Write no .pyc of user files: Python would run it for an edited file of the same size and modification time."""
     former, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         yield
@@ -112,7 +112,7 @@ def _disable_bytecode() -> Iterator[None]:
 
 
 def list_imported_files() -> list[Path]:
-    """The users' files that this process has imported."""
+    """The user files that this process has imported."""
     return [Path(str(module.__file__)) for name, module in sys.modules.items() if name.startswith(USER)]
 
 
@@ -130,79 +130,79 @@ def _resolves_to(name: str, path: Path) -> bool:
 
 
 def _check_neighbour(name: str, file: Path) -> None:
-    """Raise ValueError where the module of a name is not the file of that name beside an importing file."""
+    """Raise ValueError if an imported module is not the neighbour file of that name."""
     found = getattr(sys.modules.get(name), "__file__", None)
     if found is not None and Path(found).resolve() != file:
-        raise ValueError(f"imports {name!r}, which is {found} and not {file.name} beside it; rename {file.name}")
+        raise ValueError(f"imports {name!r}, which is {found} and not {file.name} next to it; rename {file.name}")
 
 
 def read_source(cls: type) -> str:
-    """The source behind a user's class: its file and the local files that this imports, at any depth.
+    """The source behind a user's class: its file and the local files that it imports, directly or indirectly.
 
-    Of a file of settings without the statements that only make these. Raises ValueError where it cannot be read.
+    Omits the statements that define `SETTINGS`. Raises ValueError if the source cannot be read.
     """
     try:
         path = Path(inspect.getfile(cls)).resolve()
     except (TypeError, OSError):
         raise ValueError(
-            f"{cls.__name__}: its source cannot be read, and results are known by it; define it in a .py file"
+            f"{cls.__name__}: its source cannot be read, but it identifies results; define it in a .py file"
         ) from None
-    # The folder from which its module is imported.
+    # The import root of its module.
     root = path.parents[cls.__module__.count(".") + (path.name == "__init__.py")]
-    left_out = SETTINGS if cls.__module__.startswith(USER) else ()
+    excluded = SETTINGS if cls.__module__.startswith(USER) else ()
     files = sorted(_collect_local_files(path, root))
-    return "\n\n".join(_read_statements(file, left_out if file == path else ()) for file in files)
+    return "\n\n".join(_read_statements(file, excluded if file == path else ()) for file in files)
 
 
 def _collect_local_files(path: Path, root: Path) -> set[Path]:
-    """A file and those below `root` that it imports, themselves or through others."""
-    found, ahead = {path}, [path]
-    while ahead:
-        new = {file for _, file in _iter_imports({ahead.pop()}, root)} - found
+    """A file and the files below `root` that it imports, directly or indirectly."""
+    found, pending = {path}, [path]
+    while pending:
+        new = {file for _, file in _iter_imports({pending.pop()}, root)} - found
         found |= new
-        ahead += new
+        pending += new
     return found
 
 
 def _iter_imports(files: Iterable[Path], root: Path) -> Iterator[tuple[str, Path]]:
-    """Name and file of each module below `root` that files import."""
+    """Name and file of each module below `root` that the files import."""
     for path in files:
         for name in _iter_imported_names(path, root):
-            place = root.joinpath(*name.split("."))
-            for file in (place.with_suffix(".py"), place / "__init__.py"):
+            module = root.joinpath(*name.split("."))
+            for file in (module.with_suffix(".py"), module / "__init__.py"):
                 if file.is_file() and name.partition(".")[0] not in OWN:
                     yield name, file.resolve()
 
 
 def _iter_imported_names(path: Path, root: Path) -> Iterator[str]:
-    """Dotted names, from `root`, of all modules that may be meant by the import statements of a file."""
+    """Dotted names relative to `root` of all modules that a file's import statements may mean."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
-            named = [alias.name for alias in node.names]
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             package = path.parents[node.level - 1].relative_to(root).parts if node.level else ()
             module = ".".join([*package, *([node.module] if node.module else [])])
-            named = [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]
+            names = [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]
         else:
             continue
-        for name in named:
+        for name in names:
             parts = name.split(".")
             yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))
 
 
-def _read_statements(path: Path, left_out: Sequence[str]) -> str:
-    """The top-level statements of a file, but for the definitions of some names: editing a row changes no class."""
+def _read_statements(path: Path, excluded: Sequence[str]) -> str:
+    """The top-level statements of a file without the definitions of some names: editing a row changes no class."""
     text = path.read_text()
     lines, kept = text.splitlines(), []
     for node in ast.parse(text, str(path)).body:
-        if _get_defined_name(node) not in left_out:
+        if _get_defined_name(node) not in excluded:
             first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
             kept += lines[first - 1 : node.end_lineno]
     return "\n".join(kept)
 
 
 def _get_defined_name(node: ast.stmt) -> str | None:
-    """The name that a statement defines, if it is a function or an assignment of one name."""
+    """The name that a function definition or a single assignment defines; None for other statements."""
     if isinstance(node, ast.FunctionDef):
         return node.name
     target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
@@ -210,26 +210,26 @@ def _get_defined_name(node: ast.stmt) -> str | None:
 
 
 def locate_error(error: BaseException, path: Path) -> str:
-    """`line 3: NameError: ...`: the last line of this file that an exception went through."""
+    """`line 3: NameError: ...`, with the last line of this file in the traceback."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-    # This project's own messages are ValueErrors.
+    # This project's messages are ValueErrors and need no type.
     text = one_line(error) if type(error) is ValueError else describe_exception(error)
     return f"line {line}: {text}" if line else text
 
 
 def experiment(name: str) -> RunConfig:
-    """The config of an experiment, by its name or the path of its file. Raises ValueError where there is none."""
+    """The config of an experiment, by its name or the path of its file. Raises ValueError if there is none."""
     return load_experiment(find("experiments", name))
 
 
 def load_attribute(path: Path, name: str) -> Any:
-    """What a file defines under a name, None for nothing. Raises ValueError where it cannot be asked."""
+    """The value of a name in a file; None if undefined. Raises ValueError if the file or its `__getattr__` fails."""
     try:
         return getattr(load_module(path), name, None)
     except ValueError:
         raise
-    except Exception as error:  # of the file's own __getattr__
+    except Exception as error:  # from the file's __getattr__
         raise ValueError(f"{path}: {locate_error(error, path)}") from error
 
 
@@ -245,5 +245,5 @@ def load_experiment(path: Path) -> RunConfig:
     except BaseException as error:
         raise ValueError(f"{path}: {locate_error(error, path)}") from error
     if not isinstance(made, RunConfig):
-        raise ValueError(f"{path}: config() returned {short_repr(made)}; let it return a RunConfig")
+        raise ValueError(f"{path}: config() returned {short_repr(made)}; it must return a RunConfig")
     return made

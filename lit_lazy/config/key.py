@@ -1,7 +1,7 @@
-"""The name of a cell: what is trained, in a form that stays the same as the project grows.
+"""The key of a cell: a hash of what is trained that is stable as the project grows.
 
-A field at its default is left out, so that a new option leaves every key as it was. A default or a meaning that changes
-raises `SCHEMA`. The code of a user's own classes is in it, so an edited rule is another cell.
+Fields at their default are omitted, so that a new option changes no key. Changing a default or a meaning requires a new
+`SCHEMA`. The hash includes the code of custom classes, so an edited rule makes another cell.
 """
 
 import dataclasses
@@ -20,22 +20,22 @@ from lit_lazy.support.disk import open_file
 from lit_lazy.support.typecheck import field_types
 
 SCHEMA = 2
-"""Raised when a default, or what a field means, changes: the same key would name another training."""
+"""Incremented when a default or the meaning of a field changes, since the same key would name another training."""
 
 
 def cell_key(config: RunConfig, fingerprint: str) -> str:
-    """12 hex digits of the settings, of the user's own code behind them, and of the data's fingerprint."""
+    """12 hex digits over the settings, the user's code behind them, and the data's fingerprint."""
     content = {"schema": SCHEMA, "config": to_minimal_dict(config), "code": hash_user_code(config), "data": fingerprint}
     if config.init_from is not None:
-        del content["config"]["init_from"]  # the same weights elsewhere make the same run
+        del content["config"]["init_from"]  # the same weights under another path make the same run
         content["init_from"] = hash_file(config.init_from)
     if files := [path for evaluation in config.evaluations for path in evaluation.files()]:
-        content["files"] = [hash_file(str(path), "evaluations", "give files that can") for path in files]
+        content["files"] = [hash_file(str(path), "evaluations", "give readable files") for path in files]
     return _digest(content, digits=12)
 
 
 def hash_file(path: str, option: str = "init_from", fix: str = "give a final.ckpt") -> str:
-    """The digest of a file that an option names. Raises ValueError, in one line, where it cannot be read."""
+    """The digest of a file that an option names. Raises a one-line ValueError if it cannot be read."""
     try:
         state = os.stat(path)
         return _hash_file(path, state.st_size, state.st_mtime_ns)
@@ -44,7 +44,7 @@ def hash_file(path: str, option: str = "init_from", fix: str = "give a final.ckp
 
 
 @cache
-def _hash_file(path: str, size: int, changed: int) -> str:  # noqa: ARG001 (what tells that it is another file)
+def _hash_file(path: str, size: int, changed: int) -> str:  # noqa: ARG001 (part of the cache's key)
     digest = hashlib.sha256()
     with open_file(Path(path)) as file:
         while block := file.read(2**20):
@@ -53,7 +53,7 @@ def _hash_file(path: str, size: int, changed: int) -> str:  # noqa: ARG001 (what
 
 
 def settings_key(config: RunConfig) -> str:
-    """6 hex digits of the settings alone, to tell overridden experiments apart in names."""
+    """6 hex digits over only the settings, which distinguish the names of overridden experiments."""
     return _digest({"schema": SCHEMA, "config": to_minimal_dict(config)}, digits=6)
 
 
@@ -62,7 +62,7 @@ def _digest(content: dict[str, Any], digits: int) -> str:
 
 
 def to_minimal_dict(config: Any) -> dict[str, Any]:
-    """The plain form of a dataclass without the fields that are at their default."""
+    """The plain form of a dataclass without fields at their default."""
     hints = field_types(type(config))
     kept = make_class_entry(config)
     for field in dataclasses.fields(config):
@@ -80,7 +80,7 @@ def _to_minimal(value: Any, hint: Any) -> Any:
 
 
 def hash_user_code(config: Any) -> list[str]:
-    """A hash of the source behind each class of a config that is not the project's own."""
+    """Hashes of the source behind each custom class of a config."""
     own = __name__.partition(".")[0]
     sources = {read_source(cls) for cls in _iter_classes(config) if cls.__module__.partition(".")[0] != own}
     return sorted(hashlib.sha256(source.encode()).hexdigest()[:12] for source in sources)

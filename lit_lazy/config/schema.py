@@ -1,4 +1,4 @@
-"""The frozen dataclasses of a run."""
+"""The frozen dataclasses of a run's settings."""
 
 import dataclasses
 import math
@@ -29,25 +29,25 @@ class ModelConfig:
     n_heads: int = 1
     """Query heads per block."""
     n_kv_heads: int | None = None
-    """Key and value heads (grouped-query attention); None for as many as query heads."""
+    """Key and value heads (grouped-query attention); None for the number of query heads."""
     d_ff: int = 256
     """Hidden width of the SwiGLU."""
     attention: AttentionSpec = field(default_factory=AttentionSpec)
     """The attention variant."""
     position: Position = field(default_factory=Rope)
-    """How tokens know where they stand."""
+    """How token positions are encoded."""
     tie_embeddings: bool = True
     """Use the embedding matrix as the output head."""
     init_std: float = 0.02
-    """Standard deviation of the initial weight matrices, and of the token embeddings unless they have their own."""
+    """Standard deviation of the initial weight matrices, and by default of the token embeddings."""
     embedding_init_std: float | None = None
     """Standard deviation of the initial token embeddings, and of a head that is tied to them; None for init_std."""
     backend: Backend = "auto"
-    """Implementation of attention; auto picks the fastest and changes nothing beyond rounding."""
+    """Implementation of attention; auto picks the fastest, and results differ only by rounding."""
     mixer: Mixer = field(default_factory=SelfAttention)
-    """What mixes the tokens: attention, or a layer that keeps a state in its place."""
+    """The layer that mixes tokens: attention, or a recurrent layer in its place."""
     residual_dropout: float = 0.0
-    """Share of what mixers and SwiGLUs add to the residual stream that is dropped in training (arXiv 1706.03762)."""
+    """Dropout rate of the outputs of mixers and SwiGLUs in training (arXiv 1706.03762)."""
 
     def __post_init__(self) -> None:
         for name in ("d_model", "n_layers", "n_heads", "d_ff"):
@@ -70,11 +70,11 @@ class ModelConfig:
             self.init_std,
             "must be finite and above 0 (zero queries never learn)",
         )
-        own = self.embedding_init_std
+        embedding_std = self.embedding_init_std
         require(
-            own is None or (math.isfinite(own) and own > 0),
+            embedding_std is None or (math.isfinite(embedding_std) and embedding_std > 0),
             "model.embedding_init_std",
-            own,
+            embedding_std,
             "must be finite and above 0, or None for model.init_std",
         )
         require(
@@ -89,7 +89,7 @@ class ModelConfig:
             self._check_without_attention()
 
     def _check_without_attention(self) -> None:
-        """Raise ValueError where a setting of attention would be without effect."""
+        """Raise ValueError if a setting of attention would have no effect."""
         fix = f"has no effect in model.mixer={type(self.mixer).__name__}, without attention; leave one of the two out"
         default = AttentionSpec()
         for part in dataclasses.fields(default):
@@ -104,17 +104,17 @@ class ModelConfig:
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
     def layer_shape(self, layer: int, context_length: int) -> LayerShape:
-        """What the parts of the attention of one layer, from 0, are built for."""
+        """The shape for which the parts of one layer's attention are built. layer: from 0."""
         head_dim = self.d_model // self.n_heads
         return LayerShape(
             self.n_heads, self.kv_heads, head_dim, self.d_model, context_length, layer, n_layers=self.n_layers
         )
 
     def build_mixer(self, layer: int, context_length: int) -> MixerModule:
-        """What mixes the tokens of one layer, from 0."""
+        """The module that mixes the tokens of one layer. layer: from 0."""
         shape = self.layer_shape(layer, context_length)
-        made = self.mixer.build(shape)
-        return Attention(self.attention, shape, self.backend) if made is None else made
+        module = self.mixer.build(shape)
+        return Attention(self.attention, shape, self.backend) if module is None else module
 
 
 @dataclass(frozen=True)
@@ -128,13 +128,13 @@ class TrainConfig:
     lr: float = 3e-3
     """Peak learning rate."""
     warmup_steps: int = 50
-    """Steps of linear warm-up, the first at 1 / warmup_steps of the peak."""
+    """Steps of linear warm-up; the first is at 1 / warmup_steps of the peak."""
     final_lr_fraction: float = 0.1
     """The schedule ends at this fraction of the peak."""
     weight_decay: float = 0.01
     """Decay of weight matrices; norms, tau, biases and embeddings are never decayed."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Moment decays of AdamW, and of AdamW's part of Muon."""
+    """Moment decays of AdamW, and of the AdamW part of Muon."""
     clip_norm: float = 1.0
     """Gradients are clipped to this global norm."""
     precision: Precision = "fp32"
@@ -142,15 +142,15 @@ class TrainConfig:
     val_every: int = 200
     """Steps between validations."""
     checkpoint_every: int = 400
-    """Steps between checkpoints, from which a killed run resumes."""
+    """Steps between checkpoints, from which an interrupted run resumes."""
     log_every: int = 50
     """Steps between logged training metrics."""
     optimiser: Optimiser = field(default_factory=AdamW)
-    """How gradients become steps."""
+    """The optimiser."""
     schedule: Schedule = field(default_factory=Cosine)
-    """The learning rate between warm-up and end."""
+    """The learning-rate schedule after warm-up."""
     ema_decay: float = 0.0
-    """Validate, evaluate and keep the exponential moving average of the weights with this decay a step; 0 for none."""
+    """Validate, evaluate and save an exponential moving average of the weights with this decay per step; 0 for none."""
     z_loss: float = 0.0
     """Factor of the mean squared log of the softmax's normaliser, added to the loss (arXiv 2204.02311); 0 for none."""
 
@@ -203,20 +203,20 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One training: model x data x trainer, and the seed of weights and batch order."""
+    """One training: model, data, training settings, and the seed of weights and batch order."""
 
     data: DataConfig
-    """What it trains on."""
+    """The training data."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """What is trained."""
+    """The model."""
     train: TrainConfig = field(default_factory=TrainConfig)
-    """How it is trained."""
+    """The training settings."""
     seed: int = 0
     """Seed of the initial weights and of the batch order."""
     init_from: str | None = None
-    """Checkpoint of a trained model whose weights it starts with, where name and shape are the same; None for none."""
+    """Checkpoint of a trained model, from which every weight whose name and shape match is initialised; or None."""
     evaluations: tuple[Evaluation, ...] = ()
-    """What is measured of the final model beside the usual metrics."""
+    """Measurements of the final model in addition to the usual metrics."""
 
     def __post_init__(self) -> None:
         require_whole("seed", self.seed, 0)
@@ -229,14 +229,14 @@ class RunConfig:
 
 
 def _check_fields(config: Any, prefix: str) -> None:
-    """Raise ValueError where a field, or one of a part, does not hold what its annotation says."""
+    """Raise ValueError if a field, or a field of a part, does not fit its annotation."""
     hints = field_types(type(config))
     for name in (known.name for known in dataclasses.fields(config)):
         value, hint = getattr(config, name), hints[name]
         if not fits(value, hint):
             example = min(find_leaf_classes(hint)) if is_exchangeable(hint) else describe_kind(hint).removeprefix("a ")
-            too_great = ", within 64 bits" if type(value) is int else ""
-            such_as = f", such as {example}()" if is_part(hint) else too_great
-            require(False, f"{prefix}{name}", value, f"must be {describe_kind(hint)}{such_as}")
+            bound = ", within 64 bits" if type(value) is int else ""
+            note = f", such as {example}()" if is_part(hint) else bound
+            require(False, f"{prefix}{name}", value, f"must be {describe_kind(hint)}{note}")
         if is_part(hint):
             _check_fields(value, f"{prefix}{name}.")

@@ -18,22 +18,22 @@ T = TypeVar("T")
 
 
 def to_dict(value: Any, annotation: Any = None) -> Any:
-    """The canonical plain form: dataclasses as dicts, and an exchangeable part (an ABC's leaf) with its class name."""
+    """The canonical plain form: dataclasses as dicts, exchangeable parts (leaves of an ABC) with their class name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         hints = field_types(type(value))
         return make_class_entry(value) | {
             field.name: to_dict(getattr(value, field.name), hints[field.name]) for field in dataclasses.fields(value)
         }
-    # Of `tuple[float, ...] | None` what is in the tuple; of `float | None` float itself.
+    # For `tuple[float, ...] | None` the type of its items; for `float | None` float.
     inner = [part for part in (annotation, *typing.get_args(annotation)) if part is not type(None)]
     if isinstance(value, tuple):
         return [to_dict(item, next(iter(typing.get_args(inner[-1])), inner[-1])) for item in value]
-    # An int given for a float is the same setting, and must not make another key.
+    # An int for a float field is the same setting, and must not change the key.
     return float(value) if float in inner and isinstance(value, numbers.Real) else value
 
 
 def make_class_entry(value: Any) -> dict[str, Any]:
-    """The class of an exchangeable part, as its plain form holds it; nothing for what is no such part."""
+    """The `class` entry of an exchangeable part's plain form; empty for other values."""
     return {"class": type(value).__name__} if isinstance(value, ABC) else {}
 
 
@@ -43,19 +43,19 @@ def get_default(field: "dataclasses.Field[Any]") -> Any:
 
 
 def find_leaf_classes(base: type[T]) -> dict[str, type[T]]:
-    """All concrete dataclasses under an abstract base, by class name."""
+    """All concrete dataclasses below an abstract base, by class name."""
     _import_all_beside(base)
     found: dict[str, type[T]] = {}
     for sub in base.__subclasses__():
         found.update(find_leaf_classes(sub))
         if dataclasses.is_dataclass(sub) and found.setdefault(sub.__name__, sub) is not sub:
-            raise ValueError(f"{base.__name__}: two classes are called {sub.__name__}; give yours another name")
+            raise ValueError(f"{base.__name__}: two classes are called {sub.__name__}; rename yours")
     return found
 
 
 @functools.cache
 def _import_all_beside(base: type) -> None:
-    """Import every module of a base's package, so that a leaf in a new file is known by being there."""
+    """Import every module of a base's package, so that leaves in new files are found without registration."""
     package = getattr(base, "LEAVES_IN", base.__module__.rpartition(".")[0])
     if package:
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
@@ -63,12 +63,12 @@ def _import_all_beside(base: type) -> None:
 
 
 def get_leaf_class(base: type[T], name: str | None) -> type[T]:
-    """The concrete dataclass of this name under an abstract base. Raises ValueError that names those there are."""
+    """The concrete dataclass of this name below an abstract base. Raises a ValueError that lists the known names."""
     known = find_leaf_classes(base)
     if name not in known:
         raise ValueError(
             f"{base.__name__}={name!r}: unknown{did_you_mean(str(name), known)}; known are {', '.join(sorted(known))}. "
-            "A custom class is known once the file that defines it has been imported"
+            "A custom class is known once its file has been imported"
         )
     return known[name]
 
@@ -95,7 +95,7 @@ def from_dict(cls: Any, value: Any) -> Any:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted paths to scalars of a canonical dict; a leaf's class name stands under the path of the leaf itself."""
+    """Dotted path -> scalar of a canonical dict; the path of an exchangeable part maps to its class name."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         path = prefix if name == "class" else f"{prefix}.{name}".lstrip(".")
@@ -106,7 +106,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def replace_at(config: T, changes: Mapping[str, Any]) -> T:
     """A copy of a config with the fields at dotted paths replaced.
 
-    All changes of one dataclass are made together, so a pair that is valid only together passes its checks.
+    All changes of one dataclass are made together, so that values which are valid only together pass its checks.
     """
     here: dict[str, Any] = {}
     below: dict[str, dict[str, Any]] = {}
@@ -114,8 +114,8 @@ def replace_at(config: T, changes: Mapping[str, Any]) -> T:
         name, _, rest = path.partition(".")
         known = [field.name for field in dataclasses.fields(config)] if dataclasses.is_dataclass(config) else []
         if name not in known:
-            there = f"{did_you_mean(name, known)}; it has {', '.join(known) or 'none'}"
-            raise ValueError(f"{type(config).__name__} has no field {name!r}{there}")
+            fix = f"{did_you_mean(name, known)}; it has {', '.join(known) or 'none'}"
+            raise ValueError(f"{type(config).__name__} has no field {name!r}{fix}")
         if rest:
             below.setdefault(name, {})[rest] = value
         else:
@@ -124,6 +124,6 @@ def replace_at(config: T, changes: Mapping[str, Any]) -> T:
         here[name] = replace_at(here.get(name, getattr(config, name)), inner)
     try:
         return dataclasses.replace(config, **here)  # type: ignore[type-var]
-    except (TypeError, OverflowError) as error:  # a value that its checks cannot take
-        given = ", ".join(f"{name}={short_repr(value)}" for name, value in here.items())
-        raise ValueError(f"{given}: {error}") from None
+    except (TypeError, OverflowError) as error:  # its checks failed on the type of a value
+        values = ", ".join(f"{name}={short_repr(value)}" for name, value in here.items())
+        raise ValueError(f"{values}: {error}") from None

@@ -264,13 +264,13 @@ def test_what_is_wrong_is_named_in_one_line(arguments, named):
 def test_help_is_the_fields_docstrings():
     text = " ".join("\n".join(list_fields(SET)).split())
     for path, help_of_field in {
-        "--data": "What it trains on.",
+        "--data": "The training data.",
         "--seed": "Seed of the initial weights and of the batch order.",
         "--model.d_model": "Width of the residual stream.",
         "--model.attention.bias": "What is added to the scores by distance and head.",
         "--model.attention.window": "Keys a query can see, itself included; None for all that are not in its future.",
         "--train.lr": "Peak learning rate.",
-        "--train.optimiser": "How gradients become steps.",
+        "--train.optimiser": "The optimiser.",
     }.items():
         assert re.search(rf"{re.escape(path)}=[^ ]* {re.escape(help_of_field)}", text), path
     assert "--train.steps=90 Optimiser steps. (a whole number)" in text

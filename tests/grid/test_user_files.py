@@ -159,7 +159,7 @@ def test_no_other_process_takes_a_module_from_the_current_folder(
 def test_a_file_that_is_hidden_by_another_module_is_named(mine: Path, tmp_path: Path) -> None:
     (mine.parent / "queue.py").write_text("MINE = 1\n")
     mine.write_text("import queue\n")
-    with pytest.raises(ValueError, match=r"mine\.py: imports 'queue', which is .* and not queue\.py beside it; rename"):
+    with pytest.raises(ValueError, match=r"mine\.py: imports 'queue', which is .* and not queue\.py next to it;"):
         load_module(mine)
     other = tmp_path / "other"
     shutil.copytree(mine.parent, other)

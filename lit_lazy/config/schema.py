@@ -43,7 +43,7 @@ class ModelConfig:
     embedding_init_std: float | None = None
     """Standard deviation of initial token embeddings, and of a tied output head; None for init_std."""
     backend: Backend = "auto"
-    """Implementation of attention; auto picks the fastest and changes nothing beyond rounding."""
+    """Implementation of attention; auto picks the fastest, and results differ only by rounding."""
     mixer: Mixer = field(default_factory=SelfAttention)
     """The token mixer: attention, or a recurrent layer instead."""
     residual_dropout: float = 0.0
@@ -109,13 +109,13 @@ class TrainConfig:
     lr: float = 3e-3
     """Peak learning rate."""
     warmup_steps: int = 50
-    """Steps of linear warm-up, the first at 1 / warmup_steps of the peak."""
+    """Steps of linear warm-up; the first is at 1 / warmup_steps of the peak."""
     final_lr_fraction: float = 0.1
     """The schedule ends at this fraction of the peak."""
     weight_decay: float = 0.01
     """Decay of weight matrices; norms, tau, biases and embeddings are never decayed."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Moment decays of AdamW, and of AdamW's part of Muon."""
+    """Moment decays of AdamW, and of the AdamW part of Muon."""
     clip_norm: float = 1.0
     """Gradients are clipped to this global norm."""
     precision: Precision = "fp32"
@@ -123,7 +123,7 @@ class TrainConfig:
     val_every: int = 200
     """Steps between validations."""
     checkpoint_every: int = 400
-    """Steps between checkpoints, from which a killed run resumes."""
+    """Steps between checkpoints, from which an interrupted run resumes."""
     log_every: int = 50
     """Steps between logged training metrics."""
     optimiser: Optimiser = field(default_factory=AdamW)
@@ -163,7 +163,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One training: model x data x trainer, and the seed of weights and batch order."""
+    """One training: model, data, training settings, and the seed of weights and batch order."""
 
     data: DataConfig
     """Training and validation data."""
@@ -195,8 +195,8 @@ def _check_fields(config: Any, prefix: str) -> None:
         value, hint = getattr(config, name), hints[name]
         if not fits(value, hint):
             example = min(find_leaf_classes(hint)) if is_exchangeable(hint) else describe_kind(hint).removeprefix("a ")
-            too_great = ", within 64 bits" if type(value) is int else ""
-            such_as = f", such as {example}()" if is_part(hint) else too_great
-            require(False, f"{prefix}{name}", value, f"must be {describe_kind(hint)}{such_as}")
+            bound = ", within 64 bits" if type(value) is int else ""
+            note = f", such as {example}()" if is_part(hint) else bound
+            require(False, f"{prefix}{name}", value, f"must be {describe_kind(hint)}{note}")
         if is_part(hint):
             _check_fields(value, f"{prefix}{name}.")

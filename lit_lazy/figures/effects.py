@@ -1,6 +1,7 @@
 """Forest plot of a table's differences to the baseline."""
 
 from collections.abc import Collection, Sequence
+from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -173,7 +174,7 @@ def format_axis_label(column: Column) -> str:
     return f"Δ{unit}" + {"lower": "   ← better", "higher": "   better →", None: ""}[column.better]
 
 
-def make_marker_handle(label: str, colour: str, face: str, shape: str = "o", line: str = "-") -> Line2D:
+def make_marker_handle(label: str, colour: str, face: str, shape: str = "o", line: Literal["", "-"] = "-") -> Line2D:
     """Legend entry of a point with its interval; line "" is a point without interval."""
     look = {"marker": shape, "markerfacecolor": face, "markeredgewidth": 1.4}
     return Line2D([], [], color=colour, linestyle=line, label=label, **look)

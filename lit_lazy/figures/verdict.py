@@ -94,7 +94,7 @@ def verdict_figure(table: Table) -> Figure | None:
 
 def _make_difference_lines(verdict: Verdict, column: Column) -> list[_Line]:
     return [
-        _Line(p.name, STATUS[p.status], *(value * column.scale for value in (p.mean, p.low, p.high)))
+        _Line(p.name, STATUS[p.status], p.mean * column.scale, p.low * column.scale, p.high * column.scale)
         for p in verdict.parts
     ]
 

@@ -77,7 +77,8 @@ class Declaration:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Declaration":
-        return cls(**dict(data) | {name: tuple(data[name]) for name in ("seeds", "pilot_seeds")})
+        fields: dict[str, Any] = dict(data) | {name: tuple(data[name]) for name in ("seeds", "pilot_seeds")}
+        return cls(**fields)
 
 
 @dataclass(frozen=True)

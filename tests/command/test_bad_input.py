@@ -208,7 +208,7 @@ EXPERIMENTS = {
     "import": ("\nimport nothing_of_this_name\n", "line 2: ModuleNotFoundError: No module named"),
     "raises": ("def config():\n    return 1 / 0\n", "line 2: ZeroDivisionError: division by zero"),
     "exits": ("import sys\nsys.exit(3)\n", "line 2: SystemExit: 3"),
-    "other": ("def config():\n    return 1\n", "config() returned 1; let it return a RunConfig"),
+    "other": ("def config():\n    return 1\n", "config() returned 1; it must return a RunConfig"),
     "none": ("x = 1\n", "defines no function config(); give it one that returns a RunConfig"),
     "no text": ("\0\1\2", "null bytes"),
     "class for a part": (

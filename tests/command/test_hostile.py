@@ -145,7 +145,7 @@ def made(model={}, train={}, **rest):
 CONFIGS = {
     "raise RuntimeError('a\\nb')": "RuntimeError: a b",
     "raise RuntimeError('x' * 100000)": "RuntimeError: xxx",
-    "return None": "config() returned None; let it return a RunConfig",
+    "return None": "config() returned None; it must return a RunConfig",
     "return [1] * 100000": "config() returned [1, 1, 1,",
     "return 10**5000": "config() returned a int; let it",
     "return Shy()": "config() returned a Shy; let it",

@@ -1,4 +1,4 @@
-"""A stand-in for the committed table of q_text's first stage, for the tests of what reads it."""
+"""A stand-in for the committed table of q_text's first stage, for tests of its readers."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ LOSS = Column("loss/bits_per_byte", "loss")
 
 
 def write_table(results: Path, failed: dict[str, int] | None = None) -> Path:
-    """table.json below a folder of results, where each row is best at `BEST`. failed: a seed that failed, by row."""
+    """Write a table.json in a folder of results; each row is best at `BEST`. failed: a failed seed by row."""
     infos, cells = [], []
     for name, best in BEST.items():
         for rate in RATES:
@@ -37,6 +37,6 @@ def write_table(results: Path, failed: dict[str, int] | None = None) -> Path:
 
 
 def use_stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let second stages read it in place of what is committed."""
+    """Make second stages read the stand-in instead of the committed table."""
     write_table(folder)
     monkeypatch.setattr(stages, "RESULTS", folder)

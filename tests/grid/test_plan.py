@@ -1,4 +1,4 @@
-"""The plan of an ablation, as it is kept with its parent run."""
+"""The plan of an ablation, which is stored with its parent run."""
 
 import json
 from dataclasses import replace
@@ -56,7 +56,7 @@ def test_a_row_that_is_another_training_is_refused() -> None:
 
 def test_a_grid_of_an_earlier_version_is_refused_in_one_line_and_still_read() -> None:
     old = json.loads(PLAN.to_json())
-    del old["schema"]  # the first schema did not say so
+    del old["schema"]  # plans of schema 1 lack the field
     former = Plan.from_json(json.dumps(old))
     with pytest.raises(ValueError, match=r"^pair on backcopy_tiny: was begun by another version of lit-lazy.*--fresh"):
         PLAN.merge(former, ["softmax", "lazy"])

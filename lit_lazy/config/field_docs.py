@@ -50,7 +50,7 @@ def _format_classes(config: RunConfig, path: str, hint: Any) -> Iterator[str]:
 
 
 def format_class(path: str, cls: type, current: Any = None) -> Iterator[str]:
-    """Lines of an exchangeable class and its fields, with the values of `current` if it has this class."""
+    """A class of an exchangeable part and its fields, with the values in `current` if it is of this class."""
     yield f"--{path}={cls.__name__}"
     if summary := _get_summary(cls):
         yield _indent(summary)
@@ -74,7 +74,7 @@ def _format_fields(cls: type, prefix: str, values: Mapping[str, Any]) -> Iterato
 
 
 def _format_value(value: Any) -> str:
-    """A value as the command line takes it."""
+    """A value as it is given on the command line."""
     if value is dataclasses.MISSING:
         return "VALUE"
     if isinstance(value, bool):

@@ -40,9 +40,9 @@ def find(room: Room, name: str) -> Path:
         if os.path.isfile(path):  # also False for invalid file names
             return _require_usable_name(path.resolve())
     known = list_available(room)
-    names = ", ".join(known) or "none outside the project's clone"
+    there = ", ".join(known) or "none outside the project's clone"
     raise ValueError(
-        f"{room[:-1]} {name!r}: unknown{did_you_mean(name, known)}; there are {names}, or give a path to a .py file"
+        f"{room[:-1]} {name!r}: unknown{did_you_mean(name, known)}; there are {there}, or give a path to a .py file"
     )
 
 
@@ -63,7 +63,7 @@ def _require_usable_name(path: Path) -> Path:
 
 
 def list_available(room: Room) -> list[str]:
-    """Names of the files in `room`, in the current folder and in the project."""
+    """Names of the files in `room`, here and in the project."""
     return sorted({path.stem for root in (Path.cwd(), PROJECT) for path in (root / room).glob("*.py")})
 
 
@@ -140,11 +140,11 @@ def read_source(cls: type) -> str:
         raise ValueError(
             f"{cls.__name__}: its source cannot be read, but is part of the key; define it in a .py file"
         ) from None
-    # The import root of its module.
+    # The folder from which its module is imported.
     root = path.parents[cls.__module__.count(".") + (path.name == "__init__.py")]
-    excluded = SETTINGS if cls.__module__.startswith(USER) else ()
+    left_out = SETTINGS if cls.__module__.startswith(USER) else ()
     files = sorted(_collect_local_files(path, root))
-    return "\n\n".join(_read_statements(file, excluded if file == path else ()) for file in files)
+    return "\n\n".join(_read_statements(file, left_out if file == path else ()) for file in files)
 
 
 def _collect_local_files(path: Path, root: Path) -> set[Path]:
@@ -153,7 +153,7 @@ def _collect_local_files(path: Path, root: Path) -> set[Path]:
     while ahead:
         new = {file for _, file in _iter_imports({ahead.pop()}, root)} - found
         found |= new
-        pending += new
+        ahead += new
     return found
 
 
@@ -161,8 +161,8 @@ def _iter_imports(files: Iterable[Path], root: Path) -> Iterator[tuple[str, Path
     """Name and file of each module below `root` that the files import."""
     for path in files:
         for name in _iter_imported_names(path, root):
-            module = root.joinpath(*name.split("."))
-            for file in (module.with_suffix(".py"), module / "__init__.py"):
+            place = root.joinpath(*name.split("."))
+            for file in (place.with_suffix(".py"), place / "__init__.py"):
                 if file.is_file() and name.partition(".")[0] not in OWN:
                     yield name, file.resolve()
 
@@ -171,14 +171,14 @@ def _iter_imported_names(path: Path, root: Path) -> Iterator[str]:
     """Dotted names, from `root`, of all modules that a file's import statements may refer to."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            named = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             package = path.parents[node.level - 1].relative_to(root).parts if node.level else ()
             module = ".".join([*package, *([node.module] if node.module else [])])
-            names = [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]
+            named = [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]
         else:
             continue
-        for name in names:
+        for name in named:
             parts = name.split(".")
             yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))
 
@@ -188,14 +188,14 @@ def _read_statements(path: Path, left_out: Sequence[str]) -> str:
     text = path.read_text()
     lines, kept = text.splitlines(), []
     for node in ast.parse(text, str(path)).body:
-        if _get_defined_name(node) not in excluded:
+        if _get_defined_name(node) not in left_out:
             first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
             kept += lines[first - 1 : node.end_lineno]
     return "\n".join(kept)
 
 
 def _get_defined_name(node: ast.stmt) -> str | None:
-    """The name that a function definition or a single assignment defines; None for other statements."""
+    """The name that a statement defines, if it is a function or an assignment of one name."""
     if isinstance(node, ast.FunctionDef):
         return node.name
     target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
@@ -217,7 +217,7 @@ def _locate(error: BaseException, path: Path) -> str:
     """`line 3: NameError: ...`: the last line of this file that an exception passed through."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-    # This project's messages are ValueErrors and need no type.
+    # This project's own messages are ValueErrors.
     text = one_line(error) if type(error) is ValueError else describe_exception(error)
     return f"line {line}: {text}" if line else text
 
@@ -242,5 +242,5 @@ def load_experiment(path: Path) -> RunConfig:
     with locate_errors(path):
         made = config()
     if not isinstance(made, RunConfig):
-        raise ValueError(f"{path}: config() returned {short_repr(made)}; it must return a RunConfig")
+        raise ValueError(f"{path}: config() returned {short_repr(made)}; let it return a RunConfig")
     return made

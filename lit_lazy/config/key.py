@@ -30,7 +30,7 @@ def cell_key(config: RunConfig, fingerprint: str) -> str:
         del content["config"]["init_from"]  # the same weights at another path give the same run
         content["init_from"] = hash_file(config.init_from)
     if files := [path for evaluation in config.evaluations for path in evaluation.files()]:
-        content["files"] = [hash_file(str(path), "evaluations", "give readable files") for path in files]
+        content["files"] = [hash_file(str(path), "evaluations", "give files that can") for path in files]
     return _digest(content, digits=12)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flash_lazy import Backend
-from lit_lazy.attention import AttentionSpec, LayerShape, Mixer, MixerModule, Position, Rope, SelfAttention
+from lit_lazy.attention import Attention, AttentionSpec, LayerShape, Mixer, MixerModule, Position, Rope, SelfAttention
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.data import DataConfig
@@ -43,7 +43,7 @@ class ModelConfig:
     embedding_init_std: float | None = None
     """Standard deviation of initial token embeddings, and of a tied output head; None for init_std."""
     backend: Backend = "auto"
-    """Implementation of attention; auto picks the fastest, and results differ only by rounding."""
+    """Implementation of attention; auto picks the fastest and changes nothing beyond rounding."""
     mixer: Mixer = field(default_factory=SelfAttention)
     """The token mixer: attention, or a recurrent layer instead."""
     residual_dropout: float = 0.0
@@ -93,9 +93,8 @@ class ModelConfig:
     def build_mixer(self, layer: int, context_length: int) -> MixerModule:
         """The token mixer of one layer, counted from 0."""
         shape = self.layer_shape(layer, context_length)
-        if isinstance(self.mixer, SelfAttention):
-            return self.mixer.build(shape, self.attention, self.backend)
-        return self.mixer.build(shape)
+        made = self.mixer.build(shape)
+        return Attention(self.attention, shape, self.backend) if made is None else made
 
 
 @dataclass(frozen=True)
@@ -109,13 +108,13 @@ class TrainConfig:
     lr: float = 3e-3
     """Peak learning rate."""
     warmup_steps: int = 50
-    """Steps of linear warm-up; the first is at 1 / warmup_steps of the peak."""
+    """Steps of linear warm-up, the first at 1 / warmup_steps of the peak."""
     final_lr_fraction: float = 0.1
     """The schedule ends at this fraction of the peak."""
     weight_decay: float = 0.01
     """Decay of weight matrices; norms, tau, biases and embeddings are never decayed."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Moment decays of AdamW, and of the AdamW part of Muon."""
+    """Moment decays of AdamW, and of AdamW's part of Muon."""
     clip_norm: float = 1.0
     """Gradients are clipped to this global norm."""
     precision: Precision = "fp32"
@@ -123,7 +122,7 @@ class TrainConfig:
     val_every: int = 200
     """Steps between validations."""
     checkpoint_every: int = 400
-    """Steps between checkpoints, from which an interrupted run resumes."""
+    """Steps between checkpoints, from which a killed run resumes."""
     log_every: int = 50
     """Steps between logged training metrics."""
     optimiser: Optimiser = field(default_factory=AdamW)
@@ -163,7 +162,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One training: model, data, training settings, and the seed of weights and batch order."""
+    """One training: model x data x trainer, and the seed of weights and batch order."""
 
     data: DataConfig
     """Training and validation data."""
@@ -195,8 +194,8 @@ def _check_fields(config: Any, prefix: str) -> None:
         value, hint = getattr(config, name), hints[name]
         if not fits(value, hint):
             example = min(find_leaf_classes(hint)) if is_exchangeable(hint) else describe_kind(hint).removeprefix("a ")
-            bound = ", within 64 bits" if type(value) is int else ""
-            note = f", such as {example}()" if is_part(hint) else bound
-            require(False, f"{prefix}{name}", value, f"must be {describe_kind(hint)}{note}")
+            too_great = ", within 64 bits" if type(value) is int else ""
+            such_as = f", such as {example}()" if is_part(hint) else too_great
+            require(False, f"{prefix}{name}", value, f"must be {describe_kind(hint)}{such_as}")
         if is_part(hint):
             _check_fields(value, f"{prefix}{name}.")

@@ -44,7 +44,7 @@ def get_default(field: "dataclasses.Field[Any]") -> Any:
 
 
 def find_leaf_classes(base: type[T]) -> dict[str, type[T]]:
-    """All concrete dataclasses below an abstract base, by class name."""
+    """All concrete dataclasses under an abstract base, by class name."""
     _import_all_beside(base)
     found: dict[str, type[T]] = {}
     for sub in base.__subclasses__():
@@ -69,7 +69,7 @@ def get_leaf_class(base: type[T], name: str | None) -> type[T]:
     if name not in known:
         raise ValueError(
             f"{base.__name__}={name!r}: unknown{did_you_mean(str(name), known)}; known are {', '.join(sorted(known))}. "
-            "A custom class is known once its file has been imported"
+            "A custom class is known once the file that defines it has been imported"
         )
     return known[name]
 
@@ -122,8 +122,8 @@ def replace_at(config: T, changes: Mapping[str, Any]) -> T:
         name, _, rest = path.partition(".")
         known = [field.name for field in dataclasses.fields(config)] if dataclasses.is_dataclass(config) else []
         if name not in known:
-            fix = f"{did_you_mean(name, known)}; it has {', '.join(known) or 'none'}"
-            raise ValueError(f"{type(config).__name__} has no field {name!r}{fix}")
+            there = f"{did_you_mean(name, known)}; it has {', '.join(known) or 'none'}"
+            raise ValueError(f"{type(config).__name__} has no field {name!r}{there}")
         if rest:
             below.setdefault(name, {})[rest] = value
         else:

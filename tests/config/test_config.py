@@ -159,7 +159,7 @@ class TestRoundTrip:
             from_dict(RunConfig, plain)
 
     def test_an_unknown_class_says_how_ones_own_becomes_known(self):
-        with pytest.raises(ValueError, match="A custom class is known once its file has been imp"):
+        with pytest.raises(ValueError, match="A custom class is known once the file that defines it has been imp"):
             from_dict(Bias, {"class": "MyBias"})
 
     def test_wrong_values_are_refused_on_the_way_in(self):

@@ -1,4 +1,4 @@
-"""Whether a figure can be read: no text meets another or leaves the canvas, and no legend lies over a panel."""
+"""Legibility of figures: no text overlaps another or leaves the canvas, and no legend covers a panel."""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -11,11 +11,11 @@ from matplotlib.transforms import Bbox
 from lit_lazy.figures.canvas import use_style
 
 PIXEL = 1.0
-"""By which boxes may meet: they are those of whole glyphs, with the room that these have around them."""
+"""Tolerated overlap: boxes of text include the empty space around glyphs."""
 
 
 def assert_legible(figure: Figure) -> None:
-    """Draws the figure, and looks at the boxes of every text in it, those of ticks included."""
+    """Draw the figure and check the boxes of all texts in it, including tick labels."""
     with use_style():
         figure.draw_without_rendering()
     boxes = [(text.get_text(), _box(text)) for text in _texts(figure) if text.get_text().strip()]
@@ -51,6 +51,6 @@ def _shown_ticks(axis: Axis) -> list[Text]:
 
 
 def _box(text: Text) -> Bbox:
-    """Of a text alone, also where an arrow belongs to it."""
+    """The box of a text without the arrow of an annotation."""
     box = Text.get_window_extent(text)
     return Bbox.from_extents(box.x0 + PIXEL, box.y0 + PIXEL, box.x1 - PIXEL, box.y1 - PIXEL)

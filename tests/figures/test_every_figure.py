@@ -1,4 +1,4 @@
-"""Every figure that every ablation makes, with numbers of its kind: readable, in colours that mean the same in each."""
+"""Figures of every ablation, from random numbers: they are legible and use consistent colours."""
 
 import json
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 ABLATIONS = [name for name in list_available("ablations") if load_attribute(find("ablations", name), "search") is None]
 STEPS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 AMONG_THE_FIRST = ("rivals",)
-"""Ablations whose figures `make test` draws, with the most normalisers; `make test-all` draws all."""
+"""Ablations whose figures `make test` draws: those with the most normalisers. `make test-all` draws all."""
 
 
 def rows_of(ablation: Ablation) -> list[str]:
@@ -44,7 +44,7 @@ def rows_of(ablation: Ablation) -> list[str]:
 
 
 def made_up(ablation: Ablation, question: Question | None) -> Table:
-    """A table of its rows and columns with numbers between 0 and 1; one row is dead, one has no sparsity."""
+    """A table of the ablation with random numbers in [0, 1); one row has diverged, one has no sparsity."""
     rng = np.random.default_rng(0)
     observations = []
     for i, row in enumerate(ablation.all_rows):
@@ -186,7 +186,7 @@ def test_rows_have_the_colours_of_their_normalisers_in_every_figure() -> None:
 
 
 def test_a_figure_brings_its_own_page(tmp_path: Path) -> None:
-    """White behind everything, so that it reads on a dark page as on a light one."""
+    """The background is opaque white, so that a figure is readable on a dark page."""
     png, svg = figures.save_figure(mechanism_figure(), tmp_path / "x")
     pixels = imread(png)
     assert pixels.shape[-1] == 3 or (pixels[..., 3] == 1).all()

@@ -1,4 +1,4 @@
-"""The forest plot shows the table's numbers, is legible with 17 rows, and is written byte for byte alike."""
+"""The forest plot shows the table's numbers, is legible with 17 rows, and has deterministic bytes."""
 
 import subprocess
 import sys
@@ -114,11 +114,11 @@ def test_a_wide_range_is_cut_with_an_arrow_too():
     ("others", "far"),
     [
         ((0.1, 0.2, -0.3), (9.0,)),
-        ((0.3, 0.2) * 6, (9.0, 80.0, 700.0)),  # a fifth, as of the rivals, each within ten times of the next
+        ((0.3, 0.2) * 6, (9.0, 80.0, 700.0)),  # a fifth, as for the rivals, each within ten times the next
         ((0.1, 0.2, 9.0, 12.0), ()),
-        ((*(1e-16,) * 10, 0.5, 0.6), ()),  # rounding is no scale
-        ((*(0.3, 0.2) * 4, 9.0, 80.0, 700.0), ()),  # too many to be left out
-        ((0.0, 0.0, 0.0, 9.0), ()),  # nothing to be far from
+        ((*(1e-16,) * 10, 0.5, 0.6), ()),  # rounding errors set no scale
+        ((*(0.3, 0.2) * 4, 9.0, 80.0, 700.0), ()),  # too many to be outliers
+        ((0.0, 0.0, 0.0, 9.0), ()),  # no scale to compare with
     ],
 )
 def test_few_rows_that_are_far_off_do_not_flatten_the_others(others, far):

@@ -1,4 +1,4 @@
-"""Figures of diagnostics and trainings show the numbers they are given, in one style, with all text inside."""
+"""Figures of diagnostics and trainings show their input numbers in one style, with all text inside the canvas."""
 
 import json
 import subprocess
@@ -86,7 +86,7 @@ def drawn(figure: Figure | None) -> Figure:
 
 
 def lines(axes, dash="-"):
-    """The ordinates of every line in a dash, points and reference lines left out."""
+    """The y values of every line of a dash style, without points and reference lines."""
     found = [line for line in axes.lines if line.get_linestyle() == dash and line.get_transform() == axes.transData]
     return [np.asarray(line.get_ydata()) for line in found]
 
@@ -130,7 +130,7 @@ def test_a_zero_weight_is_told_from_a_small_one_and_from_a_hidden_key():
     assert {tuple(image[i, j]) for i, j in combinations(range(n), 2)} == {hidden}
     tiny, small, larger = (tuple(image[i, 2]) for i in (6, 7, 8))
     assert len({zero, hidden, tiny, small, larger}) == 5
-    # Neither is a colour of the map, nor like one.
+    # Neither is in the colour map, nor close to it.
     colours = mpl.colormaps["viridis"](np.linspace(0, 1, 256))
     for outside in (zero, hidden):
         assert np.abs(colours - outside).max(axis=1).min() > 0.25
@@ -314,7 +314,7 @@ def test_long_lines_are_means_over_bins():
     np.testing.assert_allclose(means[0], centres)
     assert len(centres) <= 50
     assert list(centres[:3]) == [1, 2, 3]
-    # A bin reaches as far to the right of its centre as to the left, which gives back how many points it holds.
+    # A bin is symmetric around its centre, which gives the number of its points.
     ends = [0.0]
     for centre in centres:
         ends.append(2 * centre - 1 - ends[-1])
@@ -405,7 +405,7 @@ def test_no_interval_reaches_in_among_the_variants_without_a_threshold():
     axes = drawn(loss_against_sparsity(study(2, (*VARIANTS[:3], VARIANTS[4])))).axes[0]
     (border,) = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
     level = [line.get_xdata() for line in axes.lines if line.get_linewidth() == 1 and len(set(line.get_ydata())) == 1]
-    assert min(left for left, _ in level) == border  # two seeds make intervals so wide that they are cut off
+    assert min(left for left, _ in level) == border  # with two seeds, intervals are so wide that they are cut
 
 
 @pytest.mark.parametrize("n_seeds", [1, 2, 5])
@@ -429,7 +429,7 @@ def test_no_label_covers_another_a_marker_or_leaves_the_panel(n_seeds):
 
 
 def test_of_many_variants_only_some_are_named_and_those_far_above_are_counted():
-    """Names of all that lie beyond the edge would cover one another, and the names below them."""
+    """Labels of all points beyond the edge would overlap each other and the labels below."""
     table = Table.from_json(json.loads((RESULTS / "q_sink-backcopy" / "table.json").read_text()))
     figure = drawn(loss_against_sparsity(table))
     axes = figure.axes[0]
@@ -479,7 +479,7 @@ def trainings(variants=VARIANTS, n_seeds=2):
 
 
 def lines_of(figure):
-    """By panel's title, the lines with a label of their own and those behind them."""
+    """By title of the panel, the labelled lines and the lines behind them."""
     found = {}
     for axes in figure.axes:
         if axes.axison:
@@ -497,7 +497,7 @@ def test_trainings_are_means_over_layers_and_seeds_with_their_range():
         (line,) = own.values()
         i = VARIANTS.index(name)
         assert list(line.get_xdata()) == [0, 1, 2, 4, 100]
-        # Layers at 1 and 2 + i, then seeds that are one apart.
+        # Layers at 1 and 2 + i; seeds differ by 1.
         np.testing.assert_allclose(line.get_ydata(), 1.5 + i / 2 + 0.5)
         assert [list(other.get_ydata()) for other in behind] == (
             [] if name == BASELINE else [list(panels[BASELINE][0]["offset parameter τ"].get_ydata())]
@@ -598,7 +598,7 @@ def test_the_style_file_goes_with_the_package():
 
 
 def test_the_mechanism_is_drawn_as_its_rule_computes_it(tmp_path: Path) -> None:
-    """And the page's picture is today's."""
+    """The committed figure in docs/ is up to date, too."""
     scores = np.random.default_rng(1).normal(size=9)
     module = Elastic(tau_init=0.7).build(LayerShape(1, 1, 8, 8, 9))
     visible = torch.ones(1, 1, 1, 9, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The figure of a verdict shows the declared contrasts with the intervals by which they were decided, and no others."""
+"""The figure of a verdict shows exactly the declared contrasts, with the intervals that decided them."""
 
 import json
 from dataclasses import replace
@@ -30,7 +30,7 @@ def axes_of(table: Table) -> Axes:
 
 
 def points(axes: Axes) -> dict[int, tuple[float, str]]:
-    """Value and colour by the number of the line."""
+    """Value and colour by index of the line."""
     found = (line for line in axes.lines if line.get_marker() in ("o", "s"))
     return {int(line.get_ydata()[0]): (line.get_xdata()[0], line.get_color()) for line in found}
 
@@ -74,7 +74,7 @@ def test_a_rule_on_what_is_left_shows_each_row_beside_its_bounds() -> None:
     shown = intervals(axes)
     for name in ("softmax at 2", "softmax at 5"):
         y, seen = labels.index(name), values[name]
-        half = t.isf(0.05 / 4 / 2, 4) * np.std(seen, ddof=1) / 5**0.5  # four contrasts hold together
+        half = t.isf(0.05 / 4 / 2, 4) * np.std(seen, ddof=1) / 5**0.5  # four simultaneous contrasts
         np.testing.assert_allclose(shown[y], np.mean(seen) + half * np.array([-1, 1]), rtol=1e-6)
     there = {labels[y]: colour for y, (_, colour) in points(axes).items()}
     assert (there["elastic at 5"], there["softmax at 5"], there["softmax at 1"]) == (BETTER, WORSE, NEUTRAL)
@@ -92,7 +92,7 @@ def test_the_rivals_that_refute_a_claim_are_in_it() -> None:
 
 
 def test_every_contrast_is_in_the_panel_however_far_from_the_others() -> None:
-    """A contrast beyond the edge, as a row among many may be, would leave an arrow without a value."""
+    """A contrast beyond the edge would be an arrow without a value."""
     table = table_of("q_position-distractors")
     assert table.verdict is not None
     means = (0.009, 0.01, 0.6, 0.343)

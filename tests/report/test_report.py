@@ -1,4 +1,4 @@
-"""The report: rebuilt from MLflow alone to the byte, honest about what is missing, and read by a real browser."""
+"""The report is rebuilt from MLflow byte for byte, names what is missing, and renders in a real browser."""
 
 import doctest
 import os
@@ -49,7 +49,7 @@ def store(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _every_variant(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Once the grid is there, reports draw the figures of every variant."""
+    """After the grid has run, reports draw the figures of every variant."""
     request.getfixturevalue("store")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lit_lazy.report.page.MOST_VARIANTS", 30)
@@ -75,7 +75,7 @@ def page(store: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Reader(HTMLParser):
-    """Tags in order, the sources and targets of images and links, and the text."""
+    """Collects tags in order, images, link targets, ids and text."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def test_names_are_text(page: str) -> None:
 
 
 def test_each_variant_is_shown_by_its_first_seed(page: str) -> None:
-    """A softmax has no tau; every other figure of a run is there for both."""
+    """Softmax has no tau or bias; all other figures of a run exist for both."""
     shown: dict[str, list[str]] = {}
     for image in Reader(page).images:
         title, _, subject = image["alt"].partition(": ")
@@ -221,7 +221,7 @@ TAU = Diagnostics({"tau": np.ones((2, 2), np.float32), "sample": np.array([4, 16
 
 
 class Kept:
-    """Ablations as MLflow keeps them, made without training."""
+    """An ablation in MLflow, created without training."""
 
     def __init__(self, runs: Path) -> None:
         self.tracker = Tracker(default_uri(runs), runs, "made")
@@ -374,13 +374,13 @@ def test_a_browser_without_network_shows_all_of_it(browser: Browser, page: str, 
 
 @pytest.mark.browser
 def test_the_frame_of_mlflows_artifact_view_shows_it_too(browser: Browser, page: str, tmp_path: Path) -> None:
-    """The frame keeps others out, so a script that this test adds to the page tells what is there."""
+    """The frame is sandboxed, so the test adds a script that reports the page's contents."""
     tell = f"<script>setInterval(() => parent.postMessage([{IMAGES}, {OVERFLOW}], '*'), 200)</script>"
     listen = "<script>onmessage = event => window.told = event.data</script>"
     file = tmp_path / "frame.html"
     file.write_text(f'{listen}<iframe sandbox="allow-scripts" width="500" srcdoc="{escape(page + tell)}"></iframe>')
     browser.open(file.as_uri())
-    # A frame's layout may settle after its load, on a busy machine; what overflows then never becomes true here.
+    # On a busy machine the layout settles after loading; persistent overflow would time out here.
     images, overflow = browser.wait("window.told && !window.told[1] && window.told[0].length && window.told")
     assert len(images) == page.count("<img ")
     assert all(complete and natural > 0 for complete, natural, _ in images), images
@@ -409,7 +409,7 @@ def test_the_variants_that_are_asked_for_have_figures(
 
 
 class TestFromPython:
-    """`lit_lazy.results`, and the README's example with it."""
+    """`lit_lazy.results` and its example in the README."""
 
     def test_cells_are_those_of_mlflow(self, store: Path, tracker: Tracker) -> None:
         found = results(ID, runs=store)
@@ -439,7 +439,7 @@ class TestFromPython:
             results("duo", runs=store)
 
     def test_its_example_and_the_readmes_run(self, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """On this grid, and the tiny probe."""
+        """They run on this grid and on the tiny probe."""
         monkeypatch.chdir(store.parent)
         readme = (Path(__file__).parents[2] / "README.md").read_text()
         (shown,) = re.findall(r"^```python\n(from lit_lazy import .*?)^```", readme, re.M | re.S)

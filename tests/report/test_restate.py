@@ -1,4 +1,4 @@
-"""The committed tables: restated from their own values by a command, without the runs that they are of."""
+"""Committed tables are restated from their values by a command, without their runs."""
 
 import html
 import json
@@ -89,7 +89,7 @@ def test_a_table_of_another_ablation_is_refused(tmp_path: Path, capsys: pytest.C
 
 
 def doctored(tmp_path: Path, **changes: object) -> Path:
-    """A copy of a question's folder whose declaration says something else."""
+    """A copy of a question's folder with a changed declaration."""
     folder = tmp_path / "{q_mask}" / "q_mask-backcopy"
     shutil.copytree(RESULTS / folder.name, folder)
     table = json.loads((folder / "table.json").read_text())

@@ -1,4 +1,4 @@
-"""docs/questions.md is what the committed tables say, and their verdicts follow from the values in table.json alone."""
+"""docs/questions.md matches the committed tables, whose verdicts follow from the values in table.json."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ def test_the_page_is_made_of_the_committed_tables(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.parent.name)
 def test_a_verdict_recomputed_from_the_values_by_hand(path: Path) -> None:
-    """None of the project's code: method.md, section 10, in numpy."""
+    """An independent implementation of docs/method.md, section 10, in numpy."""
     table = json.loads(path.read_text())
     declared, verdict = table["declaration"], table["verdict"]
     seeds = [str(seed) for seed in declared["seeds"]]
@@ -58,7 +58,7 @@ def test_a_verdict_recomputed_from_the_values_by_hand(path: Path) -> None:
         return lowest + mean - half, highest + mean + half
 
     def status(weights: dict[str, float], m: int) -> str:
-        """At m seeds of today's means and spreads."""
+        """The status at m seeds with today's means and spreads."""
         (low, high), inner = interval(weights, 0.05 / count, m), interval(weights, 0.1 / count, m)
         small = max(map(abs, inner)) < declared["margin"]
         if declared["rule"] in ("removed", "alone"):

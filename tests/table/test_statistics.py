@@ -1,4 +1,4 @@
-"""The statistics against hand-worked values, other routines of scipy, and simulation with a fixed seed."""
+"""The statistics against hand-computed values, other routines of scipy, and simulations with a fixed seed."""
 
 import math
 import random
@@ -152,7 +152,7 @@ def test_equal_differences_are_never_given_a_p():
     assert (tie.mean, tie.ci95, tie.p, tie.test) == (0.0, 0.0, None, "tie")
     parameters = difference(seeds(1024, 1024, 1024), seeds(1000, 1000, 1000))
     assert (parameters.mean, parameters.ci95, parameters.p, parameters.test) == (24.0, 0.0, None, "constant")
-    # Equal but for rounding: 0.3 - 0.2 != 0.2 - 0.1 in binary.
+    # Equal except for rounding: 0.3 - 0.2 != 0.2 - 0.1 in binary.
     rounded = difference(seeds(0.2, 0.3, 0.4), seeds(0.1, 0.2, 0.3))
     assert (rounded.p, rounded.test) == (None, "constant")
     real = difference(seeds(0.2, 0.3, 0.4 + 1e-9), seeds(0.1, 0.2, 0.3))
@@ -217,7 +217,7 @@ def test_equivalence_is_two_one_sided_tests():
 
 
 def test_equivalence_is_wrong_at_most_5_times_in_100():
-    """At a true difference of the margin itself."""
+    """The true difference equals the margin."""
     y = np.random.default_rng(7).normal(size=(1000, 2, 5))
     y[:, 1] += 4.0
     effects = [compute_contrast({"a": seeds(*a), "b": seeds(*b)}, {"a": 1, "b": -1}) for a, b in y.tolist()]
@@ -229,7 +229,7 @@ def test_holm_by_hand():
     # sorted .005 .01 .03 .04 -> 4 x .005, 3 x .01, 2 x .03, then 1 x .04 raised to the .06 before it
     p = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}
     assert holm(p) == pytest.approx({"a": 0.03, "b": 0.06, "c": 0.06, "d": 0.02})
-    # one more hypothesis without a p: 5, 4, 3, 2 times
+    # with one more hypothesis without a p: factors 5, 4, 3, 2
     assert holm(p, family=5) == pytest.approx({"a": 0.04, "b": 0.09, "c": 0.09, "d": 0.025})
     assert holm({"a": 0.7, "b": 0.9}) == {"a": 1.0, "b": 1.0}
     assert holm({}) == {}
@@ -251,7 +251,7 @@ def test_holm_rejects_what_the_step_down_procedure_rejects(p_values, untested, a
 
 @pytest.mark.parametrize(("n", "alpha"), [(3, 0.05), (5, 0.05), (10, 0.05), (3, 0.05 / 16), (5, 0.05 / 100)])
 def test_minimum_detectable_effect_is_found_with_power_80(n, alpha):
-    """At n - 1 degrees of freedom, those of a mean of n values."""
+    """With n - 1 degrees of freedom, as for a mean of n values."""
     delta = minimum_detectable_effect(Effect(0.0, None, n, 2.5 / math.sqrt(n), n - 1, test="t", p=1.0), alpha)
     draws = np.random.default_rng(4).normal(delta, 2.5, size=(200_000, n))
     t = draws.mean(1) / (draws.std(1, ddof=1) / math.sqrt(n))

@@ -1,4 +1,4 @@
-"""The table says what was measured, what was not, and nothing else, in every format it is written in."""
+"""The table reports what was measured and what is missing, and nothing else, in every format."""
 
 import csv
 import io
@@ -46,7 +46,7 @@ def table(row_infos, observations, columns=(LOSS,), baseline="lazy", **more):
 
 
 def effect(row, baseline, **others):
-    """As in a table whose rows have these values by seed."""
+    """The effect in a table whose rows have these values by seed."""
     values = {name: dict(enumerate(v)) for name, v in {"row": row, "baseline": baseline, **others}.items()}
     return compute_contrast(values, {"row": 1.0, "baseline": -1.0})
 
@@ -114,7 +114,7 @@ def test_holm_counts_ties_and_keeps_metrics_apart():
     a, b = [2.0, 2.1, 2.4], [1.7, 1.9, 2.0]
     observations = [*cells("lazy", *a), *cells("tied", *a), *cells("b", *b), *cells("short", 2.0, 2.2)]
     result = table(rows("lazy", "tied", "b", "short"), observations)
-    # Three rows of three seeds, of which one has the baseline's values; two seeds say nothing of the correlation.
+    # Three rows of three seeds, one with the baseline's values; two seeds do not determine the correlation.
     assert row(result, "b")["metrics"]["loss"]["p_adj"] == pytest.approx(2 * effect(b, a, tied=a).p)
     tied = row(result, "tied")["metrics"]["loss"]
     assert (tied["test"], tied["diff"], tied["p_adj"]) == ("tie", 0.0, None)
@@ -320,7 +320,7 @@ def test_one_outcome_is_primary_and_the_rest_exploratory():
 
 
 def test_the_finding_comes_first():
-    """Every row is in one group; a table without a test says why, and one of a single row says nothing."""
+    """Every row is in one group; a table without a test has the reason, a table of one row has no sentence."""
     names = [f"far {i}" for i in range(6)]
     far = [cells(name, 9.0 + i, 9.15 + i, 9.2 + i) for i, name in enumerate(names)]
     near = [
@@ -346,7 +346,7 @@ def test_the_finding_comes_first():
 
 
 def test_rows_beyond_a_baseline_that_never_varies_are_named_without_a_test():
-    """As of Table 2's first key, on which `lazy` has no weight in any seed."""
+    """As in Table 2: `lazy` has no weight on the first key in any seed."""
     plotted = replace(LOSS, plotted=True, bounds=(0.0,))
     observations = sum(
         [
@@ -370,7 +370,7 @@ def test_rows_beyond_a_baseline_that_never_varies_are_named_without_a_test():
 
 
 def test_a_row_that_never_varies_is_named_where_it_lies_beyond_the_baseline():
-    """As of the rivals' first key: softmax varies, `lazy` has none in any seed."""
+    """As for the rivals' first key: softmax varies, `lazy` has no weight on it in any seed."""
     plotted = replace(LOSS, plotted=True, bounds=(0.0,))
     values = {"base": (0.3, 0.4, 0.5), "a": (0.0, 0.0, 0.0), "b": (0.31, 0.39, 0.5), "c": (0.6, 0.6, 0.6)}
     observations = [one for name, of in values.items() for one in cells(name, *of)]
@@ -391,7 +391,7 @@ def test_a_table_is_restated_from_its_own_values():
     result = seventeen()
     columns, contrasts = result.columns, [Contrast(c.name, c.weights) for c in result.contrasts]
     assert recompute_statistics(result, columns, contrasts, ()) == result
-    former = result.to_json()  # of a version that knew less
+    former = result.to_json()  # as an older version wrote it
     for measure in [m for r in former["rows"] + former["contrasts"] for m in r["metrics"].values()]:
         for key in ("diff_se", "diff_df", "diff_low", "diff_high", "p_same", "se", "df", "low", "high"):
             measure.pop(key, None)
@@ -513,7 +513,7 @@ def test_json_is_strict_and_comes_back_whole():
 
 @pytest.mark.parametrize("sign", ["=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠"])
 def test_csv_holds_no_formula(sign):
-    """Spreadsheets would run it; numbers, negative ones too, are not texts."""
+    """Spreadsheets would execute it; numbers, also negative ones, are not text."""
     lines = list(csv.reader(io.StringIO(format_csv([[f"{sign}1+1", f"a{sign}b", -1.5, "", None]]), newline="")))
     assert lines == [[f"'{sign}1+1", f"a{sign}b", "-1.5", "", ""]]
 
@@ -581,7 +581,7 @@ def test_markdown_escapes_what_would_open_markup():
 
 
 def latex_parse(text):
-    """The cells of every tabular; fails on what LaTeX would stumble over."""
+    """The cells of every tabular; fails on invalid LaTeX."""
     bare = re.sub(r"\\[\\{}%&_#$]", "", text)
     assert bare.count("{") == bare.count("}")
     outside = re.sub(r"\\begin\{tabular\}.*?\\end\{tabular\}", "", bare, flags=re.S)
@@ -668,7 +668,7 @@ def test_the_environment_is_named_and_mixed_ones_are_told():
 
 @pytest.mark.parametrize(("name", "there"), [("rivals-backcopy", False), ("table2-backcopy", True)])
 def test_a_column_that_the_baseline_has_no_value_in_is_not_compared(name: str, there: bool) -> None:
-    """Softmax has no sparsity, Lazy Attention has."""
+    """Softmax has no sparsity, Lazy Attention does."""
     kept = Path(__file__).parents[2] / "docs" / "results" / name / "table.json"
     compared = Table.from_json(json.loads(kept.read_text())).compared
     assert ("sparsity/zero" in compared) == there

@@ -1,4 +1,4 @@
-"""Verdicts on simulated outcomes of all three kinds, and how often they err; records that survive JSON."""
+"""Verdicts on simulated outcomes of all three kinds, their error rates, and JSON round trips."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ def around(mean: float, spread: float) -> list[float]:
 
 
 def apart(mean: float, spread: float) -> list[float]:
-    """The same, which from seed to seed has nothing to do with `around`."""
+    """Five values of this mean and standard deviation, uncorrelated with `around` over seeds."""
     return (mean + spread * np.array([-1, 1, 0, -1, 1])).tolist()
 
 
@@ -101,7 +101,7 @@ def test_what_another_removes_too_is_not_removed_alone(others, status, why):
     found = judge(dataclasses.replace(DECLARED, rule="alone", contrasts={"all": weights}), table_of(rows))
     assert found is not None
     assert (found.status, found.parts[0].why) == (status, why)
-    # A rule of `removed` leaves it open, since there the others are no rivals.
+    # The rule `removed` leaves it undecided: its other rows are not rivals.
     found = judge(dataclasses.replace(DECLARED, rule="removed", contrasts={"all": weights}), table_of(rows))
     assert found is not None
     assert found.status == ("supported" if status == "supported" else "undecided")
@@ -115,7 +115,7 @@ def test_the_interval_is_welch_s_at_bonferroni_s_level():
     rng = np.random.default_rng(0)
     rows = {name: rng.normal(size=5).tolist() for name in ("old", "new", "newer")}
     contrasts = {"a": {"new": 1.0, "old": -1.0}, "b": {"newer": 1.0, "old": -1.0}}
-    # Seeds are taken for unrelated where rows do not move together.
+    # Without correlation of the rows, seeds count as independent.
     rows["newer"] = [-x for x in rows["old"]]
     found = judge(dataclasses.replace(DECLARED, contrasts=contrasts), table_of(rows))
     assert found is not None
@@ -128,7 +128,7 @@ def test_the_interval_is_welch_s_at_bonferroni_s_level():
 
 
 def test_a_row_that_no_seed_moves_makes_no_claim_stronger():
-    """What five seeds leave at 100 % is at most as sure as what they leave near it."""
+    """Five seeds at exactly 100 % are at most as certain as five seeds near 100 %."""
     share = dataclasses.replace(LOSS, bounds=(0.0, 1.0))
     old = around(0.7, 0.29)
     found = []
@@ -169,7 +169,7 @@ def test_each_of_many_rivals_is_tested_at_its_share():
     Of one alone nobody claims that others keep it: without a sink there is none to remove.
     """
     half = t.isf(0.0125, 4) * np.std(around(0, 1), ddof=1) / math.sqrt(5)
-    near = around(0.1 - 1.01 * half * 0.01, 0.01)  # its interval at half the level lies just below 0.1
+    near = around(0.1 - 1.01 * half * 0.01, 0.01)  # at half the level its interval lies just below 0.1
     rows = {"old": near, **{f"old {i}": around(0.5, 0.01) for i in range(6)}, "new": apart(0.03, 0.01)}
     for others, status in ((1, "undecided"), (2, "refuted"), (7, "undecided")):
         names = list(rows)[:others]
@@ -200,10 +200,10 @@ def test_an_undecided_contrast_names_the_seeds_that_would_decide_it():
     assert how == "supported"
     assert f"than old. {needed} seeds would support it, if means and spreads stay." in found.sentence
     assert f"; {needed} seeds would support it" in describe_contrasts(found, LOSS)[0]
-    # With twice as many seeds of the same means and spreads it is decided, with half as many it is not.
+    # Twice as many seeds with the same means and spreads decide it, half as many do not.
     for n, decided in ((2 * needed // 5, True), (needed // 2 // 5, False)):
         seeds = tuple(range(5 * n))
-        spread = 0.3 * math.sqrt((5 * n - 1) / (4 * n))  # of a sample, for the same standard deviation
+        spread = 0.3 * math.sqrt((5 * n - 1) / (4 * n))  # gives the same sample standard deviation
         table = table_of({"old": around(2, spread) * n, "new": apart(1.8, spread) * n}, seeds)
         again = judge(dataclasses.replace(DECLARED, seeds=seeds), table)
         assert again is not None
@@ -212,7 +212,7 @@ def test_an_undecided_contrast_names_the_seeds_that_would_decide_it():
 
 @pytest.mark.parametrize("rule", ["lower", "same"])
 def test_the_seeds_that_would_decide_are_satterthwaite_s(rule):
-    """One seed fewer leaves it open, by a table of so many seeds with the same means and standard deviations."""
+    """One seed fewer does not decide, tested on tables of that size with the same means and standard deviations."""
 
     def of(n: int) -> Verdict:
         ranks = np.arange(n) - (n - 1) / 2
@@ -232,7 +232,7 @@ def test_the_seeds_that_would_decide_are_satterthwaite_s(rule):
 
 
 def test_the_fewest_seeds_that_refute_one_contrast_decide_the_claim():
-    """Though others would take more to be supported, or would never be decided."""
+    """Even if other contrasts need more seeds for support, or are never decided."""
     rows = {"old": around(2, 0.3), "good": apart(1.75, 0.3), "bad": apart(2.3, 0.3)}
     contrasts = {name: {name: 1.0, "old": -1.0} for name in ("good", "bad")}
     found = judge(dataclasses.replace(DECLARED, contrasts=contrasts, margin=0.01), table_of(rows))
@@ -254,7 +254,7 @@ def test_an_open_question_that_no_number_of_seeds_decides_says_so():
 
 @pytest.mark.parametrize("rule", ["lower", "higher", "same"])
 def test_a_true_claim_s_opposite_is_seldom_supported(rule):
-    """200 simulated questions of three contrasts each at the edge of what is claimed: errors at most 5 % (+3 sd)."""
+    """200 simulated questions with three contrasts at the boundary of the claim: at most 5 % errors (+3 sd)."""
     rng = np.random.default_rng(1)
     edge = {"lower": 0.0, "higher": 0.0, "same": 0.1}[rule]
     names = ("a", "b", "c")

@@ -108,7 +108,7 @@ def test_padded_sequences_equal_single_ones(model, ids, side):
 
 
 def test_what_it_would_get_wrong_is_refused(model, ids):
-    with pytest.raises(ValueError, match="no static cache, no packed positions"):
+    with pytest.raises(ValueError, match="neither a static cache nor packed positions"):
         model.generate(ids, max_new_tokens=2, pad_token_id=0, cache_implementation="static")
-    with pytest.raises(ValueError, match="no static cache, no packed positions"):
+    with pytest.raises(ValueError, match="neither a static cache nor packed positions"):
         model(ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(2, -1), use_cache=False)

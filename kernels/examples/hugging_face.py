@@ -46,7 +46,7 @@ def make_padding_mask(
 ) -> Tensor | None:
     """Mask of the keys that are not padding, bool `[B, Lk]`. Without this function, padding would be ignored."""
     if mask_function is not causal_mask_function or q_offset + q_length != kv_length:
-        raise ValueError("lazy attention supports neither a static cache nor packed positions; use a dynamic cache and padded batches")
+        raise ValueError("lazy attention supports neither a static cache nor packed positions; use padded batches")
     return None if attention_mask is None or attention_mask.all() else attention_mask.bool()
 
 

@@ -191,13 +191,13 @@ def write_plots(result: Mapping[str, Any], out: Path) -> str | None:
 
     product = f"useful products, % of {ceilings['product_tflops']:.0f} TFLOP/s"
     reading = f"keys and values, % of {ceilings['read_bytes'] / 1e12:.2f} TB/s"
-    asked = "{0.operation}, D {0.width}, {0.share:.0%} empty"
+    title = "{0.operation}, D {0.width}, {0.share:.0%} empty"
     draw_if_found("roofline", lambda p: p.operation != DECODE and p.share in (0.0, CLAIMED), lambda p, _: p.length,
-          "L", percent, product, asked)  # fmt: skip
+          "L", percent, product, title)  # fmt: skip
     draw_if_found("sparsity", lambda p: p.operation != DECODE and p.length == 4096, lambda _, r: 100 * r["share"],
           "empty tiles (%), L 4096", milliseconds, "ms", "{0.operation}, D {0.width}")  # fmt: skip
     draw_if_found("decode", lambda p: p.operation == DECODE, lambda p, _: p.batch,
-          "sequences, L 32768", percent, reading, asked)  # fmt: skip
+          "sequences, L 32768", percent, reading, title)  # fmt: skip
     return None
 
 

@@ -1,8 +1,8 @@
-"""Lazy Attention in a Hugging Face model: a Llama whose tau and bias are trained, saved, loaded and generated with.
+"""Lazy Attention in a Hugging Face model: a Llama whose tau and bias are trained, saved, loaded and used to generate.
 
     python kernels/examples/hugging_face.py      # needs transformers; downloads nothing
 
-Padding, on either side, and a cache that grows work as ever. Keep tau and bias out of weight decay.
+Padding on either side and a growing cache work as usual. Exclude tau and bias from weight decay.
 """
 
 import tempfile
@@ -30,7 +30,7 @@ from flash_lazy import lazy_attention
 def lazy_attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers: query `[B, H, Lq, D]`, key and value `[B, Hkv, Lk, D]`, mask `[B, Lk]`."""
+    """Attention function for transformers: query `[B, H, Lq, D]`, key and value `[B, Hkv, Lk, D]`, mask `[B, Lk]`."""
     out = lazy_attention(query, key, value, module.lazy.tau, module.lazy.bias, key_mask=mask, scale=scaling)
     return out.transpose(1, 2), None
 
@@ -44,9 +44,9 @@ def make_padding_mask(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """Which keys are no padding, bool `[B, Lk]`. Without a mask function of its own, padding would be ignored."""
+    """Mask of the keys that are not padding, bool `[B, Lk]`. Without this function, padding would be ignored."""
     if mask_function is not causal_mask_function or q_offset + q_length != kv_length:
-        raise ValueError("lazy attention is causal over a growing cache: no static cache, no packed positions")
+        raise ValueError("lazy attention supports neither a static cache nor packed positions; use padded batches")
     return None if attention_mask is None or attention_mask.all() else attention_mask.bool()
 
 
@@ -60,7 +60,7 @@ class LazyLlamaConfig(LlamaConfig):
 
 
 class LazyParameters(nn.Module):
-    """A module of their own, so that loading a model knows how to initialise what a checkpoint lacks."""
+    """Separate module, so that `_init_weights` can initialise tau and bias if a checkpoint lacks them."""
 
     def __init__(self, heads: int, reach: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class LazyParameters(nn.Module):
 
 
 class LazyLlamaModel(LlamaModel):
-    _keep_in_fp32_modules_strict = ("lazy",)  # else dtype=torch.bfloat16 would cast tau and bias too
+    _keep_in_fp32_modules_strict = ("lazy",)  # otherwise dtype=torch.bfloat16 would also cast tau and bias
 
     def __init__(self, config: LazyLlamaConfig) -> None:
         super().__init__(config)
@@ -99,10 +99,10 @@ AutoModelForCausalLM.register(LazyLlamaConfig, LazyLlamaForCausalLM)
 
 
 def train(model: PreTrainedModel, ids: Tensor, steps: int) -> list[float]:
-    """The losses of some steps on one batch."""
-    lazily = [x for name, x in model.named_parameters() if ".lazy." in name]
+    """Losses of `steps` training steps on one batch."""
+    lazy = [x for name, x in model.named_parameters() if ".lazy." in name]
     others = [x for name, x in model.named_parameters() if ".lazy." not in name]
-    optimiser = torch.optim.AdamW([{"params": others}, {"params": lazily, "weight_decay": 0.0}], lr=1e-2)
+    optimiser = torch.optim.AdamW([{"params": others}, {"params": lazy, "weight_decay": 0.0}], lr=1e-2)
     losses = []
     for _ in range(steps):
         loss = model(ids, labels=ids).loss

@@ -76,7 +76,7 @@ class TokenDataset(Dataset[Batch]):
     """
 
     def __init__(self, sequences: Tensor, positions: Batch | None = None, targets: Tensor | None = None):
-        """targets: integer `[N, L]`, predicted instead of the next tokens; `IGNORED` where nothing is.
+        """targets: integer `[N, L]`, predicted instead of the next tokens; `IGNORED` for no prediction.
 
         Every sequence must have the same number of predicted targets, so that the mean loss over the parts of a batch
         equals that of the batch.

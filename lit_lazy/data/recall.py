@@ -87,13 +87,13 @@ def draw_sequences(config: Recall, n: int, rng: np.random.Generator) -> Answered
     vocabulary, pairs, half = config.vocabulary, config.pairs, config.queries // 2
     keys, values = draw_permutations(n, config.keys, rng), rng.integers(config.values, size=(n, pairs), dtype=np.int32)
     # Keys are in random order: the queries are the first keys with a pair and the first keys without.
-    asked = np.concatenate([keys[:, :half], keys[:, pairs : pairs + half]], axis=1)
+    query_keys = np.concatenate([keys[:, :half], keys[:, pairs : pairs + half]], axis=1)
     answers = np.concatenate([vocabulary.encode_answer(values[:, :half]), np.full((n, half), vocabulary.null)], axis=1)
     order, place = draw_permutations(n, config.queries, rng), draw_permutations(n, pairs, rng)
 
     sequences = np.full((n, config.context_length + 1), vocabulary.null, dtype=np.int32)
     sequences[:, :pairs] = np.take_along_axis(vocabulary.encode_pair(keys[:, :pairs], values), place, axis=1)
-    sequences[:, pairs:-1] = vocabulary.encode_query(np.take_along_axis(asked, order, axis=1))
+    sequences[:, pairs:-1] = vocabulary.encode_query(np.take_along_axis(query_keys, order, axis=1))
     targets = make_ignored_targets(n, config.context_length)
     targets[:, pairs:] = np.take_along_axis(answers, order, axis=1)
     absent = targets == vocabulary.null

@@ -267,15 +267,15 @@ def test_help_is_the_fields_docstrings():
         "--data": "Training and validation data.",
         "--seed": "Seed of the initial weights and of the batch order.",
         "--model.d_model": "Width of the residual stream.",
-        "--model.attention.bias": "What is added to the scores by distance and head.",
-        "--model.attention.window": "Keys a query can see, itself included; None for all that are not in its future.",
+        "--model.attention.bias": "Added to the scores, by distance and head.",
+        "--model.attention.window": "Most recent keys that a query sees, its own included; None for all keys up to its own.",
         "--train.lr": "Peak learning rate.",
         "--train.optimiser": "The optimiser.",
     }.items():
         assert re.search(rf"{re.escape(path)}=[^ ]* {re.escape(help_of_field)}", text), path
     assert "--train.steps=90 Optimiser steps. (a whole number)" in text
     assert "--model.tie_embeddings=true Use the embedding matrix as the output head. (true or false)" in text
-    assert "--model.attention.normaliser=Elastic How scores become weights. (one of " in text
+    assert "--model.attention.normaliser=Elastic Maps scores to weights. (one of " in text
     assert "--model.attention.normaliser.tau_init=0.25 Initial offset parameter." in text  # the config's own
     assert "--model.attention.bias.n_buckets=" in text  # of a class that it has not
     assert "--train.optimiser=Muon " in text
@@ -316,8 +316,8 @@ def test_what_is_listed_can_be_given():
     [
         (BIAS, "T5Bias", "Distance from which all keys share the last bucket."),
         (NORMALISER, "Elastic", "Factor on the learning rate of tau."),
-        (POSITION, "Rope", "Base of the wave lengths."),
-        (DATA, "Stdlib", "Tokens (bytes) in a window."),
+        (POSITION, "Rope", "Base of the wavelengths."),
+        (DATA, "Stdlib", "Tokens (bytes) per window."),
     ],
 )
 def test_help_of_a_leaf(path, name, help_of_field, capsys):

@@ -1,4 +1,4 @@
-"""The generated sequences follow the stated law, and its optimum is what the batches say it is.
+"""The generated sequences follow the documented law, and the batches report its optimum.
 
 Sampling errors are those of the mean over sequences, which are independent; bounds are five of them.
 """
@@ -31,7 +31,7 @@ def chain():
 
 
 def trigger_probability(config):
-    """P(trigger) at every position: none at BOS nor after it, then m times P(no trigger one before)."""
+    """P(trigger) by position: 0 at BOS and after it, then m times P(no trigger at the previous position)."""
     probability = np.zeros(config.context_length)
     for t in range(2, config.context_length):
         probability[t] = config.trigger_mass * (1 - probability[t - 1])
@@ -80,7 +80,7 @@ def test_trigger_fraction(mass):
     assert abs(fraction.mean().item() - mass / (1 + mass)) < 0.02
 
 
-def test_chain_is_what_it_says(chain):
+def test_the_chain_has_its_documented_properties(chain):
     k = CONFIG.n_triggers
     assert np.allclose(chain.transition.sum(axis=1), 1)
     assert np.allclose(chain.transition[:, :k].sum(axis=1), CONFIG.trigger_mass)
@@ -151,7 +151,7 @@ def test_info_is_measured_on_validation():
 
 @pytest.mark.parametrize("place", [1, 2, 5, 9, 64])
 def test_a_fixed_token_elsewhere(place):
-    """BOS stands there alone; behind it all is as it would be at the beginning, before it is a chain of its own."""
+    """BOS occurs only there; an ordinary sequence follows it, and a separate chain precedes it."""
     config = Backcopy(train_sequences=300, validation_sequences=50, fixed_token_at=place)
     plain = dataclasses.replace(config, fixed_token_at=None)
     source, bos = config.load(), config.vocab_size
@@ -181,16 +181,15 @@ def test_a_fixed_token_elsewhere_leaves_the_law_of_the_chain():
     assert moved == pytest.approx(first, abs=0.02)
 
 
-def test_sequences_without_the_option_are_as_they_were():
-    """Before there was one."""
+def test_sequences_without_the_option_are_unchanged():
     assert Backcopy(train_sequences=50).load().fingerprint == "8588600efacc6cd7"
 
 
-def test_build_sourceed_once():
+def test_equal_configs_share_one_source():
     assert Backcopy(train_sequences=50).load() is Backcopy(train_sequences=50).load()
 
 
-def test_everything_comes_from_the_task_seed():
+def test_the_task_seed_determines_everything():
     config, other = Backcopy(train_sequences=50), Backcopy(train_sequences=50, task_seed=1)
     first, again = config.load(), _build_source.__wrapped__(config)
     assert first is not again
@@ -200,7 +199,7 @@ def test_everything_comes_from_the_task_seed():
     assert not torch.equal(other.load().train.sequences, first.train.sequences)
 
 
-def test_training_size_leaves_validation_alone():
+def test_training_size_does_not_affect_validation():
     small, large = Backcopy(train_sequences=50).load(), Backcopy(train_sequences=60).load()
     assert torch.equal(small.validation.sequences, large.validation.sequences)
     assert small.fingerprint != large.fingerprint

@@ -1,4 +1,4 @@
-"""Distractors: key and distance together give the answer, neither does alone, and mistakes are one line."""
+"""Distractors: key and distance together determine the answer, neither suffices, and errors are one line."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ CORNERS = [
 
 
 def read(config, data):
-    """The batch; keys and values of the pairs `[n, 1, C]`; keys that are asked for, answers `[n, Q, 1]`; distances."""
+    """The batch; keys and values of the pairs `[n, 1, C]`; query keys and answers `[n, Q, 1]`; distances."""
     batch = data.__getitems__(list(range(len(data))))
     pairs, queries = batch["tokens"].split([config.lags * config.queries, config.queries], 1)
     answers = batch["targets"][:, pairs.shape[1] :, None] - config.vocabulary.encode_answer(0)
@@ -27,7 +27,7 @@ def read(config, data):
 
 
 @pytest.mark.parametrize("config", [CONFIG, *CORNERS], ids=str)
-def test_one_token_of_the_key_is_at_a_lag_and_has_the_answer(config):
+def test_exactly_one_token_of_the_key_is_at_a_lag_and_has_the_answer(config):
     source = config.load()
     for data in (source.train, source.validation):
         batch, keys, values, asked, answers, distance = read(config, data)
@@ -39,7 +39,7 @@ def test_one_token_of_the_key_is_at_a_lag_and_has_the_answer(config):
         assert (there.sum(-1) == 1).all()
         assert ((values == answers) | ~there).all()
         assert (asked[..., 0].sort(1).values.diff(dim=1) > 0).all()
-        assert (keys == asked).any(1).all()  # no key that nobody asks for
+        assert (keys == asked).any(1).all()  # every key belongs to a query
         several = (keys == asked).sum(-1) > 1
         assert several.any(1).all()
         assert (several.sum(1) <= config.queries // 2).all()
@@ -49,15 +49,15 @@ def test_one_token_of_the_key_is_at_a_lag_and_has_the_answer(config):
         assert (batch["oracle_nll"] == 0).all()
 
 
-def test_neither_key_nor_distance_alone_gives_the_answer():
-    """Of m tokens of the key any may be the one, so a guess by content is right in about 1 / m; lags are as likely."""
+def test_neither_key_nor_distance_suffices():
+    """Each of m tokens of the key is equally likely, so a guess by content is right in about 1 / m; lags likewise."""
     config = dataclasses.replace(CONFIG, validation_sequences=4_000)
     source = config.load()
     batch, keys, values, asked, answers, distance = read(config, source.validation)
     rows = batch["distracted"][:, config.lags * config.queries :]
     matches = (keys == asked) & rows[..., None]
     number = matches.sum(-1)[rows].double()
-    # One of m tokens has the answer, each other one has it by chance.
+    # One of m tokens has the answer, the others have it by chance.
     share = ((values == answers) & matches).sum(-1)[rows] / number
     expected = (1 + (number - 1) / config.values) / number
     error = (share - expected).std() / len(share) ** 0.5
@@ -70,7 +70,7 @@ def test_neither_key_nor_distance_alone_gives_the_answer():
     assert ((counts - counts.mean()) / counts.mean().sqrt()).abs().max() < 5
 
 
-def test_everything_comes_from_the_task_seed():
+def test_the_task_seed_determines_everything():
     config, other = (Distractors(train_sequences=20, validation_sequences=20, task_seed=seed) for seed in (0, 1))
     assert config.load() is config.load()
     assert _build_source.__wrapped__(config).fingerprint == config.load().fingerprint != other.load().fingerprint

@@ -1,4 +1,4 @@
-"""MQAR: the rules of zoology's generator, its power law, and mistakes in one line."""
+"""MQAR: the rules of zoology's generator, its power law, and one-line errors."""
 
 import dataclasses
 import re
@@ -21,7 +21,7 @@ CONFIGS = [
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_rules(config):
-    """The target of a key is the value behind it among the pairs, and there is no other target."""
+    """The target of a repeated key is the value after it among the pairs; there is no other target."""
     source = config.load()
     assert source.vocab_size == config.vocab_size
     for data in (source.train, source.validation):
@@ -54,8 +54,8 @@ def test_keys_and_values_are_all_drawn():
 
 
 @pytest.mark.parametrize("power", [0.01, 0.5, 1.0])
-def test_gaps_are_drawn_one_after_the_other_by_the_power_law(power):
-    """The first by the law itself, the second by the law without the first."""
+def test_gaps_are_drawn_without_replacement_by_the_power_law(power):
+    """The first follows the law, the second the law without the first."""
     config, space, n = dataclasses.replace(TINY, pairs=2, power=power), 4, 20_000
     found = draw_gaps(space, config, n, np.random.default_rng(0))
     law = np.arange(1, space + 1) ** (power - 1)
@@ -66,7 +66,7 @@ def test_gaps_are_drawn_one_after_the_other_by_the_power_law(power):
         assert (np.abs(share - expected) < 5 * np.sqrt(expected * (1 - expected) / n)).all()
 
 
-def test_everything_comes_from_the_task_seed():
+def test_the_task_seed_determines_everything():
     other = dataclasses.replace(TINY, task_seed=1)
     assert TINY.load() is TINY.load()
     assert _build_source.__wrapped__(TINY).fingerprint == TINY.load().fingerprint != other.load().fingerprint

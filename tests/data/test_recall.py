@@ -1,4 +1,4 @@
-"""Recall with absent keys: the sequences keep their rules, the answers follow from them, and mistakes are one line."""
+"""Recall with absent keys: the sequences satisfy their rules, the answers follow from them, errors are one line."""
 
 import dataclasses
 import re
@@ -22,7 +22,7 @@ def whole(data):
 
 @pytest.mark.parametrize("config", [CONFIG, *CORNERS], ids=str)
 def test_rules(config):
-    """Keys are distinct, half of the queries are of pairs, and the answers are the values there, or NULL."""
+    """Keys are distinct, half of the queries have a pair, and the answers are its values, or NULL."""
     source, v = config.load(), config.vocabulary
     assert source.vocab_size == v.vocab_size == config.keys * (config.values + 1) + config.values + 1
     for data in (source.train, source.validation):
@@ -47,8 +47,8 @@ def test_rules(config):
         assert (batch["oracle_nll"] == 0).all()
 
 
-def test_every_key_place_and_value_is_as_likely():
-    """By chi-square per cell: of keys among pairs, of the asked among those there, of places and of values."""
+def test_keys_positions_and_values_are_uniform():
+    """Chi-square per cell: keys among pairs, queries among present keys, positions, values."""
     batch = whole(Recall(train_sequences=20_000).load().train)
     pairs, queries = batch["tokens"].split([CONFIG.pairs, CONFIG.queries], 1)
     keys, asked = pairs // CONFIG.values, queries - CONFIG.keys * CONFIG.values
@@ -62,7 +62,7 @@ def test_every_key_place_and_value_is_as_likely():
     assert abs((present == 0).double().mean() - 0.5) < 5 * 0.5 / len(present) ** 0.5
 
 
-def test_more_pairs_are_the_same_task():
+def test_more_pairs_keep_the_vocabulary():
     more = dataclasses.replace(CONFIG, pairs=8 * CONFIG.pairs, train_sequences=1)
     assert more.vocabulary == CONFIG.vocabulary
     assert more.load().context_length == 8 * CONFIG.pairs + CONFIG.queries
@@ -70,7 +70,7 @@ def test_more_pairs_are_the_same_task():
     assert CONFIG.outline() == dataclasses.replace(more.outline(), context_length=24, sequences=2_000)
 
 
-def test_everything_comes_from_the_task_seed():
+def test_the_task_seed_determines_everything():
     config, other = (Recall(train_sequences=20, validation_sequences=20, task_seed=seed) for seed in (0, 1))
     assert config.load() is config.load()
     assert _build_source.__wrapped__(config).fingerprint == config.load().fingerprint != other.load().fingerprint

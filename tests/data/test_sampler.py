@@ -57,7 +57,7 @@ def test_a_pass_is_drawn_once():
     assert drawn == [0, 1, 2]
 
 
-def test_start_is_read_when_the_iterator_is_made():
+def test_start_is_read_when_the_iterator_is_created():
     step = 3
     sampler = StepBatchSampler(100, 7, 0, lambda: step)
     iterator = iter(sampler)
@@ -80,12 +80,12 @@ def test_wrong_arguments_are_named(arguments, named):
         StepBatchSampler(*arguments, lambda: 0)
 
 
-def test_negative_start_is_refused():
+def test_negative_start_is_an_error():
     with pytest.raises(ValueError, match="start_step=-1"):
         iter(StepBatchSampler(10, 2, 0, lambda: -1))
 
 
-def test_data_loader_takes_batches_whole():
+def test_data_loader_fetches_complete_batches():
     data = Backcopy(train_sequences=100, validation_sequences=10).load().train
     sampler = StepBatchSampler(len(data), 7, 0, lambda: 5)
     loader = DataLoader(data, batch_sampler=sampler, collate_fn=lambda batch: batch)

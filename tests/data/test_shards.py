@@ -1,4 +1,4 @@
-"""A corpus is made file by file: in any number of processes, however often it is killed, it is the same to the byte."""
+"""A corpus is made file by file, byte-identical for any number of processes and after any number of kills."""
 
 import contextlib
 import errno
@@ -43,12 +43,12 @@ KNOWN = [
     ({"validation": True, "max_tokens": 10_000}, "c307661979e81e1e", 12, 13),
     ({"validation_share": 0.5}, "4bead728df8003fb", 141, 159),
 ]
-"""Fingerprints, and numbers of documents, of the version that read all files in one pass."""
+"""Fingerprints and document counts of the version that read all files in one pass."""
 
 
 @pytest.fixture
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The documents in seven .jsonl files, each of which is a job; and 50 others."""
+    """The documents in seven .jsonl files, each a job; and 50 others."""
     monkeypatch.setattr(documents, "SMALL_FILES", 0)
     folder = tmp_path / "parts"
     folder.mkdir()
@@ -60,7 +60,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def _forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that are forks, which need no imports."""
+    """Forked workers, which need no imports."""
     monkeypatch.setattr(workers, "subprocess", forked)
 
 
@@ -77,7 +77,7 @@ def plan(config: text.Text) -> list[FileJob]:
 @pytest.mark.usefixtures("_forks")
 @pytest.mark.parametrize("processes", [1, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("options", "fingerprint", "train", "validation"), KNOWN)
-def test_fingerprints_are_as_they_were(parts, tmp_path, cache, options, fingerprint, train, validation, processes):
+def test_fingerprints_are_unchanged(parts, tmp_path, cache, options, fingerprint, train, validation, processes):
     if "validation" in options:
         options = options | {"validation": str(tmp_path / "validation.jsonl")}
     config = small(path=str(parts), **options)
@@ -96,7 +96,7 @@ def test_fingerprints_are_as_they_were(parts, tmp_path, cache, options, fingerpr
         assert np.count_nonzero(stream[:-1] == 0) == count - 1
 
 
-def test_neither_a_begin_token_nor_a_mask_touches_the_keys_of_others(parts, bpe):
+def test_begin_token_and_mask_do_not_change_other_keys(parts, bpe):
     plain = small(path=str(parts), tokenizer=bpe)
     masked = small(path=str(parts), tokenizer=bpe, document_mask=True)
     begun = small(path=str(parts), tokenizer=bpe, begin_of_text="<pad>")
@@ -119,7 +119,7 @@ def test_a_tokenizer_decodes_what_it_encodes(bpe):
         assert "".join(tokenizer.decode(ids.tolist())) == DOCUMENTS[0]
 
 
-# Killed, damaged, full
+# Kills, damage, full disks
 
 
 SLOW = """
@@ -147,8 +147,8 @@ Text(sys.argv[1], **options).tokenise(int(sys.argv[2]))
         (3, 123_457),
     ],
 )
-def test_killed_at_random_moments_it_is_the_same_to_the_byte(parts, tmp_path, cache, processes, limit, monkeypatch):
-    """SIGKILL of the command and all its workers, again and again; no file that was finished is read again."""
+def test_a_corpus_killed_at_random_moments_is_byte_identical(parts, tmp_path, cache, processes, limit, monkeypatch):
+    """Repeated SIGKILL of the command and all its workers; no finished file is read again."""
     monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "undisturbed"))
     undisturbed = corpus(small(path=str(parts), max_tokens=limit).tokenise())
     monkeypatch.setenv("LIT_LAZY_CACHE", str(cache))
@@ -181,14 +181,14 @@ def test_killed_at_random_moments_it_is_the_same_to_the_byte(parts, tmp_path, ca
     assert corpus(folder) == undisturbed
 
 
-def test_a_corpus_that_was_killed_before_its_rename_is_taken(parts, cache, monkeypatch):
+def test_a_corpus_killed_before_its_rename_is_reused(parts, cache, monkeypatch):
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
     config = small(path=str(parts))
     with monkeypatch.context() as patch:
         patch.setattr(tokens, "_remove_shards", killed)
-        patch.setattr(tokens.shutil, "rmtree", lambda *_, **__: None)  # by SIGKILL
+        patch.setattr(tokens.shutil, "rmtree", lambda *_, **__: None)  # as after SIGKILL
         with pytest.raises(KeyboardInterrupt):
             config.tokenise()
     assert len(list(cache.glob("*.json"))) == 7
@@ -198,8 +198,8 @@ def test_a_corpus_that_was_killed_before_its_rename_is_taken(parts, cache, monke
     assert config.load().fingerprint == KNOWN[0][1]
 
 
-def test_corpora_of_the_same_files_do_not_get_in_each_other_s_way(parts, tmp_path, cache):
-    """Made at once, they take shards from each other, and remove them."""
+def test_concurrent_corpora_of_the_same_files_do_not_interfere(parts, tmp_path, cache):
+    """Made concurrently, they use and remove each other's shards."""
     script = tmp_path / "both.py"
     script.write_text(
         "import sys\nfrom lit_lazy.data.pipeline import documents, shards\nfrom lit_lazy.data.text import Text\n"
@@ -236,14 +236,14 @@ def test_a_damaged_shard_is_made_again(parts, cache, harm, capfd, monkeypatch):
     whole = Files.documents
     monkeypatch.setattr(Files, "documents", lambda self: read.append(self.paths[0].name) or whole(self))
     assert config.load().fingerprint == KNOWN[0][1]
-    assert read == ["0.jsonl", "3.jsonl"]  # the first is looked at before anything is created
+    assert read == ["0.jsonl", "3.jsonl"]  # the first is read before anything is created
     lost = harm.__name__ == "<lambda>" and "json" in str(harm.__code__.co_consts)
     assert ("is damaged; tokenising it again" in capfd.readouterr().err) is not lost
 
 
 @pytest.mark.usefixtures("_forks")
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_full_disk_keeps_the_shards_that_are_done(parts, cache, processes, monkeypatch):
+def test_a_full_disk_keeps_finished_shards(parts, cache, processes, monkeypatch):
     config = small(path=str(parts))
     names = [job.name for job in plan(config)]
     sync = os.fsync
@@ -266,7 +266,7 @@ def test_a_full_disk_keeps_the_shards_that_are_done(parts, cache, processes, mon
 
 @pytest.mark.usefixtures("_forks")
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_mistake_in_a_later_file_is_one_line_and_costs_the_others_nothing(parts, cache, processes):
+def test_an_error_in_a_later_file_is_one_line_and_keeps_the_other_shards(parts, cache, processes):
     config = small(path=str(parts))
     bad, good = parts / "5.jsonl", (parts / "5.jsonl").read_text()
     bad.write_text(good + "{\n")
@@ -274,7 +274,7 @@ def test_a_mistake_in_a_later_file_is_one_line_and_costs_the_others_nothing(part
         config.tokenise(processes)
     before = {path.name: path.stat().st_mtime_ns for path in cache.glob("*.json")}
     assert len(before) >= 5
-    # What is not needed is not judged.
+    # Files that are not needed are not checked.
     assert small(path=str(parts), max_tokens=50_000).load().fingerprint == KNOWN[1][1]
     bad.write_text(good)
     assert config.load().fingerprint == KNOWN[0][1]
@@ -296,7 +296,7 @@ def test_a_worker_that_dies_is_one_line(parts, cache, monkeypatch):
 
 @pytest.mark.usefixtures("_forks")
 def test_workers_end_with_their_command(parts, tmp_path, cache):
-    """However that ends: here by a SIGKILL of it alone."""
+    """Even if only the command is killed by SIGKILL."""
     script = tmp_path / "slow.py"
     script.write_text(SLOW.format(limit=None).replace("0.01", "0.2"))
     command = [sys.executable, str(script), str(parts), "2"]
@@ -310,10 +310,10 @@ def test_workers_end_with_their_command(parts, tmp_path, cache):
     assert not alive
 
 
-# How many processes
+# Number of processes
 
 
-def test_processes_are_as_many_as_the_files_are_worth(parts, monkeypatch):
+def test_the_number_of_processes_depends_on_the_files(parts, monkeypatch):
     jobs = plan(small(path=str(parts)))
     assert workers.choose_process_count(jobs, None) == 1  # small
     assert workers.choose_process_count(jobs, 3) == 3
@@ -346,7 +346,7 @@ def test_pieces_of_a_shard_do_not_depend_on_their_size(parts, cache, monkeypatch
 
 
 @pytest.mark.parametrize("share", [1e-9, 0.1, 0.2, 0.5, 1 / 3, 1 - 2**-53])
-def test_the_share_is_judged_exactly(share):
+def test_the_share_is_exact(share):
     edge = share * 2**64
     hashes = [int(edge) + i for i in (-1, 0, 1) if 0 <= int(edge) + i < 2**64]
     assert shards.select_held_out(np.array(hashes, np.uint64), share).tolist() == [number < edge for number in hashes]
@@ -357,7 +357,7 @@ def test_the_share_is_judged_exactly(share):
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A dataset on a server like the Hub's, its listing known; the files that were asked of it."""
+    """A stubbed Hub dataset with a known listing; returns the requested files."""
     root, asked = tmp_path / "remote", []
     root.mkdir()
     for i in range(3):
@@ -394,12 +394,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.usefixtures("_forks")
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_files_of_the_hub_are_downloaded_one_by_one_and_once(hub, processes):
+def test_files_of_the_hub_are_downloaded_once_each(hub, processes):
     config = small(hub="someone/text")
     config.tokenise(processes)
     assert config.load().fingerprint == KNOWN[0][1]
     fetched = [path for command, path in hub if command == "GET"]
-    if processes == 1:  # what forks ask is not seen here
+    if processes == 1:  # requests of forks are not recorded
         assert fetched == [f"/datasets/someone/text/resolve/{'c' * 40}/{i}.parquet" for i in range(3)]
     small(hub="someone/text", max_tokens=10_000).load()
     assert [path for command, path in hub if command == "GET"] == fetched
@@ -411,7 +411,7 @@ def test_a_stream_of_the_hub_is_one_job():
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_file_of_the_hub_that_is_gone_is_one_line():
+def test_a_missing_file_of_the_hub_is_one_line():
     with pytest.raises(ValueError, match=r"data\.hub='someone/text': cannot be read \(") as error:
         list(HubFile("someone/text", "c" * 40, "9.parquet", "text").documents())
     assert "\n" not in str(error.value)
@@ -426,7 +426,7 @@ def tokenise(path: Path, *more: str) -> int:
     return main(["tokenise", "text", *(f"--{name}={value}" for name, value in given.items() if name not in own), *more])
 
 
-def test_the_command_says_what_there_is_and_what_the_recipe_needs(parts, cache, capsys):
+def test_the_command_reports_the_corpus_and_the_recipe(parts, cache, capsys):
     assert tokenise(parts, "--train.steps=100", "--train.warmup_steps=1", "--data.validation_share=0.2") == 0
     out, _ = capsys.readouterr()
     assert str(next(iter(cache.iterdir()))) in out
@@ -445,7 +445,7 @@ def test_the_command_says_what_there_is_and_what_the_recipe_needs(parts, cache, 
         (["--data.tokenizer=none.json"], "data.tokenizer='none.json': cannot be read (No such file"),
     ],
 )
-def test_mistakes_of_the_command_are_one_line(parts, capsys, more, line):
+def test_errors_of_the_command_are_one_line(parts, capsys, more, line):
     assert tokenise(parts, *more) == 2
     *_, last = capsys.readouterr().err.splitlines()
     assert line in last
@@ -468,7 +468,7 @@ def test_the_paper_s_recipe_without_its_tokenizer_is_one_line(name, cache, capsy
 # Windows of documents
 
 
-def test_places_count_within_documents():
+def test_positions_count_within_documents():
     rng = np.random.default_rng(0)
     ends = rng.integers(1, 12, 200).cumsum()
     total, length = int(ends[-1]), 10
@@ -484,7 +484,7 @@ def test_places_count_within_documents():
     assert data[3]["tokens"].shape == data[3]["place"].shape
 
 
-def test_a_corpus_without_ends_is_one_line(parts):
+def test_a_corpus_without_document_ends_is_one_line(parts):
     folder = small(path=str(parts)).tokenise()
     (folder / "train.ends").unlink()
     with pytest.raises(ValueError, match=r"data\.document_mask=True: .* is from an earlier version .* delete that"):
@@ -493,8 +493,8 @@ def test_a_corpus_without_ends_is_one_line(parts):
 
 
 @pytest.mark.long
-def test_real_workers_of_a_script_without_a_guard(parts, tmp_path):
-    """Processes that import what they need; the script's own lines run once."""
+def test_real_workers_of_a_script_without_a_main_guard(parts, tmp_path):
+    """Spawned processes; the script's lines run once."""
     script = tmp_path / "mine.py"
     script.write_text(
         "from lit_lazy.data.pipeline import documents\nfrom lit_lazy.data.text import Text\ndocuments.SMALL_FILES = 0\n"
@@ -507,7 +507,7 @@ def test_real_workers_of_a_script_without_a_guard(parts, tmp_path):
 
 @pytest.mark.long
 def test_a_core_tokenises_1_8_megabytes_a_second(tmp_path, cache):
-    """With a BPE of 32,000 tokens trained on Python's own sources."""
+    """With a BPE of 32,000 tokens trained on Python's sources."""
     sources = [path.read_text(errors="replace") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*/*.py"))]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

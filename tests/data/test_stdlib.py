@@ -1,4 +1,4 @@
-"""The text is the library's own sources, split by file, cut without loss, and judged by an honest baseline."""
+"""The text is the library's sources, split by file and cut without loss; the baseline is measured on its targets."""
 
 import platform
 import sysconfig
@@ -40,12 +40,12 @@ def library(tmp_path):
 
 
 def text_of(library, held_out):
-    """The files of one part, in the order of their paths."""
+    """The files of one part, sorted by path."""
     return b"\0".join((library / name).read_bytes() for name in sorted(WANTED) if is_validation(name) == held_out)
 
 
 def places(source, text):
-    """The number of every validation window among all the windows of `text`, which are unique."""
+    """Index of every validation window among the windows of `text`, which are unique."""
     windows = [text[i : i + 17] for i in range(0, len(text) - 16, 16)]
     assert len(set(windows)) == len(windows)
     return [windows.index(window.tobytes()) for window in source.validation.sequences.numpy()], len(windows)
@@ -57,7 +57,7 @@ def test_reads_the_library_and_nothing_else(library):
     assert sources["top.py"] == (library / "top.py").read_bytes()
 
 
-def test_split_is_by_file_and_by_path_alone(library):
+def test_the_split_depends_only_on_the_path(library):
     source = load_folder(CONFIG, library)
     held_out = sum(map(is_validation, WANTED))
     assert 0 < held_out < len(WANTED)
@@ -81,7 +81,7 @@ def test_windows_are_shifted_and_lose_nothing(library):
     assert bytes(batch["targets"].flatten().tolist()) == text[1 : n + 1]
 
 
-def test_behind_a_bos_each_byte_is_a_target_once_and_no_byte_is_the_bos(library):
+def test_with_bos_each_byte_is_a_target_once_and_bos_is_none(library):
     config = Stdlib(context_length=16, validation_windows=10, bos=True)
     source = load_folder(config, library)
     batch = source.train.__getitems__(list(range(len(source.train))))
@@ -110,7 +110,7 @@ def test_validation_windows_are_evenly_spread(library):
     assert gaps.min() > 1
 
 
-def test_trigram_is_judged_on_the_targets_of_the_windows(library):
+def test_the_trigram_is_measured_on_the_targets_of_the_windows(library):
     source = load_folder(CONFIG, library)
     train, validation = (np.frombuffer(text_of(library, part), np.uint8) for part in (False, True))
     bits = -np.log2(ByteTrigram(train).probability(trigrams(validation)))
@@ -144,7 +144,7 @@ def test_no_sources(tmp_path, folder):
         load_folder(CONFIG, tmp_path / folder)
 
 
-def test_nul_byte_is_refused(library):
+def test_a_nul_byte_is_an_error(library):
     (library / "top.py").write_bytes(b"x = 1\0")
     with pytest.raises(ValueError, match=r"top\.py': contains a NUL byte"):
         load_folder(CONFIG, library)
@@ -170,7 +170,7 @@ def test_running_python():
     assert source.info["python_version"] == platform.python_version()
     assert len(source.validation) == 256
     assert source.info["train_tokens"] == len(source.train) * 256 > 4_000_000
-    # Between what no trigram can know of Python sources and what knowing nothing costs.
+    # Between an unreachable value for Python sources and the uniform distribution.
     assert 1.5 < source.info["trigram_bits_per_byte"] < 4
     paths = read_sources(Path(sysconfig.get_path("stdlib")))
     assert {"argparse.py", "json/decoder.py", "unittest/case.py"} <= set(paths)

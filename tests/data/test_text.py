@@ -1,4 +1,4 @@
-"""One corpus in three formats gives one stream of tokens, made once, mapped into memory; every mistake is one line."""
+"""One corpus in three formats gives one token stream, made once and memory-mapped; every error is one line."""
 
 import errno
 import hashlib
@@ -86,7 +86,7 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 
 
 def write_parquet(path: Path, texts: list[str]) -> Path:
-    datasets.Dataset.from_dict(rows(texts)).to_parquet(path, batch_size=200)  # rows of a row group
+    datasets.Dataset.from_dict(rows(texts)).to_parquet(path, batch_size=200)  # rows per row group
     return path
 
 
@@ -100,7 +100,7 @@ def write_groups(path: Path, *groups: list[str]) -> Path:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own, and one for the datasets library."""
+    """A temporary cache for corpora, and one for the datasets library."""
     monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     return tmp_path / "cache"
@@ -145,7 +145,7 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def small(**changes: object) -> Text:
-    """A Text of small windows."""
+    """A Text with small windows."""
     options = {"context_length": L, "validation_windows": 10, "validation_share": SHARE, **changes}
     return Text(**options)  # type: ignore[arg-type]
 
@@ -163,7 +163,7 @@ VALIDATION = [t for t in DOCUMENTS if held_out(t)]
 
 
 def in_process(code: str, **environment: str) -> subprocess.Popen[str]:
-    """Python code in a process of its own."""
+    """Python code in a separate process."""
     return subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -172,7 +172,7 @@ def in_process(code: str, **environment: str) -> subprocess.Popen[str]:
 
 
 def finished(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Output and errors of a process that ends well."""
+    """Output and errors of a process that must succeed."""
     out, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     return out, errors
@@ -181,10 +181,10 @@ def finished(process: subprocess.Popen[str]) -> tuple[str, str]:
 LOAD = "from lit_lazy.data.text import Text; print(Text({}).load().fingerprint)"
 
 
-# The stream of tokens
+# Token stream
 
 
-def test_parquet_files_and_row_groups_without_rows_are_passed_over(tmp_path, corpora):
+def test_parquet_files_and_row_groups_without_rows_are_skipped(tmp_path, corpora):
     middle = len(DOCUMENTS) // 2
     write_groups(tmp_path / "0.parquet", [])
     write_groups(tmp_path / "1.parquet")
@@ -226,7 +226,7 @@ def test_a_given_validation_text_is_used_instead_of_a_share(corpora, tmp_path):
     assert source.validation.sequences[0].numpy().tobytes() == joined(make_documents(5, seed=1))[: L + 1]
 
 
-def test_empty_documents_and_nulls_are_left_out(tmp_path):
+def test_empty_documents_and_nulls_are_skipped(tmp_path):
     with_gaps = [value for t in DOCUMENTS for value in (t, "", None)]
     lines = tmp_path / "gaps.jsonl"
     lines.write_text("".join(json.dumps({"text": value}) + "\n\n" for value in with_gaps))
@@ -254,7 +254,7 @@ def test_a_long_text_file_is_cut_at_blank_lines_and_loses_nothing(tmp_path):
 
 @pytest.mark.parametrize("unit", ["é", "注", "😀", "a"])
 @pytest.mark.parametrize("shift", range(4))
-def test_a_text_without_blanks_is_cut_between_characters(tmp_path, unit, shift):
+def test_a_text_without_spaces_is_cut_between_characters(tmp_path, unit, shift):
     path = tmp_path / "line.txt"
     path.write_bytes(b"x" * shift + unit.encode() * 100_000)
     found = list(documents.Files("data.path", "", (path,), "text").documents())
@@ -292,14 +292,14 @@ def test_a_tokenizers_file(corpora, bpe):
     assert "trigram_bits_per_byte" not in source.info
 
 
-def test_the_end_of_text_token_can_be_named(corpora, bpe):
+def test_the_end_of_text_token_can_be_set(corpora, bpe):
     config = small(path=corpora["parquet"], tokenizer=bpe, end_of_text="<pad>")
     assert (config.load().train.sequences[:, 1:] == 0).sum() == pytest.approx(len(TRAIN), abs=1)
     assert config.load().fingerprint != small(path=corpora["parquet"], tokenizer=bpe).load().fingerprint
 
 
 @pytest.mark.long
-def test_the_number_of_threads_changes_no_token(corpora, bpe, tmp_path):
+def test_the_number_of_threads_affects_no_token(corpora, bpe, tmp_path):
     code = LOAD.format(f"{corpora['parquet']!r}, tokenizer={bpe!r}, validation_windows=1")
     settings = [{"RAYON_NUM_THREADS": "1"}, {"RAYON_NUM_THREADS": "3"}]
     running = [in_process(code, LIT_LAZY_CACHE=str(tmp_path / str(i)), **s) for i, s in enumerate(settings)]
@@ -309,7 +309,7 @@ def test_the_number_of_threads_changes_no_token(corpora, bpe, tmp_path):
 # The baseline
 
 
-def test_trigram_is_judged_on_the_targets_of_the_windows(corpora):
+def test_the_trigram_is_measured_on_the_targets_of_the_windows(corpora):
     source = small(path=corpora["jsonl"]).load()
     train, validation = (np.frombuffer(joined(part), np.uint8) for part in (TRAIN, VALIDATION))
     n = (len(train) - 1) // L * L  # the windows' tokens
@@ -383,7 +383,7 @@ def test_a_changed_file_is_another_fingerprint_and_key_and_a_touched_one_is_not(
 @pytest.mark.long
 def test_processes_that_start_together_tokenise_once(tmp_path, cache):
     path = tmp_path / "big.txt"
-    path.write_text("\n\n".join(make_documents(300)) * 40)  # 20 MB: longer than the starts are apart
+    path.write_text("\n\n".join(make_documents(300)) * 40)  # 20 MB: takes longer than the delay between the starts
     go = tmp_path / "go"
     code = f"""
 import pathlib, time
@@ -402,7 +402,7 @@ print(Text({str(path)!r}).load().fingerprint)"""
     assert len(list(cache.iterdir())) == 1
 
 
-def test_a_killed_tokenisation_leaves_nothing_that_is_taken_for_whole(corpora, cache):
+def test_a_killed_tokenisation_leaves_nothing_that_looks_complete(corpora, cache):
     code = f"""
 import time
 from lit_lazy.data.pipeline import shards, tokeniser
@@ -434,7 +434,7 @@ Text({corpora["jsonl"]!r}, context_length={L}, validation_windows=10, validation
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    """50 MB against 10 in each format, the .txt as a single line; and a JSON line of 1 GB is refused."""
+    """50 MB compared with 10 in each format, the .txt as a single line; a JSON line of 1 GB is an error."""
     document = "".join(random.Random(0).choices("abcdefgh ", k=4000))
     for size in (10, 50):
         texts = [f"{i} {document}" for i in range(size * 250)]
@@ -448,11 +448,11 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
 import pathlib, re
 from lit_lazy.data import text
 from lit_lazy.data.text import Text
-text.compute_trigram_bits = lambda *_: 0.0  # its tables, of a constant size, would hide the rest
+text.compute_trigram_bits = lambda *_: 0.0  # its tables of constant size would hide the rest
 def peak(name, **options):
     Text(str(pathlib.Path({str(tmp_path)!r}, name)), **options).load()
     return high_water()
-def high_water():  # MB of this program alone: ru_maxrss would begin with that of the process it was forked from
+def high_water():  # MB of this process; ru_maxrss would include the parent's before the fork
     return int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) / 1024
 small = max([peak("10.txt"), peak("10.jsonl"), peak("10.parquet")])
 for kind in ("txt", "jsonl", "parquet"):
@@ -502,7 +502,7 @@ def test_a_cache_that_cannot_be_made_is_one_line(corpora, tmp_path, monkeypatch)
         small(path=corpora["jsonl"]).load()
 
 
-def test_damage_is_noticed(corpora, cache):
+def test_damage_is_detected(corpora, cache):
     small(path=corpora["jsonl"]).load()
     text._build_source.cache_clear()
     (path,) = cache.glob("*/train.bin")
@@ -511,15 +511,15 @@ def test_damage_is_noticed(corpora, cache):
         small(path=corpora["jsonl"]).load()
 
 
-# The hub's way, on a folder that is laid out like one of its datasets
+# Hub datasets, as a folder with the same layout
 
 
-LONG = make_documents(2500, seed=2)  # several times what is encoded at once
+LONG = make_documents(2500, seed=2)  # several batches of the encoder
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Two configurations; the training split of `sample` has two files, of which the second is no parquet."""
+    """Two configurations; the training split of `sample` has two files, of which the second is not parquet."""
     root = tmp_path / "repository"
     (root / "sample").mkdir(parents=True)
     write_parquet(root / "sample" / "train-0.parquet", LONG)
@@ -584,7 +584,7 @@ except ValueError as error:
     assert not cache.exists()
 
 
-# Mistakes
+# Errors
 
 
 BAD_FILES = {
@@ -679,7 +679,7 @@ def bad(tmp_path_factory: pytest.TempPathFactory, corpora: dict[str, str]) -> Pa
         ({"path": "good.parquet", "validation": "latin.jsonl"}, r"data\.validation='.*latin\.jsonl': is not UTF-8"),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing(bad, cache, options, message, capfd):
+def test_an_error_is_one_line_and_leaves_nothing(bad, cache, options, message, capfd):
     paths = {name: str(bad / value) for name, value in options.items() if name in ("path", "tokenizer", "validation")}
     with pytest.raises(ValueError, match=message) as error:
         small(**{**options, **paths}).load()
@@ -696,7 +696,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(bad, cache, options, message, 
     ],
 )
 def test_too_little_text_is_one_line(corpora, options, message):
-    """Known only after tokenising: the tokens stay for the options that fit."""
+    """Detected only after tokenising: the tokens stay cached for valid options."""
     with pytest.raises(ValueError, match=message) as error:
         small(path=corpora["jsonl"], **options).load()
     assert "\n" not in str(error.value)
@@ -733,7 +733,7 @@ def tiny_run(path: str, **options: object) -> RunConfig:
     )
 
 
-def test_trains_alike_on_every_format_and_counts_bits_per_byte(corpora, bpe, tmp_path):
+def test_training_is_identical_on_every_format_and_reports_bits_per_byte(corpora, bpe, tmp_path):
     by_format = [run(tiny_run(corpora[kind], tokenizer=bpe), tmp_path / kind) for kind in ("txt", "parquet")]
     assert by_format[0].metrics == by_format[1].metrics
     metrics, data = by_format[0].metrics, by_format[0].data
@@ -742,7 +742,7 @@ def test_trains_alike_on_every_format_and_counts_bits_per_byte(corpora, bpe, tmp
     assert metrics["loss/bits_per_byte"] == pytest.approx(bits / data["bytes_per_token"])
 
 
-def test_the_command_line_reaches_it(corpora, runs, capsys):
+def test_the_command_line_sets_its_options(corpora, runs, capsys):
     fields = {"data.path": corpora["jsonl"], "data.context_length": L, "data.validation_windows": 10, "train.steps": 3}
     fields |= {"model.d_model": 16, "model.d_ff": 32, "train.warmup_steps": 1, "data.max_tokens": "None"}
     assert main(["train", "text", "--runs", str(runs), *(f"--{name}={value}" for name, value in fields.items())]) == 0
@@ -753,7 +753,7 @@ def test_the_command_line_reaches_it(corpora, runs, capsys):
     capsys.readouterr()
 
 
-def test_the_fineweb_experiment_runs_on_a_folder_laid_out_like_it(tmp_path):
+def test_the_fineweb_experiment_runs_on_a_folder_with_its_layout(tmp_path):
     root = tmp_path / "fineweb-edu"
     (root / "sample" / "10BT").mkdir(parents=True)
     write_parquet(root / "sample" / "10BT" / "000_00000.parquet", LONG)
@@ -767,7 +767,7 @@ def test_the_fineweb_experiment_runs_on_a_folder_laid_out_like_it(tmp_path):
     assert result.metrics["loss/val"] < result.metrics["init/loss/val"]
 
 
-def test_the_shipped_experiment_asks_for_a_path(runs, capsys, cache):
+def test_the_shipped_experiment_requires_a_path(runs, capsys, cache):
     assert main(["train", "text", "--runs", str(runs)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "data.path='': give your text, as in --data.path=FILE" in line

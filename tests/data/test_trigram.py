@@ -1,4 +1,4 @@
-"""The baseline is a proper distribution, is the formula it states, and learns what a trigram can learn."""
+"""The baseline is a distribution, equals its formula, and reaches the entropy of a second-order chain."""
 
 from collections import Counter, defaultdict
 
@@ -20,7 +20,7 @@ def test_windows():
 
 @pytest.mark.parametrize("history", [b"ab", b"zb", b"zz", b"\0\0", b"\xff\xff"], ids=str)
 def test_sums_to_one(history):
-    """Histories seen, seen in their last byte only, and never seen."""
+    """Histories that are seen, seen only in their last byte, and unseen."""
     first, second = history
     windows = (first * 256 + second) * 256 + np.arange(256)
     probability = ByteTrigram(as_bytes(b"abcabdabeb\xff")).probability(windows)
@@ -29,7 +29,7 @@ def test_sums_to_one(history):
 
 
 def test_is_witten_bell():
-    """Against the recursion written out over dictionaries."""
+    """Against the recursion with dictionaries."""
     rng = np.random.default_rng(0)
     text, held_out = rng.integers(97, 103, 300).astype(np.uint8), rng.integers(96, 105, 200).astype(np.uint8)
     followers = defaultdict(Counter)

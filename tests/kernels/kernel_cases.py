@@ -1,4 +1,4 @@
-"""What the kernel tests share: inputs off the ReLU's kink, an independent computation, errors and what they may be."""
+"""Shared code of the kernel tests: inputs away from the ReLU's kink, an independent computation, error bounds."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ TAU = {"per_query": 1.0, "seq_len": 1.0, "per_token": 1.0, "constant": 0.05}
 
 @dataclass(frozen=True)
 class Case:
-    """One call: float64 tensors whose values both half types hold (tau, bias, slopes: float32), and its options."""
+    """One call: float64 tensors, exact in both half types (tau, bias, slopes: in float32), and its options."""
 
     q: Tensor
     k: Tensor
@@ -41,7 +41,7 @@ class Case:
         return {name: x for name, x in named.items() if x is not None}
 
     def to(self, dtype: torch.dtype) -> "Case":
-        """q, k, v in dtype; tau, bias and slopes float64 beside float64 and float32 otherwise."""
+        """q, k, v in dtype; tau, bias and slopes in float64 for float64, otherwise float32."""
         own = torch.float64 if dtype == torch.float64 else torch.float32
         options = dict(self.options)
         if "slopes" in options:
@@ -51,7 +51,7 @@ class Case:
         return Case(q, k, v, self.tau.to(own), bias, options)
 
     def to_device(self, device: str) -> "Case":
-        """The same tensors, themselves where they are on the device already."""
+        """The tensors on a device."""
         options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.options.items()}
         bias = None if self.bias is None else self.bias.to(device)
         return Case(*(x.to(device) for x in (self.q, self.k, self.v, self.tau)), bias, options)
@@ -62,7 +62,7 @@ def widest_dtype(backend: str) -> torch.dtype:
 
 
 def device_for(backend: str) -> str:
-    """The fused kernels run on a GPU where there is one; everything else is tested on the CPU."""
+    """A GPU, if available, for the fused kernels; the CPU for everything else."""
     return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
 
 
@@ -85,7 +85,7 @@ def draw(
     rows: int | None = None,
     mean: float = 0.0,
 ) -> Case:
-    """A case, drawn again until no visible p lies within KINK_MARGIN of theta.
+    """A case, redrawn until no visible p is within KINK_MARGIN of theta.
 
     layout: "plain"; "decode" (fewer queries than keys); "ragged" (fewer queries, kv_lengths of four sequences, 0 and
     Lk among them); "packed" (cu_seqlens of one sequence, with an empty document and one of a single token).
@@ -134,12 +134,12 @@ def _draw_once(rng: random.Random, asked: dict[str, Any]) -> Case:
 
 
 def _round_to_halves(x: Tensor) -> Tensor:
-    """x rounded to values that bfloat16 and float16 both hold."""
+    """x rounded to values that are exact in both bfloat16 and float16."""
     return x.bfloat16().half().float()
 
 
 def make_noise(case: Case, mean: float = 0.0) -> Tensor:
-    """A gradient of the output, always the same."""
+    """A fixed gradient of the output."""
     return _round_to_halves(torch.randn(case.q.shape, generator=torch.Generator().manual_seed(7)) + mean)
 
 
@@ -170,7 +170,7 @@ def run(
 
 
 def run_named(case: Case, backend: str, grad: Tensor | None = None, dlse: Tensor | None = None) -> dict[str, Tensor]:
-    """What `run` returns under one name each: out, the stats, dq, dk, ..."""
+    """Results of `run` by name: out, the stats, dq, dk, ..."""
     out, stats, grads = run(case, backend, grad, dlse)
     return {"out": out, **stats._asdict(), **{f"d{name}": x for name, x in grads.items()}}
 
@@ -182,7 +182,7 @@ def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 def use_small_blocks(monkeypatch: pytest.MonkeyPatch, m: int, n: int) -> None:
-    """Lets every Triton kernel work on blocks of m rows and n keys."""
+    """Make every Triton kernel use blocks of m rows and n keys."""
     pytest.importorskip("triton", reason="the fused kernels need triton, which is for Linux")
     blocks = {256: [configurations.Blocks(m, n, 4, 1)]}
     lists = {name: {2: blocks, 4: blocks} for name in configurations.CONFIGURATIONS}
@@ -204,7 +204,7 @@ class RoundedProducts(TorchFunctionMode):
 
 
 class FlashSoftmax(RoundedProducts):
-    """The same, with what FlashAttention's backward pass does: sum_j p dp from rounded outputs."""
+    """RoundedProducts with FlashAttention's backward pass: sum_j p dp from rounded outputs."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.softmax:
@@ -240,7 +240,7 @@ class _FlashSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         (p,) = ctx.saved_tensors
-        # The last product that went backward is the one with the values.
+        # The last product in the backward pass is the one with the values.
         return p * (grads[0] - ctx.mode.delta), None
 
 
@@ -261,7 +261,7 @@ def eager_errors(
     mode: type[RoundedProducts] | None = None,
     dlse: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Largest error of the reference, or of what a mode makes of it, over several orders of summing the products.
+    """Largest error of the reference, or of it under a mode, over several orders of summing the products.
 
     One order alone is a matter of luck: it may happen to err by nothing.
     """
@@ -286,7 +286,7 @@ def flash_errors(case: Case, grad: Tensor | None = None) -> dict[str, Tensor]:
 
 
 def tolerance(case: Case) -> dict[str, float]:
-    """How far apart two outputs of one case may lie: in float32, each may err by twice what the reference does."""
+    """Tolerance between two outputs of one case in float32: each may have twice the error of the reference."""
     if case.q.dtype == torch.float64:
         return {"rtol": 1e-12, "atol": 1e-13}
     exact = run_named(case.to(torch.float64), "reference")
@@ -299,7 +299,7 @@ def elementwise_max(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Ten
 
 
 class Errors(NamedTuple):
-    """Largest errors of a computation, and what it is allowed: by name of the result."""
+    """Largest errors of a computation and their bounds, by name of the result."""
 
     found: dict[str, Tensor]
     eager: dict[str, Tensor]
@@ -310,7 +310,7 @@ class Errors(NamedTuple):
         return Errors(*(elementwise_max(a, b) for a, b in zip(self, other, strict=True)))
 
     def too_large(self) -> list[str]:
-        """What errs by more than twice the error of eager and the rounding of the result, or 1.5 times softmax's."""
+        """Results whose error exceeds twice that of eager plus the result's rounding, or 1.5 times softmax's."""
         found = []
         for name, error in self.found.items():
             allowed = torch.maximum(2 * (self.eager[name] + self.rounding[name]), 1.5 * self.flash[name])
@@ -327,7 +327,7 @@ def measure_errors(
     flash: dict[str, Tensor] | None = None,
     cancelled: dict[str, Tensor] | None = None,
 ) -> Errors:
-    """Errors of results. cancelled: rounding of terms that cancel, where it may be more than that of the result."""
+    """Errors of results. cancelled: rounding of cancelling terms, which may exceed that of the result."""
     none = dict.fromkeys(found, torch.zeros(()))
     rounding = {name: torch.finfo(x.dtype).eps * replace_infinite(exact[name]).abs().max() for name, x in found.items()}
     rounding = elementwise_max(rounding, none | (cancelled or {}))
@@ -335,7 +335,7 @@ def measure_errors(
 
 
 def naive_attention(case: Case) -> tuple[np.ndarray, Stats, float]:
-    """Output and stats from loops over rows that see a plain list of keys, and min |p / theta - 1| (inf if none).
+    """Output and stats by loops over rows with a list of visible keys, and min |p / theta - 1| (inf if none).
 
     Shares nothing with the package: visibility is decided key by key.
     """
@@ -394,7 +394,7 @@ def naive_attention(case: Case) -> tuple[np.ndarray, Stats, float]:
 
 
 def pairwise_cover(axes: dict[str, list[Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """Greedy list of settings in which every pair of values of every two axes occurs."""
+    """Greedy list of settings that covers every pair of values of every two axes."""
     rng = random.Random(seed)
     names = list(axes)
     missing = {
@@ -425,7 +425,7 @@ def drop_options(case: Case, *names: str) -> Case:
 
 
 def assert_refused(call: Callable[[], Any], expected: list[str]) -> None:
-    """The call ends in one line that holds all of the parts expected."""
+    """Assert that the call raises a one-line error with all of the expected parts."""
     with pytest.raises(ValueError, match=re.escape(expected[0])) as raised:
         call()
     message = str(raised.value)

@@ -1,4 +1,4 @@
-"""The example for Hugging Face: a Llama with Lazy Attention trains, comes back, generates, and takes padding."""
+"""The Hugging Face example: a Llama with Lazy Attention trains, reloads, generates, and supports padding."""
 
 import importlib.util
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothing here may reach the network
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported; tests must not use the network
 
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -42,7 +42,7 @@ def ids():
 
 @pytest.fixture
 def model(example, ids):
-    """After two steps, so that tau and bias are not what they begin with."""
+    """After two steps, so that tau and bias differ from their initial values."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(example.LazyLlamaConfig(bias_reach=6, **SIZES))
     first, second = example.train(model, ids, steps=2)
@@ -55,7 +55,7 @@ def lazily(model):
     return {name: x for name, x in model.state_dict().items() if ".lazy." in name}
 
 
-def test_tau_and_bias_are_trained_and_come_back(model, ids, tmp_path):
+def test_tau_and_bias_are_trained_and_reloaded(model, ids, tmp_path):
     for name, x in lazily(model).items():
         assert (x != (1 if name.endswith("tau") else 0)).all(), name
     model.save_pretrained(tmp_path)
@@ -68,8 +68,8 @@ def test_tau_and_bias_are_trained_and_come_back(model, ids, tmp_path):
     assert half(ids).logits.dtype == torch.bfloat16
 
 
-def test_a_llama_is_turned(example, ids, tmp_path):
-    """tau and bias begin at 1 and 0; at tau = 0 the model is the Llama that it was."""
+def test_a_llama_is_converted(example, ids, tmp_path):
+    """tau and bias are initialised to 1 and 0; at tau = 0 the model equals the original Llama."""
     llama = LlamaForCausalLM(LlamaConfig(**SIZES)).double().eval()
     llama.save_pretrained(tmp_path)
     model = example.LazyLlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
@@ -107,8 +107,8 @@ def test_padded_sequences_equal_single_ones(model, ids, side):
         assert torch.equal(together, model.generate(short, **options)[0, -4:])
 
 
-def test_what_it_would_get_wrong_is_refused(model, ids):
-    with pytest.raises(ValueError, match="no static cache, no packed positions"):
+def test_an_unsupported_cache_is_an_error(model, ids):
+    with pytest.raises(ValueError, match="neither a static cache nor packed positions"):
         model.generate(ids, max_new_tokens=2, pad_token_id=0, cache_implementation="static")
-    with pytest.raises(ValueError, match="no static cache, no packed positions"):
+    with pytest.raises(ValueError, match="neither a static cache nor packed positions"):
         model(ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(2, -1), use_cache=False)

@@ -1,4 +1,4 @@
-"""A model trained with the fused kernels follows the one trained with the reference."""
+"""Training with the fused kernels follows training with the reference."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ TINY = RunConfig(
 
 
 def loss_curve(backend, steps, nudge=0):
-    """Losses of a tiny model on one batch; with a nudge, from weights that are off by a rounding each."""
+    """Losses of a tiny model on one batch; with a nudge, every initial weight is changed by a rounding error."""
     model = LitLM.create(replace_at(TINY, {"model.backend": backend}), VOCABULARY, CONTEXT).to(DEVICE)
     generator = torch.Generator().manual_seed(nudge)
     for weight in model.parameters() if nudge else ():
@@ -42,7 +42,7 @@ def loss_curve(backend, steps, nudge=0):
 
 @pytest.mark.parametrize("steps", [2, pytest.param(200, marks=pytest.mark.gpu)])
 def test_training_follows_the_reference(steps):
-    """No further away than twice what a rounding of the initial weights does to the reference's own losses."""
+    """Within twice the effect of a rounding of the initial weights on the losses of the reference."""
     losses = loss_curve("reference", steps)
     assert losses[-1] < losses[0]
     nudged = torch.stack([loss_curve("reference", steps, nudge) for nudge in range(1, 9)])

@@ -64,15 +64,15 @@ LONGER = [
     {"length": 257, "sign": -1, "bias_width": 100, "block": (64, 64), "dtype": torch.float32},
 ]
 MATRIX = [
-    # Of the options, each case takes one setting of the cover in turn.
+    # Each case takes the next option setting of the cover.
     {**COVER[index % len(COVER)], "length": length, "width": width, "dtype": dtype, "block": (32, 64)}
-    | ({"heads": (1, 1)} if length > 65 else {})  # more weights would hardly ever all keep off the kink
+    | ({"heads": (1, 1)} if length > 65 else {})  # with more weights, hardly ever all avoid the kink
     for index, (length, width, dtype) in enumerate(product([1, 2, 63, 64, 65, 127, 130, 257], WIDTHS, DTYPES))
 ]
 
 
 def split(setting):
-    """The arguments of `draw`, the block and the dtype of a setting."""
+    """Arguments of `draw`, block and dtype of a setting."""
     rest = {"length": 65, "width": 16, **setting}
     block, dtype, (group, kv_heads) = rest.pop("block"), rest.pop("dtype"), rest.pop("heads", (1, 1))
     batch = 1 if rest["length"] > 2 else 2
@@ -104,7 +104,7 @@ def errors_of_a_draw(setting, dtype, seed, mean):
     found = run_named(drawn.to(dtype), "triton", grad)
     eager, flash = allowed(drawn, dtype, exact, grad)
     if setting["length"] < 63 or setting.get("window") == 1:
-        # Rows of one or two keys round too seldom, and their gradients cancel: judge them by rows of three.
+        # Rows of one or two keys rarely round, and their gradients cancel: use the bounds of rows of three.
         more = draw(seed, mean=mean, **setting | {"length": max(63, setting["length"]), "window": 3})
         more_grad = make_noise(more, mean)
         others = allowed(more, dtype, run_named(more.to(torch.float64), "reference", more_grad), more_grad)
@@ -116,7 +116,7 @@ def errors_of_a_draw(setting, dtype, seed, mean):
 
 
 def one_key_rounding(case, dtype, exact, grad):
-    """Rounding in rows of one key: of terms that cancel to exactly 0 in eager, where one sum serves as both.
+    """Rounding in rows of one key: of terms that cancel exactly in eager, which uses one sum for both.
 
     In dq p dp k and delta k, rounded for their products; in dk and dbias dp and delta, each computed by a kernel of its
     own; in dv the weight over the mass.
@@ -185,15 +185,15 @@ def test_equals_reference_at_every_length_and_width(setting, monkeypatch):
 
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_common_means_cost_no_more_than_in_eager(dtype, renormalise, monkeypatch):
-    """Gradients are differences of sums in which k, v and the output's gradient stand with their means."""
+def test_common_means_cost_no_more_accuracy_than_in_eager(dtype, renormalise, monkeypatch):
+    """Gradients are differences of sums that contain the means of k, v and the output's gradient."""
     use_small_blocks(monkeypatch, 32, 32)
     setting = {"length": 65, "width": 24, "bias_width": 20, "renormalise": renormalise, "batch": 1}
     assert_equals_reference(setting, dtype, mean=3.0)
 
 
 def sparse(dtype=torch.float32, length=80, rows=None, renormalise=False):
-    """Slopes leave a row its nearest keys, so that most tiles hold no weight."""
+    """Slopes keep only the nearest keys of a row, so that most tiles are empty."""
     generator = torch.Generator().manual_seed(27)
     q, k, v = torch.randn(3, 1, 2, length, 16, generator=generator).to(dtype)
     options = {"slopes": torch.full((2,), 0.5), "renormalise": renormalise}
@@ -201,7 +201,7 @@ def sparse(dtype=torch.float32, length=80, rows=None, renormalise=False):
 
 
 def decoded(case, backend="triton"):
-    """The output of a call that needs no gradients and no stats."""
+    """Output of a call without gradients and stats."""
     on = case.to_device(device_for(backend))
     with torch.no_grad():
         return lazy_attention(on.q, on.k, on.v, on.tau, on.bias, backend=backend, **on.options).cpu()
@@ -210,7 +210,7 @@ def decoded(case, backend="triton"):
 @pytest.mark.parametrize("window", [None, 1])
 @pytest.mark.parametrize(
     ("width", "dtype"),
-    [(24, torch.float32), (256, torch.bfloat16)]  # those that the blocks of the time told apart
+    [(24, torch.float32), (256, torch.bfloat16)]  # where earlier blocks gave different results
     + [
         pytest.param(width, dtype, marks=pytest.mark.long)
         for width, dtype in product(WIDTHS, [torch.float32, torch.bfloat16])
@@ -218,20 +218,20 @@ def decoded(case, backend="triton"):
     ],
 )
 def test_rows_of_one_key_are_dead_at_tau_one_in_every_kernel(width, dtype, window):
-    """The initial value of tau: p = theta = 1 exactly, in whatever blocks a kernel sums its products."""
+    """At the initial tau p = theta = 1 exactly, for all blocks in which a kernel sums its products."""
     generator = torch.Generator().manual_seed(width)
     q, k, v = (3 * torch.randn(1, 8, 17, width, generator=generator).to(dtype) for _ in range(3))
     case = Case(q, k, v, torch.ones(8), torch.randn(8, 4, generator=generator), {"window": window})
     grad = torch.zeros_like(q)
-    grad[:, :, : None if window else 1] = 1  # of the rows that see one key
+    grad[:, :, : None if window else 1] = 1  # rows that see one key
     found = run_named(case, "triton", grad)
     assert not found["out"][:, :, : None if window else 1].any()
     for name in ("dq", "dk", "dv", "dtau", "dbias"):
         assert not found[name].any(), name
 
 
-def test_decoding_takes_three_kernels_and_shares_out_the_keys_that_are_there(monkeypatch):
-    """However many more the cache could hold: 300 keys of 2,048 are five tiles for six programs."""
+def test_decoding_takes_three_kernels_and_divides_the_valid_keys(monkeypatch):
+    """Regardless of the cache's capacity: 300 keys of 2,048 are five tiles for six programs."""
     launched = {}
 
     def watched(kernel):
@@ -268,8 +268,8 @@ def test_decoding_takes_three_kernels_and_shares_out_the_keys_that_are_there(mon
     [(False, False), (True, True), *(pytest.param(*x, marks=pytest.mark.long) for x in ((False, True), (True, False)))],
 )
 @pytest.mark.parametrize("name", ["q", "k", "tau", "bias", "slopes"])
-def test_nan_comes_through(name, renormalise, decoding, monkeypatch):
-    """A model that has diverged is not to pass for one without attention: NaN where the reference has NaN."""
+def test_nan_propagates(name, renormalise, decoding, monkeypatch):
+    """NaN where the reference has NaN: a diverged model must not look like one without attention."""
     use_small_blocks(monkeypatch, 16, 16)
     case = draw(43, length=40, batch=1, group=2, bias_width=5, slopes=True, renormalise=renormalise).to(torch.float32)
     if decoding:
@@ -291,7 +291,7 @@ def test_nan_comes_through(name, renormalise, decoding, monkeypatch):
     assert decoding or not expected["out"].isnan().all()
     for result in set(expected) & {"out", "mass", "dq", "dk", "dv"}:
         lost = expected[result].isnan() & ~found[result].isnan()
-        # Eager products spread NaN over hidden pairs too, as 0 times NaN: of these pairs nothing is asked.
+        # Eager products also spread NaN over hidden pairs, as 0 times NaN: these pairs are not compared.
         lost = lost[:, :, :2] if (result, name) == ("dk", "q") else lost
         lost = lost[:, :, 33:] if (result, name) == ("dq", "k") else lost
         assert not lost.any(), f"{result}: NaN in {name} becomes {found[result][lost].unique()[:3].tolist()}"
@@ -301,17 +301,17 @@ def test_nan_comes_through(name, renormalise, decoding, monkeypatch):
 @pytest.mark.parametrize("batches", [1, 4])
 @pytest.mark.parametrize("length", [1024, 4096, 16384])
 def test_programs_of_the_key_gradient_end_together(length, batches, heads):
-    """Simulated for the 264 places of an H200: at most an eighth over the ideal; one count for all took up to twice."""
-    places, block = 264, 64
+    """Simulated for the 264 slots of an H200: at most an eighth above the ideal; a fixed count took up to twice."""
+    slots, block = 264, 64
     costs = tuple(length - at for at in range(0, length, block) for _ in range(batches))
-    ideal = max(sum(costs) * heads / places, costs[0])
-    chosen = balance_programs(places, heads, costs)
-    assert makespan(chosen, places, heads, costs) <= 1.125 * ideal
-    assert chosen <= max(1, 4 * places / heads)  # each has a partial gradient of the bias
+    ideal = max(sum(costs) * heads / slots, costs[0])
+    chosen = balance_programs(slots, heads, costs)
+    assert makespan(chosen, slots, heads, costs) <= 1.125 * ideal
+    assert chosen <= max(1, 4 * slots / heads)  # each needs a partial gradient of the bias
 
 
 class TestSkipping:
-    """Tiles in which no weight survives cost no product with the values."""
+    """Tiles without a surviving weight skip the product with the values."""
 
     @pytest.mark.parametrize(
         ("renormalise", "dtype"),
@@ -322,7 +322,7 @@ class TestSkipping:
             pytest.param(True, torch.float32, marks=pytest.mark.long),
         ],
     )
-    def test_changes_no_bit(self, renormalise, dtype, monkeypatch):
+    def test_results_are_bit_identical(self, renormalise, dtype, monkeypatch):
         use_small_blocks(monkeypatch, 16, 16)
         case, few = sparse(dtype, renormalise=renormalise), sparse(dtype, 400, 2, renormalise)
         skipping, decoding = run_named(case, "triton"), decoded(few)
@@ -330,7 +330,7 @@ class TestSkipping:
         assert_same_bits(skipping, run_named(case, "triton"))
         assert torch.equal(decoding, decoded(few))
 
-    # A NaN among the values shows in the result exactly where their tile is multiplied.
+    # A NaN value appears in the result exactly if its tile is multiplied.
     @pytest.mark.parametrize("rows", [16, 2])
     def test_empty_tiles_are_not_multiplied(self, rows, monkeypatch):
         use_small_blocks(monkeypatch, 16, 16)
@@ -345,7 +345,9 @@ class TestSkipping:
     def test_a_tile_with_one_survivor_is_multiplied(self, rows, monkeypatch):
         use_small_blocks(monkeypatch, 16, 16)
         case = sparse(length=160, rows=rows)
-        case.k[:, :, 100] = 200 * case.q[:, :, 1] / case.q[:, :, 1].norm(dim=-1, keepdim=True)  # row 1 likes key 100
+        case.k[:, :, 100] = (
+            200 * case.q[:, :, 1] / case.q[:, :, 1].norm(dim=-1, keepdim=True)
+        )  # row 1 attends to key 100
         exact = run_named(case.to(torch.float64), "reference")["out"]
         assert (exact[:, :, 1] - case.v[:, :, 100]).abs().max() < 0.1
         torch.testing.assert_close(decoded(case), exact.float(), **tolerance(case))
@@ -359,7 +361,7 @@ class TestSkipping:
 
 @pytest.fixture
 def poisoned_buffers():
-    """New tensors are full of NaN, or of the largest integer."""
+    """Fills new tensors with NaN, or the largest integer."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
@@ -383,7 +385,7 @@ def test_buffers_need_no_initial_values(layout, monkeypatch, request):
 
 @pytest.fixture(scope="module")
 def vast():
-    """More elements than 32 bits can count, of which the system provides those that are touched."""
+    """More elements than 32 bits can count; the system allocates only the accessed ones."""
     try:
         storage = torch.empty(2**31 + 2**25, dtype=torch.float16, device=DEVICE)
     except RuntimeError as error:
@@ -401,7 +403,7 @@ STRIDES = {
 
 
 class TestAddresses:
-    """Offsets beyond 2**31 elements, reached by strides: the same bits as from compact tensors."""
+    """Offsets beyond 2**31 elements through strides: bit-identical to compact tensors."""
 
     @pytest.mark.parametrize("name", ["k", *(pytest.param(x, marks=pytest.mark.long) for x in ("q", "v", "grad"))])
     @pytest.mark.parametrize("axis", STRIDES)
@@ -421,7 +423,7 @@ class TestAddresses:
 
 
 class TestLayouts:
-    """Views that share elements, or skip them: the same results as from copies."""
+    """Views that share or skip elements: the same results as from copies."""
 
     def test_lengths_and_boundaries_with_strides(self, monkeypatch):
         use_small_blocks(monkeypatch, 16, 16)
@@ -464,7 +466,7 @@ OPERATOR_CASES = {
 
 
 def operator_arguments(case):
-    """The arguments that the operators share."""
+    """Arguments shared by the operators."""
     call = Call(case.q, case.k, case.v, case.tau, case.bias, **case.options)
     return *(x if x is None else x.detach().requires_grad_() for x in call[:LEAVES]), *call[LEAVES:]
 
@@ -494,7 +496,7 @@ class TestOperators:
 
     def test_decode_passes_opcheck(self, case):
         if "cu_seqlens" in case.options:
-            return  # packed sequences are not decoded
+            return  # decoding does not support packed sequences
         few = replace(case, q=case.q[:, :, -2:])
         opcheck(ops.decode, [x.detach() if isinstance(x, torch.Tensor) else x for x in operator_arguments(few)])
 
@@ -517,7 +519,7 @@ class TestOperators:
         with torch.no_grad():
             assert torch.equal(torch.compile(attend, fullgraph=True, backend="aot_eager")(few), attend(few))
 
-    def test_second_backward_is_refused(self, case):
+    def test_second_backward_is_an_error(self, case):
         q = case.q.detach().requires_grad_()
         out = lazy_attention(q, case.k, case.v, case.tau, case.bias, backend="triton", **case.options)
         (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
@@ -533,7 +535,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_it_does_not_take_is_refused_by_name_and_fix(name):
+def test_an_unsupported_call_names_argument_and_fix(name):
     changes, expected = REFUSED[name]
     q = torch.zeros(1, 1, 6, changes.get("width", 16), dtype=changes.get("dtype"), device=DEVICE)
     options = {option: x.to(DEVICE) for option, x in changes.items() if option == "key_mask"}
@@ -548,7 +550,7 @@ def test_what_it_does_not_take_is_refused_by_name_and_fix(name):
     )
 
 
-def test_a_cpu_is_refused_without_the_interpreter(monkeypatch):
+def test_a_cpu_needs_the_interpreter(monkeypatch):
     monkeypatch.setattr(configurations, "INTERPRETED", False)
     q = torch.zeros(1, 1, 6, 16)
     with pytest.raises(ValueError, match=r"backend is 'triton' and q on cpu; move .* to a GPU, or choose 'chunked'"):
@@ -579,7 +581,7 @@ def test_any_options(seed, monkeypatch):
     assert found["out"][found["mass"] == 0].count_nonzero() == 0
     assert found["out"][found["lse"].isneginf()].count_nonzero() == 0
 
-    # From a row on, queries and the keys at and after its own are others: no row before it may notice.
+    # Change queries and keys from one row on: earlier rows must not change.
     rows, keys = case.q.shape[2], case.k.shape[2]
     row = rows // 2
     lengths = case.options.get("kv_lengths", torch.full((len(case.q),), keys))
@@ -613,14 +615,14 @@ DECODING = pairwise_cover(
     [pytest.param(s, id=str(s), marks=pytest.mark.long if number % 4 else ()) for number, s in enumerate(DECODING)],
 )
 def test_decoding_equals_reference(setting, monkeypatch):
-    """A few queries against a cache that several programs share; kv_lengths of 0, of fewer keys, and of all."""
+    """A few queries against a cache divided over several programs; kv_lengths of 0, of fewer keys, and of all."""
     monkeypatch.setattr(configurations, "INTERPRETED_RESIDENT", 64)
     rest, _, dtype = split({**setting, "length": 1200, "block": None})
     drawn = draw(35, **rest)
     exact = run_named(drawn.to(torch.float64), "reference")
     case = drawn.to(dtype)
     eager = eager_errors(case, exact, mode=RoundedProducts)
-    # What lies beyond a sequence in its cache is not looked at.
+    # Keys beyond a sequence in its cache have no effect.
     lengths = case.options.get("kv_lengths", torch.tensor([1200]))
     beyond = (torch.arange(1200) >= lengths[:, None])[:, None, :, None]
     poisoned = replace(case, k=case.k.masked_fill(beyond, torch.nan), v=case.v.masked_fill(beyond, torch.nan))

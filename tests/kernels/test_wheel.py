@@ -1,4 +1,4 @@
-"""The wheel that users install: what is in it, and that it works where torch is all there is."""
+"""The wheel that users install: its files, and that it works with only torch installed."""
 
 from pathlib import Path
 from zipfile import ZipFile
@@ -37,7 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_it_contains_only_the_package(wheel: Path) -> None:
     with ZipFile(wheel) as archive:
         names, info = archive.namelist(), "flash_lazy-0.1.0.dist-info"
         package = {str(path.relative_to(KERNELS)) for path in (KERNELS / "flash_lazy").rglob("*.py")}
@@ -49,7 +49,7 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 
 @pytest.mark.long
-def test_it_works_with_torch_alone(wheel: Path, torch_site: Path, tmp_path: Path) -> None:
+def test_it_works_with_only_torch(wheel: Path, torch_site: Path, tmp_path: Path) -> None:
     for path in torch_site.iterdir():
         if path.name not in ("flash_lazy", "lit_lazy"):
             (tmp_path / path.name).symlink_to(path.resolve())

@@ -341,7 +341,7 @@ def key_gradient_kernel(
         first, end, start, shift, top_row = locate_block(
             index, batch, rows, keys, kv_lengths, cu_seqlens, cu_seqlens_k, documents, True, BLOCK_N
         )
-        # Rows that see some of these keys. NEAR tiles mask keys past the end, which lie behind every row's own key.
+        # Rows that see some of these keys. NEAR tiles mask keys past the end, which come after every row's own key.
         low = tl.maximum(first - shift, top_row)
         last_own = end - 1
         if window is not None:

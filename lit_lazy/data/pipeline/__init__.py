@@ -1,1 +1,1 @@
-"""From files of text to tokens on the disk: documents, shards, tokenisers, the processes that make them."""
+"""From text files to tokens on disk: documents, tokenisers, shards, worker processes."""

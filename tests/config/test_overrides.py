@@ -268,7 +268,7 @@ def test_help_is_the_fields_docstrings():
         "--seed": "Seed of the initial weights and of the batch order.",
         "--model.d_model": "Width of the residual stream.",
         "--model.attention.bias": "Added to the scores, by distance and head.",
-        "--model.attention.window": "Most recent keys that a query sees, its own included; None for all keys up to its own.",
+        "--model.attention.window": "Most recent keys that a query sees, its own included; None for all keys up to",
         "--train.lr": "Peak learning rate.",
         "--train.optimiser": "The optimiser.",
     }.items():

@@ -1,4 +1,4 @@
-"""What a dry run predicts: parameters, tokens, FLOPs and memory are those of the training."""
+"""Parameters, tokens, FLOPs and memory predicted by a dry run match the training."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def test_counts_are_those_of_the_run() -> None:
 
 
 def kept(model: DecoderLM, tokens: torch.Tensor, bf16: bool) -> int:
-    """Bytes of the tensors that a forward pass keeps for the backward pass, without the model's own."""
+    """Bytes that a forward pass saves for the backward pass, without parameters and buffers."""
     own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
     storages = {}
 
@@ -56,7 +56,7 @@ def kept(model: DecoderLM, tokens: torch.Tensor, bf16: bool) -> int:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("attention", [LAZY, AttentionSpec(Softmax()), AttentionSpec(Entmax15())], ids=repr)
 def test_the_activations_of_a_whole_model(attention: AttentionSpec, precision: str) -> None:
-    """What is measured on one block and few tokens, within 15 %."""
+    """The estimate from one block and few tokens is within 15 %."""
     model = ModelConfig(d_model=64, n_layers=4, n_heads=4, d_ff=160, attention=attention, tie_embeddings=False)
     cfg = replace(config(precision=precision), model=model)
     cfg = replace(cfg, data=replace(cfg.data, context_length=256, validation_sequences=4))
@@ -78,7 +78,7 @@ def test_what_cannot_fit_is_refused_with_its_parts() -> None:
 
 
 def test_a_dry_run_creates_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also for devices that this machine has not."""
+    """Even for devices that this machine does not have."""
     command = ["train", "backcopy_tiny", "--dry-run", "--devices", "8", "--runs", str(tmp_path / "runs")]
     assert main(command) == 0
     out = capsys.readouterr().out
@@ -101,7 +101,7 @@ def test_a_small_training_is_priced_in_units_that_fit(capsys: pytest.CaptureFixt
 def test_340m_is_priced_without_a_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its text need not be there, but for the tokenizer, which tells the size of the vocabulary."""
+    """It needs no text, only the tokenizer for the vocabulary size."""
     monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "cache"))
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.add_special_tokens(["<s>", "</s>", *(f"<{i}>" for i in range(31_998))])
@@ -134,7 +134,7 @@ from lit_lazy.training.trainer import fit, make_trainer, build_module
 torch.set_num_threads(2)
 cfg = from_dict(RunConfig, json.loads(sys.argv[1]))
 source, execution = prepare(cfg), Execution(micro_batch=1)
-def peak():  # of this program alone: ru_maxrss would begin with that of the process it was forked from
+def peak():  # ru_maxrss would start with the peak of the parent process
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 before = peak()
@@ -148,7 +148,7 @@ print(json.dumps({"bytes": peak() - before, "step": trainer.global_step}))
 @pytest.mark.long
 @pytest.mark.parametrize("attention", [AttentionSpec(Softmax()), LAZY], ids=["softmax", "lazy"])
 def test_two_steps_of_340m(attention: AttentionSpec, tmp_path: Path) -> None:
-    """At a context of 512, in fp32: the memory that was predicted, within 15 %."""
+    """At a context of 512 in fp32, the predicted memory is within 15 %."""
     from lit_lazy.config.serialisation import to_dict
 
     base = experiment("stdlib")
@@ -169,7 +169,7 @@ def test_two_steps_of_340m(attention: AttentionSpec, tmp_path: Path) -> None:
 def test_a_dry_run_prices_what_another_machine_would_train(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Here there is neither the memory nor, without a GPU, the backend."""
+    """This machine has neither the memory nor, without a GPU, the backend."""
     monkeypatch.setattr("lit_lazy.support.memory.measure_total_memory", lambda: 10**9)
     large = ["--model.d_model=4096", "--model.n_layers=80", "--model.n_heads=32", "--model.backend=triton"]
     assert main(["train", "backcopy_tiny", *large, "--dry-run"]) == 0

@@ -27,7 +27,7 @@ PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 40
 """Dense bfloat16 FLOP/s from the data sheets."""
 ASSUMED = "H200"
 """Without a known GPU on this machine."""
-BYTES_PER_NUMBER = 4
+FP32_BYTES = 4
 """fp32: weights, gradients and moments in every precision."""
 LOGITS_COPIES = 3
 """The product, its fp32 copy or softmax, and the gradient."""
@@ -66,31 +66,22 @@ def estimate_cost(cfg: RunConfig, data: Outline, execution: Execution) -> Cost:
         model = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     shards = execution.devices if execution.strategy == "fsdp" else 1
-    state = BYTES_PER_NUMBER * parameters // shards
-    micro_batch_tokens = cfg.train.batch_size // execution.devices // parts * data.context_length
-    moments = BYTES_PER_NUMBER * _count_moments(model, cfg.train.optimiser)
+    state = FP32_BYTES * parameters // shards
+    pass_tokens = cfg.train.batch_size // execution.devices // parts * data.context_length
+    moments = FP32_BYTES * _count_moments(model, cfg.train.optimiser)
     average = {"average": state} if cfg.train.ema_decay else {}
     memory = {
         "weights": state,
         "gradients": state,
         "optimiser": moments // shards,
         **average,
-        "activations": _estimate_activation_bytes(
-            cfg, data.context_length, micro_batch_tokens, execution.checkpoint_activations
-        ),
-        "logits": LOGITS_COPIES
-        * BYTES_PER_NUMBER
-        * min(micro_batch_tokens * data.vocab_size, max(data.vocab_size, LOGITS_AT_ONCE)),
+        "activations": _estimate_activation_bytes(cfg, data.context_length, pass_tokens, execution),
+        "logits": LOGITS_COPIES * FP32_BYTES * min(pass_tokens * data.vocab_size, max(data.vocab_size, LOGITS_AT_ONCE)),
     }
     tokens = cfg.train.steps * cfg.train.batch_size * data.context_length
     flops = float(tokens) * flops_per_token(model, data.context_length)
     return Cost(
-        parameters,
-        tokens,
-        flops,
-        memory,
-        parts,
-        disk=2 * (BYTES_PER_NUMBER * parameters * (1 + len(average)) + moments),
+        parameters, tokens, flops, memory, parts, disk=2 * (FP32_BYTES * parameters * (1 + len(average)) + moments)
     )
 
 
@@ -100,11 +91,11 @@ def _count_moments(model: DecoderLM, optimiser: Optimiser) -> int:
     return sum(p.numel() * optimiser.moments(id(p) in matrices) for p in model.parameters())
 
 
-def _estimate_activation_bytes(cfg: RunConfig, context_length: int, tokens: int, checkpointed: bool) -> int:
+def _estimate_activation_bytes(cfg: RunConfig, context_length: int, tokens: int, execution: Execution) -> int:
     """Bytes saved for the backward pass of `tokens` tokens."""
     fixed, per_token = measure_block_activations(cfg.model, context_length, cfg.train.precision == "bf16")
-    block, stream = fixed + tokens * per_token, tokens * BYTES_PER_NUMBER * cfg.model.d_model
-    layers = cfg.model.n_layers * stream + block if checkpointed else cfg.model.n_layers * block
+    block, stream = fixed + tokens * per_token, tokens * FP32_BYTES * cfg.model.d_model
+    layers = cfg.model.n_layers * stream + block if execution.checkpoint_activations else cfg.model.n_layers * block
     return round(layers + 3 * stream)  # the embeddings, and the last norm's input and output
 
 

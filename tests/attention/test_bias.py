@@ -1,4 +1,4 @@
-"""Every bias is its published formula of the distance: closed forms, initial values, reach, refusals."""
+"""Biases against their published formulas: closed forms, initial values, reach, errors."""
 
 import math
 
@@ -22,7 +22,7 @@ def build(spec, n_heads=HEADS, context_length=CONTEXT, seed=0):
 
 @pytest.mark.parametrize("spec", LEAVES, ids=str)
 def test_terms_fit_the_kernel(spec):
-    """fp32 of `[H, W]` or `[H]`, and the same at a distance however many keys there are."""
+    """Terms are fp32 `[H, W]` or `[H]`, and independent of the number of keys."""
     module = build(spec)
     assert all(tensor.dtype == torch.float32 for tensor in module.state_dict().values())
     for n_keys in (1, 7, CONTEXT):
@@ -36,7 +36,7 @@ def test_terms_fit_the_kernel(spec):
 
 
 def test_every_parameter_gets_a_gradient():
-    """No bias holds a parameter that its table does not depend on."""
+    """The terms of a bias depend on all of its parameters."""
     for spec in LEAVES:
         module = build(spec)
         table = module(CONTEXT).table
@@ -82,7 +82,7 @@ class TestLearned:
 
     def test_random_start_has_the_given_spread(self):
         table = build(LearnedBias(length=4096, init_std=1e-3)).table
-        # The relative error of a standard deviation of n normal values is 1 / sqrt(2 n); five of them.
+        # Five times the relative error of the standard deviation of n normal values, 1 / sqrt(2 n).
         assert table.std().item() == pytest.approx(1e-3, rel=5 / math.sqrt(2 * table.numel()))
 
     def test_random_start_depends_on_the_seed(self):
@@ -124,7 +124,7 @@ class TestKerple:
         return module
 
     def test_falls_by_one_at_distance_e_minus_one(self):
-        # d = e - 1 is no whole number; with r2 = e - 1 the distance 1 has the same r2 * d.
+        # d = e - 1 is not an integer; with r2 = e - 1 the distance 1 has the same r2 * d.
         assert self.set(1, math.e - 1)(2).table[:, 1].tolist() == pytest.approx([-1] * HEADS)
         assert self.set(1, 1)(3).table[0].tolist() == pytest.approx([0, -math.log(2), -math.log(3)])
 
@@ -143,10 +143,10 @@ class TestKerple:
 
 class TestFire:
     def test_is_f_of_the_scaled_distance(self):
-        """f(0) on the diagonal, and f(1) at distance L, one beyond what L keys reach.
+        """f(0) on the diagonal, and f(1) at distance L, one more than L keys have.
 
-        BLAS does not sum one row as it sums ten, so that no bits can be compared: f is computed in float64, from which
-        a sum of n terms in float32 differs by at most n roundings of the sum of their sizes; the ratio by another four.
+        BLAS sums one row and ten rows in different orders, so compare with float64: a float32 sum of n terms is off by
+        at most n roundings of the sum of their sizes, and the ratio by another four.
         """
         module = build(Fire(length=10))
         module.c.data.fill_(0.7)

@@ -1,4 +1,4 @@
-"""What every registered normaliser keeps (`lit_lazy.testing`), its formula written out row by row among it."""
+"""Runs the checks of `lit_lazy.testing` on every registered normaliser, with its formula per row."""
 
 import dataclasses
 import math
@@ -65,7 +65,7 @@ def softpick(s: Tensor) -> Tensor:
 
 
 def bisected(power):
-    """The t at which the weights `max(s - t, 0) ** power` add up to 1, by bisection: sparsemax for the power 1."""
+    """The t for which the weights `max(s - t, 0) ** power` sum to 1, by bisection; power 1 is sparsemax."""
 
     def weights(s: Tensor) -> Tensor:
         low, high = s.max() - 1, s.max()
@@ -78,7 +78,7 @@ def bisected(power):
 
 
 def differential(maps: Tensor) -> Tensor:
-    """Before training, with vectors of zero: lambda is its initial value."""
+    """Before training the vectors are zero and lambda has its initial value."""
     return softmax(maps[0]) - lambda_init(SHAPE.layer) * softmax(maps[1])
 
 
@@ -98,7 +98,7 @@ FORMULAS = {  # parameters are float32, and hold these values exactly
     Relu(): lambda s: s.clamp(min=0) / len(s),
     Entmax15(): lambda s: bisected(2)(s / 2),
     Sparsemax(): bisected(1),
-    SSMax(): softmax,  # its scale is in the queries
+    SSMax(): softmax,  # its scale is applied to the queries
     Differential(): differential,
 }
 RIVALS = {type(normaliser) for normaliser in FORMULAS} - {Softmax, Elastic}
@@ -148,7 +148,7 @@ def test_a_model_of_it_decodes_and_trains_in_bfloat16(normaliser: Normaliser, bi
 
 
 @pytest.mark.parametrize("normaliser", [Entmax15(), Sparsemax()])
-@pytest.mark.parametrize("spread", [0.01, 1.0])  # more survive than are sorted first, and fewer (1.5-entmax)
+@pytest.mark.parametrize("spread", [0.01, 1.0])  # more and fewer weights survive than are sorted first (1.5-entmax)
 def test_what_is_sorted_first_changes_no_bit(normaliser: Normaliser, spread: float, monkeypatch) -> None:
     keys = 3 * SORTED_FIRST
     scores = spread * torch.randn(1, 2, 5, keys, generator=torch.Generator().manual_seed(0))

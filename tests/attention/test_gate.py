@@ -1,4 +1,4 @@
-"""Gates: closed forms, and what they leave alone."""
+"""Gates against closed forms, and everything they must not change."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def model(gate: Gate | None, **changes) -> DecoderLM:
 
 @pytest.mark.parametrize("gate", GATES, ids=repr)
 def test_the_formula(gate):
-    """A sigmoid of a linear map of the query's own token, one for each element or each head, head by head."""
+    """Sigmoid of a linear map of the query's token, per element or per head, computed head by head."""
     module = gate.build(SHAPE)
     width = 6 if gate.per == "element" else 1
     from_values = isinstance(gate, ValueGate)

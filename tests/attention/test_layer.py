@@ -1,4 +1,4 @@
-"""The attention layer: projections, positions, bias, window and cache joined, against the formula written out."""
+"""The attention layer with projections, positions, bias, window and cache, against its formula."""
 
 import math
 
@@ -31,7 +31,7 @@ def layer(spec, n_kv_heads=HEADS, n_heads=HEADS, backend="auto"):
     shape = LayerShape(n_heads, n_kv_heads, D_MODEL // n_heads, D_MODEL, CONTEXT)
     attention = Attention(spec, shape, backend).double()
     for projection in (attention.q, attention.k):
-        projection.weight.data.mul_(3)  # scores of size one, so that weights differ
+        projection.weight.data.mul_(3)  # scores of order one, so that weights differ
     return attention
 
 
@@ -48,7 +48,7 @@ def forward(attention, x, position=NoPosition(), **options):  # noqa: B008
 
 
 def written_out(attention, x, rotate=lambda x: x, added=None, tau=0.0, window=None):
-    """The layer's output by the formula. added: `[H, L, L]` on the scores; tau: per_query offset of every head."""
+    """The layer by its formula. added: `[H, L, L]`, added to the scores; tau: per_query offset of all heads."""
     length = x.shape[1]
     q, k, v = (
         (x @ projection.weight.mT).view(BATCH, length, -1, attention.head_dim).transpose(1, 2)
@@ -68,7 +68,7 @@ def written_out(attention, x, rotate=lambda x: x, added=None, tau=0.0, window=No
 
 
 def by_distance(table, length=LENGTH):
-    """`[H, W]` spread over `[H, L, L]`: zero beyond W."""
+    """Expand `[H, W]` by distance to `[H, L, L]`, zero beyond W."""
     distance = torch.arange(length)[:, None] - torch.arange(length)
     padded = torch.nn.functional.pad(table, (0, max(0, length - table.shape[1])))
     return padded[:, distance.clamp(min=0)]
@@ -80,7 +80,7 @@ def by_distance(table, length=LENGTH):
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("tau", [0.0, 0.5, -0.5])
 def test_equals_the_formula(tau, window, n_kv_heads, position, backend):
-    """tau = 0 stands for Softmax."""
+    """tau = 0 selects Softmax."""
     spec = AttentionSpec(Elastic(tau_init=tau) if tau else Softmax(), LearnedBias(length=5), window)
     attention, x = layer(spec, n_kv_heads, backend=backend), inputs()
     attention.bias.table.data.normal_(generator=torch.Generator().manual_seed(2))
@@ -116,7 +116,7 @@ def test_gradient_of_a_distance_is_the_sum_over_its_diagonal(normaliser):
 
 
 def test_beyond_the_table_keys_stay_visible_without_bias():
-    """A bias that removes every distance below W leaves softmax attention over the others."""
+    """A bias of -1e4 below W leaves softmax attention over the other keys."""
     attention, x = layer(AttentionSpec(Softmax(), LearnedBias(length=3))), inputs()
     attention.bias.table.data.fill_(-1e4)
     last = forward(attention, x)[0][:, -1]
@@ -130,7 +130,7 @@ def test_beyond_the_table_keys_stay_visible_without_bias():
 
 
 def test_a_bias_shifts_logits_by_its_value():
-    """Not by its value / sqrt(D): with zero queries, a bias of c at distance 0 alone gives e^c / (e^c + n - 1)."""
+    """The bias is not divided by sqrt(D): with zero queries, bias c only at distance 0 gives e^c / (e^c + n - 1)."""
     attention = layer(AttentionSpec(Softmax(), LearnedBias(length=1)))
     attention.q.weight.data.zero_()
     shift = 1.7

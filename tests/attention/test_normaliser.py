@@ -1,4 +1,4 @@
-"""Softmax is PyTorch's, Elastic at tau = 0 is Softmax, and each threshold divides tau by what it says."""
+"""Softmax equals PyTorch's, Elastic at tau = 0 equals Softmax, and each threshold divides tau as documented."""
 
 import math
 import re
@@ -9,10 +9,12 @@ import torch
 from layers import layer_shape
 from torch.nn.functional import scaled_dot_product_attention
 
+from flash_lazy import api
 from lit_lazy.attention import (
     Alibi,
     AttentionCall,
     BiasTerms,
+    Differential,
     Elastic,
     Fire,
     KerpleLog,
@@ -20,9 +22,11 @@ from lit_lazy.attention import (
     NoBias,
     Normaliser,
     NormaliserModule,
+    SinkLogit,
     Softmax,
     SSMax,
     T5Bias,
+    normaliser,
 )
 from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.model.decoder import parameter_generator
@@ -56,13 +60,13 @@ def attend(spec, q, k, v, bias=BiasTerms(), window=None, backend="auto", with_st
 
 
 def weights(spec, bias=BiasTerms(), window=None, tau=None, n_queries=LENGTH, n_keys=LENGTH):  # noqa: B008
-    """The weight matrix `[B, H, Lq, Lk]`, read off by values that are the unit vectors."""
+    """The weight matrix `[B, H, Lq, Lk]`, computed with unit vectors as values."""
     q, k, _ = qkv(n_keys)
     unit = torch.eye(n_keys, dtype=torch.float64).expand(BATCH, KV_HEADS, -1, -1)
     module = spec.build(SHAPE).double()
     if tau is not None:
         module.tau.data.copy_(tau)
-    # D must agree, so q and k are padded by zeros, which add nothing to a score; the scale is restored.
+    # q, k and v need equal D: pad q and k with zeros, which do not change scores, and restore the scale.
     pad = n_keys - DIM
     q, k = (torch.nn.functional.pad(x, (0, pad)) for x in (q * math.sqrt(n_keys / DIM), k))
     call = AttentionCall(q[:, :, n_keys - n_queries :], k, unit, bias, window, renormalise=spec.renormalise)
@@ -86,7 +90,7 @@ class TestSoftmax:
 
     @pytest.mark.parametrize("rows", [1, 4, LENGTH])
     def test_last_rows_only(self, rows):
-        """Queries are aligned to the end of the keys on the SDPA path, as on the other one."""
+        """Queries are aligned to the end of the keys on the SDPA path too."""
         q, k, v = qkv()
         whole = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[:, :, -rows:]
         for backend in ("auto", "chunked"):
@@ -158,7 +162,7 @@ def test_ssmax_scales_scores_by_the_logarithm_of_the_keys():
 
 
 class Mixed(NormaliserModule):
-    """Softmax weights that heads share: a matrix product with a parameter."""
+    """Softmax weights mixed across heads by a learned matrix."""
 
     def __init__(self):
         super().__init__()
@@ -190,7 +194,7 @@ class TestElastic:
     @pytest.mark.parametrize("tau", [0.7, -0.7])
     @pytest.mark.parametrize("threshold", THRESHOLDS)
     def test_weights(self, threshold, tau, renormalise):
-        """max(p - theta, 0) on the visible keys, theta as documented, one tau per head (and position)."""
+        """max(p - theta, 0) on the visible keys with the documented theta, one tau per head (and position)."""
         p, visible = softmax_weights(), torch.ones(LENGTH, LENGTH, dtype=torch.float64).tril()
         shape = (HEADS, CONTEXT) if threshold == "per_token" else (HEADS,)
         taus = tau * torch.linspace(0.5, 1.0, math.prod(shape), dtype=torch.float64).view(shape)
@@ -294,3 +298,12 @@ class TestElastic:
         assert Elastic(tau_init=-2.0, threshold="constant").tau_init == -2.0
         with pytest.raises(ValueError, match=r"give a value below 1, for example 0\.01"):
             Elastic(threshold="constant")
+
+
+@pytest.mark.parametrize("spec", [Softmax(), Elastic(), SinkLogit(), Differential()], ids=repr)
+def test_a_call_resolves_its_backend_once(spec, monkeypatch):
+    resolved = []
+    for module in (normaliser, api):
+        monkeypatch.setattr(module, "resolve_backend", lambda *_: resolved.append(1) or "chunked")
+    attend(spec, *qkv(), bias=bias_terms(LearnedBias()))
+    assert len(resolved) == 1

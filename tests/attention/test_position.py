@@ -1,4 +1,4 @@
-"""RoPE turns queries and keys by their position and nothing else; learned positions are added, within their range."""
+"""RoPE rotates queries and keys by their position only; learned positions are added, within their range."""
 
 import math
 
@@ -20,7 +20,7 @@ def rand(*shape, seed=0):
 
 class TestRope:
     def test_turns_each_pair_by_its_angle(self):
-        """Dimensions (m, m + D/2) of position p turn by p * base^(-2m/D)."""
+        """Dimensions (m, m + D/2) at position p are rotated by p * base^(-2m/D)."""
         x = rand(1, 1, 5, DIM)
         turned = rope(100.0).rotation(5, 0)(x)
         for position in range(5):
@@ -42,7 +42,7 @@ class TestRope:
         for distance in range(-length + 1, length):
             diagonal = scores.diagonal(distance)
             torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-12)
-        # The distance does matter: neighbouring diagonals differ.
+        # Adjacent diagonals differ.
         assert (scores[0, 1:] - scores[0, :-1]).abs().min() > 1e-4
 
     def test_keeps_norms(self):
@@ -60,7 +60,7 @@ class TestRope:
         assert torch.equal(rope().rotation(1, 0)(x), x)
 
     def test_half_precision_is_turned_in_fp32(self):
-        """The result is the fp32 one rounded once, also far out, where bf16 angles would be meaningless."""
+        """The result is the fp32 result rounded once, even at positions where bf16 angles would be meaningless."""
         x = rand(1, 1, 1, DIM).bfloat16()
         rotate = Rope().build(16, DIM, 32).rotation(1, 4001)
         assert torch.equal(rotate(x), rotate(x.float()).bfloat16())

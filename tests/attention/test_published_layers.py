@@ -1,4 +1,4 @@
-"""Mamba2 and Gated DeltaNet against the layers of another project, in plain torch and with the same weights."""
+"""Mamba2 and Gated DeltaNet against another project's plain torch layers with the same weights."""
 
 import inspect
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ SHAPE = LayerShape(HEADS, HEADS, WIDTH // HEADS, WIDTH, context_length=LENGTH)
 
 
 def drawn(mixer):
-    """A layer in which every parameter was drawn."""
+    """A layer with all parameters random."""
     module, generator = mixer.build(SHAPE), torch.Generator().manual_seed(1)
     for part in module.modules():
         if isinstance(part, SelfInitialised):
@@ -28,7 +28,7 @@ def drawn(mixer):
 
 
 def assert_same(mine, theirs, weights):
-    """weights: theirs by name, of ours."""
+    """weights: maps their parameter names to our tensors."""
     known = dict(theirs.named_parameters())
     assert weights.keys() == known.keys()
     x = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(2))
@@ -41,7 +41,7 @@ def assert_same(mine, theirs, weights):
 
 @pytest.mark.parametrize("recurrence", [decayed_sum, gated_delta])
 def test_the_kernels_for_a_gpu_take_what_is_given(recurrence, monkeypatch):
-    """Their names and arguments; none has been run here."""
+    """Checks the kernels' names and arguments; none is run."""
     asked = []
 
     def kernels(operation):
@@ -88,7 +88,7 @@ def test_mamba2():
 def test_gated_delta_net(monkeypatch):
     from transformers.models.qwen3_next import modeling_qwen3_next
 
-    # Where flash-linear-attention is installed its kernels would be taken, which need a GPU.
+    # With flash-linear-attention installed, transformers would choose its kernels, which need a GPU.
     for name in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"):
         monkeypatch.setattr(modeling_qwen3_next, name, inspect.unwrap(getattr(modeling_qwen3_next, name)))
     mine = drawn(GatedDeltaNet())
@@ -99,7 +99,7 @@ def test_gated_delta_net(monkeypatch):
     )  # fmt: skip
 
     def by_head(*parts):
-        """Rows of several projections, head by head."""
+        """Interleave the rows of several projections by head."""
         return torch.cat([part.weight.unflatten(0, (HEADS, -1)) for part in parts], 1)
 
     weights = {

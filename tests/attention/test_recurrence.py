@@ -11,7 +11,7 @@ from lit_lazy.attention.initialisation import SelfInitialised
 from lit_lazy.attention.recurrence import RecurrentCache, _import_plain_module, decayed_sum, gated_delta
 
 BATCH, LENGTH, HEADS, KEYS, VALUES = 2, 70, 3, 6, 10
-"""More tokens than a chunk of the plain functions has."""
+"""More tokens than a chunk of the plain functions."""
 SHAPE = LayerShape(n_heads=2, n_kv_heads=2, head_dim=8, d_model=16, context_length=32)
 MIXERS = (RetNet(), Mamba2(), Mamba2(state=5, head_dim=8, kernel=3), GatedDeltaNet())
 every_mixer = pytest.mark.parametrize("mixer", MIXERS, ids=repr)
@@ -28,7 +28,7 @@ def inputs(**options):
 
 
 def loop(q, k, v, g, beta=None, state=None):
-    """Token by token: the state decays; without beta `k v^T` is added, with it v replaces what is found under k."""
+    """Token by token: the state decays; then `k v^T` is added, or with beta v replaces the value under k."""
     state = q.new_zeros(BATCH, HEADS, KEYS, VALUES) if state is None else state
     rows = []
     for t in range(q.shape[1]):
@@ -43,7 +43,7 @@ def loop(q, k, v, g, beta=None, state=None):
 
 @pytest.mark.parametrize("recurrence", [decayed_sum, gated_delta])
 def test_a_recurrence_is_its_loop(recurrence):
-    """Outputs, gradients, and a state that is handed on, within a few roundings of float32 of a loop in float64."""
+    """Outputs, gradients and a passed-on state match a float64 loop within a few float32 roundings."""
     given, beta = inputs()
     given |= {"beta": beta} if recurrence is gated_delta else {}
     for x in given.values():
@@ -87,7 +87,7 @@ def test_the_loop_is_that_of_the_library(operation):
 
 
 def layer(mixer: Mixer, spread: float = 0.4):
-    """A layer in which every parameter was drawn, and none has a value at which a formula is degenerate."""
+    """A layer with all parameters random, away from values at which a formula degenerates."""
     module = mixer.build(SHAPE)
     generator = torch.Generator().manual_seed(2)
     for part in module.modules():
@@ -101,7 +101,7 @@ def layer(mixer: Mixer, spread: float = 0.4):
 
 
 def convolved(x, weight, bias=None):
-    """Each channel over its last tokens, then SiLU; zeros before the first."""
+    """Causal depthwise convolution with zero padding, then SiLU."""
     channels, kernel = weight.shape
     padded = F.pad(x.mT, (kernel - 1, 0))
     return F.silu(F.conv1d(padded, weight[:, None], bias, groups=channels)).mT
@@ -112,7 +112,7 @@ def by_heads(x, heads):
 
 
 def of_retnet(layer, x, rotate):
-    """The parallel form of the paper: `(Q K^T * D) V`, D the powers of the decay."""
+    """The paper's parallel form `(Q K^T * D) V`, D the powers of the decay."""
     heads, length = layer.n_heads, x.shape[1]
     q, k, v = (by_heads(part(x), heads).transpose(1, 2) for part in (layer.q, layer.k, layer.v))
     gamma = 1 - 2.0 ** (-5 - torch.arange(heads).double())
@@ -130,7 +130,7 @@ def rms(x, weight):
 
 
 def of_mamba2(layer, x, _rotate):
-    """The state space model of the paper, its recurrence by token."""
+    """The recurrence of the paper's state space model."""
     width, state, heads = layer.width, layer.state, layer.n_heads
     z, xbc, dt = layer.project(x).split((width, width + 2 * state, heads), -1)
     u, b, c = convolved(xbc, layer.convolution.weight, layer.convolution.bias).split((width, state, state), -1)
@@ -145,7 +145,7 @@ def of_mamba2(layer, x, _rotate):
 
 
 def of_gated_delta_net(layer, x, _rotate):
-    """`S = S (a (I - b k k^T)) + b v k^T` of the paper, by token."""
+    """The paper's recurrence `S = S (a (I - b k k^T)) + b v k^T`."""
     heads, keys = layer.n_heads, layer.n_heads * layer.key_dim
     weights = layer.convolution.weight.split((keys, keys, 2 * keys))
     q, k, v = (
@@ -171,7 +171,7 @@ FORMULAS = {"RetNet": of_retnet, "Mamba2": of_mamba2, "GatedDeltaNet": of_gated_
 @torch.no_grad()
 @every_mixer
 def test_a_layer_is_its_papers_formula(mixer):
-    """In float64 but for the recurrence, which computes in float32."""
+    """In float64, except for the recurrence in float32."""
     made = layer(mixer).double()
     x = torch.randn(BATCH, LENGTH, 16, generator=torch.Generator().manual_seed(3)).double()
     rotate = Rope().build(16, 8, 32).double().rotation(LENGTH, 0)

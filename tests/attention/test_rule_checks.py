@@ -1,4 +1,4 @@
-"""A rule that breaks what it promises: one line that names the rule and the fix, before anything is created."""
+"""A rule that violates its contract fails with one line, naming rule and fix, before anything is created."""
 
 import sys
 from pathlib import Path
@@ -58,7 +58,7 @@ BROKEN = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_promise_is_named_at_the_first_call(case):
     broken, message = BROKEN[case]
-    x = torch.zeros(1, 2, 3, 4)  # on which nothing goes wrong yet
+    x = torch.zeros(1, 2, 3, 4)  # scores of zero break no rule
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is compared)
         broken(AttentionCall(x, x, x))
     assert message in str(error.value)

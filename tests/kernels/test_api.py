@@ -1,4 +1,4 @@
-"""Every argument that does not fit ends in one line that names it, its value and the fix."""
+"""Every invalid argument raises one line that names it, its value and the fix."""
 
 import ast
 import re
@@ -34,7 +34,7 @@ def call(**changes):
 
 PACKED = {"q": Q[:1], "k": K[:1], "v": K[:1]}
 
-# What is changed in a valid call, and what the message must say: the argument, its value, the fix.
+# Changes of a valid call, and the required parts of the message: argument, value, fix.
 WRONG = {
     "q of three dimensions": ({"q": Q[0]}, ["q has shape [4, 6, 8]", "[B, H, L, D]"]),
     "k without keys": ({"k": K[:, :, :0]}, ["k has shape [2, 2, 0, 8]", "at least 1"]),
@@ -191,7 +191,7 @@ def test_stats_are_per_row_and_the_log_sum_exp_alone_carries_a_gradient(backend)
 
 
 def test_a_padded_batch_is_not_shifted_in_silence():
-    """As users of flash-attention's lengths would call it: then row 2 of 6 would stand where row 6 of 3 + 3 does."""
+    """Users of flash-attention's lengths might call it so, and row 2 of 6 would be aligned like row 6 of 3 + 3."""
     same = {"q": Q.new_zeros(2, 4, 6, 8), "k": Q.new_zeros(2, 2, 6, 8), "v": Q.new_zeros(2, 2, 6, 8)}
     refused = r"kv_lengths is given with as many queries as keys \(6\).*leave it out for right padding"
     with pytest.raises(ValueError, match=refused):
@@ -228,7 +228,7 @@ def test_scale(backend):
 
 
 def test_import_needs_torch_alone():
-    # A module set to None cannot be imported: importing it anywhere would raise.
+    # Importing a module that is set to None raises.
     code = "import sys; sys.modules.update(dict.fromkeys(['triton', 'lit_lazy', 'lightning'])); import flash_lazy"
     subprocess.run([sys.executable, "-c", code], cwd=Path(flash_lazy.__path__[0]).parent, check=True)
 
@@ -253,11 +253,11 @@ def test_backends_do_not_import_each_other(name):
     ours = {module for module in found if module.startswith("flash_lazy")}
     assert not [module for module in ours if not module.startswith(ALLOWED[name])]
     assert ("triton" in found) == (name == "fused")
-    assert "flash_lazy.fused.ops" not in ours  # which imports the others of its room
+    assert "flash_lazy.fused.ops" not in ours  # which imports the other modules of its package
 
 
 def imported(path):
-    """Every module that a file imports, at its top or later, and for `from a import b` also a.b."""
+    """Every module that a file imports at any level; for `from a import b` also a.b."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""`chunked` against the reference over all options; what every backend must keep: causality, isolation, bits."""
+"""`chunked` against the reference over all options; causality, isolation and bit-identity of every backend."""
 
 import json
 import subprocess
@@ -64,7 +64,7 @@ WAYS = {
 
 
 def ways(*names):
-    """For `parametrize`. What is tested of small blocks of the fused kernels here, test_triton.py's cover tests too."""
+    """Backends for `parametrize`; test_triton.py also covers small blocks of the fused kernels."""
     long = {"triton-small": pytest.mark.long}
     return [pytest.param(WAYS[name], id=name, marks=long.get(name, ())) for name in names]
 
@@ -77,7 +77,7 @@ takes_a_mask = only("reference", "chunked-small", "chunked")
 
 
 def chunk(monkeypatch, elements, rows):
-    """Sets the scores of a block and the rows it prefers to keep."""
+    """Set the score budget of a block and its preferred minimum of rows."""
     monkeypatch.setattr(tiling, "BLOCK_ELEMENTS_CPU", elements)
     monkeypatch.setattr(tiling, "FULL_ROWS", rows)
 
@@ -89,7 +89,7 @@ def block(request, monkeypatch):
 
 @pytest.fixture(params=ways(*WAYS))
 def backend(request, monkeypatch):
-    """The name of every backend, working on small blocks and on large ones."""
+    """The name of each backend, with small and with large blocks."""
     name, size = request.param
     if name == "chunked":
         chunk(monkeypatch, *size)
@@ -116,8 +116,8 @@ def test_equals_reference(setting, block):  # noqa: ARG001
             mine[name], expected, rtol=1e-10, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
         )
     if drawn.k.shape[2] < 63:
-        return  # one or two keys round too seldom for the errors of two computations to be comparable
-    # The values survive bfloat16 unrounded, so all three precisions have the same exact answer.
+        return  # one or two keys round too rarely to compare the errors of two computations
+    # The values are exact in bfloat16, so all three precisions have the same exact result.
     for dtype in (torch.float32, torch.bfloat16):
         rounded = drawn.to(dtype)
         assert not measure_errors(run_named(rounded, "chunked"), exact, eager_errors(rounded, exact)).too_large()
@@ -158,7 +158,7 @@ def test_the_log_sum_exp_carries_gradients(setting, monkeypatch):
 
 @only("reference", "chunked-small", "triton-small")
 def test_the_log_sum_exp_alone_has_the_gradient_of_torch(backend):
-    """Its output unused; torch.logsumexp of the masked scores is the closed form."""
+    """The output is unused; the closed form is torch.logsumexp of the masked scores."""
     case = draw(42, length=12, bias_width=4, group=2).to(widest_dtype(backend))
     leaves = [x.detach().to(device_for(backend)).requires_grad_() for x in (case.q, case.k, case.bias)]
     q, k, bias = leaves
@@ -218,7 +218,7 @@ def test_blocks_skip_keys_nobody_sees():
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_skipping_tiles_changes_no_bit(dtype, renormalise, length, width, tile, block, monkeypatch):
-    """Slopes leave a row its nearest keys, so that most tiles hold no weight."""
+    """Slopes leave weight only on a row's nearest keys, so that most tiles are empty."""
     monkeypatch.setattr(chunked, "TILE_COLUMNS", tile)
     chunk(monkeypatch, *block)
     q, k, v = torch.randn(3, 1, 2, length, width, dtype=dtype, generator=torch.Generator().manual_seed(27))
@@ -242,7 +242,7 @@ def test_only_tiles_without_weight_are_skipped(monkeypatch):
         (0, 4, False),
         (4, 8, True),
         (8, 12, True),
-        (12, 14, True),  # the last is not asked
+        (12, 14, True),  # the last tile is not checked
     ]
     assert [tile for tile, _ in chunked._split_tiles(w[..., :4])] == [slice(0, 4)]
 
@@ -273,7 +273,7 @@ def test_causality(threshold, sign, renormalise, backend):
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("sign", [1, -1])
 class TestPoison:
-    """What nobody sees may hold NaN or inf, as uninitialised padding does."""
+    """Hidden values may be NaN or inf, as in uninitialised padding."""
 
     def same(self, clean, poisoned, backend, grad=None, poisoned_grad=None):
         expected, found = run_named(clean, backend, grad), run_named(poisoned, backend, poisoned_grad)
@@ -284,7 +284,7 @@ class TestPoison:
     def test_masked_keys(self, backend, poison, sign):
         case = draw(14, sign=sign, length=20, key_mask=True, bias_width=5, renormalise=True).to(torch.float32)
         hidden = ~case.options["key_mask"][:, None, :, None]
-        # A query that sees no key is padding too, and so is the gradient that reaches it.
+        # A query that sees no key is padding too, and so is its gradient.
         blind = (case.options["key_mask"].cumsum(-1) == 0)[:, None, :, None]
         assert blind.any()
         q, k, v = (
@@ -360,7 +360,7 @@ def test_decode_equals_the_tail_of_the_full_forward(rows, threshold, backend):
     torch.testing.assert_close(tail, full[:, :, -rows:], **close)
     for mine, expected in zip(tail_stats, full_stats, strict=True):
         torch.testing.assert_close(mine, expected[..., -rows:])
-    # The same rows, read from a cache with room to spare.
+    # The same rows, read from a larger cache.
     room = [torch.cat([x, torch.full_like(x, torch.nan)], 2) for x in (case.k, case.v)]
     options = case.options | {"kv_lengths": torch.full((1,), 21)}
     cached, _, _ = run(Case(case.q[:, :, -rows:], *room, case.tau, case.bias, options), backend)
@@ -388,7 +388,7 @@ def test_expanded_output_gradient(backend):
     assert_same_bits(run_named(case, backend, ones), run_named(case, backend, expanded))
 
 
-# Small matrix products of the CPU round differently where strides do.
+# Rounding of small matrix products on the CPU depends on strides.
 @only("reference", "chunked", "triton-small", "triton")
 def test_strided_inputs(backend):
     case = draw(22, length=20, bias_width=5, slopes=True, threshold="per_token", group=2, kv_heads=2)
@@ -406,7 +406,7 @@ def test_strided_inputs(backend):
 
 @only("reference", "chunked", "triton-small")
 def test_expanded_inputs(backend):
-    """Heads, sequences and columns of stride 0; fewer columns than a tile, W and window beyond all keys."""
+    """Stride 0 of heads, sequences and columns; fewer columns than a tile; W and window larger than the keys."""
     case = draw(61, length=20, group=2, width=5, bias_width=40, slopes=True, window=99).to(torch.float32)
     case = case.to_device(device_for(backend))
 
@@ -427,7 +427,7 @@ def test_second_call_has_the_same_bits(backend):
     first = run_named(case, backend)
     threads = torch.get_num_threads()
     try:
-        torch.set_num_threads(2)  # accumulation in no fixed order shows only with threads
+        torch.set_num_threads(2)  # only several threads accumulate in varying order
         several = [run_named(case, backend) for _ in range(5 if backend == "chunked" else 2)]
     finally:
         torch.set_num_threads(threads)
@@ -450,7 +450,7 @@ def test_autocast_casts_q_k_v_alone(backend):
     for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
         assert grad.dtype == leaf.dtype == torch.float32
         assert torch.equal(grad.cpu(), expected[f"d{name}"].float()), name
-    if backend != "reference":  # a backward pass of its own keeps its precision under autocast, too
+    if backend != "reference":  # a custom backward pass keeps its precision under autocast
         with torch.autocast(device, dtype=torch.bfloat16):
             again = torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))
         assert all(map(torch.equal, grads, again))
@@ -481,7 +481,7 @@ def test_memory_grows_linearly(tmp_path):
     command = [sys.executable, "-m", "bench.memory", "--lengths", "2048", "8192", "--backends", "chunked"]
     subprocess.run([*command, "--json", str(path)], check=True, capture_output=True)
     short, long = (row["rise_bytes"] for row in json.loads(path.read_text())["rows"])
-    assert long / short < 5  # 4 where everything grows with L (the block's budget does not), 16 where L * L does
+    assert long / short < 5  # 4 if all memory grows with L (the block budget does not), 16 if with L * L
     one_matrix_of_scores = 4 * 4 * 8192**2
     assert long < one_matrix_of_scores / 10
 
@@ -495,7 +495,7 @@ COMPILED = {
 
 
 class TestCompiled:
-    """To torch.compile a call is one operator, of which no line is traced."""
+    """torch.compile sees a call as one opaque operator."""
 
     @pytest.mark.parametrize(
         "setting",

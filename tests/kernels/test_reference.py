@@ -1,4 +1,4 @@
-"""The reference is the specification, so it is pinned from outside: row-by-row loops, gradcheck, closed forms."""
+"""The reference, which is the specification, against independent loops, gradcheck and closed forms."""
 
 import math
 from dataclasses import replace
@@ -77,7 +77,7 @@ def backend(request, monkeypatch):
 
 
 class TestClosedForms:
-    """Section "closed forms" of the method, on every backend."""
+    """Section "closed forms" of the method, for every backend."""
 
     @pytest.mark.parametrize("threshold", THRESHOLDS)
     @pytest.mark.parametrize("renormalise", [False, True])
@@ -113,7 +113,7 @@ class TestClosedForms:
         if backend == "triton":
             use_small_blocks(
                 monkeypatch, 16, 16 if torch.cuda.is_available() else 2**14
-            )  # a tile costs milliseconds there
+            )  # a tile takes milliseconds there
         k = sigma * torch.randn(1, 1, keys, 1, generator=torch.Generator().manual_seed(0)).to(device_for(backend))
         one = torch.ones_like(k[:, :, :1])
         _, stats = lazy_attention(one, k, k, one.flatten(), scale=1.0, backend=backend, return_stats=True)
@@ -132,7 +132,7 @@ class TestClosedForms:
 
 
 def test_ties_are_zero(backend):
-    """Equal scores at tau = 1 put every p on theta: 0 in the reference, a rounding at most elsewhere."""
+    """With equal scores and tau = 1 every p equals theta: weights are 0 in the reference, else within rounding."""
     for dtype in {torch.float32, widest_dtype(backend)}:
         v = torch.randn(1, 1, 300, 4, generator=torch.Generator().manual_seed(0)).to(device_for(backend), dtype)
         q, tau = torch.zeros_like(v), torch.ones(1, dtype=dtype, device=v.device)
@@ -143,7 +143,7 @@ def test_ties_are_zero(backend):
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize("threshold", THRESHOLDS)
 def test_weights_are_those_that_multiply_the_values(threshold, renormalise):
-    """Whole, and by blocks of rows that end where their keys do."""
+    """At once, and in blocks of rows aligned to the end of their keys."""
     setting = {"threshold": threshold, "renormalise": renormalise, "bias_width": 4, "slopes": True, "window": 9}
     case = draw(5, length=12, group=2, batch=1, width=4, **setting).to(torch.float64)
     whole = attention_weights(case.q, case.k, case.tau, case.bias, **case.options)

@@ -1,4 +1,4 @@
-"""`flash_lazy.rules`: attention by any rule. What every rule keeps is tested rule by rule in tests/attention."""
+"""`flash_lazy.rules`: attention by any rule. tests/attention checks each normaliser's rule."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ Q, K, V = draw(2, 4, 6, 8), draw(2, 2, 9, 8), draw(2, 2, 9, 8) + 1
     ids=lambda x: "-".join(x) or "plain",
 )
 def test_softmax_as_a_rule_is_lazy_attention_at_tau_zero(backend, options):
-    """An implementation that shares nothing but the scores' geometry: output, statistics and gradients."""
+    """Against `lazy_attention`, which shares only the geometry of scores: output, statistics and gradients."""
     found = []
     for attend in (
         lambda q, bias, slopes: lazy_attention(
@@ -48,7 +48,7 @@ def test_softmax_as_a_rule_is_lazy_attention_at_tau_zero(backend, options):
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_maps_are_parts_of_the_width(backend):
-    """Two softmax maps added up: the two halves of queries and keys, each on its own."""
+    """The sum of two softmax maps, each of one half of queries and keys."""
 
     def both(scores: Tensor, _: Rows) -> Tensor:
         assert scores.shape[2] == 2
@@ -88,7 +88,7 @@ def test_weights_by_blocks_are_those_of_the_whole():
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of a tensor that an operator returns."""
+    """Records the largest number of elements of an operator's result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(length):
     "rule", [lambda s, _: (-s).sigmoid(), lambda s, _: (-s).softmax(-1), lambda s, rows: s.softmax(-1) - 1 / rows.n]
 )
 def test_no_rule_can_show_a_row_its_future(rule, backend):
-    """Whatever a factor that training has turned negative makes of hidden scores."""
+    """For any weights of hidden keys, as from a trained factor that turned negative."""
     q = draw(1, 2, 9, 8)
     changed = V[:1].clone()
     changed[:, :, 5] = 100
@@ -154,7 +154,7 @@ def test_parameters_get_gradients_through_the_recomputation():
         found = torch.autograd.grad(out.sum(), scale)[0]
         expected = lazy_attention(Q * scale[:, None, None], K, V, torch.zeros(4), backend="reference")
         torch.testing.assert_close(found, torch.autograd.grad(expected.sum(), scale)[0])
-    assert not rule_attention(scaled, Q, K, V).requires_grad  # it is not named
+    assert not rule_attention(scaled, Q, K, V).requires_grad  # it is not in parameters
 
 
 @pytest.mark.parametrize(

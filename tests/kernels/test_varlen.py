@@ -1,4 +1,4 @@
-"""`lazy_attention_varlen` against a loop of single calls: documents with a prefix in the cache, in every backend."""
+"""`lazy_attention_varlen` against single calls: documents with a cached prefix, for every backend."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -21,7 +21,7 @@ from flash_lazy import Stats, attention_weights, chunked, lazy_attention, lazy_a
 from flash_lazy.call import Call
 from flash_lazy.fused import ops
 
-# Chunks of prompts: all of one, the end of one, a document without queries, an empty one, one query, one token.
+# Prompt chunks: a full prompt, the end of one, no queries, an empty document, one query, one token.
 ROWS = [0, 5, 12, 12, 12, 13, 14]
 KEYS = [0, 5, 26, 29, 29, 48, 49]
 
@@ -38,7 +38,7 @@ def boundaries(device="cpu"):
 
 
 def drawn(setting, dtype, width=8):
-    """All keys and the queries of all documents, off the kink of every row with more than one key."""
+    """Keys and queries of all documents, away from the kink in each row with more than one key."""
     for seed in range(300):
         case = draw(seed, length=KEYS[-1], batch=1, width=width, **setting)
         case = replace(case, q=case.q[:, :, : ROWS[-1]])
@@ -75,7 +75,7 @@ def noise(case):
 
 
 def together(case, backend):
-    """One call; results in the layout of `alone`."""
+    """One varlen call; results in the layout of `alone`."""
     case, (grad, dlse) = case.to_device(device_for(backend)), noise(case)
     leaves = {name: x.detach().requires_grad_() for name, x in case.leaves().items()}
     options = case.options | {name: leaves[name] for name in ("slopes",) if name in leaves}
@@ -89,7 +89,7 @@ def together(case, backend):
 
 
 def alone(case, backend="reference"):
-    """Each document by a call of its own."""
+    """One call per document."""
     case, (grad, dlse) = case.to_device(device_for(backend)), noise(case)
     leaves = {name: x.detach().requires_grad_() for name, x in case.leaves().items()}
     options = case.options | {name: leaves[name] for name in ("slopes",) if name in leaves}
@@ -126,7 +126,7 @@ def test_equals_single_calls(backend, setting, monkeypatch):
     ],
 )
 def test_fused_kernels_give_the_bits_of_single_calls(name, dtype, block, monkeypatch):
-    """But for sums over documents, whose order differs: these err by twice as much as single calls do, at most."""
+    """Bit-identical but for reordered sums over documents, whose error is at most twice that of single calls."""
     use_small_blocks(monkeypatch, *block)
     case = drawn(SETTINGS[name], dtype, width=16)
     found, single = together(case, "triton"), alone(case, "triton")
@@ -138,7 +138,7 @@ def test_fused_kernels_give_the_bits_of_single_calls(name, dtype, block, monkeyp
 
 @pytest.mark.parametrize("backend", ["reference", "chunked", "triton"])
 def test_documents_are_apart(backend, monkeypatch):
-    """NaN in a document, and in keys that have no queries, stays there."""
+    """NaN in a document, or in keys without queries, does not spread."""
     use_small_blocks(monkeypatch, 16, 16)
     case = drawn({"sign": -1}, torch.float32)
     poisoned = replace(case, **{name: getattr(case, name).clone() for name in "qkv"})
@@ -179,7 +179,7 @@ def operator_arguments(case):
 class TestOperators:
     @pytest.fixture
     def arguments(self, monkeypatch):
-        """Of q, k, v, tau and bias."""
+        """Gradients of q, k, v, tau and bias."""
         use_small_blocks(monkeypatch, 16, 16)
         return operator_arguments(drawn({"bias_width": 6}, torch.float32, width=16).to_device(device_for("triton")))
 

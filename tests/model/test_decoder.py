@@ -1,4 +1,4 @@
-"""The decoder, for every variant of Table 2 and some beyond: causality, decoding, gradients, starts, sizes."""
+"""The decoder for all variants of Table 2 and more: causality, decoding, gradients, initial values, sizes."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
 
 VOCAB, CONTEXT, LENGTH = 11, 16, 13
-# init_std is large, so that attention weights are far from uniform.
+# A large init_std makes attention weights far from uniform.
 SMALL = ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=24, init_std=0.4)
 TABLE2 = load_module(find("ablations", "table2")).ablation.all_rows
 VARIANTS = {row.name: replace_at(RunConfig(Backcopy(), SMALL), row.changes).model for row in TABLE2} | {
@@ -49,7 +49,7 @@ every_variant = pytest.mark.parametrize("cfg", VARIANTS.values(), ids=VARIANTS)
 
 
 def build(cfg, seed=0):
-    """A model in which every bias differs from zero, as after some training."""
+    """A model with non-zero biases, as after training."""
     model = DecoderLM(cfg, VOCAB, CONTEXT, seed)
     for layer, attention in enumerate(model.attentions):
         for parameter in attention.bias.parameters():
@@ -104,7 +104,7 @@ def test_decoding_equals_the_full_forward(cfg, steps):
 @torch.no_grad()
 @every_variant
 def test_a_shorter_sequence_gives_the_same_rows(cfg):
-    """Nothing depends on the batch's length: thresholds and positions are those of training."""
+    """Results do not depend on the length of the batch: thresholds and positions are those of training."""
     model, x = build(cfg).double(), tokens()
     torch.testing.assert_close(model(x[:, :7]), model(x)[:, :7], rtol=1e-10, atol=1e-11)
 
@@ -124,7 +124,7 @@ def test_gradients_are_finite_and_reach_every_parameter(cfg):
 
 @pytest.mark.parametrize("cfg", ELASTIC.values(), ids=ELASTIC)
 def test_rows_without_mass_add_nothing(cfg):
-    """At a huge tau the attention output is exactly zero: logits are those of the model without it, and finite."""
+    """With a huge tau the attention output is exactly zero, and logits are finite and those without attention."""
     model, x = build(cfg), tokens()
     for tau in taus(model):
         tau.data.fill_(1e6)
@@ -179,7 +179,7 @@ class TestStart:
         shared = 0
         for one, other in itertools.combinations(states.values(), 2):
             for name in one.keys() & other.keys():
-                # tau starts at a setting, not at a draw.
+                # tau starts at a constant.
                 if one[name].shape == other[name].shape and not name.endswith("tau"):
                     assert torch.equal(one[name], other[name]), name
                     shared += 1
@@ -256,7 +256,7 @@ class TestSize:
 
     @pytest.mark.parametrize("tie", [True, False])
     def test_flops(self, tie):
-        """The head multiplies once, tied or not; the embedding is a look-up."""
+        """FLOPs count the head once, tied or not; the embedding is a lookup."""
         model = DecoderLM(dataclasses.replace(self.CFG, tie_embeddings=tie), 11, 6, 0)
         assert flops_per_token(model, 6) == 6 * (2 * self.BLOCK + 11 * 8) + 6 * 2 * 6 * 8 == 8016
 

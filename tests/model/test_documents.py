@@ -1,4 +1,4 @@
-"""Packed documents with a mask: each token's logits, loss and metrics are those of its document alone."""
+"""Packed documents with a mask: logits, loss and metrics of each token equal those of its single document."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from lit_lazy.training.run import run
 
 VOCABULARY, L = 37, 24
 LENGTHS = ((5, 1, 18), (24,), (1, 2, 3, 4, 14))
-"""Of the documents in each of three windows."""
+"""Lengths of the documents in each of three windows."""
 VARIANTS = {
     "softmax": (AttentionSpec(), Rope()),
     "softmax with a bias": (AttentionSpec(Softmax(), LearnedBias(9, init_std=0.5)), Rope()),
@@ -68,7 +68,7 @@ def tokens() -> torch.Tensor:
 
 
 def alone(made: DecoderLM, sequences: torch.Tensor):
-    """Logits `[B, L, V]` and stats, each document by itself."""
+    """Logits `[B, L, V]` and stats, computed per document."""
     logits, stats = [], []
     for row, lengths in zip(sequences, LENGTHS, strict=True):
         parts = [made.compute_hidden_with_stats(document[None]) for document in row.split(lengths)]
@@ -95,7 +95,7 @@ def test_packed_with_a_mask_is_each_document_alone(name):
         for row, wanted in enumerate(by_row):
             for x, y in zip(found_stats, wanted[layer], strict=True):
                 assert (x[row] - y[0]).abs().max() < 1e-12
-    assert (made(sequences) - expected).abs().max() > 1e-3  # the mask does something
+    assert (made(sequences) - expected).abs().max() > 1e-3  # the mask has an effect
     gradients = []
     for logits in (found, expected):
         made.zero_grad()
@@ -149,7 +149,7 @@ def test_evaluation_and_training_use_the_mask():
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_diagnostics_look_at_the_first_document_of_each_window(name):
-    """By the loss of documents alone, and whatever comes after them."""
+    """The loss equals that of single documents, independent of later ones."""
     made = model(*VARIANTS[name], torch.float32)
     sequences, place = tokens(), places()
     batch = {"tokens": sequences[:, :-1], "targets": sequences[:, 1:], "place": place}
@@ -159,7 +159,7 @@ def test_diagnostics_look_at_the_first_document_of_each_window(name):
     expected = (nll.sum(0) / first.sum(0)).detach().numpy()
     assert found["loss/by_position"] == pytest.approx(expected, abs=1e-5)
     assert loss_by_position(made, batch).numpy() == pytest.approx(expected, abs=1e-5)
-    assert found["maps/weights"].shape[1:] == (L, L)  # of the second window, which is one document
+    assert found["maps/weights"].shape[1:] == (L, L)  # from the second window, which is a single document
 
     other = torch.randint(VOCABULARY, first.shape, generator=torch.Generator().manual_seed(1))
     replaced = {"tokens": torch.where(first, batch["tokens"], other), "targets": batch["targets"], "place": place}
@@ -190,4 +190,4 @@ def test_a_training_with_a_mask_learns_and_repeats_to_the_same_bits(tmp_path: Pa
     softmax = replace(cfg.model, attention=AttentionSpec())
     assert run(replace(cfg, model=softmax), tmp_path / "softmax").labels == {
         "backend": "chunked"
-    }  # sdpa has no documents
+    }  # sdpa does not support documents

@@ -1,4 +1,4 @@
-"""Dropout's masks: SplitMix64, of the right share, independent of each other and of how a batch is cut."""
+"""Dropout masks: SplitMix64, correct rate, independence of each other and of micro-batches."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from lit_lazy.model.dropout import apply_dropout, sequence_keys
 ROWS = torch.arange(32)
 ONES = torch.ones(32, 16, 64)
 PUBLISHED = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821)
-"""Of SplitMix64 from the seed 1234567."""
+"""Outputs of SplitMix64 with seed 1234567."""
 
 
 def test_numbers_are_those_of_splitmix64() -> None:
@@ -28,7 +28,7 @@ def test_the_share_is_dropped_and_the_mean_stays(p: float) -> None:
 
 
 def test_sequences_steps_seeds_and_places_are_independent() -> None:
-    """Each number's fate says nothing of any other's: 16 masks, all pairs, within 4.5 standard errors."""
+    """Masks are pairwise independent: all pairs of 16 masks, within 4.5 standard errors."""
     masks = [
         apply_dropout(ONES[:1], 0.5, sequence_keys(seed, step, torch.tensor([row])), site).flatten() - 1
         for seed in (0, 1)

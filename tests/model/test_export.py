@@ -1,4 +1,4 @@
-"""Weights out: transformers' model gives our logits, with a cache and padding, in every part that it carries."""
+"""Export: transformers' model returns our logits with cache and padding, for every supported part."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothing here may reach the network
+os.environ["HF_HUB_OFFLINE"] = "1"  # read at the import of transformers, so that no test uses the network
 
 import transformers
 from transformers import AutoModelForCausalLM
@@ -76,18 +76,18 @@ VARIANTS = {
     },
 }
 FUSED = {name for name in VARIANTS if type(VARIANTS[name]["attention"].normaliser) in (Softmax, Elastic)}
-"""What flash_lazy computes, where it is there."""
+"""Parts computed by flash_lazy if it is installed."""
 CASES = {f"{name}, torch alone": (changes, False) for name, changes in VARIANTS.items()} | {
     f"{name}, flash_lazy": (VARIANTS[name], True) for name in sorted(FUSED)
 }
 
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-"""Of models in double precision, whose attention is computed in single precision all the same."""
+"""Tolerance for double precision models with attention in single precision."""
 
 
 def build(**changes) -> DecoderLM:
-    """A model whose parameters are all off their initial values."""
+    """A model whose parameters all differ from their initial values."""
     model = DecoderLM(dataclasses.replace(SMALL, **changes), VOCABULARY, CONTEXT, seed=1)
     for i, (name, parameter) in enumerate(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
@@ -97,7 +97,7 @@ def build(**changes) -> DecoderLM:
 
 @pytest.fixture(autouse=True)
 def _quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Modelling files are copied to a cache before they are imported."""
+    """Use a temporary cache for the copies of imported modelling files."""
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     transformers.utils.logging.disable_progress_bar()
     with torch.no_grad():
@@ -120,31 +120,31 @@ def load(folder: Path, **options):
 
 @pytest.mark.parametrize(("changes", "kernels"), CASES.values(), ids=CASES)
 def test_logits_are_ours(changes, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With flash_lazy and without; tests/command/test_export_command.py has a process that really lacks it."""
+    """With and without flash_lazy; tests/command/test_export_command.py uses a process where it is not installed."""
     if not kernels:
         monkeypatch.setitem(sys.modules, "flash_lazy", None)
     ours = build(**changes)
     theirs = load(exported(ours, tmp_path / "out"))
     assert (sys.modules[type(theirs).__module__].lazy_attention is not None) is kernels
-    # What matrix products in single precision round away depends on the machine, so the rest is compared in double.
+    # Rounding of single precision products depends on the machine, so compare all else in double.
     torch.testing.assert_close(theirs(TOKENS).logits, ours(TOKENS), rtol=1e-4, atol=1e-4)
     ours, theirs = ours.double(), theirs.double()
     logits = ours(TOKENS)
     torch.testing.assert_close(theirs(TOKENS).logits, logits, **CLOSE)
     assert logits.std() > 0.1
-    # In parts, with a cache.
+    # Incrementally, with a cache.
     cache, parts = None, []
     for part in TOKENS.split([5, 1, 6], 1):
         out = theirs(part, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         parts.append(out.logits)
     torch.testing.assert_close(torch.cat(parts, 1), logits, **CLOSE)
-    # With padding on the left, which counts for nothing.
+    # With left padding, which has no effect.
     real = torch.ones_like(TOKENS)
     real[1, :4] = 0
     padded = theirs(TOKENS.where(real > 0, 3), attention_mask=real).logits[1, 4:]
     torch.testing.assert_close(padded, ours(TOKENS[1:, 4:])[0], **CLOSE)
-    # Generated, padded too.
+    # Generated, with padding too.
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     found = theirs.generate(TOKENS.where(real > 0, 3), attention_mask=real, **options)[:, LENGTH:]
     prompts = [TOKENS[0].tolist(), TOKENS[1, 4:].tolist()]
@@ -177,7 +177,7 @@ SMALL_PARTS = ("normaliser", "attention.bias")
     ],
 )
 def test_tau_and_bias_stay_float32(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """However the dtype is asked for; bit for bit, and also once saved."""
+    """For every way to request a dtype, bit for bit, also after saving."""
     ours = build(**VARIANTS[name])
     folder = exported(ours, tmp_path / "out")
     half = load(folder, dtype=dtype)
@@ -191,7 +191,7 @@ def test_tau_and_bias_stay_float32(name: str, dtype: torch.dtype, tmp_path: Path
         logits = model(TOKENS).logits
         assert logits.dtype == dtype
         assert (logits.float() - ours(TOKENS)).std() < 0.05 * ours(TOKENS).std()
-    # Wider is no loss.
+    # A wider dtype is exact.
     assert {x.dtype for x in load(folder).double().parameters()} == {torch.float64}
 
 
@@ -244,7 +244,7 @@ def test_other_parts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         check(ModelConfig(attention=AttentionSpec(Entmax15())))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Rope, "__module__", "users_file")  # a user's class may have the name of one of ours
+        patch.setattr(Rope, "__module__", "users_file")  # a custom class with one of our names
         with pytest.raises(ValueError, match=r"^model\.position=Rope: not supported by the exported modelling file"):
             check(ModelConfig(position=Rope()))
     with pytest.raises(ValueError, match=r"^model\.mixer=RetNet: the exported modelling file supports only attention"):

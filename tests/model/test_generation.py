@@ -1,4 +1,4 @@
-"""Text out: the cache, one prompt or many, what is drawn, and a cache that evicts against plain matrices."""
+"""Generation: cache, one or many prompts, sampling, and eviction against a plain matrix implementation."""
 
 import dataclasses
 
@@ -62,11 +62,11 @@ ALIKE = {
 @torch.no_grad()
 @pytest.mark.parametrize(("attention", "changes"), ALIKE.values(), ids=ALIKE)
 def test_prompts_together_are_continued_as_one_by_one(attention, changes):
-    """Greedily and by draws, which are a prompt's own."""
+    """Greedy and sampled with the prompt's generator."""
     model = build(attention, **changes)
     for layer in model.attentions:
         for tau in (p for name, p in layer.normaliser.named_parameters() if name == "tau" and p.dim() == 2):
-            tau += torch.linspace(-0.5, 0.5, CONTEXT)  # it does matter where a token stands
+            tau += torch.linspace(-0.5, 0.5, CONTEXT)  # make results depend on the position
     together = generate(model, PROMPTS, tokens=6)
     assert together == [generate(model, [prompt], tokens=6)[0] for prompt in PROMPTS]
     assert together == [by_full_passes(model, prompt, 6) for prompt in PROMPTS]
@@ -96,7 +96,7 @@ def test_the_end_of_a_text_ends_it_and_no_other():
     assert ended == [text[: text.index(stop)] if stop in text else text for text in free]
     assert len(ended[0]) <= 4
     order = list(Generation(model, PROMPTS, 2))
-    assert order[0] == GeneratedToken(2, free[2][0])  # as they come, not text by text
+    assert order[0] == GeneratedToken(2, free[2][0])  # in order of generation, not prompt by prompt
     assert [drawn.prompt for drawn in order] == [2, 1, 4, 0, 3] * 2
 
 
@@ -131,7 +131,7 @@ class TestDraws:
         torch.manual_seed(2)
         assert generate(model, [[5, 3]] * 3, 8, Sampling(seed=4)) == one
         assert generate(model, [[5, 3]] * 3, 8, Sampling(seed=5)) != one
-        assert one[0] != one[1]  # the same prompt again is another text
+        assert one[0] != one[1]  # a repeated prompt has its own draws
         assert generate(model, [[5, 3]], 8, Sampling(seed=4)) == one[:1]
 
     @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ class TestRefused:
     def test_lengths_that_the_model_cannot_serve(self):
         learned, fire = build(position=LearnedAbsolute()), build(AttentionSpec(Elastic(), Fire()))
         for model, named in ((learned, "17 positions requested, 16 learned"), (fire, "cannot serve 17 keys")):
-            assert len(generate(model, [[1] * 10], 7)[0]) == 7  # the last one is not read
+            assert len(generate(model, [[1] * 10], 7)[0]) == 7  # the last token is not read
             with pytest.raises(ValueError, match=named):
                 Generation(model, [[1] * 10], 8)
         assert len(generate(fire, [[1] * 10], 40, eviction=Eviction(2, 14))[0]) == 40
@@ -190,7 +190,7 @@ class TestCache:
 
 
 def streamed(model, tokens, eviction):
-    """Logits `[T, V]` of one sequence by plain matrices: keys of the tokens kept, turned by their place."""
+    """Logits `[T, V]` of one sequence by plain matrices over the cached keys, rotated by their cache index."""
     kept: list[list] = [[] for _ in model.blocks]
     logits = []
     for token in tokens:
@@ -241,7 +241,7 @@ class TestEviction:
         torch.testing.assert_close(found[0], streamed(model, self.TOKENS, eviction))
         assert cache[0].evicted == max(0, 40 - sum(kept))
         assert cache[0].length == min(40, sum(kept))
-        assert cache[0].span(1) == (min(41, sum(kept)), 0)  # no position is greater than the room
+        assert cache[0].span(1) == (min(41, sum(kept)), 0)  # no position exceeds the capacity
 
     @torch.no_grad()
     def test_keeps_the_memory_and_the_counts(self):

@@ -1,4 +1,4 @@
-"""Decoders whose tokens are mixed without attention: causality, decoding, starts, sizes, training, mistakes."""
+"""Decoders without attention: causality, decoding, initial values, sizes, training, errors."""
 
 import dataclasses
 import itertools
@@ -31,7 +31,7 @@ from lit_lazy.training.optimiser import build_parameter_groups
 from lit_lazy.training.prepare import check_model
 
 VOCAB, CONTEXT, LENGTH = 11, 16, 70
-"""Longer than a chunk of the plain recurrences, so that a state is handed on."""
+"""Longer than a chunk of the plain recurrences, so that a state is passed on."""
 SMALL = ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=24, init_std=0.4)
 MODELS = {
     "RetNet": dataclasses.replace(SMALL, mixer=RetNet()),
@@ -91,7 +91,7 @@ def test_decoding_equals_the_full_forward(cfg, steps):
 @torch.no_grad()
 @every_model
 def test_a_state_is_kept_where_tokens_are_to_come(cfg):
-    """And of tokens that were seen without a cache nothing is."""
+    """Without a cache no state is kept."""
     model, x = build(cfg), tokens()
     assert torch.equal(model(x), model(x))
     cache = model.new_cache()
@@ -193,7 +193,7 @@ class TestSize:
 
     @pytest.mark.parametrize("name", [name for name in list_available("experiments") if "tiny" not in name])
     def test_the_rows_of_table1_have_as_many_parameters_on_any_base(self, name):
-        """Whole models, of which no weight is made; of a block within 1 %, but for what grows with the context."""
+        """Models on the meta device; blocks within 1 %, without parameters that grow with the context."""
         base = load_experiment(find("experiments", name))
         vocabulary, context = 257, getattr(base.data, "context_length", 512)
         found = {}
@@ -288,7 +288,7 @@ def test_a_setting_of_attention_beside_a_mixer_is_refused(changes, message):
 
 @dataclasses.dataclass(frozen=True)
 class Shapeless(Mixer):
-    """A user's own mixer that does not build what it is to."""
+    """A custom mixer that builds the wrong type."""
 
     def build(self, shape):
         return torch.nn.Linear(shape.d_model, shape.d_model)

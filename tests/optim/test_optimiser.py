@@ -1,4 +1,4 @@
-"""Optimisers take the steps that their definitions say, of the parameters that are meant."""
+"""Optimisers take the steps of their definitions, for the intended parameters."""
 
 import copy
 import io
@@ -64,7 +64,7 @@ def test_muon_has_the_blocks_matrices_and_adamw_all_else(attention: AttentionSpe
 
 
 def test_muon_joined_with_adamw_steps_as_the_two_do_by_themselves() -> None:
-    """Learning rates of the schedule, decay, and tau's factor included."""
+    """Includes the schedule, weight decay and tau's learning rate factor."""
     settings = Muon(momentum=0.8, lr_scale=2.0, eps=1e-6)
     cfg, ours, theirs = recipe(settings), small(), small()
     joined = build_optimizer(ours, cfg)
@@ -92,7 +92,7 @@ def test_muon_joined_with_adamw_steps_as_the_two_do_by_themselves() -> None:
 
 
 def test_a_muon_step_of_a_matrix_is_near_orthogonal() -> None:
-    """Its singular values are alike, of the size that AdamW's steps have: 0.2 sqrt(max(rows, columns)) times lr."""
+    """Its singular values are nearly equal, with AdamW's step size: 0.2 sqrt(max(rows, columns)) times lr."""
     model = small()
     before = model.blocks[0].mlp.up.weight.detach().clone()
     train(model, build_optimizer(model, recipe(Muon(), weight_decay=0.0)), range(1))
@@ -145,5 +145,5 @@ def test_moments_are_what_is_kept(optimiser: Optimiser) -> None:
     matrices = {id(matrix) for matrix in find_block_matrices(model)}
     for parameter in model.parameters():
         kept = [x for x in made.state[parameter].values() if isinstance(x, Tensor) and x.shape == parameter.shape]
-        if parameter.ndim:  # a number has the shape of a count of steps
+        if parameter.ndim:  # a scalar has the shape of the step counter
             assert len(kept) == optimiser.moments(id(parameter) in matrices)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flash_lazy import Backend
-from lit_lazy.attention import Attention, AttentionSpec, LayerShape, Mixer, MixerModule, Position, Rope, SelfAttention
+from lit_lazy.attention import AttentionSpec, LayerShape, Mixer, MixerModule, Position, Rope, SelfAttention
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.data import DataConfig
@@ -93,8 +93,9 @@ class ModelConfig:
     def build_mixer(self, layer: int, context_length: int) -> MixerModule:
         """The token mixer of one layer, counted from 0."""
         shape = self.layer_shape(layer, context_length)
-        made = self.mixer.build(shape)
-        return Attention(self.attention, shape, self.backend) if made is None else made
+        if isinstance(self.mixer, SelfAttention):
+            return self.mixer.build(shape, self.attention, self.backend)
+        return self.mixer.build(shape)
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,10 @@ class ModelConfig:
         )
         divides = self.kv_heads >= 1 and self.n_heads % self.kv_heads == 0
         require_field(self, "model.n_kv_heads", divides, f"must divide model.n_heads={self.n_heads}")
-        positive = 0 < self.init_std < math.inf
+        positive = math.isfinite(self.init_std) and self.init_std > 0
         require_field(self, "model.init_std", positive, "must be finite and above 0 (zero queries never learn)")
-        positive = self.embedding_init_std is None or 0 < self.embedding_init_std < math.inf
+        std = self.embedding_init_std
+        positive = std is None or (math.isfinite(std) and std > 0)
         require_field(
             self, "model.embedding_init_std", positive, "must be finite and above 0, or None for model.init_std"
         )
@@ -139,9 +140,11 @@ class TrainConfig:
         for name in ("steps", "batch_size", "val_every", "checkpoint_every", "log_every"):
             require_whole(f"train.{name}", getattr(self, name), 1)
         for name in ("lr", "clip_norm"):
-            require_field(self, f"train.{name}", 0 < getattr(self, name) < math.inf, "must be finite and above 0")
+            value = getattr(self, name)
+            require(math.isfinite(value) and value > 0, f"train.{name}", value, "must be finite and above 0")
         for name in ("weight_decay", "z_loss"):
-            require_field(self, f"train.{name}", 0 <= getattr(self, name) < math.inf, "must be finite and 0 or more")
+            value = getattr(self, name)
+            require(math.isfinite(value) and value >= 0, f"train.{name}", value, "must be finite and 0 or more")
         warm = 0 <= self.warmup_steps < self.steps
         require_field(self, "train.warmup_steps", warm, f"must be at least 0 and below train.steps={self.steps}")
         require_field(self, "train.final_lr_fraction", 0 <= self.final_lr_fraction <= 1, "must be in [0, 1]")

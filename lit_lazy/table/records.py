@@ -5,6 +5,7 @@ import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from lit_lazy.support.checks import require
@@ -356,6 +357,7 @@ class Table:
 
     def to_json(self) -> dict[str, Any]:
         """Strict JSON (no NaN, no infinity); undefined half-widths, p values and MDEs are null."""
+        to_dict = partial(asdict, dict_factory=_tuples_to_lists)
         return {
             "ablation": self.ablation,
             "base": self.base,
@@ -365,13 +367,13 @@ class Table:
             **({} if self.seconds is None else {"seconds": round(self.seconds)}),
             "baseline": self.baseline,
             "primary": self.primary,
-            **({} if self.declaration is None else {"declaration": asdict(self.declaration)}),
-            **({} if self.verdict is None else {"verdict": asdict(self.verdict)}),
-            "rows": [vars(row) | _metrics_to_json(row) for row in self.rows],
-            "columns": [asdict(column) | asdict(self.summaries[column.key]) for column in self.columns],
+            **({} if self.declaration is None else {"declaration": to_dict(self.declaration)}),
+            **({} if self.verdict is None else {"verdict": to_dict(self.verdict)}),
+            "rows": [vars(row) | {"git_shas": list(row.git_shas)} | _metrics_to_json(row) for row in self.rows],
+            "columns": [to_dict(column) | to_dict(self.summaries[column.key]) for column in self.columns],
             "contrasts": [vars(row) | _metrics_to_json(row) for row in self.contrasts],
-            "warnings": self.warnings,
-            "notes": self.notes,
+            "warnings": list(self.warnings),
+            "notes": list(self.notes),
         }
 
     @classmethod
@@ -447,6 +449,11 @@ class Table:
 def _pick_fields(kind: type, values: Mapping[str, Any], **changes: Any) -> Any:
     """A dataclass from those of the values that are its fields; missing ones are None."""
     return kind(**({name: values.get(name) for name in kind.__dataclass_fields__} | changes))
+
+
+def _tuples_to_lists(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """A `dict_factory` of `asdict` with lists for tuples, as JSON returns them."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in fields}
 
 
 def _metrics_to_json(row: TableRow | ContrastRow) -> dict[str, Any]:

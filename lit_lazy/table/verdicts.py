@@ -157,12 +157,10 @@ def _compute_sums(
             len(declaration.seeds),
         )
 
-    plus, minus = ([row for row, weight in weights.items() if sign * weight > 0] for sign in (1, -1))
-    return _ContrastSums(
-        weighted_sum(weights),
-        {row: weighted_sum({row: 1.0}) for row in plus},
-        {row: weighted_sum({row: 1.0}) for row in minus},
+    plus, minus = (
+        {row: weighted_sum({row: 1.0}) for row, weight in weights.items() if sign * weight > 0} for sign in (1, -1)
     )
+    return _ContrastSums(weighted_sum(weights), plus, minus)
 
 
 def _judge_contrast(
@@ -271,10 +269,7 @@ def describe_bounds(declaration: Declaration, column: Column) -> tuple[str, ...]
 
 def describe_contrasts(verdict: Verdict, column: Column) -> list[str]:
     """Describe the finding of each contrast."""
-
-    def number(value: float) -> str:
-        return column.format(value, "+")
-
+    number = partial(column.format, sign="+")
     return [
         f"{part.name}: {part.status}, {part.why}: {number(part.mean)} [{number(part.low)}, {number(part.high)}]"
         + (f" {column.difference_unit}" if column.unit else "")

@@ -425,7 +425,7 @@ def _pluralise(count: int, thing: str) -> str:
 
 
 def _describe_sample(arrays: Arrays, prefix: str = "") -> str:
-    sequences, tokens = map(int, arrays[f"{prefix}sample"])
+    sequences, tokens = map(int, arrays[f"{prefix}sample"][:2])
     return f"{_pluralise(sequences, 'sequence')} of {_pluralise(tokens, 'token')}"
 
 

@@ -64,7 +64,7 @@ bench: .venv/.complete
 	$(BIN)/python3 -m bench.memory --json docs/results/kernels/chunked-memory.json
 	$(BIN)/python3 -m timings step --out docs/results/bench-step.json
 	$(BIN)/python3 -m timings diagnostics --out docs/results/bench-diagnostics.json
-	$(BIN)/python3 -m timings.default_test --out docs/results/default-test.json
+	$(BIN)/python3 -m timings.significance --out docs/results/default-test.json
 
 bench-grid: .venv/.complete
 	$(BIN)/python3 -m timings grid --out docs/results/bench-grid.json

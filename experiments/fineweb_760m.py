@@ -6,8 +6,8 @@ sample-10BT, so this takes the first 32 billion of sample-100BT. Everything else
 """
 
 from lit_lazy.config import RunConfig
-from lit_lazy.config.files import experiment
 from lit_lazy.config.serialisation import replace_at
+from lit_lazy.config.user_files import experiment
 
 
 def config() -> RunConfig:

@@ -6,7 +6,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lit_lazy.support.telemetry import turn_off
+from lit_lazy.support.no_telemetry import turn_off
 
 if TYPE_CHECKING:
     from lit_lazy.api import load, results, show, train

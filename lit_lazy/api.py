@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from lit_lazy.attention import Attention, AttentionCall
-from lit_lazy.config.files import find, find_python_file, load_experiment, load_module
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.user_files import find, find_python_file, load_experiment, load_module
 from lit_lazy.data.prompts import Prompts
 from lit_lazy.figures.heads import attention_maps
 from lit_lazy.grid.ablation import check_name

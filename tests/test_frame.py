@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from lit_lazy.config.files import load_experiment
+from lit_lazy.config.user_files import load_experiment
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.testing import check_normaliser
 

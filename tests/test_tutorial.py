@@ -8,7 +8,7 @@ import pytest
 from forked import run_in_fork
 from torch_alone import ROOT
 
-from lit_lazy.config.files import load_module
+from lit_lazy.config.user_files import load_module
 
 made = load_module(ROOT / "docs" / "notebook.py")
 TINY = {

@@ -22,8 +22,8 @@ import psutil
 import torch
 
 from lit_lazy.attention import AttentionCall, Elastic, LayerShape, LearnedBias
-from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.user_files import find, load_experiment
 from lit_lazy.data import DataSource
 from lit_lazy.measure.row_statistics import summarise
 from lit_lazy.support.timing import Quartiles

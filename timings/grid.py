@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lit_lazy.attention import Elastic, LearnedBias
-from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict, replace_at
+from lit_lazy.config.user_files import find, load_experiment
 from lit_lazy.grid.ablation import Ablation, Cell, expand, hash_row_definitions, make_row_infos, select_rows
 from lit_lazy.grid.jobs.job import Job
 from lit_lazy.grid.jobs.worker import Worker, make_worker, prepare_process

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from bench import compiled
+from bench import compile_report
 from bench.benchmark import Benchmark
 from bench.provenance import collect_provenance
 from bench.results import RefusedError
@@ -52,7 +52,7 @@ def run_on_paper(options: argparse.Namespace) -> int:
         print("TRITON_INTERPRET=1: triton compiles nothing in its interpreter; unset it", file=sys.stderr)
         return 2
     made = collect_provenance("bench")
-    rows = compiled.report(options.widths or WIDTHS, options.all_configurations)
+    rows = compile_report.report(options.widths or WIDTHS, options.all_configurations)
     text = "\n".join([
         "# Kernels without a GPU",
         "",
@@ -60,11 +60,11 @@ def run_on_paper(options: argparse.Namespace) -> int:
         "",
         ", ".join(f"{name} {value}" for name, value in made.items()) + ".",
         "",
-        compiled.format_cost_model(),
+        compile_report.format_cost_model(),
         "## Compiled",
         "",
-        compiled.format_table(rows),
-        compiled.format_schedule(rows),
+        compile_report.format_table(rows),
+        compile_report.format_schedule(rows),
     ])  # fmt: skip
     _publish(options.out, "compiled", {"made": made, "rows": rows}, text)
     return 0

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from bench import device
+from bench import cuda
 from bench.peers import eager_attention, without_skipping
 from bench.worker import format_reason
 from flash_lazy import lazy_attention
@@ -110,7 +110,7 @@ def check_cases(backend: str, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _check_case(name: str, backend: str) -> list[dict[str, Any]]:
-    leaves, options, gradients = _make_case(device.DEVICE, **CASES[name])
+    leaves, options, gradients = _make_case(cuda.DEVICE, **CASES[name])
     call = partial(_compute_results, leaves=leaves, options=options, gradients=gradients)
     exact = {key: x.double() for key, x in leaves.items()}
     expected = _compute_results(partial(lazy_attention, backend="reference"), exact, options, gradients)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import compiled, device, tuning
+from bench import compile_report, cuda, tuning
 from bench.correctness import relative_error
 from bench.peers import Inputs, Peer, draw, draw_with_share, peers, without_skipping
 from bench.worker import announce, format_reason
@@ -45,9 +45,9 @@ def take_turns(
         for name in sorted(steps, reverse=bool(index % 2)):
             if name not in failed:
                 try:
-                    start = device.record_event()
+                    start = cuda.record_event()
                     steps[name][index % len(steps[name])]()
-                    events[name].append((start, device.record_event()))
+                    events[name].append((start, cuda.record_event()))
                 except Exception as error:
                     failed[name] = _reason_or_raise(error)
     torch.cuda.synchronize()
@@ -59,7 +59,7 @@ def take_turns(
 
 def _reason_or_raise(error: Exception) -> str:
     """The error in one line; raises it if the device no longer works."""
-    if device.is_broken():
+    if cuda.is_broken():
         raise error
     return format_reason(error)
 
@@ -91,10 +91,10 @@ def measure(
     compute the same function, and the chosen blocks if any were tuned; or not_run, the reason. left_out: peers to skip,
     with the reasons. Raises a peer's error if it breaks the CUDA context.
     """
-    inputs, share, recency = draw_with_share(workload, device.DEVICE)
+    inputs, share, recency = draw_with_share(workload, cuda.DEVICE)
     read = (inputs.q, inputs.k, inputs.v, *([inputs.q] if workload.operation == TRAINING else []))
     copies = [inputs] + [
-        Inputs(*(x.clone() for x in inputs)) for _ in range(device.count_copies(sum(x.nbytes for x in read)) - 1)
+        Inputs(*(x.clone() for x in inputs)) for _ in range(cuda.count_copies(sum(x.nbytes for x in read)) - 1)
     ]
     cells: dict[str, dict[str, Any]] = {}
     steps: dict[str, list[Callable[[], Any]]] = {}
@@ -109,13 +109,13 @@ def measure(
         try:
             calls = [_make_step(peer, workload.operation, each) for each in copies]
             out = calls[0]()  # compiles and tunes
-            cell: dict[str, Any] = {"peak_bytes": device.measure_peak_bytes(calls[0])}
+            cell: dict[str, Any] = {"peak_bytes": cuda.measure_peak_bytes(calls[0])}
             if workload.operation != TRAINING and peer.same:
                 expected = out.double() if expected is None else expected
                 cell["difference"] = relative_error(out, expected)
             if blocks := tuning.list_chosen_blocks():
                 cell["blocks"] = blocks
-            steps[peer.name] = [device.capture_graph(call) for call in calls] if workload.operation == DECODE else calls
+            steps[peer.name] = [cuda.capture_graph(call) for call in calls] if workload.operation == DECODE else calls
             cells[peer.name] = cell
             del out
         except Exception as error:
@@ -139,7 +139,7 @@ def compile_choice(workload: Workload, backend: str, index: int, skip: bool) -> 
     ours = peers(backend, None)[0]
     peer = ours if skip else ours._replace(around=without_skipping)
     with tuning.use_choice(index):
-        _make_step(peer, workload.operation, draw(workload, device.DEVICE))()
+        _make_step(peer, workload.operation, draw(workload, cuda.DEVICE))()
     torch.cuda.synchronize()
 
 
@@ -151,9 +151,9 @@ def measure_ceilings(
 
     Reading is the faster of two reductions of bfloat16 keys [.., 128]: the maximum of each row, and the total sum.
     """
-    source = torch.randn(copied // 4, device=device.DEVICE)
+    source = torch.randn(copied // 4, device=cuda.DEVICE)
     target = torch.empty_like(source)
-    keys = torch.randn(read // 256, 128, device=device.DEVICE, dtype=torch.bfloat16)
+    keys = torch.randn(read // 256, 128, device=cuda.DEVICE, dtype=torch.bfloat16)
     steps: dict[str, Callable[[], Any]] = {
         "copy": lambda: target.copy_(source),
         "largest": lambda: keys.amax(-1),
@@ -172,7 +172,7 @@ def measure_ceilings(
 
 
 def _draw_matrices(size: int) -> tuple[Tensor, Tensor]:
-    a, b = (torch.randn(size, size, device=device.DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    a, b = (torch.randn(size, size, device=cuda.DEVICE, dtype=torch.bfloat16) for _ in range(2))
     return a, b
 
 
@@ -193,5 +193,5 @@ def compute_share_of_ceiling(
     if kind is None:
         return None
     entries = workload.batch * workload.heads * workload.length * (workload.length + 1) / 2
-    products = compiled.count_products(workload.operation, kind, 1 - share)
+    products = compile_report.count_products(workload.operation, kind, 1 - share)
     return products * 2 * workload.width * entries / seconds / 1e12 / ceilings["product_tflops"]

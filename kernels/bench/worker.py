@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from bench import device
+from bench import cuda
 
 _CONTEXT = get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["bench.timing"])
@@ -175,7 +175,7 @@ def _serve(connection: Connection, setup: Callable[[], None], log: Path | None) 
             sys.excepthook(type(error), error, error.__traceback__)
             outcome = TaskOutcome(failed=format_reason(error))
         faulthandler.cancel_dump_traceback_later()
-        connection.send(outcome._replace(ended=device.is_broken()))
+        connection.send(outcome._replace(ended=cuda.is_broken()))
 
 
 def _end_with_parent() -> None:

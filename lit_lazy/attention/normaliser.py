@@ -22,7 +22,7 @@ from flash_lazy.api import run
 from flash_lazy.call import Call, compute_dtype, prepare
 from flash_lazy.rules import compute_rule_weights, run_rule
 from lit_lazy.attention.bias import BiasTerms
-from lit_lazy.attention.rule_checks import probe_attention, probe_weights
+from lit_lazy.attention.custom_rule_check import probe_attention, probe_weights
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from lit_lazy.command.ablate_run import ablate_run, add_run_options, make_grid
-from lit_lazy.command.grids import default_workers
+from lit_lazy.command.grid_helpers import default_workers
 from lit_lazy.command.options import Commands, add_command
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def ablate_questions(options: Namespace, overrides: list[str]) -> int:
 
 def list_questions() -> tuple[list[str], list[str]]:
     """Names of the questions that can run, and for each question that waits for another's table, the reason."""
-    from lit_lazy.config.files import find, list_available, load_attribute
+    from lit_lazy.config.user_files import find, list_available, load_attribute
     from lit_lazy.grid.question import load_ablation_or_question
     from lit_lazy.grid.stages import FirstStageMissing
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lit_lazy.command.grids import check_destinations, check_workers, default_workers, make_base, print_results
+from lit_lazy.command.grid_helpers import check_destinations, check_workers, default_workers, make_base, print_results
 from lit_lazy.command.options import (
     Commands,
     add_base,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lit_lazy.grid.ablation import Ablation, Row
     from lit_lazy.grid.jobs.launch import Grid
     from lit_lazy.grid.question import Question
-    from lit_lazy.table.question import Declaration
+    from lit_lazy.table.declaration import Declaration
     from lit_lazy.table.records import Table
 
 
@@ -155,7 +155,7 @@ class GridRequest(NamedTuple):
 
 
 def parse_request(options: argparse.Namespace, overrides: list[str]) -> GridRequest:
-    from lit_lazy.config.files import find
+    from lit_lazy.config.user_files import find
     from lit_lazy.grid.ablation import select_rows
     from lit_lazy.grid.question import load_ablation_or_question
 

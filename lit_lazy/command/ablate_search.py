@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from lit_lazy.command.grids import check_destinations, check_workers, default_workers, make_base, print_results
+from lit_lazy.command.grid_helpers import check_destinations, check_workers, default_workers, make_base, print_results
 from lit_lazy.command.options import (
     Commands,
     add_base,
@@ -71,8 +71,8 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def make_search(options: argparse.Namespace, overrides: list[str]) -> "SearchWork":
     """The search that the options of `ablate search` describe, fully checked. Creates nothing."""
-    from lit_lazy.config.files import find
     from lit_lazy.config.serialisation import to_dict
+    from lit_lazy.config.user_files import find
     from lit_lazy.grid.ablation import check_cell_count
     from lit_lazy.grid.search.definition import define, load_search
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from lit_lazy.command.grids import resolve_grid_name
+from lit_lazy.command.grid_helpers import resolve_grid_name
 from lit_lazy.command.options import Commands, add_command, add_grid, add_runs, add_storage
 
 

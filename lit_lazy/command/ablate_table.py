@@ -2,7 +2,7 @@
 
 import argparse
 
-from lit_lazy.command.grids import open_tracker
+from lit_lazy.command.grid_helpers import open_tracker
 from lit_lazy.command.options import Commands, add_command, add_grid, add_runs, path
 
 
@@ -19,7 +19,7 @@ def add_to(commands: Commands) -> None:
 
 
 def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
-    from lit_lazy.config.files import find
+    from lit_lazy.config.user_files import find
     from lit_lazy.grid.plan import find_newest_parent
     from lit_lazy.grid.question import load_ablation_or_question
     from lit_lazy.report.publish import recompute_table, write_table

@@ -24,7 +24,7 @@ def add_to(commands: Commands, root: argparse.ArgumentParser) -> None:
 def completion(options: argparse.Namespace, _rest: list[str]) -> int:
     import shtab
 
-    from lit_lazy.config.files import list_available
+    from lit_lazy.config.user_files import list_available
 
     for action in _iter_actions(options.root):
         if action.type in (path, folder, json_file):

@@ -360,7 +360,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 def import_classes(options: argparse.Namespace) -> None:
     """Import the files of `--import`."""
-    from lit_lazy.config.files import find_python_file, load_module
+    from lit_lazy.config.user_files import find_python_file, load_module
 
     for name in options.imports:
         load_module(find_python_file("--import", name))

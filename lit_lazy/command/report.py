@@ -2,7 +2,7 @@
 
 import argparse
 
-from lit_lazy.command.grids import open_tracker
+from lit_lazy.command.grid_helpers import open_tracker
 from lit_lazy.command.options import Commands, add_command, add_grid, add_runs, name_list, path
 
 

@@ -19,8 +19,8 @@ def add_to(commands: Commands) -> None:
 
 
 def tokenise(options: argparse.Namespace, overrides: list[str]) -> int:
-    from lit_lazy.config.files import find, load_experiment
     from lit_lazy.config.overrides import apply_overrides
+    from lit_lazy.config.user_files import find, load_experiment
     from lit_lazy.support.checks import require
 
     cfg, _ = apply_overrides(load_experiment(find("experiments", options.experiment)), overrides)

@@ -41,8 +41,8 @@ def add_to(commands: Commands) -> None:
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
-    from lit_lazy.config.files import find, load_experiment
     from lit_lazy.config.overrides import apply_overrides
+    from lit_lazy.config.user_files import find, load_experiment
 
     path = find("experiments", options.experiment)
     cfg, _ = apply_overrides(load_experiment(path), append_init_from(options, overrides))
@@ -53,7 +53,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     execution = make_execution(options)
     if options.dry_run:
         from lit_lazy.tracking.loggers import check_logger_kinds
-        from lit_lazy.training.cost import format_dry_run
+        from lit_lazy.training.cost_estimate import format_dry_run
 
         check_logger_kinds(options.loggers)
         print("\n".join([*format_dry_run(path.stem, cfg, execution), "Nothing was created."]))

@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lit_lazy.config.files import read_source
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import get_default, make_class_entry, to_dict
+from lit_lazy.config.user_files import read_source
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.typecheck import field_types
 

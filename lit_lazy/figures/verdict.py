@@ -17,7 +17,7 @@ from lit_lazy.figures.effects import (
     set_row_labels,
     style_forest_panel,
 )
-from lit_lazy.table.question import Declaration, Verdict
+from lit_lazy.table.declaration import Declaration, Verdict
 from lit_lazy.table.records import Column, Table
 from lit_lazy.table.verdicts import Level, compute_levels, describe_bounds
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lit_lazy.config.files import LONGEST_NAME, load_attribute
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import flatten, replace_at, shorten_paths, to_dict
+from lit_lazy.config.user_files import LONGEST_NAME, load_attribute
 from lit_lazy.data import DataSource
 from lit_lazy.data.base import Outline
 from lit_lazy.support.checks import require

@@ -8,7 +8,7 @@ from typing import Any
 
 from lit_lazy.support.errors import describe_exception, one_line
 from lit_lazy.table.build import TableSpec, build_table
-from lit_lazy.table.question import Declaration
+from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table
 from lit_lazy.table.verdicts import add_verdict
 from lit_lazy.tracking.tracker import TrackedRun, Tracker

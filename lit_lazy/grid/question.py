@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lit_lazy.config.files import load_attribute, locate_errors
 from lit_lazy.config.key import hash_user_code, to_minimal_dict
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.user_files import load_attribute, locate_errors
 from lit_lazy.grid.ablation import Ablation, load_ablation
 from lit_lazy.grid.stages import FirstStageMissing
 from lit_lazy.support.checks import require
 from lit_lazy.support.provenance import find_last_commit
 from lit_lazy.support.typecheck import check_kinds
-from lit_lazy.table.question import Declaration, Rule
+from lit_lazy.table.declaration import Declaration, Rule
 from lit_lazy.table.records import Contrast
 
 
@@ -32,7 +32,7 @@ class Question:
     contrasts: tuple[Contrast, ...]
     """The contrasts to which the rule applies, at most five."""
     rule: Rule
-    """The claim about every contrast: lower, higher, same, removed or alone (`lit_lazy.table.question.Rule`)."""
+    """The claim about every contrast: lower, higher, same, removed or alone (`lit_lazy.table.declaration.Rule`)."""
     margin: float
     """The largest difference that counts as equivalent, in the metric's unit."""
     source: str

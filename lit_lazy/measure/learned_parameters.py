@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.support.sharding import gather_full_tensor
+from lit_lazy.support.sharded_tensors import gather_full_tensor
 
 
 def collect_taus(model: DecoderLM) -> Tensor | None:

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from lit_lazy.attention import Eviction
-from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
+from lit_lazy.config.user_files import find, load_experiment
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.figures import FIGURE_NAMES, draw_run_figures, save_figure
 from lit_lazy.measure import lengths

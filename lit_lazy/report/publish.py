@@ -13,8 +13,8 @@ from lit_lazy.report.page import REPORT, draw_table_figures, replace_table, writ
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.table.build import recompute_statistics
-from lit_lazy.table.finding import describe_findings
-from lit_lazy.table.question import Declaration
+from lit_lazy.table.declaration import Declaration
+from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import save
 from lit_lazy.table.verdicts import add_verdict

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from lit_lazy.support.checks import require
 from lit_lazy.support.errors import short_repr
 from lit_lazy.support.typecheck import check_kinds
-from lit_lazy.table.question import Declaration, Verdict
+from lit_lazy.table.declaration import Declaration, Verdict
 from lit_lazy.table.statistics import ALPHA, Effect
 
 FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠")

@@ -17,7 +17,7 @@ from lit_lazy.table.document import (
     to_latex,
     to_markdown,
 )
-from lit_lazy.table.finding import describe_findings, explain_untested, format_margin, format_unit, group_separated
+from lit_lazy.table.finding_text import describe_findings, explain_untested, format_margin, format_unit, group_separated
 from lit_lazy.table.records import UNFINISHED, Column, ContrastMeasure, Table, TableRow
 from lit_lazy.table.statistics import ALPHA, POWER
 from lit_lazy.table.verdicts import describe_bounds, describe_contrasts, describe_missing

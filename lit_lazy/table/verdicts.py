@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from scipy.stats import t
 
-from lit_lazy.table.question import MOST_SEEDS, Declaration, Finding, Rule, Status, Verdict
+from lit_lazy.table.declaration import MOST_SEEDS, Declaration, Finding, Rule, Status, Verdict
 from lit_lazy.table.records import Column, Table
 from lit_lazy.table.statistics import ALPHA, Effect, compute_contrast, is_saturated, seed_correlation
 

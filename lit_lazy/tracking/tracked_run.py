@@ -26,7 +26,7 @@ from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.tracking.store import TrackingError, check_store, default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.checkpoints import check_init_from
-from lit_lazy.training.cost import estimate_cost, require_fit
+from lit_lazy.training.cost_estimate import estimate_cost, require_fit
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RunResult

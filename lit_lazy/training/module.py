@@ -19,7 +19,7 @@ from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.dropout import sequence_keys
 from lit_lazy.model.loss import head_nll, head_nll_and_log_z, mean_nll
 from lit_lazy.support.errors import UnfinishedError
-from lit_lazy.support.sharding import gather_full_tensor
+from lit_lazy.support.sharded_tensors import gather_full_tensor
 from lit_lazy.training.averaging import WeightAverage
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.optimiser import build_optimizer, lr_factor

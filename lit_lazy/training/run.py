@@ -17,10 +17,10 @@ from filelock import BaseFileLock, FileLock, Timeout
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
-from lit_lazy.config.files import list_imported_files
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
+from lit_lazy.config.user_files import list_imported_files
 from lit_lazy.data import DataSource
 from lit_lazy.measure.diagnostics import STRONGEST, Diagnostics, Maps, measure, sample_validation
 from lit_lazy.measure.evaluation import compute_size_metrics, evaluate

@@ -15,8 +15,8 @@ from untrained import save
 
 from lit_lazy.attention import Elastic, Fire, LearnedAbsolute, LearnedBias, NoBias, Softmax
 from lit_lazy.command.main import main
-from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.serialisation import replace_at
+from lit_lazy.config.user_files import find, load_experiment
 from lit_lazy.measure.diagnostics import Diagnostics, measure
 from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.tracking.store import default_uri
@@ -179,7 +179,7 @@ def test_the_data_of_another_experiment_and_another_folder(trained: Path, runs: 
     """Its own data again, but drawn with another seed, and in longer sequences."""
     (tmp_path / "other.py").write_text(
         "from dataclasses import replace\n"
-        "from lit_lazy.config.files import find, load_experiment\n"
+        "from lit_lazy.config.user_files import find, load_experiment\n"
         "def config():\n"
         "    tiny = load_experiment(find('experiments', 'backcopy_tiny'))\n"
         "    return replace(tiny, data=replace(tiny.data, context_length=20, task_seed=1))\n"

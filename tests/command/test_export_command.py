@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 
 from lit_lazy.attention import Elastic, LearnedBias, Sparsemax
 from lit_lazy.command.main import main
-from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.serialisation import replace_at
+from lit_lazy.config.user_files import find, load_experiment
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
 from lit_lazy.data.text import Text
 from lit_lazy.model.export import folder

@@ -26,8 +26,8 @@ from two_rows import two_rows
 
 from lit_lazy.attention import Bias, Gate, Normaliser, Position
 from lit_lazy.command.main import main
-from lit_lazy.config.files import experiment
 from lit_lazy.config.serialisation import find_leaf_classes, flatten, to_dict
+from lit_lazy.config.user_files import experiment
 from lit_lazy.data import DataConfig, backcopy, text
 from lit_lazy.data.pipeline import documents
 from lit_lazy.support.errors import LONGEST_MESSAGE

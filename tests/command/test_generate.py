@@ -14,9 +14,9 @@ from untrained import save
 
 from lit_lazy.attention import Elastic, Fire, LearnedAbsolute, LearnedBias
 from lit_lazy.command.main import main
-from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
+from lit_lazy.config.user_files import find, load_experiment
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
 from lit_lazy.data.text import Text
 from lit_lazy.model.generation import GREEDY, Sampling, generate
@@ -219,7 +219,7 @@ WRONG = [
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("checkpoints")
     (folder / "own.py").write_text(OWN)
-    from lit_lazy.config.files import load_module
+    from lit_lazy.config.user_files import load_module
 
     own = load_module(folder / "own.py").WithoutItsTokenizer()
     made: dict[str, tuple[RunConfig, int]] = {

@@ -17,7 +17,7 @@ from mistakes import expect_refusal
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lit_lazy.command.main import main
-from lit_lazy.config.files import experiment
+from lit_lazy.config.user_files import experiment
 from lit_lazy.grid.plan import Plan
 from lit_lazy.report.checkpoint import read_taus
 from lit_lazy.support.errors import LONGEST_MESSAGE, sanitise

@@ -10,7 +10,7 @@ from mistakes import expect_refusal
 from mlflow.tracking import MlflowClient
 
 from lit_lazy.command.main import main
-from lit_lazy.config.files import find
+from lit_lazy.config.user_files import find
 from lit_lazy.grid.jobs.progress import Progress
 from lit_lazy.grid.jobs.status import print_status
 from lit_lazy.grid.queue.queue import Queue

@@ -31,10 +31,10 @@ from lit_lazy.attention import (
     T5Bias,
 )
 from lit_lazy.attention.bias import BiasModule
-from lit_lazy.config.files import PROJECT, load_experiment, load_module
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import find_leaf_classes, flatten, from_dict, replace_at, to_dict
+from lit_lazy.config.user_files import PROJECT, load_experiment, load_module
 from lit_lazy.data import DataConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.stdlib import Stdlib

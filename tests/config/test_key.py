@@ -13,9 +13,9 @@ import pytest
 
 from lit_lazy.attention import Alibi, AttentionSpec, Elastic, LearnedBias, Softmax
 from lit_lazy.config import ModelConfig, RunConfig, replace_at
-from lit_lazy.config.files import find, list_available, load_experiment, load_module
 from lit_lazy.config.key import SCHEMA, cell_key, hash_user_code, settings_key, to_minimal_dict
 from lit_lazy.config.serialisation import find_leaf_classes, from_dict, to_dict
+from lit_lazy.config.user_files import find, list_available, load_experiment, load_module
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.grid.search.definition import load_search
@@ -133,7 +133,7 @@ RULE = """
 from dataclasses import dataclass
 from lit_lazy.attention import Elastic
 from lit_lazy.config import replace_at
-from lit_lazy.config.files import find, load_experiment
+from lit_lazy.config.user_files import find, load_experiment
 from factors import FACTOR
 
 

@@ -22,10 +22,10 @@ from lit_lazy.attention import (
     T5Bias,
 )
 from lit_lazy.config.field_docs import list_fields
-from lit_lazy.config.files import load_experiment
 from lit_lazy.config.overrides import apply_overrides
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import find_leaf_classes, replace_at
+from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import DataConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.stdlib import Stdlib

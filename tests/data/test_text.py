@@ -20,10 +20,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lit_lazy.command.main import main
-from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import replace_at
+from lit_lazy.config.user_files import find, load_experiment
 from lit_lazy.data import text
 from lit_lazy.data.pipeline import documents, tokens
 from lit_lazy.data.text import Text, compute_trigram_bits

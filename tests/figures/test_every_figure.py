@@ -16,8 +16,8 @@ from matplotlib.image import imread
 import lit_lazy.attention
 from lit_lazy import figures
 from lit_lazy.attention import Normaliser, Position
-from lit_lazy.config.files import experiment, find, list_available, load_attribute
 from lit_lazy.config.serialisation import replace_at
+from lit_lazy.config.user_files import experiment, find, list_available, load_attribute
 from lit_lazy.figures.ablation import Histories
 from lit_lazy.figures.canvas import BETTER, FIRST, NEUTRAL, SECOND, WORSE
 from lit_lazy.figures.mechanism import mechanism_figure

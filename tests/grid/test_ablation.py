@@ -10,9 +10,9 @@ import pytest
 from lit_lazy.attention import Alibi, Elastic, Fire, LearnedBias, NoBias, Softmax
 from lit_lazy.command.ablate_run import make_grid
 from lit_lazy.command.main import make_parser
-from lit_lazy.config.files import find, list_available, load_experiment, load_module
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict, replace_at
+from lit_lazy.config.user_files import find, list_available, load_experiment, load_module
 from lit_lazy.grid.ablation import Ablation, Cell, Row, expand, load_ablation, select_rows
 from lit_lazy.table.columns import COLUMNS
 

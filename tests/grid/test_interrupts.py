@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from optuna.storages import RDBStorage
 
-from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.serialisation import replace_at, to_dict
+from lit_lazy.config.user_files import find, load_experiment
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.jobs import ray_pool, worker
 from lit_lazy.grid.jobs.job import Job

@@ -16,7 +16,7 @@ from mlflow.tracking import MlflowClient
 from two_rows import WILD, two_rows
 
 from lit_lazy.command.main import main
-from lit_lazy.config.files import find
+from lit_lazy.config.user_files import find
 from lit_lazy.grid.queue.queue import Queue
 
 ID = "pair-backcopy_tiny"

@@ -17,9 +17,9 @@ from mlflow.tracking import MlflowClient
 
 from lit_lazy.attention import Elastic, Softmax
 from lit_lazy.command.main import main
-from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
+from lit_lazy.config.user_files import find, load_experiment
 from lit_lazy.grid.queue.liveness import Membership
 from lit_lazy.grid.queue.queue import CellLostError, Task
 from lit_lazy.grid.search.definition import Definition, Real, Search, define, load_search

@@ -6,7 +6,7 @@ import first_stage
 import pytest
 
 from lit_lazy.command.main import main
-from lit_lazy.config.files import find, list_available, load_attribute
+from lit_lazy.config.user_files import find, list_available, load_attribute
 from lit_lazy.grid import stages
 from lit_lazy.grid.ablation import Row
 from lit_lazy.grid.question import load_ablation_or_question

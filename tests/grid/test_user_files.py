@@ -10,7 +10,7 @@ from pathlib import Path
 import forked
 import pytest
 
-from lit_lazy.config.files import load_module
+from lit_lazy.config.user_files import load_module
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage
 from lit_lazy.tracking.store import default_uri

@@ -16,7 +16,7 @@ from triton.runtime.autotuner import Autotuner, Config
 from without_gpu import WORKLOADS, make_workload
 
 from bench import __main__ as command
-from bench import benchmark, compiled, device, provenance, results, timing, tuning
+from bench import benchmark, compile_report, cuda, provenance, results, timing, tuning
 from bench.__main__ import main
 from bench.benchmark import Benchmark
 from bench.correctness import CASES
@@ -49,21 +49,21 @@ def test_a_failing_step_does_not_affect_the_others():
 @pytest.mark.usefixtures("on_cpu")
 def test_an_error_that_breaks_the_device_is_raised(monkeypatch):
     def breaks():
-        monkeypatch.setattr(device, "DEVICE", torch.device("meta"))
+        monkeypatch.setattr(cuda, "DEVICE", torch.device("meta"))
         raise RuntimeError("an illegal memory access was encountered")
 
-    assert not device.is_broken()
+    assert not cuda.is_broken()
     with pytest.raises(RuntimeError, match="illegal memory access"):
         take_turns({"bad": [breaks]}, 5)
-    assert device.is_broken()
+    assert cuda.is_broken()
 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_inputs_are_copied_until_they_exceed_the_cache():
-    assert device.count_copies(1_000_000) == 1
-    assert device.count_copies(100_000) == 3
-    assert device.count_copies(99_999) == 4
-    assert device.count_copies(2**30) == 1  # no more than half the free memory holds
+    assert cuda.count_copies(1_000_000) == 1
+    assert cuda.count_copies(100_000) == 3
+    assert cuda.count_copies(99_999) == 4
+    assert cuda.count_copies(2**30) == 1  # no more than half the free memory holds
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -443,7 +443,7 @@ def test_the_share_of_the_ceiling():
 def test_on_a_cpu_costs_and_compiled_kernels_are_printed(monkeypatch, capsys, tmp_path):
     blocks = {"m": 64, "n": 64, "warps": 4, "stages": 2}
     row = {"kernel": "forward", "dtype": "bf16", "width": 64, "target": 90, "blocks": blocks}
-    row |= compiled.CompiledKernel(1024, 99, 0, (), ("wgmma",), True)._asdict()
+    row |= compile_report.CompiledKernel(1024, 99, 0, (), ("wgmma",), True)._asdict()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     out = tmp_path / "new" / "kernels"
     monkeypatch.setattr(configurations, "INTERPRETED", True)
@@ -453,7 +453,9 @@ def test_on_a_cpu_costs_and_compiled_kernels_are_printed(monkeypatch, capsys, tm
     assert "triton compiles nothing in its interpreter" in printed
     assert not out.exists()
     monkeypatch.setattr(configurations, "INTERPRETED", False)
-    monkeypatch.setattr(compiled, "report", lambda widths, every: [row] if (widths, every) == ((64,), True) else [])
+    monkeypatch.setattr(
+        compile_report, "report", lambda widths, every: [row] if (widths, every) == ((64,), True) else []
+    )
     assert main(["--out", str(out), "--widths", "64", "--all-configurations"]) == 0
     text = (out / "compiled.md").read_text()
     assert capsys.readouterr().out.strip() == text.strip()

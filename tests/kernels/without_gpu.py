@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bench import __main__ as command
-from bench import benchmark, correctness, device, timing
+from bench import benchmark, correctness, cuda, timing
 from bench.benchmark import Benchmark
 from bench.peers import Peer, peers
 from bench.workloads import DECODE, FORWARD, TRAINING, Workload
@@ -60,7 +60,7 @@ def capture(graph: Graph):
 
 def install(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """Move the benchmark's device to the CPU, with an L2 cache of 100 kB, two or three inputs of WORKLOADS."""
-    replace(device, "DEVICE", torch.device("cpu"))
+    replace(cuda, "DEVICE", torch.device("cpu"))
     functions = {
         "Event": Event,
         "CUDAGraph": Graph,
@@ -111,7 +111,7 @@ def inject_fault(fault: str | None) -> None:
         print("hangs in", os.getpid(), flush=True)
         time.sleep(60)
     if fault == "break":
-        device.DEVICE = torch.device("meta")  # on which `.item()` raises
+        cuda.DEVICE = torch.device("meta")  # on which `.item()` raises
     if fault:
         raise RuntimeError("no such thing\nand more")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, OutputGate, RetNet, Softmax
-from lit_lazy.config.files import experiment
+from lit_lazy.config.user_files import experiment
 from lit_lazy.measure import costs
 from lit_lazy.measure.costs import (
     Costs,

@@ -12,10 +12,10 @@ from mlflow.utils.validation import _validate_metric_name
 
 from lit_lazy.attention import AttentionSpec, Elastic, Eviction, LearnedAbsolute
 from lit_lazy.config.evaluation import Evaluation
-from lit_lazy.config.files import experiment
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict, to_dict
+from lit_lazy.config.user_files import experiment
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.measure.diagnostics import sample_validation
 from lit_lazy.measure.evaluation import Varied, evaluate

@@ -19,8 +19,8 @@ from task_files import QUESTIONS
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedAbsolute, LearnedBias, Rope
 from lit_lazy.command.main import main
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig
-from lit_lazy.config.files import experiment
 from lit_lazy.config.key import cell_key
+from lit_lazy.config.user_files import experiment
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer
 from lit_lazy.data.stdlib import Stdlib

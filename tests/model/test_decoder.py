@@ -18,9 +18,9 @@ from lit_lazy.attention import (
     Softmax,
     T5Bias,
 )
-from lit_lazy.config.files import find, load_module
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import replace_at
+from lit_lazy.config.user_files import find, load_module
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
 

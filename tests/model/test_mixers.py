@@ -20,8 +20,8 @@ from lit_lazy.attention import (
     Softmax,
 )
 from lit_lazy.config import ModelConfig, TrainConfig
-from lit_lazy.config.files import find, list_available, load_experiment
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.user_files import find, list_available, load_experiment
 from lit_lazy.grid.ablation import load_ablation
 from lit_lazy.measure.diagnostics import Maps, measure
 from lit_lazy.model.decoder import Block, DecoderLM, flops_per_token

@@ -16,7 +16,7 @@ import pytest
 from scipy import stats
 
 from lit_lazy.table.build import TableSpec, build_table, recompute_statistics
-from lit_lazy.table.finding import describe_findings
+from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, format_csv
 from lit_lazy.table.render import render_html, render_html_parts, render_latex, render_markdown
 from lit_lazy.table.statistics import compute_contrast, minimum_detectable_effect, tost

@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import t
 
 from lit_lazy.table.build import TableSpec, build_table
-from lit_lazy.table.question import Declaration, Verdict
+from lit_lazy.table.declaration import Declaration, Verdict
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table
 from lit_lazy.table.render import render_markdown
 from lit_lazy.table.verdicts import add_verdict, describe_bounds, describe_contrasts, judge

@@ -11,7 +11,7 @@ import pytest
 from chromium import CHROMIUM, Browser
 
 from lit_lazy.command.main import main
-from lit_lazy.config.files import load_module
+from lit_lazy.config.user_files import load_module
 from lit_lazy.tracking.links import ExperimentLinks, find_experiment_links
 from lit_lazy.tracking.serve import select_links
 from lit_lazy.tracking.store import default_uri

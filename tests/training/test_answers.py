@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lit_lazy.attention import Elastic
-from lit_lazy.config.files import find, load_experiment
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
+from lit_lazy.config.user_files import find, load_experiment
 from lit_lazy.data import IGNORED, DataSource
 from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.measure.evaluation import evaluate

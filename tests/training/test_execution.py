@@ -16,9 +16,9 @@ from lightning.pytorch.callbacks import Callback
 from test_run import RAMP, assert_same_run, config, weights
 
 from lit_lazy.attention import AttentionSpec
-from lit_lazy.config.files import list_imported_files
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.config.serialisation import replace_at
+from lit_lazy.config.user_files import list_imported_files
 from lit_lazy.model import loss
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, token_nll

@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from lit_lazy.attention import AttentionSpec, Elastic, Fire, KerpleLog, LearnedAbsolute, LearnedBias, T5Bias
-from lit_lazy.config.files import find, load_module
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import replace_at, to_dict
+from lit_lazy.config.user_files import find, load_module
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll

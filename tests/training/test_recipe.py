@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from test_run import LAZY, assert_same_run, config, run_until_killed, weights
 
-from lit_lazy.config.files import experiment
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
+from lit_lazy.config.user_files import experiment
 from lit_lazy.data import IGNORED
 from lit_lazy.grid.ablation import Ablation, expand, select_rows
 from lit_lazy.measure.evaluation import evaluate
@@ -25,7 +25,7 @@ from lit_lazy.table.columns import COLUMNS
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.training import checkpoints
 from lit_lazy.training.averaging import WeightAverage
-from lit_lazy.training.cost import estimate_cost
+from lit_lazy.training.cost_estimate import estimate_cost
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import FINAL_CHECKPOINT

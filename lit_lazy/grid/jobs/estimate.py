@@ -13,7 +13,7 @@ from lit_lazy.grid.ablation import Row, check_and_outline_data, check_row
 from lit_lazy.grid.jobs.job import LaunchOptions
 from lit_lazy.model.loss import token_nll
 from lit_lazy.support.console import format_count, format_duration
-from lit_lazy.training.cost import UTILISATION, estimate_cost, find_peak_flops
+from lit_lazy.training.cost_estimate import UTILISATION, estimate_cost, find_peak_flops
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.optimiser import build_optimizer
 

@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lit_lazy.config.files import load_module
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
+from lit_lazy.config.user_files import load_module
 from lit_lazy.grid.jobs.interrupts import EndIfInterrupted, Interrupts
 from lit_lazy.grid.jobs.job import Job
 from lit_lazy.grid.queue.liveness import Heartbeat, Membership, find_living

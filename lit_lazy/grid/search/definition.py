@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lit_lazy.config.files import load_attribute
 from lit_lazy.config.key import cell_key, hash_user_code
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import flatten, from_dict, replace_at, shorten_paths, to_dict
+from lit_lazy.config.user_files import load_attribute
 from lit_lazy.grid.ablation import Cell, check_cell_count, check_name
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.errors import describe_exception, short_repr

@@ -4,9 +4,9 @@ import sys
 
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lit_lazy.config.files import load_module
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
+from lit_lazy.config.user_files import load_module
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.training.distributed.process_group import RankGroup, connect_to_group, exit_on_eof
 from lit_lazy.training.execution import Execution

@@ -14,11 +14,11 @@ from test_run import LAZY, config
 
 from lit_lazy.attention import AttentionSpec, Entmax15, Softmax
 from lit_lazy.command.main import main
-from lit_lazy.config.files import experiment
 from lit_lazy.config.schema import ModelConfig
+from lit_lazy.config.user_files import experiment
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll
-from lit_lazy.training.cost import estimate_cost, require_fit
+from lit_lazy.training.cost_estimate import estimate_cost, require_fit
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.prepare import prepare
 

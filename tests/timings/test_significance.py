@@ -6,7 +6,7 @@ from scipy import stats
 from scipy.special import polygamma
 
 from lit_lazy.table.statistics import compute_contrast, holm
-from timings.default_test import (
+from timings.significance import (
     CANDIDATES,
     CHOSEN,
     Setting,

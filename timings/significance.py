@@ -1,6 +1,6 @@
 """Choice of the test for a table's differences: candidates compared by simulation.
 
-`python -m timings.default_test --out docs/results/default-test.json` (three minutes on one core). Every candidate tests
+`python -m timings.significance --out docs/results/default-test.json` (three minutes on one core). Every candidate tests
 the differences of R rows to the first row over n seeds, followed by Holm. One candidate is the test of
 `lit_lazy.table.statistics`. Data are normal: each row has its own spread, and a share `correlation` of the variance
 comes from the seed. Arrays are [draws, rows, seeds], p values [draws, rows - 1].
@@ -234,7 +234,7 @@ def is_in_scope(setting: Mapping[str, Any]) -> bool:
 
 def simulate(draws: int, out: Path | None) -> dict[str, Any]:
     """Simulate every setting, print the table, and write `out` (.json) and the table (.md)."""
-    command = shlex.join(["python3", "-m", "timings.default_test", *sys.argv[1:]])
+    command = shlex.join(["python3", "-m", "timings.significance", *sys.argv[1:]])
     provenance = collect_provenance(out) | {"command": command}
     random = np.random.default_rng(0)
     rows = [asdict(setting) | {"rates": measure_rates(setting, draws, random)} for setting in make_settings()]

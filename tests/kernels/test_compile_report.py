@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from bench import compiled
+from bench import compile_report
 from flash_lazy.fused import configurations
 from flash_lazy.fused.configurations import CONFIGURATIONS
 
 INSTRUCTION = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
 REPORT = """
 import json, sys
-from bench.compiled import Variant, report
+from bench.compile_report import Variant, report
 if __name__ == "__main__":
     widths, every, dtypes, renormalise = json.loads(sys.argv[1])
     print(json.dumps(report(widths, every, dtypes, Variant(renormalise=renormalise))))
@@ -38,7 +38,7 @@ def report(
 
 def check_row(row: dict[str, Any]) -> None:
     assert "failed" not in row, row
-    assert row["shared"] <= compiled.SHARED_LIMITS[row["target"]], row
+    assert row["shared"] <= compile_report.SHARED_LIMITS[row["target"]], row
     wide_enough = row["blocks"] is None or min(row["blocks"]["m"], row["blocks"]["n"]) >= 64
     if row["dtype"] != "fp32" and wide_enough and not row["kernel"].startswith("decode"):
         assert INSTRUCTION[row["target"]] in row["instructions"], row
@@ -47,11 +47,11 @@ def check_row(row: dict[str, Any]) -> None:
 @pytest.mark.long
 def test_default_configurations(tmp_path):
     rows = report([128], False, ["bf16"], tmp_path)
-    assert len(rows) == len(compiled.KERNELS) * len(compiled.SHARED_LIMITS)
+    assert len(rows) == len(compile_report.KERNELS) * len(compile_report.SHARED_LIMITS)
     for row in rows:
         check_row(row)
         if row["target"] == 90:  # the generation for which the defaults are chosen
-            assert compiled.count_loop_spills(row) == 0, row
+            assert compile_report.count_loop_spills(row) == 0, row
 
 
 @pytest.mark.long
@@ -59,7 +59,7 @@ def test_every_configuration(tmp_path):
     for row in report([64, 80, 256], True, ["bf16", "fp32"], tmp_path):  # a width for each list of configurations
         check_row(row)
         if row["target"] == 90 and row["dtype"] != "fp32" and row["width"] <= 128 and is_default(row):
-            assert compiled.count_loop_spills(row) == 0, row
+            assert compile_report.count_loop_spills(row) == 0, row
 
 
 @pytest.mark.long
@@ -68,7 +68,9 @@ def test_a_renormalised_query_gradient_has_blocks_without_spills(width, tmp_path
     """Its third accumulator spills with the default blocks, but not with others of the list."""
     rows = report([width], True, ["bf16"], tmp_path, renormalise=True)
     spills = [
-        compiled.count_loop_spills(row) for row in rows if (row["kernel"], row["target"]) == ("query_gradient", 90)
+        compile_report.count_loop_spills(row)
+        for row in rows
+        if (row["kernel"], row["target"]) == ("query_gradient", 90)
     ]
     assert 0 in spills, spills
 
@@ -83,13 +85,13 @@ def is_default(row: dict[str, Any]) -> bool:
 
 def test_products_of_a_tile():
     full, none = (
-        {kind: compiled.count_products("forward+backward", kind, f) for kind in ("softmax", "lazy", "authors")}
+        {kind: compile_report.count_products("forward+backward", kind, f) for kind in ("softmax", "lazy", "authors")}
         for f in (1, 0)
     )
     assert full == {"softmax": 7, "lazy": 11, "authors": 12}
     assert none == {"softmax": 7, "lazy": 5, "authors": 12}
-    assert compiled.count_products("forward", "lazy", 0.5) == 2
-    text = compiled.format_cost_model()
+    assert compile_report.count_products("forward", "lazy", 0.5) == 2
+    text = compile_report.format_cost_model()
     assert "| forward+backward | flash_lazy | 5 + 6 f | 11 | 9.2 | 7.4 | 5.6 | 5 |" in text
 
 
@@ -97,11 +99,11 @@ def test_products_of_a_tile():
 def test_bytes_are_those_of_the_launched_tensors(width):
     """The formulas of the cost model against the tensors that the launcher passes to the kernels."""
     small = {"tau", "strip", "maxima", "alive_tiles", "dbias"}
-    for name in compiled.MOVED:
-        tensors = compiled.collect_launch_arguments(name, torch.bfloat16, width).items()
+    for name in compile_report.MOVED:
+        tensors = compile_report.collect_launch_arguments(name, torch.bfloat16, width).items()
         sizes = [x.numel() * x.element_size() for key, x in tensors if isinstance(x, torch.Tensor) and key not in small]
-        assert sum(sizes) == compiled.count_moved_bytes(name, width)
-    rows, buffers = 4 * 4 * 16 * 4096, compiled.count_buffer_bytes(width)
+        assert sum(sizes) == compile_report.count_moved_bytes(name, width)
+    rows, buffers = 4 * 4 * 16 * 4096, compile_report.count_buffer_bytes(width)
     assert buffers["softmax"] / 2 == buffers["delta"] == buffers["survivors"] == rows
     blocks = configurations.CONFIGURATIONS["forward"][2][width]
     assert buffers["maxima"] == 4 * 264 * max(-(-4096 // b.n) * b.m for b in blocks)
@@ -112,28 +114,30 @@ def test_bytes_are_those_of_the_launched_tensors(width):
 
 def test_a_default_configuration_compiles_within_its_limits():
     code = (
-        "import json; from bench.compiled import compile_kernel; "
+        "import json; from bench.compile_report import compile_kernel; "
         "from flash_lazy.fused.configurations import CONFIGURATIONS; "
         "print(json.dumps(compile_kernel('query_gradient', CONFIGURATIONS['query_gradient'][2][64][0], 90)._asdict()))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
-    assert 0 < found["shared"] <= compiled.SHARED_LIMITS[90]
+    assert 0 < found["shared"] <= compile_report.SHARED_LIMITS[90]
     assert 32 <= found["registers"] <= 255
     assert found["instructions"] == ["wgmma"]
-    assert compiled.count_loop_spills(found) == 0
+    assert compile_report.count_loop_spills(found) == 0
 
 
 def test_compiling_needs_a_process_without_the_interpreter(monkeypatch):
     monkeypatch.setattr(configurations, "INTERPRETED", True)
     with pytest.raises(RuntimeError, match=r"^compiling needs a process without TRITON_INTERPRET=1[^\n]*$"):
-        compiled.compile_kernel("decode_scores", None, 90)
+        compile_report.compile_kernel("decode_scores", None, 90)
 
 
 def test_decoding_has_no_packed_variant():
     with pytest.raises(ValueError, match="decode_values has neither packed nor stats"):
-        compiled.collect_launch_arguments("decode_values", torch.bfloat16, 64, compiled.Variant(packed=True))
+        compile_report.collect_launch_arguments(
+            "decode_values", torch.bfloat16, 64, compile_report.Variant(packed=True)
+        )
 
 
 def test_only_innermost_product_loops_are_counted():
@@ -150,8 +154,8 @@ def test_only_innermost_product_loops_are_counted():
         /*0070*/                   LDL R2, [R1] ;
         /*0080*/               @P1 BRA 0x70 ;
 """
-    assert compiled.product_loops(listing) == [compiled.Loop(instructions=5, barriers=1, waits=1, spills=1)]
-    assert compiled.product_loops("") == []
+    assert compile_report.product_loops(listing) == [compile_report.Loop(instructions=5, barriers=1, waits=1, spills=1)]
+    assert compile_report.product_loops("") == []
 
 
 def test_the_compiled_table_shows_limits_and_failures():
@@ -162,9 +166,9 @@ def test_the_compiled_table_shows_limits_and_failures():
         "target": 80,
         "blocks": {"m": 128, "n": 64, "warps": 8, "stages": 3},
     }
-    loops = compiled.Loop(275, 2, 2, 0)._asdict(), compiled.Loop(524, 40, 2, 3)._asdict()
-    good = row | compiled.CompiledKernel(170 * 1024, 255, 16, loops, ("mma.sync",), False)._asdict()
-    text = compiled.format_table([good, row | {"target": 100, "failed": "PassError: a | b"}])
+    loops = compile_report.Loop(275, 2, 2, 0)._asdict(), compile_report.Loop(524, 40, 2, 3)._asdict()
+    good = row | compile_report.CompiledKernel(170 * 1024, 255, 16, loops, ("mma.sync",), False)._asdict()
+    text = compile_report.format_table([good, row | {"target": 100, "failed": "PassError: a | b"}])
     assert "| sm_80 | 128 x 64, 8, 3 | 170.0 (over) | 163 | no | 255 | 16 | 3 | mma.sync | 275 (2), 524 (40) |" in text
     assert "failed" in text.splitlines()[-1]
     assert {line.count("|") for line in text.splitlines()} == {14}
@@ -172,13 +176,13 @@ def test_the_compiled_table_shows_limits_and_failures():
 
 def test_the_schedule_follows_from_the_counts():
     """Tile counts against all tiles of the example; cycles at a processor's rates of 2048, 16 and 4."""
-    length, reach = compiled.LENGTH, compiled.REACH
+    length, reach = compile_report.LENGTH, compile_report.REACH
     for name, m, n in (("forward", 128, 64), ("query_gradient", 64, 32), ("key_gradient", 128, 64)):
         row, key = torch.meshgrid(torch.arange(0, length, m), torch.arange(0, length, n), indexing="ij")
         seen = row + m > key
         plain = row - (key + n - 1) >= reach  # the least distance of the tile
-        assert compiled.count_tiles(name, m, n) == (int((seen & plain).sum()), int((seen & ~plain).sum()))
-    loops = [compiled.Loop(instructions, 2, 2, 0)._asdict() for instructions in (400, 800)]
+        assert compile_report.count_tiles(name, m, n) == (int((seen & plain).sum()), int((seen & ~plain).sum()))
+    loops = [compile_report.Loop(instructions, 2, 2, 0)._asdict() for instructions in (400, 800)]
     row = {"kernel": "query_gradient", "dtype": "bf16", "width": 64, "target": 90}
     row |= {
         "blocks": {"m": 64, "n": 64, "warps": 4, "stages": 2},
@@ -186,11 +190,11 @@ def test_the_schedule_follows_from_the_counts():
         "shared": 120 * 1024,
         "loops": loops,
     }
-    plain, near = (64 * count for count in compiled.count_tiles("query_gradient", 64, 64))
+    plain, near = (64 * count for count in compile_report.count_tiles("query_gradient", 64, 64))
     cycle = 1e3 / 132 / 1.755e9
     products = (plain + near) * 4 * 64 * 64 * 64 / 2048 * cycle
     issue = (plain * 400 + near * 800) * cycle
     figures = f"| 1 | {products:.2f} | {(plain + near) * 256 * cycle:.2f} | {issue:.2f} |"
-    text = compiled.format_schedule([row, row | {"dtype": "fp32"}, row | {"kernel": "decode_values"}])
+    text = compile_report.format_schedule([row, row | {"dtype": "fp32"}, row | {"kernel": "decode_values"}])
     assert f"| query_gradient | 64 | 64 x 64, 4 {figures} {issue:.2f} to {products + issue:.2f} |\n" in text
     assert text.count("query_gradient") == 1

@@ -19,7 +19,7 @@ LONGEST_VALUE = 4096
 """Characters, as for a path."""
 DEEPEST_VALUE = 20
 """Upper bound on brackets of one kind in a value; the JSON parser fails at a few thousand."""
-NONE = ("None", "null")
+NONE = ("None", "null", "Null", "NULL", "~")
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 

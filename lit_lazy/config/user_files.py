@@ -242,5 +242,5 @@ def load_experiment(path: Path) -> RunConfig:
     with locate_errors(path):
         made = config()
     if not isinstance(made, RunConfig):
-        raise ValueError(f"{path}: config() returned {short_repr(made)}; let it return a RunConfig")
+        raise ValueError(f"{path}: config() returned {short_repr(made)}; it must return a RunConfig")
     return made

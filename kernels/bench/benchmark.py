@@ -87,7 +87,7 @@ class Benchmark:
         return time.monotonic() > self.end
 
     def limit_seconds(self, seconds: float) -> float:
-        """Timeout of a worker: `seconds`, or less towards the end of --minutes."""
+        """Timeout of a worker: `seconds`, shortened near the end of --minutes."""
         return max(1.0, min(seconds, self.end + GRACE_SECONDS - time.monotonic()))
 
     def list_missing_workloads(self) -> list[Workload]:

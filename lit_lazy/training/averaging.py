@@ -32,7 +32,7 @@ class WeightAverage:
             self.values = dict(zip(self._parameters, (value.clone() for value in current), strict=True))
 
     def restore(self, values: Mapping[str, Tensor]) -> None:
-        """Set the average to a checkpoint's."""
+        """Restore the average from a checkpoint."""
         self.values = {name: value.clone() for name, value in values.items()}
 
     @torch.no_grad()

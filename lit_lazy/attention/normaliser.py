@@ -206,7 +206,7 @@ class NormaliserModule(nn.Module, ABC):
         return self.weights(scores, Rows(rows.visible, n.to(rows.n.dtype), position))
 
     def probe(self, heads: int, head_dim: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        """Raises a one-line ValueError with the fix if the module violates its contract (`rule_checks`)."""
+        """Raises a one-line ValueError with the fix if the module violates its contract (`custom_rule_check`)."""
         name = type(self).__name__
         if not isinstance(self.maps, int) or self.maps < 1 or head_dim % self.maps:
             raise ValueError(

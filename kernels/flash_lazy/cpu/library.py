@@ -1,0 +1,52 @@
+"""The compiled library for this processor: `setup.py` builds one per instruction set, if there is a C++ compiler."""
+
+import ctypes
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SWITCH = "FLASH_LAZY_CPU"
+"""Environment variable; "0" hides the library, so that `auto` selects what runs without it."""
+CAPABILITIES = {"AVX512": ("avx512", "avx2"), "AVX2": ("avx2",)}
+"""torch's name of an x86-64 processor's capability -> the libraries that it runs, best first."""
+
+
+def find_obstacle() -> str | None:
+    """Why there is no library to run, with the fix; None if there is one."""
+    if os.environ.get(SWITCH) == "0":
+        return f"the compiled backend is switched off by {SWITCH}=0; unset it"
+    if get_instruction_set() is None:
+        return (
+            "no compiled backend is installed for this processor; install a C++ compiler (g++ or clang++) and repeat "
+            "`pip install ./kernels`"
+        )
+    return None
+
+
+@cache
+def get_instruction_set() -> str | None:
+    """The instruction set of the library that this processor runs: avx512, avx2 or neon; None without a library."""
+    candidates = ("neon",) if platform.machine() in ("aarch64", "arm64") else _list_x86_candidates()
+    return next((name for name in candidates if _find_file(name) is not None), None)
+
+
+def _list_x86_candidates() -> tuple[str, ...]:
+    # torch reads ATEN_CPU_CAPABILITY, which can also select less than the processor has.
+    return CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), ())
+
+
+def _find_file(name: str) -> Path | None:
+    return next(iter(Path(__file__).parent.glob(f"{name}.*")), None)
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The library of `get_instruction_set`. Only to be called without an obstacle."""
+    name = get_instruction_set()
+    path = None if name is None else _find_file(name)
+    if path is None:
+        raise RuntimeError(find_obstacle())
+    return ctypes.CDLL(str(path))

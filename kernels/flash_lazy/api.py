@@ -1,7 +1,7 @@
 """The public functions of Lazy Attention: each checks its arguments once, then runs a backend."""
 
 import warnings
-from functools import cache
+from functools import cache, partial
 from typing import Literal, get_args, overload
 
 import torch
@@ -21,6 +21,7 @@ from flash_lazy.call import (
     prepare,
 )
 from flash_lazy.chunked import chunked_attention
+from flash_lazy.cpu import ops as cpu_ops
 from flash_lazy.fused.ops import find_obstacle, fused_attention
 from flash_lazy.reference import reference_attention, reference_weights
 
@@ -122,8 +123,8 @@ def lazy_attention(
             cu_seqlens are checked only on the CPU outside torch.compile: elsewhere reading them would sync the device.
         key_mask: bool `[B, Lk]`, False hides a key, as in a left-padded batch; on a GPU "auto" then runs `chunked`.
         window: number of most recent keys that a query sees, its own included.
-        backend: "reference" (eager, quadratic memory), "chunked" (linear memory), "triton" (fused kernels), "auto"
-            (triton if it supports the call on a CUDA device, else chunked).
+        backend: "reference" (eager, quadratic memory), "chunked" (linear memory), "cpu" (compiled C++, float32),
+            "triton" (fused kernels), "auto" (cpu or triton if the device and the call allow it, else chunked).
         return_stats: also return `Stats`, `[B, H, Lq]` each; its log-sum-exp carries gradients.
 
     Returns:
@@ -257,25 +258,31 @@ def attention_weights(
         return reference_weights(call)
 
 
-_BACKENDS = {"reference": reference_attention, "chunked": chunked_attention, "triton": fused_attention}
+_BACKENDS = {
+    "reference": reference_attention,
+    "chunked": chunked_attention,
+    "cpu": cpu_ops.compiled_attention,
+    "triton": fused_attention,
+}
 
 
 def resolve_backend(backend: Backend, q: Tensor, key_mask: Tensor | None = None) -> str:
     """Name of the implementation that runs a call; "auto" picks one for the arguments.
 
-    Raises ValueError if backend is "triton" and the kernels do not support the call.
+    Raises ValueError if backend is "cpu" or "triton" and does not support the call.
     """
     if backend not in get_args(Backend):
         raise ValueError(f"backend is {backend!r}; choose one of {', '.join(get_args(Backend))}")
     if backend == "auto":
         if q.device.type != "cuda":
-            return "chunked"
+            return "chunked" if cpu_ops.find_obstacle(q) else "cpu"
         if (why := find_obstacle(q, key_mask)) is None:
             return "triton"
         _warn_about_fallback(why)
         return "chunked"
-    if backend == "triton" and (why := find_obstacle(q, key_mask)):
-        raise ValueError(why)
+    why = {"cpu": partial(cpu_ops.find_obstacle, q), "triton": partial(find_obstacle, q, key_mask)}.get(backend)
+    if why is not None and (text := why()) is not None:
+        raise ValueError(text)
     return backend
 
 

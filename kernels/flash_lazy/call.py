@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-Backend = Literal["auto", "reference", "chunked", "triton"]
+Backend = Literal["auto", "reference", "chunked", "cpu", "triton"]
 Threshold = Literal["per_query", "seq_len", "per_token", "constant"]
 
 LEAVES, TENSORS = 6, 10

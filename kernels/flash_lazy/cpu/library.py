@@ -13,6 +13,9 @@ SWITCH = "FLASH_LAZY_CPU"
 CAPABILITIES = {"AVX512": ("avx512", "avx2"), "AVX2": ("avx2",)}
 """torch's name of an x86-64 processor's capability -> the libraries that it runs, best first."""
 
+FUNCTIONS = {"flash_lazy_forward": 4, "flash_lazy_backward": 3}
+"""Functions of the library, and the number of addresses that each takes."""
+
 
 def find_obstacle() -> str | None:
     """Why there is no library to run, with the fix; None if there is one."""
@@ -49,4 +52,7 @@ def load() -> ctypes.CDLL:
     path = None if name is None else _find_file(name)
     if path is None:
         raise RuntimeError(find_obstacle())
-    return ctypes.CDLL(str(path))
+    library = ctypes.CDLL(str(path))
+    for function, arguments in FUNCTIONS.items():
+        getattr(library, function).argtypes = [ctypes.c_void_p] * arguments
+    return library

@@ -1,0 +1,76 @@
+// Vectors of floats as wide as the instruction set that the file is compiled for, by the compiler's vector types.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#if defined(__AVX512F__)
+constexpr int W = 16;  // floats in a vector
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * W)));
+typedef int32_t Int __attribute__((vector_size(4 * W)));
+typedef float Unaligned __attribute__((vector_size(4 * W), aligned(4), may_alias));
+
+#define INLINE static inline __attribute__((always_inline))
+
+constexpr float INF = std::numeric_limits<float>::infinity();
+constexpr float LOWEST = -std::numeric_limits<float>::max();
+constexpr float LOG2E = 1.44269504088896340736f;
+constexpr float LN2 = 0.69314718055994530942f;
+
+INLINE int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+
+INLINE Vec load(const float* p) { return *reinterpret_cast<const Unaligned*>(p); }
+INLINE void store(float* p, Vec x) { *reinterpret_cast<Unaligned*>(p) = x; }
+INLINE Vec fill(float x) { return x - Vec{}; }  // x + 0 would turn -0 into 0
+
+// a where the mask is set, else b.
+INLINE Vec select(Int mask, Vec a, Vec b) { return mask ? a : b; }
+// The larger one; a NaN in x is ignored, one in y is returned.
+INLINE Vec larger(Vec x, Vec y) { return select(x > y, x, y); }
+// x without its negative entries; NaN stays, as in torch.relu.
+INLINE Vec relu(Vec x) { return select(x <= 0, Vec{}, x); }
+
+#define REDUCE(name, combine)                      \
+  INLINE float name(Vec x) {                       \
+    alignas(4 * W) float part[W];                  \
+    *reinterpret_cast<Vec*>(part) = x;             \
+    for (int half = W / 2; half > 0; half /= 2)    \
+      for (int i = 0; i < half; i++) {             \
+        float a = part[i], b = part[i + half];     \
+        part[i] = combine;                         \
+      }                                            \
+    return part[0];                                \
+  }
+REDUCE(sum, a + b)
+REDUCE(largest, a > b ? a : b)
+#undef REDUCE
+
+// 2^x for x <= 126: 0 below -126, NaN for NaN, exactly 1 at 0. Relative error at most 1.2e-7.
+INLINE Vec exp2(Vec x) {
+  const float magic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold
+  Vec rounded = x + magic;
+  Int bits;
+  __builtin_memcpy(&bits, &rounded, sizeof bits);
+  Vec f = x - (rounded - magic);  // -0.5 .. 0.5
+  // Minimax polynomial of the relative error of 2^f on that interval, with p(0) = 1.
+  Vec p = fill(1.535336201e-4f);
+  p = p * f + 1.339887445e-3f;
+  p = p * f + 9.618437358e-3f;
+  p = p * f + 5.550332471e-2f;
+  p = p * f + 2.402264791e-1f;
+  p = p * f + 6.931472029e-1f;
+  p = p * f + 1.f;
+  bits = (bits << 23) + (127 << 23);  // the float 2^round(x); the bits of magic above 2^9 are shifted out
+  Vec power;
+  __builtin_memcpy(&power, &bits, sizeof power);
+  return select(x < -126.f, Vec{}, p * power);
+}
+
+INLINE float exp2(float x) { return exp2(fill(x))[0]; }

@@ -85,12 +85,13 @@ class Geometry {
   void build_strips() {
     const int64_t heads = shared_strip() ? 1 : call.heads;
     strips_.assign(heads * strip_size(), -INF);
-    for (int64_t h = 0; h < heads; h++)
-      for (int64_t d = 0; d < std::min(longest_, window()); d++) {
-        float value = call.bias && d < call.reach ? call.bias[h * call.reach + d] : 0;
-        if (call.slopes) value -= call.slopes[h] * float(d);
-        strips_[h * strip_size() + zero() - d] = value * LOG2E;
-      }
+    const int64_t seen = std::min(longest_, window()), reach = call.bias ? std::min(call.reach, seen) : 0;
+    for (int64_t h = 0; h < heads; h++) {
+      float* strip = strips_.data() + h * strip_size() + zero();
+      for (int64_t d = 0; d < seen; d++) strip[-d] = call.slopes ? -call.slopes[h] * float(d) : 0;
+      for (int64_t d = 0; d < reach; d++) strip[-d] += call.bias[h * call.reach + d];
+      for (int64_t d = 0; d < seen; d++) strip[-d] *= LOG2E;
+    }
   }
   void build_masks() {
     masks_.assign(call.sequences * (longest_ + 2 * W), -INF);

@@ -148,19 +148,31 @@ static void multiply_in_place(const Head& head, int64_t row, int64_t rows, const
   }
 }
 
-// Adds the values of the keys that have a weight.
+// Adds the values of the keys that have a weight, for VECTORS vectors of a row's output from column i on.
+template <int VECTORS>
+INLINE void add_values(Rows<const float> v, int64_t keys, const float* weights, int64_t i, float* out) {
+  Vec total[VECTORS];
+  for (int n = 0; n < VECTORS; n++) total[n] = load(out + i + n * W);
+  for (int64_t j = 0; j < keys; j++) {
+    if (weights[j] == 0) continue;
+    for (int n = 0; n < VECTORS; n++) total[n] += weights[j] * load(v[j] + i + n * W);
+  }
+  for (int n = 0; n < VECTORS; n++) store(out + i + n * W, total[n]);
+}
+
+// The product of weights with values that are read in place.
 static void add_in_place(const Head& head, int64_t rows, const Tiles& tiles, int64_t tile, const float* weights,
                          float* out) {
-  const int64_t start = tiles.start(tile), whole = head.width / W * W, padded = pad_width(head.width);
-  for (int64_t m = 0; m < rows; m++)
-    for (int64_t j = 0; j < std::min(tiles.keys(tile), tiles.seen(tile, m)); j++) {
-      const float weight = weights[m * STEP + j];
-      if (weight == 0) continue;
-      const float* v = head.v[start + j];
-      float* to = out + m * padded;
-      for (int64_t i = 0; i < whole; i += W) store(to + i, load(to + i) + weight * load(v + i));
-      for (int64_t i = whole; i < head.width; i++) to[i] += weight * v[i];
-    }
+  const Rows<const float> v{head.v[tiles.start(tile)], head.v.step};
+  const int64_t padded = pad_width(head.width);
+  for (int64_t m = 0; m < rows; m++, weights += STEP, out += padded) {
+    const int64_t keys = std::min(tiles.keys(tile), tiles.seen(tile, m));
+    int64_t i = 0;
+    for (; i + 4 * W <= head.width; i += 4 * W) add_values<4>(v, keys, weights, i, out);
+    for (; i + W <= head.width; i += W) add_values<1>(v, keys, weights, i, out);
+    for (int64_t j = 0; i < head.width && j < keys; j++)
+      for (int64_t rest = i; weights[j] != 0 && rest < head.width; rest++) out[rest] += weights[j] * v[j][rest];
+  }
 }
 
 // Writes the scores of a row over its products with keys; returns the largest.

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <utility>
 
 #if defined(__AVX512F__)
 constexpr int W = 16;  // floats in a vector
@@ -37,20 +38,22 @@ INLINE Vec larger(Vec x, Vec y) { return select(x > y, x, y); }
 // x without its negative entries; NaN stays, as in torch.relu.
 INLINE Vec relu(Vec x) { return select(x <= 0, Vec{}, x); }
 
-#define REDUCE(name, combine)                      \
-  INLINE float name(Vec x) {                       \
-    alignas(4 * W) float part[W];                  \
-    *reinterpret_cast<Vec*>(part) = x;             \
-    for (int half = W / 2; half > 0; half /= 2)    \
-      for (int i = 0; i < half; i++) {             \
-        float a = part[i], b = part[i + half];     \
-        part[i] = combine;                         \
-      }                                            \
-    return part[0];                                \
-  }
-REDUCE(sum, a + b)
-REDUCE(largest, a > b ? a : b)
-#undef REDUCE
+// The vector's entries moved down by `step`, those that fall out at the end.
+template <int step, int... i>
+INLINE Vec rotate(Vec x, std::integer_sequence<int, i...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(x, x, ((i + step) % W)...);
+#else
+  return __builtin_shuffle(x, Int{((i + step) % W)...});
+#endif
+}
+template <int step = W / 2, class Combine>
+INLINE float reduce(Vec x, Combine combine) {
+  if constexpr (step == 0) return x[0];
+  else return reduce<step / 2>(combine(x, rotate<step>(x, std::make_integer_sequence<int, W>{})), combine);
+}
+INLINE float sum(Vec x) { return reduce(x, [](Vec a, Vec b) { return a + b; }); }
+INLINE float largest(Vec x) { return reduce(x, larger); }
 
 // 2^x for x <= 126: 0 below -126, NaN for NaN, exactly 1 at 0. Relative error at most 1.2e-7.
 INLINE Vec exp2(Vec x) {

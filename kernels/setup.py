@@ -14,8 +14,8 @@ setup(
     ext_modules=[
         Extension(
             f"flash_lazy.cpu.{name}",
-            sources=["flash_lazy/cpu/attention.cpp"],
-            depends=["flash_lazy/cpu/products.h", "flash_lazy/cpu/vectors.h"],
+            sources=["flash_lazy/cpu/attention.cpp", "flash_lazy/cpu/decoder.cpp"],
+            depends=[f"flash_lazy/cpu/{name}.h" for name in ("attention", "products", "threads", "vectors")],
             extra_compile_args=["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-pthread", *flags],
             extra_link_args=["-pthread"],
             language="c++",

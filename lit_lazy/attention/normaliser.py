@@ -92,6 +92,14 @@ class AttentionCall(NamedTuple):
         )
 
 
+class LazyThreshold(NamedTuple):
+    """Arguments of `lazy_attention` that give a normaliser's weights; tau None: 0."""
+
+    tau: Tensor | None = None
+    threshold: Threshold = "per_query"
+    context_length: int | None = None
+
+
 class Fused(NamedTuple):
     """A faster path to the same output: the name of its backend, and the function that runs it."""
 
@@ -138,6 +146,10 @@ class NormaliserModule(nn.Module, ABC):
 
     def theta(self, rows: Rows) -> Tensor | None:  # noqa: ARG002
         """Threshold `[B or 1, H, R, 1]` if weights are max(softmax - theta, 0), whose sparsity has a null model."""
+        return None
+
+    def lazy_threshold(self) -> LazyThreshold | None:
+        """The threshold, if the weights are those of `lazy_attention` for the module's own queries and output."""
         return None
 
     def fused(self, call: AttentionCall) -> Fused | None:  # noqa: ARG002
@@ -248,6 +260,9 @@ class _Softmax(NormaliserModule):
 
     def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
         return scores.softmax(-1)
+
+    def lazy_threshold(self) -> LazyThreshold | None:
+        return LazyThreshold()
 
     def fused(self, call: AttentionCall) -> Fused | None:
         return fused_softmax(call)
@@ -370,6 +385,9 @@ class _Elastic(NormaliserModule):
             return tau[:, entry].movedim(0, 1)[..., None] / rows.n
         divisor = {"per_query": rows.n, "seq_len": self.context_length or 1, "constant": 1}[self.threshold]
         return (tau[:, None, None] / divisor).expand(len(rows.n), -1, rows.n.shape[2], 1)
+
+    def lazy_threshold(self) -> LazyThreshold | None:
+        return LazyThreshold(self.tau, self.threshold, self.context_length)
 
     def fused(self, call: AttentionCall) -> Fused | None:
         return fused_lazy(call, self.tau, self.threshold, self.context_length)

@@ -34,6 +34,13 @@ class PositionModule(nn.Module):
         """The rotation of queries and keys `[B, H, R, D]` of the last R <= length tokens before `offset + length`."""
         return lambda x: x
 
+    def compute_angles(self, length: int) -> Tensor | None:
+        """Angles `[length, D / 2]` by which `rotation` turns dimensions (m, m + D / 2) of the first tokens.
+
+        `[length, 0]` if it turns none, None if it does anything else.
+        """
+        return torch.empty(length, 0) if type(self).rotation is PositionModule.rotation else None
+
 
 class Position(ABC):
     """Settings of a positional encoding."""
@@ -82,9 +89,15 @@ class _Rope(PositionModule):
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
         self.register_buffer("frequency", (base**-exponent).float(), persistent=False)
 
+    def compute_angles(self, length: int) -> Tensor | None:
+        return self._turn(torch.arange(length, device=self.frequency.device))
+
+    def _turn(self, position: Tensor) -> Tensor:
+        return position[..., None].float() * self.frequency
+
     def rotation(self, length: int, offset: int, places: Tensor | None = None) -> Callable[[Tensor], Tensor]:
         position = torch.arange(offset, offset + length, device=self.frequency.device) if places is None else places
-        angle = position[..., None].float() * self.frequency
+        angle = self._turn(position)
         cos, sin = torch.cat((angle.cos(), angle.cos()), dim=-1), angle.sin()
         signed_sin = torch.cat((-sin, sin), dim=-1)
 

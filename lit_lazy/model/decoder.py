@@ -139,6 +139,10 @@ class DecoderLM(nn.Module):
         x = self._compute_hidden(tokens, cache, with_stats=False, key_mask=key_mask, place=place)[0]
         return self.head(x[:, -1:] if last_only else x)
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings `[B, L, d_model]` of tokens from the first position on, the input of the first block."""
+        return self.position.embed(self.embedding(tokens), 0)
+
     def compute_hidden(self, tokens: Tensor, place: Tensor | None = None, dropout_keys: Tensor | None = None) -> Tensor:
         """Input of the head, `[B, L, d_model]`, for a loss that never holds all logits (`head_nll`).
 

@@ -54,7 +54,7 @@ class Geometry {
 
   bool shared_strip() const { return !call.bias && !call.slopes; }
   // Floats of one strip, of which the one at distance 0 is at `zero`.
-  int64_t strip_size() const { return longest_ + PANEL + 2 * W; }
+  int64_t strip_size() const { return ::strip_size(longest_); }
   int64_t zero() const { return longest_ - 1; }
   int64_t window() const { return call.window ? call.window : longest_ + 1; }
 
@@ -84,14 +84,10 @@ class Geometry {
  private:
   void build_strips() {
     const int64_t heads = shared_strip() ? 1 : call.heads;
-    strips_.assign(heads * strip_size(), -INF);
-    const int64_t seen = std::min(longest_, window()), reach = call.bias ? std::min(call.reach, seen) : 0;
-    for (int64_t h = 0; h < heads; h++) {
-      float* strip = strips_.data() + h * strip_size() + zero();
-      for (int64_t d = 0; d < seen; d++) strip[-d] = call.slopes ? -call.slopes[h] * float(d) : 0;
-      for (int64_t d = 0; d < reach; d++) strip[-d] += call.bias[h * call.reach + d];
-      for (int64_t d = 0; d < seen; d++) strip[-d] *= LOG2E;
-    }
+    strips_.resize(heads * strip_size());
+    for (int64_t h = 0; h < heads; h++)
+      fill_strip(longest_, window(), call.bias ? call.bias + h * call.reach : nullptr, call.reach,
+                 call.slopes ? call.slopes + h : nullptr, strips_.data() + h * strip_size() + zero());
   }
   void build_masks() {
     masks_.assign(call.sequences * (longest_ + 2 * W), -INF);

@@ -53,6 +53,19 @@ struct Head {
   float cut(int64_t row, float total) const { return tau[tau_entry(row)] * total / divisor(row); }
 };
 
+// Floats of a strip for up to `keys` keys, of which the one at distance 0 is at keys - 1.
+INLINE int64_t strip_size(int64_t keys) { return keys + PANEL + 2 * W; }
+
+// Fills a strip from the value at distance 0 on: bias [reach] and slope may be null.
+static void fill_strip(int64_t keys, int64_t window, const float* bias, int64_t reach, const float* slope,
+                       float* strip) {
+  const int64_t seen = std::min(keys, window);
+  std::fill(strip - keys + 1, strip - keys + 1 + strip_size(keys), -INF);
+  for (int64_t d = 0; d < seen; d++) strip[-d] = slope ? -*slope * float(d) : 0;
+  for (int64_t d = 0; bias && d < std::min(reach, seen); d++) strip[-d] += bias[d];
+  for (int64_t d = 0; d < seen; d++) strip[-d] *= LOG2E;
+}
+
 // What the forward pass keeps of each row, [rows]: largest score (base 2), sum of e, and sum of max(e - t, 0).
 struct RowSums {
   float *largest, *total, *mass;

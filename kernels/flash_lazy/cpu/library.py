@@ -13,8 +13,13 @@ SWITCH = "FLASH_LAZY_CPU"
 CAPABILITIES = {"AVX512": ("avx512", "avx2"), "AVX2": ("avx2",)}
 """torch's name of an x86-64 processor's capability -> the libraries that it runs, best first."""
 
-FUNCTIONS = {"flash_lazy_forward": 4, "flash_lazy_backward": 3}
-"""Functions of the library, and the number of addresses that each takes."""
+FUNCTIONS = {
+    "flash_lazy_forward": (4, None),
+    "flash_lazy_backward": (3, None),
+    "flash_lazy_decoder_forward": (3, None),
+    "flash_lazy_decoder_step": (4, ctypes.c_double),
+}
+"""Functions of the library: the number of addresses that each takes, and the type of its result."""
 
 
 def find_obstacle() -> str | None:
@@ -53,6 +58,7 @@ def load() -> ctypes.CDLL:
     if path is None:
         raise RuntimeError(find_obstacle())
     library = ctypes.CDLL(str(path))
-    for function, arguments in FUNCTIONS.items():
-        getattr(library, function).argtypes = [ctypes.c_void_p] * arguments
+    for name, (arguments, result) in FUNCTIONS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = [ctypes.c_void_p] * arguments, result
     return library

@@ -68,11 +68,14 @@ static void multiply_up_to(int64_t rows, int64_t columns, int64_t depth, Matrix 
   }
 }
 
-// C[rows, columns] (+)= A[rows, depth] B[depth, columns]; columns is a multiple of W.
-static void multiply(int64_t rows, int64_t columns, int64_t depth, Matrix a, const float* b, int64_t ldb, float* c,
+// C[rows, columns] (+)= A[rows, depth] B[depth, columns]; columns is a multiple of W. A strip of B's columns stays in
+// the first cache while all rows pass.
+inline void multiply(int64_t rows, int64_t columns, int64_t depth, Matrix a, const float* b, int64_t ldb, float* c,
                      int64_t ldc, bool add) {
-  for (int64_t m = 0; m < rows; m += PANEL)
-    multiply_up_to(std::min<int64_t>(PANEL, rows - m), columns, depth, a.at(m), b, ldb, c + m * ldc, ldc, add);
+  for (int64_t j = 0; j < columns; j += 2 * W)
+    for (int64_t m = 0; m < rows; m += PANEL)
+      multiply_up_to(std::min<int64_t>(PANEL, rows - m), std::min<int64_t>(2 * W, columns - j), depth, a.at(m), b + j,
+                     ldb, c + m * ldc + j, ldc, add);
 }
 
 // Row m of a block sees its tile's columns below edge + m. Of a panel that starts at row m, the first columns that any

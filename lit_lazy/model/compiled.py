@@ -1,0 +1,115 @@
+"""A decoder's training step and forward pass as one call of flash_lazy's compiled code, for models that it knows.
+
+Any other model, and any other way to run one, takes the model's own methods; results agree up to rounding.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from flash_lazy import Stats
+from flash_lazy.cpu import library
+from flash_lazy.cpu.decoder import ALIGNMENT, Decoder, Layer, decoder_hidden, decoder_loss
+from lit_lazy.attention import Attention
+from lit_lazy.attention.gate import GateModule
+from lit_lazy.model.decoder import NORM_EPS, Block, DecoderLM, SwiGLU
+from lit_lazy.model.loss import head_nll, mean_nll
+
+MOST_WEIGHTS, MOST_WORDS = 2**19, 2**12
+"""Weights of a block, and words of a vocabulary, up to which the compiled code is faster than a library's products."""
+
+
+def compute_mean_loss(model: DecoderLM, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Mean loss in nats over the targets that are not `IGNORED`, with gradients: tokens and targets `[B, L]`."""
+    decoder = describe(model, *tokens.shape) if torch.is_grad_enabled() else None
+    if decoder is None:
+        return mean_nll(head_nll(model.compute_hidden(tokens), model.head.weight, targets), targets)
+    return decoder_loss(decoder, model.embed(tokens), targets)
+
+
+@torch.no_grad()
+def compute_hidden(
+    model: DecoderLM, tokens: Tensor, place: Tensor | None = None, with_stats: bool = False
+) -> tuple[Tensor, list[Stats]]:
+    """`DecoderLM.compute_hidden_with_stats` without gradients, and without stats unless requested."""
+    decoder = describe(model, *tokens.shape) if place is None else None
+    if decoder is not None:
+        return decoder_hidden(decoder, model.embed(tokens), with_stats)
+    if with_stats:
+        return model.compute_hidden_with_stats(tokens, place)
+    return model.compute_hidden(tokens, place), []
+
+
+def describe(model: DecoderLM, batch: int, length: int) -> Decoder | None:
+    """The model as the compiled code takes it; None if that does not know the model or cannot run here."""
+    if library.find_obstacle() is not None or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+        return None
+    if batch < torch.get_num_threads() or model.checkpoint_activations or not _is_known(model):
+        return None
+    rotation = _compute_rotation(model, length)
+    layers = [_describe_layer(block, length) for block in model.blocks]  # type: ignore[arg-type]
+    if rotation is None or None in layers:
+        return None
+    first: Attention = model.attentions[0]
+    known = [layer for layer in layers if layer is not None]
+    decoder = Decoder(
+        known, model.norm.weight, model.head.weight, first.n_heads, first.n_kv_heads, NORM_EPS, rotation or None
+    )
+    return decoder if all(map(_is_plain, decoder.tensors)) else None
+
+
+def _is_known(model: DecoderLM) -> bool:
+    """Whether the model is a small decoder of known modules without hooks."""
+    cfg = model.cfg
+    if any(size % ALIGNMENT for size in (cfg.d_model, cfg.d_ff)) or model.head.weight.shape[0] > MOST_WORDS:
+        return False
+    if sum(parameter.numel() for parameter in model.blocks[0].parameters()) > MOST_WEIGHTS:
+        return False
+    return not _has_hooks(model.modules()) and type(model.norm) is nn.RMSNorm and type(model.head) is nn.Linear
+
+
+def _has_hooks(modules: Iterable[nn.Module]) -> bool:
+    return any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules
+    )
+
+
+def _is_plain(x: Tensor | None) -> bool:
+    return x is None or (type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu")
+
+
+def _compute_rotation(model: DecoderLM, length: int) -> tuple[Tensor, ...] | None:
+    """Cosine and sine of the rotation's angles; empty without a rotation, None for an unknown one."""
+    angles = model.position.compute_angles(length)
+    if angles is None:
+        return None
+    return (angles.cos(), angles.sin()) if angles.shape[1] else ()
+
+
+def _describe_layer(block: Block, length: int) -> Layer | None:
+    """A block of known modules; None for any other."""
+    mixer, mlp = block.attention, block.mlp
+    if type(block) is not Block or type(mixer) is not Attention or type(mlp) is not SwiGLU:
+        return None
+    linear = mixer.q, mixer.k, mixer.v, mixer.out, mlp.gate, mlp.up, mlp.down
+    norms = block.attention_norm, block.mlp_norm
+    if any(type(m) is not nn.Linear for m in linear) or any(type(m) is not nn.RMSNorm for m in norms):
+        return None
+    normaliser = mixer.normaliser
+    # A subclass may compute other weights, so the class itself must declare the threshold.
+    if "lazy_threshold" not in vars(type(normaliser)) or type(mixer.gate) is not GateModule or mixer.qk_norm:
+        return None
+    if mixer.backend not in ("auto", "cpu") or mixer.q.out_features % ALIGNMENT:
+        return None
+    tau, threshold, context_length = normaliser.lazy_threshold()
+    q, k, v, out, gate, up, down = (m.weight for m in linear)
+    return Layer(
+        *(block.attention_norm.weight, q, k, v, out, block.mlp_norm.weight, gate, up, down),
+        torch.zeros(mixer.n_heads) if tau is None else tau,
+        *mixer.bias(length),
+        threshold=threshold,
+        context_length=context_length,
+        renormalise=mixer.renormalise,
+        window=mixer.window,
+    )

@@ -16,6 +16,7 @@ from lit_lazy.data.loader import validation_loader
 from lit_lazy.measure.attention_metrics import AttentionMetrics
 from lit_lazy.measure.diagnostics import hook_layers
 from lit_lazy.measure.ratio_of_sums import RatioOfSums
+from lit_lazy.model.compiled import compute_hidden
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
 from lit_lazy.model.loss import head_nll
 from lit_lazy.support.checks import require
@@ -33,7 +34,7 @@ def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_s
     for batch in iter_validation(model, source, batch_size):
         autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16")
         with autocast, _record_key_weights(model, source.watched_key) as on_key:
-            hidden, stats = model.compute_hidden_with_stats(batch["tokens"], batch.get("place"))
+            hidden, stats = compute_hidden(model, batch["tokens"], batch.get("place"), with_stats=True)
             losses = compute_losses(model, hidden, batch)
             logits = model.head(hidden) if "excess" in losses else None
         _add_losses(ratios, losses, logits, batch, source.row_groups)

@@ -56,8 +56,8 @@ class AdamW(Optimiser):
         matrices: Collection[Tensor],  # noqa: ARG002
         betas: tuple[float, float],
     ) -> torch.optim.Optimizer:
-        on_gpu = any(parameter.is_cuda for group in groups for parameter in group["params"])
-        return torch.optim.AdamW(groups, betas=betas, eps=self.eps, fused=on_gpu or None)
+        devices = {parameter.device.type for group in groups for parameter in group["params"]}
+        return torch.optim.AdamW(groups, betas=betas, eps=self.eps, fused=devices <= {"cuda", "cpu"} or None)
 
 
 @dataclass(frozen=True)

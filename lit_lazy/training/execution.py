@@ -38,6 +38,11 @@ class Execution:
         if self.micro_batch is not None:
             require_whole("--micro-batch", self.micro_batch, 1)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a training step may run as one call of compiled code, which is neither sharded nor traced."""
+        return self.strategy == "ddp" and not self.compile and not self.checkpoint_activations
+
     def check(self, train: TrainConfig) -> None:
         """Raises ValueError if this execution does not support the training."""
         if self.strategy == "fsdp":

@@ -15,6 +15,7 @@ from lit_lazy.data import IGNORED, Batch
 from lit_lazy.data.sampler import Portion
 from lit_lazy.measure import RatioOfSums
 from lit_lazy.measure.evaluation import compute_losses
+from lit_lazy.model.compiled import compute_hidden, compute_mean_loss
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.dropout import sequence_keys
 from lit_lazy.model.loss import head_nll, head_nll_and_log_z, mean_nll
@@ -72,15 +73,21 @@ class LitLM(L.LightningModule):
             self._hidden, self._is_sharded = self.execution.prepare_forward(self.model), True
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:
-        targets, z_loss = batch["targets"], self.cfg.train.z_loss
-        hidden = self._hidden(batch["tokens"], batch.get("place"), self._dropout_keys(targets, batch_index))
-        if z_loss:
-            nll, log_z = head_nll_and_log_z(hidden, self.model.head.weight, targets)
-        else:
-            nll, log_z = head_nll(hidden, self.model.head.weight, targets), None
-        loss = mean_nll(nll, targets)
+        loss, penalty = self._compute_loss(batch, batch_index)
         self._loss = self._loss + loss.detach() / self.parts
-        return loss if log_z is None else loss + z_loss * mean_nll(log_z.square(), targets)
+        return loss if penalty is None else loss + self.cfg.train.z_loss * penalty
+
+    def _compute_loss(self, batch: Batch, batch_index: int) -> tuple[Tensor, Tensor | None]:
+        """Mean loss of a batch and, with z_loss, the mean square of log Z."""
+        targets, place = batch["targets"], batch.get("place")
+        dropout_keys = self._dropout_keys(targets, batch_index)
+        if self.execution.is_plain and place is None and dropout_keys is None and not self.cfg.train.z_loss:
+            return compute_mean_loss(self.model, batch["tokens"], targets), None
+        hidden = self._hidden(batch["tokens"], place, dropout_keys)
+        if not self.cfg.train.z_loss:
+            return mean_nll(head_nll(hidden, self.model.head.weight, targets), targets), None
+        nll, log_z = head_nll_and_log_z(hidden, self.model.head.weight, targets)
+        return mean_nll(nll, targets), mean_nll(log_z.square(), targets)
 
     def _dropout_keys(self, targets: Tensor, batch_index: int) -> Tensor | None:
         """Dropout key of each sequence of a micro-batch, independent of how the batch is divided."""
@@ -158,7 +165,7 @@ class LitLM(L.LightningModule):
 
     def update_validation(self, batch: Batch) -> dict[str, RatioOfSums]:
         """Add a batch to the validation metrics. Returns those that its data defines, by name."""
-        hidden = self.model.compute_hidden(batch["tokens"], batch.get("place"))
+        hidden, _ = compute_hidden(self.model, batch["tokens"], batch.get("place"))
         losses = compute_losses(self.model, hidden, batch)
         metrics = {"loss": self.val_loss, "excess": self.val_excess}
         for name, values in losses.items():

@@ -8,7 +8,11 @@ from torch import Tensor
 from torch.nn.functional import max_pool2d, pad
 
 from flash_lazy import RuleWeights
+from flash_lazy.call import prepare
+from flash_lazy.cpu.ops import find_obstacle
+from flash_lazy.cpu.summary import summarise_attention
 from lit_lazy.attention import AttentionCall, NormaliserModule
+from lit_lazy.attention.normaliser import LazyThreshold
 
 FIRST_KEYS = 8
 """First keys of a sequence whose weights are stored individually."""
@@ -77,6 +81,8 @@ def summarise(
     q, k = call.q, call.k
     batch, heads, length, _ = q.shape
     counted = torch.ones(batch, length, dtype=torch.bool, device=q.device) if counted is None else counted
+    if (threshold := _find_compiled_threshold(normaliser, call)) is not None:
+        return _summarise_compiled(normaliser, call, threshold, counted)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     size, n_tiles = TILES[0], -(-length // TILES[0])
     columns = torch.zeros(batch, heads, length, dtype=dtype, device=q.device)
@@ -115,6 +121,44 @@ def summarise(
         can_zero=normaliser.can_zero and (theta is None or thresholded),
         signed=normaliser.signed,
     )
+
+
+def _find_compiled_threshold(normaliser: NormaliserModule, call: AttentionCall) -> LazyThreshold | None:
+    """The threshold with which flash_lazy's compiled code summarises a call; None if it cannot."""
+    # A subclass may compute other weights, so the class itself must declare the threshold.
+    known = "lazy_threshold" in vars(type(normaliser)) and call.backend in ("auto", "cpu")
+    return normaliser.lazy_threshold() if known and find_obstacle(call.q) is None else None
+
+
+def _summarise_compiled(
+    normaliser: NormaliserModule, call: AttentionCall, threshold: LazyThreshold, counted: Tensor
+) -> RowSummary:
+    length = call.q.shape[2]
+    keys = min(FIRST_KEYS, length)
+    kernel_call = prepare(call._replace(v=call.k).to_kernel(*threshold))
+    found = summarise_attention(kernel_call, counted, keys, TILES[0], SMALL_WEIGHT)._asdict()
+    touched = torch.cat((found.pop("touched"), _count_seen_tiles(call, counted)), 1)
+    alive = {tile: _count_touched(touched, tile, counted) for tile in TILES}
+    thresholded = threshold.tau is not None and bool((threshold.tau != 0).any())
+    return RowSummary(
+        **found | {"columns": found["columns"].to(call.q.dtype)},
+        visible=torch.arange(1, length + 1).clamp(max=call.window or length),
+        alive_tiles={tile: number[:, :-1] for tile, number in alive.items()},
+        tiles={tile: number[:, -1] for tile, number in alive.items()},
+        counted=counted,
+        thresholded=thresholded,
+        can_zero=normaliser.can_zero and thresholded,
+        signed=normaliser.signed,
+    )
+
+
+def _count_seen_tiles(call: AttentionCall, counted: Tensor) -> Tensor:
+    """Number of counted rows of each square tile that see one of its keys: int32 `[B, 1, n_tiles, n_tiles]`."""
+    length, size = call.q.shape[2], TILES[0]
+    row, tile = torch.arange(length)[:, None], torch.arange(-(-length // size)) * size
+    oldest = 0 if call.window is None else row - call.window + 1
+    seen = (tile <= row) & (tile + size > oldest) & counted[..., None]
+    return pad(seen, (0, 0, 0, -length % size)).unflatten(1, (-1, size)).sum(2, dtype=torch.int32)[:, None]
 
 
 class _RowStatistics(NamedTuple):

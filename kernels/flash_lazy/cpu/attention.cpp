@@ -1,6 +1,7 @@
 // The C interface of the attention: threads over sequences and heads, and the gradients that heads share.
 
 #include "attention.h"
+#include "summary.h"
 
 extern "C" {
 
@@ -21,6 +22,17 @@ struct Call {
 
 // Forward: out is written, and sums and stats unless null; sums [3, batch, heads, rows], stats [4, batch, heads, rows].
 void flash_lazy_forward(const Call* call, float* out, float* sums, float* stats);
+
+// Summary of the rows and keys of each head in sequences with as many rows as keys, without a mask.
+struct Summaries {
+  int64_t first_keys, tile;
+  float small;
+  const uint8_t* counted;  // [batch, rows]
+  float *sums, *first;     // [SUMS, batch, heads, rows], [batch, heads, rows, first_keys]
+  double* columns;         // [batch, heads, keys]
+  int32_t* touched;        // [batch, heads, tiles, tiles]
+};
+void flash_lazy_summarise(const Call* call, const Summaries* summaries);
 
 // Gradients, of which those of keys outside every sequence are left as they are; the contiguous dlse
 // [batch, heads, rows], dbias and dslopes may be null.
@@ -230,4 +242,24 @@ void flash_lazy_backward(const Call* given, const float* sums, const Gradients* 
   }
   reduce_tau(geometry, survivors, to.tau);
   if (with_strips) reduce_strips(geometry, strips, tasks, to.bias, to.slopes);
+}
+
+void flash_lazy_summarise(const Call* given, const Summaries* summaries) {
+  const Call& call = *given;
+  const Summaries& all = *summaries;
+  const Geometry geometry(call);
+  const int64_t size = call.batch * call.heads * call.rows, tiles = (call.keys + all.tile - 1) / all.tile;
+  std::fill_n(all.columns, size, 0.0);
+  std::fill_n(all.touched, call.batch * call.heads * tiles * tiles, 0);
+  run_tasks(call.threads, call.sequences * call.heads, [&](int64_t task, Scratch& scratch) {
+    const int64_t h = task % call.heads, index = task / call.heads, place = geometry.place(index, h);
+    const Head head = geometry.head(index, h);
+    Summary to{{}, all.first + place * all.first_keys, all.columns + place, all.touched + task * tiles * tiles,
+               all.first_keys, all.tile, tiles, all.small, all.counted + geometry.sequence[index].batch * call.rows};
+    for (int i = 0; i < SUMS; i++) to.row[i] = all.sums + i * size + place;
+    float* memory = scratch.reserve(forward_size(head));
+    const PackedKeys packed = pack_keys(head, false, memory);
+    for (int64_t row = 0; row < head.rows; row += ROWS)
+      summarise_block(head, packed, row, std::min(ROWS, head.rows - row), to, memory + packed_size(head, false));
+  });
 }

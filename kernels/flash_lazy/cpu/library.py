@@ -16,6 +16,7 @@ CAPABILITIES = {"AVX512": ("avx512", "avx2"), "AVX2": ("avx2",)}
 FUNCTIONS = {
     "flash_lazy_forward": (4, None),
     "flash_lazy_backward": (3, None),
+    "flash_lazy_summarise": (2, None),
     "flash_lazy_decoder_forward": (3, None),
     "flash_lazy_decoder_step": (4, ctypes.c_double),
 }

@@ -82,9 +82,9 @@ def _find_library_obstacle() -> str | None:
 def _outputs(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Output, sums `[3, B, H, Lq]` and stats `[4, B, H, Lq]`, the latter two empty unless needed."""
     *fields, training, with_stats = arguments
-    call = _prepare(Call(*fields))
+    call = prepare_layout(Call(*fields))
     out, sums, stats = buffers = _forward_buffers(call, training, with_stats)
-    record, _alive = _describe(call, out)
+    record, _alive = describe(call, out)
     library.load().flash_lazy_forward(ctypes.byref(record), _address(out), _address(sums), _address(stats))
     return buffers
 
@@ -92,12 +92,12 @@ def _outputs(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _gradients(*arguments: Any) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, tau, bias and slopes; the last two are empty if absent or not requested."""
     *fields, sums, grad, dlse, with_bias, with_slopes = arguments
-    call, grad = _prepare(Call(*fields)), _with_unit_step(grad)
+    call, grad = prepare_layout(Call(*fields)), _with_unit_step(grad)
     dlse = None if dlse is None else dlse.contiguous()
     found = dq, dk, dv, dtau, dbias, dslopes = _backward_buffers(call, with_bias, with_slopes)
     if call.kv_lengths is not None:  # keys beyond a sequence's length get no gradient
         dk.zero_(), dv.zero_()
-    record, _alive = _describe(call, grad)
+    record, _alive = describe(call, grad)
     gradients = _GradientFields(
         *(_address(x) for x in (grad, dlse, dq, dk, dv, dtau, dbias, dslopes)),
         *(_steps(x) for x in (grad, dq, dk, dv)),
@@ -106,7 +106,7 @@ def _gradients(*arguments: Any) -> tuple[Tensor, ...]:
     return found
 
 
-def _prepare(call: Call) -> Call:
+def prepare_layout(call: Call) -> Call:
     """Lay out the tensors as the library reads them: rows and parameters contiguous."""
     q, k, v = (_with_unit_step(x) for x in call[:3])
     tau, bias, slopes = (None if x is None else x.contiguous() for x in call[3:LEAVES])
@@ -138,7 +138,7 @@ def _backward_buffers(call: Call, with_bias: bool, with_slopes: bool) -> tuple[T
     return *(torch.empty_like(x) for x in call[:4]), *head
 
 
-def _describe(call: Call, out: Tensor) -> tuple[_CallFields, Any]:
+def describe(call: Call, out: Tensor) -> tuple[_CallFields, Any]:
     """The call as the library takes it, with `out`'s steps, and what must stay alive as long."""
     q, k, tau = call.q, call.k, call.tau
     batch, heads, rows, width = q.shape

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flash_lazy import Stats
 from flash_lazy.cpu import library
-from flash_lazy.cpu.decoder import ALIGNMENT, Decoder, Layer, decoder_hidden, decoder_loss
+from flash_lazy.cpu.decoder import ALIGNMENT, Decoder, Layer, decoder_residual, decoder_loss
 from lit_lazy.attention import Attention
 from lit_lazy.attention.gate import GateModule
 from lit_lazy.model.decoder import NORM_EPS, Block, DecoderLM, SwiGLU
@@ -28,17 +28,27 @@ def compute_mean_loss(model: DecoderLM, tokens: Tensor, targets: Tensor) -> Tens
     return decoder_loss(decoder, model.embed(tokens), targets)
 
 
-@torch.no_grad()
 def compute_hidden(
     model: DecoderLM, tokens: Tensor, place: Tensor | None = None, with_stats: bool = False
 ) -> tuple[Tensor, list[Stats]]:
-    """`DecoderLM.compute_hidden_with_stats` without gradients, and without stats unless requested."""
-    decoder = describe(model, *tokens.shape) if place is None else None
-    if decoder is not None:
-        return decoder_hidden(decoder, model.embed(tokens), with_stats)
+    """`DecoderLM.compute_hidden_with_stats` for evaluation, without stats unless requested."""
+    if (found := compute_residual(model, tokens, place, with_stats)) is not None:
+        residual, stats = found
+        return model.norm(residual), stats
     if with_stats:
         return model.compute_hidden_with_stats(tokens, place)
     return model.compute_hidden(tokens, place), []
+
+
+def compute_residual(
+    model: DecoderLM, tokens: Tensor, place: Tensor | None = None, with_stats: bool = False
+) -> tuple[Tensor, list[Stats]] | None:
+    """Residual stream after the last block `[B, L, d_model]`, and each layer's `Stats` if requested, without gradients.
+
+    None where gradients are enabled, or the compiled code does not know the model.
+    """
+    decoder = describe(model, *tokens.shape) if place is None and not torch.is_grad_enabled() else None
+    return None if decoder is None else decoder_residual(decoder, model.embed(tokens), with_stats)
 
 
 def describe(model: DecoderLM, batch: int, length: int) -> Decoder | None:

@@ -14,6 +14,7 @@ from lit_lazy.measure import AttentionMetrics
 from lit_lazy.measure.collapse import effective_rank, token_cosine
 from lit_lazy.measure.diagnostics import hook_layers
 from lit_lazy.measure.learned_parameters import collect_taus
+from lit_lazy.model.compiled import compute_residual
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.trainer import AtStart
@@ -108,20 +109,28 @@ def _is_due(step: int) -> bool:
 @torch.no_grad()
 def measure_batch(model: DecoderLM, tokens: Tensor, place: Tensor | None = None) -> dict[str, float]:
     """Metrics `watch/...` of a batch of tokens `[B, L]`, without undefined ones. place: as in `DecoderLM.forward`."""
-    was_training = model.training
-    hidden: dict[int, Tensor] = {}
-    try:
-        with hook_layers(model, on_hidden=hidden.__setitem__):
-            _, stats = model.eval().compute_hidden_with_stats(tokens, place)
-    finally:
-        model.train(was_training)
-    last = hidden[len(model.blocks)].float()
+    last, stats = _compute_last_layer(model, tokens, place)
     attention = AttentionMetrics.of(model.attentions, device=model.device)
     attention.update(stats, {"all": torch.ones_like(tokens, dtype=torch.bool)}, place)
     measured = {NAMES[name]: value for name, value in attention.compute().items()}
     measured["watch/cosine"] = token_cosine(last).mean().item()
     measured["watch/effective_rank"] = effective_rank(last).mean().item()
     return measured | _compute_mass_metrics(stats) | _compute_tau_metrics(model)
+
+
+def _compute_last_layer(model: DecoderLM, tokens: Tensor, place: Tensor | None) -> tuple[Tensor, list[Stats]]:
+    """Residual stream after the last block `[B, L, d_model]`, float32, and each layer's stats."""
+    was_training = model.training
+    hidden: dict[int, Tensor] = {}
+    try:
+        model.eval()
+        if (found := compute_residual(model, tokens, place, with_stats=True)) is not None:
+            return found
+        with hook_layers(model, on_hidden=hidden.__setitem__):
+            _, stats = model.compute_hidden_with_stats(tokens, place)
+    finally:
+        model.train(was_training)
+    return hidden[len(model.blocks)].float(), stats
 
 
 def _compute_mass_metrics(stats: Sequence[Stats]) -> dict[str, float]:

@@ -24,8 +24,9 @@ struct Decoder {
   float eps;
 };
 
-// Writes hidden [batch, length, d_model], the head's input, and unless null stats [layers, 4, batch, heads, length].
-void flash_lazy_decoder_forward(const Decoder* decoder, float* hidden, float* stats);
+// Writes the residual stream after the last block, [batch, length, d_model], and unless null stats
+// [layers, 4, batch, heads, length].
+void flash_lazy_decoder_forward(const Decoder* decoder, float* residual, float* stats);
 
 // Mean loss of the targets [batch, length] that are at least 0, in nats; writes its gradients by the embeddings, dx, and
 // by the weights, [layers * WEIGHTS + 2], of which any may be null.
@@ -168,12 +169,13 @@ class Worker {
             arena.take(training ? 3 * most * given.heads : 0), arena.take(most * model.q_width), arena.take(most * d),
             arena.take(most * d), arena.take(most), arena.take(most * 2 * ff), arena.take(most * ff)};
     }
-    last = arena.take(most * d), hidden = arena.take(most * d), inverse = arena.take(most);
+    last = arena.take(most * d);
     Head sized{};
     sized.rows = sized.keys = given.length, sized.width = given.head_dim;
     const size_t backward = backward_size(sized) + 2 * given.length * pad_width(given.head_dim);
     attention_memory = arena.take(training ? std::max(forward_size(sized), backward) : forward_size(sized));
     if (!training) return;
+    hidden = arena.take(most * d), inverse = arena.take(most);
     logits = arena.take(HEAD_TOKENS * model.logits_width);
     d_hidden = arena.take(most * d), dx = arena.take(most * d), d_attended = arena.take(most * model.q_width);
     d_qkv = arena.take(most * model.qkv_width), d_product = arena.take(most * ff), d_gate_up = arena.take(most * 2 * ff);
@@ -203,7 +205,7 @@ class Worker {
   }
   float* gradient(int64_t layer, int which) { return gradients[layer * TAU + which]; }
 
-  // Passes the sequences through all layers: `hidden` is the input of the head.
+  // Passes the sequences through all layers: `last` is the residual stream after the last one.
   void forward(int64_t first, int64_t sequences, float* stats) {
     const int64_t tokens = sequences * given.length, d = given.d_model;
     std::copy_n(given.x + first * given.length * d, tokens * d, layers[0].x);
@@ -212,13 +214,13 @@ class Worker {
       float* next = layer + 1 == given.layers ? last : training ? layers[layer + 1].x : now.x;
       forward_layer(layer, first, sequences, now, next, stats);
     }
-    norm_forward(tokens, d, last, model.weight(given.layers, 0), given.eps, hidden, inverse);
   }
 
   // The summed loss of the sequences, whose gradients, times `factor`, are added; writes dx for them.
   double step(int64_t first, int64_t sequences, const int64_t* targets, float factor) {
     const int64_t tokens = sequences * given.length, d = given.d_model;
     forward(first, sequences, nullptr);
+    norm_forward(tokens, d, last, model.weight(given.layers, 0), given.eps, hidden, inverse);
     double loss = 0;
     for (int64_t token = 0; token < tokens; token += HEAD_TOKENS)
       loss += head_step(token, std::min(HEAD_TOKENS, tokens - token), targets + first * given.length, factor);
@@ -455,12 +457,12 @@ void reduce_head_parameters(const std::vector<std::unique_ptr<Worker>>& workers,
 
 }  // namespace
 
-void flash_lazy_decoder_forward(const Decoder* decoder, float* hidden, float* stats) {
+void flash_lazy_decoder_forward(const Decoder* decoder, float* residual, float* stats) {
   const Model model(*decoder, kept.model);
   const int64_t size = decoder->length * decoder->d_model;
   pass_groups(model, false, [&](Worker& worker, int64_t first, int64_t sequences) {
     worker.forward(first, sequences, stats);
-    std::copy_n(worker.hidden, sequences * size, hidden + first * size);
+    std::copy_n(worker.last, sequences * size, residual + first * size);
   });
 }
 

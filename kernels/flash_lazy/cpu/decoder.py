@@ -103,17 +103,17 @@ def decoder_loss(decoder: Decoder, x: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def decoder_hidden(decoder: Decoder, x: Tensor, with_stats: bool = False) -> tuple[Tensor, list[Stats]]:
-    """Input of the head `[B, L, d_model]` and, if requested, each layer's `Stats`; without gradients."""
+def decoder_residual(decoder: Decoder, x: Tensor, with_stats: bool = False) -> tuple[Tensor, list[Stats]]:
+    """Residual stream after the last block `[B, L, d_model]` and, if requested, each layer's `Stats`; no gradients."""
     x = x.contiguous()
     record, alive = _describe(decoder, x, decoder.tensors)
-    hidden = torch.empty_like(x)
+    residual = torch.empty_like(x)
     shape = len(decoder.layers), len(Stats._fields), x.shape[0], decoder.n_heads, x.shape[1]
     stats = x.new_empty(shape) if with_stats else None
     address = None if stats is None else stats.data_ptr()
-    library.load().flash_lazy_decoder_forward(ctypes.byref(record), hidden.data_ptr(), address)
+    library.load().flash_lazy_decoder_forward(ctypes.byref(record), residual.data_ptr(), address)
     del alive
-    return hidden, [] if stats is None else [Stats(*layer) for layer in stats]
+    return residual, [] if stats is None else [Stats(*layer) for layer in stats]
 
 
 class _StepFunction(torch.autograd.Function):

@@ -1,0 +1,256 @@
+"""The compiled training step and forward pass: equal to the model's own in fp64, and left alone where it is unknown."""
+
+import dataclasses
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flash_lazy import Rows
+from flash_lazy.cpu import library
+from lit_lazy.attention import (
+    Alibi,
+    AttentionSpec,
+    Elastic,
+    LearnedAbsolute,
+    LearnedBias,
+    NoBias,
+    NoPosition,
+    OffByOne,
+    OutputGate,
+    Rope,
+    Softmax,
+)
+from lit_lazy.attention.normaliser import LayerShape, NormaliserModule, _Elastic
+from lit_lazy.config import ModelConfig
+from lit_lazy.data import IGNORED
+from lit_lazy.model import compiled
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.loss import head_nll, mean_nll
+
+pytestmark = pytest.mark.skipif(
+    library.find_obstacle() is not None, reason="the compiled backend is not installed (it needs a C++ compiler)"
+)
+
+WORDS, BATCH, LENGTH = 37, 3, 50
+BASE = ModelConfig(d_model=32, n_layers=2, n_heads=4, d_ff=48, init_std=0.3, tie_embeddings=False)
+LAZY = AttentionSpec(Elastic(), LearnedBias(init_std=0.3))
+MODELS = {
+    "softmax": (BASE, AttentionSpec(Softmax(), NoBias())),
+    "elastic": (BASE, LAZY),
+    "elastic with grouped keys": (replace(BASE, n_kv_heads=2), LAZY),
+    "renormalised": (BASE, AttentionSpec(Elastic(renormalise=True), LearnedBias(length=7, init_std=0.3))),
+    "per token, slopes, window": (BASE, AttentionSpec(Elastic(threshold="per_token"), Alibi(), window=9)),
+    "training context": (BASE, AttentionSpec(Elastic(threshold="seq_len"), LearnedBias(init_std=0.3))),
+    "constant": (BASE, AttentionSpec(Elastic(threshold="constant", tau_init=0.02), NoBias())),
+    "no position": (replace(BASE, position=NoPosition()), LAZY),
+    "learned positions": (replace(BASE, position=LearnedAbsolute()), LAZY),
+    "tied head": (replace(BASE, tie_embeddings=True), LAZY),
+    "one wide head": (replace(BASE, d_model=48, n_heads=1, d_ff=16, n_layers=1), LAZY),
+    "long": (replace(BASE, n_layers=1), LAZY),
+}
+
+
+def make_model(name: str) -> DecoderLM:
+    cfg, spec = MODELS[name]
+    return DecoderLM(replace(cfg, attention=spec), WORDS, get_length(name), seed=3)
+
+
+def get_length(name: str) -> int:
+    return 300 if name == "long" else LENGTH
+
+
+def draw(length: int = LENGTH, batch: int = BATCH) -> tuple[Tensor, Tensor]:
+    """Tokens, and targets of which some are ignored."""
+    generator = torch.Generator().manual_seed(5)
+    tokens, targets = (torch.randint(WORDS, (batch, length), generator=generator) for _ in range(2))
+    return tokens, targets.masked_fill(torch.rand(batch, length, generator=generator) < 0.2, IGNORED)
+
+
+def compute_gradients(model: DecoderLM, loss: Tensor) -> dict[str, Tensor]:
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(loss, list(named.values()))
+    return {"loss": loss.detach(), **dict(zip(named, found, strict=True))}
+
+
+def run_own_path(model: DecoderLM, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    nll = head_nll(model.compute_hidden(tokens), model.head.weight, targets)
+    return compute_gradients(model, mean_nll(nll.to(model.head.weight.dtype), targets))
+
+
+def run_in_double(model: DecoderLM, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """The loss by log-softmax: `head_nll` is fp32."""
+    model = double(model)
+    logits = model(tokens).flatten(0, 1)
+    return compute_gradients(model, nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED))
+
+
+def double(model: DecoderLM) -> DecoderLM:
+    copy = DecoderLM(model.cfg, WORDS, model.context_length, seed=3).double()
+    copy.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
+    return copy
+
+
+def measure_errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    return {name: float((x.double() - exact[name]).abs().max() / exact[name].abs().max()) for name, x in found.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_step_errs_no_more_than_the_models_own(name):
+    """At most twice the model's own largest relative error in float32 over the loss and all gradients."""
+    model, (tokens, targets) = make_model(name), draw(get_length(name))
+    assert compiled.describe(model, *tokens.shape) is not None
+    exact = run_in_double(model, tokens, targets)
+    own = max(measure_errors(run_own_path(model, tokens, targets), exact).values())
+    mine = measure_errors(compute_gradients(model, compiled.compute_mean_loss(model, tokens, targets)), exact)
+    assert {name: error for name, error in mine.items() if not error <= 2 * own} == {}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_forward_pass_equals_the_models_own(name):
+    model, (tokens, _) = make_model(name), draw(get_length(name))
+    with torch.no_grad():
+        assert compiled.compute_residual(model, tokens) is not None
+        hidden, stats = compiled.compute_hidden(model, tokens, with_stats=True)
+        expected, expected_stats = model.compute_hidden_with_stats(tokens)
+        torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-5)
+        for mine, own in zip(stats, expected_stats, strict=True):
+            for field, (x, y) in zip(mine._fields, zip(mine, own, strict=True), strict=True):
+                # A score on the threshold may fall on either side.
+                different = (x - y).abs() > 1e-4
+                assert different.double().mean() < (2e-3 if field == "zeros" else 1e-9), field
+        assert compiled.compute_hidden(model, tokens)[1] == []
+
+
+def test_the_step_is_deterministic_and_threads_only_round():
+    model, (tokens, targets) = make_model("elastic"), draw(batch=8)
+    once, again = (compute_gradients(model, compiled.compute_mean_loss(model, tokens, targets)) for _ in range(2))
+    assert all(map(torch.equal, once.values(), again.values()))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        other, repeated = (compute_gradients(model, compiled.compute_mean_loss(model, tokens, targets)) for _ in "12")
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, other.values(), repeated.values()))
+    for name, x in once.items():
+        torch.testing.assert_close(x, other[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_the_gradient_of_a_scaled_loss_is_scaled():
+    """Accumulated micro-batches divide the loss."""
+    model, (tokens, targets) = make_model("elastic"), draw()
+    whole, half = (compute_gradients(model, f * compiled.compute_mean_loss(model, tokens, targets)) for f in (1, 0.5))
+    for name in whole:
+        torch.testing.assert_close(half[name], whole[name] / 2, msg=name)
+
+
+def test_a_second_backward_pass_is_refused():
+    model, (tokens, targets) = make_model("elastic"), draw()
+    loss = compiled.compute_mean_loss(model, tokens, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="already used"):
+        loss.backward()
+
+
+def test_frozen_parameters_get_no_gradient():
+    model, (tokens, targets) = make_model("elastic"), draw()
+    frozen = [model.blocks[0].mlp.up.weight, model.attentions[1].normaliser.tau]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    compiled.compute_mean_loss(model, tokens, targets).backward()
+    assert {name for name, p in model.named_parameters() if p.grad is None} == {
+        name for name, p in model.named_parameters() if any(p is each for each in frozen)
+    }
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_broken_weight_breaks_the_loss(value):
+    model, (tokens, targets) = make_model("elastic"), draw()
+    with torch.no_grad():
+        model.blocks[1].mlp.down.weight[0, 0] = value
+    assert not compiled.compute_mean_loss(model, tokens, targets).isfinite()
+
+
+def test_no_target_gives_nan_as_the_mean_of_nothing_does():
+    model, (tokens, targets) = make_model("softmax"), draw()
+    ignored = torch.full_like(targets, IGNORED)
+    assert compiled.compute_mean_loss(model, tokens, ignored).isnan()
+    assert mean_nll(torch.zeros(ignored.shape), ignored).isnan()
+
+
+@dataclass(frozen=True)
+class Halved(Elastic):
+    """A rule of a user that inherits the threshold of another."""
+
+    def build(self, shape: LayerShape) -> NormaliserModule:
+        return _Halved(self, shape.n_heads, shape.context_length)
+
+
+class _Halved(_Elastic):
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
+        return super().weights(scores, rows) / 2
+
+
+UNKNOWN = {
+    "another normaliser": (BASE, AttentionSpec(OffByOne())),
+    "a rule of a user": (BASE, AttentionSpec(Halved())),
+    "a gate": (BASE, replace(LAZY, gate=OutputGate())),
+    "normalised queries": (BASE, replace(LAZY, qk_norm=True)),
+    "another backend": (replace(BASE, backend="chunked"), LAZY),
+    "a width that is no multiple of a vector": (replace(BASE, d_ff=40), LAZY),
+    "a large block": (replace(BASE, d_model=512, d_ff=2048), LAZY),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_models_run_their_own_path(name):
+    cfg, spec = UNKNOWN[name]
+    model, (tokens, targets) = DecoderLM(replace(cfg, attention=spec), WORDS, LENGTH, seed=3), draw()
+    assert compiled.describe(model, *tokens.shape) is None
+    expected = run_own_path(model, tokens, targets)
+    found = compute_gradients(model, compiled.compute_mean_loss(model, tokens, targets))
+    assert all(map(torch.equal, found.values(), expected.values()))
+
+
+def hook(model):
+    model.blocks[0].register_forward_hook(lambda *_: None)
+
+
+def parametrize(model):
+    nn.utils.parametrizations.weight_norm(model.blocks[0].mlp.up)
+
+
+def replace_norm(model):
+    model.blocks[0].mlp_norm = nn.LayerNorm(model.cfg.d_model)
+
+
+def checkpoint(model):
+    model.checkpoint_activations = True
+
+
+@pytest.mark.parametrize("change", [hook, parametrize, replace_norm, checkpoint, DecoderLM.double, DecoderLM.bfloat16])
+def test_changed_models_run_their_own_path(change):
+    model = make_model("elastic")
+    assert compiled.describe(model, BATCH, LENGTH) is not None
+    change(model)
+    assert compiled.describe(model, BATCH, LENGTH) is None
+
+
+def test_other_ways_to_run_take_the_models_own_path(monkeypatch):
+    model, (tokens, _) = make_model("elastic"), draw()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compiled.describe(model, BATCH, LENGTH) is None
+    assert compiled.compute_residual(model, tokens) is None  # gradients are enabled
+    with torch.no_grad():
+        assert compiled.compute_residual(model, tokens, torch.arange(LENGTH).expand(BATCH, -1)) is None
+    assert compiled.describe(model, torch.get_num_threads() - 1, LENGTH) is None
+    monkeypatch.setenv(library.SWITCH, "0")
+    assert compiled.describe(model, BATCH, LENGTH) is None
+
+
+def test_every_known_normaliser_declares_its_threshold_itself():
+    known = {spec.attention.normaliser for spec in (replace(cfg, attention=a) for cfg, a in MODELS.values())}
+    assert {type(each) for each in known} == {Softmax, Elastic}
+    assert {field.name for field in dataclasses.fields(Rope)} == {"base"}  # compute_angles knows no other

@@ -40,6 +40,10 @@ struct Head {
 
   int64_t own(int64_t row) const { return keys - rows + row; }
   int64_t first_seen(int64_t row) const { return std::max<int64_t>(own(row) - window + 1, 0); }
+  // Keys before the first one that any row sees.
+  int64_t unseen() const { return first_seen(std::clamp<int64_t>(rows - keys, 0, rows)); }
+  // Whether no row sees a key, which may then hold anything.
+  bool hidden(int64_t key) const { return key < unseen() || (mask && mask[key] < 0); }
   int64_t count_seen(int64_t row) const {
     int64_t first = first_seen(row), end = own(row) + 1;
     return mask ? seen_before[end] - seen_before[first] : end - first;
@@ -63,7 +67,7 @@ struct RowStats {
   float *lse, *mass, *first_weight, *zeros;
 };
 
-// Keys and values of a sequence as products read them: columns padded to whole vectors, masked keys 0.
+// Keys and values of a sequence as products read them: columns padded to whole vectors, hidden keys 0.
 struct PackedKeys {
   const float *k_columns, *v_columns;  // transposed, [width, step]
   int64_t step;
@@ -72,25 +76,24 @@ struct PackedKeys {
 
 INLINE int64_t pad_width(int64_t width) { return round_up(width, W); }
 
-// to[column * step + row] = from[row][column]; masked rows and the padding become 0.
-static void transpose(Rows<const float> from, int64_t rows, int64_t columns, const float* mask, float* to,
-                      int64_t step) {
-  for (int64_t block = 0; block < rows; block += W)
-    for (int64_t column = 0; column < columns; column++)
-      for (int64_t row = block; row < block + W; row++)
-        to[column * step + row] = row < rows && !(mask && mask[row] < 0) ? from[row][column] : 0.f;
+// to[column * step + key] = from[key][column] from the first tile that is read on; hidden keys and the padding become 0.
+static void transpose(const Head& head, Rows<const float> from, float* to, int64_t step) {
+  for (int64_t block = head.unseen() / TILE * TILE; block < head.keys; block += W)
+    for (int64_t column = 0; column < head.width; column++)
+      for (int64_t key = block; key < block + W; key++)
+        to[column * step + key] = key < head.keys && !head.hidden(key) ? from[key][column] : 0.f;
 }
 
-static bool needs_copy(const Head& head) { return head.mask || head.width % W; }
+static bool needs_copy(const Head& head) { return head.mask || head.unseen() || head.width % W; }
 
 // The rows themselves if products can read them, else a copy.
 static Rows<const float> pad_rows(const Head& head, Rows<const float> from, float* to) {
   if (!needs_copy(head)) return from;
   const int64_t padded = pad_width(head.width);
-  for (int64_t key = 0; key < head.keys; key++) {
+  for (int64_t key = head.unseen() / TILE * TILE; key < head.keys; key++) {
     float* row = to + key * padded;
-    const bool masked = head.mask && head.mask[key] < 0;
-    for (int64_t i = 0; i < padded; i++) row[i] = i < head.width && !masked ? from[key][i] : 0.f;
+    const bool hidden = head.hidden(key);
+    for (int64_t i = 0; i < padded; i++) row[i] = i < head.width && !hidden ? from[key][i] : 0.f;
   }
   return {to, padded};
 }
@@ -106,9 +109,9 @@ static size_t packed_size(const Head& head, bool backward) {
 // The forward pass needs the keys transposed and the values as they are, the backward pass also the reverse.
 static PackedKeys pack_keys(const Head& head, bool backward, float* memory) {
   const int64_t step = key_step(head), transposed = step * head.width;
-  transpose(head.k, head.keys, head.width, head.mask, memory, step);
+  transpose(head, head.k, memory, step);
   if (!backward) return {memory, nullptr, step, {}, pad_rows(head, head.v, memory + transposed)};
-  transpose(head.v, head.keys, head.width, head.mask, memory + transposed, step);
+  transpose(head, head.v, memory + transposed, step);
   return {memory, memory + transposed, step, pad_rows(head, head.k, memory + 2 * transposed), {}};
 }
 
@@ -128,7 +131,7 @@ struct Tiles {
 
 static size_t tiles_size(const Head& head) { return ((head.keys + TILE - 1) / TILE + 1) * ROWS * STEP; }
 
-// Products of rows with keys that are read in place; a masked key counts as 0.
+// Products of rows with keys that are read in place; a hidden key counts as 0.
 static void multiply_in_place(const Head& head, int64_t row, int64_t rows, const Tiles& tiles, int64_t tile,
                               float* scores) {
   const int64_t start = tiles.start(tile), whole = head.width / W * W;
@@ -136,7 +139,7 @@ static void multiply_in_place(const Head& head, int64_t row, int64_t rows, const
     const float* q = head.q[row + m];
     for (int64_t j = 0; j < tiles.seen(tile, m); j++) {
       float product = 0;
-      if (start + j < head.keys && !(head.mask && head.mask[start + j] < 0)) {
+      if (start + j < head.keys && !head.hidden(start + j)) {
         const float* k = head.k[start + j];
         Vec total{};
         for (int64_t i = 0; i < whole; i += W) total += load(q + i) * load(k + i);

@@ -344,6 +344,18 @@ def measure_errors(
     return Errors(max_errors(found, exact), {name: eager[name] for name in found}, rounding, none | (flash or {}))
 
 
+def assert_small_errors(measure: Callable[[int], Errors], seeds: tuple[int, ...]) -> None:
+    """Assert that the errors of the first seed's draw, or the largest over the draws of all seeds, are in their bounds.
+
+    The largest error of few is a matter of luck, eager's as well as that which is tested.
+    """
+    found = measure(seeds[0])
+    if found.too_large():
+        for seed in seeds[1:]:
+            found = found.merge(measure(seed))
+    assert not found.too_large(), found.too_large()
+
+
 def naive_attention(case: Case) -> tuple[np.ndarray, Stats, float]:
     """Output and stats by loops over rows with a list of visible keys, and min |p / theta - 1| (inf if none).
 

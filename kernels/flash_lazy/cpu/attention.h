@@ -129,6 +129,9 @@ struct Tiles {
   int64_t seen(int64_t tile, int64_t m) const { return seen_columns(edge(tile), m / PANEL * PANEL, columns(tile)); }
 };
 
+// Whether both passes read keys in place; their scores must have the same bits.
+INLINE bool reads_in_place(const Head& head) { return head.rows <= FEW; }
+
 static size_t tiles_size(const Head& head) { return ((head.keys + TILE - 1) / TILE + 1) * ROWS * STEP; }
 
 // Products of rows with keys that are read in place; a hidden key counts as 0.
@@ -203,7 +206,7 @@ static void clear_hidden(const Head& head, int64_t row, int64_t start, int64_t c
 }
 
 // Output of `rows` <= ROWS rows from `row` on, none of them blind by position. memory: tiles_size + ROWS * padded width.
-static void attend_block(const Head& head, const PackedKeys* packed, int64_t row, int64_t rows, Rows<float> out,
+static void attend_block(const Head& head, const PackedKeys& packed, int64_t row, int64_t rows, Rows<float> out,
                          RowSums sums, const RowStats* stats, float* memory) {
   const Tiles tiles(head, row, rows);
   const int64_t count = tiles.count(), padded = pad_width(head.width);
@@ -218,11 +221,11 @@ static void attend_block(const Head& head, const PackedKeys* packed, int64_t row
   }
   for (int64_t tile = 0; tile < count; tile++) {
     float* e = weights + tile * ROWS * STEP;
-    if (packed)
-      multiply_seen(rows, tiles.columns(tile), head.width, {head.q[row], head.q.step, 1},
-                    packed->k_columns + tiles.start(tile), packed->step, e, STEP, tiles.edge(tile));
-    else
+    if (reads_in_place(head))
       multiply_in_place(head, row, rows, tiles, tile, e);
+    else
+      multiply_seen(rows, tiles.columns(tile), head.width, {head.q[row], head.q.step, 1},
+                    packed.k_columns + tiles.start(tile), packed.step, e, STEP, tiles.edge(tile));
     for (int64_t m = 0; m < rows; m++) {
       float* x = e + m * STEP;
       const int64_t seen = sees[m] ? tiles.seen(tile, m) : 0;
@@ -275,11 +278,11 @@ static void attend_block(const Head& head, const PackedKeys* packed, int64_t row
       if (stats) alive[m] += sum(number);
       if (stats && tiles.start(tile) == 0 && head.first_seen(row + m) == 0 && seen) first_weight[m] = x[0];
     }
-    if (packed)
-      add_seen_keys(rows, padded, tiles.keys(tile), {e, STEP, 1}, packed->v[tiles.start(tile)], packed->v.step, result,
-                    padded, tiles.edge(tile));
-    else
+    if (reads_in_place(head))
       add_in_place(head, rows, tiles, tile, e, result);
+    else
+      add_seen_keys(rows, padded, tiles.keys(tile), {e, STEP, 1}, packed.v[tiles.start(tile)], packed.v.step, result,
+                    padded, tiles.edge(tile));
   }
   for (int64_t m = 0; m < rows; m++) {
     const float divisor = !head.renormalise ? total[m] : mass[m] > 0 || mass[m] != mass[m] ? mass[m] : 1;
@@ -313,11 +316,10 @@ static void attend_forward(const Head& head, int64_t row, int64_t end, Rows<floa
   const int64_t blind = std::clamp<int64_t>(-head.own(0), 0, head.rows);
   if (row < blind) blank_rows(head, row = std::min(blind, end), out, sums, stats);
   if (row >= end) return;
-  const bool in_place = head.rows <= FEW;
   PackedKeys packed{};
-  if (!in_place) packed = pack_keys(head, false, memory);
+  if (!reads_in_place(head)) packed = pack_keys(head, false, memory);
   for (; row < end; row += ROWS)
-    attend_block(head, in_place ? nullptr : &packed, row, std::min(ROWS, end - row), out, sums, stats,
+    attend_block(head, packed, row, std::min(ROWS, end - row), out, sums, stats,
                  memory + packed_size(head, false));
 }
 
@@ -330,7 +332,7 @@ struct HeadGradients {
 };
 
 static size_t backward_block_size(const Head& head) {
-  return 2 * tiles_size(head) + ROWS * STEP + 3 * ROWS * pad_width(head.width);
+  return 2 * tiles_size(head) + ROWS * STEP + 3 * ROWS * pad_width(head.width) + head.keys + PANEL + 2 * W;
 }
 
 // Gradients through a block of rows, none of them blind by position. dlse: gradient of the log-sum-exp [rows], or null.
@@ -341,6 +343,8 @@ static void backpropagate_block(const Head& head, const PackedKeys& packed, int6
   const int64_t count = tiles.count(), padded = pad_width(head.width);
   float *q = memory, *d_out = q + ROWS * padded, *dq = d_out + ROWS * padded, *w = dq + ROWS * padded;
   float *e_tiles = w + ROWS * STEP, *y_tiles = e_tiles + tiles_size(head);
+  const int64_t farthest = tiles.own + rows - 1 - tiles.first;
+  float* strip = y_tiles + tiles_size(head) + farthest;  // as to.strip, of this block: two short sums err less
   float cut[ROWS], mean[ROWS];
   bool sees[ROWS];
   Vec survivors[ROWS], deltas[ROWS], means[ROWS];
@@ -358,7 +362,10 @@ static void backpropagate_block(const Head& head, const PackedKeys& packed, int6
   for (int64_t tile = 0; tile < count; tile++) {
     const int64_t start = tiles.start(tile), edge = tiles.edge(tile), columns = tiles.columns(tile);
     float *e = e_tiles + tile * ROWS * STEP, *y = y_tiles + tile * ROWS * STEP;
-    multiply_seen(rows, columns, head.width, {q, padded, 1}, packed.k_columns + start, packed.step, e, STEP, edge);
+    if (reads_in_place(head))
+      multiply_in_place(head, row, rows, tiles, tile, e);
+    else
+      multiply_seen(rows, columns, head.width, {q, padded, 1}, packed.k_columns + start, packed.step, e, STEP, edge);
     Int any{};
     for (int64_t m = 0; m < rows; m++) {
       float* x = e + m * STEP;
@@ -397,7 +404,7 @@ static void backpropagate_block(const Head& head, const PackedKeys& packed, int6
         Vec value = load(gradient + j);
         survivors[m] += value;
         deltas[m] += load(x + j) * value;
-        if (head.renormalise) means[m] += load(weight + j) * value;
+        if (head.renormalise) means[m] += load(weight + j) / sums.mass[row + m] * value;  // the lone weight's is 1
       }
       for (int64_t j = seen; j < columns; j += W) store(weight + j, Vec{}), store(gradient + j, Vec{});
     }
@@ -405,7 +412,7 @@ static void backpropagate_block(const Head& head, const PackedKeys& packed, int6
   }
   if (head.renormalise) {  // weights divided by their sum: the gradient of a surviving weight loses its weighted mean
     for (int64_t m = 0; m < rows; m++) {
-      mean[m] = sum(means[m]) / sums.mass[row + m];
+      mean[m] = sum(means[m]);
       survivors[m] = deltas[m] = Vec{};
     }
     for (int64_t tile = 0; tile < count; tile++) {
@@ -424,12 +431,14 @@ static void backpropagate_block(const Head& head, const PackedKeys& packed, int6
       }
     }
   }
-  float delta[ROWS];
+  float delta[ROWS], shift[ROWS];  // apart: in a row of one key the gradient loses delta to the last bit
   for (int64_t m = 0; m < rows; m++) {
     const float total = sums.total[row + m];
-    delta[m] = (sum(deltas[m]) - (dlse && sees[m] ? dlse[row + m] : 0)) / total;
+    delta[m] = sum(deltas[m]) / total;
+    shift[m] = dlse && sees[m] ? dlse[row + m] / total : 0;
     to.survivors[row + m] = sees[m] ? sum(survivors[m]) * total / head.divisor(row + m) : 0;
   }
+  if (to.strip) std::fill(strip - farthest, strip + PANEL + W, 0.f);
   std::fill(dq, dq + rows * padded, 0.f);
   for (int64_t tile = 0; tile < count; tile++) {
     const int64_t start = tiles.start(tile), edge = tiles.edge(tile);
@@ -437,17 +446,18 @@ static void backpropagate_block(const Head& head, const PackedKeys& packed, int6
     for (int64_t m = 0; m < rows; m++) {
       float* x = ds + m * STEP;
       const float* gradient = y_tiles + tile * ROWS * STEP + m * STEP;
-      float* strip = to.strip ? to.strip - head.own(row + m) + start : nullptr;
+      float* at = strip - head.own(row + m) + start;
       const int64_t seen = sees[m] ? tiles.seen(tile, m) : 0;
       for (int64_t j = 0; j < seen; j += W) {
-        Vec value = load(x + j) * ((dead[tile] ? Vec{} : load(gradient + j)) - delta[m]);
+        Vec value = load(x + j) * ((dead[tile] ? Vec{} : load(gradient + j)) - delta[m] + shift[m]);
         store(x + j, value);
-        if (strip) store(strip + j, load(strip + j) + value);
+        if (to.strip) store(at + j, load(at + j) + value);
       }
     }
     add_seen_keys(rows, padded, tiles.keys(tile), {ds, STEP, 1}, packed.k[start], packed.k.step, dq, padded, edge);
     add_transposed(tiles.keys(tile), padded, rows, ds, STEP, q, padded, to.dk + start * padded, padded, edge);
   }
+  for (int64_t d = 0; to.strip && d <= farthest; d++) to.strip[-d] += strip[-d];
   for (int64_t m = 0; m < rows; m++)
     for (int64_t i = 0; i < head.width; i++) to.dq[row + m][i] = dq[m * padded + i] * head.scale;
 }

@@ -10,13 +10,16 @@ X86 = {
 }
 FLAGS = {"x86_64": X86, "AMD64": X86, "aarch64": {"neon": []}, "arm64": {"neon": []}}
 
+FOLDER = "flash_lazy/cpu"
+OPTIONS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-pthread"]
+
 setup(
     ext_modules=[
         Extension(
             f"flash_lazy.cpu.{name}",
-            sources=["flash_lazy/cpu/attention.cpp", "flash_lazy/cpu/decoder.cpp"],
-            depends=[f"flash_lazy/cpu/{name}.h" for name in ("attention", "products", "threads", "vectors")],
-            extra_compile_args=["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-pthread", *flags],
+            sources=[f"{FOLDER}/attention.cpp", f"{FOLDER}/decoder.cpp"],
+            depends=[f"{FOLDER}/{header}.h" for header in ("attention", "products", "summary", "threads", "vectors")],
+            extra_compile_args=[*OPTIONS, *flags],
             extra_link_args=["-pthread"],
             language="c++",
             optional=True,

@@ -1,6 +1,7 @@
 """Every invalid argument raises one line that names it, its value and the fix."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -9,15 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_cases import assert_refused, device_for, widest_dtype
+from kernel_cases import assert_refused, device_for, require_library, widest_dtype
 
 import flash_lazy
 from flash_lazy import api, lazy_attention, resolve_backend
 from flash_lazy.call import Call
+from flash_lazy.cpu import library
 from flash_lazy.fused import ops
 from flash_lazy.fused.ops import find_obstacle
 
-BACKENDS = ["reference", "chunked", "triton"]
+BACKENDS = ["reference", "chunked", "cpu", "triton"]
 Q = torch.zeros(2, 4, 6, 8)
 K = torch.zeros(2, 2, 6, 8)
 TAU = torch.ones(4)
@@ -95,7 +97,11 @@ WRONG = {
         {"threshold": "per_token", "tau": torch.zeros(1).expand(4, 2**29)},
         ["tau has shape [4, 536870912]", "fewer than 2**31"],
     ),
-    "unknown backend": ({"backend": "fused"}, ["backend is 'fused'", "auto, reference, chunked, triton"]),
+    "unknown backend": ({"backend": "fused"}, ["backend is 'fused'", "auto, reference, chunked, cpu, triton"]),
+    "compiled float64": (
+        {"q": Q.double(), "k": K.double(), "v": K.double(), "backend": "cpu"},
+        ["backend is 'cpu' and q torch.float64", "give float32", "or choose 'chunked'"],
+    ),
 }
 
 
@@ -178,7 +184,13 @@ def test_valid_calls_are_accepted():
     assert call(**PACKED, cu_seqlens=ints(0, 0, 4, 6), key_mask=MASK[:1]).shape == PACKED["q"].shape
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    if request.param == "cpu":
+        require_library()
+    return request.param
+
+
 def test_stats_are_per_row_and_the_log_sum_exp_alone_carries_a_gradient(backend):
     q, k, tau = (x.to(device_for(backend)) for x in (Q.to(widest_dtype(backend)), K.to(widest_dtype(backend)), TAU))
     q.requires_grad_()
@@ -211,13 +223,43 @@ def test_a_fallback_on_a_gpu_is_reported_once():
     assert len(caught) == 1
 
 
-def test_auto_is_chunked_on_a_cpu():
+def test_auto_on_a_cpu_is_the_compiled_backend_where_it_supports_the_call(monkeypatch):
+    require_library()
+    monkeypatch.delenv(library.SWITCH, raising=False)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(x.shape, generator=generator) for x in (Q, K, K))
+    assert torch.equal(call(q=q, k=k, v=v), call(q=q, k=k, v=v, backend="cpu"))
+    assert [resolve_backend("auto", q.to(dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16)] == [
+        "cpu",
+        "chunked",
+        "chunked",
+    ]
+    monkeypatch.setattr(library, "find_obstacle", lambda: "there is none")
     assert torch.equal(call(q=q, k=k, v=v), call(q=q, k=k, v=v, backend="chunked"))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+WITHOUT_LIBRARY = {
+    "switched off": ({library.SWITCH: "0"}, "the compiled backend is switched off by FLASH_LAZY_CPU=0; unset it"),
+    "too old a processor": ({"ATEN_CPU_CAPABILITY": "default"}, "no compiled backend is installed for this processor"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_LIBRARY)
+def test_why_the_compiled_backend_does_not_run_is_named(name):
+    variables, why = WITHOUT_LIBRARY[name]
+    code = """if True:
+        import torch
+        from flash_lazy import resolve_backend
+        q = torch.zeros(1, 1, 4, 8)
+        assert resolve_backend("auto", q) == "chunked"
+        resolve_backend("cpu", q)
+    """
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True)
+    *_, last = done.stderr.splitlines()
+    assert last.startswith(f"ValueError: backend is 'cpu', but {why}")
+    assert last.endswith(", or choose 'chunked'")
+
+
 def test_scale(backend):
     generator, dtype = torch.Generator().manual_seed(0), widest_dtype(backend)
     device = device_for(backend)
@@ -241,6 +283,7 @@ ALLOWED = {
     "reference.py": SHARED,
     "chunked.py": SHARED,
     "rules.py": SHARED,
+    "cpu": ("flash_lazy.call", "flash_lazy.cpu"),
     "fused": ("flash_lazy.call", "flash_lazy.fused"),
 }
 

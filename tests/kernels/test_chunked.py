@@ -19,6 +19,7 @@ from kernel_cases import (
     make_noise,
     measure_errors,
     pairwise_cover,
+    require_library,
     run,
     run_named,
     tolerance,
@@ -58,6 +59,7 @@ WAYS = {
     "reference": ("reference", None),
     "chunked-small": ("chunked", (150, 4)),
     "chunked": ("chunked", ONE_BLOCK),
+    "cpu": ("cpu", None),
     "triton-small": ("triton", (16, 16)),
     "triton": ("triton", (32, 64)),
 }
@@ -73,7 +75,7 @@ def only(*names):
     return pytest.mark.parametrize("backend", ways(*names), indirect=True)
 
 
-takes_a_mask = only("reference", "chunked-small", "chunked")
+takes_a_mask = only("reference", "chunked-small", "chunked", "cpu")
 
 
 def chunk(monkeypatch, elements, rows):
@@ -93,6 +95,8 @@ def backend(request, monkeypatch):
     name, size = request.param
     if name == "chunked":
         chunk(monkeypatch, *size)
+    if name == "cpu":
+        require_library()
     if name == "triton":
         use_small_blocks(monkeypatch, *size)
     return name
@@ -156,7 +160,7 @@ def test_the_log_sum_exp_carries_gradients(setting, monkeypatch):
         torch.testing.assert_close(x, exact[name], rtol=1e-10, atol=1e-11)
 
 
-@only("reference", "chunked-small", "triton-small")
+@only("reference", "chunked-small", "cpu", "triton-small")
 def test_the_log_sum_exp_alone_has_the_gradient_of_torch(backend):
     """The output is unused; the closed form is torch.logsumexp of the masked scores."""
     case = draw(42, length=12, bias_width=4, group=2).to(widest_dtype(backend))
@@ -389,7 +393,7 @@ def test_expanded_output_gradient(backend):
 
 
 # Rounding of small matrix products on the CPU depends on strides.
-@only("reference", "chunked", "triton-small", "triton")
+@only("reference", "chunked", "cpu", "triton-small", "triton")
 def test_strided_inputs(backend):
     case = draw(22, length=20, bias_width=5, slopes=True, threshold="per_token", group=2, kv_heads=2)
     case = case.to(torch.float32).to_device(device_for(backend))
@@ -404,7 +408,7 @@ def test_strided_inputs(backend):
     assert_same_bits(run_named(case, backend), run_named(strided, backend))
 
 
-@only("reference", "chunked", "triton-small")
+@only("reference", "chunked", "cpu", "triton-small")
 def test_expanded_inputs(backend):
     """Stride 0 of heads, sequences and columns; fewer columns than a tile; W and window larger than the keys."""
     case = draw(61, length=20, group=2, width=5, bias_width=40, slopes=True, window=99).to(torch.float32)
@@ -436,6 +440,7 @@ def test_second_call_has_the_same_bits(backend):
     assert_same_bits(first, run_named(case, backend))
 
 
+@only("reference", "chunked-small", "chunked", "triton-small", "triton")  # cpu is for float32
 def test_autocast_casts_q_k_v_alone(backend):
     drawn, device = draw(24, length=20, bias_width=5), device_for(backend)
     full, half = (drawn.to(dtype).to_device(device) for dtype in (torch.float32, torch.bfloat16))

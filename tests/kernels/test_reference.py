@@ -13,6 +13,7 @@ from kernel_cases import (
     draw,
     naive_attention,
     pairwise_cover,
+    require_library,
     run,
     tolerance,
     use_small_blocks,
@@ -69,8 +70,10 @@ def test_gradcheck(threshold, sign, renormalise, bias):
     assert torch.autograd.gradcheck(call, leaves)
 
 
-@pytest.fixture(params=["reference", "chunked", "triton"])
+@pytest.fixture(params=["reference", "chunked", "cpu", "triton"])
 def backend(request, monkeypatch):
+    if request.param == "cpu":
+        require_library()
     if request.param == "triton":
         use_small_blocks(monkeypatch, 16, 16)
     return request.param

@@ -14,6 +14,7 @@ from kernel_cases import (
     Case,
     RoundedProducts,
     assert_same_bits,
+    assert_small_errors,
     device_for,
     draw,
     drop_options,
@@ -85,16 +86,8 @@ def allowed(drawn, dtype, exact, grad):
 
 
 def assert_equals_reference(setting, dtype, seed=31, mean=0.0):
-    """Output, stats and all gradients: at most twice eager's error, or 1.5 times that of a softmax.
-
-    The largest error of few is a matter of luck, eager's as well as the kernels': where one draw errs by more, the
-    largest errors over five draws decide.
-    """
-    found = errors_of_a_draw(setting, dtype, seed, mean)
-    if found.too_large():
-        for another in range(4):
-            found = found.merge(errors_of_a_draw(setting, dtype, 1000 + another, mean))
-    assert not found.too_large(), found.too_large()
+    """Output, stats and all gradients: at most twice eager's error, or 1.5 times that of a softmax."""
+    assert_small_errors(lambda each: errors_of_a_draw(setting, dtype, each, mean), (seed, *range(1000, 1004)))
 
 
 def errors_of_a_draw(setting, dtype, seed, mean):
@@ -150,19 +143,17 @@ def one_key_rounding(case, dtype, exact, grad):
 )
 def test_gradients_of_the_log_sum_exp(setting, renormalise, monkeypatch):
     use_small_blocks(monkeypatch, 32, 16)
-    found = None
-    for seed in range(31, 36):  # as in `assert_equals_reference`: the largest errors over five draws decide
+
+    def measure(seed):
         drawn = draw(seed, length=65, width=16, batch=1, renormalise=renormalise, **setting)
         grad, generator = make_noise(drawn), torch.Generator().manual_seed(seed)
         dlse = torch.randn(drawn.q.shape[:3], generator=generator)
         exact = run_named(drawn.to(torch.float64), "reference", grad, dlse)
         case = drawn.to(torch.float32)
         mine = run_named(case, "triton", grad, dlse)
-        errors = measure_errors(mine, exact, eager_errors(case, exact, grad, RoundedProducts, dlse))
-        found = errors if found is None else found.merge(errors)
-        if not found.too_large():
-            break
-    assert not found.too_large(), found.too_large()
+        return measure_errors(mine, exact, eager_errors(case, exact, grad, RoundedProducts, dlse))
+
+    assert_small_errors(measure, tuple(range(31, 36)))
 
 
 LATER = [pytest.param(setting, marks=pytest.mark.long) for setting in COVER[1::2] + LONGER + ANOTHER_COVER]

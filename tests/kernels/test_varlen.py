@@ -13,6 +13,7 @@ from kernel_cases import (
     draw,
     max_errors,
     measure_errors,
+    require_library,
     use_small_blocks,
 )
 from torch.library import opcheck
@@ -117,6 +118,14 @@ def test_equals_single_calls(backend, setting, monkeypatch):
         )
 
 
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_compiled_backend_gives_the_bits_of_single_calls(name):
+    """Bit-identical but for reordered sums over documents, as below."""
+    require_library()
+    case = drawn(SETTINGS[name], torch.float32)
+    assert_bits_of_single_calls(case, "cpu")
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "block"),
     [
@@ -128,17 +137,22 @@ def test_equals_single_calls(backend, setting, monkeypatch):
 def test_fused_kernels_give_the_bits_of_single_calls(name, dtype, block, monkeypatch):
     """Bit-identical but for reordered sums over documents, whose error is at most twice that of single calls."""
     use_small_blocks(monkeypatch, *block)
-    case = drawn(SETTINGS[name], dtype, width=16)
-    found, single = together(case, "triton"), alone(case, "triton")
+    assert_bits_of_single_calls(drawn(SETTINGS[name], dtype, width=16), "triton")
+
+
+def assert_bits_of_single_calls(case, backend):
+    found, single = together(case, backend), alone(case, backend)
     sums = [name for name in found if name in ("dtau", "dbias", "dslopes")]
     exact = alone(case.to(torch.float64))
     assert not measure_errors({name: found[name] for name in sums}, exact, max_errors(single, exact)).too_large()
     assert_same_bits(*({name: x for name, x in each.items() if name not in sums} for each in (found, single)))
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked", "triton"])
+@pytest.mark.parametrize("backend", ["reference", "chunked", "cpu", "triton"])
 def test_documents_are_apart(backend, monkeypatch):
     """NaN in a document, or in keys without queries, does not spread."""
+    if backend == "cpu":
+        require_library()
     use_small_blocks(monkeypatch, 16, 16)
     case = drawn({"sign": -1}, torch.float32)
     poisoned = replace(case, **{name: getattr(case, name).clone() for name in "qkv"})
@@ -152,8 +166,10 @@ def test_documents_are_apart(backend, monkeypatch):
     assert not clean["dv"][:, :, 26:29].any()
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked", pytest.param("triton", marks=pytest.mark.long)])
+@pytest.mark.parametrize("backend", ["reference", "chunked", "cpu", pytest.param("triton", marks=pytest.mark.long)])
 def test_equal_boundaries_are_packed_documents(backend, monkeypatch):
+    if backend == "cpu":
+        require_library()
     use_small_blocks(monkeypatch, 16, 16)
     case = draw(52, layout="packed", length=30, bias_width=5, group=2).to(torch.float32).to_device(device_for(backend))
     cuts = case.options.pop("cu_seqlens")

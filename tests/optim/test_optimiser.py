@@ -76,7 +76,7 @@ def test_muon_joined_with_adamw_steps_as_the_two_do_by_themselves() -> None:
         for group in build_parameter_groups(theirs, cfg)
     ]
     muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1, momentum=0.8, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(others, betas=cfg.betas, eps=1e-6)
+    adamw = torch.optim.AdamW(others, betas=cfg.betas, eps=1e-6, fused=True)
     for step in range(4):
         for optimiser, peak in ((muon, lambda _: 0.02), (adamw, lambda group: group["peak"])):
             for group in optimiser.param_groups:

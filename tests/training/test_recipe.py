@@ -178,7 +178,7 @@ class TestZLoss:
             losses.append([line.metrics["train/loss"] for line in lines(folder) if "train/loss" in line.metrics])
             with torch.no_grad():
                 log_zs.append(module.model(source.validation.sequences[:8, :-1].long()).logsumexp(-1).abs().mean())
-        assert losses[0][0] == losses[1][0]
+        assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-6)  # a penalty is computed by another path
         assert losses[0][1] != losses[1][1]
         assert log_zs[1] < 0.9 * log_zs[0]
 

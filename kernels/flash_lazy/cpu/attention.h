@@ -40,6 +40,10 @@ struct Head {
 
   int64_t own(int64_t row) const { return keys - rows + row; }
   int64_t first_seen(int64_t row) const { return std::max<int64_t>(own(row) - window + 1, 0); }
+  // Keys before the first one that any row sees.
+  int64_t unseen() const { return first_seen(std::clamp<int64_t>(rows - keys, 0, rows)); }
+  // Whether no row sees a key, which may then hold anything.
+  bool hidden(int64_t key) const { return key < unseen() || (mask && mask[key] < 0); }
   int64_t count_seen(int64_t row) const {
     int64_t first = first_seen(row), end = own(row) + 1;
     return mask ? seen_before[end] - seen_before[first] : end - first;
@@ -76,7 +80,7 @@ struct RowStats {
   float *lse, *mass, *first_weight, *zeros;
 };
 
-// Keys and values of a sequence as products read them: columns padded to whole vectors, masked keys 0.
+// Keys and values of a sequence as products read them: columns padded to whole vectors, hidden keys 0.
 struct PackedKeys {
   const float *k_columns, *v_columns;  // transposed, [width, step]
   int64_t step;
@@ -85,25 +89,24 @@ struct PackedKeys {
 
 INLINE int64_t pad_width(int64_t width) { return round_up(width, W); }
 
-// to[column * step + row] = from[row][column]; masked rows and the padding become 0.
-static void transpose(Rows<const float> from, int64_t rows, int64_t columns, const float* mask, float* to,
-                      int64_t step) {
-  for (int64_t block = 0; block < rows; block += W)
-    for (int64_t column = 0; column < columns; column++)
-      for (int64_t row = block; row < block + W; row++)
-        to[column * step + row] = row < rows && !(mask && mask[row] < 0) ? from[row][column] : 0.f;
+// to[column * step + key] = from[key][column] from the first tile that is read on; hidden keys and the padding become 0.
+static void transpose(const Head& head, Rows<const float> from, float* to, int64_t step) {
+  for (int64_t block = head.unseen() / TILE * TILE; block < head.keys; block += W)
+    for (int64_t column = 0; column < head.width; column++)
+      for (int64_t key = block; key < block + W; key++)
+        to[column * step + key] = key < head.keys && !head.hidden(key) ? from[key][column] : 0.f;
 }
 
-static bool needs_copy(const Head& head) { return head.mask || head.width % W; }
+static bool needs_copy(const Head& head) { return head.mask || head.unseen() || head.width % W; }
 
 // The rows themselves if products can read them, else a copy.
 static Rows<const float> pad_rows(const Head& head, Rows<const float> from, float* to) {
   if (!needs_copy(head)) return from;
   const int64_t padded = pad_width(head.width);
-  for (int64_t key = 0; key < head.keys; key++) {
+  for (int64_t key = head.unseen() / TILE * TILE; key < head.keys; key++) {
     float* row = to + key * padded;
-    const bool masked = head.mask && head.mask[key] < 0;
-    for (int64_t i = 0; i < padded; i++) row[i] = i < head.width && !masked ? from[key][i] : 0.f;
+    const bool hidden = head.hidden(key);
+    for (int64_t i = 0; i < padded; i++) row[i] = i < head.width && !hidden ? from[key][i] : 0.f;
   }
   return {to, padded};
 }
@@ -119,9 +122,9 @@ static size_t packed_size(const Head& head, bool backward) {
 // The forward pass needs the keys transposed and the values as they are, the backward pass also the reverse.
 static PackedKeys pack_keys(const Head& head, bool backward, float* memory) {
   const int64_t step = key_step(head), transposed = step * head.width;
-  transpose(head.k, head.keys, head.width, head.mask, memory, step);
+  transpose(head, head.k, memory, step);
   if (!backward) return {memory, nullptr, step, {}, pad_rows(head, head.v, memory + transposed)};
-  transpose(head.v, head.keys, head.width, head.mask, memory + transposed, step);
+  transpose(head, head.v, memory + transposed, step);
   return {memory, memory + transposed, step, pad_rows(head, head.k, memory + 2 * transposed), {}};
 }
 
@@ -139,9 +142,12 @@ struct Tiles {
   int64_t seen(int64_t tile, int64_t m) const { return seen_columns(edge(tile), m / PANEL * PANEL, columns(tile)); }
 };
 
+// Whether both passes read keys in place; their scores must have the same bits.
+INLINE bool reads_in_place(const Head& head) { return head.rows <= FEW; }
+
 static size_t tiles_size(const Head& head) { return ((head.keys + TILE - 1) / TILE + 1) * ROWS * STEP; }
 
-// Products of rows with keys that are read in place; a masked key counts as 0.
+// Products of rows with keys that are read in place; a hidden key counts as 0.
 static void multiply_in_place(const Head& head, int64_t row, int64_t rows, const Tiles& tiles, int64_t tile,
                               float* scores) {
   const int64_t start = tiles.start(tile), whole = head.width / W * W;
@@ -149,7 +155,7 @@ static void multiply_in_place(const Head& head, int64_t row, int64_t rows, const
     const float* q = head.q[row + m];
     for (int64_t j = 0; j < tiles.seen(tile, m); j++) {
       float product = 0;
-      if (start + j < head.keys && !(head.mask && head.mask[start + j] < 0)) {
+      if (start + j < head.keys && !head.hidden(start + j)) {
         const float* k = head.k[start + j];
         Vec total{};
         for (int64_t i = 0; i < whole; i += W) total += load(q + i) * load(k + i);
@@ -213,7 +219,7 @@ static void clear_hidden(const Head& head, int64_t row, int64_t start, int64_t c
 }
 
 // Output of `rows` <= ROWS rows from `row` on, none of them blind by position. memory: tiles_size + ROWS * padded width.
-static void attend_block(const Head& head, const PackedKeys* packed, int64_t row, int64_t rows, Rows<float> out,
+static void attend_block(const Head& head, const PackedKeys& packed, int64_t row, int64_t rows, Rows<float> out,
                          RowSums sums, const RowStats* stats, float* memory) {
   const Tiles tiles(head, row, rows);
   const int64_t count = tiles.count(), padded = pad_width(head.width);
@@ -228,11 +234,11 @@ static void attend_block(const Head& head, const PackedKeys* packed, int64_t row
   }
   for (int64_t tile = 0; tile < count; tile++) {
     float* e = weights + tile * ROWS * STEP;
-    if (packed)
-      multiply_seen(rows, tiles.columns(tile), head.width, {head.q[row], head.q.step, 1},
-                    packed->k_columns + tiles.start(tile), packed->step, e, STEP, tiles.edge(tile));
-    else
+    if (reads_in_place(head))
       multiply_in_place(head, row, rows, tiles, tile, e);
+    else
+      multiply_seen(rows, tiles.columns(tile), head.width, {head.q[row], head.q.step, 1},
+                    packed.k_columns + tiles.start(tile), packed.step, e, STEP, tiles.edge(tile));
     for (int64_t m = 0; m < rows; m++) {
       float* x = e + m * STEP;
       const int64_t seen = sees[m] ? tiles.seen(tile, m) : 0;
@@ -285,11 +291,11 @@ static void attend_block(const Head& head, const PackedKeys* packed, int64_t row
       if (stats) alive[m] += sum(number);
       if (stats && tiles.start(tile) == 0 && head.first_seen(row + m) == 0 && seen) first_weight[m] = x[0];
     }
-    if (packed)
-      add_seen_keys(rows, padded, tiles.keys(tile), {e, STEP, 1}, packed->v[tiles.start(tile)], packed->v.step, result,
-                    padded, tiles.edge(tile));
-    else
+    if (reads_in_place(head))
       add_in_place(head, rows, tiles, tile, e, result);
+    else
+      add_seen_keys(rows, padded, tiles.keys(tile), {e, STEP, 1}, packed.v[tiles.start(tile)], packed.v.step, result,
+                    padded, tiles.edge(tile));
   }
   for (int64_t m = 0; m < rows; m++) {
     const float divisor = !head.renormalise ? total[m] : mass[m] > 0 || mass[m] != mass[m] ? mass[m] : 1;
@@ -323,11 +329,10 @@ static void attend_forward(const Head& head, int64_t row, int64_t end, Rows<floa
   const int64_t blind = std::clamp<int64_t>(-head.own(0), 0, head.rows);
   if (row < blind) blank_rows(head, row = std::min(blind, end), out, sums, stats);
   if (row >= end) return;
-  const bool in_place = head.rows <= FEW;
   PackedKeys packed{};
-  if (!in_place) packed = pack_keys(head, false, memory);
+  if (!reads_in_place(head)) packed = pack_keys(head, false, memory);
   for (; row < end; row += ROWS)
-    attend_block(head, in_place ? nullptr : &packed, row, std::min(ROWS, end - row), out, sums, stats,
+    attend_block(head, packed, row, std::min(ROWS, end - row), out, sums, stats,
                  memory + packed_size(head, false));
 }
 
@@ -340,7 +345,7 @@ struct HeadGradients {
 };
 
 static size_t backward_block_size(const Head& head) {
-  return 2 * tiles_size(head) + ROWS * STEP + 3 * ROWS * pad_width(head.width);
+  return 2 * tiles_size(head) + ROWS * STEP + 3 * ROWS * pad_width(head.width) + head.keys + PANEL + 2 * W;
 }
 
 // Gradients through a block of rows, none of them blind by position. dlse: gradient of the log-sum-exp [rows], or null.
@@ -351,6 +356,8 @@ static void backpropagate_block(const Head& head, const PackedKeys& packed, int6
   const int64_t count = tiles.count(), padded = pad_width(head.width);
   float *q = memory, *d_out = q + ROWS * padded, *dq = d_out + ROWS * padded, *w = dq + ROWS * padded;
   float *e_tiles = w + ROWS * STEP, *y_tiles = e_tiles + tiles_size(head);
+  const int64_t farthest = tiles.own + rows - 1 - tiles.first;
+  float* strip = y_tiles + tiles_size(head) + farthest;  // as to.strip, of this block: two short sums err less
   float cut[ROWS], mean[ROWS];
   bool sees[ROWS];
   Vec survivors[ROWS], deltas[ROWS], means[ROWS];
@@ -368,7 +375,10 @@ static void backpropagate_block(const Head& head, const PackedKeys& packed, int6
   for (int64_t tile = 0; tile < count; tile++) {
     const int64_t start = tiles.start(tile), edge = tiles.edge(tile), columns = tiles.columns(tile);
     float *e = e_tiles + tile * ROWS * STEP, *y = y_tiles + tile * ROWS * STEP;
-    multiply_seen(rows, columns, head.width, {q, padded, 1}, packed.k_columns + start, packed.step, e, STEP, edge);
+    if (reads_in_place(head))
+      multiply_in_place(head, row, rows, tiles, tile, e);
+    else
+      multiply_seen(rows, columns, head.width, {q, padded, 1}, packed.k_columns + start, packed.step, e, STEP, edge);
     Int any{};
     for (int64_t m = 0; m < rows; m++) {
       float* x = e + m * STEP;
@@ -407,7 +417,7 @@ static void backpropagate_block(const Head& head, const PackedKeys& packed, int6
         Vec value = load(gradient + j);
         survivors[m] += value;
         deltas[m] += load(x + j) * value;
-        if (head.renormalise) means[m] += load(weight + j) * value;
+        if (head.renormalise) means[m] += load(weight + j) / sums.mass[row + m] * value;  // the lone weight's is 1
       }
       for (int64_t j = seen; j < columns; j += W) store(weight + j, Vec{}), store(gradient + j, Vec{});
     }
@@ -415,7 +425,7 @@ static void backpropagate_block(const Head& head, const PackedKeys& packed, int6
   }
   if (head.renormalise) {  // weights divided by their sum: the gradient of a surviving weight loses its weighted mean
     for (int64_t m = 0; m < rows; m++) {
-      mean[m] = sum(means[m]) / sums.mass[row + m];
+      mean[m] = sum(means[m]);
       survivors[m] = deltas[m] = Vec{};
     }
     for (int64_t tile = 0; tile < count; tile++) {
@@ -434,12 +444,14 @@ static void backpropagate_block(const Head& head, const PackedKeys& packed, int6
       }
     }
   }
-  float delta[ROWS];
+  float delta[ROWS], shift[ROWS];  // apart: in a row of one key the gradient loses delta to the last bit
   for (int64_t m = 0; m < rows; m++) {
     const float total = sums.total[row + m];
-    delta[m] = (sum(deltas[m]) - (dlse && sees[m] ? dlse[row + m] : 0)) / total;
+    delta[m] = sum(deltas[m]) / total;
+    shift[m] = dlse && sees[m] ? dlse[row + m] / total : 0;
     to.survivors[row + m] = sees[m] ? sum(survivors[m]) * total / head.divisor(row + m) : 0;
   }
+  if (to.strip) std::fill(strip - farthest, strip + PANEL + W, 0.f);
   std::fill(dq, dq + rows * padded, 0.f);
   for (int64_t tile = 0; tile < count; tile++) {
     const int64_t start = tiles.start(tile), edge = tiles.edge(tile);
@@ -447,17 +459,18 @@ static void backpropagate_block(const Head& head, const PackedKeys& packed, int6
     for (int64_t m = 0; m < rows; m++) {
       float* x = ds + m * STEP;
       const float* gradient = y_tiles + tile * ROWS * STEP + m * STEP;
-      float* strip = to.strip ? to.strip - head.own(row + m) + start : nullptr;
+      float* at = strip - head.own(row + m) + start;
       const int64_t seen = sees[m] ? tiles.seen(tile, m) : 0;
       for (int64_t j = 0; j < seen; j += W) {
-        Vec value = load(x + j) * ((dead[tile] ? Vec{} : load(gradient + j)) - delta[m]);
+        Vec value = load(x + j) * ((dead[tile] ? Vec{} : load(gradient + j)) - delta[m] + shift[m]);
         store(x + j, value);
-        if (strip) store(strip + j, load(strip + j) + value);
+        if (to.strip) store(at + j, load(at + j) + value);
       }
     }
     add_seen_keys(rows, padded, tiles.keys(tile), {ds, STEP, 1}, packed.k[start], packed.k.step, dq, padded, edge);
     add_transposed(tiles.keys(tile), padded, rows, ds, STEP, q, padded, to.dk + start * padded, padded, edge);
   }
+  for (int64_t d = 0; to.strip && d <= farthest; d++) to.strip[-d] += strip[-d];
   for (int64_t m = 0; m < rows; m++)
     for (int64_t i = 0; i < head.width; i++) to.dq[row + m][i] = dq[m * padded + i] * head.scale;
 }

@@ -67,8 +67,10 @@ def find_obstacle(q: Tensor) -> str | None:
     """Why the compiled backend does not support a call, naming the argument and the fix; None if it does."""
     if q.device.type != "cpu":
         return f"backend is 'cpu' and q on {q.device}; move q, k and v to the CPU, or choose 'auto'"
-    if q.dtype != torch.float32:
-        return f"backend is 'cpu' and q {q.dtype}; give float32, or choose 'chunked'"
+    autocast = torch.is_autocast_enabled("cpu") and q.dtype != torch.float64
+    dtype = torch.get_autocast_dtype("cpu") if autocast else q.dtype
+    if dtype != torch.float32:
+        return f"backend is 'cpu' and q {dtype}; give float32, or choose 'chunked'"
     if (why := _find_library_obstacle()) is not None:
         return f"backend is 'cpu', but {why}, or choose 'chunked'"
     return None

@@ -16,7 +16,7 @@ def select_training_device() -> torch.device:
 
 
 def find_missing_backend() -> str | None:
-    """Why trainings on this machine's CPU lack the compiled backend, with the fix; None with it or on an accelerator."""
+    """Why training here lacks the compiled backend, with the fix; None if it has it or runs on an accelerator."""
     return find_obstacle() if select_training_device().type == "cpu" else None
 
 

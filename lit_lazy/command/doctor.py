@@ -32,6 +32,7 @@ def add_to(commands: Commands) -> None:
 
 def doctor(options: argparse.Namespace, _rest: list[str]) -> int:
     """Exit status 1 if a required dependency is missing or tracking is unusable."""
+    from flash_lazy.cpu.library import find_obstacle
     from lit_lazy.support.secrets import redact_url
     from lit_lazy.tracking.store import check_store, default_uri
 
@@ -49,6 +50,8 @@ def doctor(options: argparse.Namespace, _rest: list[str]) -> int:
         print(f"{'tracking':12} {redact_url(uri)}")
     except ValueError as error:
         wrong.append(str(error))
+    if obstacle := find_obstacle():
+        missing.append(f"faster attention on CPUs: {obstacle}")
     missing += [f"{use}: the program {name} is not on the PATH" for name, use in TOOLS.items() if not which(name)]
     for title, found in (("errors", wrong), ("missing for optional features", missing)):
         if found:
@@ -114,9 +117,9 @@ def list_backends() -> Iterator[str]:
     """The attention backend that `auto` selects on this machine."""
     from lit_lazy.attention import Attention, AttentionSpec, Elastic, LearnedBias
     from lit_lazy.config import ModelConfig
-    from lit_lazy.training.devices import select_training_device
+    from lit_lazy.training.devices import describe_backend, select_training_device
 
     shape = ModelConfig().layer_shape(0, context_length=128)
     for name, spec in (("softmax", AttentionSpec()), ("lazy", AttentionSpec(Elastic(), LearnedBias()))):
         backend = Attention(spec, shape, "auto").to(select_training_device()).backend_name()
-        yield f"{name:12} attention runs on {backend}"
+        yield f"{name:12} attention runs on {describe_backend(backend)}"

@@ -13,7 +13,10 @@ import torch
 
 def collect_environment() -> dict[str, str]:
     """Versions, machine and commit of this process."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
+    cores = (
+        f"{os.cpu_count()} CPU cores ({torch.backends.cpu.get_cpu_capability()})"  # kernels round by instruction set
+    )
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else cores
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -138,6 +138,11 @@ class Tracker:
         self.client.set_tag(run_id, name, text)
 
     @translate_errors
+    def read_tags(self, run_id: str) -> dict[str, str]:
+        """The tags of a run."""
+        return dict(self.client.get_run(run_id).data.tags)
+
+    @translate_errors
     def fail(self, run_id: str, reason: str, status: Literal["FAILED", "KILLED"] = "FAILED") -> None:
         """Mark a run as failed, or as interrupted (KILLED), with the reason."""
         self.client.set_tag(run_id, "state", "failed")

@@ -1,14 +1,28 @@
-"""Devices that a model is trained on."""
+"""Devices that a model is trained on, and the compiled backend of CPUs."""
 
 import torch
 
+from flash_lazy.cpu.library import find_obstacle, get_instruction_set
 from lit_lazy.support.checks import require
 from lit_lazy.support.machine import count_cores
+
+COMPILED = "cpu"
+"""Label of the compiled backend."""
 
 
 def select_training_device() -> torch.device:
     """The current accelerator, chosen as by Lightning, or the CPU."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def find_missing_backend() -> str | None:
+    """Why training here lacks the compiled backend, with the fix; None if it has it or runs on an accelerator."""
+    return find_obstacle() if select_training_device().type == "cpu" else None
+
+
+def describe_backend(label: str) -> str:
+    """A backend's label in tables; that of the compiled backend with its instruction set, as in `cpu (avx512)`."""
+    return f"{label} ({get_instruction_set()})" if label == COMPILED else label
 
 
 def check_devices(devices: int) -> None:

@@ -29,14 +29,14 @@ from lit_lazy.support.disk import quarantine, write_text
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.training.checkpoints import find_resume_step
-from lit_lazy.training.devices import select_training_device
+from lit_lazy.training.devices import describe_backend, find_missing_backend, select_training_device
 from lit_lazy.training.distributed.process_group import RunSpec, start_ranks
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.head_monitor import HeadMonitor, tau_history
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult
-from lit_lazy.training.trainer import MissedValidation, build_module, fit, make_trainer
+from lit_lazy.training.trainer import BackendMonitor, MissedValidation, build_module, fit, make_trainer
 
 log = logging.getLogger("lit_lazy.training.run")
 CHECKPOINTS = "checkpoints"
@@ -101,7 +101,9 @@ def _run(
     execution: Execution,
 ) -> RunResult:
     module, monitor, device = build_module(cfg, source, execution), HeadMonitor(source), select_training_device()
-    module.model.to(device)
+    backend = module.model.to(device).mixers[0].backend_name(source.outline.document_mask)
+    missing = find_missing_backend() if (backend, cfg.model.backend) == ("chunked", "auto") else None
+    log.info("attention runs on %s%s", describe_backend(backend), f"; {missing}" if missing else "")
     with start_ranks(execution.devices) as group:
         untrained = _measure_untrained(folder / CHECKPOINTS / f"untrained-{key}.npz", module, source)
         started = time.perf_counter()
@@ -110,11 +112,11 @@ def _run(
         if group:
             settings = to_dict(cfg), asdict(execution), list_imported_files(), source.fingerprint
             group.send_spec(RunSpec(*settings, folder, checkpoint, final))
-        callbacks = (MissedValidation(source, monitor.losses), monitor, *callbacks)
-        trainer = make_trainer(cfg, folder, logger, callbacks, show_progress, execution, group)
+        kept = BackendMonitor(describe_backend(backend)), MissedValidation(source, monitor.losses), monitor
+        trainer = make_trainer(cfg, folder, logger, (*kept, *callbacks), show_progress, execution, group)
         module = fit(trainer, module, cfg, source, checkpoint, group, final)
     trained = time.perf_counter()
-    model = module.model.to(device)  # Lightning may have moved it to the CPU
+    module.model.to(device)  # Lightning may have moved it to the CPU
     metrics = _measure_trained(module, source, untrained, monitor, folder / DIAGNOSTICS)
 
     tokens = (cfg.train.steps - first_step) * cfg.train.batch_size * source.context_length
@@ -123,7 +125,7 @@ def _run(
         config=to_dict(cfg),
         data=source.info,
         metrics=metrics,
-        labels={"backend": model.mixers[0].backend_name(source.outline.document_mask)},
+        labels={"backend": backend},
         timings={
             "train_seconds": trained - started,
             "evaluate_seconds": time.perf_counter() - trained,

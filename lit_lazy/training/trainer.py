@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -167,6 +168,32 @@ class AtStart(Callback, ABC):
         """Act now if the run resumed at its last step, which skips `on_train_start`."""
         if not self._started:
             self.on_start(trainer, pl_module)
+
+
+class BackendMonitor(Callback):
+    """Stores in checkpoints which backend computes the attention; a run that resumes on another logs a warning."""
+
+    def __init__(self, backend: str) -> None:
+        """backend: as by `describe_backend`."""
+        self.backend = backend
+
+    @property
+    def state_key(self) -> str:
+        """Constant, so that checkpoints survive a rename of the class."""
+        return "Backend"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"backend": self.backend}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Not called for checkpoints of earlier versions, which have no such state."""
+        if (former := state_dict["backend"]) != self.backend:
+            log.warning(
+                "the attention ran on %s until the checkpoint and runs on %s now: the result is not bit-identical to "
+                "that of an uninterrupted run",
+                former,
+                self.backend,
+            )
 
 
 class MissedValidation(AtStart):

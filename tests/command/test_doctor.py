@@ -3,13 +3,17 @@
 import contextlib
 import importlib.metadata
 import io
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from flash_lazy.cpu import library
+from lit_lazy.attention import Attention
 from lit_lazy.command import doctor
 from lit_lazy.command.main import main
+from lit_lazy.training import devices
 
 
 @pytest.fixture
@@ -27,7 +31,7 @@ def test_versions_devices_and_backends(runs: Path, required: list[str], capsys: 
     for name in ("lit-lazy", "python", "torch", "triton", "lightning", "mlflow", "optuna", "datasets", "CPU", "GPU"):
         assert f"\n{name} " in f"\n{out}", name
     assert f"torch        {importlib.metadata.version('torch')}\n" in out
-    assert "lazy         attention runs on chunked\n" in out
+    assert re.search(r"^lazy         attention runs on (chunked|cpu \(\w+\)|triton)$", out, re.MULTILINE)
     assert f"tracking     sqlite:///{runs.resolve()}/mlflow.db\n" in out
     assert "absent" not in out
     assert out.endswith("Everything required is installed.\n")
@@ -53,6 +57,26 @@ def test_missing_packages_and_programs_are_reported_with_their_use(
         f"errors:\n  numpy: is {importlib.metadata.version('numpy')} (needed: <1); pip install -r requirements.t" in out
     )
     assert "Everything" not in out
+
+
+def test_the_compiled_backend_is_named_with_its_instruction_set(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "find_obstacle", lambda: None)
+    monkeypatch.setattr(devices, "get_instruction_set", lambda: "avx2")
+    monkeypatch.setattr(Attention, "backend_name", lambda *_: "cpu")
+    assert main(["doctor", "--runs", str(runs)]) == 0
+    out = capsys.readouterr().out
+    assert "lazy         attention runs on cpu (avx2)\n" in out
+    assert "faster attention" not in out
+
+
+def test_a_missing_compiled_backend_is_reported_with_the_fix(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(library.SWITCH, "0")
+    assert main(["doctor", "--runs", str(runs)]) == 0
+    assert f"  faster attention on CPUs: {library.find_obstacle()}\n" in capsys.readouterr().out
 
 
 def test_a_store_that_does_not_answer_is_an_error(

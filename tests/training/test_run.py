@@ -1,5 +1,6 @@
 """`run` is bit-identical when repeated or killed and resumed; all variants see the same batches."""
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -13,12 +14,24 @@ import torch
 from filelock import FileLock
 from lightning.pytorch.callbacks import Callback
 
-from lit_lazy.attention import AttentionSpec, Elastic, GatedDeltaNet, LearnedBias, Mamba2, Mixer, RetNet, Softmax
+from lit_lazy.attention import (
+    Attention,
+    AttentionSpec,
+    Elastic,
+    GatedDeltaNet,
+    LearnedBias,
+    Mamba2,
+    Mixer,
+    RetNet,
+    Softmax,
+)
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
+from lit_lazy.training import devices
+from lit_lazy.training.devices import describe_backend
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult
@@ -112,6 +125,49 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, attention: AttentionSp
         run_until_killed(cfg, tmp_path / "killed", step)
     run(cfg, tmp_path / "killed", keep_checkpoint=True)
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_a_run_that_resumes_on_another_backend_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on the same one, nor from a checkpoint that records none."""
+    cfg, logger = config(), "lit_lazy.training.trainer"
+    here = describe_backend(run(cfg, tmp_path / "here").labels["backend"])
+    with monkeypatch.context() as patch:
+        patch.setattr(Attention, "backend_name", lambda *_: "cpu")
+        patch.setattr(devices, "get_instruction_set", lambda: "rvv")
+        for name in ("same", "other", "earlier"):
+            run_until_killed(cfg, tmp_path / name, step=11)
+        run(cfg, tmp_path / "same")
+    checkpoint = tmp_path / "earlier" / "checkpoints" / "last.ckpt"
+    content = torch.load(checkpoint, weights_only=True)
+    assert content["callbacks"].pop("Backend") == {"backend": "cpu (rvv)"}
+    torch.save(content, checkpoint)
+    run(cfg, tmp_path / "earlier")
+    assert [record for record in caplog.records if record.name == logger] == []
+    run(cfg, tmp_path / "other")
+    (said,) = [record.getMessage() for record in caplog.records if record.name == logger]
+    assert said.startswith(f"the attention ran on cpu (rvv) until the checkpoint and runs on {here} now: the result is")
+
+
+@pytest.mark.parametrize(
+    ("asked", "obstacle", "missing"),
+    [("auto", "none; get it", "; none; get it"), ("auto", None, ""), ("chunked", "no", "")],
+)
+def test_a_run_says_which_backend_it_uses_and_what_a_faster_one_lacks(
+    asked: str,
+    obstacle: str | None,
+    missing: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "find_obstacle", lambda: obstacle)
+    monkeypatch.setattr(Attention, "backend_name", lambda *_: "chunked")
+    with caplog.at_level(logging.INFO, "lit_lazy.training.run"):
+        run(replace_at(config(), {"model.backend": asked}), tmp_path)
+    said = [record.getMessage() for record in caplog.records if record.name == "lit_lazy.training.run"]
+    assert said == [f"attention runs on chunked{missing}"]
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,8 @@ class Job:
     """How each cell is trained."""
     loggers: tuple[str, ...] = ()
     """Kinds of loggers in addition to MLflow."""
+    compiled: bool | None = None
+    """Whether cells are trained with the compiled backend of CPUs; None: if the machine has it."""
 
     @property
     def folder(self) -> Path:

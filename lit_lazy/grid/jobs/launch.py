@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 from rich.console import Console
 
+from lit_lazy.grid.jobs.backend import COMPILED, TAG, describe_portable_backend, require_compiled_backend
 from lit_lazy.grid.jobs.job import Job, LaunchOptions, Work
 from lit_lazy.grid.jobs.parent_run import open_parent_run, reset_grid
 from lit_lazy.grid.jobs.pool import LocalPool, Pool
@@ -118,18 +119,24 @@ def execute_cells(
     queue, tracker = opened.queue, opened.tracker
     supervisor = Supervisor(work, launch, queue, console)
     supervisor.release_dead()
-    added = queue.add_missing(work.cells, recorded)
     states, n = queue.states(), len(work.cells)
-    left = sum(states[cell.key] not in FINISHED for cell in work.cells)
+    ended = {key for key, state in states.items() if state in FINISHED} | set(recorded or ())
+    left = sum(cell.key not in ended for cell in work.cells)
+    compiled = tracker.read_tags(parent_id).get(TAG) == COMPILED
+    if left and compiled:
+        require_compiled_backend(work.id)
+    added = queue.add_missing(work.cells, recorded)
     if not left and not tracker.was_cut_off(parent_id):
         console.print(f"{n} {work.noun}, all finished: nothing to do", highlight=False)
         yield False
         return
     console.print(f"{n} {work.noun}, {n - left} already finished, {added} enqueued", highlight=False)
+    if left and not compiled and (line := describe_portable_backend(work.id)):
+        console.print(line, highlight=False, soft_wrap=True)
     with _mark_running(work, queue, tracker, parent_id):
         if left:
             progress = Progress(queue, [cell.key for cell in work.cells], console, notes)
-            supervisor.work(make_pool(make_job(work, launch, opened, parent_id), launch), progress)
+            supervisor.work(make_pool(make_job(work, launch, opened, parent_id, compiled), launch), progress)
         yield True
 
 
@@ -154,8 +161,8 @@ def is_finished(work: Work, queue: Queue) -> bool:
     return all(states.get(cell.key) in FINISHED for cell in work.cells)
 
 
-def make_job(work: Work, launch: LaunchOptions, opened: OpenGrid[Q], parent_id: str) -> Job:
-    """The job description for the workers."""
+def make_job(work: Work, launch: LaunchOptions, opened: OpenGrid[Q], parent_id: str, compiled: bool) -> Job:
+    """The job description for the workers. compiled: as in `Job`."""
     return Job(
         storage=opened.queue.url,
         study=work.id,
@@ -170,6 +177,7 @@ def make_job(work: Work, launch: LaunchOptions, opened: OpenGrid[Q], parent_id: 
         module=work.module,
         execution=launch.execution,
         loggers=launch.loggers,
+        compiled=compiled,
     )
 
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
+from lit_lazy.grid.jobs.backend import TAG, choose_backend
 from lit_lazy.grid.jobs.job import Work
 from lit_lazy.grid.queue.liveness import find_living
 from lit_lazy.grid.queue.queue import Queue
@@ -50,7 +51,9 @@ def open_parent_run(
         elsewhere = f"does not hold this grid's parent run, which is stored at {where}; set MLFLOW_TRACKING_URI to that"
         problem = lost if where == tracker.uri else elsewhere
         raise ValueError(f"MLflow at {tracker.uri} {problem}, or start again with --fresh")
-    parent_id = begun[0].run_id if begun else tracker.create_run(work.id, {**tags, "grid": grid_id})
+    parent_id = (
+        begun[0].run_id if begun else tracker.create_run(work.id, {**tags, "grid": grid_id, TAG: choose_backend()})
+    )
     queue.facts = facts | {"tracking": tracker.uri}
     if (kept := tracker.read_bytes(parent_id, plan)) is not None:
         try:

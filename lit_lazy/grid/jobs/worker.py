@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.user_files import load_module
+from lit_lazy.grid.jobs.backend import hide_compiled_backend, require_compiled_backend
 from lit_lazy.grid.jobs.interrupts import EndIfInterrupted, Interrupts
 from lit_lazy.grid.jobs.job import Job
 from lit_lazy.grid.queue.liveness import Heartbeat, Membership, find_living
@@ -254,7 +255,11 @@ def _free_memory() -> None:
 
 
 def prepare_process(job: Job) -> None:
-    """Prepare a process, once, to execute cells."""
+    """Prepare a process, once, to execute cells. Raises ValueError if it lacks the grid's backend."""
+    if job.compiled:
+        require_compiled_backend(job.study)
+    elif job.compiled is False:
+        hide_compiled_backend()
     git_sha()
     torch.set_num_threads(job.threads)
     for file in job.files:

@@ -1,0 +1,44 @@
+"""Whether a grid's cells are trained with the compiled backend of CPUs: as the grid began, on whichever machine.
+
+The backends round differently, and a table should not mix them. A tag of the parent run, which outlives the queue,
+holds the choice; a grid without the tag was begun by a version that had no compiled backend.
+"""
+
+import os
+
+from flash_lazy.cpu.library import SWITCH, find_obstacle
+from lit_lazy.training.devices import find_missing_backend, select_training_device
+
+TAG = "cpu_backend"
+COMPILED, PORTABLE = "compiled", "portable"
+"""Values of the tag."""
+
+
+def choose_backend() -> str:
+    """The tag's value for a grid that begins on this machine."""
+    return PORTABLE if find_obstacle() else COMPILED
+
+
+def require_compiled_backend(grid: str) -> None:
+    """Raise a one-line ValueError if this machine would train cells without the compiled backend."""
+    if missing := find_missing_backend():
+        raise ValueError(
+            f"{grid}: began with the compiled backend and keeps it, but {missing}, or name another --runs folder"
+        )
+
+
+def hide_compiled_backend() -> None:
+    """Let this process and its children run without the compiled backend."""
+    os.environ[SWITCH] = "0"
+
+
+def describe_portable_backend(grid: str) -> str | None:
+    """One line on what a grid without the compiled backend lacks on this machine's CPU; None on an accelerator."""
+    if select_training_device().type != "cpu":
+        return None
+    if obstacle := find_obstacle():
+        return f"attention runs slower than it could: {obstacle}"
+    return (
+        f"{grid} began without the compiled backend and keeps doing without it; --fresh starts again with it, another "
+        "--runs folder keeps both"
+    )

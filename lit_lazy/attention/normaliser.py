@@ -236,6 +236,11 @@ class NormaliserModule(nn.Module, ABC):
             probe_attention(name, trained, attend, heads, head_dim, device, dtype)
 
 
+def find_lazy_threshold(normaliser: NormaliserModule) -> LazyThreshold | None:
+    """The threshold that a module's class declares, not one that it inherits: a subclass may compute other weights."""
+    return normaliser.lazy_threshold() if "lazy_threshold" in vars(type(normaliser)) else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Normaliser(ABC):
     """Settings of a normaliser."""

@@ -12,7 +12,7 @@ from flash_lazy.call import prepare
 from flash_lazy.cpu.ops import find_obstacle
 from flash_lazy.cpu.summary import summarise_attention
 from lit_lazy.attention import AttentionCall, NormaliserModule
-from lit_lazy.attention.normaliser import LazyThreshold
+from lit_lazy.attention.normaliser import LazyThreshold, find_lazy_threshold
 
 FIRST_KEYS = 8
 """First keys of a sequence whose weights are stored individually."""
@@ -125,9 +125,8 @@ def summarise(
 
 def _find_compiled_threshold(normaliser: NormaliserModule, call: AttentionCall) -> LazyThreshold | None:
     """The threshold with which flash_lazy's compiled code summarises a call; None if it cannot."""
-    # A subclass may compute other weights, so the class itself must declare the threshold.
-    known = "lazy_threshold" in vars(type(normaliser)) and call.backend in ("auto", "cpu")
-    return normaliser.lazy_threshold() if known and find_obstacle(call.q) is None else None
+    known = call.backend in ("auto", "cpu") and find_obstacle(call.q) is None
+    return find_lazy_threshold(normaliser) if known else None
 
 
 def _summarise_compiled(

@@ -10,14 +10,16 @@ from torch import Tensor, nn
 
 from flash_lazy import Stats
 from flash_lazy.cpu import library
-from flash_lazy.cpu.decoder import ALIGNMENT, Decoder, Layer, decoder_residual, decoder_loss
+from flash_lazy.cpu.decoder import ALIGNMENT, Decoder, Layer, decoder_loss, decoder_residual
 from lit_lazy.attention import Attention
 from lit_lazy.attention.gate import GateModule
+from lit_lazy.attention.normaliser import find_lazy_threshold
 from lit_lazy.model.decoder import NORM_EPS, Block, DecoderLM, SwiGLU
 from lit_lazy.model.loss import head_nll, mean_nll
 
-MOST_WEIGHTS, MOST_WORDS = 2**19, 2**12
-"""Weights of a block, and words of a vocabulary, up to which the compiled code is faster than a library's products."""
+MOST_WEIGHTS, MOST_WORDS = 2**20, 2**14
+"""Weights of a block, and words of a vocabulary, up to which the compiled code was measured to be faster on any
+instruction set (docs/decisions.md)."""
 
 
 def compute_mean_loss(model: DecoderLM, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -57,15 +59,14 @@ def describe(model: DecoderLM, batch: int, length: int) -> Decoder | None:
         return None
     if batch < torch.get_num_threads() or model.checkpoint_activations or not _is_known(model):
         return None
-    rotation = _compute_rotation(model, length)
+    angles = model.position.compute_angles(length)
     layers = [_describe_layer(block, length) for block in model.blocks]  # type: ignore[arg-type]
-    if rotation is None or None in layers:
-        return None
-    first: Attention = model.attentions[0]
     known = [layer for layer in layers if layer is not None]
-    decoder = Decoder(
-        known, model.norm.weight, model.head.weight, first.n_heads, first.n_kv_heads, NORM_EPS, rotation or None
-    )
+    if angles is None or len(known) < len(layers):
+        return None
+    heads = model.attentions[0].n_heads, model.attentions[0].n_kv_heads
+    turned = angles if angles.shape[1] else None
+    decoder = Decoder(known, model.norm.weight, model.head.weight, *heads, NORM_EPS, turned)
     return decoder if all(map(_is_plain, decoder.tensors)) else None
 
 
@@ -80,21 +81,11 @@ def _is_known(model: DecoderLM) -> bool:
 
 
 def _has_hooks(modules: Iterable[nn.Module]) -> bool:
-    return any(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules
-    )
+    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)
 
 
 def _is_plain(x: Tensor | None) -> bool:
     return x is None or (type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu")
-
-
-def _compute_rotation(model: DecoderLM, length: int) -> tuple[Tensor, ...] | None:
-    """Cosine and sine of the rotation's angles; empty without a rotation, None for an unknown one."""
-    angles = model.position.compute_angles(length)
-    if angles is None:
-        return None
-    return (angles.cos(), angles.sin()) if angles.shape[1] else ()
 
 
 def _describe_layer(block: Block, length: int) -> Layer | None:
@@ -106,20 +97,18 @@ def _describe_layer(block: Block, length: int) -> Layer | None:
     norms = block.attention_norm, block.mlp_norm
     if any(type(m) is not nn.Linear for m in linear) or any(type(m) is not nn.RMSNorm for m in norms):
         return None
-    normaliser = mixer.normaliser
-    # A subclass may compute other weights, so the class itself must declare the threshold.
-    if "lazy_threshold" not in vars(type(normaliser)) or type(mixer.gate) is not GateModule or mixer.qk_norm:
+    found = find_lazy_threshold(mixer.normaliser)
+    if found is None or type(mixer.gate) is not GateModule or mixer.qk_norm:
         return None
     if mixer.backend not in ("auto", "cpu") or mixer.q.out_features % ALIGNMENT:
         return None
-    tau, threshold, context_length = normaliser.lazy_threshold()
     q, k, v, out, gate, up, down = (m.weight for m in linear)
     return Layer(
         *(block.attention_norm.weight, q, k, v, out, block.mlp_norm.weight, gate, up, down),
-        torch.zeros(mixer.n_heads) if tau is None else tau,
+        torch.zeros(mixer.n_heads) if found.tau is None else found.tau,
         *mixer.bias(length),
-        threshold=threshold,
-        context_length=context_length,
+        threshold=found.threshold,
+        context_length=found.context_length,
         renormalise=mixer.renormalise,
         window=mixer.window,
     )

@@ -55,7 +55,7 @@ class Layer:
 class Decoder:
     """All weights, float32 on the CPU, and the settings that layers share.
 
-    rotation: cosine and sine of the angles of dimensions (m, m + D / 2), `[L, D / 2]` each; None for no rotation.
+    angles: by which the dimensions (m, m + D / 2) of queries and keys are turned, `[L, D / 2]`; None for no rotation.
     """
 
     layers: Sequence[Layer]
@@ -64,7 +64,7 @@ class Decoder:
     n_heads: int
     n_kv_heads: int
     eps: float
-    rotation: tuple[Tensor, Tensor] | None = None
+    angles: Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor | None]:
@@ -157,15 +157,16 @@ def _describe(decoder: Decoder, x: Tensor, weights: Sequence[Tensor | None]) -> 
             for layer in decoder.layers
         )
     )
+    turns = None if decoder.angles is None else (decoder.angles.cos(), decoder.angles.sin())
     addresses, first = _addresses(weights), decoder.layers[0]
     record = _DecoderFields(
         *(len(decoder.layers), *x.shape, first.gate.shape[0], decoder.n_heads, decoder.n_kv_heads),
         *(first.q.shape[0] // decoder.n_heads, decoder.head.shape[0], torch.get_num_threads()),
         *(ctypes.addressof(settings), ctypes.addressof(addresses)),
-        *((None, None) if decoder.rotation is None else (part.data_ptr() for part in decoder.rotation)),
+        *((None, None) if turns is None else (part.data_ptr() for part in turns)),
         *(x.data_ptr(), decoder.eps),
     )
-    return record, (weights, settings, addresses)
+    return record, (weights, settings, addresses, turns)
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> Any:

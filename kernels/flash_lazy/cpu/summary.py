@@ -67,4 +67,5 @@ def summarise_attention(call: Call, counted: Tensor, first_keys: int, tile: int,
     fields = _SummaryFields(first_keys, tile, small, *(x.data_ptr() for x in results))
     library.load().flash_lazy_summarise(ctypes.byref(record), ctypes.byref(fields))
     del alive
-    return AttentionSummary(*sums, first, columns, touched)
+    by_row = dict(zip(AttentionSummary._fields, sums, strict=False))
+    return AttentionSummary(**by_row, first=first, columns=columns, touched=touched)

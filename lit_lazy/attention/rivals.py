@@ -161,7 +161,7 @@ class Entmax15(Normaliser):
     """1.5-entmax (Peters et al., arXiv 1905.05702): sparse weights that sum to 1."""
 
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
-        return _Entmax("entmax15")
+        return _Entmax(power=2)
 
 
 @dataclass(frozen=True)
@@ -169,30 +169,49 @@ class Sparsemax(Normaliser):
     """Sparsemax (Martins and Astudillo, arXiv 1602.02068): projection onto the simplex; weights sum to 1."""
 
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
-        return _Entmax("sparsemax")
+        return _Entmax(power=1)
 
 
-SORTED_FIRST = 128
-"""Number of largest scores of a row sorted first; all are sorted if more weights survive. The result is bit-identical.
-For 1,024 keys and scores of standard deviation 1 it saves two thirds of the time; if 1.5-entmax zeroes no weight, it
-doubles the time."""
+NEWTON_STEPS = 100
+"""Limit of a row's steps to its threshold; scores as of a trained model take 5 to 10."""
 
 
 class _Entmax(NormaliserModule):
+    """Weights `max(s / power - t, 0)^power`, power = 1 / (alpha - 1); their sum of 1 determines each row's t.
+
+    Newton's method from below finds t without sorting: the sum is convex in t, so that every step stays below.
+    """
+
     can_zero = relative = True
 
-    def __init__(self, name: Literal["entmax15", "sparsemax"]) -> None:
+    def __init__(self, power: Literal[1, 2]) -> None:
         super().__init__()
-        try:
-            import entmax
-        except ImportError:
-            raise ValueError("Entmax15 and Sparsemax need the package entmax; pip install entmax") from None
-        self.rule = getattr(entmax, name)
+        self.power = power
 
     def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
-        # The package raises an index error for NaN scores.
-        nan = scores.isnan().any(-1, keepdim=True)
-        return self.rule(scores.masked_fill(nan, 0), dim=-1, k=SORTED_FIRST).masked_fill(nan, torch.nan)
+        x = (scores - scores.detach().amax(-1, keepdim=True)) / self.power
+        with torch.no_grad():
+            t = self._find_threshold(x)
+        # One more step carries the derivatives of t by the scores, those of an implicit function.
+        return torch.relu(x - t - self._step(x, t)) ** self.power
+
+    def _find_threshold(self, x: Tensor) -> Tensor:
+        """t of rows with a largest x of 0, `[..., 1]`; NaN for a row with a NaN."""
+        t = torch.full_like(x[..., :1], -1.0)
+        for _ in range(NEWTON_STEPS):
+            step = self._step(x, t)
+            moves = step > 2 * torch.finfo(x.dtype).eps
+            if not bool(moves.any()):
+                break
+            t = torch.where(moves, t + step, t)  # a row's steps must not depend on other rows
+        return t
+
+    def _step(self, x: Tensor, t: Tensor) -> Tensor:
+        """Newton's step of t towards a sum of 1."""
+        rest = torch.relu(x - t)
+        if self.power == 1:
+            return (rest.sum(-1, keepdim=True) - 1) / (rest > 0).sum(-1, keepdim=True)
+        return (rest.square().sum(-1, keepdim=True) - 1) / (2 * rest.sum(-1, keepdim=True))
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,8 @@ from lit_lazy.attention import (
     Sparsemax,
     SSMax,
     T5Bias,
-    rivals,
 )
-from lit_lazy.attention.rivals import SORTED_FIRST, lambda_init
+from lit_lazy.attention.rivals import lambda_init
 from lit_lazy.config import ModelConfig
 from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.model.decoder import DecoderLM
@@ -148,20 +147,20 @@ def test_a_model_of_it_decodes_and_trains_in_bfloat16(normaliser: Normaliser, bi
 
 
 @pytest.mark.parametrize("normaliser", [Entmax15(), Sparsemax()])
-@pytest.mark.parametrize("spread", [0.01, 1.0])  # more and fewer weights survive than are sorted first (1.5-entmax)
-def test_what_is_sorted_first_changes_no_bit(normaliser: Normaliser, spread: float, monkeypatch) -> None:
-    keys = 3 * SORTED_FIRST
-    scores = spread * torch.randn(1, 2, 5, keys, generator=torch.Generator().manual_seed(0))
-    scores[..., 0, SORTED_FIRST // 2 :] = -1e30  # hidden: fewer keys than are sorted first
-    rows = Rows(scores > -1e30, torch.full((1, 1, 5, 1), keys), torch.zeros(1, 1, 5, 1))
-
-    def found() -> list[Tensor]:
-        leaf = scores.clone().requires_grad_()
-        weights = normaliser.build(SHAPE).weights(leaf, rows)
-        return [weights, *torch.autograd.grad(weights.square().sum(), leaf)]
-
-    some = found()
-    monkeypatch.setattr(rivals, "SORTED_FIRST", None)
-    assert all(map(torch.equal, some, found()))
-    if isinstance(normaliser, Entmax15):
-        assert ((some[0][..., 1:, :] > 0).sum(-1) > SORTED_FIRST).any() == (spread < 1)
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 30.0])
+def test_entmax_rows_sum_to_one_and_cut_the_same_amount(normaliser: Normaliser, spread: float) -> None:
+    """Of few and of many surviving weights: they are s / power minus one amount, to the power; the rest is below it."""
+    power = 2 if isinstance(normaliser, Entmax15) else 1
+    scores = spread * torch.randn(1, 2, 5, 400, generator=torch.Generator().manual_seed(0))
+    scores[..., 0, 64:] = -1e30  # hidden
+    scores[..., 1, 1:] = -1e30
+    rows = Rows(scores > -1e30, torch.full((1, 1, 5, 1), 400), torch.zeros(1, 1, 5, 1))
+    weights = normaliser.build(SHAPE).weights(scores, rows)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 5), rtol=0, atol=1e-6)
+    assert torch.equal(weights[..., 1, 0], torch.ones(1, 2))
+    amount = scores / power - weights ** (1 / power)
+    alive = weights > 1e-6  # the root of a smaller weight is dominated by rounding
+    mean = (amount * alive).sum(-1, keepdim=True) / alive.sum(-1, keepdim=True)
+    rounding = 1e-5 * max(1.0, spread)
+    assert ((amount - mean) * alive).abs().max() <= rounding
+    assert (scores / power - mean)[weights == 0].max() <= rounding if (weights == 0).any() else spread == 0

@@ -30,7 +30,7 @@ assert generate(model, [[1, 2], [3]], 3) == [[3, 4, 5], [4, 5, 6]]
 
 
 def test_nothing_else_is_there(torch_site: Path) -> None:
-    names = ("numpy", "lightning", "torchmetrics", "mlflow", "optuna", "datasets", "entmax", "triton")
+    names = ("numpy", "lightning", "torchmetrics", "mlflow", "optuna", "datasets", "triton")
     find = f"import importlib.util; print(*[name for name in {names} if importlib.util.find_spec(name)])"
     assert run_alone(find, torch_site) == "\n"
 

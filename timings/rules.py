@@ -1,6 +1,5 @@
 """Cost of every normaliser's attention, forward and backward, relative to lazy attention's fused path."""
 
-import importlib.util
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -36,10 +35,9 @@ NORMALISERS: Mapping[str, Normaliser] = {
     type(normaliser).__name__: normaliser
     for normaliser in (
         Elastic(), Softmax(), OffByOne(), SinkLogit(), ClippedSoftmax(), Softpick(), Sigmoid(), Relu(), SSMax(),
-        Differential(), *((Entmax15(), Sparsemax()) if importlib.util.find_spec("entmax") else ()),
+        Differential(), Entmax15(), Sparsemax(),
     )
 }  # fmt: skip
-"""Those that this machine can run: a GPU machine may have only torch."""
 
 
 def measure_rules(length: int, rounds: int, tokens: int, console: Callable[[str], None]) -> list[dict[str, Any]]:

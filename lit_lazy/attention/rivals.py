@@ -210,7 +210,7 @@ class _Entmax(NormaliserModule):
         """Newton's step of t towards a sum of 1."""
         rest = torch.relu(x - t)
         if self.power == 1:
-            return (rest.sum(-1, keepdim=True) - 1) / (rest > 0).sum(-1, keepdim=True)
+            return (rest.sum(-1, keepdim=True) - 1) / rest.sign().sum(-1, keepdim=True)
         return (rest.square().sum(-1, keepdim=True) - 1) / (2 * rest.sum(-1, keepdim=True))
 
 

@@ -1,17 +1,64 @@
 """`cpu`, the compiled backend, against the reference: sizes, layouts, threads, special values, skipping, operators."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kernel_cases import (
     THRESHOLDS,
+    Case,
+    assert_same_bits,
     assert_small_errors,
     draw,
     eager_errors,
+    make_noise,
     measure_errors,
     pairwise_cover,
     require_library,
     run_named,
 )
+from torch.library import opcheck
+
+from flash_lazy import lazy_attention, resolve_backend
+from flash_lazy.call import LEAVES, Call
+from flash_lazy.cpu import ops
+
+AXES = {
+    "threshold": THRESHOLDS,
+    "sign": [1, -1],
+    "renormalise": [False, True],
+    "bias_width": [None, 1, 20, 300],
+    "slopes": [False, True],
+    "window": [None, 1, 17, 140],
+    "key_mask": [False, True],
+    "layout": ["plain", "decode", "ragged", "packed"],
+    "group": [1, 3],
+    "kv_heads": [1, 2],
+    "length": [1, 7, 63, 129],
+    "width": [1, 3, 8, 24, 80, 257],
+}
+COVER = pairwise_cover(AXES | {"threads": [1, 2, 3]})
+# With more rows and keys hardly any draw keeps off the kink in all of them.
+LONG = [
+    {"length": 300, "width": 64, "kv_heads": 1, "batch": 1, "bias_width": 200, "threads": 2},
+    {"length": 300, "width": 24, "layout": "packed", "renormalise": True, "slopes": True, "threads": 1},
+    {"length": 500, "width": 80, "layout": "decode", "rows": 7, "batch": 1, "group": 2, "threads": 1},
+    {"length": 500, "width": 257, "layout": "decode", "rows": 1, "batch": 2, "window": 400, "threads": 3},
+    {
+        "length": 500,
+        "width": 16,
+        "layout": "decode",
+        "rows": 20,
+        "batch": 1,
+        "window": 200,
+        "slopes": True,
+        "threads": 2,
+    },
+]
+VARIED = {"bias_width": 20, "slopes": True, "renormalise": True, "group": 2, "width": 24}
 
 
 @pytest.fixture(autouse=True)
@@ -19,26 +66,7 @@ def _library():
     require_library()
 
 
-COVER = pairwise_cover(
-    {
-        "threshold": THRESHOLDS,
-        "sign": [1, -1],
-        "renormalise": [False, True],
-        "bias_width": [None, 1, 20, 300],
-        "slopes": [False, True],
-        "window": [None, 1, 17, 140],
-        "key_mask": [False, True],
-        "layout": ["plain", "decode", "ragged", "packed"],
-        "group": [1, 3],
-        "kv_heads": [1, 2],
-        "length": [1, 7, 63, 129],
-        "width": [1, 3, 8, 24, 80, 257],
-        "threads": [1, 2, 3],
-    }
-)
-
-
-@pytest.mark.parametrize("setting", COVER, ids=str)
+@pytest.mark.parametrize("setting", COVER + LONG, ids=str)
 def test_equals_reference(setting):
     torch.set_num_threads(setting["threads"])
     drawn = {name: value for name, value in setting.items() if name != "threads"}
@@ -46,7 +74,377 @@ def test_equals_reference(setting):
 
 
 def errors_of_a_draw(case):
+    """With gradients of the output and of the log-sum-exp."""
     dlse = torch.randn(case.q.shape[:3], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     exact = run_named(case.to(torch.float64), "reference", dlse=dlse)
     rounded = case.to(torch.float32)
     return measure_errors(run_named(rounded, "cpu", dlse=dlse), exact, eager_errors(rounded, exact, dlse=dlse))
+
+
+SETTINGS = {name: st.sampled_from(values) for name, values in AXES.items()} | {
+    "bias_width": st.none() | st.integers(1, 60),
+    "window": st.none() | st.integers(1, 60),
+    "length": st.integers(1, 50),
+    "width": st.integers(1, 40),
+    "rows": st.none() | st.integers(1, 50),
+}
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.fixed_dictionaries(SETTINGS), st.integers(0, 2**20))
+def test_any_options_equal_the_reference(setting, seed):
+    if setting["rows"] is not None:
+        setting["rows"] = max(1, min(setting["rows"], setting["length"] - 1))
+    assert_small_errors(lambda more: errors_of_a_draw(draw(seed + more, **setting)), (*range(5),))
+
+
+def large(length=300, **changes):
+    """A case of several tiles and blocks, in which weights may be at the kink."""
+    setting = {"heads": 4, "kv_heads": 2, "width": 24, "batch": 1} | changes
+    generator = torch.Generator().manual_seed(length)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    shape = setting["batch"], setting["kv_heads"], length, setting["width"]
+    q, k, v = normal(setting["batch"], setting["heads"], length, setting["width"]), normal(*shape), normal(*shape)
+    options = {"slopes": 0.05 * normal(setting["heads"]).abs()}
+    return Case(q, k, v, 1 + 0.1 * normal(setting["heads"]), normal(setting["heads"], 40), options)
+
+
+def widen(x):
+    """x as every second column of a larger tensor."""
+    return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
+
+
+LAYOUTS = {
+    "rows before heads": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "columns before rows": lambda x: x.mT.contiguous().mT,
+    "a slice of columns": lambda x: torch.cat([torch.full_like(x, torch.nan), x, x], -1)[..., x.shape[-1] :][
+        ..., : x.shape[-1]
+    ],
+    "a slice of rows": lambda x: torch.cat([torch.full_like(x, torch.nan), x, x], 2)[:, :, x.shape[2] :][
+        :, :, : x.shape[2]
+    ],
+    "every second column": widen,
+    "reversed by a gather": lambda x: x.flip(2).contiguous().flip(2),
+}
+
+
+@pytest.mark.parametrize("width", [24, 32])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_change_no_bit(layout, width):
+    case, change = large(150, width=width, batch=2), LAYOUTS[layout]
+    grad = make_noise(case)
+    changed = replace(case, **{name: change(getattr(case, name)) for name in "qkv"})
+    assert torch.equal(changed.k, case.k)
+    narrow = replace(changed, tau=widen(case.tau), bias=widen(case.bias))
+    assert_same_bits(run_named(case, "cpu", grad), run_named(narrow, "cpu", change(grad)))
+
+
+def test_one_head_for_all_and_one_gradient_for_all():
+    case = large(150)
+    shared = [x[:, :1].expand_as(x) for x in (case.q, case.k, case.v)]
+    grad = torch.ones(()).expand(case.q.shape)
+    expanded = Case(*shared, case.tau, case.bias, case.options)
+    copied = Case(*(x.contiguous() for x in shared), case.tau, case.bias, case.options)
+    assert_same_bits(run_named(copied, "cpu", grad.contiguous()), run_named(expanded, "cpu", grad))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 70}, {"renormalise": True}], ids=str)
+@pytest.mark.parametrize(("first", "end"), [(0, 9), (5, 60), (131, 300), (40, 299)])
+def test_rows_alone_have_the_same_bits(first, end, options):
+    """A row's output, statistics and gradient depend on neither the rows beside it nor later keys."""
+    case = large()
+    case.options.update(options)
+    grad = make_noise(case)
+    part = replace(case, q=case.q[:, :, first:end], k=case.k[:, :, :end], v=case.v[:, :, :end])
+    whole, alone = run_named(case, "cpu", grad), run_named(part, "cpu", grad[:, :, first:end])
+    for name in ("out", "lse", "mass", "first_weight", "zeros", "dq"):
+        assert torch.equal(whole[name][:, :, first:end], alone[name]), name
+
+
+def test_later_rows_and_keys_change_no_bit():
+    case, token = large(), 170
+    changed = replace(case, **{name: getattr(case, name).clone() for name in "qkv"})
+    for x in (changed.q, changed.k, changed.v):
+        x[:, :, token:] = 1 - 3 * x[:, :, token:]
+    early = torch.zeros_like(case.q)
+    early[:, :, :token] = make_noise(case)[:, :, :token]
+    before, after = run_named(case, "cpu", early), run_named(changed, "cpu", early)
+    for name in ("out", "lse", "mass", "first_weight", "zeros", "dq", "dk", "dv"):
+        assert torch.equal(before[name][:, :, :token], after[name][:, :, :token]), name
+    assert all(x[name][:, :, token:].count_nonzero() == 0 for x in (before, after) for name in ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("place", ["q", "k"])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("rows", [1, 39])  # the first of 40 would see only the poisoned key
+def test_nan_and_infinity_spread_as_in_the_reference(rows, poison, place):
+    """From the last row, and from a key that all rows see."""
+    case = large(40, heads=2)
+    case = replace(case, q=case.q[:, :, -rows:])
+    poisoned = getattr(case, place).clone()
+    poisoned[:, 0, -1 if place == "q" else 0, 3] = poison
+    case = replace(case, **{place: poisoned})
+    expected, found = run_named(case, "reference"), run_named(case, "cpu")
+    for name in ("out", "lse", "mass", "dq"):
+        seen = torch.isfinite(expected[name])
+        assert torch.equal(seen, found[name].isfinite()), name
+        torch.testing.assert_close(found[name][seen], expected[name][seen])
+        assert torch.equal(expected[name].isnan(), found[name].isnan()), name
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_values_that_are_nan_spread_to_rows_with_a_weight_for_them(rows):
+    case = large(40, heads=2)
+    v = case.v.clone()
+    v[:, 0, 0] = torch.nan
+    clean, found = (run_named(replace(case, q=case.q[:, :, -rows:], v=each), "cpu") for each in (case.v, v))
+    reached = clean["first_weight"][:, 0] > 0
+    assert found["out"][:, 0][reached].isnan().all()
+    for name in ("lse", "mass", "first_weight", "zeros"):
+        assert torch.equal(clean[name], found[name]), name
+
+
+@pytest.mark.parametrize("rows", [2, 30])
+def test_a_row_with_an_infinite_score_is_nan_and_its_log_sum_exp_infinite(rows):
+    case = large(30, heads=2)
+    bias = torch.zeros(2, 30)
+    bias[0, 5], bias[1, 6] = torch.inf, -torch.inf
+    case = replace(case, q=case.q[:, :, -rows:], bias=bias)
+    expected, found = run_named(case, "reference"), run_named(case, "cpu")
+    assert found["lse"][0, 0, -1] == torch.inf
+    assert found["out"][0, 0, -1].isnan().all()
+    assert found["out"][0, 1].isfinite().all()
+    for name in ("out", "lse"):
+        torch.testing.assert_close(found[name], expected[name], equal_nan=True)
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("rows", [1, 8, 9, 200])
+def test_equal_scores_at_tau_one_are_exactly_zero_and_get_no_gradient(rows, renormalise):
+    """Not only scores of 0: keys are copies of one key, whose product with a query rounds."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 2, length, 24, generator=generator) for length in (rows, 1, 200))
+    case = Case(q, k.expand_as(v), v, torch.ones(2), None, {"renormalise": renormalise})
+    found = run_named(case, "cpu")
+    for name in ("out", "mass", "dq", "dk", "dv", "dtau"):
+        assert found[name].count_nonzero() == 0, name
+    assert torch.equal(found["zeros"], torch.arange(200.0)[-rows:].add(1).expand(1, 2, -1))
+
+
+@pytest.mark.parametrize("rows", [1, 30])
+@pytest.mark.parametrize("options", [{}, {"renormalise": True}, {"threshold": "constant"}], ids=str)
+def test_rows_of_one_key(options, rows):
+    """Their softmax is 1, so that scores get no gradient, to the last bit."""
+    case = large(30)
+    case = replace(case, q=case.q[:, :, -rows:], tau=torch.full((4,), 0.7))
+    case.options.update(options, window=1)
+    found = run_named(case, "cpu")
+    weight = 1 if options.get("renormalise") else 1 - case.tau[0]
+    values = case.v[:, :, -rows:].repeat_interleave(2, 1)
+    torch.testing.assert_close(found["out"], weight * values, rtol=2e-7 if "renormalise" in options else 0, atol=0)
+    for name in ("dq", "dk", "dbias", "dslopes"):
+        assert found[name].count_nonzero() == 0, name
+    dlse = torch.randn(case.q.shape[:3], generator=torch.Generator().manual_seed(4))
+    expected = dlse[..., None] * case.k[:, :, -rows:].repeat_interleave(2, 1) / math.sqrt(24)
+    torch.testing.assert_close(run_named(case, "cpu", dlse=dlse)["dq"], expected, rtol=4e-7, atol=0)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("rows", [3, 50, 300])
+def test_what_no_row_sees_may_hold_nan(rows, sign):
+    case = large(batch=3)
+    visible = torch.rand(3, 300, generator=torch.Generator().manual_seed(2)) < 0.8
+    options = case.options | {"key_mask": visible, "window": 150}
+    hidden = ~visible & (torch.arange(300) < 400)
+    if rows < 300:
+        options["kv_lengths"] = torch.tensor([300, 170, 20])
+        lengths = options["kv_lengths"][:, None]
+        own = torch.arange(300)
+        hidden = ~visible | (own >= lengths) | (own < lengths - rows - 149)
+    case = replace(case, q=case.q[:, :, -rows:], tau=sign * case.tau, options=options)
+    k, v = (x.masked_fill(hidden[:, None, :, None], torch.nan) for x in (case.k, case.v))
+    clean, found = run_named(case, "cpu"), run_named(replace(case, k=k, v=v), "cpu")
+    assert all(x.isfinite().all() for name, x in found.items() if name != "lse")
+    assert_same_bits(clean, found)
+    assert all(found[name].masked_select(hidden[:, None, :, None]).count_nonzero() == 0 for name in ("dk", "dv"))
+
+
+@pytest.mark.parametrize("rows", [1, 12, 120])
+def test_threads_change_no_bit_where_each_has_whole_heads(rows):
+    case = large(120, heads=12, kv_heads=6)
+    case = replace(case, q=case.q[:, :, -rows:])
+    found = [run_on(threads, case) for threads in (1, 2, 3, 2)]
+    for other in found[1:]:
+        assert_same_bits(found[0], other)
+
+
+@pytest.mark.parametrize("rows", [1, 12, 700])
+def test_one_head_is_split_over_threads(rows):
+    """Rows keep their bits; what rows share is summed in an order that depends on the number of threads alone."""
+    case = large(700, heads=1, kv_heads=1)
+    case = replace(case, q=case.q[:, :, -rows:])
+    alone = run_on(1, case)
+    for threads in (2, 3, 5):
+        found = run_on(threads, case)
+        for name in ("out", "lse", "mass", "first_weight", "zeros", "dq"):
+            assert torch.equal(alone[name], found[name]), name
+        for name in ("dk", "dv", "dtau", "dbias", "dslopes"):
+            torch.testing.assert_close(alone[name], found[name], rtol=1e-5, atol=1e-5)
+        for _ in range(3):
+            assert_same_bits(found, run_on(threads, case))
+
+
+def run_on(threads, case):
+    torch.set_num_threads(threads)
+    return run_named(case, "cpu")
+
+
+class TestSkipping:
+    """Slopes leave weight only on near keys, so that tiles of far keys are empty for all rows of a late block."""
+
+    FAR = 128
+    """Keys of the first tile."""
+
+    def make(self, rows, renormalise=False):
+        case = large(400, heads=2)
+        options = {"slopes": torch.full((2,), 0.5), "renormalise": renormalise}
+        return replace(case, q=case.q[:, :, -rows:], bias=None, tau=torch.ones(2), options=options)
+
+    @pytest.mark.parametrize("rows", [1, 40])
+    def test_values_of_an_empty_tile_are_not_read(self, rows):
+        """A product would spread NaN in them, though their weights are 0."""
+        case = self.make(rows)
+        v = case.v.clone()
+        v[:, :, : self.FAR] = torch.nan
+        clean, found = run_named(case, "cpu"), run_named(replace(case, v=v), "cpu")
+        assert_same_bits(clean, found)
+
+    def test_gradients_of_its_values_are_not_computed(self):
+        case = self.make(40)
+        found = run_named(case, "cpu", torch.full_like(case.q, torch.nan))
+        assert found["dv"][:, :, : self.FAR].count_nonzero() == 0
+        assert found["dv"][:, :, -40:].isnan().all()
+
+    @pytest.mark.parametrize("renormalise", [False, True])
+    def test_it_changes_no_bit(self, renormalise):
+        """A row that has a weight in the first tile makes its block compute the tile for the other rows too."""
+        case = self.make(40, renormalise)
+        reaching = replace(case, q=case.q.clone())
+        reaching.q[:, :, 5] = 300 * case.k[:, :, 7]
+        grad = make_noise(case)
+        grad[:, :, 5] = 0
+        skipping, computing = (run_named(each, "cpu", grad) for each in (case, reaching))
+        assert computing["first_weight"].count_nonzero() == 0
+        far = lazy_attention(
+            reaching.q,
+            case.k,
+            torch.ones_like(case.v) * (torch.arange(400) < self.FAR)[:, None],
+            case.tau,
+            **case.options,
+        )
+        assert far[:, :, 5].count_nonzero() == far[:, :, 5].numel()
+        assert far[:, :, 6:].count_nonzero() == 0
+        others = [*range(5), *range(6, 40)]
+        for name in ("out", "lse", "mass", "zeros", "dq"):
+            assert torch.equal(skipping[name][:, :, others], computing[name][:, :, others]), name
+        assert torch.equal(skipping["dv"], computing["dv"])
+        assert torch.equal(skipping["dk"], computing["dk"])
+
+
+OPTIONS = {
+    "plain": {"bias_width": 7, "group": 2, "window": 9},
+    "negative tau and a mask": {"sign": -1, "key_mask": True, "slopes": True, "renormalise": True},
+    "ragged": {"layout": "ragged", "threshold": "per_token", "bias_width": 7},
+    "packed": {"layout": "packed", "sign": -1, "kv_heads": 2},
+    "decode": {"layout": "decode", "rows": 1},
+}
+
+
+class TestOperators:
+    """torch.compile and torch.export see a call as one operator."""
+
+    @pytest.mark.parametrize("name", OPTIONS)
+    def test_compiled_without_a_break_to_the_same_bits(self, name):
+        case = draw(45, length=15, **OPTIONS[name]).to(torch.float32)
+
+        def attend(**leaves):
+            return lazy_attention(**case.options | leaves, return_stats=True)
+
+        torch.compiler.reset()
+        results = []
+        for call in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+            leaves = {name: x.detach().requires_grad_() for name, x in case.leaves().items()}
+            out, stats = call(**leaves)
+            ends = out.square().sum() + stats.lse.nan_to_num(neginf=0).square().sum()
+            results.append((out, *stats, *torch.autograd.grad(ends, list(leaves.values()))))
+        assert all(map(torch.equal, *results))
+
+    @pytest.mark.parametrize("name", OPTIONS)
+    def test_they_pass_opcheck(self, name):
+        case = draw(45, length=15, **OPTIONS[name]).to(torch.float32)
+        call = Call(case.q, case.k, case.v, case.tau, case.bias, **case.options)
+        leaves = [x if x is None else x.detach().requires_grad_() for x in call[:LEAVES]]
+        opcheck(ops._forward, (*leaves, *call[LEAVES:], True, True))
+        opcheck(ops._forward, (*call, False, False))
+        _, sums, _ = ops._forward(*call, True, False)
+        dlse = torch.zeros(case.q.shape[:3])
+        for rest in ((None, False, False), (dlse, case.bias is not None, call.slopes is not None)):
+            opcheck(ops._backward, (*call, sums, make_noise(case), *rest))
+
+    def test_exported(self):
+        case = large(50)
+
+        class Attend(torch.nn.Module):
+            def forward(self, q, k, v):
+                return lazy_attention(q, k, v, case.tau, case.bias, **case.options)
+
+        inputs = case.q, case.k, case.v
+        program = torch.export.export(Attend(), inputs)
+        assert "flash_lazy.cpu_forward" in str(program.graph)
+        assert torch.equal(program.module()(*inputs), Attend()(*inputs))
+
+    def test_second_derivatives_are_refused(self):
+        case = draw(45, length=15).to(torch.float32)
+
+        def attend(q):
+            return lazy_attention(q, case.k, case.v, case.tau, backend="cpu")
+
+        torch.compiler.reset()
+        for call in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+            q = case.q.detach().requires_grad_()
+            (grad,) = torch.autograd.grad(call(q).square().sum(), q, create_graph=True)
+            with pytest.raises(RuntimeError, match=r"once_differentiable|double backward"):
+                grad.sum().backward()
+
+
+def test_inference_keeps_nothing_and_training_its_inputs_and_three_numbers_a_row():
+    case = large(65)
+    kept = []
+    leaves = case.leaves()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        lazy_attention(**leaves, backend="cpu")
+        assert not kept
+        lazy_attention(**{name: x.requires_grad_() for name, x in leaves.items()}, backend="cpu")
+    inputs = {x.data_ptr() for x in leaves.values()}
+    (sums,) = [x for x in kept if x.data_ptr() not in inputs]
+    assert sums.shape == (3, *case.q.shape[:3])
+
+
+def test_under_autocast_auto_runs_what_takes_its_dtype():
+    case = large(20)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(
+            ValueError, match=r"backend is 'cpu' and q torch.bfloat16; give float32, or choose 'chunked'"
+        ):
+            lazy_attention(case.q, case.k, case.v, case.tau, backend="cpu")
+        out = lazy_attention(case.q, case.k, case.v, case.tau)
+        assert out.dtype == torch.bfloat16
+        leaf = case.tau.clone().requires_grad_()
+    outside = lazy_attention(case.q, case.k, case.v, leaf, backend="cpu")
+    (expected,) = torch.autograd.grad(outside.sum(), leaf, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(torch.autograd.grad(outside.sum(), leaf)[0], expected)
+    assert resolve_backend("auto", case.q) == "cpu"

@@ -42,6 +42,7 @@ struct Head {
   int64_t first_seen(int64_t row) const { return std::max<int64_t>(own(row) - window + 1, 0); }
   // Keys before the first one that any row sees.
   int64_t unseen() const { return first_seen(std::clamp<int64_t>(rows - keys, 0, rows)); }
+  bool has_hidden() const { return mask || unseen() > 0; }
   // Whether no row sees a key, which may then hold anything.
   bool hidden(int64_t key) const { return key < unseen() || (mask && mask[key] < 0); }
   int64_t count_seen(int64_t row) const {
@@ -91,13 +92,16 @@ INLINE int64_t pad_width(int64_t width) { return round_up(width, W); }
 
 // to[column * step + key] = from[key][column] from the first tile that is read on; hidden keys and the padding become 0.
 static void transpose(const Head& head, Rows<const float> from, float* to, int64_t step) {
-  for (int64_t block = head.unseen() / TILE * TILE; block < head.keys; block += W)
+  for (int64_t block = head.unseen() / TILE * TILE; block < head.keys; block += W) {
+    const float* rows[W];
+    for (int64_t i = 0; i < W; i++)
+      rows[i] = block + i < head.keys && !head.hidden(block + i) ? from[block + i] : nullptr;
     for (int64_t column = 0; column < head.width; column++)
-      for (int64_t key = block; key < block + W; key++)
-        to[column * step + key] = key < head.keys && !head.hidden(key) ? from[key][column] : 0.f;
+      for (int64_t i = 0; i < W; i++) to[column * step + block + i] = rows[i] ? rows[i][column] : 0.f;
+  }
 }
 
-static bool needs_copy(const Head& head) { return head.mask || head.unseen() || head.width % W; }
+static bool needs_copy(const Head& head) { return head.has_hidden() || head.width % W; }
 
 // The rows themselves if products can read them, else a copy.
 static Rows<const float> pad_rows(const Head& head, Rows<const float> from, float* to) {
@@ -151,11 +155,12 @@ static size_t tiles_size(const Head& head) { return ((head.keys + TILE - 1) / TI
 static void multiply_in_place(const Head& head, int64_t row, int64_t rows, const Tiles& tiles, int64_t tile,
                               float* scores) {
   const int64_t start = tiles.start(tile), whole = head.width / W * W;
+  const bool some_hidden = head.has_hidden();
   for (int64_t m = 0; m < rows; m++) {
     const float* q = head.q[row + m];
     for (int64_t j = 0; j < tiles.seen(tile, m); j++) {
       float product = 0;
-      if (start + j < head.keys && !head.hidden(start + j)) {
+      if (start + j < head.keys && !(some_hidden && head.hidden(start + j))) {
         const float* k = head.k[start + j];
         Vec total{};
         for (int64_t i = 0; i < whole; i += W) total += load(q + i) * load(k + i);

@@ -15,6 +15,8 @@ constexpr int PANEL = 6;  // rows of C in registers: 6 x 2 vectors of 16 registe
 constexpr int PANEL = 12;  // 12 x 2 vectors of 32 registers
 #endif
 
+constexpr int64_t DEPTH = 128;  // terms of a running sum; longer sums are sums of such, which err less
+
 // A matrix operand: element (row, column) is at data[row * row_step + column * column_step].
 struct Matrix {
   const float* data;
@@ -27,11 +29,7 @@ struct Matrix {
 // C[ROWS, VECTORS * W] (+)= A[ROWS, depth] B[depth, ...], held in registers.
 template <int ROWS, int VECTORS>
 INLINE void multiply_panel(int64_t depth, Matrix a, const float* b, int64_t ldb, float* c, int64_t ldc, bool add) {
-  Vec total[ROWS][VECTORS];
-#pragma GCC unroll 16
-  for (int row = 0; row < ROWS; row++)
-#pragma GCC unroll 4
-    for (int j = 0; j < VECTORS; j++) total[row][j] = add ? load(c + row * ldc + j * W) : Vec{};
+  Vec total[ROWS][VECTORS]{};
   const float* column = a.data;
   for (int64_t k = 0; k < depth; k++, b += ldb, column += a.column_step) {
     Vec values[VECTORS];
@@ -47,15 +45,23 @@ INLINE void multiply_panel(int64_t depth, Matrix a, const float* b, int64_t ldb,
 #pragma GCC unroll 16
   for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 4
-    for (int j = 0; j < VECTORS; j++) store(c + row * ldc + j * W, total[row][j]);
+    for (int j = 0; j < VECTORS; j++) {
+      float* to = c + row * ldc + j * W;
+      store(to, add ? load(to) + total[row][j] : total[row][j]);
+    }
 }
 
 template <int ROWS>
 static void multiply_rows(int64_t columns, int64_t depth, Matrix a, const float* b, int64_t ldb, float* c, int64_t ldc,
                           bool add) {
-  int64_t j = 0;
-  for (; j + 2 * W <= columns; j += 2 * W) multiply_panel<ROWS, 2>(depth, a, b + j, ldb, c + j, ldc, add);
-  if (j < columns) multiply_panel<ROWS, 1>(depth, a, b + j, ldb, c + j, ldc, add);
+  int64_t k = 0;
+  do {
+    const int64_t part = std::min(DEPTH, depth - k);
+    int64_t j = 0;
+    for (; j + 2 * W <= columns; j += 2 * W)
+      multiply_panel<ROWS, 2>(part, a.at(0, k), b + k * ldb + j, ldb, c + j, ldc, add || k);
+    if (j < columns) multiply_panel<ROWS, 1>(part, a.at(0, k), b + k * ldb + j, ldb, c + j, ldc, add || k);
+  } while ((k += DEPTH) < depth);
 }
 
 // C[rows <= PANEL, columns] (+)= A[rows, depth] B[depth, columns]; columns is a multiple of W.

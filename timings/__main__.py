@@ -1,10 +1,19 @@
-"""`python3 -m timings step|grid|diagnostics [--out FILE.json]`, also run by `make bench` and `make bench-grid`."""
+"""`python3 -m timings step|cells|grid|diagnostics [--out FILE.json]`, also run by `make bench` and `make bench-*`."""
 
 import argparse
 import sys
 
 from lit_lazy.command.main import main
-from lit_lazy.command.options import Commands, Parser, add_command, add_out, int_list
+from lit_lazy.command.options import (
+    Commands,
+    Parser,
+    add_command,
+    add_out,
+    int_list,
+    name_list,
+    non_empty,
+    positive_int,
+)
 
 
 def make_parser() -> Parser:
@@ -12,6 +21,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="python3 -m timings", description="Benchmarks on this machine.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_step(commands)
+    _add_cells(commands)
     _add_grid(commands)
     _add_diagnostics(commands)
     return parser
@@ -26,6 +36,49 @@ def measure_step(options: argparse.Namespace, _rest: list[str]) -> int:
     from timings.step import bench_step
 
     bench_step(out=options.out)
+    return 0
+
+
+def _add_cells(commands: Commands) -> None:
+    help = "measure cells per core-hour against another commit, and attention against SDPA (an hour)"
+    parser = add_command(commands, "cells", measure_cells, help)
+    parser.epilog = """\
+--out is written after every measurement. The same command on the same code, machine and options measures only what the
+file lacks; a file of other code, another machine or other options is replaced, which it says. --sections and
+--experiments may differ from call to call."""
+    parser.add_argument(
+        "--against",
+        metavar="COMMIT",
+        type=non_empty,
+        default="3b7b986",
+        help="commit to compare cells with; it is checked out in a temporary worktree (default 3b7b986)",
+    )
+    parser.add_argument("--rounds", metavar="N", type=positive_int, help="pairs of cells, 2 or more (default 3)")
+    parser.add_argument(
+        "--steps", metavar="N", type=positive_int, help="training steps of each cell (default: the experiment's)"
+    )
+    parser.add_argument(
+        "--sections",
+        metavar="A,B",
+        type=name_list,
+        help="only these: attention, threads (two against one), decoding, cells (default all, in this order)",
+    )
+    parser.add_argument(
+        "--experiments", metavar="A,B", type=name_list, help="of the cells (default backcopy,stdlib_small,stdlib_long)"
+    )
+    add_out(parser)
+
+
+def measure_cells(options: argparse.Namespace, _rest: list[str]) -> int:
+    from timings import cells
+
+    cells.bench_cells(
+        sections=options.sections or cells.SECTIONS,
+        experiments=options.experiments or cells.EXPERIMENTS,
+        against=options.against,
+        sizes=cells.FULL._replace(rounds=options.rounds or cells.FULL.rounds, steps=options.steps),
+        out=options.out,
+    )
     return 0
 
 

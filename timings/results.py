@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lit_lazy.support.disk import check_writable_folder
+from lit_lazy.support.disk import check_writable_folder, write_text
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.support.secrets import format_command_line
 
@@ -53,12 +53,17 @@ def format_mebibytes(size: int | None) -> str:
 
 
 def publish(result: dict[str, Any], table: str, out: Path | None, console: Callable[[str], None]) -> None:
-    """Print the table with `console`; write the result to `out` (.json) and the table to the same name with .md."""
+    """Print the table with `console`; `save` both if `out` is given."""
     console(table)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
-        out.with_suffix(".md").write_text(table)
+        save(result, table, out)
+
+
+def save(result: dict[str, Any], table: str, out: Path) -> None:
+    """Write the result to `out` (.json) and the table to the same name with .md, each completely or not at all."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out, json.dumps(result, indent=1) + "\n")
+    write_text(out.with_suffix(".md"), table)
 
 
 def _cpu_name() -> str:

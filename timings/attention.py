@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from flash_lazy import attention_weights, lazy_attention, resolve_backend
 from lit_lazy.support.timing import Quartiles, time_in_turns
 from timings.step import LOCAL_REACH, TILE_ROWS
+from timings.workload import use_one_thread
 
 SDPA, STATES = "sdpa", ("softmax", "untrained", "local")
 TILE_COLUMNS = 128
@@ -57,10 +58,9 @@ def measure_attention(shape: Shape, tokens: int, rounds: int) -> dict[str, Any]:
 def measure_threads(shape: Shape, tokens: int, rounds: int) -> dict[str, Any]:
     """Seconds of a forward and backward pass on one thread and on two, and by path their ratio."""
     steps = make_steps(draw_inputs(shape, tokens), list_backends()[:1])
-    one, two = ({name: partial(run_on_threads, n, step) for name, step in steps.items()} for n in (1, 2))
-    seconds = time_in_turns(
-        {f"{name} {n}": run for n, runs in ((1, one), (2, two)) for name, run in runs.items()}, rounds
-    )
+    calls = {f"{name} {n}": partial(run_on_threads, n, step) for name, step in steps.items() for n in (1, 2)}
+    with use_one_thread():  # restores the number
+        seconds = time_in_turns(calls, rounds)
     ratio = {name: compute_ratio(seconds[f"{name} 1"], seconds[f"{name} 2"]) for name in steps}
     return {"seconds": seconds, "ratio": ratio}
 
@@ -97,14 +97,16 @@ def make_parameters(state: str, heads: int, length: int) -> tuple[Tensor, Tensor
     return torch.ones(heads, requires_grad=True), bias.requires_grad_()
 
 
-def make_calls(inputs: Sequence[Tensor], backends: Sequence[str], is_causal: bool) -> dict[str, Callable[[], Tensor]]:
+def make_calls(inputs: Sequence[Tensor], backends: Sequence[str], is_causal: bool) -> dict[str, partial[Tensor]]:
     """The forward pass of every path: SDPA, and `BACKEND STATE`."""
     q, k, v = inputs
     heads, length = k.shape[1:3]
     calls = {
         f"{backend} {state}": partial(
             lazy_attention,
-            *(q, k, v),
+            q,
+            k,
+            v,
             *make_parameters(state, heads, length),
             backend=backend,  # type: ignore[arg-type]
         )
@@ -118,7 +120,7 @@ def make_steps(inputs: Sequence[Tensor], backends: Sequence[str]) -> dict[str, C
     """The forward and backward pass of every path, to the gradients of all its inputs and parameters."""
     grad = torch.empty_like(inputs[2]).normal_(generator=torch.Generator().manual_seed(SEED))  # laid out as v
     return {
-        name: partial(run_step, call, [x for x in call.args if x is not None], grad)  # type: ignore[attr-defined]
+        name: partial(run_step, call, [x for x in call.args if x is not None], grad)
         for name, call in make_calls(inputs, backends, is_causal=True).items()
     }
 

@@ -54,7 +54,7 @@ EXPERIMENTS, AGAINST = ("backcopy", "stdlib_small", "stdlib_long"), "3b7b986"
 HEADS, LENGTHS = ((1, 64), (4, 64), (4, 16)), (128, 512, 2048)
 
 
-class Sizes(NamedTuple):
+class CellSizes(NamedTuple):
     """How much is measured."""
 
     rounds: int = 3
@@ -72,16 +72,16 @@ class Sizes(NamedTuple):
     """Sequences and keys of each."""
 
 
-FULL = Sizes()
-QUICK = Sizes(2, 4, 2, 128, (Shape(2, 16, 64),), (Shape(2, 16, 64),), ((1, 32),))
-"""Sizes of a smoke test; its figures mean nothing."""
+FULL = CellSizes()
+QUICK = CellSizes(2, 4, 2, 128, (Shape(2, 16, 64),), (Shape(2, 16, 64),), ((1, 32),))
+"""CellSizes of a smoke test; its figures mean nothing."""
 
 
 def bench_cells(
     sections: Sequence[str] = SECTIONS,
     experiments: Sequence[str] = EXPERIMENTS,
     against: str = AGAINST,
-    sizes: Sizes = FULL,
+    sizes: CellSizes = FULL,
     out: Path | None = None,
     console: Callable[[str], None] = print,
 ) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def bench_cells(
     with use_one_thread():
         result = collect_provenance(out)
         result["identity"] = make_identity(result["environment"], commit, sizes)
-        result["measurements"] = read_measurements(out, result["identity"], console)
+        result |= read_known(out, result["identity"], console)
         calls = plan_attention(sizes)
         complete(result, {name: calls[name] for name in SECTIONS if name in sections and name in calls}, out, console)
         if "cells" in sections:
@@ -123,7 +123,7 @@ def find_commit(name: str, experiments: Sequence[str]) -> str:
     return commit
 
 
-def make_identity(environment: Mapping[str, str], against: str, sizes: Sizes) -> dict[str, Any]:
+def make_identity(environment: Mapping[str, str], against: str, sizes: CellSizes) -> dict[str, Any]:
     """What two measurements must share to stand in one file: code, machine and sizes."""
     machine = {name: environment[name] for name in ("machine", "cpu", "python", "torch")}
     numbers = {name: getattr(sizes, name) for name in ("rounds", "steps", "attention_rounds", "tokens")}
@@ -145,24 +145,23 @@ def run_git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def read_measurements(
-    out: Path | None, identity: Mapping[str, Any], console: Callable[[str], None]
-) -> dict[str, dict[str, Any]]:
+def read_known(out: Path | None, identity: Mapping[str, Any], console: Callable[[str], None]) -> dict[str, Any]:
     """The measurements in a file by section and name; none, with a message, if its identity is another.
 
-    Raises ValueError if the file is not a result of this benchmark.
+    With the environment in which they began: git would call this checkout modified once the file is written. Raises
+    ValueError if the file is not a result of this benchmark.
     """
     if out is None or not out.exists():
-        return {}
+        return {"measurements": {}}
     try:
         known = json.loads(out.read_text())
-        theirs, measurements = dict(known["identity"]), dict(known["measurements"])
+        theirs, continued = dict(known["identity"]), {name: known[name] for name in ("environment", "measurements")}
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"--out {str(out)!r}: is no result of this benchmark; name another file") from None
     if differing := [name for name, value in identity.items() if theirs.get(name) != value]:
         console(f"{out} is of other {', '.join(differing)} and will be replaced")
-        return {}
-    return measurements
+        return {"measurements": {}}
+    return continued
 
 
 def complete(
@@ -181,7 +180,7 @@ def complete(
                 save(result, format_table(result), out)
 
 
-def plan_attention(sizes: Sizes) -> dict[str, dict[str, Callable[[], Any]]]:
+def plan_attention(sizes: CellSizes) -> dict[str, dict[str, Callable[[], Any]]]:
     """The measurements of attention alone, by section and name."""
     tokens, rounds = sizes.tokens, sizes.attention_rounds
     return {
@@ -191,7 +190,7 @@ def plan_attention(sizes: Sizes) -> dict[str, dict[str, Callable[[], Any]]]:
     }
 
 
-def plan_cells(tree: Path, experiments: Sequence[str], sizes: Sizes) -> dict[str, Callable[[], Any]]:
+def plan_cells(tree: Path, experiments: Sequence[str], sizes: CellSizes) -> dict[str, Callable[[], Any]]:
     """The pairs of cells by name. Every other pair begins with the other commit's cell."""
     return {
         f"{experiment}, {row}, pair {index + 1}": partial(

@@ -6,6 +6,7 @@ bias), "untrained" (tau 1, a learned bias still 0) and "local" (tau 1, a bias of
 that `auto` selects, and on `chunked` if that is another.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -46,17 +47,17 @@ def list_backends() -> tuple[str, ...]:
 
 
 def measure_attention(shape: Shape, tokens: int, rounds: int) -> dict[str, Any]:
-    """Seconds of a forward and backward pass by path and round, ratios to SDPA, and the share of empty tiles by state.
+    """CPU seconds of a forward and backward pass by path and round, ratios to SDPA, and empty tiles by state.
 
     tokens: in the batch, a multiple of the shape's length.
     """
     inputs = draw_inputs(shape, tokens)
-    seconds = time_in_turns(make_steps(inputs, list_backends()), rounds)
+    seconds = time_in_turns(make_steps(inputs, list_backends()), rounds, time.process_time)
     return compare(seconds) | {"empty_tiles": {state: measure_empty_tiles(inputs, state) for state in STATES}}
 
 
 def measure_threads(shape: Shape, tokens: int, rounds: int) -> dict[str, Any]:
-    """Seconds of a forward and backward pass on one thread and on two, and by path their ratio."""
+    """Wall seconds of a forward and backward pass on one thread and on two, and by path their ratio."""
     steps = make_steps(draw_inputs(shape, tokens), list_backends()[:1])
     calls = {f"{name} {n}": partial(run_on_threads, n, step) for name, step in steps.items() for n in (1, 2)}
     with use_one_thread():  # restores the number
@@ -66,9 +67,9 @@ def measure_threads(shape: Shape, tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def measure_decoding(batch: int, keys: int, rounds: int) -> dict[str, Any]:
-    """Seconds of one query of every sequence against its cache, by path and round, and ratios to SDPA."""
+    """CPU seconds of one query of every sequence against its cache, by path and round, and ratios to SDPA."""
     calls = make_calls(draw_decoding_inputs(batch, keys), list_backends(), is_causal=False)
-    seconds = time_in_turns({name: partial(repeat, call) for name, call in calls.items()}, rounds)
+    seconds = time_in_turns({name: partial(repeat, call) for name, call in calls.items()}, rounds, time.process_time)
     return compare({name: [x / DECODE_CALLS for x in times] for name, times in seconds.items()})
 
 

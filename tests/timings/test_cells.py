@@ -170,16 +170,16 @@ def burn(seconds: float) -> float:
 
 @needs_history
 def test_the_other_tree_goes_when_the_block_fails() -> None:
-    with pytest.raises(RuntimeError, match="failed"), cells.check_out("HEAD") as tree:  # noqa: PT012
+    with pytest.raises(RuntimeError, match="failed"), cells.check_out(cells.AGAINST) as tree:  # noqa: PT012
         assert (tree / "lit_lazy").is_dir()
         raise RuntimeError("failed")
     assert not tree.exists()
     assert str(tree) not in run_git("worktree", "list")
 
 
-def test_a_cell_that_fails_is_named() -> None:
-    with pytest.raises(RuntimeError, match=r"nothing, lazy in .*No such file or directory"):
-        cells.run_cell(ROOT, "nothing", "lazy", None)
+def test_a_cell_that_fails_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"^the cell: ValueError: too long$"):
+        cells.run_python("the cell", tmp_path, "-c", "raise ValueError('too long')")
 
 
 @pytest.mark.parametrize("state", attention.STATES)

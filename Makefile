@@ -12,7 +12,7 @@ SUFFIX := _tiny
 TINY_SEED := --seeds 0 --brief
 endif
 
-.PHONY: help table2 table2-text questions dashboard test test-all test-tritons lint bench bench-grid crash-points soak constraints
+.PHONY: help table2 table2-text questions dashboard test test-all test-tritons lint bench bench-cells bench-grid crash-points soak constraints
 
 help:
 	@echo "make table2        run Table 2's variants on the generated probe and print the table"
@@ -22,6 +22,7 @@ help:
 	@echo "make test          lint, types and tests"
 	@echo "make test-all      the same and the long tests, and the kernels on other versions of triton"
 	@echo "make bench         memory of the attention backends, cost of a training step and of diagnostics, tests of a table"
+	@echo "make bench-cells   cells per core-hour against an earlier commit, attention and decoding against SDPA (an hour)"
 	@echo "make bench-grid    cost of a grid beside its training"
 	@echo "make crash-points  end a tiny grid at every effect on the disk, and check what the same command makes of it (hours)"
 	@echo "make soak          kill grids a thousand times at random, and check what comes of them (an hour)"
@@ -65,6 +66,10 @@ bench: .venv/.complete
 	$(BIN)/python3 -m timings step --out docs/results/bench-step.json
 	$(BIN)/python3 -m timings diagnostics --out docs/results/bench-diagnostics.json
 	$(BIN)/python3 -m timings.significance --out docs/results/default-test.json
+
+# Resumed by the same command; AGAINST=COMMIT for another commit than the default.
+bench-cells: .venv/.complete
+	$(BIN)/python3 -m timings cells $(addprefix --against ,$(AGAINST)) --out docs/results/bench-cells.json
 
 bench-grid: .venv/.complete
 	$(BIN)/python3 -m timings grid --out docs/results/bench-grid.json

@@ -6,6 +6,7 @@ bias), "untrained" (tau 1, a learned bias still 0) and "local" (tau 1, a bias of
 that `auto` selects, and on `chunked` if that is another.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from flash_lazy import attention_weights, lazy_attention, resolve_backend
 from lit_lazy.support.timing import Quartiles, time_in_turns
 from timings.step import LOCAL_REACH, TILE_ROWS
+from timings.workload import use_one_thread
 
 SDPA, STATES = "sdpa", ("softmax", "untrained", "local")
 TILE_COLUMNS = 128
@@ -45,30 +47,29 @@ def list_backends() -> tuple[str, ...]:
 
 
 def measure_attention(shape: Shape, tokens: int, rounds: int) -> dict[str, Any]:
-    """Seconds of a forward and backward pass by path and round, ratios to SDPA, and the share of empty tiles by state.
+    """CPU seconds of a forward and backward pass by path and round, ratios to SDPA, and empty tiles by state.
 
     tokens: in the batch, a multiple of the shape's length.
     """
     inputs = draw_inputs(shape, tokens)
-    seconds = time_in_turns(make_steps(inputs, list_backends()), rounds)
+    seconds = time_in_turns(make_steps(inputs, list_backends()), rounds, time.process_time)
     return compare(seconds) | {"empty_tiles": {state: measure_empty_tiles(inputs, state) for state in STATES}}
 
 
 def measure_threads(shape: Shape, tokens: int, rounds: int) -> dict[str, Any]:
-    """Seconds of a forward and backward pass on one thread and on two, and by path their ratio."""
+    """Wall seconds of a forward and backward pass on one thread and on two, and by path their ratio."""
     steps = make_steps(draw_inputs(shape, tokens), list_backends()[:1])
-    one, two = ({name: partial(run_on_threads, n, step) for name, step in steps.items()} for n in (1, 2))
-    seconds = time_in_turns(
-        {f"{name} {n}": run for n, runs in ((1, one), (2, two)) for name, run in runs.items()}, rounds
-    )
+    calls = {f"{name} {n}": partial(run_on_threads, n, step) for name, step in steps.items() for n in (1, 2)}
+    with use_one_thread():  # restores the number
+        seconds = time_in_turns(calls, rounds)
     ratio = {name: compute_ratio(seconds[f"{name} 1"], seconds[f"{name} 2"]) for name in steps}
     return {"seconds": seconds, "ratio": ratio}
 
 
 def measure_decoding(batch: int, keys: int, rounds: int) -> dict[str, Any]:
-    """Seconds of one query of every sequence against its cache, by path and round, and ratios to SDPA."""
+    """CPU seconds of one query of every sequence against its cache, by path and round, and ratios to SDPA."""
     calls = make_calls(draw_decoding_inputs(batch, keys), list_backends(), is_causal=False)
-    seconds = time_in_turns({name: partial(repeat, call) for name, call in calls.items()}, rounds)
+    seconds = time_in_turns({name: partial(repeat, call) for name, call in calls.items()}, rounds, time.process_time)
     return compare({name: [x / DECODE_CALLS for x in times] for name, times in seconds.items()})
 
 
@@ -97,14 +98,16 @@ def make_parameters(state: str, heads: int, length: int) -> tuple[Tensor, Tensor
     return torch.ones(heads, requires_grad=True), bias.requires_grad_()
 
 
-def make_calls(inputs: Sequence[Tensor], backends: Sequence[str], is_causal: bool) -> dict[str, Callable[[], Tensor]]:
+def make_calls(inputs: Sequence[Tensor], backends: Sequence[str], is_causal: bool) -> dict[str, partial[Tensor]]:
     """The forward pass of every path: SDPA, and `BACKEND STATE`."""
     q, k, v = inputs
     heads, length = k.shape[1:3]
     calls = {
         f"{backend} {state}": partial(
             lazy_attention,
-            *(q, k, v),
+            q,
+            k,
+            v,
             *make_parameters(state, heads, length),
             backend=backend,  # type: ignore[arg-type]
         )
@@ -118,7 +121,7 @@ def make_steps(inputs: Sequence[Tensor], backends: Sequence[str]) -> dict[str, C
     """The forward and backward pass of every path, to the gradients of all its inputs and parameters."""
     grad = torch.empty_like(inputs[2]).normal_(generator=torch.Generator().manual_seed(SEED))  # laid out as v
     return {
-        name: partial(run_step, call, [x for x in call.args if x is not None], grad)  # type: ignore[attr-defined]
+        name: partial(run_step, call, [x for x in call.args if x is not None], grad)
         for name, call in make_calls(inputs, backends, is_causal=True).items()
     }
 

@@ -36,6 +36,7 @@ from timings.attention import (
     TILE_COLUMNS,
     Shape,
     compute_ratio,
+    list_backends,
     measure_attention,
     measure_decoding,
     measure_threads,
@@ -48,13 +49,14 @@ from timings.workload import use_one_thread
 ROOT = Path(__file__).parents[1]
 CODE = ("lit_lazy", "kernels/flash_lazy", "experiments", "timings")
 """Folders whose files decide a figure."""
+LIBRARIES = "kernels/flash_lazy/cpu/*.so"
 SECTIONS = ("attention", "threads", "decoding", "cells")
 """What is measured, the shortest first."""
 EXPERIMENTS, AGAINST = ("backcopy", "stdlib_small", "stdlib_long"), "3b7b986"
 HEADS, LENGTHS = ((1, 64), (4, 64), (4, 16)), (128, 512, 2048)
 
 
-class Sizes(NamedTuple):
+class CellSizes(NamedTuple):
     """How much is measured."""
 
     rounds: int = 3
@@ -72,16 +74,16 @@ class Sizes(NamedTuple):
     """Sequences and keys of each."""
 
 
-FULL = Sizes()
-QUICK = Sizes(2, 4, 2, 128, (Shape(2, 16, 64),), (Shape(2, 16, 64),), ((1, 32),))
-"""Sizes of a smoke test; its figures mean nothing."""
+FULL = CellSizes()
+QUICK = CellSizes(2, 4, 2, 128, (Shape(2, 16, 64),), (Shape(2, 16, 64),), ((1, 32),))
+"""CellSizes of a smoke test; its figures mean nothing."""
 
 
 def bench_cells(
     sections: Sequence[str] = SECTIONS,
     experiments: Sequence[str] = EXPERIMENTS,
     against: str = AGAINST,
-    sizes: Sizes = FULL,
+    sizes: CellSizes = FULL,
     out: Path | None = None,
     console: Callable[[str], None] = print,
 ) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def bench_cells(
     with use_one_thread():
         result = collect_provenance(out)
         result["identity"] = make_identity(result["environment"], commit, sizes)
-        result["measurements"] = read_measurements(out, result["identity"], console)
+        result |= read_known(out, result["identity"], console)
         calls = plan_attention(sizes)
         complete(result, {name: calls[name] for name in SECTIONS if name in sections and name in calls}, out, console)
         if "cells" in sections:
@@ -123,18 +125,21 @@ def find_commit(name: str, experiments: Sequence[str]) -> str:
     return commit
 
 
-def make_identity(environment: Mapping[str, str], against: str, sizes: Sizes) -> dict[str, Any]:
-    """What two measurements must share to stand in one file: code, machine and sizes."""
+def make_identity(environment: Mapping[str, str], against: str, sizes: CellSizes) -> dict[str, Any]:
+    """What two measurements must share to stand in one file: code, backend of `auto`, machine and sizes."""
     machine = {name: environment[name] for name in ("machine", "cpu", "python", "torch")}
     numbers = {name: getattr(sizes, name) for name in ("rounds", "steps", "attention_rounds", "tokens")}
-    return {"code": hash_code(), "against": against} | machine | numbers
+    return {"code": hash_code(), "backend": list_backends()[0], "against": against} | machine | numbers
 
 
 def hash_code() -> str:
-    """Hash of the files that decide a figure, committed or not; a result that is written changes none of them."""
+    """Hash of the files that decide a figure, committed or not, and of the compiled libraries.
+
+    Unlike git's own description of the checkout it is the same after a result is written.
+    """
     digest = hashlib.sha256()
     names = run_git("ls-files", "--cached", "--others", "--exclude-standard", "--", *CODE).splitlines()
-    for path in (ROOT / name for name in names):
+    for path in [*(ROOT / name for name in names), *sorted(ROOT.glob(LIBRARIES))]:
         if path.is_file():  # a tracked file may be deleted
             digest.update(f"{path.relative_to(ROOT)} {path.stat().st_size} ".encode() + path.read_bytes())
     return digest.hexdigest()[:10]
@@ -145,24 +150,23 @@ def run_git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def read_measurements(
-    out: Path | None, identity: Mapping[str, Any], console: Callable[[str], None]
-) -> dict[str, dict[str, Any]]:
+def read_known(out: Path | None, identity: Mapping[str, Any], console: Callable[[str], None]) -> dict[str, Any]:
     """The measurements in a file by section and name; none, with a message, if its identity is another.
 
-    Raises ValueError if the file is not a result of this benchmark.
+    With the environment in which they began: git would call this checkout modified once the file is written. Raises
+    ValueError if the file is not a result of this benchmark.
     """
     if out is None or not out.exists():
-        return {}
+        return {"measurements": {}}
     try:
         known = json.loads(out.read_text())
-        theirs, measurements = dict(known["identity"]), dict(known["measurements"])
+        theirs, continued = dict(known["identity"]), {name: known[name] for name in ("environment", "measurements")}
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"--out {str(out)!r}: is no result of this benchmark; name another file") from None
     if differing := [name for name, value in identity.items() if theirs.get(name) != value]:
         console(f"{out} is of other {', '.join(differing)} and will be replaced")
-        return {}
-    return measurements
+        return {"measurements": {}}
+    return continued
 
 
 def complete(
@@ -181,7 +185,7 @@ def complete(
                 save(result, format_table(result), out)
 
 
-def plan_attention(sizes: Sizes) -> dict[str, dict[str, Callable[[], Any]]]:
+def plan_attention(sizes: CellSizes) -> dict[str, dict[str, Callable[[], Any]]]:
     """The measurements of attention alone, by section and name."""
     tokens, rounds = sizes.tokens, sizes.attention_rounds
     return {
@@ -191,7 +195,7 @@ def plan_attention(sizes: Sizes) -> dict[str, dict[str, Callable[[], Any]]]:
     }
 
 
-def plan_cells(tree: Path, experiments: Sequence[str], sizes: Sizes) -> dict[str, Callable[[], Any]]:
+def plan_cells(tree: Path, experiments: Sequence[str], sizes: CellSizes) -> dict[str, Callable[[], Any]]:
     """The pairs of cells by name. Every other pair begins with the other commit's cell."""
     return {
         f"{experiment}, {row}, pair {index + 1}": partial(
@@ -203,11 +207,13 @@ def plan_cells(tree: Path, experiments: Sequence[str], sizes: Sizes) -> dict[str
 
 @contextmanager
 def check_out(commit: str) -> Iterator[Path]:
-    """A worktree of a commit for the block."""
+    """A worktree of a commit for the block, with its kernels compiled. Raises RuntimeError if that fails."""
     with tempfile.TemporaryDirectory(prefix="lit-lazy-bench-") as folder:
         tree = Path(folder).resolve() / "tree"
         run_git("worktree", "add", "--quiet", "--detach", str(tree), commit)
         try:
+            if (tree / "kernels" / "setup.py").exists():
+                run_python(f"kernels of {commit}", tree / "kernels", "setup.py", "--quiet", "build_ext", "--inplace")
             yield tree
         finally:
             run_git("worktree", "remove", "--force", str(tree))
@@ -224,24 +230,32 @@ def measure_pair(
 
 def run_cell(tree: Path, experiment: str, row: str, steps: int | None) -> dict[str, Any]:
     """A cell's `CellCost` on the code of a tree, on one CPU thread. Raises RuntimeError if it fails."""
-    command = [sys.executable, "-P", one_cell.__file__, str(tree), experiment, row]
-    command += [] if steps is None else ["--steps", str(steps)]
-    paths = os.pathsep.join((str(tree), str(tree / "kernels")))
-    one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    words = [str(tree), experiment, row, *([] if steps is None else ["--steps", str(steps)])]
+    printed = run_python(f"{experiment}, {row} in {tree}", tree, "-P", one_cell.__file__, *words)
+    return json.loads(printed.splitlines()[-1])
+
+
+def run_python(what: str, folder: Path, *words: str) -> str:
+    """What Python prints in a folder, on one CPU thread and with that tree's packages.
+
+    Raises RuntimeError with its last message if it fails.
+    """
+    paths = os.pathsep.join((str(folder), str(folder / "kernels")))
+    one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
     done = subprocess.run(
-        command, env=os.environ | one_thread | {"PYTHONPATH": paths}, cwd=tree, capture_output=True, text=True
+        [sys.executable, *words], env=os.environ | one_thread, cwd=folder, capture_output=True, text=True
     )
     if done.returncode:
         last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
-        raise RuntimeError(f"{experiment}, {row} in {tree}: {last}")
-    return json.loads(done.stdout.splitlines()[-1])
+        raise RuntimeError(f"{what}: {last}")
+    return done.stdout
 
 
 def summarise_cells(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Medians and quartiles over two or more pairs of one cell; a ratio above 1 means that the new commit is faster."""
     new, old = ([pair[name] for pair in pairs] for name in ("new", "old"))
     return {
-        "backend": new[0]["backend"],
+        "backend": {"new": new[0]["backend"], "old": old[0]["backend"]},
         "seconds": _summarise([cost["seconds"] for cost in new]),
         "wall_seconds": _summarise([cost["wall_seconds"] for cost in new]),
         "cells_per_core_hour": {
@@ -304,7 +318,7 @@ def _format_cells(cells: Mapping[str, Mapping[str, Any]], against: str) -> list[
         lines.append(
             format_row([
                 name,
-                cell["backend"],
+                cell["backend"]["new"],
                 format_spread(cell["seconds"], digits=1),
                 format_spread(cell["wall_seconds"], digits=1),
                 *(format_spread(rates[commit], digits=0) for commit in ("new", "old")),
@@ -319,14 +333,14 @@ def _format_cells(cells: Mapping[str, Mapping[str, Any]], against: str) -> list[
         "Whole cells on one thread: median [quartiles] of pairs that take turns; cells per core-hour of CPU time, and "
         f"their ratio to commit {against}. A step: forward, backward, optimiser.",
         "",
-        *_format_header(["cell", "commit", *PHASES[:4], "forward + backward", *PHASES[4:]], 2),
+        *_format_header(["cell", "commit", "backend", *PHASES[:4], "forward + backward", *PHASES[4:]], 3),
     ]
     for name, cell in cells.items():
         for commit, label in (("new", "this"), ("old", against)):
             shares = cell["phases"][commit]
             both = shares["forward"] + shares["backward"]
             values = [*(shares[x] for x in PHASES[:4]), both, *(shares[x] for x in PHASES[4:])]
-            lines.append(format_row([name, label, *(f"{value:.1%}" for value in values)]))
+            lines.append(format_row([name, label, cell["backend"][commit], *(f"{value:.1%}" for value in values)]))
     return [
         *lines,
         "",
@@ -346,9 +360,9 @@ def _format_attention(shapes: Mapping[str, Mapping[str, Any]], identity: Mapping
     return [
         *lines,
         "",
-        f"Forward and backward of {identity['tokens']} tokens in float32 on one thread, median [quartiles] of paired "
-        "rounds. softmax: tau 0, no bias; untrained: tau 1, bias 0; local: tau 1, bias -distance / 8. Tiles of "
-        f"{TILE_ROWS} x {TILE_COLUMNS}.",
+        f"Forward and backward of {identity['tokens']} tokens in float32 on one thread: CPU time, median "
+        "[quartiles] of paired rounds. softmax: tau 0, no bias; untrained: tau 1, bias 0; local: tau 1, bias "
+        f"-distance / 8. Tiles of {TILE_ROWS} x {TILE_COLUMNS}.",
         "",
     ]
 
@@ -359,7 +373,7 @@ def _format_threads(shapes: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines += [
         format_row([name, *(format_spread(shape["ratio"][path]) for path in paths)]) for name, shape in shapes.items()
     ]
-    return [*lines, "", "Time on one thread over time on two; otherwise as above.", ""]
+    return [*lines, "", "Wall time on one thread over that on two; otherwise as above.", ""]
 
 
 def _format_decoding(caches: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -369,7 +383,8 @@ def _format_decoding(caches: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [
         *lines,
         "",
-        f"One query of each of B sequences over its cache, {DECODE_HEADS} heads of {DECODE_HEAD_DIM}, on one thread.",
+        f"One query of each of B sequences over its cache on one thread, {DECODE_HEADS} heads of {DECODE_HEAD_DIM}: "
+        "CPU time.",
         "",
     ]
 
@@ -378,7 +393,7 @@ def _format_ratios(name: str, measured: Mapping[str, Any], factor: float) -> lis
     """A row per backend: name, backend, SDPA's time and the ratio of each state."""
     ratio = measured["ratio"]
     backends = dict.fromkeys(path.split()[0] for path in ratio)
-    time = f"{factor * statistics.median(measured['seconds'][SDPA]):.2f}"
+    sdpa = f"{factor * statistics.median(measured['seconds'][SDPA]):.2f}"
     return [
-        [name, backend, time, *(format_spread(ratio[f"{backend} {state}"]) for state in STATES)] for backend in backends
+        [name, backend, sdpa, *(format_spread(ratio[f"{backend} {state}"]) for state in STATES)] for backend in backends
     ]

@@ -163,9 +163,9 @@ def load_cell(tree: Path, experiment: str, row: str, steps: int | None) -> RunCo
 def measure_cell(tree: Path, experiment: str, row: str, steps: int | None) -> CellCost:
     """Train a cell in a new folder, on one thread."""
     torch.set_num_threads(1)
+    cfg = load_cell(tree, experiment, row, steps)
     train_cell(load_cell(tree, WARM_UP, row, None))
     gc.freeze()  # as a worker does
-    cfg = load_cell(tree, experiment, row, steps)
     rates = measure_product_rates()
     wall, clock = time.perf_counter(), time_phases()
     result = train_cell(cfg, clock)

@@ -17,6 +17,8 @@ from lit_lazy.tracking.views import get_normaliser_name
 PLAN = "plan.json"
 SPENT = ("time/train_seconds", "time/evaluate_seconds")
 """Metrics of the time that a cell took."""
+ALTERNATIVES = ("reference", "chunked", "cpu", "triton")
+"""The backends that compute the same attention; others, such as sdpa, belong to other normalisers."""
 UNDERTRAINED_BY = 0.3
 """Bits per byte by which the best softmax row must beat the byte-trigram baseline."""
 
@@ -79,6 +81,7 @@ class Plan:
             contrasts=tuple(contrast for contrast in self.contrasts if set(contrast.weights) <= variants),
             command=self.command,
             labels=("backend",),
+            alternatives=ALTERNATIVES,
             warnings=warnings,
             primary=self.primary,
         )

@@ -1,6 +1,6 @@
 """Build the table of an ablation from its cells: means, differences to the baseline, tests, notes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
@@ -43,7 +43,8 @@ Values = Mapping[str, SeedValues]
 class TableSpec:
     """What a table shows, apart from the observations.
 
-    `rows` define the expected cells. `labels` are the names of `Observation.labels` to show, one value per row. The
+    `rows` define the expected cells. `labels` are the names of `Observation.labels` to show, one value per row; a note
+    lists the cells that differ in one although their rows need not: within a row, or by one of `alternatives`. The
     primary outcome is the first key of `primary` that is a column's: data sources have different ones.
     Raises ValueError for a baseline or contrast without a row, and for duplicates.
     """
@@ -56,6 +57,7 @@ class TableSpec:
     contrasts: Sequence[Contrast]
     command: str
     labels: Sequence[str] = ()
+    alternatives: Collection[str] = ()
     warnings: Sequence[str] = ()
     primary: Sequence[str] = ()
 
@@ -264,7 +266,29 @@ def _collect_notes(
         notes += [f"{c.title}: no cell reports the metric {c.key!r}." for c in spec.columns if c.key not in reported]
     if extra := [f"{o.variant} seed {o.seed}" for o in observed if (o.variant, o.seed) not in expected]:
         notes.append("Left out, because the ablation does not ask for them: " + ", ".join(extra) + ".")
-    return notes
+    return [*notes, *(note for label in spec.labels if (note := _describe_mixture(label, spec.alternatives, complete)))]
+
+
+def _describe_mixture(
+    label: str, alternatives: Collection[str], complete: Mapping[str, Sequence[Observation]]
+) -> str | None:
+    """One sentence on the cells that differ in a label although their rows need not; None if there are none."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for name, cells in complete.items():
+        for o in cells:
+            if label in o.labels:
+                found.setdefault(name, {}).setdefault(o.labels[label], []).append(o.seed)
+    used = {value for seeds in found.values() for value in seeds}.intersection(alternatives)
+    mixed = {name: s for name, s in found.items() if len(s) > 1 or (len(used) > 1 and used.intersection(s))}
+    if not mixed:
+        return None
+    cells_of: dict[str, list[str]] = {}
+    for name, seeds in mixed.items():
+        for value, some in seeds.items():
+            which = f" (seed {', '.join(map(str, some))})" if len(seeds) > 1 else ""
+            cells_of.setdefault(value, []).append(name + which)
+    listed = "; ".join(f"{value}: {', '.join(names)}" for value, names in sorted(cells_of.items()))
+    return f"Comparable cells ran on different {label}s, which round differently: {listed}."
 
 
 def _require_unique(kind: str, names: Sequence[str]) -> None:

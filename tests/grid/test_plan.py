@@ -2,13 +2,16 @@
 
 import json
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
+from flash_lazy import Backend
 from lit_lazy.config.key import SCHEMA
-from lit_lazy.grid.plan import Plan
+from lit_lazy.grid.plan import ALTERNATIVES, Plan
+from lit_lazy.table.build import build_table
 from lit_lazy.table.columns import COLUMNS
-from lit_lazy.table.records import Contrast, RowInfo
+from lit_lazy.table.records import Contrast, Observation, RowInfo
 
 PLAN = Plan(
     ablation="pair",
@@ -60,3 +63,30 @@ def test_a_grid_of_an_earlier_version_is_refused_in_one_line_and_still_read() ->
     former = Plan.from_json(json.dumps(old))
     with pytest.raises(ValueError, match=r"^pair on backcopy_tiny: was begun by another version of lit-lazy.*--fresh"):
         PLAN.merge(former, ["softmax", "lazy"])
+
+
+NOTE = "Comparable cells ran on different backends, which round differently: "
+
+
+@pytest.mark.parametrize(
+    ("backends", "note"),
+    [
+        ({"lazy": ("cpu", "cpu"), "softmax": ("sdpa",)}, None),
+        ({"lazy": ("rules", "rules"), "softmax": ("chunked",)}, None),
+        ({"lazy": ("cpu", "chunked"), "softmax": ("sdpa",)}, "chunked: lazy (seed 1); cpu: lazy (seed 0)."),
+        ({"lazy": ("cpu", "cpu"), "softmax": ("chunked",)}, "chunked: softmax; cpu: lazy."),
+        ({"lazy": ("sdpa", "rules"), "softmax": ("cpu",)}, "rules: lazy (seed 1); sdpa: lazy (seed 0)."),
+    ],
+)
+def test_a_table_of_several_backends_says_so(backends: dict[str, tuple[str, ...]], note: str | None) -> None:
+    observations = [
+        Observation(name, seed, "complete", labels={"backend": backend})
+        for name, labels in backends.items()
+        for seed, backend in enumerate(labels)
+    ]
+    found = [text for text in build_table(PLAN.make_table_spec([], []), observations).notes if text.startswith(NOTE)]
+    assert found == ([] if note is None else [NOTE + note])
+
+
+def test_every_backend_has_the_others_as_alternatives() -> None:
+    assert set(get_args(Backend)) - {"auto"} <= set(ALTERNATIVES)

@@ -2,13 +2,14 @@
 
 import warnings
 from functools import cache, partial
-from typing import Literal, get_args, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 from typing_extensions import TypedDict, Unpack
 
 from flash_lazy.call import (
+    BACKENDS,
     Backend,
     Call,
     Stats,
@@ -226,9 +227,12 @@ def _check_and_run(call: Call, backend: Backend, return_stats: bool) -> tuple[Te
 
 def run(call: Call, implementation: str, with_stats: bool) -> tuple[Tensor, Stats | None]:
     """Run a prepared call on the implementation that `resolve_backend` returned."""
+    attend, device = _BACKENDS[implementation], call.q.device.type
+    if not torch.is_autocast_enabled(device):
+        return attend(call, with_stats)
     # The backends choose their own precision; autocast would round their matrix products.
-    with torch.autocast(call.q.device.type, enabled=False):
-        return _BACKENDS[implementation](call, with_stats)
+    with torch.autocast(device, enabled=False):
+        return attend(call, with_stats)
 
 
 def attention_weights(
@@ -271,8 +275,8 @@ def resolve_backend(backend: Backend, q: Tensor, key_mask: Tensor | None = None)
 
     Raises ValueError if backend is "cpu" or "triton" and does not support the call.
     """
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend is {backend!r}; choose one of {', '.join(get_args(Backend))}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}")
     if backend == "auto":
         if q.device.type != "cuda":
             return "chunked" if cpu_ops.find_obstacle(q) else "cpu"

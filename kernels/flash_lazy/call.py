@@ -9,9 +9,12 @@ from torch import Tensor
 
 Backend = Literal["auto", "reference", "chunked", "cpu", "triton"]
 Threshold = Literal["per_query", "seq_len", "per_token", "constant"]
+BACKENDS, THRESHOLDS = get_args(Backend), get_args(Threshold)  # cpu/attention.h has THRESHOLDS in this order
 
-LEAVES, TENSORS = 6, 10
-"""The first LEAVES fields of a `Call` may get gradients; the first TENSORS fields are tensors or None."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+REQUIRED, LEAVES, TENSORS = 4, 6, 10
+"""The first TENSORS fields of a `Call` are tensors or None, the first LEAVES may get gradients, REQUIRED are given."""
 
 
 class Call(NamedTuple):
@@ -150,9 +153,9 @@ def cast_for_autocast(call: Call) -> Call:
 
 def check_types(call: Call) -> None:
     """Raises TypeError, naming the argument, if a tensor argument is not a dense tensor."""
-    for name, x in zip(call._fields[:TENSORS], call[:TENSORS], strict=True):
-        if x is not None or name not in call._field_defaults:
-            check_type(name, x)
+    for index, x in enumerate(call[:TENSORS]):
+        if x is not None or index < REQUIRED:
+            check_type(call._fields[index], x)
 
 
 def check_type(name: str, x: object) -> None:
@@ -194,29 +197,29 @@ def check(call: Call) -> None:
 
 def _check_tensors(call: Call) -> None:
     q, k, v = call.q, call.k, call.v
+    if q.dtype not in _DTYPES:
+        raise ValueError(f"q is {q.dtype}; give float16, bfloat16, float32 or float64")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4 or 0 in x.shape:
             raise ValueError(f"{name} has shape {_shape(x)}; give [B, H, L, D] with every size at least 1")
-        if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            raise ValueError(f"{name} is {x.dtype}; give float16, bfloat16, float32 or float64")
-    for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}; cast them to one dtype")
         _check_device(name, x, q)
     if k.shape != v.shape:
         raise ValueError(f"v has shape {_shape(v)} and k {_shape(k)}; give both [B, Hkv, Lk, D]")
-    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+    (batch, heads, rows, width), (kv_batch, kv_heads, keys, kv_width) = q.shape, k.shape
+    if kv_batch != batch or kv_width != width:
         raise ValueError(f"k has shape {_shape(k)} and q {_shape(q)}; B and D must agree")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"k has {k.shape[1]} heads and q {q.shape[1]}; q's must be a multiple of k's")
-    if q.shape[2] > k.shape[2]:
-        raise ValueError(f"q has {q.shape[2]} rows and k {k.shape[2]}; queries end where keys end, so give Lq <= Lk")
+    if heads % kv_heads:
+        raise ValueError(f"k has {kv_heads} heads and q {heads}; q's must be a multiple of k's")
+    if rows > keys:
+        raise ValueError(f"q has {rows} rows and k {keys}; queries end where keys end, so give Lq <= Lk")
 
 
 def _check_threshold(call: Call) -> None:
     threshold, context_length = call.threshold, call.context_length
-    if threshold not in get_args(Threshold):
-        raise ValueError(f"threshold is {threshold!r}; choose one of {', '.join(get_args(Threshold))}")
+    if threshold not in THRESHOLDS:
+        raise ValueError(f"threshold is {threshold!r}; choose one of {', '.join(THRESHOLDS)}")
     if threshold == "seq_len" and not _is_count(context_length):
         need = "threshold='seq_len' needs the training context, a whole number >= 1"
         raise ValueError(f"context_length is {context_length!r}; {need}")
@@ -226,15 +229,11 @@ def _check_threshold(call: Call) -> None:
 
 def _check_head_parameters(call: Call) -> None:
     q, heads = call.q, call.q.shape[1]
-    layouts = (
-        ("tau", call.tau, "[H, N]" if call.threshold == "per_token" else "[H]"),
-        ("bias", call.bias, "[H, W]"),
-        ("slopes", call.slopes, "[H]"),
-    )
-    for name, x, layout in layouts:
+    layouts = ("[H, N]" if call.threshold == "per_token" else "[H]"), "[H, W]", "[H]"
+    for name, x, layout in zip(("tau", "bias", "slopes"), (call.tau, call.bias, call.slopes), layouts, strict=True):
         if x is None:
             continue
-        if x.dim() != layout.count(",") + 1 or x.shape[0] != heads or 0 in x.shape:
+        if x.dim() != (1 if layout == "[H]" else 2) or x.shape[0] != heads or 0 in x.shape:
             raise ValueError(
                 f"{name} has shape {_shape(x)}; with threshold={call.threshold!r} give {layout}, H = {heads}"
             )

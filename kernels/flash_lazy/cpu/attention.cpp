@@ -9,7 +9,7 @@ extern "C" {
 struct Call {
   int64_t batch, heads, kv_heads, rows, keys, width;
   int64_t sequences;
-  const int64_t* sequence;  // [sequences, 5]: index in the batch, first row, rows, first key, keys
+  const int64_t* sequence;  // [sequences, 5]: index in the batch, first row, rows, first key, keys; null: full ones
   const float *q, *k, *v;
   int64_t q_step[3], k_step[3], v_step[3], out_step[3];  // of batch, head and row
   const float *tau, *bias, *slopes;
@@ -56,6 +56,10 @@ struct Sequence {
 class Geometry {
  public:
   explicit Geometry(const Call& call) : call(call), sequence(reinterpret_cast<const Sequence*>(call.sequence)) {
+    if (!sequence) {
+      for (int64_t b = 0; b < call.batch; b++) full_.push_back({b, 0, call.rows, 0, call.keys});
+      sequence = full_.data();
+    }
     for (int64_t i = 0; i < call.sequences; i++) longest_ = std::max(longest_, sequence[i].keys);
     build_strips();
     if (call.key_mask) build_masks();
@@ -115,6 +119,7 @@ class Geometry {
     }
   }
 
+  std::vector<Sequence> full_;
   int64_t longest_ = 0;
   std::vector<float> strips_, masks_;
   std::vector<int64_t> seen_before_;

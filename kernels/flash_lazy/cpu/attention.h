@@ -15,6 +15,7 @@ constexpr int64_t TILE = 128;  // keys of a tile; those without a surviving weig
 constexpr int64_t STEP = TILE + W;  // distance of a tile's rows: with a power of two they would share lines of the cache
 constexpr int64_t FEW = 8;     // query rows up to which keys are read in place, not transposed first
 
+// In the order of `THRESHOLDS` in call.py.
 enum Threshold { PER_QUERY, SEQ_LEN, PER_TOKEN, CONSTANT };
 
 // Rows of a matrix in memory: row i starts at data + i * step.
@@ -151,34 +152,47 @@ INLINE bool reads_in_place(const Head& head) { return head.rows <= FEW; }
 
 static size_t tiles_size(const Head& head) { return ((head.keys + TILE - 1) / TILE + 1) * ROWS * STEP; }
 
-// Products of rows with keys that are read in place; a hidden key counts as 0.
+// Products of a row with W keys, read in place.
+INLINE void multiply_keys(const float* q, const float* const* k, int64_t width, float* products) {
+  const int64_t whole = width / W * W;
+  Vec totals[W]{};
+  for (int64_t i = 0; i < whole; i += W)
+    for (int n = 0; n < W; n++) totals[n] += load(q + i) * load(k[n] + i);
+  store(products, sum_each(totals));
+  for (int n = 0; n < W && whole < width; n++)
+    for (int64_t i = whole; i < width; i++) products[n] += q[i] * k[n][i];
+}
+
+// Products of rows with the keys of a tile that are read in place; a hidden key counts as 0.
 static void multiply_in_place(const Head& head, int64_t row, int64_t rows, const Tiles& tiles, int64_t tile,
                               float* scores) {
-  const int64_t start = tiles.start(tile), whole = head.width / W * W;
+  const int64_t start = tiles.start(tile);
   const bool some_hidden = head.has_hidden();
-  for (int64_t m = 0; m < rows; m++) {
-    const float* q = head.q[row + m];
-    for (int64_t j = 0; j < tiles.seen(tile, m); j++) {
-      float product = 0;
-      if (start + j < head.keys && !(some_hidden && head.hidden(start + j))) {
-        const float* k = head.k[start + j];
-        Vec total{};
-        for (int64_t i = 0; i < whole; i += W) total += load(q + i) * load(k + i);
-        product = sum(total);
-        for (int64_t i = whole; i < head.width; i++) product += q[i] * k[i];
-      }
-      scores[m * STEP + j] = product;
+  for (int64_t j = 0; j < tiles.columns(tile); j += W) {
+    const float* k[W];
+    Int seen = Int{} - 1;
+    const int64_t key = start + j;
+    for (int n = 0; n < W; n++) k[n] = head.k[key + n];
+    if (some_hidden || key + W > head.keys)
+      for (int n = 0; n < W; n++)
+        if (key + n >= head.keys || head.hidden(key + n)) k[n] = head.q[row], seen[n] = 0;
+    for (int64_t m = 0; m < rows; m++) {
+      if (j >= tiles.seen(tile, m)) continue;
+      float* products = scores + m * STEP + j;
+      multiply_keys(head.q[row + m], k, head.width, products);
+      store(products, select(seen, load(products), Vec{}));
     }
   }
 }
 
-// Adds the values of the keys that have a weight, for VECTORS vectors of a row's output from column i on.
+// Adds the values of the listed keys, for VECTORS vectors of a row's output from column i on.
 template <int VECTORS>
-INLINE void add_values(Rows<const float> v, int64_t keys, const float* weights, int64_t i, float* out) {
+INLINE void add_values(Rows<const float> v, const int32_t* listed, int64_t count, const float* weights, int64_t i,
+                       float* out) {
   Vec total[VECTORS];
   for (int n = 0; n < VECTORS; n++) total[n] = load(out + i + n * W);
-  for (int64_t j = 0; j < keys; j++) {
-    if (weights[j] == 0) continue;
+  for (int64_t number = 0; number < count; number++) {
+    const int32_t j = listed[number];
     for (int n = 0; n < VECTORS; n++) total[n] += weights[j] * load(v[j] + i + n * W);
   }
   for (int n = 0; n < VECTORS; n++) store(out + i + n * W, total[n]);
@@ -191,11 +205,13 @@ static void add_in_place(const Head& head, int64_t rows, const Tiles& tiles, int
   const int64_t padded = pad_width(head.width);
   for (int64_t m = 0; m < rows; m++, weights += STEP, out += padded) {
     const int64_t keys = std::min(tiles.keys(tile), tiles.seen(tile, m));
-    int64_t i = 0;
-    for (; i + 4 * W <= head.width; i += 4 * W) add_values<4>(v, keys, weights, i, out);
-    for (; i + W <= head.width; i += W) add_values<1>(v, keys, weights, i, out);
-    for (int64_t j = 0; i < head.width && j < keys; j++)
-      for (int64_t rest = i; weights[j] != 0 && rest < head.width; rest++) out[rest] += weights[j] * v[j][rest];
+    int32_t listed[TILE];  // without a branch, which would be mispredicted: the keys that have a weight
+    int64_t count = 0, i = 0;
+    for (int32_t j = 0; j < keys; j++) listed[count] = j, count += weights[j] != 0;
+    for (; i + 4 * W <= head.width; i += 4 * W) add_values<4>(v, listed, count, weights, i, out);
+    for (; i + W <= head.width; i += W) add_values<1>(v, listed, count, weights, i, out);
+    for (int64_t number = 0; i < head.width && number < count; number++)
+      for (int64_t rest = i; rest < head.width; rest++) out[rest] += weights[listed[number]] * v[listed[number]][rest];
   }
 }
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flash_lazy.call import Stats, Threshold
+from flash_lazy.call import THRESHOLDS, Stats, Threshold
 from flash_lazy.cpu import library
-from flash_lazy.cpu.ops import THRESHOLDS
 
 ALIGNMENT = 16
 """d_model, d_ff and heads * head_dim are multiples of it: the widest vector."""

@@ -1,50 +1,24 @@
 """The compiled attention as PyTorch operators, with support for autograd, torch.compile and fake tensors."""
 
-import ctypes
-from functools import cache
 from itertools import chain
-from typing import Any, get_args
+from struct import Struct
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flash_lazy.call import CALL_SCHEMA, LEAVES, TENSORS, Call, Stats, Threshold, slice_documents
+from flash_lazy.call import CALL_SCHEMA, LEAVES, TENSORS, THRESHOLDS, Call, Stats, slice_documents
 from flash_lazy.cpu import library
 
-THRESHOLDS = ("per_query", "seq_len", "per_token", "constant")
-"""In the order of `Threshold` in attention.h."""
-assert set(THRESHOLDS) == set(get_args(Threshold))
 SUMS = 3
 """Numbers per row that the forward pass saves: largest score, sum of exponentials, divisor of the output."""
 
-_Steps = ctypes.c_int64 * 3
-
-
-class _CallFields(ctypes.Structure):
-    """`Call` of attention.cpp."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "rows", "keys", "width", "sequences")),
-        ("sequence", ctypes.c_void_p),
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v")),
-        *((name, _Steps) for name in ("q_step", "k_step", "v_step", "out_step")),
-        *((name, ctypes.c_void_p) for name in ("tau", "bias", "slopes")),
-        *((name, ctypes.c_int64) for name in ("tau_columns", "reach", "window", "context_length")),
-        ("key_mask", ctypes.c_void_p),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("threshold", "renormalise")),
-        ("threads", ctypes.c_int64),
-    ]
-
-
-class _GradientFields(ctypes.Structure):
-    """`Gradients` of attention.cpp."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("out", "dlse", "q", "k", "v", "tau", "bias", "slopes")),
-        *((name, _Steps) for name in ("out_step", "q_step", "k_step", "v_step")),
-    ]
+# Packing bytes costs less than filling a ctypes structure, and as much as a small call matters.
+_CALL_RECORD = Struct("6q qP 3P 12q 3P 4q P f2i q")
+"""`Call` of attention.cpp."""
+_GRADIENTS_RECORD = Struct("8P 12q")
+"""`Gradients` of attention.cpp."""
 
 
 def compiled_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]:
@@ -56,8 +30,8 @@ def compiled_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | No
     elif training:
         out, stats = _CompiledFunction.apply(*call, with_stats)
     else:
-        out, _, stats = _outputs(*call, False, with_stats)
-    if not with_stats:
+        out, _, stats = _attend(call, False, with_stats)
+    if not with_stats or stats is None:
         return out, None
     lse, *others = stats
     return out, Stats(lse, *(x.detach() for x in others))
@@ -65,7 +39,7 @@ def compiled_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | No
 
 def find_obstacle(q: Tensor) -> str | None:
     """Why the compiled backend does not support a call, naming the argument and the fix; None if it does."""
-    if q.device.type != "cpu":
+    if not q.is_cpu:
         return f"backend is 'cpu' and q on {q.device}; move q, k and v to the CPU, or choose 'auto'"
     autocast = torch.is_autocast_enabled("cpu") and q.dtype != torch.float64
     dtype = torch.get_autocast_dtype("cpu") if autocast else q.dtype
@@ -84,10 +58,16 @@ def _find_library_obstacle() -> str | None:
 def _outputs(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Output, sums `[3, B, H, Lq]` and stats `[4, B, H, Lq]`, the latter two empty unless needed."""
     *fields, training, with_stats = arguments
-    call = prepare_layout(Call(*fields))
+    call = Call(*fields)
+    return _fill_absent(call, *_attend(call, training, with_stats))
+
+
+def _attend(call: Call, training: bool, with_stats: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Output, sums if training, and stats if requested."""
+    call = prepare_layout(call)
     out, sums, stats = buffers = _forward_buffers(call, training, with_stats)
     record, _alive = describe(call, out)
-    library.load().flash_lazy_forward(ctypes.byref(record), _address(out), _address(sums), _address(stats))
+    library.load().flash_lazy_forward(record, out.data_ptr(), _address(sums), _address(stats))
     return buffers
 
 
@@ -100,95 +80,90 @@ def _gradients(*arguments: Any) -> tuple[Tensor, ...]:
     if call.kv_lengths is not None:  # keys beyond a sequence's length get no gradient
         dk.zero_(), dv.zero_()
     record, _alive = describe(call, grad)
-    gradients = _GradientFields(
-        *(_address(x) for x in (grad, dlse, dq, dk, dv, dtau, dbias, dslopes)),
-        *(_steps(x) for x in (grad, dq, dk, dv)),
+    gradients = _GRADIENTS_RECORD.pack(
+        *map(_address, (grad, dlse, dq, dk, dv, dtau, dbias, dslopes)),
+        *chain.from_iterable(x.stride()[:3] for x in (grad, dq, dk, dv)),
     )
-    library.load().flash_lazy_backward(ctypes.byref(record), _address(sums), ctypes.byref(gradients))
+    library.load().flash_lazy_backward(record, _address(sums), gradients)
     return found
 
 
 def prepare_layout(call: Call) -> Call:
     """Lay out the tensors as the library reads them: rows and parameters contiguous."""
-    q, k, v = (_with_unit_step(x) for x in call[:3])
-    tau, bias, slopes = (None if x is None else x.contiguous() for x in call[3:LEAVES])
-    mask = None if call.key_mask is None else call.key_mask.contiguous()
-    assert tau is not None
-    return call._replace(q=q, k=k, v=v, tau=tau, bias=bias, slopes=slopes, key_mask=mask)
+    q, k, v, tau, bias, slopes = call[:LEAVES]
+    if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
+        call = call._replace(q=_with_unit_step(q), k=_with_unit_step(k), v=_with_unit_step(v))
+    others = tau, bias, slopes, call.key_mask
+    if not all(x is None or x.is_contiguous() for x in others):
+        tau, bias, slopes, mask = (None if x is None else x.contiguous() for x in others)
+        assert tau is not None
+        call = call._replace(tau=tau, bias=bias, slopes=slopes, key_mask=mask)
+    return call
 
 
 def _with_unit_step(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _forward_buffers(call: Call, training: bool, with_stats: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised results of `_outputs`; the output has q's layout, which the model reads next."""
+def _forward_buffers(call: Call, training: bool, with_stats: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Uninitialised results of `_attend`; the output has q's layout, which the model reads next."""
     q = call.q
-    sums, stats = (
-        q.new_empty((count, *q.shape[:3]) if wanted else 0)
-        for count, wanted in ((SUMS, training), (len(Stats._fields), with_stats))
-    )
+    sums = q.new_empty(SUMS, *q.shape[:3]) if training else None
+    stats = q.new_empty(len(Stats._fields), *q.shape[:3]) if with_stats else None
     return torch.empty_like(q), sums, stats
+
+
+def _fill_absent(call: Call, *results: Tensor | None) -> Any:
+    """Results of an operator, which cannot be None: empty instead."""
+    return tuple(call.q.new_empty(0) if x is None else x for x in results)
 
 
 def _backward_buffers(call: Call, with_bias: bool, with_slopes: bool) -> tuple[Tensor, ...]:
     """Uninitialised results of `_gradients`, in the layouts of the inputs."""
     head = (
-        torch.empty_like(x) if x is not None and wanted else call.q.new_empty(0)
+        torch.empty_like(x) if x is not None and wanted else None
         for x, wanted in ((call.bias, with_bias), (call.slopes, with_slopes))
     )
-    return *(torch.empty_like(x) for x in call[:4]), *head
+    return _fill_absent(call, *(torch.empty_like(x) for x in call[:4]), *head)
 
 
-def describe(call: Call, out: Tensor) -> tuple[_CallFields, Any]:
+def describe(call: Call, out: Tensor) -> tuple[bytes, Tensor | None]:
     """The call as the library takes it, with `out`'s steps, and what must stay alive as long."""
-    q, k, tau = call.q, call.k, call.tau
+    q, k, v, tau, bias, slopes = call[:LEAVES]
     batch, heads, rows, width = q.shape
+    _, kv_heads, keys, _ = k.shape
     sequences = _list_sequences(call)
-    record = _CallFields(
-        *(batch, heads, k.shape[1], rows, k.shape[2], width, len(sequences) // 5),
-        ctypes.addressof(sequences),
-        *(_address(x) for x in (q, k, call.v)),
-        *(_steps(x) for x in (q, k, call.v, out)),
-        *(_address(x) for x in (tau, call.bias, call.slopes)),
-        *(tau.shape[1] if tau.dim() == 2 else 1, 0 if call.bias is None else call.bias.shape[1]),
-        *(call.window or 0, call.context_length or 1),
-        _address(call.key_mask),
+    record = _CALL_RECORD.pack(
+        *(batch, heads, kv_heads, rows, keys, width),
+        *(batch if sequences is None else len(sequences), _address(sequences)),
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr()),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3]),
+        *(tau.data_ptr(), _address(bias), _address(slopes)),
+        *(tau.shape[1] if tau.dim() == 2 else 1, 0 if bias is None else bias.shape[1]),
+        *(call.window or 0, call.context_length or 1, _address(call.key_mask)),
         *(call.factor, THRESHOLDS.index(call.threshold), call.renormalise, torch.get_num_threads()),
     )
     return record, sequences
 
 
-def _list_sequences(call: Call) -> Any:
-    """Index in the batch, first row, rows, first key and keys of each sequence, one after the other."""
-    batch, rows, keys = call.q.shape[0], call.q.shape[2], call.k.shape[2]
+def _list_sequences(call: Call) -> Tensor | None:
+    """Index in the batch, first row, rows, first key and keys of each sequence, int64 `[n, 5]`; None for full ones."""
     if call.cu_seqlens is not None:
         parts = slice_documents(call)
-        return _to_array(
-            chain.from_iterable((0, r.start, r.stop - r.start, k.start, k.stop - k.start) for r, k in parts)
-        )
+        return _to_integers([(0, r.start, r.stop - r.start, k.start, k.stop - k.start) for r, k in parts])
     if call.kv_lengths is not None:
-        lengths = enumerate(call.kv_lengths.tolist())
-        return _to_array(chain.from_iterable((index, 0, rows, 0, length) for index, length in lengths))
-    return _list_full_sequences(batch, rows, keys)
+        lengths, rows = call.kv_lengths.tolist(), call.q.shape[2]
+        return _to_integers([(index, 0, rows, 0, length) for index, length in enumerate(lengths)])
+    return None
 
 
-@cache
-def _list_full_sequences(batch: int, rows: int, keys: int) -> Any:
-    return _to_array(chain.from_iterable((index, 0, rows, 0, keys) for index in range(batch)))
+def _to_integers(values: list[tuple[int, ...]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")  # whatever the default device is
 
 
-def _to_array(values: Any) -> Any:
-    listed = list(values)
-    return (ctypes.c_int64 * len(listed))(*listed)
-
-
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None or not x.numel() else x.data_ptr()
-
-
-def _steps(x: Tensor) -> Any:
-    return _Steps(*x.stride()[:3])
+def _address(x: Tensor | None) -> int:
+    """Address of the elements; 0 without any."""
+    return 0 if x is None else x.data_ptr()
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -249,7 +224,8 @@ _forward.register_autograd(_operator_gradients, setup_context=_setup_context)
 @_forward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *call, training, with_stats = arguments
-    return _forward_buffers(Call(*call), training, with_stats)
+    call = Call(*call)
+    return _fill_absent(call, *_forward_buffers(call, training, with_stats))
 
 
 @_backward.register_fake

@@ -1,6 +1,6 @@
 """Statistics of the rows and keys of the weights, for diagnostics, without a matrix of weights in memory."""
 
-import ctypes
+from struct import Struct
 from typing import NamedTuple
 
 import torch
@@ -41,14 +41,8 @@ SUMS = 8
 """Fields of `AttentionSummary` of one number per row, the first ones."""
 
 
-class _SummaryFields(ctypes.Structure):
-    """`Summaries` of attention.cpp."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("first_keys", "tile")),
-        ("small", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("counted", "sums", "first", "columns", "touched")),
-    ]
+_SUMMARIES_RECORD = Struct("2q f 5P")
+"""`Summaries` of attention.cpp."""
 
 
 def summarise_attention(call: Call, counted: Tensor, first_keys: int, tile: int, small: float) -> AttentionSummary:
@@ -63,9 +57,8 @@ def summarise_attention(call: Call, counted: Tensor, first_keys: int, tile: int,
     columns = torch.empty(batch, heads, length, dtype=torch.float64)
     touched = torch.empty(batch, heads, tiles, tiles, dtype=torch.int32)
     record, alive = describe(call, call.q)
-    results = (counted, sums, first, columns, touched)
-    fields = _SummaryFields(first_keys, tile, small, *(x.data_ptr() for x in results))
-    library.load().flash_lazy_summarise(ctypes.byref(record), ctypes.byref(fields))
+    addresses = (x.data_ptr() for x in (counted, sums, first, columns, touched))
+    library.load().flash_lazy_summarise(record, _SUMMARIES_RECORD.pack(first_keys, tile, small, *addresses))
     del alive
     by_row = dict(zip(AttentionSummary._fields, sums, strict=False))
     return AttentionSummary(**by_row, first=first, columns=columns, touched=touched)

@@ -38,14 +38,19 @@ INLINE Vec larger(Vec x, Vec y) { return select(x > y, x, y); }
 // x without its negative entries; NaN stays, as in torch.relu.
 INLINE Vec relu(Vec x) { return select(x <= 0, Vec{}, x); }
 
+// Entries of a and b, which follow a's, by their indices.
+template <int... i>
+INLINE Vec shuffle(Vec a, Vec b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, i...);
+#else
+  return __builtin_shuffle(a, b, Int{i...});
+#endif
+}
 // The vector's entries moved down by `step`, those that fall out at the end.
 template <int step, int... i>
 INLINE Vec rotate(Vec x, std::integer_sequence<int, i...>) {
-#if defined(__clang__)
-  return __builtin_shufflevector(x, x, ((i + step) % W)...);
-#else
-  return __builtin_shuffle(x, Int{((i + step) % W)...});
-#endif
+  return shuffle<(i + step) % W...>(x, x);
 }
 template <int step = W / 2, class Combine>
 INLINE float reduce(Vec x, Combine combine) {
@@ -53,6 +58,20 @@ INLINE float reduce(Vec x, Combine combine) {
   else return reduce<step / 2>(combine(x, rotate<step>(x, std::make_integer_sequence<int, W>{})), combine);
 }
 INLINE float sum(Vec x) { return reduce(x, [](Vec a, Vec b) { return a + b; }); }
+// Blocks of 2 * half entries of a and b by turns, the halves of each added.
+template <int half, int... i>
+INLINE Vec add_halves(Vec a, Vec b, std::integer_sequence<int, i...>) {
+  return shuffle<i / half % 2 * W + i / half / 2 * 2 * half + i % half...>(a, b) +
+         shuffle<i / half % 2 * W + i / half / 2 * 2 * half + i % half + half...>(a, b);
+}
+// The sum of each of W vectors, with the bits of `sum`.
+template <int half = W / 2>
+INLINE Vec sum_each(const Vec* x) {
+  Vec halves[half];
+  for (int n = 0; n < half; n++) halves[n] = add_halves<half>(x[n], x[n + half], std::make_integer_sequence<int, W>{});
+  if constexpr (half == 1) return halves[0];
+  else return sum_each<half / 2>(halves);
+}
 INLINE float largest(Vec x) { return reduce(x, larger); }
 
 // 2^x for x <= 126: 0 below -126, NaN for NaN, exactly 1 at 0. Relative error at most 1.2e-7.

@@ -16,6 +16,7 @@ constexpr int W = 4;
 
 typedef float Vec __attribute__((vector_size(4 * W)));
 typedef int32_t Int __attribute__((vector_size(4 * W)));
+typedef uint32_t Bits __attribute__((vector_size(4 * W)));
 typedef float Unaligned __attribute__((vector_size(4 * W), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
@@ -78,7 +79,7 @@ INLINE float largest(Vec x) { return reduce(x, larger); }
 INLINE Vec exp2(Vec x) {
   const float magic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold
   Vec rounded = x + magic;
-  Int bits;
+  Bits bits;
   __builtin_memcpy(&bits, &rounded, sizeof bits);
   Vec f = x - (rounded - magic);  // -0.5 .. 0.5
   // Minimax polynomial of the relative error of 2^f on that interval, with p(0) = 1.

@@ -53,7 +53,12 @@ file lacks; a file of other code, another machine or other options is replaced, 
         default="3b7b986",
         help="commit to compare cells with; it is checked out in a temporary worktree (default 3b7b986)",
     )
-    parser.add_argument("--rounds", metavar="N", type=positive_int, help="pairs of cells, 2 or more (default 3)")
+    parser.add_argument(
+        "--pairs",
+        metavar="N",
+        type=positive_int,
+        help="pairs of cells, 2 or more, with seeds 0, 1, ... (default 10; stdlib_long 3)",
+    )
     parser.add_argument(
         "--steps", metavar="N", type=positive_int, help="training steps of each cell (default: the experiment's)"
     )
@@ -72,11 +77,13 @@ file lacks; a file of other code, another machine or other options is replaced, 
 def measure_cells(options: argparse.Namespace, _rest: list[str]) -> int:
     from timings import cells
 
+    experiments = options.experiments or cells.EXPERIMENTS
+    pairs = {name: options.pairs or cells.FULL.pairs.get(name, min(cells.FULL.pairs.values())) for name in experiments}
     cells.bench_cells(
         sections=options.sections or cells.SECTIONS,
-        experiments=options.experiments or cells.EXPERIMENTS,
+        experiments=experiments,
         against=options.against,
-        sizes=cells.FULL._replace(rounds=options.rounds or cells.FULL.rounds, steps=options.steps),
+        sizes=cells.FULL._replace(pairs=pairs, steps=options.steps),
         out=options.out,
     )
     return 0

@@ -1,6 +1,6 @@
 """Train one cell and print its cost as JSON; `timings.cells` runs it as a script, on the code of either commit.
 
-    PYTHONPATH=TREE:TREE/kernels python3 -P one_cell.py TREE EXPERIMENT ROW [--steps N]
+    PYTHONPATH=TREE:TREE/kernels python3 -P one_cell.py TREE EXPERIMENT ROW [--seed N] [--steps N]
 
 It therefore imports nothing of `timings`, and of `lit_lazy` only what both commits have under the same name.
 """
@@ -36,6 +36,8 @@ PHASES = (
 """Where a cell's seconds go. "rest": Lightning's loop, the loader, checkpoints and building the model."""
 WARM_UP = "backcopy_tiny"
 """Trained first: late imports and a library's first call are not a cell's, as a worker trains many."""
+METRICS = ("loss/val", "loss/excess", "sink/first_key_share", "tau/mean", "sparsity/zero")
+"""Final metrics that a cell's cost records, if the cell has them."""
 MONITOR = "Watch"
 """State key of the head monitor, whose class has another name in each commit."""
 PRODUCT_SIZE, PRODUCTS = 1024, 8
@@ -54,6 +56,8 @@ class CellCost:
     """CPU seconds by phase; their sum is `seconds`."""
     product_rate: float
     """FLOP/s of a large float32 product on one thread, just before and after the cell."""
+    seed: int
+    metrics: dict[str, float]
 
 
 class PhaseClock(L.Callback):
@@ -151,20 +155,20 @@ def time_phases() -> PhaseClock:
     return clock
 
 
-def load_cell(tree: Path, experiment: str, row: str, steps: int | None) -> RunConfig:
+def load_cell(tree: Path, experiment: str, row: str, seed: int, steps: int | None) -> RunConfig:
     """The config of a row on an experiment of the tree; steps: None for the experiment's own."""
     cfg = runpy.run_path(str(tree / "experiments" / f"{experiment}.py"))["config"]()
     train = cfg.train
     if steps is not None:
         train = replace(train, steps=steps, warmup_steps=min(train.warmup_steps, steps - 1))
-    return replace(cfg, model=replace(cfg.model, attention=ROWS[row]), train=train)
+    return replace(cfg, model=replace(cfg.model, attention=ROWS[row]), train=train, seed=seed)
 
 
-def measure_cell(tree: Path, experiment: str, row: str, steps: int | None) -> CellCost:
+def measure_cell(tree: Path, experiment: str, row: str, seed: int, steps: int | None) -> CellCost:
     """Train a cell in a new folder, on one thread."""
     torch.set_num_threads(1)
-    cfg = load_cell(tree, experiment, row, steps)
-    train_cell(load_cell(tree, WARM_UP, row, None))
+    cfg = load_cell(tree, experiment, row, seed, steps)
+    train_cell(load_cell(tree, WARM_UP, row, 0, None))
     gc.freeze()  # as a worker does
     rates = measure_product_rates()
     wall, clock = time.perf_counter(), time_phases()
@@ -180,6 +184,8 @@ def measure_cell(tree: Path, experiment: str, row: str, steps: int | None) -> Ce
         wall_seconds=wall,
         phases=clock.seconds,
         product_rate=statistics.median([*rates, *measure_product_rates()]),
+        seed=seed,
+        metrics={name: result.metrics[name] for name in METRICS if name in result.metrics},
     )
 
 
@@ -207,11 +213,13 @@ def main() -> None:
     parser.add_argument("tree", type=Path)
     parser.add_argument("experiment")
     parser.add_argument("row", choices=ROWS)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int)
     options = parser.parse_args()
     if not Path(lit_lazy.__file__).is_relative_to(options.tree):
         raise RuntimeError(f"lit_lazy is {lit_lazy.__file__}: PYTHONPATH must begin with {options.tree}")
-    print(json.dumps(asdict(measure_cell(options.tree, options.experiment, options.row, options.steps))))
+    cost = measure_cell(options.tree, options.experiment, options.row, options.seed, options.steps)
+    print(json.dumps(asdict(cost)))
 
 
 if __name__ == "__main__":

@@ -546,7 +546,7 @@ def test_a_cpu_needs_the_interpreter(monkeypatch):
     q = torch.zeros(1, 1, 6, 16)
     with pytest.raises(ValueError, match=r"backend is 'triton' and q on cpu; move .* to a GPU, or choose 'chunked'"):
         lazy_attention(q, q, q, torch.ones(1), backend="triton")
-    assert resolve_backend("auto", q) == "chunked"
+    assert resolve_backend("auto", q) in ("chunked", "cpu")
 
 
 def random_setting(seed):

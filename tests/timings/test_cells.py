@@ -19,7 +19,7 @@ needs_history = pytest.mark.skipif(not AGAINST_IS_HERE, reason="the other commit
 IDENTITY = {"code": "c0de", "against": "3b7b986717", "tokens": 128}
 
 
-def make_cost(seconds: float, forward: float = 0.5) -> dict:
+def make_cost(seconds: float, outcome: float = 0.0, forward: float = 0.5) -> dict:
     phases = dict.fromkeys(PHASES, 0.0) | {"forward": forward, "backward": 1.0, "optimiser": 0.5}
     phases["rest"] = seconds - sum(phases.values())
     return {
@@ -30,11 +30,22 @@ def make_cost(seconds: float, forward: float = 0.5) -> dict:
         "wall_seconds": seconds + 1,
         "phases": phases,
         "product_rate": 1e10,
+        "metrics": {"loss/excess": outcome},
     }
 
 
 def make_pair(new: float, old: float) -> dict:
     return {"experiment": "backcopy", "row": "lazy", "new": make_cost(new), "old": make_cost(old)}
+
+
+def make_agreement(*differences: float) -> str:
+    """The line of the table on how far two commits agree."""
+    pairs = {
+        str(i): {"experiment": "backcopy", "row": "lazy", "new": make_cost(4, 1 + d), "old": make_cost(4, 1.0)}
+        for i, d in enumerate(differences)
+    }
+    lines = cells.format_table(make_result({"cells": pairs})).splitlines()
+    return next((line for line in lines if line.startswith("| backcopy lazy | loss/excess")), "")
 
 
 def make_result(measurements: dict) -> dict:
@@ -67,6 +78,15 @@ def test_the_table_shows_a_cell_from_its_second_pair() -> None:
     text = cells.format_table(make_result({"cells": pairs | {"2": make_pair(4, 8)}}))
     assert "| backcopy lazy | chunked | 4.0 [4.0, 4.0] | 5.0 [5.0, 5.0] | 900 [900, 900] | 450 [450, 450] |" in text
     assert "| 12.5% | 25.0% | 37.5% | 12.5% |" in text  # forward, backward, both, optimiser
+
+
+def test_two_commits_agree_if_the_interval_is_within_the_margin() -> None:
+    """Differences 1, 2 and 3 e-5 have mean 2e-5, sd 1e-5 and half an interval of 4.303 sd / sqrt(3)."""
+    assert make_agreement(1e-5, 2e-5) == ""  # too few to tell
+    expected = "| 3 | 1.00000 | +2.0e-05 | -4.8e-06 to +4.5e-05 | 1.0e-05 | 0.0001 | agree |"
+    assert make_agreement(1e-5, 2e-5, 3e-5).endswith(expected)
+    assert make_agreement(1e-4, 2e-4, 3e-4).endswith("| not shown to agree |")
+    assert make_agreement(-1e-3, 0, 1e-3).endswith("| not shown to agree |")
 
 
 def test_every_measurement_is_saved_at_once_and_kept(tmp_path: Path) -> None:
@@ -127,7 +147,7 @@ def test_the_code_is_told_by_its_files(tmp_path: Path, monkeypatch: pytest.Monke
     ("arguments", "message"),
     [
         ({"sections": ("decode",)}, "--sections has 'decode': choose from attention, threads, decoding, cells"),
-        ({"sizes": QUICK._replace(rounds=1)}, "rounds is 1"),
+        ({"sizes": QUICK._replace(pairs={"backcopy_tiny": 1})}, "pairs is 1"),
         ({"sizes": QUICK._replace(attention_rounds=1)}, "attention_rounds is 1"),
         ({"against": "nothing"}, "--against 'nothing': no commit of this clone"),
         ({"against": "--help"}, "--against '--help': no commit of this clone"),

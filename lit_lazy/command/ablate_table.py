@@ -36,5 +36,6 @@ def ablate_table(options: argparse.Namespace, _rest: list[str]) -> int:
     check_writable_folder("--runs", options.runs)
     folder = options.runs / tracker.experiment
     folder.mkdir(parents=True, exist_ok=True)
-    print(render_markdown(write_table(tracker, find_newest_parent(tracker), folder)))
+    table, _ = write_table(tracker, find_newest_parent(tracker), folder)
+    print(render_markdown(table))
     return 0

@@ -13,11 +13,11 @@ from html import escape
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from lit_lazy import figures
 from lit_lazy.figures.ablation import Histories
-from lit_lazy.figures.canvas import use_style
 from lit_lazy.grid.plan import Plan, build_table_from_mlflow, read_plan
 from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.report.captions import ABOUT_READING, CAPTIONS, ONE_SEED, READING
@@ -37,8 +37,8 @@ MOST_VARIANTS = 30
 """Maximum number of variants with figures by default: each takes a second and 0.1 MB."""
 FEW = 3
 """Up to this number of variants, their figures are unfolded."""
-CSS_DPI, IMAGE_DPI = 96, 120
-"""Pixels per inch of the page and of the images, which are finer so that they stay sharp on high-density screens."""
+CSS_DPI = 96
+"""Pixels per inch of the page."""
 WIDE = 800
 """Figures wider than this, in CSS pixels, span the page."""
 FINDING = ("verdict", "effects")
@@ -51,12 +51,18 @@ WATCHED = ("watch/tau_layer_", "watch/first_key_")
 """Prefixes of the metrics whose history is drawn."""
 
 
-def write_report(tracker: Tracker, parent_id: str, folder: Path) -> list[Path]:
-    """Write the report of a parent run and its figures over all variants into a folder; returns the paths."""
-    data = _load_data(tracker, parent_id)
-    path, drawn = folder / REPORT, _draw_figures(data)
-    write_text(path, _render_page(data, drawn))
-    return [path, *(file for name, figure in drawn.items() for file in figures.save_figure(figure, folder / name))]
+def write_report(
+    tracker: Tracker, parent_id: str, folder: Path, table: Table, of_table: Mapping[str, Figure]
+) -> list[Path]:
+    """Write the report of a parent run and its figures of trainings into a folder; returns the paths.
+
+    table, of_table: the run's, and `draw_table_figures` of it.
+    """
+    data = _load_data(tracker, parent_id, table)
+    path, of_trainings = folder / REPORT, _draw_training_figures(data)
+    write_text(path, _render_page(data, of_table, of_trainings))
+    saved = (figures.save_figure(figure, folder / name) for name, figure in of_trainings.items())
+    return [path, *(file for files in saved for file in files)]
 
 
 def render_report(tracker: Tracker, parent_id: str, ui_url: str | None = None, drawn: Sequence[str] = ()) -> str:
@@ -65,8 +71,9 @@ def render_report(tracker: Tracker, parent_id: str, ui_url: str | None = None, d
     ui_url: address of the MLflow UI, to which run ids then link. drawn: variants with figures; by default the first 30.
     Raises ValueError if ui_url is not the address of a server, or if `drawn` names an unknown variant.
     """
-    data = _load_data(tracker, parent_id, ui_url, drawn)
-    return _render_page(data, _draw_figures(data))
+    address = None if ui_url is None else _parse_ui_url(ui_url)
+    data = _load_data(tracker, parent_id, build_table_from_mlflow(tracker, parent_id), address, drawn)
+    return _render_page(data, draw_table_figures(data.table), _draw_training_figures(data))
 
 
 def draw_table_figures(table: Table) -> dict[str, Figure]:
@@ -110,10 +117,9 @@ def _render_table_parts(table: Table, drawn: Mapping[str, Figure]) -> dict[str, 
     }
 
 
-def _render_page(data: "_ReportData", drawn: Mapping[str, Figure]) -> str:
-    of_table = {name: figure for name, figure in drawn.items() if name not in TRAINING}
+def _render_page(data: "_ReportData", of_table: Mapping[str, Figure], of_trainings: Mapping[str, Figure]) -> str:
     parts = {name: mark_part(name, html) for name, html in _render_table_parts(data.table, of_table).items()}
-    overall = parts["figures"] + _render_figures({name: drawn[name] for name in TRAINING if name in drawn}, ALL)
+    overall = parts["figures"] + _render_figures(of_trainings, ALL)
     sections = [
         _Section("table", f"Results: {data.table.ablation}", parts["table"], heading=False),
         *([_Section("figures", "Figures over all variants", _render_grid(overall))] if "<figure" in overall else []),
@@ -180,8 +186,9 @@ class _ReportData:
         return f'<a href="{escape(run_link(self.ui_url, self.tracker.experiment_id, run_id))}">{code}</a>'
 
 
-def _load_data(tracker: Tracker, parent_id: str, ui_url: str | None = None, drawn: Sequence[str] = ()) -> _ReportData:
-    address, table = None if ui_url is None else _parse_ui_url(ui_url), build_table_from_mlflow(tracker, parent_id)
+def _load_data(
+    tracker: Tracker, parent_id: str, table: Table, ui_url: str | None = None, drawn: Sequence[str] = ()
+) -> _ReportData:
     variants = [row.variant for row in table.rows]
     if unknown := set(drawn) - set(variants):
         name = min(unknown)
@@ -189,7 +196,7 @@ def _load_data(tracker: Tracker, parent_id: str, ui_url: str | None = None, draw
         raise ValueError(f"--figures {name!r}: is no row of this table{hint}")
     children = tracker.find_children(parent_id)
     return _ReportData(
-        tracker, read_plan(tracker, parent_id), table, parent_id, children, address, drawn or variants[:MOST_VARIANTS]
+        tracker, read_plan(tracker, parent_id), table, parent_id, children, ui_url, drawn or variants[:MOST_VARIANTS]
     )
 
 
@@ -242,11 +249,11 @@ def _render_definitions(lines: Mapping[str, Sequence[str]]) -> str:
     return f"<dl>{''.join(items)}</dl>"
 
 
-def _draw_figures(data: _ReportData) -> dict[str, Figure]:
-    """Figures of the table and of the trainings of all variants, by name; empty while no cell is complete."""
+def _draw_training_figures(data: _ReportData) -> dict[str, Figure]:
+    """Figures of the trainings of all variants, by name; empty while no cell is complete."""
     histories = _read_histories(data)
     drawn = {name: draw(data.table, histories) for name, draw in TRAINING.items()}
-    return draw_table_figures(data.table) | {name: figure for name, figure in drawn.items() if figure is not None}
+    return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
 def _read_histories(data: _ReportData) -> Histories:
@@ -260,8 +267,22 @@ def _read_histories(data: _ReportData) -> Histories:
 
 def _render_variant_figures(data: _ReportData) -> str:
     """For each variant, the figures of its first complete seed with diagnostics."""
-    parts, without = [], []
+    chosen, without = _choose_runs(data)
     opened = " open" if len(data.drawn) <= FEW else ""
+    parts = [f"<p>{ONE_SEED}</p>"] if chosen else []
+    runs = [(f"{variant}, seed {seed}", arrays) for (variant, seed), arrays in chosen.items()]
+    for (variant, seed), (name, _), images in zip(chosen, runs, figures.render_runs(runs), strict=True):
+        body = _render_grid("".join(_render_image(kind, image, name) for kind, image in images.items()))
+        summary = f"<summary>{escape(variant)} <small>seed {seed}</small></summary>"
+        parts.append(f"<details{opened}>{summary}\n{body}</details>")
+    if without:
+        parts.append(f"<p>Without figures:</p><ul>{''.join(f'<li>{text}</li>' for text in without)}</ul>")
+    return "\n".join(parts)
+
+
+def _choose_runs(data: _ReportData) -> tuple[dict[tuple[str, str], dict[str, np.ndarray]], list[str]]:
+    """Diagnostics by variant and seed, and for what has no figures, the reason as HTML."""
+    chosen, without = {}, []
     for row in data.table.rows:
         complete = data.complete_runs(row.variant)
         if not complete:
@@ -270,40 +291,28 @@ def _render_variant_figures(data: _ReportData) -> str:
             without.append(f"{escape(row.variant)}: <code>lit-lazy report --figures</code> draws it on request")
             continue
         for run in complete:
-            stored = data.tracker.read_bytes(run.run_id, DIAGNOSTICS)
-            name = f"{row.variant}, seed {run.tags['seed']}"
-            if stored is None:
-                without.append(f"{escape(name)}: {data.format_run_id(run.run_id)} holds no {DIAGNOSTICS}")
-                continue
-            arrays = Diagnostics.load(io.BytesIO(stored)).arrays
-            body = _render_grid(_render_figures(figures.draw_run_figures(arrays, name), name))
-            summary = f"<summary>{escape(row.variant)} <small>seed {run.tags['seed']}</small></summary>"
-            parts.append(f"<details{opened}>{summary}\n{body}</details>")
-            break
-    if parts:
-        parts.insert(0, f"<p>{ONE_SEED}</p>")
-    if without:
-        parts.append(f"<p>Without figures:</p><ul>{''.join(f'<li>{text}</li>' for text in without)}</ul>")
-    return "\n".join(parts)
+            stored, seed = data.tracker.read_bytes(run.run_id, DIAGNOSTICS), run.tags["seed"]
+            if stored is not None:
+                chosen[row.variant, seed] = Diagnostics.load(io.BytesIO(stored)).arrays
+                break
+            name = escape(f"{row.variant}, seed {seed}")
+            without.append(f"{name}: {data.format_run_id(run.run_id)} holds no {DIAGNOSTICS}")
+    return chosen, without
 
 
 def _render_figures(drawn: Mapping[str, Figure], subject: str) -> str:
-    return "".join(_render_figure(name, figure, subject) for name, figure in drawn.items())
+    return "".join(_render_image(name, figures.render_image(figure), subject) for name, figure in drawn.items())
 
 
 def _render_grid(figures: str) -> str:
     return f'<div class="figures">\n{figures}</div>\n'
 
 
-@use_style()
-def _render_figure(name: str, figure: Figure, subject: str) -> str:
+def _render_image(name: str, image: figures.Image, subject: str) -> str:
     title, caption = CAPTIONS[name]
-    image = io.BytesIO()
-    # Lossless WebP is smaller than PNG, and than SVG with its text as outlines.
-    figure.savefig(image, format="webp", dpi=IMAGE_DPI, pil_kwargs={"lossless": True})
-    width, height = (round(inches * CSS_DPI) for inches in figure.get_size_inches())
+    width, height = (round(inches * CSS_DPI) for inches in image.size)
     wide = ' class="wide"' if width > WIDE else ""
-    source = f"data:image/webp;base64,{base64.b64encode(image.getvalue()).decode()}"
+    source = f"data:image/webp;base64,{base64.b64encode(image.data).decode()}"
     return (
         f'<figure{wide} style="--width:{width}px"><div class="scroll"><img width="{width}" height="{height}" '
         f'alt="{escape(f"{title}: {subject}")}" src="{source}"></div>'

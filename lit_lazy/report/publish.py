@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from lit_lazy import figures
@@ -23,18 +24,18 @@ from lit_lazy.tracking.tracker import Tracker
 
 def publish(tracker: Tracker, parent_id: str, folder: Path, is_new: bool, console: Console) -> Table:
     """Write the table, and also the report if cells were executed (is_new) or it does not exist yet."""
-    table = write_table(tracker, parent_id, folder)
+    table, drawn = write_table(tracker, parent_id, folder)
     if is_new or not (folder / REPORT).exists():
         console.print("drawing the report", highlight=False)
-        tracker.log_files(parent_id, write_report(tracker, parent_id, folder))
+        tracker.log_files(parent_id, write_report(tracker, parent_id, folder, table, drawn))
     return table
 
 
-def write_table(tracker: Tracker, parent_id: str, folder: Path) -> Table:
+def write_table(tracker: Tracker, parent_id: str, folder: Path) -> tuple[Table, dict[str, Figure]]:
     """Build the table from MLflow; write it and its figures into a folder and log them on the parent run."""
     table = build_table_from_mlflow(tracker, parent_id)
-    files = save(table, folder / "table")
-    for name, figure in draw_table_figures(table).items():
+    files, drawn = save(table, folder / "table"), draw_table_figures(table)
+    for name, figure in drawn.items():
         files += figures.save_figure(figure, folder / name)
     tracker.log_files(parent_id, files)
     if table.verdict:
@@ -42,7 +43,7 @@ def write_table(tracker: Tracker, parent_id: str, folder: Path) -> Table:
     tracker.tag(parent_id, "mlflow.note.content", "\n\n".join([*describe_findings(table), table.command]))
     ended = all(row.status in ("complete", "failed") for row in table.rows)
     save_views(tracker, read_plan(tracker, parent_id), table.columns, ended)
-    return table
+    return table, drawn
 
 
 def recompute_table(path: Path, ablation: Ablation, question: Question | None) -> Table:

@@ -20,6 +20,7 @@ from lit_lazy.command.main import main
 from lit_lazy.grid.plan import PLAN, Plan, build_table_from_mlflow, find_newest_parent, read_plan
 from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.report.page import render_report, write_report
+from lit_lazy.report.publish import write_table
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.records import RowInfo
 from lit_lazy.table.render import render_html_parts, render_markdown
@@ -66,11 +67,16 @@ def tracker(store: Path, monkeypatch: pytest.MonkeyPatch) -> Tracker:
 def page(store: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     tracker = Tracker(default_uri(store), store, ID)
     folder = tmp_path_factory.mktemp("page")
-    page, *drawn = write_report(tracker, find_newest_parent(tracker), folder)
+    parent = find_newest_parent(tracker)
+    table, drawn = write_table(tracker, parent, folder)
+    page, *more = write_report(tracker, parent, folder, table, drawn)
     assert page == folder / "report.html"
-    names = ("effects", "loss_against_sparsity", "tau_over_training", "sink_over_training")
-    assert drawn == [folder / f"{name}.{kind}" for name in names for kind in ("png", "svg")]
-    assert all(path.stat().st_size for path in drawn)
+    of_trainings = ("tau_over_training", "sink_over_training")
+    assert more == [folder / f"{name}.{kind}" for name in of_trainings for kind in ("png", "svg")]
+    names = ("effects", "loss_against_sparsity", *of_trainings)
+    assert {path.name for path in folder.iterdir() if path.suffix in (".png", ".svg") and path.stat().st_size} == {
+        f"{name}.{kind}" for name in names for kind in ("png", "svg")
+    }
     return page.read_text()
 
 

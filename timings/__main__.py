@@ -66,7 +66,7 @@ file lacks; a file of other code, another machine or other options is replaced, 
         "--sections",
         metavar="A,B",
         type=name_list,
-        help="only these: attention, threads (two against one), decoding, cells (default all, in this order)",
+        help="only these: attention, decoding, threads (two against one), cells (default all, in this order)",
     )
     parser.add_argument(
         "--experiments", metavar="A,B", type=name_list, help="of the cells (default backcopy,stdlib_small,stdlib_long)"

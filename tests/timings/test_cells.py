@@ -146,7 +146,7 @@ def test_the_code_is_told_by_its_files(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sections": ("decode",)}, "--sections has 'decode': choose from attention, threads, decoding, cells"),
+        ({"sections": ("decode",)}, "--sections has 'decode': choose from attention, decoding, threads, cells"),
         ({"sizes": QUICK._replace(pairs={"backcopy_tiny": 1})}, "pairs is 1"),
         ({"sizes": QUICK._replace(attention_rounds=1)}, "attention_rounds is 1"),
         ({"against": "nothing"}, "--against 'nothing': no commit of this clone"),

@@ -13,9 +13,8 @@ import torch
 
 def collect_environment() -> dict[str, str]:
     """Versions, machine and commit of this process."""
-    cores = (
-        f"{os.cpu_count()} CPU cores ({torch.backends.cpu.get_cpu_capability()})"  # kernels round by instruction set
-    )
+    # The kernels of each instruction set round differently.
+    cores = f"{os.cpu_count()} CPU cores ({torch.backends.cpu.get_cpu_capability()})"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cores
     return {
         "python": platform.python_version(),

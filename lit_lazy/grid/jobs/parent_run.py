@@ -51,9 +51,8 @@ def open_parent_run(
         elsewhere = f"does not hold this grid's parent run, which is stored at {where}; set MLFLOW_TRACKING_URI to that"
         problem = lost if where == tracker.uri else elsewhere
         raise ValueError(f"MLflow at {tracker.uri} {problem}, or start again with --fresh")
-    parent_id = (
-        begun[0].run_id if begun else tracker.create_run(work.id, {**tags, "grid": grid_id, TAG: choose_backend()})
-    )
+    tags = {**tags, "grid": grid_id, TAG: choose_backend()}
+    parent_id = begun[0].run_id if begun else tracker.create_run(work.id, tags)
     queue.facts = facts | {"tracking": tracker.uri}
     if (kept := tracker.read_bytes(parent_id, plan)) is not None:
         try:

@@ -96,7 +96,7 @@ constraints: .venv/.complete-test
 	.venv-triton-$*/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 triton==$* 'numpy<2.4' pytest==9.1.1 -e ./kernels
 	touch $@
 
-PINS := constraints.txt pyproject.toml kernels/pyproject.toml
+PINS := constraints.txt pyproject.toml kernels/pyproject.toml kernels/setup.py $(wildcard kernels/flash_lazy/cpu/*.h kernels/flash_lazy/cpu/*.cpp)
 
 # Not compiled: that would take a minute, for modules of which most are never imported.
 define install

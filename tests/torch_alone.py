@@ -43,10 +43,15 @@ def link_packages(folder: Path, there: set[Path], *names: str) -> Path:
     return folder
 
 
+def copy_source(source: Path, folder: Path, *left_out: str) -> Path:
+    """A copy of a distribution's source without what earlier builds left there."""
+    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", *left_out)
+    return shutil.copytree(source, folder / "source", ignore=ignored)
+
+
 def build_wheel(source: Path, folder: Path, *left_out: str) -> Path:
     """Build a distribution's wheel from a copy, so it contains no earlier build and leaves none behind."""
-    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", *left_out)
-    copied = shutil.copytree(source, folder / "source", ignore=ignored)
+    copied = copy_source(source, folder, *left_out)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--wheel-dir", str(folder), str(copied)], check=True)
     (path,) = folder.glob("*.whl")

@@ -272,7 +272,7 @@ static void attend_block(const Head& head, const PackedKeys& packed, int64_t row
         added += value;
       }
       for (int64_t j = seen; j < tiles.columns(tile); j += W) store(x + j, Vec{});
-      total[m] = (top[m] > before ? total[m] * exp2(before - top[m]) : total[m]) + sum(added);
+      total[m] = (top[m] > before ? total[m] * scalar_exp2(before - top[m]) : total[m]) + sum(added);
       tile_largest[tile * rows + m] = highest, tile_top[tile * rows + m] = top[m];
     }
   }
@@ -286,8 +286,8 @@ static void attend_block(const Head& head, const PackedKeys& packed, int64_t row
     float factor[ROWS];
     bool any = false;
     for (int64_t m = 0; m < rows; m++) {
-      factor[m] = exp2(tile_top[tile * rows + m] - top[m]);
-      any |= sees[m] && !is_cut(exp2(tile_largest[tile * rows + m] - top[m]), cut[m]);
+      factor[m] = scalar_exp2(tile_top[tile * rows + m] - top[m]);
+      any |= sees[m] && !is_cut(scalar_exp2(tile_largest[tile * rows + m] - top[m]), cut[m]);
     }
     if (!any) continue;
     for (int64_t m = 0; m < rows; m++) {

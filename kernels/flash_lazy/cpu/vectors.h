@@ -96,4 +96,4 @@ INLINE Vec exp2(Vec x) {
   return select(x < -126.f, Vec{}, p * power);
 }
 
-INLINE float exp2(float x) { return exp2(fill(x))[0]; }
+INLINE float scalar_exp2(float x) { return exp2(fill(x))[0]; }  // the library has an exp2(float)

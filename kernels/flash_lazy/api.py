@@ -22,6 +22,7 @@ from flash_lazy.call import (
     prepare,
 )
 from flash_lazy.chunked import chunked_attention
+from flash_lazy.cpu import library
 from flash_lazy.cpu import ops as cpu_ops
 from flash_lazy.fused.ops import find_obstacle, fused_attention
 from flash_lazy.reference import reference_attention, reference_weights
@@ -279,10 +280,10 @@ def resolve_backend(backend: Backend, q: Tensor, key_mask: Tensor | None = None)
         raise ValueError(f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}")
     if backend == "auto":
         if q.device.type != "cuda":
-            return "chunked" if cpu_ops.find_obstacle(q) else "cpu"
+            return _find_cpu_backend(q)
         if (why := find_obstacle(q, key_mask)) is None:
             return "triton"
-        _warn_about_fallback(why)
+        _warn_about_fallback("a GPU", why)
         return "chunked"
     why = {"cpu": partial(cpu_ops.find_obstacle, q), "triton": partial(find_obstacle, q, key_mask)}.get(backend)
     if why is not None and (text := why()) is not None:
@@ -290,7 +291,16 @@ def resolve_backend(backend: Backend, q: Tensor, key_mask: Tensor | None = None)
     return backend
 
 
+def _find_cpu_backend(q: Tensor) -> str:
+    if (why := cpu_ops.find_obstacle(q)) is None:
+        return "cpu"
+    missing = q.is_cpu and q.dtype == torch.float32 and library.get_instruction_set() is None
+    if missing and not torch.compiler.is_compiling():
+        _warn_about_fallback("a CPU", why)
+    return "chunked"
+
+
 @cache
-def _warn_about_fallback(why: str) -> None:
+def _warn_about_fallback(where: str, why: str) -> None:
     """Warn once per reason."""
-    warnings.warn(f"flash_lazy runs 'chunked' on a GPU: {why}", stacklevel=5)
+    warnings.warn(f"flash_lazy runs 'chunked' on {where}: {why}", stacklevel=6)

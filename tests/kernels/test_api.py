@@ -258,6 +258,7 @@ def test_why_the_compiled_backend_does_not_run_is_named(name):
     *_, last = done.stderr.splitlines()
     assert last.startswith(f"ValueError: backend is 'cpu', but {why}")
     assert last.endswith(", or choose 'chunked'")
+    assert ("UserWarning: flash_lazy runs 'chunked' on a CPU" in done.stderr) == (name == "too old a processor")
 
 
 def test_scale(backend):

@@ -11,7 +11,8 @@ from lightning.pytorch.loggers.logger import Logger
 
 from lit_lazy.command.main import main
 from lit_lazy.tracking import loggers
-from lit_lazy.tracking.loggers import check_logger_kinds, open_loggers
+from lit_lazy.tracking.logger_kinds import check_logger_kinds
+from lit_lazy.tracking.loggers import open_loggers
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 
 CONFIG = {"seed": 3, "model": {"position": {"class": "Rope", "base": 500.0}}}

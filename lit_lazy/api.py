@@ -32,7 +32,7 @@ from lit_lazy.support.typecheck import MOST_THREADS, fits
 from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_markdown
 from lit_lazy.tracking.links import list_experiment_names
-from lit_lazy.tracking.loggers import check_logger_kinds
+from lit_lazy.tracking.logger_kinds import check_logger_kinds
 from lit_lazy.tracking.store import check_store, default_uri
 from lit_lazy.tracking.tracked_run import FinishedTraining, train_tracked
 from lit_lazy.tracking.tracker import TrackedRun, Tracker

@@ -95,7 +95,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.grid.jobs.launch import run_grid
     from lit_lazy.report.publish import publish
     from lit_lazy.table.render import render_markdown
-    from lit_lazy.tracking.loggers import check_logger_kinds
+    from lit_lazy.tracking.logger_kinds import check_logger_kinds
 
     check_logger_kinds(options.loggers)
     check_destinations(options, grid.id)

@@ -55,7 +55,7 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
         print_search(work, workers, options.threads, plain_console())
         return 0
     from lit_lazy.report.search import publish_search
-    from lit_lazy.tracking.loggers import check_logger_kinds
+    from lit_lazy.tracking.logger_kinds import check_logger_kinds
 
     check_logger_kinds(options.loggers)
     check_destinations(options, work.id)

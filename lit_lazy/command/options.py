@@ -162,8 +162,7 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
 
 def make_execution(options: argparse.Namespace) -> "Execution":
     """The execution that the options and torchrun define. Raises ValueError if the machine lacks the devices."""
-    from lit_lazy.training.devices import check_devices
-    from lit_lazy.training.distributed.process_group import read_torchrun_size
+    from lit_lazy.training.devices import check_devices, read_torchrun_size
     from lit_lazy.training.execution import Execution
 
     launched = read_torchrun_size()

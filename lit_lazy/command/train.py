@@ -52,7 +52,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
     execution = make_execution(options)
     if options.dry_run:
-        from lit_lazy.tracking.loggers import check_logger_kinds
+        from lit_lazy.tracking.logger_kinds import check_logger_kinds
         from lit_lazy.training.cost_estimate import format_dry_run
 
         check_logger_kinds(options.loggers)

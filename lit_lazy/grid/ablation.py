@@ -18,8 +18,8 @@ from lit_lazy.support.checks import require
 from lit_lazy.support.errors import describe_exception, did_you_mean, short_repr
 from lit_lazy.support.typecheck import check_kinds
 from lit_lazy.table.records import Column, Contrast, RowInfo
-from lit_lazy.training.checkpoints import check_init_from
 from lit_lazy.training.execution import Execution
+from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.prepare import prepare, prepare_outline
 
 T = TypeVar("T")

@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,6 @@ from lightning.pytorch.loggers.logger import Logger
 from lit_lazy.config.serialisation import flatten
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.tracking.spool import METRICS, read_lines
-
-KINDS = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb"}
-"""The optional package that each logger needs."""
-
-
-def check_logger_kinds(kinds: Sequence[str], option: str = "--logger") -> None:
-    """Raise a one-line ValueError for a logger that is unknown, given twice, or whose package is missing.
-
-    option: the option's name in the message.
-    """
-    for i, kind in enumerate(kinds):
-        if kind not in list(KINDS):  # a list, because a kind may be unhashable
-            raise ValueError(f"{option} {kind}: unknown; there are {', '.join(KINDS)}")
-        if kind in kinds[:i]:
-            raise ValueError(f"{option} {kind}: is given twice; leave one out")
-        package = KINDS[kind]
-        if package is not None and find_spec(package) is None:
-            raise ValueError(f"{option} {kind}: needs the package {package}; pip install 'lit-lazy[{kind}]'")
 
 
 @contextmanager

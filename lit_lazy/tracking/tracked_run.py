@@ -21,13 +21,14 @@ from lit_lazy.support.console import get_program_name
 from lit_lazy.support.disk import check_writable_folder, write_text
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import git_sha
-from lit_lazy.tracking.loggers import check_logger_kinds, open_loggers
+from lit_lazy.tracking.logger_kinds import check_logger_kinds
+from lit_lazy.tracking.loggers import open_loggers
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 from lit_lazy.tracking.store import TrackingError, check_store, default_uri
 from lit_lazy.tracking.tracker import Tracker
-from lit_lazy.training.checkpoints import check_init_from
 from lit_lazy.training.cost_estimate import estimate_cost, require_fit
 from lit_lazy.training.execution import ONE_DEVICE, Execution
+from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RunResult
 from lit_lazy.training.run import make_lock, read_finished, run

@@ -144,13 +144,11 @@ def load_matching_weights(module: LitLM, path: Path) -> str:
     )
 
 
-def check_init_from(cfg: RunConfig, data: Outline) -> None:
-    """Raises a one-line ValueError if the run's initial weights cannot be loaded."""
-    if cfg.init_from is not None:
-        with torch.device("meta"):
-            target = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None).state_dict()
-        path = Path(cfg.init_from)
-        _select_matching(path, load(path).model.state_dict(), target)
+def check_matching_weights(path: Path, cfg: RunConfig, data: Outline) -> None:
+    """Raises a one-line ValueError if the checkpoint cannot be loaded or has no weight that the run's model has."""
+    with torch.device("meta"):
+        target = DecoderLM(cfg.model, data.vocab_size, data.context_length, seed=None).state_dict()
+    _select_matching(path, load(path).model.state_dict(), target)
 
 
 def _select_matching(

@@ -16,8 +16,8 @@ from lit_lazy.model.saved_memory import measure_saved_bytes
 from lit_lazy.optim import Optimiser
 from lit_lazy.support.console import format_count
 from lit_lazy.support.memory import measure_total_memory
-from lit_lazy.training.checkpoints import check_init_from
 from lit_lazy.training.execution import Execution
+from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.optimiser import find_block_matrices
 from lit_lazy.training.prepare import prepare_outline
 

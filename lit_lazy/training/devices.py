@@ -1,5 +1,7 @@
 """Devices that a model is trained on, and the compiled backend of CPUs."""
 
+import os
+
 import torch
 
 from flash_lazy.cpu.library import find_obstacle, get_instruction_set
@@ -30,3 +32,8 @@ def check_devices(devices: int) -> None:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     available, kind = (gpus, "GPUs") if gpus else (count_cores(), "cores")
     require(devices <= available, "--devices", devices, f"must be at most the {available} {kind} of this machine")
+
+
+def read_torchrun_size() -> int | None:
+    """Number of processes that torchrun started on all machines; None if this process was not started by torchrun."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None

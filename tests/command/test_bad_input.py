@@ -195,7 +195,7 @@ def test_a_dry_run_refuses_what_the_training_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And neither creates anything."""
-    monkeypatch.setattr("lit_lazy.tracking.loggers.find_spec", lambda _package: None)
+    monkeypatch.setattr("lit_lazy.tracking.logger_kinds.find_spec", lambda _package: None)
     (place / "notes.md").write_text("# Notes\n")
     for more in ([], ["--dry-run"]):
         said = expect_refusal([*TRAIN, *arguments, *more], capsys)

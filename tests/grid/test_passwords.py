@@ -24,8 +24,8 @@ from mlflow_server import MlflowServer
 from two_rows import two_rows
 
 from lit_lazy.command.main import main
+from lit_lazy.grid.jobs.job import Job
 from lit_lazy.grid.jobs.pool import LocalPool
-from lit_lazy.grid.jobs.worker import Job
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage, normalise_url
 from lit_lazy.support.secrets import redact_text

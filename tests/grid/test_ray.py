@@ -19,9 +19,8 @@ import pytest
 from two_rows import WILD, two_rows
 
 from lit_lazy.command.main import main
-from lit_lazy.grid.jobs.job import Job
+from lit_lazy.grid.jobs.job import DISK_FULL, Job
 from lit_lazy.grid.jobs.pool import ReapResult
-from lit_lazy.grid.jobs.worker import DISK_FULL
 from lit_lazy.grid.queue.queue import Queue
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'lit-lazy[ray]'")

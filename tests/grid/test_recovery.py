@@ -23,9 +23,9 @@ from test_interrupts import STUDY, two_cells
 from two_rows import two_rows
 
 from lit_lazy.command.main import main
-from lit_lazy.grid.jobs.job import Job
+from lit_lazy.grid.jobs.job import INTERRUPTED, Job
 from lit_lazy.grid.jobs.pool import LocalPool
-from lit_lazy.grid.jobs.worker import INTERRUPTED, Worker
+from lit_lazy.grid.jobs.worker import Worker
 from lit_lazy.grid.queue.liveness import Membership
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.grid.queue.storage import default_storage

@@ -10,8 +10,9 @@ import pytest
 from lightning.pytorch.loggers.logger import Logger
 
 from lit_lazy.command.main import main
-from lit_lazy.tracking import loggers
-from lit_lazy.tracking.loggers import check_logger_kinds, open_loggers
+from lit_lazy.tracking import logger_kinds, loggers
+from lit_lazy.tracking.logger_kinds import check_logger_kinds
+from lit_lazy.tracking.loggers import open_loggers
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
 
 CONFIG = {"seed": 3, "model": {"position": {"class": "Rope", "base": 500.0}}}
@@ -161,7 +162,7 @@ def test_wandb_resumes_the_run_of_the_folder_and_is_told_its_end(wandb: list[Rec
 def test_a_logger_that_cannot_be_is_named(
     kinds: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loggers, "find_spec", lambda _: None)
+    monkeypatch.setattr(logger_kinds, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=message):
         check_logger_kinds(kinds)
 

@@ -8,6 +8,11 @@ from typing import ClassVar, Literal
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.training.execution import ONE_DEVICE, Execution
 
+DISK_FULL = 28
+"""Exit status of a worker that ran out of disk space: errno's ENOSPC."""
+INTERRUPTED = 130
+"""Exit status of an interrupted worker that requeued its cells."""
+
 
 @dataclass(frozen=True)
 class Work:

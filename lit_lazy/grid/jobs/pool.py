@@ -13,8 +13,7 @@ from typing import Protocol
 
 import torch
 
-from lit_lazy.grid.jobs.job import Job
-from lit_lazy.grid.jobs.worker import DISK_FULL, INTERRUPTED
+from lit_lazy.grid.jobs.job import DISK_FULL, INTERRUPTED, Job
 from lit_lazy.grid.queue.liveness import find_orphaned_slots
 from lit_lazy.support.disk import open_private
 

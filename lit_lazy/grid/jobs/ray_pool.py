@@ -21,9 +21,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from lit_lazy.grid.jobs.job import Job
+from lit_lazy.grid.jobs.job import DISK_FULL, Job
 from lit_lazy.grid.jobs.pool import ReapResult, read_last_log_line
-from lit_lazy.grid.jobs.worker import DISK_FULL, make_worker, prepare_process
+from lit_lazy.grid.jobs.worker import make_worker, prepare_process
 from lit_lazy.support.disk import PRIVATE, is_disk_full
 from lit_lazy.support.errors import describe_exception
 from lit_lazy.support.machine import count_cores

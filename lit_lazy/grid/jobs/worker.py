@@ -20,7 +20,7 @@ from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.user_files import load_module
 from lit_lazy.grid.jobs.backend import hide_compiled_backend, require_compiled_backend
 from lit_lazy.grid.jobs.interrupts import EndIfInterrupted, Interrupts
-from lit_lazy.grid.jobs.job import Job
+from lit_lazy.grid.jobs.job import DISK_FULL, INTERRUPTED, Job
 from lit_lazy.grid.queue.liveness import Heartbeat, Membership, find_living
 from lit_lazy.grid.queue.queue import CellLostError, Queue, Task
 from lit_lazy.support.disk import is_disk_full
@@ -36,10 +36,6 @@ from lit_lazy.training.module import DivergedError
 from lit_lazy.training.result import RunResult
 from lit_lazy.training.run import CellBusyError, read_finished
 
-DISK_FULL = 28
-"""Exit status of a worker that ran out of disk space: errno's ENOSPC."""
-INTERRUPTED = 130
-"""Exit status of an interrupted worker that requeued its cells."""
 BEAT_SECONDS = 15.0
 BUSY_SECONDS = 5.0
 MOST_REFUSALS = 5

@@ -16,7 +16,7 @@ from lit_lazy.grid.ablation import Cell, check_cell_count, check_name
 from lit_lazy.support.checks import require, require_whole
 from lit_lazy.support.errors import describe_exception, short_repr
 from lit_lazy.support.typecheck import check_kinds, fits
-from lit_lazy.training.checkpoints import check_init_from
+from lit_lazy.training.init_from import check_init_from
 from lit_lazy.training.prepare import prepare
 
 MOST_SEED = 2**31 - 1

@@ -26,6 +26,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment, Lightning
 from torch import distributed
 
 from lit_lazy.support.errors import UnfinishedError, describe_exception
+from lit_lazy.training.devices import read_torchrun_size
 
 MODULE = "lit_lazy.training.distributed.rank_process"
 """The module that the other ranks run."""
@@ -177,11 +178,6 @@ class GroupEnvironment(ClusterEnvironment):
 def make_environment(group: RankGroup | None) -> ClusterEnvironment:
     """Lightning's environment: never that of a batch system, even if its variables are set."""
     return LightningEnvironment() if group is None else GroupEnvironment(group)
-
-
-def read_torchrun_size() -> int | None:
-    """Number of processes that torchrun started on all machines; None if this process was not started by torchrun."""
-    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 @cache

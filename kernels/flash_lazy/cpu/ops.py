@@ -41,8 +41,10 @@ def find_obstacle(q: Tensor) -> str | None:
     """Why the compiled backend does not support a call, naming the argument and the fix; None if it does."""
     if not q.is_cpu:
         return f"backend is 'cpu' and q on {q.device}; move q, k and v to the CPU, or choose 'auto'"
-    if q.dtype != torch.float32:
-        return f"backend is 'cpu' and q {q.dtype}; give float32, or choose 'chunked'"
+    autocast = torch.is_autocast_enabled("cpu") and q.dtype != torch.float64
+    dtype = torch.get_autocast_dtype("cpu") if autocast else q.dtype
+    if dtype != torch.float32:
+        return f"backend is 'cpu' and q {dtype}; give float32, or choose 'chunked'"
     if (why := _find_library_obstacle()) is not None:
         return f"backend is 'cpu', but {why}, or choose 'chunked'"
     return None
@@ -128,6 +130,7 @@ def _backward_buffers(call: Call, with_bias: bool, with_slopes: bool) -> tuple[T
 def describe(call: Call, out: Tensor) -> tuple[bytes, Tensor | None]:
     """The call as the library takes it, with `out`'s steps, and what must stay alive as long."""
     q, k, v, tau, bias, slopes = call[:LEAVES]
+    assert q.dtype == torch.float32, q.dtype  # of others it would read what lies behind them
     batch, heads, rows, width = q.shape
     _, kv_heads, keys, _ = k.shape
     sequences = _list_sequences(call)

@@ -7,12 +7,19 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from flash_lazy import Backend, Stats
+from flash_lazy import Stats
 from lit_lazy.attention.bias import Bias, NoBias
 from lit_lazy.attention.cache import LayerCache
 from lit_lazy.attention.gate import Gate, NoGate
 from lit_lazy.attention.mixer import Mixer, MixerModule, PassInputs
-from lit_lazy.attention.normaliser import AttentionCall, LayerShape, Normaliser, NormaliserModule, Softmax
+from lit_lazy.attention.normaliser import (
+    AttentionBackend,
+    AttentionCall,
+    LayerShape,
+    Normaliser,
+    NormaliserModule,
+    Softmax,
+)
 
 QK_NORM_EPS = 1e-6
 
@@ -42,7 +49,7 @@ class Attention(MixerModule):
 
     attends = True
 
-    def __init__(self, spec: AttentionSpec, shape: LayerShape, backend: Backend) -> None:
+    def __init__(self, spec: AttentionSpec, shape: LayerShape, backend: AttentionBackend) -> None:
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = shape.n_heads, shape.n_kv_heads, shape.head_dim
         self.window, self.renormalise, self.backend = spec.window, spec.normaliser.renormalise, backend
@@ -125,5 +132,7 @@ class SelfAttention(Mixer):
 
     attends = True
 
-    def build(self, shape: LayerShape, spec: AttentionSpec = AttentionSpec(), backend: Backend = "auto") -> MixerModule:
+    def build(
+        self, shape: LayerShape, spec: AttentionSpec = AttentionSpec(), backend: AttentionBackend = "auto"
+    ) -> MixerModule:
         return Attention(spec, shape, backend)

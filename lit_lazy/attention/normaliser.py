@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from flash_lazy.call import Call, compute_dtype, prepare
 from flash_lazy.rules import compute_rule_weights, run_rule
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.attention.custom_rule_check import probe_attention, probe_weights
+
+AttentionBackend = Literal[Backend, "sdpa"]
+"""The backends of `flash_lazy`, and PyTorch's own softmax attention."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class AttentionCall(NamedTuple):
     window: int | None = None
     key_mask: Tensor | None = None
     renormalise: bool = False
-    backend: Backend = "auto"
+    backend: AttentionBackend = "auto"
     with_stats: bool = False
     cu_seqlens: Tensor | None = None
     evicted: int | None = None
@@ -196,8 +199,10 @@ class NormaliserModule(nn.Module, ABC):
         return fused.backend if fused is not None else self._rule_backend(call)
 
     def _rule_backend(self, call: AttentionCall) -> str:
-        if call.backend == "triton":
-            raise ValueError(f"backend is 'triton', for which {type(self).__name__} has no kernel; choose 'auto'")
+        if call.backend in ("cpu", "triton", "sdpa"):
+            raise ValueError(
+                f"backend is {call.backend!r}, for which {type(self).__name__} has no kernel; choose 'auto'"
+            )
         return "reference" if call.backend == "reference" else "rules"
 
     def attend_by_rule(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
@@ -254,7 +259,7 @@ class Normaliser(ABC):
 
 @dataclass(frozen=True)
 class Softmax(Normaliser):
-    """Softmax attention. Without bias and window it runs PyTorch's SDPA, otherwise `lazy_attention` at tau = 0."""
+    """Softmax attention by `lazy_attention` at tau = 0, or PyTorch's SDPA without bias and window if faster."""
 
     def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
         return _Softmax()
@@ -280,11 +285,18 @@ def fused_softmax(call: AttentionCall) -> Fused:
 
 
 def find_softmax_backend(call: AttentionCall) -> str:
-    """Name of the implementation that `attend_softmax` runs for a call."""
+    """Name of the implementation that `attend_softmax` runs for a call.
+
+    Raises ValueError if the backend is "sdpa", which takes plain calls only; "auto" computes their statistics.
+    """
     plain = call.window is None and call.key_mask is None and call.cu_seqlens is None and call.bias == BiasTerms()
-    if plain and call.backend == "auto" and not call.with_stats:
-        return "sdpa"
-    return resolve_backend(call.backend, call.q, call.key_mask)
+    if call.backend == "sdpa" and not plain:
+        raise ValueError("backend is 'sdpa', which takes no bias, window, mask and documents; choose 'auto'")
+    backend = resolve_backend("auto" if call.backend == "sdpa" else call.backend, call.q, call.key_mask)
+    if not plain or call.with_stats:
+        return backend
+    # The compiled backend takes half of SDPA's time on a CPU; on a GPU SDPA has the better kernels.
+    return "sdpa" if call.backend == "sdpa" or (call.backend == "auto" and backend != "cpu") else backend
 
 
 def attend_softmax(call: AttentionCall, backend: str) -> tuple[Tensor, Stats | None]:
@@ -307,6 +319,8 @@ def fused_lazy(
     call: AttentionCall, tau: Tensor, threshold: Threshold = "per_query", context_length: int | None = None
 ) -> Fused:
     """`lazy_attention` of a call."""
+    if call.backend == "sdpa":
+        raise ValueError("backend is 'sdpa', which computes softmax attention alone; choose 'auto'")
     backend = resolve_backend(call.backend, call.q, call.key_mask)
     kernel_call = call.to_kernel(tau, threshold, context_length)
     return Fused(backend, lambda: run(prepare(kernel_call), backend, call.with_stats))

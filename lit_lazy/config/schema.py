@@ -6,8 +6,8 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flash_lazy import Backend
 from lit_lazy.attention import AttentionSpec, LayerShape, Mixer, MixerModule, Position, Rope, SelfAttention
+from lit_lazy.attention.normaliser import AttentionBackend
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.serialisation import find_leaf_classes
 from lit_lazy.data import DataConfig
@@ -42,7 +42,7 @@ class ModelConfig:
     """Standard deviation of initial weight matrices, and of token embeddings unless embedding_init_std is set."""
     embedding_init_std: float | None = None
     """Standard deviation of initial token embeddings, and of a tied output head; None for init_std."""
-    backend: Backend = "auto"
+    backend: AttentionBackend = "auto"
     """Implementation of attention; auto picks the fastest and changes nothing beyond rounding."""
     mixer: Mixer = field(default_factory=SelfAttention)
     """The token mixer: attention, or a recurrent layer instead."""
@@ -65,7 +65,7 @@ class ModelConfig:
             self, "model.embedding_init_std", positive, "must be finite and above 0, or None for model.init_std"
         )
         require_field(self, "model.residual_dropout", 0 <= self.residual_dropout < 1, "must be at least 0, below 1")
-        allowed = typing.get_args(Backend)
+        allowed = typing.get_args(AttentionBackend)
         require_field(self, "model.backend", self.backend in allowed, f"must be one of {', '.join(allowed)}")
         if not self.mixer.attends:
             self._check_without_attention()

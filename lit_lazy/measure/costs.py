@@ -61,7 +61,7 @@ class Costs(Evaluation):
         batch = {name: batch[name].to(model.device) for name in ("tokens", "targets")}
         twin = make_twin(model)
         calls = record_attention_calls(model, batch["tokens"])
-        bare = [AttentionCall(call.q, call.k, call.v) for _, call in calls]
+        bare = [AttentionCall(call.q, call.k, call.v, backend="sdpa") for _, call in calls]
         twin_calls = [*zip(twin.attentions, bare, strict=True)]
         caches = [prefill(each, batch["tokens"][:, : -self.decoded]) for each in (model, twin)]
         last = batch["tokens"][:, -self.decoded :]
@@ -92,8 +92,8 @@ def median_ratio(own: Sequence[float], others: Sequence[float]) -> float:
 
 
 def make_twin(model: DecoderLM) -> DecoderLM:
-    """A model with the same sizes and weights, but with softmax attention over all keys and without bias and gate."""
-    cfg = dataclasses.replace(model.cfg, attention=AttentionSpec())
+    """A model with the same sizes and weights, but with PyTorch's softmax attention, without bias, window and gate."""
+    cfg = dataclasses.replace(model.cfg, attention=AttentionSpec(), backend="sdpa")
     twin = DecoderLM(cfg, model.embedding.num_embeddings, model.context_length, seed=None)
     twin.load_state_dict({name: x for name, x in model.state_dict().items() if name in twin.state_dict()})
     return twin.to(model.device)

@@ -10,6 +10,7 @@ from layers import layer_shape
 from torch.nn.functional import scaled_dot_product_attention
 
 from flash_lazy import api
+from flash_lazy.cpu.library import find_obstacle
 from lit_lazy.attention import (
     Alibi,
     AttentionCall,
@@ -22,6 +23,8 @@ from lit_lazy.attention import (
     NoBias,
     Normaliser,
     NormaliserModule,
+    OffByOne,
+    Relu,
     SinkLogit,
     Softmax,
     SSMax,
@@ -120,7 +123,7 @@ class TestSoftmax:
         torch.testing.assert_close(attend(Softmax(), q, k, v, terms)[0], expected, **TIGHT)
 
     def test_names_what_it_runs(self):
-        q = torch.zeros(1, HEADS, 2, 4)
+        q = torch.zeros(1, HEADS, 2, 4, dtype=torch.float64)  # for which there is no compiled backend
         call = AttentionCall(q, q, q)
         module = Softmax().build(SHAPE)
         assert module.backend_name(call) == "sdpa"
@@ -129,6 +132,21 @@ class TestSoftmax:
         assert module.backend_name(call._replace(bias=bias_terms(LearnedBias()))) == "chunked"
         assert module.backend_name(call._replace(bias=bias_terms(Alibi()))) == "chunked"
         assert Elastic().build(SHAPE).backend_name(call._replace(backend="reference")) == "reference"
+
+    def test_explicit_sdpa_runs_nothing_else(self):
+        q = torch.zeros(1, HEADS, 2, 4)
+        call = AttentionCall(q, q, q, backend="sdpa")
+        module = Softmax().build(SHAPE)
+        assert module.backend_name(call) == "sdpa"
+        assert module(call._replace(with_stats=True))[1] is not None
+        for refused in (call._replace(window=4), call._replace(bias=bias_terms(Alibi()))):
+            with pytest.raises(ValueError, match="backend is 'sdpa', which takes no bias, window"):
+                module(refused)
+        with pytest.raises(ValueError, match="backend is 'sdpa', which computes softmax attention alone"):
+            Elastic().build(SHAPE)(call)
+        for backend in ("sdpa", "cpu", "triton"):
+            with pytest.raises(ValueError, match=f"backend is '{backend}', for which _Relu has no kernel"):
+                Relu().build(SHAPE)(call._replace(backend=backend))
 
     def test_has_no_parameters(self):
         assert not list(Softmax().build(SHAPE).parameters())
@@ -298,6 +316,32 @@ class TestElastic:
         assert Elastic(tau_init=-2.0, threshold="constant").tau_init == -2.0
         with pytest.raises(ValueError, match=r"give a value below 1, for example 0\.01"):
             Elastic(threshold="constant")
+
+
+ON_KERNELS = [Softmax(), Elastic(), OffByOne(), SinkLogit(), SSMax(), Differential()]
+
+
+@pytest.mark.skipif(find_obstacle() is not None, reason="needs the compiled backend")
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("spec", ON_KERNELS, ids=repr)
+def test_what_runs_on_kernels_runs_on_the_compiled_backend(spec, with_bias):
+    """In float32 on a CPU, with the gradients of the definition."""
+    bias = BiasTerms(*(x if x is None else x.float() for x in bias_terms(LearnedBias()))) if with_bias else BiasTerms()
+    module, results = spec.build(SHAPE), {}
+    if isinstance(spec, Differential):
+        module.init_parameters(lambda name: parameter_generator(0, name))
+    for backend in ("auto", "reference"):
+        q, k, v = (x.float().requires_grad_() for x in qkv())
+        call = AttentionCall(q, k, v, bias, backend=backend)
+        out, _ = module(call)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        results[module.backend_name(call)] = [
+            out,
+            *torch.autograd.grad(out.square().sum(), [q, k, v, *trained], allow_unused=True),
+        ]
+    assert list(results) == ["cpu", "reference"]
+    for found, expected in zip(*results.values(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("spec", [Softmax(), Elastic(), SinkLogit(), Differential()], ids=repr)

@@ -130,6 +130,7 @@ def _backward_buffers(call: Call, with_bias: bool, with_slopes: bool) -> tuple[T
 def describe(call: Call, out: Tensor) -> tuple[bytes, Tensor | None]:
     """The call as the library takes it, with `out`'s steps, and what must stay alive as long."""
     q, k, v, tau, bias, slopes = call[:LEAVES]
+    assert q.dtype == torch.float32, q.dtype  # of others it would read what lies behind them
     batch, heads, rows, width = q.shape
     _, kv_heads, keys, _ = k.shape
     sequences = _list_sequences(call)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from filelock import BaseFileLock, FileLock, Timeout
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
@@ -101,7 +102,8 @@ def _run(
     execution: Execution,
 ) -> RunResult:
     module, monitor, device = build_module(cfg, source, execution), HeadMonitor(source), select_training_device()
-    backend = module.model.to(device).mixers[0].backend_name(source.outline.document_mask)
+    with torch.autocast(device.type, torch.bfloat16, enabled=cfg.train.precision == "bf16"):
+        backend = module.model.to(device).mixers[0].backend_name(source.outline.document_mask)
     missing = find_missing_backend() if (backend, cfg.model.backend) == ("chunked", "auto") else None
     log.info("attention runs on %s%s", describe_backend(backend), f"; {missing}" if missing else "")
     with start_ranks(execution.devices) as group:

@@ -286,7 +286,7 @@ def test_what_a_result_holds(tmp_path: Path) -> None:
     softmax = run(config(AttentionSpec(Softmax())), tmp_path / "softmax")
     assert "sparsity/zero" not in softmax.metrics
     assert softmax.metrics["mass/trigger"] == pytest.approx(1.0, abs=1e-6)
-    assert softmax.labels == {"backend": "sdpa"}
+    assert softmax.labels == {"backend": "sdpa" if find_obstacle() else "cpu"}
 
 
 def test_training_lowers_the_loss_towards_the_oracle(tmp_path: Path) -> None:

@@ -31,10 +31,11 @@ def build(attention=LAZY, **changes) -> DecoderLM:
     return DecoderLM(cfg, TINY.data.load().vocab_size, 16, seed=1)
 
 
-def test_the_twin_is_the_model_with_softmax_and_its_weights():
+def test_the_twin_is_the_model_with_the_softmax_of_torch_and_its_weights():
     model = build()
     other = make_twin(model)
-    expected = build(AttentionSpec())
+    expected = build(AttentionSpec(), backend="sdpa")
+    assert {attention.backend_name() for attention in other.attentions} == {"sdpa"}
     assert other.cfg == expected.cfg
     assert torch.equal(other(IDS), expected(IDS)), "of one seed, hence with equal shared weights"
     assert not torch.equal(other(IDS), model(IDS))

@@ -120,7 +120,8 @@ def format_table(result: Mapping[str, Any]) -> str:
 def _make_config(variant: str) -> ModelConfig:
     lazy = AttentionSpec(Elastic(tau_init=1.0, threshold="per_query"), LearnedBias())
     attention = AttentionSpec() if variant == SOFTMAX else lazy
-    return ModelConfig(d_model=256, n_layers=4, n_heads=4, d_ff=704, attention=attention, tie_embeddings=False)
+    sizes = {"d_model": 256, "n_layers": 4, "n_heads": 4, "d_ff": 704, "tie_embeddings": False}
+    return ModelConfig(**sizes, attention=attention, backend="sdpa" if variant == SOFTMAX else "auto")  # type: ignore[arg-type]
 
 
 def _make_model(variant: str, length: int) -> DecoderLM:

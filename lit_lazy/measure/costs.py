@@ -66,6 +66,8 @@ class Costs(Evaluation):
         caches = [prefill(each, batch["tokens"][:, : -self.decoded]) for each in (model, twin)]
         last = batch["tokens"][:, -self.decoded :]
         with evaluation_mode(model), evaluation_mode(twin):
+            for attention in twin.attentions:  # which `evaluation_mode` let choose
+                attention.backend = "sdpa"
             saved, saved_by_twin = (measure_kept_per_token(each, batch) for each in (model, twin))
             decoding = self._time_both(partial(decode, model, caches[0], last), partial(decode, twin, caches[1], last))
             times = {

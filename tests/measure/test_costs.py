@@ -129,3 +129,19 @@ def test_what_cannot_be_compared_is_named(evaluation, changes, message):
 def test_mistakes_in_its_settings_are_named():
     with pytest.raises(ValueError, match=r"Costs\.rounds=1"):
         Costs(rounds=1)
+
+
+def test_the_twin_runs_the_softmax_of_torch_while_it_is_timed(monkeypatch):
+    """Evaluation lets a model's attention choose its backend; the twin's must not."""
+    names: dict[bool, set[str]] = {True: set(), False: set()}
+    model = build()
+    own = costs.step
+
+    def step(timed, batch):
+        names[timed is model] |= {attention.backend_name() for attention in timed.attentions}
+        own(timed, batch)
+
+    monkeypatch.setattr(costs, "step", step)
+    COSTS.measure(model, TINY.data)
+    assert names[False] == {"sdpa"}
+    assert "sdpa" not in names[True]

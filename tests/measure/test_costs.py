@@ -110,7 +110,8 @@ def test_they_are_measured_and_leave_the_model_as_it_was():
     assert model.training
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-    assert COSTS.measure(build(AttentionSpec(Softmax())), TINY.data)["cost/kept_rise"] == 0
+    # Up to three numbers of a query row instead of SDPA's one.
+    assert 0 <= COSTS.measure(build(AttentionSpec(Softmax())), TINY.data)["cost/kept_rise"] < 0.01
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,6 @@ BETTER, WORSE = "#009E73", "#CC79A7"
 """Two more, to be combined with different markers: they look the same in greyscale."""
 WIDTH = 7.3
 """Inches; 1095 pixels at the 150 dpi of a PNG."""
-DPI = 120
-"""Pixels per inch of images in pages, whose 96 are too few for high-density screens. Layouts are computed at it."""
 TITLE_LINE = 0.18
 """Height of a line of a figure's title, in inches."""
 POINTS = 128
@@ -73,23 +71,8 @@ def draw_legend_below(figure: Figure, handles: Iterable[Artist], columns: int) -
 
 
 @use_style()
-def fix_layout(figure: Figure) -> None:
-    """Compute the layout of a finished figure, once for all formats in which it is saved.
-
-    A figure with a layout engine would be laid out, and drawn without output, before each of them.
-    """
-    if (engine := figure.get_layout_engine()) is not None:
-        drawn_at = figure.dpi
-        figure.set_dpi(DPI)
-        engine.execute(figure)
-        figure.set_dpi(drawn_at)
-        figure.set_layout_engine(None)
-
-
-@use_style()
 def save_figure(figure: Figure, path_stem: str | Path) -> tuple[Path, Path]:
     """Write `<path_stem>.png` (150 dpi) and `<path_stem>.svg`, deterministic in the figure."""
-    fix_layout(figure)
     png, svg = Path(f"{path_stem}.png"), Path(f"{path_stem}.svg")
     write_atomically(png, lambda file: figure.savefig(file, format="png"))
     write_atomically(svg, lambda file: figure.savefig(file, format="svg", metadata={"Date": None}))

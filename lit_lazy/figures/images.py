@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from lit_lazy.figures.canvas import DPI, fix_layout, use_style
+from lit_lazy.figures.canvas import use_style
 from lit_lazy.figures.heads import Arrays, draw_run_figures
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.machine import count_cores
 
+DPI = 120
+"""Finer than the 96 pixels per inch of a page, so that images stay sharp on high-density screens."""
 WORTH_A_PROCESS = 6
 """Runs per process: the imports of a process take as long as the figures of one or two."""
 
@@ -32,9 +34,16 @@ class Image(NamedTuple):
 @use_style()
 def render_image(figure: Figure) -> Image:
     """The image of a finished figure, deterministic in the figure."""
-    fix_layout(figure)
-    image = io.BytesIO()
+    image, engine, dpi = io.BytesIO(), figure.get_layout_engine(), figure.dpi
+    figure.set_dpi(DPI)
+    if engine is not None:
+        # With a layout engine, savefig would draw the figure twice, once without output.
+        engine.execute(figure)
+        figure.set_layout_engine(None)
     figure.savefig(image, format="webp", dpi=DPI, pil_kwargs={"lossless": True})
+    # Text has other widths at other resolutions, so that files need layouts of their own.
+    figure.set_layout_engine(engine)
+    figure.set_dpi(dpi)
     width, height = figure.get_size_inches()
     return Image(image.getvalue(), (float(width), float(height)))
 

@@ -8,15 +8,14 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from lit_lazy.figures.canvas import fix_layout, use_style
+from lit_lazy.figures.canvas import use_style
 
 PIXEL = 1.0
 """Tolerated overlap: boxes of text include the empty space around glyphs."""
 
 
 def assert_legible(figure: Figure) -> None:
-    """Draw the figure as it is saved and check the boxes of all texts in it, including tick labels."""
-    fix_layout(figure)
+    """Draw the figure and check the boxes of all texts in it, including tick labels."""
     with use_style():
         figure.draw_without_rendering()
     boxes = [(text.get_text(), _box(text)) for text in _texts(figure) if text.get_text().strip()]

@@ -180,6 +180,14 @@ def test_no_target_gives_nan_as_the_mean_of_nothing_does():
     assert mean_nll(torch.zeros(ignored.shape), ignored).isnan()
 
 
+def test_targets_beyond_the_vocabulary_are_refused_and_any_whole_numbers_are_read():
+    model, (tokens, targets) = make_model("softmax"), draw()
+    expected = compiled.compute_mean_loss(model, tokens, targets)
+    assert torch.equal(compiled.compute_mean_loss(model, tokens, targets.to(torch.int32)), expected)
+    with pytest.raises(IndexError, match="targets has 37; the vocabulary has 37 words"):
+        compiled.compute_mean_loss(model, tokens, targets.masked_fill(targets == 3, WORDS))
+
+
 @dataclass(frozen=True)
 class Halved(Elastic):
     """A rule of a user that inherits the threshold of another."""

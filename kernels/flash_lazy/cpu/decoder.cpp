@@ -171,7 +171,7 @@ class Worker {
     }
     last = arena.take(most * d);
     Head sized{};
-    sized.rows = sized.keys = given.length, sized.width = given.head_dim;
+    sized.rows = sized.keys = given.length, sized.window = given.length + 1, sized.width = given.head_dim;
     const size_t backward = backward_size(sized) + 2 * given.length * pad_width(given.head_dim);
     attention_memory = arena.take(training ? std::max(forward_size(sized), backward) : forward_size(sized));
     if (!training) return;

@@ -96,8 +96,12 @@ class _DecoderFields(ctypes.Structure):
 def decoder_loss(decoder: Decoder, x: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats over the targets that are at least 0, with gradients of x and all weights.
 
-    x: embeddings `[B, L, d_model]`, float32. targets: int64 `[B, L]`; negative ones are not counted.
+    x: embeddings `[B, L, d_model]`, float32. targets: whole numbers `[B, L]`; negative ones are not counted. Raises
+    IndexError for a target beyond the vocabulary.
     """
+    words, largest = decoder.head.shape[0], int(targets.max())
+    if largest >= words:
+        raise IndexError(f"targets has {largest}; the vocabulary has {words} words")
     return _StepFunction.apply(decoder, targets, x, *decoder.tensors)
 
 
@@ -118,7 +122,7 @@ def decoder_residual(decoder: Decoder, x: Tensor, with_stats: bool = False) -> t
 class _StepFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, decoder: Decoder, targets: Tensor, x: Tensor, *weights: Tensor | None) -> Tensor:
-        x, targets = x.contiguous(), targets.contiguous()
+        x, targets = x.contiguous(), targets.to(torch.int64).contiguous()
         record, alive = _describe(decoder, x, weights)
         dx = torch.empty_like(x)
         wanted = [w if w is not None and w.requires_grad else None for w in weights]

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
 
 from flash_lazy import Stats
 from flash_lazy.cpu import library
 from flash_lazy.cpu.decoder import ALIGNMENT, Decoder, Layer, decoder_loss, decoder_residual
+from flash_lazy.cpu.ops import is_traced
 from lit_lazy.attention import Attention
 from lit_lazy.attention.gate import GateModule
 from lit_lazy.attention.normaliser import find_lazy_threshold
@@ -20,6 +22,8 @@ from lit_lazy.model.loss import head_nll, mean_nll
 MOST_WEIGHTS, MOST_WORDS = 2**20, 2**14
 """Weights of a block, and words of a vocabulary, up to which the compiled code was measured to be faster on any
 instruction set (docs/decisions.md)."""
+OWN = {"forward", "queries", "output"}
+"""Methods that a module may have been given instead of its class's."""
 
 
 def compute_mean_loss(model: DecoderLM, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -55,19 +59,21 @@ def compute_residual(
 
 def describe(model: DecoderLM, batch: int, length: int) -> Decoder | None:
     """The model as the compiled code takes it; None if that does not know the model or cannot run here."""
-    if library.find_obstacle() is not None or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+    if library.find_obstacle() is not None or torch.is_autocast_enabled("cpu") or is_traced():
         return None
-    if batch < torch.get_num_threads() or model.checkpoint_activations or not _is_known(model):
+    if batch < torch.get_num_threads() or length < 1 or model.checkpoint_activations or not _is_known(model):
         return None
     angles = model.position.compute_angles(length)
     layers = [_describe_layer(block, length) for block in model.blocks]  # type: ignore[arg-type]
     known = [layer for layer in layers if layer is not None]
     if angles is None or len(known) < len(layers):
         return None
-    heads = model.attentions[0].n_heads, model.attentions[0].n_kv_heads
+    first = model.attentions[0]
     turned = angles if angles.shape[1] else None
-    decoder = Decoder(known, model.norm.weight, model.head.weight, *heads, NORM_EPS, turned)
-    return decoder if all(map(_is_plain, decoder.tensors)) else None
+    weights = model.norm.weight, model.head.weight
+    decoder = Decoder(known, *weights, first.n_heads, first.n_kv_heads, NORM_EPS, turned)
+    fits = _has_shapes(decoder, model.cfg.d_model, first.head_dim)
+    return decoder if fits and all(map(_is_plain, (*decoder.tensors, model.embedding.weight))) else None
 
 
 def _is_known(model: DecoderLM) -> bool:
@@ -77,11 +83,37 @@ def _is_known(model: DecoderLM) -> bool:
         return False
     if sum(parameter.numel() for parameter in model.blocks[0].parameters()) > MOST_WEIGHTS:
         return False
-    return not _has_hooks(model.modules()) and type(model.norm) is nn.RMSNorm and type(model.head) is nn.Linear
+    return not _is_changed(model.modules()) and _are_linear(model.head) and _are_norms(model.norm)
 
 
-def _has_hooks(modules: Iterable[nn.Module]) -> bool:
-    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)
+def _is_changed(modules: Iterable[nn.Module]) -> bool:
+    """Whether a module, or every module, has a hook or a method of its own."""
+    everywhere = (
+        *(global_hooks._global_forward_hooks, global_hooks._global_forward_pre_hooks),
+        *(global_hooks._global_backward_hooks, global_hooks._global_backward_pre_hooks),
+    )
+    return any(everywhere) or any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks or OWN & vars(m).keys()
+        for m in modules
+    )
+
+
+def _are_linear(*modules: nn.Module) -> bool:
+    return all(type(m) is nn.Linear and m.bias is None for m in modules)
+
+
+def _are_norms(*modules: nn.Module) -> bool:
+    return all(type(m) is nn.RMSNorm and m.eps == NORM_EPS and m.weight is not None for m in modules)
+
+
+def _has_shapes(decoder: Decoder, d_model: int, head_dim: int) -> bool:
+    """Whether all weights have the shapes that follow from the first layer's: users may have replaced some."""
+    d_ff, q, kv = decoder.layers[0].gate.shape[0], decoder.n_heads * head_dim, decoder.n_kv_heads * head_dim
+    norm, matrices = (d_model,), ((q, d_model), (kv, d_model), (kv, d_model), (d_model, q))
+    expected = [norm, *matrices, norm, (d_ff, d_model), (d_ff, d_model), (d_model, d_ff)]
+    found = [[tuple(x.shape) for x in layer.weights] for layer in decoder.layers]
+    ends = tuple(decoder.norm.shape) == norm and decoder.head.shape[1] == d_model
+    return d_ff % ALIGNMENT == 0 and q % ALIGNMENT == 0 and ends and all(shapes == expected for shapes in found)
 
 
 def _is_plain(x: Tensor | None) -> bool:
@@ -95,12 +127,12 @@ def _describe_layer(block: Block, length: int) -> Layer | None:
         return None
     linear = mixer.q, mixer.k, mixer.v, mixer.out, mlp.gate, mlp.up, mlp.down
     norms = block.attention_norm, block.mlp_norm
-    if any(type(m) is not nn.Linear for m in linear) or any(type(m) is not nn.RMSNorm for m in norms):
+    if not (_are_linear(*linear) and _are_norms(*norms)):
         return None
     found = find_lazy_threshold(mixer.normaliser)
     if found is None or type(mixer.gate) is not GateModule or mixer.qk_norm:
         return None
-    if mixer.backend not in ("auto", "cpu") or mixer.q.out_features % ALIGNMENT:
+    if mixer.backend not in ("auto", "cpu"):
         return None
     q, k, v, out, gate, up, down = (m.weight for m in linear)
     return Layer(

@@ -20,6 +20,9 @@ from kernel_cases import (
     require_library,
     run_named,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 from flash_lazy import lazy_attention, resolve_backend
@@ -393,6 +396,40 @@ class TestOperators:
         dlse = torch.zeros(case.q.shape[:3])
         for rest in ((None, False, False), (dlse, case.bias is not None, call.slopes is not None)):
             opcheck(ops._backward, (*call, sums, make_noise(case), *rest))
+
+    def test_calls_without_values_are_not_computed(self):
+        """Fake tensors have no memory, and a tracer sees only operators."""
+        case = large(50)
+
+        def attend(q, k, v):
+            return lazy_attention(q, k, v, case.tau, case.bias, **case.options)
+
+        inputs = case.q, case.k, case.v
+        traced = make_fx(attend)(*inputs)
+        assert torch.equal(traced(*inputs), attend(*inputs))
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert attend(*map(mode.from_tensor, inputs)).shape == case.q.shape
+
+    @pytest.mark.parametrize("name", ["kv_lengths", "cu_seqlens"])
+    def test_compiled_calls_do_not_read_beyond_the_keys(self, name):
+        q, k = torch.randn(1, 1, 4 if name == "kv_lengths" else 20, 8), torch.randn(1, 1, 20, 8)
+        wrong = {"kv_lengths": torch.tensor([10**7]), "cu_seqlens": torch.tensor([0, 15, 10, 20], dtype=torch.int32)}
+        attend = torch.compile(
+            lambda x: lazy_attention(q, k, k, torch.ones(1), backend="cpu", **{name: x}), backend="eager"
+        )
+        with pytest.raises(ValueError, match=f"{name} is .*; it reaches beyond"):
+            attend(wrong[name])
+
+    def test_forward_mode_is_refused(self):
+        case = large(50)
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError):
+            lazy_attention(forward_ad.make_dual(case.q, case.q), case.k, case.v, case.tau, backend="cpu")
+
+    def test_negated_views_count_with_their_sign(self):
+        q, k, v = (torch.randn(1, 1, 40, 8) for _ in range(3))
+        tau, expected = torch.ones(1), lazy_attention(q, k, -v, torch.ones(1), backend="cpu")
+        assert torch.equal(lazy_attention(q, k, torch._neg_view(v), tau, backend="cpu"), expected)
+        assert torch.equal(lazy_attention(q, k, -v, torch._neg_view(-tau), backend="cpu"), expected)
 
     def test_exported(self):
         case = large(50)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from flash_lazy import Rows
 from flash_lazy.cpu import library
@@ -26,7 +27,7 @@ from lit_lazy.attention.normaliser import LayerShape, NormaliserModule, _Elastic
 from lit_lazy.config import ModelConfig
 from lit_lazy.data import IGNORED
 from lit_lazy.model import compiled
-from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.decoder import DecoderLM, SwiGLU
 from lit_lazy.model.loss import head_nll, mean_nll
 
 pytestmark = pytest.mark.skipif(
@@ -184,6 +185,8 @@ def test_targets_beyond_the_vocabulary_are_refused_and_any_whole_numbers_are_rea
     model, (tokens, targets) = make_model("softmax"), draw()
     expected = compiled.compute_mean_loss(model, tokens, targets)
     assert torch.equal(compiled.compute_mean_loss(model, tokens, targets.to(torch.int32)), expected)
+    with pytest.raises(ValueError, match=r"targets has shape \[2, 50\]; give \[3, 50\]"):
+        compiled.compute_mean_loss(model, tokens, targets[:2])
     with pytest.raises(IndexError, match="targets has 37; the vocabulary has 37 words"):
         compiled.compute_mean_loss(model, tokens, targets.masked_fill(targets == 3, WORDS))
 
@@ -238,7 +241,37 @@ def checkpoint(model):
     model.checkpoint_activations = True
 
 
-@pytest.mark.parametrize("change", [hook, parametrize, replace_norm, checkpoint, DecoderLM.double, DecoderLM.bfloat16])
+def add_a_bias(model):
+    model.blocks[1].attention.v = nn.Linear(32, 32)
+
+
+def change_eps(model):
+    model.blocks[0].mlp_norm.eps = 1.0
+
+
+def drop_a_gain(model):
+    model.norm = nn.RMSNorm(32, eps=1e-6, elementwise_affine=False)
+
+
+def narrow_a_layer(model):
+    model.blocks[1].mlp = SwiGLU(32, 16)
+
+
+def round_the_embedding(model):
+    model.embedding.bfloat16()
+
+
+def give_a_method(model):
+    model.attentions[0].normaliser.output = lambda out: 2 * out
+
+
+CHANGES = [
+    *(hook, parametrize, replace_norm, checkpoint, DecoderLM.double, DecoderLM.bfloat16),
+    *(add_a_bias, change_eps, drop_a_gain, narrow_a_layer, round_the_embedding, give_a_method),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_changed_models_run_their_own_path(change):
     model = make_model("elastic")
     assert compiled.describe(model, BATCH, LENGTH) is not None
@@ -254,6 +287,12 @@ def test_other_ways_to_run_take_the_models_own_path(monkeypatch):
     with torch.no_grad():
         assert compiled.compute_residual(model, tokens, torch.arange(LENGTH).expand(BATCH, -1)) is None
     assert compiled.describe(model, torch.get_num_threads() - 1, LENGTH) is None
+    with FlopCounterMode(display=False):
+        assert compiled.describe(model, BATCH, LENGTH) is None
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert compiled.describe(model, BATCH, LENGTH) is None
+    handle.remove()
+    assert compiled.describe(model, BATCH, 0) is None
     monkeypatch.setenv(library.SWITCH, "0")
     assert compiled.describe(model, BATCH, LENGTH) is None
 

@@ -422,6 +422,11 @@ std::vector<std::unique_ptr<Worker>> pass_groups(const Model& model, bool traini
   return workers;
 }
 
+void shrink_kept() {
+  kept.model.shrink();
+  for (Scratch& memory : kept.workers) memory.shrink();
+}
+
 // Sum over the workers, in their order.
 template <class Pick>
 void reduce(const std::vector<std::unique_ptr<Worker>>& workers, size_t size, const Pick& pick, float* to) {
@@ -464,6 +469,7 @@ void flash_lazy_decoder_forward(const Decoder* decoder, float* residual, float* 
     worker.forward(first, sequences, stats);
     std::copy_n(worker.last, sequences * size, residual + first * size);
   });
+  shrink_kept();
 }
 
 double flash_lazy_decoder_step(const Decoder* decoder, const int64_t* targets, float* dx, float* const* gradients) {
@@ -486,5 +492,6 @@ double flash_lazy_decoder_step(const Decoder* decoder, const int64_t* targets, f
          gradients[decoder->layers * WEIGHTS + 1]);
   double loss = 0;
   for (double each : losses) loss += each;
+  shrink_kept();
   return loss / counted;
 }

@@ -42,12 +42,14 @@ class Layer:
     window: int | None = None
 
     @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """Norms and matrices, in the order of `Weight` in decoder.cpp."""
+        return self.attention_norm, self.q, self.k, self.v, self.out, self.mlp_norm, self.gate, self.up, self.down
+
+    @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """In the order of `Weight` in decoder.cpp."""
-        return (
-            *(self.attention_norm, self.q, self.k, self.v, self.out, self.mlp_norm, self.gate, self.up, self.down),
-            *(self.tau, self.bias, self.slopes),
-        )
+        return *self.weights, self.tau, self.bias, self.slopes
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,10 @@ def decoder_loss(decoder: Decoder, x: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats over the targets that are at least 0, with gradients of x and all weights.
 
     x: embeddings `[B, L, d_model]`, float32. targets: whole numbers `[B, L]`; negative ones are not counted. Raises
-    IndexError for a target beyond the vocabulary.
+    ValueError for targets of another shape, IndexError for one beyond the vocabulary.
     """
+    if targets.shape != x.shape[:2]:
+        raise ValueError(f"targets has shape {list(targets.shape)}; give {list(x.shape[:2])}, one for each token")
     words, largest = decoder.head.shape[0], int(targets.max())
     if largest >= words:
         raise IndexError(f"targets has {largest}; the vocabulary has {words} words")

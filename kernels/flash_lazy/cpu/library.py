@@ -48,7 +48,8 @@ def _list_x86_candidates() -> tuple[str, ...]:
 
 
 def _find_file(name: str) -> Path | None:
-    return next(iter(Path(__file__).parent.glob(f"{name}.*")), None)
+    path = Path(__file__).with_name(f"{name}.so")
+    return path if path.exists() else None
 
 
 @cache

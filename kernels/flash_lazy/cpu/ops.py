@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from flash_lazy.call import CALL_SCHEMA, LEAVES, TENSORS, THRESHOLDS, Call, Stats, slice_documents
@@ -24,8 +25,9 @@ _GRADIENTS_RECORD = Struct("8P 12q")
 def compiled_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]:
     """Output `[B, H, Lq, D]` in q's dtype, and `Stats` if requested. Shapes as in `lazy_attention`."""
     training = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call[:LEAVES])
-    if torch.compiler.is_compiling():
-        # torch.compile does not trace into operators, whose dispatch costs eager mode more than a small call.
+    training = training or forward_ad._current_level >= 0  # which autograd then refuses
+    if is_traced(call.q):
+        # Tracers need an operator, whose dispatch costs eager mode more than a small call.
         out, _, stats = _forward(*call, training, with_stats)
     elif training:
         out, stats = _CompiledFunction.apply(*call, with_stats)
@@ -35,6 +37,12 @@ def compiled_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | No
         return out, None
     lse, *others = stats
     return out, Stats(lse, *(x.detach() for x in others))
+
+
+def is_traced(x: Tensor | None = None) -> bool:
+    """Whether a call is compiled, or intercepted by a mode or a tensor without values, so that only operators count."""
+    fake = x is not None and type(x) not in (Tensor, torch.nn.Parameter)
+    return torch.compiler.is_compiling() or fake or torch._C._len_torch_dispatch_stack() > 0
 
 
 def find_obstacle(q: Tensor) -> str | None:
@@ -74,7 +82,7 @@ def _attend(call: Call, training: bool, with_stats: bool) -> tuple[Tensor, Tenso
 def _gradients(*arguments: Any) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, tau, bias and slopes; the last two are empty if absent or not requested."""
     *fields, sums, grad, dlse, with_bias, with_slopes = arguments
-    call, grad = prepare_layout(Call(*fields)), _with_unit_step(grad)
+    call, grad = prepare_layout(Call(*fields)), _with_unit_step(grad.resolve_neg())
     dlse = None if dlse is None else dlse.contiguous()
     found = dq, dk, dv, dtau, dbias, dslopes = _backward_buffers(call, with_bias, with_slopes)
     if call.kv_lengths is not None:  # keys beyond a sequence's length get no gradient
@@ -91,6 +99,9 @@ def _gradients(*arguments: Any) -> tuple[Tensor, ...]:
 def prepare_layout(call: Call) -> Call:
     """Lay out the tensors as the library reads them: rows and parameters contiguous."""
     q, k, v, tau, bias, slopes = call[:LEAVES]
+    if any(x is not None and x.is_neg() for x in call[:LEAVES]):
+        call = Call(*(x if x is None else x.resolve_neg() for x in call[:LEAVES]), *call[LEAVES:])  # type: ignore[arg-type]
+        q, k, v, tau, bias, slopes = call[:LEAVES]
     if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
         call = call._replace(q=_with_unit_step(q), k=_with_unit_step(k), v=_with_unit_step(v))
     others = tau, bias, slopes, call.key_mask
@@ -151,11 +162,20 @@ def _list_sequences(call: Call) -> Tensor | None:
     """Index in the batch, first row, rows, first key and keys of each sequence, int64 `[n, 5]`; None for full ones."""
     if call.cu_seqlens is not None:
         parts = slice_documents(call)
+        _check_sequences("cu_seqlens", call, parts)
         return _to_integers([(0, r.start, r.stop - r.start, k.start, k.stop - k.start) for r, k in parts])
     if call.kv_lengths is not None:
         lengths, rows = call.kv_lengths.tolist(), call.q.shape[2]
+        _check_sequences("kv_lengths", call, [(slice(0, rows), slice(0, length)) for length in lengths])
         return _to_integers([(index, 0, rows, 0, length) for index, length in enumerate(lengths)])
     return None
+
+
+def _check_sequences(name: str, call: Call, parts: list[tuple[slice, slice]]) -> None:
+    """Refuse what torch.compile leaves unchecked: the library would read beyond the tensors."""
+    rows, keys = call.q.shape[2], call.k.shape[2]
+    if any(not 0 <= r.start <= r.stop <= rows or not 0 <= k.start <= k.stop <= keys for r, k in parts):
+        raise ValueError(f"{name} is {getattr(call, name).tolist()}; it reaches beyond the {rows} rows or {keys} keys")
 
 
 def _to_integers(values: list[tuple[int, ...]]) -> Tensor:

@@ -1,7 +1,9 @@
 """Builds the compiled backend of flash_lazy, one library per instruction set; goes on without it if that fails."""
 
+import hashlib
 import platform
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -13,6 +15,9 @@ X86 = {
 }
 FLAGS = {"x86_64": X86, "AMD64": X86, "aarch64": {"neon": []}, "arm64": {"neon": []}}
 
+SOURCES, HEADERS = (sorted(glob(f"flash_lazy/cpu/*.{suffix}")) for suffix in ("cpp", "h"))
+# As `library.hash_sources` computes it: a library of other sources would read what Python passes in another layout.
+DIGEST = hashlib.sha256(b"".join(Path(path).read_bytes() for path in sorted(SOURCES + HEADERS))).hexdigest()[:16]
 OPTIONS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-pthread"]
 
 
@@ -35,8 +40,9 @@ setup(
     ext_modules=[
         Extension(
             f"flash_lazy.cpu.{name}",
-            sources=sorted(glob("flash_lazy/cpu/*.cpp")),
-            depends=sorted(glob("flash_lazy/cpu/*.h")),
+            sources=SOURCES,
+            depends=HEADERS,
+            define_macros=[("FLASH_LAZY_SOURCES", f'"{DIGEST}"')],
             extra_compile_args=[*OPTIONS, *flags],
             extra_link_args=["-pthread"],
             language="c++",

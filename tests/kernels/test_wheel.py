@@ -1,7 +1,9 @@
 """The wheel that users install: its files, with and without a C++ compiler, and that it works with only torch."""
 
+import ctypes
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -11,6 +13,8 @@ from zipfile import ZipFile
 import pytest
 from kernel_cases import require_library
 from torch_alone import ROOT, build_wheel, copy_source, run_alone
+
+from flash_lazy.cpu import library
 
 KERNELS = ROOT / "kernels"
 CPU = "flash_lazy/cpu"
@@ -167,3 +171,25 @@ def test_it_compiles_for_arm(tmp_path: Path) -> None:
     command = [sys.executable, "-m", ziglang.__name__, "c++", *options, *sources, "-o", str(tmp_path / "neon.so")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_library_of_other_sources_is_not_run(tmp_path):
+    """As after a change of the C++ files in an editable installation, before it is installed again."""
+    require_library()
+    shutil.copytree(Path(library.__file__).parents[1], tmp_path / "flash_lazy")
+    name = library.get_instruction_set()
+    code = "from flash_lazy.cpu import library; print(library.get_instruction_set(), library.find_obstacle())"
+
+    def ask() -> str:
+        command = [sys.executable, "-P", "-c", code]
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+    built = ctypes.CDLL(str(library.load()._name)).flash_lazy_sources
+    built.restype = ctypes.c_char_p
+    if not built():
+        pytest.skip("the library was not built by setup.py, and knows no sources")
+    assert ask() == f"{name} None"
+    with (tmp_path / "flash_lazy" / "cpu" / "decoder.cpp").open("a") as file:
+        file.write("// changed\n")
+    assert ask() == "None the compiled backend was built from other sources; repeat `pip install ./kernels`"

@@ -3,7 +3,14 @@
 #include "attention.h"
 #include "summary.h"
 
+#ifndef FLASH_LAZY_SOURCES
+#define FLASH_LAZY_SOURCES ""
+#endif
+
 extern "C" {
+
+// Hash of the files that this library was built from; empty if it was not built by setup.py.
+const char* flash_lazy_sources() { return FLASH_LAZY_SOURCES; }
 
 // One call of `flash_lazy.lazy_attention`; the fields mirror `flash_lazy.call.Call`. Steps are in floats.
 struct Call {

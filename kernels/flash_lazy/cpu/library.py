@@ -1,6 +1,7 @@
 """The compiled library for this processor: `setup.py` builds one per instruction set, if there is a C++ compiler."""
 
 import ctypes
+import hashlib
 import os
 import platform
 from functools import cache
@@ -27,6 +28,8 @@ def find_obstacle() -> str | None:
     """Why there is no library to run, with the fix; None if there is one."""
     if os.environ.get(SWITCH) == "0":
         return f"the compiled backend is switched off by {SWITCH}=0; unset it"
+    if get_instruction_set() is None and any(map(_find_file, _list_candidates())):
+        return "the compiled backend was built from other sources; repeat `pip install ./kernels`"
     if get_instruction_set() is None:
         return (
             "no compiled backend is installed for this processor; install a C++ compiler (g++ or clang++) and repeat "
@@ -38,13 +41,37 @@ def find_obstacle() -> str | None:
 @cache
 def get_instruction_set() -> str | None:
     """The instruction set of the library that this processor runs: avx512, avx2 or neon; None without a library."""
-    candidates = ("neon",) if platform.machine() in ("aarch64", "arm64") else _list_x86_candidates()
-    return next((name for name in candidates if _find_file(name) is not None), None)
+    return next((name for name in _list_candidates() if _is_current(name)), None)
 
 
-def _list_x86_candidates() -> tuple[str, ...]:
+def _list_candidates() -> tuple[str, ...]:
+    """Instruction sets that this processor runs, best first."""
+    if platform.machine() in ("aarch64", "arm64"):
+        return ("neon",)
     # torch reads ATEN_CPU_CAPABILITY, which can also select less than the processor has.
     return CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), ())
+
+
+def _is_current(name: str) -> bool:
+    """Whether there is a library that was built from the sources beside it, if there are any.
+
+    One of other sources would read what it is passed in another layout.
+    """
+    path = _find_file(name)
+    if path is None:
+        return False
+    sources = getattr(ctypes.CDLL(str(path)), "flash_lazy_sources", None)
+    if sources is None:
+        return False
+    sources.restype = ctypes.c_char_p
+    built, here = sources().decode(), hash_sources()
+    return "" in (built, here) or built == here
+
+
+def hash_sources() -> str:
+    """Hash of the C++ files beside this one, as setup.py computes it; empty in a wheel, which has none."""
+    files = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16] if files else ""
 
 
 def _find_file(name: str) -> Path | None:

@@ -22,7 +22,7 @@ def collect_provenance(out: Path | None) -> dict[str, Any]:
             if file.exists() and not (file.is_file() and os.access(file, os.W_OK)):
                 raise ValueError(f"--out {str(out)!r}: {file.name} exists and is not writable; name another file")
     return {
-        "command": format_command_line(),
+        "command": format_command_line("python3 -m timings"),
         "date": datetime.now(UTC).date().isoformat(),
         "environment": collect_environment() | {"cpu": _cpu_name()},
     }

@@ -37,10 +37,10 @@ def strip_user(url: str) -> str:
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
-def format_command_line() -> str:
+def format_command_line(program: str = "lit-lazy") -> str:
     """The command as a user would type it, without passwords."""
     words = [redact_url(word) if "://" in word else word for word in sys.argv[1:]]
-    return shlex.join(["lit-lazy", *words])
+    return f"{program} {shlex.join(words)}".rstrip()
 
 
 def hide_passwords() -> None:

@@ -28,14 +28,17 @@ def find_obstacle() -> str | None:
     """Why there is no library to run, with the fix; None if there is one."""
     if os.environ.get(SWITCH) == "0":
         return f"the compiled backend is switched off by {SWITCH}=0; unset it"
-    if get_instruction_set() is None and any(map(_find_file, _list_candidates())):
+    return None if get_instruction_set() else _describe_absence()
+
+
+@cache
+def _describe_absence() -> str:
+    if any(_find_file(name) and not _is_current(name) for name in _list_candidates()):
         return "the compiled backend was built from other sources; repeat `pip install ./kernels`"
-    if get_instruction_set() is None:
-        return (
-            "no compiled backend is installed for this processor; install a C++ compiler (g++ or clang++) and repeat "
-            "`pip install ./kernels`"
-        )
-    return None
+    return (
+        "no compiled backend is installed for this processor; install a C++ compiler (g++ or clang++) and repeat "
+        "`pip install ./kernels`"
+    )
 
 
 @cache

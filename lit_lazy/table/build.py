@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
+from lit_lazy.table.fixed_rules import compute_welch_contrast, seed_correlation
 from lit_lazy.table.records import (
     STATUS_ORDER,
     Column,
@@ -26,12 +27,10 @@ from lit_lazy.table.statistics import (
     FEWEST_SEEDS,
     Effect,
     SeedValues,
-    compute_contrast,
     drop_undefined,
     estimate,
     holm,
     minimum_detectable_effect,
-    seed_correlation,
     tost,
 )
 
@@ -159,7 +158,7 @@ def _compute_results(column: Column, values: Values, contrasts: Sequence[Contras
     correlation = seed_correlation(values, column.bounds)
 
     def compute_effect(weights: Mapping[str, float]) -> Effect:
-        effect = compute_contrast(values, weights, column.bounds, correlation)
+        effect = compute_welch_contrast(values, weights, column.bounds, correlation)
         if column.by_construction and effect.p is not None:
             return replace(effect, test="construction", p=None)
         return effect

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-import numpy as np
-import pandas as pd
 from scipy.special import ncfdtrinc
 from scipy.stats import t
 
@@ -96,66 +94,8 @@ def estimate(values: SeedValues, bounds: Collection[float] = ()) -> Estimate:
     undefined = len(values) - n
     if is_saturated(kept, bounds):
         return Estimate(fmean(kept), 0.0 if is_saturated(kept) else None, n, undefined, True)
-    half_width = float(t.isf(ALPHA / 2, n - 1)) * math.sqrt(_variance(kept) / n) if n > 1 else None
+    half_width = float(t.isf(ALPHA / 2, n - 1)) * math.sqrt(compute_variance(kept) / n) if n > 1 else None
     return Estimate(fmean(kept), half_width, n, undefined)
-
-
-def seed_correlation(values: Mapping[str, SeedValues], bounds: Collection[float] = ()) -> float:
-    """Correlation over seeds that the rows of a metric share, in [0, 1).
-
-    With r the mean pairwise correlation of R rows, it is max(0, 1 - (1 - r) R / (R - 1)). The factor R / (R - 1)
-    corrects the unshared part as in a block model, whose residual has (R - 1) (n - 1) degrees of freedom instead of
-    R (n - 1). Rows with fewer than three seeds or without spread are ignored.
-    """
-    rows = {name: drop_undefined(row) for name, row in values.items()}
-    measured = {name: row for name, row in rows.items() if len(row) >= FEWEST_SEEDS}
-    kept = {name: row for name, row in measured.items() if not is_saturated(row.values(), bounds)}
-    if len(kept) < 2:
-        return 0.0
-    pairs = pd.DataFrame(kept).sort_index().corr(min_periods=FEWEST_SEEDS).to_numpy()[np.triu_indices(len(kept), 1)]
-    known = pairs[np.isfinite(pairs)].tolist()
-    apart = (1 - fmean(known)) * len(kept) / (len(kept) - 1) if known else 1.0
-    return min(max(0.0, 1 - apart), 1 - RESOLUTION)
-
-
-def compute_contrast(
-    values: Mapping[str, SeedValues],
-    weights: Mapping[str, float],
-    bounds: Collection[float] = (),
-    correlation: float | None = None,
-) -> Effect:
-    """The weighted sum of row means, each over the row's seeds, and the t test against zero.
-
-    `values` holds one metric for every row of a table. `weights` are those of the contrast: +1, -1 for a difference,
-    +1, -1, -1, +1 for the interaction of a 2x2 design. Each row has its own variance. Rows share data order and initial
-    weights within a seed, so two rows covary by `correlation` (default: `seed_correlation` of all rows) times the
-    smaller variance. Degrees of freedom are Welch-Satterthwaite.
-    """
-    kept = {variant: drop_undefined(values[variant]) for variant, weight in weights.items() if weight}
-    n = min(map(len, kept.values()))
-    if n == 0:
-        return Effect(None, None, 0)
-    common = sorted(set.intersection(*map(set, kept.values())))
-    terms = [[weights[variant] * row[seed] for variant, row in kept.items()] for seed in common]
-    sums = [math.fsum(row) for row in terms]
-    ends = {"low": min(sums, default=None), "high": max(sums, default=None)}
-    if len(sums) > 1 and not any(sums):
-        return Effect(0.0, 0.0, n, 0.0, test="tie", **ends)
-    # The terms are rounded, so a spread this small is rounding error.
-    if len(sums) > 1 and max(sums) - min(sums) <= 4 * math.ulp(max(abs(term) for row in terms for term in row)):
-        return Effect(fmean(sums), 0.0, n, 0.0, test="constant", **ends)
-    mean = math.fsum(weights[variant] * fmean(row.values()) for variant, row in kept.items())
-    if any(is_saturated(row.values(), bounds) for row in kept.values()):
-        return Effect(mean, None, n, test="saturated", **ends)
-    if n < 2:
-        return Effect(mean, None, n, **ends)
-    if correlation is None:
-        correlation = seed_correlation(values, bounds)
-    se, df = _standard_error(kept, weights, correlation)
-    half_width = float(t.isf(ALPHA / 2, df)) * se
-    if n < FEWEST_SEEDS:
-        return Effect(mean, half_width, n, se, df, **ends)
-    return Effect(mean, half_width, n, se, df, test="t", p=float(2 * t.sf(abs(mean) / se, df)), **ends)
 
 
 def tost(effect: Effect, margin: float) -> float | None:
@@ -202,23 +142,7 @@ def minimum_detectable_effect(effect: Effect, alpha: float = ALPHA, power: float
     return effect.se * math.sqrt(float(ncfdtrinc(1, effect.df, 1 - power, critical**2)))
 
 
-def _standard_error(
-    rows: Mapping[str, Mapping[int, float]], weights: Mapping[str, float], correlation: float
-) -> tuple[float, float]:
-    """Standard error of a contrast and its degrees of freedom."""
-    variances = {variant: _variance(row.values()) for variant, row in rows.items()}
-    unshared = {variant: weights[variant] ** 2 * variances[variant] / len(row) for variant, row in rows.items()}
-    shared = (
-        weights[a] * weights[b] * correlation * min(variances[a], variances[b])
-        * len(rows[a].keys() & rows[b].keys()) / (len(rows[a]) * len(rows[b]))
-        for a in rows for b in rows if a != b
-    )  # fmt: skip
-    total = math.fsum(unshared.values())
-    df = total**2 / math.fsum(part**2 / (len(rows[variant]) - 1) for variant, part in unshared.items())
-    return math.sqrt(math.fsum([total, *shared])), df
-
-
-def _variance(values: Collection[float]) -> float:
+def compute_variance(values: Collection[float]) -> float:
     """Sample variance (n - 1) of two or more values."""
     mean = fmean(values)
     return math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)

@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from lit_lazy.table.fixed_rules import compute_welch_contrast, seed_correlation
 from lit_lazy.table.statistics import (
     Effect,
     Estimate,
-    compute_contrast,
     estimate,
     holm,
     minimum_detectable_effect,
-    seed_correlation,
     tost,
 )
 
@@ -57,7 +56,7 @@ def test_interval_covers_the_true_mean_95_times_in_100():
 
 def difference(row, baseline, **others):
     """The effect of a table of rows; `others` are not in the difference."""
-    return compute_contrast({"row": row, "baseline": baseline, **others}, {"row": 1.0, "baseline": -1.0})
+    return compute_welch_contrast({"row": row, "baseline": baseline, **others}, {"row": 1.0, "baseline": -1.0})
 
 
 def test_without_correlation_it_is_welchs_test():
@@ -65,7 +64,7 @@ def test_without_correlation_it_is_welchs_test():
     for n, m in ((3, 3), (5, 3), (12, 5)):
         a, b = rng.normal(size=n).tolist(), (4 * rng.normal(size=m)).tolist()
         values = {"row": seeds(*a), "baseline": seeds(*b)}
-        result = compute_contrast(values, {"row": 1.0, "baseline": -1.0}, correlation=0.0)
+        result = compute_welch_contrast(values, {"row": 1.0, "baseline": -1.0}, correlation=0.0)
         reference = stats.ttest_ind(a, b, equal_var=False)
         low, high = reference.confidence_interval(0.95)
         assert (result.test, result.n) == ("t", min(n, m))
@@ -77,13 +76,13 @@ def test_without_correlation_it_is_welchs_test():
 def test_the_variance_is_a_quadratic_form_by_hand():
     # variances 1 and 4, correlation 0.25: (1 + 4 - 2 * 0.25 * min(1, 4)) / 3 = 1.5; df (1 + 4)^2 / (1 / 2 + 16 / 2)
     values = {"a": seeds(1.0, 2.0, 3.0), "b": seeds(6.0, 4.0, 2.0)}
-    result = compute_contrast(values, {"a": 1.0, "b": -1.0}, correlation=0.25)
+    result = compute_welch_contrast(values, {"a": 1.0, "b": -1.0}, correlation=0.25)
     assert (result.mean, result.low, result.high) == (-2.0, -5.0, 1.0)
     assert result.se == pytest.approx(math.sqrt(1.5))
     assert result.df == pytest.approx(25 / 8.5)
     # three of b's five seeds are shared: var(b) = 2.5, (1 / 3 + 2.5 / 5 - 2 * 0.25 * 1 * 3 / 15)
     values["b"] = seeds(2.0, 1.0, 3.0, 4.0, 5.0)
-    result = compute_contrast(values, {"a": 1.0, "b": -1.0}, correlation=0.25)
+    result = compute_welch_contrast(values, {"a": 1.0, "b": -1.0}, correlation=0.25)
     assert (result.mean, result.n) == (-1.0, 3)
     assert result.se == pytest.approx(math.sqrt(1 / 3 + 0.5 - 0.1))
 
@@ -109,7 +108,7 @@ def test_false_positives_are_no_more_than_nominal_and_the_interval_covers(common
     rng = np.random.default_rng(2)
     y = rng.normal(size=(1000, rows, 4)) + common * rng.normal(size=(1000, 1, 4))
     effects = [
-        compute_contrast({str(i): dict(enumerate(row)) for i, row in enumerate(table)}, {"0": 1.0, "1": -1.0})
+        compute_welch_contrast({str(i): dict(enumerate(row)) for i, row in enumerate(table)}, {"0": 1.0, "1": -1.0})
         for table in y.tolist()
     ]
     wrong = np.mean([effect.p < 0.05 for effect in effects])
@@ -121,7 +120,9 @@ def test_false_positives_are_no_more_than_nominal_and_the_interval_covers(common
 def test_rows_that_move_together_are_told_apart_at_smaller_differences():
     y = np.random.default_rng(9).normal(size=(6, 5)) + 5 * np.random.default_rng(10).normal(size=5)
     values, weights = {str(i): seeds(*row) for i, row in enumerate(y.tolist())}, {"0": 1.0, "1": -1.0}
-    assert compute_contrast(values, weights).se < 0.7 * compute_contrast(values, weights, correlation=0.0).se
+    assert (
+        compute_welch_contrast(values, weights).se < 0.7 * compute_welch_contrast(values, weights, correlation=0.0).se
+    )
 
 
 def test_each_row_has_its_own_seeds():
@@ -167,9 +168,9 @@ def test_a_row_without_a_measured_spread_has_a_range_and_no_t():
         assert result.mean == pytest.approx(0.38 - still[0])
         assert (result.low, result.high) == pytest.approx((0.29 - still[0], 0.47 - still[0]))
     at_bounds = {"a": seeds(0.0, 1.0, 1.0), "b": vary}
-    assert compute_contrast(at_bounds, {"a": 1, "b": -1}, bounds=(0.0, 1.0)).test == "saturated"
-    assert compute_contrast(at_bounds, {"a": 1, "b": -1}).test == "t"
-    assert compute_contrast(at_bounds | {"c": vary}, {"b": 1, "c": -1, "a": 0}, bounds=(0.0, 1.0)).test == "tie"
+    assert compute_welch_contrast(at_bounds, {"a": 1, "b": -1}, bounds=(0.0, 1.0)).test == "saturated"
+    assert compute_welch_contrast(at_bounds, {"a": 1, "b": -1}).test == "t"
+    assert compute_welch_contrast(at_bounds | {"c": vary}, {"b": 1, "c": -1, "a": 0}, bounds=(0.0, 1.0)).test == "tie"
     assert estimate(at_bounds["a"], (0.0, 1.0)) == Estimate(2 / 3, None, 3, 0, saturated=True)
     assert estimate(seeds(0.5, 0.5)) == Estimate(0.5, 0.0, 2, 0, saturated=True)
     assert difference(seeds(1e-170, 3e-170, 2e-170), seeds(1.0, 2.0, 4.0)).test == "saturated"
@@ -190,7 +191,7 @@ def test_interaction_and_main_effect_are_welch_satterthwaite_contrasts():
     y = np.random.default_rng(3).normal(size=(4, 5))
     values = {name: seeds(*row) for name, row in zip("abcd", y.tolist(), strict=True)}
     for weights in ([1, -1, -1, 1], [0.5, 0.5, -0.5, -0.5]):
-        result = compute_contrast(values, dict(zip("abcd", weights, strict=True)), correlation=0.0)
+        result = compute_welch_contrast(values, dict(zip("abcd", weights, strict=True)), correlation=0.0)
         parts = np.square(weights) * y.var(1, ddof=1) / 5
         assert result.mean == pytest.approx(weights @ y.mean(1))
         assert result.se == pytest.approx(math.sqrt(parts.sum()))
@@ -201,7 +202,7 @@ def test_interaction_and_main_effect_are_welch_satterthwaite_contrasts():
 def test_equivalence_is_two_one_sided_tests():
     rng = np.random.default_rng(6)
     a, b = rng.normal(size=6).tolist(), (2 * rng.normal(size=6)).tolist()
-    effect = compute_contrast({"a": seeds(*a), "b": seeds(*b)}, {"a": 1, "b": -1}, correlation=0.0)
+    effect = compute_welch_contrast({"a": seeds(*a), "b": seeds(*b)}, {"a": 1, "b": -1}, correlation=0.0)
     for margin in (0.3, 2.0, 9.0):
         shifted = [
             stats.ttest_ind(np.add(a, sign * margin), b, equal_var=False, alternative=side).pvalue
@@ -220,7 +221,7 @@ def test_equivalence_is_wrong_at_most_5_times_in_100():
     """The true difference equals the margin."""
     y = np.random.default_rng(7).normal(size=(1000, 2, 5))
     y[:, 1] += 4.0
-    effects = [compute_contrast({"a": seeds(*a), "b": seeds(*b)}, {"a": 1, "b": -1}) for a, b in y.tolist()]
+    effects = [compute_welch_contrast({"a": seeds(*a), "b": seeds(*b)}, {"a": 1, "b": -1}) for a, b in y.tolist()]
     wrong = np.mean([tost(effect, 4.0) < 0.05 for effect in effects])
     assert 0.02 < wrong < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 2000)
 

@@ -17,9 +17,10 @@ from scipy import stats
 
 from lit_lazy.table.build import TableSpec, build_table, recompute_statistics
 from lit_lazy.table.finding_text import describe_findings
+from lit_lazy.table.fixed_rules import compute_welch_contrast
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, format_csv
 from lit_lazy.table.render import render_html, render_html_parts, render_latex, render_markdown
-from lit_lazy.table.statistics import compute_contrast, minimum_detectable_effect, tost
+from lit_lazy.table.statistics import minimum_detectable_effect, tost
 
 LOSS = Column("loss", "loss", "lower", unit="nats")
 SPARSITY = Column("sparsity", "sparsity", None, digits=1, unit="%", scale=100)
@@ -48,7 +49,7 @@ def table(row_infos, observations, columns=(LOSS,), baseline="lazy", **more):
 def effect(row, baseline, **others):
     """The effect in a table whose rows have these values by seed."""
     values = {name: dict(enumerate(v)) for name, v in {"row": row, "baseline": baseline, **others}.items()}
-    return compute_contrast(values, {"row": 1.0, "baseline": -1.0})
+    return compute_welch_contrast(values, {"row": 1.0, "baseline": -1.0})
 
 
 def row(result, variant):
@@ -164,7 +165,7 @@ def test_each_row_is_compared_by_its_own_seeds():
     lazy, values = [2.0, 2.3, 2.1, 2.4, 2.2], {0: 1.0, 2: 1.3, 4: 1.1}
     result = table(infos, cells("lazy", *lazy) + [cell("b", s, v) for s, v in values.items()])
     measure = row(result, "b")["metrics"]["loss"]
-    expected = compute_contrast({"b": values, "lazy": dict(enumerate(lazy))}, {"b": 1.0, "lazy": -1.0})
+    expected = compute_welch_contrast({"b": values, "lazy": dict(enumerate(lazy))}, {"b": 1.0, "lazy": -1.0})
     assert (measure["diff_n"], measure["diff"]) == (3, pytest.approx(3.4 / 3 - 2.2))
     assert measure["p"] == pytest.approx(expected.p)
     assert "Seeds: 0, 1, 2, 3, 4; 0, 2, 4 in b." in render_markdown(result)
@@ -454,7 +455,7 @@ def test_contrasts_are_tested_with_holm_over_the_contrasts():
     contrasts = [Contrast("interaction", first), Contrast("main", second)]
     result = table(rows(*values, seeds=range(4)), observations, contrasts=contrasts)
     by_seed = {name: dict(enumerate(v.tolist())) for name, v in values.items()}
-    p = [compute_contrast(by_seed, c.weights).p for c in contrasts]
+    p = [compute_welch_contrast(by_seed, c.weights).p for c in contrasts]
     got = [c["metrics"]["loss"] for c in result.to_json()["contrasts"]]
     assert [c["p"] for c in got] == pytest.approx(p)
     assert min(c["p_adj"] for c in got) == pytest.approx(2 * min(p))

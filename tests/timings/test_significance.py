@@ -5,7 +5,8 @@ import pytest
 from scipy import stats
 from scipy.special import polygamma
 
-from lit_lazy.table.statistics import compute_contrast, holm
+from lit_lazy.table.fixed_rules import compute_welch_contrast
+from lit_lazy.table.statistics import holm
 from timings.significance import (
     CANDIDATES,
     CHOSEN,
@@ -31,7 +32,7 @@ def expected(name, y):
         return stats.ttest_ind(y[1], y[0], equal_var=False).pvalue
     if name == CHOSEN:
         values = {str(i): dict(enumerate(row)) for i, row in enumerate(y.tolist())}
-        return compute_contrast(values, {"1": 1.0, "0": -1.0}).p
+        return compute_welch_contrast(values, {"1": 1.0, "0": -1.0}).p
     # Least squares on row and seed dummies, with an explicit sandwich estimator.
     design = np.array([[*np.eye(rows)[i], *np.eye(n)[s][1:]] for i in range(rows) for s in range(n)])
     inverse = np.linalg.inv(design.T @ design)

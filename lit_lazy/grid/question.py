@@ -10,13 +10,13 @@ from pathlib import Path
 from lit_lazy.config.key import hash_user_code, to_minimal_dict
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.user_files import load_attribute, locate_errors
-from lit_lazy.grid.ablation import Ablation, load_ablation
+from lit_lazy.grid.ablation import Ablation, Row, load_ablation
 from lit_lazy.grid.stages import RESULTS, FirstStageMissing
 from lit_lazy.support.checks import require
 from lit_lazy.support.provenance import find_last_commit
 from lit_lazy.support.typecheck import check_kinds
-from lit_lazy.table.declaration import FIXED, SEQUENTIAL, Declaration, Rule, Statement
-from lit_lazy.table.looks import ALPHA
+from lit_lazy.table.declaration import FIXED, SEQUENTIAL, Declaration, Rule, Statement, Verdict
+from lit_lazy.table.looks import ALPHA, find_open_rows
 from lit_lazy.table.records import Contrast, Table
 
 
@@ -79,6 +79,13 @@ class Question:
         """The ablation with the question's contrasts and primary outcome."""
         sums = tuple(contrast for contrast in self.contrasts if isinstance(contrast, Contrast))
         return replace(self.ablation, contrasts=sums, primary=(self.primary,))
+
+    def select_look(self, verdict: Verdict | None) -> list[tuple[Row, tuple[int, ...]]]:
+        """The rows of the look after those of a verdict, each with its seeds: first all rows, later those left open."""
+        looks = () if verdict is None else verdict.looks
+        names = find_open_rows(self.partial_declaration, looks) if looks else [r.name for r in self.ablation.all_rows]
+        seeds = self.ablation.seeds[: self.looks[len(looks)]]
+        return [(row, seeds) for row in self.ablation.all_rows if row.name in names]
 
     def declare(self, base_name: str, base: RunConfig, files: Sequence[Path]) -> Declaration:
         """The declaration on an experiment, with the commit of the first file, the question's.

@@ -73,8 +73,7 @@ class _Moments:
     @classmethod
     def measure(cls, x: np.ndarray) -> "_Moments":
         """Of `x`, whose last axis are seeds."""
-        spread, scale = np.ptp(x, axis=-1), np.abs(x).max(axis=-1)
-        still = spread <= np.maximum(RESOLUTION * scale, LEAST)
+        still = _is_still(x, np.abs(x).max(axis=-1))
         return cls(x.mean(axis=-1), np.where(still, np.nan, x.std(axis=-1, ddof=1)))
 
     def is_below(self, bound: float, factor: float, n: int) -> np.ndarray:
@@ -154,8 +153,15 @@ def _measure_parts(
 
 
 def _compute_sums(weights: Mapping[str, float], outcomes: Outcomes, seeds: Sequence[int]) -> np.ndarray:
-    """The weighted sum of a contrast in each seed, `[n]`."""
-    return np.array([math.fsum(weight * outcomes[row][seed] for row, weight in weights.items()) for seed in seeds])
+    """The weighted sum of a contrast in each seed, `[n]`; equal numbers if they differ by the rounding of metrics."""
+    terms = np.array([[weight * outcomes[row][seed] for row, weight in weights.items()] for seed in seeds])
+    sums = np.array([math.fsum(row) for row in terms])
+    return np.full_like(sums, sums.mean()) if _is_still(sums, np.abs(terms).max()) else sums
+
+
+def _is_still(x: np.ndarray, scale: np.ndarray | float) -> np.ndarray:
+    """Whether values along the last axis differ by less than the resolution of metrics of that scale."""
+    return np.ptp(x, axis=-1) <= np.maximum(RESOLUTION * scale, LEAST)
 
 
 def _get_statement(declaration: Declaration, name: str) -> Statement:

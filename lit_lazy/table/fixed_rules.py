@@ -1,6 +1,7 @@
-"""Contrasts with one correlation for all rows of a table: what questions declared before looks are judged by.
+"""Contrasts with one correlation for all rows: for the questions that were declared when tables had them.
 
-Their verdicts must not change, so these functions stay as they are; tables use `lit_lazy.table.statistics`.
+Their verdicts and tables must not change, so these functions stay as they are. All else uses
+`lit_lazy.table.statistics`.
 """
 
 import math
@@ -11,6 +12,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import t
 
+from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.statistics import (
     ALPHA,
     FEWEST_SEEDS,
@@ -21,6 +23,11 @@ from lit_lazy.table.statistics import (
     drop_undefined,
     is_saturated,
 )
+
+
+def has_fixed_rules(declaration: Declaration | None) -> bool:
+    """Whether a table has the contrasts of this file: if it answers a question that was declared with them."""
+    return declaration is not None
 
 
 def seed_correlation(values: Mapping[str, SeedValues], bounds: Collection[float] = ()) -> float:

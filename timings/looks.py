@@ -1,8 +1,9 @@
 """Errors and power of verdicts at looks, by simulation.
 
-Every setting draws the contrasts of a claim over the seeds of all looks and lets `lit_lazy.table.looks` decide. Contrasts have correlation 0.5 over seeds, as
-differences to one common row have. Wrong support means that a contrast is at or above 0 (`same`, `no_worse`: at or
-beyond the margin); wrong refutation that all contrasts hold by the margin. Between them neither is wrong.
+Every setting draws the contrasts of a claim over the seeds of all looks, and `lit_lazy.table.looks` decides. Contrasts
+have correlation 0.5 over seeds, as differences to one common row have. Wrong support means that a contrast is at or
+above 0 (`same`, `no_worse`: at or beyond the margin); wrong refutation that all contrasts hold by the margin. Between
+them neither is wrong.
 """
 
 import json

@@ -1,9 +1,10 @@
 """Choice of the test for a table's differences: candidates compared by simulation.
 
-`python -m timings.significance --out docs/results/default-test.json` (three minutes on one core). Every candidate tests
+`python -m timings.significance --out docs/results/default-test.json` (five minutes on one core). Every candidate tests
 the differences of R rows to the first row over n seeds, followed by Holm. One candidate is the test of
 `lit_lazy.table.statistics`. Data are normal: each row has its own spread, and a share `correlation` of the variance
-comes from the seed. Arrays are [draws, rows, seeds], p values [draws, rows - 1].
+comes from the seed, alike for all rows or only for those of one rule. Arrays are [draws, rows, seeds], p values
+[draws, rows - 1].
 """
 
 import argparse
@@ -31,7 +32,9 @@ LIMIT = 0.055
 EFFECT = 3.0
 """Effect of half of the rows for the power, in standard deviations of a row of typical spread."""
 N_FOR_POWER = 5
-REQUIRED = ("equal", "e^0.5")
+ALIKE = ("equal", "e^0.5")
+BY_RULE = ("2:1", "1:2", "15:1", "1:15")
+REQUIRED = (*ALIKE, *BY_RULE)
 """Spreads for which a candidate must be within the limit."""
 
 
@@ -46,6 +49,7 @@ def differences(y: Array) -> Array:
 
 
 def paired_t(y: Array) -> Array:
+    """The t test of the differences per seed: `lit_lazy.table.statistics.compute_contrast`."""
     d = y[:, 1:] - y[:, :1]
     n = y.shape[-1]
     return p_values(d.mean(-1) / np.sqrt(d.var(-1, ddof=1) / n), n - 1)
@@ -69,7 +73,7 @@ def moderated_welch(y: Array) -> Array:
 
 
 def welch_common_seeds(y: Array) -> Array:
-    """Welch's test without the variance that rows of a seed share: `lit_lazy.table.statistics.compute_contrast`."""
+    """Welch's test without the variance that rows of a seed share: `lit_lazy.table.fixed_rules`."""
     rows, n = y.shape[1:]
     variance = y.var(-1, ddof=1)
     scores = (y - y.mean(-1, keepdims=True)) / np.sqrt(variance)[:, :, None]
@@ -106,7 +110,7 @@ CANDIDATES: dict[str, Callable[[Array], Array]] = {
     "moderated t, rows": moderated_welch,
     "moderated t, block model": moderated_block,
 }
-CHOSEN = "Welch-Satterthwaite, seeds in common"
+CHOSEN = "paired t"
 """The test that tables use."""
 
 
@@ -174,8 +178,9 @@ class Setting:
 
     spread: standard deviations of the rows. "equal"; "e^x": their logarithms are normal with standard deviation x;
     "loud row": that of the first compared row is e^1.5 times the others; "quiet baseline": that of the baseline is
-    e^-1.5 times the others. seeds: a seed moves every row by the same amount ("additive"), or by the same number of the
-    row's standard deviations ("scaled").
+    e^-1.5 times the others; "a:b": a in the baseline's rule and every second one, b in the others. seeds: a seed moves
+    every row by the same amount ("additive"), or by the same number of the row's standard deviations ("scaled"), or
+    does so independently for each rule ("by rule").
     """
 
     spread: str
@@ -184,9 +189,31 @@ class Setting:
     seeds: str
     correlation: float
 
+    @property
+    def rules(self) -> NDArray[np.int_]:
+        """The rule of each row: two rows each, the first and the last row of the same."""
+        return (np.arange(self.rows) + 1) // 2 % (self.rows // 2)
+
+    @property
+    def scales(self) -> Array:
+        """Standard deviations of the rows whose seeds are "by rule"."""
+        own, other = map(float, self.spread.split(":"))
+        return np.where(self.rules % 2, other, own)
+
+    @property
+    def effects(self) -> Array | float:
+        """What the second half of the rows differs by where rows differ."""
+        if self.seeds != "by rule":
+            return EFFECT
+        shared = self.correlation * (self.rules == 0)
+        variances = self.scales**2 + self.scales[0] ** 2 - 2 * shared * self.scales * self.scales[0]
+        return (EFFECT * np.sqrt(variances / 2))[-(self.rows // 2) :, None]
+
 
 def make_settings() -> Iterator[Setting]:
-    tables = [*itertools.product(REQUIRED, (4, 16)), *((spread, 2) for spread in REQUIRED)]
+    for spread, rows, n, correlation in itertools.product(BY_RULE, (4, 16), (3, 5, 8), (0.7, 0.99)):
+        yield Setting(spread, rows, n, "by rule", correlation)
+    tables = [*itertools.product(ALIKE, (4, 16)), *((spread, 2) for spread in ALIKE)]
     tables += itertools.product(("e^1.5", "loud row", "quiet baseline"), (4, 16))
     for (spread, rows), n in itertools.product(tables, (3, 5, 8)):
         yield Setting(spread, rows, n, "additive", 0.0)
@@ -196,6 +223,10 @@ def make_settings() -> Iterator[Setting]:
 
 def draw(setting: Setting, draws: int, random: np.random.Generator) -> Array:
     """Draw tables whose rows have the same mean."""
+    own = np.sqrt(1 - setting.correlation) * random.standard_normal((draws, setting.rows, setting.n))
+    if setting.seeds == "by rule":
+        seed = random.standard_normal((draws, setting.rows // 2, setting.n))[:, setting.rules]
+        return setting.scales[:, None] * (np.sqrt(setting.correlation) * seed + own)
     scale = np.zeros((draws, setting.rows, 1))
     if setting.spread.startswith("e^"):
         scale = float(setting.spread[2:]) * random.standard_normal(scale.shape)
@@ -204,27 +235,31 @@ def draw(setting: Setting, draws: int, random: np.random.Generator) -> Array:
     elif setting.spread == "quiet baseline":
         scale[:, 0] = -1.5
     seed = np.sqrt(setting.correlation) * random.standard_normal((draws, 1, setting.n))
-    own = np.sqrt(1 - setting.correlation) * random.standard_normal((draws, setting.rows, setting.n))
     return np.exp(scale) * (seed + own) if setting.seeds == "scaled" else seed + np.exp(scale) * own
 
 
 def measure_rates(setting: Setting, draws: int, random: np.random.Generator) -> dict[str, dict[str, float]]:
     """By candidate: error rate over the family of all differences, error rate of a single contrast, and power.
 
-    The family-wise rate is the larger of two: with no row different, and with half of the rows different.
+    The family-wise rate is the larger of two: with no row different, and with half of the rows different. Where rows
+    are of rules, the single contrast is the worse of one across rules and one within; that within is also kept apart.
     """
     null = draw(setting, draws, random)
     apart = draw(setting, draws, random)
     differing = setting.rows // 2
-    apart[:, -differing:] += EFFECT
+    apart[:, -differing:] += setting.effects
     rates = {}
     for name, test in CANDIDATES.items():
         p, with_effects = test(null), reject_by_holm(test(apart))
+        first, last = ((p[:, row] < ALPHA).mean().item() for row in (0, -1))
         rates[name] = {
             "family": max(reject_by_holm(p).any(-1).mean().item(), with_effects[:, :-differing].any(-1).mean().item()),
-            "single": (p[:, 0] < ALPHA).mean().item(),
+            "single": first,
             "power": with_effects[:, -differing:].mean().item(),
         }
+        if setting.seeds == "by rule":
+            within = {"within": last, "power within": with_effects[:, -1].mean().item()}
+            rates[name] |= {"single": max(first, last), "across": first, **within}
     return rates
 
 
@@ -253,8 +288,8 @@ def worst_rate(rows: Sequence[Mapping[str, Any]], name: str, rate: str) -> float
     return max(row["rates"][name][rate] for row in rows)
 
 
-def mean_power(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    return float(np.mean([row["rates"][name]["power"] for row in rows]))
+def mean_power(rows: Sequence[Mapping[str, Any]], name: str, rate: str = "power") -> float:
+    return float(np.mean([row["rates"][name][rate] for row in rows]))
 
 
 def find_eligible(result: Mapping[str, Any]) -> list[str]:
@@ -278,6 +313,7 @@ def format_markdown(result: Mapping[str, Any]) -> str:
     in_scope = [row for row in rows if is_in_scope(row)]
     beyond = [row for row in rows if row["rows"] > 2 and not is_in_scope(row)]
     two = [row for row in rows if row["rows"] == 2]
+    by_rule = [row for row in rows if row["seeds"] == "by rule"]
 
     def format_errors(some: Sequence[Mapping[str, Any]], name: str) -> str:
         return f"{worst_rate(some, name, 'family'):.3f} / {worst_rate(some, name, 'single'):.3f}"
@@ -286,11 +322,27 @@ def format_markdown(result: Mapping[str, Any]) -> str:
         by_rows = ([row for row in some if row["n"] == n and row["rows"] == size] for size in (4, 16))
         return ", ".join(f"{mean_power(part, name):.2f}" for part in by_rows)
 
+    def format_range(name: str, rate: str) -> str:
+        values = [row["rates"][name][rate] for row in by_rule]
+        return f"{min(values):.3f} to {max(values):.3f}"
+
     header = ["candidate", "false findings", "n = 3", "n = 5", "n = 8", "beyond", "n = 5, beyond", "two rows"]
     lines = [
         [name, format_errors(in_scope, name)]
         + [format_power(in_scope, name, n) for n in (3, 5, 8)]
         + [format_errors(beyond, name), format_power(beyond, name, 5), format_errors(two, name)]
+        for name in CANDIDATES
+    ]
+    header_by_rule = ["candidate", "family", "across", "within", "power, n = 3", "n = 5", "n = 8"]
+    lines_by_rule = [
+        [name, f"{worst_rate(by_rule, name, 'family'):.3f}", format_range(name, "across"), format_range(name, "within")]
+        + [
+            ", ".join(
+                f"{mean_power([row for row in by_rule if row['n'] == n], name, rate):.2f}"
+                for rate in ("power", "power within")
+            )
+            for n in (3, 5, 8)
+        ]
         for name in CANDIDATES
     ]
     groups = list(dict.fromkeys((row["spread"], row["rows"], row["n"]) for row in rows))
@@ -311,7 +363,8 @@ def format_markdown(result: Mapping[str, Any]) -> str:
             "",
             "- **False findings**: the worst setting's family-wise error over all differences / the error of a single "
             f"contrast. Required: at most {result['limit']} for 4 and 16 rows, n = 3, 5, 8, intra-seed correlation 0, "
-            "0.35 and 0.7, additive or scaled with a row's spread, spreads equal or differing by e^0.5.",
+            "0.35 and 0.7, additive or scaled with a row's spread, spreads equal or differing by e^0.5; and for rows "
+            "of rules (below).",
             f"- **n = 3, 5, 8**: mean power in the same settings, at 4 and 16 rows, for {EFFECT:g} standard deviations "
             "of a typical row in half of the rows.",
             "- **Beyond**: spreads that differ by e^1.5, one row with e^1.5 times the spread, a baseline with e^-1.5 "
@@ -323,6 +376,16 @@ def format_markdown(result: Mapping[str, Any]) -> str:
             f"{'; '.join(find_eligible(result))}. Within it except for a single contrast: "
             f"{'; '.join(find_failing_single(result)) or 'none'}. Tables use: {result['chosen']}. Reasons: "
             "[decisions.md](../decisions.md).",
+            "",
+            "## Rows of rules",
+            "",
+            "As the tables of this project: two rows of each rule correlate 0.7 or 0.99 over seeds, rows of different "
+            "rules 0, and the spread is 2 or 15 times as large in every second rule, with and without the baseline's. "
+            "The greatest error over the family; the least and the greatest of one difference across rules, and of one "
+            f"within a rule. Power: mean over all rows, and within a rule, for {EFFECT / np.sqrt(2):.2f} standard "
+            "deviations of the difference.",
+            "",
+            *_format_table(header_by_rule, lines_by_rule),
             "",
             "## By spread, rows and seeds",
             "",

@@ -85,6 +85,7 @@ class Plan:
             alternatives=ALTERNATIVES,
             warnings=warnings,
             primary=self.primary,
+            declaration=self.declaration,
         )
 
     def merge(self, former: "Plan", order: Sequence[str]) -> "Plan":

@@ -1,11 +1,12 @@
 """Build the table of an ablation from its cells: means, differences to the baseline, tests, notes."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
-from lit_lazy.table.fixed_rules import compute_welch_contrast, seed_correlation
+from lit_lazy.table.declaration import Declaration
+from lit_lazy.table.fixed_rules import compute_welch_contrast, has_fixed_rules
 from lit_lazy.table.records import (
     STATUS_ORDER,
     Column,
@@ -27,6 +28,7 @@ from lit_lazy.table.statistics import (
     FEWEST_SEEDS,
     Effect,
     SeedValues,
+    compute_contrast,
     drop_undefined,
     estimate,
     holm,
@@ -59,6 +61,8 @@ class TableSpec:
     alternatives: Collection[str] = ()
     warnings: Sequence[str] = ()
     primary: Sequence[str] = ()
+    declaration: Declaration | None = None
+    """The declaration of the question that the ablation answers, if any."""
 
     def __post_init__(self) -> None:
         variants = [row.variant for row in self.rows]
@@ -98,6 +102,7 @@ def build_table(spec: TableSpec, observations: Iterable[Observation]) -> Table:
         summaries={},
         warnings=tuple(spec.warnings),
         notes=tuple(_collect_notes(spec, observed, expected, complete)),
+        declaration=spec.declaration,
     )
     return _add_statistics(table, values, spec.contrasts, spec.primary)
 
@@ -130,7 +135,8 @@ def _add_statistics(
     table: Table, values: Mapping[str, Values], contrasts: Sequence[Contrast], primary: Sequence[str]
 ) -> Table:
     """The table with the statistics of `values`, by key of its columns."""
-    results = {c.key: _compute_results(c, values[c.key], contrasts, table.baseline) for c in table.columns}
+    contrast = compute_welch_contrast if has_fixed_rules(table.declaration) else compute_contrast
+    results = {c.key: _compute_results(c, values[c.key], contrasts, table.baseline, contrast) for c in table.columns}
     return replace(
         table,
         rows=tuple(
@@ -154,11 +160,15 @@ class _ColumnResults(NamedTuple):
     summary: Summary
 
 
-def _compute_results(column: Column, values: Values, contrasts: Sequence[Contrast], baseline: str) -> _ColumnResults:
-    correlation = seed_correlation(values, column.bounds)
-
+def _compute_results(
+    column: Column,
+    values: Values,
+    contrasts: Sequence[Contrast],
+    baseline: str,
+    contrast: Callable[[Values, Mapping[str, float], Collection[float]], Effect],
+) -> _ColumnResults:
     def compute_effect(weights: Mapping[str, float]) -> Effect:
-        effect = compute_welch_contrast(values, weights, column.bounds, correlation)
+        effect = contrast(values, weights, column.bounds)
         if column.by_construction and effect.p is not None:
             return replace(effect, test="construction", p=None)
         return effect

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import t
 
-from lit_lazy.table.declaration import MOST_SEEDS, Declaration, Finding, Rule, Status
+from lit_lazy.table.declaration import FIXED, MOST_SEEDS, Declaration, Finding, Rule, Status
 from lit_lazy.table.statistics import (
     ALPHA,
     FEWEST_SEEDS,
@@ -26,6 +26,11 @@ from lit_lazy.table.statistics import (
     drop_undefined,
     is_saturated,
 )
+
+
+def has_fixed_rules(declaration: Declaration | None) -> bool:
+    """Whether a table has the contrasts of this file: if it answers a question that was declared with them."""
+    return declaration is not None and declaration.rules == FIXED
 
 
 def seed_correlation(values: Mapping[str, SeedValues], bounds: Collection[float] = ()) -> float:

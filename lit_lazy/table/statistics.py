@@ -20,7 +20,7 @@ Test = Literal["t", "tie", "constant", "saturated", "construction"]
 ALPHA = 0.05
 POWER = 0.8
 FEWEST_SEEDS = 3
-"""Minimum number of seeds per row for a p value: one degree of freedom hardly measures spread."""
+"""Minimum number of seeds for a p value: one degree of freedom hardly measures spread."""
 RESOLUTION = 1e-6
 """Relative difference below which values count as equal: metrics are float32 sums, with seven digits."""
 LEAST = 1e-150
@@ -45,20 +45,20 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Effect:
-    """A weighted sum of row means, its standard error, and the two-sided t test against zero.
+    """The mean over `n` seeds of a weighted sum of rows, its standard error, and the two-sided t test against zero.
 
-    `n` is the smallest number of seeds of a row, `df` the Welch-Satterthwaite degrees of freedom. `low` and `high` are
-    the minimum and maximum of the sum over the seeds that all rows share. `test` is one of
+    `n` counts the seeds that all rows share. `df` are the degrees of freedom, `low` and `high` the minimum and maximum
+    of the sum over these seeds. `test` is one of
       "t"             a t test with unadjusted p value `p`;
       "tie"           the sum is exactly 0 in every seed;
       "constant"      the sum is the same in every seed and not 0 (parameter counts);
       "saturated"     a row has the same value in every seed, or always lies at a bound of the metric: its spread was
                       not measured, so there is a range but no t test;
       "construction"  set by a table whose column declares that rows differ by construction: p was dropped;
-      None            a row has fewer than three seeds.
+      None            the rows share fewer than three seeds.
     A "tie" or "constant" is exact for a deterministic quantity and untestable for a random one. The data cannot
-    distinguish the two, so p is None, never 0; `ci95` and `se` are 0. `mean` is None if a row has no value; `ci95`,
-    `se` and `df` are None if a row has one value or is saturated.
+    distinguish the two, so p is None, never 0; `ci95` and `se` are 0. `mean` is None if the rows share no
+    seed; `ci95`, `se` and `df` are None if they share one, or if a row is saturated.
     """
 
     mean: float | None
@@ -96,6 +96,39 @@ def estimate(values: SeedValues, bounds: Collection[float] = ()) -> Estimate:
         return Estimate(fmean(kept), 0.0 if is_saturated(kept) else None, n, undefined, True)
     half_width = float(t.isf(ALPHA / 2, n - 1)) * math.sqrt(compute_variance(kept) / n) if n > 1 else None
     return Estimate(fmean(kept), half_width, n, undefined)
+
+
+def compute_contrast(
+    values: Mapping[str, SeedValues], weights: Mapping[str, float], bounds: Collection[float] = ()
+) -> Effect:
+    """The weighted sum of rows per seed, its mean over the seeds that all its rows share, and the t test against zero.
+
+    `values` holds one metric by row. `weights` are those of the contrast: +1, -1 for a difference, +1, -1, -1, +1 for
+    the interaction of a 2x2 design. Rows share data order and initial weights within a seed, so what a seed does to all
+    of them cancels. The test has n - 1 degrees of freedom.
+    """
+    kept = {variant: drop_undefined(values[variant]) for variant, weight in weights.items() if weight}
+    shared = sorted(set.intersection(*map(set, kept.values())))
+    terms = [[weights[variant] * row[seed] for variant, row in kept.items()] for seed in shared]
+    sums = [math.fsum(row) for row in terms]
+    n = len(sums)
+    if n == 0:
+        return Effect(None, None, 0)
+    mean, ends = fmean(sums), {"low": min(sums), "high": max(sums)}
+    if n > 1 and not any(sums):
+        return Effect(0.0, 0.0, n, 0.0, test="tie", **ends)
+    # Rounding spreads the sums by this much.
+    if n > 1 and ends["high"] - ends["low"] <= max(RESOLUTION * max(abs(x) for row in terms for x in row), LEAST):
+        return Effect(mean, 0.0, n, 0.0, test="constant", **ends)
+    if any(is_saturated([row[seed] for seed in shared], bounds) for row in kept.values()):
+        return Effect(mean, None, n, test="saturated", **ends)
+    if n < 2:
+        return Effect(mean, None, n, **ends)
+    se, df = math.sqrt(compute_variance(sums) / n), n - 1
+    half_width = float(t.isf(ALPHA / 2, df)) * se
+    if n < FEWEST_SEEDS:
+        return Effect(mean, half_width, n, se, df, **ends)
+    return Effect(mean, half_width, n, se, df, test="t", p=float(2 * t.sf(abs(mean) / se, df)), **ends)
 
 
 def tost(effect: Effect, margin: float) -> float | None:

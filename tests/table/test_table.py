@@ -16,11 +16,12 @@ import pytest
 from scipy import stats
 
 from lit_lazy.table.build import TableSpec, build_table, recompute_statistics
+from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.fixed_rules import compute_welch_contrast
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, format_csv
 from lit_lazy.table.render import render_html, render_html_parts, render_latex, render_markdown
-from lit_lazy.table.statistics import minimum_detectable_effect, tost
+from lit_lazy.table.statistics import compute_contrast, minimum_detectable_effect, tost
 
 LOSS = Column("loss", "loss", "lower", unit="nats")
 SPARSITY = Column("sparsity", "sparsity", None, digits=1, unit="%", scale=100)
@@ -46,10 +47,10 @@ def table(row_infos, observations, columns=(LOSS,), baseline="lazy", **more):
     return build_table(TableSpec("study-tiny", "tiny", baseline, row_infos, columns, **settings), observations)
 
 
-def effect(row, baseline, **others):
-    """The effect in a table whose rows have these values by seed."""
-    values = {name: dict(enumerate(v)) for name, v in {"row": row, "baseline": baseline, **others}.items()}
-    return compute_welch_contrast(values, {"row": 1.0, "baseline": -1.0})
+def effect(row, baseline):
+    """The effect between rows with these values by seed."""
+    values = {name: dict(enumerate(v)) for name, v in {"row": row, "baseline": baseline}.items()}
+    return compute_contrast(values, {"row": 1.0, "baseline": -1.0})
 
 
 def row(result, variant):
@@ -95,7 +96,7 @@ def test_the_contract_keys_and_the_numbers_in_them():
     got = row(result, "b")
     assert (got["source"], got["base"], got["n"], got["status"]) == ("ours", "tiny", 3, "complete")
     measure = got["metrics"]["loss"]
-    expected = {"b": effect(b, a, c=c), "c": effect(c, a, b=b)}
+    expected = {"b": effect(b, a), "c": effect(c, a)}
     p = {name: e.p for name, e in expected.items()}
     assert p["b"] < p["c"]
     assert measure["mean"] == pytest.approx(np.mean(b))
@@ -115,8 +116,8 @@ def test_holm_counts_ties_and_keeps_metrics_apart():
     a, b = [2.0, 2.1, 2.4], [1.7, 1.9, 2.0]
     observations = [*cells("lazy", *a), *cells("tied", *a), *cells("b", *b), *cells("short", 2.0, 2.2)]
     result = table(rows("lazy", "tied", "b", "short"), observations)
-    # Three rows of three seeds, one with the baseline's values; two seeds do not determine the correlation.
-    assert row(result, "b")["metrics"]["loss"]["p_adj"] == pytest.approx(2 * effect(b, a, tied=a).p)
+    # Two rows of three seeds, one with the baseline's values, and one of too few.
+    assert row(result, "b")["metrics"]["loss"]["p_adj"] == pytest.approx(2 * effect(b, a).p)
     tied = row(result, "tied")["metrics"]["loss"]
     assert (tied["test"], tied["diff"], tied["p_adj"]) == ("tie", 0.0, None)
     assert re.search(r"\| tied +\| +tie +\|", render_markdown(result))
@@ -128,8 +129,7 @@ def test_each_column_says_what_it_can_separate_at_each_n():
     observed = cells("lazy", *a) + cells("b", *b) + cells("same", *same) + cells("more", *more)
     result = table(infos, observed)
     column = result.to_json()["columns"][0]
-    others = {"b": b, "same": same, "more": more}
-    tested = [effect(v, a, **{k: w for k, w in others.items() if k != name}) for name, v in others.items()]
+    tested = [effect(row, a) for row in (b, same, more)]
     (three,) = column["detectable"]  # the baseline has three seeds, so no difference has more
     assert three["n"] == 3
     for key, alpha in (("mde", 0.05), ("mde_holm", 0.05 / 3)):
@@ -160,15 +160,18 @@ def test_below_three_seeds_there_is_no_p_and_at_one_no_interval():
     assert re.search(r"\| b +\| +-1\.000 \|", render_markdown(one))
 
 
-def test_each_row_is_compared_by_its_own_seeds():
+def test_each_row_is_compared_over_the_seeds_that_it_shares_with_the_baseline():
     infos = rows("lazy", seeds=range(5)) + rows("b", seeds=(0, 2, 4))
     lazy, values = [2.0, 2.3, 2.1, 2.4, 2.2], {0: 1.0, 2: 1.3, 4: 1.1}
     result = table(infos, cells("lazy", *lazy) + [cell("b", s, v) for s, v in values.items()])
     measure = row(result, "b")["metrics"]["loss"]
-    expected = compute_welch_contrast({"b": values, "lazy": dict(enumerate(lazy))}, {"b": 1.0, "lazy": -1.0})
-    assert (measure["diff_n"], measure["diff"]) == (3, pytest.approx(3.4 / 3 - 2.2))
+    expected = compute_contrast({"b": values, "lazy": dict(enumerate(lazy))}, {"b": 1.0, "lazy": -1.0})
+    assert (measure["diff_n"], measure["diff"]) == (3, pytest.approx(3.4 / 3 - 6.3 / 3))
     assert measure["p"] == pytest.approx(expected.p)
     assert "Seeds: 0, 1, 2, 3, 4; 0, 2, 4 in b." in render_markdown(result)
+    apart = table(rows("lazy") + rows("b", seeds=(3, 4, 5)), [*cells("lazy", 2.0, 2.1, 2.4), cell("b", 3, 1.0)])
+    assert row(apart, "b")["metrics"]["loss"]["diff"] is None
+    assert re.search(r"\| b +\| +– \|", render_markdown(apart))
 
 
 def test_missing_failed_and_running_cells_are_shown_as_such():
@@ -280,7 +283,7 @@ def test_the_same_is_said_with_its_margin_alone():
     column = replace(LOSS, margin=0.5)
     observations = cells("lazy", 2.0, 2.1, 2.2) + cells("near", *near) + cells("far", *far)
     result = table(rows("lazy", "near", "far"), observations, (column,))
-    p = tost(effect(near, [2.0, 2.1, 2.2], far=far), 0.5)
+    p = tost(effect(near, [2.0, 2.1, 2.2]), 0.5)
     assert row(result, "near")["metrics"]["loss"]["p_same"] == pytest.approx(2 * p)
     assert result.to_json()["columns"][0]["same"] == ["near"]
     assert "; the same within ±0.500 nats: near. " in render_markdown(result)
@@ -409,6 +412,18 @@ def test_a_table_is_restated_from_its_own_values():
     assert now.columns[0] == columns[0]
 
 
+def test_a_question_that_was_declared_under_one_correlation_keeps_it():
+    values = {"lazy": [2.0, 2.1, 2.4], "b": [1.7, 1.9, 2.0], "c": [2.1, 2.0, 2.6]}
+    observations = [o for name, row in values.items() for o in cells(name, *row)]
+    declared = Declaration("b is lower.", "R1", "loss", {"b": {"b": 1, "lazy": -1}}, "lower", 0.1, (0, 1, 2, 3, 4))
+    former, now = (table(rows(*values), observations, declaration=known) for known in (declared, None))
+    by_seed = {name: dict(enumerate(row)) for name, row in values.items()}
+    for result, contrast, test in ((former, compute_welch_contrast, "Welch"), (now, compute_contrast, "paired t test")):
+        assert row(result, "b")["metrics"]["loss"]["p"] == contrast(by_seed, {"b": 1, "lazy": -1}).p
+        assert test in render_markdown(result)
+        assert recompute_statistics(result, result.columns, (), ()) == result
+
+
 def test_small_values_are_not_shown_as_zero():
     column = Column("x", "x")
     assert [column.format(v) for v in (0.0, 0.0004, -0.00002, 0.0006)] == ["0.000", "4e-04", "-2e-05", "0.001"]
@@ -455,7 +470,7 @@ def test_contrasts_are_tested_with_holm_over_the_contrasts():
     contrasts = [Contrast("interaction", first), Contrast("main", second)]
     result = table(rows(*values, seeds=range(4)), observations, contrasts=contrasts)
     by_seed = {name: dict(enumerate(v.tolist())) for name, v in values.items()}
-    p = [compute_welch_contrast(by_seed, c.weights).p for c in contrasts]
+    p = [compute_contrast(by_seed, c.weights).p for c in contrasts]
     got = [c["metrics"]["loss"] for c in result.to_json()["contrasts"]]
     assert [c["p"] for c in got] == pytest.approx(p)
     assert min(c["p_adj"] for c in got) == pytest.approx(2 * min(p))

@@ -6,7 +6,7 @@ from scipy import stats
 from scipy.special import polygamma
 
 from lit_lazy.table.fixed_rules import compute_welch_contrast
-from lit_lazy.table.statistics import holm
+from lit_lazy.table.statistics import compute_contrast, holm
 from timings.significance import (
     CANDIDATES,
     CHOSEN,
@@ -26,12 +26,12 @@ TABLES = draw(Setting("e^0.5", 5, 4, "additive", 0.5), 6, np.random.default_rng(
 def expected(name, y):
     """p value of the second row's difference to the first in a table `y` [rows, seeds]."""
     rows, n = y.shape
-    if name == "paired t":
-        return stats.ttest_rel(y[1], y[0]).pvalue
+    values = {str(i): dict(enumerate(row)) for i, row in enumerate(y.tolist())}
+    if name == CHOSEN:
+        return compute_contrast(values, {"1": 1.0, "0": -1.0}).p
     if name == "Welch-Satterthwaite":
         return stats.ttest_ind(y[1], y[0], equal_var=False).pvalue
-    if name == CHOSEN:
-        values = {str(i): dict(enumerate(row)) for i, row in enumerate(y.tolist())}
+    if name == "Welch-Satterthwaite, seeds in common":
         return compute_welch_contrast(values, {"1": 1.0, "0": -1.0}).p
     # Least squares on row and seed dummies, with an explicit sandwich estimator.
     design = np.array([[*np.eye(rows)[i], *np.eye(n)[s][1:]] for i in range(rows) for s in range(n)])
@@ -83,11 +83,16 @@ def test_tables_have_the_spread_and_the_correlation_of_their_setting():
     additive = draw(Setting("loud row", 3, 3, "additive", 0.7), 40_000, random)
     assert additive.var((0, 2)) == pytest.approx([1, 0.7 + 0.3 * np.exp(3), 1], rel=0.04)
     assert np.cov(additive[:, 0, 0], additive[:, 1, 0])[0, 1] == pytest.approx(0.7, abs=0.05)
+    rules = draw(Setting("2:15", 6, 3, "by rule", 0.7), 40_000, random)
+    assert rules.std((0, 2)) == pytest.approx([2, 15, 15, 2, 2, 2], rel=0.02)
+    of_the_same = [[i == j or {i, j} in ({0, 5}, {1, 2}, {3, 4}) for i in range(6)] for j in range(6)]
+    expected = np.where(np.eye(6), 1, np.where(of_the_same, 0.7, 0))
+    assert np.corrcoef(rules[:, :, 0].T) == pytest.approx(expected, abs=0.02)
 
 
 def test_the_result_names_every_setting_and_says_how_it_was_made(tmp_path, capsys):
     result = simulate(4, tmp_path / "made.json")
-    assert len(result["settings"]) == len(list(make_settings())) == 180
+    assert len(result["settings"]) == len(list(make_settings())) == 228
     text = (tmp_path / "made.md").read_text()
     assert text == format_markdown(result)
     assert text in capsys.readouterr().out

@@ -20,6 +20,7 @@ from lit_lazy.table.records import (
     Summary,
     Table,
     TableRow,
+    Yardstick,
     join_or_mixed,
 )
 from lit_lazy.table.statistics import (
@@ -59,6 +60,7 @@ class TableSpec:
     alternatives: Collection[str] = ()
     warnings: Sequence[str] = ()
     primary: Sequence[str] = ()
+    yardstick: Yardstick | None = None
 
     def __post_init__(self) -> None:
         variants = [row.variant for row in self.rows]
@@ -98,6 +100,7 @@ def build_table(spec: TableSpec, observations: Iterable[Observation]) -> Table:
         summaries={},
         warnings=tuple(spec.warnings),
         notes=tuple(_collect_notes(spec, observed, expected, complete)),
+        yardstick=spec.yardstick,
     )
     return _add_statistics(table, values, spec.contrasts, spec.primary)
 

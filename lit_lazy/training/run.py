@@ -174,6 +174,7 @@ def _measure_trained(
         trained.metrics
         | {f"init/{name}": value for name, value in untrained.metrics.items()}
         | monitor.get_intermediate_losses(cfg.train.steps)
+        | monitor.find_steps_to_learn(cfg.train.steps)
         | compute_size_metrics(model)
         | diagnostics.scalars()
         | {name: value for found in evaluations for name, value in found.items() if math.isfinite(value)}

@@ -1,6 +1,7 @@
 """Result file of a finished run."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,19 @@ class RunResult:
     """Where the result was taken from instead of being trained; "" if it was trained here."""
 
     @classmethod
-    def from_json(cls, content: bytes | str) -> "RunResult":
-        """Parse a result. Raises ValueError or TypeError if it is none."""
-        try:
-            result = cls(**json.loads(content))
-        except RecursionError as error:
-            raise ValueError("nested too deeply") from error
+    def from_dict(cls, fields: Mapping[str, Any]) -> "RunResult":
+        """The inverse of `asdict`. Raises ValueError or TypeError if the fields are not those of a result."""
+        result = cls(**fields)
         check_kinds(RESULT, result)
         return result
+
+    @classmethod
+    def peek(cls, folder: Path) -> "RunResult | None":
+        """The result in a run folder, or None if there is none that can be read; changes nothing."""
+        try:
+            return cls.from_dict(json.loads((folder / RESULT).read_bytes()))
+        except (OSError, ValueError, TypeError, RecursionError):
+            return None
 
     @classmethod
     def read(cls, folder: Path) -> "RunResult | None":
@@ -52,8 +58,8 @@ class RunResult:
         if not path.exists():
             return None
         try:
-            return cls.from_json(path.read_bytes())
-        except (ValueError, TypeError) as error:
+            return cls.from_dict(json.loads(path.read_bytes()))
+        except (ValueError, TypeError, RecursionError) as error:
             quarantine(path, f"damaged ({type(error).__name__})")
             return None
 

@@ -25,6 +25,7 @@ from lit_lazy.attention import (
     Softpick,
     Sparsemax,
     SSMax,
+    TopK,
 )  # fmt: skip
 from lit_lazy.support.timing import Quartiles, measure_memory_rise, run_in_process, time_in_turns
 from timings.results import format_mebibytes, format_row, format_spread
@@ -35,7 +36,7 @@ NORMALISERS: Mapping[str, Normaliser] = {
     type(normaliser).__name__: normaliser
     for normaliser in (
         Elastic(), Softmax(), OffByOne(), SinkLogit(), ClippedSoftmax(), Softpick(), Sigmoid(), Relu(), SSMax(),
-        Differential(), Entmax15(), Sparsemax(),
+        Differential(), Entmax15(), Sparsemax(), TopK(),
     )
 }  # fmt: skip
 

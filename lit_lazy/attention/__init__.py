@@ -20,6 +20,7 @@ from lit_lazy.attention.rivals import (
     Softpick,
     Sparsemax,
     SSMax,
+    TopK,
 )
 
 __all__ = [
@@ -68,5 +69,6 @@ __all__ = [
     "Sparsemax",
     "StreamingCache",
     "T5Bias",
+    "TopK",
     "ValueGate",
 ]

@@ -215,6 +215,40 @@ class _Entmax(NormaliserModule):
 
 
 @dataclass(frozen=True)
+class TopK(Normaliser):
+    """Softmax over the largest scores of a row (Gupta et al., arXiv 2106.06899): sparse weights without a threshold.
+
+    The number of keys is a share of those that the query sees, not a constant as published. Equal scores stay or go
+    together, so that a row does not depend on the order of its keys.
+    """
+
+    share: float = 0.25
+    """Share of the visible keys that keep weight, rounded up to a number of keys; 1 is Softmax."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"TopK.share={self.share}: must be above 0 and at most 1")
+
+    def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
+        return _TopK(self.share)
+
+
+class _TopK(NormaliserModule):
+    can_zero = relative = True
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
+        # Rounded first, because 0.07 * 100 is above 7 in binary numbers.
+        k = (self.share * rows.n.double()).round(decimals=6).ceil().long().clamp(1, scores.shape[-1])
+        largest = scores.detach().topk(int(k.max())).values
+        least = largest.gather(-1, (k - 1).expand(*scores.shape[:-1], 1))
+        return scores.masked_fill(scores < least, -torch.inf).softmax(-1)
+
+
+@dataclass(frozen=True)
 class SSMax(Normaliser):
     """Scalable softmax (Nakanishi, arXiv 2501.19399): scores without bias times `s ln n`, s learned per head."""
 

@@ -30,6 +30,7 @@ from lit_lazy.attention import (
     Sparsemax,
     SSMax,
     T5Bias,
+    TopK,
 )
 from lit_lazy.attention.rivals import lambda_init
 from lit_lazy.config import ModelConfig
@@ -76,6 +77,15 @@ def bisected(power):
     return weights
 
 
+def top_k(share):
+    def weights(s: Tensor) -> Tensor:
+        order = sorted(s.tolist(), reverse=True)
+        kept = s >= order[math.ceil(round(share * len(s), 6)) - 1]
+        return softmax(s.masked_fill(~kept, -math.inf))
+
+    return weights
+
+
 def differential(maps: Tensor) -> Tensor:
     """Before training the vectors are zero and lambda has its initial value."""
     return softmax(maps[0]) - lambda_init(SHAPE.layer) * softmax(maps[1])
@@ -97,6 +107,8 @@ FORMULAS = {  # parameters are float32, and hold these values exactly
     Relu(): lambda s: s.clamp(min=0) / len(s),
     Entmax15(): lambda s: bisected(2)(s / 2),
     Sparsemax(): bisected(1),
+    TopK(): top_k(0.25),
+    TopK(0.6): top_k(0.6),
     SSMax(): softmax,  # its scale is applied to the queries
     Differential(): differential,
 }
@@ -164,3 +176,32 @@ def test_entmax_rows_sum_to_one_and_cut_the_same_amount(normaliser: Normaliser, 
     rounding = 1e-5 * max(1.0, spread)
     assert ((amount - mean) * alive).abs().max() <= rounding
     assert (scores / power - mean)[weights == 0].max() <= rounding if (weights == 0).any() else spread == 0
+
+
+def make_rows(scores: Tensor) -> Rows:
+    """Rows that see all their keys."""
+    n = torch.full((1, 1, scores.shape[-2], 1), scores.shape[-1], dtype=scores.dtype)
+    return Rows(torch.ones(1, 1, *scores.shape[-2:], dtype=torch.bool), n, n.long())
+
+
+def test_top_k_keeps_a_share_of_the_visible_keys() -> None:
+    scores = torch.randn(2, 4, 3, 100, generator=torch.Generator().manual_seed(0))
+    for share, kept in ((0.07, 7), (0.071, 8), (1e-9, 1), (0.5, 50)):
+        weights = TopK(share).build(SHAPE).weights(scores, make_rows(scores))
+        assert ((weights > 0).sum(-1) == kept).all(), share
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 3))
+    everything = TopK(1.0).build(SHAPE).weights(scores, make_rows(scores))
+    assert torch.equal(everything, scores.softmax(-1))
+
+
+def test_top_k_does_not_depend_on_the_order_of_equal_scores() -> None:
+    scores = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0]).view(1, 1, 1, 5)
+    weights = TopK(0.4).build(SHAPE).weights(scores, make_rows(scores))[0, 0, 0]
+    torch.testing.assert_close(weights[:4], torch.tensor([2.0, 1.0, 1.0, 1.0]).softmax(-1))
+    assert weights[4] == 0
+
+
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.5, math.nan])
+def test_top_k_names_a_wrong_share(share: float) -> None:
+    with pytest.raises(ValueError, match=rf"^TopK\.share={share}: must be above 0 and at most 1$"):
+        TopK(share)

@@ -25,6 +25,7 @@ from lit_lazy.attention import (
     Softpick,
     Sparsemax,
     SSMax,
+    Thresholded,
     TopK,
 )  # fmt: skip
 from lit_lazy.support.timing import Quartiles, measure_memory_rise, run_in_process, time_in_turns
@@ -36,7 +37,7 @@ NORMALISERS: Mapping[str, Normaliser] = {
     type(normaliser).__name__: normaliser
     for normaliser in (
         Elastic(), Softmax(), OffByOne(), SinkLogit(), ClippedSoftmax(), Softpick(), Sigmoid(), Relu(), SSMax(),
-        Differential(), Entmax15(), Sparsemax(), TopK(),
+        Differential(), Entmax15(), Sparsemax(), TopK(), Thresholded(),
     )
 }  # fmt: skip
 

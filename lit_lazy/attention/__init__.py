@@ -20,6 +20,7 @@ from lit_lazy.attention.rivals import (
     Softpick,
     Sparsemax,
     SSMax,
+    Thresholded,
     TopK,
 )
 
@@ -69,6 +70,7 @@ __all__ = [
     "Sparsemax",
     "StreamingCache",
     "T5Bias",
+    "Thresholded",
     "TopK",
     "ValueGate",
 ]

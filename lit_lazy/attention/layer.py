@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from flash_lazy import Stats
 from lit_lazy.attention.bias import Bias, NoBias
@@ -97,6 +98,8 @@ class Attention(MixerModule):
         if self.qk_norm:
             # Under autocast norms are float32.
             q, k = (self._apply_per_map(x, norm).to(x.dtype) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
+        if self.normaliser.unit_length:
+            q, k = (self._apply_per_map(x, partial(normalize, dim=-1)) for x in (q, k))
         rotate = partial(self._apply_per_map, apply=inputs.rotate)
         cache: LayerCache | None = inputs.cache
         q, (k, values) = rotate(q), (rotate(k), v) if cache is None else cache.extend(k, v, rotate)

@@ -117,6 +117,7 @@ class NormaliserModule(nn.Module, ABC):
     maps: score maps per head; q and k are split into this many parts along D.
     can_zero: whether a visible key can get a weight of exactly 0, so that sparsity is defined.
     signed: whether weights can be negative, so that entropy, sparsity and shares are undefined.
+    unit_length: whether the layer scales queries and keys of each map to length 1.
     relative: whether `weights` ignores `rows.position`, so that left padding changes nothing and prompts of unequal
     lengths can be decoded together.
     """
@@ -125,6 +126,7 @@ class NormaliserModule(nn.Module, ABC):
     maps: int = 1
     can_zero: bool = False
     signed: bool = False
+    unit_length: bool = False
     relative: bool = False
     _probed = False
 

@@ -157,6 +157,48 @@ class _Relu(NormaliserModule):
 
 
 @dataclass(frozen=True)
+class Thresholded(Normaliser):
+    """`max(s - t, 0)^2` of cosines s, `t = beta sqrt(2 ln(n + 1) / d)` for n visible keys (TRA, arXiv 2601.12145).
+
+    Queries and keys have length 1, and d is their width: the cosine of two random directions has the variance 1 / d, so
+    t follows the largest of n such cosines. Weights are not normalised.
+    """
+
+    beta: float = 1.0
+    """Factor on the threshold; fixed."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.beta) and self.beta >= 0):
+            raise ValueError(f"{type(self).__name__}.beta={self.beta}: must be finite and 0 or more")
+
+    def build(self, shape: LayerShape) -> NormaliserModule:
+        return _Thresholded(self, shape)
+
+
+class _Thresholded(NormaliserModule):
+    can_zero = relative = unit_length = True
+
+    def __init__(self, spec: Thresholded, shape: LayerShape) -> None:
+        super().__init__()
+        self.beta, self.width = spec.beta, shape.head_dim // self.maps
+        if self.compute_threshold(torch.tensor(float(shape.context_length), device="cpu")) >= 1:
+            raise ValueError(
+                f"{type(spec).__name__}.beta={spec.beta}: no cosine exceeds the threshold of {shape.context_length} "
+                f"keys for queries of width {self.width}; choose a smaller beta, wider heads or a shorter context"
+            )
+
+    def compute_threshold(self, n: Tensor) -> Tensor:
+        """t of rows that see n keys."""
+        return self.beta * (2 / self.width * (n + 1).log()).sqrt()
+
+    def queries(self, call: AttentionCall) -> Tensor:
+        return call.q * self.width**0.5  # undoes the scale of the scores
+
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
+        return (scores - self.compute_threshold(rows.n)).relu().square()
+
+
+@dataclass(frozen=True)
 class Entmax15(Normaliser):
     """1.5-entmax (Peters et al., arXiv 1905.05702): sparse weights that sum to 1."""
 

@@ -18,6 +18,7 @@ NORMALISERS = {
     "Relu": "#117733",
     "Entmax15": "#B07AF5",
     "Sparsemax": "#332288",
+    "Thresholded": "#DDCC77",
     "TopK": "#B2DF8A",
     "SSMax": "#999933",
     "Differential": "#661100",

@@ -19,9 +19,12 @@ from lit_lazy.attention import (
     KerpleLog,
     LearnedBias,
     NoBias,
+    NoPosition,
     Normaliser,
     OffByOne,
+    Position,
     Relu,
+    Rope,
     Rows,
     Sigmoid,
     SinkLogit,
@@ -30,6 +33,7 @@ from lit_lazy.attention import (
     Sparsemax,
     SSMax,
     T5Bias,
+    Thresholded,
     TopK,
 )
 from lit_lazy.attention.rivals import lambda_init
@@ -62,6 +66,14 @@ def clipped(g):
 def softpick(s: Tensor) -> Tensor:
     e = s.expm1()
     return e.clamp(min=0) / (e.abs().sum() + 1e-8 * s.max().clamp(min=0).exp())
+
+
+def thresholded(beta, width):
+    def weights(s: Tensor) -> Tensor:
+        t = beta * math.sqrt(2 * math.log(len(s) + 1) / width)
+        return torch.stack([max(x - t, x.new_zeros(())) ** 2 for x in s])
+
+    return weights
 
 
 def bisected(power):
@@ -105,6 +117,8 @@ FORMULAS = {  # parameters are float32, and hold these values exactly
     Softpick(): softpick,
     Sigmoid(): lambda s: 1 / (1 + len(s) * (-s).exp()),
     Relu(): lambda s: s.clamp(min=0) / len(s),
+    Thresholded(): thresholded(1.0, SHAPE.head_dim),
+    Thresholded(0.25): thresholded(0.25, SHAPE.head_dim),
     Entmax15(): lambda s: bisected(2)(s / 2),
     Sparsemax(): bisected(1),
     TopK(): top_k(0.25),
@@ -205,3 +219,36 @@ def test_top_k_does_not_depend_on_the_order_of_equal_scores() -> None:
 def test_top_k_names_a_wrong_share(share: float) -> None:
     with pytest.raises(ValueError, match=rf"^TopK\.share={share}: must be above 0 and at most 1$"):
         TopK(share)
+
+
+@pytest.mark.parametrize("position", [Rope(), NoPosition()], ids=repr)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_thresholded_attention_compares_directions(position: Position, qk_norm: bool) -> None:
+    """Scores are cosines, whatever the length of the projected queries and keys; no cosine exceeds 1."""
+    spec = AttentionSpec(Thresholded(), qk_norm=qk_norm)
+    cfg = ModelConfig(d_model=32, n_heads=2, n_kv_heads=1, d_ff=16, init_std=0.5, position=position, attention=spec)
+    model, seen = DecoderLM(cfg, 16, context_length=12, seed=2).double(), []
+    attention = model.attentions[0]
+    attention.normaliser.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    tokens = torch.randint(16, (2, 12), generator=torch.Generator().manual_seed(0))
+    before = model(tokens)
+    weights = attention.normaliser.compute_weights(seen[0])
+    cosine = torch.nn.functional.cosine_similarity(seen[0].q[:, :, :, None], seen[0].k[:, :, None], dim=-1)
+    visible = weights.rows.visible.expand_as(cosine)
+    torch.testing.assert_close(weights.scores[visible], cosine[visible])
+    t = (2 * torch.arange(2, 14, dtype=torch.float64).log() / 16).sqrt()
+    torch.testing.assert_close(weights.w, ((cosine - t[:, None]).clamp(min=0) ** 2).tril())
+    with torch.no_grad():
+        attention.q.weight.mul_(7)
+        attention.k.weight.mul_(0.01)
+    torch.testing.assert_close(model(tokens), before, rtol=1e-4, atol=1e-6)
+
+
+def test_a_threshold_that_no_cosine_exceeds_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"^Thresholded\.beta=2\.0: no cosine exceeds the threshold of 16 keys"
+    ) as error:
+        Thresholded(2.0).build(SHAPE)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"^Thresholded\.beta=-1\.0: must be finite and 0 or more"):
+        Thresholded(-1.0)

@@ -26,6 +26,7 @@ from lit_lazy.attention import (
     Sparsemax,
     SSMax,
     Thresholded,
+    ThresholdedDifferential,
     TopK,
 )  # fmt: skip
 from lit_lazy.support.timing import Quartiles, measure_memory_rise, run_in_process, time_in_turns
@@ -37,7 +38,7 @@ NORMALISERS: Mapping[str, Normaliser] = {
     type(normaliser).__name__: normaliser
     for normaliser in (
         Elastic(), Softmax(), OffByOne(), SinkLogit(), ClippedSoftmax(), Softpick(), Sigmoid(), Relu(), SSMax(),
-        Differential(), Entmax15(), Sparsemax(), TopK(), Thresholded(),
+        Differential(), Entmax15(), Sparsemax(), TopK(), Thresholded(), ThresholdedDifferential(),
     )
 }  # fmt: skip
 

@@ -21,6 +21,7 @@ from lit_lazy.attention.rivals import (
     Sparsemax,
     SSMax,
     Thresholded,
+    ThresholdedDifferential,
     TopK,
 )
 
@@ -71,6 +72,7 @@ __all__ = [
     "StreamingCache",
     "T5Bias",
     "Thresholded",
+    "ThresholdedDifferential",
     "TopK",
     "ValueGate",
 ]

@@ -20,6 +20,9 @@ from lit_lazy.attention.normaliser import (
     fused_softmax,
 )
 
+HEAD_NORM_EPS = 1e-5
+"""Of a norm of a head's output, as published for `Differential`."""
+
 
 @dataclass(frozen=True)
 class OffByOne(Normaliser):
@@ -199,6 +202,35 @@ class _Thresholded(NormaliserModule):
 
 
 @dataclass(frozen=True)
+class ThresholdedDifferential(Thresholded):
+    """Difference of two `Thresholded` maps, `a1 - lambda a2`, then a norm per head (TDA, arXiv 2601.12145).
+
+    Each map uses half of the head dimension. lambda, learned per layer, lies between 0 and 1 and starts at 1/2.
+    """
+
+    def build(self, shape: LayerShape) -> NormaliserModule:
+        _require_even_width(self, shape)
+        return _ThresholdedDifferential(self, shape)
+
+
+class _ThresholdedDifferential(_Thresholded):
+    maps = 2
+    signed = True
+
+    def __init__(self, spec: Thresholded, shape: LayerShape) -> None:
+        super().__init__(spec, shape)
+        self.logit = nn.Parameter(torch.zeros(1))
+        self.norm = nn.RMSNorm(shape.head_dim, eps=HEAD_NORM_EPS)
+
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
+        first, second = super().weights(scores, rows).unbind(2)
+        return first - self.logit.to(scores.dtype).sigmoid() * second
+
+    def output(self, out: Tensor) -> Tensor:
+        return self.norm(out.to(self.norm.weight.dtype)).to(out.dtype)
+
+
+@dataclass(frozen=True)
 class Entmax15(Normaliser):
     """1.5-entmax (Peters et al., arXiv 1905.05702): sparse weights that sum to 1."""
 
@@ -331,11 +363,7 @@ class Differential(Normaliser):
     """
 
     def build(self, shape: LayerShape) -> NormaliserModule:
-        if shape.head_dim % 2:
-            raise ValueError(
-                f"Differential: the head dimension must be even, got {shape.head_dim}; "
-                "choose another d_model or n_heads"
-            )
+        _require_even_width(self, shape)
         return _Differential(shape)
 
 
@@ -352,7 +380,7 @@ class _Differential(NormaliserModule, SelfInitialised):
         super().__init__()
         self.lambda_init = lambda_init(shape.layer)
         self.vectors = nn.Parameter(torch.zeros(4, shape.head_dim // 2))  # a1, b1, a2, b2
-        self.norm = nn.RMSNorm(shape.head_dim, eps=1e-5)
+        self.norm = nn.RMSNorm(shape.head_dim, eps=HEAD_NORM_EPS)
 
     def init_parameters(self, generator_of: GeneratorOf) -> None:
         nn.init.normal_(self.vectors, std=0.1, generator=generator_of("vectors"))
@@ -399,6 +427,14 @@ class _Differential(NormaliserModule, SelfInitialised):
     def output(self, out: Tensor) -> Tensor:
         normed = self.norm(out.to(self.norm.weight.dtype))
         return (normed * (1 - self.lambda_init)).to(out.dtype)
+
+
+def _require_even_width(normaliser: Normaliser, shape: LayerShape) -> None:
+    if shape.head_dim % 2:
+        raise ValueError(
+            f"{type(normaliser).__name__}: the head dimension must be even, got {shape.head_dim}; "
+            "choose another d_model or n_heads"
+        )
 
 
 def _require_finite(normaliser: Normaliser, name: str) -> None:

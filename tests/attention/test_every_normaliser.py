@@ -34,6 +34,7 @@ from lit_lazy.attention import (
     SSMax,
     T5Bias,
     Thresholded,
+    ThresholdedDifferential,
     TopK,
 )
 from lit_lazy.attention.rivals import lambda_init
@@ -74,6 +75,11 @@ def thresholded(beta, width):
         return torch.stack([max(x - t, x.new_zeros(())) ** 2 for x in s])
 
     return weights
+
+
+def thresholded_difference(beta, width):
+    one = thresholded(beta, width)
+    return lambda maps: one(maps[0]) - one(maps[1]) / 2
 
 
 def bisected(power):
@@ -119,6 +125,7 @@ FORMULAS = {  # parameters are float32, and hold these values exactly
     Relu(): lambda s: s.clamp(min=0) / len(s),
     Thresholded(): thresholded(1.0, SHAPE.head_dim),
     Thresholded(0.25): thresholded(0.25, SHAPE.head_dim),
+    ThresholdedDifferential(0.25): thresholded_difference(0.25, SHAPE.head_dim // 2),
     Entmax15(): lambda s: bisected(2)(s / 2),
     Sparsemax(): bisected(1),
     TopK(): top_k(0.25),
@@ -130,7 +137,7 @@ RIVALS = {type(normaliser) for normaliser in FORMULAS} - {Softmax, Elastic}
 RENORMALISED = [
     pytest.param(dataclasses.replace(x, renormalise=True), marks=() if x in (Elastic(), Relu()) else pytest.mark.long)
     for x in FORMULAS
-    if type(x) is not Differential
+    if not isinstance(x, Differential | ThresholdedDifferential)
 ]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_lazy.attention import (
+    ASEntmax,
     AttentionCall,
     BiasTerms,
     ClippedSoftmax,
@@ -38,7 +39,7 @@ NORMALISERS: Mapping[str, Normaliser] = {
     type(normaliser).__name__: normaliser
     for normaliser in (
         Elastic(), Softmax(), OffByOne(), SinkLogit(), ClippedSoftmax(), Softpick(), Sigmoid(), Relu(), SSMax(),
-        Differential(), Entmax15(), Sparsemax(), TopK(), Thresholded(), ThresholdedDifferential(),
+        Differential(), Entmax15(), Sparsemax(), ASEntmax(), TopK(), Thresholded(), ThresholdedDifferential(),
     )
 }  # fmt: skip
 
@@ -98,6 +99,7 @@ def _make_step(name: str, path: str, length: int, tokens: int) -> Callable[[], N
 
     q, k, v = (draw().requires_grad_() for _ in range(3))
     call, grad = AttentionCall(q, k, v, BiasTerms(torch.zeros(HEADS, length, requires_grad=True))), draw()
+    call = call._replace(x=draw().transpose(1, 2).flatten(2))
     if path == "fused" and module.fused(call) is None:
         return None
 

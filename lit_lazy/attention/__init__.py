@@ -10,6 +10,7 @@ from lit_lazy.attention.normaliser import AttentionCall, Elastic, LayerShape, No
 from lit_lazy.attention.position import LearnedAbsolute, NoPosition, Position, Rope
 from lit_lazy.attention.recurrent_mixers import GatedDeltaNet, Mamba2, RetNet
 from lit_lazy.attention.rivals import (
+    ASEntmax,
     ClippedSoftmax,
     Differential,
     Entmax15,
@@ -26,6 +27,7 @@ from lit_lazy.attention.rivals import (
 )
 
 __all__ = [
+    "ASEntmax",
     "Alibi",
     "Attention",
     "AttentionCall",

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 
 from flash_lazy import Rows, Stats
 from lit_lazy.attention.initialisation import GeneratorOf, SelfInitialised
@@ -286,6 +287,36 @@ class _Entmax(NormaliserModule):
         if self.power == 1:
             return (rest.sum(-1, keepdim=True) - 1) / rest.sign().sum(-1, keepdim=True)
         return (rest.square().sum(-1, keepdim=True) - 1) / (2 * rest.sum(-1, keepdim=True))
+
+
+@dataclass(frozen=True)
+class ASEntmax(Normaliser):
+    """1.5-entmax whose scores without bias are times `1 + beta (ln(n + 1))^gamma` (Vasylenko et al., arXiv 2506.16640).
+
+    beta = softplus(x w) and gamma = 2 tanh(x u), x the layer's normalised input of the query, w and u learned per head.
+    Both vectors start at 0: beta at ln 2, gamma at 0.
+    """
+
+    def build(self, shape: LayerShape) -> NormaliserModule:
+        return _ASEntmax(shape)
+
+
+class _ASEntmax(_Entmax):
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__(power=2)
+        self.beta, self.gamma = (nn.Parameter(torch.zeros(shape.n_heads, shape.d_model)) for _ in range(2))
+
+    def queries(self, call: AttentionCall) -> Tensor:
+        beta, gamma = softplus(_read_input(call, self.beta)), 2 * torch.tanh(_read_input(call, self.gamma))
+        return (call.q * (1 + beta * (call.n_seen + 1).log() ** gamma)).to(call.q.dtype)
+
+
+def _read_input(call: AttentionCall, weight: Tensor) -> Tensor:
+    """Product of the layer's input and a vector per head: `[B, H, Lq, 1]` in the vectors' dtype, autocast or not."""
+    if call.x is None:
+        raise ValueError("AttentionCall.x=None: the rule depends on the layer's input; give x [B, Lq, d_model]")
+    with torch.autocast(call.x.device.type, enabled=False):
+        return (call.x.to(weight.dtype) @ weight.mT).mT[..., None]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ NORMALISERS = {
     "Sparsemax": "#332288",
     "Thresholded": "#DDCC77",
     "ThresholdedDifferential": "#EE3377",
+    "ASEntmax": "#C0A0D0",
     "TopK": "#B2DF8A",
     "SSMax": "#999933",
     "Differential": "#661100",

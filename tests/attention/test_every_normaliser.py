@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lit_lazy.attention import (
     Alibi,
+    ASEntmax,
+    AttentionCall,
     AttentionSpec,
     Bias,
     ClippedSoftmax,
@@ -128,6 +130,7 @@ FORMULAS = {  # parameters are float32, and hold these values exactly
     ThresholdedDifferential(0.25): thresholded_difference(0.25, SHAPE.head_dim // 2),
     Entmax15(): lambda s: bisected(2)(s / 2),
     Sparsemax(): bisected(1),
+    ASEntmax(): lambda s: bisected(2)(s / 2),  # its scale is applied to the queries
     TopK(): top_k(0.25),
     TopK(0.6): top_k(0.6),
     SSMax(): softmax,  # its scale is applied to the queries
@@ -259,3 +262,39 @@ def test_a_threshold_that_no_cosine_exceeds_is_refused() -> None:
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=r"^Thresholded\.beta=-1\.0: must be finite and 0 or more"):
         Thresholded(-1.0)
+
+
+def make_call(**changes: Tensor | None) -> AttentionCall:
+    """Queries, keys, values and the layer's input of one sequence, float64."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = torch.randn(3, 1, SHAPE.n_heads, 9, SHAPE.head_dim, dtype=torch.float64, generator=generator)
+    x = torch.randn(1, 9, SHAPE.d_model, dtype=torch.float64, generator=generator)
+    return AttentionCall(q, k, v, x=x)._replace(**changes)
+
+
+def test_asentmax_scales_its_queries() -> None:
+    module = ASEntmax().build(SHAPE).double()
+    call, n = make_call(), torch.arange(1, 10, dtype=torch.float64)
+    torch.testing.assert_close(module.queries(call), (1 + math.log(2)) * call.q)
+    with torch.no_grad():
+        for weight in (module.beta, module.gamma):
+            weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    for head, row in ((0, 0), (1, 3), (3, 8)):
+        b, c = (float((call.x[0, row] @ weight[head]).detach()) for weight in (module.beta, module.gamma))
+        beta, gamma = math.log1p(math.exp(b)), 2 * math.tanh(c)
+        expected = (1 + beta * math.log(n[row] + 1) ** gamma) * call.q[0, head, row]
+        torch.testing.assert_close(module.queries(call)[0, head, row], expected)
+
+
+def test_asentmax_at_a_temperature_of_one_is_entmax() -> None:
+    module, entmax = ASEntmax().build(SHAPE).double(), Entmax15().build(SHAPE).double()
+    call = make_call(x=torch.ones(1, 9, SHAPE.d_model, dtype=torch.float64))
+    with torch.no_grad():
+        module.beta.fill_(-100.0)  # softplus is 0
+    assert torch.equal(module(call)[0], entmax(call)[0])
+
+
+def test_a_rule_that_reads_the_input_asks_for_it() -> None:
+    module = ASEntmax().build(SHAPE).double()
+    with pytest.raises(ValueError, match=r"^AttentionCall\.x=None: the rule depends on the layer's input"):
+        module(make_call(x=None))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_lazy.attention import (
+    AffineScaled,
     ASEntmax,
     AttentionCall,
     BiasTerms,
@@ -39,7 +40,8 @@ NORMALISERS: Mapping[str, Normaliser] = {
     type(normaliser).__name__: normaliser
     for normaliser in (
         Elastic(), Softmax(), OffByOne(), SinkLogit(), ClippedSoftmax(), Softpick(), Sigmoid(), Relu(), SSMax(),
-        Differential(), Entmax15(), Sparsemax(), ASEntmax(), TopK(), Thresholded(), ThresholdedDifferential(),
+        Differential(), Entmax15(), Sparsemax(), ASEntmax(), TopK(), AffineScaled(), Thresholded(),
+        ThresholdedDifferential(),
     )
 }  # fmt: skip
 

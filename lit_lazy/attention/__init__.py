@@ -10,6 +10,7 @@ from lit_lazy.attention.normaliser import AttentionCall, Elastic, LayerShape, No
 from lit_lazy.attention.position import LearnedAbsolute, NoPosition, Position, Rope
 from lit_lazy.attention.recurrent_mixers import GatedDeltaNet, Mamba2, RetNet
 from lit_lazy.attention.rivals import (
+    AffineScaled,
     ASEntmax,
     ClippedSoftmax,
     Differential,
@@ -28,6 +29,7 @@ from lit_lazy.attention.rivals import (
 
 __all__ = [
     "ASEntmax",
+    "AffineScaled",
     "Alibi",
     "Attention",
     "AttentionCall",

@@ -1,14 +1,17 @@
 """Rival normalisers, each with its source; formulas in docs/method.md."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from flash_lazy import Rows, Stats
+from flash_lazy import Rows, RuleWeights, Stats
+from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.attention.initialisation import GeneratorOf, SelfInitialised
 from lit_lazy.attention.normaliser import (
     AttentionCall,
@@ -382,6 +385,92 @@ class _SSMax(NormaliserModule):
 
     def fused(self, call: AttentionCall) -> Fused | None:
         return fused_softmax(call)
+
+
+@dataclass(frozen=True)
+class AffineScaled(Normaliser):
+    """`alpha p + (m - alpha) / n` of the softmax weight p, for n visible keys (Bae et al., arXiv 2602.23057).
+
+    alpha = sigmoid(x w), x the layer's normalised input of the query and w learned per head, from 0. m is the running
+    mean of alpha over the rows of the training, so that weights sum to m and alpha sets how far they are from even.
+    """
+
+    momentum: float = 0.9
+    """Share of m that a training step keeps; m starts at 0."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"AffineScaled.momentum={self.momentum}: must be 0 or more and below 1")
+
+    def build(self, shape: LayerShape) -> NormaliserModule:
+        return _AffineScaled(shape, self.momentum)
+
+
+class _AffineScaled(NormaliserModule):
+    """Attention by softmax and even attention, mixed row by row."""
+
+    signed = relative = True
+    mean: Tensor
+    seen: Tensor
+
+    def __init__(self, shape: LayerShape, momentum: float) -> None:
+        super().__init__()
+        self.momentum = momentum
+        self.alpha = nn.Parameter(torch.zeros(shape.n_heads, shape.d_model))
+        self.register_buffer("mean", torch.zeros(shape.n_heads))
+        # Sum of alpha over the rows of this step, and their number: a recomputed pass doubles both.
+        self.register_buffer("seen", torch.zeros(shape.n_heads + 1), persistent=False)
+
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
+        """The part of the weights that scores determine: p."""
+        return scores.softmax(-1)
+
+    def compute_alpha(self, call: AttentionCall) -> Tensor:
+        """`[B, H, Lq, 1]`."""
+        return _read_input(call, self.alpha).sigmoid()
+
+    def attend_by_rule(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
+        return self._mix(call, super().attend_by_rule)
+
+    def fused(self, call: AttentionCall) -> Fused | None:
+        backend = find_softmax_backend(call)
+        return Fused(backend, lambda: self._mix(call, partial(attend_softmax, backend=backend)))
+
+    def _mix(
+        self, call: AttentionCall, attend: Callable[[AttentionCall], tuple[Tensor, Stats | None]]
+    ) -> tuple[Tensor, Stats | None]:
+        even = call._replace(q=torch.zeros_like(call.q), bias=BiasTerms())
+        (out, stats), (mean, mean_stats) = attend(call), attend(even)
+        alpha = self.compute_alpha(call)
+        if self.training and torch.is_grad_enabled():
+            self._count(alpha.detach())
+        rest = (self.mean[:, None, None] - alpha) * (call._replace(evicted=None).n_seen / call.n_seen)
+        mixed = (alpha * out + rest * mean).to(out.dtype)
+        if stats is None or mean_stats is None:
+            return mixed, None
+        with torch.no_grad():
+            pairs = zip(stats, mean_stats, strict=True)
+            both = Stats(*(alpha[..., 0] * a + rest[..., 0] * b for a, b in pairs))
+            return mixed, both._replace(lse=stats.lse, zeros=torch.zeros_like(stats.zeros))
+
+    def compute_weights(self, call: AttentionCall) -> RuleWeights:
+        found = super().compute_weights(call)
+        alpha = self.compute_alpha(call)
+        w = alpha * found.w + (self.mean[:, None, None] - alpha) * found.rows.visible / found.rows.n
+        return found._replace(w=w, mass=w.sum(-1))
+
+    def _count(self, alpha: Tensor) -> None:
+        rows = alpha.new_tensor([alpha.shape[0] * alpha.shape[2]])
+        self.seen += torch.cat((alpha.sum((0, 2, 3)), rows))
+
+    @torch.no_grad()
+    def at_progress(self, progress: float) -> None:  # noqa: ARG002
+        """Move m towards the mean of the rows since the last call, those of all devices."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(self.seen)
+        total, rows = self.seen[:-1], self.seen[-1]
+        self.mean.lerp_(total / rows.clamp(min=1), (1 - self.momentum) * (rows > 0))
+        self.seen.zero_()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_lazy.attention import (
+    AffineScaled,
     Alibi,
     ASEntmax,
     AttentionCall,
@@ -23,6 +24,7 @@ from lit_lazy.attention import (
     NoBias,
     NoPosition,
     Normaliser,
+    NormaliserModule,
     OffByOne,
     Position,
     Relu,
@@ -134,13 +136,14 @@ FORMULAS = {  # parameters are float32, and hold these values exactly
     TopK(): top_k(0.25),
     TopK(0.6): top_k(0.6),
     SSMax(): softmax,  # its scale is applied to the queries
+    AffineScaled(): lambda s: (softmax(s) - 1 / len(s)) / 2,  # alpha starts at 1/2, its mean at 0
     Differential(): differential,
 }
 RIVALS = {type(normaliser) for normaliser in FORMULAS} - {Softmax, Elastic}
 RENORMALISED = [
     pytest.param(dataclasses.replace(x, renormalise=True), marks=() if x in (Elastic(), Relu()) else pytest.mark.long)
     for x in FORMULAS
-    if not isinstance(x, Differential | ThresholdedDifferential)
+    if not isinstance(x, AffineScaled | Differential | ThresholdedDifferential)
 ]
 
 
@@ -298,3 +301,72 @@ def test_a_rule_that_reads_the_input_asks_for_it() -> None:
     module = ASEntmax().build(SHAPE).double()
     with pytest.raises(ValueError, match=r"^AttentionCall\.x=None: the rule depends on the layer's input"):
         module(make_call(x=None))
+
+
+def affine_scaled(mean: float) -> tuple[NormaliserModule, AttentionCall]:
+    """A module whose alpha differs by row and head, and a call of it."""
+    module = AffineScaled().build(SHAPE).double()
+    torch.nn.init.normal_(module.alpha, generator=torch.Generator().manual_seed(2))
+    module.mean.fill_(mean)
+    return module.eval(), make_call()
+
+
+def test_affine_scaled_mixes_softmax_and_even_weights() -> None:
+    module, call = affine_scaled(0.75)
+    found = module.compute_weights(call)
+    plain = Softmax().build(SHAPE).compute_weights(call).w
+    for head, row in ((0, 0), (2, 4), (3, 8)):
+        alpha = 1 / (1 + math.exp(-float((call.x[0, row] @ module.alpha[head]).detach())))
+        expected = alpha * plain[0, head, row, : row + 1] + (0.75 - alpha) / (row + 1)
+        torch.testing.assert_close(found.w[0, head, row, : row + 1], expected)
+    torch.testing.assert_close(found.mass, torch.full_like(found.mass, 0.75))
+    assert (found.w < 0).any()
+    out, stats = module(call._replace(with_stats=True))
+    torch.testing.assert_close(out, found.w @ call.v)
+    torch.testing.assert_close(stats.mass, found.mass)
+    torch.testing.assert_close(stats.first_weight, found.w[..., 0])
+    mask = torch.arange(9) >= 2
+    held = module(call._replace(key_mask=mask[None], evicted=0))[0]
+    torch.testing.assert_close(
+        held[:, :, 2:], _weigh_held(module, call._replace(key_mask=mask[None])) @ call.v, msg="n counts the hidden keys"
+    )
+
+
+def _weigh_held(module: NormaliserModule, call: AttentionCall) -> Tensor:
+    """Weights of the rows that see a key, where n is the row's position."""
+    found = Softmax().build(SHAPE).compute_weights(call)
+    alpha, n = module.compute_alpha(call), torch.arange(1, 10)[:, None]
+    return (alpha * found.w + (module.mean[:, None, None] - alpha) * found.rows.visible / n)[:, :, 2:]
+
+
+def test_affine_scaled_with_factors_of_one_is_softmax() -> None:
+    module, call = affine_scaled(1.0)
+    with torch.no_grad():
+        module.alpha.fill_(100.0)
+    call = call._replace(x=torch.ones_like(call.x))
+    torch.testing.assert_close(module(call)[0], Softmax().build(SHAPE)(call)[0])
+
+
+def test_the_mean_of_affine_scaled_follows_the_rows_of_training_alone() -> None:
+    module, call = affine_scaled(0.25)
+    expected, mean = module.mean.clone(), module.compute_alpha(call).mean((0, 2, 3))
+    module(call)
+    with torch.no_grad():
+        module.train()(call)
+    module.at_progress(0.1)
+    assert torch.equal(module.mean, expected), "an evaluation moved it"
+    for part in (call.x[:, :4], call.x[:, 4:]):  # a batch in two parts
+        rows = part.shape[1]
+        module(call._replace(q=call.q[:, :, -rows:], x=part))
+    module.at_progress(0.2)
+    torch.testing.assert_close(module.mean, 0.9 * expected + 0.1 * mean)
+    assert set(module.state_dict()) == {"alpha", "mean"}
+    before = module.mean.clone()
+    module.at_progress(0.2)  # as where a run resumes
+    assert torch.equal(module.mean, before)
+
+
+@pytest.mark.parametrize("momentum", [1.0, -0.1, math.nan])
+def test_affine_scaled_names_a_wrong_momentum(momentum: float) -> None:
+    with pytest.raises(ValueError, match=rf"^AffineScaled\.momentum={momentum}: must be 0 or more and below 1$"):
+        AffineScaled(momentum)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from layers import layer_shape
 
-from lit_lazy.attention import ASEntmax, AttentionCall, BiasTerms, Elastic, Softmax
+from lit_lazy.attention import AffineScaled, ASEntmax, AttentionCall, BiasTerms, Elastic, Softmax
 from lit_lazy.measure import RowSummary, summarise
 from lit_lazy.measure.row_statistics import TILES
 
@@ -191,7 +191,7 @@ def test_no_graph_is_kept():
 PEAK = """
 import torch
 from pathlib import Path
-from lit_lazy.attention import ASEntmax, AttentionCall, BiasTerms, Elastic, LayerShape
+from lit_lazy.attention import AttentionCall, BiasTerms, Elastic, LayerShape
 from lit_lazy.measure import Entropy, Mass, ScoreSpread, Sink, Sparsity, ValueNorms, summarise
 
 HEADS, WIDTH = 16, 64
@@ -227,9 +227,10 @@ def test_a_long_layer_takes_less_than_a_gigabyte():
     assert int(done.stdout) < 1e9
 
 
-def test_blocks_of_a_rule_that_reads_the_input_have_their_own_rows_of_it():
+@pytest.mark.parametrize("spec", [ASEntmax(), AffineScaled()], ids=repr)
+def test_blocks_of_a_rule_that_reads_the_input_have_their_own_rows_of_it(spec):
     q, k = draw(40)
-    module = ASEntmax().build(layer_shape(HEADS, 100, WIDTH)).double()
+    module = spec.build(layer_shape(HEADS, 100, WIDTH)).double()
     for seed, parameter in enumerate(module.parameters()):
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(seed))
     x = torch.randn(BATCH, 40, HEADS * WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(9))

@@ -10,6 +10,7 @@ import torch
 
 from flash_lazy.cpu.library import find_obstacle
 from lit_lazy.attention import (
+    AffineScaled,
     Alibi,
     ASEntmax,
     AttentionSpec,
@@ -52,6 +53,7 @@ VARIANTS = {
     "ssmax": (AttentionSpec(SSMax(), NoBias(), window=6), Rope()),
     "differential": (AttentionSpec(Differential()), Rope()),
     "thresholded": (AttentionSpec(Thresholded(0.5), LearnedBias(init_std=0.5)), Rope()),
+    "affine-scaled": (AttentionSpec(AffineScaled(), LearnedBias(init_std=0.5), window=7), Rope()),
     "asentmax": (AttentionSpec(ASEntmax(), LearnedBias(init_std=0.5)), Rope()),
 }
 

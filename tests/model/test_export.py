@@ -230,7 +230,15 @@ def test_the_parts_are_those_of_the_modelling_file() -> None:
         for name, base in {"normaliser": Normaliser, "bias": Bias, "gate": Gate, "position": Position}.items()
     }
     assert {name: found - {*CARRIED[name]} for name, found in ours.items()} == {
-        "normaliser": {"ASEntmax", "Entmax15", "Sparsemax", "Thresholded", "ThresholdedDifferential", "TopK"},
+        "normaliser": {
+            "ASEntmax",
+            "AffineScaled",
+            "Entmax15",
+            "Sparsemax",
+            "Thresholded",
+            "ThresholdedDifferential",
+            "TopK",
+        },
         "bias": set(),
         "gate": set(),
         "position": set(),

@@ -3,7 +3,7 @@
 from flash_lazy import Rows
 from lit_lazy.attention.bias import Alibi, Bias, BiasTerms, Fire, KerpleLog, LearnedBias, NoBias, T5Bias
 from lit_lazy.attention.cache import Eviction, LayerCache, StreamingCache
-from lit_lazy.attention.gate import Gate, NoGate, OutputGate, ValueGate
+from lit_lazy.attention.gate import Gate, HeadNorm, NoGate, OutputGate, ValueGate
 from lit_lazy.attention.layer import Attention, AttentionSpec, SelfAttention
 from lit_lazy.attention.mixer import Cache, Mixer, MixerModule, PassInputs
 from lit_lazy.attention.normaliser import AttentionCall, Elastic, LayerShape, Normaliser, NormaliserModule, Softmax
@@ -45,6 +45,7 @@ __all__ = [
     "Fire",
     "Gate",
     "GatedDeltaNet",
+    "HeadNorm",
     "KerpleLog",
     "LayerCache",
     "LayerShape",

@@ -12,6 +12,7 @@ from torch.nn.functional import softplus
 
 from flash_lazy import Rows, RuleWeights, Stats
 from lit_lazy.attention.bias import BiasTerms
+from lit_lazy.attention.gate import HEAD_NORM_EPS
 from lit_lazy.attention.initialisation import GeneratorOf, SelfInitialised
 from lit_lazy.attention.normaliser import (
     AttentionCall,
@@ -23,9 +24,6 @@ from lit_lazy.attention.normaliser import (
     find_softmax_backend,
     fused_softmax,
 )
-
-HEAD_NORM_EPS = 1e-5
-"""Of a norm of a head's output, as published for `Differential`."""
 
 
 @dataclass(frozen=True)

@@ -127,14 +127,12 @@ FORMULAS = {  # parameters are float32, and hold these values exactly
     Softpick(): softpick,
     Sigmoid(): lambda s: 1 / (1 + len(s) * (-s).exp()),
     Relu(): lambda s: s.clamp(min=0) / len(s),
-    Thresholded(): thresholded(1.0, SHAPE.head_dim),
     Thresholded(0.25): thresholded(0.25, SHAPE.head_dim),
     ThresholdedDifferential(0.25): thresholded_difference(0.25, SHAPE.head_dim // 2),
     Entmax15(): lambda s: bisected(2)(s / 2),
     Sparsemax(): bisected(1),
     ASEntmax(): lambda s: bisected(2)(s / 2),  # its scale is applied to the queries
     TopK(): top_k(0.25),
-    TopK(0.6): top_k(0.6),
     SSMax(): softmax,  # its scale is applied to the queries
     AffineScaled(): lambda s: (softmax(s) - 1 / len(s)) / 2,  # alpha starts at 1/2, its mean at 0
     Differential(): differential,

@@ -240,7 +240,7 @@ def test_the_parts_are_those_of_the_modelling_file() -> None:
             "TopK",
         },
         "bias": set(),
-        "gate": set(),
+        "gate": {"HeadNorm"},
         "position": set(),
     }
 

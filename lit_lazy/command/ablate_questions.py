@@ -85,7 +85,7 @@ def list_questions() -> tuple[list[str], list[str]]:
 
 
 def _make_run_options(options: Namespace, name: str) -> Namespace:
-    return Namespace(**vars(options) | {"ablation": name, "rows": []})
+    return Namespace(**vars(options) | {"ablation": name, "rows": [], "results": [], "mixed": False})
 
 
 def _estimate_seconds(grid: "Grid") -> float:

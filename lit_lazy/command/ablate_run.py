@@ -25,6 +25,7 @@ from lit_lazy.command.options import (
     int_list,
     make_execution,
     name_list,
+    path,
     positive_int,
 )
 
@@ -41,6 +42,20 @@ def add_to(commands: Commands) -> None:
     parser = add_command(commands, "run", ablate_run, "run the missing cells of an ablation", takes_overrides=True)
     parser.add_argument("ablation", metavar="NAME", help="a name in ablations/ or a .py file")
     parser.add_argument("--rows", metavar="A,B", type=name_list, default=[], help="only these rows")
+    parser.add_argument(
+        "--results",
+        metavar="FILE",
+        type=path,
+        action="append",
+        default=[],
+        help="take finished cells from this file of `ablate pack` and train only what it lacks; repeatable",
+    )
+    parser.add_argument(
+        "--mixed",
+        action="store_true",
+        help="also take cells of another backend, torch or Python, from --results and from other grids of --runs: "
+        "their rounding differs",
+    )
     add_run_options(parser)
 
 
@@ -112,6 +127,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             gpus=gpus,
             execution=execution,
             loggers=tuple(options.loggers),
+            mixed=options.mixed,
         )
         console = plain_console()
         table, finished = run_grid(grid, launch, console, partial(publish, console=console))
@@ -159,11 +175,11 @@ def parse_request(options: argparse.Namespace, overrides: list[str]) -> GridRequ
     from lit_lazy.grid.ablation import select_rows
     from lit_lazy.grid.question import load_ablation_or_question
 
-    path = find("ablations", options.ablation)
-    ablation, question = load_ablation_or_question(path)
+    file = find("ablations", options.ablation)
+    ablation, question = load_ablation_or_question(file)
     base_path, base_name, base, overridden = make_base(options, ablation, append_init_from(options, overrides))
     chosen = select_rows(ablation, options.rows, options.seeds)
-    return GridRequest((path, base_path), ablation, question, base_name, base, overridden, chosen)
+    return GridRequest((file, base_path), ablation, question, base_name, base, overridden, chosen)
 
 
 def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
@@ -176,6 +192,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
     ablation, base, chosen = request.ablation, request.base, request.chosen
     cells = expand(chosen, base, request.overridden)
     from lit_lazy.grid.jobs.launch import Grid
+    from lit_lazy.grid.packed import take_from_files
     from lit_lazy.grid.plan import Plan
     from lit_lazy.support.secrets import format_command_line
     from lit_lazy.training.prepare import load_data
@@ -199,6 +216,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
         declaration=request.declaration,
         primary=ablation.primary,
     )
+    folder = None if options.fresh else options.runs / request.grid
     return Grid(
         id=request.grid,
         plan=plan,
@@ -207,6 +225,7 @@ def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
         base_config=to_dict(base),
         runs=options.runs,
         files=request.files,
+        taken=take_from_files(cells, options.results, folder, options.mixed),
     )
 
 

@@ -1,6 +1,6 @@
 """Descriptions of what to execute and how, for a command and for its workers."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -58,6 +58,8 @@ class LaunchOptions:
     """How each cell is trained."""
     loggers: tuple[str, ...] = ()
     """Kinds of loggers in addition to MLflow."""
+    mixed: bool = False
+    """Take results of another backend, torch or Python too."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Job:
     """Token of the command's membership; None if workers may run on other machines."""
     threads: int
     keep_checkpoints: bool
-    keys: frozenset[str] | None
+    keys: Set[str] | None
     """Claim only these cells; None for all."""
     files: Sequence[Path]
     """Python files that define classes of the cells' configs."""

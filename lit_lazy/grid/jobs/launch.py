@@ -3,9 +3,9 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -16,6 +16,7 @@ from lit_lazy.grid.jobs.job import Job, LaunchOptions, Work
 from lit_lazy.grid.jobs.parent_run import open_parent_run, reset_grid
 from lit_lazy.grid.jobs.pool import LocalPool, Pool
 from lit_lazy.grid.jobs.progress import Progress
+from lit_lazy.grid.packed import TakenResult, find_shared
 from lit_lazy.grid.plan import PLAN, Plan, save_views
 from lit_lazy.grid.queue.liveness import Membership, StalenessDetector, is_dead, remove_dead_locks
 from lit_lazy.grid.queue.queue import FINISHED, Entry, Queue, State
@@ -27,6 +28,7 @@ from lit_lazy.table.records import Table
 from lit_lazy.tracking.databases import sqlite_file
 from lit_lazy.tracking.store import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker
+from lit_lazy.training.result import RESULT, RunResult
 
 Q = TypeVar("Q", bound=Queue)
 POLL_SECONDS = 1.0
@@ -55,6 +57,8 @@ class Grid(Work):
 
     plan: Plan
     row_order: Sequence[str]
+    taken: Mapping[str, TakenResult] = field(default_factory=dict)
+    """Results by cell key from packed files."""
 
 
 Publish = Callable[[Tracker, str, Path, bool], Table]
@@ -77,7 +81,8 @@ def run_grid(grid: Grid, launch: LaunchOptions, console: Console, publish: Publi
         with queue.lock():
             parent_id = _ensure_parent(grid, queue, tracker, console)
         recorded = _find_recorded_losses(grid, queue, tracker, parent_id)
-        with execute_cells(grid, launch, opened, parent_id, console, recorded=recorded) as executed:
+        taken = _take_results(grid, launch, queue, recorded, console)
+        with execute_cells(grid, launch, opened, parent_id, console, recorded=recorded, taken=taken) as executed:
             _report_failures(queue, tracker, parent_id)
             table = publish(tracker, parent_id, grid.folder, executed)
         return table, is_finished(grid, queue)
@@ -110,11 +115,12 @@ def execute_cells(
     console: Console,
     notes: Callable[[], list[str]] = list,
     recorded: Mapping[str, float] | None = None,
+    taken: Set[str] = frozenset(),
 ) -> Iterator[bool]:
     """Execute the missing cells, then the context's body as part of the parent run.
 
     Yields whether there is something new to publish. notes: further lines of the progress display. recorded: passed to
-    `Queue.add_missing`.
+    `Queue.add_missing`. taken: keys of missing cells whose results were taken and only have to be recorded.
     """
     queue, tracker = opened.queue, opened.tracker
     supervisor = Supervisor(work, launch, queue, console)
@@ -135,8 +141,11 @@ def execute_cells(
         console.print(line, highlight=False, soft_wrap=True)
     with _mark_running(work, queue, tracker, parent_id):
         if left:
+            job = make_job(work, launch, opened, parent_id, compiled)
+            if taken:
+                _record_taken(job, taken)
             progress = Progress(queue, [cell.key for cell in work.cells], console, notes)
-            supervisor.work(make_pool(make_job(work, launch, opened, parent_id, compiled), launch), progress)
+            supervisor.work(make_pool(job, launch), progress)
         yield True
 
 
@@ -218,6 +227,38 @@ def _find_recorded_losses(grid: Grid, queue: Queue, tracker: Tracker, parent_id:
     runs = tracker.find_children(parent_id) if unknown else []
     complete = [run for run in runs if run.state == "complete" and run.tags["cell"] in unknown]
     return {run.tags["cell"]: run.metrics["loss/val"] for run in complete}
+
+
+def _take_results(
+    grid: Grid, launch: LaunchOptions, queue: Queue, recorded: Collection[str], console: Console
+) -> frozenset[str]:
+    """Write the results that packed files and other grids have of missing cells.
+
+    Returns the keys of missing cells with a taken result, also one that a command wrote that was then killed.
+    """
+    states, folder = queue.states(), grid.folder / "cells"
+    missing = [cell for cell in grid.cells if states.get(cell.key) not in FINISHED and cell.key not in recorded]
+    untrained = [
+        cell for cell in missing if states.get(cell.key) != "running" and not (folder / cell.key / RESULT).exists()
+    ]
+    taken = {cell.key: grid.taken[cell.key] for cell in untrained if cell.key in grid.taken}
+    if not launch.fresh:  # which asks to train again
+        taken |= find_shared([cell for cell in untrained if cell.key not in taken], grid.folder, launch.mixed)
+    for key, found in taken.items():
+        found.write(folder / key)
+    for origin, count in Counter(found.result.taken_from for found in taken.values()).items():
+        line = f"{count} of {len(grid.cells)} cells are taken from {origin}, not trained"
+        console.print(line, highlight=False, soft_wrap=True)
+    return frozenset(
+        cell.key for cell in missing if (result := RunResult.peek(folder / cell.key)) and result.taken_from
+    )
+
+
+def _record_taken(job: Job, taken: Set[str]) -> None:
+    """Record cells whose results were taken, here: workers on other machines do not see the run folders."""
+    from lit_lazy.grid.jobs.worker import make_worker  # imports Lightning
+
+    make_worker(replace(job, keys=taken, command=None)).work()
 
 
 class Supervisor:

@@ -72,8 +72,8 @@ class Worker:
         """Execute waiting cells until none is left, or up to `most` of them.
 
         A failed cell is recorded and the others are executed; while MLflow is away, trained cells wait for it. An
-        interrupt takes effect only in training and in pauses, and requeues every held cell. A full disk ends the
-        process (SystemExit); another process releases its cell.
+        interrupt takes effect only in training and in pauses, and requeues every held cell. A full disk raises the
+        error that reports it; another process releases the cell.
         """
         with (
             self._interrupts,
@@ -95,11 +95,6 @@ class Worker:
                     self._record(heart)
             except KeyboardInterrupt:
                 self._requeue_held(heart)
-                raise
-            except Exception as error:
-                if is_disk_full(error):
-                    log.error("no space left\n%s", traceback.format_exc())
-                    raise SystemExit(DISK_FULL) from error
                 raise
 
     def _claim(self, membership: Membership, heart: Heartbeat) -> tuple[Task, ActiveRun] | None:
@@ -297,6 +292,11 @@ def main(queue_type: type[Queue] = Queue, worker_type: "type[Worker]" = Worker) 
     except UnfinishedError as error:
         log.error("%s", error)
         return 1
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        log.exception("no space left")
+        return DISK_FULL
     return 0
 
 

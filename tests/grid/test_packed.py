@@ -6,7 +6,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,15 @@ from mlflow.tracking import MlflowClient
 from test_recovery import forget_databases
 from two_rows import two_rows
 
-from lit_lazy.command.main import main
+from lit_lazy.command.ablate_run import make_grid
+from lit_lazy.command.main import main, make_parser
 from lit_lazy.config.key import evaluation_key
 from lit_lazy.config.serialisation import replace_at, to_dict
 from lit_lazy.config.user_files import experiment
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.packed import Request, find_shared
+from lit_lazy.grid.packed import Request, TakenResult, find_shared
 from lit_lazy.measure.lengths import Lengths
+from lit_lazy.report import publish
 from lit_lazy.training.prepare import find_backend
 from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT, RunResult
 
@@ -55,6 +57,10 @@ class Trained:
     def run(self, runs: Path, *more: str) -> int:
         return main(self.command(runs, *more))
 
+    def take(self, runs: Path, *more: str) -> Mapping[str, TakenResult]:
+        """What a command would take from packed files."""
+        return make_grid(make_parser().parse_args(self.command(runs, *more)), []).taken
+
     def edit(self, path: Path, edit: Callable[[Line], Line | None], header: Mapping[str, Any] | None = None) -> Path:
         """Write another packed file: `edit` returns each cell as it is to be, or None to leave it out."""
         first, *lines = map(json.loads, lzma.decompress(self.pack.read_bytes()).splitlines())
@@ -65,16 +71,18 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Trained:
+def trained(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[Trained]:
+    """No test of this file looks at figures, which take as long as the trainings."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        return Trained(tmp_path_factory.mktemp("packed"), empty_store)
+        patch.setattr(publish, "draw_table_figures", lambda _: {})
+        patch.setattr(publish, "write_report", lambda *_: [])
+        yield Trained(tmp_path_factory.mktemp("packed"), empty_store)
 
 
 @pytest.fixture
-def elsewhere(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def elsewhere(trained: Trained, tmp_path: Path) -> Path:
     """An empty runs folder."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     return trained.make_folder(tmp_path / "elsewhere")
 
 
@@ -116,10 +124,6 @@ def test_a_grid_continued_from_a_packed_file_equals_one_that_never_moved(
     for run in client.search_runs([number], "tags.kind = 'cell'"):
         assert run.info.status == "FINISHED"
         assert run.data.tags.get("taken_from", "") == results[run.data.tags["cell"]]["taken_from"]
-
-    capsys.readouterr()
-    assert trained.run(elsewhere, "--results", str(half)) == 0
-    assert "all finished: nothing to do" in capsys.readouterr().out
 
 
 def test_packing_again_gives_the_same_bytes_and_what_is_missing_is_counted(
@@ -201,13 +205,11 @@ def test_what_cannot_be_taken_is_one_line_before_anything_is_created(
     assert list_files(elsewhere) == before
 
 
-def test_cells_that_were_made_otherwise_are_taken_on_request(
-    trained: Trained, elsewhere: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cells_that_were_made_otherwise_are_taken_on_request(trained: Trained, elsewhere: Path, tmp_path: Path) -> None:
     other = trained.edit(tmp_path / "other.xz", set_at("environment", "torch", "1.0"))
-    assert trained.run(elsewhere, "--results", str(other), "--mixed") == 0
-    assert "4 of 4 cells are taken from other.xz" in capsys.readouterr().out
-    assert {result["environment"]["torch"] for result in read_results(elsewhere).values()} == {"1.0"}
+    taken = trained.take(elsewhere, "--results", str(other), "--mixed")
+    assert [found.result.environment["torch"] for found in taken.values()] == ["1.0"] * 4
+    assert {found.result.taken_from.partition(" (")[0] for found in taken.values()} == {f"other.xz of {ID}"}
 
 
 def test_two_sources_of_a_cell_must_agree(
@@ -228,8 +230,8 @@ def test_two_sources_of_a_cell_must_agree(
         assert f"in {named}; leave out the file that is wrong" in line
     assert list_files(elsewhere) == before
     agreeing = ("--results", str(slower), "--results", str(trained.pack))
-    assert trained.run(trained.runs, *agreeing) == 0
-    assert "all finished: nothing to do" in capsys.readouterr().out
+    assert trained.take(trained.runs, *agreeing) == {}
+    assert [found.result.timings["train_seconds"] for found in trained.take(elsewhere, *agreeing).values()] == [1e3] * 4
 
 
 MOMENTS = {
@@ -250,7 +252,8 @@ def test_a_command_that_is_killed_between_any_two_steps_is_finished_by_the_next(
     for target, call in MOMENTS.values():
         script.write_text(f"""
 import os, signal, sys
-from lit_lazy.command.main import main
+from lit_lazy.command.ablate_run import make_grid
+from lit_lazy.command.main import main, make_parser
 from lit_lazy.grid.queue.queue import Queue
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training.result import RunResult
@@ -283,10 +286,9 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_a_training_is_shared_with_another_grid(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With its curves; what a --fresh moved aside is not shared, and --fresh trains."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    """With its curves, so that its report lacks nothing."""
     second = tmp_path / "second.py"
     second.write_text(two_rows("second", lazy="ours"))
     command = ["ablate", "run", str(second), "--runs", str(trained.runs), "--workers", "1", "--brief"]

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from lit_lazy.command.options import (
     add_storage,
     add_workers,
     append_init_from,
+    duration,
     int_list,
     make_execution,
     name_list,
@@ -56,6 +58,12 @@ def add_to(commands: Commands) -> None:
         help="also take cells of another backend, torch or Python, from --results and from other grids of --runs: "
         "their rounding differs",
     )
+    parser.add_argument(
+        "--limit",
+        metavar="90m",
+        type=duration,
+        help="start no cell after this time, in m or h; those that run are finished, and the same command resumes",
+    )
     add_run_options(parser)
 
 
@@ -88,6 +96,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.support.console import plain_console
 
+    until = None if options.limit is None else time.time() + options.limit
     check_launcher(options)
     execution = make_execution(options)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -107,7 +116,9 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     grid = make_grid(options, overrides)
     for cell in grid.cells:
         execution.accumulation_steps(cell.config["train"]["batch_size"])
-    from lit_lazy.grid.jobs.launch import run_grid
+    from lit_lazy.grid.jobs.launch import count_waiting, run_grid
+    from lit_lazy.grid.queue.queue import Queue
+    from lit_lazy.grid.queue.storage import default_storage
     from lit_lazy.report.publish import publish
     from lit_lazy.table.render import render_markdown
     from lit_lazy.tracking.logger_kinds import check_logger_kinds
@@ -128,6 +139,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             execution=execution,
             loggers=tuple(options.loggers),
             mixed=options.mixed,
+            until=until,
         )
         console = plain_console()
         table, finished = run_grid(grid, launch, console, partial(publish, console=console))
@@ -135,6 +147,10 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         print(f"\n{format_progress(grid.id, table)}\n{grid.folder / 'table.md'}")
     else:
         print_results(render_markdown(table), grid.folder, options.runs)
+    if not finished and until is not None:
+        queue = Queue(options.storage or default_storage(options.runs), grid.id)
+        if waiting := count_waiting(grid, queue):
+            print(f"ended by --limit: {waiting} of {len(grid.cells)} cells wait; the same command resumes")
     return 0 if finished else 1
 
 

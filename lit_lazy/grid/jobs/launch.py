@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from rich.console import Console
 
 from lit_lazy.grid.jobs.backend import COMPILED, TAG, describe_portable_backend, require_compiled_backend
-from lit_lazy.grid.jobs.job import Job, LaunchOptions, Work
+from lit_lazy.grid.jobs.job import Job, LaunchOptions, Work, is_over
 from lit_lazy.grid.jobs.parent_run import open_parent_run, reset_grid
 from lit_lazy.grid.jobs.pool import LocalPool, Pool
 from lit_lazy.grid.jobs.progress import Progress
@@ -151,7 +151,10 @@ def execute_cells(
 
 @contextmanager
 def _mark_running(work: Work, queue: Queue, tracker: Tracker, parent_id: str) -> Iterator[None]:
-    """Set a parent run to running, and at the end to FINISHED or FAILED by its cells, or to KILLED by an exception."""
+    """Set a parent run to running, and at the end to FINISHED or FAILED by its cells.
+
+    An exception, or a time limit that leaves cells waiting, sets it to KILLED.
+    """
     tracker.set_running(parent_id)
     try:
         yield
@@ -161,13 +164,20 @@ def _mark_running(work: Work, queue: Queue, tracker: Tracker, parent_id: str) ->
         except TrackingError as away:
             log.warning("MLflow is away (%s); it will show the grid as running until the command is given again", away)
         raise
-    tracker.set_ended(parent_id, "FINISHED" if is_finished(work, queue) else "FAILED")
+    ended = "FINISHED" if is_finished(work, queue) else "KILLED" if count_waiting(work, queue) else "FAILED"
+    tracker.set_ended(parent_id, ended)
 
 
 def is_finished(work: Work, queue: Queue) -> bool:
     """Whether all cells are finished, none of them failed."""
     states = queue.states()
     return all(states.get(cell.key) in FINISHED for cell in work.cells)
+
+
+def count_waiting(work: Work, queue: Queue) -> int:
+    """The number of cells that wait, as a time limit leaves them."""
+    states = queue.states()
+    return sum(states.get(cell.key) == "waiting" for cell in work.cells)
 
 
 def make_job(work: Work, launch: LaunchOptions, opened: OpenGrid[Q], parent_id: str, compiled: bool) -> Job:
@@ -186,6 +196,7 @@ def make_job(work: Work, launch: LaunchOptions, opened: OpenGrid[Q], parent_id: 
         module=work.module,
         execution=launch.execution,
         loggers=launch.loggers,
+        until=launch.until,
         compiled=compiled,
     )
 
@@ -258,7 +269,7 @@ def _record_taken(job: Job, taken: Set[str]) -> None:
     """Record cells whose results were taken, here: workers on other machines do not see the run folders."""
     from lit_lazy.grid.jobs.worker import make_worker  # imports Lightning
 
-    make_worker(replace(job, keys=taken, command=None)).work()
+    make_worker(replace(job, keys=taken, command=None, until=None)).work()
 
 
 class Supervisor:
@@ -275,7 +286,10 @@ class Supervisor:
         self._pause = 0.0
 
     def work(self, pool: Pool, progress: Progress) -> None:
-        """Return when every cell has ended. Ctrl-C stops the workers after they have requeued their cells."""
+        """Return when every cell has ended, or this command's workers have after the time limit.
+
+        Ctrl-C stops the workers after they have requeued their cells.
+        """
         with progress:
             try:
                 while self._step(pool, progress):
@@ -295,18 +309,20 @@ class Supervisor:
             if ended.crashed or ended.disk_full or time.monotonic() - self._last_search > LOOK_SECONDS:
                 self.release_dead()
                 progress.show_running([format_entry(entry) for entry in self.queue.entries("running")])
-            states = self._read_states()
-            while "failed" in states.values() and self._retry_failed():
+            states, over = self._read_states(), is_over(self.launch.until)
+            while not over and "failed" in states.values() and self._retry_failed():
                 states = self._read_states()  # otherwise the last cell would seem to have ended
             progress.update(states)
             counts = Counter[str](states.values())
             self._count_crashes(ended.crashed, counts, pool)
-            pool.start(most=counts["waiting"])
+            pool.start(most=0 if over else counts["waiting"])
         except Exception as error:
             if not is_disk_full(error):
                 raise
             self._wait_for_space()
             return True
+        if over:
+            return bool(len(pool))
         if not len(pool) and counts["running"]:
             self._report_other_workers()
         return bool(len(pool) or counts["waiting"] or counts["running"])

@@ -178,7 +178,8 @@ def take_from_files(
         key = request.cell.key
         kept = RunResult.peek(folder / "cells" / key) if folder else None
         found = [(str(folder), kept)] if kept else []
-        for pack, result in [*serving[key], *serving[request.training_key]]:
+        candidates = [*serving[key], *serving[request.training_key]]
+        for pack, result in {id(result): (pack, result) for pack, result in candidates}.values():
             if adapted := request.adapt(result, f"{pack.path.name} of {pack.grid}"):
                 found.append((str(pack.path), adapted))
                 asked[pack.path] += [] if kept else [(request, adapted)]

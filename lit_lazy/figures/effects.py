@@ -10,6 +10,8 @@ from matplotlib.lines import Line2D
 from lit_lazy.figures.canvas import BETTER, NEUTRAL, WORSE, draw_legend_below, new_figure, use_style
 from lit_lazy.table.records import Column, Measure, Table, TableRow
 
+UNLEARNED = "#8C8C8C"
+"""Colour of rows that did not learn the task."""
 FAR, ROUNDING = 10, 1e6
 """A point FAR times as far out as all others is drawn at the edge, unless the others are below 1 / ROUNDING of it:
 those are rounding errors."""
@@ -23,6 +25,7 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
     Holm; squares are worse; hollow markers are not significant or not tested. Without a measured spread a dotted line
     spans the differences of the seeds. A row without a difference has its reason in words. Intervals much longer than
     the range of the points are cut at the panel's edge and end in an arrow; outliers are drawn there with their value.
+    Rows that did not learn the task are grey crosses and set no limits.
     Raises ValueError if a key is not a column of the table.
     """
     known = table.columns_by_key
@@ -41,14 +44,25 @@ def effects_figure(table: Table, columns: Sequence[str]) -> Figure:
     for axes, key in zip(panels, columns, strict=True):
         _draw_panel(axes, table, rows, known[key])
     set_row_labels(panels[0], [(row.variant, row.variant == table.baseline) for row in rows])
-    draw_legend_below(figure, _make_legend_handles(), 3 if len(columns) > 2 else 2)
+    for label, row in zip(panels[0].get_yticklabels(), rows, strict=True):
+        if row.variant in table.unlearned:
+            label.set_color(UNLEARNED)
+    handles = _make_legend_handles()
+    if table.unlearned:
+        handles.append(make_marker_handle("did not learn the task", UNLEARNED, UNLEARNED, "X"))
+    draw_legend_below(figure, handles, 3 if len(columns) > 2 else 2)
     return figure
 
 
 def _draw_panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Column) -> None:
     shown = [(y, row, row.metrics[column.key]) for y, row in enumerate(rows)]
+    unlearned = table.unlearned
     low, high = compute_limits(
-        [(m.diff * column.scale, *_find_interval_ends(m, column)) for _, _, m in shown if m.diff is not None]
+        [
+            (m.diff * column.scale, *_find_interval_ends(m, column))
+            for _, row, m in shown
+            if m.diff is not None and row.variant not in unlearned
+        ]
     )
     axes.set_xlim(low, high)
     axes.axvline(0, color=NEUTRAL, linewidth=1, zorder=1)
@@ -62,16 +76,17 @@ def _draw_panel(axes: Axes, table: Table, rows: Sequence[TableRow], column: Colu
                 axes.plot(0, y, "D", color="black", markersize=5, zorder=4)
             continue
         x = m.diff * column.scale
-        colour = _choose_colour(x, column) if m.separated else NEUTRAL
+        dead = row.variant in unlearned
+        colour = UNLEARNED if dead else _choose_colour(x, column) if m.separated else NEUTRAL
         left, right = _find_interval_ends(m, column)
         if left < right:
             width, style = (1.2, ":") if m.difference.effect.test == "saturated" else (1.6, "-")
             draw_interval(axes, y, left, right, colour, width, style)
-        face = colour if m.separated else "white"
+        face = colour if m.separated or dead else "white"
         if not low <= x <= high:
             _draw_far_point(axes, high if x > high else low, y, column.format(m.diff, sign="+"), colour, face)
             continue
-        shape = "s" if colour == WORSE else "o"
+        shape = "X" if dead else "s" if colour == WORSE else "o"
         axes.plot(x, y, shape, color=colour, markerfacecolor=face, markersize=6, markeredgewidth=1.4, zorder=4)
     seeds = " or ".join(map(str, table.summaries[column.key].seeds))
     axes.set(title=f"{column.title} (n = {seeds})" if seeds else column.title, xlabel=format_axis_label(column))

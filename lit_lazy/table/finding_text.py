@@ -15,25 +15,47 @@ MOST_NAMES = 4
 def describe_findings(table: Table) -> list[str]:
     """The verdict of a question's table; otherwise one sentence for each of up to two metrics.
 
-    The primary metric comes first, then the plotted ones. A sentence lists the rows that differ from the baseline, that
-    are equivalent to it and that are undecided, with n. A row or baseline without spread has no test; rows above or
-    below the baseline in every seed are listed instead. If there is no such sentence, one explains why; the list is
-    empty if no other row has a value.
+    Rows that did not learn the task come before everything else. The primary metric comes first, then the plotted ones.
+    A sentence lists the rows that differ from the baseline, that are equivalent to it and that are undecided, with n. A
+    row or baseline without spread has no test; rows above or below the baseline in every seed are listed instead. If
+    there is no such sentence, one explains why; the list is empty if no other row has a value.
     """
+    dead = describe_unlearned(table)
     if table.verdict is not None:
-        return [table.verdict.sentence]
+        return [*dead, table.verdict.sentence]
     sentences = [
         sentence
         for column in table.main_columns
         if (sentence := _describe_tested(table, column) or _describe_beyond_baseline(table, column))
     ]
     if sentences:
-        return sentences[:MOST_COLUMNS]
-    return [
-        f"{_format_heading(table, column)}: {explain_untested(table.summaries[column.key])}."
-        for column in table.main_columns
-        if table.summaries[column.key].seeds
-    ][:1]
+        return [*dead, *sentences[:MOST_COLUMNS]]
+    return (
+        dead
+        + [
+            f"{_format_heading(table, column)}: {explain_untested(table.summaries[column.key])}."
+            for column in table.main_columns
+            if table.summaries[column.key].seeds
+        ][:1]
+    )
+
+
+def describe_unlearned(table: Table) -> list[str]:
+    """A sentence on the rows that did not learn the task, if there are any."""
+    rows = [f"{name} ({count})" for name, count in table.unlearned.items()]
+    if not rows:
+        return []
+    return [f"Did not learn the task (in so many cells): {', '.join(rows)}. Only their loss says anything."]
+
+
+def describe_yardstick(table: Table) -> list[str]:
+    """`Excess loss: optimum 0.000, chance 0.698 nats; learned below 0.349.`, if the table has a yardstick."""
+    column = table.yardstick and table.columns_by_key.get(table.yardstick.metric)
+    if not table.yardstick or not column:
+        return []
+    marks = ", ".join(f"{name} {value * column.scale:.3f}" for name, value in table.yardstick.marks.items())
+    learned = table.yardstick.learned * column.scale
+    return [f"{_capitalise_title(column)}: {marks} {column.unit}; learned below {learned:.3f}."]
 
 
 def explain_untested(summary: Summary) -> str:
@@ -53,8 +75,9 @@ def _describe_tested(table: Table, column: Column) -> str:
         return ""
     measures = table.collect_measures(column.key)
     separated = group_separated(table, column)
-    same = [name for name in measures if name in summary.same and name not in summary.separates]
-    rest = [name for name in measures if name != table.baseline and name not in (*summary.separates, *same)]
+    names = [name for name in measures if not table.is_void(name, column.key)]
+    same = [name for name in names if name in summary.same and name not in summary.separates]
+    rest = [name for name in names if name != table.baseline and name not in (*summary.separates, *same)]
     untested = [name for name in rest if measures[name].difference.p_adj is None]
     apart = _find_disjoint_rows(table, column, untested)
     groups = [
@@ -70,11 +93,15 @@ def _describe_tested(table: Table, column: Column) -> str:
 
 
 def group_separated(table: Table, column: Column) -> dict[str, list[str]]:
-    """Rows that differ from the baseline, in table order, as better and worse, or as higher and lower."""
+    """Rows that differ from the baseline, in table order, as better and worse, or as higher and lower.
+
+    Without those whose value says nothing, since they did not learn the task.
+    """
     titles = {"lower": ("worse", "better"), "higher": ("better", "worse"), None: ("higher", "lower")}[column.better]
     groups: dict[str, list[str]] = {title: [] for title in titles}
     for name, measure in table.collect_measures(column.key).items():
-        if measure.diff is not None and name in table.summaries[column.key].separates:
+        separated = name in table.summaries[column.key].separates and not table.is_void(name, column.key)
+        if measure.diff is not None and separated:
             groups[titles[measure.diff < 0]].append(name)
     return groups
 
@@ -95,7 +122,7 @@ def _describe_beyond_baseline(table: Table, column: Column) -> str:
     """The rows that lie above or below a baseline with the same value in every seed; "" if there are none."""
     measures = table.collect_measures(column.key)
     levels = {*measures[table.baseline].values.values()}
-    apart = _find_disjoint_rows(table, column, list(measures))
+    apart = _find_disjoint_rows(table, column, [name for name in measures if not table.is_void(name, column.key)])
     if column.by_construction or len(levels) != 1 or not (apart.above or apart.below):
         return ""
     unit = f" {column.unit}" if column.unit else ""

@@ -360,12 +360,19 @@ class Table:
         return {column.key: column for column in self.columns}
 
     @property
-    def unlearned(self) -> list[str]:
-        """The variants that in more than half of their cells did not learn the task."""
+    def unlearned(self) -> dict[str, str]:
+        """The variants that in more than half of their cells did not learn the task; `4 of 5` says in how many."""
         if self.yardstick is None or self.yardstick.metric not in self.columns_by_key:
-            return []
+            return {}
         bound, measures = self.yardstick.learned, self.collect_measures(self.yardstick.metric)
-        return [name for name, m in measures.items() if 2 * sum(v >= bound for v in m.values.values()) > m.n > 0]
+        counts = {name: sum(v >= bound for v in m.values.values()) for name, m in measures.items()}
+        return {
+            name: f"{count} of {measures[name].n}" for name, count in counts.items() if 2 * count > measures[name].n
+        }
+
+    def is_void(self, variant: str, key: str) -> bool:
+        """Whether a row's value in a column says nothing: the row did not learn the task, and this is not its loss."""
+        return self.yardstick is not None and key != self.yardstick.metric and variant in self.unlearned
 
     def group_by_seeds(self) -> dict[tuple[int, ...], list[str]]:
         """The variants by their expected seeds."""
@@ -452,6 +459,7 @@ class Table:
         `pandas.read_csv(...).pivot(index="variant", columns="metric", values="mean")` is the wide form.
         """
         lines: list[dict[str, object]] = []
+        unlearned = self.unlearned
         for row in self.rows:
             about = {
                 "ablation": self.ablation,
@@ -460,6 +468,7 @@ class Table:
                 "base": row.base,
                 "source": row.source,
                 "status": row.status,
+                **({} if self.yardstick is None else {"state": format_state(unlearned.get(row.variant))}),
                 "cells": len(row.seeds),
                 "complete": row.n,
                 "git_sha": join_or_mixed(row.git_shas),
@@ -469,6 +478,11 @@ class Table:
                 del measure["values"]
                 lines.append({**about, **row.labels, "metric": column.key, "better": column.better, **measure})
         return format_csv([*map(list, lines[:1]), *(list(line.values()) for line in lines)])
+
+
+def format_state(unlearned: str | None) -> str:
+    """`did not learn (4 of 5)` of a row that did not learn the task in 4 of 5 cells; "" of one that did."""
+    return f"did not learn ({unlearned})" if unlearned else ""
 
 
 def _pick_fields(kind: type, values: Mapping[str, Any], **changes: Any) -> Any:

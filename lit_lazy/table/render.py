@@ -17,9 +17,17 @@ from lit_lazy.table.document import (
     to_latex,
     to_markdown,
 )
-from lit_lazy.table.finding_text import describe_findings, explain_untested, format_margin, format_unit, group_separated
+from lit_lazy.table.finding_text import (
+    describe_findings,
+    describe_unlearned,
+    describe_yardstick,
+    explain_untested,
+    format_margin,
+    format_unit,
+    group_separated,
+)
 from lit_lazy.table.fixed_rules import has_fixed_rules
-from lit_lazy.table.records import UNFINISHED, Column, ContrastMeasure, Table, TableRow
+from lit_lazy.table.records import UNFINISHED, Column, ContrastMeasure, Table, TableRow, format_state
 from lit_lazy.table.statistics import ALPHA, POWER
 from lit_lazy.table.verdicts import (
     describe_bounds,
@@ -49,12 +57,18 @@ def render_html(table: Table) -> str:
 
 def render_html_parts(table: Table) -> tuple[str, str]:
     """The table as two sections: the finding, and the numbers with only the compared columns unfolded."""
-    numbers = [Heading(f"Results: {table.ablation}", 2), *_build_compared_means(table), *_build_tests_section(table)]
+    title = Heading(f"Results: {table.ablation}", 2)
+    numbers = [title, *_build_yardstick(table), *_build_compared_means(table), *_build_tests_section(table)]
     return to_html(_build_opening(table)), to_html(numbers)
 
 
 def _build_blocks(table: Table) -> list[Block]:
-    return [Heading(table.ablation, 2), *_build_opening(table), _build_means_table(table), *_build_tests_section(table)]
+    means = [*_build_yardstick(table), _build_means_table(table)]
+    return [Heading(table.ablation, 2), *_build_opening(table), *means, *_build_tests_section(table)]
+
+
+def _build_yardstick(table: Table) -> list[Block]:
+    return [Paragraph(text) for text in describe_yardstick(table)]
 
 
 def _build_opening(table: Table) -> list[Block]:
@@ -95,8 +109,9 @@ def _build_finding(table: Table) -> list[Block]:
     declared, verdict = table.declaration, table.verdict
     if declared is None:
         return [Paragraph(text) for text in describe_findings(table)]
+    dead = [Paragraph(text) for text in describe_unlearned(table)]
     if verdict is None:
-        return [Paragraph(f"Not decided yet: {declared.claim} {describe_missing(declared, table)}")]
+        return [*dead, Paragraph(f"Not decided yet: {declared.claim} {describe_missing(declared, table)}")]
     column = table.columns_by_key[declared.primary]
     commit = f"commit {declared.commit}" if declared.commit else "no commit"
     about = (
@@ -105,7 +120,7 @@ def _build_finding(table: Table) -> list[Block]:
         f"{declared.digest}. All else in this table is exploratory."
     )
     lines = [*describe_contrasts(declared, verdict, column), *describe_looks(declared, verdict)]
-    blocks: list[Block] = [Paragraph(verdict.sentence), BulletList(tuple(lines))]
+    blocks: list[Block] = [*dead, Paragraph(verdict.sentence), BulletList(tuple(lines))]
     if declared.after:
         blocks.append(Paragraph(describe_earlier(declared)))
     return [*blocks, Paragraph(about)]
@@ -119,7 +134,12 @@ def _build_test_blocks(table: Table, directed: Sequence[Column], columns: Sequen
         cells = [
             (
                 row.variant,
-                *(_format_effect(row.metrics[c.key].difference, c) if row.n else row.status for c in directed),
+                *(
+                    _format_effect(row.metrics[c.key].difference, c, table.is_void(row.variant, c.key))
+                    if row.n
+                    else row.status
+                    for c in directed
+                ),
             )
             for row in rows
         ]
@@ -194,34 +214,46 @@ def _build_compared_means(table: Table) -> list[Block]:
     compared = [column for column in table.columns if column.key in table.compared]
     if len(compared) in (0, len(table.columns)):
         return [_build_means_table(table)]
-    rows = [(row.variant, _format_n(row), *(_format_mean(row, column) for column in compared)) for row in table.rows]
-    short = Tabular(("Variant", "n", *(column.heading for column in compared)), tuple(rows), 1)
+    states = ["State"] if table.unlearned else []
+    rows = [
+        (
+            row.variant,
+            *(format_state(table.unlearned.get(row.variant)) for _ in states),
+            _format_n(row),
+            *(_format_mean(table, row, column) for column in compared),
+        )
+        for row in table.rows
+    ]
+    header = ("Variant", *states, "n", *(column.heading for column in compared))
+    short = Tabular(header, tuple(rows), 1 + len(states))
     return [short, Collapsible(Heading(f"All {len(table.columns)} columns", 3), (_build_means_table(table),))]
 
 
 def _build_means_table(table: Table) -> Tabular:
     labels = list(table.rows[0].labels)
     bases = ["Base"] if any(row.base != table.base for row in table.rows) else []
+    states = ["State"] if table.unlearned else []
     rows = [
         (
             row.variant,
+            *(format_state(table.unlearned.get(row.variant)) for _ in states),
             row.source,
             *(row.base for _ in bases),
             *(row.labels[label] for label in labels),
             _format_n(row),
-            *(_format_mean(row, column) for column in table.columns),
+            *(_format_mean(table, row, column) for column in table.columns),
         )
         for row in table.rows
     ]
-    header = ("Variant", "Source", *bases, *labels, "n", *(column.heading for column in table.columns))
-    return Tabular(header, tuple(rows), 2 + len(bases) + len(labels))
+    header = ("Variant", *states, "Source", *bases, *labels, "n", *(column.heading for column in table.columns))
+    return Tabular(header, tuple(rows), 2 + len(states) + len(bases) + len(labels))
 
 
 def _format_n(row: TableRow) -> str:
     return str(row.n) if row.n == len(row.seeds) else f"{row.n}/{len(row.seeds)}"
 
 
-def _format_mean(row: TableRow, column: Column) -> str:
+def _format_mean(table: Table, row: TableRow, column: Column) -> str:
     m = row.metrics[column.key]
     if m.mean is None:
         return NOT_DEFINED if row.n else row.status
@@ -232,14 +264,15 @@ def _format_mean(row: TableRow, column: Column) -> str:
         text += f" ({column.format(min(m.values.values()))} to {column.format(max(m.values.values()))})"
     if m.n != row.n:
         text += f" (n={m.n})"
-    return text + "*" * m.separated
+    return text + "*" * (m.separated and not table.is_void(row.variant, column.key))
 
 
 def _build_effects_table(first: str, columns: Sequence[Column], cells: Sequence[tuple[str, ...]]) -> Tabular:
     return Tabular((first, *(column.difference_heading for column in columns)), tuple(cells), 1)
 
 
-def _format_effect(m: ContrastMeasure, column: Column) -> str:
+def _format_effect(m: ContrastMeasure, column: Column, void: bool = False) -> str:
+    """The effect with its p value; void: whether it says nothing, so that it gets no star."""
     effect = m.effect
     if effect.mean is None:
         return NOT_DEFINED
@@ -251,7 +284,7 @@ def _format_effect(m: ContrastMeasure, column: Column) -> str:
     if effect.ci95 is not None:
         text += " =" if effect.test == "constant" else f" ±{column.format(effect.ci95)}"
     if m.p_adj is not None:
-        text += f", {_format_p_value(m.p_adj)}" + "*" * m.separated
+        text += f", {_format_p_value(m.p_adj)}" + "*" * (m.separated and not void)
     return text
 
 
@@ -269,14 +302,16 @@ def _describe_column(table: Table, column: Column) -> str:
         return f"{head}no test, rows differ by construction ({column.by_construction})."
     if not s.tested:
         return f"{head}{explain_untested(s)}."
+    groups = group_separated(table, column)
+    void = [name for name in table.unlearned if name in s.separates and table.is_void(name, column.key)]
     text = f"{head}separates {len(s.separates)} of {s.compared} rows from {table.baseline} (Holm p < {ALPHA})"
-    text += "".join(
-        f"; {title}: {', '.join(names)}" for title, names in group_separated(table, column).items() if names
-    )
+    text += "".join(f"; {title}: {', '.join(names)}" for title, names in groups.items() if names)
+    text += f"; did not learn the task: {', '.join(void)}" if void else ""
     if s.tested < s.compared:
         text += f"; {s.compared - s.tested} not tested, without a measured spread"
     if column.margin is not None:
-        text += f"; {format_margin(column)}: {', '.join(s.same) or 'none'}"
+        same = [name for name in s.same if not table.is_void(name, column.key)]
+        text += f"; {format_margin(column)}: {', '.join(same) or 'none'}"
     unit = format_unit(column)
     for found in s.detectable:
         text += f". Detectable at n = {found.n}: {column.format(found.mde)}{unit}; at Holm's first step: "

@@ -157,9 +157,9 @@ def test_a_rival_that_did_not_learn_decides_nothing() -> None:
         ("kept", "gone"): "undecided",
         ("new",): "undecided",
     }
-    assert table.unlearned == []
+    assert table.unlearned == {}
     weighed = replace(table, yardstick=Yardstick("loss", 0.35, {"chance": 0.7}))
-    assert weighed.unlearned == ["old", "kept"]
+    assert weighed.unlearned == {"old": "20 of 20", "kept": "20 of 20"}
 
 
 def test_a_contrast_that_no_seed_moves_is_undecided() -> None:

@@ -19,7 +19,7 @@ from lit_lazy.table.build import TableSpec, build_table, recompute_statistics
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.fixed_rules import compute_welch_contrast
-from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, format_csv
+from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick, format_csv
 from lit_lazy.table.render import render_html, render_html_parts, render_latex, render_markdown
 from lit_lazy.table.statistics import compute_contrast, minimum_detectable_effect, tost
 
@@ -689,3 +689,58 @@ def test_a_column_that_the_baseline_has_no_value_in_is_not_compared(name: str, t
     compared = Table.from_json(json.loads(kept.read_text())).compared
     assert ("sparsity/zero" in compared) == there
     assert "loss/excess" in compared
+
+
+EXCESS = Column("loss/excess", "excess loss", "lower", 4, "nats", plotted=True)
+SINK = Column("sink", "sink", "lower", plotted=True)
+
+
+def weighed(yardstick=Yardstick("loss/excess", 0.349, {"optimum": 0.0, "chance": 0.698})):  # noqa: B008
+    """Of a baseline, a row that learned, and one that did not in 4 of 5 cells and has no sink."""
+    losses = {"lazy": [0.01] * 5, "good": [0.02] * 5, "dead": [0.6, 0.7, 0.65, 0.3, 0.69]}
+    sinks, noise = {"lazy": 0.4, "good": 0.2, "dead": 0.1}, np.random.default_rng(0).normal
+    seen = [
+        Observation(
+            name, seed, "complete", {"loss/excess": loss + 1e-4 * noise(), "sink": sinks[name] + 1e-3 * noise()}
+        )
+        for name, values in losses.items()
+        for seed, loss in enumerate(values)
+    ]
+    return table(rows(*losses, seeds=range(5)), seen, (EXCESS, SINK), yardstick=yardstick)
+
+
+def test_a_row_that_did_not_learn_says_so_first_and_wins_nothing():
+    result = weighed()
+    assert result.unlearned == {"dead": "4 of 5"}
+    dead, loss, sink = describe_findings(result)
+    assert dead == "Did not learn the task (in so many cells): dead (4 of 5). Only their loss says anything."
+    assert "worse: good, dead" in loss
+    assert "better: good." in sink, "its missing sink is no merit"
+    assert "dead" not in sink
+    header, *_, last = markdown_grids(render_markdown(result))[0]
+    assert (header[:2], last[:2]) == (["Variant", "State"], ["dead", "did not learn (4 of 5)"])
+    assert [cell[-1] == "*" for cell in last[4:]] == [True, False]
+    for text in (render_markdown(result), render_latex(result), render_html(result), *render_html_parts(result)[1:]):
+        assert "did not learn (4 of 5)" in text
+        assert "xcess loss: optimum 0.000, chance 0.698 nats; learned below 0.349." in text
+    lines = list(csv.DictReader(io.StringIO(result.to_csv())))
+    assert {line["variant"]: line["state"] for line in lines} == {
+        "lazy": "",
+        "good": "",
+        "dead": "did not learn (4 of 5)",
+    }
+    assert "sink: separates 2 of 2 rows from lazy (Holm p < 0.05); better: good; did not learn the task: dead" in (
+        render_markdown(result)
+    )
+
+
+def test_a_table_without_a_yardstick_knows_nothing_of_learning():
+    result = weighed(yardstick=None)
+    assert "better: good, dead" in describe_findings(result)[1]
+    for text in (render_markdown(result), render_latex(result), render_html(result), result.to_csv()):
+        assert "learn" not in text
+        assert "tate" not in text.replace("restated", "")
+
+
+def test_a_baseline_that_did_not_learn_is_named_too():
+    assert "lazy (5 of 5)" in describe_findings(weighed(Yardstick("loss/excess", 0.001, {"optimum": 0.0})))[0]

@@ -193,7 +193,10 @@ def test_a_killed_run_without_attention_resumes_bit_for_bit(tmp_path: Path, mixe
 def test_losses_on_the_way_are_those_of_the_validations_also_after_kills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So is the step of learning, here after half of the steps. Kills after a step's checkpoint but before its validation, and between validations."""
+    """So is the step of learning, here after half of the steps.
+
+    Kills after a step's checkpoint but before its validation, and between validations.
+    """
     cfg = replace_at(config(AttentionSpec()), {"train.val_every": 5, "train.checkpoint_every": 5})
     whole = run(cfg, tmp_path / "whole", keep_checkpoint=True)
     assert {"loss/at_25", "loss/at_50", "loss/at_75"} <= whole.metrics.keys()

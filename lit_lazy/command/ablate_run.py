@@ -149,14 +149,14 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             until=until,
         )
         console = plain_console()
-        run = partial(run_grid, launch=launch, console=console, publish=partial(publish, console=console))
-        table, finished, executed = run(grid)
+        run = partial(run_grid, console=console, publish=partial(publish, console=console))
+        table, finished, executed = run(grid, launch)
         if has_looks(request.question, options):
             made = int(executed)
             while finished and find_next_look(table, options.looks, made) is not None:
                 grid = make_grid(options, overrides, table.verdict)
                 console.print(describe_next_look(table, grid, workers), highlight=False, soft_wrap=True)
-                table, finished, executed = run(grid)
+                table, finished, executed = run(grid, replace(launch, fresh=False))
                 made += int(executed)
     if options.brief:
         print(f"\n{format_progress(grid.id, table)}\n{grid.folder / 'table.md'}")

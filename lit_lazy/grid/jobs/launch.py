@@ -11,7 +11,14 @@ from typing import Generic, NamedTuple, TypeVar
 
 from rich.console import Console
 
-from lit_lazy.grid.jobs.backend import COMPILED, TAG, describe_portable_backend, require_compiled_backend
+from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.jobs.backend import (
+    COMPILED,
+    TAG,
+    describe_portable_backend,
+    keeps_another_backend,
+    require_compiled_backend,
+)
 from lit_lazy.grid.jobs.job import Job, LaunchOptions, Work, is_over
 from lit_lazy.grid.jobs.parent_run import open_parent_run, reset_grid
 from lit_lazy.grid.jobs.pool import LocalPool, Pool
@@ -89,7 +96,7 @@ def run_grid(grid: Grid, launch: LaunchOptions, console: Console, publish: Publi
         with queue.lock():
             parent_id = _ensure_parent(grid, queue, tracker, console)
         recorded = _find_recorded_losses(grid, queue, tracker, parent_id)
-        taken = _take_results(grid, launch, queue, recorded, console)
+        taken = _take_results(grid, launch, opened, parent_id, recorded, console)
         with execute_cells(grid, launch, opened, parent_id, console, recorded=recorded, taken=taken) as executed:
             _report_failures(queue, tracker, parent_id)
             table = publish(tracker, parent_id, grid.folder, executed)
@@ -136,7 +143,7 @@ def execute_cells(
     states, n = queue.states(), len(work.cells)
     ended = {key for key, state in states.items() if state in FINISHED} | set(recorded or ())
     left = sum(cell.key not in ended for cell in work.cells)
-    compiled = tracker.read_tags(parent_id).get(TAG) == COMPILED
+    compiled = _is_compiled(tracker, parent_id)
     if left and compiled:
         require_compiled_backend(work.id)
     added = queue.add_missing(work.cells, recorded)
@@ -186,6 +193,11 @@ def count_waiting(work: Work, queue: Queue) -> int:
     """The number of cells that wait, as a time limit leaves them."""
     states = queue.states()
     return sum(states.get(cell.key) == "waiting" for cell in work.cells)
+
+
+def _is_compiled(tracker: Tracker, parent_id: str) -> bool:
+    """Whether a grid began with the compiled backend of CPUs."""
+    return tracker.read_tags(parent_id).get(TAG) == COMPILED
 
 
 def make_job(work: Work, launch: LaunchOptions, opened: OpenGrid[Q], parent_id: str, compiled: bool) -> Job:
@@ -249,28 +261,47 @@ def _find_recorded_losses(grid: Grid, queue: Queue, tracker: Tracker, parent_id:
 
 
 def _take_results(
-    grid: Grid, launch: LaunchOptions, queue: Queue, recorded: Collection[str], console: Console
+    grid: Grid,
+    launch: LaunchOptions,
+    opened: OpenGrid[Queue],
+    parent_id: str,
+    recorded: Collection[str],
+    console: Console,
 ) -> frozenset[str]:
     """Write the results that packed files and other grids have of missing cells.
 
     Returns the keys of missing cells with a taken result, also one that a command wrote that was then killed.
     """
-    states, folder = queue.states(), grid.folder / "cells"
+    states, folder = opened.queue.states(), grid.folder / "cells"
     missing = [cell for cell in grid.cells if states.get(cell.key) not in FINISHED and cell.key not in recorded]
     untrained = [
         cell for cell in missing if states.get(cell.key) != "running" and not (folder / cell.key / RESULT).exists()
     ]
-    taken = {cell.key: grid.taken[cell.key] for cell in untrained if cell.key in grid.taken}
-    if not launch.fresh:  # which asks to train again
-        taken |= find_shared([cell for cell in untrained if cell.key not in taken], grid.folder, launch.mixed)
-    for key, found in taken.items():
-        found.write(folder / key)
-    for origin, count in Counter(found.result.taken_from for found in taken.values()).items():
+    taken = _find_results(grid, launch, untrained, opened.tracker, parent_id) if untrained else {}
+    for key, one in taken.items():
+        one.write(folder / key)
+    for origin, count in Counter(one.result.taken_from for one in taken.values()).items():
         line = f"{count} of {len(grid.cells)} cells are taken from {origin}, not trained"
         console.print(line, highlight=False, soft_wrap=True)
-    return frozenset(
-        cell.key for cell in missing if (result := RunResult.peek(folder / cell.key)) and result.taken_from
-    )
+    found = {cell.key: RunResult.peek(folder / cell.key) for cell in missing}
+    return frozenset(key for key, result in found.items() if result and result.taken_from)
+
+
+def _find_results(
+    grid: Grid, launch: LaunchOptions, untrained: Sequence[Cell], tracker: Tracker, parent_id: str
+) -> dict[str, TakenResult]:
+    """The results by key. Raises a one-line ValueError for packed ones of another CPU backend than the grid keeps."""
+    taken = {cell.key: grid.taken[cell.key] for cell in untrained if cell.key in grid.taken}
+    compiled = _is_compiled(tracker, parent_id)
+    if not launch.mixed and keeps_another_backend(compiled):
+        if compiled:
+            require_compiled_backend(grid.id)
+        if taken:
+            raise ValueError(f"--results: {describe_portable_backend(grid.id)}; --mixed takes the cells all the same")
+        return {}
+    if launch.fresh:  # which asks to train again
+        return taken
+    return taken | find_shared([cell for cell in untrained if cell.key not in taken], grid.folder, launch.mixed)
 
 
 def _record_taken(job: Job, taken: Set[str]) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lit_lazy.grid.ablation import Ablation, Row
     from lit_lazy.grid.jobs.launch import Grid
     from lit_lazy.grid.question import Question
-    from lit_lazy.table.declaration import Declaration
+    from lit_lazy.table.declaration import Declaration, Verdict
     from lit_lazy.table.records import Table
 
 
@@ -50,6 +50,13 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", metavar="0,1", type=int_list, default=[], help="run every row with these seeds")
     add_workers(parser)
     add_launcher(parser)
+    parser.add_argument(
+        "--looks",
+        metavar="N",
+        type=positive_int,
+        help="make at most N looks of a question that has looks, also if it is futile to continue (default: until it "
+        "is decided or futile)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="list the cells and estimate their time; create nothing")
     parser.add_argument("--fresh", action="store_true", help="move earlier results aside and start again")
     parser.add_argument("--keep-checkpoint", action="store_true", help="keep each cell's trained model, final.ckpt")
@@ -89,7 +96,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
         launch = LaunchOptions(workers, options.threads, execution=execution)
         print_estimate(request.grid, request.chosen, configs, launch, plain_console())
         return 0
-    grid = make_grid(options, overrides)
+    request, grid = parse_request(options, overrides), make_grid(options, overrides)
     for cell in grid.cells:
         execution.accumulation_steps(cell.config["train"]["batch_size"])
     from lit_lazy.grid.jobs.launch import run_grid
@@ -106,7 +113,7 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             fresh=options.fresh,
             keep_checkpoints=options.keep_checkpoint,
             storage=options.storage,
-            only_these=bool(options.rows or options.seeds),
+            only_these=bool(options.rows or options.seeds or (request.question and request.question.looks)),
             retry_failed=options.retry_failed,
             launcher=options.launcher,
             gpus=gpus,
@@ -114,7 +121,15 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             loggers=tuple(options.loggers),
         )
         console = plain_console()
-        table, finished = run_grid(grid, launch, console, partial(publish, console=console))
+        run = partial(run_grid, launch=launch, console=console, publish=partial(publish, console=console))
+        table, finished, executed = run(grid)
+        if has_looks(request.question, options):
+            made = int(executed)
+            while finished and find_next_look(table, options.looks, made) is not None:
+                grid = make_grid(options, overrides, table.verdict)
+                console.print(describe_next_look(table, grid, workers), highlight=False, soft_wrap=True)
+                table, finished, executed = run(grid)
+                made += int(executed)
     if options.brief:
         print(f"\n{format_progress(grid.id, table)}\n{grid.folder / 'table.md'}")
     else:
@@ -154,7 +169,43 @@ class GridRequest(NamedTuple):
         return replace(declared, commit="") if self.overridden else declared
 
 
-def parse_request(options: argparse.Namespace, overrides: list[str]) -> GridRequest:
+def has_looks(question: "Question | None", options: argparse.Namespace) -> bool:
+    """Whether a command follows a question's looks; rows or seeds of the user's choice are trained at once."""
+    return question is not None and bool(question.looks) and not (options.rows or options.seeds)
+
+
+def find_next_look(table: "Table", most: int | None, made: int) -> int | None:
+    """The number of the look to make next, from 1; None if the question is decided or futile, or after `most` looks.
+
+    most: the looks that the user asked for, which also overrules futility; made: those that this command made.
+    """
+    declared, verdict = table.declaration, table.verdict
+    if declared is None or verdict is None or verdict.status != "undecided":
+        return None
+    number = len(verdict.looks) + 1
+    stops = verdict.futile if most is None else made >= most
+    return None if stops or number > len(declared.looks) else number
+
+
+def describe_next_look(table: "Table", grid: "Grid", workers: int) -> str:
+    """What a look left open, and the price of the next one by the time of the cells so far."""
+    from lit_lazy.support.console import format_duration
+    from lit_lazy.table.verdicts import describe_contrasts, describe_looks
+
+    declared, verdict = table.declaration, table.verdict
+    assert declared is not None
+    assert verdict is not None
+    lines = describe_contrasts(declared, verdict, table.columns_by_key[declared.primary])
+    known = {(row.variant, seed) for row in table.rows for seed in row.cells.get("complete", [])}
+    missing = sum((cell.variant, cell.seed) not in known for cell in grid.cells)
+    number, seconds = len(verdict.looks) + 1, (table.seconds or 0.0) / max(len(known), 1)
+    price = f"{missing} cells, about {format_duration(missing * seconds / workers)} with {workers} workers"
+    following = f"look {number} of {len(declared.looks)}: n = {declared.looks[number - 1]}, {price}"
+    return "\n".join([describe_looks(declared, verdict)[-1], *(f"  {line}" for line in lines), following])
+
+
+def parse_request(options: argparse.Namespace, overrides: list[str], verdict: "Verdict | None" = None) -> GridRequest:
+    """The request of the options; of a question with looks, the look after those of a verdict."""
     from lit_lazy.config.user_files import find
     from lit_lazy.grid.ablation import select_rows
     from lit_lazy.grid.question import load_ablation_or_question
@@ -162,17 +213,28 @@ def parse_request(options: argparse.Namespace, overrides: list[str]) -> GridRequ
     path = find("ablations", options.ablation)
     ablation, question = load_ablation_or_question(path)
     base_path, base_name, base, overridden = make_base(options, ablation, append_init_from(options, overrides))
-    chosen = select_rows(ablation, options.rows, options.seeds)
+    if question is not None and has_looks(question, options):
+        chosen = question.select_look(verdict)
+    else:
+        chosen = select_rows(ablation, options.rows, options.seeds or _find_first_seeds(question))
     return GridRequest((path, base_path), ablation, question, base_name, base, overridden, chosen)
 
 
-def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
-    """The grid that the options of `ablate run` describe, fully checked. Creates nothing."""
+def _find_first_seeds(question: "Question | None") -> tuple[int, ...]:
+    """The seeds of a question's first look; () without looks."""
+    return question.ablation.seeds[: question.looks[0]] if question is not None and question.looks else ()
+
+
+def make_grid(options: argparse.Namespace, overrides: list[str], verdict: "Verdict | None" = None) -> "Grid":
+    """The grid that the options of `ablate run` describe, fully checked. Creates nothing.
+
+    verdict: of a question with looks, that of the looks made so far.
+    """
     from lit_lazy.config.key import SCHEMA
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.grid.ablation import expand, hash_row_definitions, make_row_infos, select_rows
 
-    request = parse_request(options, overrides)
+    request = parse_request(options, overrides, verdict)
     ablation, base, chosen = request.ablation, request.base, request.chosen
     cells = expand(chosen, base, request.overridden)
     from lit_lazy.grid.jobs.launch import Grid
@@ -182,7 +244,8 @@ def make_grid(options: argparse.Namespace, overrides: list[str]) -> "Grid":
 
     # The table always has a row for the baseline, even if this command does not run it.
     names_chosen = {row.name for row, _ in chosen}
-    baseline = () if ablation.baseline in names_chosen else select_rows(ablation, [ablation.baseline], options.seeds)
+    seeds = options.seeds or _find_first_seeds(request.question)
+    baseline = () if ablation.baseline in names_chosen else select_rows(ablation, [ablation.baseline], seeds)
     in_table = [*chosen, *baseline]
     plan = Plan(
         ablation=ablation.name,

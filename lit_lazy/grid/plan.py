@@ -49,7 +49,8 @@ class Plan:
     """As in `Ablation`; empty in older plans."""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        declared = None if self.declaration is None else self.declaration.to_json()
+        return json.dumps(asdict(self) | {"declaration": declared}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":

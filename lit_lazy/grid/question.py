@@ -10,13 +10,14 @@ from pathlib import Path
 from lit_lazy.config.key import hash_user_code, to_minimal_dict
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.user_files import load_attribute, locate_errors
-from lit_lazy.grid.ablation import Ablation, load_ablation
-from lit_lazy.grid.stages import FirstStageMissing
+from lit_lazy.grid.ablation import Ablation, Row, load_ablation
+from lit_lazy.grid.stages import RESULTS, FirstStageMissing
 from lit_lazy.support.checks import require
 from lit_lazy.support.provenance import find_last_commit
 from lit_lazy.support.typecheck import check_kinds
-from lit_lazy.table.declaration import Declaration, Rule
-from lit_lazy.table.records import Contrast
+from lit_lazy.table.declaration import FIXED, SEQUENTIAL, Declaration, Rule, Statement, Verdict
+from lit_lazy.table.looks import ALPHA, find_open_rows
+from lit_lazy.table.records import Contrast, Table
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,10 @@ class Question:
     """A sentence that the verdict judges as supported, refuted or undecided."""
     primary: str
     """Key of the deciding metric, a column of the ablation."""
-    contrasts: tuple[Contrast, ...]
-    """The contrasts to which the rule applies, at most five."""
+    contrasts: tuple[Contrast | Statement, ...]
+    """The contrasts to which the rule applies, at most five; statements for the rules `mostly` and `alone`."""
     rule: Rule
-    """The claim about every contrast: lower, higher, same, removed or alone (`lit_lazy.table.declaration.Rule`)."""
+    """The claim about every contrast (`lit_lazy.table.declaration.Rule`)."""
     margin: float
     """The largest difference that counts as equivalent, in the metric's unit."""
     source: str
@@ -43,6 +44,13 @@ class Question:
     """For the rules `removed` and `alone`: upper bound on a removed effect."""
     kept: float = 0.3
     """For the rules `removed` and `alone`: lower bound on a present effect."""
+    looks: tuple[int, ...] = ()
+    """Numbers of seeds after which the claim may be decided, such as (10, 20, 40, 80); the ablation has the last number
+    of seeds, which are used in order. Without looks it is decided once, by the rules of fixed seeds."""
+    few_seeds_because: str = ""
+    """Why a first look has fewer than ten seeds."""
+    after: str = ""
+    """Name of an earlier question on the same claim; its verdict is shown beside this one."""
 
     def __post_init__(self) -> None:
         name = f"question {self.ablation.name!r}"
@@ -53,6 +61,10 @@ class Question:
         for part in ("contrasts", "primary"):
             value = getattr(self.ablation, part)
             require(not value, f"{name}: ablation.{part}", value, "leave it to the question")
+        rows = {row.name for row in self.ablation.all_rows}
+        for statement in (part for part in self.contrasts if isinstance(part, Statement)):
+            strange = [row for row in statement.weights if row not in rows]
+            require(not strange, f"{name}: contrast {statement.name!r}", strange, "must be rows of its ablation")
         with_seeds = [row.name for row in self.ablation.all_rows if row.seeds is not None]
         fix = "all rows of a question have the ablation's seeds"
         require(not with_seeds, f"{name}: seeds of rows", with_seeds, fix)
@@ -65,7 +77,15 @@ class Question:
     @property
     def full_ablation(self) -> Ablation:
         """The ablation with the question's contrasts and primary outcome."""
-        return replace(self.ablation, contrasts=self.contrasts, primary=(self.primary,))
+        sums = tuple(contrast for contrast in self.contrasts if isinstance(contrast, Contrast))
+        return replace(self.ablation, contrasts=sums, primary=(self.primary,))
+
+    def select_look(self, verdict: Verdict | None) -> list[tuple[Row, tuple[int, ...]]]:
+        """The rows of the look after those of a verdict, each with its seeds: first all rows, later those left open."""
+        looks = () if verdict is None else verdict.looks
+        names = find_open_rows(self.partial_declaration, looks) if looks else [r.name for r in self.ablation.all_rows]
+        seeds = self.ablation.seeds[: self.looks[len(looks)]]
+        return [(row, seeds) for row in self.ablation.all_rows if row.name in names]
 
     def declare(self, base_name: str, base: RunConfig, files: Sequence[Path]) -> Declaration:
         """The declaration on an experiment, with the commit of the first file, the question's.
@@ -77,10 +97,12 @@ class Question:
             config = row.apply_to(base)
             rows[row.name] = [to_minimal_dict(config), hash_user_code(config)]
         declared = self.partial_declaration
-        content = json.dumps([declared.to_json(), base_name, rows], sort_keys=True)
+        bounds = [[ALPHA, *declared.weights]] if declared.looks else []
+        content = json.dumps([declared.to_json(), base_name, rows, *bounds], sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:12]
         commits = list(map(find_last_commit, files))
-        return replace(declared, digest=digest, commit=commits[0] if all(commits) else "")
+        declared = replace(declared, digest=digest, commit=commits[0] if all(commits) else "")
+        return _add_earlier_verdict(declared) if self.after else declared
 
     @property
     def partial_declaration(self) -> Declaration:
@@ -90,6 +112,11 @@ class Question:
             source=self.source,
             primary=self.primary,
             contrasts={contrast.name: dict(contrast.weights) for contrast in self.contrasts},
+            statements=tuple(contrast for contrast in self.contrasts if isinstance(contrast, Statement)),
+            rules=SEQUENTIAL if self.looks else FIXED,
+            looks=self.looks,
+            few_seeds_because=self.few_seeds_because,
+            after=self.after,
             rule=self.rule,
             margin=self.margin,
             seeds=self.ablation.seeds,
@@ -97,6 +124,16 @@ class Question:
             kept=self.kept,
             pilot_seeds=self.pilot_seeds,
         )
+
+
+def _add_earlier_verdict(declared: Declaration) -> Declaration:
+    """The declaration with verdict and seeds of the question before it, if docs/results has its table."""
+    for path in sorted(RESULTS.glob(f"{declared.after}-*/table.json")):
+        table = Table.from_json(json.loads(path.read_text()))
+        if table.verdict is not None:
+            seeds = sorted({seed for row in table.rows for seed in row.seeds})
+            return replace(declared, earlier=table.verdict.sentence, earlier_seeds=tuple(seeds))
+    return declared
 
 
 def load_ablation_or_question(path: Path) -> tuple[Ablation, Question | None]:

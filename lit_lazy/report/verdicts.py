@@ -173,6 +173,6 @@ def _build_blocks(result: QuestionResult) -> list[Block]:
     return [
         *blocks,
         Paragraph(verdict.sentence),
-        BulletList(tuple(describe_contrasts(verdict, column))),
+        BulletList(tuple(describe_contrasts(declared, verdict, column))),
         Paragraph(about),
     ]

@@ -1,24 +1,86 @@
 """The records of a question: its declaration before the run, and the verdict on its claim."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from lit_lazy.support.checks import require
 
-Rule = Literal["lower", "higher", "same", "removed", "alone"]
+Rule = Literal["lower", "higher", "same", "no_worse", "mostly", "removed", "alone"]
 """The claim about every contrast.
 
-lower, higher: the weighted sum is below or above 0. Refuted if it is significantly on the other side, or equivalent to
-0 within the margin (TOST).
-same: the weighted sum is equivalent to 0 within the margin. Refuted if its interval lies entirely outside the margin.
+lower, higher: the weighted sum is below or above 0. Refuted if it is not so by the margin.
+same: the weighted sum is equivalent to 0 within the margin. Refuted if it is off by more than half of the margin; under
+the rules of fixed seeds, of the margin.
+no_worse: the weighted sum is below the margin. Refuted if it is above 0.
+mostly: a statement holds in more than half of all trainings. Refuted if it holds in fewer than three quarters.
 removed: rows with positive weight lie below `Declaration.removed` while rows with negative weight lie above
 `Declaration.kept`. Refuted if both lie above `kept`.
-alone: `removed`, but also refuted if one of several rows with negative weight lies below `removed`.
+alone: `mostly`, and of no rival; under the rules of fixed seeds, `removed`, and of no row with negative weight.
 """
 Status = Literal["supported", "refuted", "undecided"]
 MOST_CONTRASTS, FEWEST_SEEDS, MOST_SEEDS = 5, 5, 1000
 """Limits of a question; MOST_SEEDS is the largest number of seeds reported as deciding."""
+FIXED, SEQUENTIAL = 1, 2
+"""Versions of the rules: all seeds at once (`fixed_rules`), and looks in sequence (`looks`)."""
+SAFE_FIRST_LOOK = 10
+"""Seeds below which a first look errs too often if outcomes are skewed (docs/results/looks.md)."""
+BY_STATEMENT = ("mostly", "alone")
+"""Rules of looks that count the seeds in which a statement holds."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The outcome of a row compared with a number, or with that many times the outcome of the row `of`."""
+
+    row: str
+    sign: Literal["<", ">"]
+    value: float
+    of: str | None = None
+
+    def holds(self, outcomes: Mapping[str, float]) -> bool:
+        """Whether it is true of one seed's outcomes by row."""
+        bound = self.value if self.of is None else self.value * outcomes[self.of]
+        return outcomes[self.row] < bound if self.sign == "<" else outcomes[self.row] > bound
+
+    def replace_row(self, row: str, by: str) -> "Comparison":
+        """The same comparison of another row."""
+        names = [by if name == row else name for name in (self.row, self.of)]
+        return Comparison(names[0] or "", self.sign, self.value, names[1])
+
+    def __str__(self) -> str:
+        return f"{self.row} {self.sign} {self.value:g}" + ("" if self.of is None else f" x {self.of}")
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A statement that holds in a seed or not, for the rules `mostly` and `alone`.
+
+    `given` is what makes the question meaningful in a seed, such as a sink that softmax has: where it does not hold,
+    neither does the statement, and the seed is counted apart. `rivals` are rows of which, under the rule `alone`, the
+    same must not hold in place of the row of `holds`.
+    """
+
+    name: str
+    holds: Comparison
+    given: Comparison | None = None
+    rivals: tuple[str, ...] = ()
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Its rows: 1 for the one it is about, -1 for the others."""
+        compared = [self.holds, *([] if self.given is None else [self.given])]
+        others = [name for part in compared for name in (part.row, part.of) if name not in (None, self.holds.row)]
+        return {self.holds.row: 1.0, **dict.fromkeys([*map(str, others), *self.rivals], -1.0)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Statement":
+        given = data["given"] and Comparison(**data["given"])
+        return cls(data["name"], Comparison(**data["holds"]), given, tuple(data["rivals"]))
+
+    def __str__(self) -> str:
+        return f"{self.holds}" + ("" if self.given is None else f", where {self.given}")
 
 
 @dataclass(frozen=True)
@@ -40,12 +102,26 @@ class Declaration:
     kept: float = 0.3
     pilot_seeds: tuple[int, ...] = ()
     """Seeds whose results were seen before the declaration."""
+    rules: int = FIXED
+    """Version of the rules."""
+    looks: tuple[int, ...] = ()
+    """Numbers of seeds, the first so many of `seeds`, at which the question may be decided; empty for fixed seeds."""
+    statements: tuple[Statement, ...] = ()
+    """For the rules `mostly` and `alone` at looks: one per contrast."""
+    few_seeds_because: str = ""
+    """Why the first look has fewer than ten seeds."""
+    after: str = ""
+    """The earlier question on the same claim, which was answered with other seeds."""
     digest: str = ""
     """Hash of all fields above, the rows and the experiment."""
     commit: str = ""
     """Last commit that changed the declaration before its run; "" if it was uncommitted."""
     changed: bool = False
     """Whether the declaration changed after its run began."""
+    earlier: str = ""
+    """The verdict of the earlier question, as a sentence."""
+    earlier_seeds: tuple[int, ...] = ()
+    """Seeds of the earlier question."""
 
     def __post_init__(self) -> None:
         require(self.rule in get_args(Rule), "rule", self.rule, f"must be one of {', '.join(get_args(Rule))}")
@@ -53,8 +129,34 @@ class Declaration:
         require(self.removed < self.kept, "removed", self.removed, f"must be below kept={self.kept}")
         count = len(self.contrasts)
         require(0 < count <= MOST_CONTRASTS, "contrasts", count, f"must be 1 to {MOST_CONTRASTS}")
-        require(len(self.seeds) >= FEWEST_SEEDS, "seeds", self.seeds, f"needs at least {FEWEST_SEEDS}")
         require(len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "each must occur once")
+        if self.looks:
+            self._check_looks()
+        else:
+            require(len(self.seeds) >= FEWEST_SEEDS, "seeds", self.seeds, f"needs at least {FEWEST_SEEDS}")
+            require(self.rule not in ("no_worse", "mostly"), "rule", self.rule, "needs looks, such as (10, 20, 40, 80)")
+
+    def _check_looks(self) -> None:
+        grow = self.looks[0] >= 2 and all(a < b for a, b in pairwise(self.looks))
+        require(grow, "looks", self.looks, "must grow from one to the next, and start at 2 seeds or more")
+        safe = self.looks[0] >= SAFE_FIRST_LOOK or bool(self.few_seeds_because)
+        fix = f"start with at least {SAFE_FIRST_LOOK} seeds, or say why not in few_seeds_because"
+        require(safe, "looks", self.looks, fix)
+        fix = f"must have one seed per training of the last look, {self.looks[-1]}"
+        require(len(self.seeds) == self.looks[-1], "seeds", f"{len(self.seeds)} seeds", fix)
+        stated = (self.rule in BY_STATEMENT) == bool(self.statements)
+        fix = (
+            f"must be Statement(...) for the rules {' and '.join(BY_STATEMENT)} at looks, Contrast(...) for all others"
+        )
+        require(stated, "contrasts", list(self.contrasts), fix)
+        for statement in self.statements:
+            alone = (self.rule == "alone") == bool(statement.rivals)
+            require(alone, "rivals", statement.rivals, "the rule `alone` needs at least one; other rules have none")
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Share of the error rate that is spent at each look: that of its new seeds in all seeds."""
+        return tuple((n - former) / self.looks[-1] for former, n in pairwise((0, *self.looks)))
 
     @property
     def exploratory(self) -> tuple[str, ...]:
@@ -63,27 +165,46 @@ class Declaration:
             "its declaration, or a setting of its experiment, was in no commit before its run": not self.commit,
             "its declaration changed after its run began": self.changed,
             "some of its seeds were used in a pilot": bool({*self.seeds} & {*self.pilot_seeds}),
+            f"some of its seeds were used in {self.after}": bool({*self.seeds} & {*self.earlier_seeds}),
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
 
     def differing_fields(self, other: "Declaration") -> list[str]:
         """Names of the fields in which two declarations differ, apart from their provenance."""
-        provenance = ("digest", "commit", "changed")
+        provenance = ("digest", "commit", "changed", "earlier", "earlier_seeds")
         ours, theirs = self.to_json(), other.to_json()
-        return [name for name in ours if name not in provenance and ours[name] != theirs[name]]
+        return [name for name in {**ours, **theirs} if name not in provenance and ours.get(name) != theirs.get(name)]
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without the fields of later versions that are at their default: an old declaration keeps its digest."""
+        return _omit_defaults(self, ("rules", "looks", "statements", "few_seeds_because", "after", *_EARLIER))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Declaration":
-        fields: dict[str, Any] = dict(data) | {name: tuple(data[name]) for name in ("seeds", "pilot_seeds")}
-        return cls(**fields)
+        listed = ("seeds", "pilot_seeds", "looks", "earlier_seeds")
+        known: dict[str, Any] = dict(data) | {name: tuple(data[name]) for name in listed if name in data}
+        known["statements"] = tuple(map(Statement.from_json, data.get("statements", ())))
+        return cls(**known)
+
+
+_EARLIER = ("earlier", "earlier_seeds")
+
+
+def _omit_defaults(record: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """The record as a dict with lists for tuples, without those of the fields that are at their default."""
+    kept = asdict(record, dict_factory=lambda pairs: {k: list(v) if isinstance(v, tuple) else v for k, v in pairs})
+    for part in fields(record):
+        if part.name in names and getattr(record, part.name) == part.default:
+            del kept[part.name]
+    return kept
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one contrast. `low` and `high` bound the simultaneous 95 % interval."""
+    """The result of one contrast. `low` and `high` bound the simultaneous interval.
+
+    Under `mostly` and `alone` at looks, mean and interval are of the share of seeds in which the statement holds.
+    """
 
     name: str
     status: Status
@@ -92,9 +213,29 @@ class Finding:
     low: float
     high: float
     needed: int | None = None
-    """Number of seeds that would decide it at unchanged means and spreads; None if decided, or if no number would."""
+    """Number of seeds that would decide it at unchanged means and spreads; None if decided, or if no number would.
+    Under the rules of fixed seeds only."""
     would: Status | None = None
     """The status at `needed` seeds."""
+    n: int | None = None
+    """Seeds at the look that decided it, or at the last one; None under the rules of fixed seeds."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """The contrasts after a look, in the order of the declaration. `n` is its number of seeds."""
+
+    n: int
+    parts: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class Chance:
+    """The probability that a claim is supported or refuted by a look that has not been made yet."""
+
+    n: int
+    supported: float
+    refuted: float
 
 
 @dataclass(frozen=True)
@@ -106,13 +247,19 @@ class Verdict:
     n: int
     parts: tuple[Finding, ...]
     exploratory: tuple[str, ...]
+    looks: tuple[Look, ...] = ()
+    """The looks that were made; empty under the rules of fixed seeds."""
+    futile: bool = False
+    """Whether no look that is left would decide, if means and spreads stay."""
+    chances: tuple[Chance, ...] = ()
+    """Of the looks that are left, if it is undecided."""
 
     @property
     def outlook(self) -> tuple[int, Status] | None:
         """The number of seeds that would decide the claim, and the verdict; None if decided, or if no number would.
 
         One refuted contrast is enough, so it is the smallest number that refutes one, otherwise the largest number that
-        a contrast needs to be supported.
+        a contrast needs to be supported. Under the rules of fixed seeds only.
         """
         undecided = [part for part in self.parts if part.status == "undecided"]
         if self.status != "undecided":
@@ -122,7 +269,22 @@ class Verdict:
         supporting = [part.needed for part in undecided if part.needed]
         return (max(supporting), "supported") if len(supporting) == len(undecided) else None
 
+    def to_json(self) -> dict[str, Any]:
+        """Without the fields of looks under the rules of fixed seeds."""
+        kept = _omit_defaults(self, ("looks", "futile", "chances"))
+        for part in (*kept["parts"], *(part for look in kept.get("looks", ()) for part in look["parts"])):
+            unused = ("n",) if part["n"] is None else ("needed", "would")
+            for name in unused:
+                del part[name]
+        return kept
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Verdict":
-        parts = tuple(Finding(**part) for part in data["parts"])
-        return cls(data["status"], data["sentence"], data["n"], parts, tuple(data["exploratory"]))
+        def read_parts(parts: list[Mapping[str, Any]]) -> tuple[Finding, ...]:
+            return tuple(Finding(**part) for part in parts)
+
+        looks = tuple(Look(look["n"], read_parts(look["parts"])) for look in data.get("looks", ()))
+        chances = tuple(Chance(**chance) for chance in data.get("chances", ()))
+        futile = data.get("futile", False)
+        parts, exploratory = read_parts(data["parts"]), tuple(data["exploratory"])
+        return cls(data["status"], data["sentence"], data["n"], parts, exploratory, looks, futile, chances)

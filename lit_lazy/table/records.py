@@ -289,6 +289,18 @@ class Summary:
 
 
 @dataclass(frozen=True)
+class Yardstick:
+    """What a loss is held against. `marks` are losses of known predictors by name, such as optimum or trigram.
+
+    A cell has learned the task if its `metric`, a column's key, is below `learned`.
+    """
+
+    metric: str
+    learned: float
+    marks: dict[str, float]
+
+
+@dataclass(frozen=True)
 class ContrastRow:
     name: str
     weights: dict[str, float]
@@ -319,6 +331,8 @@ class Table:
     """The declaration of the question that the ablation answers, if any."""
     verdict: Verdict | None = None
     """None without a question, or while a required value is missing."""
+    yardstick: Yardstick | None = None
+    """None if the data source has none."""
     seconds: float | None = None
     """Training and evaluation time of all complete cells; of a resumed cell since it resumed. None if unknown."""
 
@@ -344,6 +358,14 @@ class Table:
     def columns_by_key(self) -> dict[str, Column]:
         return {column.key: column for column in self.columns}
 
+    @property
+    def unlearned(self) -> list[str]:
+        """The variants that in more than half of their cells did not learn the task."""
+        if self.yardstick is None or self.yardstick.metric not in self.columns_by_key:
+            return []
+        bound, measures = self.yardstick.learned, self.collect_measures(self.yardstick.metric)
+        return [name for name, m in measures.items() if 2 * sum(v >= bound for v in m.values.values()) > m.n > 0]
+
     def group_by_seeds(self) -> dict[tuple[int, ...], list[str]]:
         """The variants by their expected seeds."""
         groups: dict[tuple[int, ...], list[str]] = {}
@@ -367,8 +389,9 @@ class Table:
             **({} if self.seconds is None else {"seconds": round(self.seconds)}),
             "baseline": self.baseline,
             "primary": self.primary,
-            **({} if self.declaration is None else {"declaration": to_dict(self.declaration)}),
-            **({} if self.verdict is None else {"verdict": to_dict(self.verdict)}),
+            **({} if self.declaration is None else {"declaration": self.declaration.to_json()}),
+            **({} if self.verdict is None else {"verdict": self.verdict.to_json()}),
+            **({} if self.yardstick is None else {"yardstick": asdict(self.yardstick)}),
             "rows": [vars(row) | {"git_shas": list(row.git_shas)} | _metrics_to_json(row) for row in self.rows],
             "columns": [to_dict(column) | to_dict(self.summaries[column.key]) for column in self.columns],
             "contrasts": [vars(row) | _metrics_to_json(row) for row in self.contrasts],
@@ -419,6 +442,7 @@ class Table:
             notes=tuple(data["notes"]),
             declaration=Declaration.from_json(data["declaration"]) if data.get("declaration") else None,
             verdict=Verdict.from_json(data["verdict"]) if data.get("verdict") else None,
+            yardstick=Yardstick(**data["yardstick"]) if data.get("yardstick") else None,
         )
 
     def to_csv(self) -> str:

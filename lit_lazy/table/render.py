@@ -21,7 +21,13 @@ from lit_lazy.table.finding_text import describe_findings, explain_untested, for
 from lit_lazy.table.fixed_rules import has_fixed_rules
 from lit_lazy.table.records import UNFINISHED, Column, ContrastMeasure, Table, TableRow
 from lit_lazy.table.statistics import ALPHA, POWER
-from lit_lazy.table.verdicts import describe_bounds, describe_contrasts, describe_missing
+from lit_lazy.table.verdicts import (
+    describe_bounds,
+    describe_contrasts,
+    describe_earlier,
+    describe_looks,
+    describe_missing,
+)
 
 NOT_DEFINED = "–"
 
@@ -98,7 +104,11 @@ def _build_finding(table: Table) -> list[Block]:
         f"{', '.join(describe_bounds(declared, column))}; simultaneous 95 % intervals. Declared in {commit}, "
         f"{declared.digest}. All else in this table is exploratory."
     )
-    return [Paragraph(verdict.sentence), BulletList(tuple(describe_contrasts(verdict, column))), Paragraph(about)]
+    lines = [*describe_contrasts(declared, verdict, column), *describe_looks(declared, verdict)]
+    blocks: list[Block] = [Paragraph(verdict.sentence), BulletList(tuple(lines))]
+    if declared.after:
+        blocks.append(Paragraph(describe_earlier(declared)))
+    return [*blocks, Paragraph(about)]
 
 
 def _build_test_blocks(table: Table, directed: Sequence[Column], columns: Sequence[Column], level: int) -> list[Block]:

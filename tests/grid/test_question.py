@@ -192,7 +192,10 @@ ABLATION = question().ablation
         ({"contrasts": (Contrast("c - a", {"c": 1, "a": -1}),)}, "'c' is not one of its rows"),
         ({"claim": " "}, r"question 'q': claim=' ': must be a sentence"),
         ({"margin": 0}, "question 'q': margin=0: must be above 0"),
-        ({"rule": "better"}, "question 'q': rule='better': must be one of lower, higher, same, removed, alone"),
+        (
+            {"rule": "better"},
+            "question 'q': rule='better': must be one of lower, higher, same, no_worse, mostly, removed, alone",
+        ),
         ({"ablation": replace(ABLATION, seeds=(0, 1))}, r"question 'q': seeds=\(0, 1\): needs at least 5"),
         ({"ablation": replace(ABLATION, primary=("loss/excess",))}, r"question 'q': ablation\.primary=.*leave it to"),
         (

@@ -199,7 +199,7 @@ def test_an_undecided_contrast_names_the_seeds_that_would_decide_it():
     needed, how = found.outlook
     assert how == "supported"
     assert f"than old. {needed} seeds would support it, if means and spreads stay." in found.sentence
-    assert f"; {needed} seeds would support it" in describe_contrasts(found, LOSS)[0]
+    assert f"; {needed} seeds would support it" in describe_contrasts(DECLARED, found, LOSS)[0]
     # Twice as many seeds with the same means and spreads decide it, half as many do not.
     for n, decided in ((2 * needed // 5, True), (needed // 2 // 5, False)):
         seeds = tuple(range(5 * n))
@@ -321,7 +321,7 @@ def test_a_table_says_its_verdict_first_or_what_it_still_needs():
 def test_lines_give_the_numbers_as_the_column_does():
     found = verdict("lower", around(1, 0.1), around(2, 0.1))
     part = found.parts[0]
-    assert describe_contrasts(found, LOSS) == [
+    assert describe_contrasts(DECLARED, found, LOSS) == [
         f"new - old: supported, lower: -1.000 [{part.low:+.3f}, {part.high:+.3f}] nats"
     ]
 
@@ -339,7 +339,7 @@ def test_bounds_have_the_unit_of_what_they_are_compared_with():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rule": "better"}, "rule='better': must be one of lower, higher, same, removed, alone"),
+        ({"rule": "better"}, "rule='better': must be one of lower, higher, same, no_worse, mostly, removed, alone"),
         ({"margin": 0.0}, r"margin=0\.0: must be above 0"),
         ({"seeds": (1, 2, 3)}, r"seeds=\(1, 2, 3\): needs at least 5"),
         ({"seeds": (1, 2, 3, 4, 4)}, r"seeds=\(1, 2, 3, 4, 4\): each must occur once"),

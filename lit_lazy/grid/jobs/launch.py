@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from rich.console import Console
 
@@ -70,8 +70,16 @@ class OpenGrid(Generic[Q]):
     command: Membership
 
 
-def run_grid(grid: Grid, launch: LaunchOptions, console: Console, publish: Publish) -> tuple[Table, bool]:
-    """Execute the missing cells of a grid; returns the table from `publish` and whether every cell is complete."""
+class Outcome(NamedTuple):
+    """The table of a grid, whether all its cells are complete, and whether any was executed for it."""
+
+    table: Table
+    finished: bool
+    executed: bool
+
+
+def run_grid(grid: Grid, launch: LaunchOptions, console: Console, publish: Publish) -> Outcome:
+    """Execute the missing cells of a grid and `publish` its table."""
     with open_grid(grid, launch, Queue, console) as opened:
         queue, tracker = opened.queue, opened.tracker
         with queue.lock():
@@ -80,7 +88,7 @@ def run_grid(grid: Grid, launch: LaunchOptions, console: Console, publish: Publi
         with execute_cells(grid, launch, opened, parent_id, console, recorded=recorded) as executed:
             _report_failures(queue, tracker, parent_id)
             table = publish(tracker, parent_id, grid.folder, executed)
-        return table, is_finished(grid, queue)
+        return Outcome(table, is_finished(grid, queue), executed)
 
 
 @contextmanager

@@ -1,0 +1,360 @@
+"""The rules of questions with looks: what is decided at each look, and how likely a later one is to decide.
+
+A group-sequential design: look j spends the share w_j of the error rate ALPHA for support, per contrast, and the same
+for refutation, divided by the number of declared contrasts. A claim is supported if every contrast is, so an error of
+one contrast bounds its error; it is refuted if one contrast is, which needs the division. docs/method.md, section 10,
+has the rules, docs/results/looks.md their simulated errors and power.
+
+All functions are pure in the declaration and the outcomes by row and seed.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import beta, binom, t
+
+from lit_lazy.table.declaration import BY_STATEMENT, Chance, Declaration, Finding, Look, Statement, Status
+from lit_lazy.table.statistics import LEAST, RESOLUTION
+
+ALPHA = 0.025
+"""Error rate of wrong support, and of wrong refutation, over all looks."""
+MOST_ABSENT = 0.25
+"""Largest share of seeds in which what a statement presumes may be absent."""
+SHARE_CLAIMED, SHARE_DENIED = 1 / 2, 3 / 4
+"""`mostly` is supported if a statement holds in more than the first share of trainings, refuted if in fewer than the
+second."""
+DRAWS = 2_000
+Outcomes = Mapping[str, Mapping[int, float]]
+"""The primary outcome by row and seed."""
+
+
+class Critical(NamedTuple):
+    """Error rates of one contrast at one look with n seeds, for support and for refutation."""
+
+    n: int
+    support: float
+    refute: float
+
+    @property
+    def t_support(self) -> float:
+        """Standard errors that support takes: t(n - 1) at `support`."""
+        return float(t.isf(self.support, self.n - 1))
+
+    @property
+    def t_refute(self) -> float:
+        return float(t.isf(self.refute, self.n - 1))
+
+    @property
+    def fewest_met(self) -> int:
+        """Seeds in which a statement must hold to be supported: the least y with P(Bin(n, 1/2) >= y) <= `support`."""
+        return int(binom.isf(self.support, self.n, SHARE_CLAIMED)) + 1
+
+    def divide(self, parts: int) -> "Critical":
+        """With `parts` times as many ways to refute."""
+        return self._replace(refute=self.refute / parts)
+
+
+def compute_critical(declaration: Declaration, look: int) -> Critical:
+    """Error rates at a look, counted from 0."""
+    rate = ALPHA * declaration.weights[look]
+    return Critical(declaration.looks[look], rate, rate / len(declaration.contrasts))
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Mean and standard deviation over n seeds; arrays hold several draws."""
+
+    mean: np.ndarray
+    sd: np.ndarray
+
+    @classmethod
+    def measure(cls, x: np.ndarray) -> "_Moments":
+        """Of `x`, whose last axis are seeds."""
+        still = _is_still(x, np.abs(x).max(axis=-1))
+        return cls(x.mean(axis=-1), np.where(still, np.nan, x.std(axis=-1, ddof=1)))
+
+    def is_below(self, bound: float, factor: float, n: int) -> np.ndarray:
+        """Whether mean + factor standard errors is below the bound; false without a spread."""
+        return self.mean + factor * self.sd / math.sqrt(n) < bound
+
+    def is_above(self, bound: float, factor: float, n: int) -> np.ndarray:
+        return self.mean - factor * self.sd / math.sqrt(n) > bound
+
+
+class _Decision(NamedTuple):
+    supported: np.ndarray
+    refuted: np.ndarray
+
+
+def _decide(declaration: Declaration, name: str, parts: np.ndarray, critical: Critical) -> _Decision:
+    """Support and refutation of a contrast, bool `[...]`, from the parts of `_measure_parts`, `[..., parts, n]`."""
+    if declaration.rule in BY_STATEMENT:
+        return _decide_statement(declaration, parts, critical)
+    n, margin, a, b = critical.n, declaration.margin, critical.t_support, critical.t_refute
+    if declaration.rule == "removed":
+        claimed = np.array([weight > 0 for weight in declaration.contrasts[name].values() if weight])
+        levels, b = _Moments.measure(parts), critical.divide(int(claimed.sum())).t_refute
+        present = np.all(levels.is_above(declaration.kept, a, n)[..., ~claimed], axis=-1)
+        removed = np.all(levels.is_below(declaration.removed, a, n)[..., claimed], axis=-1)
+        still_there = np.any(levels.is_above(declaration.kept, b, n)[..., claimed], axis=-1)
+        return _Decision(np.logical_and(present, removed), np.logical_and(present, still_there))
+    d = _Moments.measure((-1 if declaration.rule == "higher" else 1) * parts[..., 0, :])
+    if declaration.rule == "same":
+        within = d.is_below(margin, a, n) & d.is_above(-margin, a, n)
+        return _Decision(within, d.is_above(margin / 2, b, n) | d.is_below(-margin / 2, b, n))
+    if declaration.rule == "no_worse":
+        return _Decision(d.is_below(margin, a, n), d.is_above(0, b, n))
+    return _Decision(d.is_below(0, a, n), d.is_above(-margin, b, n))
+
+
+def _decide_statement(declaration: Declaration, parts: np.ndarray, critical: Critical) -> _Decision:
+    absent, met, rivals = parts[..., 0, :].sum(axis=-1), parts[..., 1, :].sum(axis=-1), parts[..., 2:, :].sum(axis=-1)
+    known = absent <= MOST_ABSENT * critical.n
+    supported, refuted = met >= critical.fewest_met, _is_rare(met, critical)
+    if declaration.rule == "alone" and rivals.shape[-1]:
+        each = critical.divide(rivals.shape[-1])
+        # Support claims that no rival does it, so each must be shown not to.
+        supported &= _is_rare(rivals, critical._replace(refute=critical.support)).all(axis=-1)
+        rate = critical._replace(support=each.refute)
+        refuted |= (rivals >= rate.fewest_met).any(axis=-1)
+    elif declaration.rule == "alone":
+        known = known & False
+    return _Decision(known & supported, known & refuted)
+
+
+def _is_rare(met: np.ndarray, critical: Critical) -> np.ndarray:
+    """Whether a statement that holds in three quarters of trainings would hardly be met in so few seeds."""
+    return binom.cdf(met, critical.n, SHARE_DENIED) <= critical.refute
+
+
+def _measure_parts(
+    declaration: Declaration, name: str, outcomes: Outcomes, seeds: Sequence[int], unlearned: Collection[str]
+) -> np.ndarray:
+    """What a rule reads of a contrast, `[parts, n]`.
+
+    The weighted sum; for `removed` the rows; for statements, as 0 or 1, whether what it presumes is absent, whether it
+    is met, and whether it is met by each rival that learned the task.
+    """
+    if declaration.rule in BY_STATEMENT:
+        statement = _get_statement(declaration, name)
+        rows = [statement.holds.row, *(rival for rival in statement.rivals if rival not in unlearned)]
+        by_seed = [{row: outcomes[row][seed] for row in statement.weights} for seed in seeds]
+        given = [statement.given is None or statement.given.holds(x) for x in by_seed]
+        compared = [statement.holds.replace_row(statement.holds.row, row) for row in rows]
+        met = [[part.holds(x) and present for x, present in zip(by_seed, given, strict=True)] for part in compared]
+        return np.array([[not present for present in given], *met], dtype=float)
+    if declaration.rule == "removed":
+        rows = [row for row, weight in declaration.contrasts[name].items() if weight]
+        return np.array([[outcomes[row][seed] for seed in seeds] for row in rows])
+    return _compute_sums(declaration.contrasts[name], outcomes, seeds)[None]
+
+
+def _compute_sums(weights: Mapping[str, float], outcomes: Outcomes, seeds: Sequence[int]) -> np.ndarray:
+    """The weighted sum of a contrast in each seed, `[n]`; equal numbers if they differ by the rounding of metrics."""
+    terms = np.array([[weight * outcomes[row][seed] for row, weight in weights.items()] for seed in seeds])
+    sums = np.array([math.fsum(row) for row in terms])
+    return np.full_like(sums, sums.mean()) if _is_still(sums, np.abs(terms).max()) else sums
+
+
+def _is_still(x: np.ndarray, scale: np.ndarray | float) -> np.ndarray:
+    """Whether values along the last axis differ by less than the resolution of metrics of that scale."""
+    return np.ptp(x, axis=-1) <= np.maximum(RESOLUTION * scale, LEAST)
+
+
+def _get_statement(declaration: Declaration, name: str) -> Statement:
+    return next(statement for statement in declaration.statements if statement.name == name)
+
+
+def find_open_rows(declaration: Declaration, looks: Sequence[Look]) -> list[str]:
+    """The rows that the next look needs: those of contrasts that are undecided after the looks made."""
+    decided = _collect_decided(looks)
+    open_contrasts = [weights for name, weights in declaration.contrasts.items() if name not in decided]
+    return list(dict.fromkeys(row for weights in open_contrasts for row, weight in weights.items() if weight))
+
+
+def _collect_decided(looks: Sequence[Look]) -> dict[str, Finding]:
+    parts = looks[-1].parts if looks else ()
+    return {part.name: part for part in parts if part.status != "undecided"}
+
+
+def combine_statuses(parts: Sequence[Finding]) -> Status:
+    """The status of a claim: supported if every contrast is, refuted if one is."""
+    statuses = {part.status for part in parts}
+    return "refuted" if "refuted" in statuses else "undecided" if "undecided" in statuses else "supported"
+
+
+def judge_looks(declaration: Declaration, outcomes: Outcomes, unlearned: Collection[str] = ()) -> tuple[Look, ...]:
+    """The looks that the outcomes allow, up to the one that decides the claim.
+
+    unlearned: rows that did not learn the task; a contrast with one is undecided. A look needs the outcome of every
+    row with an open contrast in each of its seeds. `why` of a finding is a format string over the margin.
+    """
+    looks: list[Look] = []
+    for number, n in enumerate(declaration.looks):
+        seeds, decided = declaration.seeds[:n], _collect_decided(looks)
+        if any(seed not in outcomes.get(row, {}) for row in find_open_rows(declaration, looks) for seed in seeds):
+            break
+        critical = compute_critical(declaration, number)
+        parts = [
+            decided.get(name) or _judge_contrast(declaration, name, outcomes, seeds, critical, unlearned)
+            for name in declaration.contrasts
+        ]
+        looks.append(Look(n, tuple(parts)))
+        if combine_statuses(parts) != "undecided":
+            break
+    return tuple(looks)
+
+
+def _judge_contrast(
+    declaration: Declaration,
+    name: str,
+    outcomes: Outcomes,
+    seeds: Sequence[int],
+    critical: Critical,
+    unlearned: Collection[str],
+) -> Finding:
+    parts = _measure_parts(declaration, name, outcomes, seeds, unlearned)
+    decision = _decide(declaration, name, parts, critical)
+    status: Status = "refuted" if decision.refuted else "supported" if decision.supported else "undecided"
+    if dead := _find_dead(declaration, name, unlearned):
+        status, why = "undecided", f"did not learn the task: {', '.join(dead)}"
+    else:
+        why = _explain(declaration, status, parts, critical)
+    if declaration.rule in BY_STATEMENT:
+        return Finding(name, status, why, *_estimate_share(parts[1], critical), n=critical.n)
+    d = _compute_sums(declaration.contrasts[name], outcomes, seeds)
+    mean, half = float(d.mean()), critical.t_refute * float(d.std(ddof=1)) / math.sqrt(critical.n)
+    return Finding(name, status, why, mean, mean - half, mean + half, n=critical.n)
+
+
+def _find_dead(declaration: Declaration, name: str, unlearned: Collection[str]) -> list[str]:
+    """Rows of a contrast, other than rivals, that did not learn the task."""
+    rivals = _get_statement(declaration, name).rivals if declaration.rule in BY_STATEMENT else ()
+    return [row for row, weight in declaration.contrasts[name].items() if weight and row in {*unlearned} - {*rivals}]
+
+
+_WHY: Mapping[str, tuple[str, str]] = {
+    "lower": ("lower", "not lower by {margin}"),
+    "higher": ("higher", "not higher by {margin}"),
+    "same": ("the same within ±{margin}", "differs by more than {half_margin}"),
+    "no_worse": ("worse by less than {margin}, if at all", "worse"),
+    "removed": ("below {removed} where it is above {kept} otherwise", "above {kept} as well"),
+}
+"""Reasons for support and for refutation, as format strings over the thresholds."""
+
+
+def _explain(declaration: Declaration, status: Status, parts: np.ndarray, critical: Critical) -> str:
+    if declaration.rule in BY_STATEMENT:
+        absent, met, *rivals = parts.sum(axis=1).astype(int).tolist()
+        text = f"met in {met} of {critical.n} seeds"
+        if rivals:
+            text += f", by its rivals in {', '.join(map(str, rivals))}"
+        if absent:
+            text += f"; what it presumes is absent in {absent}"
+        return text
+    if status == "undecided":
+        still = bool(np.isnan(_Moments.measure(parts).sd).any())
+        return "no seed moves it, so its spread is unknown" if still else "neither shown"
+    return _WHY[declaration.rule][status == "refuted"]
+
+
+def _estimate_share(met: np.ndarray, critical: Critical) -> tuple[float, float, float]:
+    """The share of seeds in which a statement holds, with its simultaneous interval (Clopper and Pearson 1934)."""
+    n, y, level = critical.n, int(met.sum()), critical.refute
+    low = float(beta.ppf(level, y, n - y + 1)) if y else 0.0
+    return y / n, low, float(beta.isf(level, y + 1, n - y)) if y < n else 1.0
+
+
+def is_futile(declaration: Declaration, looks: Sequence[Look], outcomes: Outcomes, unlearned: Collection[str]) -> bool:
+    """Whether, from the second look on, the last look would not decide the claim if means and spreads stay.
+
+    It binds nobody: error rates hold whether or not the question goes on.
+    """
+    if len(looks) < 2 or len(looks) == len(declaration.looks):
+        return False
+    last = compute_critical(declaration, len(declaration.looks) - 1)
+    seeds, decided = declaration.seeds[: looks[-1].n], _collect_decided(looks)
+    open_contrasts = [name for name in declaration.contrasts if name not in decided]
+    decisions = []
+    for name in open_contrasts:
+        dead = bool(_find_dead(declaration, name, unlearned))
+        parts = _extrapolate(_measure_parts(declaration, name, outcomes, seeds, unlearned), last.n, declaration)
+        found = _decide(declaration, name, parts, last)
+        decisions.append((bool(found.supported) and not dead, bool(found.refuted) and not dead))
+    return not any(refuted for _, refuted in decisions) and not all(supported for supported, _ in decisions)
+
+
+def _extrapolate(parts: np.ndarray, n: int, declaration: Declaration) -> np.ndarray:
+    """`[parts, n]` with the mean and standard deviation of fewer seeds, or for statements with their shares."""
+    if declaration.rule in BY_STATEMENT:
+        counts = np.rint(parts.mean(axis=1) * n)
+        return (np.arange(n) < counts[:, None]).astype(float)
+    alternating = np.where(np.arange(n) % 2, 1.0, -1.0)
+    alternating -= alternating.mean()
+    spread = parts.std(axis=1, ddof=1) / alternating.std(ddof=1)
+    return parts.mean(axis=1)[:, None] + spread[:, None] * alternating
+
+
+def compute_chances(
+    declaration: Declaration, looks: Sequence[Look], outcomes: Outcomes, unlearned: Collection[str]
+) -> tuple[Chance, ...]:
+    """The probability that each look that is left has decided the claim by then, given the seeds so far.
+
+    Draws of the seeds to come keep the covariance of all open contrasts and allow for the uncertainty of means and
+    spreads: multivariate t around a mean drawn from its own distribution; for statements, a Bayesian bootstrap (Rubin
+    1981) of the seeds so far with half a seed more in which all hold, and half a seed in which none does.
+    """
+    decided = _collect_decided(looks)
+    undecided = [name for name in declaration.contrasts if name not in decided]
+    names = [name for name in undecided if not _find_dead(declaration, name, unlearned)]
+    supportable = names == undecided
+    if not names:
+        return ()
+    n = looks[-1].n
+    parts = {name: _measure_parts(declaration, name, outcomes, declaration.seeds[:n], unlearned) for name in names}
+    rng = np.random.default_rng(0)
+    future = _draw(np.concatenate(list(parts.values())), declaration, rng)
+    supported = {name: np.zeros(DRAWS, dtype=bool) for name in names}
+    claim_refuted = np.zeros(DRAWS, dtype=bool)
+    chances = []
+    for number in range(len(looks), len(declaration.looks)):
+        critical = compute_critical(declaration, number)
+        claim_supported = np.logical_and.reduce(list(supported.values())) & supportable
+        running = ~claim_refuted & ~claim_supported
+        for name, drawn in _split(future[..., : critical.n], parts):
+            found = _decide(declaration, name, drawn, critical)
+            claim_refuted |= running & ~supported[name] & found.refuted
+            supported[name] |= running & found.supported & ~found.refuted
+        claim_supported = np.logical_and.reduce(list(supported.values())) & supportable & ~claim_refuted
+        chances.append(Chance(critical.n, float(claim_supported.mean()), float(claim_refuted.mean())))
+    return tuple(chances)
+
+
+def _split(drawn: np.ndarray, parts: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """The draws of each contrast, from those of all parts stacked."""
+    start = 0
+    for name, own in parts.items():
+        yield name, drawn[:, start : start + len(own)]
+        start += len(own)
+
+
+def _draw(x: np.ndarray, declaration: Declaration, rng: np.random.Generator) -> np.ndarray:
+    """DRAWS continuations of `x`, `[parts, n]`, to the last look: `[DRAWS, parts, N]`, beginning with `x`."""
+    n, more = x.shape[1], declaration.looks[-1] - x.shape[1]
+    if declaration.rule in BY_STATEMENT:
+        ends = np.ones((len(x), 2))
+        ends[:, 1] = 0
+        seen = np.concatenate([x, ends], axis=1)
+        shares = rng.dirichlet([1.0] * n + [0.5, 0.5], size=DRAWS)
+        chosen = (rng.random((DRAWS, more, 1)) > np.cumsum(shares, axis=1)[:, None]).sum(axis=-1)
+        new = seen[:, np.minimum(chosen, n + 1)].transpose(1, 0, 2)
+    else:
+        mean = x.mean(axis=1)
+        root = (x - mean[:, None]) / math.sqrt(n - 1)  # root @ root.T is the sample covariance
+        scale = np.sqrt((n - 1) / rng.chisquare(n - 1, size=(DRAWS, 1, 1)))
+        drawn_mean = mean[None, :, None] + scale * (root @ rng.normal(size=(DRAWS, n, 1))) / math.sqrt(n)
+        new = drawn_mean + scale * (root @ rng.normal(size=(DRAWS, n, more)))
+    return np.concatenate([np.broadcast_to(x, (DRAWS, *x.shape)), new], axis=2)

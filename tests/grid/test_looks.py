@@ -1,0 +1,114 @@
+"""A question with looks, run by the command: which rows go on, where it stops, and that it resumes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import forked
+import pytest
+from test_question import RUN, SOURCE, git
+
+from lit_lazy.command.ablate_run import find_next_look
+from lit_lazy.table.declaration import Chance
+from lit_lazy.table.records import Table
+
+LOOKS = (
+    SOURCE.replace("import Elastic, Softmax", "import Elastic, Softmax, SSMax")
+    .replace("MARGIN", "MARGIN,\n    looks=(3, 4, 6),\n    few_seeds_because='a test'")
+    .replace("seeds=(3, 4, 5, 6, 7)", "seeds=(3, 4, 5, 6, 7, 8)")
+    .replace(
+        'Row("elastic", {RULE: Elastic()}, "ours")',
+        'Row("elastic", {RULE: Elastic()}, "ours"), Row("kept", {RULE: SSMax()}, "ours"), '
+        'Row("apart", {RULE: Elastic(tau_init=0.5)}, "ours")',
+    )
+)
+"""Elastic-Softmax has less mass at once; softmax and SSMax have 1 in every seed, which decides nothing."""
+ONE = 'Contrast("elastic - softmax", {"elastic": 1, "softmax": -1}),'
+OPEN = ONE + ' Contrast("kept - softmax", {"kept": 1, "softmax": -1}),'
+
+
+def write_question(folder: Path, contrasts: str, margin: str = "0.1") -> Path:
+    folder.mkdir()
+    path = folder / "q_mine.py"
+    path.write_text(LOOKS.replace("MARGIN", margin).replace(ONE, contrasts))
+    git(folder, "init")
+    git(folder, "add", ".")
+    git(folder, "commit", "-m", "Ask")
+    return path
+
+
+def run(question: Path, runs: Path, *words: str) -> tuple[Table, str]:
+    done = forked.run([*RUN, str(question), "--runs", str(runs), "--workers", "2", *words])
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Table.from_json(json.loads((runs / "q_mine-backcopy_tiny" / "table.json").read_text())), done.stdout
+
+
+def seeds(table: Table) -> dict[str, list[int]]:
+    return {row.variant: row.seeds for row in table.rows}
+
+
+def test_only_rows_with_an_open_contrast_go_on(tmp_path: Path, runs: Path) -> None:
+    whole, printed = run(write_question(tmp_path / "mine", OPEN), runs, "--looks", "3")
+    assert seeds(whole) == {
+        "softmax": [3, 4, 5, 6, 7, 8],
+        "elastic": [3, 4, 5],
+        "kept": [3, 4, 5, 6, 7, 8],
+        "apart": [3, 4, 5],
+    }
+    assert "look 2 of 3: n = 4, 2 cells, about " in printed
+    assert whole.verdict is not None
+    assert [look.n for look in whole.verdict.looks] == [3, 4, 6]
+    assert [part.n for part in whole.verdict.parts] == [3, 6]
+    assert find_next_look(whole, None, 3) is None
+
+
+@pytest.mark.long
+def test_a_resumed_question_equals_an_undisturbed_one(tmp_path: Path, runs: Path) -> None:
+    question = write_question(tmp_path / "mine", OPEN)
+    whole, _ = run(question, runs / "whole", "--looks", "3")
+    for number in (1, 2, 3):
+        part, _ = run(question, runs / "parts", "--looks", "1")
+        assert part.verdict is not None
+        assert len(part.verdict.looks) == number
+        if number == 1:
+            check_next_look(part)
+    for name in ("verdict", "rows", "declaration"):
+        assert part.to_json()[name] == whole.to_json()[name]
+    again, printed = run(question, runs / "parts")
+    assert again.verdict == whole.verdict
+    assert "nothing to do" in printed
+
+
+def check_next_look(table: Table) -> None:
+    """Of a question that its first look left open: what stops it."""
+    assert table.verdict is not None
+    assert table.verdict.chances[0] == Chance(4, 0.0, 0.0)
+    assert find_next_look(table, None, 1) == 2
+    assert find_next_look(table, 1, 1) is None
+    futile = replace(table, verdict=replace(table.verdict, futile=True))
+    assert find_next_look(futile, None, 1) is None
+    assert find_next_look(futile, 2, 1) == 2
+    decided = replace(table, verdict=replace(table.verdict, status="refuted"))
+    assert find_next_look(decided, 2, 1) is None
+    assert find_next_look(replace(table, verdict=None), None, 0) is None
+
+
+@pytest.mark.long
+def test_a_decided_question_stops_at_its_look(tmp_path: Path, runs: Path) -> None:
+    table, printed = run(write_question(tmp_path / "mine", ONE), runs)
+    assert table.verdict is not None
+    assert (table.verdict.status, table.verdict.n, table.verdict.exploratory) == ("supported", 3, ())
+    assert seeds(table) == {name: [3, 4, 5] for name in ("softmax", "elastic", "kept", "apart")}
+    assert "Supported at look 1 of 3 (n = 3): Elastic-Softmax has less mass." in printed
+    assert "look 1 of 3: n = 3, alpha spent 0.0125, nothing open" in printed
+
+
+@pytest.mark.long
+def test_a_question_that_was_changed_between_its_looks_is_exploratory(tmp_path: Path, runs: Path) -> None:
+    question = write_question(tmp_path / "mine", OPEN)
+    run(question, runs, "--looks", "1")
+    question.write_text(question.read_text().replace("looks=(3, 4, 6)", "looks=(3, 5, 6)"))
+    git(question.parent, "commit", "-am", "Look elsewhere")
+    table, _ = run(question, runs, "--looks", "1")
+    assert table.verdict is not None
+    assert table.verdict.exploratory == ("its declaration changed after its run began",)

@@ -1,0 +1,266 @@
+"""Looks in sequence: bounds, rules, rows that go on, what cannot decide, and the chances of the looks to come."""
+
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from scipy.special import betainc
+
+from lit_lazy.table.build import TableSpec, build_table
+from lit_lazy.table.declaration import SEQUENTIAL, Comparison, Declaration, Statement, Verdict
+from lit_lazy.table.looks import compute_critical, find_open_rows, judge_looks
+from lit_lazy.table.records import Column, Observation, RowInfo, Table, Yardstick
+from lit_lazy.table.render import render_markdown
+from lit_lazy.table.verdicts import add_verdict, judge
+
+LOOKS = (10, 20, 40, 80)
+LOSS = Column("loss", "loss", "lower", 3, "nats")
+DECLARED = Declaration(
+    claim="New is lower than old.", source="R5", primary="loss", contrasts={"new - old": {"new": 1.0, "old": -1.0}},
+    rule="lower", margin=0.1, seeds=tuple(range(100, 180)), rules=SEQUENTIAL, looks=LOOKS, commit="abc", digest="0123",
+)  # fmt: skip
+SINK = Statement("sink", Comparison("new", "<", 0.25, "old"), given=Comparison("old", ">", 0.1))
+COUNTED = replace(DECLARED, rule="mostly", statements=(SINK,), contrasts={"sink": SINK.weights})
+
+
+def declare(rule: str, k: int = 1, **changes) -> Declaration:
+    contrasts = {f"c{i}": {f"new {i}": 1.0, "old": -1.0} for i in range(k)}
+    return replace(DECLARED, rule=rule, contrasts=contrasts, **changes)
+
+
+def table_of(declared: Declaration, rows: dict[str, list[float]]) -> Table:
+    """A table of rows that may have unequal numbers of seeds."""
+    infos = [RowInfo(name, "ours", declared.seeds[: len(values)], "base") for name, values in rows.items()]
+    cells = [
+        Observation(name, seed, "complete", {"loss": value})
+        for name, values in rows.items()
+        for seed, value in zip(declared.seeds, values, strict=False)
+    ]
+    return build_table(TableSpec("q", "base", next(iter(rows)), infos, [LOSS], [], "command"), cells)
+
+
+def judge_rows(declared: Declaration, rows: dict[str, list[float]]) -> Verdict:
+    found = judge(declared, table_of(declared, rows))
+    assert found is not None
+    return found
+
+
+def around(mean: float, sd: float, n: int) -> list[float]:
+    x = np.tile([-1.0, 1.0], n)[:n]
+    return (mean + sd * (x - x.mean()) / x.std(ddof=1)).tolist()
+
+
+def test_the_bounds_are_those_of_the_tables() -> None:
+    """Quantiles of t by bisection of the incomplete beta function, and binomial tails by counting."""
+
+    def t_quantile(df: int, rate: float) -> float:
+        low, high = 0.0, 50.0
+        while high - low > 1e-9:
+            middle = (low + high) / 2
+            tail = 0.5 * betainc(df / 2, 0.5, df / (df + middle**2))
+            low, high = (middle, high) if tail > rate else (low, middle)
+        return low
+
+    def tail(n: int, y: int) -> float:
+        return sum(math.comb(n, i) for i in range(y, n + 1)) / 2**n
+
+    found = [compute_critical(declare("lower", k=4), j) for j in range(4)]
+    shares = (1 / 8, 1 / 8, 1 / 4, 1 / 2)
+    for c, n, share in zip(found, LOOKS, shares, strict=True):
+        assert c.t_support == pytest.approx(t_quantile(n - 1, 0.025 * share), abs=1e-3)
+        assert c.t_refute == pytest.approx(t_quantile(n - 1, 0.025 * share / 4), abs=1e-3)
+        assert tail(n, c.fewest_met) <= 0.025 * share < tail(n, c.fewest_met - 1)
+    assert [round(c.t_support, 2) for c in found] == [3.55, 3.07, 2.62, 2.28]
+    assert [round(c.t_refute, 2) for c in found] == [4.47, 3.69, 3.15, 2.81]
+    assert [c.fewest_met for c in found] == [10, 17, 29, 51]
+
+
+@pytest.mark.parametrize(
+    ("rule", "difference", "sd", "status"),
+    [
+        ("lower", -0.2, 0.1, "supported"),
+        ("lower", 0.0, 0.05, "refuted"),
+        ("lower", -0.05, 0.2, "undecided"),
+        ("lower", -0.05, 0.02, "refuted"),  # lower, but not by the margin: both hold, and refutation comes first
+        ("higher", 0.2, 0.1, "supported"),
+        ("higher", -0.2, 0.1, "refuted"),
+        ("same", 0.0, 0.05, "supported"),
+        ("same", 0.2, 0.05, "refuted"),
+        ("same", 0.0, 0.5, "undecided"),
+        ("no_worse", 0.0, 0.05, "supported"),
+        ("no_worse", 0.3, 0.1, "refuted"),
+        ("no_worse", 0.05, 0.3, "undecided"),
+    ],
+)
+def test_each_rule_has_each_outcome(rule: str, difference: float, sd: float, status: str) -> None:
+    rows = {"old": [1.0] * 10, "new 0": around(1 + difference, sd, 10)}
+    found = judge_rows(declare(rule), rows)
+    assert (found.status, found.n, len(found.looks)) == (status, 10, 1)
+    part = found.parts[0]
+    half = compute_critical(declare(rule), 0).t_refute * sd / 10**0.5
+    assert (part.mean, part.low, part.high) == pytest.approx((difference, difference - half, difference + half))
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "status"),
+    [(0.02, 0.5, "supported"), (0.6, 0.5, "refuted"), (0.2, 0.5, "undecided"), (0.02, 0.2, "undecided")],
+)
+def test_removed_is_a_matter_of_levels(new: float, old: float, status: str) -> None:
+    rows = {"old": around(old, 0.01, 10), "new 0": around(new, 0.01, 10)}
+    assert judge_rows(declare("removed"), rows).status == status
+
+
+@pytest.mark.parametrize(
+    ("met", "absent", "status", "n"),
+    [(10, 0, "supported", 10), (0, 0, "refuted", 10), (9, 0, "undecided", 10), (0, 3, "undecided", 10)],
+)
+def test_a_statement_is_counted_by_seeds(met: int, absent: int, status: str, n: int) -> None:
+    old = [0.05] * absent + [0.4] * (n - absent)
+    new = [0.0] * met + [0.3] * (n - met)
+    found = judge_rows(COUNTED, {"old": old, "new": new})
+    assert found.status == status
+    counted = met if not absent else 0
+    assert found.parts[0].why.startswith(f"met in {counted} of {n} seeds")
+    assert (f"what it presumes is absent in {absent}" in found.parts[0].why) == bool(absent)
+
+
+def alone(rivals: tuple[str, ...]) -> Declaration:
+    statement = replace(SINK, rivals=rivals)
+    return replace(COUNTED, rule="alone", statements=(statement,), contrasts={"sink": statement.weights})
+
+
+def test_alone_needs_every_rival_to_be_shown_to_keep_it() -> None:
+    levels = {"old": 0.4, "new": 0.0, "kept": 0.4, "too": 0.4, "also": 0.4, "gone": 0.01}
+    rows = {name: [level] * 20 for name, level in levels.items()} | {"half": [0.01, 0.4] * 10}
+    assert judge_rows(alone(("kept",)), rows).status == "supported"
+    assert judge_rows(alone(("kept", "gone")), rows).n == 10
+    refuted = judge_rows(alone(("kept", "too", "also", "gone")), rows)
+    assert (refuted.status, refuted.n) == ("refuted", 20)
+    assert refuted.looks[0].parts[0].status == "undecided", "2^-10 is above the error rate of one of four rivals"
+    assert judge_rows(alone(("kept", "half")), rows).status == "undecided"
+
+
+def test_a_rival_that_did_not_learn_decides_nothing() -> None:
+    rows = {"old": [0.4] * 20, "new": [0.0] * 20, "kept": [0.4] * 20, "gone": [0.01] * 20}
+    table = table_of(alone(("kept", "gone")), rows)
+    outcomes = {name: dict(zip(DECLARED.seeds, values, strict=False)) for name, values in rows.items()}
+    statuses = {
+        dead: judge_looks(alone(("kept", "gone")), outcomes, dead)[-1].parts[0].status
+        for dead in ((), ("gone",), ("kept", "gone"), ("new",))
+    }
+    assert statuses == {
+        (): "refuted",
+        ("gone",): "supported",
+        ("kept", "gone"): "undecided",
+        ("new",): "undecided",
+    }
+    assert table.unlearned == []
+    weighed = replace(table, yardstick=Yardstick("loss", 0.35, {"chance": 0.7}))
+    assert weighed.unlearned == ["old", "kept"]
+
+
+def test_a_contrast_that_no_seed_moves_is_undecided() -> None:
+    found = judge_rows(declare("lower"), {"old": [1.0] * 10, "new 0": [0.5] * 10})
+    assert (found.status, found.parts[0].why) == ("undecided", "no seed moves it, so its spread is unknown")
+
+
+def test_rows_without_an_open_contrast_stop_and_decided_contrasts_stay() -> None:
+    declared = declare("lower", k=2)
+    rows = {"old": around(1, 0.001, 20), "new 0": around(0.5, 0.1, 10), "new 1": around(0.95, 0.3, 20)}
+    found = judge_rows(declared, rows)
+    assert [look.n for look in found.looks] == [10, 20]
+    assert [part.status for part in found.parts] == ["supported", "undecided"]
+    assert [part.n for part in found.parts] == [10, 20]
+    assert find_open_rows(declared, found.looks) == ["new 1", "old"]
+    # More seeds of a decided row, or of a decided claim, change nothing.
+    assert judge_rows(declared, rows | {"new 0": [*rows["new 0"], *[9.0] * 10]}) == found
+    decided = judge_rows(declare("lower"), {"old": [1.0] * 20, "new 0": [*around(0.5, 0.1, 10), *[9.0] * 10]})
+    assert (decided.status, decided.n) == ("supported", 10)
+
+
+def test_a_futile_question_says_so_from_the_second_look_on() -> None:
+    rows = {"old": [1.0] * 20, "new 0": around(0.95, 0.5, 20)}
+    found = judge_rows(declare("lower"), rows)
+    assert found.futile
+    assert "Futile to continue" in found.sentence
+    assert not judge_rows(declare("lower"), {name: x[:10] for name, x in rows.items()}).futile
+    assert not judge_rows(declare("lower"), {"old": [1.0] * 20, "new 0": around(0.92, 0.25, 20)}).futile
+
+
+@pytest.mark.parametrize("rule", ["lower", "same", "mostly"])
+def test_chances_are_those_of_simulated_futures(rule: str) -> None:
+    """Over claims whose truth varies widely, the mean chance to be decided by n is the share that is decided."""
+    rng = np.random.default_rng(5)
+    declared = COUNTED if rule == "mostly" else declare(rule, k=2)
+
+    def draw(n: int) -> dict[str, list[float]]:
+        if rule == "mostly":
+            return {"old": [0.4] * n, "new": np.where(rng.random(n) < rng.random(), 0.0, 0.4).tolist()}
+        shared, means = rng.normal(0, 0.1, n), rng.uniform(0.8, 1.1, 2)
+        new = {f"new {i}": (means[i] + shared + rng.normal(0, 0.1, n)).tolist() for i in (0, 1)}
+        return {"old": [1.0] * n} | new
+
+    decided, said = [], []
+    for _ in range(80):
+        rows = draw(80)
+        first = judge_rows(declared, {name: x[:10] for name, x in rows.items()})
+        if first.chances:
+            said.append([chance.supported + chance.refuted for chance in first.chances])
+            whole = judge_rows(declared, rows)
+            decided.append([whole.status != "undecided" and whole.n <= chance.n for chance in first.chances])
+    assert len(decided) > 30
+    assert all(a <= b for chances in said for a, b in pairwise(chances))
+    assert np.mean(said, axis=0) == pytest.approx(np.mean(decided, axis=0), abs=0.12)
+
+
+def test_a_judged_table_survives_json_and_is_judged_the_same_from_it_alone() -> None:
+    for declared, rows in (
+        (declare("lower", k=2), {"old": around(1, 0.01, 20), "new 0": around(0.5, 0.1, 10), "new 1": [0.9, 1.0] * 10}),
+        (replace(COUNTED, after="q", earlier="Undecided.", earlier_seeds=(3,)), {"old": [0.4] * 10, "new": [0.0] * 10}),
+    ):
+        table = add_verdict(table_of(declared, rows), declared)
+        again = Table.from_json(json.loads(json.dumps(table.to_json())))
+        assert (again.declaration, again.verdict) == (declared, table.verdict)
+        assert judge(declared, again) == table.verdict
+        text = render_markdown(table)
+        assert table.verdict is not None
+        assert table.verdict.sentence in text
+        assert f"look 1 of 4: n = 10, alpha spent {0.025 / 8:.4g}" in text
+        assert ("Second attempt, with other seeds. The first, q: Undecided." in text) == bool(declared.after)
+
+
+def test_there_is_no_verdict_before_the_first_look() -> None:
+    table = add_verdict(table_of(declare("lower"), {"old": [1.0] * 9, "new 0": [0.5] * 9}), declare("lower"))
+    assert table.verdict is None
+    assert "Its first look needs each of 10 seeds: new 0 lacks 109 (2 rows lack some)." in render_markdown(table)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"looks": (10, 10)}, r"looks=\(10, 10\): must grow from one to the next, and start at 2 seeds or more"),
+        ({"looks": (1, 80)}, "must grow from one to the next, and start at 2"),
+        ({"looks": (5, 80)}, r"looks=\(5, 80\): start with at least 10 seeds, or say why not in few_seeds_because"),
+        ({"looks": (10, 20)}, "seeds='80 seeds': must have one seed per training of the last look, 20"),
+        ({"rule": "mostly"}, r"contrasts=\['new - old'\]: must be Statement\(\.\.\.\) for the rules mostly and alone"),
+        ({"statements": (SINK,)}, r"Contrast\(\.\.\.\) for all others"),
+        ({"looks": (), "rule": "no_worse"}, r"rule='no_worse': needs looks, such as \(10, 20, 40, 80\)"),
+        ({"rule": "alone", "statements": (SINK,)}, r"rivals=\(\): the rule `alone` needs at least one"),
+        ({"rule": "mostly", "statements": (replace(SINK, rivals=("a",)),)}, "other rules have none"),
+    ],
+)
+def test_mistakes_in_a_declaration_of_looks_are_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(DECLARED, **changes)
+
+
+def test_few_seeds_at_the_first_look_need_a_reason() -> None:
+    assert replace(DECLARED, looks=(5, 80), few_seeds_because="a training takes a day").looks == (5, 80)
+
+
+def test_seeds_of_the_earlier_question_make_it_exploratory() -> None:
+    assert replace(DECLARED, after="q", earlier_seeds=(3, 4)).exploratory == ()
+    assert replace(DECLARED, after="q", earlier_seeds=(3, 100)).exploratory == ("some of its seeds were used in q",)

@@ -1,10 +1,13 @@
-"""Lazy Attention compared with its rivals: eleven other rules for the weights and two gates, each replacing softmax."""
+"""Lazy Attention compared with its rivals: 16 other rules for the weights, and softmax gated or normed."""
 
 from lit_lazy.attention import (
+    AffineScaled,
+    ASEntmax,
     ClippedSoftmax,
     Differential,
     Elastic,
     Entmax15,
+    HeadNorm,
     LearnedBias,
     OffByOne,
     OutputGate,
@@ -15,6 +18,9 @@ from lit_lazy.attention import (
     Softpick,
     Sparsemax,
     SSMax,
+    Thresholded,
+    ThresholdedDifferential,
+    TopK,
     ValueGate,
 )  # fmt: skip
 from lit_lazy.grid.ablation import Ablation, Row
@@ -47,9 +53,17 @@ ablation = Ablation(
         row("relu", Relu(), "over the keys a query sees"),
         row("entmax 1.5", Entmax15()),
         row("sparsemax", Sparsemax()),
+        row("asentmax", ASEntmax(), "scale learned from the input and ln n"),
+        row("top k", TopK(), "a quarter of the keys a query sees"),
+        row("thresholded", Thresholded(), "cosines above a threshold that follows n, not normalised"),
+        row("thresholded + head norm", Thresholded(), "as its authors norm it", **{GATE: HeadNorm()}),
+        # At beta 1 no cosine of half a head's width of 16 exceeds the threshold; the authors report 0.5 to 1 as alike.
+        row("thresholded differential", ThresholdedDifferential(beta=0.7), "beta 0.7; weights are signed"),
+        row("affine-scaled", AffineScaled(), "weights are signed and sum to a running mean"),
         row("ssmax", SSMax(), "s from 0.43, learned per head"),
         row("differential", Differential(), "weights are signed: no shares, entropy or sparsity"),
         row("softmax + output gate", Softmax(), "elementwise, from the layer's input", **{GATE: OutputGate()}),
         row("softmax + value gate", Softmax(), "elementwise, from the values", **{GATE: ValueGate()}),
+        row("softmax + head norm", Softmax(), "RMSNorm of each head's output", **{GATE: HeadNorm()}),
     ),
 )

@@ -74,7 +74,8 @@ def _make_call(
     q = 2 * q[:, :, LENGTH - rows :]
     own = torch.float64 if dtype == torch.float64 else torch.float32
     bias = BiasTerms(draw(HEADS, 5).to(own), 0.1 * draw(HEADS).abs().to(own))
-    return AttentionCall(q.to(dtype), k.to(dtype), v.to(dtype), bias, renormalise=normaliser.renormalise, **changes)
+    q, k, v, x = (part.to(dtype) for part in (q, k, v, draw(batch, LENGTH, SHAPE.d_model)[:, LENGTH - rows :]))
+    return AttentionCall(q, k, v, bias, renormalise=normaliser.renormalise, x=x, **changes)
 
 
 def _make_leaves(call: AttentionCall, module: NormaliserModule) -> tuple[AttentionCall, dict[str, Tensor]]:
@@ -213,9 +214,9 @@ def _decodes(normaliser: Normaliser) -> None:
 def _is_causal(normaliser: Normaliser) -> None:
     """Bit for bit: what stands later changes nothing before it."""
     module, call, token = _build_module(normaliser, torch.float32), _make_call(normaliser, torch.float32), 7
-    changed = {name: getattr(call, name).clone() for name in "qkv"}
-    for x in changed.values():
-        x[:, :, token] = 1 - 3 * x[:, :, token]
+    changed = {name: getattr(call, name).clone() for name in "qkvx"}
+    for name, value in changed.items():
+        value.select(1 if name == "x" else 2, token).mul_(-3).add_(1)
     for by_rule in (False, True):
         before, after = (
             _run_rule(module, each) if by_rule else module(each)[0] for each in (call, call._replace(**changed))

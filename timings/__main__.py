@@ -1,4 +1,4 @@
-"""`python3 -m timings step|cells|grid|diagnostics [--out FILE.json]`, also run by `make bench` and `make bench-*`."""
+"""`python3 -m timings step|cells|grid|diagnostics|looks [--out FILE.json]`, also run by `make bench` and `make bench-*`."""
 
 import argparse
 import sys
@@ -24,6 +24,7 @@ def make_parser() -> Parser:
     _add_cells(commands)
     _add_grid(commands)
     _add_diagnostics(commands)
+    _add_looks(commands)
     return parser
 
 
@@ -102,6 +103,20 @@ def measure_grid(options: argparse.Namespace, _rest: list[str]) -> int:
     from timings import grid
 
     grid.bench_grid(sizes=options.cells or grid.SIZES, out=options.out)
+    return 0
+
+
+def _add_looks(commands: Commands) -> None:
+    help = "simulate errors and power of verdicts at looks (two minutes)"
+    parser = add_command(commands, "looks", simulate_looks, help)
+    parser.add_argument("--draws", metavar="N", type=positive_int, default=20_000, help="per setting (default 20000)")
+    add_out(parser)
+
+
+def simulate_looks(options: argparse.Namespace, _rest: list[str]) -> int:
+    from timings.looks import simulate
+
+    simulate(options.draws, options.out)
     return 0
 
 

@@ -98,11 +98,11 @@ class PhaseClock(L.Callback):
         original = getattr(owner, name)
 
         @functools.wraps(original)
-        def timed(*args: Any, **kwargs: Any) -> Any:
+        def run_timed(*args: Any, **kwargs: Any) -> Any:
             with self.time(phase):
                 return original(*args, **kwargs)
 
-        setattr(owner, name, timed)
+        setattr(owner, name, run_timed)
 
     def wrap_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Attribute `optimizer.step` to its phase, without the closure, in which Lightning computes the gradients."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from lit_lazy.attention import (
+    AffineScaled,
+    ASEntmax,
     AttentionCall,
     BiasTerms,
     ClippedSoftmax,
@@ -25,6 +27,9 @@ from lit_lazy.attention import (
     Softpick,
     Sparsemax,
     SSMax,
+    Thresholded,
+    ThresholdedDifferential,
+    TopK,
 )  # fmt: skip
 from lit_lazy.support.timing import Quartiles, measure_memory_rise, run_in_process, time_in_turns
 from timings.results import format_mebibytes, format_row, format_spread
@@ -35,7 +40,8 @@ NORMALISERS: Mapping[str, Normaliser] = {
     type(normaliser).__name__: normaliser
     for normaliser in (
         Elastic(), Softmax(), OffByOne(), SinkLogit(), ClippedSoftmax(), Softpick(), Sigmoid(), Relu(), SSMax(),
-        Differential(), Entmax15(), Sparsemax(),
+        Differential(), Entmax15(), Sparsemax(), ASEntmax(), TopK(), AffineScaled(), Thresholded(),
+        ThresholdedDifferential(),
     )
 }  # fmt: skip
 
@@ -95,6 +101,7 @@ def _make_step(name: str, path: str, length: int, tokens: int) -> Callable[[], N
 
     q, k, v = (draw().requires_grad_() for _ in range(3))
     call, grad = AttentionCall(q, k, v, BiasTerms(torch.zeros(HEADS, length, requires_grad=True))), draw()
+    call = call._replace(x=draw().transpose(1, 2).flatten(2))
     if path == "fused" and module.fused(call) is None:
         return None
 

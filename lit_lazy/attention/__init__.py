@@ -3,13 +3,15 @@
 from flash_lazy import Rows
 from lit_lazy.attention.bias import Alibi, Bias, BiasTerms, Fire, KerpleLog, LearnedBias, NoBias, T5Bias
 from lit_lazy.attention.cache import Eviction, LayerCache, StreamingCache
-from lit_lazy.attention.gate import Gate, NoGate, OutputGate, ValueGate
+from lit_lazy.attention.gate import Gate, HeadNorm, NoGate, OutputGate, ValueGate
 from lit_lazy.attention.layer import Attention, AttentionSpec, SelfAttention
 from lit_lazy.attention.mixer import Cache, Mixer, MixerModule, PassInputs
 from lit_lazy.attention.normaliser import AttentionCall, Elastic, LayerShape, Normaliser, NormaliserModule, Softmax
 from lit_lazy.attention.position import LearnedAbsolute, NoPosition, Position, Rope
 from lit_lazy.attention.recurrent_mixers import GatedDeltaNet, Mamba2, RetNet
 from lit_lazy.attention.rivals import (
+    AffineScaled,
+    ASEntmax,
     ClippedSoftmax,
     Differential,
     Entmax15,
@@ -20,9 +22,14 @@ from lit_lazy.attention.rivals import (
     Softpick,
     Sparsemax,
     SSMax,
+    Thresholded,
+    ThresholdedDifferential,
+    TopK,
 )
 
 __all__ = [
+    "ASEntmax",
+    "AffineScaled",
     "Alibi",
     "Attention",
     "AttentionCall",
@@ -38,6 +45,7 @@ __all__ = [
     "Fire",
     "Gate",
     "GatedDeltaNet",
+    "HeadNorm",
     "KerpleLog",
     "LayerCache",
     "LayerShape",
@@ -68,5 +76,8 @@ __all__ = [
     "Sparsemax",
     "StreamingCache",
     "T5Bias",
+    "Thresholded",
+    "ThresholdedDifferential",
+    "TopK",
     "ValueGate",
 ]

@@ -1,4 +1,4 @@
-"""Gates: factors on the heads' outputs, independent of the normaliser."""
+"""Gates: factors on the heads' outputs, independent of the normaliser; a norm is one of them."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from lit_lazy.attention.normaliser import LayerShape
 
 Per = Literal["element", "head"]
+HEAD_NORM_EPS = 1e-5
+"""Of the norm of a head's output, as published for Differential Attention."""
 
 
 class GateModule(nn.Module):
@@ -81,6 +83,23 @@ class ValueGate(Gate):
 class _ValueGate(_OutputGate):
     def forward(self, out: Tensor, x: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002
         return super().forward(out, v.transpose(1, 2).flatten(2), v)
+
+
+@dataclass(frozen=True)
+class HeadNorm(Gate):
+    """RMSNorm of each head's output, with a learned gain that the heads share (Li et al., arXiv 2605.06611)."""
+
+    def build(self, shape: LayerShape) -> GateModule:
+        return _HeadNorm(shape)
+
+
+class _HeadNorm(GateModule):
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(shape.head_dim, eps=HEAD_NORM_EPS)
+
+    def forward(self, out: Tensor, x: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002
+        return self.norm(out.to(self.norm.weight.dtype)).to(out.dtype)
 
 
 def _check_per(gate: OutputGate | ValueGate) -> None:

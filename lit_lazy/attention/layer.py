@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from flash_lazy import Stats
 from lit_lazy.attention.bias import Bias, NoBias
@@ -97,10 +98,12 @@ class Attention(MixerModule):
         if self.qk_norm:
             # Under autocast norms are float32.
             q, k = (self._apply_per_map(x, norm).to(x.dtype) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
+        if self.normaliser.unit_length:
+            q, k = (self._apply_per_map(x, partial(normalize, dim=-1)) for x in (q, k))
         rotate = partial(self._apply_per_map, apply=inputs.rotate)
         cache: LayerCache | None = inputs.cache
         q, (k, values) = rotate(q), (rotate(k), v) if cache is None else cache.extend(k, v, rotate)
-        call = self._make_call(q, k, values)._replace(with_stats=inputs.with_stats, key_mask=inputs.key_mask)
+        call = self._make_call(q, k, values)._replace(with_stats=inputs.with_stats, key_mask=inputs.key_mask, x=x)
         if inputs.cu_seqlens is None:
             out, stats = self.normaliser(call)
         else:
@@ -111,7 +114,8 @@ class Attention(MixerModule):
         """Attend to the sequences concatenated into one, as the kernels take documents."""
         batch = call.q.shape[0]
         q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (call.q, call.k, call.v))
-        out, stats = self.normaliser(call._replace(q=q, k=k, v=v))
+        x = None if call.x is None else call.x.flatten(0, 1)[None]
+        out, stats = self.normaliser(call._replace(q=q, k=k, v=v, x=x))
 
         def split(x: Tensor) -> Tensor:  # [1, H, B * L, ...] -> [B, H, L, ...]
             return x[0].unflatten(1, (batch, -1)).transpose(0, 1)

@@ -49,6 +49,7 @@ class AttentionCall(NamedTuple):
     boundaries of documents that do not see each other, with B = 1 and Lq = Lk.
     evicted: None if n counts the keys that a query sees. Otherwise n and position are those of the full text, in which
     this many keys precede k, and hidden keys count too: the thresholds as they were before any eviction.
+    x: the layer's normalised input `[B, Lq, d_model]`, of the queries' tokens, for rules that depend on it.
     """
 
     q: Tensor
@@ -62,6 +63,7 @@ class AttentionCall(NamedTuple):
     with_stats: bool = False
     cu_seqlens: Tensor | None = None
     evicted: int | None = None
+    x: Tensor | None = None
 
     @property
     def n_seen(self) -> Tensor:
@@ -117,6 +119,7 @@ class NormaliserModule(nn.Module, ABC):
     maps: score maps per head; q and k are split into this many parts along D.
     can_zero: whether a visible key can get a weight of exactly 0, so that sparsity is defined.
     signed: whether weights can be negative, so that entropy, sparsity and shares are undefined.
+    unit_length: whether the layer scales queries and keys of each map to length 1.
     relative: whether `weights` ignores `rows.position`, so that left padding changes nothing and prompts of unequal
     lengths can be decoded together.
     """
@@ -125,6 +128,7 @@ class NormaliserModule(nn.Module, ABC):
     maps: int = 1
     can_zero: bool = False
     signed: bool = False
+    unit_length: bool = False
     relative: bool = False
     _probed = False
 
@@ -231,7 +235,7 @@ class NormaliserModule(nn.Module, ABC):
             )
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            call = AttentionCall(q, k, v)
+            call = AttentionCall(q, k, v, x=q.transpose(1, 2).flatten(2))
             return self.output(self.attend_by_rule(call._replace(q=self.queries(call)))[0])
 
         trained = {parameter: p for parameter, p in self.named_parameters() if p.requires_grad}

@@ -1,13 +1,18 @@
 """Rival normalisers, each with its source; formulas in docs/method.md."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 
-from flash_lazy import Rows, Stats
+from flash_lazy import Rows, RuleWeights, Stats
+from lit_lazy.attention.bias import BiasTerms
+from lit_lazy.attention.gate import HEAD_NORM_EPS
 from lit_lazy.attention.initialisation import GeneratorOf, SelfInitialised
 from lit_lazy.attention.normaliser import (
     AttentionCall,
@@ -157,6 +162,77 @@ class _Relu(NormaliserModule):
 
 
 @dataclass(frozen=True)
+class Thresholded(Normaliser):
+    """`max(s - t, 0)^2` of cosines s, `t = beta sqrt(2 ln(n + 1) / d)` for n visible keys (TRA, arXiv 2601.12145).
+
+    Queries and keys have length 1, and d is their width: the cosine of two random directions has the variance 1 / d, so
+    t follows the largest of n such cosines. Weights are not normalised.
+    """
+
+    beta: float = 1.0
+    """Factor on the threshold; fixed."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.beta) and self.beta >= 0):
+            raise ValueError(f"{type(self).__name__}.beta={self.beta}: must be finite and 0 or more")
+
+    def build(self, shape: LayerShape) -> NormaliserModule:
+        return _Thresholded(self, shape)
+
+
+class _Thresholded(NormaliserModule):
+    can_zero = relative = unit_length = True
+
+    def __init__(self, spec: Thresholded, shape: LayerShape) -> None:
+        super().__init__()
+        self.beta, self.width = spec.beta, shape.head_dim // self.maps
+        if self.compute_threshold(torch.tensor(float(shape.context_length), device="cpu")) >= 1:
+            raise ValueError(
+                f"{type(spec).__name__}.beta={spec.beta}: no cosine exceeds the threshold of {shape.context_length} "
+                f"keys for queries of width {self.width}; choose a smaller beta, wider heads or a shorter context"
+            )
+
+    def compute_threshold(self, n: Tensor) -> Tensor:
+        """t of rows that see n keys."""
+        return self.beta * (2 / self.width * (n + 1).log()).sqrt()
+
+    def queries(self, call: AttentionCall) -> Tensor:
+        return call.q * self.width**0.5  # undoes the scale of the scores
+
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
+        return (scores - self.compute_threshold(rows.n)).relu().square()
+
+
+@dataclass(frozen=True)
+class ThresholdedDifferential(Thresholded):
+    """Difference of two `Thresholded` maps, `a1 - lambda a2`, then a norm per head (TDA, arXiv 2601.12145).
+
+    Each map uses half of the head dimension. lambda, learned per layer, lies between 0 and 1 and starts at 1/2.
+    """
+
+    def build(self, shape: LayerShape) -> NormaliserModule:
+        _require_even_width(self, shape)
+        return _ThresholdedDifferential(self, shape)
+
+
+class _ThresholdedDifferential(_Thresholded):
+    maps = 2
+    signed = True
+
+    def __init__(self, spec: Thresholded, shape: LayerShape) -> None:
+        super().__init__(spec, shape)
+        self.logit = nn.Parameter(torch.zeros(1))
+        self.norm = nn.RMSNorm(shape.head_dim, eps=HEAD_NORM_EPS)
+
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
+        first, second = super().weights(scores, rows).unbind(2)
+        return first - self.logit.to(scores.dtype).sigmoid() * second
+
+    def output(self, out: Tensor) -> Tensor:
+        return self.norm(out.to(self.norm.weight.dtype)).to(out.dtype)
+
+
+@dataclass(frozen=True)
 class Entmax15(Normaliser):
     """1.5-entmax (Peters et al., arXiv 1905.05702): sparse weights that sum to 1."""
 
@@ -215,6 +291,70 @@ class _Entmax(NormaliserModule):
 
 
 @dataclass(frozen=True)
+class ASEntmax(Normaliser):
+    """1.5-entmax whose scores without bias are times `1 + beta (ln(n + 1))^gamma` (Vasylenko et al., arXiv 2506.16640).
+
+    beta = softplus(x w) and gamma = 2 tanh(x u), x the layer's normalised input of the query, w and u learned per head.
+    Both vectors start at 0: beta at ln 2, gamma at 0.
+    """
+
+    def build(self, shape: LayerShape) -> NormaliserModule:
+        return _ASEntmax(shape)
+
+
+class _ASEntmax(_Entmax):
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__(power=2)
+        self.beta, self.gamma = (nn.Parameter(torch.zeros(shape.n_heads, shape.d_model)) for _ in range(2))
+
+    def queries(self, call: AttentionCall) -> Tensor:
+        beta, gamma = softplus(_read_input(call, self.beta)), 2 * torch.tanh(_read_input(call, self.gamma))
+        return (call.q * (1 + beta * (call.n_seen + 1).log() ** gamma)).to(call.q.dtype)
+
+
+def _read_input(call: AttentionCall, weight: Tensor) -> Tensor:
+    """Product of the layer's input and a vector per head: `[B, H, Lq, 1]` in the vectors' dtype, autocast or not."""
+    if call.x is None:
+        raise ValueError("AttentionCall.x=None: the rule depends on the layer's input; give x [B, Lq, d_model]")
+    with torch.autocast(call.x.device.type, enabled=False):
+        return (call.x.to(weight.dtype) @ weight.mT).mT[..., None]
+
+
+@dataclass(frozen=True)
+class TopK(Normaliser):
+    """Softmax over the largest scores of a row (Gupta et al., arXiv 2106.06899): sparse weights without a threshold.
+
+    The number of keys is a share of those that the query sees, not a constant as published. Equal scores stay or go
+    together, so that a row does not depend on the order of its keys.
+    """
+
+    share: float = 0.25
+    """Share of the visible keys that keep weight, rounded up to a number of keys; 1 is Softmax."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"TopK.share={self.share}: must be above 0 and at most 1")
+
+    def build(self, shape: LayerShape) -> NormaliserModule:  # noqa: ARG002
+        return _TopK(self.share)
+
+
+class _TopK(NormaliserModule):
+    can_zero = relative = True
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:
+        # Rounded first, because 0.07 * 100 is above 7 in binary numbers.
+        k = (self.share * rows.n.double()).round(decimals=6).ceil().long().clamp(1, scores.shape[-1])
+        largest = scores.detach().topk(int(k.max())).values
+        least = largest.gather(-1, (k - 1).expand(*scores.shape[:-1], 1))
+        return scores.masked_fill(scores < least, -torch.inf).softmax(-1)
+
+
+@dataclass(frozen=True)
 class SSMax(Normaliser):
     """Scalable softmax (Nakanishi, arXiv 2501.19399): scores without bias times `s ln n`, s learned per head."""
 
@@ -246,6 +386,92 @@ class _SSMax(NormaliserModule):
 
 
 @dataclass(frozen=True)
+class AffineScaled(Normaliser):
+    """`alpha p + (m - alpha) / n` of the softmax weight p, for n visible keys (Bae et al., arXiv 2602.23057).
+
+    alpha = sigmoid(x w), x the layer's normalised input of the query and w learned per head, from 0. m is the running
+    mean of alpha over the rows of the training, so that weights sum to m and alpha sets how far they are from even.
+    """
+
+    momentum: float = 0.9
+    """Share of m that a training step keeps; m starts at 0."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"AffineScaled.momentum={self.momentum}: must be 0 or more and below 1")
+
+    def build(self, shape: LayerShape) -> NormaliserModule:
+        return _AffineScaled(shape, self.momentum)
+
+
+class _AffineScaled(NormaliserModule):
+    """Attention by softmax and even attention, mixed row by row."""
+
+    signed = relative = True
+    mean: Tensor
+    seen: Tensor
+
+    def __init__(self, shape: LayerShape, momentum: float) -> None:
+        super().__init__()
+        self.momentum = momentum
+        self.alpha = nn.Parameter(torch.zeros(shape.n_heads, shape.d_model))
+        self.register_buffer("mean", torch.zeros(shape.n_heads))
+        # Sum of alpha over the rows of this step, and their number: a recomputed pass doubles both.
+        self.register_buffer("seen", torch.zeros(shape.n_heads + 1), persistent=False)
+
+    def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
+        """The part of the weights that scores determine: p."""
+        return scores.softmax(-1)
+
+    def compute_alpha(self, call: AttentionCall) -> Tensor:
+        """`[B, H, Lq, 1]`."""
+        return _read_input(call, self.alpha).sigmoid()
+
+    def attend_by_rule(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
+        return self._mix(call, super().attend_by_rule)
+
+    def fused(self, call: AttentionCall) -> Fused | None:
+        backend = find_softmax_backend(call)
+        return Fused(backend, lambda: self._mix(call, partial(attend_softmax, backend=backend)))
+
+    def _mix(
+        self, call: AttentionCall, attend: Callable[[AttentionCall], tuple[Tensor, Stats | None]]
+    ) -> tuple[Tensor, Stats | None]:
+        even = call._replace(q=torch.zeros_like(call.q), bias=BiasTerms())
+        (out, stats), (mean, mean_stats) = attend(call), attend(even)
+        alpha = self.compute_alpha(call)
+        if self.training and torch.is_grad_enabled():
+            self._count(alpha.detach())
+        rest = (self.mean[:, None, None] - alpha) * (call._replace(evicted=None).n_seen / call.n_seen)
+        mixed = (alpha * out + rest * mean).to(out.dtype)
+        if stats is None or mean_stats is None:
+            return mixed, None
+        with torch.no_grad():
+            pairs = zip(stats, mean_stats, strict=True)
+            both = Stats(*(alpha[..., 0] * a + rest[..., 0] * b for a, b in pairs))
+            return mixed, both._replace(lse=stats.lse, zeros=torch.zeros_like(stats.zeros))
+
+    def compute_weights(self, call: AttentionCall) -> RuleWeights:
+        found = super().compute_weights(call)
+        alpha = self.compute_alpha(call)
+        w = alpha * found.w + (self.mean[:, None, None] - alpha) * found.rows.visible / found.rows.n
+        return found._replace(w=w, mass=w.sum(-1))
+
+    def _count(self, alpha: Tensor) -> None:
+        rows = alpha.new_tensor([alpha.shape[0] * alpha.shape[2]])
+        self.seen += torch.cat((alpha.sum((0, 2, 3)), rows))
+
+    @torch.no_grad()
+    def at_progress(self, progress: float) -> None:  # noqa: ARG002
+        """Move m towards the mean of the rows since the last call, those of all devices."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(self.seen)
+        total, rows = self.seen[:-1], self.seen[-1]
+        self.mean.lerp_(total / rows.clamp(min=1), (1 - self.momentum) * (rows > 0))
+        self.seen.zero_()
+
+
+@dataclass(frozen=True)
 class Differential(Normaliser):
     """Difference of two softmax maps, `p1 - lambda p2`, then a norm per head (Ye et al., arXiv 2410.05258).
 
@@ -255,11 +481,7 @@ class Differential(Normaliser):
     """
 
     def build(self, shape: LayerShape) -> NormaliserModule:
-        if shape.head_dim % 2:
-            raise ValueError(
-                f"Differential: the head dimension must be even, got {shape.head_dim}; "
-                "choose another d_model or n_heads"
-            )
+        _require_even_width(self, shape)
         return _Differential(shape)
 
 
@@ -276,7 +498,7 @@ class _Differential(NormaliserModule, SelfInitialised):
         super().__init__()
         self.lambda_init = lambda_init(shape.layer)
         self.vectors = nn.Parameter(torch.zeros(4, shape.head_dim // 2))  # a1, b1, a2, b2
-        self.norm = nn.RMSNorm(shape.head_dim, eps=1e-5)
+        self.norm = nn.RMSNorm(shape.head_dim, eps=HEAD_NORM_EPS)
 
     def init_parameters(self, generator_of: GeneratorOf) -> None:
         nn.init.normal_(self.vectors, std=0.1, generator=generator_of("vectors"))
@@ -323,6 +545,14 @@ class _Differential(NormaliserModule, SelfInitialised):
     def output(self, out: Tensor) -> Tensor:
         normed = self.norm(out.to(self.norm.weight.dtype))
         return (normed * (1 - self.lambda_init)).to(out.dtype)
+
+
+def _require_even_width(normaliser: Normaliser, shape: LayerShape) -> None:
+    if shape.head_dim % 2:
+        raise ValueError(
+            f"{type(normaliser).__name__}: the head dimension must be even, got {shape.head_dim}; "
+            "choose another d_model or n_heads"
+        )
 
 
 def _require_finite(normaliser: Normaliser, name: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from lit_lazy import __version__
 from lit_lazy.command import (
     ablate_list,
+    ablate_pack,
     ablate_questions,
     ablate_run,
     ablate_search,
@@ -55,6 +56,7 @@ def make_parser() -> Parser:
         ablate_search,
         ablate_status,
         ablate_table,
+        ablate_pack,
         ablate_verdicts,
         ablate_list,
     ):

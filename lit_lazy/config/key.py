@@ -8,11 +8,12 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import get_default, make_class_entry, to_dict
 from lit_lazy.config.user_files import read_source
@@ -29,9 +30,26 @@ def cell_key(config: RunConfig, fingerprint: str) -> str:
     if config.init_from is not None:
         del content["config"]["init_from"]  # the same weights at another path give the same run
         content["init_from"] = hash_file(config.init_from)
-    if files := [path for evaluation in config.evaluations for path in evaluation.files()]:
-        content["files"] = [hash_file(str(path), "evaluations", "give files that can") for path in files]
+    if files := _hash_files(config.evaluations):
+        content["files"] = files
     return _digest(content, digits=12)
+
+
+def training_key(config: RunConfig, fingerprint: str) -> str:
+    """The key of a cell without evaluations: cells that share it train the same model."""
+    return cell_key(dataclasses.replace(config, evaluations=()), fingerprint)
+
+
+def evaluation_key(evaluation: Evaluation) -> str:
+    """12 hex digits: hash of an evaluation's settings, of the source of its custom classes and of its files."""
+    settings = {"schema": SCHEMA, "config": to_minimal_dict(evaluation), "code": hash_user_code(evaluation)}
+    return _digest(settings | {"files": _hash_files([evaluation])}, digits=12)
+
+
+def _hash_files(evaluations: Sequence[Evaluation]) -> list[str]:
+    """The digest of every file that evaluations read."""
+    files = [path for evaluation in evaluations for path in evaluation.files()]
+    return [hash_file(str(path), "evaluations", "give files that can") for path in files]
 
 
 def hash_file(path: str, option: str = "init_from", fix: str = "give a final.ckpt") -> str:

@@ -152,6 +152,20 @@ def annotate(config: Backcopy, chain: Chain, sequences: np.ndarray) -> TokenData
     return TokenDataset(torch.from_numpy(sequences), positions)
 
 
+def compute_chance_nats(config: Backcopy, chain: Chain, dataset: TokenDataset) -> float:
+    """Lowest mean loss for a predictor that knows the chain, but of a sequence only the current token.
+
+    On a trigger t it predicts a symbol by the law of the symbols before t: P(s | t) is proportional to
+    `start[s] * transition[s, t]`. Everywhere else the oracle needs no more than it has.
+    """
+    before = chain.start[:, None] * chain.transition[:, : config.n_triggers]
+    with np.errstate(divide="ignore"):  # log 0: symbols that never precede the trigger
+        nll = -np.log(before / before.sum(axis=0)).T
+    rows, sequences = dataset.positions["trigger"].numpy(), dataset.sequences.numpy()
+    surprise = nll[sequences[:, :-1][rows], sequences[:, 1:][rows]].sum() / rows.size
+    return dataset.positions["oracle_nll"].double().mean().item() + float(surprise)
+
+
 @functools.cache
 def _build_source(config: Backcopy) -> DataSource:
     # Separate random streams: the size of one split never changes the other.
@@ -170,9 +184,10 @@ def _build_source(config: Backcopy) -> DataSource:
         info={
             "train_tokens": config.train_sequences * config.context_length,
             "validation_tokens": config.validation_sequences * config.context_length,
-            # On the validation targets; oracle_nats includes the rows of BOS.
-            "oracle_nats": oracle_nll.mean().item(),
-            "oracle_nats_non_trigger": oracle_nll[non_trigger].mean().item(),
+            # On the validation targets; optimum_nats includes the rows of BOS.
+            "optimum_nats": oracle_nll.mean().item(),
+            "optimum_nats_non_trigger": oracle_nll[non_trigger].mean().item(),
+            "chance_nats": compute_chance_nats(config, chain, annotated),
             "trigger_fraction": annotated.positions["trigger"].double().mean().item(),
         },
         train=annotate(config, chain, train),

@@ -2,8 +2,9 @@
 
 import dataclasses
 import hashlib
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -138,7 +139,7 @@ class DataSource:
     fingerprint: str
     """Digest of the training and validation content actually used; part of a run's key."""
     info: dict[str, str | int | float]
-    """Sizes, versions, oracle and baseline figures."""
+    """Sizes, versions, and the losses of known predictors on the validation targets, as for `compute_learned_nats`."""
     train: TokenDataset
     validation: TokenDataset
     row_groups: tuple[str, ...] = ()
@@ -156,6 +157,20 @@ class DataSource:
         """Facts that a plan needs."""
         masked = "place" in self.train.__getitems__([0])
         return Outline(self.name, self.vocab_size, self.context_length, len(self.train), masked)
+
+
+def compute_learned_nats(info: Mapping[str, str | int | float]) -> float | None:
+    """Validation loss, in nats per target, below which a model has learned a source with this `DataSource.info`.
+
+    Halfway between `chance_nats`, the loss of the best predictor without attention, and `optimum_nats`; for text
+    between the byte unigram and the byte trigram. None for a source without these marks.
+    """
+    if {"optimum_nats", "chance_nats"} <= info.keys():
+        return (float(info["optimum_nats"]) + float(info["chance_nats"])) / 2
+    if {"unigram_bits_per_byte", "trigram_bits_per_byte"} <= info.keys():
+        bits = (float(info["unigram_bits_per_byte"]) + float(info["trigram_bits_per_byte"])) / 2
+        return bits * math.log(2) * float(info["bytes_per_token"])
+    return None
 
 
 def fingerprint(parts: "Sequence[np.ndarray]") -> str:

@@ -6,6 +6,7 @@ keys. Only the two together give the answer. A distance bias in addition to RoPE
 """
 
 import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,5 +122,8 @@ def compute_content_nats(config: Distractors, drawn: AnsweredSequences) -> float
 @functools.cache
 def _build_source(config: Distractors) -> DataSource:
     splits = draw_splits(config, draw_sequences)
-    content = {"content_nats_distracted": compute_content_nats(config, splits[1])}
-    return make_source("distractors", config.vocabulary.vocab_size, config, splits, content)
+    losses = {
+        "chance_nats": math.log(config.values),
+        "content_nats_distracted": compute_content_nats(config, splits[1]),
+    }
+    return make_source("distractors", config.vocabulary.vocab_size, config, splits, losses)

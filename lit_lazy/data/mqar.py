@@ -108,6 +108,7 @@ def draw_gaps(space: int, config: Mqar, n: int, rng: np.random.Generator) -> np.
 
 @functools.cache
 def _build_source(config: Mqar) -> DataSource:
-    # A predictor that knows the sequence's values, but not which key each belongs to.
-    guess = {"guess_nats": math.log(config.pairs)}
-    return make_source("mqar", config.vocab_size, config, draw_splits(config, draw_sequences), guess)
+    # Predictors that know all values, and the sequence's values, but not which key each belongs to.
+    values = config.vocab_size - config.vocab_size // 2
+    losses = {"chance_nats": math.log(values), "guess_nats": math.log(config.pairs)}
+    return make_source("mqar", config.vocab_size, config, draw_splits(config, draw_sequences), losses)

@@ -102,9 +102,9 @@ def draw_sequences(config: Recall, n: int, rng: np.random.Generator) -> Answered
 
 @functools.cache
 def _build_source(config: Recall) -> DataSource:
-    # A predictor that attends to nothing: NULL with probability 1/2, the values share the rest.
-    blind = {"blind_nats": math.log(2) + math.log(config.values) / 2}
+    # A predictor without attention: NULL with probability 1/2, the values share the rest.
+    chance = {"chance_nats": math.log(2) + math.log(config.values) / 2}
     splits = draw_splits(config, draw_sequences)
     return make_source(
-        "recall", config.vocabulary.vocab_size, config, splits, blind, row_contrast=("present", "absent")
+        "recall", config.vocabulary.vocab_size, config, splits, chance, row_contrast=("present", "absent")
     )

@@ -83,7 +83,6 @@ def load_folder(config: Stdlib, root: Path) -> DataSource:
     chosen = pick_evenly(len(validation_windows), config.validation_windows)
     first_target = 0 if config.bos else 1
     targets = chosen[:, None] * config.context_length + np.arange(config.context_length) + first_target
-    probability = ByteTrigram(train).probability(trigrams(validation)[targets.ravel()])
     return DataSource(
         name="stdlib",
         vocab_size=256,
@@ -98,7 +97,7 @@ def load_folder(config: Stdlib, root: Path) -> DataSource:
             "train_tokens": len(train_windows) * config.context_length,
             "validation_tokens": config.validation_windows * config.context_length,
             # On the targets of the validation windows; counted on the training text only.
-            "trigram_bits_per_byte": float(-np.log2(probability).mean()),
+            **ByteTrigram(train).measure_bits(trigrams(validation)[targets.ravel()]),
         },
         train=TokenDataset(train_windows),
         validation=TokenDataset(validation_windows[chosen]),

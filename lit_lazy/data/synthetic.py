@@ -71,7 +71,7 @@ def make_source(
     baseline: dict[str, float],
     row_contrast: tuple[str, str] | None = None,
 ) -> DataSource:
-    """Data source of the two splits; `baseline` adds the losses of weaker predictors to its info."""
+    """Data source of the two splits; `baseline` adds the losses of weak predictors to its info, `chance_nats` first."""
     train, validation = splits
     return DataSource(
         name=name,
@@ -81,6 +81,7 @@ def make_source(
         info={
             "train_tokens": task.train_sequences * task.context_length,
             "validation_tokens": task.validation_sequences * task.context_length,
+            "optimum_nats": 0.0,
             **baseline,
         },
         train=train.make_dataset(),

@@ -206,9 +206,7 @@ def _build_source(config: Text, folder: Path) -> DataSource:
             "validation_documents": corpus.validation_documents,
             "train_tokens": len(train) * length,
             "validation_tokens": len(chosen) * length,
-            **(
-                {"trigram_bits_per_byte": compute_trigram_bits(train, corpus.validation, chosen)} if byte_tokens else {}
-            ),
+            **(measure_ngrams(train, corpus.validation, chosen) if byte_tokens else {}),
         },
         train=_make_dataset(config, corpus, "train", train, np.arange(len(train))),
         validation=_make_dataset(config, corpus, "validation", validation[chosen], chosen),
@@ -222,10 +220,10 @@ def _make_dataset(config: Text, corpus: Corpus, part: str, windows: torch.Tensor
     return DocumentDataset(windows, numbers * config.context_length, corpus.ends(part))
 
 
-def compute_trigram_bits(train: torch.Tensor, validation: np.ndarray, chosen: np.ndarray) -> float:
-    """Bits per byte of the trigram on the targets of the chosen validation windows, as for Stdlib.
+def measure_ngrams(train: torch.Tensor, validation: np.ndarray, chosen: np.ndarray) -> dict[str, float]:
+    """Bits per byte of unigram and trigram on the targets of the chosen validation windows, as for Stdlib.
 
-    It is counted on at most TRIGRAM_BYTES of the training windows `[N, L + 1]`, evenly spread.
+    They are counted on at most TRIGRAM_BYTES of the training windows `[N, L + 1]`, evenly spread.
     """
     length = train.shape[1] - 1
     counted = train[pick_evenly(len(train), min(len(train), max(1, TRIGRAM_BYTES // length)))][:, :-1]
@@ -233,5 +231,4 @@ def compute_trigram_bits(train: torch.Tensor, validation: np.ndarray, chosen: np
     positions = chosen[:, None] * length + np.arange(-1, length + 1)
     text = np.where(positions < 0, 0, validation[positions])
     windows = trigrams(text.ravel()).reshape(text.shape)[:, 2:]
-    probability = ByteTrigram(counted.numpy().ravel()).probability(windows.ravel())
-    return float(-np.log2(probability).mean())
+    return ByteTrigram(counted.numpy().ravel()).measure_bits(windows.ravel())

@@ -21,11 +21,16 @@ class ByteTrigram:
             counts = np.bincount(windows % 256**order, minlength=256**order).reshape(-1, 256)
             self.tables.append((counts, counts.sum(axis=1), np.count_nonzero(counts, axis=1)))
 
-    def probability(self, windows: np.ndarray) -> np.ndarray:
-        """p_3(last byte | first two), float64 `[n]`, for windows from `trigrams`."""
+    def measure_bits(self, windows: np.ndarray) -> dict[str, float]:
+        """Mean bits per byte of p_1 and p_3 on the last bytes of windows, as facts of a data source."""
+        names = {"unigram_bits_per_byte": 1, "trigram_bits_per_byte": 3}
+        return {name: float(-np.log2(self.probability(windows, order)).mean()) for name, order in names.items()}
+
+    def probability(self, windows: np.ndarray, order: int = 3) -> np.ndarray:
+        """p_order(last byte | order - 1 bytes before it), float64 `[n]`, for windows from `trigrams`."""
         probability = np.full(len(windows), 1 / 256)
-        for order, (counts, totals, kinds) in enumerate(self.tables, start=1):
-            history, byte = np.divmod(windows % 256**order, 256)
+        for n, (counts, totals, kinds) in enumerate(self.tables[:order], start=1):
+            history, byte = np.divmod(windows % 256**n, 256)
             mass = counts[history, byte] + kinds[history] * probability
             weight = totals[history] + kinds[history]
             np.divide(mass, weight, out=probability, where=weight > 0)

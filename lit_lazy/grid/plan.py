@@ -1,15 +1,17 @@
 """The plan of an ablation, stored with its MLflow parent run, and the table built from MLflow."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import mean
 from typing import Any
 
+from lit_lazy.data.base import compute_learned_nats
+from lit_lazy.measure.evaluation import NATS_PER_BIT
 from lit_lazy.support.errors import describe_exception, one_line
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.declaration import Declaration
-from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table
+from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick
 from lit_lazy.table.verdicts import add_verdict
 from lit_lazy.tracking.tracker import TrackedRun, Tracker
 from lit_lazy.tracking.views import get_normaliser_name
@@ -86,6 +88,7 @@ class Plan:
             warnings=warnings,
             primary=self.primary,
             declaration=self.declaration,
+            yardstick=make_yardstick(self.facts),
         )
 
     def merge(self, former: "Plan", order: Sequence[str]) -> "Plan":
@@ -124,6 +127,18 @@ class Plan:
         if former is not None and former.digest == self.declaration.digest:
             return former
         return replace(self.declaration, changed=True)
+
+
+def make_yardstick(facts: Mapping[str, str | int | float]) -> Yardstick | None:
+    """What the losses of cells on these data are held against; None if the facts lack the marks."""
+    learned = compute_learned_nats(facts)
+    if learned is None:
+        return None
+    if "optimum_nats" not in facts:
+        marks = {name: float(facts[f"{name}_bits_per_byte"]) for name in ("trigram", "unigram")}
+        return Yardstick("loss/bits_per_byte", learned / NATS_PER_BIT / float(facts["bytes_per_token"]), marks)
+    optimum, chance = float(facts["optimum_nats"]), float(facts["chance_nats"])
+    return Yardstick("loss/excess", learned - optimum, {"optimum": 0.0, "chance": chance - optimum})
 
 
 def find_newest_parent(tracker: Tracker) -> str:

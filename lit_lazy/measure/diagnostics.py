@@ -35,6 +35,13 @@ N_HELD = -1
 EVICTION_ROW = 9
 """1-based position from which losses without the first keys are compared; earlier rows see hardly any other key."""
 
+
+def fit_slope(values: np.ndarray) -> np.ndarray:
+    """Least-squares slope `[]` of values `[n]` over 0 .. n - 1, in fp64."""
+    depth = np.arange(len(values)) - (len(values) - 1) / 2
+    return depth @ np.asarray(values, np.float64) / (depth @ depth)
+
+
 SCALARS = {
     "sink/rate": ("sink/rate", lambda x: x[..., 0]),
     "sink/rate_share": ("sink/rate_share", lambda x: x[..., 0]),
@@ -51,6 +58,7 @@ SCALARS = {
     "scores/spread": ("scores/spread", lambda x: x),
     "collapse/cosine": ("hidden/cosine", lambda x: x[-1]),
     "collapse/effective_rank": ("hidden/effective_rank", lambda x: x[-1]),
+    "collapse/effective_rank_slope": ("hidden/effective_rank", fit_slope),  # per block
     "collapse/rank_residual": ("hidden/rank_residual", lambda x: x[-1]),
     "collapse/max_abs": ("hidden/max_abs", lambda x: x.max()),
     "collapse/kurtosis": ("hidden/kurtosis", lambda x: x[-1]),

@@ -93,7 +93,8 @@ def summarise(
     thresholded, theta = False, None
     for sequences, rows in _split_into_blocks(batch, heads * normaliser.maps, length, most_scores):
         keys = k[sequences, :, : rows.stop]
-        block = normaliser.compute_weights(call._replace(q=q[sequences, :, rows], k=keys, v=keys))
+        x = None if call.x is None else call.x[sequences, rows]
+        block = normaliser.compute_weights(call._replace(q=q[sequences, :, rows], k=keys, v=keys, x=x))
         theta = normaliser.theta(block.rows)
         counts = counted[sequences, None, rows]
         block = block._replace(w=block.w.masked_fill(~counts[..., None], 0))

@@ -17,6 +17,7 @@ def collect_environment() -> dict[str, str]:
     cores = f"{os.cpu_count()} CPU cores ({torch.backends.cpu.get_cpu_capability()})"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cores
     return {
+        "lit-lazy": _version("lit-lazy"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "lightning": _version("lightning"),

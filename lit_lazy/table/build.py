@@ -21,6 +21,7 @@ from lit_lazy.table.records import (
     Summary,
     Table,
     TableRow,
+    Yardstick,
     join_or_mixed,
 )
 from lit_lazy.table.statistics import (
@@ -63,6 +64,7 @@ class TableSpec:
     primary: Sequence[str] = ()
     declaration: Declaration | None = None
     """The declaration of the question that the ablation answers, if any."""
+    yardstick: Yardstick | None = None
 
     def __post_init__(self) -> None:
         variants = [row.variant for row in self.rows]
@@ -103,6 +105,7 @@ def build_table(spec: TableSpec, observations: Iterable[Observation]) -> Table:
         warnings=tuple(spec.warnings),
         notes=tuple(_collect_notes(spec, observed, expected, complete)),
         declaration=spec.declaration,
+        yardstick=spec.yardstick,
     )
     return _add_statistics(table, values, spec.contrasts, spec.primary)
 

@@ -313,24 +313,40 @@ def compute_chances(
     supportable = names == undecided
     if not names:
         return ()
-    n = looks[-1].n
-    parts = {name: _measure_parts(declaration, name, outcomes, declaration.seeds[:n], unlearned) for name in names}
-    rng = np.random.default_rng(0)
-    future = _draw(np.concatenate(list(parts.values())), declaration, rng)
-    supported = {name: np.zeros(DRAWS, dtype=bool) for name in names}
-    claim_refuted = np.zeros(DRAWS, dtype=bool)
-    chances = []
-    for number in range(len(looks), len(declaration.looks)):
+    seeds = declaration.seeds[: looks[-1].n]
+    parts = {name: _measure_parts(declaration, name, outcomes, seeds, unlearned) for name in names}
+    future = _draw(np.concatenate(list(parts.values())), declaration, np.random.default_rng(0))
+    supported, refuted = decide_draws(declaration, dict(_split(future, parts)), len(looks))
+
+    def share_decided(at: np.ndarray, n: int) -> float:
+        return float(np.mean((at > 0) & (at <= n)))
+
+    return tuple(
+        Chance(n, share_decided(supported, n) if supportable else 0.0, share_decided(refuted, n))
+        for n in declaration.looks[len(looks) :]
+    )
+
+
+def decide_draws(
+    declaration: Declaration, parts: Mapping[str, np.ndarray], first: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """The seeds after which each draw of a claim is supported, and refuted, int `[draws]`; 0 if never.
+
+    parts: of its undecided contrasts, what the rule reads, `[draws, parts, N]`, such as the weighted sum alone.
+    first: the look to begin with, counted from 0.
+    """
+    draws = len(next(iter(parts.values())))
+    supported, refuted = np.zeros(draws, dtype=int), np.zeros(draws, dtype=int)
+    kept = {name: np.zeros(draws, dtype=bool) for name in parts}
+    for number in range(first, len(declaration.looks)):
         critical = compute_critical(declaration, number)
-        claim_supported = np.logical_and.reduce(list(supported.values())) & supportable
-        running = ~claim_refuted & ~claim_supported
-        for name, drawn in _split(future[..., : critical.n], parts):
-            found = _decide(declaration, name, drawn, critical)
-            claim_refuted |= running & ~supported[name] & found.refuted
-            supported[name] |= running & found.supported & ~found.refuted
-        claim_supported = np.logical_and.reduce(list(supported.values())) & supportable & ~claim_refuted
-        chances.append(Chance(critical.n, float(claim_supported.mean()), float(claim_refuted.mean())))
-    return tuple(chances)
+        running = (supported == 0) & (refuted == 0)
+        for name, drawn in parts.items():
+            found = _decide(declaration, name, drawn[..., : critical.n], critical)
+            refuted[running & ~kept[name] & found.refuted] = critical.n
+            kept[name] |= running & found.supported & ~found.refuted
+        supported[running & (refuted == 0) & np.logical_and.reduce(list(kept.values()))] = critical.n
+    return supported, refuted
 
 
 def _split(drawn: np.ndarray, parts: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:

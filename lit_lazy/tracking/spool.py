@@ -13,8 +13,7 @@ from lightning.pytorch.loggers import Logger
 
 from lit_lazy.support.disk import write_atomically
 from lit_lazy.tracking.tracker import MetricRecord
-
-METRICS = "metrics.jsonl"
+from lit_lazy.training.result import METRICS
 
 log = logging.getLogger("lit_lazy.tracking.spool")
 

@@ -171,9 +171,12 @@ class ActiveRun:
         if (kept := self.folder / DIAGNOSTICS).exists():
             self.tracker.log_files(self.get_run_id(), [kept])
         timings = {f"time/{name}": value for name, value in result.timings.items()}
-        made_in = dict(result.environment)
-        tags = {**result.labels, "git_sha": made_in.pop("git_sha")}
-        tags["environment"] = ", ".join(f"{name} {value}" for name, value in sorted(made_in.items()))
+        tags = {**result.labels, "git_sha": result.environment["git_sha"]}
+        # Without what the commit tells, so that a grid that goes on with a later commit has one environment.
+        made_in = sorted(result.environment.keys() - {"git_sha", "lit-lazy"})
+        tags["environment"] = ", ".join(f"{name} {result.environment[name]}" for name in made_in)
+        if result.taken_from:
+            tags["taken_from"] = result.taken_from
         if result.execution:
             tags["execution"] = ", ".join(f"{name} {value}" for name, value in sorted(result.execution.items()))
         self.tracker.finish(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flash_lazy import Stats
 from lit_lazy.data import DataSource
+from lit_lazy.data.base import compute_learned_nats
 from lit_lazy.measure import AttentionMetrics
 from lit_lazy.measure.collapse import effective_rank, token_cosine
 from lit_lazy.measure.diagnostics import hook_layers
@@ -40,6 +41,7 @@ class HeadMonitor(AtStart):
 
     def __init__(self, source: DataSource, sequences: int = SEQUENCES) -> None:
         self.batch = source.validation.__getitems__(list(range(min(sequences, len(source.validation)))))
+        self.learned_nats = compute_learned_nats(source.info)
         self.taus: dict[int, Tensor] = {}
         """Tau `[layers, H]` by step."""
         self.losses: dict[int, float] = {}
@@ -61,6 +63,16 @@ class HeadMonitor(AtStart):
         """`loss/at_25`, `loss/at_50` and `loss/at_75`: losses after 25, 50 and 75 % of the steps, if validated then."""
         found = {f"loss/at_{percent}": self.losses.get(steps * percent // 100) for percent in (25, 50, 75)}
         return {name: loss for name, loss in found.items() if loss is not None}
+
+    def find_steps_to_learn(self, steps: int) -> dict[str, float]:
+        """`steps/to_learn`: the first step whose validation shows the task learned, all `steps` if none does.
+
+        Empty for a source that does not say what learning is.
+        """
+        if self.learned_nats is None:
+            return {}
+        learned = [step for step, loss in self.losses.items() if loss < self.learned_nats]
+        return {"steps/to_learn": float(min(learned, default=steps))}
 
     def on_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Log the untrained model or, after a kill, the step of the checkpoint if it was due."""

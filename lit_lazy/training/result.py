@@ -1,14 +1,15 @@
 """Result file of a finished run."""
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lit_lazy.support.disk import quarantine
+from lit_lazy.support.disk import quarantine, write_text
 from lit_lazy.support.typecheck import check_kinds
 
-RESULT, FINAL_CHECKPOINT, DIAGNOSTICS = "result.json", "final.ckpt", "diagnostics.npz"
+RESULT, FINAL_CHECKPOINT, DIAGNOSTICS, METRICS = "result.json", "final.ckpt", "diagnostics.npz", "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,27 @@ class RunResult:
     """Fingerprint of the data; "" in results of earlier versions."""
     execution: dict[str, Any] = field(default_factory=dict)
     """`Execution` of the run; empty in results of earlier versions."""
+    training_key: str = ""
+    """`training_key` of the config; "" in results of earlier versions."""
+    evaluations: dict[str, list[str]] = field(default_factory=dict)
+    """Names of the metrics that each evaluation measured, by `evaluation_key`; empty in results of earlier versions."""
+    taken_from: str = ""
+    """Where the result was taken from instead of being trained; "" if it was trained here."""
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "RunResult":
+        """The inverse of `asdict`. Raises ValueError or TypeError if the fields are not those of a result."""
+        result = cls(**fields)
+        check_kinds(RESULT, result)
+        return result
+
+    @classmethod
+    def peek(cls, folder: Path) -> "RunResult | None":
+        """The result in a run folder, or None if there is none that can be read; changes nothing."""
+        try:
+            return cls.from_dict(json.loads((folder / RESULT).read_bytes()))
+        except (OSError, ValueError, TypeError, RecursionError):
+            return None
 
     @classmethod
     def read(cls, folder: Path) -> "RunResult | None":
@@ -36,9 +58,11 @@ class RunResult:
         if not path.exists():
             return None
         try:
-            result = cls(**json.loads(path.read_text()))
-            check_kinds(RESULT, result)
+            return cls.from_dict(json.loads(path.read_bytes()))
         except (ValueError, TypeError, RecursionError) as error:
             quarantine(path, f"damaged ({type(error).__name__})")
             return None
-        return result
+
+    def write(self, folder: Path) -> None:
+        """Write the result into a run folder, which finishes the run."""
+        write_text(folder / RESULT, json.dumps(asdict(self), indent=1, sort_keys=True, allow_nan=False))

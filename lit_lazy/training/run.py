@@ -1,6 +1,5 @@
 """`run`: trains and evaluates a RunConfig, and returns its RunResult."""
 
-import json
 import logging
 import math
 import shutil
@@ -18,7 +17,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
-from lit_lazy.config.key import cell_key
+from lit_lazy.config.key import cell_key, evaluation_key, training_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.config.user_files import list_imported_files
@@ -26,7 +25,7 @@ from lit_lazy.data import DataSource
 from lit_lazy.measure.diagnostics import STRONGEST, Diagnostics, Maps, measure, sample_validation
 from lit_lazy.measure.evaluation import compute_size_metrics, evaluate
 from lit_lazy.support.checks import require
-from lit_lazy.support.disk import quarantine, write_text
+from lit_lazy.support.disk import quarantine
 from lit_lazy.support.errors import UnfinishedError
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.training.checkpoints import find_resume_step
@@ -36,7 +35,7 @@ from lit_lazy.training.execution import ONE_DEVICE, Execution
 from lit_lazy.training.head_monitor import HeadMonitor, tau_history
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.prepare import prepare
-from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult
+from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT, RunResult
 from lit_lazy.training.trainer import BackendMonitor, MissedValidation, build_module, fit, make_trainer
 
 log = logging.getLogger("lit_lazy.training.run")
@@ -120,13 +119,14 @@ def _run(
     trained = time.perf_counter()
     module.model.to(device)  # Lightning may have moved it to the CPU
     metrics = _measure_trained(module, source, untrained, monitor, folder / DIAGNOSTICS)
+    evaluated = _evaluate(module)
 
     tokens = (cfg.train.steps - first_step) * cfg.train.batch_size * source.context_length
     result = RunResult(
         key=key,
         config=to_dict(cfg),
         data=source.info,
-        metrics=metrics,
+        metrics=metrics | {name: value for found in evaluated.values() for name, value in found.items()},
         labels={"backend": backend},
         timings={
             "train_seconds": trained - started,
@@ -136,8 +136,10 @@ def _run(
         environment=collect_environment(),
         fingerprint=source.fingerprint,
         execution=asdict(execution),
+        training_key=training_key(cfg, source.fingerprint),
+        evaluations={name: sorted(found) for name, found in evaluated.items()},
     )
-    write_text(folder / RESULT, json.dumps(asdict(result), indent=1, sort_keys=True, allow_nan=False))
+    result.write(folder)
     _remove_checkpoints(folder)
     return result
 
@@ -163,21 +165,28 @@ class Measurement(NamedTuple):
 def _measure_trained(
     module: LitLM, source: DataSource, untrained: Measurement, monitor: HeadMonitor, path: Path
 ) -> dict[str, float]:
-    """All metrics of a run. Saves its diagnostics at `path` before the custom evaluations, which may fail."""
-    cfg, model = module.cfg, module.model
+    """The metrics of a run without its evaluations. Saves its diagnostics at `path`."""
     trained = measure_model(module, source, STRONGEST)
     merged = Diagnostics.merge({"": trained.diagnostics, "init/": untrained.diagnostics})
     diagnostics = Diagnostics(merged.arrays | tau_history(monitor.taus))
     diagnostics.save(path)
-    evaluations = [evaluation.measure(model, cfg.data) for evaluation in cfg.evaluations]
     return (
         trained.metrics
         | {f"init/{name}": value for name, value in untrained.metrics.items()}
-        | monitor.get_intermediate_losses(cfg.train.steps)
-        | compute_size_metrics(model)
+        | monitor.get_intermediate_losses(module.cfg.train.steps)
+        | monitor.find_steps_to_learn(module.cfg.train.steps)
+        | compute_size_metrics(module.model)
         | diagnostics.scalars()
-        | {name: value for found in evaluations for name, value in found.items() if math.isfinite(value)}
     )
+
+
+def _evaluate(module: LitLM) -> dict[str, dict[str, float]]:
+    """The finite metrics of each of a run's evaluations by name, by the evaluation's key."""
+    cfg = module.cfg
+    measured = {evaluation_key(one): one.measure(module.model, cfg.data) for one in cfg.evaluations}
+    return {
+        key: {name: value for name, value in found.items() if math.isfinite(value)} for key, found in measured.items()
+    }
 
 
 def measure_model(module: LitLM, source: DataSource, maps: Maps | None) -> Measurement:

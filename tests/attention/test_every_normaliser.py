@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from lit_lazy.attention import (
+    AffineScaled,
     Alibi,
+    ASEntmax,
+    AttentionCall,
     AttentionSpec,
     Bias,
     ClippedSoftmax,
@@ -19,9 +22,13 @@ from lit_lazy.attention import (
     KerpleLog,
     LearnedBias,
     NoBias,
+    NoPosition,
     Normaliser,
+    NormaliserModule,
     OffByOne,
+    Position,
     Relu,
+    Rope,
     Rows,
     Sigmoid,
     SinkLogit,
@@ -30,6 +37,9 @@ from lit_lazy.attention import (
     Sparsemax,
     SSMax,
     T5Bias,
+    Thresholded,
+    ThresholdedDifferential,
+    TopK,
 )
 from lit_lazy.attention.rivals import lambda_init
 from lit_lazy.config import ModelConfig
@@ -63,6 +73,19 @@ def softpick(s: Tensor) -> Tensor:
     return e.clamp(min=0) / (e.abs().sum() + 1e-8 * s.max().clamp(min=0).exp())
 
 
+def thresholded(beta, width):
+    def weights(s: Tensor) -> Tensor:
+        t = beta * math.sqrt(2 * math.log(len(s) + 1) / width)
+        return torch.stack([max(x - t, x.new_zeros(())) ** 2 for x in s])
+
+    return weights
+
+
+def thresholded_difference(beta, width):
+    one = thresholded(beta, width)
+    return lambda maps: one(maps[0]) - one(maps[1]) / 2
+
+
 def bisected(power):
     """The t for which the weights `max(s - t, 0) ** power` sum to 1, by bisection; power 1 is sparsemax."""
 
@@ -72,6 +95,15 @@ def bisected(power):
             t = (low + high) / 2
             low, high = (t, high) if (s - t).clamp(min=0).pow(power).sum() > 1 else (low, t)
         return (s - low).clamp(min=0).pow(power)
+
+    return weights
+
+
+def top_k(share):
+    def weights(s: Tensor) -> Tensor:
+        order = sorted(s.tolist(), reverse=True)
+        kept = s >= order[math.ceil(round(share * len(s), 6)) - 1]
+        return softmax(s.masked_fill(~kept, -math.inf))
 
     return weights
 
@@ -95,16 +127,21 @@ FORMULAS = {  # parameters are float32, and hold these values exactly
     Softpick(): softpick,
     Sigmoid(): lambda s: 1 / (1 + len(s) * (-s).exp()),
     Relu(): lambda s: s.clamp(min=0) / len(s),
+    Thresholded(0.25): thresholded(0.25, SHAPE.head_dim),
+    ThresholdedDifferential(0.25): thresholded_difference(0.25, SHAPE.head_dim // 2),
     Entmax15(): lambda s: bisected(2)(s / 2),
     Sparsemax(): bisected(1),
+    ASEntmax(): lambda s: bisected(2)(s / 2),  # its scale is applied to the queries
+    TopK(): top_k(0.25),
     SSMax(): softmax,  # its scale is applied to the queries
+    AffineScaled(): lambda s: (softmax(s) - 1 / len(s)) / 2,  # alpha starts at 1/2, its mean at 0
     Differential(): differential,
 }
 RIVALS = {type(normaliser) for normaliser in FORMULAS} - {Softmax, Elastic}
 RENORMALISED = [
     pytest.param(dataclasses.replace(x, renormalise=True), marks=() if x in (Elastic(), Relu()) else pytest.mark.long)
     for x in FORMULAS
-    if type(x) is not Differential
+    if not isinstance(x, AffineScaled | Differential | ThresholdedDifferential)
 ]
 
 
@@ -164,3 +201,170 @@ def test_entmax_rows_sum_to_one_and_cut_the_same_amount(normaliser: Normaliser, 
     rounding = 1e-5 * max(1.0, spread)
     assert ((amount - mean) * alive).abs().max() <= rounding
     assert (scores / power - mean)[weights == 0].max() <= rounding if (weights == 0).any() else spread == 0
+
+
+def make_rows(scores: Tensor) -> Rows:
+    """Rows that see all their keys."""
+    n = torch.full((1, 1, scores.shape[-2], 1), scores.shape[-1], dtype=scores.dtype)
+    return Rows(torch.ones(1, 1, *scores.shape[-2:], dtype=torch.bool), n, n.long())
+
+
+def test_top_k_keeps_a_share_of_the_visible_keys() -> None:
+    scores = torch.randn(2, 4, 3, 100, generator=torch.Generator().manual_seed(0))
+    for share, kept in ((0.07, 7), (0.071, 8), (1e-9, 1), (0.5, 50)):
+        weights = TopK(share).build(SHAPE).weights(scores, make_rows(scores))
+        assert ((weights > 0).sum(-1) == kept).all(), share
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 3))
+    everything = TopK(1.0).build(SHAPE).weights(scores, make_rows(scores))
+    assert torch.equal(everything, scores.softmax(-1))
+
+
+def test_top_k_does_not_depend_on_the_order_of_equal_scores() -> None:
+    scores = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0]).view(1, 1, 1, 5)
+    weights = TopK(0.4).build(SHAPE).weights(scores, make_rows(scores))[0, 0, 0]
+    torch.testing.assert_close(weights[:4], torch.tensor([2.0, 1.0, 1.0, 1.0]).softmax(-1))
+    assert weights[4] == 0
+
+
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.5, math.nan])
+def test_top_k_names_a_wrong_share(share: float) -> None:
+    with pytest.raises(ValueError, match=rf"^TopK\.share={share}: must be above 0 and at most 1$"):
+        TopK(share)
+
+
+@pytest.mark.parametrize("position", [Rope(), NoPosition()], ids=repr)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_thresholded_attention_compares_directions(position: Position, qk_norm: bool) -> None:
+    """Scores are cosines, whatever the length of the projected queries and keys; no cosine exceeds 1."""
+    spec = AttentionSpec(Thresholded(), qk_norm=qk_norm)
+    cfg = ModelConfig(d_model=32, n_heads=2, n_kv_heads=1, d_ff=16, init_std=0.5, position=position, attention=spec)
+    model, seen = DecoderLM(cfg, 16, context_length=12, seed=2).double(), []
+    attention = model.attentions[0]
+    attention.normaliser.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    tokens = torch.randint(16, (2, 12), generator=torch.Generator().manual_seed(0))
+    before = model(tokens)
+    weights = attention.normaliser.compute_weights(seen[0])
+    cosine = torch.nn.functional.cosine_similarity(seen[0].q[:, :, :, None], seen[0].k[:, :, None], dim=-1)
+    visible = weights.rows.visible.expand_as(cosine)
+    torch.testing.assert_close(weights.scores[visible], cosine[visible])
+    t = (2 * torch.arange(2, 14, dtype=torch.float64).log() / 16).sqrt()
+    torch.testing.assert_close(weights.w, ((cosine - t[:, None]).clamp(min=0) ** 2).tril())
+    with torch.no_grad():
+        attention.q.weight.mul_(7)
+        attention.k.weight.mul_(0.01)
+    torch.testing.assert_close(model(tokens), before, rtol=1e-4, atol=1e-6)
+
+
+def test_a_threshold_that_no_cosine_exceeds_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"^Thresholded\.beta=2\.0: no cosine exceeds the threshold of 16 keys"
+    ) as error:
+        Thresholded(2.0).build(SHAPE)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"^Thresholded\.beta=-1\.0: must be finite and 0 or more"):
+        Thresholded(-1.0)
+
+
+def make_call(**changes: Tensor | None) -> AttentionCall:
+    """Queries, keys, values and the layer's input of one sequence, float64."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = torch.randn(3, 1, SHAPE.n_heads, 9, SHAPE.head_dim, dtype=torch.float64, generator=generator)
+    x = torch.randn(1, 9, SHAPE.d_model, dtype=torch.float64, generator=generator)
+    return AttentionCall(q, k, v, x=x)._replace(**changes)
+
+
+def test_asentmax_scales_its_queries() -> None:
+    module = ASEntmax().build(SHAPE).double()
+    call, n = make_call(), torch.arange(1, 10, dtype=torch.float64)
+    torch.testing.assert_close(module.queries(call), (1 + math.log(2)) * call.q)
+    with torch.no_grad():
+        for weight in (module.beta, module.gamma):
+            weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    for head, row in ((0, 0), (1, 3), (3, 8)):
+        b, c = (float((call.x[0, row] @ weight[head]).detach()) for weight in (module.beta, module.gamma))
+        beta, gamma = math.log1p(math.exp(b)), 2 * math.tanh(c)
+        expected = (1 + beta * math.log(n[row] + 1) ** gamma) * call.q[0, head, row]
+        torch.testing.assert_close(module.queries(call)[0, head, row], expected)
+
+
+def test_asentmax_at_a_temperature_of_one_is_entmax() -> None:
+    module, entmax = ASEntmax().build(SHAPE).double(), Entmax15().build(SHAPE).double()
+    call = make_call(x=torch.ones(1, 9, SHAPE.d_model, dtype=torch.float64))
+    with torch.no_grad():
+        module.beta.fill_(-100.0)  # softplus is 0
+    assert torch.equal(module(call)[0], entmax(call)[0])
+
+
+def test_a_rule_that_reads_the_input_asks_for_it() -> None:
+    module = ASEntmax().build(SHAPE).double()
+    with pytest.raises(ValueError, match=r"^AttentionCall\.x=None: the rule depends on the layer's input"):
+        module(make_call(x=None))
+
+
+def affine_scaled(mean: float) -> tuple[NormaliserModule, AttentionCall]:
+    """A module whose alpha differs by row and head, and a call of it."""
+    module = AffineScaled().build(SHAPE).double()
+    torch.nn.init.normal_(module.alpha, generator=torch.Generator().manual_seed(2))
+    module.mean.fill_(mean)
+    return module.eval(), make_call()
+
+
+def test_affine_scaled_mixes_softmax_and_even_weights() -> None:
+    module, call = affine_scaled(0.75)
+    found = module.compute_weights(call)
+    plain = Softmax().build(SHAPE).compute_weights(call).w
+    for head, row in ((0, 0), (2, 4), (3, 8)):
+        alpha = 1 / (1 + math.exp(-float((call.x[0, row] @ module.alpha[head]).detach())))
+        expected = alpha * plain[0, head, row, : row + 1] + (0.75 - alpha) / (row + 1)
+        torch.testing.assert_close(found.w[0, head, row, : row + 1], expected)
+    torch.testing.assert_close(found.mass, torch.full_like(found.mass, 0.75))
+    assert (found.w < 0).any()
+    out, stats = module(call._replace(with_stats=True))
+    torch.testing.assert_close(out, found.w @ call.v)
+    torch.testing.assert_close(stats.mass, found.mass)
+    torch.testing.assert_close(stats.first_weight, found.w[..., 0])
+    mask = torch.arange(9) >= 2
+    held = module(call._replace(key_mask=mask[None], evicted=0))[0]
+    torch.testing.assert_close(
+        held[:, :, 2:], _weigh_held(module, call._replace(key_mask=mask[None])) @ call.v, msg="n counts the hidden keys"
+    )
+
+
+def _weigh_held(module: NormaliserModule, call: AttentionCall) -> Tensor:
+    """Weights of the rows that see a key, where n is the row's position."""
+    found = Softmax().build(SHAPE).compute_weights(call)
+    alpha, n = module.compute_alpha(call), torch.arange(1, 10)[:, None]
+    return (alpha * found.w + (module.mean[:, None, None] - alpha) * found.rows.visible / n)[:, :, 2:]
+
+
+def test_affine_scaled_with_factors_of_one_is_softmax() -> None:
+    module, call = affine_scaled(1.0)
+    with torch.no_grad():
+        module.alpha.fill_(100.0)
+    call = call._replace(x=torch.ones_like(call.x))
+    torch.testing.assert_close(module(call)[0], Softmax().build(SHAPE)(call)[0])
+
+
+def test_the_mean_of_affine_scaled_follows_the_rows_of_training_alone() -> None:
+    module, call = affine_scaled(0.25)
+    expected, mean = module.mean.clone(), module.compute_alpha(call).mean((0, 2, 3))
+    module(call)
+    with torch.no_grad():
+        module.train()(call)
+    module.at_progress(0.1)
+    assert torch.equal(module.mean, expected), "an evaluation moved it"
+    for part in (call.x[:, :4], call.x[:, 4:]):  # a batch in two parts
+        rows = part.shape[1]
+        module(call._replace(q=call.q[:, :, -rows:], x=part))
+    module.at_progress(0.2)
+    torch.testing.assert_close(module.mean, 0.9 * expected + 0.1 * mean)
+    assert set(module.state_dict()) == {"alpha", "mean"}
+    before = module.mean.clone()
+    module.at_progress(0.2)  # as where a run resumes
+    assert torch.equal(module.mean, before)
+
+
+@pytest.mark.parametrize("momentum", [1.0, -0.1, math.nan])
+def test_affine_scaled_names_a_wrong_momentum(momentum: float) -> None:
+    with pytest.raises(ValueError, match=rf"^AffineScaled\.momentum={momentum}: must be 0 or more and below 1$"):
+        AffineScaled(momentum)

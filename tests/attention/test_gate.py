@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lit_lazy.attention import AttentionSpec, Elastic, Gate, LayerShape, OutputGate, ValueGate
+from lit_lazy.attention import AttentionSpec, Elastic, Gate, HeadNorm, LayerShape, OutputGate, ValueGate
 from lit_lazy.config import ModelConfig
 from lit_lazy.model.decoder import DecoderLM
 
@@ -40,7 +40,21 @@ def test_a_weight_of_zero_halves_the_output(gate):
     assert torch.equal(module(out, torch.randn(1, 3, 24), torch.randn(1, 2, 3, 6)), out / 2)
 
 
-@pytest.mark.parametrize("gate", GATES, ids=repr)
+def test_a_head_norm_gives_each_head_a_root_mean_square_of_its_gain():
+    """Whatever the size of its output; a row without attention stays 0."""
+    module, out = HeadNorm().build(SHAPE), torch.randn(2, 4, 5, 6) * torch.logspace(-1, 3, 5)[:, None]
+    inputs = torch.randn(2, 5, 24), torch.randn(2, 2, 5, 6)
+    found = module(out, *inputs)
+    torch.testing.assert_close(found.square().mean(-1).sqrt(), torch.ones(2, 4, 5), rtol=1e-2, atol=0)
+    torch.testing.assert_close(found, out / (out.square().mean(-1, keepdim=True) + 1e-5).sqrt())
+    with torch.no_grad():
+        module.norm.weight.fill_(3.0)
+    torch.testing.assert_close(module(out, *inputs), 3 * found)
+    assert not module(torch.zeros(1, 4, 3, 6), *inputs).any()
+    assert module(out.bfloat16(), *inputs).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("gate", [*GATES, HeadNorm()], ids=repr)
 def test_a_gated_model_decodes_and_shares_its_initial_weights(gate):
     gated, plain = model(gate).double(), model(None).double()
     for name, parameter in plain.named_parameters():

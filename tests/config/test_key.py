@@ -13,13 +13,23 @@ import pytest
 
 from lit_lazy.attention import Alibi, AttentionSpec, Elastic, LearnedBias, Softmax
 from lit_lazy.config import ModelConfig, RunConfig, replace_at
-from lit_lazy.config.key import SCHEMA, cell_key, hash_user_code, settings_key, to_minimal_dict
+from lit_lazy.config.key import (
+    SCHEMA,
+    cell_key,
+    evaluation_key,
+    hash_user_code,
+    settings_key,
+    to_minimal_dict,
+    training_key,
+)
 from lit_lazy.config.serialisation import find_leaf_classes, from_dict, to_dict
 from lit_lazy.config.user_files import find, list_available, load_experiment, load_module
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.grid.search.definition import load_search
 from lit_lazy.grid.stages import FirstStageMissing
+from lit_lazy.measure.lengths import Lengths
+from lit_lazy.measure.lm_eval import LmEval
 
 SHIPPED = Path(__file__).with_name("shipped_keys.json")
 NORMALISER = "model.attention.normaliser"
@@ -107,6 +117,18 @@ def test_equal_settings_have_equal_keys() -> None:
     assert len(keys | {cell_key(cfg, "x")}) == 5
     names = {settings_key(replace_at(cfg, {path: value})) for path, value in others.items()}
     assert len(names | {settings_key(cfg)}) == 5
+
+
+def test_evaluations_are_in_a_cells_key_and_not_in_its_trainings(tmp_path: Path) -> None:
+    """Each has a key of its own, which its settings and its files change."""
+    plain = RunConfig(data=Backcopy())
+    asked = replace_at(plain, {"evaluations": (Lengths(times=(2,)), LmEval(task_folder=str(tmp_path)))})
+    assert training_key(asked, "x") == training_key(plain, "x") == cell_key(plain, "x") != cell_key(asked, "x")
+    others = (replace_at(plain, {"seed": 1}), "x"), (plain, "y")
+    assert training_key(plain, "x") not in {training_key(*other) for other in others}
+    before = list(map(evaluation_key, asked.evaluations))
+    (tmp_path / "task.yaml").write_text("task: mine")
+    assert len({*before, evaluation_key(Lengths()), *map(evaluation_key, asked.evaluations)}) == 4
 
 
 def test_a_new_option_leaves_keys_as_they_were() -> None:

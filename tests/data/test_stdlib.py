@@ -171,7 +171,7 @@ def test_running_python():
     assert len(source.validation) == 256
     assert source.info["train_tokens"] == len(source.train) * 256 > 4_000_000
     # Between an unreachable value for Python sources and the uniform distribution.
-    assert 1.5 < source.info["trigram_bits_per_byte"] < 4
+    assert 1.5 < source.info["trigram_bits_per_byte"] < 4 < source.info["unigram_bits_per_byte"] < 5
     paths = read_sources(Path(sysconfig.get_path("stdlib")))
     assert {"argparse.py", "json/decoder.py", "unittest/case.py"} <= set(paths)
     assert not [path for path in paths if {"test", "tests", "idle_test", "site-packages"} & set(path.split("/"))]

@@ -26,7 +26,7 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import find, load_experiment
 from lit_lazy.data import text
 from lit_lazy.data.pipeline import documents, tokens
-from lit_lazy.data.text import Text, compute_trigram_bits
+from lit_lazy.data.text import Text, measure_ngrams
 from lit_lazy.data.trigram import ByteTrigram, trigrams
 from lit_lazy.training.prepare import prepare
 from lit_lazy.training.run import run
@@ -325,7 +325,8 @@ def test_trigram_counts_a_bounded_number_of_bytes(corpora, monkeypatch):
     counted = []
     monkeypatch.setattr(text, "TRIGRAM_BYTES", 100 * L)
     monkeypatch.setattr(text, "ByteTrigram", lambda data: counted.append(data) or ByteTrigram(data))
-    assert 1 < compute_trigram_bits(train, validation, np.arange(10)) < 8
+    bits = measure_ngrams(train, validation, np.arange(10))
+    assert 1 < bits["trigram_bits_per_byte"] < bits["unigram_bits_per_byte"] < 8
     assert [data.size for data in counted] == [100 * L]
     assert counted[0][-L:].tobytes() == train[len(train) * 99 // 100, :-1].numpy().tobytes()
 
@@ -448,7 +449,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
 import pathlib, re
 from lit_lazy.data import text
 from lit_lazy.data.text import Text
-text.compute_trigram_bits = lambda *_: 0.0  # its tables of constant size would hide the rest
+text.measure_ngrams = lambda *_: {{}}  # its tables of constant size would hide the rest
 def peak(name, **options):
     Text(str(pathlib.Path({str(tmp_path)!r}, name)), **options).load()
     return high_water()

@@ -48,6 +48,10 @@ def test_is_witten_bell():
     padded = bytes(2) + held_out.tobytes()
     expected = [witten_bell(padded[end - 2 : end], padded[end]) for end in range(2, len(padded))]
     assert np.allclose(ByteTrigram(text).probability(trigrams(held_out)), expected, rtol=1e-12)
+    unigram = [witten_bell(b"", byte) for byte in held_out.tobytes()]
+    assert np.allclose(ByteTrigram(text).probability(trigrams(held_out), order=1), unigram, rtol=1e-12)
+    bits = {"unigram_bits_per_byte": -np.log2(unigram).mean(), "trigram_bits_per_byte": -np.log2(expected).mean()}
+    assert ByteTrigram(text).measure_bits(trigrams(held_out)) == pytest.approx(bits, rel=1e-12)
 
 
 def test_reaches_the_entropy_of_a_second_order_chain():

@@ -8,10 +8,10 @@ import pytest
 
 from flash_lazy import Backend
 from lit_lazy.config.key import SCHEMA
-from lit_lazy.grid.plan import ALTERNATIVES, Plan
+from lit_lazy.grid.plan import ALTERNATIVES, Plan, make_yardstick
 from lit_lazy.table.build import build_table
 from lit_lazy.table.columns import COLUMNS
-from lit_lazy.table.records import Contrast, Observation, RowInfo
+from lit_lazy.table.records import Contrast, Observation, RowInfo, Table, Yardstick
 
 PLAN = Plan(
     ablation="pair",
@@ -55,6 +55,23 @@ def test_a_row_that_is_another_training_is_refused() -> None:
     former = replace(PLAN, definitions={"lazy": "a", "softmax": "c"})
     with pytest.raises(ValueError, match=r"^row 'softmax': its experiment, ablation, code or data changed since"):
         PLAN.merge(former, ["softmax", "lazy"])
+
+
+def test_the_marks_of_the_data_become_the_yardstick() -> None:
+    assert make_yardstick({"optimum_nats": 2.0, "chance_nats": 3.0}) == Yardstick(
+        "loss/excess", 0.5, {"optimum": 0.0, "chance": 1.0}
+    )
+    facts = {"unigram_bits_per_byte": 4.5, "trigram_bits_per_byte": 2.5, "bytes_per_token": 1.0}
+    text = make_yardstick(facts)
+    assert text == Yardstick("loss/bits_per_byte", pytest.approx(3.5), {"trigram": 2.5, "unigram": 4.5})
+    table = build_table(replace(PLAN, facts=facts).make_table_spec((), ()), [])
+    assert table.yardstick == text
+    assert Table.from_json(json.loads(json.dumps(table.to_json()))) == table
+
+
+@pytest.mark.parametrize("facts", [{}, {"optimum_nats": 1.0}, {"bytes_per_token": 3.0, "trigram_bits_per_byte": 2.5}])
+def test_a_plan_without_the_marks_has_no_yardstick(facts: dict[str, float]) -> None:
+    assert replace(PLAN, facts=facts).make_table_spec((), ()).yardstick is None
 
 
 def test_a_grid_of_an_earlier_version_is_refused_in_one_line_and_still_read() -> None:

@@ -499,6 +499,7 @@ def test_scalars_are_made_of_the_arrays() -> None:
             "scores/spread": arrays["scores/spread"].mean(),
             "collapse/cosine": arrays["hidden/cosine"][2],
             "collapse/effective_rank": arrays["hidden/effective_rank"][2],
+            "collapse/effective_rank_slope": np.polyfit([0, 1, 2], arrays["hidden/effective_rank"], 1)[0],
             "collapse/rank_residual": arrays["hidden/rank_residual"][2],
             "collapse/max_abs": arrays["hidden/max_abs"].max(),
             "collapse/kurtosis": arrays["hidden/kurtosis"][2],

@@ -12,7 +12,7 @@ from mlflow.utils.validation import _validate_metric_name
 
 from lit_lazy.attention import AttentionSpec, Elastic, Eviction, LearnedAbsolute
 from lit_lazy.config.evaluation import Evaluation
-from lit_lazy.config.key import cell_key
+from lit_lazy.config.key import cell_key, evaluation_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict, to_dict
 from lit_lazy.config.user_files import experiment
@@ -131,8 +131,10 @@ def test_of_text_they_are_bits_per_byte_too():
 
 
 def test_a_custom_one_is_measured_and_what_is_undefined_left_out(tmp_path):
-    found = run(dataclasses.replace(TINY, evaluations=(Mine("a"), Mine("b"))), tmp_path).metrics
-    assert {name for name in found if name.startswith("mine/")} == {"mine/a", "mine/b"}
+    found = run(dataclasses.replace(TINY, evaluations=(Mine("a"), Mine("b"))), tmp_path)
+    assert {name for name in found.metrics if name.startswith("mine/")} == {"mine/a", "mine/b"}
+    assert found.evaluations == {evaluation_key(Mine(name)): [f"mine/{name}"] for name in ("a", "b")}
+    assert found.training_key == cell_key(TINY, found.fingerprint) != found.key
 
 
 def test_a_checkpoint_that_asks_for_them_can_be_loaded(result):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from layers import layer_shape
 
-from lit_lazy.attention import AttentionCall, BiasTerms, Elastic, Softmax
+from lit_lazy.attention import AffineScaled, ASEntmax, AttentionCall, BiasTerms, Elastic, Softmax
 from lit_lazy.measure import RowSummary, summarise
 from lit_lazy.measure.row_statistics import TILES
 
@@ -225,3 +225,16 @@ def test_a_long_layer_takes_less_than_a_gigabyte():
     """L = 8192, 16 heads: peak over the idle process, with q, k and v, the summary and all metrics."""
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 1e9
+
+
+@pytest.mark.parametrize("spec", [ASEntmax(), AffineScaled()], ids=repr)
+def test_blocks_of_a_rule_that_reads_the_input_have_their_own_rows_of_it(spec):
+    q, k = draw(40)
+    module = spec.build(layer_shape(HEADS, 100, WIDTH)).double()
+    for seed, parameter in enumerate(module.parameters()):
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(BATCH, 40, HEADS * WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    call = AttentionCall(q, k, k, x=x)
+    whole, blocks = (summarise(module, call, most_scores=size) for size in (2**22, 300))
+    for name in ("first", "mass", "zeros", "entropy", "score_variance", "columns"):
+        torch.testing.assert_close(getattr(blocks, name), getattr(whole, name), msg=name)

@@ -10,7 +10,9 @@ import torch
 
 from flash_lazy.cpu.library import find_obstacle
 from lit_lazy.attention import (
+    AffineScaled,
     Alibi,
+    ASEntmax,
     AttentionSpec,
     ClippedSoftmax,
     Differential,
@@ -23,6 +25,7 @@ from lit_lazy.attention import (
     Rope,
     Softmax,
     SSMax,
+    Thresholded,
 )
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.data.base import DataSource, DocumentDataset
@@ -49,6 +52,9 @@ VARIANTS = {
     "clipped": (AttentionSpec(ClippedSoftmax(alpha=0.5), LearnedBias(init_std=0.5)), Rope()),
     "ssmax": (AttentionSpec(SSMax(), NoBias(), window=6), Rope()),
     "differential": (AttentionSpec(Differential()), Rope()),
+    "thresholded": (AttentionSpec(Thresholded(0.5), LearnedBias(init_std=0.5)), Rope()),
+    "affine-scaled": (AttentionSpec(AffineScaled(), LearnedBias(init_std=0.5), window=7), Rope()),
+    "asentmax": (AttentionSpec(ASEntmax(), LearnedBias(init_std=0.5)), Rope()),
 }
 
 
@@ -60,7 +66,7 @@ def model(spec, position, dtype=torch.float64) -> DecoderLM:
     cfg = ModelConfig(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=48, attention=spec, position=position)
     made = DecoderLM(cfg, VOCABULARY, L, seed=1).to(dtype)
     for name, parameter in made.named_parameters():
-        if name.endswith("tau"):
+        if "attention.normaliser" in name:  # off their initial values
             torch.nn.init.uniform_(parameter, -0.2, 0.9, generator=torch.Generator().manual_seed(2))
     return made
 

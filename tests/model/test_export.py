@@ -230,9 +230,17 @@ def test_the_parts_are_those_of_the_modelling_file() -> None:
         for name, base in {"normaliser": Normaliser, "bias": Bias, "gate": Gate, "position": Position}.items()
     }
     assert {name: found - {*CARRIED[name]} for name, found in ours.items()} == {
-        "normaliser": {"Entmax15", "Sparsemax"},  # no closed form
+        "normaliser": {
+            "ASEntmax",
+            "AffineScaled",
+            "Entmax15",
+            "Sparsemax",
+            "Thresholded",
+            "ThresholdedDifferential",
+            "TopK",
+        },
         "bias": set(),
-        "gate": set(),
+        "gate": {"HeadNorm"},
         "position": set(),
     }
 

@@ -119,7 +119,7 @@ def test_it_holds_table_command_runs_versions_and_commit(tracker: Tracker, page:
     assert f"Parent run{parent}" in text
     assert "4 of 4 cells complete" in text
     assert f"Command{read_plan(tracker, parent).command}" in text
-    assert "oracle_nats 1.5233" in text
+    assert "optimum_nats 1.5233" in text
     assert f"0, 1: softmax, {ODD}" in text
 
 

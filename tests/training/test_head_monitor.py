@@ -11,7 +11,7 @@ from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
-from lit_lazy.training.head_monitor import measure_batch
+from lit_lazy.training.head_monitor import HeadMonitor, measure_batch
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.result import DIAGNOSTICS, FINAL_CHECKPOINT
 from lit_lazy.training.run import run
@@ -144,3 +144,16 @@ def test_nothing_is_logged_under_two_names() -> None:
     found = measure_batch(module.model, source.validation.sequences[:3, :-1].long())
     assert "watch/mass" in found
     assert [name for name in found if "tau" in name or "layer" in name] == ["watch/tau_layer_0"]
+
+
+def test_the_step_of_learning_is_the_first_validated_below_the_mark() -> None:
+    source = config(AttentionSpec()).data.load()
+    marked = replace(source, info={"optimum_nats": 1.0, "chance_nats": 2.0})
+    monitor = HeadMonitor(marked)
+    assert monitor.find_steps_to_learn(20) == {"steps/to_learn": 20}
+    monitor.losses.update({5: 1.6, 10: 1.4, 15: 1.6, 20: 1.2})
+    assert monitor.find_steps_to_learn(20) == {"steps/to_learn": 10}
+    resumed = HeadMonitor(marked)
+    resumed.load_state_dict(monitor.state_dict())
+    assert resumed.find_steps_to_learn(20) == {"steps/to_learn": 10}
+    assert HeadMonitor(replace(source, info={})).find_steps_to_learn(20) == {}

@@ -31,7 +31,7 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.measure.diagnostics import Diagnostics
 from lit_lazy.tracking.spool import METRICS, MetricFile, read_lines
-from lit_lazy.training import devices
+from lit_lazy.training import devices, head_monitor
 from lit_lazy.training.devices import describe_backend
 from lit_lazy.training.execution import Execution
 from lit_lazy.training.module import DivergedError, LitLM
@@ -187,18 +187,24 @@ def test_a_killed_run_without_attention_resumes_bit_for_bit(tmp_path: Path, mixe
     assert result is not None
     assert result.labels == {"backend": "fla, plain torch"}
     kinds = {name.removeprefix("init/").partition("/")[0] for name in result.metrics}
-    assert kinds == {"loss", "accuracy", "model", "collapse"}
+    assert kinds == {"loss", "accuracy", "model", "collapse", "steps"}
 
 
-def test_losses_on_the_way_are_those_of_the_validations_also_after_kills(tmp_path: Path) -> None:
-    """Kills after a step's checkpoint but before its validation, and between validations."""
+def test_losses_on_the_way_are_those_of_the_validations_also_after_kills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So is the step of learning, here after half of the steps. Kills after a step's checkpoint but before its validation, and between validations."""
     cfg = replace_at(config(AttentionSpec()), {"train.val_every": 5, "train.checkpoint_every": 5})
     whole = run(cfg, tmp_path / "whole", keep_checkpoint=True)
     assert {"loss/at_25", "loss/at_50", "loss/at_75"} <= whole.metrics.keys()
     assert whole.metrics["loss/at_25"] != whole.metrics["loss/at_50"]
+    assert whole.metrics["steps/to_learn"] == 20
+    between = (whole.metrics["loss/at_25"] + whole.metrics["loss/at_50"]) / 2
+    monkeypatch.setattr(head_monitor, "compute_learned_nats", lambda _: between)
     for step in (5, 12):
         run_until_killed(cfg, tmp_path / "killed", step)
-    assert run(cfg, tmp_path / "killed", keep_checkpoint=True).metrics == whole.metrics
+    learned = {"steps/to_learn": 10.0}
+    assert run(cfg, tmp_path / "killed", keep_checkpoint=True).metrics == whole.metrics | learned
     assert not any(name.startswith("loss/at_") for name in run(config(AttentionSpec()), tmp_path / "seven").metrics)
 
 
@@ -272,7 +278,7 @@ def test_what_a_result_holds(tmp_path: Path) -> None:
     metrics = result.metrics
     assert result == RunResult.read(tmp_path)
     source = config().data.load()
-    assert metrics["loss/val"] - metrics["loss/excess"] == pytest.approx(source.info["oracle_nats"], abs=1e-6)
+    assert metrics["loss/val"] - metrics["loss/excess"] == pytest.approx(source.info["optimum_nats"], abs=1e-6)
     assert {
         "accuracy/trigger",
         "mass/trigger",

@@ -20,6 +20,8 @@ from lit_lazy.support.errors import one_line
 from lit_lazy.tracking.tracker import Tracker
 
 GRID_ID = "grid_id"
+ASIDE = ".until-"
+"""In the names of folders that `--fresh` has moved aside."""
 T = TypeVar("T")
 
 
@@ -85,7 +87,7 @@ def reset_grid(work: Work, queue: Queue, tracker: Tracker, console: Console) -> 
         for run in tracker.find({"grid": grid_id}, deleted=True):
             tracker.retire(run.run_id)
     if (work.folder / "cells").exists():
-        aside = work.folder.with_name(f"{work.id}.until-{datetime.now():%Y%m%d-%H%M%S}")
+        aside = work.folder.with_name(f"{work.id}{ASIDE}{datetime.now():%Y%m%d-%H%M%S}")
         work.folder.rename(aside)
         work.folder.mkdir()
         console.print(f"the former results are in {aside}", highlight=False)

@@ -1,0 +1,34 @@
+"""`lit-lazy ablate pack`"""
+
+import argparse
+
+from lit_lazy.command.grid_helpers import open_tracker
+from lit_lazy.command.options import Commands, add_command, add_grid, add_runs, path
+
+
+def add_to(commands: Commands) -> None:
+    summary = "pack the finished cells of an ablation into one small file, which `ablate run --results` goes on from"
+    parser = add_command(commands, "pack", ablate_pack, summary)
+    add_grid(parser)
+    add_runs(parser)
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=path,
+        help="file to write: per cell its key, settings, metrics, times, backend, versions, machine and commit, as "
+        "lines of JSON compressed by xz (default: cells.jsonl.xz in the grid's folder)",
+    )
+
+
+def ablate_pack(options: argparse.Namespace, _rest: list[str]) -> int:
+    from lit_lazy.grid.packed import CELLS, pack_grid
+    from lit_lazy.support.disk import check_writable_file
+
+    tracker = open_tracker(options)
+    folder = options.runs / tracker.experiment
+    out = options.out or folder / CELLS
+    check_writable_file("--out", out)
+    packed, asked = pack_grid(tracker, folder, out)
+    missing = f"; {asked - packed} are missing" if packed < asked else ""
+    print(f"{out}: {packed} of {asked} cells of {tracker.experiment}{missing}")
+    return 0

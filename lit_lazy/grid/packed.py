@@ -1,0 +1,246 @@
+"""Finished cells in one file, and results that a grid takes from such files or from other grids instead of training.
+
+A result serves a cell with the same key. It also serves one with the same training key, if it has all of its
+evaluations: they were measured on the same model.
+"""
+
+import json
+import lzma
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import combinations
+from pathlib import Path
+
+from lit_lazy.config.key import evaluation_key, training_key
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import from_dict
+from lit_lazy.grid.ablation import Cell
+from lit_lazy.grid.jobs.parent_run import ASIDE
+from lit_lazy.grid.plan import find_newest_parent, read_plan, select_one_per_cell
+from lit_lazy.support.checks import require
+from lit_lazy.support.disk import open_file, write_atomically
+from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.provenance import collect_environment
+from lit_lazy.tracking.tracker import Tracker
+from lit_lazy.training.prepare import find_backend, load_data
+from lit_lazy.training.result import DIAGNOSTICS, METRICS, RESULT, RunResult
+
+FORMAT = "lit-lazy cells 1"
+CELLS = "cells.jsonl.xz"
+"""Default name of a packed file."""
+TIMED = "cost/"
+"""Prefix of the metrics that differ between two trainings of one key, because they are times."""
+DECIDING = ("torch", "python")
+"""Versions that a taken result must share with this process, besides the backend."""
+STORED_KEY = re.compile(rb'"training_key": "(\w+)"')
+
+
+def pack_grid(tracker: Tracker, folder: Path, out: Path) -> tuple[int, int]:
+    """Pack the finished cells of the newest grid of an experiment; returns how many, and how many its plan asks for.
+
+    folder: the grid's. The file has a header and a line of JSON per cell, compressed by xz; equal cells give equal
+    bytes. Raises ValueError if no cell is finished here.
+    """
+    parent_id = find_newest_parent(tracker)
+    runs = select_one_per_cell(tracker.find_children(parent_id))
+    key_of = {(run.tags["variant"], int(run.tags["seed"])): run.tags["cell"] for run in runs if run.state == "complete"}
+    asked = [(row.variant, seed) for row in read_plan(tracker, parent_id).rows for seed in row.seeds]
+    found = {cell: RunResult.peek(folder / "cells" / key_of[cell]) for cell in asked if cell in key_of}
+    lines = [asdict(result) | {"variant": variant, "seed": seed} for (variant, seed), result in found.items() if result]
+    require(bool(lines), "ablation", tracker.experiment, f"has no finished cell in {str(folder)!r}; run it there first")
+    header = {"format": FORMAT, "grid": tracker.experiment, "cells": len(lines)}
+    text = "".join(json.dumps(line, sort_keys=True, separators=(",", ":")) + "\n" for line in (header, *lines))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, lambda file: file.write(lzma.compress(text.encode())))
+    return len(lines), len(asked)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """The content of a packed file."""
+
+    path: Path
+    grid: str
+    """The id of the grid that was packed."""
+    results: Sequence[RunResult]
+
+    @classmethod
+    def read(cls, path: Path) -> "Pack":
+        """Read a packed file. Raises a one-line ValueError if it is truncated or none."""
+        option, fix = f"--results {str(path)!r}", "give a file that `lit-lazy ablate pack` wrote"
+        try:
+            with open_file(path) as file:
+                header, *lines = map(json.loads, lzma.decompress(file.read()).splitlines())
+            if header["format"] != FORMAT or header["cells"] != len(lines):
+                raise ValueError(f"{header['format']!r} with {len(lines)} of {header['cells']} cells")
+            for line in lines:
+                del line["variant"], line["seed"]  # the asking grid may name its rows otherwise
+            return cls(path, str(header["grid"]), [RunResult.from_dict(line) for line in lines])
+        except OSError as error:
+            raise ValueError(f"{option}: cannot be read ({error.strerror}); {fix}") from None
+        except (lzma.LZMAError, ValueError, TypeError, LookupError, RecursionError) as error:
+            raise ValueError(
+                f"{option}: is truncated, or no packed file ({describe_exception(error)}); {fix}"
+            ) from None
+
+
+@dataclass(frozen=True)
+class TakenResult:
+    """A result that serves a cell without training it."""
+
+    result: RunResult
+    """As the cell's own."""
+    folder: Path | None = None
+    """The run folder that it comes from; None for a packed file."""
+
+    def write(self, folder: Path) -> None:
+        """Write a cell's run folder, the result last; a worker that claims the cell then only records it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (METRICS, DIAGNOSTICS):
+            if self.folder is not None and (kept := self.folder / name).exists():
+                content = kept.read_bytes()
+                write_atomically(folder / name, lambda file, content=content: file.write(content))
+        self.result.write(folder)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a result must be to serve a cell."""
+
+    cell: Cell
+
+    @cached_property
+    def config(self) -> RunConfig:
+        return from_dict(RunConfig, self.cell.config)
+
+    @cached_property
+    def training_key(self) -> str:
+        return training_key(self.config, load_data(self.config.data).fingerprint)
+
+    @cached_property
+    def evaluations(self) -> frozenset[str]:
+        """Keys of the evaluations that the cell asks for."""
+        return frozenset(map(evaluation_key, self.config.evaluations))
+
+    def adapt(self, result: RunResult, where: str) -> RunResult | None:
+        """A result as the cell's own, marked with where it comes from; None if it is another training or measured less.
+
+        Metrics of evaluations that the cell does not ask for are left out; a name that two evaluations gave has an
+        unknown value, so such a result serves only its own key.
+        """
+        made = result.environment
+        origin = f"{where} (commit {made.get('git_sha', 'unknown')}, {made.get('machine', 'unknown machine')})"
+        if result.key == self.cell.key:
+            return replace(result, taken_from=origin)
+        names = [name for measured in result.evaluations.values() for name in measured]
+        if (
+            (result.training_key or result.key) != self.training_key
+            or not self.evaluations <= result.evaluations.keys()
+            or len(set(names)) < len(names)
+        ):
+            return None
+        kept = {key: measured for key, measured in result.evaluations.items() if key in self.evaluations}
+        unasked = set(names).difference(*kept.values())
+        metrics = {name: value for name, value in result.metrics.items() if name not in unasked}
+        own = {"key": self.cell.key, "config": self.cell.config, "training_key": self.training_key}
+        return replace(result, **own, metrics=metrics, evaluations=kept, taken_from=origin)
+
+    def find_differences(self, result: RunResult) -> list[str]:
+        """What a result was made with that a training here would not be, as `torch 2.12.0 (here 2.13.0)`."""
+        here = collect_environment()
+        pairs = {name: (result.environment.get(name), here[name]) for name in DECIDING}
+        backend = find_backend(self.config, load_data(self.config.data).outline)
+        pairs["backend"] = result.labels.get("backend"), backend
+        return [f"{name} {made} (here {now})" for name, (made, now) in pairs.items() if made != now]
+
+
+def take_from_files(
+    cells: Iterable[Cell], files: Sequence[Path], folder: Path | None, mixed: bool
+) -> dict[str, TakenResult]:
+    """The results by key of the cells that packed files hold. Creates nothing.
+
+    folder: the grid's, whose own results come first; None if they do not count. mixed: also take results of another
+    backend, torch or Python. Raises a one-line ValueError for a file that cannot be used, and for a cell that has
+    different metrics in two places: all count but those of `Costs`, and timings do not.
+    """
+    packs = [Pack.read(file) for file in files]
+    serving: defaultdict[str, list[tuple[Pack, RunResult]]] = defaultdict(list)
+    for pack in packs:
+        for result in pack.results:
+            for key in {result.key, result.training_key or result.key}:
+                serving[key].append((pack, result))
+    taken: dict[str, TakenResult] = {}
+    asked: defaultdict[Path, list[tuple[Request, RunResult]]] = defaultdict(list)
+    for request in map(Request, cells if packs else ()):
+        key = request.cell.key
+        kept = RunResult.peek(folder / "cells" / key) if folder else None
+        found = [(str(folder), kept)] if kept else []
+        for pack, result in [*serving[key], *serving[request.training_key]]:
+            if adapted := request.adapt(result, f"{pack.path.name} of {pack.grid}"):
+                found.append((str(pack.path), adapted))
+                asked[pack.path] += [] if kept else [(request, adapted)]
+                if not kept:
+                    taken.setdefault(key, TakenResult(adapted))
+        _check_agreement(request.cell, found)
+    for pack in packs:
+        if pack.path not in asked:
+            raise ValueError(
+                f"--results {str(pack.path)!r}: none of its {len(pack.results)} cells, of {pack.grid}, is asked for "
+                "here; leave it out"
+            )
+        if not mixed:
+            _check_environment(pack.path, asked[pack.path])
+    return taken
+
+
+def _check_agreement(cell: Cell, found: Sequence[tuple[str, RunResult]]) -> None:
+    """Raise a one-line ValueError if two of a cell's results, each with its place, differ in a metric."""
+    for (first, one), (second, other) in combinations(found, 2):
+        for name in sorted(one.metrics.keys() & other.metrics.keys()):
+            if not name.startswith(TIMED) and one.metrics[name] != other.metrics[name]:
+                raise ValueError(
+                    f"--results: {cell.variant} seed {cell.seed} has {name} {one.metrics[name]!r} in {first!r} and "
+                    f"{other.metrics[name]!r} in {second!r}; leave out the file that is wrong, or name another --runs "
+                    "folder"
+                )
+
+
+def _check_environment(path: Path, results: Iterable[tuple[Request, RunResult]]) -> None:
+    """Raise a one-line ValueError if results of a file were made otherwise than a training here."""
+    differences = [found for request, result in results if (found := request.find_differences(result))]
+    if differences:
+        kinds = sorted({kind for found in differences for kind in found})
+        raise ValueError(
+            f"--results {str(path)!r}: {len(differences)} of its cells were made with {', '.join(kinds)}; leave the "
+            "file out, or give --mixed to take them all the same"
+        )
+
+
+def find_shared(cells: Sequence[Cell], grid: Path, mixed: bool) -> dict[str, TakenResult]:
+    """The results by key of cells that other grids in the same runs folder have finished.
+
+    grid: the folder of the cells' own grid. mixed: as in `take_from_files`; other results are not shared without it.
+    """
+    requests = {request.cell.key: request for request in map(Request, cells)}
+    asking: defaultdict[str, list[Request]] = defaultdict(list)
+    for key, request in requests.items():
+        for name in {key, request.training_key}:
+            asking[name].append(request)
+    shared: dict[str, TakenResult] = {}
+    for path in sorted(grid.parent.glob(f"*/cells/*/{RESULT}")) if requests else ():
+        owner = path.parents[2]
+        if owner.name == grid.name or ASIDE in owner.name:
+            continue
+        # Parsed only if it may serve: a thousand results are then read in a tenth of a second.
+        keys = {path.parent.name, *(key.decode() for key in STORED_KEY.findall(path.read_bytes()))}
+        serves = [request for key in keys for request in asking.get(key, ()) if request.cell.key not in shared]
+        if not serves or (result := RunResult.peek(path.parent)) is None:
+            continue
+        for request in serves:
+            adapted = request.adapt(result, owner.name)
+            if adapted and (mixed or not request.find_differences(adapted)):
+                shared[request.cell.key] = TakenResult(adapted, path.parent)
+    return shared

@@ -10,7 +10,7 @@ from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.records import Contrast
 
 KEPT = 0.2
-"""Share of visible keys that Elastic-Softmax gives a weight: docs/results/q_text_rates-stdlib_small, at its best rate."""
+"""Share of visible keys with a weight of Elastic-Softmax at its best rate (docs/results/q_text_rates-stdlib_small)."""
 RULES = {"softmax": (Softmax(), "softmax"), "elastic": (Elastic(), "elastic"), "top k": (TopK(KEPT), "softmax")}
 
 

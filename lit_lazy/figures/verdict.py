@@ -1,9 +1,12 @@
 """Figure of a question's verdict: the declared contrasts with the intervals that its rule uses."""
 
+import math
 from collections.abc import Mapping, Sequence
 from textwrap import wrap
 from typing import NamedTuple
 
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -17,7 +20,8 @@ from lit_lazy.figures.effects import (
     set_row_labels,
     style_forest_panel,
 )
-from lit_lazy.table.declaration import Declaration, Verdict
+from lit_lazy.table.declaration import BY_STATEMENT, Declaration, Finding, Verdict
+from lit_lazy.table.looks import compute_support_interval, list_regions
 from lit_lazy.table.records import Column, Table
 from lit_lazy.table.verdicts import Level, compute_levels, describe_bounds
 
@@ -51,6 +55,8 @@ STATUS = {"supported": GOOD, "refuted": BAD, "undecided": OPEN}
 def verdict_figure(table: Table) -> Figure | None:
     """Draw the evidence for a verdict below its sentence; None without a verdict.
 
+    A question with looks shows each contrast at every look up to the one that decided it, the earlier ones fainter,
+    over the regions that decide: support needs the thick part of the interval inside, refutation all of it. Otherwise:
     A rule on differences shows each contrast with the declared margin. A rule on single rows shows each row of each
     contrast with the bounds "removed" and "there"; rows that are claimed to lie below "removed" are bold.
     """
@@ -58,11 +64,13 @@ def verdict_figure(table: Table) -> Figure | None:
     if declared is None or verdict is None:
         return None
     column = table.columns_by_key[declared.primary]
+    if verdict.looks:
+        return _draw_looks(table, declared, verdict, column)
     rows = compute_levels(declared, table)
     shown = _make_level_lines(declared, verdict, rows, column) if rows else _make_difference_lines(verdict, column)
     shown = [line._replace(name="\n".join(wrap(line.name, NAME_WIDTH))) for line in shown]
     height = 0.9 + sum(0.12 + 0.16 * (1 + line.name.count("\n")) for line in shown)
-    figure = new_figure(WIDTH, height, f"{table.ablation} on {table.base}. {verdict.sentence}")
+    figure = new_figure(WIDTH, height, _format_title(table, verdict))
     axes = figure.subplots()
     marks = [bound * column.scale for bound in (declared.removed, declared.kept)] if rows else [0.0]
     drawn = [line for line in shown if line.look]
@@ -90,6 +98,81 @@ def verdict_figure(table: Table) -> Figure | None:
     style_forest_panel(axes, ticks=7)
     draw_legend_below(figure, handles, 3)
     return figure
+
+
+def _draw_looks(table: Table, declared: Declaration, verdict: Verdict, column: Column) -> Figure:
+    share = declared.rule in BY_STATEMENT
+    scale = 1.0 if share else column.scale
+    names = [wrap(f"{part.name}: {part.why}", NAME_WIDTH) for part in verdict.parts]
+    shown = [_list_findings(verdict, i) for i in range(len(verdict.parts))]
+    heights = [max(len(name), len(found)) for name, found in zip(names, shown, strict=True)]
+    figure = new_figure(WIDTH, 1.1 + 0.17 * sum(heights) + 0.12 * len(heights), _format_title(table, verdict))
+    axes = figure.subplots()
+    regions = list_regions(declared)
+    edges = {edge * scale for region in (*regions[0], *regions[1]) for edge in region if math.isfinite(edge)}
+    drawn = [found for line in shown for found in line]
+    ends = [(found.low * scale, found.high * scale) for found in drawn]
+    low, high = (-0.02, 1.02) if share else fit_limits([*edges, *(found.mean * scale for found in drawn)], ends)
+    axes.set_xlim(low, high)
+    for parts, colour in zip(regions, (BETTER, WORSE), strict=True):
+        for left, right in parts:
+            axes.axvspan(
+                max(left * scale, low), min(right * scale, high), color=colour, alpha=0.13, linewidth=0, zorder=0
+            )
+    for edge in edges - {0.0, 1.0} if share else edges:
+        axes.axvline(edge, color=NEUTRAL, linewidth=1, linestyle="--" if edge else "-", zorder=1)
+    y, places = 0.0, []
+    for found, height in zip(shown, heights, strict=True):
+        middle = y + (height - 1) / 2
+        places.append(middle)
+        for i, part in enumerate(found):
+            _draw_look(axes, declared, part, middle + i - (len(found) - 1) / 2, scale, (i + 1) / len(found))
+        y += height + 0.7
+    axes.set_yticks(places, ["\n".join(name) for name in names])
+    axes.set_ylim(y - 0.9, -0.8)
+    axes.set_title(column.title)
+    axes.set_xlabel("share of seeds in which it holds" if share else format_axis_label(column))
+    style_forest_panel(axes, ticks=7)
+    draw_legend_below(figure, _make_look_handles(bool(edges)), 3)
+    return figure
+
+
+def _list_findings(verdict: Verdict, contrast: int) -> list[Finding]:
+    """The findings on a contrast, look by look, up to the one that decided it."""
+    found = [look.parts[contrast] for look in verdict.looks]
+    return [part for look, part in zip(verdict.looks, found, strict=True) if part.n == look.n]
+
+
+def _draw_look(axes: Axes, declared: Declaration, found: Finding, y: float, scale: float, strength: float) -> None:
+    """Draw a finding with its intervals and number of seeds. strength: 1 for the last look, less for earlier ones."""
+    look = STATUS[found.status]
+    colour, face = _fade(look.colour, strength), _fade(look.face, strength)
+    left, right = compute_support_interval(declared, found)
+    draw_interval(axes, y, found.low * scale, found.high * scale, colour, 1.2)
+    draw_interval(axes, y, left * scale, right * scale, colour, 3)
+    style = {"markersize": 6, "markeredgewidth": 1.4, "zorder": 4}
+    axes.plot(found.mean * scale, y, look.marker, color=colour, markerfacecolor=face, **style)
+    beside = axes.get_yaxis_transform()
+    axes.text(1.01, y, f"n = {found.n}", transform=beside, va="center", color=_fade(NEUTRAL, max(strength, 0.7)))
+
+
+def _fade(colour: str, strength: float) -> str:
+    """A colour mixed with white."""
+    share = 0.25 + 0.75 * strength
+    return to_hex([1 - share + share * part for part in to_rgb(colour)])
+
+
+def _make_look_handles(has_regions: bool) -> list[Line2D | Patch]:
+    regions = {"supported: the thick part inside": BETTER, "refuted: the whole interval inside": WORSE}
+    return [
+        *(_make_marker_handle(look, status) for status, look in STATUS.items()),
+        Line2D([], [], color=NEUTRAL, linewidth=1.2, label="simultaneous interval"),
+        *([Patch(color=c, alpha=0.13, linewidth=0, label=name) for name, c in regions.items()] if has_regions else []),
+    ]
+
+
+def _format_title(table: Table, verdict: Verdict) -> str:
+    return f"{table.ablation} on {table.base}. {verdict.sentence}"
 
 
 def _make_difference_lines(verdict: Verdict, column: Column) -> list[_Line]:

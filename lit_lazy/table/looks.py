@@ -268,6 +268,35 @@ def _estimate_share(met: np.ndarray, critical: Critical) -> tuple[float, float, 
     return y / n, low, float(beta.isf(level, y + 1, n - y)) if y < n else 1.0
 
 
+def compute_support_interval(declaration: Declaration, found: Finding) -> tuple[float, float]:
+    """The interval of a finding at the error rate of support; its own has that of refutation."""
+    assert found.n is not None
+    critical = compute_critical(declaration, declaration.looks.index(found.n))
+    if declaration.rule in BY_STATEMENT:
+        met = np.arange(found.n) < round(found.mean * found.n)
+        return _estimate_share(met, critical._replace(refute=critical.support))[1:]
+    half = (found.high - found.mean) * critical.t_support / critical.t_refute
+    return found.mean - half, found.mean + half
+
+
+Region = tuple[float, float]
+
+
+def list_regions(declaration: Declaration) -> tuple[list[Region], list[Region]]:
+    """Where the intervals of a contrast must lie for support, and for refutation.
+
+    They overlap where neither is wrong. None for the rule `removed`, which judges rows, not their difference.
+    """
+    m, inf = declaration.margin, math.inf
+    return {
+        "lower": ([(-inf, 0.0)], [(-m, inf)]),
+        "higher": ([(0.0, inf)], [(-inf, m)]),
+        "same": ([(-m, m)], [(-inf, -m / 2), (m / 2, inf)]),
+        "no_worse": ([(-inf, m)], [(0.0, inf)]),
+        "removed": ([], []),
+    }.get(declaration.rule, ([(SHARE_CLAIMED, 1.0)], [(0.0, SHARE_DENIED)]))
+
+
 def is_futile(declaration: Declaration, looks: Sequence[Look], outcomes: Outcomes, unlearned: Collection[str]) -> bool:
     """Whether, from the second look on, the last look would not decide the claim if means and spreads stay.
 

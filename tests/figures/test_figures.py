@@ -2,15 +2,16 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from legible import assert_legible
 
 from lit_lazy.figures import effects_figure, save_figure
-from lit_lazy.figures.effects import compute_limits
+from lit_lazy.figures.effects import UNLEARNED, compute_limits
 from lit_lazy.table.build import TableSpec, build_table
-from lit_lazy.table.records import Column, Observation, RowInfo
+from lit_lazy.table.records import Column, Observation, RowInfo, Yardstick
 
 NAMES = ["lazy", *(f"a-rather-long-variant-{i:02d}" for i in range(1, 17))]
 COLUMNS = (
@@ -66,6 +67,32 @@ def test_rows_without_a_difference_say_why():
     axes = effects_figure(make(), ["sparsity"]).axes[0]
     assert {int(text.xy[1]): text.get_text() for text in axes.texts} == {0: "baseline", 2: "not defined", 4: "failed"}
     assert not {0, 2, 4} & set(points(axes))
+
+
+def test_a_row_that_did_not_learn_is_a_grey_cross_and_sets_no_limits():
+    table = make()
+    dead = NAMES[3]
+    measures = table.collect_measures("loss")
+    others = {name: max(m.values.values()) for name, m in measures.items() if m.n and name != dead}
+    bound = max(others.values()) + 1
+    rows = [
+        replace(row, metrics=row.metrics | {"loss": replace(measures[dead], values=dict.fromkeys("01234", bound))})
+        if row.variant == dead
+        else row
+        for row in table.rows
+    ]
+    weighed = replace(table, rows=tuple(rows), yardstick=Yardstick("loss", bound, {"chance": 2 * bound}))
+    assert weighed.unlearned == {dead: "5 of 5"}
+    figure = effects_figure(weighed, ["loss", "recall"])
+    assert_legible(figure)
+    for axes in figure.axes:
+        (cross,) = (line for line in axes.lines if line.get_color() == UNLEARNED and line.get_marker() != "None")
+        assert cross.get_ydata()[0] == 3
+        assert 3 not in points(axes)
+    label = figure.axes[0].get_yticklabels()[3]
+    assert (label.get_text(), label.get_color()) == (dead, UNLEARNED)
+    (legend,) = figure.legends
+    assert legend.get_texts()[-1].get_text() == "did not learn the task"
 
 
 def test_the_baseline_is_on_top_and_what_has_no_spread_has_a_range():

@@ -24,7 +24,7 @@ from lit_lazy.config.key import evaluation_key
 from lit_lazy.config.serialisation import replace_at, to_dict
 from lit_lazy.config.user_files import experiment
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.packed import Request, TakenResult, find_shared
+from lit_lazy.grid.packed import AskedCell, TakenResult, find_shared
 from lit_lazy.measure.lengths import Lengths
 from lit_lazy.report import publish
 from lit_lazy.training.prepare import find_backend
@@ -309,9 +309,9 @@ LENGTHS, LONGER, TWICE = Lengths((1,)), Lengths((2,)), Lengths((1, 2))
 NAMES = {LENGTHS: ["length_1x/loss"], LONGER: ["length_2x/loss"], TWICE: ["length_1x/loss", "length_2x/loss"]}
 
 
-def ask(*evaluations: Lengths, **changes: Any) -> Request:
+def ask(*evaluations: Lengths, **changes: Any) -> AskedCell:
     config = replace_at(experiment("backcopy_tiny"), {"evaluations": evaluations, **changes})
-    return Request(Cell("asked", "row", "ours", 0, to_dict(config), {}))
+    return AskedCell(Cell("asked", "row", "ours", 0, to_dict(config), {}))
 
 
 def make_result(*evaluations: Lengths) -> RunResult:

@@ -205,6 +205,15 @@ def test_what_cannot_be_taken_is_one_line_before_anything_is_created(
     assert list_files(elsewhere) == before
 
 
+def test_a_file_cannot_give_the_models_that_are_to_be_kept(
+    trained: Trained, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert trained.run(elsewhere, "--results", str(trained.pack), "--keep-checkpoint") == 2
+    assert capsys.readouterr().err == (
+        "lit-lazy: --results, --keep-checkpoint: a packed file holds no models; leave one of the two out\n"
+    )
+
+
 def test_cells_that_were_made_otherwise_are_taken_on_request(trained: Trained, elsewhere: Path, tmp_path: Path) -> None:
     other = trained.edit(tmp_path / "other.xz", set_at("environment", "torch", "1.0"))
     taken = trained.take(elsewhere, "--results", str(other), "--mixed")

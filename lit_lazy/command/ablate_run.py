@@ -108,6 +108,8 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     execution = make_execution(options)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ValueError("torchrun: would start the grid several times; run it without torchrun, and give --devices")
+    if options.results and options.keep_checkpoint:
+        raise ValueError("--results, --keep-checkpoint: a packed file holds no models; leave one of the two out")
     from lit_lazy.grid.jobs.job import LaunchOptions
 
     if options.dry_run:

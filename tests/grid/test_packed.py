@@ -24,7 +24,7 @@ from lit_lazy.config.key import evaluation_key
 from lit_lazy.config.serialisation import replace_at, to_dict
 from lit_lazy.config.user_files import experiment
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.packed import Request, TakenResult, find_shared
+from lit_lazy.grid.packed import AskedCell, TakenResult, find_shared
 from lit_lazy.measure.lengths import Lengths
 from lit_lazy.report import publish
 from lit_lazy.training.prepare import find_backend
@@ -205,6 +205,15 @@ def test_what_cannot_be_taken_is_one_line_before_anything_is_created(
     assert list_files(elsewhere) == before
 
 
+def test_a_file_cannot_give_the_models_that_are_to_be_kept(
+    trained: Trained, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert trained.run(elsewhere, "--results", str(trained.pack), "--keep-checkpoint") == 2
+    assert capsys.readouterr().err == (
+        "lit-lazy: --results, --keep-checkpoint: a packed file holds no models; leave one of the two out\n"
+    )
+
+
 def test_cells_that_were_made_otherwise_are_taken_on_request(trained: Trained, elsewhere: Path, tmp_path: Path) -> None:
     other = trained.edit(tmp_path / "other.xz", set_at("environment", "torch", "1.0"))
     taken = trained.take(elsewhere, "--results", str(other), "--mixed")
@@ -309,9 +318,9 @@ LENGTHS, LONGER, TWICE = Lengths((1,)), Lengths((2,)), Lengths((1, 2))
 NAMES = {LENGTHS: ["length_1x/loss"], LONGER: ["length_2x/loss"], TWICE: ["length_1x/loss", "length_2x/loss"]}
 
 
-def ask(*evaluations: Lengths, **changes: Any) -> Request:
+def ask(*evaluations: Lengths, **changes: Any) -> AskedCell:
     config = replace_at(experiment("backcopy_tiny"), {"evaluations": evaluations, **changes})
-    return Request(Cell("asked", "row", "ours", 0, to_dict(config), {}))
+    return AskedCell(Cell("asked", "row", "ours", 0, to_dict(config), {}))
 
 
 def make_result(*evaluations: Lengths) -> RunResult:

@@ -299,7 +299,7 @@ def _find_results(
         if taken:
             raise ValueError(f"--results: {describe_portable_backend(grid.id)}; --mixed takes the cells all the same")
         return {}
-    if launch.fresh:  # which asks to train again
+    if launch.fresh or launch.keep_checkpoints:  # both ask for a training
         return taken
     return taken | find_shared([cell for cell in untrained if cell.key not in taken], grid.folder, launch.mixed)
 

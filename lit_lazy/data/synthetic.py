@@ -79,6 +79,7 @@ def make_source(
 ) -> DataSource:
     """Data source of the two splits; `baseline` adds the losses of weak predictors to its info, `chance_nats` first."""
     train, validation = splits
+    oracle = validation.oracle_nll
     return DataSource(
         name=name,
         vocab_size=vocab_size,
@@ -87,7 +88,7 @@ def make_source(
         info={
             "train_tokens": task.train_sequences * task.context_length,
             "validation_tokens": task.validation_sequences * task.context_length,
-            "optimum_nats": 0.0,
+            "optimum_nats": 0.0 if oracle is None else oracle.mean(dtype=np.float64).item(),
             **baseline,
         },
         train=train.make_dataset(),

@@ -106,11 +106,8 @@ def _build_source(config: Trigger) -> DataSource:
     _, _, groups, oracle = splits[1]
     assert oracle is not None
     facts = {
-        # On the validation targets; oracle_nats includes the rows of BOS.
-        "oracle_nats": oracle.mean(dtype=np.float64).item(),
-        "oracle_nats_trigger": oracle[groups["trigger"]].mean(dtype=np.float64).item(),
-        # A predictor that attends to nothing.
-        "blind_nats": math.log(config.symbols),
+        "chance_nats": math.log(config.symbols),  # of a predictor that attends to nothing
+        "optimum_nats_trigger": oracle[groups["trigger"]].mean(dtype=np.float64).item(),
         "trigger_fraction": groups["trigger"].mean().item(),
     }
     return make_source("trigger", config.symbols + 2, config, splits, facts)

@@ -9,6 +9,7 @@ import torch
 
 from lit_lazy.attention import NoPosition
 from lit_lazy.config import ModelConfig
+from lit_lazy.data.base import compute_learned_nats
 from lit_lazy.data.trigger import Trigger, _build_source
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
@@ -84,10 +85,12 @@ def test_info_is_measured_on_validation():
     source = CONFIG.load()
     batch = read(source.validation)
     assert source.row_groups == ("trigger", "non_trigger")
-    assert source.info["oracle_nats"] == pytest.approx(batch["oracle_nll"].mean().item(), rel=1e-5)
+    assert source.info["optimum_nats"] == pytest.approx(batch["oracle_nll"].mean().item(), rel=1e-5)
     on_triggers = batch["oracle_nll"][batch["trigger"]].mean().item()
-    assert source.info["oracle_nats_trigger"] == pytest.approx(on_triggers, rel=1e-5)
-    assert source.info["blind_nats"] == math.log(64)
+    assert source.info["optimum_nats_trigger"] == pytest.approx(on_triggers, rel=1e-5)
+    assert source.info["chance_nats"] == math.log(64)
+    learned = compute_learned_nats(source.info)
+    assert learned == pytest.approx((source.info["optimum_nats"] + source.info["chance_nats"]) / 2)
     assert source.info["trigger_fraction"] == pytest.approx(batch["trigger"].float().mean().item(), rel=1e-6)
     assert source.info["train_tokens"] == 2_000 * 64
 
@@ -103,7 +106,7 @@ def test_the_task_seed_determines_everything():
 
 
 def test_a_small_model_falls_below_chance():
-    """Attention to nothing leaves `blind_nats`; softmax attention learns in seconds to average before triggers."""
+    """Attention to nothing leaves `chance_nats`; softmax attention learns in seconds to average before triggers."""
     config = Trigger(symbols=8, context_length=16, train_sequences=8_000, validation_sequences=200)
     source = config.load()
     cfg = ModelConfig(d_model=32, n_layers=1, n_heads=1, d_ff=16, position=NoPosition())
@@ -118,7 +121,7 @@ def test_a_small_model_falls_below_chance():
     with torch.no_grad():
         nll = token_nll(model(batch["tokens"]), batch["targets"]).double()
     excess = nll - batch["oracle_nll"]
-    gain = source.info["blind_nats"] - source.info["oracle_nats_trigger"]
+    gain = source.info["chance_nats"] - source.info["optimum_nats_trigger"]
     assert excess[batch["trigger"]].mean() < 0.5 * gain
     assert abs(excess[batch["non_trigger"]].mean()) < 0.1 * gain
 
